@@ -1,0 +1,40 @@
+# What people and CI call. Every target sets up what it needs; a second run skips that.
+# `sh scripts/make TARGET` does the same on a machine that has no make yet.
+
+PYTHON := .venv/bin/python
+.DEFAULT_GOAL := help
+.PHONY: help install demo test unit lint golden bench sandbox-down clean
+
+help:  ## Show the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
+
+install:  ## Slurm and munge from the distribution, .venv with pinned packages, .venv/bin/hpctrain
+	@sh scripts/setup
+
+demo: install  ## Train, preempt, resume and finish a real Megatron job on a real Slurm
+	@$(PYTHON) scripts/demo.py
+
+test: install  ## All tests: unit, golden, engines, Slurm
+	@OMP_NUM_THREADS=1 $(PYTHON) -m pytest
+
+unit: install  ## The fast tests only
+	@$(PYTHON) -m pytest tests/unit tests/golden tests/test_house.py
+
+lint: install  ## Style, types, architecture contracts, shell scripts
+	@$(PYTHON) -m ruff check . && $(PYTHON) -m ruff format --check .
+	@$(PYTHON) -m mypy
+	@.venv/bin/lint-imports --config setup.cfg --no-cache
+	@.venv/bin/shellcheck scripts/setup scripts/make .ci/run
+
+golden: install  ## Write the golden scripts and transcripts anew; review the diff
+	@$(PYTHON) -m pytest tests/golden --write-golden
+
+bench: install  ## Benchmarks; each prints ratios against a peer in the same run
+	@$(PYTHON) bench/login_node.py
+	@$(PYTHON) bench/trainer_overhead.py
+
+sandbox-down: install  ## Take down the sandbox of an interrupted demo
+	@.venv/bin/hpctrain sandbox down --directory .demo/sandbox
+
+clean:  ## Remove everything that the targets above have made
+	rm -rf .venv .demo .pytest_cache .mypy_cache .ruff_cache data

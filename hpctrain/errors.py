@@ -1,0 +1,106 @@
+"""The exception tree of hpctrain; every class carries the exit code it leads to.
+
+    HpctrainError                 1   unexpected: a bug of ours or of the environment
+    |- UsageError                 2   the command line asks for something that makes no sense
+    |- InvalidInputError          3   a spec, profile or data file is wrong (all problems at once)
+    |- DoesNotFitError            4   the plan does not fit the GPUs, the batch or the cluster
+    |- LimitError                 4   the plan violates a limit of the site
+    |- SlurmError                 5
+    |  |- SlurmRefusedError       5   Slurm answered, and the answer was no
+    |  `- SlurmUnreachableError   5   no answer within the time limit, or no Slurm at all
+    |- NoSuchRunError             6
+    |- RunFailedError             7   the run that was waited for has failed
+    `- CheckpointError            7   checkpoints exist, but none of them can be used
+
+Belongs here: exceptions and the position of a problem in a file. Does not belong here: printing
+or exiting (only `hpctrain.cli` does that). Imports nothing of ours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong in a file; `line` and `column` are 1-based, None when unknown."""
+
+    message: str
+    file: str | None = None
+    line: int | None = None
+    column: int | None = None
+    hint: str | None = None
+
+    def __str__(self) -> str:
+        parts = [str(part) for part in (self.file, self.line, self.column) if part is not None]
+        return f"{':'.join(parts)}: {self.message}" if parts else self.message
+
+
+class HpctrainError(Exception):
+    """Anything that a user of hpctrain should be told in one clear message."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+class UsageError(HpctrainError):
+    """The command line asks for something that makes no sense."""
+
+    exit_code = 2
+
+
+class InvalidInputError(HpctrainError):
+    """A file of the user is wrong; `problems` lists everything that was found in it."""
+
+    exit_code = 3
+
+    def __init__(self, problems: list[Problem] | tuple[Problem, ...]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+class DoesNotFitError(HpctrainError):
+    """The plan does not fit the memory, the batch or the number of GPUs."""
+
+    exit_code = 4
+
+
+class LimitError(HpctrainError):
+    """The plan violates a limit that the site has set in its cluster profile."""
+
+    exit_code = 4
+
+
+class SlurmError(HpctrainError):
+    """A call of a Slurm command did not succeed."""
+
+    exit_code = 5
+
+
+class SlurmRefusedError(SlurmError):
+    """Slurm answered no; the message holds Slurm's own words."""
+
+
+class SlurmUnreachableError(SlurmError):
+    """No answer from Slurm: not installed, controller away, or time limit of the call exceeded."""
+
+
+class NoSuchRunError(HpctrainError):
+    """No run directory matches the given name."""
+
+    exit_code = 6
+
+
+class RunFailedError(HpctrainError):
+    """The run that was waited for has failed."""
+
+    exit_code = 7
+
+
+class CheckpointError(HpctrainError):
+    """Checkpoints exist but none can be used, so starting from step 0 would lose work silently."""
+
+    exit_code = 7
