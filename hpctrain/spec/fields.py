@@ -1,0 +1,179 @@
+"""Which keys a document knows, what they hold, and the nearest one to a misspelt name.
+
+Belongs here: walking the pydantic classes. Does not belong here: messages (see `explain`) or any
+particular field.
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+
+from hpctrain.spec.positions import Path, dotted
+
+_MAX_HINTS = 3
+
+
+def field_types(model: type[BaseModel]) -> dict[str, Any]:
+    """Key as written in YAML -> annotation."""
+    return {field.alias or name: field.annotation for name, field in model.model_fields.items()}
+
+
+def description(model: type[BaseModel], key: str) -> str | None:
+    """What a key is for: its description, or the first line about the section it holds."""
+    for name, field in model.model_fields.items():
+        if (field.alias or name) == key:
+            if field.description:
+                return field.description
+            section = section_of(field.annotation)
+            return (section.__doc__ or "").splitlines()[0] if section else None
+    return None
+
+
+def members(annotation: Any) -> tuple[Any, ...]:
+    """The alternatives of a union without None; one element when it is no union."""
+    while get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    if get_origin(annotation) in (Union, types.UnionType):
+        return tuple(part for part in get_args(annotation) if part is not type(None))
+    return (annotation,)
+
+
+def is_model(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """The document class inside an annotation, also inside a union or a tuple."""
+    for member in members(annotation):
+        if is_model(member):
+            return member  # type: ignore[no-any-return]
+        if get_origin(member) is tuple and is_model(get_args(member)[0]):
+            return get_args(member)[0]  # type: ignore[no-any-return]
+    return None
+
+
+def split_branches(model: type[BaseModel], loc: tuple[str | int, ...]) -> tuple[Path, str | None]:
+    """pydantic's `loc` -> path in the document, and the union branch that complains (if any).
+
+    pydantic puts the name of a union member into `loc` ("ParallelSpec", "int"); the document has
+    no such level.
+    """
+    path: list[str | int] = []
+    branch: str | None = None
+    here: Any = model
+    parts = list(loc)
+    while parts:
+        choices = members(here)
+        if len(choices) > 1:
+            branch, here = _branch(str(parts.pop(0)), choices)
+            continue
+        if parts[0] == "[key]":
+            break
+        path.append(parts.pop(0))
+        here = _child(choices[0], path[-1])
+    return tuple(path), branch
+
+
+def _branch(label: str, choices: tuple[Any, ...]) -> tuple[str, Any]:
+    """Name and member of a union; a class with validators is `function-after[_check(), Name]`."""
+    for choice in choices:
+        name = getattr(choice, "__name__", "")
+        if name and (label == name or label.endswith(f" {name}]")):
+            return name, choice
+    return label, None
+
+
+def annotation_at(model: type[BaseModel], path: Path) -> Any:
+    """The annotation of the value at `path`; None for a key that does not exist."""
+    here: Any = model
+    for part in path:
+        choices = members(here)
+        found = [child for one in choices if (child := _child(one, part)) is not None]
+        if not found:
+            return None
+        here = found[0]
+    return here
+
+
+def parent_model(model: type[BaseModel], path: Path) -> type[BaseModel] | None:
+    """The document class whose key `path` ends in."""
+    here = annotation_at(model, path[:-1])
+    return next((one for one in members(here) if is_model(one)), None)
+
+
+def _child(annotation: Any, part: str | int) -> Any:
+    if is_model(annotation):
+        return field_types(annotation).get(str(part))
+    if get_origin(annotation) is tuple and isinstance(part, int):
+        return get_args(annotation)[0]
+    if get_origin(annotation) is dict:
+        return get_args(annotation)[1]
+    return None
+
+
+def known_paths(model: type[BaseModel], above: str = "") -> Iterator[str]:
+    """Every key of a document as a dotted path; items of a list as `partitions[].name`."""
+    for key, annotation in field_types(model).items():
+        path = f"{above}.{key}" if above else key
+        yield path
+        section = section_of(annotation)
+        if section is not None:
+            is_list = any(get_origin(one) is tuple for one in members(annotation))
+            yield from known_paths(section, path + ("[]" if is_list else ""))
+
+
+def suggest_key(model: type[BaseModel], path: Path) -> str:
+    """Hint for an unknown key: the same section first, then other sections, then all keys."""
+    key = str(path[-1])
+    section = parent_model(model, path)
+    here = list(field_types(section)) if section else []
+    above = dotted(path[:-1]) + "." if len(path) > 1 else ""
+    elsewhere = {known: known.rsplit(".", 1)[-1] for known in known_paths(model)}
+    exact = [known for known, last in elsewhere.items() if last == key]
+    near = nearest(key, here)
+    if near and _ratio(key, near[0]) >= 0.8:
+        return _did_you_mean([above + one for one in near[:1]])
+    if exact:
+        return _did_you_mean(exact)
+    if near:
+        return _did_you_mean([above + one for one in near])
+    far = nearest(key, set(elsewhere.values()), cutoff=0.75)
+    if far:
+        return _did_you_mean([known for known, last in elsewhere.items() if last in far])
+    return f"known here: {', '.join(sorted(here))}"
+
+
+def nearest(word: str, names: Iterable[str], cutoff: float = 0.6) -> list[str]:
+    """The most similar names, best first; upper and lower case count as the same."""
+    folded = {name.lower(): name for name in sorted(names)}
+    found = difflib.get_close_matches(word.lower(), folded, n=_MAX_HINTS, cutoff=cutoff)
+    return [folded[name] for name in found]
+
+
+def did_you_mean(word: str, names: Iterable[str]) -> str | None:
+    """`did you mean `x`?`, or None when nothing is similar."""
+    found = nearest(word, names)
+    return _did_you_mean(found) if found else None
+
+
+def literal_values(annotation: Any) -> tuple[str, ...]:
+    """The words that a Literal accepts; empty for anything else."""
+    return tuple(
+        str(value)
+        for member in members(annotation)
+        if get_origin(member) is Literal
+        for value in get_args(member)
+    )
+
+
+def _did_you_mean(names: list[str]) -> str:
+    return "did you mean " + " or ".join(f"`{name}`" for name in names[:_MAX_HINTS]) + "?"
+
+
+def _ratio(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one.lower(), other.lower()).ratio()

@@ -1,0 +1,184 @@
+"""The one reader of specs and profiles: a YAML file in, a frozen document or all problems out.
+
+Belongs here: finding and reading the files, and tying the steps together (parse, overrides,
+validate, explain). Does not belong here: what the fields are (`run`, `profile`). pydantic and
+ruamel.yaml are imported when a file is read, so that importing this module costs nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.spec.overrides import OPTION, apply_overrides
+from hpctrain.spec.positions import Parsed, dotted, parse_yaml
+from hpctrain.spec.syntax import Place
+
+if TYPE_CHECKING:
+    from hpctrain.spec.profile import ClusterProfile
+    from hpctrain.spec.run import Document, RunSpec
+
+DocumentT = TypeVar("DocumentT", bound="Document")
+MAX_FILE_BYTES = 2**20
+PACKAGED_PROFILES = Path(__file__).resolve().parent.parent / "cluster_profiles"
+
+
+@dataclass(frozen=True)
+class Loaded(Generic[DocumentT]):
+    """A valid document and where it comes from.
+
+    `file` is the base name only, so that no path of a user gets into records. `origin` maps the
+    dotted path of every value that somebody wrote to `FILE:LINE` or `--set`; defaults are absent.
+    `digest` is the SHA-256 (hex) of the canonical JSON of the whole document.
+    """
+
+    document: DocumentT
+    file: str
+    origin: Mapping[str, str]
+    digest: str
+
+
+def load_run_spec(path: Path | str, overrides: Sequence[str] = ()) -> Loaded[RunSpec]:
+    """Read a run spec; `-` is standard input. Raises InvalidInputError with all problems."""
+    from hpctrain.spec.run import RunSpec
+
+    return _load(RunSpec, path, overrides)
+
+
+def load_profile(path: Path | str) -> Loaded[ClusterProfile]:
+    """Read a cluster profile. Raises InvalidInputError with all problems."""
+    from hpctrain.spec.profile import ClusterProfile
+
+    return _load(ClusterProfile, path, ())
+
+
+def document_digest(document: Document) -> str:
+    """SHA-256 (hex) of the canonical JSON: sorted keys, no spaces, quantities as text."""
+    values = document.model_dump(mode="json", by_alias=True)
+    canonical = json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def profile_names(search_path: Sequence[Path] = ()) -> list[str]:
+    """Names of all profiles, those of the search path and those that come with hpctrain."""
+    return sorted(_profiles(search_path))
+
+
+def find_profile(name: str, search_path: Sequence[Path] = ()) -> Path:
+    """The file of a profile: a path as given, else NAME.yaml, earlier directories first.
+
+    A name is taken for a path when it contains a `/` or ends in `.yaml` or `.yml`.
+    Raises InvalidInputError for an unknown name.
+    """
+    from hpctrain.spec.fields import did_you_mean
+
+    if "/" in name or name.endswith((".yaml", ".yml")):
+        return Path(name)
+    known = _profiles(search_path)
+    if name in known:
+        return known[name]
+    names = ", ".join(sorted(known))
+    hint = did_you_mean(name, known)
+    hint = f"{hint} Known profiles: {names}" if hint else f"known profiles: {names}"
+    raise InvalidInputError([Problem(f"no cluster profile is called `{name}`", hint=hint)])
+
+
+def _profiles(search_path: Sequence[Path]) -> dict[str, Path]:
+    found: dict[str, Path] = {}
+    for directory in (PACKAGED_PROFILES, *reversed(search_path)):
+        if directory.is_dir():
+            found |= {file.stem: file for file in sorted(directory.glob("*.yaml"))}
+    return found
+
+
+def _load(model: type[DocumentT], path: Path | str, overrides: Sequence[str]) -> Loaded[DocumentT]:
+    file = "stdin" if str(path) == "-" else str(path)
+    parsed = parse_yaml(_read(path, file), file)
+    if parsed.data is None:
+        parsed.problems = parsed.problems or [Place(file, 1, 1).problem("the file is empty")]
+        raise InvalidInputError(parsed.problems)
+    apply_overrides(parsed, overrides)
+    document, problems = _validate(model, parsed)
+    if document is None or problems:
+        raise InvalidInputError(sorted(problems, key=_position))
+    base = Path(file).name
+    return Loaded(document, base, _origins(parsed, base), document_digest(document))
+
+
+def _validate(model: type[DocumentT], parsed: Parsed) -> tuple[DocumentT | None, list[Problem]]:
+    """Strict, and by way of JSON: in that mode pydantic turns neither "8" nor true into a number
+    but still takes a list for a tuple and an integer for a float."""
+    from pydantic import ValidationError
+
+    from hpctrain.spec.explain import explain
+
+    try:
+        document = model.model_validate_json(json.dumps(parsed.data), strict=True)
+    except ValidationError as error:
+        return None, parsed.problems + explain(error, model, parsed)
+    return document, parsed.problems
+
+
+def _position(problem: Problem) -> tuple[bool, int, int]:
+    return (problem.line is None, problem.line or 0, problem.column or 0)
+
+
+def _origins(parsed: Parsed, base: str) -> Mapping[str, str]:
+    return MappingProxyType(
+        {
+            dotted(path): OPTION if place.line is None else f"{base}:{place.line}"
+            for path, place in parsed.values.items()
+            if path
+        }
+    )
+
+
+def _read(path: Path | str, file: str) -> str:
+    """The text of a file; at most MAX_FILE_BYTES are read, whatever the file is."""
+    try:
+        if file == "stdin":
+            raw = sys.stdin.buffer.read(MAX_FILE_BYTES + 1)
+        else:
+            with open(path, "rb") as stream:
+                raw = stream.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise InvalidInputError([_unreadable(Path(path), error)]) from None
+    if len(raw) > MAX_FILE_BYTES:
+        problem = Place(file).problem(f"larger than {MAX_FILE_BYTES // 2**20} MiB, is this a spec?")
+        raise InvalidInputError([problem])
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InvalidInputError([_not_utf8(raw, error.start, file)]) from None
+
+
+def _not_utf8(raw: bytes, start: int, file: str) -> Problem:
+    line = raw.count(b"\n", 0, start) + 1
+    column = len(raw[raw.rfind(b"\n", 0, start) + 1 : start].decode("utf-8-sig")) + 1
+    message = f"byte 0x{raw[start]:02X} is not UTF-8"
+    return Place(file, line, column).problem(message, "save the file as UTF-8")
+
+
+def _unreadable(path: Path, error: OSError) -> Problem:
+    from hpctrain.spec.fields import did_you_mean
+
+    place = Place(str(path))
+    if isinstance(error, FileNotFoundError):
+        return place.problem("no such file", did_you_mean(path.name, _files_beside(path)))
+    if isinstance(error, IsADirectoryError):
+        return place.problem("is a directory", "give the YAML file inside it")
+    return place.problem(f"cannot be read: {error.strerror or 'unknown reason'}")
+
+
+def _files_beside(path: Path) -> list[str]:
+    try:
+        return [one.name for one in path.parent.iterdir() if one.is_file()]
+    except OSError:
+        return []

@@ -1,0 +1,238 @@
+"""YAML text to plain values, with the place of every key and every value.
+
+Belongs here: building the tree, nesting limits, duplicate keys, aliases. Does not belong here:
+reading files (`loader`), the YAML library (`syntax`), or knowing any field.
+Nothing in the text is ever evaluated: tags are refused, aliases are copied under a limit, and the
+tree is built from the parser's events, so that hostile text stops at the limit and not before
+the memory is full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from hpctrain.errors import Problem
+from hpctrain.spec.scalars import AmbiguousScalarError, Scalar, plain_scalar, shorten
+from hpctrain.spec.syntax import (
+    MAX_DEPTH,
+    MAX_VALUES,
+    Place,
+    StopReading,
+    too_much,
+    yaml_events,
+)
+
+Path = tuple[str | int, ...]
+_STRING_TAG = "tag:yaml.org,2002:str"
+
+
+@dataclass(frozen=True)
+class Node:
+    """One value of the text: a scalar, a tuple of nodes, or a tuple of (key, value) pairs."""
+
+    kind: str
+    content: Any
+    place: Place
+    problem: Problem | None = None
+
+
+@dataclass
+class Parsed:
+    """The document as plain values. `broken` are paths that were already complained about."""
+
+    data: Any = None
+    keys: dict[Path, Place] = field(default_factory=dict)
+    values: dict[Path, Place] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    broken: set[Path] = field(default_factory=set)
+
+    def nearest_place(self, path: Path, *, key: bool = False) -> Place | None:
+        """Place of the value (or key) at `path`, or of the closest parent that has one."""
+        for end in range(len(path), -1, -1):
+            here = path[:end]
+            place = self.keys.get(here) if key or end < len(path) else self.values.get(here)
+            place = place or self.values.get(here)
+            if place is not None:
+                return place
+        return None
+
+
+def dotted(path: Path) -> str:
+    """`slurm.partitions[0].name`, as it is printed and as `--set` takes it."""
+    text = ""
+    for part in path:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        else:
+            text += f".{shorten(part)}" if text else shorten(part)
+    return text
+
+
+def parse_yaml(text: str, file: str) -> Parsed:
+    """Parse one document. Never raises for bad text: see `Parsed.problems`."""
+    parsed = Parsed()
+    try:
+        root = _Composer(text, file).document()
+        parsed.data = _Flattener(parsed).value(root, ())
+    except StopReading as stop:
+        parsed.problems.append(stop.problem)
+    return parsed
+
+
+class _Composer:
+    """Builds nodes from the parser's events."""
+
+    def __init__(self, text: str, file: str) -> None:
+        self.file = file
+        self.anchors: dict[str, Node] = {}
+        self.seen = 0
+        self.events = yaml_events(text, file)
+
+    def document(self) -> Node:
+        names = (type(event).__name__ for event in self.events)
+        next(names)  # start of the stream
+        if next(names) == "StreamEndEvent":
+            raise StopReading(Place(self.file, 1, 1).problem("the file is empty"))
+        root = self._node(next(self.events), 0)
+        next(names)  # end of the document
+        extra = next(self.events)
+        if type(extra).__name__ == "DocumentStartEvent":
+            raise StopReading(
+                self._place(extra).problem(
+                    "a second YAML document begins here", "keep one document per file"
+                )
+            )
+        return root
+
+    def _place(self, event: Any) -> Place:
+        return Place(self.file, event.start_mark.line + 1, event.start_mark.column + 1)
+
+    def _node(self, event: Any, depth: int) -> Node:
+        place = self._place(event)
+        self.seen += 1
+        if depth > MAX_DEPTH or self.seen > MAX_VALUES:
+            raise StopReading(too_much(place))
+        kind = type(event).__name__
+        if kind == "AliasEvent":
+            return self._alias(event, place)
+        if kind == "ScalarEvent":
+            node = _scalar_node(event, place)
+        elif kind == "SequenceStartEvent":
+            node = Node("list", tuple(self._items(depth)), place)
+        else:
+            node = Node("mapping", tuple(self._pairs(depth)), place)
+        node = _refuse_tag(event, node)
+        if event.anchor is not None:
+            self.anchors[str(event.anchor)] = node
+        return node
+
+    def _alias(self, event: Any, place: Place) -> Node:
+        # An anchor counts once its value is complete, so a value can never contain itself.
+        name = str(event.anchor)
+        if name not in self.anchors:
+            problem = place.problem(
+                f"`*{shorten(name)}` refers to nothing that is complete at this point",
+                f"define it first with `&{shorten(name)}`; a value cannot contain itself",
+            )
+            return Node("scalar", None, place, problem)
+        return self.anchors[name]
+
+    def _items(self, depth: int) -> Iterator[Node]:
+        while type(event := next(self.events)).__name__ != "SequenceEndEvent":
+            yield self._node(event, depth + 1)
+
+    def _pairs(self, depth: int) -> Iterator[tuple[Node, Node]]:
+        while type(event := next(self.events)).__name__ != "MappingEndEvent":
+            key = self._node(event, depth + 1)
+            yield key, self._node(next(self.events), depth + 1)
+
+
+class _Flattener:
+    """Copies nodes to plain values and notes the places; the copy counts every alias in full."""
+
+    def __init__(self, parsed: Parsed) -> None:
+        self.parsed = parsed
+        self.seen = 0
+
+    def value(self, node: Node, path: Path) -> Any:
+        self.seen += 1
+        if self.seen > MAX_VALUES or len(path) > MAX_DEPTH:
+            raise StopReading(too_much(node.place))
+        # The parser places an empty value at the next key, so its own key stands for it.
+        empty = node.kind == "scalar" and node.content is None and node.problem is None
+        self.parsed.values[path] = self.parsed.keys.get(path, node.place) if empty else node.place
+        if node.problem is not None:
+            self.parsed.broken.add(path)
+            self._report(replace(node.problem, message=_prefixed(path, node.problem.message)))
+            return None
+        if node.kind == "scalar":
+            return node.content
+        if node.kind == "list":
+            return [self.value(item, (*path, index)) for index, item in enumerate(node.content)]
+        return self._mapping(node, path)
+
+    def _report(self, problem: Problem) -> None:
+        spot = (problem.line, problem.column)  # an alias repeats the problems of its anchor
+        if spot not in [(known.line, known.column) for known in self.parsed.problems]:
+            self.parsed.problems.append(problem)
+
+    def _mapping(self, node: Node, path: Path) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        lines: dict[str, int | None] = {}
+        for key, value in node.content:
+            name = self._key(key, path)
+            if name is None:
+                continue
+            if name in result:
+                message = _prefixed((*path, name), f"given twice, first on line {lines[name]}")
+                self._report(key.place.problem(message, "keep one of the two"))
+                continue
+            lines[name] = key.place.line
+            self.parsed.keys[(*path, name)] = key.place
+            result[name] = self.value(value, (*path, name))
+        return result
+
+    def _key(self, key: Node, path: Path) -> str | None:
+        if key.kind == "scalar" and key.problem is None and isinstance(key.content, str):
+            if key.content != "<<":
+                return key.content
+            message = "merge keys (`<<`) are not part of YAML 1.2"
+            self._report(key.place.problem(message, "write the keys out, or alias a whole value"))
+            return None
+        shown = f"`{shown_value(key.content)}`" if key.kind == "scalar" else f"a {key.kind}"
+        message = _prefixed(path, f"keys must be text, got {shown}")
+        self._report(key.place.problem(message, "put the key in quotes if it is a name"))
+        return None
+
+
+def shown_value(value: Scalar) -> str:
+    """A scalar as it would be written in YAML."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return shorten(str(value))
+
+
+def _prefixed(path: Path, message: str) -> str:
+    return f"`{dotted(path)}`: {message}" if path else message
+
+
+def _scalar_node(event: Any, place: Place) -> Node:
+    if event.style is not None or event.ctag is not None:
+        return Node("scalar", event.value, place)
+    try:
+        return Node("scalar", plain_scalar(event.value), place)
+    except AmbiguousScalarError as error:
+        return Node("scalar", None, place, place.problem(str(error), error.hint))
+
+
+def _refuse_tag(event: Any, node: Node) -> Node:
+    tag = None if event.ctag is None else str(event.ctag)
+    if tag is None or (tag == _STRING_TAG and node.kind == "scalar"):
+        return node
+    shown = shorten(tag.replace("tag:yaml.org,2002:", "!!"))
+    problem = node.place.problem(f"YAML tags such as `{shown}` are not supported", "remove the tag")
+    return replace(node, problem=problem)

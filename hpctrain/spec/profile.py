@@ -1,0 +1,209 @@
+"""The cluster profile: what a site is and what it allows. One frozen document per YAML file.
+
+Belongs here: facts about nodes, links, partitions, file systems and the site's rules, written
+down once by somebody who knows. Does not belong here: anything found out while planning (the
+planner asks no cluster), or anything about a model.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from hpctrain.spec.run import Document, Name, VariableName
+from hpctrain.units import Bandwidth, ByteSize, Duration, FlopRate
+
+
+class GpuProfile(Document):
+    """The accelerators of one node."""
+
+    type: str = Field(description="Name in Slurm's GRES, for example a100")
+    per_node: int = Field(ge=1, description="GPUs of one node")
+    memory: ByteSize = Field(gt=0, description="As the driver reports it")
+    reserved: ByteSize = Field(
+        ByteSize(2 * 2**30), description="CUDA context, NCCL and library workspaces"
+    )
+    peak: dict[Literal["bf16", "fp32"], FlopRate] = Field(
+        {}, description="Dense peak rate per precision; empty when unknown (no MFU then)"
+    )
+
+
+class NvlinkProfile(Document):
+    """The fast domain inside which tensor parallelism belongs."""
+
+    domain: int = Field(ge=1, description="GPUs that reach each other over NVLink")
+    bandwidth: Bandwidth = Field(gt=0, description="Per GPU and direction")
+
+
+class SwitchProfile(Document):
+    """Topology above the node, as Slurm's topology plugins know it."""
+
+    plugin: Literal["none", "tree", "block"] = Field("none", description="Slurm's topology plugin")
+    nodes_per_leaf: int | None = Field(None, ge=1, description="Nodes under one leaf or block")
+    oversubscription: float = Field(1.0, ge=1, description="Leaf down-link to up-link ratio")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.plugin == "none") != (self.nodes_per_leaf is None):
+            raise ValueError("`nodes_per_leaf` goes together with plugin `tree` or `block`")
+        return self
+
+
+class NetworkProfile(Document):
+    """Links between nodes."""
+
+    fabric: Literal["infiniband", "roce", "efa", "slingshot", "ethernet"] = Field(
+        description="Kind of network that NCCL uses between nodes"
+    )
+    nics_per_node: int = Field(ge=1, description="Cards of one node that NCCL may use")
+    nic_bandwidth: Bandwidth = Field(gt=0, description="Per card and direction")
+    interface: str | None = Field(None, description="For TCP traffic (NCCL_SOCKET_IFNAME)")
+    switches: SwitchProfile = SwitchProfile()
+
+
+class NodeProfile(Document):
+    """Everything on a node that is not a GPU."""
+
+    count: int = Field(ge=1, description="Number of nodes")
+    cpus: int = Field(ge=1, description="As Slurm counts them (CPUs=)")
+    memory: ByteSize = Field(gt=0, description="Main memory that jobs may use")
+    prefix: str = Field("n", description="Host names are prefix + number")
+
+
+class FilesystemProfile(Document):
+    """A shared file system that checkpoints or data may live on."""
+
+    name: str = Field(description="Name in plans and messages")
+    path: str = Field(description="Where it is mounted")
+    kind: Literal["lustre", "gpfs", "nfs", "weka", "local", "other"] = Field(
+        description="Kind of file system"
+    )
+    write_bandwidth: Bandwidth = Field(
+        gt=0, description="For one job that writes from all its nodes"
+    )
+    read_bandwidth: Bandwidth = Field(gt=0, description="The same for reading")
+
+
+class PreemptionProfile(Document):
+    """How jobs of a partition lose their nodes to others."""
+
+    mode: Literal["off", "requeue", "cancel"] = Field(
+        "off", description="What Slurm does with a preempted job (PreemptMode)"
+    )
+    grace: Duration = Field(Duration(0), description="GraceTime of the partition or QOS")
+    user_signal: bool = Field(
+        False, description="Site sets preempt_send_user_signal (22.05) or send_user_signal (23.02+)"
+    )
+
+
+class PartitionProfile(Document):
+    """One partition and its limits."""
+
+    name: str = Field(description="As Slurm knows it")
+    default: bool = Field(False, description="Used when a spec names no partition")
+    max_walltime: Duration | None = Field(None, description="MaxTime; absent: no limit")
+    max_nodes: int | None = Field(None, ge=1, description="MaxNodes; absent: no limit")
+    priority_tier: int = Field(1, ge=0, description="PriorityTier; jobs of a higher one preempt")
+    preemption: PreemptionProfile = PreemptionProfile()
+
+
+class ContainerProfile(Document):
+    """Image and launcher; the options go on the `srun` line, never on sbatch."""
+
+    launcher: Literal["pyxis", "apptainer"] = Field(description="What starts the container")
+    image: str = Field(description="Image as the launcher takes it")
+    mounts: tuple[str, ...] = Field((), description="SOURCE:TARGET[:OPTIONS] for each mount")
+    python: str = Field("python3", description="Interpreter inside the image")
+
+
+class ModulesProfile(Document):
+    """Environment modules (Lmod or Tcl)."""
+
+    init: str | None = Field(None, description="File to source first if shells lack `module`")
+    purge: bool = Field(False, description="Run `module purge` first")
+    load: tuple[str, ...] = Field((), description="Modules to load, in this order")
+
+
+class SoftwareProfile(Document):
+    """Where hpctrain and the engine live on the compute nodes."""
+
+    python: str | None = Field(None, description="Interpreter; default: the submitting one")
+    container: ContainerProfile | None = Field(None, description="Absent: no container")
+    modules: ModulesProfile | None = Field(None, description="Absent: no environment modules")
+
+
+class FabricVariable(Document):
+    """One environment variable of the fabric and why the site sets it."""
+
+    name: VariableName = Field(description="Name of the variable")
+    value: str = Field(description="Text, so put numbers in quotes")
+    reason: str = Field(min_length=3, description="Why the site sets it")
+
+
+class SlurmProfile(Document):
+    """How this site wants jobs to be asked for."""
+
+    gpu_request: Literal["gres", "gres-typed", "gpus-per-node", "gpus-per-task", "none"] = Field(
+        "gres", description="Option that asks for GPUs at this site"
+    )
+    account: str | None = Field(None, description="Account when a spec names none")
+    qos: str | None = Field(None, description="QOS when a spec names none")
+    constraint: str | None = Field(None, description="Node features to ask for (`--constraint`)")
+    exclusive: bool = Field(True, description="Ask for whole nodes (`--exclusive`)")
+    all_memory: bool = Field(True, description="`--mem=0`; some sites reject --mem")
+    kill_wait: Duration = Field(Duration(30), description="KillWait of slurm.conf")
+    partitions: tuple[PartitionProfile, ...] = Field(
+        min_length=1, description="All partitions that runs may use"
+    )
+
+    @model_validator(mode="after")
+    def _one_default(self) -> Self:
+        if sum(partition.default for partition in self.partitions) != 1:
+            raise ValueError("exactly one partition must have `default: true`")
+        return self
+
+    def partition(self, name: str | None) -> PartitionProfile | None:
+        """The partition of that name, the default one for None, None if there is no such name."""
+        for partition in self.partitions:
+            if partition.name == name or (name is None and partition.default):
+                return partition
+        return None
+
+
+class LimitsProfile(Document):
+    """What the site allows a run to ask for; checked at plan time, exit code 4."""
+
+    max_nodes: int | None = Field(None, ge=1, description="Most nodes of one run")
+    max_walltime: Duration | None = Field(None, description="Longest time limit of one attempt")
+    accounts: tuple[str, ...] = Field((), description="Accounts that may be charged; empty: any")
+
+
+class ClusterProfile(Document):
+    """A cluster: hardware, Slurm, software, rules."""
+
+    name: Name = Field(description="Name for `--profile`")
+    description: str = Field("", description="One line for `hpctrain profiles`")
+    nodes: NodeProfile
+    gpu: GpuProfile
+    nvlink: NvlinkProfile
+    network: NetworkProfile
+    filesystems: tuple[FilesystemProfile, ...] = Field(
+        min_length=1, description="File systems that data or checkpoints may live on"
+    )
+    slurm: SlurmProfile
+    software: SoftwareProfile = SoftwareProfile()
+    environment: tuple[FabricVariable, ...] = Field(
+        (), description="Variables of the fabric, each with its reason"
+    )
+    continuation: Literal["requeue", "none"] = Field(
+        "requeue", description="How a stopped attempt goes on: the same job again, or by hand"
+    )
+    limits: LimitsProfile = LimitsProfile()
+    locked: tuple[str, ...] = Field(
+        (), description="Spec fields that a spec may not set here, such as `resources.qos`"
+    )
+
+    @property
+    def gpu_count(self) -> int:
+        return self.nodes.count * self.gpu.per_node

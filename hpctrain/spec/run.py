@@ -1,0 +1,336 @@
+"""The run spec: what somebody wants to train. One frozen document per YAML file.
+
+Belongs here: fields, their limits, and the checks that need nothing but the document itself.
+Does not belong here: anything about a cluster (see `profile`) or about how the work is laid out
+over GPUs (see `hpctrain.plan`). No files, no clock, no environment.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from hpctrain.units import ByteSize, Duration, TokenCount
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
+VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+
+
+class Document(BaseModel):
+    """Base of all parts of a spec or a profile: frozen, and unknown keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+class ModelSpec(Document):
+    """Shape of a GPT- or Llama-like transformer."""
+
+    family: Literal["gpt", "llama"] = Field("gpt", description="Preset of the choices below")
+    layers: int = Field(ge=1, description="Number of transformer layers")
+    hidden: int = Field(ge=8, description="Hidden size")
+    ffn: int | None = Field(None, ge=8, description="MLP size; gpt: 4 x hidden, llama: required")
+    heads: int = Field(ge=1, description="Attention heads")
+    kv_heads: int | None = Field(None, ge=1, description="Key/value heads (GQA); default: heads")
+    head_dim: int | None = Field(None, ge=1, description="Default: hidden / heads")
+    vocab: int = Field(ge=2, description="Vocabulary size of the tokenizer, before padding")
+    seq: int = Field(ge=2, description="Sequence length in tokens")
+    activation: Literal["gelu", "swiglu", "squared_relu"] | None = Field(
+        None, description="gpt: gelu, llama: swiglu"
+    )
+    norm: Literal["layernorm", "rmsnorm"] | None = Field(
+        None, description="gpt: layernorm, llama: rmsnorm"
+    )
+    norm_epsilon: float = Field(1e-5, gt=0, description="Added to the variance inside the norm")
+    positions: Literal["learned", "rope"] | None = Field(
+        None, description="gpt: learned, llama: rope"
+    )
+    rope_base: int = Field(10000, ge=1, description="Base of the rotary angles (theta)")
+    tied: bool | None = Field(
+        None, description="Share input and output embeddings; gpt: true, llama: false"
+    )
+    bias: bool | None = Field(None, description="Bias in linear layers; gpt: true, llama: false")
+    dropout: float = Field(0.0, ge=0, lt=1, description="Hidden and attention dropout")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_family(cls, data: object) -> object:
+        if not isinstance(data, dict):
+            return data
+        presets: dict[str, dict[str, object]] = {
+            "gpt": dict(
+                activation="gelu", norm="layernorm", positions="learned", tied=True, bias=True
+            ),
+            "llama": dict(
+                activation="swiglu", norm="rmsnorm", positions="rope", tied=False, bias=False
+            ),
+        }
+        preset = presets.get(str(data.get("family", "gpt")), {})
+        missing = {key: value for key, value in preset.items() if data.get(key) is None}
+        return {**data, **missing}
+
+    @model_validator(mode="after")
+    def _check_shape(self) -> Self:
+        if self.head_dim is None and self.hidden % self.heads:
+            raise ValueError(f"hidden {self.hidden} is not divisible by heads {self.heads}")
+        if self.heads % self.key_value_heads:
+            raise ValueError(
+                f"heads {self.heads} is not divisible by kv_heads {self.key_value_heads}"
+            )
+        if self.ffn is None and self.activation == "swiglu":
+            raise ValueError("ffn is required with swiglu (Llama-7B: 11008 at hidden 4096)")
+        return self
+
+    @property
+    def ffn_size(self) -> int:
+        return self.ffn if self.ffn is not None else 4 * self.hidden
+
+    @property
+    def key_value_heads(self) -> int:
+        return self.kv_heads if self.kv_heads is not None else self.heads
+
+    @property
+    def head_size(self) -> int:
+        return self.head_dim if self.head_dim is not None else self.hidden // self.heads
+
+    @property
+    def gated(self) -> bool:
+        """True when the MLP has a gate projection (three matrices instead of two)."""
+        return self.activation == "swiglu"
+
+
+class DataSource(Document):
+    """One Megatron dataset: `PATH.bin` and `PATH.idx`, with its weight in the blend."""
+
+    path: str = Field(min_length=1, description="Prefix of the .bin/.idx pair")
+    weight: float = Field(1.0, gt=0, description="Share in the blend, relative to the others")
+
+
+class DataSpec(Document):
+    """What the model reads. Without sources, Megatron's mock data is used."""
+
+    sources: tuple[DataSource, ...] = Field((), description="Blend of Megatron datasets")
+    tokenizer: str | None = Field(None, description="Path of the tokenizer.json they were made by")
+    split: str = Field(
+        "98,2,0",
+        pattern=r"^\d+(\.\d+)?,\d+(\.\d+)?,\d+(\.\d+)?$",
+        description="Shares of training, validation and test documents",
+    )
+    cache: str | None = Field(None, description="Directory of the index cache; default: the run's")
+
+
+class BatchSpec(Document):
+    """How many sequences make one optimizer step."""
+
+    global_: int = Field(alias="global", ge=1, description="Sequences per step, over all GPUs")
+    micro: int | Literal["auto"] = Field("auto", description="Sequences per GPU and microbatch")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.micro != "auto" and self.micro < 1:
+            raise ValueError("micro must be at least 1, or `auto`")
+        return self
+
+
+class BudgetSpec(Document):
+    """How long to train: either steps or tokens."""
+
+    steps: int | None = Field(None, ge=1, description="Optimizer steps")
+    tokens: TokenCount | None = Field(
+        None,
+        gt=0,
+        description="Tokens to train on, for example 300B",
+    )
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> Self:
+        if (self.steps is None) == (self.tokens is None):
+            raise ValueError("give exactly one of `steps` and `tokens`")
+        return self
+
+
+class OptimizerSpec(Document):
+    """AdamW, as Megatron's OptimizerConfig takes it."""
+
+    name: Literal["adamw"] = Field("adamw", description="The only one so far")
+    lr: float = Field(gt=0, description="Peak learning rate")
+    min_lr: float = Field(0.0, ge=0, description="Learning rate at the end of the decay")
+    beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the first moment")
+    beta2: float = Field(0.95, ge=0, lt=1, description="Decay of the second moment")
+    epsilon: float = Field(1e-8, gt=0, description="Added to the root of the second moment")
+    weight_decay: float = Field(0.1, ge=0, description="Decoupled weight decay")
+    clip_grad: float = Field(1.0, ge=0, description="Gradient norm limit; 0 switches it off")
+    distributed: bool = Field(True, description="Shard optimizer state over data parallel ranks")
+    overlap_grad_reduce: bool = Field(True, description="Hide the gradient reduction (DP > 1)")
+    overlap_param_gather: bool = Field(True, description="Hide the parameter gather (DP > 1)")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.min_lr > self.lr:
+            raise ValueError(f"min_lr {self.min_lr:g} is above lr {self.lr:g}")
+        return self
+
+
+class ScheduleSpec(Document):
+    """Learning rate over steps."""
+
+    style: Literal["cosine", "linear", "constant"] = Field(
+        "cosine", description="Shape of the decay after the warm-up"
+    )
+    warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up from 0")
+    decay_steps: int | None = Field(None, ge=1, description="Default: the whole budget")
+
+
+class ParallelSpec(Document):
+    """An explicit layout; dp follows from the number of GPUs."""
+
+    tp: int = Field(1, ge=1, description="Tensor model parallel size")
+    pp: int = Field(1, ge=1, description="Pipeline model parallel size")
+    vpp: int = Field(1, ge=1, description="Model chunks per pipeline stage (interleaved schedule)")
+    cp: int = Field(1, ge=1, description="Context parallel size")
+    sequence_parallel: bool | None = Field(None, description="Default: on when tp > 1")
+    stages: tuple[int, ...] | None = Field(
+        None, description="Transformer layers of each stage (pp x vpp numbers) for uneven splits"
+    )
+    count_embedding: bool = Field(False, description="Count the embedding as a layer of stage 0")
+    count_loss: bool = Field(False, description="Count the loss as a layer of the last stage")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.vpp > 1 and self.pp == 1:
+            raise ValueError("vpp needs pp of at least 2")
+        if self.stages is not None and len(self.stages) != self.pp * self.vpp:
+            raise ValueError(f"stages needs pp x vpp = {self.pp * self.vpp} numbers")
+        if self.stages is not None and (self.count_embedding or self.count_loss):
+            raise ValueError("stages already says where every layer is: drop count_embedding/_loss")
+        if self.sequence_parallel and self.tp == 1:
+            raise ValueError("sequence_parallel needs tp of at least 2")
+        return self
+
+
+class CheckpointSpec(Document):
+    """When to save, how many to keep."""
+
+    every_steps: int | None = Field(None, ge=1, description="Save after every so many steps")
+    every: Duration | None = Field(None, gt=0, description="Save when so much time has passed")
+    keep: int = Field(2, ge=1, description="Newest verified checkpoints to keep")
+    keep_every_steps: int | None = Field(None, ge=1, description="Keep these steps for good")
+    asynchronous: bool = Field(True, description="Write in the background while training goes on")
+    verify: Literal["auto", "size", "sha256"] = Field(
+        "auto", description="Check before resuming; auto: sha256 up to 64GiB, above that sizes"
+    )
+
+    @model_validator(mode="after")
+    def _some_interval(self) -> Self:
+        if self.every_steps is None and self.every is None:
+            raise ValueError("give `every_steps` or `every` (or both)")
+        return self
+
+
+class EvaluationSpec(Document):
+    """Loss on validation data; off when `every_steps` is absent."""
+
+    every_steps: int | None = Field(None, ge=1, description="Evaluate after every so many steps")
+    batches: int = Field(8, ge=1, description="Global batches per evaluation")
+
+
+class EngineSpec(Document):
+    """What trains the model."""
+
+    name: Literal["megatron"] = Field("megatron", description="The only one so far")
+    implementation: Literal["auto", "local", "transformer_engine"] = Field(
+        "auto", description="Layer implementation; auto: TransformerEngine where it is installed"
+    )
+    deterministic: bool = Field(False, description="Bitwise reproducible kernels, slower on GPUs")
+    collective_timeout: Duration = Field(
+        Duration(600), gt=0, description="Give up a collective operation after this long"
+    )
+
+
+class ResourcesSpec(Document):
+    """What to ask Slurm for."""
+
+    gpus: int = Field(ge=1, description="Number of GPUs in all")
+    walltime: Duration | None = Field(
+        # above 0, because sbatch(1) takes `--time=0` for no limit at all
+        None,
+        gt=0,
+        description="Time limit of one attempt; default: the partition's limit",
+    )
+    partition: str | None = Field(None, description="Default: the profile's default partition")
+    account: str | None = Field(None, description="Default: the profile's account")
+    qos: str | None = Field(None, description="Default: the profile's QOS")
+    reservation: str | None = Field(None, description="Slurm reservation to run in")
+    cpus_per_gpu: int | None = Field(
+        None, ge=1, description="CPUs for each GPU; absent: Slurm's default"
+    )
+    memory_per_node: ByteSize | None = Field(None, description="Default: all (`--mem=0`)")
+
+
+class EnvironmentSpec(Document):
+    """Variables for the training processes. Secrets by name only."""
+
+    variables: dict[VariableName, str] = Field({}, description="Set in the job")
+    inherit: tuple[VariableName, ...] = Field(
+        (), description="Names passed on from the submitting shell; the values stay out of files"
+    )
+
+
+class LoggingSpec(Document):
+    """What the trainer writes."""
+
+    every_steps: int = Field(1, ge=1, description="One line in the log per so many steps")
+
+
+class SuperviseSpec(Document):
+    """When to give up."""
+
+    failures_without_progress: int = Field(
+        3, ge=1, description="Stop after so many failed launches in a row without a new checkpoint"
+    )
+    stall: Duration = Field(
+        Duration(600), gt=0, description="A step that takes longer than this counts as a hang"
+    )
+    setup_stall: Duration = Field(
+        Duration(1800), gt=0, description="The same for start-up, loading and saving"
+    )
+
+
+class RunSpec(Document):
+    """A training run: model, data, budget, layout and policies."""
+
+    name: Name = Field(description="First part of the run id")
+    model: ModelSpec
+    data: DataSpec = DataSpec()
+    batch: BatchSpec
+    budget: BudgetSpec
+    precision: Literal["bf16", "fp32"] = Field(
+        "bf16", description="Number format of weights and activations in computation"
+    )
+    optimizer: OptimizerSpec
+    schedule: ScheduleSpec = ScheduleSpec()
+    parallel: ParallelSpec | Literal["auto"] = Field(
+        "auto", description="An explicit layout, or `auto` to let the planner choose"
+    )
+    recompute: Literal["none", "selective", "full"] = Field(
+        "selective", description="Activation recomputation (Korthikanti et al. 2022)"
+    )
+    checkpoint: CheckpointSpec
+    evaluation: EvaluationSpec = EvaluationSpec()
+    engine: EngineSpec = EngineSpec()
+    resources: ResourcesSpec
+    environment: EnvironmentSpec = EnvironmentSpec()
+    logging: LoggingSpec = LoggingSpec()
+    supervise: SuperviseSpec = SuperviseSpec()
+    seed: int = Field(
+        1234, ge=0, lt=2**31, description="Seed of initial weights, data order and dropout"
+    )
+
+    @property
+    def train_steps(self) -> int:
+        """Optimizer steps of the whole budget; a token budget is rounded up to whole steps."""
+        if self.budget.steps is not None:
+            return self.budget.steps
+        assert self.budget.tokens is not None
+        tokens_per_step = self.batch.global_ * self.model.seq
+        return -(-round(self.budget.tokens) // tokens_per_step)

@@ -1,0 +1,188 @@
+"""Wrong YAML in, exact places and words out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from wrong_specs import VALID, problems_of, shown
+
+from hpctrain.spec.loader import MAX_FILE_BYTES, load_profile, load_run_spec
+
+# (text in VALID, what replaces it, all problems)
+WRONG_VALUES = [
+    ("layers: 4", "layer: 4", [
+        "2:1: `model.layers`: required, but missing | layers: Number of transformer layers",
+        "2:9: `model.layer`: unknown key | did you mean `model.layers`?"]),
+    ("name: tiny", "name: tiny\ntp: 8", [
+        "2:1: `tp`: unknown key | did you mean `parallel.tp`?"]),
+    ("name: tiny", "name: tiny\nzzz: 8", [
+        "2:1: `zzz`: unknown key | known here: batch, budget, checkpoint, data, engine, "
+        "environment, evaluation, logging, model, name, optimizer, parallel, precision, "
+        "recompute, resources, schedule, seed, supervise"]),
+    ("name: tiny", "name: tiny\nParallel: {}", [
+        "2:1: `Parallel`: unknown key | did you mean `parallel`?"]),
+    ("name: tiny", "name: a b", [
+        "1:7: `name`: expected a name of letters, digits, `.`, `_` and `-`, 63 characters at most, "
+        "beginning with a letter or digit, got `a b`"]),
+    ("name: tiny", "name: 175", ['1:7: `name`: expected text, got `175` | put it in quotes: "175"'],
+     ),
+    ("layers: 4", "layers: 8x", ["2:17: `model.layers`: expected an integer, got `8x`"]),
+    ("layers: 4", 'layers: "4"', [
+        "2:17: `model.layers`: expected an integer, got `4` | remove the quotes"]),
+    ("layers: 4", "layers: 1_000", [
+        "2:17: `model.layers`: expected an integer, got `1_000` | write `1000`"]),
+    ("layers: 4", "layers: true", ["2:17: `model.layers`: expected an integer, got `true`"]),
+    ("layers: 4", "layers: 4.5", ["2:17: `model.layers`: expected an integer, got `4.5`"]),
+    ("layers: 4", "layers: 0", ["2:17: `model.layers`: must be at least 1, got `0`"]),
+    ("layers: 4", "layers: [4]", ["2:17: `model.layers`: expected an integer, got a list"]),
+    ("layers: 4", "layers: {a: 4}", ["2:17: `model.layers`: expected an integer, got a mapping"]),
+    ("layers: 4", "layers: 012", [
+        "2:17: `model.layers`: `012` starts with a zero, which some YAML readers take as octal"
+        ' | write `12` for the number, or `"012"` for the text']),
+    ("hidden: 128", "hidden: 130", ["2:1: `model`: hidden 130 is not divisible by heads 4"]),
+    ("seq: 128", "seq: 128, tied: yes", [
+        "2:72: `model.tied`: expected `true` or `false`, got `yes`"
+        " | write `true`: YAML 1.2 has only true and false"]),
+    ("seq: 128", "seq: 128, tied: off", [
+        "2:72: `model.tied`: expected `true` or `false`, got `off`"
+        " | write `false`: YAML 1.2 has only true and false"]),
+    ("seq: 128", "seq: 128, dropout: 1", ["2:75: `model.dropout`: must be below 1.0, got `1`"]),
+    ("seq: 128", "seq: 128, family: lama", [
+        "2:74: `model.family`: expected `gpt` or `llama`, got `lama` | did you mean `llama`?"]),
+    ("batch: {global: 8}", "batch: {global: 8, micro: many}", [
+        "3:27: `batch.micro`: expected an integer or `auto`, got `many`"]),
+    ("batch: {global: 8}", "batch: {global: 8, micro: atuo}", [
+        "3:27: `batch.micro`: expected an integer or `auto`, got `atuo` | did you mean `auto`?"]),
+    ("batch: {global: 8}", "batch: {global: 8, micro: 0}", [
+        "3:1: `batch`: micro must be at least 1, or `auto`"]),
+    ("batch: {global: 8}", "parallel: {tp: 0, pipline: 2}", [
+        "1:1: `batch`: required, but missing"
+        " | batch: How many sequences make one optimizer step.",
+        "3:16: `parallel.tp`: must be at least 1, got `0`",
+        "3:19: `parallel.pipline`: unknown key | known here: count_embedding, count_loss, cp, pp, "
+        "sequence_parallel, stages, tp, vpp"]),
+    ("name: tiny", "name: tiny\nparallel: 8", [
+        "2:11: `parallel`: expected a mapping or `auto`, got `8`"]),
+    ("name: tiny", "name: tiny\nparallel: [8]", [
+        "2:11: `parallel`: expected a mapping or `auto`, got a list"]),
+    ("name: tiny", "name: tiny\nparallel: {vpp: 2}", [
+        "2:1: `parallel`: vpp needs pp of at least 2"]),
+    ("name: tiny", "name: tiny\nparallel:\n", [
+        "2:1: `parallel`: expected a mapping or `auto`, got nothing"]),
+    ("name: tiny", "name: tiny\nengine:\n", [
+        "2:1: `engine`: expected a mapping, got nothing"
+        " | give a value, or remove the key to get the default"]),
+    ("{steps: 60}", "{steps: 60, tokens: 3B}", [
+        "4:1: `budget`: give exactly one of `steps` and `tokens`"]),
+    ("{steps: 60}", "{tokens: 3b}", [
+        "4:18: `budget.tokens`: expected a number of tokens such as `300B` or `20M`, got `3b`"]),
+    ("{steps: 60}", "{tokens: 0}", ["4:18: `budget.tokens`: must be above 0, got `0`"]),
+    ("lr: 1e-3", "lr: .inf", [
+        "5:17: `optimizer.lr`: `.inf` is not a usable number | write a finite number"]),
+    ("lr: 1e-3", "lr: 1e-3, min_lr: 1", ["5:1: `optimizer`: min_lr 1 is above lr 0.001"]),
+    ("gpus: 4", "gpus: 4, walltime: 1440", [
+        "7:32: `resources.walltime`: expected a duration such as `24:00:00`, `2-12:00:00`, "
+        "`30min` or `90s`, got `1440` | a bare number is refused because Slurm reads minutes and "
+        "most others seconds: write `1440s`, `1440min` or `1440h`"]),
+    ("gpus: 4", "gpus: 4, walltime: 0s", [
+        "7:32: `resources.walltime`: must be above 0, got `0s`"]),
+    ("gpus: 4", "gpus: 4, gpus: 8, gpus: 9", [
+        "7:22: `resources.gpus`: given twice, first on line 7 | keep one of the two",
+        "7:31: `resources.gpus`: given twice, first on line 7 | keep one of the two"]),
+    ("name: tiny", "name: tiny\ndata:\n  split: a\n  sources:\n    - path: ''\n    - 3", [
+        "3:10: `data.split`: expected three shares such as `98,2,0`, got `a`",
+        "5:13: `data.sources[0].path`: must not be empty",
+        "6:7: `data.sources[1]`: expected a mapping, got `3`"]),
+    ("name: tiny", "name: tiny\nenvironment: {variables: {A: 1, 'B C': x}, inherit: D}", [
+        '2:30: `environment.variables.A`: expected text, got `1` | put it in quotes: "1"',
+        "2:33: `environment.variables.B C`: "
+        "expected the name of a variable such as `NCCL_DEBUG`",
+        "2:53: `environment.inherit`: expected a list, got `D`"]),
+    ("name: tiny", "name: tiny\n1: 2\n[a]: 3\n<<: {seed: 1}", [
+        "2:1: keys must be text, got `1` | put the key in quotes if it is a name",
+        "3:1: keys must be text, got a list | put the key in quotes if it is a name",
+        "4:1: merge keys (`<<`) are not part of YAML 1.2"
+        " | write the keys out, or alias a whole value"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("old", "new", "expected"), WRONG_VALUES)
+def test_wrong_value(tmp_path: Path, old: str, new: str, expected: list[str]) -> None:
+    assert old in VALID
+    assert shown(tmp_path, problems_of(tmp_path, VALID.replace(old, new, 1))) == expected
+
+
+WRONG_SYNTAX = [
+    ("", "1:1: the file is empty"),
+    ("# only a comment\n", "1:1: the file is empty"),
+    ("null\n", "1:1: the file is empty"),
+    ("- a\n", "1:1: expected a mapping of `key: value` lines, got a list"),
+    ("hello\n", "1:1: expected a mapping of `key: value` lines, got `hello`"),
+    ("a:\n\tb: 1\n", "2:1: a tab cannot be used here | indent with spaces"),
+    ("a: [1, 2\n", "1:4: a list that is opened with `[` is not closed | add `]` or a comma"),
+    ("a: {b: 1\n", "1:4: a mapping opened with `{` is not closed | add `}` or a comma"),
+    ("a: 'x\n", "1:4: a quote that is opened here is never closed | close it"),
+    ("a: 1\nb\nc: 2\n", "2:1: a key without `:` | write `key: value`"),
+    ("a: @x\n", "1:4: a value cannot start with this character | put it in quotes"),
+    ("a: b: c\n", "1:5: a `:` is not allowed here | check the indentation of this line and the "
+     "one above; quote text that contains `: `"),
+    ("a:\n  - b\n c: d\n", "3:2: this line does not line up with the lines above | keys of one "
+     "section start in the same column; list items start with `- `"),
+    ("a: 1\n---\nb: 2\n", "2:1: a second YAML document begins here | keep one document per file"),
+    ("a: \x00\n", "1:4: character U+0000 is not allowed in YAML | remove it"),
+    (b"name: caf\xe9\n", "1:10: byte 0xE9 is not UTF-8 | save the file as UTF-8"),
+    ("a: 1\n".encode("utf-16"), "1:1: byte 0xFF is not UTF-8 | save the file as UTF-8"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "expected"), WRONG_SYNTAX)
+def test_wrong_syntax(tmp_path: Path, text: str | bytes, expected: str) -> None:
+    assert shown(tmp_path, problems_of(tmp_path, text)) == [expected]
+
+
+def test_all_problems_come_at_once_in_the_order_of_the_file(tmp_path: Path) -> None:
+    text = VALID.replace("name: tiny", "name: a b\nname: c").replace("lr: 1e-3", "lr: x")
+    text = text.replace("gpus: 4", "gpus: 012") + "supervise: {stall: 5}\nbogus: 1\n"
+    lines = [problem.line for problem in problems_of(tmp_path, text, "nothing")]
+    assert lines == [1, 2, 6, 8, 9, 10, None]
+
+
+def test_no_words_of_the_libraries_get_out(tmp_path: Path) -> None:
+    values = ["x", "1", "-1", "1.5", "true", "null", "[1]", "{a: 1}", "'1'", "012", "[{a: [b]}]"]
+    keys = "model batch budget optimizer checkpoint resources parallel data environment name seed "
+    keys += "precision schedule engine.name model.tied batch.micro parallel.stages data.sources"
+    seen = 0
+    for key in keys.split():
+        for value in values:
+            file = tmp_path / "spec.yaml"
+            file.write_text(VALID)
+            try:
+                load_run_spec(file, [f"{key}={value}"])
+            except Exception as error:
+                seen += 1
+                assert type(error).__name__ == "InvalidInputError", (key, value)
+                for word in ("pydantic", "input_value", "type=", "Input should", "while parsing"):
+                    assert word not in str(error), (key, value)
+                assert "another value" not in str(error), (key, value)
+    assert seen > 100
+
+
+def test_missing_file_names_similar_ones(tmp_path: Path) -> None:
+    (tmp_path / "gpt175b.yaml").write_text(VALID)
+    with pytest.raises(Exception, match="no such file") as caught:
+        load_run_spec(tmp_path / "gpt157b.yaml")
+    assert caught.value.problems[0].hint == "did you mean `gpt175b.yaml`?"
+
+
+def test_directory_and_missing_directory(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="is a directory"):
+        load_run_spec(tmp_path)
+    with pytest.raises(Exception, match="no such file"):
+        load_profile(tmp_path / "nowhere" / "x.yaml")
+
+
+def test_large_and_endless_files_are_refused(tmp_path: Path) -> None:
+    assert "larger than 1 MiB" in problems_of(tmp_path, b"#" * (MAX_FILE_BYTES + 1))[0].message
+    with pytest.raises(Exception, match="larger than 1 MiB"):
+        load_run_spec(Path("/dev/zero"))
