@@ -1,0 +1,101 @@
+"""Which transformer layers, embedding and loss are on which pipeline stage.
+
+A *virtual stage* is one chunk of layers; there are pp x vpp of them, in model order. Virtual
+stage n belongs to pipeline stage n mod pp as its chunk n div pp: Megatron's interleaved order
+(megatron/core/transformer/transformer_block.py, get_num_layers_to_build).
+Belongs here: splitting layers. Does not belong here: bytes.
+"""
+
+from __future__ import annotations
+
+from hpctrain.plan.divisors import divisors, nearest, or_list
+from hpctrain.plan.documents import Layout, Stage
+from hpctrain.plan.parameters import (
+    embedding_parameters,
+    layer_parameters,
+    output_parameters,
+)
+from hpctrain.spec.run import ModelSpec, ParallelSpec
+
+Split = tuple[int, ...]  # transformer layers of each virtual stage, in model order
+
+
+def split_layers(layers: int, parallel: ParallelSpec) -> Split:
+    """Layers of each virtual stage. Call `split_problems` first: here the split must exist.
+
+    `stages` of the spec is taken as it stands: pp x vpp numbers in model order (chunk 0 of all
+    pipeline stages, then chunk 1, ...). Otherwise the split is even; with `count_embedding` /
+    `count_loss` the first / last virtual stage has one layer less, as Megatron's
+    account_for_embedding_in_pipeline_split and account_for_loss_in_pipeline_split do.
+    """
+    if parallel.stages is not None:
+        return parallel.stages
+    virtual = parallel.pp * parallel.vpp
+    split = [counted_layers(layers, parallel) // virtual] * virtual
+    split[0] -= int(parallel.count_embedding)
+    split[-1] -= int(parallel.count_loss)
+    return tuple(split)
+
+
+def counted_layers(layers: int, parallel: ParallelSpec) -> int:
+    """Transformer layers, plus the embedding and the loss where they count as layers."""
+    return layers + int(parallel.count_embedding) + int(parallel.count_loss)
+
+
+def split_problems(layers: int, parallel: ParallelSpec) -> list[str]:
+    """Why the layers cannot be split as asked; empty when they can."""
+    if parallel.stages is not None:
+        return _listed_problems(layers, parallel.stages)
+    virtual = parallel.pp * parallel.vpp
+    counted = counted_layers(layers, parallel)
+    if counted % virtual == 0:
+        return []
+    extra = " (embedding and loss counted as asked)" if counted != layers else ""
+    chunks = f"pp {parallel.pp}" + (f" x vpp {parallel.vpp}" if parallel.vpp > 1 else "")
+    proposal = or_list(nearest(virtual, divisors(counted)))
+    return [
+        f"{counted} layers{extra} cannot be split evenly over {chunks} = {virtual} chunks: "
+        f"nearest numbers of chunks {proposal}{_counting_hint(layers, virtual)}"
+    ]
+
+
+def _counting_hint(layers: int, virtual: int) -> str:
+    if (layers + 2) % virtual == 0:
+        return "; or set count_embedding and count_loss"
+    if (layers + 1) % virtual == 0:
+        return "; or set one of count_embedding and count_loss"
+    return "; or list the layers of each chunk in `stages`"
+
+
+def _listed_problems(layers: int, stages: Split) -> list[str]:
+    problems = []
+    if sum(stages) != layers:
+        problems.append(f"stages add up to {sum(stages)} layers, the model has {layers}")
+    if min(stages) < 0:
+        problems.append(f"stages holds a negative number of layers: {min(stages)}")
+    if 0 in stages[1:-1]:
+        problems.append("only the first and the last of `stages` may be 0 (embedding, loss)")
+    return problems
+
+
+def build_stages(model: ModelSpec, layout: Layout, split: Split) -> tuple[Stage, ...]:
+    """The pipeline stages with their chunks and exact parameters per GPU."""
+    return tuple(build_stage(model, layout, split, index) for index in range(layout.pp))
+
+
+def build_stage(model: ModelSpec, layout: Layout, split: Split, index: int) -> Stage:
+    """Pipeline stage `index`: every pp-th virtual stage, starting with its own number."""
+    chunk_layers = split[index :: layout.pp]
+    embedding, loss = index == 0, index == layout.pp - 1
+    parameters = sum(chunk_layers) * layer_parameters(model, layout.tp)
+    if embedding:
+        parameters += embedding_parameters(model, layout.tp)
+    if loss:
+        parameters += output_parameters(model, layout.tp, with_embedding=embedding)
+    return Stage(
+        index=index,
+        chunk_layers=chunk_layers,
+        embedding=embedding,
+        loss=loss,
+        parameters_per_gpu=parameters,
+    )

@@ -1,0 +1,349 @@
+from __future__ import annotations
+
+import time
+from itertools import product
+from typing import Any
+
+import pytest
+from specimens import GPT175B, GPT_TINY, LLAMA7B, LLAMA405B, cluster, run_spec
+
+from hpctrain.errors import DoesNotFitError, HpctrainError
+from hpctrain.plan.candidate import Candidate
+from hpctrain.plan.documents import Plan
+from hpctrain.plan.planner import make_plan
+from hpctrain.plan.search import candidates, nearest_fits
+from hpctrain.spec.profile import ClusterProfile
+from hpctrain.spec.run import RunSpec
+
+
+def refusal(spec: RunSpec, profile: ClusterProfile | None = None) -> DoesNotFitError:
+    with pytest.raises(DoesNotFitError) as caught:
+        make_plan(spec, profile or cluster())
+    return caught.value
+
+
+def as_proposed(spec: RunSpec, candidate: Candidate) -> RunSpec:
+    """The spec as somebody writes it who follows a hint."""
+    document = spec.model_dump(by_alias=True, exclude_unset=True)
+    document["parallel"] = candidate.parallel.model_dump()
+    document["batch"] = {"global": spec.batch.global_, "micro": candidate.micro_batch}
+    document["recompute"] = candidate.recompute
+    document["resources"] = {"gpus": candidate.layout.world_size}
+    return RunSpec.model_validate(document)
+
+
+def test_main_job_of_the_demo() -> None:
+    spec = run_spec(GPT_TINY, gpus=4, batch=8, parallel=dict(tp=2, pp=2))
+    plan = make_plan(spec, cluster(nodes=2, per_node=2, domain=2))
+    assert str(plan.layout) == "tp 2 · pp 2 · dp 1"
+    assert plan.layout.sequence_parallel
+    assert (plan.nodes.nodes, plan.nodes.gpus_per_node) == (2, 2)
+    assert (plan.batch.accumulation, plan.batch.tokens_per_step) == (8, 8 * 64)
+    assert [stage.chunk_layers for stage in plan.stages] == [(2,), (2,)]
+    assert plan.layout_origin == "spec"
+    assert plan.step_seconds is None
+
+
+def test_gpt_175b_on_512_gpus() -> None:
+    spec = run_spec(GPT175B, gpus=512, batch=1536, parallel=dict(tp=8, pp=8, vpp=3))
+    plan = make_plan(spec, cluster())
+    assert plan.layout.dp == 8
+    assert plan.batch.accumulation == 192
+    assert [stage.chunk_layers for stage in plan.stages] == [(4, 4, 4)] * 8
+    assert plan.parameters == 175_244_992_512
+    assert "tp 8 stays inside a node (NVLink 300 GB/s)." in plan.reasons
+    assert plan.warnings == ()
+
+
+def test_plan_survives_json() -> None:
+    plan = make_plan(run_spec(), cluster())
+    assert Plan.model_validate_json(plan.model_dump_json()) == plan
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel", "batch", "micro", "words"),
+    [
+        (GPT_TINY, dict(tp=8), 8, 1, ["heads 4", "tp 8", "2 or 4"]),
+        (
+            {**GPT_TINY, "heads": 8, "kv_heads": 4, "hidden": 96, "ffn": 384},
+            dict(tp=3),
+            8,
+            1,
+            ["heads 8", "tp 3", "2 or 4"],
+        ),
+        (
+            {**GPT_TINY, "heads": 12, "kv_heads": 6, "hidden": 96, "ffn": 384},
+            dict(tp=4),
+            8,
+            1,
+            ["kv_heads 6 is neither a multiple nor a divisor of tp 4", "2 or 3"],
+        ),
+        ({**GPT_TINY, "seq": 66}, dict(tp=4), 8, 1, ["66 tokens over tp 4", "64 or 68"]),
+        ({**GPT_TINY, "seq": 68}, dict(cp=8), 8, 1, ["seq 68", "2 x cp 8", "1 or 2"]),
+        (GPT_TINY, dict(tp=2, pp=2), 7, 1, ["global batch 7", "dp 2", "6 or 8"]),
+        (GPT_TINY, dict(tp=2), 12, 2, ["global batch 12", "micro 2 x dp 4", "8 or 16", "1 or 3"]),
+        (GPT_TINY, dict(pp=2, vpp=2), 12, 1, ["micro 1 x dp 4 x pp 2", "groups of pp", "8 or 16"]),
+        (
+            GPT_TINY,
+            dict(tp=1, pp=3),
+            8,
+            1,
+            ["4 layers", "pp 3", "8 GPUs cannot", "= 3: nearest 3 or 6 GPUs"],
+        ),
+    ],
+)
+def test_refusals_name_numbers_and_nearest_values(
+    model: dict[str, Any], parallel: dict[str, Any], batch: int, micro: int, words: list[str]
+) -> None:
+    message = str(refusal(run_spec(model, gpus=8, batch=batch, micro=micro, parallel=parallel)))
+    for word in words:
+        assert word in message
+
+
+def test_what_does_not_fit_is_itemised() -> None:
+    # per GPU of stage 0: 10,979,500,032 parameters (48 layers of 226,576,896 + ends), 2 / 4 / 12
+    # bytes each: 20.5, 40.9 and 122.7 GiB
+    error = refusal(run_spec(GPT175B, gpus=16, batch=1536, parallel=dict(tp=8, pp=2)))
+    assert str(error).startswith(
+        "tp 8 · pp 2 · dp 1 needs 195.1 of 80.0 GiB per GPU in stage 0 "
+        "(optimizer 122.7, gradients 40.9, weights 20.5, activations 9.0, "
+    )
+    assert error.hint is not None and "64 GPUs would do" in error.hint
+
+
+def test_nothing_fits_on_a_small_cluster() -> None:
+    error = refusal(run_spec(GPT175B, gpus=8, batch=64), cluster(nodes=1))
+    assert "up to 8 GPUs" in str(error.hint)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "profile", "number"),
+    [
+        (1024, cluster(), 512),  # more than the cluster has
+        (100, cluster(), 96),  # whole nodes
+        (512, cluster(partition={"max_nodes": 16}), 128),
+        (1024, cluster(nodes=18, per_node=4, domain=72), 64),
+    ],
+)
+def test_too_many_gpus_are_answered_with_a_layout_on_fewer(
+    gpus: int, profile: ClusterProfile, number: int
+) -> None:
+    model = {**GPT175B, "layers": 64}
+    spec = run_spec(model, gpus=gpus, batch=1024, parallel=dict(tp=8, pp=4))
+    with pytest.raises(HpctrainError) as caught:
+        make_plan(spec, profile)
+    assert str(caught.value.hint).startswith(f"on {number} GPUs these fit:\n  tp ")
+    found = nearest_fits(spec, profile, number)
+    assert found and all(
+        make_plan(as_proposed(spec, candidate), profile).nodes.nodes for candidate in found
+    )
+
+
+def test_tiny_models_have_readable_numbers() -> None:
+    plan = make_plan(run_spec(GPT_TINY), cluster(reserved="0B"))
+    assert any("MiB of 80.0 GiB per GPU" in reason for reason in plan.reasons)
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "batch", "parallel", "others"),
+    [
+        (GPT175B, 64, 1536, dict(tp=4, pp=4), {}),
+        (GPT175B, 64, 1536, dict(tp=8, pp=7), {}),
+        (GPT175B, 512, 1536, dict(tp=8, pp=1), dict(recompute="none")),
+        (LLAMA405B, 512, 512, dict(tp=8, pp=16, vpp=4), {}),
+        (LLAMA405B, 512, 512, "auto", {}),
+        (LLAMA7B, 8, 512, dict(tp=1), dict(micro=16)),
+        (LLAMA7B, 8, 512, dict(tp=3), dict(micro=3)),
+    ],
+)
+def test_proposed_layouts_fit_when_planned(
+    model: dict[str, Any], gpus: int, batch: int, parallel: Any, others: dict[str, Any]
+) -> None:
+    spec = run_spec(model, gpus=gpus, batch=batch, parallel=parallel, **others)
+    hint = str(refusal(spec).hint)
+    found = nearest_fits(spec, cluster())
+    assert 1 <= len(found) <= 3
+    assert hint.splitlines()[1:] == [f"  {candidate}" for candidate in found]
+    for candidate in found:
+        plan = make_plan(as_proposed(spec, candidate), cluster())
+        assert plan.layout == candidate.layout
+        assert max(stage.total_bytes for stage in plan.memory) <= plan.gpu_memory_bytes
+        assert not any("tight" in warning for warning in plan.warnings)
+
+
+def test_auto_takes_the_smallest_group_that_fits() -> None:
+    plan = make_plan(run_spec(LLAMA7B, gpus=8, batch=512), cluster())
+    assert (plan.layout.tp, plan.layout.pp, plan.layout_origin) == (1, 1, "auto")
+    plan = make_plan(run_spec(GPT175B, gpus=512, batch=1536), cluster())
+    # tp 8 x pp 2 would use 95 % of the memory; tp 8 rather than pp 8 x tp 4
+    assert (plan.layout.tp, plan.layout.pp) == (8, 4)
+
+
+def test_auto_takes_a_tight_layout_when_there_is_no_other() -> None:
+    spec = run_spec(LLAMA7B, gpus=1, batch=8)
+    need = make_plan(spec, cluster(gpu_memory="200GiB")).memory[0].total_bytes
+    plan = make_plan(spec, cluster(gpu_memory=f"{need}B"))
+    assert any("Memory is tight" in warning and "100%" in warning for warning in plan.warnings)
+    with pytest.raises(DoesNotFitError):
+        make_plan(spec, cluster(gpu_memory=f"{need - 1}B"))
+
+
+def test_auto_keeps_tp_inside_the_nvlink_domain() -> None:
+    spec = run_spec(GPT175B, gpus=512, batch=1536)
+    assert {candidate.layout.tp for candidate in candidates(spec, cluster(domain=4))} == {1, 2, 4}
+    wide = cluster(nodes=144, per_node=4, domain=72)
+    spec = run_spec(GPT175B, gpus=576, batch=1152)
+    assert max(candidate.layout.tp for candidate in candidates(spec, wide)) == 8
+
+
+def test_candidates_come_by_size_and_leave_the_rest_of_the_spec_alone() -> None:
+    spec = run_spec(GPT175B, gpus=64, batch=64, micro="auto", recompute="full")
+    found = list(candidates(spec, cluster()))
+    sizes = [candidate.layout.tp * candidate.layout.pp for candidate in found]
+    assert sizes == sorted(sizes)
+    assert {candidate.recompute for candidate in found} == {"full"}
+    assert {candidate.micro_batch for candidate in found} == {1, 2, 4, 8}
+    assert all(candidate.layout.world_size == 64 for candidate in found)
+
+
+def test_auto_micro_is_the_largest_that_divides_and_fits() -> None:
+    spec = run_spec(GPT_TINY, gpus=2, batch=12, micro="auto", parallel={})
+    assert make_plan(spec, cluster()).batch.micro_batch == 2  # 12 / dp 2 = 6: 1 or 2 of 1, 2, 4, 8
+    spec = run_spec(LLAMA7B, gpus=8, batch=512, micro="auto", parallel=dict(tp=2))
+    sizes = {}
+    for size in (1, 2, 4, 8):
+        try:
+            fixed = run_spec(LLAMA7B, gpus=8, batch=512, micro=size, parallel=dict(tp=2))
+            plan = make_plan(fixed, cluster())
+            sizes[size] = not any("tight" in warning for warning in plan.warnings)
+        except DoesNotFitError:
+            sizes[size] = False
+    expected = max(size for size, good in sizes.items() if good)
+    assert 1 < expected < 8
+    assert make_plan(spec, cluster()).batch.micro_batch == expected
+
+
+def test_auto_micro_keeps_the_bubble_small() -> None:
+    # pp 4: bubble 3 / m; of m = 64, 32, 16, 8 microbatches only 64 and 32 keep it under 10 %
+    model = {**GPT_TINY, "layers": 8}
+    plan = make_plan(
+        run_spec(model, gpus=4, batch=64, micro="auto", parallel=dict(pp=4)), cluster()
+    )
+    assert plan.batch.micro_batch == 2
+    assert any("9.4%" in reason for reason in plan.reasons)
+
+
+def test_large_bubble_is_warned_about_with_its_formula() -> None:
+    plan = make_plan(run_spec(gpus=4, batch=8, parallel=dict(pp=4)), cluster())
+    (warning,) = plan.warnings
+    assert "37.5%" in warning and "3 / (8 x 1)" in warning
+
+
+def test_tp_beyond_nvlink_is_warned_about() -> None:
+    plan = make_plan(run_spec(gpus=4, parallel=dict(tp=4)), cluster(domain=2))
+    assert any("tp 4 leaves the NVLink domain of 2" in warning for warning in plan.warnings)
+
+
+def test_context_parallelism_needs_transformer_engine() -> None:
+    spec = run_spec(gpus=4, parallel=dict(cp=2), engine={"implementation": "local"})
+    assert "needs TransformerEngine" in str(refusal(spec))
+    plan = make_plan(run_spec(gpus=4, parallel=dict(cp=2)), cluster())
+    assert any("needs TransformerEngine" in warning for warning in plan.warnings)
+
+
+def test_interleaving_over_two_stages_says_that_transfers_overlap() -> None:
+    plan = make_plan(run_spec(gpus=2, parallel=dict(pp=2, vpp=2)), cluster())
+    assert any("overlapped" in reason for reason in plan.reasons)
+
+
+def test_sequence_parallelism_can_be_switched_off_and_costs_memory() -> None:
+    on = make_plan(run_spec(LLAMA7B, gpus=8, parallel=dict(tp=8)), cluster())
+    off = make_plan(
+        run_spec(LLAMA7B, gpus=8, parallel=dict(tp=8, sequence_parallel=False)), cluster()
+    )
+    assert off.memory[0].activations_bytes > on.memory[0].activations_bytes
+
+
+def test_recomputation_is_ordered() -> None:
+    for implementation in ("local", "transformer_engine"):
+        peaks = [
+            make_plan(
+                run_spec(
+                    {**LLAMA7B, "seq": 2048},
+                    gpus=8,
+                    recompute=recompute,
+                    parallel=dict(tp=4),
+                    engine={"implementation": implementation},
+                ),
+                cluster(gpu_memory="400GiB"),
+            )
+            .memory[0]
+            .activations_bytes
+            for recompute in ("none", "selective", "full")
+        ]
+        assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == 3
+
+
+def test_every_combination_is_planned_consistently_or_refused_with_words() -> None:
+    profile = cluster(nodes=4, per_node=6, domain=6)
+    outcomes = {"planned": 0, "refused": 0}
+    axes = product((1, 2, 3, 5), (1, 2, 3, 7), (1, 2), (1, 2), (4, 6, 7, 24, 36), (1, 12, 30))
+    for tp, pp, vpp, cp, gpus, batch in axes:
+        if vpp > 1 and pp == 1:
+            continue
+        parallel = dict(tp=tp, pp=pp, vpp=vpp, cp=cp)
+        model = {**GPT_TINY, "layers": 6, "heads": 6, "hidden": 96, "ffn": 384}
+        spec = run_spec(model, gpus=gpus, batch=batch, micro="auto", parallel=parallel)
+        try:
+            plan = make_plan(spec, profile)
+        except HpctrainError as error:
+            assert error.exit_code == 4 and any(letter.isdigit() for letter in str(error))
+            outcomes["refused"] += 1
+            continue
+        outcomes["planned"] += 1
+        assert plan.layout.world_size == gpus
+        assert plan.nodes.nodes * plan.nodes.gpus_per_node == gpus
+        split = plan.batch
+        assert split.micro_batch * split.accumulation * plan.layout.dp == batch
+        assert sum(sum(stage.chunk_layers) for stage in plan.stages) == 6
+        assert vpp == 1 or split.accumulation % pp == 0
+        assert len(plan.memory) == len(plan.stages) == pp
+    assert outcomes["planned"] > 50 and outcomes["refused"] > 50
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        run_spec({**GPT_TINY, "layers": 1, "heads": 1}, gpus=512, batch=1),
+        run_spec({**GPT_TINY, "heads": 2, "kv_heads": 1}, gpus=8, batch=3, micro=7),
+        run_spec({**GPT_TINY, "seq": 3}, gpus=8, parallel=dict(tp=2, pp=2, cp=2)),
+        run_spec(GPT_TINY, gpus=8, parallel=dict(tp=2, pp=2, stages=(0, 4))),
+        run_spec(GPT_TINY, gpus=8, parallel=dict(pp=8, count_embedding=True, count_loss=True)),
+        run_spec(GPT_TINY, gpus=10**6, parallel=dict(tp=2)),
+        run_spec({**GPT_TINY, "layers": 10**6}, gpus=512, batch=512),
+        run_spec({**GPT_TINY, "vocab": 10**9, "seq": 10**6}, gpus=8, batch=8),
+    ],
+)
+def test_hostile_specs_end_in_a_plan_or_a_refusal(spec: RunSpec) -> None:
+    try:
+        assert make_plan(spec, cluster()).layout.world_size == spec.resources.gpus
+    except HpctrainError as error:
+        assert error.exit_code == 4 and str(error)
+
+
+def test_planning_takes_milliseconds() -> None:
+    spec = run_spec(GPT175B, gpus=512, batch=1536, micro="auto", parallel=dict(tp=8, pp=8))
+    profile = cluster()
+    rounds = []
+    for _ in range(5):
+        start = time.process_time()
+        make_plan(spec, profile)
+        rounds.append(time.process_time() - start)
+    assert min(rounds) < 0.02
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_fewer_kv_heads_than_tp_are_planned_with_a_warning(tp: int) -> None:
+    spec = run_spec({**GPT_TINY, "kv_heads": 1}, gpus=4, parallel=dict(tp=tp))
+    (warning,) = make_plan(spec, cluster()).warnings
+    assert f"kv_heads 1 is below tp {tp}" in warning
