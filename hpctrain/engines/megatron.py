@@ -1,0 +1,194 @@
+"""Megatron-core: from spec and plan to the one file that tells the trainer what to do.
+
+`TrainConfig` uses Megatron's own names (megatron-core TransformerConfig, OptimizerConfig,
+DistributedDataParallelConfig), so that whoever knows Megatron can read `train.json`.
+Belongs here: the document and the pure function that fills it. Does not belong here: torch,
+megatron imports, or reading files.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from hpctrain.plan.documents import Plan
+from hpctrain.spec.run import Document, RunSpec
+
+
+class TrainConfig(Document):
+    """What `python -m hpctrain.train RUN_DIRECTORY/train.json` does. Sizes are plain numbers."""
+
+    schema_version: Literal[1] = 1
+    run_name: str
+    # model
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int
+    vocab_size: int
+    padded_vocab_size: int
+    seq_length: int
+    activation: Literal["gelu", "swiglu", "squared_relu"]
+    normalization: Literal["LayerNorm", "RMSNorm"]
+    layernorm_epsilon: float
+    position_embedding_type: Literal["learned_absolute", "rope"]
+    rotary_base: int
+    share_embeddings_and_output_weights: bool
+    add_bias_linear: bool
+    dropout: float
+    transformer_impl: Literal["auto", "local", "transformer_engine"]
+    # layout
+    tensor_model_parallel_size: int
+    pipeline_model_parallel_size: int
+    virtual_pipeline_model_parallel_size: int | None
+    context_parallel_size: int
+    data_parallel_size: int
+    sequence_parallel: bool
+    pipeline_layer_split: tuple[tuple[int, ...], ...]
+    account_for_embedding_in_pipeline_split: bool
+    account_for_loss_in_pipeline_split: bool
+    # batch and budget
+    micro_batch_size: int
+    global_batch_size: int
+    train_steps: int
+    # numerics and memory
+    precision: Literal["bf16", "fp32"]
+    recompute_granularity: Literal["full", "selective"] | None
+    deterministic_mode: bool
+    seed: int
+    # optimizer and schedule
+    lr: float
+    min_lr: float
+    lr_decay_style: Literal["cosine", "linear", "constant"]
+    lr_warmup_steps: int
+    lr_decay_steps: int
+    adam_beta1: float
+    adam_beta2: float
+    adam_eps: float
+    weight_decay: float
+    clip_grad: float
+    use_distributed_optimizer: bool
+    overlap_grad_reduce: bool
+    overlap_param_gather: bool
+    # data: (weight, path prefix) pairs; empty means Megatron's mock data
+    data_blend: tuple[tuple[float, str], ...]
+    data_split: str
+    data_cache: str | None
+    tokenizer: str | None
+    # evaluation, checkpoints, logging
+    eval_interval_steps: int | None
+    eval_batches: int
+    save_interval_steps: int | None
+    save_interval_seconds: float | None
+    async_save: bool
+    keep_checkpoints: int
+    keep_every_steps: int | None
+    log_interval_steps: int
+    distributed_timeout_seconds: float
+    # for reporting: model FLOPs of one step and the GPU's dense peak in FLOP/s (None: unknown)
+    model_flops_per_step: float
+    peak_flops_per_gpu: float | None
+
+
+def train_config(spec: RunSpec, plan: Plan, peak_flops_per_gpu: float | None) -> TrainConfig:
+    """The trainer's view of a plan: spec values where the plan did not decide, plan values else."""
+    return TrainConfig(
+        run_name=spec.name,
+        **_model_fields(spec, plan),
+        **_layout_fields(spec, plan),
+        **_training_fields(spec, plan),
+        **_io_fields(spec),
+        model_flops_per_step=plan.model_flops_per_step,
+        peak_flops_per_gpu=peak_flops_per_gpu,
+    )
+
+
+def _model_fields(spec: RunSpec, plan: Plan) -> dict[str, object]:
+    model = spec.model
+    return dict(
+        num_layers=model.layers,
+        hidden_size=model.hidden,
+        ffn_hidden_size=model.ffn_size,
+        num_attention_heads=model.heads,
+        num_query_groups=model.key_value_heads,
+        kv_channels=model.head_size,
+        vocab_size=model.vocab,
+        padded_vocab_size=plan.padded_vocab,
+        seq_length=model.seq,
+        activation=model.activation,
+        normalization={"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}[str(model.norm)],
+        layernorm_epsilon=model.norm_epsilon,
+        position_embedding_type="rope" if model.positions == "rope" else "learned_absolute",
+        rotary_base=model.rope_base,
+        share_embeddings_and_output_weights=model.tied,
+        add_bias_linear=model.bias,
+        dropout=model.dropout,
+        transformer_impl=spec.engine.implementation,
+    )
+
+
+def _layout_fields(spec: RunSpec, plan: Plan) -> dict[str, object]:
+    layout = plan.layout
+    explicit = spec.parallel if spec.parallel != "auto" else None
+    return dict(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        context_parallel_size=layout.cp,
+        data_parallel_size=layout.dp,
+        sequence_parallel=layout.sequence_parallel,
+        pipeline_layer_split=tuple(stage.chunk_layers for stage in plan.stages),
+        account_for_embedding_in_pipeline_split=bool(explicit and explicit.count_embedding),
+        account_for_loss_in_pipeline_split=bool(explicit and explicit.count_loss),
+    )
+
+
+def _training_fields(spec: RunSpec, plan: Plan) -> dict[str, object]:
+    optimizer, schedule = spec.optimizer, spec.schedule
+    return dict(
+        micro_batch_size=plan.batch.micro_batch,
+        global_batch_size=plan.batch.global_batch,
+        train_steps=plan.batch.train_steps,
+        precision=plan.precision,
+        recompute_granularity=None if plan.recompute == "none" else plan.recompute,
+        deterministic_mode=spec.engine.deterministic,
+        seed=spec.seed,
+        lr=optimizer.lr,
+        min_lr=optimizer.min_lr,
+        lr_decay_style=schedule.style,
+        lr_warmup_steps=schedule.warmup_steps,
+        lr_decay_steps=schedule.decay_steps or plan.batch.train_steps,
+        adam_beta1=optimizer.beta1,
+        adam_beta2=optimizer.beta2,
+        adam_eps=optimizer.epsilon,
+        weight_decay=optimizer.weight_decay,
+        clip_grad=optimizer.clip_grad,
+        use_distributed_optimizer=optimizer.distributed,
+        overlap_grad_reduce=optimizer.overlap_grad_reduce and plan.layout.dp > 1,
+        overlap_param_gather=(
+            optimizer.overlap_param_gather
+            and optimizer.overlap_grad_reduce
+            and optimizer.distributed
+            and plan.layout.dp > 1
+        ),
+    )
+
+
+def _io_fields(spec: RunSpec) -> dict[str, object]:
+    data, checkpoint = spec.data, spec.checkpoint
+    return dict(
+        data_blend=tuple((source.weight, source.path) for source in data.sources),
+        data_split=data.split,
+        data_cache=data.cache,
+        tokenizer=data.tokenizer,
+        eval_interval_steps=spec.evaluation.every_steps,
+        eval_batches=spec.evaluation.batches,
+        save_interval_steps=checkpoint.every_steps,
+        save_interval_seconds=float(checkpoint.every) if checkpoint.every else None,
+        async_save=checkpoint.asynchronous,
+        keep_checkpoints=checkpoint.keep,
+        keep_every_steps=checkpoint.keep_every_steps,
+        log_interval_steps=spec.logging.every_steps,
+        distributed_timeout_seconds=float(spec.engine.collective_timeout),
+    )

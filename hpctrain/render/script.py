@@ -1,0 +1,264 @@
+"""From spec, profile and plan to the text of the sbatch script. Pure: same input, same bytes.
+
+Belongs here: which directives, variables and srun options a job needs. Does not belong here: the
+trainer's settings (see `hpctrain.engines`), files, clocks, or any path of the submitting machine
+beyond the interpreter that is passed in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.plan.documents import Plan
+from hpctrain.render.quoting import directive_value, sh
+from hpctrain.spec.profile import ClusterProfile, PartitionProfile
+from hpctrain.spec.run import RunSpec
+from hpctrain.units import Duration
+from hpctrain.version import __version__
+
+COMMENT_PREFIX = "hpctrain:"
+# Passed on from the submitting shell, so that nothing else of it reaches the job.
+_INHERITED = ("HOME", "LANG", "PATH", "USER")
+# sbatch(1), --signal: the signal may come up to 60 s early; Slurm checks every 30 s.
+_SIGNAL_SLACK_SECONDS = 60
+# Bytes per parameter of a checkpoint: bf16 weights + fp32 master weights and two moments.
+_CHECKPOINT_BYTES_PER_PARAMETER = 14
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One exported variable and the reason that stands beside it."""
+
+    name: str
+    value: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class ScriptFacts:
+    """What rendering needs beyond spec, profile and plan."""
+
+    run_id: str
+    spec_digest: str
+    profile_digest: str
+    python: str
+
+
+@dataclass(frozen=True)
+class Script:
+    """Everything the template shows; commands are lists of words."""
+
+    title: str
+    version: str
+    run_id: str
+    spec_digest: str
+    profile_name: str
+    profile_digest: str
+    layout: str
+    directives: tuple[str, ...]
+    modules: tuple[tuple[str, ...], ...]
+    variables: tuple[Variable, ...]
+    failures_without_progress: int
+    supervisor: tuple[str, ...]
+    srun: tuple[str, ...]
+    container_mounts: tuple[str, ...] | None
+    trainer: tuple[str, ...]
+
+
+def build_script(spec: RunSpec, profile: ClusterProfile, plan: Plan, facts: ScriptFacts) -> Script:
+    """Decide every word of the job script. Raises InvalidInputError for what sbatch cannot take."""
+    partition = profile.slurm.partition(spec.resources.partition)
+    assert partition is not None, "the planner has checked the partition"
+    python = profile.software.python or facts.python
+    return Script(
+        title=f"{_one_line(spec.name)} on {profile.name}: {plan.nodes.nodes} nodes x "
+        f"{plan.nodes.gpus_per_node} GPUs, {plan.engine}, {plan.batch.train_steps} steps",
+        version=__version__,
+        run_id=facts.run_id,
+        spec_digest=facts.spec_digest[:12],
+        profile_name=profile.name,
+        profile_digest=facts.profile_digest[:12],
+        layout=f"{plan.layout} · micro-batch {plan.batch.micro_batch} x "
+        f"{plan.batch.accumulation} accumulation",
+        directives=_directives(spec, profile, plan, partition, facts.run_id),
+        modules=_modules(profile),
+        variables=_variables(spec, profile),
+        failures_without_progress=spec.supervise.failures_without_progress,
+        supervisor=(python, "-m", "hpctrain.supervise", "--run-directory", "."),
+        srun=_srun(spec, profile, plan),
+        container_mounts=_container_mounts(profile),
+        trainer=_trainer(profile, python),
+    )
+
+
+def render_script(script: Script, template_directory: Path | None = None) -> str:
+    """The script's text. A site's `template_directory` wins over the packaged templates."""
+    from jinja2 import ChoiceLoader, Environment, FileSystemLoader, PackageLoader, StrictUndefined
+
+    loaders = [PackageLoader("hpctrain", "templates")]
+    site = [FileSystemLoader(template_directory)] if template_directory else []
+    environment = Environment(
+        loader=ChoiceLoader([*site, *loaders]),
+        undefined=StrictUndefined,
+        autoescape=False,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["sh"] = sh
+    return environment.get_template("sbatch/megatron.sbatch.j2").render(script=script)
+
+
+def walltime(spec: RunSpec, profile: ClusterProfile, partition: PartitionProfile) -> Duration:
+    """The time limit of one attempt: the spec's, else the tightest limit of partition and site."""
+    if spec.resources.walltime is not None:
+        return spec.resources.walltime
+    limits = [limit for limit in (partition.max_walltime, profile.limits.max_walltime) if limit]
+    return min(limits, default=Duration(86400))
+
+
+def warning_seconds(spec: RunSpec, profile: ClusterProfile, plan: Plan, limit: Duration) -> int:
+    """How long before the time limit Slurm should warn (sbatch(1), --signal).
+
+    Slack of Slurm + twice the time to write one checkpoint + a minute for the running step, but
+    never more than half of the limit, or the job would be warned before it has trained.
+    """
+    checkpoint_bytes = plan.parameters * _CHECKPOINT_BYTES_PER_PARAMETER
+    slowest = min(float(filesystem.write_bandwidth) for filesystem in profile.filesystems)
+    wanted = _SIGNAL_SLACK_SECONDS + 2 * checkpoint_bytes / slowest + 60
+    return max(1, min(round(wanted / 10) * 10, round(float(limit) / 2), 65535))
+
+
+def _directives(
+    spec: RunSpec,
+    profile: ClusterProfile,
+    plan: Plan,
+    partition: PartitionProfile,
+    run_id: str,
+) -> tuple[str, ...]:
+    limit = walltime(spec, profile, partition)
+    options: dict[str, str | None] = {
+        "job-name": run_id,
+        "comment": f"{COMMENT_PREFIX}{run_id}",
+        "account": spec.resources.account or profile.slurm.account,
+        "partition": partition.name,
+        "qos": spec.resources.qos or profile.slurm.qos,
+        "reservation": spec.resources.reservation,
+        "constraint": profile.slurm.constraint,
+        "nodes": str(plan.nodes.nodes),
+        "ntasks-per-node": str(plan.nodes.gpus_per_node),
+        "cpus-per-task": _cpus_per_task(spec),
+        **_gpu_request(profile, plan),
+        "mem": _memory(spec, profile),
+        "time": limit.slurm(),
+        "signal": f"B:USR1@{warning_seconds(spec, profile, plan, limit)}",
+        "open-mode": "append",
+        "output": "logs/slurm-%j.out",
+        "export": ",".join((*_INHERITED, *spec.environment.inherit)),
+    }
+    lines = [f"--{name}={directive_value(name, value)}" for name, value in options.items() if value]
+    if profile.slurm.exclusive and plan.nodes.gpus_per_node == profile.gpu.per_node:
+        lines.append("--exclusive")
+    lines.append("--requeue" if profile.continuation == "requeue" else "--no-requeue")
+    return tuple(lines)
+
+
+def _cpus_per_task(spec: RunSpec) -> str | None:
+    return str(spec.resources.cpus_per_gpu) if spec.resources.cpus_per_gpu else None
+
+
+def _gpu_request(profile: ClusterProfile, plan: Plan) -> dict[str, str | None]:
+    count, kind = plan.nodes.gpus_per_node, profile.gpu.type
+    return {
+        "gres": {"gres": f"gpu:{count}", "gres-typed": f"gpu:{kind}:{count}"}.get(
+            profile.slurm.gpu_request
+        ),
+        "gpus-per-node": str(count) if profile.slurm.gpu_request == "gpus-per-node" else None,
+        "gpus-per-task": "1" if profile.slurm.gpu_request == "gpus-per-task" else None,
+    }
+
+
+def _memory(spec: RunSpec, profile: ClusterProfile) -> str | None:
+    if spec.resources.memory_per_node is not None:
+        return f"{int(spec.resources.memory_per_node) // 2**20}M"
+    return "0" if profile.slurm.all_memory else None
+
+
+def _modules(profile: ClusterProfile) -> tuple[tuple[str, ...], ...]:
+    modules = profile.software.modules
+    if modules is None:
+        return ()
+    commands: list[tuple[str, ...]] = [("source", sh(modules.init))] if modules.init else []
+    if modules.purge:
+        commands.append(("module", "--force", "purge"))
+    if modules.load:
+        commands.append(("module", "load", *map(sh, modules.load)))
+    return (*commands, ("module", "list"))
+
+
+def _variables(spec: RunSpec, profile: ClusterProfile) -> tuple[Variable, ...]:
+    """The site's variables first; a spec may add, and override what is not locked."""
+    own = spec.environment.variables
+    site = [
+        Variable(fabric.name, fabric.value, _one_line(fabric.reason))
+        for fabric in profile.environment
+        if fabric.name not in own
+    ]
+    return (
+        *site,
+        *(Variable(name, value, "from the run spec") for name, value in sorted(own.items())),
+        Variable("PYTHONUNBUFFERED", "1", "log lines appear when they are written"),
+    )
+
+
+def _srun(spec: RunSpec, profile: ClusterProfile, plan: Plan) -> tuple[str, ...]:
+    words = [
+        "srun",
+        f"--nodes={plan.nodes.nodes}",
+        f"--ntasks={plan.layout.world_size}",
+        f"--ntasks-per-node={plan.nodes.gpus_per_node}",
+        "--distribution=block",
+        "--export=ALL",
+        "--mpi=none",
+        # The supervisor ends the step itself once it has heard which rank failed first; srun's
+        # own kill would mask the exit codes. --wait is the net below it.
+        "--kill-on-bad-exit=0",
+        "--wait=120",
+    ]
+    if spec.resources.cpus_per_gpu:  # not inherited from sbatch since 22.05 (srun(1))
+        words.append(f"--cpus-per-task={spec.resources.cpus_per_gpu}")
+    container = profile.software.container
+    if container is not None and container.launcher == "pyxis":
+        words.append(f"--container-image={container.image}")
+        names = [variable.name for variable in _variables(spec, profile)]
+        names.extend(spec.environment.inherit)
+        words.append(f"--container-env={','.join((*names, *_TRAINER_VARIABLES))}")
+        words.append("--no-container-mount-home")
+    return tuple(words)
+
+
+def _container_mounts(profile: ClusterProfile) -> tuple[str, ...] | None:
+    """Mounts of a pyxis container beside the run directory; None without such a container."""
+    container = profile.software.container
+    return container.mounts if container and container.launcher == "pyxis" else None
+
+
+# Set by the supervisor; image variables would win over them otherwise (pyxis README).
+_TRAINER_VARIABLES = ("HPCTRAIN_EPOCH", "HPCTRAIN_RESUME", "MASTER_ADDR", "MASTER_PORT")
+
+
+def _trainer(profile: ClusterProfile, python: str) -> tuple[str, ...]:
+    container = profile.software.container
+    command = ("-m", "hpctrain.train", "train.json")
+    if container is None:
+        return (python, *command)
+    if container.launcher == "pyxis":
+        return (container.python, *command)
+    binds = [word for mount in container.mounts for word in ("--bind", mount)]
+    return ("apptainer", "exec", "--nv", *binds, container.image, container.python, *command)
+
+
+def _one_line(text: str) -> str:
+    """Comments end at a line break, so none may come in with a value."""
+    return " ".join(text.split())
