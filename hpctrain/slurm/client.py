@@ -1,0 +1,288 @@
+"""The one place that calls Slurm commands.
+
+Belongs here: which command answers which question, and what its exit codes mean. Does not belong
+here: deciding what to do (`supervise`, `actions`). Text formats only: the JSON of squeue changed
+its schema in 22.05, 23.11 and 24.05 and ignores filters in 22.05.
+
+Every call has a time limit. Every method may raise SlurmUnreachableError (no answer) and
+SlurmRefusedError (the answer was no, in Slurm's own words). Silence never means that a job is gone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from hpctrain.errors import SlurmError, SlurmRefusedError, SlurmUnreachableError
+from hpctrain.slurm import parse
+from hpctrain.slurm.environment import for_queries, without_options
+from hpctrain.slurm.process import Answer, Command, Runner, run_command
+from hpctrain.slurm.records import (
+    JobRecord,
+    PartitionRecord,
+    RequeueAnswer,
+    RequeueResult,
+    SlurmConfig,
+    StepRecord,
+    SubmittedJob,
+    TestOnlyAnswer,
+    version_numbers,
+)
+
+_NO_SUCH_JOB = "Invalid job id specified"
+_Parsed = TypeVar("_Parsed")
+
+
+class SlurmClient:
+    """Slurm as seen from a login node or from inside a job.
+
+    `environment` replaces os.environ. With `shielded`, commands survive the signals with which
+    Slurm ends a job: the supervisor asks and requeues while they arrive. `run` is the seam for
+    tests.
+    """
+
+    def __init__(
+        self,
+        environment: Mapping[str, str] | None = None,
+        timeout_seconds: float = 20.0,
+        *,
+        shielded: bool = False,
+        run: Runner = run_command,
+    ) -> None:
+        self._environment = dict(os.environ if environment is None else environment)
+        self._timeout_seconds = timeout_seconds
+        self._shielded = shielded
+        self._run = run
+        self._accounting: bool | None = None
+
+    # Submitting ---------------------------------------------------------------------------------
+
+    def submit(self, script: Path | str, extra_args: Sequence[str] = ()) -> SubmittedJob:
+        """Submit a script: a Path is a file, a str is the text itself (handed over on stdin)."""
+        answer = self._sbatch(["--parsable", *extra_args], script)
+        return _parsed("sbatch", lambda: parse.submitted(answer.stdout, answer.stderr))
+
+    def test_only(self, script: Path | str, extra_args: Sequence[str] = ()) -> TestOnlyAnswer:
+        """Let the controller check a script without submitting it."""
+        answer = self._sbatch(["--test-only", *extra_args], script)
+        return parse.test_only_answer(answer.stderr)
+
+    def _sbatch(self, options: list[str], script: Path | str) -> Answer:
+        if isinstance(script, Path):
+            argv, stdin = ["sbatch", *options, os.path.abspath(script)], ""
+        else:
+            argv, stdin = ["sbatch", *options], script
+        return _accepted(argv, self._call(argv, without_options(self._environment), stdin))
+
+    # Asking -------------------------------------------------------------------------------------
+
+    def jobs(self, ids: Collection[int]) -> dict[int, JobRecord]:
+        """What the controller knows about `ids`, in one query: live jobs, and ended ones for
+        MinJobAge (300 s by default). An id that is absent is not known to it (any more).
+        """
+        if not ids:
+            return {}
+        argv = ["squeue", "--states=all", f"--jobs={_joined(ids)}"]
+        argv.append(f"--Format={parse.long_format(parse.SQUEUE_FIELDS)}")
+        answer = self._ask(argv)
+        # For one unknown id squeue fails; of several it prints the known ones.
+        if answer.returncode != 0 and len(ids) == 1 and _NO_SUCH_JOB in answer.stderr:
+            return {}
+        text = _answered(argv, answer)
+        found = _parsed("squeue", lambda: parse.jobs_from_squeue(text))
+        return {job_id: record for job_id, record in found.items() if job_id in ids}
+
+    def show_job(self, job_id: int) -> JobRecord | None:
+        """One job with its excluded nodes; None when the controller does not know it.
+
+        Not `scontrol show job`: its `Key=value` text cannot be told from a job name of the same
+        form. squeue's -O has no field for excluded nodes in 22.05, its -o has.
+        """
+        record = self.jobs([job_id]).get(job_id)
+        if record is None:
+            return None
+        argv = ["squeue", "--states=all", f"--jobs={job_id}", f"--format=%A{parse.UNIT}%x"]
+        excluded = dict(
+            line.split(parse.UNIT) for line in _answered(argv, self._ask(argv)).splitlines()
+        )
+        return replace(record, exclude_nodes=excluded.get(str(job_id)))
+
+    def history(self, ids: Collection[int]) -> dict[int, JobRecord]:
+        """The last attempt of each job from the accounting in one query; without accounting,
+        what the controller still remembers.
+        """
+        if not ids:
+            return {}
+        if not self.accounting_enabled():
+            return self.jobs(ids)
+        argv = ["sacct", "-X", "-P", f"--delimiter={parse.UNIT}", f"--jobs={_joined(ids)}"]
+        argv.append(f"--format={','.join(parse.SACCT_FIELDS)}")
+        text = _answered(argv, self._ask(argv))
+        return _parsed("sacct", lambda: parse.jobs_from_sacct(text))
+
+    def steps(self, job_id: int) -> tuple[StepRecord, ...]:
+        """The live steps of a job; empty for a job without any and for an unknown job."""
+        argv = ["squeue", "--steps", f"--jobs={job_id}"]
+        argv.append(f"--Format={parse.long_format(parse.STEP_FIELDS)}")
+        text = _answered(argv, self._ask(argv))
+        return _parsed("squeue --steps", lambda: parse.steps_from_squeue(text))
+
+    def hostnames(self, node_list: str) -> tuple[str, ...]:
+        """`n[0-2]` as (n0, n1, n2). Needs no controller."""
+        if not node_list:
+            return ()
+        # scontrol prints `Invalid hostlist` with exit code 0, so the words decide.
+        argv = ["scontrol", "show", "hostnames", node_list]
+        answer = _accepted(argv, self._ask(argv))
+        if not answer.stdout.split():
+            raise SlurmRefusedError(answer.stderr.strip() or f"no host names in `{node_list}`")
+        return tuple(answer.stdout.split())
+
+    def node_address(self, node: str) -> str:
+        """The address at which Slurm itself reaches a node (NodeAddr)."""
+        argv = ["scontrol", "-o", "show", "node", node]
+        text = _accepted(argv, self._ask(argv)).stdout
+        return _parsed("scontrol show node", lambda: parse.node_address(text))
+
+    def config(self) -> SlurmConfig:
+        """The configuration in force."""
+        argv = ["scontrol", "show", "config"]
+        return SlurmConfig(parse.config_values(_answered(argv, self._ask(argv))))
+
+    def accounting_enabled(self) -> bool:
+        """Whether sacct can answer; asked once per client."""
+        if self._accounting is None:
+            self._accounting = self.config().accounting_enabled
+        return self._accounting
+
+    def partitions(self) -> tuple[PartitionRecord, ...]:
+        """All partitions that this user may see."""
+        argv = ["scontrol", "--oneliner", "show", "partition"]
+        text = _answered(argv, self._ask(argv))
+        return _parsed("scontrol show partition", lambda: parse.partitions(text))
+
+    def version(self) -> tuple[int, ...]:
+        """The version of the commands on this host, e.g. (22, 5, 8). Needs no controller."""
+        argv = ["sinfo", "--version"]
+        return version_numbers(_answered(argv, self._ask(argv)))
+
+    # Acting -------------------------------------------------------------------------------------
+
+    def requeue(self, job_id: int, *, shielded: bool = False) -> RequeueAnswer:
+        """Put a job back into the queue. Never raises: the caller is often about to be killed."""
+        argv = ["scontrol", "requeue", str(job_id)]
+        return self._requeued(argv, shielded)
+
+    def requeue_hold(self, job_id: int, *, shielded: bool = False) -> RequeueAnswer:
+        """As `requeue`, but held until `release`. Never raises."""
+        argv = ["scontrol", "requeuehold", str(job_id)]
+        return self._requeued(argv, shielded)
+
+    def hold(self, job_id: int) -> None:
+        """Keep a pending job from starting."""
+        self._do(["scontrol", "hold", str(job_id)])
+
+    def release(self, job_id: int) -> None:
+        """Let a held job start. While it is still COMPLETING this undoes the hold too."""
+        self._do(["scontrol", "release", str(job_id)])
+
+    def update_job(
+        self,
+        job_id: int,
+        *,
+        start_now: bool = False,
+        exclude_nodes: Sequence[str] | None = None,
+        requeue: bool | None = None,
+    ) -> None:
+        """Change a job.
+
+        `start_now` ends the wait after a requeue, but only once the job is PENDING: while it is
+        COMPLETING Slurm 22.05.8 accepts it and sets the whole wait again afterwards.
+        `exclude_nodes` (only while pending, or completing after a requeue) replaces the list; an
+        empty one clears it.
+        """
+        changes = ["StartTime=now"] if start_now else []
+        if exclude_nodes is not None:
+            changes.append(f"ExcNodeList={','.join(exclude_nodes)}")
+        if requeue is not None:
+            changes.append(f"Requeue={int(requeue)}")
+        if changes:
+            self._do(["scontrol", "update", f"JobId={job_id}", *changes])
+
+    def cancel(self, job_id: int) -> None:
+        """End a job. Slurm 22.05 is silent about unknown and ended jobs."""
+        self._do(["scancel", str(job_id)])
+
+    def signal_step(self, job_id: int, step_id: str, signal_name: str) -> None:
+        """Send a signal such as `USR1` to all tasks of a numbered step. Slurm says nothing when
+        the step has already ended.
+        """
+        self._do(["scancel", f"--signal={signal_name}", f"{job_id}.{step_id}"])
+
+    def kill_step(self, job_id: int, step_id: str) -> None:
+        """KILL all tasks of a numbered step at once."""
+        self.signal_step(job_id, step_id, "KILL")
+
+    # Calling ------------------------------------------------------------------------------------
+
+    def _requeued(self, argv: list[str], shielded: bool) -> RequeueAnswer:
+        try:
+            answer = self._ask(argv, shielded=shielded)
+        except SlurmUnreachableError as error:
+            return RequeueAnswer(RequeueResult.UNREACHABLE, str(error))
+        text = answer.stderr.strip()
+        return RequeueAnswer(parse.requeue_result(answer.returncode, text), text)
+
+    def _do(self, argv: list[str]) -> None:
+        _accepted(argv, self._ask(argv))
+
+    def _ask(self, argv: list[str], *, shielded: bool = False) -> Answer:
+        return self._call(argv, for_queries(self._environment), shielded=shielded)
+
+    def _call(
+        self,
+        argv: Sequence[str],
+        environment: Mapping[str, str],
+        stdin: str = "",
+        *,
+        shielded: bool = False,
+    ) -> Answer:
+        shielded = shielded or self._shielded
+        return self._run(Command(tuple(argv), environment, self._timeout_seconds, stdin, shielded))
+
+
+def _accepted(argv: list[str], answer: Answer) -> Answer:
+    """The answer of a command that asked for something to be done."""
+    if answer.returncode == 0:
+        return answer
+    # `scontrol show node` says on stdout that there is no such node.
+    words = answer.stderr.strip() or answer.stdout.strip()
+    words = words or f"`{argv[0]}` ended with exit code {answer.returncode}"
+    if parse.is_unreachable(words):
+        raise SlurmUnreachableError(words)
+    raise SlurmRefusedError(words)
+
+
+def _answered(argv: list[str], answer: Answer) -> str:
+    """The text of a query; a query that fails or prints nothing has told us nothing."""
+    if answer.returncode == 0 and answer.stdout.strip():
+        return answer.stdout
+    words = answer.stderr.strip() or f"exit code {answer.returncode} and no output"
+    raise SlurmUnreachableError(f"`{argv[0]}` did not answer: {words}")
+
+
+def _parsed(name: str, read: Callable[[], _Parsed]) -> _Parsed:
+    try:
+        return read()
+    except (ValueError, KeyError) as error:
+        raise SlurmError(
+            f"`{name}` gave an answer that hpctrain cannot read: {error}",
+            hint="please report this together with the output of `sinfo --version`",
+        ) from error
+
+
+def _joined(ids: Collection[int]) -> str:
+    return ",".join(str(job_id) for job_id in sorted(ids))

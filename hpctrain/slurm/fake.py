@@ -1,0 +1,161 @@
+"""A stand-in for SlurmClient that lives in memory, for tests of users and of our own.
+
+Belongs here: the same public methods over a dictionary. Does not belong here: scheduling; a test
+moves a job by replacing its record: `fake.records[1] = replace(fake.records[1], state=RUNNING)`.
+What Slurm really does is tested against `hpctrain.sandbox`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from hpctrain.errors import SlurmRefusedError, SlurmUnreachableError
+from hpctrain.slurm.records import (
+    JobRecord,
+    PartitionRecord,
+    RequeueAnswer,
+    RequeueResult,
+    SlurmConfig,
+    StepRecord,
+    SubmittedJob,
+    TestOnlyAnswer,
+)
+from hpctrain.slurm.states import JobState
+
+
+class FakeSlurm:
+    """`records`, `scripts` (texts by job id), `live_steps`, `signals` (job, step, name) and the
+    settings are plain attributes. `away = True` makes every call fail as without a controller;
+    `refusal` is what sbatch says instead of taking the next script.
+    """
+
+    def __init__(self) -> None:
+        self.records: dict[int, JobRecord] = {}
+        self.scripts: dict[int, str] = {}
+        self.live_steps: dict[int, tuple[StepRecord, ...]] = {}
+        self.signals: list[tuple[int, str, str]] = []
+        self.settings = {"SLURM_VERSION": "22.05.8", "JobRequeue": "1", "ClusterName": "fake"}
+        self.partition_records: tuple[PartitionRecord, ...] = ()
+        self.refusal = ""
+        self.away = False
+
+    def submit(self, script: Path | str, extra_args: Sequence[str] = ()) -> SubmittedJob:
+        self.test_only(script, extra_args)
+        job_id = max(self.records, default=0) + 1
+        self.scripts[job_id] = script.read_text() if isinstance(script, Path) else script
+        self.records[job_id] = JobRecord(
+            job_id, state=JobState.PENDING, restart_count=0, requeue=True, source="fake"
+        )
+        return SubmittedJob(job_id)
+
+    def test_only(self, script: Path | str, extra_args: Sequence[str] = ()) -> TestOnlyAnswer:
+        self._present()
+        if self.refusal:
+            raise SlurmRefusedError(self.refusal)
+        return TestOnlyAnswer("Job would start")
+
+    def jobs(self, ids: Collection[int]) -> dict[int, JobRecord]:
+        self._present()
+        return {job_id: self.records[job_id] for job_id in ids if job_id in self.records}
+
+    def show_job(self, job_id: int) -> JobRecord | None:
+        return self.jobs([job_id]).get(job_id)
+
+    def history(self, ids: Collection[int]) -> dict[int, JobRecord]:
+        return self.jobs(ids)
+
+    def steps(self, job_id: int) -> tuple[StepRecord, ...]:
+        self._present()
+        return self.live_steps.get(job_id, ())
+
+    def hostnames(self, node_list: str) -> tuple[str, ...]:
+        """One range at most: `n[0-2]`, or names joined by commas."""
+        match = re.fullmatch(r"([^\[,]+)\[(\d+)-(\d+)\]", node_list)
+        if match is None:
+            return tuple(filter(None, node_list.split(",")))
+        numbers = range(int(match[2]), int(match[3]) + 1)
+        return tuple(f"{match[1]}{number:0{len(match[2])}d}" for number in numbers)
+
+    def node_address(self, node: str) -> str:
+        self._present()
+        return node
+
+    def config(self) -> SlurmConfig:
+        self._present()
+        return SlurmConfig(self.settings)
+
+    def accounting_enabled(self) -> bool:
+        return self.config().accounting_enabled
+
+    def partitions(self) -> tuple[PartitionRecord, ...]:
+        self._present()
+        return self.partition_records
+
+    def version(self) -> tuple[int, ...]:
+        return SlurmConfig(self.settings).version
+
+    def requeue(self, job_id: int, *, shielded: bool = False) -> RequeueAnswer:
+        if self.away:
+            return RequeueAnswer(RequeueResult.UNREACHABLE, "Unexpected message received")
+        record = self.records.get(job_id)
+        if record is None:
+            return RequeueAnswer(RequeueResult.UNKNOWN_JOB, "Invalid job id specified")
+        if not record.requeue:
+            return RequeueAnswer(RequeueResult.DISABLED, "Requested operation is disabled")
+        if record.state.is_pending:
+            return RequeueAnswer(RequeueResult.ALREADY_PENDING, "Job is pending execution")
+        count = (record.restart_count or 0) + 1
+        self._change(job_id, state=JobState.PENDING, reason="BeginTime", restart_count=count)
+        return RequeueAnswer(RequeueResult.DONE)
+
+    def requeue_hold(self, job_id: int, *, shielded: bool = False) -> RequeueAnswer:
+        answer = self.requeue(job_id, shielded=shielded)
+        if answer.result is RequeueResult.DONE:
+            self.hold(job_id)
+        return answer
+
+    def hold(self, job_id: int) -> None:
+        self._change(job_id, reason="JobHeldUser")
+
+    def release(self, job_id: int) -> None:
+        self._change(job_id, reason="None")
+
+    def update_job(
+        self,
+        job_id: int,
+        *,
+        start_now: bool = False,
+        exclude_nodes: Sequence[str] | None = None,
+        requeue: bool | None = None,
+    ) -> None:
+        if start_now:
+            self._change(job_id, reason="Resources")
+        if exclude_nodes is not None:
+            self._change(job_id, exclude_nodes=",".join(exclude_nodes))
+        if requeue is not None:
+            self._change(job_id, requeue=requeue)
+
+    def cancel(self, job_id: int) -> None:
+        record = self.show_job(job_id)
+        if record and not record.state.is_ended:
+            self._change(job_id, state=JobState.CANCELLED)
+
+    def signal_step(self, job_id: int, step_id: str, signal_name: str) -> None:
+        self._present()
+        self.signals.append((job_id, step_id, signal_name))
+
+    def kill_step(self, job_id: int, step_id: str) -> None:
+        self.signal_step(job_id, step_id, "KILL")
+
+    def _change(self, job_id: int, **changes: object) -> None:
+        self._present()
+        if job_id not in self.records:
+            raise SlurmRefusedError(f"Invalid job id specified for job {job_id}")
+        self.records[job_id] = replace(self.records[job_id], **changes)  # type: ignore[arg-type]
+
+    def _present(self) -> None:
+        if self.away:
+            raise SlurmUnreachableError("Unable to contact slurm controller (connect failure)")

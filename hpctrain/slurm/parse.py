@@ -1,0 +1,256 @@
+"""From the text that Slurm prints to records. Pure: text in, records out.
+
+Job names and comments are free text and may hold anything, newlines and `|` included. So fields
+are separated by the ASCII unit separator and squeue's records end with the record separator;
+`-O` and `-P` take any text as separator (squeue(1), `--Format=type[:[.][size][suffix]]`).
+Tables keep their header: a header proves that an empty table is an answer and not silence.
+
+Raises ValueError for text that does not have the expected form.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from datetime import UTC, datetime
+
+from hpctrain.slurm.records import (
+    JobRecord,
+    PartitionRecord,
+    RequeueResult,
+    StepRecord,
+    SubmittedJob,
+    TestOnlyAnswer,
+)
+from hpctrain.slurm.states import JobState
+
+UNIT, RECORD = "\x1f", "\x1e"
+
+SQUEUE_FIELDS = (
+    *("JobID", "State", "Reason", "NodeList", "RestartCnt", "PreemptTime", "StartTime", "EndTime"),
+    *("SubmitTime", "TimeLimit", "Partition", "Account", "exit_code", "Requeue", "Name", "Comment"),
+)
+STEP_FIELDS = ("StepID", "StepState")
+# The last field must be one that cannot hold a newline: it ends the record.
+SACCT_FIELDS = (
+    *("JobIDRaw", "State", "Reason", "NodeList", "Start", "End", "Submit", "Timelimit"),
+    *("Partition", "Account", "ExitCode", "Comment", "JobName", "Cluster"),
+)
+_NOTHING = frozenset({"", "(null)", "N/A", "NONE", "None", "Unknown", "None assigned"})
+# In lower case; a tuple and not a regular expression, whose compilation costs 2 ms of each import.
+_UNREACHABLE = (
+    *("unable to contact slurm", "connect failure", "connection refused", "connection timed out"),
+    *("connection reset", "socket timed out", "unexpected message received", "no response"),
+    *("zero bytes were transmitted", "standby mode", "authentication error", "munge encode failed"),
+    *("configuration source", "cannot stat file", "temporarily unable", "unable to connect"),
+    *("unable to resolve",),
+)
+
+
+def long_format(fields: Iterable[str]) -> str:
+    """The argument of squeue's `-O` that prints `fields` untruncated and separated safely."""
+    names = list(fields)
+    return ",".join([*(f"{name}:{UNIT}" for name in names[:-1]), f"{names[-1]}:{RECORD}"])
+
+
+def table(text: str, columns: int) -> list[list[str]]:
+    """Rows of a table printed with `long_format`, its header taken off.
+
+    squeue drops an unknown field with a message and exit code 0, hence the check of the header.
+    With several clusters it prints `CLUSTER: name` lines and one header for each.
+    """
+    *records, rest = text.split(RECORD)
+    rows = [re.sub(r"\A\n*(CLUSTER: \S*\n)?", "", record).split(UNIT) for record in records]
+    if not rows or rest.strip() or any(len(row) != columns for row in rows):
+        raise ValueError(f"not a table of {columns} columns: {text[:200]!r}")
+    return [row for row in rows if row != rows[0]]
+
+
+def jobs_from_squeue(text: str) -> dict[int, JobRecord]:
+    """Jobs printed by squeue with SQUEUE_FIELDS in UTC, by job id."""
+    records = (_squeue_job(row) for row in table(text, len(SQUEUE_FIELDS)))
+    return {record.job_id: record for record in records}
+
+
+def _squeue_job(row: list[str]) -> JobRecord:
+    cell = dict(zip(SQUEUE_FIELDS, row, strict=True))
+    state = JobState.parse(cell["State"])
+    code, signal = exit_status(cell["exit_code"]) if state.is_ended else (None, None)
+    return JobRecord(
+        job_id=int(cell["JobID"]),
+        name=cell["Name"],
+        state=state,
+        reason=_told(cell["Reason"]),
+        node_list=_told(cell["NodeList"]),
+        restart_count=int(cell["RestartCnt"]),
+        preempt_time=epoch_seconds(cell["PreemptTime"]),
+        start_time=epoch_seconds(cell["StartTime"]),
+        end_time=epoch_seconds(cell["EndTime"]),
+        submit_time=epoch_seconds(cell["SubmitTime"]),
+        time_limit_seconds=limit_seconds(cell["TimeLimit"]),
+        partition=_told(cell["Partition"]),
+        account=_told(cell["Account"]),
+        exit_code=code,
+        exit_signal=signal,
+        requeue=cell["Requeue"] == "1",
+        comment=_told(cell["Comment"]),
+        source="squeue",
+    )
+
+
+def jobs_from_sacct(text: str) -> dict[int, JobRecord]:
+    """Jobs printed by `sacct -P` with SACCT_FIELDS in UTC, by job id; the last row of an id wins.
+
+    Records are counted by separators: only the token between two records holds a newline that
+    is not part of a name or comment.
+    """
+    cells = text.split(UNIT)
+    width = len(SACCT_FIELDS)
+    if len(cells) < width or len(cells) % (width - 1) != 1:
+        raise ValueError(f"not a table of sacct: {text[:200]!r}")
+    flat: list[str] = []
+    for index, cell in enumerate(cells):
+        is_boundary = index > 0 and index % (width - 1) == 0
+        flat.extend(cell.partition("\n")[::2] if is_boundary else [cell])
+    rows = [flat[start : start + width] for start in range(width, len(flat) - 1, width)]
+    return {record.job_id: record for record in map(_sacct_job, rows)}
+
+
+def _sacct_job(row: list[str]) -> JobRecord:
+    cell = dict(zip(SACCT_FIELDS, row, strict=True))
+    state = JobState.parse(cell["State"])
+    code, signal = exit_status(cell["ExitCode"]) if state.is_ended else (None, None)
+    return JobRecord(
+        job_id=int(cell["JobIDRaw"]),
+        name=cell["JobName"],
+        state=state,
+        reason=_told(cell["Reason"]),
+        node_list=_told(cell["NodeList"]),
+        start_time=epoch_seconds(cell["Start"]),
+        end_time=epoch_seconds(cell["End"]),
+        submit_time=epoch_seconds(cell["Submit"]),
+        time_limit_seconds=limit_seconds(cell["Timelimit"]),
+        partition=_told(cell["Partition"]),
+        account=_told(cell["Account"]),
+        exit_code=code,
+        exit_signal=signal,
+        comment=_told(cell["Comment"]),
+        source="sacct",
+    )
+
+
+def steps_from_squeue(text: str) -> tuple[StepRecord, ...]:
+    """Live steps printed by `squeue -s` with STEP_FIELDS: `12.0`, `12.batch`, `12_3.0`."""
+    rows = table(text, len(STEP_FIELDS))
+    return tuple(StepRecord(name.rpartition(".")[2], JobState.parse(word)) for name, word in rows)
+
+
+def exit_status(text: str) -> tuple[int, int]:
+    """Exit code and signal from `code:signal` (sacct) or a raw wait status (squeue, wait(2))."""
+    code, colon, signal = text.partition(":")
+    if colon:
+        return int(code), int(signal)
+    status = int(code)
+    return status >> 8 & 0xFF, status & 0x7F
+
+
+def epoch_seconds(text: str) -> float | None:
+    """`2024-01-01T00:00:00`, printed under TZ=UTC0, as epoch seconds; None if not told."""
+    if text in _NOTHING:
+        return None
+    return datetime.fromisoformat(text).replace(tzinfo=UTC).timestamp()
+
+
+def limit_seconds(text: str) -> float | None:
+    """Slurm's `[days-][[hours:]minutes:]seconds`; infinite for UNLIMITED, None if not told."""
+    if text.upper() in ("UNLIMITED", "INFINITE"):
+        return math.inf
+    match = re.fullmatch(r"(?:(\d+)-)?(?:(?:(\d+):)?(\d+):)?(\d+)", text)
+    if match is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return float(days * 86400 + hours * 3600 + minutes * 60 + seconds)
+
+
+def submitted(stdout: str, stderr: str = "") -> SubmittedJob:
+    """The answer of `sbatch --parsable`: `id` or `id;cluster`."""
+    match = re.fullmatch(r"(\d+)(?:;(\S+))?\s*", stdout)
+    if match is None:
+        raise ValueError(f"no job id in {stdout[:200]!r}")
+    return SubmittedJob(int(match[1]), match[2], stderr.strip())
+
+
+def test_only_answer(text: str) -> TestOnlyAnswer:
+    """The sentence of `sbatch --test-only`; its fields stay None when it is worded otherwise."""
+    sentence = text.strip()
+    match = re.search(
+        r"to start at (\S+) using (\d+) processors on (?:nodes )?(\S*) in partition (\S+)", sentence
+    )
+    if match is None:
+        return TestOnlyAnswer(sentence)
+    return TestOnlyAnswer(sentence, match[1], int(match[2]), match[3], match[4])
+
+
+test_only_answer.__test__ = False  # type: ignore[attr-defined]
+
+
+def requeue_result(returncode: int, text: str) -> RequeueResult:
+    """What `scontrol requeue` meant (src/common/slurm_errno.c has the sentences)."""
+    if returncode == 0:
+        return RequeueResult.DONE
+    for words, result in (
+        ("Job is pending execution", RequeueResult.ALREADY_PENDING),
+        ("presently disabled", RequeueResult.DISABLED),
+        ("Invalid job id", RequeueResult.UNKNOWN_JOB),
+    ):
+        if words in text:
+            return result
+    return RequeueResult.UNREACHABLE if is_unreachable(text) else RequeueResult.REFUSED
+
+
+def is_unreachable(text: str) -> bool:
+    """Slurm's words mean that nobody answered, as opposed to an answer that is no."""
+    lower = text.lower()
+    return any(words in lower for words in _UNREACHABLE)
+
+
+def config_values(text: str) -> dict[str, str]:
+    """`scontrol show config`: one `Key = value` a line."""
+    pairs = (line.partition("=") for line in text.splitlines() if "=" in line)
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def partitions(text: str) -> tuple[PartitionRecord, ...]:
+    """`scontrol -o show partition`: one line each, values without blanks."""
+    return tuple(_partition(line) for line in text.splitlines() if line.strip())
+
+
+def _partition(line: str) -> PartitionRecord:
+    cell = dict(word.split("=", 1) for word in line.split() if "=" in word)
+    max_nodes = cell.get("MaxNodes", "UNLIMITED")
+    max_seconds = limit_seconds(cell.get("MaxTime", "UNLIMITED"))
+    return PartitionRecord(
+        name=cell["PartitionName"],
+        is_default=cell.get("Default") == "YES",
+        is_up=cell.get("State") == "UP",
+        node_list=_told(cell.get("Nodes", "")) or "",
+        node_count=int(cell.get("TotalNodes", "0")),
+        max_nodes=int(max_nodes) if max_nodes.isdigit() else None,
+        max_time_seconds=math.inf if max_seconds is None else max_seconds,
+        grace_seconds=limit_seconds(cell.get("GraceTime", "0")) or 0.0,
+        preempt_mode=cell.get("PreemptMode", "OFF"),
+        priority_tier=int(cell.get("PriorityTier", "1")),
+    )
+
+
+def _told(text: str) -> str | None:
+    return None if text in _NOTHING else text
+
+
+def node_address(text: str) -> str:
+    """`NodeAddr=` of `scontrol -o show node`. Raises ValueError when it is not there."""
+    for word in text.split():
+        if word.startswith("NodeAddr="):
+            return word.removeprefix("NodeAddr=")
+    raise ValueError("no NodeAddr in the answer")

@@ -1,0 +1,198 @@
+"""What the Slurm commands told us, as frozen records.
+
+All times are seconds since the epoch (UTC), all durations are seconds. None means that the query
+did not tell. Belongs here: shapes. Does not belong here: parsing (`parse`) or asking (`client`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from hpctrain.slurm.states import JobState
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """One job. For a pending job `start_time` is the earliest or expected start.
+
+    `exit_code` and `exit_signal` belong to the batch script and are only told for ended jobs.
+    `time_limit_seconds` is infinite for UNLIMITED. `exclude_nodes` is Slurm's hostlist, "" for
+    none. `source` names the command that was asked.
+    """
+
+    job_id: int
+    name: str | None = None
+    state: JobState = JobState.UNKNOWN
+    reason: str | None = None
+    node_list: str | None = None
+    restart_count: int | None = None
+    preempt_time: float | None = None
+    start_time: float | None = None
+    end_time: float | None = None
+    submit_time: float | None = None
+    time_limit_seconds: float | None = None
+    partition: str | None = None
+    account: str | None = None
+    exit_code: int | None = None
+    exit_signal: int | None = None
+    requeue: bool | None = None
+    exclude_nodes: str | None = None
+    comment: str | None = None
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class SubmittedJob:
+    """The answer of sbatch; `messages` are words of the site (job_submit plugin), often empty."""
+
+    job_id: int
+    cluster: str | None = None
+    messages: str = ""
+
+
+@dataclass(frozen=True)
+class TestOnlyAnswer:
+    """The answer of `sbatch --test-only`: an estimate only; `text` is Slurm's sentence verbatim."""
+
+    __test__ = False  # the name begins with Test, but it is no test of pytest
+
+    text: str
+    start_time_text: str | None = None
+    processors: int | None = None
+    nodes: str | None = None
+    partition: str | None = None
+
+
+class RequeueResult(Enum):
+    """What became of a requeue; only UNREACHABLE is worth another try."""
+
+    DONE = "done"
+    ALREADY_PENDING = "already pending"
+    DISABLED = "disabled"
+    UNKNOWN_JOB = "unknown job"
+    REFUSED = "refused"
+    UNREACHABLE = "unreachable"
+
+
+@dataclass(frozen=True)
+class RequeueAnswer:
+    """The result of a requeue and Slurm's own words."""
+
+    result: RequeueResult
+    text: str = ""
+
+    @property
+    def will_run_again(self) -> bool:
+        """The job is in the queue, by us or by somebody who was faster."""
+        return self.result in (RequeueResult.DONE, RequeueResult.ALREADY_PENDING)
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """A live step; `step_id` is `0`, `1`, ... or `batch`, `extern`, `interactive`."""
+
+    step_id: str
+    state: JobState
+
+
+@dataclass(frozen=True)
+class PartitionRecord:
+    """One partition; `max_nodes` None and `max_time_seconds` infinite mean no limit."""
+
+    name: str
+    is_default: bool
+    is_up: bool
+    node_list: str
+    node_count: int
+    max_nodes: int | None
+    max_time_seconds: float
+    grace_seconds: float
+    preempt_mode: str
+    priority_tier: int
+
+
+@dataclass(frozen=True)
+class SlurmConfig:
+    """`scontrol show config`, with the values that hpctrain decides on as typed properties."""
+
+    values: Mapping[str, str] = field(default_factory=dict)
+
+    def get(self, key: str, default: str = "") -> str:
+        """The raw value; Slurm's `(null)` reads as the default."""
+        value = self.values.get(key, "(null)")
+        return default if value in ("(null)", "") else value
+
+    @property
+    def version(self) -> tuple[int, ...]:
+        """`22.05.8` as (22, 5, 8)."""
+        return version_numbers(self.get("SLURM_VERSION"))
+
+    @property
+    def cluster_name(self) -> str:
+        return self.get("ClusterName")
+
+    @property
+    def kill_wait_seconds(self) -> float:
+        """From TERM to KILL at the end of a job (slurm.conf(5), KillWait)."""
+        return self._seconds("KillWait", 30)
+
+    @property
+    def min_job_age_seconds(self) -> float:
+        """How long the controller remembers an ended job (slurm.conf(5), MinJobAge)."""
+        return self._seconds("MinJobAge", 300)
+
+    @property
+    def slurmd_timeout_seconds(self) -> float:
+        """How long a silent node counts as alive (slurm.conf(5), SlurmdTimeout)."""
+        return self._seconds("SlurmdTimeout", 300)
+
+    @property
+    def requeue_delay_seconds(self) -> float:
+        """A requeued job waits cred_expire + 1 s (slurmctld/job_mgr.c, batch_requeue_fini)."""
+        match = re.search(r"cred_expire=(\d+)", self.get("AuthInfo"))
+        return float(match[1] if match else 120) + 1
+
+    @property
+    def requeue_allowed(self) -> bool:
+        """JobRequeue: what holds for jobs that do not say --requeue or --no-requeue."""
+        return self.get("JobRequeue") == "1"
+
+    @property
+    def requeue_exit_codes(self) -> str:
+        """RequeueExit: exit codes of the batch script that requeue the job; "" for none."""
+        return self.get("RequeueExit")
+
+    @property
+    def preempt_mode(self) -> str:
+        return self.get("PreemptMode", "OFF")
+
+    @property
+    def preempt_type(self) -> str:
+        return self.get("PreemptType", "preempt/none")
+
+    @property
+    def sends_user_signal_on_preemption(self) -> bool:
+        """`--signal` is sent at the start of the grace period.
+
+        22.05 keeps the switch in SlurmctldParameters, 23.02 and later in PreemptParameters.
+        """
+        switches = f"{self.get('SlurmctldParameters')},{self.get('PreemptParameters')}".split(",")
+        return bool({"preempt_send_user_signal", "send_user_signal"} & set(switches))
+
+    @property
+    def accounting_enabled(self) -> bool:
+        """sacct can answer."""
+        return self.get("AccountingStorageType").rpartition("/")[2] not in ("", "none")
+
+    def _seconds(self, key: str, default_seconds: float) -> float:
+        match = re.match(r"\d+", self.get(key))
+        return float(match[0]) if match else default_seconds
+
+
+def version_numbers(text: str) -> tuple[int, ...]:
+    """The numbers of the first `a.b.c` in a text: `slurm-wlm 22.05.8` is (22, 5, 8)."""
+    match = re.search(r"\d+(?:\.\d+)+", text)
+    return tuple(int(part) for part in match[0].split(".")) if match else ()

@@ -1,0 +1,121 @@
+"""The states of a Slurm job and the one parser of their spellings.
+
+Belongs here: what a state word means for us (waiting, active, over). Does not belong here: why a
+job is in that state (`supervise.classify`). Words: squeue(1), JOB STATE CODES; slurm/slurm.h.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+
+
+class JobState(StrEnum):
+    """A job state; the value is Slurm's own long word. UNKNOWN means: do nothing on its account."""
+
+    BOOT_FAIL = "BOOT_FAIL"
+    CANCELLED = "CANCELLED"
+    COMPLETED = "COMPLETED"
+    COMPLETING = "COMPLETING"
+    CONFIGURING = "CONFIGURING"
+    DEADLINE = "DEADLINE"
+    FAILED = "FAILED"
+    NODE_FAIL = "NODE_FAIL"
+    OUT_OF_MEMORY = "OUT_OF_MEMORY"
+    PENDING = "PENDING"
+    PREEMPTED = "PREEMPTED"
+    REQUEUED = "REQUEUED"
+    REQUEUE_FED = "REQUEUE_FED"
+    REQUEUE_HOLD = "REQUEUE_HOLD"
+    RESIZING = "RESIZING"
+    RESV_DEL_HOLD = "RESV_DEL_HOLD"
+    REVOKED = "REVOKED"
+    RUNNING = "RUNNING"
+    SIGNALING = "SIGNALING"
+    SPECIAL_EXIT = "SPECIAL_EXIT"
+    STAGE_OUT = "STAGE_OUT"
+    STOPPED = "STOPPED"
+    SUSPENDED = "SUSPENDED"
+    TIMEOUT = "TIMEOUT"
+    UNKNOWN = "UNKNOWN"
+
+    @classmethod
+    def parse(cls, text: str) -> JobState:
+        """Read any spelling: `CANCELLED by 1000`, `CANCELLED+`, `running`, `COMPLETED,COMPLETING`.
+
+        In a list the transitional word wins, as in Slurm's own single-word output: a job that is
+        COMPLETED,COMPLETING still has processes. A word we do not know gives UNKNOWN.
+        """
+        known = [state for word in re.split(r"[,&]", text) if (state := _word(word))]
+        transitional = [state for state in known if state in _TRANSITIONAL]
+        return (transitional or known or [cls.UNKNOWN])[0]
+
+    @property
+    def is_pending(self) -> bool:
+        """The job waits (or is held) and has no processes."""
+        return self in _PENDING
+
+    @property
+    def is_active(self) -> bool:
+        """The job holds nodes, so processes of it may exist."""
+        return self in _ACTIVE
+
+    @property
+    def is_running(self) -> bool:
+        """RUNNING, or SIGNALING, which RUNNING jobs show for a moment while Slurm signals them."""
+        return self in (JobState.RUNNING, JobState.SIGNALING)
+
+    @property
+    def is_ended(self) -> bool:
+        """Slurm has finished with the job; only a requeue can bring it back."""
+        return self in _ENDED
+
+
+_TRANSITIONAL = frozenset(
+    {
+        JobState.COMPLETING,
+        JobState.CONFIGURING,
+        JobState.REQUEUED,
+        JobState.REQUEUE_FED,
+        JobState.REQUEUE_HOLD,
+        JobState.RESIZING,
+        JobState.RESV_DEL_HOLD,
+        JobState.REVOKED,
+        JobState.SIGNALING,
+        JobState.SPECIAL_EXIT,
+        JobState.STAGE_OUT,
+        JobState.STOPPED,
+    }
+)
+_PENDING = frozenset(
+    {
+        JobState.PENDING,
+        JobState.REQUEUED,
+        JobState.REQUEUE_FED,
+        JobState.REQUEUE_HOLD,
+        JobState.RESV_DEL_HOLD,
+        JobState.SPECIAL_EXIT,
+    }
+)
+_ACTIVE = frozenset(
+    {
+        JobState.COMPLETING,
+        JobState.CONFIGURING,
+        JobState.RESIZING,
+        JobState.RUNNING,
+        JobState.SIGNALING,
+        JobState.STAGE_OUT,
+        JobState.STOPPED,
+        JobState.SUSPENDED,
+    }
+)
+_ENDED = frozenset(JobState) - _PENDING - _ACTIVE - {JobState.UNKNOWN}
+
+
+def _word(text: str) -> JobState | None:
+    """One state word; sacct cuts long ones to `OUT_OF_ME+` where it was not asked for `-P`."""
+    word = text.strip().upper().split(" ")[0]
+    if word.endswith("+"):
+        matches = [state for state in JobState if state.value.startswith(word[:-1])]
+        return matches[0] if len(matches) == 1 else None
+    return JobState.__members__.get(word)

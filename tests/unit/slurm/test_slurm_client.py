@@ -1,0 +1,228 @@
+"""The client without Slurm: which commands it runs, and what it makes of their answers."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hpctrain.errors import SlurmError, SlurmRefusedError, SlurmUnreachableError
+from hpctrain.slurm import JobState, RequeueResult, SlurmClient, parse
+from hpctrain.slurm.fake import FakeSlurm
+from hpctrain.slurm.process import Answer, Command
+
+ENVIRONMENT = {
+    "PATH": "/usr/bin",
+    "HOME": "/home/me",
+    "SLURM_CONF": "/s/slurm.conf",
+    "TZ": "Asia/Tokyo",
+    "SLURM_CLUSTERS": "big",
+    "SBATCH_PARTITION": "nonsense",
+    "SQUEUE_FORMAT": "%i",
+    "SLURM_JOB_ID": "7",
+    "SLURM_NTASKS": "8",
+    "SLURM_TIME_FORMAT": "%s",
+    "SACCT_FORMAT": "x",
+    "SCANCEL_INTERACTIVE": "1",
+    "SINFO_FORMAT": "x",
+}
+KEPT = {"PATH": "/usr/bin", "HOME": "/home/me", "SLURM_CONF": "/s/slurm.conf"}
+AWAY = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
+NO_SUCH_JOB = Answer(1, "", "slurm_load_jobs error: Invalid job id specified\n")
+EMPTY_SQUEUE = Answer(0, f"{parse.UNIT.join(parse.SQUEUE_FIELDS)}{parse.RECORD}\n", "")
+
+
+class Script:
+    """A runner that gives prepared answers and keeps the commands."""
+
+    def __init__(self, *answers: Answer) -> None:
+        self.answers = list(answers)
+        self.commands: list[Command] = []
+
+    def __call__(self, command: Command) -> Answer:
+        self.commands.append(command)
+        return self.answers.pop(0)
+
+
+def asked(*answers: Answer) -> tuple[SlurmClient, Script]:
+    script = Script(*answers)
+    return SlurmClient(ENVIRONMENT, run=script), script
+
+
+def test_all_ids_go_into_one_query() -> None:
+    client, script = asked(EMPTY_SQUEUE)
+    assert client.jobs(range(1, 201)) == {}
+    assert len(script.commands) == 1
+    assert f"--jobs={','.join(map(str, range(1, 201)))}" in script.commands[0].argv
+
+
+def test_no_ids_need_no_query() -> None:
+    client, script = asked()
+    assert client.jobs([]) == client.history([]) == {}
+    assert script.commands == []
+
+
+def test_one_unknown_id_is_absent_but_silence_is_not_gone() -> None:
+    assert asked(NO_SUCH_JOB)[0].jobs([9]) == {}
+    for answer in (Answer(0, "", ""), Answer(1, "", AWAY), Answer(1, "", ""), Answer(-9, "", "")):
+        with pytest.raises(SlurmUnreachableError):
+            asked(answer)[0].jobs([9])
+    with pytest.raises(SlurmUnreachableError):
+        asked(NO_SUCH_JOB)[0].jobs([8, 9])
+
+
+def test_an_answer_in_another_form_is_an_error_and_not_an_empty_one() -> None:
+    for text in ("JOBID STATE\n1 RUNNING\n", EMPTY_SQUEUE.stdout.replace("Comment", "a\x1fb")):
+        with pytest.raises(SlurmError, match="cannot read"):
+            asked(Answer(0, text, ""))[0].jobs([1])
+
+
+def test_queries_run_without_options_from_the_environment_and_in_utc() -> None:
+    client, script = asked(EMPTY_SQUEUE)
+    client.jobs([1])
+    expected = {**KEPT, "SLURM_CLUSTERS": "big", "LC_ALL": "C", "TZ": "UTC0"}
+    assert script.commands[0].environment == expected
+
+
+def test_sbatch_gets_the_users_environment_because_the_job_inherits_it() -> None:
+    client, script = asked(Answer(0, "14;big\n", ""))
+    job = client.submit("#!/bin/sh\n", ["--hold"])
+    assert (job.job_id, job.cluster) == (14, "big")
+    command = script.commands[0]
+    assert command.environment == {**KEPT, "SLURM_CLUSTERS": "big", "TZ": "Asia/Tokyo"}
+    assert (command.argv, command.stdin) == (("sbatch", "--parsable", "--hold"), "#!/bin/sh\n")
+
+
+def test_a_script_file_is_handed_over_by_its_absolute_path() -> None:
+    client, script = asked(Answer(0, "14\n", ""))
+    client.submit(Path("-x.sh"))
+    assert script.commands[0].argv[-1] == str(Path.cwd() / "-x.sh")
+
+
+def test_refusals_keep_the_words_of_slurm() -> None:
+    words = "sbatch: error: Batch job submission failed: Invalid partition name specified"
+    with pytest.raises(SlurmRefusedError) as caught:
+        asked(Answer(1, "", f"{words}\n"))[0].submit("#!/bin/sh\n")
+    assert str(caught.value) == words
+    with pytest.raises(SlurmUnreachableError):
+        asked(Answer(1, "", f"sbatch: error: Batch job submission failed: {AWAY}"))[0].submit("#!")
+
+
+def test_a_submission_without_job_id_is_an_error() -> None:
+    with pytest.raises(SlurmError, match="no job id"):
+        asked(Answer(0, "\n", ""))[0].submit("#!/bin/sh\n")
+
+
+def test_history_asks_sacct_once_for_all_when_accounting_is_on() -> None:
+    config = Answer(0, "AccountingStorageType = accounting_storage/slurmdbd\n", "")
+    table = Answer(0, parse.UNIT.join(parse.SACCT_FIELDS) + "\n", "")
+    client, script = asked(config, table, table)
+    assert client.history([1, 2]) == client.history([3]) == {}
+    assert [command.argv[0] for command in script.commands] == ["scontrol", "sacct", "sacct"]
+    assert "--jobs=1,2" in script.commands[1].argv
+
+
+def test_history_asks_the_controller_when_accounting_is_off() -> None:
+    config = Answer(0, "AccountingStorageType = accounting_storage/none\n", "")
+    client, script = asked(config, EMPTY_SQUEUE)
+    assert client.history([1, 2]) == {}
+    assert script.commands[1].argv[0] == "squeue"
+
+
+def test_requeue_never_raises_and_says_what_happened() -> None:
+    def away(command: Command) -> Answer:
+        raise SlurmUnreachableError("no answer from `scontrol requeue` within 20 s")
+
+    answer = SlurmClient(ENVIRONMENT, run=away).requeue(7)
+    assert answer.result is RequeueResult.UNREACHABLE and "20 s" in answer.text
+    pending = asked(Answer(1, "", "Job is pending execution for job 7\n"))[0].requeue(7)
+    assert pending.will_run_again and not answer.will_run_again
+
+
+def test_shielding_is_a_matter_of_the_client_or_of_the_call() -> None:
+    client, script = asked(Answer(0, "", ""), Answer(0, "", ""))
+    client.requeue(7)
+    client.requeue(7, shielded=True)
+    assert [command.shielded for command in script.commands] == [False, True]
+    script = Script(EMPTY_SQUEUE)
+    SlurmClient(ENVIRONMENT, shielded=True, run=script).jobs([1, 2])
+    assert script.commands[0].shielded
+
+
+@pytest.mark.parametrize(
+    ("act", "argv"),
+    [
+        (lambda c: c.cancel(7), "scancel 7"),
+        (lambda c: c.hold(7), "scontrol hold 7"),
+        (lambda c: c.release(7), "scontrol release 7"),
+        (lambda c: c.requeue_hold(7), "scontrol requeuehold 7"),
+        (lambda c: c.signal_step(7, "0", "USR1"), "scancel --signal=USR1 7.0"),
+        (lambda c: c.kill_step(7, "0"), "scancel --signal=KILL 7.0"),
+        (
+            lambda c: c.update_job(7, start_now=True, exclude_nodes=["n1", "n2"], requeue=False),
+            "scontrol update JobId=7 StartTime=now ExcNodeList=n1,n2 Requeue=0",
+        ),
+        (lambda c: c.update_job(7, exclude_nodes=[]), "scontrol update JobId=7 ExcNodeList="),
+    ],
+)
+def test_commands(act: Callable[[SlurmClient], object], argv: str) -> None:
+    client, script = asked(Answer(0, "", ""))
+    act(client)
+    assert " ".join(script.commands[0].argv) == argv
+
+
+def test_nothing_to_change_needs_no_command() -> None:
+    client, script = asked()
+    client.update_job(7)
+    assert script.commands == []
+
+
+def test_bad_host_list_is_refused_although_the_exit_code_is_zero() -> None:
+    with pytest.raises(SlurmRefusedError, match="Invalid hostlist"):
+        asked(Answer(0, "", "Invalid hostlist: n[0-2]x,b\n"))[0].hostnames("n[0-2]x,b")
+    assert asked()[0].hostnames("") == ()
+
+
+def public_methods(kind: type) -> dict[str, inspect.Signature]:
+    members = inspect.getmembers(kind, inspect.isfunction)
+    return {name: inspect.signature(member) for name, member in members if name[0] != "_"}
+
+
+def test_the_fake_has_the_public_methods_of_the_client() -> None:
+    assert public_methods(FakeSlurm) == public_methods(SlurmClient)
+    assert len(public_methods(SlurmClient)) >= 18
+
+
+def test_the_fake_tells_the_story_of_a_preempted_job() -> None:
+    fake = FakeSlurm()
+    job_id = fake.submit("#!/bin/sh\n").job_id
+    fake.records[job_id] = replace(fake.records[job_id], state=JobState.RUNNING)
+    assert fake.requeue(job_id).result is RequeueResult.DONE
+    assert fake.requeue(job_id).result is RequeueResult.ALREADY_PENDING
+    fake.update_job(job_id, exclude_nodes=["n1"], requeue=False)
+    record = fake.show_job(job_id)
+    assert record is not None
+    assert (record.state, record.restart_count) == (JobState.PENDING, 1)
+    assert (record.exclude_nodes, record.requeue) == ("n1", False)
+    assert fake.requeue(job_id).result is RequeueResult.DISABLED
+    fake.cancel(job_id)
+    assert fake.jobs([job_id, 99])[job_id].state is JobState.CANCELLED
+
+
+def test_the_fake_can_be_away_and_can_refuse() -> None:
+    fake = FakeSlurm()
+    fake.refusal = "sbatch: error: no"
+    with pytest.raises(SlurmRefusedError, match="no"):
+        fake.submit("#!/bin/sh\n")
+    fake.away = True
+    assert fake.requeue(1).result is RequeueResult.UNREACHABLE
+    with pytest.raises(SlurmUnreachableError):
+        fake.jobs([1])
+
+
+def test_the_fake_expands_a_range() -> None:
+    assert FakeSlurm().hostnames("n[08-10]") == ("n08", "n09", "n10")
+    assert FakeSlurm().hostnames("a,b") == ("a", "b")

@@ -1,0 +1,247 @@
+"""Parsers against output recorded from Slurm 22.05.8 (sacct: made after its documentation)."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+
+import pytest
+
+from hpctrain.slurm import JobState, RequeueResult, SlurmConfig
+from hpctrain.slurm import parse as p
+
+HEADER = (
+    "JOBID^STATE^REASON^NODELIST^RESTART_COUNT^PREEMPT_TIME^START_TIME^END_TIME^SUBMIT_TIME"
+    "^TIME_LIMIT^PARTITION^ACCOUNT^EXIT_CODE^REQUEUE^NAME^COMMENT$\n"
+)
+HOSTILE_NAME = "evil | name $(touch /tmp/x) 'q' \"d\" A=b Comment=x"
+HOSTILE_COMMENT = "hp train|run=a=b | JobState=FAILED $(id)"
+ROWS = {
+    "held": "5^PENDING^JobHeldUser^^0^N/A^N/A^N/A^2026-11-20T23:43:10^1-02:04:00^train^(null)^0^0"
+    "^s.sh^(null)$\n",
+    "preempted": "2^RUNNING^None^n0^0^2026-11-20T23:44:44^2026-11-20T23:43:10^2026-11-20T23:44:49"
+    f"^2026-11-20T23:43:10^365-00:00:00^train^(null)^0^1^{HOSTILE_NAME}^{HOSTILE_COMMENT}$\n",
+    "newlines": "3^RUNNING^None^n0^0^N/A^2026-11-20T23:43:10^2027-11-20T23:43:10"
+    "^2026-11-20T23:43:10^365-00:00:00^train^(null)^0^1^two\nlines^c1\nc2|x$\n",
+    "failed": "9^FAILED^NonZeroExitCode^n0^0^N/A^2026-11-20T23:45:36^2026-11-20T23:45:36"
+    "^2026-11-20T23:44:44^UNLIMITED^train^(null)^1792^1^f.sh^(null)$\n",
+    "killed": "10^FAILED^JobLaunchFailure^n0^0^N/A^2026-11-20T23:45:36^2026-11-20T23:45:36"
+    "^2026-11-20T23:44:44^UNLIMITED^train^(null)^9^1^k.sh^(null)$\n",
+    "requeued": "12^PENDING^BeginTime^^1^N/A^2026-11-20T23:45:47^NONE^2026-11-20T23:44:44"
+    "^UNLIMITED^train^(null)^9^1^st.sh^(null)$\n",
+}
+
+
+def recorded(*names: str) -> str:
+    """Rows as squeue prints them; the separators are made visible above as ^ and $."""
+    text = HEADER + "".join(ROWS[name] for name in names)
+    return text.replace("^", p.UNIT).replace("$\n", f"{p.RECORD}\n")
+
+
+def test_squeue_rows_of_every_kind() -> None:
+    jobs = p.jobs_from_squeue(recorded(*ROWS))
+    assert list(jobs) == [5, 2, 3, 9, 10, 12]
+    held, failed = jobs[5], jobs[9]
+    assert (held.state, held.reason, held.requeue) == (JobState.PENDING, "JobHeldUser", False)
+    assert (held.node_list, held.start_time, held.account, held.comment) == (None,) * 4
+    assert held.time_limit_seconds == 86400 + 2 * 3600 + 4 * 60
+    assert (failed.exit_code, failed.exit_signal, failed.time_limit_seconds) == (7, 0, math.inf)
+    assert failed.end_time == 1795218336.0  # date -u -d 2026-11-20T23:45:36 +%s
+
+
+def test_preempt_time_and_hostile_free_text_stay_apart() -> None:
+    job = p.jobs_from_squeue(recorded("preempted"))[2]
+    assert (job.name, job.comment) == (HOSTILE_NAME, HOSTILE_COMMENT)
+    assert job.state is JobState.RUNNING
+    assert job.preempt_time == 1795218284.0
+
+
+def test_newlines_in_name_and_comment_do_not_break_the_row() -> None:
+    jobs = p.jobs_from_squeue(recorded("newlines", "held"))
+    assert (jobs[3].name, jobs[3].comment) == ("two\nlines", "c1\nc2|x")
+    assert jobs[5].name == "s.sh"
+
+
+def test_exit_of_an_earlier_attempt_is_not_told_for_a_pending_job() -> None:
+    jobs = p.jobs_from_squeue(recorded("requeued", "killed"))
+    assert (jobs[12].exit_code, jobs[12].restart_count) == (None, 1)
+    assert (jobs[10].exit_code, jobs[10].exit_signal) == (0, 9)
+
+
+def test_a_header_alone_is_an_answer_and_nothing_is_not() -> None:
+    assert p.jobs_from_squeue(recorded()) == {}
+    with pytest.raises(ValueError, match="not a table"):
+        p.jobs_from_squeue("")
+
+
+def test_a_cut_or_narrow_table_is_refused() -> None:
+    whole = recorded("held")
+    with pytest.raises(ValueError, match="not a table"):
+        p.jobs_from_squeue(whole[:-30])
+    with pytest.raises(ValueError, match="not a table"):
+        p.jobs_from_squeue(whole.replace(f"{p.UNIT}ACCOUNT", ""))
+
+
+def test_headers_of_several_clusters_are_taken_off() -> None:
+    text = f"CLUSTER: one\n{recorded('held')}CLUSTER: two\n{recorded('failed')}"
+    assert list(p.jobs_from_squeue(text)) == [5, 9]
+
+
+def sacct_text(*rows: tuple[str, ...]) -> str:
+    return "".join(p.UNIT.join(row) + "\n" for row in (p.SACCT_FIELDS, *rows))
+
+
+def sacct_row(job: str, state: str, **changes: str) -> tuple[str, ...]:
+    cell = {
+        **dict.fromkeys(p.SACCT_FIELDS, ""),
+        "JobIDRaw": job,
+        "State": state,
+        "NodeList": "n[0-1]",
+        "ExitCode": "0:0",
+        "Start": "2024-01-01T00:00:10",
+        "End": "Unknown",
+        "Timelimit": "00:01:00",
+        "JobName": "a",
+        "Cluster": "sandbox",
+        **changes,
+    }
+    return tuple(cell[name] for name in p.SACCT_FIELDS)
+
+
+def test_sacct_rows() -> None:
+    text = sacct_text(
+        sacct_row("7", "CANCELLED by 1000", ExitCode="0:15", End="2024-01-01T00:01:10"),
+        sacct_row("8", "RUNNING", JobName="two\nlines", Comment="c\n9|x"),
+        sacct_row("9", "PENDING", NodeList="None assigned", Start="Unknown"),
+    )
+    jobs = p.jobs_from_sacct(text)
+    assert (jobs[7].state, jobs[7].exit_signal) == (JobState.CANCELLED, 15)
+    assert jobs[7].start_time == 1704067210.0
+    assert (jobs[8].name, jobs[8].comment, jobs[8].exit_code) == ("two\nlines", "c\n9|x", None)
+    assert (jobs[9].node_list, jobs[9].start_time) == (None, None)
+    assert jobs[8].restart_count is None
+
+
+def test_sacct_without_rows_is_an_answer_and_nothing_is_not() -> None:
+    assert p.jobs_from_sacct(sacct_text()) == {}
+    for text in ("", "garbage", sacct_text(sacct_row("7", "FAILED"))[:-30]):
+        with pytest.raises(ValueError, match="not a table"):
+            p.jobs_from_sacct(text)
+
+
+def test_times_are_read_as_utc_whatever_the_zone_of_this_process() -> None:
+    before = os.environ.get("TZ")
+    try:
+        for zone in ("Asia/Tokyo", "UTC0", "America/New_York"):
+            os.environ["TZ"] = zone
+            time.tzset()
+            assert p.epoch_seconds("2024-01-01T00:00:10") == 1704067210.0
+    finally:
+        os.environ.pop("TZ")
+        os.environ.update({} if before is None else {"TZ": before})
+        time.tzset()
+
+
+@pytest.mark.parametrize("text", ["Unknown", "None", "N/A", "NONE", "", "(null)"])
+def test_times_that_are_not_told(text: str) -> None:
+    assert p.epoch_seconds(text) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("5:00", 300.0),
+        ("1:00:00", 3600.0),
+        ("2-00:00:01", 172801.0),
+        ("UNLIMITED", math.inf),
+        ("infinite", math.inf),
+        ("Partition_Limit", None),
+        ("NOT_SET", None),
+    ],
+)
+def test_time_limits(text: str, seconds: float | None) -> None:
+    assert p.limit_seconds(text) == seconds
+
+
+def test_steps_of_plain_array_and_het_jobs() -> None:
+    rows = ["STEPID^STATE$\n", "12.0^RUNNING$\n", "12_3.1^RUNNING$\n", "12.batch^RUNNING$\n"]
+    text = "".join(rows).replace("^", p.UNIT).replace("$", p.RECORD)
+    assert [step.step_id for step in p.steps_from_squeue(text)] == ["0", "1", "batch"]
+
+
+def test_submitted_job_with_and_without_cluster() -> None:
+    assert p.submitted("14\n").job_id == 14
+    job = p.submitted("14;big\n", "sbatch: be nice\n")
+    assert (job.job_id, job.cluster, job.messages) == (14, "big", "sbatch: be nice")
+    with pytest.raises(ValueError, match="no job id"):
+        p.submitted("Submitted batch job 14\n")
+
+
+def test_test_only_sentence() -> None:
+    answer = p.test_only_answer(
+        "sbatch: Job 7 to start at 3387-11-28T16:21:10 using 2 processors on nodes n[0-1]"
+        " in partition train\n"
+    )
+    assert (answer.start_time_text, answer.processors) == ("3387-11-28T16:21:10", 2)
+    assert (answer.nodes, answer.partition) == ("n[0-1]", "train")
+    assert p.test_only_answer("something new\n").text == "something new"
+
+
+@pytest.mark.parametrize(
+    ("returncode", "text", "result"),
+    [
+        (0, "", RequeueResult.DONE),
+        (1, "Job is pending execution for job 12", RequeueResult.ALREADY_PENDING),
+        (1, "Requested operation is presently disabled for job 5", RequeueResult.DISABLED),
+        (1, "Invalid job id specified for job 999", RequeueResult.UNKNOWN_JOB),
+        (1, "Unexpected message received for job 14", RequeueResult.UNREACHABLE),
+        (1, "Access/permission denied for job 3", RequeueResult.REFUSED),
+    ],
+)
+def test_requeue_results(returncode: int, text: str, result: RequeueResult) -> None:
+    assert p.requeue_result(returncode, text) is result
+
+
+def test_config_of_22_05() -> None:
+    config = SlurmConfig(
+        p.config_values(
+            "Configuration data as of 2026-11-20T23:45:42\n"
+            "AccountingStorageType   = accounting_storage/none\n"
+            "AuthInfo                = socket=/s/run/munge.socket,cred_expire=5\n"
+            "JobRequeue              = 1\n"
+            "KillWait                = 5 sec\n"
+            "PowerPlugin             = \n"
+            "RequeueExitHold         = (null)\n"
+            "SLURM_VERSION           = 22.05.8\n"
+            "SlurmctldParameters     = idle_on_node_suspend,preempt_send_user_signal\n"
+            "Slurmctld(primary) at vm is UP\n"
+        )
+    )
+    assert config.version == (22, 5, 8)
+    assert (config.kill_wait_seconds, config.requeue_delay_seconds) == (5.0, 6.0)
+    assert config.requeue_allowed and config.sends_user_signal_on_preemption
+    assert not config.accounting_enabled
+    assert config.get("RequeueExitHold", "no") == "no"
+    assert SlurmConfig().requeue_delay_seconds == 121.0
+
+
+def test_partitions() -> None:
+    text = (
+        "PartitionName=train AllowGroups=ALL Default=YES GraceTime=5 MaxNodes=UNLIMITED"
+        " MaxTime=UNLIMITED Nodes=n[0-2] PriorityTier=1 PreemptMode=REQUEUE State=UP TotalNodes=3\n"
+        "PartitionName=big Default=NO GraceTime=0 MaxNodes=16 MaxTime=2-00:00:00 Nodes=(null)"
+        " PriorityTier=10 PreemptMode=OFF State=DRAIN TotalNodes=0\n"
+    )
+    train, big = p.partitions(text)
+    assert (train.name, train.is_default, train.is_up) == ("train", True, True)
+    assert (train.grace_seconds, train.preempt_mode, train.node_count) == (5.0, "REQUEUE", 3)
+    assert (train.max_nodes, train.max_time_seconds) == (None, math.inf)
+    assert (big.max_nodes, big.max_time_seconds, big.is_up) == (16, 172800.0, False)
+
+
+def test_node_address() -> None:
+    text = "NodeName=n0 Arch=x86_64 CoresPerSocket=1 NodeAddr=127.0.0.1 NodeHostName=localhost\n"
+    assert p.node_address(text) == "127.0.0.1"
+    with pytest.raises(ValueError, match="NodeAddr"):
+        p.node_address("NodeName=n0\n")
