@@ -1,0 +1,143 @@
+"""The manifest: what a complete checkpoint consists of, and checking that it is all there.
+
+A checkpoint directory counts only when it holds `manifest.json` and everything that the manifest
+lists is on disk: same names, same sizes and, in a deep check, same SHA-256. megatron-core does not
+notice flipped bytes in a shard, so the digests are ours. They are written by the ranks that wrote
+the files, so that no single process has to read the whole checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from hpctrain.durable import replace_text
+
+MANIFEST_NAME = "manifest.json"
+DIGESTS_DIRECTORY = "digests"
+_NAME = re.compile(r"iter_(\d{7,})")
+_READ_BYTES = 1 << 22
+
+
+class FileDigest(BaseModel):
+    """One file of a checkpoint: name relative to its directory, size in bytes, SHA-256."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    size_bytes: int
+    sha256: str
+
+
+class Manifest(BaseModel):
+    """Everything that says what a checkpoint is."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    schema_version: Literal[1] = 1
+    step: int
+    epoch: int
+    engine: str
+    layout: str
+    world_size: int
+    consumed_samples: int
+    time: float
+    files: tuple[FileDigest, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(file.size_bytes for file in self.files)
+
+
+class RankDigests(BaseModel):
+    """The files that one rank has written."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    files: tuple[FileDigest, ...]
+
+
+def checkpoint_name(step: int) -> str:
+    """`iter_0000012`: Megatron-LM's name of a checkpoint directory."""
+    return f"iter_{step:07d}"
+
+
+def partial_name(step: int, epoch: int) -> str:
+    """The name while it is being written; the epoch keeps two writers apart."""
+    return f"{checkpoint_name(step)}.partial-e{epoch:06d}"
+
+
+def step_of(name: str) -> int | None:
+    """The step of a published checkpoint's directory name, None for any other name."""
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def digest_file(directory: Path, name: str) -> FileDigest:
+    """Read `directory/name` once and return its size and SHA-256."""
+    sha256 = hashlib.sha256()
+    size_bytes = 0
+    with (directory / name).open("rb") as stream:
+        while block := stream.read(_READ_BYTES):
+            sha256.update(block)
+            size_bytes += len(block)
+    return FileDigest(name=name, size_bytes=size_bytes, sha256=sha256.hexdigest())
+
+
+def write_rank_digests(directory: Path, rank: int, names: list[str]) -> None:
+    """Digest the files that `rank` wrote and leave the result beside them."""
+    files = tuple(digest_file(directory, name) for name in sorted(names))
+    target = directory / DIGESTS_DIRECTORY / f"rank-{rank:06d}.json"
+    target.parent.mkdir(exist_ok=True)
+    replace_text(target, RankDigests(files=files).model_dump_json())
+
+
+def read_rank_digests(directory: Path) -> tuple[FileDigest, ...]:
+    """All digests left by the ranks, by name. Raises OSError, ValidationError if unreadable."""
+    digests: dict[str, FileDigest] = {}
+    for path in sorted((directory / DIGESTS_DIRECTORY).glob("rank-*.json")):
+        for file in RankDigests.model_validate_json(path.read_bytes()).files:
+            digests[file.name] = file
+    return tuple(digests[name] for name in sorted(digests))
+
+
+def read_manifest(directory: Path) -> Manifest | None:
+    """The manifest of a checkpoint directory, None when there is none that can be read."""
+    try:
+        return Manifest.model_validate_json((directory / MANIFEST_NAME).read_bytes())
+    except (OSError, ValidationError):
+        return None
+
+
+def what_is_wrong(directory: Path, manifest: Manifest | None, *, deep: bool) -> str | None:
+    """The first thing that keeps `directory` from being a good checkpoint; None if it is good.
+
+    `deep` compares the SHA-256 of every file, which reads the whole checkpoint.
+    """
+    if manifest is None:
+        return f"no readable {MANIFEST_NAME}: the save did not finish"
+    if step_of(directory.name) != manifest.step:
+        return f"the manifest is of step {manifest.step}"
+    if not manifest.files:
+        return "the manifest lists no files"
+    for file in manifest.files:
+        problem = _file_problem(directory, file, deep=deep)
+        if problem is not None:
+            return problem
+    return None
+
+
+def _file_problem(directory: Path, file: FileDigest, *, deep: bool) -> str | None:
+    try:
+        size_bytes = (directory / file.name).stat().st_size
+        if size_bytes != file.size_bytes:
+            return f"{file.name} has {size_bytes} bytes instead of {file.size_bytes}"
+        if deep and digest_file(directory, file.name).sha256 != file.sha256:
+            return f"{file.name} has other content than was written (SHA-256 differs)"
+    except OSError as error:
+        return f"{file.name} cannot be read: {error.strerror}"
+    return None

@@ -1,0 +1,165 @@
+"""From files in a partial directory to a checkpoint that counts: manifest last, then one rename.
+
+Fencing: a launch publishes only while it owns the run (its epoch is the highest). A newer launch
+first takes its epoch and then renames the partial directories of older ones away, so a stale
+writer that passed the check an instant before finds nothing left to rename. Belongs here: this
+protocol and retention. Does not belong here: how an engine writes its shards.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.checkpoints.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    checkpoint_name,
+    partial_name,
+    read_manifest,
+    step_of,
+    what_is_wrong,
+)
+from hpctrain.durable import fsync_directory, fsync_file, replace_text
+from hpctrain.errors import CheckpointError
+
+TRACKER_NAME = "latest_checkpointed_iteration.txt"
+QUARANTINE_NAME = "quarantine"
+
+
+class StaleEpochError(CheckpointError):
+    """A newer launch owns the run, so this one must not publish."""
+
+
+@dataclass(frozen=True)
+class Fence:
+    """Who is publishing, and how to ask who owns the run now."""
+
+    epoch: int
+    current_epoch: Callable[[], int]
+
+    def check(self) -> None:
+        """Raise StaleEpochError unless this launch still owns the run."""
+        owner = self.current_epoch()
+        if owner != self.epoch:
+            raise StaleEpochError(f"launch epoch {self.epoch} is stale: epoch {owner} owns the run")
+
+
+def publish(root: Path, manifest: Manifest, fence: Fence) -> Path:
+    """Make the partial directory of this step and epoch a checkpoint that counts.
+
+    Writes the manifest, flushes everything, renames the directory and then points Megatron's
+    tracker file to it. A good checkpoint of the same step that is already there is kept.
+    Raises StaleEpochError when a newer launch owns the run, CheckpointError when the files are
+    not as the manifest says.
+    """
+    partial = root / partial_name(manifest.step, manifest.epoch)
+    final = root / checkpoint_name(manifest.step)
+    fence.check()
+    _complete(partial, manifest)
+    fence.check()
+    _clear_the_way(root, final)
+    if final.exists():
+        shutil.rmtree(partial)
+        return final
+    _rename_or_stale(partial, final, manifest)
+    fsync_directory(root)
+    replace_text(root / TRACKER_NAME, str(manifest.step))
+    return final
+
+
+def _complete(partial: Path, manifest: Manifest) -> None:
+    try:
+        for file in manifest.files:
+            fsync_file(partial / file.name)
+        replace_text(partial / MANIFEST_NAME, manifest.model_dump_json(indent=1))
+    except FileNotFoundError as error:
+        if not partial.is_dir():
+            raise _taken_away(manifest) from error
+        raise CheckpointError(f"step {manifest.step} lacks {error.filename}") from error
+
+
+def _taken_away(manifest: Manifest) -> StaleEpochError:
+    return StaleEpochError(f"the files of step {manifest.step} were taken away by a newer launch")
+
+
+def _rename_or_stale(partial: Path, final: Path, manifest: Manifest) -> None:
+    try:
+        os.rename(partial, final)
+    except FileNotFoundError as error:
+        raise _taken_away(manifest) from error
+    problem = what_is_wrong(final, read_manifest(final), deep=False)
+    if problem is not None:
+        raise CheckpointError(f"{final.name} is not complete right after saving: {problem}")
+
+
+def _clear_the_way(root: Path, final: Path) -> None:
+    if final.exists() and what_is_wrong(final, read_manifest(final), deep=False) is not None:
+        quarantine(root, final, "replaced by a new save of the same step")
+
+
+def quarantine(root: Path, directory: Path, reason: str) -> Path:
+    """Move a bad directory out of the way, with the reason beside it; nothing is deleted."""
+    shelf = root / QUARANTINE_NAME
+    shelf.mkdir(exist_ok=True)
+    target = shelf / directory.name
+    number = 1
+    while target.exists():
+        number += 1
+        target = shelf / f"{directory.name}.{number}"
+    os.rename(directory, target)
+    replace_text(shelf / f"{target.name}.reason", reason + "\n")
+    fsync_directory(root)
+    return target
+
+
+def fence_off(root: Path, epoch: int) -> list[str]:
+    """Take away the partial directories of all older epochs; returns their names.
+
+    Called after `epoch` was claimed and before anything is resumed. The rename is what stops a
+    stale writer; the data of an unfinished save has no use and is deleted after it.
+    """
+    names = []
+    for partial in sorted(root.glob("iter_*.partial-e*")):
+        if int(partial.name.rpartition("-e")[2]) < epoch:
+            discarded = partial.with_name(f".discarded-{partial.name}")
+            os.rename(partial, discarded)
+            shutil.rmtree(discarded, ignore_errors=True)
+            names.append(partial.name)
+    return names
+
+
+def retire(
+    root: Path, keep: int, keep_every_steps: int | None, pinned: Collection[int] = ()
+) -> list[int]:
+    """Delete all but the `keep` newest good checkpoints; returns the steps deleted.
+
+    Steps divisible by `keep_every_steps` and `pinned` ones stay. Deletes only when `keep` newer
+    ones pass the size check, and the manifest goes first, so that a half-deleted directory never
+    counts.
+    """
+    good = [step for step in published_steps(root) if _is_good(root, step)]
+    doomed = [
+        step
+        for step in good[:-keep]
+        if step not in pinned and not (keep_every_steps and step % keep_every_steps == 0)
+    ]
+    for step in doomed:
+        directory = root / checkpoint_name(step)
+        (directory / MANIFEST_NAME).unlink(missing_ok=True)
+        shutil.rmtree(directory, ignore_errors=True)
+    return doomed
+
+
+def published_steps(root: Path) -> list[int]:
+    """Steps of all published checkpoint directories, ascending, good or not."""
+    steps = (step_of(path.name) for path in root.iterdir()) if root.is_dir() else iter(())
+    return sorted(step for step in steps if step is not None)
+
+
+def _is_good(root: Path, step: int) -> bool:
+    directory = root / checkpoint_name(step)
+    return what_is_wrong(directory, read_manifest(directory), deep=False) is None

@@ -1,0 +1,108 @@
+"""Where everything lies inside a run directory. No path is spelled anywhere else.
+
+spec.yaml profile.yaml plan.json       the resolved documents that were submitted
+train.json supervise.json job.sbatch   what the trainer and the supervisor are told, the script
+ledger.jsonl                           append-only events: the single truth about attempts
+metrics.jsonl                          one object per optimizer step
+progress.json                          the trainer's last sign of life
+done.json                              the run has reached its target; nothing is to be run
+control/                               requests of people and of the supervisor to the trainer
+epochs/                                one file per launch; the highest number owns the run
+exits/e000001/rank-000003.json         how a rank of a launch ended, in its own words
+logs/                                  slurm-JOB.out, JOB.RESTART/stepS-rankT.log
+checkpoints/                           iter_0000012/ and iter_0000012.partial-e000003/
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class RunLayout:
+    """Paths of one run directory."""
+
+    directory: Path
+
+    @property
+    def run_id(self) -> str:
+        return self.directory.name
+
+    @property
+    def spec(self) -> Path:
+        return self.directory / "spec.yaml"
+
+    @property
+    def profile(self) -> Path:
+        return self.directory / "profile.yaml"
+
+    @property
+    def plan(self) -> Path:
+        return self.directory / "plan.json"
+
+    @property
+    def train_config(self) -> Path:
+        return self.directory / "train.json"
+
+    @property
+    def supervise_config(self) -> Path:
+        return self.directory / "supervise.json"
+
+    @property
+    def script(self) -> Path:
+        return self.directory / "job.sbatch"
+
+    @property
+    def ledger(self) -> Path:
+        return self.directory / "ledger.jsonl"
+
+    @property
+    def metrics(self) -> Path:
+        return self.directory / "metrics.jsonl"
+
+    @property
+    def progress(self) -> Path:
+        return self.directory / "progress.json"
+
+    @property
+    def done(self) -> Path:
+        return self.directory / "done.json"
+
+    @property
+    def control(self) -> Path:
+        return self.directory / "control"
+
+    @property
+    def stop_request(self) -> Path:
+        """Exists while the trainer is asked to save and leave at the next step boundary."""
+        return self.control / "stop"
+
+    @property
+    def epochs(self) -> Path:
+        return self.directory / "epochs"
+
+    @property
+    def exits(self) -> Path:
+        return self.directory / "exits"
+
+    @property
+    def logs(self) -> Path:
+        return self.directory / "logs"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.directory / "checkpoints"
+
+    @property
+    def data_cache(self) -> Path:
+        return self.directory / "data-cache"
+
+    def exit_record(self, epoch: int, rank: int) -> Path:
+        return self.exits / f"e{epoch:06d}" / f"rank-{rank:06d}.json"
+
+    def create(self) -> None:
+        """Make the directory and its fixed sub-directories, private to the user (mode 700)."""
+        self.directory.mkdir(parents=True, mode=0o700)
+        for directory in (self.control, self.epochs, self.exits, self.logs, self.checkpoints):
+            directory.mkdir(mode=0o700)

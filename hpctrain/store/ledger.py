@@ -1,0 +1,88 @@
+"""The ledger: one append-only file of events per run, the single truth about its attempts.
+
+An entry is written and flushed *before* the action it announces, because many actions (a requeue,
+a cancel) end the process that takes them. Belongs here: the event format, appending and reading.
+Does not belong here: deciding anything.
+"""
+
+from __future__ import annotations
+
+import time
+from enum import StrEnum
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from hpctrain.durable import append_line
+from hpctrain.store.signs import Record
+
+
+class EventKind(StrEnum):
+    """What happened; the fields of `Event` that are set depend on it."""
+
+    RENDERED = "rendered"
+    SUBMITTING = "submitting"
+    SUBMITTED = "submitted"
+    SUBMIT_FAILED = "submit_failed"
+    ATTEMPT_STARTED = "attempt_started"
+    ATTEMPT_LOST = "attempt_lost"
+    RESUME = "resume"
+    CHECKPOINT_REJECTED = "checkpoint_rejected"
+    LAUNCH_STARTED = "launch_started"
+    SIGNAL = "signal"
+    STOP_REQUESTED = "stop_requested"
+    LAUNCH_ENDED = "launch_ended"
+    ACTION = "action"
+    ACTION_RESULT = "action_result"
+    CANCEL_REQUESTED = "cancel_requested"
+    ATTEMPT_ENDED = "attempt_ended"
+
+
+class Event(Record):
+    """One line of the ledger. `time` is seconds since the epoch; steps are optimizer steps."""
+
+    event: EventKind
+    time: float
+    job_id: int | None = None
+    restart_count: int | None = None
+    epoch: int | None = None
+    launch: int | None = None
+    cause: str | None = None
+    action: str | None = None
+    reason: str | None = None
+    evidence: tuple[str, ...] = ()
+    nodes: str | None = None
+    resume_step: int | None = None
+    last_step: int | None = None
+    checkpoint_step: int | None = None
+    signal: str | None = None
+    exit_code: int | None = None
+    rank: int | None = None
+    user: str | None = None
+    script_sha256: str | None = None
+
+
+class Ledger:
+    """Appends to and reads one ledger file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def append(self, kind: EventKind, **fields: object) -> Event:
+        """Write one event durably and return it."""
+        event = Event.model_validate({"event": kind, "time": time.time(), **fields})
+        line = event.model_dump_json(exclude_defaults=True)
+        append_line(self.path, line, mode=0o600)
+        return event
+
+    def events(self) -> list[Event]:
+        """All readable events in the order written; a torn line of a crashed writer is left out."""
+        if not self.path.exists():
+            return []
+        events = []
+        for line in self.path.read_bytes().splitlines():
+            try:
+                events.append(Event.model_validate_json(line))
+            except ValidationError:
+                continue
+        return events

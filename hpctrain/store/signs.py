@@ -1,0 +1,146 @@
+"""What the trainer tells about itself: progress, step metrics, how each rank ended, done.
+
+Belongs here: the formats and their reading and writing. The trainer writes, everybody else reads.
+Does not belong here: what follows from them (see `hpctrain.supervise`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from enum import IntEnum
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from hpctrain.durable import append_line, replace_text
+from hpctrain.store.layout import RunLayout
+
+Phase = Literal["starting", "loading", "training", "saving", "evaluating", "leaving"]
+Outcome = Literal["done", "yielded", "config_error", "crash"]
+
+
+class TrainerExit(IntEnum):
+    """Exit codes of the trainer, after sysexits.h: 75 is EX_TEMPFAIL, 78 is EX_CONFIG."""
+
+    DONE = 0
+    CRASH = 1
+    YIELDED = 75
+    CONFIG_ERROR = 78
+
+
+class Record(BaseModel):
+    """Base of everything that is written as JSON into a run directory."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class Progress(Record):
+    """The trainer's last sign of life, replaced at most about once a second."""
+
+    epoch: int
+    phase: Phase
+    step: int
+    target_step: int
+    time: float
+    step_seconds: float | None = None
+    loss: float | None = None
+    checkpoint_step: int | None = None
+
+
+class StepMetrics(Record):
+    """One optimizer step. `loss_hex` is the exact float64 (float.hex), for bitwise comparison."""
+
+    step: int
+    epoch: int
+    time: float
+    loss: float | None
+    loss_hex: str
+    grad_norm: float | None
+    learning_rate: float
+    step_seconds: float
+    tokens_per_second: float
+    mfu: float | None
+    memory_bytes: int
+    consumed_samples: int
+    eval_loss: float | None = None
+
+
+class ExitRecord(Record):
+    """How one rank of one launch ended. Ranks that were killed leave none."""
+
+    epoch: int
+    rank: int
+    node: str
+    outcome: Outcome
+    step: int
+    exit_code: int
+    time: float
+    message: str | None = None
+    traceback: str | None = None
+
+
+class DoneMarker(Record):
+    """The run has reached its target step and the final checkpoint is verified."""
+
+    step: int
+    epoch: int
+    checkpoint: str
+    time: float
+
+
+RecordT = TypeVar("RecordT", bound=Record)
+_LONGEST_ROW_BYTES = 512
+
+
+def read_record(path: Path, kind: type[RecordT]) -> RecordT | None:
+    """The record in `path`; None when it is absent, unreadable or not of that kind (unknown)."""
+    try:
+        return kind.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError):
+        return None
+
+
+def write_record(path: Path, record: Record, *, durable: bool = True) -> None:
+    """Replace `path` atomically; makes its directory if needed."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    replace_text(path, record.model_dump_json(), mode=0o600, durable=durable)
+
+
+def append_metrics(run: RunLayout, metrics: StepMetrics) -> None:
+    append_line(run.metrics, metrics.model_dump_json(), mode=0o600, durable=False)
+
+
+def read_metrics(run: RunLayout) -> list[StepMetrics]:
+    """All readable rows in the order written; a torn line is left out."""
+    return _readable(run.metrics.read_bytes().splitlines()) if run.metrics.exists() else []
+
+
+def tail_metrics(run: RunLayout, count: int) -> list[StepMetrics]:
+    """The last `count` readable rows, without reading the whole file."""
+    try:
+        with run.metrics.open("rb") as stream:
+            size_bytes = stream.seek(0, 2)
+            start = max(0, size_bytes - count * _LONGEST_ROW_BYTES)
+            stream.seek(start)
+            lines = stream.read().splitlines()[1 if start else 0 :]
+    except FileNotFoundError:
+        return []
+    return _readable(lines)[-count:]
+
+
+def _readable(lines: list[bytes]) -> list[StepMetrics]:
+    rows: list[StepMetrics] = []
+    for line in lines:
+        with contextlib.suppress(ValidationError):
+            rows.append(StepMetrics.model_validate_json(line))
+    return rows
+
+
+def read_exit_records(run: RunLayout, epoch: int) -> list[ExitRecord]:
+    """The exit records of one launch, in rank order."""
+    directory = run.exit_record(epoch, 0).parent
+    if not directory.is_dir():
+        return []
+    records = (read_record(path, ExitRecord) for path in sorted(directory.glob("rank-*.json")))
+    return [record for record in records if record is not None]

@@ -1,0 +1,78 @@
+"""Finding what to resume from: the newest good one, never silently step 0."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hpctrain.checkpoints.discover import checkpoints, select_for_resume
+from hpctrain.checkpoints.manifest import MANIFEST_NAME
+from hpctrain.checkpoints.publish import TRACKER_NAME
+from hpctrain.errors import CheckpointError
+
+
+def test_nothing_saved_is_a_fresh_start(shelf: Any) -> None:
+    assert select_for_resume(shelf.root, "auto").checkpoint is None
+    assert select_for_resume(shelf.root / "absent", "auto").checkpoint is None
+    shelf.write(4)  # a save that did not finish is no checkpoint
+    assert select_for_resume(shelf.root, "auto").checkpoint is None
+
+
+@pytest.mark.parametrize("tracker", ["2", "999", "garbage", "", None])
+def test_the_tracker_is_never_trusted(shelf: Any, tracker: str | None) -> None:
+    shelf.save(2, 4)
+    (shelf.root / TRACKER_NAME).unlink()
+    if tracker is not None:
+        (shelf.root / TRACKER_NAME).write_text(tracker)
+    selection = select_for_resume(shelf.root, "auto")
+    assert selection.checkpoint is not None
+    assert (selection.checkpoint.step, selection.rejected) == (4, ())
+
+
+def test_the_newest_is_by_number_not_by_name(shelf: Any) -> None:
+    shelf.save(9_999_999, 10_000_000)  # the names sort the other way round
+    assert [one.step for one in checkpoints(shelf.root)] == [10_000_000, 9_999_999]
+    selection = select_for_resume(shelf.root, "auto")
+    assert selection.checkpoint is not None
+    assert selection.checkpoint.step == 10_000_000
+
+
+def test_falls_back_over_bad_ones_and_says_why(shelf: Any) -> None:
+    shelf.save(2, 4, 6, 8)
+    (shelf.root / "iter_0000008" / MANIFEST_NAME).unlink()
+    raw = bytearray((shelf.root / "iter_0000006" / "__0_0.distcp").read_bytes())
+    raw[0] ^= 0x80
+    (shelf.root / "iter_0000006" / "__0_0.distcp").write_bytes(raw)
+    selection = select_for_resume(shelf.root, "auto")
+    assert selection.checkpoint is not None
+    assert selection.checkpoint.step == 4
+    assert selection.checkpoint.deep
+    assert [bad.step for bad in selection.rejected] == [8, 6]
+    quarantine = shelf.root / "quarantine"
+    assert "did not finish" in (quarantine / "iter_0000008.reason").read_text()
+    assert "SHA-256 differs" in (quarantine / "iter_0000006.reason").read_text()
+    assert (quarantine / "iter_0000006" / "__0_0.distcp").read_bytes() == raw  # kept as it was
+    assert [one.step for one in checkpoints(shelf.root)] == [4, 2]
+
+
+def test_looking_moves_nothing(shelf: Any) -> None:
+    (shelf.save(2, 4) / MANIFEST_NAME).unlink()
+    before = sorted(shelf.root.rglob("*"))
+    assert [one.good for one in checkpoints(shelf.root, "sha256")] == [False, True]
+    assert sorted(shelf.root.rglob("*")) == before
+
+
+def test_all_bad_is_an_error_now_and_at_the_next_try(shelf: Any) -> None:
+    for step in (2, 4):
+        (shelf.save(step) / "__0_0.distcp").unlink()
+    with pytest.raises(CheckpointError, match=r"step 4: __0_0.distcp cannot be read.*; step 2: "):
+        select_for_resume(shelf.root, "auto")
+    with pytest.raises(CheckpointError, match="would lose work"):
+        select_for_resume(shelf.root, "auto")  # they are in quarantine now
+
+
+def test_a_tracker_without_checkpoints_is_an_error(shelf: Any) -> None:
+    (shelf.root / TRACKER_NAME).write_text("4")
+    with pytest.raises(CheckpointError, match="would lose work"):
+        select_for_resume(shelf.root, "auto")

@@ -1,0 +1,147 @@
+"""Publishing, fencing, quarantine and retention."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpctrain.checkpoints.manifest import MANIFEST_NAME, partial_name, read_manifest
+from hpctrain.checkpoints.publish import (
+    TRACKER_NAME,
+    Fence,
+    StaleEpochError,
+    fence_off,
+    publish,
+    published_steps,
+    quarantine,
+    retire,
+)
+from hpctrain.errors import CheckpointError
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def test_a_checkpoint_appears_with_its_manifest_and_the_tracker(shelf: Any) -> None:
+    manifest = shelf.write(4)
+    assert published_steps(shelf.root) == []
+    directory = publish(shelf.root, manifest, Fence(1, lambda: 1))
+    assert read_manifest(directory) == manifest
+    assert (shelf.root / TRACKER_NAME).read_text() == "4"
+    assert names(shelf.root) == ["iter_0000004", TRACKER_NAME]
+
+
+def test_a_stale_launch_cannot_publish(shelf: Any) -> None:
+    manifest = shelf.write(4, epoch=1)
+    with pytest.raises(StaleEpochError, match="epoch 1 is stale: epoch 2 owns the run"):
+        publish(shelf.root, manifest, Fence(1, lambda: 2))
+    assert published_steps(shelf.root) == []
+    assert not (shelf.root / TRACKER_NAME).exists()
+
+
+@pytest.mark.parametrize("passed_checks", [1, 2])
+def test_a_newer_launch_that_comes_in_between_wins(shelf: Any, passed_checks: int) -> None:
+    """The stale writer passes one or both of its checks, then the newer launch fences it off."""
+    manifest = shelf.write(4, epoch=1)
+    asked = 0
+
+    def current_epoch() -> int:
+        nonlocal asked
+        asked += 1
+        if asked == passed_checks:
+            assert fence_off(shelf.root, 2) == [partial_name(4, 1)]
+        return 1
+
+    with pytest.raises(StaleEpochError, match="taken away by a newer launch"):
+        publish(shelf.root, manifest, Fence(1, current_epoch))
+    assert names(shelf.root) == []
+
+
+def test_fence_off_leaves_published_and_own_ones(shelf: Any) -> None:
+    shelf.save(2)
+    shelf.write(4, epoch=1)
+    shelf.write(6, epoch=2)
+    shelf.write(6, epoch=3)
+    assert fence_off(shelf.root, 3) == [partial_name(4, 1), partial_name(6, 2)]
+    assert names(shelf.root) == ["iter_0000002", partial_name(6, 3), TRACKER_NAME]
+    assert fence_off(shelf.root, 3) == []
+
+
+def test_a_file_that_is_missing_or_short_keeps_it_from_counting(shelf: Any) -> None:
+    manifest = shelf.write(4)
+    partial = shelf.root / partial_name(4, 1)
+    (partial / "__0_0.distcp").write_bytes(b"short")
+    with pytest.raises(CheckpointError, match="has 5 bytes instead of 1500"):
+        publish(shelf.root, manifest, Fence(1, lambda: 1))
+    assert not (shelf.root / TRACKER_NAME).exists()
+    manifest = shelf.write(6)
+    (shelf.root / partial_name(6, 1) / "__1_0.distcp").unlink()
+    with pytest.raises(CheckpointError, match=r"__1_0\.distcp") as caught:
+        publish(shelf.root, manifest, Fence(1, lambda: 1))
+    assert not isinstance(caught.value, StaleEpochError)  # nobody took anything away
+    assert 6 not in published_steps(shelf.root)
+
+
+def test_a_good_checkpoint_of_the_same_step_is_kept(shelf: Any) -> None:
+    directory = shelf.save(4, epoch=1)
+    before = (directory / "__0_0.distcp").read_bytes()
+    assert shelf.save(4, epoch=2) == directory
+    assert (directory / "__0_0.distcp").read_bytes() == before
+    assert names(shelf.root) == ["iter_0000004", TRACKER_NAME]
+
+
+def test_a_bad_checkpoint_of_the_same_step_is_replaced(shelf: Any) -> None:
+    directory = shelf.save(4, epoch=1)
+    (directory / "__0_0.distcp").unlink()
+    shelf.save(4, epoch=2)
+    manifest = read_manifest(directory)
+    assert manifest is not None
+    assert manifest.epoch == 2
+    assert (shelf.root / "quarantine" / "iter_0000004.reason").exists()
+
+
+def test_quarantine_keeps_all_and_the_reasons(shelf: Any) -> None:
+    for reason in ("first", "second"):
+        directory = shelf.save(4)
+        quarantine(shelf.root, directory, reason)
+    shelf_names = names(shelf.root / "quarantine")
+    assert shelf_names == [
+        "iter_0000004", "iter_0000004.2", "iter_0000004.2.reason", "iter_0000004.reason"
+    ]  # fmt: skip
+    assert (shelf.root / "quarantine" / "iter_0000004.2.reason").read_text() == "second\n"
+
+
+def test_retention_keeps_the_newest_the_pinned_and_the_milestones(shelf: Any) -> None:
+    shelf.save(1, 2, 3, 4, 5, 6, 7)
+    assert retire(shelf.root, keep=2, keep_every_steps=3, pinned=[1]) == [2, 4, 5]
+    assert published_steps(shelf.root) == [1, 3, 6, 7]
+    assert retire(shelf.root, keep=2, keep_every_steps=None) == [1, 3]
+
+
+def test_retention_counts_only_good_ones(shelf: Any) -> None:
+    """With the two newest damaged, the two newest good ones stay: nothing else can be resumed."""
+    shelf.save(1, 2, 3, 4, 5)
+    (shelf.root / "iter_0000005" / "__0_0.distcp").unlink()
+    (shelf.root / "iter_0000004" / MANIFEST_NAME).unlink()
+    assert retire(shelf.root, keep=2, keep_every_steps=None) == [1]
+    assert published_steps(shelf.root) == [2, 3, 4, 5]
+
+
+def test_a_half_deleted_checkpoint_never_counts(
+    shelf: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The deletion dies at the first file: the manifest must be gone by then."""
+    shelf.save(1, 2)
+
+    def die(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", die)
+    with pytest.raises(KeyboardInterrupt):
+        retire(shelf.root, keep=1, keep_every_steps=None)
+    assert (shelf.root / "iter_0000001" / "__0_0.distcp").exists()
+    assert not (shelf.root / "iter_0000001" / MANIFEST_NAME).exists()
