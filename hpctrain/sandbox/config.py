@@ -1,0 +1,216 @@
+"""The text of the configuration files of a sandbox.
+
+Belongs here: slurm.conf, gres.conf, topology.conf and cgroup.conf as pure functions of what the
+sandbox is and where it lies. Does not belong here: writing them, or starting anything.
+
+Source of every unusual key: slurm.conf(5), or trials on Slurm 22.05.8; the reason stands beside
+the key in the generated file, for whoever opens it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hpctrain.sandbox.paths import SandboxPaths
+from hpctrain.sandbox.ports import Ports
+from hpctrain.sandbox.shape import PartitionShape, SandboxShape, SwitchShape, bracket
+
+# From here on many slurmds share one machine so tightly that 5 s is too short for an answer.
+_CROWDED_NODES = 65
+
+
+@dataclass(frozen=True)
+class ConfigFile:
+    """One file beside slurm.conf."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Site:
+    """What the text needs to know besides the shape; `version` is that of Slurm: (22, 5)."""
+
+    paths: SandboxPaths
+    ports: Ports
+    user: str
+    version: tuple[int, int]
+
+
+def config_files(shape: SandboxShape, site: Site) -> tuple[ConfigFile, ...]:
+    """All files, each with the name that Slurm looks for beside slurm.conf."""
+    files = [
+        ConfigFile("slurm.conf", slurm_conf(shape, site)),
+        ConfigFile("gres.conf", gres_conf(shape, site)),
+    ]
+    if shape.switches:
+        files.append(ConfigFile("topology.conf", topology_conf(shape.switches)))
+    if site.version >= (24, 5):
+        files.append(ConfigFile("cgroup.conf", _CGROUP_CONF))
+    return tuple(files)
+
+
+def slurm_conf(shape: SandboxShape, site: Site) -> str:
+    """The main file, one subject after the other."""
+    blocks = (
+        _identity(site),
+        _files(site),
+        _processes(),
+        _time_limits(shape),
+        _scheduling(shape),
+        _preemption(shape, site.version),
+        _accounting(shape, site),
+        _nodes(shape, site.ports),
+        "\n".join(_partition(partition, shape) for partition in shape.partitions),
+    )
+    return "\n\n".join(blocks) + "\n"
+
+
+def gres_conf(shape: SandboxShape, site: Site) -> str:
+    """GPUs that are links to /dev/null: a gpu without File= makes its node invalid."""
+    lines = ["AutoDetect=off"]
+    if shape.gpus_per_node:
+        device = f"{site.paths.devices}/gpu{bracket(0, shape.gpus_per_node)}"
+        lines.append(f"NodeName={shape.node_range} Name=gpu Type={shape.gpu_type} File={device}")
+    return "\n".join(lines) + "\n"
+
+
+def topology_conf(switches: tuple[SwitchShape, ...]) -> str:
+    """A tree for topology/tree: topology.conf(5)."""
+    return "".join(f"{_switch(switch)}\n" for switch in switches)
+
+
+def _switch(switch: SwitchShape) -> str:
+    if switch.nodes:
+        return f"SwitchName={switch.name} Nodes={','.join(switch.nodes)}"
+    return f"SwitchName={switch.name} Switches={','.join(switch.switches)}"
+
+
+# Without this, 24.05 and newer look for a usable cgroup file system, and an ordinary user has
+# none. Older versions refuse the word, and with proctrack/linuxproc they need no such file.
+_CGROUP_CONF = "CgroupPlugin=disabled\n"
+
+
+def _identity(site: Site) -> str:
+    return f"""\
+# Made by `hpctrain sandbox`; written anew by every start.
+ClusterName=sandbox
+SlurmctldHost=localhost(127.0.0.1)
+SlurmctldPort={site.ports.controller}
+# Only this user is served: without root a slurmd cannot become anybody else.
+SlurmUser={site.user}
+SlurmdUser={site.user}
+AuthType=auth/munge
+# cred_expire is also the delay of a requeue (the default 120 means 121 s); less than 5 means 120.
+AuthInfo=socket={site.paths.munge_socket},cred_expire=5
+# Otherwise every daemon listens on all network devices.
+CommunicationParameters=NoCtldInAddrAny,NoInAddrAny"""
+
+
+def _files(site: Site) -> str:
+    paths = site.paths
+    return f"""\
+StateSaveLocation={paths.state}
+SlurmdSpoolDir={paths.spool}/%n
+SlurmctldPidFile={paths.pid_file("slurmctld")}
+SlurmdPidFile={paths.pid_file("slurmd-%n")}
+SlurmctldLogFile={paths.log("slurmctld")}
+SlurmdLogFile={paths.log("slurmd-%n")}
+# There is no mail here, and the default program is missing on most machines.
+MailProg=/bin/true"""
+
+
+def _processes() -> str:
+    return """\
+# Neither cgroups nor root are needed this way.
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/linux
+MpiDefault=none
+# An unprivileged daemon cannot set the groups of another user.
+LaunchParameters=disable_send_gids
+# Claim the CPUs and the memory of a big node, whatever this machine has.
+SlurmdParameters=config_overrides"""
+
+
+def _time_limits(shape: SandboxShape) -> str:
+    message_seconds = 5 if shape.nodes < _CROWDED_NODES else 20
+    return f"""\
+KillWait={shape.kill_wait_seconds}
+SlurmdTimeout={shape.slurmd_timeout_seconds}
+SlurmctldTimeout=10
+MessageTimeout={message_seconds}
+BatchStartTimeout=10
+InactiveLimit=0
+# Less than 60 drains nodes ("Kill task failed") after a short outage of the controller.
+UnkillableStepTimeout=60
+# How long `scontrol show job` knows a finished job.
+MinJobAge=300
+# 1, not 2: with 2 a node that crashes and returns quickly loses its job without a word.
+ReturnToService=1"""
+
+
+def _scheduling(shape: SandboxShape) -> str:
+    topology = "\nTopologyPlugin=topology/tree" if shape.switches else ""
+    return f"""\
+SchedulerType=sched/backfill
+# Look every 2 s instead of every 30 s to 60 s: somebody is waiting for this.
+SchedulerParameters=sched_interval=2,bf_interval=2,batch_sched_delay=0
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+JobRequeue={int(shape.requeue)}
+# A job that ends with 85 goes back into the queue, as on sites that support it.
+RequeueExit=85{topology}"""
+
+
+def _preemption(shape: SandboxShape, version: tuple[int, int]) -> str:
+    if shape.preempt_type == "none":
+        return "PreemptType=preempt/none"
+    lines = ["PreemptType=preempt/partition_prio", "PreemptMode=REQUEUE"]
+    if shape.user_signal_on_preempt:
+        # The option moved in 23.02; either version takes the other's spelling for an error or,
+        # worse, for nothing at all.
+        lines.append(
+            "PreemptParameters=send_user_signal"
+            if version >= (23, 2)
+            else "SlurmctldParameters=preempt_send_user_signal"
+        )
+    return "\n".join(lines)
+
+
+def _accounting(shape: SandboxShape, site: Site) -> str:
+    if shape.accounting == "filetxt":
+        return f"JobCompType=jobcomp/filetxt\nJobCompLoc={site.paths.jobcomp}"
+    return "# No accounting: sacct answers with an error."
+
+
+def _nodes(shape: SandboxShape, ports: Ports) -> str:
+    gres = ""
+    if shape.gpus_per_node:
+        gres = f" Gres=gpu:{shape.gpu_type}:{shape.gpus_per_node}"
+    return f"""\
+GresTypes=gpu
+# One line for all nodes: every slurmd parses it, and 256 lines make the start three times slower.
+NodeName={shape.node_range} NodeHostname=localhost NodeAddr=127.0.0.1 \
+Port={bracket(ports.first_node, shape.nodes)} CPUs={shape.cpus_per_node} \
+RealMemory={shape.memory_mib}{gres} State=UNKNOWN"""
+
+
+def _partition(partition: PartitionShape, shape: SandboxShape) -> str:
+    words = [
+        f"PartitionName={partition.name}",
+        f"Nodes={partition.nodes}",
+        f"Default={'YES' if partition.default else 'NO'}",
+        f"MaxTime={_minutes(partition.max_walltime_seconds)}",
+        f"PriorityTier={partition.priority_tier}",
+        "State=UP",
+    ]
+    if shape.preempt_type == "partition_prio":
+        words.append(f"PreemptMode={partition.preempt_mode}")
+        words.append(f"GraceTime={partition.grace_seconds}")
+    return " ".join(words)
+
+
+def _minutes(seconds: int | None) -> str:
+    # slurm.conf(5): the resolution of MaxTime is a minute, and seconds are rounded up.
+    return "INFINITE" if seconds is None else str(max(1, -(-seconds // 60)))

@@ -1,0 +1,64 @@
+"""A sandbox in the shape of a cluster profile, so that scripts for it can be checked here.
+
+What a single machine cannot have (GPUs, NVLink, InfiniBand) is left out; what Slurm decides by
+(nodes, CPUs, memory, GRES, partitions, limits, preemption, switches) is taken over. Pure.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from hpctrain.sandbox.shape import PartitionShape, SandboxShape, SwitchShape
+from hpctrain.spec.profile import ClusterProfile, PartitionProfile
+
+
+def shape_from_profile(profile: ClusterProfile) -> SandboxShape:
+    """The profile's nodes, partitions and switches. Raises UsageError for more than 1024 nodes."""
+    partitions = profile.slurm.partitions
+    preemption = any(partition.preemption.mode != "off" for partition in partitions)
+    return SandboxShape(
+        nodes=profile.nodes.count,
+        gpus_per_node=profile.gpu.per_node,
+        gpu_type=profile.gpu.type,
+        cpus_per_node=profile.nodes.cpus,
+        memory_mib=int(profile.nodes.memory) // 2**20,
+        partitions=tuple(_partition(partition) for partition in partitions),
+        switches=_switches(profile),
+        preempt_type="partition_prio" if preemption else "none",
+        user_signal_on_preempt=any(p.preemption.user_signal for p in partitions),
+        kill_wait_seconds=round(float(profile.slurm.kill_wait)),
+        requeue=profile.continuation == "requeue",
+        node_prefix=profile.nodes.prefix,
+    )
+
+
+def _partition(partition: PartitionProfile) -> PartitionShape:
+    modes: dict[str, Literal["OFF", "REQUEUE", "CANCEL"]] = {
+        "off": "OFF",
+        "requeue": "REQUEUE",
+        "cancel": "CANCEL",
+    }
+    limit = partition.max_walltime
+    return PartitionShape(
+        name=partition.name,
+        priority_tier=partition.priority_tier,
+        preempt_mode=modes[partition.preemption.mode],
+        grace_seconds=round(float(partition.preemption.grace)),
+        max_walltime_seconds=None if limit is None else round(float(limit)),
+        default=partition.default,
+    )
+
+
+def _switches(profile: ClusterProfile) -> tuple[SwitchShape, ...]:
+    """Leaves of `nodes_per_leaf` nodes under one spine.
+
+    Blocks are shown as leaves too: topology/block exists only from Slurm 23.11 on.
+    """
+    size = profile.network.switches.nodes_per_leaf
+    if size is None:
+        return ()
+    names = [f"{profile.nodes.prefix}{index}" for index in range(profile.nodes.count)]
+    groups = [tuple(names[start : start + size]) for start in range(0, len(names), size)]
+    leaves = [SwitchShape(f"leaf{number}", nodes=group) for number, group in enumerate(groups)]
+    spine = SwitchShape("spine", switches=tuple(leaf.name for leaf in leaves))
+    return (*leaves, spine)

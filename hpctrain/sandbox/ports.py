@@ -1,0 +1,54 @@
+"""Free TCP ports on the loopback device for the daemons of one sandbox.
+
+Belongs here: finding a block of ports. Does not belong here: who listens on them.
+"""
+
+from __future__ import annotations
+
+import random
+import socket
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from hpctrain.errors import SlurmError
+
+# Below the ephemeral ports of Linux (ip_local_port_range starts at 32768), so that no outgoing
+# connection takes a port between our look and the start of the daemon.
+_LOWEST, _HIGHEST = 12000, 32000
+_TRIES = 200
+
+
+@dataclass(frozen=True)
+class Ports:
+    """One contiguous block: the controller's port, then one for each node."""
+
+    controller: int
+    nodes: int
+
+    @property
+    def first_node(self) -> int:
+        return self.controller + 1
+
+
+def find_ports(nodes: int) -> Ports:
+    """A block of `nodes + 1` ports on which nobody listens. Raises SlurmError if there is none."""
+    # A random start keeps two sandboxes that come up at the same moment apart.
+    for _ in range(_TRIES):
+        ports = Ports(random.randint(_LOWEST, _HIGHEST - nodes - 1), nodes)
+        if are_free(ports):
+            return ports
+    raise SlurmError(f"no {nodes + 1} contiguous free ports between {_LOWEST} and {_HIGHEST}")
+
+
+def are_free(ports: Ports) -> bool:
+    """Whether every port of the block can be bound now."""
+    with ExitStack() as stack:
+        for port in range(ports.controller, ports.first_node + ports.nodes):
+            probe = stack.enter_context(socket.socket())
+            # The daemons set it too: connections in TIME_WAIT are no obstacle.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                return False
+    return True

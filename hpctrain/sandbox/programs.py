@@ -1,0 +1,101 @@
+"""The programs of Slurm and munge on this machine: where they are, which version, running one.
+
+Belongs here: looking programs up and calling them with a time limit. Does not belong here: what
+a particular call means.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.errors import SlurmError, SlurmUnreachableError
+
+INSTALL_HINT = "sudo apt-get install slurmctld slurmd slurm-client munge"
+_NAMES = ("slurmctld", "slurmd", "scontrol", "sinfo", "squeue", "scancel", "munged", "munge")
+# Ordinary users often lack the directories that hold the daemons.
+_SYSTEM_DIRECTORIES = ("/usr/sbin", "/usr/local/sbin", "/sbin")
+_INHERITED = ("PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH")
+_CALL_TIMEOUT_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Programs:
+    """Full paths by name, the search path that finds them, and the version, e.g. (22, 5)."""
+
+    by_name: dict[str, str]
+    search_path: str
+    version: tuple[int, int]
+
+    def __getitem__(self, name: str) -> str:
+        return self.by_name[name]
+
+
+def find_programs() -> Programs:
+    """Look up every program a sandbox needs. Raises SlurmUnreachableError when one is missing."""
+    search_path = _search_path(os.environ.get("PATH", os.defpath))
+    found = {name: shutil.which(name, path=search_path) for name in _NAMES}
+    if missing := [name for name, path in found.items() if path is None]:
+        raise SlurmUnreachableError(
+            f"a sandbox needs Slurm and munge; not found here: {', '.join(missing)}", INSTALL_HINT
+        )
+    by_name = {name: path for name, path in found.items() if path is not None}
+    answer = call([by_name["slurmctld"], "-V"], {"PATH": search_path})
+    return Programs(by_name, search_path, parse_version(answer))
+
+
+def parse_version(answer: str) -> tuple[int, int]:
+    """`slurm-wlm 22.05.8` -> (22, 5). Raises SlurmError on anything else."""
+    match = re.search(r"\b(\d+)\.(\d+)", answer)
+    if match is None:
+        raise SlurmError(f"slurmctld -V gave no version: {answer.strip()!r}")
+    return int(match[1]), int(match[2])
+
+
+def daemon_environment(slurm_conf: Path, programs: Programs) -> dict[str, str]:
+    """What daemons and our own calls see: nothing of another Slurm the caller may live in."""
+    kept = {name: os.environ[name] for name in _INHERITED if name in os.environ}
+    return kept | {"SLURM_CONF": str(slurm_conf), "PATH": programs.search_path}
+
+
+def call(
+    argv: list[str],
+    environment: dict[str, str],
+    *,
+    timeout_seconds: float = _CALL_TIMEOUT_SECONDS,
+    directory: Path | None = None,
+) -> str:
+    """Run one program to its end and return what it wrote to stdout.
+
+    Raises SlurmError with the program's own words when it fails, SlurmUnreachableError when it
+    does not end in time.
+    """
+    name = Path(argv[0]).name
+    try:
+        done = subprocess.run(
+            argv,
+            env=environment,
+            cwd=directory,
+            # slurmd reuses a closed descriptor 0 for its log, so there has to be a stdin.
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout_seconds,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as expired:
+        raise SlurmUnreachableError(f"{name} gave no answer in {timeout_seconds:g} s") from expired
+    if done.returncode != 0:
+        words = (done.stderr or done.stdout).strip()
+        raise SlurmError(f"{name} failed with exit code {done.returncode}: {words}")
+    return done.stdout
+
+
+def _search_path(path: str) -> str:
+    known = path.split(os.pathsep)
+    extra = [directory for directory in _SYSTEM_DIRECTORIES if directory not in known]
+    return os.pathsep.join(known + extra)

@@ -1,0 +1,149 @@
+"""The generated configuration, key by key, for the versions that differ."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hpctrain.sandbox.config import Site, config_files, gres_conf, slurm_conf, topology_conf
+from hpctrain.sandbox.paths import SandboxPaths
+from hpctrain.sandbox.ports import Ports
+from hpctrain.sandbox.shape import PartitionShape, SwitchShape, default_shape
+
+PATHS = SandboxPaths(Path("/box"), Path("/box/sockets"))
+
+
+def site(nodes: int = 4, version: tuple[int, int] = (22, 5)) -> Site:
+    return Site(PATHS, Ports(20000, nodes), "alice", version)
+
+
+def keys(text: str) -> dict[str, str]:
+    """Every line that is no comment; slurm.conf(5) ignores the case of keys."""
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    names = [line.partition("=")[0].lower() for line in lines]
+    single = [name for name in names if name != "partitionname"]
+    assert len(single) == len(set(single)), "a key occurs twice"
+    return {line.partition("=")[0]: line.partition("=")[2] for line in lines}
+
+
+def test_what_trials_have_taught_is_in_the_file() -> None:
+    found = keys(slurm_conf(default_shape(), site()))
+    assert found["SlurmUser"] == found["SlurmdUser"] == "alice"
+    assert found["AuthInfo"] == "socket=/box/sockets/munge.socket,cred_expire=5"
+    assert found["CommunicationParameters"] == "NoCtldInAddrAny,NoInAddrAny"
+    assert found["ReturnToService"] == "1"
+    assert found["RequeueExit"] == "85"
+    assert int(found["UnkillableStepTimeout"]) >= 60
+    assert int(found["MinJobAge"]) >= 300
+    assert found["ProctrackType"] == "proctrack/linuxproc"
+    assert found["SlurmctldPort"] == "20000"
+
+
+def test_nothing_refers_to_the_slurm_of_the_system() -> None:
+    text = "".join(file.text for file in config_files(default_shape(), site()))
+    assert "/etc" not in text
+    assert "/var" not in text
+    assert "/run/munge" not in text
+
+
+def test_all_nodes_share_one_line_with_contiguous_ports() -> None:
+    found = keys(slurm_conf(default_shape(nodes=4, gpus_per_node=2), site()))
+    assert found["NodeName"] == (
+        "n[0-3] NodeHostname=localhost NodeAddr=127.0.0.1 Port=[20001-20004] CPUs=8 "
+        "RealMemory=16000 Gres=gpu:a100:2 State=UNKNOWN"
+    )
+
+
+def test_a_single_node_has_no_brackets() -> None:
+    found = keys(slurm_conf(default_shape(nodes=1), site(nodes=1)))
+    assert found["NodeName"].startswith("n0 ")
+    assert " Port=20001 " in found["NodeName"]
+
+
+def test_nodes_without_gpus_claim_none() -> None:
+    shape = default_shape(gpus_per_node=0)
+    assert "Gres=" not in slurm_conf(shape, site())
+    assert gres_conf(shape, site()) == "AutoDetect=off\n"
+
+
+def test_every_gpu_has_a_file() -> None:
+    assert gres_conf(default_shape(gpus_per_node=8), site()).splitlines()[1] == (
+        "NodeName=n[0-3] Name=gpu Type=a100 File=/box/dev/gpu[0-7]"
+    )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "minutes"), [(None, "INFINITE"), (1, "1"), (60, "1"), (61, "2"), (86400, "1440")]
+)
+def test_time_limits_are_rounded_up_to_minutes(seconds: int | None, minutes: str) -> None:
+    partition = PartitionShape("p", max_walltime_seconds=seconds, default=True)
+    text = slurm_conf(replace(default_shape(), partitions=(partition,)), site())
+    assert f" MaxTime={minutes} " in text
+
+
+def test_partitions_say_who_preempts_whom() -> None:
+    lines = slurm_conf(default_shape(grace_seconds=9), site()).splitlines()[-2:]
+    assert lines == [
+        "PartitionName=train Nodes=ALL Default=YES MaxTime=INFINITE PriorityTier=1 State=UP "
+        "PreemptMode=REQUEUE GraceTime=9",
+        "PartitionName=urgent Nodes=ALL Default=NO MaxTime=INFINITE PriorityTier=10 State=UP "
+        "PreemptMode=OFF GraceTime=0",
+    ]
+
+
+def test_without_preemption_no_partition_mentions_it() -> None:
+    found = slurm_conf(replace(default_shape(), preempt_type="none"), site())
+    assert "PreemptType=preempt/none" in found
+    assert "PreemptMode" not in found
+    assert "GraceTime" not in found
+
+
+@pytest.mark.parametrize(
+    ("version", "key", "value"),
+    [
+        ((22, 5), "SlurmctldParameters", "preempt_send_user_signal"),
+        ((23, 2), "PreemptParameters", "send_user_signal"),
+        ((25, 11), "PreemptParameters", "send_user_signal"),
+    ],
+)
+def test_the_user_signal_is_spelled_by_version(
+    version: tuple[int, int], key: str, value: str
+) -> None:
+    shape = default_shape(user_signal_on_preempt=True)
+    found = keys(slurm_conf(shape, site(version=version)))
+    assert {name: found[name] for name in found if name.endswith("Parameters")}[key] == value
+    assert len({"SlurmctldParameters", "PreemptParameters"} & set(found)) == 1
+    assert value not in slurm_conf(default_shape(), site(version=version))
+
+
+def test_cgroups_are_disabled_where_the_word_is_known() -> None:
+    shape = default_shape()
+    old = {file.name for file in config_files(shape, site(version=(23, 11)))}
+    new = {file.name: file.text for file in config_files(shape, site(version=(24, 5)))}
+    assert "cgroup.conf" not in old
+    assert new["cgroup.conf"] == "CgroupPlugin=disabled\n"
+
+
+def test_switches_become_a_tree() -> None:
+    switches = (
+        SwitchShape("leaf0", nodes=("n0", "n1")),
+        SwitchShape("leaf1", nodes=("n2", "n3")),
+        SwitchShape("spine", switches=("leaf0", "leaf1")),
+    )
+    shape = replace(default_shape(), switches=switches)
+    assert topology_conf(switches) == (
+        "SwitchName=leaf0 Nodes=n0,n1\n"
+        "SwitchName=leaf1 Nodes=n2,n3\n"
+        "SwitchName=spine Switches=leaf0,leaf1\n"
+    )
+    assert keys(slurm_conf(shape, site()))["TopologyPlugin"] == "topology/tree"
+    assert "topology.conf" in {file.name for file in config_files(shape, site())}
+    assert "TopologyPlugin" not in slurm_conf(default_shape(), site())
+
+
+def test_finished_jobs_are_logged_on_request() -> None:
+    text = slurm_conf(replace(default_shape(), accounting="filetxt"), site())
+    assert keys(text)["JobCompLoc"] == "/box/log/jobcomp.txt"
+    assert "JobCompType" not in slurm_conf(default_shape(), site())

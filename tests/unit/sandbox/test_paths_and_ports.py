@@ -1,0 +1,105 @@
+"""Names of sockets, blocks of ports, versions of programs, and what is missing."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from hpctrain.errors import SlurmError, SlurmUnreachableError, UsageError
+from hpctrain.sandbox.paths import sockets_fit
+from hpctrain.sandbox.ports import Ports, are_free, find_ports
+from hpctrain.sandbox.programs import call, find_programs, parse_version
+from hpctrain.sandbox.sandbox import Sandbox
+from hpctrain.sandbox.shape import default_shape
+
+
+def test_a_name_fits_as_long_as_the_kernel_can_bind_it(tmp_path: Path) -> None:
+    step = "/spool/n0/n0_4294967295.4294967295"
+    longest = Path("/" + "a" * (107 - len(step) - 1))
+    assert sockets_fit(longest, "n0")
+    assert not sockets_fit(longest, "n10")
+    with socket.socket(socket.AF_UNIX) as probe, pytest.raises(OSError, match="too long"):
+        probe.bind(f"{longest}b{step}")
+
+
+def test_a_taken_port_spoils_the_block() -> None:
+    ports = find_ports(3)
+    assert are_free(ports)
+    with socket.create_server(("127.0.0.1", ports.first_node + 2)):
+        assert not are_free(ports)
+        assert are_free(Ports(ports.controller, 2))
+
+
+def test_ports_lie_below_the_ephemeral_ones() -> None:
+    ports = find_ports(1000)
+    assert ports.first_node + ports.nodes <= 32768
+
+
+@pytest.mark.parametrize(
+    ("answer", "version"), [("slurm-wlm 22.05.8\n", (22, 5)), ("slurm 25.11.0-0rc1", (25, 11))]
+)
+def test_versions(answer: str, version: tuple[int, int]) -> None:
+    assert parse_version(answer) == version
+
+
+def test_an_answer_without_version_is_an_error() -> None:
+    with pytest.raises(SlurmError, match="no version"):
+        parse_version("slurm")
+
+
+def test_missing_programs_are_named_with_a_hint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("hpctrain.sandbox.programs._SYSTEM_DIRECTORIES", ())
+    with pytest.raises(SlurmUnreachableError, match="slurmctld, slurmd") as caught:
+        find_programs()
+    assert caught.value.hint == "sudo apt-get install slurmctld slurmd slurm-client munge"
+
+
+def test_a_call_that_fails_repeats_the_words_of_the_program() -> None:
+    with pytest.raises(SlurmError, match="sh failed with exit code 3: no luck"):
+        call(["/bin/sh", "-c", "echo no luck >&2; exit 3"], {})
+
+
+def test_a_call_that_hangs_is_given_up() -> None:
+    with pytest.raises(SlurmUnreachableError, match=r"sleep gave no answer in 0\.1 s"):
+        call(["/bin/sleep", "5"], {}, timeout_seconds=0.1)
+
+
+def test_there_is_no_sandbox_in_an_empty_directory(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no sandbox"):
+        Sandbox.open(tmp_path)
+
+
+def test_a_broken_state_file_is_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "sandbox.json").write_text('{"shape": 1}')
+    with pytest.raises(UsageError, match="cannot be read"):
+        Sandbox.open(tmp_path)
+
+
+def test_down_never_removes_a_directory_that_is_no_sandbox(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(UsageError, match="no sandbox"):
+        Sandbox(tmp_path).down()
+    assert (tmp_path / "thesis.tex").exists()
+
+
+def test_create_refuses_a_directory_with_something_in_it(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(UsageError, match="not empty"):
+        Sandbox.create(tmp_path, default_shape())
+
+
+def test_create_refuses_a_place_that_is_no_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="cannot make a sandbox"):
+        Sandbox.create(tmp_path / "file", default_shape())
+
+
+def test_create_refuses_to_replace_a_sandbox(tmp_path: Path) -> None:
+    (tmp_path / "sandbox.json").touch()
+    with pytest.raises(UsageError, match="holds a sandbox already"):
+        Sandbox.create(tmp_path, default_shape())
