@@ -1,0 +1,19 @@
+"""Entry point of one rank: `python -m hpctrain.train RUN_DIRECTORY/train.json`.
+
+Light and guarded on purpose: a process that multiprocessing spawns imports this file again. The
+signal handlers come before torch, whose import takes seconds in which a SIGTERM would kill.
+"""
+
+from __future__ import annotations
+
+import sys
+
+if __name__ == "__main__":
+    from hpctrain.train.stop import StopSignals
+
+    stop = StopSignals()
+    stop.install()
+
+    from hpctrain.train.entry import leave, main
+
+    leave(main(sys.argv[1:], stop))

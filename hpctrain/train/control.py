@@ -1,0 +1,73 @@
+"""What all ranks must agree on at a step boundary, in one small all-reduce per step.
+
+Runs on its own gloo group of CPU tensors: it neither waits for the GPU nor mixes with the
+collectives of training. Started before the optimizer step and read after it, so its latency is
+hidden. Belongs here: agreement. Does not belong here: what follows from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class WriterState(IntEnum):
+    """A rank's background writer; the largest value of all ranks is what counts."""
+
+    FINISHED = 0
+    RUNNING = 1
+    FAILED = 2
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """The same on all ranks."""
+
+    stop: bool
+    save: bool
+    writer: WriterState
+
+
+class Control:
+    """Agreement of all ranks; every method must be called by all of them."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._votes = torch.zeros(3, dtype=torch.int64)
+        self._work: Any = None
+
+    def propose(self, *, stop: bool, save: bool, writer: WriterState) -> None:
+        """Start to reduce this rank's wishes; `result` waits for it."""
+        assert self._work is None, "propose() was called twice"
+        self._votes[0], self._votes[1], self._votes[2] = int(stop), int(save), int(writer)
+        self._work = dist.all_reduce(
+            self._votes, op=dist.ReduceOp.MAX, group=self._group, async_op=True
+        )
+
+    def result(self) -> Agreement:
+        self._work.wait()
+        self._work = None
+        stop, save, writer = self._votes.tolist()
+        return Agreement(bool(stop), bool(save), WriterState(writer))
+
+    def agree_to_stop(self, stop: bool) -> bool:
+        """True if any rank wants to stop."""
+        self.propose(stop=stop, save=False, writer=WriterState.FINISHED)
+        return self.result().stop
+
+    def worst_writer(self, writer: WriterState) -> WriterState:
+        self.propose(stop=False, save=False, writer=writer)
+        return self.result().writer
+
+    def from_leader(self, value: str | None) -> str | None:
+        """Rank 0's text, on all ranks."""
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self._group)
+        return box[0]
+
+    def barrier(self) -> None:
+        dist.barrier(group=self._group)

@@ -1,0 +1,148 @@
+"""megatron-core on a CPU: stand-ins for the CUDA symbols that it takes for granted (0.16.1).
+
+Inert when `torch.cuda.is_available()`: then nothing is replaced and the same trainer code runs on
+NCCL. Each function below replaces one group of symbols and says who needs it. Two of them matter
+even though nothing fails without them: `_rng_trackers` (without it all tensor-parallel ranks draw
+the same dropout masks) is the worst. Belongs here: CPU only. Faults of megatron-core that also
+exist on GPUs are in `mcore_fixes`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_CPU = torch.device("cpu")
+_FACTORIES = ("tensor", "zeros", "ones", "empty", "empty_like", "full", "arange")
+_installed = False
+
+
+def needed() -> bool:
+    """True where there is no usable GPU."""
+    return not torch.cuda.is_available()
+
+
+def install() -> None:
+    """Put the stand-ins in force; does nothing with CUDA, or when called again.
+
+    Must run before the first import of megatron.core, which binds some symbols while importing.
+    """
+    global _installed
+    if not needed() or _installed:
+        return
+    assert "megatron.core" not in sys.modules, "cpu.install() must precede megatron.core"
+    _installed = True
+    _no_compiler()
+    _current_device()
+    _device_factories()
+    _moves()
+    _tensor_type_names()
+    _generators()
+    _streams()
+    _rng_trackers()
+
+
+def _no_compiler() -> None:
+    """megatron-core's fusions go through torch.compile, which would run a C++ compiler here."""
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
+
+def _current_device() -> None:
+    """About eighty places ask for `device=torch.cuda.current_device()`."""
+    torch.cuda.current_device = lambda: _CPU
+    torch.cuda.set_device = lambda device: None
+    torch.cuda.synchronize = lambda device=None: None
+
+
+def _device_factories() -> None:
+    """Literal `device="cuda"`: optimizer.py:907, clip_grads.py:103, schedules.py:596 and others."""
+    for name in _FACTORIES:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+
+
+def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(factory)
+    def make(*args: Any, **keywords: Any) -> Any:
+        device = keywords.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            keywords["device"] = _CPU
+        return factory(*args, **keywords)
+
+    return make
+
+
+def _moves() -> None:
+    """`.cuda()` in the optimizer's gather (distrib_optimizer.py:1089) and in parallel loading."""
+    torch.Tensor.cuda = lambda self, *args, **keywords: self
+    torch.nn.Module.cuda = lambda self, *args, **keywords: self
+
+
+def _tensor_type_names() -> None:
+    """Optimizers and clip_grads.py:167 compare `Tensor.type()` with 'torch.cuda.FloatTensor'."""
+    original = torch.Tensor.type
+
+    def type_name(self: Any, *args: Any, **keywords: Any) -> Any:
+        result = original(self, *args, **keywords)
+        if isinstance(result, str) and result.count(".") == 1:
+            return "torch.cuda." + result.partition(".")[2]
+        return result
+
+    torch.Tensor.type = type_name
+
+
+def _generators() -> None:
+    """The CUDA generator becomes the CPU's default generator."""
+
+    def manual_seed(seed: int) -> None:
+        torch.default_generator.manual_seed(int(seed))
+
+    torch.cuda.manual_seed = torch.cuda.manual_seed_all = manual_seed
+    for module in (torch.cuda, torch.cuda.random):
+        module.get_rng_state = lambda device="cuda": torch.get_rng_state()
+        module.set_rng_state = lambda state, device="cuda": torch.set_rng_state(state)
+
+
+class _NoStream(contextlib.nullcontext[None]):
+    """A stream or event on a device that computes synchronously: waiting is over at once."""
+
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        super().__init__()
+
+    def __getattr__(self, name: str) -> Callable[..., bool]:
+        return lambda *args, **keywords: True
+
+
+def _streams() -> None:
+    """Streams are constructed with several optimizer instances; events by timers."""
+    torch.cuda.Stream = torch.cuda.Event = _NoStream
+    for name in ("stream", "current_stream", "default_stream"):
+        setattr(torch.cuda, name, _NoStream)
+
+
+def _rng_trackers() -> None:
+    """megatron-core's tracker sets its state through `torch.cuda._lazy_call`.
+
+    On a CPU build that call is only queued and never made (torch/cuda/__init__.py), so the
+    tracker would never switch: tensor-parallel ranks would share dropout masks and nobody would
+    be told. `fork()` then warns that the CPU state changed, which is what it should do here.
+    """
+    import megatron.core.tensor_parallel.random as tracker
+
+    def get_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> Any:
+        return torch.get_rng_state()
+
+    def set_state(new_state: Any, device: Any = -1, graph_safe: bool = False) -> None:
+        torch.set_rng_state(new_state)
+
+    tracker._get_cuda_rng_state = get_state
+    tracker._set_cuda_rng_state = set_state
+    logging.getLogger(tracker.__name__).addFilter(
+        lambda record: "CPU RNG state changed" not in record.getMessage()
+    )

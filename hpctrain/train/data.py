@@ -1,0 +1,187 @@
+"""The samples of one rank: megatron-core datasets in an order that a resume continues exactly.
+
+The order is a function of files, seed, sequence length, split and the number of samples of the
+whole run, so the only state is how many samples were consumed. Ranks of the first and the last
+pipeline stage read what they need from memory-mapped files themselves: tensor-parallel
+neighbours on a node share the page cache, which is cheaper than a broadcast per microbatch.
+Belongs here: datasets and microbatches. Does not belong here: what the model does with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.tokenizers import MegatronTokenizer
+
+from hpctrain.engines.megatron import TrainConfig
+from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.train.mesh import Mesh
+from hpctrain.train.preflight import microbatches
+
+_MOCK_SPLIT = "90,10,0"
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """Tensors of shape [micro batch, sequence] on the rank's device."""
+
+    tokens: Any
+    labels: Any
+    loss_mask: Any
+    positions: Any
+
+
+@dataclass(frozen=True)
+class Samples:
+    """One dataset seen from one rank; `dataset` is None on stages that need no data."""
+
+    dataset: Any
+    config: TrainConfig
+    mesh: Mesh
+
+    def iterators(self, consumed_samples: int) -> Any:
+        """What the schedules take: one iterator, or one per chunk with interleaving."""
+        chunks = self.config.virtual_pipeline_model_parallel_size
+        if chunks is None:
+            return self._microbatches(consumed_samples, self.dataset is not None)
+        return [
+            self._microbatches(consumed_samples, self._reads(chunk == 0, chunk == chunks - 1))
+            for chunk in range(chunks)
+        ]
+
+    def _reads(self, first_chunk: bool, last_chunk: bool) -> bool:
+        """True for the chunks that embed tokens or compute the loss."""
+        mesh = self.mesh
+        return (mesh.first_stage and first_chunk) or (mesh.last_stage and last_chunk)
+
+    def _microbatches(self, consumed_samples: int, reads: bool) -> Iterator[Microbatch | None]:
+        """The microbatches of the global batch that begins at `consumed_samples`.
+
+        Microbatch m of data rank d holds samples m * (micro * dp) + d * micro + [0, micro), as
+        Megatron-LM's MegatronPretrainingSampler deals them: the same set for every layout.
+        """
+        micro = self.config.micro_batch_size
+        for number in range(microbatches(self.config)):
+            row = number * self.mesh.data_size + self.mesh.data_rank
+            first = consumed_samples + row * micro
+            yield self._read(range(first, first + micro)) if reads else None
+
+    def _read(self, indices: range) -> Microbatch:
+        rows = [self.dataset[index] for index in indices]
+        tokens = torch.stack([row["tokens"] for row in rows])
+        labels = torch.stack([row["labels"] for row in rows])
+        self._check_vocabulary(max(int(tokens.max()), int(labels.max())))
+        device = self.mesh.device
+        return Microbatch(
+            tokens.to(device, non_blocking=True),
+            labels.to(device, non_blocking=True),
+            torch.stack([row["loss_mask"] for row in rows]).to(device, non_blocking=True),
+            torch.stack([row["position_ids"] for row in rows]).to(device, non_blocking=True),
+        )
+
+    def _check_vocabulary(self, largest: int) -> None:
+        """Vocabulary-parallel layers would mask a foreign token silently, so look here."""
+        if largest >= self.config.vocab_size:
+            raise InvalidInputError(
+                [
+                    Problem(
+                        f"token id {largest} in the data, but the model has vocab_size "
+                        f"{self.config.vocab_size}"
+                    )
+                ]
+            )
+
+
+@dataclass(frozen=True)
+class Data:
+    """Training samples, and validation samples if the run evaluates."""
+
+    training: Samples
+    validation: Samples | None
+
+
+def training_samples(config: TrainConfig) -> int:
+    """The horizon: samples of the whole run. The order of the very first one depends on it."""
+    return config.train_steps * config.global_batch_size
+
+
+def sample_order(config: TrainConfig) -> dict[str, Any]:
+    """Everything that decides which sample comes when; kept in each checkpoint."""
+    return {
+        "training samples (train_steps x global_batch_size)": training_samples(config),
+        "global_batch_size": config.global_batch_size,
+        "seq_length": config.seq_length,
+        "seed": config.seed,
+        "data_split": config.data_split if config.data_blend else _MOCK_SPLIT,
+        "data_blend": [[weight, Path(prefix).name] for weight, prefix in config.data_blend],
+    }
+
+
+def open_data(config: TrainConfig, mesh: Mesh, cache: Path) -> Data:
+    """Build the datasets; all ranks must call this (rank 0 builds the index, others wait).
+
+    Raises InvalidInputError when the split leaves nothing to read.
+    """
+    evaluates = config.eval_interval_steps is not None
+    sizes = [
+        training_samples(config),
+        config.eval_batches * config.global_batch_size if evaluates else 0,
+        0,
+    ]
+    kind = GPTDataset if config.data_blend else MockGPTDataset
+    needed = mesh.first_stage or mesh.last_stage
+    builder = BlendedMegatronDatasetBuilder(
+        kind,
+        sizes,
+        lambda: needed or dist.get_rank() == 0,
+        dataset_settings(config, cache),
+    )
+    training, validation, _ = _build(builder, config)
+    if not needed:
+        training = validation = None
+    return Data(
+        Samples(training, config, mesh),
+        Samples(validation, config, mesh) if evaluates else None,
+    )
+
+
+def _build(builder: BlendedMegatronDatasetBuilder, config: TrainConfig) -> list[Any]:
+    training, validation, test = builder.build()
+    if training is None:
+        raise _empty("training", config)
+    if validation is None and config.eval_interval_steps is not None:
+        raise _empty("validation", config)
+    return [training, validation, test]
+
+
+def _empty(part: str, config: TrainConfig) -> InvalidInputError:
+    return InvalidInputError(
+        [Problem(f"data_split {config.data_split} leaves no documents for {part}")]
+    )
+
+
+def dataset_settings(config: TrainConfig, cache: Path) -> GPTDatasetConfig:
+    """The dataset's configuration. The null tokenizer is enough: only its size is asked for."""
+    blend = config.data_blend
+    weights = [weight for weight, _ in blend] if len(blend) > 1 else None
+    return GPTDatasetConfig(
+        random_seed=config.seed,
+        sequence_length=config.seq_length,
+        blend=([prefix for _, prefix in blend], weights) if blend else None,
+        split=config.data_split if blend else _MOCK_SPLIT,
+        path_to_cache=str(cache),
+        tokenizer=MegatronTokenizer.from_pretrained(
+            metadata_path={"library": "null"}, vocab_size=config.vocab_size - 1
+        ),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+    )

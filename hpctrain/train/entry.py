@@ -1,0 +1,189 @@
+"""One rank from start to exit code: checks, start-up, loop, and the records of how it ended.
+
+Exit codes are `hpctrain.store.signs.TrainerExit`. Belongs here: which ending is which, and who
+writes what about it. Does not belong here: training.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from hpctrain.checkpoints.manifest import checkpoint_name, read_manifest, what_is_wrong
+from hpctrain.checkpoints.publish import StaleEpochError
+from hpctrain.errors import CheckpointError, InvalidInputError
+from hpctrain.store.epochs import current_epoch
+from hpctrain.store.layout import RunLayout
+from hpctrain.store.signs import (
+    DoneMarker,
+    ExitRecord,
+    Outcome,
+    TrainerExit,
+    read_record,
+    write_record,
+)
+from hpctrain.train.job import Job, read_config
+from hpctrain.train.launch import Launch, quiet_defaults, read_launch
+from hpctrain.train.preflight import check
+from hpctrain.train.stop import StopSignals
+
+_CODES: dict[Outcome, TrainerExit] = {
+    "done": TrainerExit.DONE,
+    "yielded": TrainerExit.YIELDED,
+    "config_error": TrainerExit.CONFIG_ERROR,
+    "crash": TrainerExit.CRASH,
+}
+
+
+def main(arguments: list[str], stop: StopSignals) -> int:
+    """Run one rank; `arguments` is the path of `train.json`. Returns the exit code."""
+    try:
+        path = _config_path(arguments)
+        launch = read_launch(os.environ)
+    except InvalidInputError as error:
+        return _say(str(error), TrainerExit.CONFIG_ERROR)
+    run = RunLayout(path.parent)
+    if read_record(run.done, DoneMarker) is not None:
+        return TrainerExit.DONE
+    ending = _Ending(run, launch)
+    return ending.of(lambda: _train(Job(read_config(path), launch, run, stop), ending))
+
+
+def leave(code: int) -> NoReturn:
+    """End the process without interpreter teardown.
+
+    Threads of gloo and NCCL may still run; tearing down under them can hang or abort a rank that
+    has done all its work.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _config_path(arguments: list[str]) -> Path:
+    from hpctrain.errors import Problem
+
+    if len(arguments) != 1:
+        raise InvalidInputError(
+            [Problem("usage: python -m hpctrain.train RUN_DIRECTORY/train.json")]
+        )
+    return Path(arguments[0]).absolute()
+
+
+class _Ending:
+    """Turns what happens into an exit code and an exit record of this rank."""
+
+    def __init__(self, run: RunLayout, launch: Launch) -> None:
+        self._run = run
+        self._launch = launch
+        self.step: Callable[[], int] = lambda: 0
+
+    def of(self, work: Callable[[], Outcome]) -> int:
+        try:
+            return self._good(work())
+        except InvalidInputError as error:
+            return self._bad("config_error", str(error), None)
+        except StaleEpochError as error:
+            return self._bad("crash", f"stale epoch: {error}", None)
+        except CheckpointError as error:
+            return self._bad("crash", str(error), None)
+        except BaseException as error:
+            return self._bad("crash", _in_one_line(error), traceback.format_exc())
+
+    def _good(self, outcome: Outcome) -> int:
+        if self._launch.leads:
+            self._record(outcome, None, None)
+        return _CODES[outcome]
+
+    def _bad(self, outcome: Outcome, message: str, trace: str | None) -> int:
+        message = self._stale_or(message) if outcome == "crash" else message
+        self._record(outcome, message, trace)
+        if outcome == "config_error" and not self._launch.leads:
+            return _CODES[outcome]  # every rank found the same: rank 0 says it
+        rank = f"rank {self._launch.rank} on {self._launch.node}"
+        return _say(f"{trace or ''}{rank}: {outcome}: {message}", _CODES[outcome])
+
+    def _stale_or(self, message: str) -> str:
+        """A newer launch takes the files of this one away, which shows as all kinds of errors."""
+        owner = current_epoch(self._run.epochs)
+        if owner == self._launch.epoch or message.startswith("stale epoch"):
+            return message
+        return f"stale epoch: epoch {owner} owns the run, not {self._launch.epoch}; {message}"
+
+    def _record(self, outcome: Outcome, message: str | None, trace: str | None) -> None:
+        record = ExitRecord(
+            epoch=self._launch.epoch,
+            rank=self._launch.rank,
+            node=self._launch.node,
+            outcome=outcome,
+            step=self.step(),
+            exit_code=_CODES[outcome],
+            time=time.time(),
+            message=message,
+            traceback=trace,
+        )
+        try:
+            write_record(self._run.exit_record(record.epoch, record.rank), record)
+        except OSError as error:
+            _say(f"the exit record could not be written: {error}", TrainerExit.CRASH)
+
+
+def _train(job: Job, ending: _Ending) -> Outcome:
+    """Everything from the first check to the done marker."""
+    check(job)
+    _refuse_stale(job)
+    _refuse_damaged(job)
+    os.environ.update(quiet_defaults())
+    from hpctrain.train.startup import assemble  # torch and megatron-core come in here
+
+    loop = assemble(job, ending)
+    try:
+        outcome = loop.run()
+    except BaseException:
+        loop.saver.abandon()
+        raise
+    if outcome == "done" and job.launch.leads:
+        _mark_done(job, loop.position.step)
+    loop.control.barrier()
+    return outcome
+
+
+def _refuse_stale(job: Job) -> None:
+    owner = current_epoch(job.run.epochs)
+    if owner != job.launch.epoch:
+        raise StaleEpochError(f"epoch {owner} owns the run, not {job.launch.epoch}")
+
+
+def _refuse_damaged(job: Job) -> None:
+    """Names and sizes only; whoever chose the checkpoint has read its content."""
+    directory = job.resume_directory
+    if directory is not None:
+        problem = what_is_wrong(directory, read_manifest(directory), deep=False)
+        if problem is not None:
+            raise CheckpointError(f"cannot resume from {directory.name}: {problem}")
+
+
+def _mark_done(job: Job, step: int) -> None:
+    """Only a checkpoint that passes the check makes a run done."""
+    directory = job.run.checkpoints / checkpoint_name(step)
+    problem = what_is_wrong(directory, read_manifest(directory), deep=False)
+    if problem is not None:
+        raise CheckpointError(f"the final checkpoint {directory.name} is not good: {problem}")
+    write_record(
+        job.run.done,
+        DoneMarker(step=step, epoch=job.launch.epoch, checkpoint=directory.name, time=time.time()),
+    )
+
+
+def _in_one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _say(message: str, code: TrainerExit) -> TrainerExit:
+    print(message, file=sys.stderr, flush=True)
+    return code

@@ -1,0 +1,53 @@
+"""What one rank knows before torch is imported: configuration, place, run directory, stop flag.
+
+Belongs here: reading `train.json`. Does not belong here: checking it (see `preflight`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from hpctrain.engines.megatron import TrainConfig
+from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.store.layout import RunLayout
+from hpctrain.train.launch import Launch
+from hpctrain.train.stop import StopSignals
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that is fixed while the process lives."""
+
+    config: TrainConfig
+    launch: Launch
+    run: RunLayout
+    stop: StopSignals
+
+    @property
+    def data_cache(self) -> Path:
+        """Where the sample order is cached; every rank must see the same directory."""
+        return Path(self.config.data_cache) if self.config.data_cache else self.run.data_cache
+
+    @property
+    def resume_directory(self) -> Path | None:
+        if not self.launch.resume:
+            return None
+        return self.run.checkpoints / self.launch.resume
+
+
+def read_config(path: Path) -> TrainConfig:
+    """Read `train.json`. Raises InvalidInputError with all that is wrong in it."""
+    try:
+        return TrainConfig.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise InvalidInputError([Problem(error.strerror or str(error), str(path))]) from error
+    except ValidationError as error:
+        raise InvalidInputError(
+            [
+                Problem(f"{'.'.join(map(str, item['loc']))}: {item['msg']}", str(path))
+                for item in error.errors()
+            ]
+        ) from error

@@ -1,0 +1,75 @@
+"""Who this process is: rank, world, epoch and what to resume from, as the launcher says it.
+
+Belongs here: reading the environment of the process. Does not belong here: anything with torch.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hpctrain.errors import InvalidInputError, Problem
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The place of this process in its launch.
+
+    `epoch` is the fencing number of the launch, `resume` the name of a checkpoint directory or
+    empty for a fresh start.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    node: str
+    epoch: int
+    resume: str
+
+    @property
+    def leads(self) -> bool:
+        """True on rank 0, which writes the run's records."""
+        return self.rank == 0
+
+
+def read_launch(environment: Mapping[str, str]) -> Launch:
+    """Read the launcher's variables: RANK and the like first, then srun's SLURM_PROCID.
+
+    Raises InvalidInputError when a variable is missing or not a number.
+    """
+    return Launch(
+        rank=_number(environment, "RANK", "SLURM_PROCID"),
+        world_size=_number(environment, "WORLD_SIZE", "SLURM_NTASKS"),
+        local_rank=_number(environment, "LOCAL_RANK", "SLURM_LOCALID"),
+        node=environment.get("SLURMD_NODENAME") or socket.gethostname(),
+        epoch=_number(environment, "HPCTRAIN_EPOCH", default="0"),
+        resume=environment.get("HPCTRAIN_RESUME", ""),
+    )
+
+
+def quiet_defaults(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Variables to set before torch is imported, unless the user has set them.
+
+    One OpenMP thread per rank: the GPU does the work, and on a CPU the ranks share the cores.
+    """
+    wanted = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    return {name: value for name, value in wanted.items() if name not in environment}
+
+
+def _number(environment: Mapping[str, str], *names: str, default: str | None = None) -> int:
+    for name in names:
+        text = environment.get(name)
+        if text:
+            return _parse(name, text)
+    if default is not None:
+        return int(default)
+    raise InvalidInputError([Problem(f"none of {', '.join(names)} is set: start this with srun")])
+
+
+def _parse(name: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise InvalidInputError([Problem(f"{name} is not a number: {text!r}")]) from None

@@ -1,0 +1,141 @@
+"""Faults of megatron-core 0.16.1 that are not about CPUs, each corrected by one small function.
+
+Three of them would give wrong numbers silently. A fix that a later megatron-core carries itself
+can be deleted here; the tests named in `tests/engines/test_mcore_fixes.py` tell. Belongs here:
+corrections of megatron-core. Does not belong here: stand-ins for CUDA (see `cpu`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+
+_installed = False
+
+
+def install() -> None:
+    """Apply all corrections once per process, before a model is built."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    _bucket_padding()
+    if not any(importlib.util.find_spec(name) for name in ("transformer_engine", "apex")):
+        _norm_with_sequence_parallel()
+        _step_while_loading()
+        _step_of_its_own()
+
+
+def _bucket_padding() -> None:
+    """Save every parameter's optimizer state from the place where it really is.
+
+    `sharded_param_state_fully_reshardable` cuts the gathered buffer with offsets that include the
+    padding between gradient buckets, after the padding was dropped (distrib_optimizer.py; fixed
+    upstream in NVIDIA/Megatron-LM pull request 5077). With more than one bucket, everything
+    behind the first padded bucket is saved shifted. Here the padding is kept while gathering.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    original = DistributedOptimizer.sharded_param_state_fully_reshardable
+
+    def with_padding(self: Any, *args: Any, **keywords: Any) -> Any:
+        parts = [(buffer, buffer.numel) for buffer in self.buffers]
+        parts += [(b, b.grad_data.numel()) for buffer in self.buffers for b in buffer.buckets]
+        unpadded = [part.numel_unpadded for part, _ in parts]
+        for part, padded in parts:
+            part.numel_unpadded = padded
+        try:
+            return original(self, *args, **keywords)
+        finally:
+            for (part, _), count in zip(parts, unpadded, strict=True):
+                part.numel_unpadded = count
+
+    DistributedOptimizer.sharded_param_state_fully_reshardable = with_padding
+
+
+def _norm_with_sequence_parallel() -> None:
+    """Allow torch's norms under sequence parallelism (torch_norm.py refuses).
+
+    All that the fused norms add is the attribute that makes `finalize_model_grads` sum the norm's
+    gradients over the tensor-parallel group.
+    """
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    original = WrappedTorchNorm.__new__
+
+    def new(cls: Any, config: Any, *args: Any, **keywords: Any) -> Any:
+        enabled, config.sequence_parallel = config.sequence_parallel, False
+        try:
+            norm = original(cls, config, *args, **keywords)
+        finally:
+            config.sequence_parallel = enabled
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = enabled
+        return norm
+
+    WrappedTorchNorm.__new__ = new
+
+
+def _step_while_loading() -> None:
+    """Give the loaded state its Adam `step`, which the checkpoint keeps in the param groups.
+
+    Without it `_set_main_param_and_optimizer_states` raises KeyError 'step'.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    original = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    def with_step(self: Any, model_param: Any, tensors: dict[str, Any]) -> Any:
+        group, order = self.model_param_group_index_map[model_param]
+        main_param = self.optimizer.param_groups[group]["params"][order]
+        state = self.optimizer.state[main_param]
+        if "step" in state:
+            tensors = {**tensors, "step": state["step"]}
+        return original(self, model_param, tensors)
+
+    DistributedOptimizer._set_main_param_and_optimizer_states = with_step
+
+
+def _step_of_its_own() -> None:
+    """Give every parameter its own `step` tensor after loading.
+
+    `load_state_dict` hands one tensor to all of them and torch's Adam adds 1 to it in place, once
+    per parameter: the bias correction is wrong after every resume, silently.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    original = DistributedOptimizer.load_state_dict
+
+    @torch.no_grad()
+    def load(self: Any, state_dict: Any) -> Any:
+        result = original(self, state_dict)
+        for state in self.optimizer.state.values():
+            if torch.is_tensor(state.get("step")):
+                state["step"] = state["step"].clone()
+        return result
+
+    DistributedOptimizer.load_state_dict = load
+
+
+def prime_adam(optimizer: Any) -> None:
+    """Give torch Adam's never-stepped parameters their zero state, before a sharded state dict.
+
+    `DistributedOptimizer.state_dict` asserts that every state has a `step`, and the other
+    optimizers would create a state without one. Does nothing with the fused Adam of
+    TransformerEngine or Apex, nor once the optimizer has stepped.
+    """
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = getattr(part, "optimizer", None)
+        if isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
+            for group in inner.param_groups:
+                for parameter in group["params"]:
+                    _prime(inner.state[parameter], parameter)
+
+
+def _prime(state: dict[str, Any], parameter: Any) -> None:
+    if "step" not in state:
+        state["step"] = torch.tensor(0.0)
+        state.setdefault("exp_avg", torch.zeros_like(parameter))
+        state.setdefault("exp_avg_sq", torch.zeros_like(parameter))

@@ -1,0 +1,92 @@
+"""The process groups of one rank and the seeds that go with its place.
+
+Belongs here: torch.distributed and megatron-core's parallel state, device choice, seeding.
+Does not belong here: what is computed on them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from hpctrain.engines.megatron import TrainConfig
+from hpctrain.train import cpu
+from hpctrain.train.launch import Launch
+
+SEED_STRIDE_OF_STAGES = 100  # as Megatron-LM: megatron/training/initialize.py, _set_random_seed
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Where this rank computes and which groups it belongs to.
+
+    `control` is a gloo group of all ranks for agreements, apart from the collectives on GPUs.
+    """
+
+    device: torch.device
+    control: Any
+    data_rank: int
+    data_size: int
+    tensor_rank: int
+    pipeline_rank: int
+    first_stage: bool
+    last_stage: bool
+
+    @property
+    def reduce_group(self) -> Any:
+        """Data-parallel ranks, times context-parallel ones."""
+        return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+
+def open_mesh(config: TrainConfig, launch: Launch) -> Mesh:
+    """Join the launch's process groups; all ranks must call this."""
+    device = choose_device(launch)
+    timeout = timedelta(seconds=config.distributed_timeout_seconds)
+    dist.init_process_group(
+        "gloo" if cpu.needed() else "nccl",
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=timeout,
+    )
+    parallel_state.initialize_model_parallel(
+        config.tensor_model_parallel_size,
+        config.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
+        context_parallel_size=config.context_parallel_size,
+        distributed_timeout_minutes=max(1, round(config.distributed_timeout_seconds / 60)),
+    )
+    seed_everything(config.seed)
+    return Mesh(
+        device=device,
+        control=dist.new_group(backend="gloo", timeout=timeout),
+        data_rank=parallel_state.get_data_parallel_rank(),
+        data_size=parallel_state.get_data_parallel_world_size(),
+        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        first_stage=parallel_state.is_pipeline_first_stage(),
+        last_stage=parallel_state.is_pipeline_last_stage(),
+    )
+
+
+def choose_device(launch: Launch) -> torch.device:
+    """The GPU of this rank, or the CPU.
+
+    With `--gpus-per-task` Slurm shows each task one GPU only, which is then number 0.
+    """
+    if cpu.needed():
+        return torch.device("cpu")
+    index = launch.local_rank if torch.cuda.device_count() > launch.local_rank else 0
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed as Megatron-LM does: another seed per pipeline stage, trackers per tensor rank."""
+    seed += SEED_STRIDE_OF_STAGES * parallel_state.get_pipeline_model_parallel_rank()
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)

@@ -1,0 +1,161 @@
+"""What rank 0 says while it works: progress, step metrics, log lines. Other ranks say nothing.
+
+Belongs here: writing the run's signs of life, cheaply enough for every step. Does not belong
+here: measuring (see `loop`), and how a rank ended (see `entry`).
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import time
+from dataclasses import dataclass
+
+import torch
+
+from hpctrain.engines.megatron import TrainConfig
+from hpctrain.store.signs import Phase, Progress, StepMetrics, append_metrics, write_record
+from hpctrain.train import cpu
+from hpctrain.train.job import Job
+
+_PROGRESS_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One finished optimizer step."""
+
+    step: int
+    consumed_samples: int
+    loss: float
+    grad_norm: float | None
+    learning_rate: float
+    step_seconds: float
+
+
+class Reporter:
+    """Signs of life of a launch; does nothing on other ranks than 0."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._phase: Phase = "starting"
+        self._step = 0
+        self._last: StepResult | None = None
+        self._checkpoint_step: int | None = None
+        self._written_at = -math.inf
+
+    @property
+    def step(self) -> int:
+        """The last finished step that this rank knows of."""
+        return self._step
+
+    def phase(self, phase: Phase, step: int | None = None) -> None:
+        """Enter a phase, which is always written."""
+        self._phase = phase
+        self._step = self._step if step is None else step
+        self._write_progress()
+
+    def resumed_from(self, step: int) -> None:
+        self._step = self._checkpoint_step = step
+
+    def finished_step(self, result: StepResult, eval_loss: float | None) -> None:
+        """Record one step: a metrics row, sometimes progress, sometimes a log line."""
+        self._step, self._last = result.step, result
+        if not self._job.launch.leads:
+            return
+        metrics = step_metrics(self._job.config, self._job.launch.epoch, result, eval_loss)
+        append_metrics(self._job.run, metrics)
+        if time.monotonic() - self._written_at >= _PROGRESS_SECONDS:
+            self._write_progress()
+        if result.step % self._job.config.log_interval_steps == 0:
+            self._log_step(metrics)
+
+    def published(self, step: int, save_seconds: float) -> None:
+        self._checkpoint_step = step
+        self.log("checkpoint", step=step, save_seconds=round(save_seconds, 3))
+        self._write_progress()
+
+    def log(self, event: str, **values: object) -> None:
+        """One `key=value` line on stdout."""
+        if self._job.launch.leads:
+            words = [f"{name}={_plain(value)}" for name, value in values.items()]
+            print(" ".join([f"event={event}", *words]), flush=True)
+
+    def _log_step(self, metrics: StepMetrics) -> None:
+        optional = {"mfu": metrics.mfu, "eval_loss": metrics.eval_loss}
+        self.log(
+            "step",
+            step=f"{metrics.step}/{self._job.config.train_steps}",
+            loss=metrics.loss,
+            grad_norm=metrics.grad_norm,
+            learning_rate=metrics.learning_rate,
+            step_seconds=metrics.step_seconds,
+            tokens_per_second=round(metrics.tokens_per_second),
+            **{name: value for name, value in optional.items() if value is not None},
+        )
+
+    def _write_progress(self) -> None:
+        if not self._job.launch.leads:
+            return
+        self._written_at = time.monotonic()
+        last = self._last
+        progress = Progress(
+            epoch=self._job.launch.epoch,
+            phase=self._phase,
+            step=self._step,
+            target_step=self._job.config.train_steps,
+            time=time.time(),
+            step_seconds=last.step_seconds if last else None,
+            loss=_finite(last.loss) if last else None,
+            checkpoint_step=self._checkpoint_step,
+        )
+        write_record(self._job.run.progress, progress, durable=False)
+
+
+def step_metrics(
+    config: TrainConfig, epoch: int, result: StepResult, eval_loss: float | None
+) -> StepMetrics:
+    """The row of one step. MFU as in PaLM (Chowdhery et al. 2022, appendix B)."""
+    tokens = config.global_batch_size * config.seq_length
+    return StepMetrics(
+        step=result.step,
+        epoch=epoch,
+        time=time.time(),
+        loss=_finite(result.loss),
+        loss_hex=result.loss.hex(),
+        grad_norm=_finite(result.grad_norm),
+        learning_rate=result.learning_rate,
+        step_seconds=result.step_seconds,
+        tokens_per_second=tokens / result.step_seconds,
+        mfu=_mfu(config, result.step_seconds),
+        memory_bytes=peak_memory_bytes(),
+        consumed_samples=result.consumed_samples,
+        eval_loss=_finite(eval_loss),
+    )
+
+
+def _mfu(config: TrainConfig, step_seconds: float) -> float | None:
+    if config.peak_flops_per_gpu is None:
+        return None
+    gpus = (
+        config.tensor_model_parallel_size
+        * config.pipeline_model_parallel_size
+        * config.context_parallel_size
+        * config.data_parallel_size
+    )
+    return config.model_flops_per_step / (step_seconds * gpus * config.peak_flops_per_gpu)
+
+
+def peak_memory_bytes() -> int:
+    """Peak of allocated GPU memory; on a CPU the peak resident set (getrusage(2), in KiB)."""
+    if cpu.needed():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return int(torch.cuda.max_memory_allocated())
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _plain(value: object) -> str:
+    return f"{value:.7g}" if isinstance(value, float) else str(value).replace(" ", "_")

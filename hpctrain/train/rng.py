@@ -1,0 +1,50 @@
+"""The state of the random number generators, so that dropout continues exactly after a resume.
+
+Only dropout draws random numbers while training: torch's default generators and megatron-core's
+trackers hold all of it. Python's and numpy's generators are not used. Data-parallel replicas share
+their state, as in Megatron-LM. Belongs here: reading, setting, and the sharded form of the state.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+from hpctrain.train import cpu
+
+KEY = "rng_state"
+
+
+def rng_state() -> dict[str, Any]:
+    return {
+        "cpu": torch.get_rng_state(),
+        "cuda": None if cpu.needed() else torch.cuda.get_rng_state(),
+        "trackers": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if state["cuda"] is not None and not cpu.needed():
+        torch.cuda.set_rng_state(state["cuda"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["trackers"])
+
+
+def sharded_rng_state() -> ShardedObject:
+    """One object per (pipeline, tensor) rank, as Megatron-LM's checkpoints have it."""
+    return ShardedObject(
+        KEY,
+        rng_state(),
+        (
+            parallel_state.get_pipeline_model_parallel_world_size(),
+            parallel_state.get_tensor_model_parallel_world_size(),
+        ),
+        (
+            parallel_state.get_pipeline_model_parallel_rank(),
+            parallel_state.get_tensor_model_parallel_rank(),
+        ),
+        replica_id=parallel_state.get_data_parallel_rank(with_context_parallel=True),
+    )

@@ -1,0 +1,156 @@
+"""What a checkpoint holds: model, optimizer, schedule, random state, and where the run stands.
+
+Belongs here: the sharded state dict and putting a loaded one back. Does not belong here: files,
+processes, publishing (see `saver`), which checkpoint to use.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.serialization import (
+    get_default_load_sharded_strategy,
+    load_common_state_dict,
+)
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+)
+
+from hpctrain.engines.megatron import TrainConfig
+from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.train import rng
+from hpctrain.train.data import sample_order
+from hpctrain.train.mcore_fixes import prime_adam
+from hpctrain.train.mesh import seed_everything
+from hpctrain.train.model import Model
+from hpctrain.train.optimizer import Optimizer
+
+_RUN_KEY = "hpctrain"
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where the run stands: finished steps and the samples they consumed."""
+
+    step: int
+    consumed_samples: int
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The parts whose state makes a checkpoint."""
+
+    config: TrainConfig
+    model: Model
+    optimizer: Optimizer
+
+    def sharded(self, position: Position) -> dict[str, Any]:
+        """The state dict to save."""
+        self._gather_parameters()
+        state = self._sharded_parts(is_loading=False)
+        state[rng.KEY] = rng.sharded_rng_state()
+        state["schedule"] = self.optimizer.schedule.state_dict()
+        state[_RUN_KEY] = {
+            "step": position.step,
+            "consumed_samples": position.consumed_samples,
+            "sample_order": sample_order(self.config),
+            "layout": layout_of(self.config),
+        }
+        return state
+
+    def restore(self, directory: Path) -> tuple[Position, str | None]:
+        """Load everything from `directory`; a remark if the random state could not be kept.
+
+        Raises InvalidInputError when the checkpoint belongs to another sample order.
+        """
+        about = load_common_state_dict(str(directory))[_RUN_KEY]
+        check_sample_order(self.config, about["sample_order"], directory)
+        same_place = about["layout"][:2] == layout_of(self.config)[:2]
+        state = self._sharded_parts(is_loading=True)
+        if same_place:
+            state[rng.KEY] = rng.sharded_rng_state()
+        loaded = dist_checkpointing.load(state, directory, _load_strategy(directory))
+        self._put_back(loaded)
+        position = Position(about["step"], about["consumed_samples"])
+        if same_place:
+            rng.set_rng_state(loaded[rng.KEY])
+            return position, None
+        seed_everything(self.config.seed + position.step)
+        return position, f"random state re-seeded: saved with tp, pp {about['layout'][:2]}"
+
+    def _sharded_parts(self, *, is_loading: bool) -> dict[str, Any]:
+        metadata = sharding_metadata()
+        state = {
+            f"model{index}": chunk.sharded_state_dict(metadata=metadata)
+            for index, chunk in enumerate(self.model.bare)
+        }
+        prime_adam(self.optimizer.inner)
+        state["optimizer"] = self.optimizer.inner.sharded_state_dict(
+            dict(state), is_loading=is_loading, metadata=metadata
+        )
+        return state
+
+    def _put_back(self, loaded: dict[str, Any]) -> None:
+        for index, chunk in enumerate(self.model.bare):
+            # an uneven split may leave a chunk without layers, of which nothing is stored
+            chunk.load_state_dict(loaded.get(f"model{index}", {}), strict=True)
+        self.optimizer.inner.load_state_dict(loaded["optimizer"])
+        self.optimizer.schedule.load_state_dict(loaded["schedule"])
+
+    def _gather_parameters(self) -> None:
+        """With overlap_param_gather the weights of other ranks' shards are one step old until
+        the next forward pass: gather them now, or the checkpoint's model would be stale."""
+        if self.config.overlap_param_gather:
+            for chunk in self.model.wrapped:
+                chunk.start_param_sync(force_sync=True)
+
+
+def layout_of(config: TrainConfig) -> list[int]:
+    """[tp, pp, dp]: what decides whose random state is whose."""
+    return [
+        config.tensor_model_parallel_size,
+        config.pipeline_model_parallel_size,
+        config.data_parallel_size,
+    ]
+
+
+def sharding_metadata() -> dict[str, Any]:
+    """How megatron-core cuts the optimizer state; this form fits any layout when loading.
+
+    `fully_reshardable` must be named: the default, `fully_sharded_model_space`, fails in 0.16.1
+    with "flattened_range is not supported".
+    """
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+    }
+
+
+def check_sample_order(config: TrainConfig, saved: dict[str, Any], directory: Path) -> None:
+    """Raise InvalidInputError for each thing that would change the order of the samples."""
+    now = sample_order(config)
+    problems = [
+        Problem(
+            f"{name} was {saved.get(name)} and is now {value}: the order of all samples "
+            "would change",
+            str(directory),
+            hint="submit a new run",
+        )
+        for name, value in now.items()
+        if saved.get(name) != value
+    ]
+    if problems:
+        raise InvalidInputError(problems)
+
+
+def _load_strategy(directory: Path) -> Any:
+    strategy = get_default_load_sharded_strategy(str(directory))
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    if group.size() == 1:
+        return strategy
+    return FullyParallelLoadStrategyWrapper(strategy, group)

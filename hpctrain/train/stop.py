@@ -1,0 +1,41 @@
+"""Being asked to stop: signals and the stop file, both only remembered until a step boundary.
+
+Belongs here: the flag. Does not belong here: how the ranks agree (see `control`) and what is done
+then (see `loop`). Imports nothing heavy, because it must be in force before torch is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+# SIGTERM: Slurm's preemption, time limit and scancel. SIGUSR1, SIGUSR2: what sites let Slurm send
+# as a warning (sbatch(1), --signal). SIGCONT precedes SIGTERM in Slurm and must not matter.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class StopSignals:
+    """Remembers that a stop signal has arrived; `name` says which one came first."""
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+
+    def install(self) -> None:
+        """Take over the stop signals of this process."""
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._remember)
+        signal.signal(signal.SIGCONT, signal.SIG_IGN)
+
+    @property
+    def requested(self) -> bool:
+        return self.name is not None
+
+    def _remember(self, number: int, frame: object) -> None:
+        if self.name is None:
+            self.name = signal.Signals(number).name
+
+
+def stop_file_exists(path: Path) -> bool:
+    """One stat(2), cheap enough for every step."""
+    return os.path.exists(path)

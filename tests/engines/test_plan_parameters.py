@@ -1,0 +1,143 @@
+"""The planner's parameter counts against the modules that megatron-core really builds."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpctrain.plan.layout import layout_of, layout_problems
+from hpctrain.plan.parameters import pad_vocab
+from hpctrain.plan.stages import build_stages, split_layers
+from hpctrain.spec.run import (
+    BatchSpec,
+    BudgetSpec,
+    CheckpointSpec,
+    ModelSpec,
+    OptimizerSpec,
+    ParallelSpec,
+    ResourcesSpec,
+    RunSpec,
+)
+
+pytest.importorskip("megatron.core")
+
+GPT = ModelSpec(layers=8, hidden=64, heads=8, vocab=300, seq=32)
+UNTIED = GPT.model_copy(update={"tied": False})
+NO_BIAS = GPT.model_copy(update={"bias": False})
+LLAMA = ModelSpec(
+    family="llama", layers=8, hidden=64, ffn=176, heads=8, kv_heads=4, vocab=500, seq=64
+)
+LLAMA_TIED = LLAMA.model_copy(update={"tied": True, "bias": True})
+ONE_KV_HEAD = LLAMA.model_copy(update={"kv_heads": 1})
+WIDE_HEADS = LLAMA.model_copy(update={"head_dim": 16})
+LEARNED_RMS = LLAMA.model_copy(update={"positions": "learned", "norm": "layernorm"})
+GPT175B = ModelSpec(layers=96, hidden=12288, heads=96, vocab=51200, seq=2048, tied=False)
+
+CASES: dict[str, tuple[ModelSpec, ParallelSpec]] = {
+    "gpt": (GPT, ParallelSpec()),
+    "gpt tp2": (GPT, ParallelSpec(tp=2)),
+    "gpt tp4 pp2": (GPT, ParallelSpec(tp=4, pp=2)),
+    "gpt pp4": (GPT, ParallelSpec(pp=4)),
+    "gpt pp2 vpp2": (GPT, ParallelSpec(pp=2, vpp=2)),
+    "gpt tp2 pp4 vpp2": (GPT, ParallelSpec(tp=2, pp=4, vpp=2)),
+    "untied": (UNTIED, ParallelSpec()),
+    "untied tp2 pp2": (UNTIED, ParallelSpec(tp=2, pp=2)),
+    "no bias tp4": (NO_BIAS, ParallelSpec(tp=4)),
+    "no bias tp2 pp2": (NO_BIAS, ParallelSpec(tp=2, pp=2)),
+    "llama": (LLAMA, ParallelSpec()),
+    "llama tp4 pp2": (LLAMA, ParallelSpec(tp=4, pp=2)),
+    "llama tp2 pp2 vpp4": (LLAMA, ParallelSpec(tp=2, pp=2, vpp=4)),
+    "llama tied tp2 pp2": (LLAMA_TIED, ParallelSpec(tp=2, pp=2)),
+    "fewer kv heads than tp": (ONE_KV_HEAD, ParallelSpec(tp=4, pp=2)),
+    "head size of its own": (WIDE_HEADS, ParallelSpec(tp=2)),
+    "learned positions, layernorm": (LEARNED_RMS, ParallelSpec(tp=2, pp=2)),
+    "uneven": (GPT, ParallelSpec(pp=3, stages=(2, 4, 2))),
+    "uneven, interleaved": (UNTIED, ParallelSpec(tp=2, pp=2, vpp=2, stages=(1, 3, 3, 1))),
+    "embedding and loss alone": (UNTIED, ParallelSpec(pp=4, stages=(0, 4, 4, 0))),
+    "counted": (
+        GPT.model_copy(update={"layers": 6}),
+        ParallelSpec(pp=4, count_embedding=True, count_loss=True),
+    ),
+    "counted, interleaved": (
+        LLAMA.model_copy(update={"layers": 6}),
+        ParallelSpec(tp=2, pp=2, vpp=2, count_embedding=True, count_loss=True),
+    ),
+    "gpt 175b": (GPT175B, ParallelSpec(tp=8, pp=8)),
+}
+
+
+def case_document(model: ModelSpec, parallel: ParallelSpec) -> dict[str, Any]:
+    return dict(
+        layers=model.layers,
+        hidden=model.hidden,
+        ffn=model.ffn_size,
+        heads=model.heads,
+        kv_heads=model.key_value_heads,
+        head_size=model.head_size,
+        normalization="RMSNorm" if model.norm == "rmsnorm" else "LayerNorm",
+        gated=model.gated,
+        bias=model.bias,
+        tied=model.tied,
+        seq=model.seq,
+        padded_vocab=pad_vocab(model.vocab, parallel.tp),
+        positions="rope" if model.positions == "rope" else "learned_absolute",
+        tp=parallel.tp,
+        pp=parallel.pp,
+        vpp=parallel.vpp,
+        stages=parallel.stages,
+        count_embedding=parallel.count_embedding,
+        count_loss=parallel.count_loss,
+    )
+
+
+@pytest.fixture(scope="module")
+def built() -> dict[str, list[int]]:
+    """Parameters per pipeline stage of every case, as megatron-core builds them."""
+    script = Path(__file__).with_name("meta_parameters.py")
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        input=json.dumps([case_document(*case) for case in CASES.values()]),
+        env={**os.environ, "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return dict(zip(CASES, json.loads(done.stdout.splitlines()[-1]), strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_parameters_per_gpu_are_what_megatron_builds(
+    name: str, built: dict[str, list[int]]
+) -> None:
+    model, parallel = CASES[name]
+    assert layout_problems(spec_of(model, parallel), parallel) == []
+    layout = layout_of(parallel, parallel.tp * parallel.pp)
+    stages = build_stages(model, layout, split_layers(model.layers, parallel))
+    assert [stage.parameters_per_gpu for stage in stages] == built[name]
+
+
+def test_gpt_175b_has_the_known_counts(built: dict[str, list[int]]) -> None:
+    # per layer and GPU: (12 h^2 + 7 h) / 8 + 6 h = 226,576,896 at h 12288, twelve layers a stage;
+    # stage 0: + 51200 h / 8 + 2048 h; stage 7: + 51200 h / 8 + 2 h
+    assert built["gpt 175b"] == [2822731776, *[2718922752] * 6, 2797590528]
+
+
+def spec_of(model: ModelSpec, parallel: ParallelSpec) -> RunSpec:
+    return RunSpec(
+        name="counted",
+        model=model,
+        batch=BatchSpec.model_validate({"global": 64}),
+        budget=BudgetSpec(steps=1),
+        optimizer=OptimizerSpec(lr=1e-3),
+        parallel=parallel,
+        checkpoint=CheckpointSpec(every_steps=1),
+        resources=ResourcesSpec(gpus=parallel.tp * parallel.pp),
+    )

@@ -1,0 +1,187 @@
+"""How a launch ends: done, yielded, refused, crashed; its exit code and what it leaves behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+from trial_runs import LIMIT_SECONDS, Trial
+
+from hpctrain.checkpoints.manifest import checkpoint_name
+from hpctrain.checkpoints.publish import published_steps
+from hpctrain.store.epochs import claim_epoch
+from hpctrain.store.signs import DoneMarker, Progress, TrainerExit, read_record
+from hpctrain.train import writer
+
+YIELDED, REFUSED, CRASHED = TrainerExit.YIELDED, TrainerExit.CONFIG_ERROR, TrainerExit.CRASH
+DP2 = dict(data_parallel_size=2)
+LONG = dict(train_steps=40, lr_decay_steps=40)
+
+
+def test_done(gpt_reference: Trial) -> None:
+    done = read_record(gpt_reference.run.done, DoneMarker)
+    assert done is not None
+    assert (done.step, done.checkpoint) == (6, checkpoint_name(6))
+    (record,) = gpt_reference.exits()
+    assert (record.outcome, record.exit_code, record.step) == ("done", 0, 6)
+    progress = read_record(gpt_reference.run.progress, Progress)
+    assert progress is not None
+    assert (progress.phase, progress.step, progress.checkpoint_step) == ("leaving", 6, 6)
+
+
+def test_a_finished_run_is_not_run_again(gpt_reference: Trial) -> None:
+    rows = len(gpt_reference.rows)
+    assert gpt_reference.train(resume=6) == [0]
+    assert len(gpt_reference.rows) == rows
+
+
+@pytest.mark.parametrize("how", ["stop file", "SIGTERM", "SIGUSR1", "SIGUSR2"])
+def test_stop_saves_and_the_resume_is_exact(how: str, trial: Callable[..., Trial]) -> None:
+    """The signal goes to rank 1 only: all ranks must leave after the same step."""
+    stopped = trial(async_save=True, save_interval_steps=3, **LONG, **DP2)
+    ranks = stopped.start()
+    stopped.wait_for_step(2, ranks)
+    if how == "stop file":
+        stopped.run.stop_request.touch()
+    else:
+        ranks.signal(getattr(signal, how), 1)
+    assert ranks.wait(LIMIT_SECONDS) == [YIELDED, YIELDED], ranks.log()
+    last = max(stopped.losses)
+    assert last < 40
+    assert published_steps(stopped.run.checkpoints)[-1] == last
+    assert not list(stopped.run.checkpoints.glob("*.partial-*"))
+    (record,) = stopped.exits()
+    assert (record.outcome, record.step) == ("yielded", last)
+    assert not stopped.run.done.exists()
+    if how == "SIGTERM":
+        stopped.run.stop_request.unlink(missing_ok=True)
+        assert stopped.train(resume=last) == [0, 0]
+        whole = trial(**LONG, **DP2)
+        assert whole.train() == [0, 0]
+        assert stopped.exact == whole.exact
+        assert len(whole.exact) == len(stopped.rows) == 40
+
+
+def test_signal_during_start_up(trial: Callable[..., Trial]) -> None:
+    """One rank is asked to stop before anything is trained: nothing is saved."""
+    early = trial(**DP2)
+
+    def terminate_second_rank() -> None:
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    assert early.train(prepare=terminate_second_rank) == [YIELDED, YIELDED]
+    assert early.rows == []
+    assert published_steps(early.run.checkpoints) == []
+
+
+def test_stop_at_the_last_step_is_done(trial: Callable[..., Trial]) -> None:
+    last = trial(train_steps=1)
+    last.run.control.mkdir(exist_ok=True)
+    ranks = last.start(prepare=_stop_after_first_update)
+    assert ranks.wait(LIMIT_SECONDS) == [0], ranks.log()
+    assert last.run.done.exists()
+
+
+def _stop_after_first_update() -> None:
+    from hpctrain.train.loop import Loop
+
+    original = Loop._propose
+
+    def stop_then_propose(self: Loop) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        original(self)
+
+    Loop._propose = stop_then_propose  # type: ignore[method-assign]
+
+
+def test_a_stale_launch_publishes_nothing(trial: Callable[..., Trial]) -> None:
+    stale = trial(save_interval_steps=20, **LONG, **DP2)
+    assert claim_epoch(stale.run.epochs, "first") == 1
+    ranks = stale.start(epoch=1)
+    stale.wait_for_step(1, ranks)
+    assert claim_epoch(stale.run.epochs, "second") == 2
+    assert ranks.wait(LIMIT_SECONDS) == [CRASHED, CRASHED], ranks.log()
+    assert published_steps(stale.run.checkpoints) == []
+    records = stale.exits(epoch=1)
+    assert [record.outcome for record in records] == ["crash", "crash"]
+    assert all((record.message or "").startswith("stale epoch") for record in records)
+    assert stale.train(epoch=1) == [CRASHED, CRASHED]
+    assert "stale epoch" in (stale.exits(epoch=1)[0].message or "")
+
+
+def test_a_killed_rank_ends_the_others(trial: Callable[..., Trial]) -> None:
+    killed = trial(**LONG, **DP2)
+    ranks = killed.start()
+    killed.wait_for_step(2, ranks)
+    ranks.signal(signal.SIGKILL, 1)
+    assert ranks.wait(LIMIT_SECONDS) == [CRASHED, -signal.SIGKILL]
+    (record,) = killed.exits()
+    assert (record.rank, record.outcome) == (0, "crash")
+    assert record.traceback
+
+
+def _writer_dies() -> None:
+    if os.environ["RANK"] == "1":
+        writer._write = lambda *arguments: os._exit(9)
+
+
+def _writer_hangs() -> None:
+    if os.environ["RANK"] == "1":
+        writer._write = lambda *arguments: time.sleep(300)
+        writer.DEADLINE_SECONDS = 0.5
+
+
+@pytest.mark.parametrize(
+    ("prepare", "words"),
+    [(_writer_dies, "exit code 9"), (_writer_hangs, "did not finish within")],
+    ids=["dies", "hangs"],
+)
+def test_a_lost_writer_is_noticed(
+    prepare: Callable[[], None], words: str, trial: Callable[..., Trial]
+) -> None:
+    lost = trial(save_interval_steps=2, async_save=True, **LONG, **DP2)
+    ranks = lost.start(prepare=prepare)
+    assert ranks.wait(LIMIT_SECONDS) == [CRASHED, CRASHED]
+    messages = [record.message or "" for record in lost.exits()]
+    assert "on another rank" in messages[0]
+    assert words in messages[1]
+    assert published_steps(lost.run.checkpoints) == []
+
+
+def test_a_full_disk_is_named(trial: Callable[..., Trial]) -> None:
+    full = trial(train_steps=1)
+
+    def no_space() -> None:
+        def refuse(*arguments: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        writer.write_rank_digests = refuse
+
+    assert full.train(prepare=no_space) == [CRASHED]
+    assert "No space left" in (full.exits()[0].message or "")
+
+
+def test_a_damaged_checkpoint_is_named(gpt_reference: Trial, trial: Callable[..., Trial]) -> None:
+    damaged = trial()
+    damaged.adopt(gpt_reference, 2)
+    shard = next((damaged.run.checkpoints / checkpoint_name(2)).glob("*.distcp"))
+    shard.write_bytes(shard.read_bytes()[:-10])
+    assert damaged.train(resume=2) == [CRASHED]
+    message = damaged.exits()[0].message or ""
+    assert checkpoint_name(2) in message
+    assert shard.name in message
+
+
+def test_not_a_number_stops_the_run(trial: Callable[..., Trial]) -> None:
+    """An overflowing learning rate must not be trained on, nor saved."""
+    wild = trial(lr=1e38, min_lr=0.0, clip_grad=0.0, save_interval_steps=100)
+    codes = wild.train()
+    assert codes == [CRASHED]
+    assert "found NaN" in (wild.exits()[0].message or "") or "found Inf" in (
+        wild.exits()[0].message or ""
+    )
+    assert published_steps(wild.run.checkpoints) == []

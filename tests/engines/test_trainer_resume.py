@@ -1,0 +1,97 @@
+"""A run that is interrupted ends as one that is not: bit for bit, at the same layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trial_runs import Trial, largest_difference
+
+from hpctrain.checkpoints.discover import inspect
+from hpctrain.checkpoints.manifest import checkpoint_name, digest_file, read_manifest
+from hpctrain.train import model
+
+TP2_PP2 = dict(
+    tensor_model_parallel_size=2,
+    pipeline_model_parallel_size=2,
+    pipeline_layer_split=((2,), (2,)),
+)
+DP2 = dict(data_parallel_size=2, overlap_grad_reduce=True, overlap_param_gather=True)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(TP2_PP2, dropout=0.1, async_save=True),
+        dict(DP2, dropout=0.1, precision="bf16"),
+    ],
+    ids=["tp2 pp2, fp32, async", "dp2 overlap, bf16, sync"],
+)
+def test_resume_is_exact(settings: dict[str, Any], trial: Callable[..., Trial]) -> None:
+    whole = trial(save_interval_steps=2, eval_interval_steps=2, **settings)
+    assert set(whole.train()) == {0}
+    resumed = trial(save_interval_steps=2, eval_interval_steps=2, **settings)
+    resumed.adopt(whole, 2)
+    assert set(resumed.train(resume=2)) == {0}
+    assert list(resumed.exact) == [3, 4, 5, 6]
+    assert resumed.exact == {step: whole.exact[step] for step in resumed.exact}
+    assert [row.eval_loss for row in whole.rows[2:]] == [row.eval_loss for row in resumed.rows]
+    assert [row.learning_rate for row in whole.rows[2:]] == [r.learning_rate for r in resumed.rows]
+
+
+def test_resume_at_other_layouts(trial: Callable[..., Trial]) -> None:
+    """Saved with several padded gradient buckets, which megatron-core alone saves wrongly."""
+    source = trial(save_interval_steps=3, **DP2)
+    assert source.train(prepare=_small_buckets) == [0, 0]
+    for layout in ({}, TP2_PP2):
+        target = trial(save_interval_steps=3, **layout)
+        target.adopt(source, 3)
+        assert set(target.train(resume=3)) == {0}
+        loss, norm = largest_difference(target, source, 4)
+        assert loss <= 1e-5
+        assert norm <= 1e-5
+
+
+def _small_buckets() -> None:
+    model.BUCKET_ELEMENTS = 3000
+
+
+def test_evaluation_leaves_no_trace(trial: Callable[..., Trial]) -> None:
+    plain = trial(dropout=0.1, train_steps=4, **DP2)
+    evaluating = trial(dropout=0.1, train_steps=4, eval_interval_steps=1, eval_batches=2, **DP2)
+    assert plain.train() == evaluating.train() == [0, 0]
+    assert plain.exact == evaluating.exact
+    assert all(row.eval_loss is not None for row in evaluating.rows)
+    assert {row.eval_loss for row in plain.rows} == {None}
+
+
+def test_checkpoint_files_are_as_the_manifest_says(gpt_reference: Trial) -> None:
+    directory = gpt_reference.run.checkpoints / checkpoint_name(4)
+    manifest = read_manifest(directory)
+    assert manifest is not None
+    names = {file.name for file in manifest.files}
+    on_disk = {path.name for path in directory.iterdir() if path.is_file()} - {"manifest.json"}
+    assert names == on_disk
+    assert any(name.endswith(".distcp") for name in names)
+    for file in manifest.files:
+        assert digest_file(directory, file.name) == file
+    assert manifest.consumed_samples == 32
+    assert inspect(directory, 4, "sha256").good
+
+
+def test_only_the_wanted_checkpoints_are_kept(trial: Callable[..., Trial]) -> None:
+    kept = trial(save_interval_steps=1, keep_checkpoints=2, keep_every_steps=3)
+    assert kept.train() == [0]
+    assert _steps(kept.run.checkpoints) == [3, 5, 6]
+
+
+def test_saves_by_the_clock(trial: Callable[..., Trial]) -> None:
+    clocked = trial(save_interval_seconds=0.01, train_steps=3, **DP2)
+    assert clocked.train() == [0, 0]
+    assert _steps(clocked.run.checkpoints) == [1, 2, 3]
+
+
+def _steps(root: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("iter_")) for path in root.glob("iter_???????"))

@@ -1,0 +1,188 @@
+"""Tiny training runs on real megatron-core: making them, starting ranks, reading results."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpctrain.checkpoints.manifest import checkpoint_name
+from hpctrain.engines.megatron import TrainConfig
+from hpctrain.store.layout import RunLayout
+from hpctrain.store.signs import ExitRecord, StepMetrics, read_exit_records, read_metrics
+from hpctrain.train import prefork
+
+LIMIT_SECONDS = 120.0
+
+GPT: dict[str, Any] = dict(
+    run_name="tiny",
+    num_layers=4,
+    hidden_size=64,
+    ffn_hidden_size=128,
+    num_attention_heads=4,
+    num_query_groups=4,
+    kv_channels=16,
+    vocab_size=250,
+    padded_vocab_size=256,
+    seq_length=32,
+    activation="gelu",
+    normalization="LayerNorm",
+    layernorm_epsilon=1e-5,
+    position_embedding_type="learned_absolute",
+    rotary_base=10000,
+    share_embeddings_and_output_weights=True,
+    add_bias_linear=True,
+    dropout=0.0,
+    transformer_impl="auto",
+    tensor_model_parallel_size=1,
+    pipeline_model_parallel_size=1,
+    virtual_pipeline_model_parallel_size=None,
+    context_parallel_size=1,
+    data_parallel_size=1,
+    sequence_parallel=False,
+    pipeline_layer_split=((4,),),
+    account_for_embedding_in_pipeline_split=False,
+    account_for_loss_in_pipeline_split=False,
+    micro_batch_size=2,
+    global_batch_size=8,
+    train_steps=6,
+    precision="fp32",
+    recompute_granularity=None,
+    deterministic_mode=False,
+    seed=1234,
+    lr=3e-3,
+    min_lr=3e-4,
+    lr_decay_style="cosine",
+    lr_warmup_steps=1,
+    lr_decay_steps=6,
+    adam_beta1=0.9,
+    adam_beta2=0.95,
+    adam_eps=1e-8,
+    weight_decay=0.1,
+    clip_grad=1.0,
+    use_distributed_optimizer=True,
+    overlap_grad_reduce=False,
+    overlap_param_gather=False,
+    data_blend=(),
+    data_split="98,2,0",
+    data_cache=None,
+    tokenizer=None,
+    eval_interval_steps=None,
+    eval_batches=1,
+    save_interval_steps=None,
+    save_interval_seconds=None,
+    async_save=False,
+    keep_checkpoints=10,
+    keep_every_steps=None,
+    log_interval_steps=1,
+    distributed_timeout_seconds=60.0,
+    model_flops_per_step=1e9,
+    peak_flops_per_gpu=None,
+)
+LLAMA = dict(
+    GPT,
+    activation="swiglu",
+    normalization="RMSNorm",
+    position_embedding_type="rope",
+    num_query_groups=2,
+    share_embeddings_and_output_weights=False,
+    add_bias_linear=False,
+)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A run directory and its configuration."""
+
+    run: RunLayout
+    config: TrainConfig
+
+    @property
+    def world_size(self) -> int:
+        config = self.config
+        return (
+            config.tensor_model_parallel_size
+            * config.pipeline_model_parallel_size
+            * config.data_parallel_size
+        )
+
+    def start(
+        self,
+        *,
+        resume: int | None = None,
+        epoch: int = 0,
+        prepare: Callable[[], None] | None = None,
+        world_size: int | None = None,
+    ) -> prefork.Ranks:
+        """Fork the ranks of one launch and return at once."""
+        environment = {
+            "HPCTRAIN_EPOCH": str(epoch),
+            "HPCTRAIN_RESUME": "" if resume is None else checkpoint_name(resume),
+        }
+        return prefork.start(
+            self.run.train_config,
+            world_size or self.world_size,
+            self.run.logs / f"launch-{time.monotonic_ns()}",
+            environment=environment,
+            prepare=prepare,
+        )
+
+    def train(self, **launch: Any) -> list[int]:
+        """One launch to its end: the exit codes; shows the logs when a rank failed unexpectedly."""
+        ranks = self.start(**launch)
+        codes = ranks.wait(LIMIT_SECONDS)
+        for rank, code in enumerate(codes):
+            print(f"--- rank {rank}: exit code {code}\n{ranks.log(rank)}")
+        return codes
+
+    def adopt(self, other: Trial, step: int) -> None:
+        """Copy a checkpoint of another run, to resume from it."""
+        name = checkpoint_name(step)
+        shutil.copytree(other.run.checkpoints / name, self.run.checkpoints / name)
+
+    @property
+    def rows(self) -> list[StepMetrics]:
+        return read_metrics(self.run)
+
+    @property
+    def losses(self) -> dict[int, float]:
+        return {row.step: float.fromhex(row.loss_hex) for row in self.rows}
+
+    @property
+    def exact(self) -> dict[int, tuple[str, float | None]]:
+        """What must be equal bit for bit: loss and gradient norm of each step."""
+        return {row.step: (row.loss_hex, row.grad_norm) for row in self.rows}
+
+    def exits(self, epoch: int = 0) -> list[ExitRecord]:
+        return read_exit_records(self.run, epoch)
+
+    def wait_for_step(self, step: int, ranks: prefork.Ranks) -> None:
+        """Return when the run has recorded `step`."""
+        end = time.monotonic() + LIMIT_SECONDS
+        while not any(row.step >= step for row in self.rows):
+            assert time.monotonic() < end, ranks.log()
+            time.sleep(0.02)
+
+
+def make_trial(directory: Path, base: dict[str, Any] = GPT, **changes: Any) -> Trial:
+    """A run directory with a `train.json`: the tiny model with some fields changed."""
+    config = TrainConfig(**{**base, **changes})
+    run = RunLayout(directory)
+    run.create()
+    run.train_config.write_text(config.model_dump_json())
+    return Trial(run, config)
+
+
+def largest_difference(one: Trial, other: Trial, first_step: int) -> tuple[float, float]:
+    """Largest differences of loss and gradient norm from `first_step` on, over all steps."""
+    left = {row.step: row for row in one.rows if row.step >= first_step}
+    right = {row.step: row for row in other.rows if row.step >= first_step}
+    assert left.keys() == right.keys()
+    assert left, "no steps to compare"
+    pairs = [(left[step], right[step]) for step in left]
+    loss = max(abs(float.fromhex(a.loss_hex) - float.fromhex(b.loss_hex)) for a, b in pairs)
+    norm = max(abs((a.grad_norm or 0) - (b.grad_norm or 0)) for a, b in pairs)
+    return loss, norm
