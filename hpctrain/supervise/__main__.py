@@ -1,0 +1,36 @@
+"""`python -m hpctrain.supervise --run-directory DIRECTORY -- srun ...`, as job scripts end."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from hpctrain.errors import HpctrainError, UsageError
+
+
+def parse(arguments: list[str]) -> tuple[Path, list[str]]:
+    """Split the command line into the run directory and the srun command."""
+    if len(arguments) < 4 or arguments[0] != "--run-directory" or arguments[2] != "--":
+        raise UsageError(
+            "usage: python -m hpctrain.supervise --run-directory DIRECTORY -- srun ..."
+        )
+    return Path(arguments[1]), arguments[3:]
+
+
+def main() -> int:
+    """Run the supervisor; the exit code becomes the job's."""
+    try:
+        run_directory, argv = parse(sys.argv[1:])
+        from hpctrain.supervise.loop import Supervisor
+
+        return Supervisor(run_directory, argv, os.environ).run()
+    except HpctrainError as error:
+        print(f"hpctrain: error: {error}", file=sys.stderr)
+        if error.hint:
+            print(f"hpctrain: hint: {error.hint}", file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

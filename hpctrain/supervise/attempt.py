@@ -1,0 +1,91 @@
+"""Which attempt this is, and what the ledger says about earlier ones.
+
+An attempt is one start of the job by Slurm: (job id, restart count). Belongs here: reading that
+from the environment and from ledger events. Does not belong here: processes or Slurm calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hpctrain.errors import UsageError
+from hpctrain.store.ledger import Event, EventKind
+from hpctrain.supervise.documents import ActionKind, Cause, History
+from hpctrain.supervise.policy import FAILURE_CAUSES
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of the job by Slurm."""
+
+    job_id: int
+    restart_count: int
+    nodes: str
+    node: str
+
+    def __str__(self) -> str:
+        return f"{self.job_id}.{self.restart_count}"
+
+
+def attempt_from(environment: Mapping[str, str]) -> Attempt:
+    """Read the attempt from Slurm's variables. SLURM_RESTART_COUNT is unset in the first one."""
+    try:
+        return Attempt(
+            job_id=int(environment["SLURM_JOB_ID"]),
+            restart_count=int(environment.get("SLURM_RESTART_COUNT") or 0),
+            nodes=environment["SLURM_JOB_NODELIST"],
+            node=environment.get("SLURMD_NODENAME", ""),
+        )
+    except (KeyError, ValueError) as error:
+        raise UsageError(
+            f"the supervisor runs inside a Slurm job, but {error} is missing or wrong",
+            hint="submit the script with `hpctrain submit` or `sbatch`",
+        ) from error
+
+
+def unfinished_attempt(events: Sequence[Event], current: Attempt) -> Event | None:
+    """The start of the newest earlier attempt that never said how it ended."""
+    open_start: Event | None = None
+    for event in events:
+        if event.event is EventKind.ATTEMPT_STARTED:
+            open_start = event
+        elif event.event is EventKind.ATTEMPT_LOST or (
+            event.event is EventKind.ACTION and event.action != ActionKind.RELAUNCH
+        ):
+            open_start = None
+    if open_start is None:
+        return None
+    same = (open_start.job_id, open_start.restart_count) == (current.job_id, current.restart_count)
+    return None if same else open_start
+
+
+def why_lost(lost: Event, events: Sequence[Event], current: Attempt) -> tuple[Cause, str]:
+    """The cause of an attempt that ended without a word from its supervisor."""
+    said = [e for e in events if e.time >= lost.time and e.event is EventKind.SIGNAL]
+    if said:
+        names = ", ".join(str(event.signal) for event in said)
+        return Cause.UNKNOWN, f"ended by Slurm after signal {names}, before it could say why"
+    if lost.job_id == current.job_id and current.restart_count > (lost.restart_count or 0):
+        return (
+            Cause.NODE_FAILURE,
+            "Slurm restarted the job and its supervisor left no word: its node was lost",
+        )
+    return Cause.SUPERVISOR_LOST, "its supervisor was killed without a word from Slurm"
+
+
+def history(events: Sequence[Event]) -> History:
+    """Count launches at the end of the ledger that failed without a new checkpoint.
+
+    A launch that brought a newer checkpoint ends the count, whatever became of it. What the
+    scheduler did in between neither counts nor forgives.
+    """
+    failures = time_limits = 0
+    for event in reversed(events):
+        if event.event is not EventKind.LAUNCH_ENDED:
+            continue
+        if (event.checkpoint_step or 0) > (event.resume_step or 0):
+            break
+        failures += event.cause in {str(cause) for cause in FAILURE_CAUSES}
+        time_limits += event.cause == Cause.TIME_LIMIT
+    return History(failures, time_limits)

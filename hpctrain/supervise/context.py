@@ -1,0 +1,43 @@
+"""What every part of the supervisor needs to know about the attempt it works for."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+
+from hpctrain.slurm.client import SlurmClient
+from hpctrain.store.layout import RunLayout
+from hpctrain.store.ledger import EventKind, Ledger
+from hpctrain.supervise.attempt import Attempt
+from hpctrain.supervise.documents import SuperviseConfig
+from hpctrain.supervise.process import Signals
+
+
+@dataclass(frozen=True)
+class AttemptContext:
+    """One attempt: its run directory, its settings, its ways to Slurm and to the ledger."""
+
+    run_layout: RunLayout
+    config: SuperviseConfig
+    attempt: Attempt
+    ledger: Ledger
+    slurm: SlurmClient
+    signals: Signals
+
+    @property
+    def job_id(self) -> int:
+        return self.attempt.job_id
+
+    def note(self, kind: EventKind, **fields: object) -> None:
+        """Append an event of this attempt to the ledger."""
+        attempt = self.attempt
+        self.ledger.append(
+            kind, job_id=attempt.job_id, restart_count=attempt.restart_count, **fields
+        )
+
+
+def say(text: str) -> None:
+    """One line into the job's log."""
+    clock = time.strftime("%H:%M:%S")
+    print(f"hpctrain {clock} {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,115 @@
+"""One launch: the `srun` process, the lines it prints about failures, and the signals we get.
+
+Belongs here: processes, threads and signal handlers of the supervisor. Does not belong here:
+what any of it means (see `classify`).
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from types import FrameType
+
+from hpctrain.supervise.classify import is_notice, read_task_failure
+from hpctrain.supervise.documents import TaskFailure
+
+# Below the ephemeral range of Linux (32768-60999), above the ports of services.
+_PORT_FIRST, _PORT_COUNT = 20000, 10000
+_YIELD_EXIT = "Exited with exit code 75"
+
+
+class Signals:
+    """Remembers which signals have arrived; the handlers do nothing else."""
+
+    def __init__(self) -> None:
+        self._arrived: list[str] = []
+
+    def install(self) -> None:
+        """Catch what Slurm sends to a batch script, and what a person at a terminal sends."""
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._remember)
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        self._arrived.append(signal.Signals(number).name.removeprefix("SIG"))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._arrived)
+
+    @property
+    def final(self) -> bool:
+        """True once the job is being ended: only KillWait seconds are left."""
+        return any(name in ("TERM", "INT", "HUP") for name in self._arrived)
+
+
+class Launch:
+    """A running `srun`. Its stderr is passed on and read for the first words about a failure."""
+
+    def __init__(self, argv: list[str], environment: Mapping[str, str]) -> None:
+        self._failures: list[TaskFailure] = []
+        self._notices: list[str] = []
+        self.process = subprocess.Popen(
+            argv,
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            sys.stderr.write(line)
+            sys.stderr.flush()
+            failure = read_task_failure(line)
+            if failure is not None and failure.what != _YIELD_EXIT:
+                self._failures.append(failure)
+            elif is_notice(line):
+                self._notices.append(line.strip())
+
+    def poll(self) -> int | None:
+        """srun's exit code (negative: the signal that killed it), None while it runs."""
+        return self.process.poll()
+
+    def finish_reading(self, timeout_seconds: float = 2.0) -> None:
+        """Give the reader time for srun's last words; orphans may hold the pipe open for ever."""
+        self._reader.join(timeout_seconds)
+
+    def kill(self) -> None:
+        """End srun itself; its step is ended through Slurm."""
+        if self.process.poll() is None:
+            self.process.kill()
+
+    @property
+    def failures(self) -> tuple[TaskFailure, ...]:
+        return tuple(self._failures)
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        return tuple(self._notices)
+
+
+def free_port(job_id: int, epoch: int) -> int:
+    """A port on this host that nobody listens on, outside the ephemeral range.
+
+    Starts from a number that differs between jobs and launches, so that leftovers of an earlier
+    launch do not meet the next one (pytorch/pytorch#126510).
+    """
+    start = (job_id * 61 + epoch * 7) % _PORT_COUNT
+    for offset in range(_PORT_COUNT):
+        port = _PORT_FIRST + (start + offset) % _PORT_COUNT
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise OSError(f"no free port between {_PORT_FIRST} and {_PORT_FIRST + _PORT_COUNT - 1}")
