@@ -1,0 +1,216 @@
+"""The verbs about datasets: make one from text, and say what is in one.
+
+Belongs here: starting the program that makes a dataset (it needs megatron-core, this room must
+not), and reading the head of Megatron's `.idx` file. Does not belong here: tokenizing, output.
+"""
+
+from __future__ import annotations
+
+import signal
+import struct
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from hpctrain.errors import HpctrainError, InvalidInputError, Problem, UsageError
+from hpctrain.store.datasets import (
+    DatasetFailure,
+    DatasetReport,
+    DatasetSidecar,
+    bin_path,
+    idx_path,
+    sidecar_path,
+)
+
+_PROGRAM = "hpctrain.train.prepare_data"
+# megatron/core/datasets/indexed_dataset.py: _INDEX_HEADER and _IndexWriter (magic, version,
+# dtype code, number of sequences, number of document indices: one more than documents), then per
+# sequence its length (int32) and byte offset (int64), then the document indices (int64) and, in
+# multimodal datasets, one int8 per sequence. megatron-core writes the arrays in native order.
+_HEAD = struct.Struct("<9sQBQQ")
+_MAGIC = b"MMIDIDX\x00\x00"
+_VERSION = 1
+_LENGTH = struct.Struct("=i")
+_OFFSET = struct.Struct("=q")
+# indexed_dataset.py: class DType, with the bytes of one token
+_DTYPES = {
+    1: ("uint8", 1),
+    2: ("int8", 1),
+    3: ("int16", 2),
+    4: ("int32", 4),
+    5: ("int64", 8),
+    6: ("float64", 8),
+    7: ("float32", 4),
+    8: ("uint16", 2),
+}
+
+
+@dataclass(frozen=True)
+class DatasetRequest:
+    """What `prepare_dataset` makes; the same as the program's options.
+
+    Either `inputs` (text files and directories) or `builtin` (source of Python's standard
+    library). `vocab_size` includes the end of the document, whose id is `vocab_size - 1`. None
+    means the program's default.
+    """
+
+    output: Path
+    inputs: tuple[Path, ...] = ()
+    builtin: bool = False
+    suffixes: tuple[str, ...] = ()
+    max_bytes: int | None = None
+    vocab_size: int | None = None
+    tokenizer: Path | None = None
+    tokenizer_output: Path | None = None
+    force: bool = False
+
+    def command(self) -> list[str]:
+        """The program's argv. -P: text often lies beside files named like Python modules."""
+        argv = [sys.executable, "-P", "-m", _PROGRAM, "--json", f"--output={self.output}"]
+        argv += [f"--suffix={suffix}" for suffix in self.suffixes]
+        valued = {
+            "--max-bytes": self.max_bytes,
+            "--vocab-size": self.vocab_size,
+            "--tokenizer": self.tokenizer,
+            "--tokenizer-output": self.tokenizer_output,
+        }
+        argv += [f"{option}={value}" for option, value in valued.items() if value is not None]
+        flags = {"--builtin": self.builtin, "--force": self.force}
+        argv += [option for option, chosen in flags.items() if chosen]
+        return [*argv, "--", *map(str, self.inputs)]
+
+
+def prepare_dataset(request: DatasetRequest, *, timeout_seconds: float = 86400.0) -> DatasetReport:
+    """Make a Megatron dataset; progress goes to our stderr, one line per step.
+
+    Raises UsageError, InvalidInputError (a wrong input, or another dataset in the way), and
+    HpctrainError when the program fails otherwise or exceeds the time limit.
+    """
+    command = request.command()
+    try:
+        ended = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, timeout=timeout_seconds
+        )
+    except subprocess.TimeoutExpired as error:
+        raise HpctrainError(
+            f"preparing {request.output} was stopped after {timeout_seconds:g} seconds",
+            hint="nothing was published; give it more time or less text",
+        ) from error
+    if ended.returncode == 0:
+        return DatasetReport.model_validate_json(ended.stdout)
+    raise _failure(ended.returncode, ended.stdout)
+
+
+def _failure(returncode: int, stdout: bytes) -> HpctrainError:
+    """The exception that stands for how the program ended."""
+    if returncode < 0:
+        return HpctrainError(
+            f"data preparation was killed by {signal.Signals(-returncode).name}",
+            hint="SIGKILL often means that the machine is out of memory",
+        )
+    try:
+        failure = DatasetFailure.model_validate_json(stdout)
+    except ValidationError:
+        return HpctrainError(
+            f"data preparation ended with exit code {returncode}; its messages are above"
+        )
+    if failure.exit_code == InvalidInputError.exit_code:
+        return InvalidInputError(
+            [Problem(entry.message, file=entry.file, hint=entry.hint) for entry in failure.problems]
+        )
+    message = "\n".join(entry.message for entry in failure.problems)
+    kind = UsageError if failure.exit_code == UsageError.exit_code else HpctrainError
+    return kind(message, hint=failure.problems[0].hint if failure.problems else None)
+
+
+class DatasetDescription(BaseModel):
+    """What the head of `PREFIX.idx` says; `sidecar` is what `prepare_dataset` left beside it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    prefix: str
+    documents: int
+    sequences: int
+    tokens: int
+    dtype: str
+    bin_bytes: int
+    idx_bytes: int
+    sidecar: DatasetSidecar | None
+
+
+def describe_dataset(prefix: Path) -> DatasetDescription:
+    """Read the head and the ends of `PREFIX.idx`; takes as long for a terabyte as for a kilobyte.
+
+    Raises InvalidInputError when a file is missing, is not Megatron's, or the two do not belong
+    together by size.
+    """
+    try:
+        idx_bytes = idx_path(prefix).stat().st_size
+        bin_bytes = bin_path(prefix).stat().st_size
+        return _describe(prefix, idx_bytes, bin_bytes)
+    except OSError as error:
+        hint = "give the path without .bin or .idx" if prefix.suffix in (".bin", ".idx") else None
+        problem = Problem(f"cannot be read: {error.strerror}", file=str(error.filename), hint=hint)
+        raise InvalidInputError([problem]) from error
+
+
+def _describe(prefix: Path, idx_bytes: int, bin_bytes: int) -> DatasetDescription:
+    dtype_code, sequences, boundaries = _read_head(idx_path(prefix), idx_bytes)
+    dtype, token_bytes = _DTYPES[dtype_code]
+    tokens = _read_tokens(idx_path(prefix), sequences, token_bytes)
+    if tokens * token_bytes != bin_bytes:
+        message = f"has {bin_bytes} bytes, but the .idx is of {tokens * token_bytes} bytes"
+        hint = "the two files are not of one dataset, or the .bin is cut off"
+        raise InvalidInputError([Problem(message, file=str(bin_path(prefix)), hint=hint)])
+    return DatasetDescription(
+        prefix=str(prefix),
+        documents=boundaries - 1,
+        sequences=sequences,
+        tokens=tokens,
+        dtype=dtype,
+        bin_bytes=bin_bytes,
+        idx_bytes=idx_bytes,
+        sidecar=_read_sidecar(prefix),
+    )
+
+
+def _read_head(path: Path, idx_bytes: int) -> tuple[int, int, int]:
+    """Type code, number of sequences and number of document indices. Raises InvalidInputError."""
+    with path.open("rb") as stream:
+        raw = stream.read(_HEAD.size)
+    if len(raw) < _HEAD.size or not raw.startswith(_MAGIC):
+        raise _not_an_index(path, "is not a Megatron index (its first bytes are not MMIDIDX)")
+    _, version, dtype_code, sequences, boundaries = _HEAD.unpack(raw)
+    if version != _VERSION or dtype_code not in _DTYPES:
+        raise _not_an_index(path, f"has unknown version {version} or type code {dtype_code}")
+    least = _HEAD.size + sequences * (_LENGTH.size + _OFFSET.size) + boundaries * _OFFSET.size
+    if idx_bytes not in (least, least + sequences) or boundaries < 1:
+        raise _not_an_index(path, f"has {idx_bytes} bytes instead of {least}: it is cut off")
+    return dtype_code, sequences, boundaries
+
+
+def _read_tokens(path: Path, sequences: int, token_bytes: int) -> int:
+    """The end of the last sequence, in tokens."""
+    if sequences == 0:
+        return 0
+    lengths_end = _HEAD.size + sequences * _LENGTH.size
+    with path.open("rb") as stream:
+        stream.seek(lengths_end - _LENGTH.size)
+        (length,) = _LENGTH.unpack(stream.read(_LENGTH.size))
+        stream.seek(lengths_end + (sequences - 1) * _OFFSET.size)
+        (offset_bytes,) = _OFFSET.unpack(stream.read(_OFFSET.size))
+    return int(offset_bytes) // token_bytes + int(length)
+
+
+def _not_an_index(path: Path, message: str) -> InvalidInputError:
+    return InvalidInputError([Problem(message, file=str(path))])
+
+
+def _read_sidecar(prefix: Path) -> DatasetSidecar | None:
+    try:
+        return DatasetSidecar.model_validate_json(sidecar_path(prefix).read_bytes())
+    except (OSError, ValidationError):
+        return None

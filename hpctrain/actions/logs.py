@@ -1,0 +1,79 @@
+"""Reading logs: the job's own and those of the ranks, by attempt.
+
+Follows by polling: inotify does not see what other nodes write on a shared file system.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from hpctrain.actions.runs import RunFiles
+from hpctrain.errors import UsageError
+
+_RANK_LOG = re.compile(r"step(?P<step>\d+)-rank(?P<rank>\d+)\.log")
+_POLL_SECONDS = 1.0
+
+
+def attempt_directories(run: RunFiles) -> list[Path]:
+    """Log directories `JOB.RESTART`, in the order of the attempts."""
+    found = [path for path in run.layout.logs.iterdir() if path.is_dir()]
+    return sorted(found, key=lambda path: [int(part) for part in path.name.split(".")])
+
+
+def job_logs(run: RunFiles) -> list[Path]:
+    """What the job script and the supervisor printed, one file per job id."""
+    return sorted(run.layout.logs.glob("slurm-*.out"))
+
+
+def rank_logs(run: RunFiles, rank: int, attempt: int | None = None) -> list[Path]:
+    """Logs of one rank, in order of launches; `attempt` counts from 1, None means all.
+
+    Raises UsageError when there is no such attempt or no log of that rank.
+    """
+    directories = attempt_directories(run)
+    if attempt is not None:
+        if not 1 <= attempt <= len(directories):
+            raise UsageError(f"run `{run.run_id}` has {len(directories)} attempts with logs")
+        directories = [directories[attempt - 1]]
+    logs = [path for directory in directories for path in _of_rank(directory, rank)]
+    if not logs:
+        raise UsageError(f"run `{run.run_id}` has no log of rank {rank} yet")
+    return logs
+
+
+def _of_rank(directory: Path, rank: int) -> list[Path]:
+    matches = ((path, _RANK_LOG.fullmatch(path.name)) for path in directory.iterdir())
+    mine = [(int(m["step"]), path) for path, m in matches if m and int(m["rank"]) == rank]
+    return [path for _, path in sorted(mine)]
+
+
+def follow(newest_log: Callable[[], Path | None], over: Callable[[], bool]) -> Iterator[str]:
+    """Yield text as it appears in the newest log, moving on when a newer log appears.
+
+    Ends when `over()` says so and everything is read.
+    """
+    current: Path | None = None
+    position = 0
+    while True:
+        last_round = over()
+        newest = newest_log()
+        if newest is not None and newest != current:
+            if current is not None:
+                yield from _read_from(current, position)[0]
+            current, position = newest, 0
+        if current is not None:
+            texts, position = _read_from(current, position)
+            yield from texts
+        if last_round:
+            return
+        time.sleep(_POLL_SECONDS)
+
+
+def _read_from(path: Path, position: int) -> tuple[list[str], int]:
+    with path.open("rb") as stream:
+        stream.seek(position)
+        data = stream.read()
+    return ([data.decode(errors="replace")] if data else []), position + len(data)

@@ -1,0 +1,123 @@
+"""From two YAML files to everything that would be submitted, without touching runs/ or Slurm.
+
+`--dry-run`, `--check` and `submit` all go through `prepare`, so that what is shown is what is
+submitted. Belongs here: putting the pure column together. Does not belong here: writing files.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.actions.runs import new_run_id
+from hpctrain.engines.megatron import TrainConfig, train_config
+from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.plan.documents import Plan
+from hpctrain.plan.planner import make_plan
+from hpctrain.render.script import ScriptFacts, build_script, render_script
+from hpctrain.spec.loader import Loaded, find_profile, load_profile, load_run_spec
+from hpctrain.spec.profile import ClusterProfile
+from hpctrain.spec.run import DataSource, DataSpec, RunSpec
+from hpctrain.supervise.documents import SuperviseConfig
+
+PROFILE_PATH_VARIABLE = "HPCTRAIN_PROFILE_PATH"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A job that is ready to be submitted; `script` is the exact text."""
+
+    run_id: str
+    spec: Loaded[RunSpec]
+    profile: Loaded[ClusterProfile]
+    plan: Plan
+    train: TrainConfig
+    supervise: SuperviseConfig
+    script: str
+
+
+def profile_search_path() -> list[Path]:
+    """Directories of $HPCTRAIN_PROFILE_PATH; the packaged profiles come after them."""
+    entries = os.environ.get(PROFILE_PATH_VARIABLE, "").split(os.pathsep)
+    return [Path(entry) for entry in entries if entry]
+
+
+def load_inputs(
+    spec: Path, profile: str, overrides: Sequence[str] = ()
+) -> tuple[Loaded[RunSpec], Loaded[ClusterProfile]]:
+    """Read both documents. Raises InvalidInputError with the problems of both at once."""
+    problems: list[Problem] = []
+    loaded_spec: Loaded[RunSpec] | None = None
+    loaded_profile: Loaded[ClusterProfile] | None = None
+    try:
+        loaded_spec = load_run_spec(spec, overrides)
+    except InvalidInputError as error:
+        problems.extend(error.problems)
+    try:
+        loaded_profile = load_profile(find_profile(profile, profile_search_path()))
+    except InvalidInputError as error:
+        problems.extend(error.problems)
+    if loaded_spec is None or loaded_profile is None:
+        raise InvalidInputError(problems)
+    return loaded_spec, loaded_profile
+
+
+def prepare(
+    spec: Path,
+    profile: str,
+    overrides: Sequence[str] = (),
+    *,
+    runs: Path,
+    template_directory: Path | None = None,
+    python: str = sys.executable,
+) -> Prepared:
+    """Plan and render one run. Raises InvalidInputError, DoesNotFitError, LimitError."""
+    loaded_spec, loaded_profile = load_inputs(spec, profile, overrides)
+    document, site = loaded_spec.document, loaded_profile.document
+    plan = make_plan(document, site)
+    run_id = new_run_id(runs, document.name, loaded_spec.digest, loaded_profile.digest)
+    facts = ScriptFacts(run_id, loaded_spec.digest, loaded_profile.digest, python)
+    peak = site.gpu.peak.get(plan.precision)
+    return Prepared(
+        run_id=run_id,
+        spec=loaded_spec,
+        profile=loaded_profile,
+        plan=plan,
+        train=train_config(_with_absolute_paths(document), plan, float(peak) if peak else None),
+        supervise=_supervise_config(run_id, document, site, plan),
+        script=render_script(build_script(document, site, plan, facts), template_directory),
+    )
+
+
+def _with_absolute_paths(spec: RunSpec) -> RunSpec:
+    """Data paths of a spec are relative to where `submit` runs; the job runs elsewhere."""
+    data = spec.data
+    sources = tuple(
+        DataSource(path=os.path.abspath(source.path), weight=source.weight)
+        for source in data.sources
+    )
+    absolute = DataSpec(
+        sources=sources,
+        tokenizer=os.path.abspath(data.tokenizer) if data.tokenizer else None,
+        split=data.split,
+        cache=os.path.abspath(data.cache) if data.cache else None,
+    )
+    return spec.model_copy(update={"data": absolute})
+
+
+def _supervise_config(
+    run_id: str, spec: RunSpec, profile: ClusterProfile, plan: Plan
+) -> SuperviseConfig:
+    return SuperviseConfig(
+        run_id=run_id,
+        target_step=plan.batch.train_steps,
+        continuation=profile.continuation,
+        failures_without_progress=spec.supervise.failures_without_progress,
+        stall_seconds=float(spec.supervise.stall),
+        setup_stall_seconds=float(spec.supervise.setup_stall),
+        kill_wait_seconds=float(profile.slurm.kill_wait),
+        verify=spec.checkpoint.verify,
+    )

@@ -1,0 +1,122 @@
+"""Submitting a prepared run, checking it with Slurm, and submitting a stopped run again.
+
+The run directory is complete before sbatch is called, and the ledger says so; the run id is in
+the job's comment, so that a crash between sbatch and the ledger can be healed later.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.actions.prepare import Prepared
+from hpctrain.actions.runs import RunFiles
+from hpctrain.durable import replace_text
+from hpctrain.errors import (
+    InvalidInputError,
+    Problem,
+    RunFailedError,
+    SlurmError,
+    UsageError,
+)
+from hpctrain.slurm.client import SlurmClient
+from hpctrain.slurm.records import TestOnlyAnswer
+from hpctrain.spec.resolved import write_resolved
+from hpctrain.store.layout import RunLayout
+from hpctrain.store.ledger import EventKind
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """A run that Slurm has accepted."""
+
+    run_id: str
+    job_id: int
+    directory: Path
+
+
+def submit(prepared: Prepared, runs: Path, slurm: SlurmClient) -> Submitted:
+    """Write the run directory and hand the script to Slurm.
+
+    Raises InvalidInputError when data files are missing, SlurmRefusedError or
+    SlurmUnreachableError when Slurm does not take the job; the directory then stays, with the
+    reason in its ledger.
+    """
+    check_data(prepared)
+    run = RunFiles(write_run_directory(prepared, runs))
+    job_id = _sbatch(run, slurm)
+    return Submitted(run.run_id, job_id, run.layout.directory)
+
+
+def check_data(prepared: Prepared) -> None:
+    """Find missing data files now, not after hours in the queue."""
+    wanted = [
+        f"{path}{suffix}" for _, path in prepared.train.data_blend for suffix in (".bin", ".idx")
+    ]
+    if prepared.train.tokenizer:
+        wanted.append(prepared.train.tokenizer)
+    missing = [path for path in wanted if not os.path.exists(path)]
+    if missing:
+        hint = "`hpctrain data prepare` makes them from text; paths count from here"
+        raise InvalidInputError(
+            [
+                Problem(f"data file {path} does not exist", prepared.spec.file, hint=hint)
+                for path in missing
+            ]
+        )
+
+
+def check(prepared: Prepared, slurm: SlurmClient) -> TestOnlyAnswer:
+    """Have Slurm validate the script (`sbatch --test-only`); nothing is submitted."""
+    return slurm.test_only(prepared.script)
+
+
+def write_run_directory(prepared: Prepared, runs: Path) -> RunLayout:
+    """Create the complete run directory. Raises UsageError when it exists already."""
+    layout = RunLayout((runs / prepared.run_id).absolute())
+    try:
+        layout.create()
+    except FileExistsError as error:
+        raise UsageError(f"run directory {layout.directory} exists already") from error
+    for path, text in (
+        (layout.spec, write_resolved(prepared.spec)),
+        (layout.profile, write_resolved(prepared.profile)),
+        (layout.plan, prepared.plan.model_dump_json(indent=1)),
+        (layout.train_config, prepared.train.model_dump_json(indent=1)),
+        (layout.supervise_config, prepared.supervise.model_dump_json(indent=1)),
+        (layout.script, prepared.script),
+    ):
+        replace_text(path, text, mode=0o600)
+    digest = hashlib.sha256(prepared.script.encode()).hexdigest()
+    RunFiles(layout).ledger.append(EventKind.RENDERED, script_sha256=digest)
+    return layout
+
+
+def resubmit(run: RunFiles, slurm: SlurmClient) -> Submitted:
+    """Submit the stored script of a stopped run again; it resumes from its newest checkpoint.
+
+    Raises RunFailedError when the run is done, UsageError while a job of it is in the queue.
+    """
+    if run.layout.done.exists():
+        raise RunFailedError(f"run `{run.run_id}` is done: there is nothing left to train")
+    job_ids = [e.job_id for e in run.ledger.events() if e.event is EventKind.SUBMITTED and e.job_id]
+    live = [job for job in slurm.jobs(job_ids).values() if not job.state.is_ended]
+    if live:
+        raise UsageError(
+            f"run `{run.run_id}` has job {live[0].job_id} in state {live[0].state.name}",
+            hint=f"`hpctrain cancel {run.run_id}` first",
+        )
+    return Submitted(run.run_id, _sbatch(run, slurm), run.layout.directory)
+
+
+def _sbatch(run: RunFiles, slurm: SlurmClient) -> int:
+    run.ledger.append(EventKind.SUBMITTING)
+    try:
+        submitted = slurm.submit(run.layout.script, [f"--chdir={run.layout.directory}"])
+    except SlurmError as error:
+        run.ledger.append(EventKind.SUBMIT_FAILED, reason=str(error))
+        raise
+    run.ledger.append(EventKind.SUBMITTED, job_id=submitted.job_id)
+    return submitted.job_id

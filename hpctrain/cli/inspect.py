@@ -1,0 +1,133 @@
+"""`validate`, `plan`, `profiles`, `schema`: looking at documents and plans, without Slurm."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import click
+
+from hpctrain.cli.options import (
+    ProfileName,
+    json_option,
+    profile_option,
+    set_option,
+)
+from hpctrain.cli.output import json_out, or_dash, say, table
+
+SPEC_ARGUMENT = click.Path(path_type=Path, allow_dash=True)
+
+
+@click.command()
+@click.argument("files", nargs=-1, required=True, type=SPEC_ARGUMENT)
+@click.option("--as", "kind", type=click.Choice(["spec", "profile"]), help="What the files are.")
+def validate(files: tuple[Path, ...], kind: str | None) -> None:
+    """Check run specs and cluster profiles; every problem is shown with its place.
+
+    \b
+    Examples:
+      hpctrain validate examples/gpt175b.yaml
+      hpctrain validate --as profile my_cluster.yaml
+    """
+    from hpctrain.actions.validate import validate_file
+    from hpctrain.errors import InvalidInputError, Problem
+
+    problems: list[Problem] = []
+    for file in files:
+        try:
+            found = validate_file(file, kind)
+            click.echo(f"{file}: ok ({found})")
+        except InvalidInputError as error:
+            problems.extend(error.problems)
+    if problems:
+        raise InvalidInputError(problems)
+
+
+@click.command()
+@click.argument("spec", type=SPEC_ARGUMENT)
+@profile_option
+@set_option
+@json_option
+def plan(spec: Path, profile: str, overrides: tuple[str, ...], as_json: bool) -> None:
+    """Show how a run would be laid out and whether it fits; needs no Slurm and no GPU.
+
+    \b
+    Examples:
+      hpctrain plan --profile a100x64 examples/gpt175b.yaml
+      hpctrain plan --profile a100x64 examples/gpt175b.yaml --set parallel.pp=16 --json
+    """
+    from hpctrain.actions.prepare import load_inputs
+    from hpctrain.cli.plan_text import plan_lines, stage_rows
+    from hpctrain.plan.planner import make_plan
+
+    loaded_spec, loaded_profile = load_inputs(spec, profile, overrides)
+    made = make_plan(loaded_spec.document, loaded_profile.document)
+    if as_json:
+        json_out("plan", made)
+        return
+    for line in plan_lines(made):
+        click.echo(line)
+    click.echo()
+    table(*stage_rows(made))
+    click.echo()
+    for reason in made.reasons:
+        click.echo(f"- {reason}")
+    for warning in made.warnings:
+        say(f"warning: {warning}")
+
+
+@click.command()
+@click.argument("name", required=False, type=ProfileName())
+@json_option
+def profiles(name: str | None, as_json: bool) -> None:
+    """List the cluster profiles, or show one with all its values.
+
+    \b
+    Examples:
+      hpctrain profiles
+      hpctrain profiles a100x64
+    """
+    from hpctrain.actions.prepare import profile_search_path
+    from hpctrain.spec.loader import find_profile, load_profile, profile_names
+    from hpctrain.spec.resolved import write_resolved
+
+    if name is not None:
+        loaded = load_profile(find_profile(name, profile_search_path()))
+        if as_json:
+            json_out("profile", loaded.document)
+        else:
+            click.echo(write_resolved(loaded), nl=False)
+        return
+    path = profile_search_path()
+    documents = [load_profile(find_profile(n, path)).document for n in profile_names(path)]
+    if as_json:
+        json_out("profiles", documents)
+        return
+    rows = [
+        [
+            d.name,
+            str(d.nodes.count),
+            f"{d.gpu.per_node} x {d.gpu.type}",
+            str(d.gpu.memory),
+            d.network.fabric,
+            or_dash(d.description),
+        ]
+        for d in documents
+    ]
+    table(["NAME", "NODES", "GPUS", "MEMORY", "FABRIC", "DESCRIPTION"], rows)
+
+
+@click.command()
+@click.argument("kind", type=click.Choice(["spec", "profile"]))
+def schema(kind: Literal["spec", "profile"]) -> None:
+    """Print the JSON Schema of run specs or cluster profiles.
+
+    \b
+    Examples:
+      hpctrain schema spec > schemas/spec.json
+    """
+    import json
+
+    from hpctrain.spec.schema import json_schema
+
+    click.echo(json.dumps(json_schema(kind), indent=2))

@@ -1,0 +1,157 @@
+"""The command line: finding commands, and turning errors into one message and an exit code.
+
+Commands are imported when they are used, so that `--help` stays fast on a login node. Only this
+package prints and exits. stdout carries what can be piped, stderr everything else.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+
+import click
+
+from hpctrain.errors import HpctrainError, InvalidInputError
+from hpctrain.version import __version__
+
+# command -> (module, one line for `hpctrain --help`)
+COMMANDS: dict[str, tuple[str, str]] = {
+    "validate": ("inspect", "Check a run spec or a cluster profile"),
+    "plan": ("inspect", "Show layout, batch and memory of a run, without Slurm"),
+    "submit": ("submit", "Plan, render and submit a run"),
+    "resubmit": ("submit", "Submit a stopped run again; it goes on where it was"),
+    "status": ("runs", "Show what runs are doing"),
+    "describe": ("runs", "Tell the history of a run: attempts, causes, actions"),
+    "logs": ("runs", "Show or follow the logs of a run"),
+    "cancel": ("runs", "Cancel a run for good"),
+    "profiles": ("inspect", "List cluster profiles, or show one"),
+    "schema": ("inspect", "Print the JSON Schema of specs or profiles, for editors"),
+    "sandbox": ("sandbox", "A real multi-node Slurm in a directory"),
+    "data": ("data", "Make Megatron datasets from text"),
+}
+
+EXIT_CODES = """\b
+Exit codes: 0 ok · 1 unexpected error · 2 usage · 3 invalid spec or profile
+4 does not fit or violates limits · 5 Slurm refused or unreachable
+6 no such run · 7 run failed · 130 interrupted
+"""
+
+
+class LazyGroup(click.Group):
+    """A group whose commands live in modules that are imported on use."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"hpctrain.cli.{COMMANDS[cmd_name][0]}")
+        command = getattr(module, cmd_name)
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Short help from the table above, so that listing imports nothing."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0] if args else ""
+        if name not in COMMANDS and not name.startswith("-"):
+            ctx.fail(_unknown_command(name))
+        return super().resolve_command(ctx, args)
+
+
+def _unknown_command(name: str) -> str:
+    import difflib
+
+    near = difflib.get_close_matches(name, COMMANDS, n=1)
+    return f"No such command '{name}'." + (f" Did you mean '{near[0]}'?" if near else "")
+
+
+@click.group(
+    cls=LazyGroup,
+    epilog=EXIT_CODES,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+@click.version_option(__version__, prog_name="hpctrain")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+def cli(debug: bool) -> None:
+    """Plan, generate and supervise the training of large models on Slurm.
+
+    \b
+    Examples:
+      hpctrain plan --profile a100x64 examples/gpt175b.yaml
+      hpctrain submit --profile a100x64 examples/gpt175b.yaml --dry-run
+      hpctrain submit --profile a100x64 examples/gpt175b.yaml
+      hpctrain status
+    """
+
+
+def main() -> None:
+    """Entry point of the `hpctrain` program."""
+    debug = "--debug" in sys.argv or bool(os.environ.get("HPCTRAIN_DEBUG"))
+    sys.exit(run(sys.argv[1:], debug=debug))
+
+
+def run(arguments: list[str], *, debug: bool = False) -> int:
+    """Run one command line; returns the exit code. With `debug` errors are raised."""
+    try:
+        cli.main(args=arguments, prog_name="hpctrain", standalone_mode=False)
+        return 0
+    except click.exceptions.Exit as exit_:
+        return exit_.exit_code
+    except click.Abort:
+        click.echo("interrupted", err=True)
+        return 130
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except BrokenPipeError:
+        _close_stdout()
+        return 0
+    except HpctrainError as error:
+        if debug:
+            raise
+        show_error(error)
+        return error.exit_code
+    except Exception as error:
+        if debug:
+            raise
+        _show_bug(error)
+        return 1
+
+
+def show_error(error: HpctrainError) -> None:
+    """`error: what`, one line per problem, then the hints after a blank line."""
+    if isinstance(error, InvalidInputError):
+        lines = [str(problem) for problem in error.problems]
+        hints = [problem.hint for problem in error.problems if problem.hint]
+    else:
+        lines, hints = [str(error)], [error.hint] if error.hint else []
+    for line in lines:
+        click.echo(click.style("error: ", fg="red") + line, err=True)
+    if hints:
+        click.echo(err=True)
+    for hint in dict.fromkeys(hints):
+        click.echo(click.style("hint: ", fg="cyan") + hint, err=True)
+
+
+def _show_bug(error: Exception) -> None:
+    kind = type(error).__name__
+    click.echo(click.style("error: ", fg="red") + f"unexpected {kind}: {error}", err=True)
+    click.echo(err=True)
+    click.echo(
+        click.style("hint: ", fg="cyan")
+        + "this is a bug of hpctrain; run again with `--debug` and report the traceback",
+        err=True,
+    )
+
+
+def _close_stdout() -> None:
+    """The reader of our pipe has gone; keep Python from complaining while it exits."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

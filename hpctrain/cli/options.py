@@ -1,0 +1,89 @@
+"""Options that mean the same in every command, and completion of names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+from click.shell_completion import CompletionItem
+
+Decorated = Callable[..., Any]
+
+
+class ProfileName(click.ParamType[str]):
+    """A profile's name or file; completes from directory names only."""
+
+    name = "profile"
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        from hpctrain.actions.prepare import profile_search_path
+        from hpctrain.spec.loader import profile_names
+
+        names = profile_names(profile_search_path())
+        return [CompletionItem(name) for name in names if name.startswith(incomplete)]
+
+
+class RunName(click.ParamType[str]):
+    """A run id or the start of one."""
+
+    name = "run"
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        from hpctrain.actions.runs import runs_directory
+
+        directory = runs_directory()
+        names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
+        return [CompletionItem(name) for name in sorted(names) if name.startswith(incomplete)]
+
+
+def profile_option(function: Decorated) -> Decorated:
+    return click.option(
+        "--profile", "-p", type=ProfileName(), required=True, help="Cluster profile: name or file."
+    )(function)
+
+
+def set_option(function: Decorated) -> Decorated:
+    return click.option(
+        "--set",
+        "overrides",
+        multiple=True,
+        metavar="FIELD=VALUE",
+        help="Override one field of the spec, such as parallel.tp=8. May be repeated.",
+    )(function)
+
+
+def runs_option(function: Decorated) -> Decorated:
+    return click.option(
+        "--runs",
+        type=click.Path(path_type=Path, file_okay=False),
+        help="Directory of the runs.  [default: $HPCTRAIN_RUNS or ./runs]",
+    )(function)
+
+
+def json_option(function: Decorated) -> Decorated:
+    return click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")(
+        function
+    )
+
+
+def yes_option(function: Decorated) -> Decorated:
+    return click.option("--yes", "-y", is_flag=True, help="Do not ask.")(function)
+
+
+def confirm(question: str, *, yes: bool) -> bool:
+    """Ask on a terminal. Raises UsageError without one, instead of waiting for ever."""
+    import sys
+
+    if yes:
+        return True
+    if not sys.stdin.isatty():
+        from hpctrain.errors import UsageError
+
+        raise UsageError("no terminal to ask on", hint="`-y` answers yes")
+    return click.confirm(question, err=True)

@@ -1,0 +1,230 @@
+"""`status`, `describe`, `logs`, `cancel`: what runs are doing and have done."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from hpctrain.cli.options import RunName, confirm, json_option, runs_option, yes_option
+from hpctrain.cli.output import json_out, or_dash, say, table
+
+if TYPE_CHECKING:
+    from hpctrain.actions.status import RunStatus
+
+_WATCH_SECONDS = 10.0
+
+
+@click.command()
+@click.argument("names", nargs=-1, type=RunName(), metavar="[RUN]...")
+@click.option("--all", "-a", "show_all", is_flag=True, help="Finished runs as well.")
+@click.option("--last", "-n", type=click.IntRange(1), help="Only the newest N runs.")
+@click.option("--watch", "-w", is_flag=True, help="Show again every 10 seconds.")
+@click.option(
+    "--wait", is_flag=True, help="Wait until the runs are over; exit code 7 if one failed."
+)
+@runs_option
+@json_option
+def status(
+    names: tuple[str, ...],
+    show_all: bool,
+    last: int | None,
+    watch: bool,
+    wait: bool,
+    runs: Path | None,
+    as_json: bool,
+) -> None:
+    """Show runs: state and reason, job, attempt, step, loss, rate, last sign of life, time left.
+
+    \b
+    Without names: unfinished runs and the last finished one.
+    Examples:
+      hpctrain status
+      hpctrain status gpt175b-7f3a --json
+      hpctrain status --wait gpt-tiny-1a2b
+    """
+    if as_json and watch:
+        raise click.UsageError("--json and --watch exclude each other")
+    while True:
+        rows = _collect(names, show_all, last, runs)
+        over = all(row.state.over for row in rows)
+        if not wait or over:
+            if watch:
+                click.clear()
+            _show(rows, as_json=as_json)
+        if wait and over:
+            _fail_if_any_failed(rows)
+        if not watch and (not wait or over):
+            return
+        time.sleep(_WATCH_SECONDS if watch else 2.0)
+
+
+def _collect(
+    names: tuple[str, ...], show_all: bool, last: int | None, runs: Path | None
+) -> list[RunStatus]:
+    from hpctrain.actions.runs import all_runs, find_run, runs_directory
+    from hpctrain.actions.status import statuses
+    from hpctrain.slurm.client import SlurmClient
+
+    directory = runs_directory(runs)
+    found = [find_run(directory, name) for name in names] if names else all_runs(directory)
+    rows = statuses(found[-last:] if last else found, SlurmClient())
+    if names or show_all or last:
+        return rows
+    newest_finished = [row for row in rows if row.state.over][-1:]
+    return [row for row in rows if not row.state.over or row in newest_finished]
+
+
+def _show(rows: list[RunStatus], *, as_json: bool) -> None:
+    if as_json:
+        json_out("runs", rows)
+    elif rows:
+        headers = [
+            "RUN",
+            "STATE",
+            "JOB",
+            "TRY",
+            "STEP",
+            "LOSS",
+            "S/STEP",
+            "TOK/S",
+            "UPDATED",
+            "LEFT",
+            "REASON",
+        ]
+        table(headers, [_cells(row) for row in rows])
+    else:
+        say("no runs here yet; `hpctrain submit --help` shows how to start one")
+
+
+def _cells(row: RunStatus) -> list[str]:
+    from hpctrain.units import short_duration
+
+    step = None if row.step is None else f"{row.step:,}/{row.target_step:,}"
+    updated = None if row.updated_seconds_ago is None else short_duration(row.updated_seconds_ago)
+    if row.stale:
+        updated = f"{updated} stale"
+    return [
+        row.run_id,
+        row.state.value,
+        or_dash(row.job_id),
+        str(row.attempts),
+        or_dash(step),
+        or_dash(None if row.loss is None else f"{row.loss:.4f}"),
+        or_dash(None if row.step_seconds is None else f"{row.step_seconds:.3g}"),
+        or_dash(None if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}"),
+        or_dash(updated),
+        or_dash(None if row.eta_seconds is None else short_duration(row.eta_seconds)),
+        or_dash(row.reason),
+    ]
+
+
+def _fail_if_any_failed(rows: list[RunStatus]) -> None:
+    from hpctrain.actions.state import RunState
+    from hpctrain.errors import RunFailedError
+
+    failed = [row for row in rows if row.state is not RunState.DONE]
+    if failed:
+        words = "; ".join(f"run `{row.run_id}` is {row.state}: {row.reason}" for row in failed)
+        raise RunFailedError(words)
+
+
+@click.command()
+@click.argument("run", type=RunName())
+@runs_option
+@json_option
+def describe(run: str, runs: Path | None, as_json: bool) -> None:
+    """Tell what happened to a run: attempts, launches, why each ended and what was done.
+
+    \b
+    Examples:
+      hpctrain describe gpt175b-7f3a
+      hpctrain describe gpt175b-7f3a --json
+    """
+    from hpctrain.actions.describe import describe as tell
+    from hpctrain.actions.runs import find_run, runs_directory
+    from hpctrain.cli.story_text import story_lines
+
+    story = tell(find_run(runs_directory(runs), run))
+    if as_json:
+        json_out("run", story)
+        return
+    for line in story_lines(story):
+        click.echo(line)
+
+
+@click.command()
+@click.argument("run", type=RunName())
+@click.option("--rank", type=click.IntRange(0), help="The log of this rank instead of the job's.")
+@click.option("--attempt", type=click.IntRange(1), help="Only this attempt, counted from 1.")
+@click.option("--follow", "-f", is_flag=True, help="Go on until the run is over.")
+@runs_option
+def logs(run: str, rank: int | None, attempt: int | None, follow: bool, runs: Path | None) -> None:
+    """Show the log of the job, or of one rank; all attempts unless told otherwise.
+
+    \b
+    Examples:
+      hpctrain logs gpt175b-7f3a
+      hpctrain logs gpt175b-7f3a --rank 0 -f
+    """
+    from hpctrain.actions import logs as action
+    from hpctrain.actions.runs import find_run, runs_directory
+
+    found = find_run(runs_directory(runs), run)
+    if follow:
+        _follow(found.run_id, rank, runs)
+        return
+    paths = action.job_logs(found) if rank is None else action.rank_logs(found, rank, attempt)
+    for path in paths:
+        click.echo(path.read_text(errors="replace"), nl=False)
+
+
+def _follow(run_id: str, rank: int | None, runs: Path | None) -> None:
+    from hpctrain.actions import logs as action
+    from hpctrain.actions.runs import find_run, runs_directory
+    from hpctrain.errors import UsageError
+
+    found = find_run(runs_directory(runs), run_id)
+
+    def newest() -> Path | None:
+        try:
+            paths = action.job_logs(found) if rank is None else action.rank_logs(found, rank)
+        except UsageError:
+            return None
+        return paths[-1] if paths else None
+
+    clock = {"next": 0.0, "over": False}
+
+    def over() -> bool:
+        if time.monotonic() >= clock["next"]:  # one polite query per ten seconds
+            clock["next"] = time.monotonic() + _WATCH_SECONDS
+            clock["over"] = all(r.state.over for r in _collect((run_id,), False, None, runs))
+        return bool(clock["over"])
+
+    for text in action.follow(newest, over):
+        click.echo(text, nl=False)
+    _fail_if_any_failed(_collect((run_id,), False, None, runs))
+
+
+@click.command()
+@click.argument("run", type=RunName())
+@runs_option
+@yes_option
+def cancel(run: str, runs: Path | None, yes: bool) -> None:
+    """Cancel a run; it stays cancelled until somebody resubmits it.
+
+    \b
+    Examples:
+      hpctrain cancel gpt175b-7f3a -y
+    """
+    from hpctrain.actions import cancel as action
+    from hpctrain.actions.runs import find_run, runs_directory
+    from hpctrain.slurm.client import SlurmClient
+
+    found = find_run(runs_directory(runs), run)
+    if not confirm(f"Cancel run `{found.run_id}`?", yes=yes):
+        raise click.Abort
+    cancelled = action.cancel(found, SlurmClient())
+    say(f"Cancelled run `{cancelled.run_id}` (job {cancelled.job_id})")

@@ -1,0 +1,155 @@
+"""`sandbox`: a real multi-node Slurm in a directory, to try things out and to check scripts."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+
+import click
+
+from hpctrain.cli.options import ProfileName
+from hpctrain.cli.output import say, table
+
+DEFAULT_DIRECTORY = Path(".sandbox")
+
+directory_option = click.option(
+    "--directory",
+    "-d",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=DEFAULT_DIRECTORY,
+    show_default=True,
+    help="Where the sandbox lives.",
+)
+
+
+@click.group()
+def sandbox() -> None:
+    """A real multi-node Slurm in a directory; the system's own Slurm is not touched.
+
+    \b
+    Examples:
+      hpctrain sandbox up
+      hpctrain sandbox up --profile a100x64
+      eval "$(hpctrain sandbox env)"; sinfo
+      hpctrain sandbox down
+    """
+
+
+@sandbox.command()
+@directory_option
+@click.option(
+    "--profile",
+    "-p",
+    type=ProfileName(),
+    default="sandbox",
+    show_default=True,
+    help="Take nodes, GPUs, partitions and switches from this profile.",
+)
+@click.option("--timeout", type=click.FloatRange(1), default=90.0, show_default=True)
+def up(directory: Path, profile: str, timeout: float) -> None:
+    """Start it and wait until every node is ready.
+
+    \b
+    Examples:
+      hpctrain sandbox up
+      hpctrain sandbox up --profile a100x64 --directory /tmp/big
+    """
+    import time
+
+    from hpctrain.actions.prepare import profile_search_path
+    from hpctrain.errors import UsageError
+    from hpctrain.sandbox.from_profile import shape_from_profile
+    from hpctrain.sandbox.sandbox import Sandbox
+    from hpctrain.spec.loader import find_profile, load_profile
+
+    began = time.monotonic()
+    loaded = load_profile(find_profile(profile, profile_search_path()))
+    shape = shape_from_profile(loaded.document)
+    try:
+        box = Sandbox.open(directory)
+    except UsageError:
+        box = Sandbox.create(directory, shape)
+    if box.shape != shape:
+        raise UsageError(
+            f"the sandbox in {directory} has another shape than profile `{profile}`",
+            hint=f"`hpctrain sandbox down -d {shlex.quote(str(directory))}` first",
+        )
+    box.up(timeout)
+    seconds = time.monotonic() - began
+    say(f"Slurm with {shape.nodes} nodes x {shape.gpus_per_node} GPUs is up ({seconds:.1f} s)")
+    say(f'To use it   eval "$(hpctrain sandbox env -d {shlex.quote(str(directory))})"')
+
+
+@sandbox.command()
+@directory_option
+@click.option("--keep", is_flag=True, help="Keep configuration and logs.")
+def down(directory: Path, keep: bool) -> None:
+    """End every process of it and remove the directory.
+
+    \b
+    Examples:
+      hpctrain sandbox down
+    """
+    from hpctrain.sandbox.sandbox import Sandbox
+
+    Sandbox.open(directory).down(keep=keep)
+    say("The sandbox is down")
+
+
+@sandbox.command()
+@directory_option
+def env(directory: Path) -> None:
+    """Print the shell commands that point Slurm's programs to it.
+
+    \b
+    Examples:
+      eval "$(hpctrain sandbox env)"
+    """
+    from hpctrain.sandbox.sandbox import Sandbox
+
+    for name, value in Sandbox.open(directory).environment().items():
+        click.echo(f"export {name}={shlex.quote(value)}")
+
+
+@sandbox.command()
+@directory_option
+def status(directory: Path) -> None:
+    """Show its nodes and daemons.
+
+    \b
+    Examples:
+      hpctrain sandbox status
+    """
+    from hpctrain.sandbox.sandbox import Sandbox
+
+    seen = Sandbox.open(directory).status()
+    version = ".".join(f"{number:02d}" for number in seen.version)
+    click.echo(f"Slurm {version} in {seen.directory}: {seen.health}")
+    daemons = [
+        [d.name, str(d.pid), "frozen" if d.frozen else "alive" if d.alive else "dead"]
+        for d in seen.daemons
+    ]
+    table(["NODE", "STATE"], [[node.name, node.state] for node in seen.nodes])
+    click.echo()
+    table(["DAEMON", "PID", "STATE"], daemons)
+
+
+@sandbox.command(context_settings={"ignore_unknown_options": True})
+@directory_option
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+def run(directory: Path, command: tuple[str, ...]) -> None:
+    """Run one command with the sandbox as its Slurm.
+
+    \b
+    Examples:
+      hpctrain sandbox run squeue
+      hpctrain sandbox run -- hpctrain submit --profile sandbox examples/gpt-tiny.yaml
+    """
+    from hpctrain.sandbox.sandbox import Sandbox
+
+    environment = {**os.environ, **Sandbox.open(directory).environment()}
+    try:
+        os.execvpe(command[0], list(command), environment)
+    except OSError as error:
+        raise click.UsageError(f"cannot run `{command[0]}`: {error.strerror}") from error

@@ -1,0 +1,48 @@
+"""The history of a run in words."""
+
+from __future__ import annotations
+
+import time
+
+from hpctrain.actions.describe import AttemptStory, LaunchStory, RunStory
+from hpctrain.units import short_bytes, short_duration
+
+
+def story_lines(story: RunStory) -> list[str]:
+    """Attempts in order, each with its launches, then checkpoints and files."""
+    lines = [f"Run        {story.run_id}" + ("   done" if story.done else "")]
+    lines.append(f"Directory  {story.directory}")
+    for number, attempt in enumerate(story.attempts, 1):
+        lines += ["", *_attempt_lines(number, attempt)]
+    lines += ["", "Checkpoints"]
+    for checkpoint in story.checkpoints:
+        size = "-" if checkpoint.total_bytes is None else short_bytes(checkpoint.total_bytes)
+        lines.append(f"  step {checkpoint.step:,}   {size}   {checkpoint.problem or 'good'}")
+    if not story.checkpoints:
+        lines.append("  none")
+    return lines
+
+
+def _attempt_lines(number: int, attempt: AttemptStory) -> list[str]:
+    clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(attempt.start_time))
+    job = f"job {attempt.job_id}, restart {attempt.restart_count}"
+    lines = [f"Attempt {number}  {clock}   {job}   nodes {attempt.nodes}"]
+    for launch in attempt.launches:
+        lines += _launch_lines(launch)
+    if attempt.signals:
+        lines.append(f"  signals   {', '.join(attempt.signals)}")
+    if attempt.action:
+        lines.append(f"  then      {attempt.action}: {attempt.reason}")
+    return lines
+
+
+def _launch_lines(launch: LaunchStory) -> list[str]:
+    steps = f"from step {launch.resume_step}"
+    if launch.last_step is not None:
+        steps += f" to {launch.last_step}, newest checkpoint {launch.checkpoint_step or 'none'}"
+    seconds = "" if launch.seconds is None else f"   {short_duration(launch.seconds)}"
+    lines = [f"  launch {launch.epoch}  {steps}{seconds}"]
+    if launch.cause:
+        lines.append(f"  ended     {launch.cause}: {launch.reason}")
+    lines += [f"            | {line}" for line in launch.evidence]
+    return lines

@@ -1,0 +1,158 @@
+"""Starting the data program, and reading Megatron's .idx without Megatron."""
+
+from __future__ import annotations
+
+import struct
+import subprocess
+import sys
+from array import array
+from pathlib import Path
+
+import pytest
+
+from hpctrain.actions.data import (
+    DatasetDescription,
+    DatasetRequest,
+    _failure,
+    describe_dataset,
+    prepare_dataset,
+)
+from hpctrain.errors import HpctrainError, InvalidInputError, UsageError
+
+
+def write_pair(prefix: Path, lengths: list[int], boundaries: list[int], *, dtype: int = 8) -> None:
+    """A .bin/.idx pair as megatron/core/datasets/indexed_dataset.py lays it out."""
+    token_bytes = {4: 4, 8: 2}[dtype]
+    offsets = [sum(lengths[:index]) * token_bytes for index in range(len(lengths))]
+    head = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, dtype, len(lengths), len(boundaries))
+    arrays = array("i", lengths), array("q", offsets), array("q", boundaries)
+    idx = head + b"".join(one.tobytes() for one in arrays)
+    prefix.with_name(prefix.name + ".idx").write_bytes(idx)
+    prefix.with_name(prefix.name + ".bin").write_bytes(bytes(sum(lengths) * token_bytes))
+
+
+@pytest.mark.parametrize(("dtype", "name", "token_bytes"), [(8, "uint16", 2), (4, "int32", 4)])
+def test_the_head_says_documents_sequences_tokens_and_type(
+    tmp_path: Path, dtype: int, name: str, token_bytes: int
+) -> None:
+    prefix = tmp_path / "text.v1"
+    write_pair(prefix, [3, 5, 70000], [0, 1, 3], dtype=dtype)
+    assert describe_dataset(prefix) == DatasetDescription(
+        prefix=str(prefix),
+        documents=2,
+        sequences=3,
+        tokens=70008,
+        dtype=name,
+        bin_bytes=70008 * token_bytes,
+        idx_bytes=34 + 3 * 12 + 3 * 8,
+        sidecar=None,
+    )
+
+
+def test_a_dataset_without_sequences_and_a_multimodal_one_can_be_described(tmp_path: Path) -> None:
+    write_pair(tmp_path / "none", [], [0])
+    assert describe_dataset(tmp_path / "none").tokens == 0
+    write_pair(tmp_path / "both", [4, 4], [0, 2])
+    with (tmp_path / "both.idx").open("ab") as stream:
+        stream.write(b"\0\1")  # one mode per sequence
+    assert describe_dataset(tmp_path / "both").tokens == 8
+
+
+@pytest.mark.parametrize(
+    ("suffix", "change", "message"),
+    [
+        (".idx", lambda raw: raw[:-1], "bytes instead of 74: it is cut off"),
+        (".idx", lambda raw: raw[:20], "is not a Megatron index"),
+        (".idx", lambda raw: b"PK" + raw[2:], "is not a Megatron index"),
+        (".idx", lambda raw: raw[:9] + b"\2" + raw[10:], "unknown version 2 or type code 8"),
+        (".idx", lambda raw: raw[:17] + b"\x63" + raw[18:], "unknown version 1 or type code 99"),
+        (".idx", lambda raw: b"", "is not a Megatron index"),
+        (".bin", lambda raw: raw[:-2], "has 14 bytes, but the .idx is of 16 bytes"),
+        (".bin", lambda raw: raw + b"\0\0", "has 18 bytes, but the .idx is of 16 bytes"),
+    ],
+)
+def test_damage_is_an_error_of_the_input(
+    tmp_path: Path, suffix: str, change: object, message: str
+) -> None:
+    write_pair(tmp_path / "text", [3, 5], [0, 2])
+    assert describe_dataset(tmp_path / "text").documents == 1
+    path = tmp_path / f"text{suffix}"
+    assert callable(change)
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(InvalidInputError) as caught:
+        describe_dataset(tmp_path / "text")
+    assert message in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("missing", [".bin", ".idx"])
+def test_a_missing_file_is_named(tmp_path: Path, missing: str) -> None:
+    write_pair(tmp_path / "text", [3, 5], [0, 2])
+    (tmp_path / f"text{missing}").unlink()
+    with pytest.raises(InvalidInputError, match=f"text{missing}: cannot be read: No such file"):
+        describe_dataset(tmp_path / "text")
+
+
+def test_a_prefix_with_suffix_gets_a_hint(tmp_path: Path) -> None:
+    write_pair(tmp_path / "text", [3], [0, 1])
+    with pytest.raises(InvalidInputError) as caught:
+        describe_dataset(tmp_path / "text.bin")
+    assert caught.value.problems[0].hint == "give the path without .bin or .idx"
+
+
+def test_names_that_look_like_options_stay_names(tmp_path: Path) -> None:
+    request = DatasetRequest(
+        output=Path("-o $(id)"),
+        inputs=(Path("--force"), Path("a b\n")),
+        suffixes=(".c",),
+        vocab_size=300,
+    )
+    command = request.command()
+    assert command[:5] == [
+        sys.executable, "-P", "-m", "hpctrain.train.prepare_data", "--json"
+    ]  # fmt: skip
+    assert command[5:] == [
+        "--output=-o $(id)", "--suffix=.c", "--vocab-size=300", "--", "--force", "a b\n"
+    ]  # fmt: skip
+
+
+def test_problems_of_the_program_arrive_as_our_exceptions(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    missing = (tmp_path / "--force", tmp_path / "b c")
+    with pytest.raises(InvalidInputError) as caught:
+        prepare_dataset(DatasetRequest(output=tmp_path / "text", inputs=missing))
+    assert [problem.file for problem in caught.value.problems] == list(map(str, missing))
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(InvalidInputError, match="no text in the input"):
+        prepare_dataset(DatasetRequest(output=tmp_path / "text", inputs=(tmp_path,)))
+    out, err = capfd.readouterr()
+    assert "skipped 1 files" in err  # its progress passes through
+    assert out == ""
+    with pytest.raises(UsageError, match="or --builtin"):
+        prepare_dataset(DatasetRequest(output=tmp_path / "text"))
+
+
+def test_a_program_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
+    request = DatasetRequest(output=tmp_path / "text", builtin=True)
+    with pytest.raises(HpctrainError, match=r"stopped after 0\.05 seconds"):
+        prepare_dataset(request, timeout_seconds=0.05)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_end_without_words_is_reported_as_it_was() -> None:
+    assert "killed by SIGKILL" in str(_failure(-9, b""))
+    crash = _failure(1, b"")
+    assert (crash.exit_code, str(crash)) == (
+        1, "data preparation ended with exit code 1; its messages are above"
+    )  # fmt: skip
+
+
+def test_this_room_is_light() -> None:
+    code = (
+        "import sys, hpctrain.actions.data; "
+        "print(sorted({'torch', 'megatron', 'numpy', 'tokenizers'} & set(sys.modules)))"
+    )
+    command = [sys.executable, "-P", "-c", code]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (ended.stdout, ended.stderr) == ("[]\n", "")
