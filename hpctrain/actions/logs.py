@@ -13,19 +13,23 @@ from pathlib import Path
 from hpctrain.actions.runs import RunFiles
 from hpctrain.errors import UsageError
 
+_JOB_LOG = re.compile(r"slurm-(?P<job>\d+)\.out")
+_ATTEMPT = re.compile(r"(?P<job>\d+)\.(?P<restart>\d+)")
 _RANK_LOG = re.compile(r"step(?P<step>\d+)-rank(?P<rank>\d+)\.log")
 _POLL_SECONDS = 1.0
 
 
 def attempt_directories(run: RunFiles) -> list[Path]:
     """Log directories `JOB.RESTART`, in the order of the attempts."""
-    found = [path for path in run.layout.logs.iterdir() if path.is_dir()]
-    return sorted(found, key=lambda path: [int(part) for part in path.name.split(".")])
+    matches = ((path, _ATTEMPT.fullmatch(path.name)) for path in run.layout.logs.iterdir())
+    found = [(int(m["job"]), int(m["restart"]), path) for path, m in matches if m]
+    return [path for _, _, path in sorted(found)]
 
 
 def job_logs(run: RunFiles) -> list[Path]:
-    """What the job script and the supervisor printed, one file per job id."""
-    return sorted(run.layout.logs.glob("slurm-*.out"))
+    """What the job script and the supervisor printed, one file per job id, oldest first."""
+    matches = ((path, _JOB_LOG.fullmatch(path.name)) for path in run.layout.logs.iterdir())
+    return [path for _, path in sorted((int(m["job"]), path) for path, m in matches if m)]
 
 
 def rank_logs(run: RunFiles, rank: int, attempt: int | None = None) -> list[Path]:

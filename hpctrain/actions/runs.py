@@ -53,7 +53,8 @@ def find_run(runs: Path, name: str) -> RunFiles:
     """
     runs_found = all_runs(runs)
     exact = [run for run in runs_found if run.run_id == name]
-    matches = exact or [run for run in runs_found if run.run_id.startswith(name)]
+    # An empty name, as of an unset shell variable, is no prefix: `cancel` would take any run.
+    matches = exact or [run for run in runs_found if name and run.run_id.startswith(name)]
     if len(matches) == 1:
         return matches[0]
     if matches:

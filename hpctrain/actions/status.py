@@ -95,7 +95,7 @@ def _status(
     rates = recent_rates([_row(metrics) for metrics in tail_metrics(run.layout, 64)])
     age = None if progress is None else max(0.0, time.time() - progress.time)
     step = progress.step if progress else None
-    target = config.target_step if config else None
+    target = config.target_step if config else progress.target_step if progress else None
     left = None if target is None or step is None else max(0, target - step)
     running = judged.state is RunState.RUNNING
     return RunStatus(

@@ -78,8 +78,8 @@ def select_for_resume(root: Path, level: VerifyLevel) -> Selection:
         rejected.append(candidate)
     if rejected or _something_was_published(root):
         raise CheckpointError(
-            f"no good checkpoint is left in {root}, so a start from step 0 would lose work: "
-            + "; ".join(f"step {bad.step}: {bad.problem}" for bad in rejected),
+            f"no good checkpoint is left in {root}, so a start from step 0 would lose work"
+            + "".join(f"; step {bad.step}: {bad.problem}" for bad in rejected),
             hint=f"look into {root / QUARANTINE_NAME}; to start over on purpose, submit a new run",
         )
     return Selection(None, ())

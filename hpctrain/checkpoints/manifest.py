@@ -20,6 +20,7 @@ from hpctrain.durable import replace_text
 MANIFEST_NAME = "manifest.json"
 DIGESTS_DIRECTORY = "digests"
 _NAME = re.compile(r"iter_(\d{7,})")
+_PARTIAL_NAME = re.compile(r"iter_\d{7,}\.partial-e(\d{6,})")
 _READ_BYTES = 1 << 22
 
 
@@ -69,6 +70,12 @@ def checkpoint_name(step: int) -> str:
 def partial_name(step: int, epoch: int) -> str:
     """The name while it is being written; the epoch keeps two writers apart."""
     return f"{checkpoint_name(step)}.partial-e{epoch:06d}"
+
+
+def partial_epoch(name: str) -> int | None:
+    """The epoch in the name of a directory that is being written, None for any other name."""
+    match = _PARTIAL_NAME.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def step_of(name: str) -> int | None:

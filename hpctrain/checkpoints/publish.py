@@ -8,6 +8,7 @@ protocol and retention. Does not belong here: how an engine writes its shards.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Callable, Collection
@@ -18,6 +19,7 @@ from hpctrain.checkpoints.manifest import (
     MANIFEST_NAME,
     Manifest,
     checkpoint_name,
+    partial_epoch,
     partial_name,
     read_manifest,
     step_of,
@@ -124,11 +126,14 @@ def fence_off(root: Path, epoch: int) -> list[str]:
     """
     names = []
     for partial in sorted(root.glob("iter_*.partial-e*")):
-        if int(partial.name.rpartition("-e")[2]) < epoch:
-            discarded = partial.with_name(f".discarded-{partial.name}")
-            os.rename(partial, discarded)
-            shutil.rmtree(discarded, ignore_errors=True)
+        owner = partial_epoch(partial.name)
+        if owner is None or owner >= epoch:
+            continue
+        with contextlib.suppress(FileNotFoundError):  # another launch has just done the same
+            os.rename(partial, partial.with_name(f".discarded-{partial.name}"))
             names.append(partial.name)
+    for discarded in root.glob(".discarded-*"):  # also those that a crash has left
+        shutil.rmtree(discarded, ignore_errors=True)
     return names
 
 

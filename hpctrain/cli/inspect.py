@@ -32,15 +32,16 @@ def validate(files: tuple[Path, ...], kind: str | None) -> None:
     from hpctrain.actions.validate import validate_file
     from hpctrain.errors import InvalidInputError, Problem
 
+    good: list[str] = []
     problems: list[Problem] = []
     for file in files:
         try:
-            found = validate_file(file, kind)
-            click.echo(f"{file}: ok ({found})")
+            good.append(f"{file}: ok ({validate_file(file, kind)})")
         except InvalidInputError as error:
             problems.extend(error.problems)
     if problems:
         raise InvalidInputError(problems)
+    click.echo("\n".join(good))
 
 
 @click.command()

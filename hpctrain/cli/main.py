@@ -99,40 +99,47 @@ def main() -> None:
 
 
 def run(arguments: list[str], *, debug: bool = False) -> int:
-    """Run one command line; returns the exit code. With `debug` errors are raised."""
+    """Run one command line; returns the exit code. `debug` shows the traceback of an error."""
     try:
         cli.main(args=arguments, prog_name="hpctrain", standalone_mode=False)
+        sys.stdout.flush()
         return 0
-    except click.exceptions.Exit as exit_:
-        return exit_.exit_code
-    except click.Abort:
+    except (click.Abort, KeyboardInterrupt):
         click.echo("interrupted", err=True)
         return 130
     except click.ClickException as error:
         error.show()
         return error.exit_code
-    except BrokenPipeError:
+    except (BrokenPipeError, SystemExit):
+        # No command exits by itself, but click and rich do so when the reader of a pipe has gone.
         _close_stdout()
         return 0
     except HpctrainError as error:
         if debug:
-            raise
+            _show_traceback()
         show_error(error)
         return error.exit_code
     except Exception as error:
         if debug:
-            raise
+            _show_traceback()
         _show_bug(error)
         return 1
 
 
+def _show_traceback() -> None:
+    import traceback
+
+    traceback.print_exc()
+
+
 def show_error(error: HpctrainError) -> None:
     """`error: what`, one line per problem, then the hints after a blank line."""
+    hints: list[str]
     if isinstance(error, InvalidInputError):
         lines = [str(problem) for problem in error.problems]
         hints = [problem.hint for problem in error.problems if problem.hint]
     else:
-        lines, hints = [str(error)], [error.hint] if error.hint else []
+        lines, hints = str(error).splitlines(), [error.hint] if error.hint else []
     for line in lines:
         click.echo(click.style("error: ", fg="red") + line, err=True)
     if hints:

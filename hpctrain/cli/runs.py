@@ -50,15 +50,15 @@ def status(
     while True:
         rows = _collect(names, show_all, last, runs)
         over = all(row.state.over for row in rows)
-        if not wait or over:
-            if watch:
-                click.clear()
+        if watch:
+            click.clear()
+        if watch or not wait or over:
             _show(rows, as_json=as_json)
         if wait and over:
             _fail_if_any_failed(rows)
-        if not watch and (not wait or over):
+        if (wait and over) or not (wait or watch):
             return
-        time.sleep(_WATCH_SECONDS if watch else 2.0)
+        time.sleep(_WATCH_SECONDS)  # squeue(1), PERFORMANCE: do not ask in a loop
 
 
 def _collect(
@@ -102,7 +102,8 @@ def _show(rows: list[RunStatus], *, as_json: bool) -> None:
 def _cells(row: RunStatus) -> list[str]:
     from hpctrain.units import short_duration
 
-    step = None if row.step is None else f"{row.step:,}/{row.target_step:,}"
+    target = "-" if row.target_step is None else f"{row.target_step:,}"
+    step = None if row.step is None else f"{row.step:,}/{target}"
     updated = None if row.updated_seconds_ago is None else short_duration(row.updated_seconds_ago)
     if row.stale:
         updated = f"{updated} stale"
@@ -172,11 +173,15 @@ def logs(run: str, rank: int | None, attempt: int | None, follow: bool, runs: Pa
     from hpctrain.actions import logs as action
     from hpctrain.actions.runs import find_run, runs_directory
 
+    if attempt is not None and (rank is None or follow):
+        raise click.UsageError("--attempt goes with --rank and without --follow")
     found = find_run(runs_directory(runs), run)
     if follow:
         _follow(found.run_id, rank, runs)
         return
     paths = action.job_logs(found) if rank is None else action.rank_logs(found, rank, attempt)
+    if not paths:
+        say(f"run `{found.run_id}` has no log yet")
     for path in paths:
         click.echo(path.read_text(errors="replace"), nl=False)
 

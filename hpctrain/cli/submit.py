@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -17,6 +18,10 @@ from hpctrain.cli.options import (
     yes_option,
 )
 from hpctrain.cli.output import say
+
+if TYPE_CHECKING:
+    from hpctrain.actions.prepare import Prepared
+    from hpctrain.actions.submit import Submitted
 
 
 @click.command()
@@ -56,6 +61,8 @@ def submit(
     from hpctrain.actions.runs import runs_directory
     from hpctrain.cli.plan_text import plan_lines
 
+    if as_json and (dry_run or check):
+        raise click.UsageError("--json tells what was submitted: not with --dry-run or --check")
     directory = runs_directory(runs)
     prepared = prepare(spec, profile, overrides, runs=directory, template_directory=template_dir)
     for line in plan_lines(prepared.plan):
@@ -71,28 +78,30 @@ def submit(
     _submit(prepared, directory, yes=yes, as_json=as_json)
 
 
-def _check(prepared: object) -> None:
+def _check(prepared: Prepared) -> None:
     from hpctrain.actions import submit as action
-    from hpctrain.actions.prepare import Prepared
     from hpctrain.slurm.client import SlurmClient
 
-    assert isinstance(prepared, Prepared)
     answer = action.check(prepared, SlurmClient())
     say(f"Slurm accepts the script: {answer.text}")
 
 
-def _submit(prepared: object, directory: Path, *, yes: bool, as_json: bool) -> None:
+def _submit(prepared: Prepared, directory: Path, *, yes: bool, as_json: bool) -> None:
     from hpctrain.actions import submit as action
-    from hpctrain.actions.prepare import Prepared
     from hpctrain.slurm.client import SlurmClient
 
-    assert isinstance(prepared, Prepared)
     action.check_data(prepared)
-    partition = prepared.spec.document.resources.partition or "the default"
-    if not confirm(f"Submit to partition `{partition}`?", yes=yes):
+    if not confirm(f"Submit to partition `{_partition(prepared)}`?", yes=yes):
         raise click.Abort
     submitted = action.submit(prepared, directory, SlurmClient())
     _announce(submitted, as_json=as_json)
+
+
+def _partition(prepared: Prepared) -> str:
+    """The partition that the script asks for; the planner has made sure that it exists."""
+    wanted = prepared.spec.document.resources.partition
+    partition = prepared.profile.document.slurm.partition(wanted)
+    return partition.name if partition else "-"
 
 
 @click.command()
@@ -117,10 +126,7 @@ def resubmit(run: str, runs: Path | None, yes: bool, as_json: bool) -> None:
     _announce(action.resubmit(found, SlurmClient()), as_json=as_json)
 
 
-def _announce(submitted: object, *, as_json: bool) -> None:
-    from hpctrain.actions.submit import Submitted
-
-    assert isinstance(submitted, Submitted)
+def _announce(submitted: Submitted, *, as_json: bool) -> None:
     if as_json:
         import json
 

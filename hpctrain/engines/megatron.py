@@ -11,7 +11,8 @@ from __future__ import annotations
 from typing import Literal
 
 from hpctrain.plan.documents import Plan
-from hpctrain.spec.run import Document, RunSpec
+from hpctrain.spec.document import Document
+from hpctrain.spec.run import RunSpec
 
 
 class TrainConfig(Document):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from hpctrain.spec.run import Document
+from hpctrain.spec.document import Document
 
 Axis = Literal["tp", "cp", "dp", "pp"]
 Recompute = Literal["none", "selective", "full"]

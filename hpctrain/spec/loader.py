@@ -22,8 +22,9 @@ from hpctrain.spec.positions import Parsed, dotted, parse_yaml
 from hpctrain.spec.syntax import Place
 
 if TYPE_CHECKING:
+    from hpctrain.spec.document import Document
     from hpctrain.spec.profile import ClusterProfile
-    from hpctrain.spec.run import Document, RunSpec
+    from hpctrain.spec.run import RunSpec
 
 DocumentT = TypeVar("DocumentT", bound="Document")
 MAX_FILE_BYTES = 2**20

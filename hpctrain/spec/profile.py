@@ -7,11 +7,12 @@ planner asks no cluster), or anything about a model.
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Literal, Self, get_args
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
-from hpctrain.spec.run import Document, Name, VariableName
+from hpctrain.spec.document import Document
+from hpctrain.spec.run import Name, RunSpec, VariableName
 from hpctrain.units import Bandwidth, ByteSize, Duration, FlopRate
 
 
@@ -204,6 +205,25 @@ class ClusterProfile(Document):
         (), description="Spec fields that a spec may not set here, such as `resources.qos`"
     )
 
+    @field_validator("locked")
+    @classmethod
+    def _locked_fields_exist(cls, paths: tuple[str, ...]) -> tuple[str, ...]:
+        for path in paths:
+            if not has_field(RunSpec, path):
+                raise ValueError(f"`{path}` is no field of a run spec")
+        return paths
+
     @property
     def gpu_count(self) -> int:
         return self.nodes.count * self.gpu.per_node
+
+
+def has_field(document: type[BaseModel], path: str) -> bool:
+    """True if a dotted path such as `resources.qos` names a field of a document class."""
+    part, _, rest = path.partition(".")
+    for name, field in document.model_fields.items():
+        if part == (field.alias or name):
+            inner = [kind for kind in (field.annotation, *get_args(field.annotation)) if kind]
+            sections = [k for k in inner if isinstance(k, type) and issubclass(k, BaseModel)]
+            return not rest or any(has_field(section, rest) for section in sections)
+    return False

@@ -9,18 +9,13 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from hpctrain.spec.document import Document
 from hpctrain.units import ByteSize, Duration, TokenCount
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
-
-
-class Document(BaseModel):
-    """Base of all parts of a spec or a profile: frozen, and unknown keys are errors."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
 
 class ModelSpec(Document):
@@ -313,7 +308,7 @@ class RunSpec(Document):
         "auto", description="An explicit layout, or `auto` to let the planner choose"
     )
     recompute: Literal["none", "selective", "full"] = Field(
-        "selective", description="Activation recomputation (Korthikanti et al. 2022)"
+        "none", description="Activation recomputation (Korthikanti et al. 2022)"
     )
     checkpoint: CheckpointSpec
     evaluation: EvaluationSpec = EvaluationSpec()
@@ -325,6 +320,16 @@ class RunSpec(Document):
     seed: int = Field(
         1234, ge=0, lt=2**31, description="Seed of initial weights, data order and dropout"
     )
+
+    @model_validator(mode="after")
+    def _warm_up_ends(self) -> Self:
+        decay_steps = self.schedule.decay_steps or self.train_steps
+        if self.schedule.warmup_steps >= decay_steps:
+            raise ValueError(
+                f"schedule.warmup_steps {self.schedule.warmup_steps} must be below "
+                f"the {decay_steps} steps over which the learning rate decays"
+            )
+        return self
 
     @property
     def train_steps(self) -> int:

@@ -13,7 +13,7 @@ from hpctrain.durable import create_exclusive
 
 def current_epoch(epochs: Path) -> int:
     """The highest epoch taken so far, 0 before the first launch."""
-    numbers = (int(path.stem) for path in epochs.glob("[0-9]*.json"))
+    numbers = (int(path.stem) for path in epochs.glob("[0-9]*.json") if path.stem.isdigit())
     return max(numbers, default=0)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-from hpctrain.spec.run import Document
+from hpctrain.spec.document import Document
 
 
 class SuperviseConfig(Document):

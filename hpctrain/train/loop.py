@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hpctrain.train.control import Agreement, Control
@@ -36,7 +36,7 @@ class Loop:
     saver: Saver
     reporter: Reporter
     position: Position
-    saved_at: float = 0.0
+    saved_at: float = field(default_factory=time.monotonic)
 
     def run(self) -> Ending:
         """Train until the target step or until a rank was asked to stop; saves before it ends."""
@@ -47,12 +47,13 @@ class Loop:
         stopping = self.control.agree_to_stop(self._asked_to_stop())
         trained = False
         while self.position.step < target and not stopping:
-            agreed = self._one_step()
+            agreed = self.one_step()
             stopping, trained = agreed.stop, True
         self._save_the_end(trained)
         return "done" if self.position.step >= target else "yielded"
 
-    def _one_step(self) -> Agreement:
+    def one_step(self) -> Agreement:
+        """One optimizer step with everything that belongs to it."""
         started_at = time.perf_counter()
         totals, grad_norm, learning_rate = self._update()
         agreed = self.control.result()

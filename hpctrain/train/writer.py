@@ -10,11 +10,13 @@ Belongs here: the process. Does not belong here: what is saved and when.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import os
 import pickle
 import queue
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -91,10 +93,11 @@ class Writer:
 
     def what_happened(self) -> str:
         """For the message of a failure."""
-        if self._process is None:
-            return "it had nothing to write"
+        assert self._process is not None, "a rank without a writer cannot have failed"
         if self._process.is_alive():
-            return f"it did not finish within {DEADLINE_SECONDS:.0f} s"
+            return f"it did not finish within {DEADLINE_SECONDS:g} s"
+        with contextlib.suppress(queue.Empty):
+            return str(self._results.get_nowait())
         return f"it ended with exit code {self._process.exitcode}"
 
     def collect(self) -> None:
@@ -115,17 +118,17 @@ def _write(rank: int, transforms: list[Any], buckets: list[Any], results: Result
     """In the forked process: write the buckets, digest the files, report."""
     gc.disable()  # collecting could touch GPU memory that belongs to the parent
     os.nice(5)  # training goes first
-    outcome: Any = {}
-    for number, bucket in enumerate(buckets):
-        written = _write_bucket(transforms, number, bucket)
-        if isinstance(written, Exception):
-            outcome = written
-            break
-        outcome[number] = written
-    else:
+    try:
+        written = {
+            number: _write_bucket(transforms, number, bucket)
+            for number, bucket in enumerate(buckets)
+        }
         paths = [Path(bucket[0]) for bucket in buckets]
         write_rank_digests(paths[0].parent, rank, [path.name for path in paths])
-    results.put(outcome)
+        results.put(written)
+    except Exception as error:
+        results.put(f"{type(error).__name__}: {error}")
+        sys.exit(1)
 
 
 def _write_bucket(transforms: list[Any], number: int, bucket: Any) -> Any:
@@ -136,4 +139,7 @@ def _write_bucket(transforms: list[Any], number: int, bucket: Any) -> Any:
     filesystem_async.FileSystemWriterAsync.write_preloaded_data(
         transforms, number, bucket, answers, running, True
     )
-    return answers.get()[1]
+    _, written = answers.get()
+    if isinstance(written, Exception):
+        raise written
+    return written

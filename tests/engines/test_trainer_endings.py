@@ -18,7 +18,7 @@ from hpctrain.train import writer
 
 YIELDED, REFUSED, CRASHED = TrainerExit.YIELDED, TrainerExit.CONFIG_ERROR, TrainerExit.CRASH
 DP2 = dict(data_parallel_size=2)
-LONG = dict(train_steps=40, lr_decay_steps=40)
+LONG = dict(train_steps=16, lr_decay_steps=16)
 
 
 def test_done(gpt_reference: Trial) -> None:
@@ -50,7 +50,7 @@ def test_stop_saves_and_the_resume_is_exact(how: str, trial: Callable[..., Trial
         ranks.signal(getattr(signal, how), 1)
     assert ranks.wait(LIMIT_SECONDS) == [YIELDED, YIELDED], ranks.log()
     last = max(stopped.losses)
-    assert last < 40
+    assert last < 16
     assert published_steps(stopped.run.checkpoints)[-1] == last
     assert not list(stopped.run.checkpoints.glob("*.partial-*"))
     (record,) = stopped.exits()
@@ -62,7 +62,7 @@ def test_stop_saves_and_the_resume_is_exact(how: str, trial: Callable[..., Trial
         whole = trial(**LONG, **DP2)
         assert whole.train() == [0, 0]
         assert stopped.exact == whole.exact
-        assert len(whole.exact) == len(stopped.rows) == 40
+        assert len(whole.exact) == len(stopped.rows) == 16
 
 
 def test_signal_during_start_up(trial: Callable[..., Trial]) -> None:
@@ -99,7 +99,7 @@ def _stop_after_first_update() -> None:
 
 
 def test_a_stale_launch_publishes_nothing(trial: Callable[..., Trial]) -> None:
-    stale = trial(save_interval_steps=20, **LONG, **DP2)
+    stale = trial(save_interval_steps=12, **LONG, **DP2)
     assert claim_epoch(stale.run.epochs, "first") == 1
     ranks = stale.start(epoch=1)
     stale.wait_for_step(1, ranks)
@@ -178,10 +178,8 @@ def test_a_damaged_checkpoint_is_named(gpt_reference: Trial, trial: Callable[...
 
 def test_not_a_number_stops_the_run(trial: Callable[..., Trial]) -> None:
     """An overflowing learning rate must not be trained on, nor saved."""
-    wild = trial(lr=1e38, min_lr=0.0, clip_grad=0.0, save_interval_steps=100)
+    wild = trial(lr=1e25, min_lr=0.0, clip_grad=0.0, save_interval_steps=100)
     codes = wild.train()
     assert codes == [CRASHED]
-    assert "found NaN" in (wild.exits()[0].message or "") or "found Inf" in (
-        wild.exits()[0].message or ""
-    )
+    assert "in local grad norm" in (wild.exits()[0].message or "")
     assert published_steps(wild.run.checkpoints) == []

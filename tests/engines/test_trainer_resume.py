@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trial_runs import Trial, largest_difference
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from trial_runs import LIMIT_SECONDS, Trial, largest_difference
 
 from hpctrain.checkpoints.discover import inspect
 from hpctrain.checkpoints.manifest import checkpoint_name, digest_file, read_manifest
-from hpctrain.train import model
+from hpctrain.train import model, prefork
 
 TP2_PP2 = dict(
     tensor_model_parallel_size=2,
@@ -95,3 +98,30 @@ def test_saves_by_the_clock(trial: Callable[..., Trial]) -> None:
 
 def _steps(root: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("iter_")) for path in root.glob("iter_???????"))
+
+
+def _weights(trial: Trial, step: int) -> dict[str, torch.Tensor]:
+    """The model's tensors in a checkpoint, read by a process of its own."""
+    found = trial.run.directory / "weights.pt"
+
+    def read() -> None:
+        dist.init_process_group("gloo", rank=0, world_size=1)
+        directory = trial.run.checkpoints / checkpoint_name(step)
+        tensors = dist_checkpointing.load_plain_tensors(str(directory))
+        torch.save({k: v for k, v in tensors.items() if not k.startswith("optimizer")}, found)
+
+    ranks = prefork.fork(read, 1, trial.run.logs)
+    assert ranks.wait(LIMIT_SECONDS) == [0], ranks.log()
+    loaded: dict[str, torch.Tensor] = torch.load(found)
+    return loaded
+
+
+def test_saved_weights_are_those_of_the_last_step(trial: Callable[..., Trial]) -> None:
+    """With overlap_param_gather half of each rank's weights are one step old until gathered."""
+    plain, overlapped = trial(train_steps=3, data_parallel_size=2), trial(train_steps=3, **DP2)
+    assert plain.train() == overlapped.train() == [0, 0]
+    expected, found = _weights(plain, 3), _weights(overlapped, 3)
+    assert expected.keys() == found.keys()
+    assert any("linear_fc1" in name for name in expected)
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, atol=1e-5, rtol=0, msg=name)

@@ -8,23 +8,31 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rehearsal import STEPS, Stage
 
+from hpctrain.actions.runs import RunFiles
+from hpctrain.actions.state import RunState
 from hpctrain.sandbox.repair import repair
 from hpctrain.sandbox.sandbox import Sandbox
-from hpctrain.sandbox.shape import default_shape
+from hpctrain.sandbox.shape import PartitionShape, default_shape
+from hpctrain.store.signs import read_metrics
 
 
 @pytest.fixture(scope="session")
 def sandbox() -> Iterator[Sandbox]:
-    """4 nodes with 2 GPUs; `train` is preempted by `urgent` with 20 s of grace."""
+    """4 nodes with 2 GPUs; `urgent` preempts `train` (20 s of grace) and `sudden` (none)."""
     # A short name, so that sockets fit into it; pytest's own directories are long.
     parent = Path(tempfile.mkdtemp(prefix="ht-", dir="/tmp"))
     box = None
     try:
-        box = Sandbox.create(parent / "s", default_shape(nodes=4, gpus_per_node=2))
+        shape = default_shape(nodes=4, gpus_per_node=2)
+        sudden = PartitionShape("sudden", preempt_mode="REQUEUE", grace_seconds=0)
+        shape = replace(shape, partitions=(*shape.partitions, sudden))
+        box = Sandbox.create(parent / "s", shape)
         box.up()
         yield box
     finally:
@@ -38,3 +46,21 @@ def clean_slate(sandbox: Sandbox) -> Iterator[None]:
     """After each test: no jobs, no dead or frozen daemon, every node idle."""
     yield
     repair(sandbox)
+
+
+@pytest.fixture(scope="session")
+def stage(sandbox: Sandbox, tmp_path_factory: pytest.TempPathFactory) -> Stage:
+    """A place to start rehearsals at."""
+    return Stage(sandbox, tmp_path_factory.mktemp("stage"))
+
+
+@pytest.fixture(scope="session")
+def reference(stage: Stage) -> RunFiles:
+    """The run that nothing happens to; all others must have its losses."""
+    rehearsal = stage.start("name=reference")
+    row = rehearsal.wait_till_over()
+    assert row.state is RunState.DONE, rehearsal.logs()
+    assert [metrics.step for metrics in read_metrics(rehearsal.run.layout)] == [
+        *range(1, STEPS + 1)
+    ]
+    return rehearsal.run

@@ -55,4 +55,5 @@ def test_the_highest_number_owns_whatever_lies_about(tmp_path: Path) -> None:
 def test_numbers_beyond_six_digits_count_as_numbers(tmp_path: Path) -> None:
     (tmp_path / "999999.json").touch()
     assert claim_epoch(tmp_path, "x") == 1_000_000
+    assert current_epoch(tmp_path) == 1_000_000
     assert claim_epoch(tmp_path, "x") == 1_000_001

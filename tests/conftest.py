@@ -1,0 +1,27 @@
+"""What every test starts from: an environment that does not depend on who runs the tests.
+
+A shell on a cluster is full of variables that change what Slurm, the trainer or hpctrain do.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+_FOREIGN = ("HPCTRAIN_", "NCCL_", "SACCT_", "SBATCH_", "SINFO_", "SLURM_", "SQUEUE_", "WANDB_")
+
+# At import: before session fixtures, and before anything that reads the environment is imported.
+for _name in [name for name in os.environ if name.startswith(_FOREIGN)]:
+    del os.environ[_name]
+os.environ.update(NO_COLOR="1", COLUMNS="100", TZ="UTC0", OMP_NUM_THREADS="1")
+time.tzset()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--write-golden",
+        action="store_true",
+        help="Write the files of tests/golden anew instead of comparing with them.",
+    )

@@ -1,0 +1,94 @@
+"""The corrections of megatron-core that would otherwise give wrong numbers without a word.
+
+Each is also left out once: when such a test fails, megatron-core has learnt it and the correction
+can go.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from trial_runs import LIMIT_SECONDS, Trial, largest_difference
+
+from hpctrain.train import mcore_fixes, model, prefork
+
+DP2 = dict(data_parallel_size=2, overlap_grad_reduce=True, overlap_param_gather=True)
+
+
+def test_tensor_parallel_ranks_draw_different_masks(trial: Callable[..., Trial]) -> None:
+    """cpu._rng_trackers: without it the tracker never switches and both ranks draw the same."""
+    drawn = trial(tensor_model_parallel_size=2)
+    answers = drawn.run.directory
+
+    def draw() -> None:
+        from megatron.core import tensor_parallel
+
+        from hpctrain.train.launch import read_launch
+        from hpctrain.train.mesh import open_mesh
+
+        mesh = open_mesh(drawn.config, read_launch(os.environ))
+        outside = torch.rand(3).tolist()
+        with tensor_parallel.get_cuda_rng_tracker().fork():
+            inside = torch.rand(3).tolist()
+        again = torch.rand(3).tolist()
+        text = json.dumps([outside, inside, again])
+        (answers / f"drawn-{mesh.tensor_rank}").write_text(text)
+
+    codes = prefork.fork(draw, 2, drawn.run.logs).wait(LIMIT_SECONDS)
+    assert codes == [0, 0]
+    first, second = (json.loads((answers / f"drawn-{rank}").read_text()) for rank in (0, 1))
+    assert first[0] == second[0]
+    assert first[1] != second[1]
+    assert first[2] == second[2]
+    assert first[0] != first[2]
+
+
+def _small_buckets() -> None:
+    model.BUCKET_ELEMENTS = 3000
+
+
+def _small_buckets_without_the_fix() -> None:
+    _small_buckets()
+    mcore_fixes._bucket_padding = lambda: None
+
+
+def _shared_steps() -> None:
+    mcore_fixes._step_of_its_own = lambda: None
+
+
+def _resumed(trial: Callable[..., Trial], save: Any, load: Any) -> float:
+    """Largest loss difference of a resume on one process against the uninterrupted run."""
+    source = trial(save_interval_steps=2, **DP2)
+    assert source.train(prepare=save) == [0, 0]
+    target = trial()
+    target.adopt(source, 2)
+    assert target.train(resume=2, prepare=load) == [0]
+    return largest_difference(target, source, 3)[0]
+
+
+def test_padded_buckets_are_saved_wrongly_without_the_fix(trial: Callable[..., Trial]) -> None:
+    """With it: test_trainer_resume.py, test_resume_at_other_layouts."""
+    assert _resumed(trial, _small_buckets_without_the_fix, None) > 1e-3
+
+
+def test_steps_are_shared_without_the_fix(trial: Callable[..., Trial]) -> None:
+    """With it: every test of test_trainer_layouts.py."""
+    assert _resumed(trial, None, _shared_steps) > 1e-3
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_distributed_optimizer": False}])
+def test_both_kinds_of_optimizer_resume_exactly(
+    settings: dict[str, Any], trial: Callable[..., Trial]
+) -> None:
+    """prime_adam and the two corrections of `step`; the second kind is one without sharding."""
+    whole = trial(save_interval_steps=2, precision="bf16", **settings)
+    assert whole.train() == [0]
+    resumed = trial(precision="bf16", **settings)
+    resumed.adopt(whole, 4)
+    assert resumed.train(resume=4) == [0]
+    assert resumed.exact == {step: whole.exact[step] for step in (5, 6)}

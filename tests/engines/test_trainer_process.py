@@ -1,0 +1,90 @@
+"""The trainer as srun starts it: `python -m hpctrain.train`, real processes, no fork launcher."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from trial_runs import LIMIT_SECONDS, Trial
+
+from hpctrain.store.signs import TrainerExit
+
+# Sends itself SIGTERM at the moment when torch begins to be imported.
+_TERM_WHILE_IMPORTING = """
+import os, runpy, signal, sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return None
+
+sys.meta_path.insert(0, Finder())
+sys.argv = ["train", sys.argv[1]]
+runpy.run_module("hpctrain.train", run_name="__main__")
+"""
+
+
+def _environment(rank: int, world_size: int) -> dict[str, str]:
+    """What srun sets, without any variable of another launcher."""
+    kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
+    return kept | {
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank),
+        "SLURM_NTASKS": str(world_size),
+        "SLURMD_NODENAME": f"node{rank}",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(29000 + os.getpid() % 2000),
+        "HPCTRAIN_EPOCH": "0",
+    }
+
+
+def _start(program: list[str], path: Path, rank: int, world_size: int) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *program, str(path)],
+        env=_environment(rank, world_size),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_as_srun_starts_it(trial: Callable[..., Trial]) -> None:
+    made = trial(train_steps=2, data_parallel_size=2, save_interval_steps=1)
+    ranks = [_start(["-m", "hpctrain.train"], made.run.train_config, rank, 2) for rank in range(2)]
+    outputs = [rank.communicate(timeout=LIMIT_SECONDS) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    log = outputs[0][0].splitlines()
+    assert log[0] == "event=start step=0 world_size=2"
+    assert [line.split()[1] for line in log if line.startswith("event=step")] == [
+        "step=1/2",
+        "step=2/2",
+    ]
+    assert outputs[1] == ("", "")
+    assert outputs[0][1] == ""
+    assert made.exits()[0].node == "node0"
+
+
+def test_a_signal_while_torch_is_imported(trial: Callable[..., Trial]) -> None:
+    made = trial()
+    rank = _start(["-c", _TERM_WHILE_IMPORTING], made.run.train_config, 0, 1)
+    output = rank.communicate(timeout=LIMIT_SECONDS)
+    assert rank.returncode == TrainerExit.YIELDED, output
+    assert made.rows == []
+
+
+def test_no_launcher(trial: Callable[..., Trial]) -> None:
+    made = trial()
+    done = subprocess.run(
+        [sys.executable, "-m", "hpctrain.train", str(made.run.train_config)],
+        env={"PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_SECONDS,
+    )
+    assert done.returncode == TrainerExit.CONFIG_ERROR
+    assert done.stderr == "none of RANK, SLURM_PROCID is set: start this with srun\n"

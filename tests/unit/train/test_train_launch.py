@@ -1,0 +1,72 @@
+"""Reading the launcher's environment, and remembering stop signals."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpctrain.errors import InvalidInputError
+from hpctrain.train.launch import Launch, quiet_defaults, read_launch
+from hpctrain.train.stop import stop_file_exists
+
+SLURM = {
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "16",
+    "SLURM_LOCALID": "1",
+    "SLURMD_NODENAME": "n002",
+}
+
+
+def test_srun_says_who_we_are() -> None:
+    environment = {**SLURM, "HPCTRAIN_EPOCH": "3", "HPCTRAIN_RESUME": "iter_0000012"}
+    assert read_launch(environment) == Launch(5, 16, 1, "n002", 3, "iter_0000012")
+
+
+def test_another_launcher_wins_over_srun() -> None:
+    launch = read_launch({**SLURM, "RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0"})
+    assert (launch.rank, launch.world_size, launch.local_rank) == (2, 4, 0)
+    assert (launch.epoch, launch.resume) == (0, "")
+    assert not launch.leads
+
+
+def test_what_is_missing_or_wrong_is_named() -> None:
+    with pytest.raises(InvalidInputError, match="none of RANK, SLURM_PROCID is set"):
+        read_launch({})
+    with pytest.raises(InvalidInputError, match="HPCTRAIN_EPOCH is not a number: 'two'"):
+        read_launch({**SLURM, "HPCTRAIN_EPOCH": "two"})
+
+
+def test_the_user_may_choose_the_number_of_threads() -> None:
+    assert quiet_defaults({})["OMP_NUM_THREADS"] == "1"
+    assert "OMP_NUM_THREADS" not in quiet_defaults({"OMP_NUM_THREADS": "8"})
+
+
+def test_signals_are_remembered_and_do_not_kill() -> None:
+    program = (
+        "import os, signal\n"
+        "from hpctrain.train.stop import StopSignals\n"
+        "stop = StopSignals()\n"
+        "stop.install()\n"
+        "assert not stop.requested\n"
+        "os.kill(os.getpid(), signal.SIGCONT)\n"
+        "assert not stop.requested\n"
+        "for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR2):\n"
+        "    os.kill(os.getpid(), number)\n"
+        "print(stop.requested, stop.name)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "True SIGUSR1\n"
+
+
+def test_the_stop_file(tmp_path: Path) -> None:
+    path = tmp_path / "stop"
+    assert not stop_file_exists(path)
+    path.touch()
+    assert stop_file_exists(path)
+    assert not stop_file_exists(Path(os.devnull) / "stop")

@@ -1,0 +1,146 @@
+"""What the trainer refuses before torch is imported, and how it says so."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpctrain.checkpoints.manifest import Manifest, checkpoint_name
+from hpctrain.engines.megatron import TrainConfig
+from hpctrain.errors import InvalidInputError
+from hpctrain.store.epochs import claim_epoch
+from hpctrain.store.layout import RunLayout
+from hpctrain.train.job import Job, read_config
+from hpctrain.train.launch import Launch
+from hpctrain.train.preflight import check
+from hpctrain.train.stop import StopSignals
+
+GOOD: dict[str, Any] = dict(
+    run_name="tiny", num_layers=4, hidden_size=64, ffn_hidden_size=128, num_attention_heads=4,
+    num_query_groups=4, kv_channels=16, vocab_size=250, padded_vocab_size=256, seq_length=32,
+    activation="gelu", normalization="LayerNorm", layernorm_epsilon=1e-5,
+    position_embedding_type="learned_absolute", rotary_base=10000,
+    share_embeddings_and_output_weights=True, add_bias_linear=True, dropout=0.0,
+    transformer_impl="auto", tensor_model_parallel_size=2, pipeline_model_parallel_size=2,
+    virtual_pipeline_model_parallel_size=None, context_parallel_size=1, data_parallel_size=1,
+    sequence_parallel=False, pipeline_layer_split=((2,), (2,)),
+    account_for_embedding_in_pipeline_split=False, account_for_loss_in_pipeline_split=False,
+    micro_batch_size=2, global_batch_size=8, train_steps=6, precision="fp32",
+    recompute_granularity=None, deterministic_mode=False, seed=1, lr=1e-3, min_lr=0.0,
+    lr_decay_style="cosine", lr_warmup_steps=1, lr_decay_steps=6, adam_beta1=0.9,
+    adam_beta2=0.95, adam_eps=1e-8, weight_decay=0.1, clip_grad=1.0,
+    use_distributed_optimizer=True, overlap_grad_reduce=False, overlap_param_gather=False,
+    data_blend=(), data_split="98,2,0", data_cache=None, tokenizer=None,
+    eval_interval_steps=None, eval_batches=1, save_interval_steps=None,
+    save_interval_seconds=None, async_save=False, keep_checkpoints=1, keep_every_steps=None,
+    log_interval_steps=1, distributed_timeout_seconds=60.0, model_flops_per_step=1.0,
+    peak_flops_per_gpu=None,
+)  # fmt: skip
+
+
+def job(
+    directory: Path, *, epoch: int = 0, resume: str = "", world: int = 4, **changes: Any
+) -> Job:
+    run = RunLayout(directory / "run")
+    if not run.directory.exists():
+        run.create()
+    launch = Launch(0, world, 0, "node", epoch, resume)
+    return Job(TrainConfig(**{**GOOD, **changes}), launch, run, StopSignals())
+
+
+def problems(made: Job) -> str:
+    with pytest.raises(InvalidInputError) as caught:
+        check(made)
+    return str(caught.value)
+
+
+def test_a_good_job_passes(tmp_path: Path) -> None:
+    check(job(tmp_path))
+
+
+def test_the_checks_do_without_torch() -> None:
+    """They run, and signals are taken, before the seconds in which torch is imported."""
+    program = (
+        "import sys, hpctrain.train.entry\n"
+        "print([name for name in ('torch', 'megatron', 'numpy') if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "[]\n"
+
+
+INTERLEAVED = dict(virtual_pipeline_model_parallel_size=2, pipeline_layer_split=((1, 1), (1, 1)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (dict(world=3), "needs 4 processes, but 3 were started"),
+        (dict(global_batch_size=7), "global_batch_size 7 is not divisible"),
+        (dict(num_query_groups=1), "num_query_groups 1 is not divisible by tp 2"),
+        (dict(padded_vocab_size=251), "padded_vocab_size 251 is not divisible by tp 2"),
+        (dict(sequence_parallel=True, seq_length=33), "sequence_parallel needs tp > 1"),
+        (dict(padded_vocab_size=128), "padded_vocab_size is below vocab_size 250"),
+        (dict(pipeline_layer_split=((2,), (1,))), "does not add up to 4 layers"),
+        (dict(pipeline_layer_split=((4,),)), "must have 2 stages of 1 chunks"),
+        (dict(INTERLEAVED, global_batch_size=6), "microbatches divisible by pp 2, got 3"),
+        (dict(lr_warmup_steps=6), "lr_warmup_steps 6 must be below"),
+        (dict(min_lr=1.0), "min_lr 1 is above lr 0.001"),
+        (dict(context_parallel_size=2, world=8), "needs TransformerEngine"),
+        (dict(transformer_impl="transformer_engine"), "not installed"),
+        (dict(data_blend=((1.0, "/nowhere/data"),)), "/nowhere/data.idx: data file not found"),
+        (dict(resume="newest"), "not a checkpoint's name: 'newest'"),
+        (dict(resume="iter_0000004"), "does not exist"),
+    ],
+)
+def test_refused(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    assert words in problems(job(tmp_path, **changes))
+
+
+def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
+    told = problems(job(tmp_path, world=3, min_lr=1.0))
+    assert len(told.splitlines()) == 2
+
+
+def test_no_start_at_step_0_beside_a_checkpoint(tmp_path: Path) -> None:
+    made = job(tmp_path)
+    (made.run.checkpoints / checkpoint_name(4)).mkdir()
+    assert "asked to start from step 0, but iter_0000004 exists" in problems(made)
+
+
+def test_no_resume_without_a_manifest(tmp_path: Path) -> None:
+    made = job(tmp_path, resume=checkpoint_name(4))
+    directory = made.run.checkpoints / checkpoint_name(4)
+    directory.mkdir()
+    assert "no readable manifest" in problems(made)
+    manifest = Manifest(
+        step=4, epoch=0, engine="megatron", layout="", world_size=4, consumed_samples=32,
+        time=0.0, files=(),
+    )  # fmt: skip
+    (directory / "manifest.json").write_text(manifest.model_dump_json())
+    check(made)
+
+
+def test_no_launch_without_an_epoch_once_there_were_some(tmp_path: Path) -> None:
+    made = job(tmp_path)
+    claim_epoch(made.run.epochs, "somebody")
+    assert "HPCTRAIN_EPOCH is not set" in problems(made)
+    check(job(tmp_path, epoch=1))
+
+
+def test_train_json_is_read_with_all_its_problems(tmp_path: Path) -> None:
+    path = tmp_path / "train.json"
+    with pytest.raises(InvalidInputError, match=r"train\.json: No such file"):
+        read_config(path)
+    path.write_text(TrainConfig(**GOOD).model_dump_json())
+    assert read_config(path) == TrainConfig(**GOOD)
+    path.write_text('{"run_name": "x", "colour": "red"}')
+    with pytest.raises(InvalidInputError) as caught:
+        read_config(path)
+    assert "colour: Extra inputs are not permitted" in str(caught.value)
+    assert "num_layers: Field required" in str(caught.value)
