@@ -4,7 +4,7 @@ Both run in the same four processes (TP 2 x PP 2, gloo) on the same model, data 
 alternating blocks, so that whatever else the machine does hits both. Printed: the median step of
 each, and the median over blocks of the ratio of neighbours. Exit code 1 above the limit.
 
-    python bench/trainer_overhead.py [--blocks 12] [--steps 6] [--limit 1.02]
+    python bench/trainer_overhead.py [--blocks 20] [--steps 2] [--limit 1.02]
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LIMIT_SECONDS = 1800.0
 
 CONFIG = TrainConfig(
     run_name="overhead",
-    num_layers=8,
+    num_layers=4,
     hidden_size=256,
     ffn_hidden_size=1024,
     num_attention_heads=8,
@@ -57,7 +57,7 @@ CONFIG = TrainConfig(
     context_parallel_size=1,
     data_parallel_size=1,
     sequence_parallel=False,
-    pipeline_layer_split=((4,), (4,)),
+    pipeline_layer_split=((2,), (2,)),
     account_for_embedding_in_pipeline_split=False,
     account_for_loss_in_pipeline_split=False,
     micro_batch_size=2,
@@ -159,8 +159,8 @@ def report(seconds: dict[str, list[float]], limit: float) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--blocks", type=int, default=12)
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--blocks", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--limit", type=float, default=1.02)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:

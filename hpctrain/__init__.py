@@ -1,7 +1,38 @@
-"""hpctrain: plan, generate and supervise the training of large models on Slurm clusters."""
+"""hpctrain: plan, generate and supervise the training of large models on Slurm clusters.
+
+    import hpctrain
+    run = hpctrain.submit("examples/gpt175b.yaml", "a100x64")
+    run.wait()
+
+The names below are imported when they are used, so that `import hpctrain` costs nothing.
+"""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from hpctrain.version import __version__
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from hpctrain.actions.handle import Run, make_plan, open_run
+    from hpctrain.actions.handle import submit_run as submit
+    from hpctrain.actions.state import RunState
+
+__all__ = ["Run", "RunState", "__version__", "make_plan", "open_run", "submit"]
+
+_PLACES = {
+    "Run": ("hpctrain.actions.handle", "Run"),
+    "RunState": ("hpctrain.actions.state", "RunState"),
+    "open_run": ("hpctrain.actions.handle", "open_run"),
+    "make_plan": ("hpctrain.actions.handle", "make_plan"),
+    "submit": ("hpctrain.actions.handle", "submit_run"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module 'hpctrain' has no attribute {name!r}")
+    import importlib
+
+    module, attribute = _PLACES[name]
+    return getattr(importlib.import_module(module), attribute)

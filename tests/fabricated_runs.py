@@ -5,6 +5,7 @@ The files are written by the same code as in a real run; only what they say is m
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -89,6 +90,8 @@ def fabricate(
     if done:
         marker = DoneMarker(step=TARGET_STEP, epoch=1, checkpoint="iter_0000060", time=NOW)
         write_record(layout.done, marker)
+    # `status` shows the newest ledger last; a file system's clock may be too coarse for tests.
+    os.utime(layout.ledger, (NOW, NOW + len(list(runs.iterdir()))))
     return RunFiles(layout)
 
 

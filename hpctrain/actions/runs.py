@@ -5,7 +5,6 @@ Belongs here: which directory is meant. Does not belong here: Slurm or the state
 
 from __future__ import annotations
 
-import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +42,7 @@ def all_runs(runs: Path) -> list[RunFiles]:
         return []
     found = [RunFiles(RunLayout(path)) for path in runs.iterdir() if path.is_dir()]
     with_ledger = [run for run in found if run.layout.ledger.exists()]
-    return sorted(with_ledger, key=lambda run: run.layout.ledger.stat().st_mtime)
+    return sorted(with_ledger, key=lambda run: (run.layout.ledger.stat().st_mtime_ns, run.run_id))
 
 
 def find_run(runs: Path, name: str) -> RunFiles:
@@ -75,6 +74,8 @@ def _nearest(name: str, runs: list[RunFiles]) -> str:
 
 def new_run_id(runs: Path, name: str, *digests: str) -> str:
     """`NAME-xxxx`: four hexadecimal digits of spec and profile, the next free ones if taken."""
+    import hashlib  # loads OpenSSL, which `status` does not need
+
     for number in range(65536):
         text = "\n".join((name, *digests, str(number)))
         run_id = f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:4]}"

@@ -20,6 +20,9 @@ from hpctrain.store.signs import Progress, StepMetrics, read_record, tail_metric
 from hpctrain.supervise.documents import SuperviseConfig
 from hpctrain.telemetry.rates import Row, recent_rates
 
+# What `recent_rates` looks at, and the first step of a launch, which it leaves out.
+_RECENT_STEPS = 21
+
 
 class RunStatus(BaseModel):
     """One row of `hpctrain status`; times in seconds, None when unknown."""
@@ -92,7 +95,7 @@ def _status(
     judged = judge(events, done=done, queued=queued, asked=asked, past=past)
     progress = read_record(run.layout.progress, Progress)
     config = _config(run)
-    rates = recent_rates([_row(metrics) for metrics in tail_metrics(run.layout, 64)])
+    rates = recent_rates([_row(metrics) for metrics in tail_metrics(run.layout, _RECENT_STEPS)])
     age = None if progress is None else max(0.0, time.time() - progress.time)
     step = progress.step if progress else None
     target = config.target_step if config else progress.target_step if progress else None

@@ -94,6 +94,8 @@ def cli(debug: bool) -> None:
 
 def main() -> None:
     """Entry point of the `hpctrain` program."""
+    # Looking for plugins of pydantic reads the metadata of every installed package.
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     debug = "--debug" in sys.argv or bool(os.environ.get("HPCTRAIN_DEBUG"))
     sys.exit(run(sys.argv[1:], debug=debug))
 

@@ -38,7 +38,10 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         shown.add_column(Text(header), justify="right" if numeric else "left", no_wrap=not terminal)
     for row in rows:
         shown.add_row(*(Text(cell) for cell in row))
-    console.print(shown)
+    with console.capture() as text:
+        console.print(shown)
+    for line in text.get().splitlines():
+        click.echo(line.rstrip())  # rich fills every line up to the width of the table
 
 
 def _is_number(cell: str) -> bool:

@@ -12,9 +12,9 @@ def plan_lines(plan: Plan) -> list[str]:
     """The summary that `plan` and `submit` show."""
     batch, peak = plan.batch, plan.memory[plan.peak_stage]
     return [
-        f"Plan      {plan.run_name} -> {plan.profile_name} ({plan.nodes.nodes} nodes x "
+        f"Plan      {plan.run_name} -> {plan.profile_name} ({_nodes(plan)} x "
         f"{plan.nodes.gpus_per_node} GPUs)   engine {plan.engine}   "
-        f"{plan.parameters / 1e9:.4g}B parameters",
+        f"{_short_count(plan.parameters)} parameters",
         f"Layout    {plan.layout}   ({_spans(plan)})",
         f"Batch     {batch.global_batch:,} = micro {batch.micro_batch} x accumulation "
         f"{batch.accumulation} x dp {plan.layout.dp}   {batch.tokens_per_step:,} tokens per step",
@@ -24,6 +24,19 @@ def plan_lines(plan: Plan) -> list[str]:
         f"{batch.train_steps * batch.tokens_per_step:,} tokens   recompute {plan.recompute}, "
         f"{plan.precision}",
     ]
+
+
+def _short_count(count: int) -> str:
+    """Four digits: 174.6B, 940.8K."""
+    for suffix, scale in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.4g}{suffix}"
+    return str(count)
+
+
+def _nodes(plan: Plan) -> str:
+    count = plan.nodes.nodes
+    return f"{count} node" if count == 1 else f"{count} nodes"
 
 
 def _spans(plan: Plan) -> str:

@@ -46,7 +46,13 @@ def sandbox() -> None:
     show_default=True,
     help="Take nodes, GPUs, partitions and switches from this profile.",
 )
-@click.option("--timeout", type=click.FloatRange(1), default=90.0, show_default=True)
+@click.option(
+    "--timeout",
+    type=click.FloatRange(1),
+    default=90.0,
+    show_default=True,
+    help="Seconds to wait for the nodes.",
+)
 def up(directory: Path, profile: str, timeout: float) -> None:
     """Start it and wait until every node is ready.
 

@@ -7,9 +7,11 @@ beyond the interpreter that is passed in.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.plan.documents import Plan
 from hpctrain.render.quoting import directive_value, sh
 from hpctrain.spec.profile import ClusterProfile, PartitionProfile
@@ -22,6 +24,10 @@ COMMENT_PREFIX = "hpctrain:"
 _INHERITED = ("HOME", "LANG", "PATH", "USER")
 # sbatch(1), --signal: the signal may come up to 60 s early; Slurm checks every 30 s.
 _SIGNAL_SLACK_SECONDS = 60
+# bash(1), Shell Variables; `export UID=0` would end the job after its time in the queue.
+_READ_ONLY = frozenset({"BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID"})
+# sbatch(1), --export: [ALL,]<variables>, NIL or NONE. A variable of that name would open the gate.
+_EXPORT_WORDS = frozenset({"ALL", "NIL", "NONE"})
 # Bytes per parameter of a checkpoint: bf16 weights + fp32 master weights and two moments.
 _CHECKPOINT_BYTES_PER_PARAMETER = 14
 
@@ -71,6 +77,10 @@ def build_script(spec: RunSpec, profile: ClusterProfile, plan: Plan, facts: Scri
     partition = profile.slurm.partition(spec.resources.partition)
     assert partition is not None, "the planner has checked the partition"
     python = profile.software.python or facts.python
+    if python.startswith("-"):
+        raise InvalidInputError([Problem(f"software.python: `{python}` reads as an option")])
+    _checked_variables((*spec.environment.variables, *spec.environment.inherit))
+    _checked_variables(variable.name for variable in profile.environment)
     return Script(
         title=f"{_one_line(spec.name)} on {profile.name}: {plan.nodes.nodes} nodes x "
         f"{plan.nodes.gpus_per_node} GPUs, {plan.engine}, {plan.batch.train_steps} steps",
@@ -93,8 +103,18 @@ def build_script(spec: RunSpec, profile: ClusterProfile, plan: Plan, facts: Scri
 
 
 def render_script(script: Script, template_directory: Path | None = None) -> str:
-    """The script's text. A site's `template_directory` wins over the packaged templates."""
-    from jinja2 import ChoiceLoader, Environment, FileSystemLoader, PackageLoader, StrictUndefined
+    """The script's text. A site's `template_directory` wins over the packaged templates.
+
+    Raises InvalidInputError for a template of the site that jinja2 cannot use.
+    """
+    from jinja2 import (
+        ChoiceLoader,
+        Environment,
+        FileSystemLoader,
+        PackageLoader,
+        StrictUndefined,
+        TemplateError,
+    )
 
     loaders = [PackageLoader("hpctrain", "templates")]
     site = [FileSystemLoader(template_directory)] if template_directory else []
@@ -107,7 +127,11 @@ def render_script(script: Script, template_directory: Path | None = None) -> str
         keep_trailing_newline=True,
     )
     environment.filters["sh"] = sh
-    return environment.get_template("sbatch/megatron.sbatch.j2").render(script=script)
+    try:
+        return environment.get_template("sbatch/megatron.sbatch.j2").render(script=script)
+    except TemplateError as error:
+        place = getattr(error, "name", None), getattr(error, "lineno", None)
+        raise InvalidInputError([Problem(f"job template: {error.message}", *place)]) from error
 
 
 def walltime(spec: RunSpec, profile: ClusterProfile, partition: PartitionProfile) -> Duration:
@@ -260,5 +284,28 @@ def _trainer(profile: ClusterProfile, python: str) -> tuple[str, ...]:
 
 
 def _one_line(text: str) -> str:
-    """Comments end at a line break, so none may come in with a value."""
-    return " ".join(text.split())
+    """Comments end at a line break, so none may come in with a value; nor anything invisible that
+    would show a reader of the script something else than bash sees.
+    """
+    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
+
+
+def _checked_variables(names: Iterable[str]) -> None:
+    """Refuse what bash or Slurm would not take as a variable. Raises InvalidInputError."""
+    problems = [
+        Problem(f"environment: `{name}` cannot be set in a job script: {why}")
+        for name in names
+        if (why := _why_not(name))
+    ]
+    if problems:
+        raise InvalidInputError(problems)
+
+
+def _why_not(name: str) -> str | None:
+    if name in _READ_ONLY:
+        return "it is read-only in bash"
+    if name.upper() in _EXPORT_WORDS:
+        return "sbatch and srun read it as a word of `--export`"
+    if name.startswith(("SLURM_", "HPCTRAIN_")):
+        return "Slurm and hpctrain set these themselves"
+    return None

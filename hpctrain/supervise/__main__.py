@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -20,6 +21,9 @@ def parse(arguments: list[str]) -> tuple[Path, list[str]]:
 
 def main() -> int:
     """Run the supervisor; the exit code becomes the job's."""
+    # Until the supervisor catches them (its imports take a while) they would kill this process.
+    early = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+    signal.pthread_sigmask(signal.SIG_BLOCK, early)
     try:
         run_directory, argv = parse(sys.argv[1:])
         from hpctrain.supervise.loop import Supervisor

@@ -50,22 +50,31 @@ def unfinished_attempt(events: Sequence[Event], current: Attempt) -> Event | Non
     for event in events:
         if event.event is EventKind.ATTEMPT_STARTED:
             open_start = event
-        elif event.event is EventKind.ATTEMPT_LOST or (
-            event.event is EventKind.ACTION and event.action != ActionKind.RELAUNCH
-        ):
+        elif open_start is not None and _key(event) == _key(open_start) and _closes(event):
             open_start = None
     if open_start is None:
         return None
-    same = (open_start.job_id, open_start.restart_count) == (current.job_id, current.restart_count)
+    same = _key(open_start) == (current.job_id, current.restart_count)
     return None if same else open_start
+
+
+def _key(event: Event) -> tuple[int | None, int | None]:
+    """Which attempt an event is of: an old supervisor may still write after a new one started."""
+    return event.job_id, event.restart_count
+
+
+def _closes(event: Event) -> bool:
+    ended = event.event is EventKind.ACTION and event.action != ActionKind.RELAUNCH
+    return ended or event.event is EventKind.ATTEMPT_LOST
 
 
 def why_lost(lost: Event, events: Sequence[Event], current: Attempt) -> tuple[Cause, str]:
     """The cause of an attempt that ended without a word from its supervisor."""
-    said = [e for e in events if e.time >= lost.time and e.event is EventKind.SIGNAL]
-    if said:
-        names = ", ".join(str(event.signal) for event in said)
-        return Cause.UNKNOWN, f"ended by Slurm after signal {names}, before it could say why"
+    later = events[events.index(lost) :]
+    said = [e.signal for e in later if e.event is EventKind.SIGNAL and _key(e) == _key(lost)]
+    # Only TERM is Slurm's; a lost node's kernel may still send HUP to what is left there.
+    if "TERM" in said:
+        return Cause.UNKNOWN, "ended by Slurm with signal TERM, before it could say why"
     if lost.job_id == current.job_id and current.restart_count > (lost.restart_count or 0):
         return (
             Cause.NODE_FAILURE,

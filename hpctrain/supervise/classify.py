@@ -1,7 +1,8 @@
 """Why did this launch end? One pure function over evidence.
 
-Order of trust: what the run itself has made durable (done marker, a newer epoch), then what Slurm
-says about the job, then what the ranks say, then what `srun` printed, then its exit code. `srun`'s
+Order of trust: what the run itself has made durable (done marker, a newer epoch, a cancel), then
+what Slurm says about the job, then what the ranks say, then what `srun` printed, then its exit
+code. `srun`'s
 code comes last because it is the highest code of all tasks and is masked by the kill that follows
 (a rank that exits 3 reads as 143 there). Belongs here: reading evidence. Does not belong here:
 what to do about it (see `policy`), and any I/O.
@@ -22,7 +23,10 @@ _NOTICES = (
     ("DUE TO JOB REQUEUE", Cause.REQUEUED),
     ("Node failure on", Cause.NODE_FAILURE),
 )
-_NOTICE = re.compile(r"\*\*\* (?:STEP|JOB) |Node failure on |error: Unable to create step|oom.kill")
+_LAUNCH_FAILURES = re.compile(r"Unable to create step|Task launch for .* failed|launch failed")
+_NOTICE = re.compile(
+    rf"\*\*\* (?:STEP|JOB) |Node failure on |error: .*(?:{_LAUNCH_FAILURES.pattern})|oom.kill"
+)
 _TASK = re.compile(
     r"srun: error: (?P<node>\S+): tasks? (?P<tasks>[\d,\-]+): "
     r"(?P<what>Exited with exit code \d+|[A-Z][A-Za-z ()]+)"
@@ -55,17 +59,19 @@ def classify(evidence: Evidence) -> Verdict:
 
 
 def _by_the_run(evidence: Evidence) -> Verdict | None:
-    if evidence.superseded:
-        return Verdict(Cause.SUPERSEDED, "a newer launch of this run has taken over")
     if evidence.done:
         return Verdict(Cause.DONE, "the target step is reached and its checkpoint is verified")
+    if evidence.superseded:
+        return Verdict(Cause.SUPERSEDED, "a newer launch of this run has taken over")
+    if evidence.cancel_requested:
+        return Verdict(Cause.CANCELLED, "cancelled with `hpctrain cancel`")
     return None
 
 
 def _by_slurm(evidence: Evidence) -> Verdict | None:
     job = evidence.job
     if job is None:
-        return None
+        return _by_last_words(evidence)
     if job.restart_count > evidence.restart_count:
         cause = _noticed(evidence) or (Cause.PREEMPTED if job.preempt_time else Cause.REQUEUED)
         reason = f"Slurm has requeued the job (restart {job.restart_count}): {_words(cause)}"
@@ -73,6 +79,17 @@ def _by_slurm(evidence: Evidence) -> Verdict | None:
     if job.state in _ENDING_STATES:
         return _ended_by_slurm(evidence, job)
     return None
+
+
+def _by_last_words(evidence: Evidence) -> Verdict | None:
+    """slurmstepd has said why it ends the step, and the controller says nothing any more."""
+    cause = _noticed(evidence)
+    if cause is None:
+        return None
+    # A requeue of a job that its user has cancelled in the queue would bring it back.
+    queued = cause is Cause.REQUEUED
+    reason = f"Slurm ended the step: {_words(cause)}"
+    return Verdict(cause, reason, evidence.notices[-3:], already_requeued=queued)
 
 
 def _ended_by_slurm(evidence: Evidence, job: JobFacts) -> Verdict:
@@ -88,16 +105,10 @@ def _ended_by_slurm(evidence: Evidence, job: JobFacts) -> Verdict:
 
 
 def _by_requests(evidence: Evidence) -> Verdict | None:
-    if evidence.cancel_requested:
-        return Verdict(Cause.CANCELLED, "cancelled with `hpctrain cancel`")
+    if evidence.job is not None and evidence.job.preempt_time:
+        return _in_grace(evidence, evidence.job)
     if not _asked_to_leave(evidence):
         return None
-    if evidence.job is not None and evidence.job.preempt_time:
-        return Verdict(
-            Cause.PREEMPTED,
-            "the trainer saved and left within the grace period",
-            _job_lines(evidence, evidence.job),
-        )
     if "USR1" in evidence.signals:
         reason = "the time limit is near: the trainer saved and left"
         return Verdict(Cause.TIME_LIMIT, reason, ("signal USR1 from Slurm",))
@@ -110,6 +121,19 @@ def _by_requests(evidence: Evidence) -> Verdict | None:
         "a signal asked the trainer to stop, and Slurm records no preemption",
         _job_lines(evidence, evidence.job),
     )
+
+
+def _in_grace(evidence: Evidence, job: JobFacts) -> Verdict | None:
+    """How the ranks end in a grace period is no failure: TERM and the loss of peers end them.
+
+    A wrong setting is wrong in the next attempt too.
+    """
+    if any(exit_.outcome == "config_error" for exit_ in evidence.rank_exits):
+        return None
+    reason = "the trainer saved and left within the grace period"
+    if not _asked_to_leave(evidence):
+        reason = "the ranks ended within the grace period, without a last save"
+    return Verdict(Cause.PREEMPTED, reason, _job_lines(evidence, job))
 
 
 def _asked_to_leave(evidence: Evidence) -> bool:
@@ -132,7 +156,15 @@ def _by_ranks(evidence: Evidence) -> Verdict | None:
         return Verdict(Cause.HANG, reason)
     if _noticed(evidence) is Cause.NODE_FAILURE:
         return Verdict(Cause.NODE_FAILURE, "a node of the job failed", evidence.notices[-3:])
-    return _crash(evidence)
+    return _never_launched(evidence) or _crash(evidence)
+
+
+def _never_launched(evidence: Evidence) -> Verdict | None:
+    """srun could not start some tasks and ends the others, which is no crash of theirs."""
+    lines = tuple(line for line in evidence.notices if _LAUNCH_FAILURES.search(line))
+    if evidence.started or not lines:
+        return None
+    return Verdict(Cause.LAUNCH_FAILURE, f"srun could not start the step: {lines[0]}", lines[:3])
 
 
 def _crash(evidence: Evidence) -> Verdict | None:

@@ -25,7 +25,7 @@ def gather(context: AttemptContext, launch: Launch, watch: LaunchWatch) -> Evide
     """Everything known about a launch that has ended."""
     records = read_exit_records(context.run_layout, watch.epoch)
     done = context.run_layout.done.exists()
-    leaving = any(record.outcome == "yielded" for record in records)
+    wrong = any(record.outcome == "config_error" for record in records)
     return Evidence(
         done=done,
         superseded=watch.superseded,
@@ -39,7 +39,7 @@ def gather(context: AttemptContext, launch: Launch, watch: LaunchWatch) -> Evide
             RankExit(record.rank, record.node, record.outcome, record.message or "")
             for record in sorted(records, key=lambda record: record.time)
         ),
-        job=None if done or watch.superseded else job_facts(context, patient=leaving),
+        job=None if done or watch.superseded else job_facts(context, patient=not wrong),
         restart_count=context.attempt.restart_count,
         stall=watch.stall,
         started=watch.started or bool(records),
@@ -49,8 +49,8 @@ def gather(context: AttemptContext, launch: Launch, watch: LaunchWatch) -> Evide
 def job_facts(context: AttemptContext, *, patient: bool) -> JobFacts | None:
     """What Slurm says about this job; None when it does not answer.
 
-    With `patient` (the trainer has left because somebody told it to) the answer decides between
-    preemption and a person's wish, so the controller is asked until it answers.
+    With `patient` (the answer decides what is done) the controller is asked until it answers:
+    only it can tell a preemption, a cancel or a lost node from a crash.
     """
     deadline = time.monotonic() + (_PATIENCE_SECONDS if patient else 0.0)
     while True:
@@ -71,7 +71,11 @@ def job_facts(context: AttemptContext, *, patient: bool) -> JobFacts | None:
 
 
 def _cancel_requested(context: AttemptContext) -> bool:
-    return any(
-        event.event is EventKind.CANCEL_REQUESTED and event.job_id == context.job_id
-        for event in context.ledger.events()
-    )
+    """A cancel since this attempt started; an older one was taken back by whoever restarted it."""
+    requested = False
+    for event in context.ledger.events():
+        if event.job_id == context.job_id:
+            requested = event.event is EventKind.CANCEL_REQUESTED or (
+                requested and event.event is not EventKind.ATTEMPT_STARTED
+            )
+    return requested

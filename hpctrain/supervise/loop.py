@@ -7,6 +7,7 @@ run directory looks like (`hpctrain.store`), or how Slurm is spoken to (`hpctrai
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ from hpctrain.checkpoints.discover import Checkpoint, checkpoints, select_for_re
 from hpctrain.checkpoints.publish import fence_off
 from hpctrain.errors import CheckpointError, InvalidInputError, Problem, SlurmError
 from hpctrain.slurm.client import SlurmClient
-from hpctrain.store.epochs import claim_epoch
+from hpctrain.store.epochs import claim_epoch, current_epoch
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import EventKind, Ledger
 from hpctrain.store.signs import Progress, read_record
@@ -34,7 +35,7 @@ from hpctrain.supervise.documents import (
     SuperviseConfig,
     Verdict,
 )
-from hpctrain.supervise.gather import gather
+from hpctrain.supervise.gather import gather, job_facts
 from hpctrain.supervise.policy import STOPPED_EXIT_CODE, decide
 from hpctrain.supervise.process import Launch, Signals, free_port
 from hpctrain.supervise.requeue import requeue
@@ -46,23 +47,39 @@ _SLURM_TIMEOUT_SECONDS = 8.0
 class Supervisor:
     """Owns the `srun` of one attempt."""
 
-    def __init__(self, directory: Path, argv: list[str], environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        argv: list[str],
+        environment: Mapping[str, str],
+        slurm: SlurmClient | None = None,
+    ) -> None:
         run_layout = RunLayout(directory.resolve())
         self.context = AttemptContext(
             run_layout=run_layout,
             config=read_supervise_config(run_layout.supervise_config),
             attempt=attempt_from(environment),
             ledger=Ledger(run_layout.ledger),
-            slurm=SlurmClient(timeout_seconds=_SLURM_TIMEOUT_SECONDS, shielded=True),
+            slurm=slurm or SlurmClient(timeout_seconds=_SLURM_TIMEOUT_SECONDS, shielded=True),
             signals=Signals(),
         )
         self.argv = argv
         self.environment = dict(environment)
         self.launches = 0
+        self.epoch = 0
 
     def run(self) -> int:
         """Supervise this attempt to its end; returns the exit code of the job."""
         self.context.signals.install()
+        try:
+            return self._supervise()
+        except Exception as error:
+            reason = f"the supervisor itself failed: {type(error).__name__}: {error}"
+            with contextlib.suppress(OSError):  # a full disk may be why it failed
+                self._act(Action(ActionKind.STOP, reason, STOPPED_EXIT_CODE))
+            raise
+
+    def _supervise(self) -> int:
         self._open_attempt()
         if self.context.run_layout.done.exists():
             return self._act(Action(ActionKind.FINISH, "the run was done before this attempt"))
@@ -73,6 +90,21 @@ class Supervisor:
             if action.kind is not ActionKind.RELAUNCH:
                 return exit_code
             self._pause(action.delay_seconds)
+            forbidden = self._why_not_again()
+            if forbidden is not None:
+                return self._act(forbidden)
+
+    def _why_not_again(self) -> Action | None:
+        """A supervisor that outlived its attempt must not take the run from its successor."""
+        if self.context.signals.final:
+            facts = job_facts(self.context, patient=False)
+            if facts is None or facts.state != "RUNNING":
+                return Action(ActionKind.LEAVE, "the job is being ended", STOPPED_EXIT_CODE)
+            reason = f"signal {self.context.signals.names[-1]}, which did not come from Slurm"
+            return Action(ActionKind.STOP, f"the supervisor got {reason}", STOPPED_EXIT_CODE)
+        if current_epoch(self.context.run_layout.epochs) > self.epoch:
+            return Action(ActionKind.LEAVE, "a newer launch of this run has taken over")
+        return None
 
     def _open_attempt(self) -> None:
         events = self.context.ledger.events()
@@ -96,6 +128,7 @@ class Supervisor:
         epoch = claim_epoch(
             self.context.run_layout.epochs, f"{self.context.attempt} on {self.context.attempt.node}"
         )
+        self.epoch = epoch
         fence_off(self.context.run_layout.checkpoints, epoch)
         self.context.run_layout.stop_request.unlink(missing_ok=True)
         try:
@@ -107,12 +140,18 @@ class Supervisor:
         self.context.note(
             EventKind.LAUNCH_STARTED, epoch=epoch, launch=self.launches, resume_step=resume_step
         )
-        launch = Launch(self.argv, self._launch_environment(epoch, start))
+        verdict, exit_code = self._watch_launch(epoch, start)
+        self._note_end(verdict, epoch, resume_step, exit_code)
+        return verdict
+
+    def _watch_launch(self, epoch: int, start: Checkpoint | None) -> tuple[Verdict, int | None]:
+        try:
+            launch = Launch(self.argv, self._launch_environment(epoch, start))
+        except OSError as error:
+            return Verdict(Cause.LAUNCH_FAILURE, f"srun could not be run: {error}"), None
         watch = LaunchWatch(self.context, launch, epoch)
         watch.wait()
-        verdict = classify(gather(self.context, launch, watch))
-        self._note_end(verdict, epoch, resume_step, launch)
-        return verdict
+        return classify(gather(self.context, launch, watch)), launch.poll()
 
     def _select_checkpoint(self) -> Checkpoint | None:
         selection = select_for_resume(
@@ -151,7 +190,7 @@ class Supervisor:
         except SlurmError:
             return self.context.attempt.node
 
-    def _note_end(self, verdict: Verdict, epoch: int, resume_step: int, launch: Launch) -> None:
+    def _note_end(self, verdict: Verdict, epoch: int, resume_step: int, code: int | None) -> None:
         progress = read_record(self.context.run_layout.progress, Progress)
         good = (c.step for c in checkpoints(self.context.run_layout.checkpoints) if c.good)
         self.context.note(
@@ -165,7 +204,7 @@ class Supervisor:
             resume_step=resume_step,
             last_step=progress.step if progress and progress.epoch == epoch else None,
             checkpoint_step=next(good, None),
-            exit_code=launch.poll(),
+            exit_code=code,
         )
         say(f"launch {self.launches} ended: {verdict.cause}: {verdict.reason}")
 

@@ -65,5 +65,6 @@ def _retry(verdict: Verdict, history: History, config: SuperviseConfig) -> Actio
         reason = f"{failures} failed launches in a row without a new checkpoint: {verdict.reason}"
         return Action(ActionKind.STOP, reason, STOPPED_EXIT_CODE)
     delay = min(_FIRST_DELAY_SECONDS * 2 ** max(failures - 1, 0), _LONGEST_DELAY_SECONDS)
-    reason = f"relaunch in place (failure {failures} of {limit} without a new checkpoint)"
+    count = f"failure {failures} of {limit} without a new checkpoint"
+    reason = f"start again on the same nodes ({count if failures else 'it had made progress'})"
     return Action(ActionKind.RELAUNCH, reason, delay_seconds=delay)

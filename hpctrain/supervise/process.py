@@ -19,6 +19,7 @@ from hpctrain.supervise.documents import TaskFailure
 
 # Below the ephemeral range of Linux (32768-60999), above the ports of services.
 _PORT_FIRST, _PORT_COUNT = 20000, 10000
+_CAUGHT = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 _YIELD_EXIT = "Exited with exit code 75"
 
 
@@ -29,10 +30,14 @@ class Signals:
         self._arrived: list[str] = []
 
     def install(self) -> None:
-        """Catch what Slurm sends to a batch script, and what a person at a terminal sends."""
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
+        """Catch what Slurm sends to a batch script, and what a person at a terminal sends.
+
+        What `__main__` has held back until now arrives here.
+        """
+        for number in _CAUGHT:
             signal.signal(number, self._remember)
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _CAUGHT)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         self._arrived.append(signal.Signals(number).name.removeprefix("SIG"))

@@ -26,6 +26,7 @@ _LAST_WORDS_SECONDS = 8.0
 _LEAVING_SECONDS = 30.0
 # Time kept for the verdict and the requeue out of KillWait.
 _VERDICT_SECONDS = 2.0
+_FINAL_READING_SECONDS = 0.2
 
 
 class LaunchWatch:
@@ -43,6 +44,9 @@ class LaunchWatch:
         self._final_at: float | None = None
         self._failed_at: float | None = None
         self._left_at: float | None = None
+        self._progress: Progress | None = None
+        self._progress_at = self._started_at
+        self._first_step: int | None = None
 
     def wait(self) -> None:
         """Return when srun has ended, or when waiting any longer would lose the last word."""
@@ -57,7 +61,8 @@ class LaunchWatch:
                     self._end_step()
                     break
             time.sleep(_POLL_SECONDS)
-        self.launch.finish_reading()
+        # In the final stage srun may be alive and its pipe open: no time to wait for its end.
+        self.launch.finish_reading(_FINAL_READING_SECONDS if self.context.signals.final else 2.0)
         self._handle_signals()
         if not self.context.signals.final:
             self._end_step()
@@ -95,22 +100,29 @@ class LaunchWatch:
     def _look(self) -> bool:
         """True when the step has to be ended."""
         self.superseded = current_epoch(self.context.run_layout.epochs) > self.epoch
-        progress = read_record(self.context.run_layout.progress, Progress)
-        if progress is not None and progress.epoch == self.epoch:
-            self.started = True
-        self.stall = self._find_stall(progress)
+        self._read_progress()
+        self.stall = self._find_stall()
         failed = self._has_failed()
         return self.superseded or self.stall is not None or failed or self._all_have_left()
 
-    def _find_stall(self, progress: Progress | None) -> Stall | None:
-        config = self.context.config
-        if progress is None or progress.epoch != self.epoch:
-            silent_seconds = time.monotonic() - self._started_at
-            phase, limit_seconds = "starting", config.setup_stall_seconds
-        else:
-            silent_seconds, phase = time.time() - progress.time, progress.phase
-            training = phase == "training" and progress.step > 0
-            limit_seconds = config.stall_seconds if training else config.setup_stall_seconds
+    def _read_progress(self) -> None:
+        """Note when the trainer's words change; its clock may differ from ours."""
+        progress = read_record(self.context.run_layout.progress, Progress)
+        if progress is None or progress.epoch != self.epoch or progress == self._progress:
+            return
+        self.started = True
+        self._progress, self._progress_at = progress, time.monotonic()
+        if progress.phase == "training" and self._first_step is None:
+            self._first_step = progress.step
+
+    def _find_stall(self) -> Stall | None:
+        """The first steps of a launch are slow (connections, compilation), so they get longer."""
+        config, progress = self.context.config, self._progress
+        silent_seconds = time.monotonic() - self._progress_at
+        phase = progress.phase if progress else "starting"
+        warm = self._first_step is not None and progress and progress.step > self._first_step
+        training = phase == "training" and warm
+        limit_seconds = config.stall_seconds if training else config.setup_stall_seconds
         if silent_seconds <= limit_seconds:
             return None
         return Stall(phase, silent_seconds, limit_seconds)
@@ -136,9 +148,17 @@ class LaunchWatch:
     # -- ending ----------------------------------------------------------------------------
 
     def _steps(self) -> list[str]:
-        """Ids of the live srun steps of this job (not `batch` and `extern`)."""
+        """Ids of the live srun steps of this attempt (not `batch` and `extern`).
+
+        Step ids start again at 0 when Slurm restarts the job (slurmctld/job_mgr.c,
+        batch_requeue_fini), so a supervisor that outlived its attempt must not touch them.
+        """
+        slurm, attempt = self.context.slurm, self.context.attempt
         try:
-            steps = self.context.slurm.steps(self.context.job_id)
+            job = slurm.jobs([attempt.job_id]).get(attempt.job_id)
+            if job is None or job.restart_count != attempt.restart_count:
+                return []
+            steps = slurm.steps(attempt.job_id)
         except SlurmError:
             return []
         return [step.step_id for step in steps if step.step_id.isdigit()]

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from hpctrain.checkpoints.manifest import checkpoint_name, read_manifest, what_is_wrong
 from hpctrain.checkpoints.publish import StaleEpochError
-from hpctrain.errors import CheckpointError, InvalidInputError
+from hpctrain.errors import CheckpointError, InvalidInputError, Problem
 from hpctrain.store.epochs import current_epoch
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.signs import (
@@ -66,8 +66,6 @@ def leave(code: int) -> NoReturn:
 
 
 def _config_path(arguments: list[str]) -> Path:
-    from hpctrain.errors import Problem
-
     if len(arguments) != 1:
         raise InvalidInputError(
             [Problem("usage: python -m hpctrain.train RUN_DIRECTORY/train.json")]

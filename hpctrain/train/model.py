@@ -97,12 +97,21 @@ def transformer_settings(config: TrainConfig, *, initialize: bool = True) -> Tra
         bf16=config.precision == "bf16",
         use_cpu_initialization=True,
         deterministic_mode=config.deterministic_mode,
-        deallocate_pipeline_outputs=True,
+        deallocate_pipeline_outputs=_may_free_while_sending(),
         **({} if initialize else _unset_weights()),
         **_parallel_settings(config),
         **_recompute_settings(config),
         **_fusion_settings(config),
     )
+
+
+def _may_free_while_sending() -> bool:
+    """Drop a stage's output as soon as its transfer has been started: saves memory on GPUs.
+
+    NCCL's streams keep the memory until it is sent. gloo sends from where the tensor's data was,
+    so with overlapped transfers the next stage would now and then receive something else.
+    """
+    return not cpu.needed()
 
 
 def _unset_weights() -> dict[str, Any]:

@@ -49,7 +49,7 @@ class Snapshot:
 
     def sharded(self, position: Position) -> dict[str, Any]:
         """The state dict to save."""
-        # BREAK self._gather_parameters()
+        self._gather_parameters()
         state = self._sharded_parts(is_loading=False)
         state[rng.KEY] = rng.sharded_rng_state()
         state["schedule"] = self.optimizer.schedule.state_dict()
@@ -76,7 +76,7 @@ class Snapshot:
         self._put_back(loaded)
         position = Position(about["step"], about["consumed_samples"])
         if same_place:
-            pass  # BREAK
+            rng.set_rng_state(loaded[rng.KEY])
             return position, None
         seed_everything(self.config.seed + position.step)
         return position, f"random state re-seeded: saved with tp, pp {about['layout'][:2]}"

@@ -107,8 +107,9 @@ def _weights(trial: Trial, step: int) -> dict[str, torch.Tensor]:
     def read() -> None:
         dist.init_process_group("gloo", rank=0, world_size=1)
         directory = trial.run.checkpoints / checkpoint_name(step)
-        tensors = dist_checkpointing.load_plain_tensors(str(directory))
-        torch.save({k: v for k, v in tensors.items() if not k.startswith("optimizer")}, found)
+        loaded = dist_checkpointing.load_plain_tensors(str(directory))
+        names = [name for name in loaded if name.startswith(("decoder.", "embedding."))]
+        torch.save({name: loaded[name] for name in names}, found)
 
     ranks = prefork.fork(read, 1, trial.run.logs)
     assert ranks.wait(LIMIT_SECONDS) == [0], ranks.log()

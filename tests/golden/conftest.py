@@ -6,7 +6,6 @@ import difflib
 from pathlib import Path
 
 import pytest
-
 from golden_files import Golden
 
 HERE = Path(__file__).resolve().parent

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import click
 import pytest
-
 from command_line import hpctrain
 from golden_files import Golden
+
 from hpctrain.cli.main import cli
 
 
@@ -24,7 +24,7 @@ def walk(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[str, 
             yield (*path, name)
 
 
-@pytest.mark.parametrize("path", walk(cli), ids=lambda path: " ".join(path) or "hpctrain")
+@pytest.mark.parametrize("path", list(walk(cli)), ids=lambda path: " ".join(path) or "hpctrain")
 def test_help(golden: Golden, path: tuple[str, ...]) -> None:
     outcome = hpctrain(*path, "--help")
     assert outcome.exit_code == 0 and not outcome.stderr

@@ -7,19 +7,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-import hpctrain as package
 from command_line import Outcome, hpctrain
 from fabricated_runs import (
     LAUNCHED,
     NOW,
     STARTED,
     SUBMITTED,
+    Said,
     ended,
     fabricate,
     said,
 )
 from golden_files import Golden
+
+import hpctrain as package
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.states import JobState
 from hpctrain.store.ledger import EventKind
@@ -125,7 +126,7 @@ def fabricate_all(runs: Path, slurm: FakeSlurm) -> None:
     lost = ended("preempted", "an urgent job took the nodes", "requeue")
     numbered = iter(range(1, 100))
 
-    def make(run_id: str, entries: list[tuple[EventKind, dict[str, object]]], **more: object) -> int:
+    def make(run_id: str, entries: list[Said], **more: object) -> int:
         job_id = next(numbered)
         renamed = [(k, {**f, "job_id": job_id} if "job_id" in f else f) for k, f in entries]
         fabricate(runs, run_id, renamed, **more)  # type: ignore[arg-type]

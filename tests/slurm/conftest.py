@@ -5,14 +5,11 @@ These tests fail, and do not skip, on a machine without Slurm: the message says 
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from rehearsal import STEPS, Stage
+from rehearsal import STEPS, Stage, own_sandbox
 
 from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.state import RunState
@@ -25,20 +22,10 @@ from hpctrain.store.signs import read_metrics
 @pytest.fixture(scope="session")
 def sandbox() -> Iterator[Sandbox]:
     """4 nodes with 2 GPUs; `urgent` preempts `train` (20 s of grace) and `sudden` (none)."""
-    # A short name, so that sockets fit into it; pytest's own directories are long.
-    parent = Path(tempfile.mkdtemp(prefix="ht-", dir="/tmp"))
-    box = None
-    try:
-        shape = default_shape(nodes=4, gpus_per_node=2)
-        sudden = PartitionShape("sudden", preempt_mode="REQUEUE", grace_seconds=0)
-        shape = replace(shape, partitions=(*shape.partitions, sudden))
-        box = Sandbox.create(parent / "s", shape)
-        box.up()
+    shape = default_shape(nodes=4, gpus_per_node=2)
+    sudden = PartitionShape("sudden", preempt_mode="REQUEUE", grace_seconds=0)
+    with own_sandbox(replace(shape, partitions=(*shape.partitions, sudden))) as box:
         yield box
-    finally:
-        if box is not None:
-            box.down()
-        shutil.rmtree(parent, ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)

@@ -6,10 +6,13 @@ random numbers, too. Every rehearsal compares its losses bit by bit with an unin
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import signal
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +25,7 @@ from hpctrain.actions.submit import submit
 from hpctrain.sandbox.faults import job_processes
 from hpctrain.sandbox.job_processes import JobProcess
 from hpctrain.sandbox.sandbox import Sandbox
+from hpctrain.sandbox.shape import SandboxShape
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.store.ledger import Event, EventKind
 
@@ -63,6 +67,22 @@ engine: {{deterministic: true}}
 resources: {{gpus: 2, walltime: 00:30:00}}
 supervise: {{stall: 20s, setup_stall: 60s}}
 """
+
+
+@contextlib.contextmanager
+def own_sandbox(shape: SandboxShape) -> Iterator[Sandbox]:
+    """A sandbox that is gone afterwards, whatever happens."""
+    # A short name, so that sockets fit into it; pytest's own directories are long.
+    parent = Path(tempfile.mkdtemp(prefix="ht-", dir="/tmp"))
+    box = None
+    try:
+        box = Sandbox.create(parent / "s", shape)
+        box.up()
+        yield box
+    finally:
+        if box is not None:
+            box.down()
+        shutil.rmtree(parent, ignore_errors=True)
 
 
 @dataclass
@@ -134,16 +154,26 @@ class Rehearsal:
         options = "-J urgent -p urgent -N4 --exclusive -t 2 -o /dev/null"
         self.slurm.submit(f"#!/bin/sh\n#SBATCH {options}\nsleep {seconds}\n")
 
-    def processes(self, word: str) -> list[JobProcess]:
-        """Processes of the job whose command line contains `word`."""
-        found = job_processes(self.sandbox, str(self.job_id))
-        return [process for process in found if word in " ".join(process.command_line)]
+    def processes(self) -> tuple[JobProcess, ...]:
+        return job_processes(self.sandbox, str(self.job_id))
 
-    def kill_rank(self, rank: int) -> None:
-        mine = [p for p in self.processes("hpctrain.train") if p.rank == str(rank)]
-        assert mine, f"no process of rank {rank}"
-        for process in mine:
-            os.kill(process.pid, signal.SIGKILL)
+    def rank_processes(self, rank: int) -> list[JobProcess]:
+        return [process for process in self.processes() if process.rank == rank]
+
+    def kill_rank(self, rank: int, signal_number: int = signal.SIGKILL) -> None:
+        self.kill(self.rank_processes(rank), signal_number)
+
+    def kill_srun(self) -> None:
+        found = self.processes()
+        self.kill([p for p in found if os.path.basename(p.command_line[0]) == "srun"])
+
+    def kill_supervisor(self) -> None:
+        self.kill([p for p in self.processes() if "hpctrain.supervise" in p.command_line])
+
+    def kill(self, processes: list[JobProcess], signal_number: int = signal.SIGKILL) -> None:
+        assert processes, "nobody to kill"
+        for process in processes:
+            os.kill(process.pid, signal_number)
 
     # -- judging ---------------------------------------------------------------------------
 

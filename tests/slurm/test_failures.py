@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from pathlib import Path
@@ -47,8 +46,7 @@ def test_a_killed_srun_leaves_no_orphans_and_is_relaunched(
 ) -> None:
     rehearsal = stage.start("name=srun")
     rehearsal.wait_for_checkpoint(10)
-    for process in rehearsal.processes("srun --nodes"):
-        os.kill(process.pid, signal.SIGKILL)
+    rehearsal.kill_srun()
     rehearsal.assert_done_exactly(reference)
     assert rehearsal.causes[0] == "crash", rehearsal.logs()
     rehearsal.assert_resumed_from_verified()
@@ -59,8 +57,7 @@ def test_a_killed_supervisor_is_named_and_the_run_can_be_resubmitted(
 ) -> None:
     rehearsal = stage.start("name=supervisor")
     rehearsal.wait_for_checkpoint(10)
-    for process in rehearsal.processes("hpctrain.supervise"):
-        os.kill(process.pid, signal.SIGKILL)
+    rehearsal.kill_supervisor()
     row = rehearsal.wait_till_over()
     assert row.state is RunState.FAILED, rehearsal.logs()
     assert "supervisor was killed by signal 9" in row.reason
@@ -73,9 +70,7 @@ def test_a_killed_supervisor_is_named_and_the_run_can_be_resubmitted(
 def test_a_frozen_rank_counts_as_a_hang(stage: Stage, reference: RunFiles) -> None:
     rehearsal = stage.start("name=hang", "supervise.stall=6s")
     rehearsal.wait_for_checkpoint(10)
-    frozen = [p for p in rehearsal.processes("hpctrain.train") if p.rank == "1"]
-    for process in frozen:
-        os.kill(process.pid, signal.SIGSTOP)
+    rehearsal.kill_rank(1, signal.SIGSTOP)
     rehearsal.assert_done_exactly(reference)
     assert rehearsal.causes == ["hang", "done"], rehearsal.logs()
 
@@ -136,13 +131,13 @@ def test_a_flipped_byte_in_the_newest_checkpoint_is_found(
     rehearsal.wait_for_checkpoint(20)
     rehearsal.sandbox.command("scontrol", "requeue", str(rehearsal.job_id))
     rehearsal.wait_until(lambda row: row.state is RunState.PENDING, "pending")
-    newest = checkpoints(rehearsal.run.layout.checkpoints)[0]
+    newest, older = checkpoints(rehearsal.run.layout.checkpoints)[:2]
     flip_a_byte(next(newest.directory.glob("__0_*.distcp")))
     rehearsal.assert_done_exactly(reference)
     rejected = rehearsal.events(EventKind.CHECKPOINT_REJECTED)
     assert [event.checkpoint_step for event in rejected] == [newest.step]
     assert "SHA-256" in (rejected[0].reason or "")
-    assert rehearsal.events(EventKind.RESUME)[-1].resume_step == newest.step - 10
+    assert rehearsal.events(EventKind.RESUME)[-1].resume_step == older.step
 
 
 def flip_a_byte(path: Path) -> None:
@@ -157,7 +152,7 @@ def test_crashes_without_progress_stop_with_the_reason(stage: Stage) -> None:
         rehearsal.wait_until(
             lambda _, n=launch: len(rehearsal.events(EventKind.LAUNCH_STARTED)) == n, "launched"
         )
-        rehearsal.wait_until(lambda _: bool(rehearsal.processes("hpctrain.train")), "running")
+        rehearsal.wait_until(lambda _: bool(rehearsal.rank_processes(0)), "running")
         rehearsal.kill_rank(0)
     row = rehearsal.wait_till_over()
     assert row.state is RunState.FAILED, rehearsal.logs()

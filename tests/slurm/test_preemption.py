@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from rehearsal import STEPS, Stage
+from pathlib import Path
+
+from rehearsal import STEPS, Stage, own_sandbox
 
 from hpctrain.actions.cancel import cancel
 from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.state import RunState
+from hpctrain.sandbox.shape import default_shape
 from hpctrain.store.ledger import EventKind
 
 
@@ -46,6 +49,33 @@ def test_warned_by_slurm_saves_and_goes_on(stage: Stage, reference: RunFiles) ->
     assert rehearsal.causes == ["time_limit", "done"], rehearsal.logs()
     assert result.steps_lost == 0
     rehearsal.assert_resumed_from_verified()
+
+
+def test_the_real_time_limit_is_met_in_time(stage: Stage) -> None:
+    """One minute is Slurm's shortest limit, and far too short for this run."""
+    rehearsal = stage.start("name=limit", "budget.steps=100000", "resources.walltime=00:01:00")
+    rehearsal.wait_until(
+        lambda row: rehearsal.attempts >= 2 and len(rehearsal.events(EventKind.RESUME)) >= 2,
+        "in its second attempt",
+    )
+    ended = rehearsal.events(EventKind.LAUNCH_ENDED)[0]
+    assert ended.cause == "time_limit", rehearsal.logs()
+    assert [event.signal for event in rehearsal.events(EventKind.SIGNAL)][:1] == ["USR1"]
+    assert ended.last_step == ended.checkpoint_step, "the last step was not saved"
+    assert rehearsal.events(EventKind.RESUME)[1].resume_step == ended.checkpoint_step
+    cancel(rehearsal.run, rehearsal.slurm)
+
+
+def test_preempted_with_the_user_signal(tmp_path: Path, reference: RunFiles) -> None:
+    """Where the site sends the user signal, the batch shell hears of it and the tasks do not."""
+    with own_sandbox(default_shape(user_signal_on_preempt=True)) as sandbox:
+        rehearsal = Stage(sandbox, tmp_path).start("name=usersignal")
+        rehearsal.wait_for_step(11)
+        rehearsal.urgent_job()
+        result = rehearsal.assert_done_exactly(reference)
+    assert rehearsal.causes == ["preempted", "done"], rehearsal.logs()
+    assert [event.signal for event in rehearsal.events(EventKind.SIGNAL)][:1] == ["USR1"]
+    assert result.steps_lost == 0
 
 
 def test_requeued_by_an_administrator_resumes(stage: Stage, reference: RunFiles) -> None:

@@ -1,0 +1,113 @@
+"""The Python API: `hpctrain.make_plan`, `submit`, `open_run` and the `Run` handle.
+
+    run = hpctrain.submit("gpt175b.yaml", "a100x64")
+    run.wait()
+    print(run.state, run.status.loss)
+
+The same frozen objects as the command line shows; nothing is printed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.actions.cancel import cancel
+from hpctrain.actions.describe import RunStory, describe
+from hpctrain.actions.logs import job_logs, rank_logs
+from hpctrain.actions.prepare import load_inputs, prepare
+from hpctrain.actions.runs import RunFiles, find_run, runs_directory
+from hpctrain.actions.state import RunState
+from hpctrain.actions.status import RunStatus, statuses
+from hpctrain.actions.submit import resubmit, submit
+from hpctrain.errors import RunFailedError
+from hpctrain.plan import planner
+from hpctrain.plan.documents import Plan
+from hpctrain.slurm.client import SlurmClient
+
+
+@dataclass(frozen=True)
+class Run:
+    """A submitted run. Every look asks the run directory and, at most once, Slurm."""
+
+    files: RunFiles
+    slurm: SlurmClient
+
+    @property
+    def run_id(self) -> str:
+        return self.files.run_id
+
+    @property
+    def directory(self) -> Path:
+        return self.files.layout.directory
+
+    @property
+    def status(self) -> RunStatus:
+        """State, job, step, loss, rates, age of the last sign of life."""
+        return statuses([self.files], self.slurm)[0]
+
+    @property
+    def state(self) -> RunState:
+        return self.status.state
+
+    @property
+    def story(self) -> RunStory:
+        """What has happened so far, from the ledger."""
+        return describe(self.files)
+
+    def wait(self, timeout_seconds: float | None = None, poll_seconds: float = 10.0) -> RunStatus:
+        """Wait until nothing more will happen by itself.
+
+        Raises RunFailedError if the run ended in any state but DONE, TimeoutError after
+        `timeout_seconds`.
+        """
+        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        while not (row := self.status).state.over:
+            if deadline is not None and time.monotonic() >= deadline:
+                raise TimeoutError(f"run {self.run_id} is {row.state} after {timeout_seconds} s")
+            time.sleep(poll_seconds)
+        if row.state is not RunState.DONE:
+            raise RunFailedError(f"run `{self.run_id}` is {row.state}: {row.reason}")
+        return row
+
+    def logs(self, rank: int | None = None) -> str:
+        """The job's log, or that of one rank, of all attempts."""
+        paths = job_logs(self.files) if rank is None else rank_logs(self.files, rank)
+        return "".join(path.read_text(errors="replace") for path in paths)
+
+    def cancel(self) -> None:
+        """Cancel the run for good."""
+        cancel(self.files, self.slurm)
+
+    def resubmit(self) -> int:
+        """Submit a stopped run again; returns the new job id."""
+        return resubmit(self.files, self.slurm).job_id
+
+
+def make_plan(spec: str | Path, profile: str, overrides: Sequence[str] = ()) -> Plan:
+    """Plan a spec on a profile; see `hpctrain plan` for the errors raised."""
+    loaded_spec, loaded_profile = load_inputs(Path(spec), profile, overrides)
+    return planner.make_plan(loaded_spec.document, loaded_profile.document)
+
+
+def submit_run(
+    spec: str | Path,
+    profile: str,
+    overrides: Sequence[str] = (),
+    *,
+    runs: Path | None = None,
+    slurm: SlurmClient | None = None,
+) -> Run:
+    """Plan, render and submit a run. Raises what `hpctrain submit` reports."""
+    client = slurm or SlurmClient()
+    directory = runs_directory(runs)
+    prepared = prepare(Path(spec), profile, overrides, runs=directory)
+    submitted = submit(prepared, directory, client)
+    return Run(find_run(directory, submitted.run_id), client)
+
+
+def open_run(name: str, *, runs: Path | None = None, slurm: SlurmClient | None = None) -> Run:
+    """The run of that id or unique start of an id. Raises NoSuchRunError."""
+    return Run(find_run(runs_directory(runs), name), slurm or SlurmClient())

@@ -1,0 +1,362 @@
+"""The house rules, as tests. CONTRIBUTING.md gives the reasons; every failure says what to do."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from command_line import hpctrain as command
+
+import hpctrain
+from hpctrain import errors
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "hpctrain"
+MODULES = sorted(p for p in PACKAGE.rglob("*.py") if "__pycache__" not in p.parts)
+TREES = {path: ast.parse(path.read_text(), str(path)) for path in MODULES}
+LONGEST_FILE, LONGEST_FUNCTION, NINE_OF_TEN_FUNCTIONS = 400, 60, 35
+
+PURE = ("plan", "engines", "render", "spec")
+PURE_FILES = (
+    *("supervise/documents.py", "supervise/classify.py", "supervise/policy.py"),
+    *("sandbox/shape.py", "sandbox/from_profile.py", "actions/state.py", "telemetry/rates.py"),
+)
+THE_ONE_READER = "spec/loader.py"
+# A program (started with -m), and the two places where the supervisor writes the job's log: its
+# own lines, and the stderr of srun that it reads along.
+SPEAKERS = ("supervise/__main__.py", "supervise/context.py", "supervise/process.py")
+# Long-lived children: these modules watch over time limits and signals themselves.
+POPEN = ("slurm/process.py", "supervise/process.py", "sandbox/processes.py")
+
+
+def name(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix() if path.is_relative_to(PACKAGE) else path.name
+
+
+def where(path: Path, node: ast.AST) -> str:
+    return f"hpctrain/{name(path)}:{getattr(node, 'lineno', 1)}"
+
+
+def calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
+    """Every call with its dotted name, such as `subprocess.run`; `?.x` for a method of anything."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            yield dotted(node.func), node
+
+
+def dotted(node: ast.AST) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else "?"
+
+
+def tracked_files() -> list[Path]:
+    """Tracked files and new ones that git does not ignore."""
+    command_line = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    done = subprocess.run(
+        command_line, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    paths = [ROOT / line for line in done.stdout.split("\0") if line]
+    return [path for path in paths if path.is_file() and not path.is_symlink()]
+
+
+# -- words and shape -------------------------------------------------------------------------
+
+
+def test_no_drawer_for_odds_and_ends() -> None:
+    bad = [name(p) for p in MODULES if p.stem in {"utils", "util", "helpers", "common", "misc"}]
+    assert not bad, f"two files that share a helper are missing a noun: name it. {bad}"
+
+
+def test_every_module_says_what_belongs_into_it() -> None:
+    mute = [name(p) for p, tree in TREES.items() if tree.body and not ast.get_docstring(tree)]
+    assert not mute, f"no module docstring: {mute}"
+
+
+def test_nothing_is_left_for_later() -> None:
+    pattern = re.compile(r"\b(TODO|FIXME|XXX|NotImplementedError)\b")
+    sources = [*MODULES, *(ROOT / "templates").rglob("*.j2"), *(ROOT / "scripts").glob("*")]
+    found = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in sources
+        if path.is_file()
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if pattern.search(line)
+    ]
+    assert not found, f"finish it, or open an issue and refuse it with a message: {found}"
+
+
+def test_files_are_short() -> None:
+    sizes = {name(path): len(path.read_text().splitlines()) for path in MODULES}
+    long = {file: lines for file, lines in sizes.items() if lines > LONGEST_FILE}
+    assert not long, f"above {LONGEST_FILE} lines, so there are two nouns in it: {long}"
+
+
+def test_functions_are_short() -> None:
+    lengths: dict[str, int] = {}
+    for path, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert node.end_lineno is not None
+                lengths[f"{where(path, node)} {node.name}"] = node.end_lineno - node.lineno + 1
+    long = {place: lines for place, lines in lengths.items() if lines > LONGEST_FUNCTION}
+    assert not long, f"above {LONGEST_FUNCTION} lines: {long}"
+    ordered = sorted(lengths.values())
+    percentile = ordered[len(ordered) * 9 // 10]
+    assert percentile <= NINE_OF_TEN_FUNCTIONS, f"nine of ten functions reach {percentile} lines"
+
+
+def test_names_of_test_files_are_unique() -> None:
+    """pytest puts the directories of tests into one sys.path, so a second file would be lost."""
+    found = Counter(p.name for p in (ROOT / "tests").rglob("*.py") if "__pycache__" not in p.parts)
+    twice = [file for file, count in found.items() if count > 1 and file != "conftest.py"]
+    assert not twice, f"give one of them a name with its room in it: {twice}"
+    installed = [file for file in found if (PACKAGE.parent / file).exists()]
+    assert not installed, f"a test file hides a module: {installed}"
+
+
+# -- who may do what -------------------------------------------------------------------------
+
+
+def test_only_the_command_line_prints_and_exits() -> None:
+    forbidden = {"print", "sys.exit", "exit", "quit", "os._exit", "click.echo"}
+    forbidden |= {"sys.stdout.write", "sys.stderr.write"}
+    found = [
+        f"{where(path, node)} {called}"
+        for path, tree in TREES.items()
+        if not name(path).startswith(("cli/", "train/")) and name(path) not in SPEAKERS
+        for called, node in calls(tree)
+        if called in forbidden
+    ]
+    assert not found, f"return a value or raise an HpctrainError instead: {found}"
+
+
+def test_nothing_is_run_by_a_shell_or_evaluated() -> None:
+    forbidden = {"os.system", "os.popen", "eval", "exec", "yaml.load", "subprocess.getoutput"}
+    unpickling = {"pickle.load", "pickle.loads"}
+    found = []
+    for path, tree in TREES.items():
+        here = forbidden if name(path).startswith("train/") else forbidden | unpickling
+        for called, node in calls(tree):
+            shell = any(k.arg == "shell" and not _is(k.value, False) for k in node.keywords)
+            if called in here or shell:
+                found.append(f"{where(path, node)} {called}")
+    assert not found, f"commands are lists of words, documents are data: {found}"
+
+
+def _is(node: ast.AST, value: object) -> bool:
+    return isinstance(node, ast.Constant) and node.value is value
+
+
+def test_no_command_runs_without_a_time_limit() -> None:
+    waiting = {"subprocess.run", "subprocess.call", "subprocess.check_call"}
+    waiting.add("subprocess.check_output")
+    found = []
+    for path, tree in TREES.items():
+        for called, node in calls(tree):
+            limited = any(keyword.arg == "timeout" for keyword in node.keywords)
+            if called in waiting and not limited:
+                found.append(f"{where(path, node)} {called} has no timeout=")
+            if called.endswith("Popen") and name(path) not in POPEN:
+                found.append(f"{where(path, node)} Popen outside of {POPEN}")
+    assert not found, found
+
+
+def test_the_pure_rooms_touch_nothing() -> None:
+    forbidden_calls = {"open", "input", "os.getcwd", "os.getenv", "datetime.now", "Path.cwd"}
+    methods = {"read_text", "read_bytes", "write_text", "write_bytes", "exists", "mkdir", "unlink"}
+    attributes = {"os.environ", "sys.argv", "sys.stdin"}
+    modules = {"subprocess", "socket", "time", "random", "tempfile", "shutil"}
+    found = []
+    for path, tree in TREES.items():
+        if not name(path).startswith(tuple(f"{room}/" for room in PURE)):
+            if name(path) not in PURE_FILES:
+                continue
+        elif name(path) == THE_ONE_READER:
+            continue
+        for called, node in calls(tree):
+            if called in forbidden_calls or called.rpartition(".")[2] in methods:
+                found.append(f"{where(path, node)} {called}()")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and dotted(node) in attributes:
+                found.append(f"{where(path, node)} {dotted(node)}")
+            if isinstance(node, ast.Import):
+                names = {alias.name for alias in node.names}
+                found.extend(f"{where(path, node)} import {one}" for one in names & modules)
+            if isinstance(node, ast.ImportFrom) and node.module in modules:
+                found.append(f"{where(path, node)} from {node.module}")
+    assert not found, f"hand it in as an argument; the shell around does the reading: {found}"
+
+
+def test_names_of_quantities_say_their_unit() -> None:
+    bare = {"time", "mem", "size", "timeout", "duration", "bandwidth", "interval"}
+    kinds = {"int", "float", "int | None", "float | None"}
+    # `time` in a record is seconds since the epoch, everywhere in the run directory.
+    allowed = {("store/ledger.py", "time"), ("store/signs.py", "time")}
+    allowed.add(("checkpoints/manifest.py", "time"))
+    # an axis group's number of ranks
+    allowed.add(("plan/documents.py", "size"))
+    found = []
+    for path, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                target, annotation = node.target.id, ast.unparse(node.annotation)
+                if target in bare and annotation in kinds and (name(path), target) not in allowed:
+                    found.append(f"{where(path, node)} {target}: {annotation}")
+    assert not found, f"step_seconds, memory_bytes, ...: {found}"
+
+
+def test_import_contracts() -> None:
+    program = Path(sys.executable).with_name("lint-imports")
+    done = subprocess.run(
+        [str(program), "--config", str(ROOT / "setup.cfg"), "--no-cache"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+
+
+# -- light on the login node -----------------------------------------------------------------
+
+HEAVY = ("torch", "megatron", "numpy", "pandas", "scipy", "tokenizers")
+DUMP = "\nimport sys; print(*sorted(sys.modules), file=sys.stderr)"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import hpctrain.cli.main",
+        "from hpctrain.cli.main import run; run(['--help'])",
+        "from hpctrain.cli.main import run; run(['status'])",
+        "from hpctrain.cli.main import run; run(['profiles'])",
+        "from hpctrain.cli.main import run; "
+        f"run(['submit', '-p', 'a100x64', {str(ROOT / 'examples/gpt175b.yaml')!r}, '--dry-run'])",
+    ],
+    ids=["import", "help", "status", "profiles", "dry-run"],
+)
+def test_the_command_line_imports_nothing_heavy(tmp_path: Path, code: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", code + DUMP],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    loaded = done.stderr.splitlines()[-1].split()
+    assert "hpctrain.cli.main" in loaded
+    heavy = [module for module in loaded if module in HEAVY]
+    assert not heavy, f"imported on a login node: {heavy}"
+
+
+def test_help_needs_neither_documents_nor_tables() -> None:
+    code = "from hpctrain.cli.main import run; run(['--help'])" + DUMP
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    loaded = set(done.stderr.splitlines()[-1].split())
+    assert not loaded & {"pydantic", "rich", "ruamel.yaml", "jinja2", "subprocess"}
+
+
+# -- what users and admins rely on -----------------------------------------------------------
+
+
+def error_classes(base: type[errors.HpctrainError]) -> Iterator[type[errors.HpctrainError]]:
+    yield base
+    for derived in base.__subclasses__():
+        yield from error_classes(derived)
+
+
+def test_every_exit_code_is_documented() -> None:
+    told = command("--help").stdout.partition("Exit codes:")[2]
+    documented = {int(number) for number in re.findall(r"(?:^|\s|·)(\d+) [a-zS]", told)}
+    used = {kind.exit_code for kind in error_classes(errors.HpctrainError)} | {0, 130}
+    assert used == documented, f"`hpctrain --help` explains {sorted(documented)}"
+    rows = re.findall(r"^\| *`?(\d+)`? *\|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert not rows or used == {int(row) for row in rows}, f"README.md explains {rows}"
+
+
+def test_the_tree_of_errors_is_drawn_as_it_is() -> None:
+    drawn = dict(re.findall(r"(\w+Error) +(\d)", errors.__doc__ or ""))
+    real = {k.__name__: str(k.exit_code) for k in error_classes(errors.HpctrainError)}
+    assert {key: value for key, value in real.items() if key in vars(errors)} == drawn
+
+
+def test_public_surface() -> None:
+    assert "__version__" in hpctrain.__all__
+    for public in hpctrain.__all__:
+        item = getattr(hpctrain, public)
+        assert not callable(item) or item.__doc__, f"hpctrain.{public} has no docstring"
+
+
+def test_templates_only_fill_in() -> None:
+    """Nothing deeper than an if or a for, no arithmetic: what is decided is decided in Python."""
+    allowed = {"if", "for", "endif", "endfor", "else"}
+    templates = list((ROOT / "templates").rglob("*.j2"))
+    assert templates
+    for template in templates:
+        text = template.read_text()
+        file = template.relative_to(ROOT)
+        words = re.findall(r"\{%-?\s*(\w+)", text)
+        assert set(words) <= allowed, f"{file}: {set(words) - allowed}"
+        depth = 0
+        for word in words:
+            depth += (word in ("if", "for")) - word.startswith("end")
+            assert depth <= 2, f"{file}: blocks inside blocks inside blocks"
+        for expression in re.findall(r"\{[{%](.*?)[}%]\}", text):
+            bare = re.sub(r"'[^']*'", "''", expression)
+            assert not re.search(r"[+*/%~]| - |==|[<>]", bare), f"{file}: {expression}"
+        shown = re.findall(r"^export .*\{\{(.*?)\}\}$", text, re.MULTILINE)
+        assert all("| sh" in expression for expression in shown), f"{file}: unquoted {shown}"
+
+
+def test_links_lead_somewhere() -> None:
+    broken = []
+    for document in [path for path in tracked_files() if path.suffix == ".md"]:
+        for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", document.read_text()):
+            outside = "://" in link or link.startswith("mailto:")
+            if not outside and not (document.parent / link).exists():
+                broken.append(f"{document.relative_to(ROOT)}: {link}")
+    assert not broken, broken
+
+
+def test_no_path_of_anybodys_machine() -> None:
+    # Put together from parts, so that this file does not find itself.
+    pattern = re.compile(rf"(?<![\w.])/({'work'}|{'root'}|{'home'}/(?!\$|<)\w+)/")
+    found = []
+    for path in tracked_files():
+        text = path.read_text(errors="ignore")
+        found.extend(
+            f"{path.relative_to(ROOT)}:{number}: {line.strip()[:80]}"
+            for number, line in enumerate(text.splitlines(), 1)
+            if pattern.search(line)
+        )
+    assert not found, f"a path of one machine is of no use on another: {found}"
+
+
+def test_every_dependency_is_pinned() -> None:
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = list(project["dependencies"])
+    for group in project["optional-dependencies"].values():
+        wanted.extend(group)
+    pinned = {}
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        if line and not line.startswith("#"):
+            package, _, version = line.partition("==")
+            pinned[_normal(package)] = version
+    assert all(pinned.values()), "constraints.txt pins with `==`"
+    names = {_normal(re.split(r"[<>=!~;\[ ]", entry)[0]) for entry in wanted}
+    assert not names - pinned.keys(), f"missing in constraints.txt: {names - pinned.keys()}"
+
+
+def _normal(package: str) -> str:
+    """PEP 503"""
+    return re.sub(r"[-_.]+", "-", package).lower().strip()

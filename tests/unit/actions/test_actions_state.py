@@ -1,0 +1,98 @@
+"""The state of a run from its ledger and from what Slurm says, row by row."""
+
+from __future__ import annotations
+
+import pytest
+from fabricated_runs import LAUNCHED, NOW, STARTED, SUBMITTED, Said, ended, said
+
+from hpctrain.actions.state import RunState, judge, last_job_id
+from hpctrain.slurm.records import JobRecord
+from hpctrain.slurm.states import JobState
+from hpctrain.store.ledger import Event, EventKind
+
+BEGUN = (*SUBMITTED, STARTED, LAUNCHED)
+CANCEL = said(EventKind.CANCEL_REQUESTED, job_id=1, user="somebody")
+AGAIN = (said(EventKind.SUBMITTING), said(EventKind.SUBMITTED, job_id=2))
+REQUEUED = said(EventKind.ATTEMPT_STARTED, job_id=1, restart_count=1)
+REFUSED = said(EventKind.SUBMIT_FAILED, reason="Invalid account")
+
+
+def job(state: JobState, **more: object) -> JobRecord:
+    return JobRecord(1, state=state, **more)  # type: ignore[arg-type]
+
+
+PENDING = job(JobState.PENDING, reason="Priority")
+RUNNING = job(JobState.RUNNING)
+COMPLETING = job(JobState.COMPLETING)
+FAILED = job(JobState.FAILED, exit_code=3)
+KILLED = job(JobState.FAILED, exit_code=0, exit_signal=9)
+CANCELLED = job(JobState.CANCELLED)
+TIMEOUT = job(JobState.TIMEOUT)
+CRASHED = ended("crash", "rank 1: boom", "stop")
+SILENT = dict(asked=False)
+
+# what the ledger says, what else is known, state, words of the reason
+ROWS: list[tuple[tuple[Said, ...], dict[str, object], RunState, str]] = [
+    (BEGUN, dict(done=True, queued=RUNNING), RunState.DONE, ""),
+    (BEGUN, dict(done=True, asked=False), RunState.DONE, ""),
+    (SUBMITTED, dict(queued=PENDING), RunState.PENDING, "Priority"),
+    (SUBMITTED, dict(queued=job(JobState.PENDING)), RunState.PENDING, "waiting"),
+    (BEGUN, dict(queued=RUNNING), RunState.RUNNING, ""),
+    (BEGUN, dict(queued=COMPLETING), RunState.RUNNING, "completing"),
+    (
+        (*BEGUN, *ended("preempted", "urgent", "requeue")),
+        dict(queued=PENDING),
+        RunState.PENDING,
+        "requeued: preempted; Priority",
+    ),
+    ((*BEGUN, *CRASHED), dict(past=FAILED), RunState.FAILED, "because it was crash"),
+    ((*BEGUN, *CRASHED), SILENT, RunState.FAILED, "because it was crash"),
+    ((*BEGUN, *CRASHED), dict(queued=COMPLETING), RunState.RUNNING, "completing"),
+    ((*BEGUN, *CRASHED, *AGAIN), dict(queued=PENDING), RunState.PENDING, "Priority"),
+    ((*BEGUN, *CRASHED, *AGAIN), SILENT, RunState.UNKNOWN, "Slurm does not answer"),
+    ((*BEGUN, *CRASHED, REQUEUED), dict(past=TIMEOUT), RunState.FAILED, "TIMEOUT"),
+    ((*BEGUN, *ended("yielded", "asked", "stop")), {}, RunState.STOPPED, "asked"),
+    ((*BEGUN, *ended("cancelled", "scancel", "stop")), {}, RunState.CANCELLED, "scancel"),
+    ((*BEGUN, CANCEL), SILENT, RunState.CANCELLED, "by its user"),
+    ((*BEGUN, CANCEL), dict(queued=RUNNING), RunState.RUNNING, ""),
+    ((*BEGUN, CANCEL, *AGAIN), dict(past=FAILED), RunState.FAILED, "exit code 3"),
+    (BEGUN, SILENT, RunState.UNKNOWN, "Slurm does not answer"),
+    (BEGUN, {}, RunState.UNKNOWN, "does not know the job"),
+    (BEGUN, dict(past=CANCELLED), RunState.CANCELLED, "cancelled in Slurm"),
+    (BEGUN, dict(past=FAILED), RunState.FAILED, "FAILED, exit code 3 without a word"),
+    (BEGUN, dict(past=KILLED), RunState.FAILED, "killed by signal 9"),
+    (BEGUN, dict(queued=KILLED), RunState.FAILED, "killed by signal 9"),
+    (SUBMITTED[:2], {}, RunState.NOT_SUBMITTED, "sbatch did not finish"),
+    ((*SUBMITTED[:2], REFUSED), {}, RunState.NOT_SUBMITTED, "Invalid account"),
+    ((), {}, RunState.NOT_SUBMITTED, "sbatch did not finish"),
+]
+
+
+def events(entries: tuple[Said, ...]) -> list[Event]:
+    return [
+        Event.model_validate({"event": kind, "time": NOW + number, **fields})
+        for number, (kind, fields) in enumerate(entries)
+    ]
+
+
+@pytest.mark.parametrize(("entries", "known", "state", "words"), ROWS)
+def test_judge(
+    entries: tuple[Said, ...], known: dict[str, object], state: RunState, words: str
+) -> None:
+    facts: dict[str, object] = {"done": False, "queued": None, "asked": True, "past": None}
+    judged = judge(events(entries), **{**facts, **known})  # type: ignore[arg-type]
+    assert judged.state is state
+    assert words in judged.reason and bool(words) == bool(judged.reason)
+
+
+def test_states_that_are_over() -> None:
+    assert {state for state in RunState if not state.over} == {
+        RunState.PENDING,
+        RunState.RUNNING,
+        RunState.UNKNOWN,
+    }
+
+
+def test_the_newest_job_counts() -> None:
+    assert last_job_id(events((*BEGUN, *AGAIN))) == 2
+    assert last_job_id(events(SUBMITTED[:2])) is None

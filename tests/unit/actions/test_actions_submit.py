@@ -1,0 +1,167 @@
+"""From two files to a run directory and a job; what is on disk when something goes wrong."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from fabricated_runs import SUBMITTED, fabricate
+
+from hpctrain.actions.prepare import Prepared, load_inputs, prepare, profile_search_path
+from hpctrain.actions.runs import RunFiles
+from hpctrain.actions.submit import check, resubmit, submit, write_run_directory
+from hpctrain.engines.megatron import TrainConfig
+from hpctrain.errors import (
+    InvalidInputError,
+    RunFailedError,
+    SlurmRefusedError,
+    SlurmUnreachableError,
+    UsageError,
+)
+from hpctrain.plan.documents import Plan
+from hpctrain.slurm.fake import FakeSlurm
+from hpctrain.slurm.records import SubmittedJob
+from hpctrain.spec.loader import load_profile, load_run_spec
+from hpctrain.store.layout import RunLayout
+from hpctrain.store.ledger import EventKind
+from hpctrain.supervise.documents import SuperviseConfig
+
+ROOT = Path(__file__).resolve().parents[3]
+TINY = ROOT / "examples/gpt-tiny.yaml"
+
+
+@pytest.fixture
+def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Prepared:
+    """The tiny example, ready, with empty data files."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    for name in ("text.bin", "text.idx", "tokenizer.json"):
+        (tmp_path / "data" / name).touch()
+    return prepare(TINY, "sandbox", runs=tmp_path / "runs")
+
+
+class Looking(FakeSlurm):
+    """Looks into the run directory at the moment of sbatch."""
+
+    def submit(self, script: Path | str, extra_args: Sequence[str] = ()) -> SubmittedJob:
+        assert isinstance(script, Path)
+        self.seen = {path.name for path in script.parent.iterdir()}
+        run = RunFiles(RunLayout(script.parent))
+        self.ledger = [event.event for event in run.ledger.events()]
+        self.extra_args = list(extra_args)
+        return super().submit(script, extra_args)
+
+
+def test_the_run_directory_is_complete_before_sbatch(prepared: Prepared, tmp_path: Path) -> None:
+    slurm = Looking()
+    submitted = submit(prepared, tmp_path / "runs", slurm)  # type: ignore[arg-type]
+    documents = {"spec.yaml", "profile.yaml", "plan.json", "train.json", "supervise.json"}
+    directories = {"control", "epochs", "exits", "logs", "checkpoints"}
+    assert slurm.seen == documents | directories | {"job.sbatch", "ledger.jsonl"}
+    assert slurm.ledger == [EventKind.RENDERED, EventKind.SUBMITTING]
+    assert slurm.extra_args == [f"--chdir={submitted.directory}"]
+    assert slurm.scripts[submitted.job_id] == prepared.script
+
+
+def test_what_lies_in_the_run_directory(prepared: Prepared, tmp_path: Path) -> None:
+    layout = write_run_directory(prepared, tmp_path / "runs")
+    assert load_run_spec(layout.spec).document == prepared.spec.document
+    assert load_profile(layout.profile).document == prepared.profile.document
+    assert Plan.model_validate_json(layout.plan.read_bytes()) == prepared.plan
+    train = TrainConfig.model_validate_json(layout.train_config.read_bytes())
+    assert train == prepared.train
+    assert [path for _, path in train.data_blend] == [str(tmp_path / "data/text")]
+    config = SuperviseConfig.model_validate_json(layout.supervise_config.read_bytes())
+    assert (config.run_id, config.target_step) == (layout.run_id, 60)
+    (event,) = RunFiles(layout).ledger.events()
+    assert event.script_sha256 == hashlib.sha256(prepared.script.encode()).hexdigest()
+
+
+def test_the_run_directory_is_private(prepared: Prepared, tmp_path: Path) -> None:
+    layout = write_run_directory(prepared, tmp_path / "runs")
+    assert layout.directory.stat().st_mode & 0o077 == 0
+    open_files = [p for p in layout.directory.rglob("*") if p.stat().st_mode & 0o077]
+    assert not open_files
+
+
+def test_refused_by_slurm(prepared: Prepared, tmp_path: Path) -> None:
+    slurm = FakeSlurm()
+    slurm.refusal = "Invalid account"
+    with pytest.raises(SlurmRefusedError, match="Invalid account"):
+        submit(prepared, tmp_path / "runs", slurm)  # type: ignore[arg-type]
+    run = RunFiles(RunLayout(tmp_path / "runs" / prepared.run_id))
+    assert run.layout.script.read_text() == prepared.script, "the directory stays"
+    last = run.ledger.events()[-1]
+    assert (last.event, last.reason) == (EventKind.SUBMIT_FAILED, "Invalid account")
+    slurm.refusal = ""
+    assert resubmit(run, slurm).job_id == 1  # type: ignore[arg-type]
+
+
+def test_two_submissions_of_one_spec_are_two_runs(prepared: Prepared, tmp_path: Path) -> None:
+    slurm = FakeSlurm()
+    submit(prepared, tmp_path / "runs", slurm)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="exists already"):
+        submit(prepared, tmp_path / "runs", slurm)  # type: ignore[arg-type]
+    again = prepare(TINY, "sandbox", runs=tmp_path / "runs")
+    assert submit(again, tmp_path / "runs", slurm).run_id != prepared.run_id  # type: ignore[arg-type]
+
+
+def test_missing_data_is_found_before_anything_is_written(
+    prepared: Prepared, tmp_path: Path
+) -> None:
+    (tmp_path / "data/text.idx").unlink()
+    (tmp_path / "data/tokenizer.json").unlink()
+    with pytest.raises(InvalidInputError) as caught:
+        submit(prepared, tmp_path / "runs", FakeSlurm())  # type: ignore[arg-type]
+    assert len(caught.value.problems) == 2
+    assert not (tmp_path / "runs").exists()
+
+
+def test_check_submits_nothing(prepared: Prepared, tmp_path: Path) -> None:
+    slurm = FakeSlurm()
+    assert check(prepared, slurm).text == "Job would start"  # type: ignore[arg-type]
+    assert not slurm.records and not (tmp_path / "runs").exists()
+
+
+def test_resubmit(tmp_path: Path) -> None:
+    slurm = FakeSlurm()
+    slurm.submit("")
+    run = fabricate(tmp_path, entries=SUBMITTED)
+    with pytest.raises(UsageError, match="job 1 in state PENDING"):
+        resubmit(run, slurm)  # type: ignore[arg-type]
+    slurm.cancel(1)
+    assert resubmit(run, slurm).job_id == 2  # type: ignore[arg-type]
+    slurm.away = True
+    with pytest.raises(SlurmUnreachableError):
+        resubmit(run, slurm)  # type: ignore[arg-type]
+    done = fabricate(tmp_path, "done-0001", done=True)
+    with pytest.raises(RunFailedError, match="nothing left to train"):
+        resubmit(done, FakeSlurm())  # type: ignore[arg-type]
+
+
+def test_problems_of_both_files_at_once(tmp_path: Path) -> None:
+    (tmp_path / "spec.yaml").write_text("nonsense: 1\n")
+    (tmp_path / "profile.yaml").write_text("rubbish: 1\n")
+    with pytest.raises(InvalidInputError) as caught:
+        load_inputs(tmp_path / "spec.yaml", str(tmp_path / "profile.yaml"))
+    files = {Path(str(problem.file)).name for problem in caught.value.problems}
+    assert files == {"spec.yaml", "profile.yaml"}
+
+
+def test_profiles_of_the_site_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (ROOT / "cluster_profiles/sandbox.yaml").read_text()
+    (tmp_path / "sandbox.yaml").write_text(text.replace("count: 4", "count: 3"))
+    monkeypatch.setenv("HPCTRAIN_PROFILE_PATH", f":{tmp_path}:")
+    assert profile_search_path() == [tmp_path]
+    _, profile = load_inputs(TINY, "sandbox")
+    assert profile.document.nodes.count == 3
+
+
+def test_overrides_reach_every_document(tmp_path: Path) -> None:
+    changed = prepare(TINY, "sandbox", ["budget.steps=7", "name=other"], runs=tmp_path)
+    assert changed.train.train_steps == changed.supervise.target_step == 7
+    assert changed.run_id.startswith("other-") and changed.run_id in changed.script
+    assert json.loads(changed.plan.model_dump_json())["batch"]["train_steps"] == 7

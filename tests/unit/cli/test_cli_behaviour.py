@@ -1,0 +1,494 @@
+"""What scripts and people rely on: streams, exit codes, suggestions, JSON, no terminal, pipes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+from command_line import hpctrain
+from fabricated_runs import LAUNCHED, STARTED, SUBMITTED, ended, fabricate
+
+from hpctrain.cli.main import cli
+from hpctrain.cli.output import json_out
+from hpctrain.errors import (
+    DoesNotFitError,
+    HpctrainError,
+    InvalidInputError,
+    LimitError,
+    NoSuchRunError,
+    Problem,
+    RunFailedError,
+    SlurmRefusedError,
+    SlurmUnreachableError,
+    UsageError,
+)
+from hpctrain.slurm.fake import FakeSlurm
+from hpctrain.slurm.states import JobState
+from hpctrain.store.signs import StepMetrics
+
+ROOT = Path(__file__).resolve().parents[3]
+PROGRAM = [sys.executable, "-c", "from hpctrain.cli.main import main; main()"]
+TINY = ["--profile", "sandbox", "examples/gpt-tiny.yaml"]
+GPT175B = ["--profile", "a100x64", "examples/gpt175b.yaml"]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with the examples and the data of the tiny one (empty files)."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (tmp_path / "data").mkdir()
+    for name in ("text.bin", "text.idx", "tokenizer.json"):
+        (tmp_path / "data" / name).touch()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def slurm(monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    fake = FakeSlurm()
+    monkeypatch.setattr("hpctrain.slurm.client.SlurmClient", lambda: fake)
+    return fake
+
+
+def stub_sbatch(directory: Path, text: str = "echo 4711") -> dict[str, str]:
+    """An environment whose sbatch keeps its argv and its script, and says `text`."""
+    program = directory / "bin/sbatch"
+    program.parent.mkdir()
+    program.write_text(
+        f"""#!/bin/sh
+printf '%s\\n' "$@" >'{directory}/argv'
+env >'{directory}/environment'
+for last; do :; done
+if [ -f "$last" ]; then cat "$last"; else cat; fi >'{directory}/script'
+{text}
+"""
+    )
+    program.chmod(0o755)
+    return {**os.environ, "PATH": f"{program.parent}:/usr/bin:/bin"}
+
+
+def start(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*PROGRAM, *arguments],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+# -- words that are misspelt -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "suggestion"),
+    [
+        (["sumbit"], "Did you mean 'submit'?"),
+        (["plan", "--profil", "x", "y"], "Did you mean '--profile'?"),
+        (["sandbox", "upp"], "Did you mean 'up'?"),
+        (["schema", "specc"], "'spec'"),
+        (["plan", "-p", "a100x46", "examples/gpt-tiny.yaml"], "`a100x64`"),
+        (["plan", "-p", "sandbox", "examples/gpt-tiny.yml"], "`gpt-tiny.yaml`"),
+        (["plan", *TINY, "--set", "parallel.tpp=2"], "`parallel.tp`"),
+    ],
+)
+def test_suggestions(arguments: list[str], suggestion: str) -> None:
+    outcome = hpctrain(*arguments)
+    assert outcome.exit_code in (2, 3) and suggestion in outcome.stderr, outcome.transcript()
+    assert outcome.stdout == ""
+
+
+def test_names_of_runs_are_suggested(here: Path) -> None:
+    fabricate(here / "runs", "gpt-tiny-7f3a")
+    outcome = hpctrain("describe", "gpt-tyni-7f3a")
+    assert outcome.exit_code == 6 and "did you mean `gpt-tiny-7f3a`?" in outcome.stderr
+
+
+# -- errors ----------------------------------------------------------------------------------
+
+EXPECTED = [
+    (HpctrainError("x"), 1),
+    (UsageError("x"), 2),
+    (InvalidInputError([Problem("x", "f.yaml", 1, 2)]), 3),
+    (DoesNotFitError("x"), 4),
+    (LimitError("x"), 4),
+    (SlurmRefusedError("x"), 5),
+    (SlurmUnreachableError("x"), 5),
+    (NoSuchRunError("x"), 6),
+    (RunFailedError("x"), 7),
+    (ZeroDivisionError("x"), 1),
+    (KeyboardInterrupt(), 130),
+    (EOFError(), 130),
+]
+
+
+@pytest.mark.parametrize(("error", "code"), EXPECTED, ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize("debug", [False, True])
+def test_exit_codes(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, debug: bool
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("hpctrain.actions.runs.all_runs", fail)
+    outcome = hpctrain("status", debug=debug)
+    assert outcome.exit_code == code
+    assert outcome.stdout == "" and outcome.stderr
+    wanted = debug and isinstance(error, Exception) and not isinstance(error, EOFError)
+    assert ("Traceback" in outcome.stderr) == wanted
+
+
+def test_every_line_of_a_message_is_marked() -> None:
+    outcome = hpctrain("plan", "-p", "sandbox", "examples/gpt175b.yaml")
+    message = outcome.stderr.split("\n\n")[0].splitlines()
+    assert len(message) == 2 and all(line.startswith("error: ") for line in message)
+
+
+def test_all_problems_of_two_files_at_once(here: Path) -> None:
+    (here / "spec.yaml").write_text("name: a\nnonsense: 1\n")
+    (here / "profile.yaml").write_text("name: b\nrubbish: 1\n")
+    outcome = hpctrain("plan", "--profile", "./profile.yaml", "spec.yaml")
+    assert outcome.exit_code == 3 and outcome.stdout == ""
+    assert "spec.yaml:2:1: `nonsense`" in outcome.stderr
+    assert "profile.yaml:2:1: `rubbish`" in outcome.stderr
+
+
+def test_validate_prints_nothing_on_stdout_when_one_file_is_wrong(here: Path) -> None:
+    (here / "spec.yaml").write_text("name: a\nnonsense: 1\n")
+    outcome = hpctrain("validate", "examples/gpt-tiny.yaml", "spec.yaml")
+    assert outcome.exit_code == 3 and outcome.stdout == ""
+    good = hpctrain(
+        "validate", "examples/gpt-tiny.yaml", str(ROOT / "cluster_profiles/a100x1.yaml")
+    )
+    assert good.exit_code == 0
+    assert [line.split(": ")[1] for line in good.stdout.splitlines()] == [
+        "ok (run spec)",
+        "ok (cluster profile)",
+    ]
+
+
+@pytest.mark.parametrize("value", ["a b", "it's", "$(id)", "a\nb", "../x", "-rf", "\u00fc", "a/b"])
+def test_a_name_that_is_no_name_is_refused(value: str) -> None:
+    outcome = hpctrain("plan", *TINY, "--set", f"name={json.dumps(value)}")
+    assert outcome.exit_code == 3 and outcome.stdout == "", outcome.transcript()
+
+
+def test_interrupt_from_outside(here: Path) -> None:
+    fabricate(here / "runs", "gpt-tiny-7f3a")
+    process = start("status", "--watch", environment={**os.environ, "PATH": "/nowhere"})
+    assert process.stdout is not None
+    assert "gpt-tiny-7f3a" in "".join(process.stdout.readline() for _ in range(2))
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in stderr
+
+
+@pytest.mark.parametrize(
+    "arguments", [["profiles"], ["schema", "spec"], ["submit", *GPT175B, "--dry-run"], ["--help"]]
+)
+def test_a_reader_that_goes_away(arguments: list[str]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [*PROGRAM, *arguments], stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60
+    )
+    os.close(writing)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr and "Broken pipe" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
+# -- submitting ------------------------------------------------------------------------------
+
+
+def test_without_terminal_and_without_yes_nothing_is_submitted(here: Path) -> None:
+    environment = stub_sbatch(here)
+    process = start("submit", *TINY, environment=environment)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 2 and "`-y` answers yes" in stderr and stdout == ""
+    assert not (here / "argv").exists() and not (here / "runs").exists()
+
+
+@pytest.mark.parametrize("command", ["cancel", "resubmit"])
+def test_the_other_questions_do_not_hang_either(here: Path, slurm: FakeSlurm, command: str) -> None:
+    fabricate(here / "runs", "gpt-tiny-7f3a")
+    outcome = hpctrain(command, "gpt-tiny")
+    assert outcome.exit_code == 2 and "-y" in outcome.stderr
+
+
+def test_dry_run_prints_what_sbatch_gets(here: Path) -> None:
+    environment = stub_sbatch(here)
+    shown = start("submit", *TINY, "--dry-run", environment=environment)
+    stdout, stderr = shown.communicate(timeout=60)
+    assert shown.returncode == 0 and "Plan " in stderr
+    assert stdout.startswith("#!/bin/bash\n") and "Plan " not in stdout
+    assert not (here / "runs").exists() and not (here / "script").exists()
+
+    checked = start("submit", *TINY, "--check", environment=environment)
+    assert checked.communicate(timeout=60)[0] == "" and checked.returncode == 0
+    assert (here / "script").read_text() == stdout
+    assert "--test-only" in (here / "argv").read_text().split()
+    assert not (here / "runs").exists(), "--check leaves nothing behind"
+
+    submitted = start("submit", *TINY, "-y", environment=environment)
+    run_id = submitted.communicate(timeout=60)[0].strip()
+    assert submitted.returncode == 0
+    assert (here / "script").read_text() == stdout
+    directory = here / "runs" / run_id
+    assert (directory / "job.sbatch").read_text() == stdout
+    assert (here / "argv").read_text().split() == [
+        "--parsable",
+        f"--chdir={directory}",
+        str(directory / "job.sbatch"),
+    ]
+
+
+def test_options_of_the_shell_do_not_reach_sbatch(here: Path) -> None:
+    environment = {**stub_sbatch(here), "SBATCH_PARTITION": "other", "SLURM_JOB_ID": "1"}
+    assert start("submit", *TINY, "-y", environment=environment).wait(60) == 0
+    seen = (here / "environment").read_text()
+    assert "SBATCH_" not in seen and "SLURM_JOB_ID" not in seen
+
+
+def test_values_of_inherited_variables_are_written_nowhere(
+    here: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "do-not-write-me-9b1d")
+    setting = "environment.inherit=[WANDB_API_KEY]"
+    outcome = hpctrain("submit", *TINY, "--set", setting, "-y", "--json")
+    assert outcome.exit_code == 0, outcome.transcript()
+    run = here / "runs" / json.loads(outcome.stdout)["submitted"]["run_id"]
+    texts = {path: path.read_text() for path in run.rglob("*") if path.is_file()}
+    assert {"job.sbatch", "spec.yaml", "ledger.jsonl"} <= {path.name for path in texts}
+    assert "WANDB_API_KEY" in texts[run / "job.sbatch"]
+    everything = "\n".join((*texts.values(), *slurm.scripts.values(), outcome.transcript()))
+    assert "do-not-write-me" not in everything
+
+
+def test_refused_by_slurm(here: Path) -> None:
+    words = "sbatch: error: Batch job submission failed: Invalid account or account/partition"
+    environment = stub_sbatch(here, f"echo '{words}' >&2; exit 1")
+    process = start("submit", *TINY, "-y", environment=environment)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 5 and stdout == "" and words in stderr
+    assert hpctrain("status", "-a", "--json").stdout.count("NOT SUBMITTED") == 1
+
+
+def test_everything_but_slurm_works_without_slurm(here: Path) -> None:
+    fabricate(here / "runs", "gpt-tiny-7f3a", [*SUBMITTED, STARTED], steps=4)
+    environment = {**os.environ, "PATH": "/nowhere"}
+    for arguments in (
+        ["submit", *GPT175B, "--dry-run"],
+        ["plan", *GPT175B, "--json"],
+        ["profiles"],
+        ["validate", "examples/gpt-tiny.yaml"],
+        ["status"],
+        ["describe", "gpt-tiny"],
+    ):
+        process = start(*arguments, environment=environment)
+        stdout, stderr = process.communicate(timeout=60)
+        assert process.returncode == 0 and stdout, f"{arguments}: {stderr}"
+    process = start("submit", *TINY, "-y", environment=environment)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 5 and "cannot run `sbatch`" in stderr and stdout == ""
+
+
+def test_spec_from_stdin(slurm: FakeSlurm) -> None:
+    text = (ROOT / "examples/gpt-tiny.yaml").read_text()
+    from_file = hpctrain("submit", *TINY, "--dry-run")
+    from_stdin = hpctrain("submit", "--profile", "sandbox", "-", "--dry-run", stdin=text)
+    assert from_stdin.exit_code == 0 and from_stdin.stdout == from_file.stdout
+    wrong = hpctrain("plan", "--profile", "sandbox", "-", stdin="name: [")
+    assert wrong.exit_code == 3 and "error: stdin:1" in wrong.stderr
+    assert hpctrain("validate", "-", stdin=text).exit_code == 0
+
+
+def test_options_that_would_be_ignored_are_refused(here: Path) -> None:
+    fabricate(here / "runs", "gpt-tiny-7f3a")
+    for arguments in (
+        ["submit", *TINY, "--dry-run", "--json"],
+        ["submit", *TINY, "--check", "--json"],
+        ["status", "--json", "--watch"],
+        ["logs", "gpt-tiny", "--attempt", "1"],
+        ["logs", "gpt-tiny", "--attempt", "1", "--rank", "0", "-f"],
+    ):
+        outcome = hpctrain(*arguments)
+        assert outcome.exit_code == 2 and outcome.stdout == "", outcome.transcript()
+
+
+# -- a terminal ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("answer", "code"), [("y", 0), ("n", 130), ("\x04", 130)])
+def test_the_question_on_a_terminal(here: Path, answer: str, code: int) -> None:
+    """Yes, no, and Ctrl-D, typed on a real pseudo terminal."""
+    environment = stub_sbatch(here)
+    keyboard, terminal = os.openpty()
+    os.write(keyboard, f"{answer}\n".encode())
+    done = subprocess.run(
+        [*PROGRAM, "submit", *TINY],
+        env=environment,
+        stdin=terminal,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    os.close(terminal)
+    os.close(keyboard)
+    assert "Submit to partition `train`?" in done.stderr
+    assert done.returncode == code, done.stderr
+    assert bool(done.stdout) == (here / "argv").exists() == (answer == "y")
+
+
+def test_tables_fit_a_narrow_terminal() -> None:
+    screen, terminal = os.openpty()
+    environment = {**os.environ, "COLUMNS": "80", "TERM": "xterm"}
+    subprocess.run([*PROGRAM, "profiles"], env=environment, stdout=terminal, timeout=60, check=True)
+    os.close(terminal)
+    text = os.read(screen, 100_000).decode()
+    os.close(screen)
+    assert not re.search(r"\x1b\[[\d;]*[34]\dm", text), "NO_COLOR is set, so bold is all there is"
+    plain = re.sub(r"\x1b\[[\d;]*m", "", text)
+    assert "a100x64" in plain and max(len(line) for line in plain.splitlines()) <= 80
+
+
+# -- status and JSON -------------------------------------------------------------------------
+
+
+def test_status_when_slurm_is_away_still_shows_progress(here: Path, slurm: FakeSlurm) -> None:
+    fabricate(here / "runs", "gpt-tiny-7f3a", [*SUBMITTED, STARTED, LAUNCHED], steps=23)
+    slurm.away = True
+    shown = hpctrain("status").stdout
+    assert "UNKNOWN" in shown and "23/60" in shown and "Slurm does not answer" in shown
+
+
+def test_loss_that_is_not_a_number(here: Path, slurm: FakeSlurm, capsys: object) -> None:
+    fabricate(here / "runs", "gpt-tiny-7f3a", SUBMITTED, steps=2, last_loss=float("nan"))
+    document = json.loads(hpctrain("status", "--json").stdout, parse_constant=pytest.fail)
+    assert document["runs"][0]["loss"] is None
+    assert "-" in hpctrain("status").stdout
+
+
+def test_nan_becomes_null(capsys: pytest.CaptureFixture[str]) -> None:
+    values = {name: 1 for name in StepMetrics.model_fields}
+    row = StepMetrics.model_validate({**values, "loss_hex": "nan", "loss": float("nan")})
+    json_out("row", row)
+    shown = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert shown["row"]["loss"] is None and shown["schema_version"] == 1
+
+
+def json_commands() -> list[str]:
+    found = []
+
+    def walk(group: click.Group, words: str) -> None:
+        context = click.Context(group)
+        for name in group.list_commands(context):
+            command = group.get_command(context, name)
+            if isinstance(command, click.Group):
+                walk(command, f"{words}{name} ")
+            elif command and any("--json" in p.opts for p in command.params):
+                found.append(words + name)
+
+    walk(cli, "")
+    return found
+
+
+def test_json_of_every_command_that_has_it(here: Path, slurm: FakeSlurm) -> None:
+    job = slurm.submit("#!/bin/sh\n")
+    slurm.records[job.job_id] = replace(slurm.records[job.job_id], state=JobState.FAILED)
+    stopped = [*SUBMITTED, STARTED, *ended("crash", "boom", "stop")]
+    fabricate(here / "runs", "gpt-tiny-7f3a", stopped)
+    examples = {
+        "plan": GPT175B,
+        "submit": [*TINY, "-y"],
+        "resubmit": ["gpt-tiny-7f3a", "-y"],
+        "status": ["-a"],
+        "describe": ["gpt-tiny-7f3a"],
+        "profiles": ["a100x64"],
+    }
+    elsewhere = {"data prepare", "data show"}  # tests/unit/actions/test_data.py, tests/engines
+    assert set(json_commands()) == examples.keys() | elsewhere
+    for command, arguments in examples.items():
+        outcome = hpctrain(command, *arguments, "--json")
+        assert outcome.exit_code == 0, outcome.transcript()
+        document = json.loads(outcome.stdout, parse_constant=pytest.fail)
+        assert document["schema_version"] == 1 and len(document) == 2, document.keys()
+    assert len(json.loads(hpctrain("profiles", "--json").stdout)["profiles"]) == 5
+
+
+def test_status_waits_and_fails_with_the_run(
+    here: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fabricate(here / "runs", "failed-0001", [*SUBMITTED, STARTED, *ended("crash", "x", "stop")])
+    fabricate(here / "runs", "done-0002", SUBMITTED, done=True)
+    assert hpctrain("status", "--wait", "failed").exit_code == 7
+    assert hpctrain("status", "--wait", "done").exit_code == 0
+    assert hpctrain("status", "--wait", "--watch", "done").exit_code == 0
+    job = slurm.submit("")
+    naps: list[float] = []
+
+    def finish(seconds: float) -> None:
+        naps.append(seconds)
+        slurm.records[job.job_id] = replace(slurm.records[job.job_id], state=JobState.FAILED)
+
+    fabricate(here / "runs", "waiting-0003", SUBMITTED)
+    monkeypatch.setattr(time, "sleep", finish)
+    assert hpctrain("status", "--wait", "waiting").exit_code == 7
+    assert len(naps) == 1 and naps[0] >= 10, "squeue(1) asks not to be polled"
+
+
+def test_status_shows_unfinished_runs_and_the_last_finished_one(
+    here: Path, slurm: FakeSlurm
+) -> None:
+    for run_id in ("done-0001", "done-0002"):
+        fabricate(here / "runs", run_id, SUBMITTED, done=True)
+    fabricate(here / "runs", "open-0003", SUBMITTED)
+    assert [line.split()[0] for line in hpctrain("status").stdout.splitlines()[1:]] == [
+        "done-0002",
+        "open-0003",
+    ]
+    assert len(hpctrain("status", "-a").stdout.splitlines()) == 4
+    assert len(hpctrain("status", "-n", "1").stdout.splitlines()) == 2
+
+
+# -- tables and pipes ------------------------------------------------------------------------
+
+
+def test_tables_are_never_cut_in_a_pipe(
+    here: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    monkeypatch.setenv("TERM", "dumb")
+    reason = "a reason of many words " * 20
+    stopped = [*SUBMITTED, STARTED, *ended("crash", "x", "stop")]
+    stopped[-1][1]["reason"] = reason.strip()
+    fabricate(here / "runs", "gpt-tiny-7f3a", stopped)
+    lines = hpctrain("status").stdout.splitlines()
+    assert len(lines) == 2 and lines[1].endswith(reason.strip())
+
+
+def test_tables_hold_no_colour_and_no_markup(here: Path, slurm: FakeSlurm) -> None:
+    stopped = [*SUBMITTED, STARTED, *ended("crash", "x", "stop")]
+    stopped[-1][1]["reason"] = "[red]not markup[/red] [link=x]"
+    fabricate(here / "runs", "gpt-tiny-7f3a", stopped)
+    shown = hpctrain("status").stdout
+    assert "[red]not markup[/red] [link=x]" in shown and "\x1b" not in shown
+
+
+@pytest.mark.parametrize("columns", ["80"])
+def test_help_fits_80_columns(monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    shown = hpctrain("--help").stdout
+    assert max(map(len, shown.splitlines())) <= 80
+    assert CliRunner().invoke(cli, ["--version"]).output.startswith("hpctrain, version ")

@@ -1,0 +1,43 @@
+"""Scripts of the tiny example on the sandbox's profile, with some values replaced."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hpctrain.plan.planner import make_plan
+from hpctrain.render.script import ScriptFacts, build_script, render_script
+from hpctrain.spec.loader import find_profile, load_profile, load_run_spec
+from hpctrain.spec.profile import ClusterProfile
+from hpctrain.spec.run import RunSpec
+
+ROOT = Path(__file__).resolve().parents[3]
+SPEC = load_run_spec(ROOT / "examples/gpt-tiny.yaml").document
+PROFILE = load_profile(find_profile("sandbox")).document
+PYTHON = "/opt/hpctrain/bin/python3"
+
+
+def with_values(
+    section: dict[str, dict[str, object]], document: RunSpec | ClusterProfile
+) -> RunSpec | ClusterProfile:
+    """A copy with some values of some sections replaced, checked like a file."""
+    values = document.model_dump(mode="json", by_alias=True)
+    for name, changes in section.items():
+        values[name] = {**values[name], **changes}
+    return type(document).model_validate(values)
+
+
+def spec_with(**section: dict[str, object]) -> RunSpec:
+    changed = with_values(section, SPEC)
+    assert isinstance(changed, RunSpec)
+    return changed
+
+
+def profile_with(**section: dict[str, object]) -> ClusterProfile:
+    changed = with_values(section, PROFILE)
+    assert isinstance(changed, ClusterProfile)
+    return changed
+
+
+def render(spec: RunSpec = SPEC, profile: ClusterProfile = PROFILE, *, python: str = PYTHON) -> str:
+    facts = ScriptFacts("gpt-tiny-0000", "a" * 64, "b" * 64, python)
+    return render_script(build_script(spec, profile, make_plan(spec, profile), facts))

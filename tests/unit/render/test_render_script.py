@@ -1,0 +1,117 @@
+"""What a script asks Slurm for, and the order of its parts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from specimen_scripts import PROFILE, ROOT, SPEC, profile_with, render, spec_with
+
+from hpctrain.errors import InvalidInputError
+from hpctrain.plan.planner import make_plan
+from hpctrain.render.script import ScriptFacts, build_script, render_script, warning_seconds
+from hpctrain.spec.loader import find_profile, load_profile, load_run_spec
+from hpctrain.units import Duration
+
+A100 = load_profile(find_profile("a100x64")).document
+GPT175B = load_run_spec(ROOT / "examples/gpt175b.yaml").document
+
+
+def directives(script: str) -> list[str]:
+    lines = script.splitlines()
+    return [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")]
+
+
+@pytest.mark.parametrize(
+    ("request_style", "expected"),
+    [
+        ("gres", "--gres=gpu:2"),
+        ("gres-typed", "--gres=gpu:a100:2"),
+        ("gpus-per-node", "--gpus-per-node=2"),
+        ("gpus-per-task", "--gpus-per-task=1"),
+        ("none", None),
+    ],
+)
+def test_gpus_are_asked_for_as_the_site_wants(request_style: str, expected: str | None) -> None:
+    found = directives(render(profile=profile_with(slurm={"gpu_request": request_style})))
+    assert [line for line in found if "gpu" in line] == ([expected] if expected else [])
+
+
+def test_the_spec_wins_over_the_profile_for_account_and_qos() -> None:
+    profile = profile_with(slurm={"account": "site", "qos": "site"})
+    assert "--account=site" in directives(render(profile=profile))
+    found = directives(render(spec_with(resources={"account": "mine", "qos": "mine"}), profile))
+    assert "--account=mine" in found and "--qos=mine" in found
+
+
+def test_whole_nodes_only_when_all_gpus_of_a_node_are_used() -> None:
+    profile = profile_with(slurm={"exclusive": True})
+    assert "--exclusive" in directives(render(profile=profile))
+    half = spec_with(resources={"gpus": 1}, parallel={"tp": 1, "pp": 1})
+    assert "--exclusive" not in directives(render(half, profile))
+
+
+@pytest.mark.parametrize(
+    ("continuation", "expected"), [("requeue", "--requeue"), ("none", "--no-requeue")]
+)
+def test_continuation(continuation: str, expected: str) -> None:
+    profile = PROFILE.model_copy(update={"continuation": continuation})
+    assert expected in directives(render(profile=profile))
+
+
+def test_only_named_variables_leave_the_submitting_shell() -> None:
+    spec = spec_with(environment={"inherit": ["WANDB_API_KEY"]})
+    assert "--export=HOME,LANG,PATH,USER,WANDB_API_KEY" in directives(render(spec))
+
+
+def test_cpus_and_memory() -> None:
+    spec = spec_with(resources={"cpus_per_gpu": 3, "memory_per_node": "8GiB"})
+    script = render(spec)
+    assert "--cpus-per-task=3" in directives(script) and "--mem=8192M" in directives(script)
+    srun = script[script.index("exec ") :]
+    assert "--cpus-per-task=3" in srun, "srun has not inherited it since Slurm 22.05"
+    assert "--mem=0" in directives(render(profile=profile_with(slurm={"all_memory": True})))
+
+
+def test_time_limit_is_the_tightest_there_is() -> None:
+    spec = spec_with(resources={"walltime": None})
+    assert "--time=1-00:00:00" in directives(render(spec)), "without any limit: a day"
+    short = profile_with(limits={"max_walltime": "02:00:00"})
+    assert "--time=02:00:00" in directives(render(spec, short))
+
+
+def test_the_warning_leaves_time_for_two_checkpoints() -> None:
+    """174.6e9 parameters x 14 bytes at 100 GB/s are 24.4 s each; 60 s of slack, 60 s for a step."""
+    plan = make_plan(GPT175B, A100)
+    assert warning_seconds(GPT175B, A100, plan, Duration(86400)) == 170
+    assert warning_seconds(GPT175B, A100, plan, Duration(100)) == 50, "never more than half"
+    assert warning_seconds(GPT175B, A100, plan, Duration(1)) >= 1
+
+
+def test_a_variable_of_the_spec_replaces_the_sites() -> None:
+    script = render(spec_with(environment={"variables": {"OMP_NUM_THREADS": "4"}}))
+    assert script.count("export OMP_NUM_THREADS=") == 1 and "export OMP_NUM_THREADS=4" in script
+
+
+def test_order_of_the_parts() -> None:
+    profile = profile_with(software={"modules": {"load": ["cuda/12.4"]}})
+    script = render(profile=profile)
+    marks = ["#SBATCH", "trap '' USR1", "module load", "set -euo pipefail", "export ", "exec "]
+    assert [script.index(mark) for mark in marks] == sorted(script.index(mark) for mark in marks)
+
+
+def test_rendering_twice_gives_the_same_bytes() -> None:
+    assert render() == render()
+
+
+def test_templates_of_the_site_win(tmp_path: Path) -> None:
+    (tmp_path / "sbatch").mkdir()
+    template = tmp_path / "sbatch/megatron.sbatch.j2"
+    template.write_text("#!/bin/bash\n# {{ script.run_id }} {{ script.trainer[0] | sh }}\n")
+    facts = ScriptFacts("r-0000", "a" * 64, "b" * 64, "/a b/python")
+    script = build_script(SPEC, PROFILE, make_plan(SPEC, PROFILE), facts)
+    assert render_script(script, tmp_path) == "#!/bin/bash\n# r-0000 '/a b/python'\n"
+    for mistake in ("{{ script.no_such_thing }}", "{% if %}", "{{ 1 | no_such_filter }}"):
+        template.write_text(mistake)
+        with pytest.raises(InvalidInputError, match="job template"):
+            render_script(script, tmp_path)

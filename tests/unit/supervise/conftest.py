@@ -1,0 +1,43 @@
+"""Short waits and signal handlers that do not outlive a test."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from supervise_stage import Stage
+
+from hpctrain.supervise import gather, policy, requeue, watch
+
+
+@pytest.fixture
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy, "_FIRST_DELAY_SECONDS", 0.01)
+    monkeypatch.setattr(watch, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(watch, "_LOOK_SECONDS", 0.03)
+    monkeypatch.setattr(watch, "_LAST_WORDS_SECONDS", 0.1)
+    monkeypatch.setattr(watch, "_LEAVING_SECONDS", 0.3)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    for module in (gather, requeue):
+        monkeypatch.setattr(module, "_PATIENCE_SECONDS", 0.3)
+        monkeypatch.setattr(module, "_RETRY_SECONDS", 0.02)
+
+
+@pytest.fixture
+def kept_signals() -> Iterator[None]:
+    """The handlers and the mask of the test process, as they were."""
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+@pytest.fixture
+def stage(tmp_path: Path, _short_waits: None, kept_signals: None) -> Stage:
+    return Stage(tmp_path)

@@ -1,0 +1,55 @@
+"""What a launch may leave behind, in short words, for the tests of this directory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+from hpctrain.supervise.documents import Evidence, JobFacts, RankExit, SuperviseConfig
+
+NOTHING = Evidence(
+    done=False,
+    superseded=False,
+    cancel_requested=False,
+    stop_requested_by=None,
+    signals=(),
+    srun_exit_code=1,
+    task_failures=(),
+    notices=(),
+    rank_exits=(),
+    job=JobFacts("RUNNING", "None", 0, preempt_time=False),
+    restart_count=0,
+    stall=None,
+    started=True,
+)
+SILENT = replace(NOTHING, job=None)
+
+
+def job(
+    state: str = "RUNNING", reason: str = "None", restarts: int = 0, *, preempt: bool = False
+) -> JobFacts:
+    return JobFacts(state, reason, restarts, preempt)
+
+
+def exits(*words: str) -> tuple[RankExit, ...]:
+    """`outcome message` per rank, in the order of their ends; rank i is on node n<i // 2>."""
+    pairs = (word.partition(" ") for word in words)
+    return tuple(
+        RankExit(rank, f"n{rank // 2}", outcome, message)
+        for rank, (outcome, _, message) in enumerate(pairs)
+    )
+
+
+def config(
+    continuation: Literal["requeue", "none"] = "requeue", failures_without_progress: int = 3
+) -> SuperviseConfig:
+    return SuperviseConfig(
+        run_id="r1",
+        target_step=100,
+        continuation=continuation,
+        failures_without_progress=failures_without_progress,
+        stall_seconds=60,
+        setup_stall_seconds=600,
+        kill_wait_seconds=3,
+        verify="sha256",
+    )

@@ -1,0 +1,391 @@
+"""Whole attempts: what is launched, what the ledger says, and what Slurm is asked to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from supervise_facts import config
+from supervise_stage import JOB_ID, Stage
+
+from hpctrain.errors import InvalidInputError
+from hpctrain.slurm.client import SlurmClient
+from hpctrain.slurm.records import RequeueAnswer
+from hpctrain.slurm.states import JobState
+from hpctrain.store.epochs import claim_epoch
+from hpctrain.store.ledger import EventKind, Ledger
+
+
+def test_a_run_that_is_done(stage: Stage) -> None:
+    assert stage.play("progress:3 done") == 0
+    assert (stage.causes, stage.actions) == (["done"], ["finish"])
+    assert stage.slurm.actions_at_requeue == []
+
+
+def test_a_done_run_is_not_launched_again(stage: Stage) -> None:
+    stage.layout.done.write_text("{}")
+    assert stage.play("crash") == 0
+    assert (stage.causes, stage.actions) == ([], ["finish"])
+    assert not (stage.layout.directory / "srun.pid").exists()
+
+
+def test_a_crash_is_launched_again_in_place(stage: Stage) -> None:
+    assert stage.play("save:20 crash", "done") == 0
+    assert (stage.causes, stage.actions) == (["crash", "done"], ["relaunch", "finish"])
+    assert [e.resume_step for e in stage.events(EventKind.LAUNCH_STARTED)] == [0, 20]
+    assert [e.launch for e in stage.events(EventKind.LAUNCH_STARTED)] == [1, 2]
+    first, second = (
+        json.loads((stage.layout.directory / f"environment-{epoch}.json").read_text())
+        for epoch in (1, 2)
+    )
+    assert first["HPCTRAIN_RESUME"] == ""
+    assert second["HPCTRAIN_RESUME"] == "iter_0000020"
+    assert first["MASTER_PORT"] != second["MASTER_PORT"]
+    assert first["MASTER_ADDR"] == "n0"
+
+
+def test_the_ledger_says_who_failed_and_how(stage: Stage) -> None:
+    stage.play("progress:3 crash", "done")
+    ended = stage.events(EventKind.LAUNCH_ENDED)[0]
+    assert (ended.rank, ended.reason) == (0, "rank 0 failed: ValueError: bad batch")
+    assert (ended.last_step, ended.exit_code, ended.epoch) == (3, 1, 1)
+    assert ended.evidence[0] == "rank 0 on n0: ValueError: bad batch"
+
+
+def test_a_wrong_setting_stops_at_once(stage: Stage) -> None:
+    assert stage.play("config") == 1
+    assert (stage.causes, stage.actions) == (["config_error"], ["stop"])
+
+
+def test_crashes_without_progress_stop(stage: Stage) -> None:
+    assert stage.play("crash", "crash", "crash", "done") == 1
+    assert stage.causes == ["crash"] * 3
+    assert stage.actions == ["relaunch", "relaunch", "stop"]
+
+
+def test_crashes_with_progress_go_on(stage: Stage) -> None:
+    parts = [f"save:{step} crash" for step in (10, 20, 30, 40, 50)]
+    assert stage.play(*parts, "done") == 0
+    assert stage.actions == ["relaunch"] * 5 + ["finish"]
+
+
+def test_failures_of_earlier_attempts_count(stage: Stage) -> None:
+    stage.configure(config(failures_without_progress=2))
+    Ledger(stage.layout.ledger).append(
+        EventKind.LAUNCH_ENDED, job_id=4, restart_count=0, cause="hang", resume_step=0
+    )
+    assert stage.play("crash", "done") == 1
+    assert stage.actions == ["stop"]
+
+
+def test_warned_by_slurm(stage: Stage) -> None:
+    stage.signal_once_training(signal.SIGUSR1)
+    assert stage.play("progress:3 await-stop") == 0
+    assert (stage.causes, stage.actions) == (["time_limit"], ["requeue"])
+    assert (JOB_ID, "0", "USR2") in stage.slurm.signals
+    assert [e.signal for e in stage.events(EventKind.SIGNAL)] == ["USR1"]
+    # The announcement comes first: a requeue ends the process that asks for it.
+    assert stage.slurm.actions_at_requeue == [["requeue"]]
+    assert [e.reason for e in stage.events(EventKind.ACTION_RESULT)] == ["done"]
+    assert stage.slurm.records[JOB_ID].restart_count == 1
+
+
+def test_preempted_with_a_warning(stage: Stage) -> None:
+    stage.slurm.change(preempt_time=1.0)
+    stage.signal_once_training(signal.SIGUSR1)
+    assert stage.play("progress:3 await-stop") == 0
+    assert (stage.causes, stage.actions) == (["preempted"], ["requeue"])
+
+
+def test_a_crash_in_the_grace_period_costs_nothing(stage: Stage) -> None:
+    stage.once_training(lambda: stage.slurm.change(preempt_time=1.0))
+    assert stage.play("progress:3 sleep:0.3 crash") == 0
+    assert (stage.causes, stage.actions) == (["preempted"], ["requeue"])
+
+
+def test_a_site_without_requeue(stage: Stage) -> None:
+    stage.configure(config("none"))
+    stage.signal_once_training(signal.SIGUSR1)
+    assert stage.play("progress:3 await-stop") == 1
+    assert stage.actions == ["stop"]
+    assert stage.slurm.actions_at_requeue == []
+
+
+def test_a_stop_request_of_an_earlier_launch_is_forgotten(stage: Stage) -> None:
+    stage.layout.stop_request.write_text("old\n")
+    assert stage.play("progress:3 sleep:0.1 done") == 0
+    assert not stage.layout.stop_request.exists()
+
+
+def test_requeued_by_somebody(stage: Stage) -> None:
+    def requeued() -> None:
+        stage.slurm.change(state=JobState.COMPLETING, restart_count=1)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    stage.once_training(requeued)
+    assert stage.play("progress:3 sleep:9") == 0
+    assert (stage.causes, stage.actions) == (["requeued"], ["leave"])
+    assert stage.slurm.actions_at_requeue == []
+    assert not [s for s in stage.slurm.signals if s[2] == "KILL"]
+
+
+def test_cancelled_by_scancel(stage: Stage) -> None:
+    def cancelled() -> None:
+        stage.slurm.change(state=JobState.COMPLETING)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    stage.once_training(cancelled)
+    started = time.monotonic()
+    assert stage.play("progress:3 sleep:9") == 1
+    assert (stage.causes, stage.actions) == (["cancelled"], ["stop"])
+    # KillWait is 3 s here: the verdict must be in the ledger before KILL comes.
+    assert time.monotonic() - started < 3
+
+
+def test_cancelled_by_hpctrain_while_the_trainer_leaves(stage: Stage) -> None:
+    def cancelled() -> None:
+        Ledger(stage.layout.ledger).append(EventKind.CANCEL_REQUESTED, job_id=JOB_ID, user="ann")
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    stage.slurm.change(preempt_time=1.0)
+    stage.once_training(cancelled)
+    assert stage.play("progress:3 await-stop") == 1
+    assert (stage.causes, stage.actions) == (["cancelled"], ["stop"])
+
+
+@pytest.mark.parametrize("job_id", [JOB_ID, JOB_ID - 1])
+def test_a_cancel_of_before_this_attempt_is_over(stage: Stage, job_id: int) -> None:
+    """Somebody has brought the job back with `scontrol requeue`, or submitted it again."""
+    Ledger(stage.layout.ledger).append(EventKind.CANCEL_REQUESTED, job_id=job_id)
+    assert stage.play("crash", "done") == 0
+    assert stage.causes == ["crash", "done"]
+
+
+def test_ended_while_it_waits_for_a_relaunch(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hpctrain.supervise.policy._FIRST_DELAY_SECONDS", 30.0)
+
+    def cancelled() -> None:
+        stage.slurm.change(state=JobState.COMPLETING)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    stage.once(lambda: stage.actions, cancelled)
+    assert stage.play("crash", "done") == 1
+    assert stage.actions == ["relaunch", "leave"]
+    assert stage.causes == ["crash"]
+
+
+def test_a_supervisor_that_somebody_ends_says_so_and_starts_no_second_srun(stage: Stage) -> None:
+    stage.signal_once_training(signal.SIGTERM)
+    try:
+        assert stage.play("progress:3 sleep:9", "done") == 1
+        assert stage.actions == ["relaunch", "stop"]
+        assert "signal TERM, which did not come" in str(stage.events(EventKind.ACTION)[-1].reason)
+        assert len(stage.causes) == 1
+    finally:
+        stage.slurm.kill_step(JOB_ID, "0")
+
+
+def test_superseded_by_a_newer_launch(stage: Stage) -> None:
+    stage.once_training(lambda: claim_epoch(stage.layout.epochs, "6.0"))
+    assert stage.play("progress:3 sleep:9", "done", "done") == 0
+    assert (stage.causes, stage.actions) == (["superseded"], ["leave"])
+    assert not stage.slurm.srun_lives()
+    assert stage.slurm.actions_at_requeue == []
+
+
+def test_a_supervisor_that_outlived_its_attempt_takes_nothing_from_the_next(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its node was cut off: no Slurm, and the job runs elsewhere under the same id."""
+    monkeypatch.setattr("hpctrain.supervise.watch._LOOK_SECONDS", 60.0)
+
+    def cut_off() -> None:
+        stage.slurm.away = True
+        claim_epoch(stage.layout.epochs, "5.1")
+        (stage.layout.directory / "go").touch()
+
+    stage.once_training(cut_off)
+    assert stage.play("progress:3 await:go crash", "done", "done") == 0
+    assert stage.actions == ["relaunch", "leave"]
+    assert stage.slurm.signals == []
+
+
+def test_steps_of_the_next_attempt_are_not_killed(stage: Stage) -> None:
+    """Slurm counts steps from 0 again in each attempt."""
+    stage.once_training(lambda: stage.slurm.change(restart_count=1))
+    assert stage.play("progress:3 sleep:0.3 exit:1") == 0
+    assert stage.actions == ["leave"]
+    assert stage.slurm.signals == []
+
+
+def test_a_bad_checkpoint_stops_before_anything_is_launched(stage: Stage) -> None:
+    (stage.layout.checkpoints / "iter_0000020").mkdir()
+    assert stage.play("done") == 1
+    assert stage.actions == ["stop"]
+    stop = stage.events(EventKind.ACTION)[0]
+    assert stop.reason is not None and "step 20: no readable manifest.json" in stop.reason
+    assert not (stage.layout.directory / "srun.pid").exists()
+
+
+def test_a_bad_checkpoint_with_a_good_one_before_it(stage: Stage) -> None:
+    stage.play("save:10 save:20 crash", "config")
+    (stage.layout.checkpoints / "iter_0000020/shard").write_bytes(b"WEIGHTS")
+    assert stage.supervisor("", "", "done", restart_count=1).run() == 0
+    assert [e.resume_step for e in stage.events(EventKind.RESUME)] == [0, 20, 10]
+    rejected = stage.events(EventKind.CHECKPOINT_REJECTED)
+    assert [e.checkpoint_step for e in rejected] == [20]
+    assert "SHA-256" in str(rejected[0].reason)
+
+
+def test_silence_is_a_hang_and_the_step_is_ended(stage: Stage) -> None:
+    stage.configure(config().model_copy(update={"stall_seconds": 0.3}))
+    assert stage.play("progress:3 sleep:0.2 progress:4 sleep:9", "done") == 0
+    assert stage.causes == ["hang", "done"]
+    assert (JOB_ID, "0", "KILL") in stage.slurm.signals
+    reason = stage.events(EventKind.LAUNCH_ENDED)[0].reason
+    assert reason is not None and "while training (limit 0 s)" in reason
+
+
+def test_survivors_of_a_failed_rank_are_ended(stage: Stage) -> None:
+    (stage.layout.directory / "died").write_text("srun: error: n1: task 1: Killed\n")
+    started = time.monotonic()
+    assert stage.play("progress:3 lines:died sleep:9", "done") == 0
+    assert time.monotonic() - started < 5
+    assert stage.causes == ["crash", "done"]
+    assert stage.events(EventKind.LAUNCH_ENDED)[0].rank == 1
+
+
+def test_slurm_away_for_the_whole_attempt(stage: Stage) -> None:
+    stage.slurm.away = True
+    started = time.monotonic()
+    assert stage.play("crash", "done") == 0
+    assert stage.causes == ["crash", "done"]
+    assert time.monotonic() - started < 5
+    assert stage.slurm.signals == []
+
+
+def test_slurm_away_when_the_job_has_to_be_requeued(stage: Stage) -> None:
+    stage.slurm.away = True
+    stage.signal_once_training(signal.SIGUSR1)
+    assert stage.play("progress:3 await-stop") == 1
+    assert stage.actions == ["requeue"]
+    assert [e.reason for e in stage.events(EventKind.ACTION_RESULT)] == ["unreachable"]
+    assert len(stage.slurm.actions_at_requeue) > 2
+
+
+def test_slurm_comes_back_before_the_requeue(stage: Stage) -> None:
+    def away() -> None:
+        stage.slurm.away = True
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    def back() -> None:
+        stage.slurm.away = False
+
+    stage.once_training(away)
+    stage.once(lambda: len(stage.slurm.actions_at_requeue) >= 2, back)
+    assert stage.play("progress:3 await-stop") == 0
+    assert [e.reason for e in stage.events(EventKind.ACTION_RESULT)] == ["done"]
+
+
+@pytest.mark.parametrize("state", [JobState.CANCELLED, JobState.COMPLETING])
+def test_cancelled_while_slurm_was_away(stage: Stage, state: JobState) -> None:
+    """A requeue now would bring a cancelled job back."""
+
+    def away() -> None:
+        stage.slurm.away = True
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    def back() -> None:
+        stage.slurm.change(state=state)
+        stage.slurm.away = False
+
+    original = stage.slurm.requeue
+
+    def requeue(job_id: int, *, shielded: bool = False) -> RequeueAnswer:
+        answer = original(job_id)
+        back()
+        return answer
+
+    stage.slurm.requeue = requeue  # type: ignore[method-assign]
+    stage.once_training(away)
+    assert stage.play("progress:3 await-stop") == 1
+    assert "cancelled" in str(stage.events(EventKind.ACTION_RESULT)[0].reason)
+    assert stage.slurm.records[JOB_ID].restart_count == 0
+
+
+def test_slurm_commands_that_hang_do_not_hold_the_supervisor(stage: Stage, tmp_path: Path) -> None:
+    for name in ("squeue", "scontrol", "scancel"):
+        command = tmp_path / name
+        command.write_text("#!/bin/sh\nexec sleep 60\n")
+        command.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    slurm = SlurmClient(environment, timeout_seconds=0.2, shielded=True)
+    started = time.monotonic()
+    assert stage.supervisor("crash", "done", slurm=slurm).run() == 0
+    assert stage.causes == ["crash", "done"]
+    assert time.monotonic() - started < 15
+
+
+def test_a_job_that_slurm_does_not_know(stage: Stage) -> None:
+    stage.slurm.records.clear()
+    assert stage.play("crash", "done") == 0
+
+
+def test_an_attempt_that_ended_without_a_word_is_closed(stage: Stage) -> None:
+    ledger = Ledger(stage.layout.ledger)
+    ledger.append(EventKind.ATTEMPT_STARTED, job_id=JOB_ID, restart_count=0)
+    stage.slurm.change(restart_count=1)
+    assert stage.supervisor("done", restart_count=1).run() == 0
+    lost = stage.events(EventKind.ATTEMPT_LOST)
+    assert [(e.restart_count, e.cause) for e in lost] == [(0, "node_failure")]
+
+
+def test_a_torn_line_in_the_ledger_does_no_harm(stage: Stage) -> None:
+    stage.layout.ledger.write_bytes(b'{"event":"launch_ended","cause":"cra')
+    assert stage.play("done") == 0
+    assert stage.causes == ["done"]
+
+
+def test_srun_that_cannot_be_run_uses_up_the_budget(stage: Stage) -> None:
+    supervisor = stage.supervisor("done")
+    supervisor.argv = ["/nonexistent/srun"]
+    assert supervisor.run() == 1
+    assert stage.causes == ["launch_failure"] * 3
+    assert "No such file" in str(stage.events(EventKind.LAUNCH_ENDED)[0].reason)
+
+
+def test_a_fault_of_the_supervisor_is_in_the_ledger(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("hpctrain.supervise.loop.fence_off", full)
+    with pytest.raises(OSError, match="No space"):
+        stage.play("done")
+    assert stage.actions == ["stop"]
+    assert "No space left on device" in str(stage.events(EventKind.ACTION)[0].reason)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", None])
+def test_unreadable_settings(stage: Stage, text: str | None) -> None:
+    stage.layout.supervise_config.unlink()
+    if text is not None:
+        stage.layout.supervise_config.write_text(text)
+    with pytest.raises(InvalidInputError, match=r"supervise\.json"):
+        stage.supervisor("done")
+
+
+def test_an_srun_that_somebody_kills(stage: Stage) -> None:
+    def kill() -> None:
+        pid = int((stage.layout.directory / "srun.pid").read_text())
+        os.kill(pid, signal.SIGKILL)
+
+    stage.once_training(kill)
+    assert stage.play("progress:3 sleep:9", "done") == 0
+    assert stage.causes == ["crash", "done"]
+    assert stage.events(EventKind.LAUNCH_ENDED)[0].reason == "srun itself was killed by signal 9"

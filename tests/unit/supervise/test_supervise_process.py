@@ -1,0 +1,177 @@
+"""`srun` as a process, signals to ourselves, and ports."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from hpctrain.supervise import process
+from hpctrain.supervise.process import Launch, Signals, free_port
+
+
+def launch(program: str) -> Launch:
+    return Launch([sys.executable, "-I", "-S", "-c", program], os.environ)
+
+
+def test_lines_of_srun_are_passed_on_and_read(capfd: pytest.CaptureFixture[str]) -> None:
+    lines = (
+        "srun: error: n1: task 1: Killed\n"
+        "srun: error: n0: task 0: Exited with exit code 75\n"
+        "slurmstepd: error: *** STEP 5.0 ON n0 CANCELLED AT 2026-03-01T10:00:00 ***\n"
+        "other\n"
+        "srun: error: n0: tasks 0,2: Exited with exit code 1"
+    )
+    running = launch(f"import sys; sys.stderr.write({lines!r}); sys.exit(7)")
+    running.process.wait(20)
+    running.finish_reading()
+    assert running.poll() == 7
+    # 75 is the trainer's way to say that it has saved and left.
+    assert [f.what for f in running.failures] == ["Killed", "Exited with exit code 1"]
+    assert [n[:21] for n in running.notices] == ["slurmstepd: error: **"]
+    assert capfd.readouterr().err == lines
+
+
+def test_bytes_that_are_no_text_do_not_stop_the_reader() -> None:
+    running = launch(
+        "import sys; sys.stderr.buffer.write(b'\\xff\\xfe\\nsrun: error: n1: task 1: Killed\\n')"
+    )
+    running.process.wait(20)
+    running.finish_reading()
+    assert len(running.failures) == 1
+
+
+def test_an_orphan_that_holds_the_pipe_does_not_hold_the_supervisor(tmp_path: Path) -> None:
+    program = (
+        "import subprocess, sys, pathlib\n"
+        "orphan = subprocess.Popen(['sleep', '30'])\n"
+        f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(orphan.pid))\n"
+        "sys.stderr.write('srun: error: n1: task 1: Killed\\n')\n"
+    )
+    running = launch(program)
+    try:
+        running.process.wait(20)
+        started = time.monotonic()
+        running.finish_reading(0.3)
+        assert 0.25 < time.monotonic() - started < 5
+        assert len(running.failures) == 1
+    finally:
+        os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+
+
+def test_an_srun_that_ignores_signals_is_killed() -> None:
+    running = launch(
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "print('ready', file=sys.stderr, flush=True)\n"
+        "time.sleep(30)"
+    )
+    assert running.poll() is None
+    running.kill()
+    running.process.wait(20)
+    assert running.poll() == -9
+    running.kill()  # a second time does no harm
+
+
+def test_srun_gets_the_environment_and_no_stdin() -> None:
+    running = Launch(
+        [
+            sys.executable,
+            "-I",
+            "-c",
+            "import os,sys; sys.exit(len(sys.stdin.read()) + int(os.environ['X']))",
+        ],
+        {"X": "9"},
+    )
+    assert running.process.wait(20) == 9
+
+
+@pytest.mark.parametrize(
+    ("name", "final"), [("SIGUSR1", False), ("SIGTERM", True), ("SIGINT", True), ("SIGHUP", True)]
+)
+def test_signals_are_remembered(kept_signals: None, name: str, final: bool) -> None:
+    signals = Signals()
+    signals.install()
+    assert (signals.names, signals.final) == ((), False)
+    os.kill(os.getpid(), getattr(signal, name))
+    assert (signals.names, signals.final) == ((name.removeprefix("SIG"),), final)
+
+
+def test_signals_keep_their_order_and_usr2_is_for_ranks_only(kept_signals: None) -> None:
+    signals = Signals()
+    signals.install()
+    for name in ("SIGUSR1", "SIGUSR2", "SIGTERM", "SIGUSR1"):
+        os.kill(os.getpid(), getattr(signal, name))
+    assert signals.names == ("USR1", "TERM", "USR1")
+
+
+def test_a_signal_interrupts_neither_sleep_nor_reading(kept_signals: None) -> None:
+    signals = Signals()
+    signals.install()
+    threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    started = time.monotonic()
+    time.sleep(0.3)
+    assert time.monotonic() - started >= 0.3
+    assert signals.names == ("TERM",)
+
+
+def test_signals_held_back_during_start_arrive_later(kept_signals: None) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGUSR1))
+    os.kill(os.getpid(), signal.SIGUSR1)
+    signals = Signals()
+    signals.install()
+    assert signals.names == ("USR1",)
+    child = subprocess.run(["grep", "SigBlk", "/proc/self/status"], capture_output=True, text=True)
+    assert int(child.stdout.split()[1], 16) == 0, "srun must not start with blocked signals"
+
+
+def test_a_warning_before_the_supervisor_is_up_does_not_kill_it(tmp_path: Path) -> None:
+    """A supervisor held at its first import: the job may be preempted right after its start."""
+    gate = tmp_path / "supervisor_gate.py"
+    gate.write_text(
+        "import os, signal, sys\n"
+        "class Gate:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'hpctrain.supervise.loop':\n"
+        "            os.kill(os.getpid(), signal.SIGUSR1)\n"
+        "sys.meta_path.insert(0, Gate())\n"
+        "sys.argv = ['x', '--run-directory', '/nonexistent', '--', 'srun']\n"
+        "import runpy; runpy.run_module('hpctrain.supervise', run_name='__main__')\n"
+    )
+    ended = subprocess.run([sys.executable, gate], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 3, ended.stderr
+    assert "supervise.json" in ended.stderr
+
+
+def test_ports_lie_below_the_ephemeral_range() -> None:
+    low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = {free_port(job, epoch) for job in (1, 77, 4_000_000) for epoch in (1, 2, 3)}
+    assert len(ports) == 9
+    assert min(ports) > 1024
+    assert max(ports) < max(low, 30001)
+
+
+def test_a_port_in_use_is_passed_over() -> None:
+    first = free_port(123, 4)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", first))
+        listener.listen()
+        assert free_port(123, 4) > first
+    assert free_port(123, 4) == first
+
+
+def test_no_port_at_all_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = free_port(1, 1)
+    monkeypatch.setattr(process, "_PORT_FIRST", first)
+    monkeypatch.setattr(process, "_PORT_COUNT", 1)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", first))
+        with pytest.raises(OSError, match=f"no free port between {first} and {first}"):
+            free_port(1, 1)
