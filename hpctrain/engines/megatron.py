@@ -47,8 +47,6 @@ class TrainConfig(Document):
     data_parallel_size: int
     sequence_parallel: bool
     pipeline_layer_split: tuple[tuple[int, ...], ...]
-    account_for_embedding_in_pipeline_split: bool
-    account_for_loss_in_pipeline_split: bool
     # batch and budget
     micro_batch_size: int
     global_batch_size: int
@@ -131,7 +129,6 @@ def _model_fields(spec: RunSpec, plan: Plan) -> dict[str, object]:
 
 def _layout_fields(spec: RunSpec, plan: Plan) -> dict[str, object]:
     layout = plan.layout
-    explicit = spec.parallel if spec.parallel != "auto" else None
     return dict(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -140,8 +137,6 @@ def _layout_fields(spec: RunSpec, plan: Plan) -> dict[str, object]:
         data_parallel_size=layout.dp,
         sequence_parallel=layout.sequence_parallel,
         pipeline_layer_split=tuple(stage.chunk_layers for stage in plan.stages),
-        account_for_embedding_in_pipeline_split=bool(explicit and explicit.count_embedding),
-        account_for_loss_in_pipeline_split=bool(explicit and explicit.count_loss),
     )
 
 

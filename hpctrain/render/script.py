@@ -172,7 +172,7 @@ def _directives(
         "constraint": profile.slurm.constraint,
         "nodes": str(plan.nodes.nodes),
         "ntasks-per-node": str(plan.nodes.gpus_per_node),
-        "cpus-per-task": _cpus_per_task(spec),
+        "cpus-per-task": str(_cpus_per_task(spec, profile)),
         **_gpu_request(profile, plan),
         "mem": _memory(spec, profile),
         "time": limit.slurm(),
@@ -188,8 +188,10 @@ def _directives(
     return tuple(lines)
 
 
-def _cpus_per_task(spec: RunSpec) -> str | None:
-    return str(spec.resources.cpus_per_gpu) if spec.resources.cpus_per_gpu else None
+def _cpus_per_task(spec: RunSpec, profile: ClusterProfile) -> int:
+    """The spec's number, else a GPU's share of its node: Slurm's default of 1 would bind all
+    threads of a rank (NCCL's, the data loader's) to one core."""
+    return spec.resources.cpus_per_gpu or max(1, profile.nodes.cpus // profile.gpu.per_node)
 
 
 def _gpu_request(profile: ClusterProfile, plan: Plan) -> dict[str, str | None]:
@@ -250,8 +252,8 @@ def _srun(spec: RunSpec, profile: ClusterProfile, plan: Plan) -> tuple[str, ...]
         "--kill-on-bad-exit=0",
         "--wait=120",
     ]
-    if spec.resources.cpus_per_gpu:  # not inherited from sbatch since 22.05 (srun(1))
-        words.append(f"--cpus-per-task={spec.resources.cpus_per_gpu}")
+    # Not inherited from sbatch since 22.05 (srun(1)).
+    words.append(f"--cpus-per-task={_cpus_per_task(spec, profile)}")
     container = profile.software.container
     if container is not None and container.launcher == "pyxis":
         words.append(f"--container-image={container.image}")

@@ -257,7 +257,7 @@ class ResourcesSpec(Document):
     qos: str | None = Field(None, description="Default: the profile's QOS")
     reservation: str | None = Field(None, description="Slurm reservation to run in")
     cpus_per_gpu: int | None = Field(
-        None, ge=1, description="CPUs for each GPU; absent: Slurm's default"
+        None, ge=1, description="CPUs for each GPU; default: its share of the node's"
     )
     memory_per_node: ByteSize | None = Field(None, description="Default: all (`--mem=0`)")
 

@@ -63,9 +63,12 @@ def _layout_problems(config: TrainConfig, world_size: int) -> Iterator[Problem]:
             f"{config.micro_batch_size} x data_parallel_size {config.data_parallel_size}"
         )
     tp = config.tensor_model_parallel_size
-    for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size", "padded_vocab_size"):
+    for name in ("num_attention_heads", "ffn_hidden_size", "padded_vocab_size"):
         if getattr(config, name) % tp:
             yield Problem(f"{name} {getattr(config, name)} is not divisible by tp {tp}")
+    groups = config.num_query_groups
+    if groups % tp and tp % groups:  # transformer_config.py, __post_init__: either may divide
+        yield Problem(f"num_query_groups {groups} and tp {tp} do not divide each other")
     if config.sequence_parallel and (tp == 1 or config.seq_length % tp):
         yield Problem(f"sequence_parallel needs tp > 1 that divides seq_length, got tp {tp}")
     if config.padded_vocab_size < config.vocab_size:

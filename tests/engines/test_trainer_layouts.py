@@ -29,6 +29,7 @@ OVERLAP = dict(overlap_grad_reduce=True, overlap_param_gather=True)
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2 pp2": {**TP2, **PP2},
     "tp2 sp": {**TP2, **SP},
+    "tp4": dict(tensor_model_parallel_size=4),
     "dp2 overlap": {**DP2, **OVERLAP},
     "pp2 vpp2": VPP2,
     "pp2 vpp2 dp2 overlap": {**VPP2, **DP2, **OVERLAP},
@@ -50,7 +51,7 @@ def test_layout_equals_one_process(
     assert norm <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["tp2 sp pp2", "dp2 overlap"])
+@pytest.mark.parametrize("name", ["tp2 sp pp2", "dp2 overlap", "tp4"])
 def test_llama_layout_equals_one_process(
     name: str, llama_reference: Trial, trial: Callable[..., Trial]
 ) -> None:

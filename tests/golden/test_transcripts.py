@@ -181,6 +181,6 @@ def test_public_surface(golden: Golden) -> None:
     lines = []
     for name in sorted(package.__all__):
         item = getattr(package, name)
-        signature = str(inspect.signature(item)) if callable(item) else ""
+        signature = str(inspect.signature(item)) if inspect.isfunction(item) else ""
         lines.append(f"hpctrain.{name}{signature}\n")
     golden("transcripts/public-surface.txt", "".join(lines))

@@ -470,12 +470,12 @@ def test_tables_are_never_cut_in_a_pipe(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "20")
     monkeypatch.setenv("TERM", "dumb")
-    reason = "a reason of many words " * 20
+    reason = "a reason of many words\nand two lines " * 20
     stopped = [*SUBMITTED, STARTED, *ended("crash", "x", "stop")]
     stopped[-1][1]["reason"] = reason.strip()
     fabricate(here / "runs", "gpt-tiny-7f3a", stopped)
     lines = hpctrain("status").stdout.splitlines()
-    assert len(lines) == 2 and lines[1].endswith(reason.strip())
+    assert len(lines) == 2 and lines[1].endswith(reason.strip().replace("\n", " "))
 
 
 def test_tables_hold_no_colour_and_no_markup(here: Path, slurm: FakeSlurm) -> None:

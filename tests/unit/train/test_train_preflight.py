@@ -28,7 +28,6 @@ GOOD: dict[str, Any] = dict(
     transformer_impl="auto", tensor_model_parallel_size=2, pipeline_model_parallel_size=2,
     virtual_pipeline_model_parallel_size=None, context_parallel_size=1, data_parallel_size=1,
     sequence_parallel=False, pipeline_layer_split=((2,), (2,)),
-    account_for_embedding_in_pipeline_split=False, account_for_loss_in_pipeline_split=False,
     micro_batch_size=2, global_batch_size=8, train_steps=6, precision="fp32",
     recompute_granularity=None, deterministic_mode=False, seed=1, lr=1e-3, min_lr=0.0,
     lr_decay_style="cosine", lr_warmup_steps=1, lr_decay_steps=6, adam_beta1=0.9,
@@ -82,7 +81,7 @@ INTERLEAVED = dict(virtual_pipeline_model_parallel_size=2, pipeline_layer_split=
     [
         (dict(world=3), "needs 4 processes, but 3 were started"),
         (dict(global_batch_size=7), "global_batch_size 7 is not divisible"),
-        (dict(num_query_groups=1), "num_query_groups 1 is not divisible by tp 2"),
+        (dict(num_query_groups=3), "num_query_groups 3 and tp 2 do not divide each other"),
         (dict(padded_vocab_size=251), "padded_vocab_size 251 is not divisible by tp 2"),
         (dict(sequence_parallel=True, seq_length=33), "sequence_parallel needs tp > 1"),
         (dict(padded_vocab_size=128), "padded_vocab_size is below vocab_size 250"),
