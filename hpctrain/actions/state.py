@@ -99,8 +99,9 @@ def _last_cause(events: Sequence[Event]) -> str:
 def _stopped_by_supervisor(events: Sequence[Event]) -> Judged | None:
     recent = _since_submission(events)
     stops = [e for e in recent if e.event is EventKind.ACTION and e.action == ActionKind.STOP]
-    if not stops or recent[-1].event is EventKind.ATTEMPT_STARTED:
-        return None
+    starts = [event for event in recent if event.event is EventKind.ATTEMPT_STARTED]
+    if not stops or (starts and recent.index(starts[-1]) > recent.index(stops[-1])):
+        return None  # somebody has revived the job since
     ends = [event for event in recent if event.event is EventKind.LAUNCH_ENDED]
     cause = ends[-1].cause if ends else None
     if cause == Cause.CANCELLED:

@@ -30,7 +30,7 @@ def gather(context: AttemptContext, launch: Launch, watch: LaunchWatch) -> Evide
         done=done,
         superseded=watch.superseded,
         cancel_requested=_cancel_requested(context),
-        stop_requested_by=None,
+        stop_requested_by=_who_asked_to_stop(context),
         signals=context.signals.names,
         srun_exit_code=launch.poll(),
         task_failures=launch.failures,
@@ -79,3 +79,11 @@ def _cancel_requested(context: AttemptContext) -> bool:
                 requested and event.event is not EventKind.ATTEMPT_STARTED
             )
     return requested
+
+
+def _who_asked_to_stop(context: AttemptContext) -> str | None:
+    """A stop file that is not our own answer to Slurm's warning was written by a person."""
+    path = context.run_layout.stop_request
+    if "USR1" in context.signals.names or not path.exists():
+        return None
+    return f"the file control/{path.name}"

@@ -14,7 +14,7 @@ from supervise_stage import JOB_ID, Stage
 
 from hpctrain.errors import InvalidInputError
 from hpctrain.slurm.client import SlurmClient
-from hpctrain.slurm.records import RequeueAnswer
+from hpctrain.slurm.records import RequeueAnswer, StepRecord
 from hpctrain.slurm.states import JobState
 from hpctrain.store.epochs import claim_epoch
 from hpctrain.store.ledger import EventKind, Ledger
@@ -389,3 +389,17 @@ def test_an_srun_that_somebody_kills(stage: Stage) -> None:
     assert stage.play("progress:3 sleep:9", "done") == 0
     assert stage.causes == ["crash", "done"]
     assert stage.events(EventKind.LAUNCH_ENDED)[0].reason == "srun itself was killed by signal 9"
+
+
+def test_ranks_that_outlive_their_srun_are_ended_before_the_next_launch(stage: Stage) -> None:
+    """The ranks of one launch would hold the GPUs and the files of the next."""
+    alive = [StepRecord("0", JobState.RUNNING)]
+
+    def kill_step(job_id: int, step_id: str) -> None:
+        assert len(stage.events(EventKind.LAUNCH_STARTED)) == 1
+        alive.clear()
+
+    stage.slurm.steps = lambda job_id: tuple(alive)  # type: ignore[method-assign]
+    stage.slurm.kill_step = kill_step  # type: ignore[method-assign]
+    assert stage.play("progress:3 crash", "done") == 0
+    assert alive == []
