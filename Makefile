@@ -2,6 +2,8 @@
 # `sh scripts/make TARGET` does the same on a machine that has no make yet.
 
 PYTHON := .venv/bin/python
+# Test processes side by side; each has a Slurm of its own.
+WORKERS ?= 2
 .DEFAULT_GOAL := help
 .PHONY: help install demo test unit lint golden bench sandbox-down clean
 
@@ -15,7 +17,7 @@ demo: install  ## Train, preempt, resume and finish a real Megatron job on a rea
 	@$(PYTHON) scripts/demo.py
 
 test: install  ## All tests: unit, golden, engines, Slurm
-	@OMP_NUM_THREADS=1 $(PYTHON) -m pytest
+	@OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(WORKERS) --dist worksteal
 
 unit: install  ## The fast tests only
 	@$(PYTHON) -m pytest tests/unit tests/golden tests/test_house.py

@@ -23,7 +23,7 @@ _LOOK_SECONDS = 2.0
 # How long the ranks that survive a failed one may take to say what they saw.
 _LAST_WORDS_SECONDS = 8.0
 # How long srun may take to notice that all ranks have left (a dead slurmstepd never tells it).
-_LEAVING_SECONDS = 30.0
+_LEAVING_SECONDS = 15.0
 # Time kept for the verdict and the requeue out of KillWait.
 _VERDICT_SECONDS = 2.0
 _FINAL_READING_SECONDS = 0.2
@@ -171,13 +171,17 @@ class LaunchWatch:
                 with contextlib.suppress(SlurmError):
                     self.context.slurm.kill_step(self.context.job_id, step_id)
             time.sleep(_POLL_SECONDS * 2)
+            self._handle_signals()
             if self.context.signals.final:
                 break
         self._let_srun_end()
 
     def _let_srun_end(self) -> None:
+        """Wait for srun's own end, but not when the job is being ended: the verdict comes first."""
         deadline = time.monotonic() + 5
         while self.launch.poll() is None and time.monotonic() < deadline:
+            if self.context.signals.final:
+                break
             time.sleep(_POLL_SECONDS)
         self.launch.kill()
-        self.launch.finish_reading()
+        self.launch.finish_reading(_FINAL_READING_SECONDS)
