@@ -27,7 +27,7 @@ _RECENT_STEPS = 21
 class RunStatus(BaseModel):
     """One row of `hpctrain status`; times in seconds, None when unknown."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, defer_build=True)
 
     run_id: str
     state: RunState

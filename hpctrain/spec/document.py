@@ -12,4 +12,4 @@ from pydantic import BaseModel, ConfigDict
 class Document(BaseModel):
     """Base of all parts of a spec or a profile: frozen, and unknown keys are errors."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, defer_build=True)

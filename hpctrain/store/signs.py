@@ -30,9 +30,12 @@ class TrainerExit(IntEnum):
 
 
 class Record(BaseModel):
-    """Base of everything that is written as JSON into a run directory."""
+    """Base of everything that is written as JSON into a run directory.
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    `defer_build`: a validator is made when it is first used, for `status` uses only a few.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore", defer_build=True)
 
 
 class Progress(Record):
