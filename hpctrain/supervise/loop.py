@@ -149,7 +149,7 @@ class Supervisor:
             launch = Launch(self.argv, self._launch_environment(epoch, start))
         except OSError as error:
             return Verdict(Cause.LAUNCH_FAILURE, f"srun could not be run: {error}"), None
-        watch = LaunchWatch(self.context, launch, epoch)
+        watch = LaunchWatch(self.context, launch, epoch, start.step if start else 0)
         watch.wait()
         return classify(gather(self.context, launch, watch)), launch.poll()
 

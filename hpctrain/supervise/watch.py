@@ -32,7 +32,9 @@ _FINAL_READING_SECONDS = 0.2
 class LaunchWatch:
     """Waits for one launch; afterwards its attributes say what was seen."""
 
-    def __init__(self, context: AttemptContext, launch: Launch, epoch: int) -> None:
+    def __init__(
+        self, context: AttemptContext, launch: Launch, epoch: int, resume_step: int = 0
+    ) -> None:
         self.context = context
         self.launch = launch
         self.epoch = epoch
@@ -46,7 +48,7 @@ class LaunchWatch:
         self._left_at: float | None = None
         self._progress: Progress | None = None
         self._progress_at = self._started_at
-        self._first_step: int | None = None
+        self._resume_step = resume_step
 
     def wait(self) -> None:
         """Return when srun has ended, or when waiting any longer would lose the last word."""
@@ -58,11 +60,10 @@ class LaunchWatch:
             if time.monotonic() >= next_look:
                 next_look = time.monotonic() + _LOOK_SECONDS
                 if self._look():
-                    self._end_step()
                     break
             time.sleep(_POLL_SECONDS)
-        # In the final stage srun may be alive and its pipe open: no time to wait for its end.
-        self.launch.finish_reading(_FINAL_READING_SECONDS if self.context.signals.final else 2.0)
+        # While srun is alive its pipe stays open: no use in waiting for the end of it.
+        self.launch.finish_reading(_FINAL_READING_SECONDS if self.launch.poll() is None else 2.0)
         self._handle_signals()
         if not self.context.signals.final:
             self._end_step()
@@ -112,16 +113,13 @@ class LaunchWatch:
             return
         self.started = True
         self._progress, self._progress_at = progress, time.monotonic()
-        if progress.phase == "training" and self._first_step is None:
-            self._first_step = progress.step
 
     def _find_stall(self) -> Stall | None:
-        """The first steps of a launch are slow (connections, compilation), so they get longer."""
+        """The first step of a launch is slow (connections, compilation), so it gets longer."""
         config, progress = self.context.config, self._progress
         silent_seconds = time.monotonic() - self._progress_at
         phase = progress.phase if progress else "starting"
-        warm = self._first_step is not None and progress and progress.step > self._first_step
-        training = phase == "training" and warm
+        training = progress and phase == "training" and progress.step > self._resume_step
         limit_seconds = config.stall_seconds if training else config.setup_stall_seconds
         if silent_seconds <= limit_seconds:
             return None

@@ -65,7 +65,7 @@ recompute: none
 checkpoint: {{every_steps: 10, keep: 3}}
 engine: {{deterministic: true}}
 resources: {{gpus: 2, walltime: 00:30:00}}
-supervise: {{stall: 20s, setup_stall: 60s}}
+supervise: {{stall: 20s, setup_stall: 45s}}
 """
 
 

@@ -43,7 +43,10 @@ class Scene:
 
     def __init__(self, stage: Stage, clock: Clock) -> None:
         self.stage, self.clock = stage, clock
-        self.watch = LaunchWatch(stage.supervisor().context, cast(Launch, Srun()), 3)
+        self.watch = self.resumed_at(0)
+
+    def resumed_at(self, step: int) -> LaunchWatch:
+        return LaunchWatch(self.stage.supervisor().context, cast(Launch, Srun()), 3, step)
 
     def says(self, phase: Phase, step: int, *, epoch: int = 3, clock_seconds: float = 0.0) -> None:
         record = Progress(
@@ -97,6 +100,7 @@ def test_the_clock_of_the_trainers_node_does_not_matter(scene: Scene, clock_seco
 
 
 def test_the_first_step_after_a_resume_may_take_long(scene: Scene) -> None:
+    scene.watch = scene.resumed_at(500)
     scene.says("loading", 500)
     scene.says("training", 500)
     assert not scene.silent(599)
