@@ -1,0 +1,78 @@
+"""Scripts for big machines, checked by a real controller in their shape; hostile #SBATCH values."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from rehearsal import PROFILE, SPEC, own_sandbox
+
+from hpctrain.actions.prepare import prepare
+from hpctrain.actions.submit import check
+from hpctrain.errors import SlurmRefusedError
+from hpctrain.sandbox.from_profile import shape_from_profile
+from hpctrain.sandbox.sandbox import Sandbox
+from hpctrain.slurm.client import SlurmClient
+from hpctrain.spec.loader import find_profile, load_profile
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+@pytest.mark.parametrize(
+    ("profile", "examples"),
+    [
+        ("a100x64", ("gpt175b", "llama7b", "gpt-tiny")),
+        ("gb200nvl72", ("llama7b", "gpt-tiny")),
+        ("a100x1", ("llama7b", "gpt-tiny")),
+    ],
+)
+def test_a_controller_in_the_shape_of_the_cluster_accepts_the_scripts(
+    profile: str, examples: tuple[str, ...], tmp_path: Path
+) -> None:
+    document = load_profile(find_profile(profile)).document
+    with own_sandbox(shape_from_profile(document)) as box:
+        slurm = SlurmClient({**os.environ, **box.environment()})
+        for example in examples:
+            prepared = prepare(EXAMPLES / f"{example}.yaml", profile, runs=tmp_path)
+            answer = check(prepared, slurm)
+            assert "to start at" in answer.text
+        too_many = prepared.script.replace("#SBATCH --nodes=", "#SBATCH --nodes=9")
+        with pytest.raises(SlurmRefusedError):
+            slurm.test_only(too_many)
+
+
+@pytest.mark.parametrize(
+    "account",
+    [
+        "two words",
+        'a"quote',
+        "it's",
+        "$(touch pwned)",
+        "`touch pwned`",
+        "a;b",
+        "a#b",
+        "back\\slash",
+    ],
+)
+def test_sbatch_reads_hostile_values_as_they_are(
+    account: str, sandbox: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without accounting any account is taken, so it comes back exactly as Slurm has read it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "spec.yaml").write_text(SPEC)
+    site = PROFILE.replace("gpu_request: gres", f"gpu_request: gres\n  account: {_yaml(account)}")
+    (tmp_path / "profile.yaml").write_text(site)
+    prepared = prepare(tmp_path / "spec.yaml", str(tmp_path / "profile.yaml"), runs=tmp_path)
+    slurm = SlurmClient({**os.environ, **sandbox.environment()})
+    job_id = slurm.submit(prepared.script, ["--hold"]).job_id
+    record = slurm.show_job(job_id)
+    assert record is not None
+    assert record.account == account.lower()  # Slurm keeps accounts in lower case
+    assert record.comment == f"hpctrain:{prepared.run_id}"
+    assert not (tmp_path / "pwned").exists()
+
+
+def _yaml(text: str) -> str:
+    """A YAML single-quoted scalar."""
+    return "'" + text.replace("'", "''") + "'"
