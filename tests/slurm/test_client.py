@@ -24,7 +24,7 @@ def slurm(sandbox: Sandbox) -> SlurmClient:
     return SlurmClient(sandbox.environment())
 
 
-def eventually(look: Callable[[], bool], timeout_seconds: float = 30.0) -> bool:
+def eventually(look: Callable[[], bool], timeout_seconds: float = 90.0) -> bool:
     """Whether `look` becomes true in time."""
     deadline = time.monotonic() + timeout_seconds
     while time.monotonic() < deadline:
