@@ -84,9 +84,9 @@ def describe(run: RunFiles) -> RunStory:
 
 def _attempts(events: list[Event]) -> list[AttemptStory]:
     starts = [i for i, event in enumerate(events) if event.event is EventKind.ATTEMPT_STARTED]
-    ends = [*starts[1:], len(events)]
+    ends = [*starts[1:], len(events)]  # one too many when nothing has started yet
     return [
-        _attempt(events[start:end], events[end:]) for start, end in zip(starts, ends, strict=True)
+        _attempt(events[start:end], events[end:]) for start, end in zip(starts, ends, strict=False)
     ]
 
 

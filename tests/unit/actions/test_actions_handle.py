@@ -1,0 +1,51 @@
+"""The Python API over the stand-in for Slurm."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+import hpctrain
+from hpctrain.errors import NoSuchRunError, RunFailedError
+from hpctrain.slurm.fake import FakeSlurm
+from hpctrain.store.signs import DoneMarker, write_record
+
+EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "gpt-tiny.yaml"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> hpctrain.Run:
+    overrides = ["data.sources=[]", "data.tokenizer=null"]
+    return hpctrain.submit(EXAMPLE, "sandbox", overrides, runs=tmp_path / "runs", slurm=FakeSlurm())
+
+
+def test_a_submitted_run_can_be_opened_again(run: hpctrain.Run, tmp_path: Path) -> None:
+    again = hpctrain.open_run("gpt-tiny", runs=tmp_path / "runs", slurm=run.slurm)
+    assert again.run_id == run.run_id
+    assert again.directory == run.directory
+    assert run.state in (hpctrain.RunState.PENDING, hpctrain.RunState.RUNNING)
+    assert run.story.attempts == ()
+    with pytest.raises(NoSuchRunError):
+        hpctrain.open_run("nobody", runs=tmp_path / "runs", slurm=run.slurm)
+
+
+def test_wait_ends_with_the_run(run: hpctrain.Run) -> None:
+    with pytest.raises(TimeoutError):
+        run.wait(timeout_seconds=0.0)
+    marker = DoneMarker(step=60, epoch=1, checkpoint="iter_0000060", time=time.time())
+    write_record(run.files.layout.done, marker)
+    assert run.wait(timeout_seconds=0.0).state is hpctrain.RunState.DONE
+
+
+def test_wait_raises_for_a_run_that_will_never_be_done(run: hpctrain.Run) -> None:
+    run.cancel()
+    with pytest.raises(RunFailedError, match="CANCELLED"):
+        run.wait(timeout_seconds=5.0, poll_seconds=0.01)
+
+
+def test_a_plan_without_submitting() -> None:
+    assert hpctrain.make_plan(EXAMPLE, "sandbox").layout.world_size == 4
+    # Twice: the subpackages must not hide the function.
+    assert hpctrain.make_plan(EXAMPLE, "sandbox", ["parallel.pp=1"]).layout.pp == 1
