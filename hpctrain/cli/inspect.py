@@ -127,8 +127,6 @@ def schema(kind: Literal["spec", "profile"]) -> None:
     Examples:
       hpctrain schema spec > schemas/spec.json
     """
-    import json
-
     from hpctrain.spec.schema import json_schema
 
-    click.echo(json.dumps(json_schema(kind), indent=2))
+    click.echo(json_schema(kind), nl=False)

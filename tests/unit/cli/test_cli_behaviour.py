@@ -492,3 +492,10 @@ def test_help_fits_80_columns(monkeypatch: pytest.MonkeyPatch, columns: str) -> 
     shown = hpctrain("--help").stdout
     assert max(map(len, shown.splitlines())) <= 80
     assert CliRunner().invoke(cli, ["--version"]).output.startswith("hpctrain, version ")
+
+
+@pytest.mark.parametrize("kind", ["spec", "profile"])
+def test_a_schema_is_an_object_that_editors_can_read(kind: str) -> None:
+    schema = json.loads(hpctrain("schema", kind).stdout)
+    assert schema["type"] == "object"
+    assert "name" in schema["properties"]
