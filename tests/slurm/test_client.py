@@ -126,13 +126,18 @@ def test_start_now_has_no_effect_while_the_job_is_completing(slurm: SlurmClient)
     assert job.start_time is not None and job.start_time > time.time() + 2
 
 
-def test_held_jobs_wait_until_they_are_released(slurm: SlurmClient) -> None:
+def test_a_requeued_job_can_be_held(slurm: SlurmClient) -> None:
     job_id = running(slurm)
     assert slurm.requeue_hold(job_id).result is RequeueResult.DONE
     assert eventually(lambda: job_of(slurm, job_id).state is JobState.PENDING)
     slurm.update_job(job_id, exclude_nodes=[])
+
+
+def test_held_jobs_wait_until_they_are_released(slurm: SlurmClient) -> None:
+    job_id = slurm.submit("#!/bin/sh\nsleep 300\n", ["--hold"]).job_id
+    assert job_of(slurm, job_id).state is JobState.PENDING
+    assert "JobHeld" in (job_of(slurm, job_id).reason or "")
     slurm.release(job_id)
-    slurm.update_job(job_id, start_now=True)
     assert eventually(lambda: job_of(slurm, job_id).state.is_running)
 
 
