@@ -12,6 +12,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -22,6 +23,8 @@ from hpctrain.spec.positions import Parsed, dotted, parse_yaml
 from hpctrain.spec.syntax import Place
 
 if TYPE_CHECKING:
+    from hpctrain.spec.calibration import Calibration
+    from hpctrain.spec.catalogue import GpuCatalogue
     from hpctrain.spec.document import Document
     from hpctrain.spec.profile import ClusterProfile
     from hpctrain.spec.run import RunSpec
@@ -29,6 +32,9 @@ if TYPE_CHECKING:
 DocumentT = TypeVar("DocumentT", bound="Document")
 MAX_FILE_BYTES = 2**20
 PACKAGED_PROFILES = Path(__file__).resolve().parent.parent / "cluster_profiles"
+CATALOGUE_FILE = "gpus.yaml"  # beside profiles, and none of them
+PACKAGED_CALIBRATION = Path(__file__).resolve().parent / "catalogue" / "calibration.yaml"
+PACKAGED_CATALOGUE = Path(__file__).resolve().parent / "catalogue" / CATALOGUE_FILE
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,37 @@ def load_profile(path: Path | str) -> Loaded[ClusterProfile]:
     from hpctrain.spec.profile import ClusterProfile
 
     return _load(ClusterProfile, path, ())
+
+
+def load_catalogue(search_path: Sequence[Path] = ()) -> GpuCatalogue:
+    """The GPUs that come with hpctrain, and those of a `gpus.yaml` in directories of profiles.
+
+    Earlier directories go before later ones, as with profiles. The packaged file is read once
+    for each process. Raises InvalidInputError with all problems of a site's file.
+    """
+    from hpctrain.spec.catalogue import GpuCatalogue
+
+    catalogue = _packaged_catalogue()
+    for directory in reversed(search_path):
+        if (directory / CATALOGUE_FILE).is_file():
+            own = _load(GpuCatalogue, directory / CATALOGUE_FILE, ()).document
+            catalogue = catalogue.extended(own)
+    return catalogue
+
+
+@cache
+def _packaged_catalogue() -> GpuCatalogue:
+    from hpctrain.spec.catalogue import GpuCatalogue
+
+    return _load(GpuCatalogue, PACKAGED_CATALOGUE, ()).document
+
+
+@cache
+def load_calibration() -> Calibration:
+    """The constants of the cost model that come with hpctrain. Read once for each process."""
+    from hpctrain.spec.calibration import Calibration
+
+    return _load(Calibration, PACKAGED_CALIBRATION, ()).document
 
 
 def document_digest(document: Document) -> str:
@@ -95,7 +132,8 @@ def _profiles(search_path: Sequence[Path]) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for directory in (PACKAGED_PROFILES, *reversed(search_path)):
         if directory.is_dir():
-            found |= {file.stem: file for file in sorted(directory.glob("*.yaml"))}
+            files = sorted(directory.glob("*.yaml"))
+            found |= {file.stem: file for file in files if file.name != CATALOGUE_FILE}
     return found
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import Literal, Self, get_args
 
-from pydantic import BaseModel, Field, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_validator
 
 from hpctrain.spec.document import Document
-from hpctrain.spec.run import Name, RunSpec, VariableName
+from hpctrain.spec.run import Name, Precision, RunSpec, VariableName
 from hpctrain.units import Bandwidth, ByteSize, Duration, FlopRate
 
 
@@ -25,8 +25,14 @@ class GpuProfile(Document):
     reserved: ByteSize = Field(
         ByteSize(2 * 2**30), description="CUDA context, NCCL and library workspaces"
     )
-    peak: dict[Literal["bf16", "fp32"], FlopRate] = Field(
+    peak: dict[Precision, FlopRate] = Field(
         {}, description="Dense peak rate per precision; empty when unknown (no MFU then)"
+    )
+    memory_bandwidth: Bandwidth | None = Field(
+        None, gt=0, description="Of the GPU's memory; default: the catalogue's"
+    )
+    model: str | None = Field(
+        None, description="Name in the GPU catalogue; default: found by `type` and `memory`"
     )
 
 
@@ -43,12 +49,34 @@ class SwitchProfile(Document):
     plugin: Literal["none", "tree", "block"] = Field("none", description="Slurm's topology plugin")
     nodes_per_leaf: int | None = Field(None, ge=1, description="Nodes under one leaf or block")
     oversubscription: float = Field(1.0, ge=1, description="Leaf down-link to up-link ratio")
+    request: bool = Field(
+        True, description="Ask for few leaves (tree: `--switches`) or whole blocks (`--segment`)"
+    )
+    wait: Duration | None = Field(
+        None,
+        ge=60,
+        description="tree: how long a job waits for few leaves; default: 5 min, Slurm's own limit",
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if (self.plugin == "none") != (self.nodes_per_leaf is None):
             raise ValueError("`nodes_per_leaf` goes together with plugin `tree` or `block`")
+        if self.wait is not None and (self.plugin != "tree" or not self.request):
+            raise ValueError("`wait` goes together with plugin `tree` and `request: true`")
         return self
+
+
+class IslandProfile(Document):
+    """A group of nodes behind one link to the others, such as a building or a rack row.
+
+    Slurm numbers ranks along the names of nodes, so an island has to be consecutive names.
+    """
+
+    nodes: int = Field(ge=1, description="Nodes of this island, in the order of their names")
+    uplink: Bandwidth = Field(gt=0, description="Of the whole island to the others, per direction")
+    feature: Name | None = Field(None, description="Slurm feature of its nodes, for `--constraint`")
+    gpu: str | None = Field(None, description="GPU type if it differs from `gpu.type`")
 
 
 class NetworkProfile(Document):
@@ -61,6 +89,41 @@ class NetworkProfile(Document):
     nic_bandwidth: Bandwidth = Field(gt=0, description="Per card and direction")
     interface: str | None = Field(None, description="For TCP traffic (NCCL_SOCKET_IFNAME)")
     switches: SwitchProfile = SwitchProfile()
+    islands: tuple[IslandProfile, ...] = Field(
+        (), description="Groups of nodes with slower links between them; empty: all alike"
+    )
+
+    @field_validator("islands")
+    @classmethod
+    def _islands_differ(cls, islands: tuple[IslandProfile, ...]) -> tuple[IslandProfile, ...]:
+        if len(islands) == 1:
+            raise ValueError("a single island has nobody behind its uplink: list all, or none")
+        features = [island.feature for island in islands if island.feature is not None]
+        if len(features) not in (0, len(islands)):
+            raise ValueError("give every island a `feature`, or none of them")
+        if len(set(features)) != len(features):
+            raise ValueError(f"two islands have one feature: {', '.join(features)}")
+        return islands
+
+
+class PriceProfile(Document):
+    """What a GPU-hour costs. Currency is the site's; messages print it as given."""
+
+    currency: str = Field("USD", pattern=r"^[A-Z]{3}$", description="ISO 4217 code")
+    on_demand: float = Field(gt=0, description="Per GPU-hour that is not taken away")
+    spot: float | None = Field(None, gt=0, description="Per GPU-hour of preemptible partitions")
+
+
+class ReliabilityProfile(Document):
+    """How often things fail; used for the forecast and the checkpoint interval."""
+
+    node_mtbf: Duration = Field(gt=0, description="Mean time between failures of one node")
+    restart: Duration = Field(
+        Duration(600), description="From a failure to the first new step, without queueing"
+    )
+    preemption_mtbf: Duration | None = Field(
+        None, gt=0, description="Mean time between preemptions of one job on preemptible nodes"
+    )
 
 
 class NodeProfile(Document):
@@ -201,9 +264,55 @@ class ClusterProfile(Document):
         "requeue", description="How a stopped attempt goes on: the same job again, or by hand"
     )
     limits: LimitsProfile = LimitsProfile()
+    prices: PriceProfile | None = Field(None, description="Absent: no costs are printed")
+    reliability: ReliabilityProfile | None = Field(
+        None, description="Absent: the forecast assumes published failure rates and says so"
+    )
     locked: tuple[str, ...] = Field(
         (), description="Spec fields that a spec may not set here, such as `resources.qos`"
     )
+
+    @field_validator("network")
+    @classmethod
+    def _islands_are_the_cluster(
+        cls, network: NetworkProfile, info: ValidationInfo
+    ) -> NetworkProfile:
+        nodes = info.data.get("nodes")
+        if nodes is None or not network.islands:
+            return network
+        sizes = [island.nodes for island in network.islands]
+        if sum(sizes) != nodes.count:
+            added = " + ".join(map(str, sizes))
+            raise ValueError(f"islands add up to {added} = {sum(sizes)} nodes, not {nodes.count}")
+        for number, island in enumerate(network.islands):
+            cards = island.nodes * network.nics_per_node * network.nic_bandwidth
+            if island.uplink > cards:
+                raise ValueError(
+                    f"islands.{number}: uplink {island.uplink / 1e9:g} GB/s is more than all "
+                    f"network cards of its nodes send, {cards / 1e9:g} GB/s"
+                )
+        return network
+
+    @field_validator("slurm")
+    @classmethod
+    def _islands_can_be_asked_for(cls, slurm: SlurmProfile, info: ValidationInfo) -> SlurmProfile:
+        network, gpu = info.data.get("network"), info.data.get("gpu")
+        if network is None or gpu is None:
+            return slurm
+        # sbatch(1), --constraint: one set of brackets for each job, and islands need it
+        features = any(island.feature for island in network.islands)
+        if features and set(slurm.constraint or "") & set("[]()|*"):
+            raise ValueError(
+                f"constraint `{slurm.constraint}` cannot be joined with the features of "
+                "network.islands: use names joined by `&` only"
+            )
+        others = {island.gpu for island in network.islands} - {None, gpu.type}
+        if others and slurm.gpu_request == "gres-typed":
+            raise ValueError(
+                f"gpu_request gres-typed asks for {gpu.type} only, but network.islands has "
+                f"{', '.join(sorted(others))}: use `gres`"
+            )
+        return slurm
 
     @field_validator("locked")
     @classmethod

@@ -1,8 +1,9 @@
 """The run spec: what somebody wants to train. One frozen document per YAML file.
 
 Belongs here: fields, their limits, and the checks that need nothing but the document itself.
-Does not belong here: anything about a cluster (see `profile`) or about how the work is laid out
-over GPUs (see `hpctrain.plan`). No files, no clock, no environment.
+Does not belong here: the shape of the model (see `model`), anything about a cluster (see
+`profile`) or about how the work is laid out over GPUs (see `hpctrain.plan`). No files, no clock,
+no environment.
 """
 
 from __future__ import annotations
@@ -12,86 +13,15 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from hpctrain.spec.document import Document
+from hpctrain.spec.model import MlaSpec as MlaSpec
+from hpctrain.spec.model import ModelSpec as ModelSpec
+from hpctrain.spec.model import MoeSpec as MoeSpec
 from hpctrain.units import ByteSize, Duration, TokenCount
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
+Precision = Literal["fp32", "fp16", "bf16", "fp8"]
+RecomputeModule = Literal["core_attn", "mlp", "moe", "layernorm", "moe_act", "mla_up_proj"]
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
-
-
-class ModelSpec(Document):
-    """Shape of a GPT- or Llama-like transformer."""
-
-    family: Literal["gpt", "llama"] = Field("gpt", description="Preset of the choices below")
-    layers: int = Field(ge=1, description="Number of transformer layers")
-    hidden: int = Field(ge=8, description="Hidden size")
-    ffn: int | None = Field(None, ge=8, description="MLP size; gpt: 4 x hidden, llama: required")
-    heads: int = Field(ge=1, description="Attention heads")
-    kv_heads: int | None = Field(None, ge=1, description="Key/value heads (GQA); default: heads")
-    head_dim: int | None = Field(None, ge=1, description="Default: hidden / heads")
-    vocab: int = Field(ge=2, description="Vocabulary size of the tokenizer, before padding")
-    seq: int = Field(ge=2, description="Sequence length in tokens")
-    activation: Literal["gelu", "swiglu", "squared_relu"] | None = Field(
-        None, description="gpt: gelu, llama: swiglu"
-    )
-    norm: Literal["layernorm", "rmsnorm"] | None = Field(
-        None, description="gpt: layernorm, llama: rmsnorm"
-    )
-    norm_epsilon: float = Field(1e-5, gt=0, description="Added to the variance inside the norm")
-    positions: Literal["learned", "rope"] | None = Field(
-        None, description="gpt: learned, llama: rope"
-    )
-    rope_base: int = Field(10000, ge=1, description="Base of the rotary angles (theta)")
-    tied: bool | None = Field(
-        None, description="Share input and output embeddings; gpt: true, llama: false"
-    )
-    bias: bool | None = Field(None, description="Bias in linear layers; gpt: true, llama: false")
-    dropout: float = Field(0.0, ge=0, lt=1, description="Hidden and attention dropout")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_from_family(cls, data: object) -> object:
-        if not isinstance(data, dict):
-            return data
-        presets: dict[str, dict[str, object]] = {
-            "gpt": dict(
-                activation="gelu", norm="layernorm", positions="learned", tied=True, bias=True
-            ),
-            "llama": dict(
-                activation="swiglu", norm="rmsnorm", positions="rope", tied=False, bias=False
-            ),
-        }
-        preset = presets.get(str(data.get("family", "gpt")), {})
-        missing = {key: value for key, value in preset.items() if data.get(key) is None}
-        return {**data, **missing}
-
-    @model_validator(mode="after")
-    def _check_shape(self) -> Self:
-        if self.head_dim is None and self.hidden % self.heads:
-            raise ValueError(f"hidden {self.hidden} is not divisible by heads {self.heads}")
-        if self.heads % self.key_value_heads:
-            raise ValueError(
-                f"heads {self.heads} is not divisible by kv_heads {self.key_value_heads}"
-            )
-        if self.ffn is None and self.activation == "swiglu":
-            raise ValueError("ffn is required with swiglu (Llama-7B: 11008 at hidden 4096)")
-        return self
-
-    @property
-    def ffn_size(self) -> int:
-        return self.ffn if self.ffn is not None else 4 * self.hidden
-
-    @property
-    def key_value_heads(self) -> int:
-        return self.kv_heads if self.kv_heads is not None else self.heads
-
-    @property
-    def head_size(self) -> int:
-        return self.head_dim if self.head_dim is not None else self.hidden // self.heads
-
-    @property
-    def gated(self) -> bool:
-        """True when the MLP has a gate projection (three matrices instead of two)."""
-        return self.activation == "swiglu"
 
 
 class DataSource(Document):
@@ -156,6 +86,15 @@ class OptimizerSpec(Document):
     weight_decay: float = Field(0.1, ge=0, description="Decoupled weight decay")
     clip_grad: float = Field(1.0, ge=0, description="Gradient norm limit; 0 switches it off")
     distributed: bool = Field(True, description="Shard optimizer state over data parallel ranks")
+    zero: Literal[0, 1, 2, 3] | None = Field(
+        None, description="ZeRO stage; default: 1 when `distributed`, else 0; fsdp: 3"
+    )
+    shard_gpus: int | None = Field(
+        None, ge=1, description="fsdp: shard over so many GPUs, copies beyond (HSDP); default: all"
+    )
+    offload: Literal["none", "cpu", "nvme"] = Field(
+        "none", description="Home of the optimizer state; `parallel: auto` may keep it on the GPU"
+    )
     overlap_grad_reduce: bool = Field(True, description="Hide the gradient reduction (DP > 1)")
     overlap_param_gather: bool = Field(True, description="Hide the parameter gather (DP > 1)")
 
@@ -183,6 +122,10 @@ class ParallelSpec(Document):
     pp: int = Field(1, ge=1, description="Pipeline model parallel size")
     vpp: int = Field(1, ge=1, description="Model chunks per pipeline stage (interleaved schedule)")
     cp: int = Field(1, ge=1, description="Context parallel size")
+    ep: int = Field(1, ge=1, description="Expert parallel size, taken out of dp x cp")
+    order: Literal["auto", "tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"] = Field(
+        "auto", description="Axes from the nearest ranks to the farthest (Megatron's order)"
+    )
     sequence_parallel: bool | None = Field(None, description="Default: on when tp > 1")
     stages: tuple[int, ...] | None = Field(
         None, description="Transformer layers of each stage (pp x vpp numbers) for uneven splits"
@@ -232,7 +175,9 @@ class EvaluationSpec(Document):
 class EngineSpec(Document):
     """What trains the model."""
 
-    name: Literal["megatron"] = Field("megatron", description="The only one so far")
+    name: Literal["megatron", "fsdp", "deepspeed", "ddp"] = Field(
+        "megatron", description="All can be planned; `submit` takes megatron"
+    )
     implementation: Literal["auto", "local", "transformer_engine"] = Field(
         "auto", description="Layer implementation; auto: TransformerEngine where it is installed"
     )
@@ -299,7 +244,7 @@ class RunSpec(Document):
     data: DataSpec = DataSpec()
     batch: BatchSpec
     budget: BudgetSpec
-    precision: Literal["bf16", "fp32"] = Field(
+    precision: Precision = Field(
         "bf16", description="Number format of weights and activations in computation"
     )
     optimizer: OptimizerSpec
@@ -307,8 +252,12 @@ class RunSpec(Document):
     parallel: ParallelSpec | Literal["auto"] = Field(
         "auto", description="An explicit layout, or `auto` to let the planner choose"
     )
-    recompute: Literal["none", "selective", "full"] = Field(
-        "none", description="Activation recomputation (Korthikanti et al. 2022)"
+    recompute: Literal["auto", "none", "selective", "full"] = Field(
+        "auto",
+        description="Activation recomputation (Korthikanti et al. 2022); auto: the planner chooses",
+    )
+    recompute_modules: tuple[RecomputeModule, ...] = Field(
+        ("core_attn",), description="What `selective` computes again (Megatron's names)"
     )
     checkpoint: CheckpointSpec
     evaluation: EvaluationSpec = EvaluationSpec()
@@ -329,6 +278,15 @@ class RunSpec(Document):
                 f"schedule.warmup_steps {self.schedule.warmup_steps} must be below "
                 f"the {decay_steps} steps over which the learning rate decays"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _images_are_no_text(self) -> Self:
+        family = self.model.family
+        if self.model.reads_images and self.budget.tokens is not None:
+            raise ValueError(f"budget.tokens counts tokens of text: give `steps` for a {family}")
+        if self.model.reads_images and self.engine.name == "megatron":
+            raise ValueError(f"engine megatron trains no {family}: set `engine.name` to `ddp`")
         return self
 
     @property

@@ -1,0 +1,179 @@
+"""The GPUs that hpctrain knows: what their data sheets say, and finding the one a profile means.
+
+Belongs here: the document behind `gpus.yaml`, and the rule that matches names. Does not belong
+here: reading the file (see `spec.loader`), shares of the peak that kernels reach, or anything
+about one cluster (see `spec.profile`; what a profile says goes before the catalogue).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.spec.document import Document
+from hpctrain.spec.fields import nearest
+from hpctrain.spec.profile import ClusterProfile
+from hpctrain.units import Bandwidth, ByteSize, FlopRate, short_bytes
+
+Generation = Literal["volta", "ampere", "ada", "hopper", "blackwell", "cdna2", "cdna3", "other"]
+
+# The same GPU is "80 GB" on the box (80e9 bytes), 81920 MiB in nvidia-smi (7.4% more) and 79.2 GiB
+# in torch. No two models of one name are nearer to each other than 17% (H100 with 80 and 94 GB).
+MEMORY_TOLERANCE = 0.12
+
+_UNSPOKEN = {"nvidia", "amd", "tesla", "geforce", "instinct", "gpu", "hbm2", "hbm2e", "hbm3",
+             "hbm3e"}  # fmt: skip
+
+
+class Gpu(Document):
+    """One GPU model: rates of the data sheet, dense and in one direction."""
+
+    name: str = Field(min_length=1, description="As in published tables")
+    aliases: tuple[str, ...] = Field((), description="Other spellings, among them names of GRES")
+    generation: Generation = Field(description="Architecture: what calibrated constants belong to")
+    memory: ByteSize = Field(gt=0, description="As the driver reports it")
+    peak: dict[Literal["fp32", "fp16", "bf16", "fp8", "fp4"], FlopRate] = Field(
+        min_length=1, description="Dense peak rate of each precision that the GPU has"
+    )
+    memory_bandwidth: Bandwidth = Field(gt=0, description="Of the GPU's memory")
+    nvlink_bandwidth: Bandwidth = Field(
+        gt=0, description="NVLink, xGMI or PCIe inside `nvlink_domain`, per GPU and direction"
+    )
+    nvlink_domain: int = Field(ge=1, description="GPUs that reach each other at that rate")
+    network_bandwidth: Bandwidth = Field(
+        gt=0, description="Network cards, per GPU and direction, in the maker's reference system"
+    )
+    per_node: int = Field(8, ge=1, description="GPUs of one node of that system")
+    source: str = Field(min_length=3, description="Data sheet that the figures come from")
+
+
+class GpuCatalogue(Document):
+    """All known GPUs; of several that a name fits equally well, the first one is meant."""
+
+    gpus: tuple[Gpu, ...] = Field(description="The GPUs")
+
+    @model_validator(mode="after")
+    def _unique_names(self) -> Self:
+        for name, count in Counter(gpu.name for gpu in self.gpus).items():
+            if count > 1:
+                raise ValueError(f"GPU `{name}` is there {count} times: keep one")
+        return self
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(gpu.name for gpu in self.gpus)
+
+    def extended(self, others: GpuCatalogue) -> GpuCatalogue:
+        """This catalogue with the GPUs of `others` before its own, in place of the same names."""
+        kept = tuple(gpu for gpu in self.gpus if gpu.name not in others.names)
+        return GpuCatalogue(gpus=(*others.gpus, *kept))
+
+
+def match_gpu(catalogue: GpuCatalogue, name: str, memory_bytes: float | None = None) -> Gpu | None:
+    """The GPU of that name or alias, with the nearest memory; None when there is none.
+
+    `memory_bytes`: as a driver or a box states it, within 12% of the catalogue's; None: any.
+    """
+    named = _named(catalogue, name)
+    if memory_bytes is None:
+        return named[0] if named else None
+    closest = min(named, key=lambda gpu: _distance(gpu, memory_bytes), default=None)
+    fits = closest is not None and _distance(closest, memory_bytes) <= MEMORY_TOLERANCE
+    return closest if fits else None
+
+
+def find_gpu(
+    catalogue: GpuCatalogue, name: str, memory_bytes: float | None = None, origin: str | None = None
+) -> Gpu:
+    """`match_gpu`, or an InvalidInputError that says what is known and how to add a GPU.
+
+    `origin`: where the name was written, as `Loaded.origin` has it (`FILE:LINE` or `--set`).
+    """
+    found = match_gpu(catalogue, name, memory_bytes)
+    if found is not None:
+        return found
+    raise InvalidInputError([_unknown(catalogue, name, memory_bytes, origin)])
+
+
+def cluster_gpu(
+    catalogue: GpuCatalogue, profile: ClusterProfile, origin: Mapping[str, str] | None = None
+) -> Gpu:
+    """The GPU of a cluster, links included; what the profile says goes before the catalogue.
+
+    Found by `gpu.model`, else by `gpu.type` and `gpu.memory`. A profile with `gpu.peak` and
+    `gpu.memory_bandwidth` needs no catalogue. `origin` is that of the loaded profile, for the
+    position in the error. Raises InvalidInputError for a GPU that nobody describes.
+    """
+    given, origin = profile.gpu, origin or {}
+    if given.model is not None:
+        found: Gpu | None = find_gpu(catalogue, given.model, None, origin.get("gpu.model"))
+    else:
+        found = match_gpu(catalogue, given.type, given.memory)
+    if found is None and (not given.peak or given.memory_bandwidth is None):
+        problem = _unknown(catalogue, given.type, given.memory, origin.get("gpu.type"))
+        raise InvalidInputError([problem])
+    return Gpu(
+        name=found.name if found else given.type,
+        generation=found.generation if found else "other",
+        memory=given.memory,
+        peak={**(found.peak if found else {}), **given.peak},
+        memory_bandwidth=_first(given.memory_bandwidth, found),
+        nvlink_bandwidth=profile.nvlink.bandwidth,
+        nvlink_domain=profile.nvlink.domain,
+        network_bandwidth=Bandwidth(
+            profile.network.nics_per_node * profile.network.nic_bandwidth / given.per_node
+        ),
+        per_node=given.per_node,
+        source=f"{found.source}; profile {profile.name}" if found else f"profile {profile.name}",
+    )
+
+
+def _first(own: Bandwidth | None, found: Gpu | None) -> Bandwidth:
+    if own is not None:
+        return own
+    assert found is not None, "a profile without memory_bandwidth needs the catalogue"
+    return found.memory_bandwidth
+
+
+def _named(catalogue: GpuCatalogue, name: str) -> list[Gpu]:
+    words = _words(name)
+    return [g for g in catalogue.gpus if words in [_words(one) for one in (g.name, *g.aliases)]]
+
+
+def _words(name: str) -> frozenset[str]:
+    """The words that tell GPUs apart: `NVIDIA A100-SXM4-80GB` is `A100-80GB SXM`."""
+    words = re.findall(r"[a-z0-9]+", name.lower())
+    return frozenset(re.sub(r"^sxm\d$", "sxm", word) for word in words if word not in _UNSPOKEN)
+
+
+def _distance(gpu: Gpu, memory_bytes: float) -> float:
+    return abs(float(gpu.memory) / memory_bytes - 1)
+
+
+def _unknown(
+    catalogue: GpuCatalogue, name: str, memory_bytes: float | None, origin: str | None
+) -> Problem:
+    named = _named(catalogue, name)
+    if named and memory_bytes is not None:
+        sizes = ", ".join(f"{short_bytes(gpu.memory)} ({gpu.name})" for gpu in named)
+        message = f"GPU `{name}` with {short_bytes(memory_bytes)} is not in the catalogue, "
+        message += f"which has it with {sizes}"
+        hint = "correct `gpu.memory`, or name the nearest one in `gpu.model`, or describe it"
+    else:
+        message = f"GPU `{name}` is not in the catalogue"
+        spellings = [one for gpu in catalogue.gpus for one in (gpu.name, *gpu.aliases)]
+        near = nearest(name, spellings)[:1]
+        listed = f"known: {', '.join(catalogue.names)};"
+        hint = f"did you mean `{near[0]}`?" if near else listed
+        hint += " to add it, describe it"
+    hint += ": `gpu.peak` and `gpu.memory_bandwidth` in the profile, or an entry in a "
+    hint += "`gpus.yaml` beside the profiles"
+    file, _, line = (origin or "").rpartition(":")
+    if file and line.isdecimal():
+        return Problem(message, file=file, line=int(line), hint=hint)
+    return Problem(message, file=origin, hint=hint)
