@@ -10,7 +10,6 @@ from hpctrain.plan.divisors import divisors, multiples_around, nearest, or_list
 from hpctrain.plan.documents import BatchSplit, Layout
 from hpctrain.spec.run import RunSpec
 
-MICRO_BATCHES = (8, 4, 2, 1)  # what `micro: auto` tries, largest first
 LOW_BUBBLE = 0.10
 
 
@@ -35,12 +34,18 @@ def group_size(layout: Layout) -> int:
     return layout.pp if layout.vpp > 1 else 1
 
 
+def micro_choices(spec: RunSpec) -> tuple[int, ...]:
+    """The microbatch that the spec gives, else the powers of two that divide the global batch."""
+    if spec.batch.micro != "auto":
+        return (spec.batch.micro,)
+    batch = spec.batch.global_
+    return tuple(2**n for n in range(batch.bit_length()) if batch % 2**n == 0)
+
+
 def micro_batches(spec: RunSpec, layout: Layout) -> tuple[int, ...]:
-    """Microbatch sizes that divide the global batch, largest first; the given one if given."""
-    micro = spec.batch.micro
-    tried = MICRO_BATCHES if micro == "auto" else (micro,)
+    """Those of `micro_choices` that the layout allows, ascending."""
     step = layout.dp * group_size(layout)
-    return tuple(size for size in tried if spec.batch.global_ % (size * step) == 0)
+    return tuple(size for size in micro_choices(spec) if spec.batch.global_ % (size * step) == 0)
 
 
 def bubble_fraction(layout: Layout, accumulation: int) -> float:

@@ -6,17 +6,26 @@ engine is told about it (see `hpctrain.engines`).
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 from hpctrain.spec.document import Document
+from hpctrain.spec.run import Precision
 
 Axis = Literal["tp", "cp", "dp", "pp"]
 Recompute = Literal["none", "selective", "full"]
-Span = Literal["one GPU", "inside a node", "inside an NVLink domain", "across nodes"]
+RECOMPUTES: tuple[Recompute, ...] = get_args(Recompute)
+Engine = Literal["megatron", "fsdp", "deepspeed", "ddp"]
+Offload = Literal["none", "cpu", "nvme"]
+Goal = Literal["time", "gpu-hours", "memory"]
+Order = Literal["tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"]
+Span = Literal[
+    "one GPU", "inside a node", "inside an NVLink domain", "across nodes", "across islands"
+]
+DEFAULT_ORDER: Order = "tp-cp-ep-dp-pp"
 
 
 class Layout(Document):
-    """Sizes of the mesh axes; rank order is tp fastest, then cp, dp, pp (Megatron's default)."""
+    """Sizes of the mesh axes, and which of them is nearest: `order`, as Megatron writes it."""
 
     tp: int
     pp: int
@@ -24,6 +33,8 @@ class Layout(Document):
     cp: int
     dp: int
     sequence_parallel: bool
+    ep: int = 1  # expert parallel size, taken out of dp x cp (x tp)
+    order: Order = DEFAULT_ORDER
 
     @property
     def world_size(self) -> int:
@@ -35,6 +46,7 @@ class Layout(Document):
             ("pp", self.pp),
             ("vpp", self.vpp),
             ("cp", self.cp),
+            ("ep", self.ep),
             ("dp", self.dp),
         ]
         shown = [f"{name} {size}" for name, size in axes if size > 1 or name in ("tp", "pp", "dp")]
@@ -62,14 +74,18 @@ class Stage(Document):
 
 
 class MemoryBreakdown(Document):
-    """Bytes on one GPU of one pipeline stage."""
+    """Bytes on one GPU of one pipeline stage.
+
+    `buffers_bytes`: messages between GPUs, and gradients that exist for a moment only;
+    `reserved_bytes`: what the profile says the driver and libraries take.
+    """
 
     weights_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
     activations_bytes: int
     logits_bytes: int
-    communication_bytes: int
+    buffers_bytes: int
     reserved_bytes: int
 
     @property
@@ -87,10 +103,64 @@ class AxisPlacement(Document):
 
 
 class NodeRequest(Document):
-    """How the GPUs are spread over nodes."""
+    """How the GPUs are spread over nodes, and these over the islands of the profile."""
 
     nodes: int
     gpus_per_node: int
+    island_nodes: tuple[int, ...] = ()  # of each island, in the profile's order; empty: no islands
+
+
+class StepParts(Document):
+    """Where the seconds of one step go, on the slowest stage; they add up to the step."""
+
+    compute_seconds: float
+    recompute_seconds: float
+    tensor_messages_seconds: float
+    context_messages_seconds: float
+    expert_messages_seconds: float
+    pipeline_messages_seconds: float
+    bubble_seconds: float
+    data_messages_seconds: float
+    optimizer_seconds: float
+    overhead_seconds: float
+    straggling_seconds: float
+    islands_seconds: float = 0.0  # traffic between islands, beyond what the other parts have
+
+    @property
+    def total_seconds(self) -> float:
+        return float(sum(getattr(self, name) for name in type(self).model_fields))
+
+
+class Prediction(Document):
+    """How fast a plan is expected to be.
+
+    `mfu`: model FLOPs (attention counted without the causal half, recomputation not counted: see
+    `flops.model_flops_per_step`) over what all GPUs could do at `peak_flops_per_gpu`, the dense
+    peak of the plan's precision. `hfu` counts recomputation too. `days` and `gpu_hours` are of
+    training alone: no queue, saves, failures (see `hpctrain.plan.forecast`).
+    """
+
+    parts: StepParts
+    mfu: float
+    hfu: float
+    peak_flops_per_gpu: float
+    tokens_per_second_per_gpu: float
+    days: float
+    gpu_hours: float
+
+
+class SearchCounts(Document):
+    """Candidates of a search. `enumerated` = `infeasible` + `too_large` + `fitting`.
+
+    `infeasible`: a rule forbids them (model, batch, engine); `too_large`: more memory than a GPU
+    has; `tight`: those of `fitting` that would use more than 94 % of it.
+    """
+
+    enumerated: int
+    infeasible: int
+    too_large: int
+    fitting: int
+    tight: int
 
 
 class Plan(Document):
@@ -99,13 +169,16 @@ class Plan(Document):
     schema_version: Literal[1] = 1
     run_name: str
     profile_name: str
-    engine: Literal["megatron"]
+    engine: Engine
     layout: Layout
     layout_origin: Literal["spec", "auto"]
     nodes: NodeRequest
     batch: BatchSplit
     recompute: Recompute
-    precision: Literal["bf16", "fp32"]
+    precision: Precision
+    zero: int = 1
+    shard_gpus: int | None = None
+    offload: Offload = "none"
     padded_vocab: int
     parameters: int
     stages: tuple[Stage, ...]
@@ -113,6 +186,9 @@ class Plan(Document):
     gpu_memory_bytes: int
     placements: tuple[AxisPlacement, ...]
     step_seconds: float | None = None
+    prediction: Prediction | None = None
+    unit: Literal["tokens", "images"] = "tokens"
+    search: SearchCounts | None = None
     model_flops_per_step: float
     reasons: tuple[str, ...]
     warnings: tuple[str, ...] = ()
@@ -121,3 +197,65 @@ class Plan(Document):
     def peak_stage(self) -> int:
         """Index of the stage that needs the most memory."""
         return max(range(len(self.memory)), key=lambda index: self.memory[index].total_bytes)
+
+
+class Change(Document):
+    """What one part of the step costs more than in the winner, as a share of the winner's step."""
+
+    part: str
+    share: float
+
+
+class Shortage(Document):
+    """By how much a layout does not fit, where, and what takes most there."""
+
+    missing_bytes: int
+    stage: int
+    component: str
+
+
+class RunnerUp(Document):
+    """A layout that was not chosen, and what it loses against the one that was.
+
+    `slower` is its step over the winner's, less one; it is the sum of `changes`. Both are absent
+    where time is not predicted. `shortage` is set where it does not fit, `tight` where it would
+    fill more than 94 % of the memory.
+    """
+
+    description: str
+    differs: str
+    layout: Layout
+    micro_batch: int
+    recompute: Recompute
+    step_seconds: float | None
+    peak_bytes: int
+    slower: float | None
+    changes: tuple[Change, ...]
+    shortage: Shortage | None
+    tight: bool
+
+
+class FrontPoint(Document):
+    """A layout that no other one beats in both step time and memory."""
+
+    description: str
+    gpus: int
+    step_seconds: float
+    peak_bytes: int
+
+
+class Explanation(Document):
+    """Why the winner wins: `others` have another mesh, `variants` the winner's, each with one
+    thing changed. `given` is the layout of the spec, where it says one: then the winner is what
+    `parallel: auto` would choose. `groups` is the number of different meshes that were looked at,
+    `search_seconds` how long that took, where somebody has measured it."""
+
+    goal: Goal
+    counts: SearchCounts
+    groups: int
+    winner: RunnerUp
+    given: RunnerUp | None = None
+    others: tuple[RunnerUp, ...]
+    variants: tuple[RunnerUp, ...]
+    front: tuple[FrontPoint, ...]
+    search_seconds: float | None = None

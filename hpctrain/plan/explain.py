@@ -6,19 +6,51 @@ Belongs here: sentences. Does not belong here: decisions.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from hpctrain.plan.batch import LOW_BUBBLE
+from hpctrain.plan.batch import LOW_BUBBLE, bubble_fraction
 from hpctrain.plan.candidate import Candidate
+from hpctrain.plan.cost.from_spec import Knowledge, uses_flash_attention
 from hpctrain.plan.divisors import divisors
-from hpctrain.plan.documents import AxisPlacement, MemoryBreakdown
-from hpctrain.plan.memory import TIGHT_SHARE, peak_bytes, uses_flash_attention
+from hpctrain.plan.documents import (
+    AxisPlacement,
+    Goal,
+    MemoryBreakdown,
+    Prediction,
+    SearchCounts,
+)
+from hpctrain.plan.memory import TIGHT_SHARE, candidate_peak
 from hpctrain.plan.parameters import VOCAB_MULTIPLE, pad_vocab
 from hpctrain.plan.placement import stays_inside
-from hpctrain.plan.search import bubble_of
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec
 from hpctrain.units import short_bytes
+
+_BEST: dict[Goal, str] = {
+    "time": "The best by predicted time",
+    "gpu-hours": "The best by predicted time",  # GPU-hours, with as many GPUs as there are
+    "memory": "The least memory",
+}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Everything about one plan that sentences are made of."""
+
+    spec: RunSpec
+    profile: ClusterProfile
+    knowledge: Knowledge | None
+    candidate: Candidate
+    placements: Sequence[AxisPlacement]
+    memory: Sequence[MemoryBreakdown]
+    counts: SearchCounts
+    prediction: Prediction | None
+    goal: Goal
+
+    @property
+    def bubble(self) -> float:
+        """The pipeline bubble as a share of the ideal step time."""
+        return bubble_fraction(self.candidate.layout, self.candidate.accumulation)
 
 
 def amount(count: float, unit_bytes: int) -> str:
@@ -62,68 +94,82 @@ def proposal(found: Iterable[Candidate]) -> str | None:
     return "\n".join(["these fit:", *lines]) if lines else None
 
 
-def reasons(
-    spec: RunSpec,
-    profile: ClusterProfile,
-    candidate: Candidate,
-    placements: Sequence[AxisPlacement],
-    memory: Sequence[MemoryBreakdown],
-) -> tuple[str, ...]:
+def reasons(facts: Facts) -> tuple[str, ...]:
     """Why the plan is as it is, one full sentence each."""
-    layout = candidate.layout
+    spec, profile, layout = facts.spec, facts.profile, facts.candidate.layout
     lines = [
-        *_choice_reasons(spec, candidate),
-        *_placement_reasons(profile, placements),
-        f"Memory peaks at {fill_level(memory, int(profile.gpu.memory))}.",
-        *_recompute_reasons(spec, profile, candidate),
+        *_choice_reasons(facts),
+        *_placement_reasons(profile, facts.placements),
+        f"Memory peaks at {fill_level(facts.memory, int(profile.gpu.memory))}.",
+        *_recompute_reasons(facts),
+        *_time_reasons(facts),
     ]
     if layout.sequence_parallel:
         lines.append(f"sequence_parallel divides norms and dropout by tp {layout.tp} as well.")
     if layout.vpp > 1 and layout.pp == 2:
         lines.append("vpp with pp 2 needs overlapped stage-to-stage transfers; they are on.")
     padded = pad_vocab(spec.model.vocab, layout.tp)
-    if padded != spec.model.vocab:
+    if padded != spec.model.vocab and not spec.model.reads_images:
         step = VOCAB_MULTIPLE * layout.tp
         lines.append(f"vocab {spec.model.vocab} is padded to {padded}, a multiple of {step}.")
     return tuple(lines)
 
 
-def _choice_reasons(spec: RunSpec, candidate: Candidate) -> list[str]:
-    layout, lines = candidate.layout, []
+def _choice_reasons(facts: Facts) -> list[str]:
+    candidate, counts = facts.candidate, facts.counts
+    lines = []
+    if facts.prediction is None:
+        lines += _untimed_reasons(facts)
+    elif counts.fitting > 1:
+        more = f"; {counts.too_large:,} more would not" if counts.too_large else ""
+        lines.append(f"{_BEST[facts.goal]} of {counts.fitting:,} candidates that fit{more}.")
+    if len(set(candidate.split)) > 1:
+        lines.append(f"Layers per chunk are uneven: {list(candidate.split)} in model order.")
+    return lines
+
+
+def _untimed_reasons(facts: Facts) -> list[str]:
+    """Where the GPU is unknown, size and bubble decide; nothing is said about what is fixed."""
+    spec, candidate = facts.spec, facts.candidate
+    lines, layout = [], candidate.layout
     if spec.parallel == "auto":
         lines.append(
             f"tp {layout.tp} x pp {layout.pp} is the smallest group of GPUs that holds the model "
             f"with recompute {candidate.recompute}; time is not predicted."
         )
     if spec.batch.micro == "auto":
-        lines.append(_micro_reason(candidate))
-    if len(set(candidate.split)) > 1:
-        lines.append(f"Layers per chunk are uneven: {list(candidate.split)} in model order.")
+        lines.append(_micro_reason(candidate, facts.bubble))
     return lines
 
 
-def _micro_reason(candidate: Candidate) -> str:
-    micro, bubble = f"micro {candidate.micro_batch}", bubble_of(candidate)
+def _micro_reason(candidate: Candidate, bubble: float) -> str:
+    micro = f"micro {candidate.micro_batch}"
     if candidate.layout.pp == 1:
-        return f"{micro} is the largest of 1, 2, 4 and 8 that divides the batch and fits."
+        return f"{micro} is the largest power of two that divides the batch and fits."
     if bubble > LOW_BUBBLE:
         return f"{micro} makes the smallest pipeline bubble, {bubble:.1%}."
     return (
-        f"{micro} is the largest of 1, 2, 4 and 8 that divides the batch, fits and keeps the "
+        f"{micro} is the largest power of two that divides the batch, fits and keeps the "
         f"pipeline bubble under {LOW_BUBBLE:.0%} ({bubble:.1%})."
     )
 
 
-def _recompute_reasons(spec: RunSpec, profile: ClusterProfile, candidate: Candidate) -> list[str]:
+def _recompute_reasons(facts: Facts) -> list[str]:
     """What recomputation buys, so that nobody pays for it without need."""
+    spec, candidate = facts.spec, facts.candidate
     if candidate.recompute == "none":
         return []
-    without = peak_bytes(spec, profile, replace(candidate, recompute="none"))
-    saved = without - peak_bytes(spec, profile, candidate)
+    known = (spec, facts.profile, facts.knowledge)
+    without = candidate_peak(*known, replace(candidate, recompute="none"))
+    saved = without - max(stage.total_bytes for stage in facts.memory)
     why = " (flash attention keeps no s x s matrices anyway)"
     flash = candidate.recompute == "selective" and uses_flash_attention(spec)
+    cost = ""
+    if facts.prediction is not None:
+        parts = facts.prediction.parts
+        cost = f" and costs {parts.recompute_seconds / parts.total_seconds:.1%} of the step"
     return [
-        f"recompute {candidate.recompute} saves {short_bytes(saved)} per GPU"
+        f"recompute {candidate.recompute} saves {short_bytes(saved)} per GPU{cost}"
         f"{why if flash else ''}; without it the peak is {short_bytes(without)}."
     ]
 
@@ -132,7 +178,7 @@ def _placement_reasons(profile: ClusterProfile, placements: Sequence[AxisPlaceme
     lines = []
     for placement in placements:
         if placement.size > 1:
-            fast = placement.span != "across nodes"
+            fast = placement.span not in ("across nodes", "across islands")
             link = (
                 f"NVLink {profile.nvlink.bandwidth / 1e9:.0f} GB/s"
                 if fast
@@ -143,20 +189,24 @@ def _placement_reasons(profile: ClusterProfile, placements: Sequence[AxisPlaceme
     return lines
 
 
-def warnings(
-    spec: RunSpec,
-    profile: ClusterProfile,
-    candidate: Candidate,
-    placements: Sequence[AxisPlacement],
-    memory: Sequence[MemoryBreakdown],
-) -> tuple[str, ...]:
+def warnings(facts: Facts) -> tuple[str, ...]:
     """What works but should be known before the GPU hours are spent."""
     return (
-        *_domain_warnings(profile, placements),
-        *_memory_warnings(profile, memory),
-        *_bubble_warnings(spec, candidate),
-        *_engine_warnings(spec, candidate),
+        *_domain_warnings(facts.profile, facts.placements),
+        *_memory_warnings(facts.profile, facts.memory),
+        *_bubble_warnings(facts),
+        *_engine_warnings(facts.spec, facts.candidate),
     )
+
+
+def _time_reasons(facts: Facts) -> list[str]:
+    if facts.prediction is not None or facts.knowledge is None:
+        return []
+    gpu = facts.profile.gpu
+    return [
+        f"Step time is not predicted: profile {facts.profile.name} says neither the peak rate nor "
+        f"the memory bandwidth of its {gpu.type} with {short_bytes(gpu.memory)}."
+    ]
 
 
 def _domain_warnings(profile: ClusterProfile, placements: Sequence[AxisPlacement]) -> list[str]:
@@ -182,8 +232,9 @@ def _memory_warnings(profile: ClusterProfile, memory: Sequence[MemoryBreakdown])
     ]
 
 
-def _bubble_warnings(spec: RunSpec, candidate: Candidate) -> list[str]:
-    layout, bubble = candidate.layout, bubble_of(candidate)
+def _bubble_warnings(facts: Facts) -> list[str]:
+    spec, candidate, bubble = facts.spec, facts.candidate, facts.bubble
+    layout = candidate.layout
     if bubble <= LOW_BUBBLE:
         return []
     per_stage = spec.model.layers // layout.pp
@@ -203,8 +254,9 @@ def _engine_warnings(spec: RunSpec, candidate: Candidate) -> list[str]:
     layout, lines = candidate.layout, []
     if layout.cp > 1 and spec.engine.implementation == "auto":
         lines.append(f"cp {layout.cp} needs TransformerEngine on the nodes.")
-    if layout.dp * layout.cp > 1 and not spec.optimizer.distributed:
-        lines.append(f"The distributed optimizer is off: {layout.dp} GPUs hold the same state.")
+    if layout.dp * layout.cp > 1 and candidate.zero == 0 and spec.engine.name != "ddp":
+        replicas = layout.dp * layout.cp
+        lines.append(f"Optimizer state is not shared out: {replicas} GPUs hold the same.")
     if spec.model.key_value_heads < layout.tp:
         lines.append(
             f"kv_heads {spec.model.key_value_heads} is below tp {layout.tp}: QKV is gathered "

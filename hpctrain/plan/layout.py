@@ -1,7 +1,9 @@
 """What a layout demands of the model and of the number of GPUs.
 
 Belongs here: divisibility and the rules of megatron-core about axes. Does not belong here: the
-batch (`batch`), layers per stage (`stages`), memory (`memory`).
+batch (`batch`), layers per stage (`stages`), what an engine other than megatron-core has
+(`sharding`), memory (`memory`). The search has the same rules over arrays (`search_grid`); a test
+compares them for every layout that it enumerates.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from hpctrain.plan.divisors import (
     nearest,
     or_list,
 )
-from hpctrain.plan.documents import Layout
+from hpctrain.plan.documents import DEFAULT_ORDER, Layout
+from hpctrain.plan.parameters import expert_tp
+from hpctrain.plan.sharding import axis_problems
 from hpctrain.plan.stages import split_problems
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import ModelSpec, ParallelSpec, RunSpec
@@ -37,16 +41,21 @@ def layout_of(parallel: ParallelSpec, gpus: int) -> Layout:
         cp=parallel.cp,
         dp=gpus // (parallel.tp * parallel.pp * parallel.cp),
         sequence_parallel=uses_sequence_parallel(parallel),
+        ep=parallel.ep,
+        order=DEFAULT_ORDER if parallel.order == "auto" else parallel.order,
     )
 
 
 def layout_problems(spec: RunSpec, parallel: ParallelSpec) -> list[str]:
     """Everything about `parallel` that the model or the engine does not allow."""
     return [
+        *axis_problems(spec, parallel),
         *tensor_problems(spec.model, parallel.tp),
+        *_expert_problems(spec.model, parallel),
         *_sequence_problems(spec.model, parallel),
         *split_problems(spec.model.layers, parallel),
         *_context_problems(spec, parallel),
+        *_prediction_problems(spec.model, parallel.pp),
     ]
 
 
@@ -54,7 +63,7 @@ def world_problems(parallel: ParallelSpec, gpus: int, profile: ClusterProfile) -
     """The product of the axes has to divide the number of GPUs."""
     model_gpus = parallel.tp * parallel.pp * parallel.cp
     if gpus % model_gpus == 0:
-        return []
+        return _expert_world_problems(parallel, gpus // parallel.pp)
     axes = [("tp", parallel.tp), ("pp", parallel.pp), ("cp", parallel.cp)]
     product = " x ".join(f"{name} {size}" for name, size in axes if name != "cp" or size > 1)
     per_node, total = profile.gpu.per_node, profile.gpu_count
@@ -67,13 +76,34 @@ def world_problems(parallel: ParallelSpec, gpus: int, profile: ClusterProfile) -
     ]
 
 
+def _expert_world_problems(parallel: ParallelSpec, ranks: int) -> list[str]:
+    """ep x expert tp divides the ranks of one pipeline stage, tp x cp x dp.
+
+    megatron/core/parallel_state.py:788-795; expert tp is 1 with ep > 1 (`parameters.expert_tp`).
+    """
+    if ranks % (parallel.ep * expert_tp(parallel.tp, parallel.ep)) == 0:
+        return []
+    proposal = or_list(nearest(parallel.ep, divisors(ranks)))
+    return [f"ep {parallel.ep} does not divide tp x cp x dp {ranks}: nearest ep {proposal}"]
+
+
+def split_widths(model: ModelSpec) -> tuple[tuple[str, int], ...]:
+    """What tensor parallelism splits in every layer, whatever ep is: heads and MLPs."""
+    widths = [("heads", model.heads)]
+    if model.moe is None or model.moe.dense_layers:
+        widths.append(("ffn", model.ffn_size))
+    if model.moe is not None and model.moe.shared_ffn:
+        widths.append(("moe.shared_ffn", model.moe.shared_ffn))
+    return tuple(widths)
+
+
 def tensor_problems(model: ModelSpec, tp: int) -> list[str]:
     """What tp has to divide (megatron/core/transformer/transformer_config.py:925-948)."""
     groups = model.key_value_heads
     width = (model.heads + 2 * groups) * model.head_size
     problems = [
         f"{name} {size} is not divisible by tp {tp}"
-        for name, size in (("heads", model.heads), ("ffn", model.ffn_size))
+        for name, size in split_widths(model)
         if size % tp
     ]
     if groups % tp and tp % groups:
@@ -85,14 +115,34 @@ def tensor_problems(model: ModelSpec, tp: int) -> list[str]:
 
 
 def tensor_sizes(model: ModelSpec) -> tuple[int, ...]:
-    """All tp that heads, ffn and kv_heads allow, ascending."""
+    """All tp that heads, MLPs and kv_heads allow, ascending."""
     groups = model.key_value_heads
     return tuple(
         tp
-        for tp in common_divisors(model.heads, model.ffn_size)
+        for tp in common_divisors(*(size for _, size in split_widths(model)))
         if (groups % tp == 0 or tp % groups == 0)
         and (model.heads + 2 * groups) * model.head_size % tp == 0
     )
+
+
+def _expert_problems(model: ModelSpec, parallel: ParallelSpec) -> list[str]:
+    if model.moe is None:
+        return [f"ep {parallel.ep} needs a model with experts"] if parallel.ep > 1 else []
+    problems, experts = [], model.moe.experts
+    if experts % parallel.ep:
+        proposal = or_list(nearest(parallel.ep, divisors(experts)))
+        problems.append(
+            f"experts {experts} are not divisible by ep {parallel.ep}: nearest ep {proposal}"
+        )
+    if parallel.ep == 1 and model.moe.ffn % parallel.tp:
+        problems.append(f"moe.ffn {model.moe.ffn} is not divisible by tp {parallel.tp}: use ep")
+    if parallel.ep == 1 and parallel.tp > 1 and model.bias:
+        # transformer_config.py: "Bias in Moe is only supported when ETP==1"
+        problems.append(f"experts with biases cannot be split over tp {parallel.tp}: use ep")
+    if parallel.tp > 1 and not uses_sequence_parallel(parallel):
+        # megatron/core/transformer/moe/moe_layer.py, MoELayer.forward refuses to train
+        problems.append(f"experts with tp {parallel.tp} need sequence_parallel")
+    return problems
 
 
 def _sequence_problems(model: ModelSpec, parallel: ParallelSpec) -> list[str]:
@@ -119,4 +169,12 @@ def _context_problems(spec: RunSpec, parallel: ParallelSpec) -> list[str]:
             f"cp {parallel.cp} needs TransformerEngine: the local implementation has no context "
             "parallel attention"
         ]
+    return []
+
+
+def _prediction_problems(model: ModelSpec, pp: int) -> list[str]:
+    if pp > 1 and model.mtp_layers and model.positions == "learned":
+        # parallel_state.py, default_position_embedding_ranks: gradients of the copy behind the
+        # pipeline are summed with nobody's
+        return [f"mtp_layers behind pp {pp} need rotary positions: use pp 1 or `positions: rope`"]
     return []

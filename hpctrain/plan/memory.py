@@ -1,119 +1,125 @@
-"""Bytes on one GPU of each pipeline stage, by component.
+"""Bytes on one GPU of each pipeline stage of one plan, by component.
 
-Belongs here: weights, gradients, optimizer state, buffers, and the sum. Does not belong here:
-what a microbatch keeps (`activations`) or what to do when it is too much (`planner`, `search`).
+The formulas are those of `cost.memory`, which the search uses too; here weights, gradients and
+optimizer state come from exact counts of parameters instead of closed forms. Belongs here: the
+breakdown of one candidate. Does not belong here: formulas, or what to do when it is too much.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from dataclasses import dataclass
 
-from hpctrain.plan.activations import Microbatch, logits_bytes, stage_activation_bytes
+import numpy as np
+
 from hpctrain.plan.candidate import Candidate
-from hpctrain.plan.documents import Layout, MemoryBreakdown, Stage
-from hpctrain.plan.parameters import pad_vocab
-from hpctrain.plan.stages import build_stage
+from hpctrain.plan.cost.composition import Blocks
+from hpctrain.plan.cost.from_spec import (
+    ELEMENT_BYTES,
+    GRADIENT_BYTES,
+    OPTIMIZER_BYTES,
+    Knowledge,
+    case_of,
+)
+from hpctrain.plan.cost.memory import Stage as CostStage
+from hpctrain.plan.cost.memory import StageMemory, stage_memory
+from hpctrain.plan.documents import MemoryBreakdown, Stage
+from hpctrain.plan.parameters import expert_tp
+from hpctrain.plan.search_columns import columns_of
+from hpctrain.plan.stages import build_stages, stage_expert_parameters, stage_layers
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.run import RunSpec
+from hpctrain.spec.run import ModelSpec, RunSpec
 
-ELEMENT_BYTES = {"bf16": 2, "fp32": 4}
-GRADIENT_BYTES = 4  # one fp32 buffer (DistributedDataParallelConfig.grad_reduce_in_fp32)
-# Two fp32 moments of Adam; bf16 weights have an fp32 main copy besides
-# (megatron/core/optimizer/optimizer.py, Float16OptimizerWithFloat16Params and FP32Optimizer).
-OPTIMIZER_BYTES = {"bf16": 12, "fp32": 8}
 TIGHT_SHARE = 0.94  # above this, fragmentation of PyTorch's allocator alone can end a run
 
 
-def uses_flash_attention(spec: RunSpec) -> bool:
-    """True when TransformerEngine computes attention without s x s tensors.
+@dataclass(frozen=True)
+class Shards:
+    """Over how many ranks a ZeRO stage divides something: dense weights, and routed experts."""
 
-    `implementation: auto` counts as TransformerEngine: clusters with GPUs have it, and where it
-    is missing (the sandbox) models are tiny. fp32 has no flash kernel.
-    """
-    return spec.engine.implementation != "local" and spec.precision == "bf16"
+    dense: int
+    experts: int
+
+    def part(self, dense: int, experts: int) -> int:
+        """Elements on the rank that holds the most."""
+        return -(-dense // self.dense) + -(-experts // self.experts)
 
 
-def microbatch(spec: RunSpec, candidate: Candidate) -> Microbatch:
-    """The microbatch of `candidate` as the formulas for activations want it."""
-    return Microbatch(
-        model=spec.model,
-        layout=candidate.layout,
-        sequences=candidate.micro_batch,
-        element_bytes=ELEMENT_BYTES[spec.precision],
-        flash=uses_flash_attention(spec),
+def candidate_memory(
+    spec: RunSpec, profile: ClusterProfile, knowledge: Knowledge | None, candidate: Candidate
+) -> tuple[MemoryBreakdown, ...]:
+    """Memory of every stage."""
+    stages = build_stages(spec.model, candidate.layout, candidate.split)
+    case = case_of(spec, profile, knowledge, columns_of(candidate))
+    estimate = _at(stage_memory(case, _cost_stages(spec.model, candidate)), len(stages))
+    return tuple(
+        _exact(spec, candidate, stage, int(profile.gpu.reserved), estimate[stage.index])
+        for stage in stages
     )
 
 
-def stage_memory(
-    spec: RunSpec, profile: ClusterProfile, candidate: Candidate, stage: Stage
+def _cost_stages(model: ModelSpec, candidate: Candidate) -> CostStage:
+    """All stages of one layout as arrays of shape [stages]."""
+    pp = candidate.layout.pp
+    held = [stage_layers(candidate.split, pp, index) for index in range(pp)]
+    layers = np.array([sum(map(len, chunks)) for chunks in held], dtype=float)
+    experts = np.array(
+        [sum(model.has_experts(n) for chunk in chunks for n in chunk) for chunks in held],
+        dtype=float,
+    )
+    ends = np.arange(pp)
+    attention = layers * (model.family != "resnet")
+    return CostStage(
+        index=ends,
+        blocks=Blocks(layers, attention, layers - experts, experts, 0 * layers),
+        embedding=(ends == 0).astype(float),
+        loss=(ends == pp - 1).astype(float),
+    )
+
+
+def _at(memory: StageMemory, count: int) -> list[dict[str, float]]:
+    """The components of each stage."""
+    parts = {
+        name: np.broadcast_to(np.asarray(getattr(memory, name), dtype=float), (count,))
+        for name in type(memory).__dataclass_fields__
+    }
+    return [{name: float(values[n]) for name, values in parts.items()} for n in range(count)]
+
+
+def _exact(
+    spec: RunSpec, candidate: Candidate, stage: Stage, reserved: int, estimate: dict[str, float]
 ) -> MemoryBreakdown:
-    """Bytes on one GPU of `stage`.
-
-    The distributed optimizer shards its state over dp x cp (Megatron's optimizer groups include
-    context parallel ranks; ZeRO-1, Rajbhandari et al. 2020, arXiv 1910.02054, section 5.1).
-    """
-    layout, micro = candidate.layout, microbatch(spec, candidate)
-    parameters, element = stage.parameters_per_gpu, ELEMENT_BYTES[spec.precision]
-    shards = layout.dp * layout.cp if spec.optimizer.distributed else 1
-    padded_vocab = pad_vocab(spec.model.vocab, layout.tp)
+    experts = stage_expert_parameters(spec.model, candidate.layout, candidate.split, stage.index)
+    dense = stage.parameters_per_gpu - experts
+    held = ELEMENT_BYTES[spec.precision] + int(spec.precision == "fp8")  # and an 8-bit copy
+    state = 0 if candidate.offload else OPTIMIZER_BYTES[spec.precision]
     return MemoryBreakdown(
-        weights_bytes=element * parameters,
-        gradients_bytes=GRADIENT_BYTES * parameters,
-        optimizer_bytes=OPTIMIZER_BYTES[spec.precision] * -(-parameters // shards),
-        activations_bytes=stage_activation_bytes(
-            micro, candidate.recompute, stage.index, stage.chunk_layers, candidate.accumulation
-        ),
-        logits_bytes=logits_bytes(micro, padded_vocab) if stage.loss else 0,
-        communication_bytes=communication_bytes(micro),
-        reserved_bytes=int(profile.gpu.reserved),
+        weights_bytes=held * shards(candidate, 3).part(dense, experts),
+        gradients_bytes=GRADIENT_BYTES * shards(candidate, 2).part(dense, experts),
+        optimizer_bytes=state * shards(candidate, 1).part(dense, experts),
+        activations_bytes=round(estimate["activations"]),
+        logits_bytes=round(estimate["logits"]),
+        buffers_bytes=round(estimate["buffers"]),
+        reserved_bytes=reserved,
     )
 
 
-def communication_bytes(micro: Microbatch) -> int:
-    """Buffers that exist only to talk to other GPUs.
+def shards(candidate: Candidate, least_zero: int) -> Shards:
+    """Ranks that share what is divided from this ZeRO stage on; one where it is not.
 
-    Pipeline: one received activation and one received gradient (schedules.py). Sequence
-    parallelism: the gathered input [T, h] of a column-parallel layer, once
-    (megatron/core/tensor_parallel/layers.py, global memory buffer `mpu`). Gradient buckets are
-    views of the gradient buffer and cost nothing more.
+    Megatron's optimizer groups include context parallel ranks (ZeRO-1: Rajbhandari et al. 2020,
+    arXiv 1910.02054, section 5.1); experts are held by fewer replicas.
     """
-    layout = micro.layout
-    pipeline = 2 * micro.hidden_bytes if layout.pp > 1 else 0
-    gathered = micro.hidden_bytes * layout.tp if layout.sequence_parallel else 0
-    return pipeline + gathered
+    if candidate.zero < least_zero:
+        return Shards(1, 1)
+    layout = candidate.layout
+    replicas = layout.dp * layout.cp
+    spread = layout.ep * expert_tp(layout.tp, layout.ep)
+    return Shards(candidate.shard_gpus or replicas, max(1, replicas * layout.tp // spread))
 
 
-def peak_bytes(spec: RunSpec, profile: ClusterProfile, candidate: Candidate) -> int:
-    """Bytes on the fullest GPU.
-
-    Looks only at stages that can be the fullest: both ends, and of equal stages in between the
-    first, which has the most microbatches in flight.
-    """
-    stages = (
-        build_stage(spec.model, candidate.layout, candidate.split, index)
-        for index in _distinct_stages(candidate)
-    )
-    return max(stage_memory(spec, profile, candidate, stage).total_bytes for stage in stages)
-
-
-def _distinct_stages(candidate: Candidate) -> Iterable[int]:
-    pp, split = candidate.layout.pp, candidate.split
-    middle = {split[index::pp]: index for index in range(pp - 2, 0, -1)}
-    return sorted({0, pp - 1, *middle.values()})
-
-
-def floor_bytes(spec: RunSpec, layout: Layout, parameters: int) -> float:
-    """What the fullest GPU holds at the very least: its equal share of weights and states.
-
-    `parameters` is `total_parameters` of the model. Cheap, to sort out hopeless layouts: padding,
-    replicated norms, copies of tied embeddings and uneven stages only add to it.
-    """
-    shards = layout.dp * layout.cp if spec.optimizer.distributed else 1
-    state = OPTIMIZER_BYTES[spec.precision] / shards
-    per_parameter = ELEMENT_BYTES[spec.precision] + GRADIENT_BYTES + state
-    return per_parameter * parameters / (layout.tp * layout.pp)
-
-
-def used_share(spec: RunSpec, profile: ClusterProfile, candidate: Candidate) -> float:
-    """Memory of the fullest GPU over what it has; above 1 the candidate does not fit."""
-    return peak_bytes(spec, profile, candidate) / int(profile.gpu.memory)
+def candidate_peak(
+    spec: RunSpec, profile: ClusterProfile, knowledge: Knowledge | None, candidate: Candidate
+) -> int:
+    """Bytes on the fullest GPU."""
+    memory = candidate_memory(spec, profile, knowledge, candidate)
+    return max(stage.total_bytes for stage in memory)

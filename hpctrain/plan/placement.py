@@ -1,30 +1,53 @@
 """Where the ranks of one axis are relative to each other: in a node, in an NVLink domain, apart.
 
-Rank order is tp fastest, then cp, dp, pp (Megatron's default order `tp-cp-ep-dp-pp`,
+The layout's order says which axis is nearest (Megatron's `order` string:
 megatron/core/parallel_state.py, initialize_model_parallel), and Slurm fills node after node.
 Belongs here: strides and spans. Does not belong here: bandwidths or times.
 """
 
 from __future__ import annotations
 
-from hpctrain.plan.documents import Axis, AxisPlacement, Layout, Span
+from hpctrain.plan.documents import Axis, AxisPlacement, Layout, NodeRequest, Span
+from hpctrain.plan.islands import crossing, on_islands, slow_links, used_islands
+from hpctrain.plan.limits import node_request
 from hpctrain.spec.profile import ClusterProfile
 
 
-def place_axes(layout: Layout, profile: ClusterProfile) -> tuple[AxisPlacement, ...]:
-    """Placement of tp, cp, dp and pp, fastest first."""
-    sizes: tuple[tuple[Axis, int], ...] = (
-        ("tp", layout.tp),
-        ("cp", layout.cp),
-        ("dp", layout.dp),
-        ("pp", layout.pp),
+def strides(layout: Layout) -> dict[Axis, int]:
+    """Distance of neighbouring ranks of each axis, the nearest axis first.
+
+    `ep` in the order is where the groups of experts are built, over the ranks of tp, cp and dp;
+    the dense mesh has no such axis (parallel_state.py, decoder_rank_generator with ep=1).
+    """
+    found: dict[Axis, int] = {}
+    stride = 1
+    for axis in axes(layout):
+        found[axis] = stride
+        stride *= getattr(layout, axis)
+    return found
+
+
+def axes(layout: Layout) -> tuple[Axis, ...]:
+    """tp, cp, dp and pp from the nearest to the farthest."""
+    known: tuple[Axis, ...] = ("tp", "cp", "dp", "pp")
+    return tuple(sorted(known, key=layout.order.split("-").index))
+
+
+def place_axes(
+    layout: Layout, profile: ClusterProfile, request: NodeRequest | None = None
+) -> tuple[AxisPlacement, ...]:
+    """Placement of tp, cp, dp and pp, nearest first; `request` says on which islands."""
+    if request is None:
+        request = on_islands(node_request(layout.world_size, profile.gpu.per_node), profile)
+    return tuple(
+        AxisPlacement(
+            axis=axis,
+            size=getattr(layout, axis),
+            stride=stride,
+            span=_span(stride, getattr(layout, axis), layout.world_size, profile, request),
+        )
+        for axis, stride in strides(layout).items()
     )
-    placements, stride = [], 1
-    for axis, size in sizes:
-        span = _span(stride, size, layout.world_size, profile)
-        placements.append(AxisPlacement(axis=axis, size=size, stride=stride, span=span))
-        stride *= size
-    return tuple(placements)
 
 
 def stays_inside(stride: int, size: int, world_size: int, domain: int) -> bool:
@@ -36,7 +59,9 @@ def stays_inside(stride: int, size: int, world_size: int, domain: int) -> bool:
     return size == 1 or world_size <= domain or domain % (stride * size) == 0
 
 
-def _span(stride: int, size: int, world_size: int, profile: ClusterProfile) -> Span:
+def _span(
+    stride: int, size: int, world_size: int, profile: ClusterProfile, request: NodeRequest
+) -> Span:
     if size == 1:
         return "one GPU"
     blocks: tuple[tuple[int, Span], ...] = (
@@ -46,4 +71,7 @@ def _span(stride: int, size: int, world_size: int, profile: ClusterProfile) -> S
     for ranks, span in sorted(blocks, key=lambda block: block[0]):
         if stays_inside(stride, size, world_size, ranks):
             return span
+    several = len(used_islands(request, profile)) > 1
+    if several and crossing(stride, size, slow_links(request, profile)):
+        return "across islands"
     return "across nodes"

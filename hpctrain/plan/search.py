@@ -1,226 +1,142 @@
-"""Which layouts there are, which of them fit, and which fitting one is chosen.
+"""Which layouts there are, which of them fit, and how fast they are.
 
-`candidates` is the seam for a planner that predicts time: it enumerates, whoever calls it ranks.
-The rule here knows memory only (see `choose`). Belongs here: enumeration and ranking. Does not
-belong here: memory formulas, or wording.
+Enumeration is that of `search_grid`, prices are those of `cost`; both work on tables of many
+candidates, and a table is small enough for the processor's cache. Belongs here: pricing all
+candidates and counting. Does not belong here: choosing (`search_rank`), hints (`search_hints`),
+explanations (`search_explain`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import groupby
-from math import log2
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 
-from hpctrain.plan.batch import LOW_BUBBLE, MICRO_BATCHES, bubble_fraction, group_size
-from hpctrain.plan.candidate import Candidate, candidate_of
-from hpctrain.plan.divisors import divisors
-from hpctrain.plan.documents import Recompute
-from hpctrain.plan.layout import layout_of, layout_problems, tensor_sizes
-from hpctrain.plan.memory import TIGHT_SHARE, floor_bytes, peak_bytes, used_share
-from hpctrain.plan.parameters import total_parameters
-from hpctrain.plan.placement import stays_inside
-from hpctrain.plan.stages import split_problems
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.plan.candidate import Candidate
+from hpctrain.plan.cost.case import Case
+from hpctrain.plan.cost.from_spec import Knowledge, case_of, machine_for
+from hpctrain.plan.cost.memory import peak_bytes
+from hpctrain.plan.cost.step import step_seconds
+from hpctrain.plan.documents import SearchCounts
+from hpctrain.plan.memory import TIGHT_SHARE
+from hpctrain.plan.search_columns import Columns, candidate_at, joined
+from hpctrain.plan.search_freedom import Freedom
+from hpctrain.plan.search_grid import enumerated, structures, tables
+from hpctrain.plan.search_islands import crossed_islands, shown_seconds, uplink_seconds
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.run import ParallelSpec, RunSpec
+from hpctrain.spec.run import RunSpec
 
-RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
-_COUNTED = ((False, False), (True, True), (False, True), (True, False))
+Floats = NDArray[np.float64]
+# Estimates of the search are within this of the exact memory of a plan (closed forms of
+# parameters): what lies so little above the capacity is priced, and looked at exactly.
+BORDER = 1.01
+# Rows of one table: some hundred arrays of that length pass through a cache of a few MiB.
+ROWS_PER_TABLE = 8192
 
 
 @dataclass(frozen=True)
-class Freedom:
-    """What a search may change; everything else is as the spec says."""
+class Found:
+    """All feasible candidates with their prices, arrays of shape [candidates].
 
-    gpus: int
-    cp: int
-    vpps: tuple[int, ...]
-    micro_batches: tuple[int, ...]
-    recomputes: tuple[Recompute, ...]
-
-
-def auto_freedom(spec: RunSpec) -> Freedom:
-    """What `parallel: auto` leaves open: tp and pp, and the microbatch if that is `auto` too."""
-    micro = spec.batch.micro
-    return Freedom(
-        gpus=spec.resources.gpus,
-        cp=1,
-        vpps=(1,),
-        micro_batches=MICRO_BATCHES if micro == "auto" else (micro,),
-        recomputes=(spec.recompute,),
-    )
-
-
-def hint_freedom(spec: RunSpec, gpus: int) -> Freedom:
-    """What a hint may propose: also another microbatch, recomputation or vpp."""
-    explicit = spec.parallel if spec.parallel != "auto" else ParallelSpec()
-    micro = () if spec.batch.micro == "auto" else (spec.batch.micro,)
-    return Freedom(
-        gpus=gpus,
-        cp=explicit.cp,
-        vpps=tuple({1, explicit.vpp}),
-        micro_batches=tuple(sorted({*MICRO_BATCHES, *micro}, reverse=True)),
-        recomputes=RECOMPUTES,
-    )
-
-
-def candidates(
-    spec: RunSpec, profile: ClusterProfile, freedom: Freedom | None = None
-) -> Iterator[Candidate]:
-    """All layouts that model, batch and number of GPUs allow; memory is not looked at.
-
-    tp: powers of two (and what the heads allow) inside the NVLink domain; pp: divisors of the
-    remaining GPUs. Ordered by tp x pp, then larger tp, then larger microbatch. Default freedom:
-    that of `parallel: auto`.
+    `step_seconds` is NaN where a candidate does not fit and everywhere when the GPU is unknown.
     """
-    freedom = freedom or auto_freedom(spec)
-    for parallel in _parallels(spec, profile, freedom):
-        layout = layout_of(parallel, freedom.gpus)
-        step = layout.dp * group_size(layout)
-        for micro in freedom.micro_batches:
-            if spec.batch.global_ % (micro * step) == 0:
-                for recompute in freedom.recomputes:
-                    yield candidate_of(spec, parallel, freedom.gpus, micro, recompute)
 
+    spec: RunSpec
+    freedom: Freedom
+    columns: Columns
+    peak_bytes: Floats
+    step_seconds: Floats
+    capacity_bytes: int
+    enumerated: int
+    nvlink_domain: int
+    timed: bool
 
-def _parallels(spec: RunSpec, profile: ClusterProfile, freedom: Freedom) -> Iterator[ParallelSpec]:
-    for tp, pp in _meshes(spec, profile, freedom):
-        for vpp in freedom.vpps:
-            if vpp == 1 or pp > 1:
-                parallel = _even_split(spec, tp, pp, vpp, freedom.cp)
-                if parallel is not None and not layout_problems(spec, parallel):
-                    yield parallel
+    @property
+    def fits(self) -> NDArray[np.bool_]:
+        return self.peak_bytes <= self.capacity_bytes
 
+    @property
+    def roomy(self) -> NDArray[np.bool_]:
+        """Candidates that leave some memory to the allocator."""
+        return self.peak_bytes <= TIGHT_SHARE * self.capacity_bytes
 
-def _meshes(spec: RunSpec, profile: ClusterProfile, freedom: Freedom) -> list[tuple[int, int]]:
-    """(tp, pp) by ascending product; of equal products the larger tp first.
-
-    Narayanan et al. 2021, section 3.2: tensor parallelism up to the size of a server, pipeline
-    parallelism beyond.
-    """
-    domain = profile.nvlink.domain
-    sizes = [
-        tp
-        for tp in tensor_sizes(spec.model)
-        if tp & (tp - 1) == 0 and stays_inside(1, tp, freedom.gpus, domain)
-    ]
-    meshes = [
-        (tp, pp)
-        for tp in sizes
-        if freedom.gpus % (tp * freedom.cp) == 0
-        for pp in divisors(freedom.gpus // (tp * freedom.cp))
-        if pp <= spec.model.layers + 2
-    ]
-    return sorted(meshes, key=lambda mesh: (mesh[0] * mesh[1], -mesh[0]))
-
-
-def _even_split(spec: RunSpec, tp: int, pp: int, vpp: int, cp: int) -> ParallelSpec | None:
-    """An even split, counting embedding and loss as layers only where nothing else divides.
-
-    Llama 3 405B has 126 layers so that 126 + 2 divides (arXiv 2407.21783, section 3.3.2).
-    """
-    asked = spec.parallel.sequence_parallel if spec.parallel != "auto" else None
-    for embedding, loss in _COUNTED:
-        parallel = ParallelSpec(
-            tp=tp,
-            pp=pp,
-            vpp=vpp,
-            cp=cp,
-            sequence_parallel=asked if tp > 1 else None,
-            count_embedding=embedding,
-            count_loss=loss,
+    @property
+    def counts(self) -> SearchCounts:
+        feasible, fitting = len(self.columns), int(self.fits.sum())
+        return SearchCounts(
+            enumerated=self.enumerated,
+            infeasible=self.enumerated - feasible,
+            too_large=feasible - fitting,
+            fitting=fitting,
+            tight=fitting - int(self.roomy.sum()),
         )
-        if not split_problems(spec.model.layers, parallel):
-            return parallel
-    return None
+
+    def candidate(self, row: int) -> Candidate:
+        return candidate_at(self.spec, self.columns, row, self.freedom.stages)
 
 
-def choose(spec: RunSpec, profile: ClusterProfile, found: Sequence[Candidate]) -> Candidate | None:
-    """The first layout, in the order given, with a microbatch that fits; None when nothing fits.
-
-    With `candidates` that is the smallest tp x pp: model parallelism costs communication and
-    bubbles, data parallelism hardly any. Time is not predicted. Layouts that would fill more than
-    94 % of the memory are taken only when there are no others.
-    """
-    tight: Candidate | None = None
-    for _, group in groupby(found, key=lambda candidate: candidate.parallel):
-        rated = [(used_share(spec, profile, candidate), candidate) for candidate in group]
-        roomy = [candidate for share, candidate in rated if share <= TIGHT_SHARE]
-        if roomy:
-            return best_micro(roomy)
-        fitting = [candidate for share, candidate in rated if share <= 1]
-        if fitting and tight is None:
-            tight = best_micro(fitting)
-    return tight
-
-
-def best_micro(fitting: Sequence[Candidate]) -> Candidate:
-    """The largest microbatch that keeps the pipeline bubble under 10 %, else the least bubble.
-
-    Larger microbatches make larger, more efficient matrix multiplications; fewer of them make a
-    larger bubble (Narayanan et al. 2021, section 3.4).
-    """
-    ordered = sorted(fitting, key=lambda candidate: -candidate.micro_batch)
-    quiet = [candidate for candidate in ordered if bubble_of(candidate) <= LOW_BUBBLE]
-    return quiet[0] if quiet else ordered[-1]
-
-
-def bubble_of(candidate: Candidate) -> float:
-    """The pipeline bubble as a share of the ideal step time."""
-    return bubble_fraction(candidate.layout, candidate.accumulation)
-
-
-def nearest_fits(
-    spec: RunSpec, profile: ClusterProfile, gpus: int | None = None, count: int = 3
-) -> tuple[Candidate, ...]:
-    """Up to `count` fitting candidates of different layouts, the most similar to the spec first."""
-    freedom = hint_freedom(spec, gpus or spec.resources.gpus)
-    parameters, capacity = total_parameters(spec.model), int(profile.gpu.memory)
-    possible = [
-        candidate
-        for candidate in candidates(spec, profile, freedom)
-        if floor_bytes(spec, candidate.layout, parameters) < capacity
-    ]
-    ranked = sorted(possible, key=lambda candidate: distance(spec, candidate))
-    found: dict[ParallelSpec, Candidate] = {}
-    for candidate in ranked:
-        known = candidate.parallel in found
-        if not known and used_share(spec, profile, candidate) <= TIGHT_SHARE:
-            found[candidate.parallel] = candidate
-        if len(found) == count:
-            break
-    return tuple(found.values())
-
-
-def distance(spec: RunSpec, candidate: Candidate) -> float:
-    """How far a candidate is from the spec, for ranking.
-
-    A doubling of an axis counts 1, of the microbatch 0.5, a step of recomputation 0.6; among
-    equals a small bubble and a large microbatch come first.
-    """
-    wanted = spec.parallel if spec.parallel != "auto" else candidate.parallel
-    micro = candidate.micro_batch if spec.batch.micro == "auto" else spec.batch.micro
-    axes = sum(
-        abs(log2(getattr(candidate.parallel, name) / getattr(wanted, name)))
-        for name in ("tp", "pp", "vpp")
+def search(
+    spec: RunSpec,
+    profile: ClusterProfile,
+    knowledge: Knowledge | None,
+    freedom: Freedom,
+    timed: bool = True,
+) -> Found:
+    """Price everything that `freedom` allows. `timed`: False leaves out step times."""
+    grid = structures(spec, freedom)
+    timed = timed and machine_for(spec, profile, knowledge) is not None
+    capacity = int(profile.gpu.memory)
+    islands = crossed_islands(freedom.gpus, profile) if timed else ()
+    parts: list[tuple[Columns, Floats, Floats]] = []
+    for columns in tables(spec, freedom, grid, ROWS_PER_TABLE):
+        case = case_of(spec, profile, knowledge, columns)
+        peaks, seconds, data = _priced(case, capacity, timed)
+        rows = np.flatnonzero(np.isfinite(seconds))
+        if islands and len(rows):
+            some = columns.take(rows)
+            loads = uplink_seconds(spec, some, islands, freedom.stages)
+            seconds[rows] += shown_seconds(some, case.software, seconds[rows], data[rows], loads)
+        parts.append((columns, peaks, seconds))
+    return Found(
+        spec=spec,
+        freedom=freedom,
+        columns=joined([part[0] for part in parts]),
+        peak_bytes=_end_to_end([part[1] for part in parts]),
+        step_seconds=_end_to_end([part[2] for part in parts]),
+        capacity_bytes=capacity,
+        enumerated=enumerated(grid, freedom),
+        nvlink_domain=profile.nvlink.domain,
+        timed=timed,
     )
-    steps = RECOMPUTES.index(candidate.recompute) - RECOMPUTES.index(spec.recompute)
-    change = axes + 0.5 * abs(log2(candidate.micro_batch / micro)) + 0.6 * abs(steps)
-    return change + 0.1 * bubble_of(candidate) - 0.001 * log2(candidate.micro_batch)
 
 
-def larger_fit(spec: RunSpec, profile: ClusterProfile, limit: int) -> Candidate | None:
-    """A fitting candidate on more GPUs than asked for, doubling up to `limit`; None if none."""
-    gpus = spec.resources.gpus * 2
-    while gpus <= limit:
-        whole = gpus <= profile.gpu.per_node or gpus % profile.gpu.per_node == 0
-        found = nearest_fits(spec, profile, gpus, count=1) if whole else ()
-        if found:
-            return found[0]
-        gpus *= 2
-    return None
+def _priced(case: Case, capacity: int, timed: bool) -> tuple[Floats, Floats, Floats]:
+    """(peak bytes, step seconds, data parallel messages among them) of one table.
+
+    Times are of what fits, or nearly does; NaN elsewhere.
+    """
+    shape = np.shape(case.mesh.tp)
+    peaks = np.broadcast_to(np.asarray(peak_bytes(case), dtype=float), shape)
+    seconds, data = np.full(shape, np.nan), np.zeros(shape)
+    if timed:
+        rows = np.flatnonzero(peaks <= BORDER * capacity)
+        if len(rows):
+            times = step_seconds(_rows(case, rows))
+            seconds[rows], data[rows] = times.total, times.data_messages
+    return peaks, seconds, data
 
 
-def leanest(spec: RunSpec, profile: ClusterProfile, found: Sequence[Candidate]) -> Candidate | None:
-    """The candidate that needs the least memory; None when there are no candidates."""
-    return min(found, key=lambda candidate: peak_bytes(spec, profile, candidate), default=None)
+def _rows(case: Case, rows: NDArray[np.intp]) -> Case:
+    """Some rows of a case whose mesh has arrays."""
+    arrays = {
+        one.name: value[rows]
+        for one in fields(case.mesh)
+        if isinstance(value := getattr(case.mesh, one.name), np.ndarray)
+    }
+    return replace(case, mesh=replace(case.mesh, **arrays))
+
+
+def _end_to_end(parts: Sequence[Floats]) -> Floats:
+    return np.concatenate(parts) if parts else np.zeros(0)

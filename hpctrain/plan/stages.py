@@ -8,12 +8,18 @@ Belongs here: splitting layers. Does not belong here: bytes.
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 from hpctrain.plan.divisors import divisors, nearest, or_list
 from hpctrain.plan.documents import Layout, Stage
 from hpctrain.plan.parameters import (
     embedding_parameters,
+    expert_parameters,
     layer_parameters,
+    mtp_parameters,
+    norm_parameters,
     output_parameters,
+    total_parameters,
 )
 from hpctrain.spec.run import ModelSpec, ParallelSpec
 
@@ -78,6 +84,12 @@ def _listed_problems(layers: int, stages: Split) -> list[str]:
     return problems
 
 
+def stage_layers(split: Split, pp: int, index: int) -> tuple[range, ...]:
+    """Which transformer layers (0 is the first) each chunk of pipeline stage `index` holds."""
+    starts = (0, *accumulate(split))
+    return tuple(range(starts[n], starts[n + 1]) for n in range(index, len(split), pp))
+
+
 def build_stages(model: ModelSpec, layout: Layout, split: Split) -> tuple[Stage, ...]:
     """The pipeline stages with their chunks and exact parameters per GPU."""
     return tuple(build_stage(model, layout, split, index) for index in range(layout.pp))
@@ -85,17 +97,64 @@ def build_stages(model: ModelSpec, layout: Layout, split: Split) -> tuple[Stage,
 
 def build_stage(model: ModelSpec, layout: Layout, split: Split, index: int) -> Stage:
     """Pipeline stage `index`: every pp-th virtual stage, starting with its own number."""
-    chunk_layers = split[index :: layout.pp]
-    embedding, loss = index == 0, index == layout.pp - 1
-    parameters = sum(chunk_layers) * layer_parameters(model, layout.tp)
-    if embedding:
-        parameters += embedding_parameters(model, layout.tp)
-    if loss:
-        parameters += output_parameters(model, layout.tp, with_embedding=embedding)
     return Stage(
         index=index,
-        chunk_layers=chunk_layers,
-        embedding=embedding,
-        loss=loss,
-        parameters_per_gpu=parameters,
+        chunk_layers=split[index :: layout.pp],
+        embedding=index == 0,
+        loss=index == layout.pp - 1,
+        parameters_per_gpu=_stage_parameters(model, layout, split, index),
     )
+
+
+def stage_expert_parameters(model: ModelSpec, layout: Layout, split: Split, index: int) -> int:
+    """Those of `parameters_per_gpu` that are routed experts, held by fewer replicas than the rest.
+
+    Multi-token prediction layers, behind the last stage, have experts like the last layer.
+    """
+    _, with_experts = _kinds_of_layers(model, stage_layers(split, layout.pp, index))
+    if index == layout.pp - 1:
+        with_experts += model.mtp_layers
+    return with_experts * expert_parameters(model, layout.tp, layout.ep)
+
+
+def _stage_parameters(model: ModelSpec, layout: Layout, split: Split, index: int) -> int:
+    if model.family == "resnet":
+        assert layout.pp == layout.tp == 1, "a ResNet is planned with data parallelism only"
+        return total_parameters(model)
+    tp, ep = layout.tp, layout.ep
+    dense, with_experts = _kinds_of_layers(model, stage_layers(split, layout.pp, index))
+    layers = dense * layer_parameters(model, tp, ep, 0)
+    layers += with_experts * layer_parameters(model, tp, ep, None)
+    return layers + _end_parameters(model, layout, split, index)
+
+
+def _kinds_of_layers(model: ModelSpec, chunks: tuple[range, ...]) -> tuple[int, int]:
+    """(dense layers, layers with experts) of these chunks; the first layers are the dense ones."""
+    dense_until = model.moe.dense_layers if model.moe is not None else model.layers
+    dense = sum(len(range(chunk.start, min(chunk.stop, dense_until))) for chunk in chunks)
+    return dense, sum(map(len, chunks)) - dense
+
+
+def _end_parameters(model: ModelSpec, layout: Layout, split: Split, index: int) -> int:
+    """Embedding, final norm, output and token prediction, as far as they are on this stage.
+
+    Token prediction is on the last stage, with a copy of the embedding (GPTModel: `pre_process or
+    mtp_process`), tied or not.
+    """
+    first, last = index == 0, index == layout.pp - 1
+    parameters = 0
+    if first or (last and model.mtp_layers):
+        parameters += embedding_parameters(model, layout.tp)
+    if last:
+        parameters += output_parameters(model, layout.tp, with_embedding=first)
+        parameters += mtp_parameters(model, layout.tp, layout.ep)
+    norm_is_here = index == _final_norm_stage(model, layout, split)
+    return parameters + (int(norm_is_here) - int(last)) * norm_parameters(model)
+
+
+def _final_norm_stage(model: ModelSpec, layout: Layout, split: Split) -> int:
+    """The stage of the final norm: with the loss, or with token prediction behind the last layer
+    (megatron/core/transformer/transformer_block.py:390, has_final_layernorm_in_this_stage)."""
+    if not model.mtp_layers:
+        return layout.pp - 1
+    return max(number for number, layers in enumerate(split) if layers) % layout.pp

@@ -1,0 +1,297 @@
+"""Seconds that one microbatch spends in each kind of block on one rank.
+
+Belongs here: which kernels and messages an attention, MLP, MoE, Mamba block and the output layer
+consist of. Does not belong here: how fast a kernel is (`kernels`), how microbatches follow each
+other (`step`).
+
+Letters: T tokens of a microbatch on one rank, h hidden, t tensor parallel size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from hpctrain.plan.cost import links
+from hpctrain.plan.cost.case import Array, Case
+from hpctrain.plan.cost.kernels import flash_seconds, product_seconds, stream, unfused_seconds
+
+EXPERT_TILE = 128  # rows of a tile of a grouped product: experts' shares are padded to it
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Seconds of compute and of messages that were not hidden, forward and backward."""
+
+    forward: Array
+    backward: Array
+    forward_messages: Array = 0.0
+    backward_messages: Array = 0.0
+
+    def __add__(self, other: Passes) -> Passes:
+        return Passes(
+            self.forward + other.forward,
+            self.backward + other.backward,
+            self.forward_messages + other.forward_messages,
+            self.backward_messages + other.backward_messages,
+        )
+
+    def times(self, factor: Array) -> Passes:
+        return Passes(
+            self.forward * factor,
+            self.backward * factor,
+            self.forward_messages * factor,
+            self.backward_messages * factor,
+        )
+
+
+def tokens(case: Case) -> Array:
+    """T: context parallelism splits the sequence."""
+    return case.mesh.micro_batch * case.shape.seq / case.mesh.cp
+
+
+def split_tokens(case: Case) -> Array:
+    """Tokens outside the tensor parallel region: T / t with sequence parallelism."""
+    mesh = case.mesh
+    return tokens(case) / np.where(np.asarray(mesh.sequence_parallel) > 0, mesh.tp, 1)
+
+
+def linear(case: Case, rows: Array, n: Array, k: Array) -> Passes:
+    """A linear layer [rows, k] -> [rows, n]: one product forward, two of the same size back."""
+    forward = product_seconds(case, rows, n, k)
+    backward = product_seconds(case, rows, k, n) + product_seconds(case, k, n, rows)
+    return Passes(forward, backward)
+
+
+def streaming(case: Case, forward_bytes: Array) -> Passes:
+    """Elementwise work; backward reads the gradient besides and writes another."""
+    seconds = case.software.streaming * stream(case, forward_bytes)
+    return Passes(seconds, 1.6 * seconds)
+
+
+def surroundings(case: Case) -> Passes:
+    """Norm (in, out) and residual addition (two in, one out) in front of a block."""
+    return streaming(case, 5 * case.mesh.element_bytes * split_tokens(case) * case.shape.hidden)
+
+
+def norm(case: Case) -> Passes:
+    """One norm alone: in and out."""
+    return streaming(case, 2 * case.mesh.element_bytes * split_tokens(case) * case.shape.hidden)
+
+
+def region_messages(case: Case) -> Passes:
+    """Entering and leaving the tensor parallel region once.
+
+    Without sequence parallelism one all-reduce of [T, h] forward and one back (Shoeybi et al.
+    2019, arXiv 1909.08053, section 3); with it an all-gather and a reduce-scatter each way
+    (Korthikanti et al. 2022, section 4.2.2), which move as much, and backward another all-gather
+    of the input for the weight gradient, which always hides behind the input gradient.
+    """
+    whole = case.mesh.element_bytes * tokens(case) * case.shape.hidden
+    seconds = links.reduce_seconds(case, whole, case.mesh.tp, 1)
+    shown = seconds * (1 - case.software.tp_overlap)
+    return Passes(0.0, 0.0, shown, shown)
+
+
+def attention(case: Case) -> Passes:
+    """Norm, projections, rotary positions, core attention, residual."""
+    projections = np.asarray(case.shape.mla) > 0
+    plain, latent = plain_projections(case), latent_projections(case)
+    chosen = Passes(
+        np.where(projections, latent.forward, plain.forward),
+        np.where(projections, latent.backward, plain.backward),
+    )
+    rotated = case.shape.rope * (case.shape.heads + case.shape.kv_heads) * case.shape.qk_dim
+    turning = streaming(case, 2 * case.mesh.element_bytes * tokens(case) * rotated / case.mesh.tp)
+    parts = surroundings(case) + chosen + turning + core_attention(case)
+    return parts + region_messages(case)
+
+
+def plain_projections(case: Case) -> Passes:
+    """QKV and output projection of MHA or GQA."""
+    shape, mesh, rows = case.shape, case.mesh, tokens(case)
+    width = shape.heads * shape.qk_dim + shape.kv_heads * (shape.qk_dim + shape.value_dim)
+    output = linear(case, rows, shape.hidden, shape.heads * shape.value_dim / mesh.tp)
+    return linear(case, rows, width / mesh.tp, shape.hidden) + output
+
+
+def latent_projections(case: Case) -> Passes:
+    """MLA: down to the ranks (on every tensor parallel rank), up to the heads, output."""
+    shape, mesh, rows = case.shape, case.mesh, tokens(case)
+    has_rank = np.asarray(shape.q_rank) > 0
+    down = linear(case, rows, shape.q_rank, shape.hidden).times(has_rank)
+    joint = linear(case, rows, shape.kv_rank + shape.rope_dim, shape.hidden)
+    output = linear(case, rows, shape.hidden, shape.heads * shape.value_dim / mesh.tp)
+    return down + joint + latent_up(case) + output
+
+
+def latent_up(case: Case) -> Passes:
+    """MLA: from the ranks up to the queries, keys and values of the heads."""
+    shape, mesh, rows = case.shape, case.mesh, tokens(case)
+    inner = np.where(np.asarray(shape.q_rank) > 0, shape.q_rank, shape.hidden)
+    query = linear(case, rows, shape.heads * shape.qk_dim / mesh.tp, inner)
+    keys = shape.qk_dim - shape.rope_dim + shape.value_dim
+    return query + linear(case, rows, shape.heads * keys / mesh.tp, shape.kv_rank)
+
+
+def visible_pairs(case: Case, causal_saves: Array) -> Array:
+    """Pairs of query and key per head and microbatch, averaged over the attention blocks."""
+    shape = case.shape
+    length = np.asarray(shape.seq, dtype=float)
+    everything = length * np.where(np.asarray(shape.causal) * causal_saves > 0, 0.5, 1.0)
+    window = np.where(np.asarray(shape.window) > 0, np.minimum(shape.window, length), length)
+    limited = np.minimum(window, everything)
+    keys = shape.window_share * limited + (1 - shape.window_share) * everything
+    return tokens(case) * keys
+
+
+def core_attention(case: Case) -> Passes:
+    """softmax(Q K') V: fused (2 products forward, 5 back) or unfused (2 and 4)."""
+    heads = case.shape.heads / case.mesh.tp
+    seen, all_pairs = visible_pairs(case, 1.0), visible_pairs(case, 0.0)
+    flash = np.asarray(case.software.flash) > 0
+    return Passes(
+        np.where(
+            flash,
+            flash_seconds(case, seen, heads, 2.0),
+            unfused_seconds(case, all_pairs, heads, 2.0),
+        ),
+        np.where(
+            flash,
+            flash_seconds(case, seen, heads, 5.0),
+            unfused_seconds(case, all_pairs, heads, 4.0),
+        ),
+    )
+
+
+def context_messages(case: Case) -> Passes:
+    """Keys and values go around the context parallel ring, behind the attention of one block.
+
+    Ring attention (Liu et al. 2023, arXiv 2310.01889): c - 1 exchanges forward, twice the bytes
+    backward (gradients too). What is longer than the attention of that block shows.
+    """
+    shape, mesh = case.shape, case.mesh
+    both = shape.kv_heads * (shape.qk_dim + shape.value_dim) / mesh.tp
+    block = mesh.element_bytes * tokens(case) * both
+    once = (mesh.cp - 1) * links.send_seconds(case, block, mesh.tp)
+    core = core_attention(case)
+    hidden = 0.8
+    shown = np.maximum(once - hidden * core.forward, 0.1 * once)
+    shown_back = np.maximum(2 * once - hidden * core.backward, 0.2 * once)
+    several = np.asarray(mesh.cp) > 1
+    return Passes(0.0, 0.0, np.where(several, shown, 0.0), np.where(several, shown_back, 0.0))
+
+
+def mlp(case: Case) -> Passes:
+    """Norm, two or three matrices, activation, residual."""
+    return surroundings(case) + feed_forward(case, case.shape.ffn) + region_messages(case)
+
+
+def feed_forward(case: Case, ffn: Array) -> Passes:
+    """The matrices of one MLP of size `ffn`, split over t, and its activation function."""
+    shape, mesh, rows = case.shape, case.mesh, tokens(case)
+    part = ffn / mesh.tp
+    first = linear(case, rows, shape.mlp_width * part, shape.hidden)
+    second = linear(case, rows, shape.hidden, part)
+    active = streaming(case, mesh.element_bytes * rows * part * (shape.mlp_width + 1))
+    return first + second + active
+
+
+def moe(case: Case) -> Passes:
+    """Norm, router, experts as grouped products, shared experts, residual; no messages."""
+    shape = case.shape
+    router = linear(case, split_tokens(case), shape.experts, shape.hidden)
+    shared = feed_forward(case, shape.shared_ffn).times(np.asarray(shape.shared_ffn) > 0)
+    parts = surroundings(case) + router + shared + experts(case) + permutation(case)
+    overhead = case.software.expert_overhead
+    return parts + Passes(overhead, overhead)
+
+
+def routed_rows(case: Case) -> Array:
+    """Rows that the experts of one rank work on: every token top_k times, balanced.
+
+    With expert parallelism the tensor parallel ranks hold different tokens (T / t each, expert
+    tensor size 1), without it they all see T tokens.
+    """
+    spread = np.where(np.asarray(case.mesh.ep) > 1, case.mesh.tp, 1)
+    return tokens(case) * case.shape.top_k / spread
+
+
+def experts(case: Case) -> Passes:
+    """Grouped products over the experts of a rank, and the activation function."""
+    shape, mesh = case.shape, case.mesh
+    rows, own = routed_rows(case), np.maximum(shape.experts / mesh.ep, 1)
+    each = rows / own
+    padded = np.where(rows > 0, each + EXPERT_TILE / 2, 0.0)
+    part = shape.expert_ffn / mesh.expert_tp
+    width = shape.expert_hidden
+    first = linear(case, padded, shape.mlp_width * part, width)
+    second = linear(case, padded, width, part)
+    return (first + second).times(own) + expert_activation(case)
+
+
+def expert_activation(case: Case) -> Passes:
+    """The activation function between the two products of the experts."""
+    shape, mesh = case.shape, case.mesh
+    part = shape.expert_ffn / mesh.expert_tp
+    moved = mesh.element_bytes * routed_rows(case) * part * (shape.mlp_width + 1)
+    return streaming(case, moved)
+
+
+def permutation(case: Case) -> Passes:
+    """Sorting tokens by expert before and after the experts: in and out each."""
+    return streaming(
+        case, 6 * case.mesh.element_bytes * routed_rows(case) * case.shape.expert_hidden
+    )
+
+
+def dispatch_messages(case: Case) -> Passes:
+    """All-to-all to the experts and back, both passes."""
+    mesh = case.mesh
+    sent = mesh.element_bytes * routed_rows(case) * case.shape.expert_hidden
+    stride = 1  # expert groups take consecutive ranks (tp x ep nearest, Megatron's order)
+    seconds = 2 * links.exchange_seconds(case, sent, mesh.ep, stride)
+    shown = seconds * (1 - case.software.ep_overlap)
+    return Passes(0.0, 0.0, shown, shown)
+
+
+def mamba(case: Case) -> Passes:
+    """A Mamba-2 block: input projection, convolution, chunked scan, gate, output projection.
+
+    Dao and Gu 2024 (arXiv 2405.21060), section 6: the scan costs O(T N) products of the state
+    size N per channel; it is bound by memory traffic in practice.
+    """
+    shape, mesh, rows = case.shape, case.mesh, tokens(case)
+    inner, states = shape.mamba_inner / mesh.tp, shape.mamba_groups * shape.mamba_state
+    width = 2 * inner + 2 * states / mesh.tp + shape.mamba_heads / mesh.tp
+    into = linear(case, rows, width, shape.hidden)
+    out = linear(case, rows, shape.hidden, inner)
+    own = shape.mamba_groups / mesh.tp * shape.mamba_state
+    chunked = shape.mamba_chunk * (own + inner) + 4 * inner * shape.mamba_state
+    scan = rows * chunked / (case.machine.peak * case.machine.scan_efficiency)
+    passing = streaming(case, 12 * mesh.element_bytes * rows * inner)
+    return (
+        surroundings(case) + into + out + passing + Passes(scan, 2 * scan) + region_messages(case)
+    )
+
+
+def output_layer(case: Case) -> Passes:
+    """Final norm, logits and cross entropy; the output matrix stays in 16 bits.
+
+    Unfused cross entropy works on fp32 logits: cast, maximum, exponential, sum, gradient
+    (megatron/core/tensor_parallel/cross_entropy.py); fused kernels read and write 16 bits.
+    """
+    shape, rows = case.shape, tokens(case)
+    part = shape.vocab / case.mesh.tp
+    wide = replace(case, mesh=replace(case.mesh, low=0))
+    per_logit = np.where(np.asarray(case.software.fused_loss) > 0, 8.0, 24.0)
+    loss = stream(case, per_logit * rows * part)
+    product = linear(wide, rows, part, shape.hidden)
+    return surroundings(case) + product + Passes(loss, loss) + region_messages(case)
+
+
+def embedding(case: Case) -> Passes:
+    """Reading rows of the table, adding their gradients, one reduction over t."""
+    moved = 3 * case.mesh.element_bytes * tokens(case) * case.shape.hidden
+    return streaming(case, moved) + region_messages(case).times(0.5)

@@ -1,0 +1,206 @@
+"""One case or many: a model, its layout, the machine below it and the software in between.
+
+Belongs here: the records that the formulas of this package take. All fields broadcast against
+each other: numbers, or arrays of shape [cases]. Flags are 0 or 1. Does not belong here: formulas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = Any  # float or NDArray[np.float64]; operators treat both alike
+Floats = NDArray[np.float64]
+
+RECOMPUTE_NONE, RECOMPUTE_SELECTIVE, RECOMPUTE_FULL = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model as the formulas see it. Counts of blocks are over the whole model.
+
+    A transformer layer is an attention block followed by an MLP or MoE block; hybrids such as
+    Nemotron-H have any mixture of blocks in `layers` layers.
+    """
+
+    layers: Array  # what pipeline stages are made of
+    hidden: Array
+    seq: Array
+    vocab: Array  # before padding
+    attention_blocks: Array
+    heads: Array
+    kv_heads: Array
+    qk_dim: Array  # head size of queries and keys
+    value_dim: Array  # head size of values
+    causal: Array = 1
+    window: Array = 0  # tokens that a sliding window sees; 0: all
+    window_share: Array = 0  # share of the attention blocks that have the window
+    mla: Array = 0
+    q_rank: Array = 0  # 0: no low-rank query projection
+    kv_rank: Array = 0
+    rope_dim: Array = 0  # MLA: part of qk_dim that carries positions
+    mlp_blocks: Array = 0
+    dense_first: Array = 0  # 1: the MLP blocks of a model with experts are its first layers
+    ffn: Array = 0
+    gated: Array = 0
+    moe_blocks: Array = 0
+    experts: Array = 1
+    top_k: Array = 1
+    expert_ffn: Array = 0
+    expert_hidden: Array = 0  # width that experts take in; `hidden` but for latent MoE
+    shared_ffn: Array = 0
+    mamba_blocks: Array = 0
+    mamba_inner: Array = 0  # width inside a Mamba-2 block
+    mamba_state: Array = 0
+    mamba_groups: Array = 0
+    mamba_heads: Array = 0
+    mamba_chunk: Array = 0  # tokens of a chunk of the scan
+    mtp_layers: Array = 0
+    tied: Array = 0
+    position_rows: Array = 0  # of embeddings besides words: learned positions, BERT's segments
+    biased: Array = 0
+    rope: Array = 0
+    rms_norm: Array = 0
+    dropout: Array = 0
+
+    @property
+    def mlp_width(self) -> Array:
+        """Columns of the first MLP matrix per unit of ffn: 2 with a gate, else 1."""
+        return 1 + self.gated
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """How a model is laid out; sizes of axes, batch split and what is saved or recomputed."""
+
+    tp: Array
+    pp: Array
+    vpp: Array
+    cp: Array
+    ep: Array
+    dp: Array
+    micro_batch: Array
+    accumulation: Array
+    sequence_parallel: Array
+    zero: Array  # 0-3; 1 is Megatron's distributed optimizer
+    recompute: Array  # RECOMPUTE_NONE, _SELECTIVE or _FULL
+    layers_first: Array  # transformer layers of the first, of a middle and of the last stage
+    layers_middle: Array
+    layers_last: Array
+    full_share: Array = 1  # share of a stage's layers that RECOMPUTE_FULL covers
+    again_core: Array = 1  # what RECOMPUTE_SELECTIVE computes again: core attention,
+    again_mlp: Array = 0  # dense MLPs,
+    again_moe: Array = 0  # MoE blocks, messages included,
+    again_activation: Array = 0  # activation functions of experts,
+    again_norm: Array = 0  # norms,
+    again_up: Array = 0  # up-projections of latent attention
+    pipeline_outside: Array = 1  # 1: pp is the farthest axis, 0: dp is
+    shard_gpus: Array = 0  # ZeRO-3: shard over so many GPUs; 0: over all data parallel ranks
+    offload: Array = 0  # 1: optimizer state in host memory, 2: on NVMe drives behind it
+    low: Array = 0  # 1: matrix products of linear layers in 8 or 4 bits
+    element_bytes: Array = 2
+    gradient_bytes: Array = 4
+    gather_bytes: Array = 2  # per parameter that the distributed optimizer sends out
+
+    @property
+    def gpus(self) -> Array:
+        return self.tp * self.pp * self.cp * self.dp
+
+    @property
+    def replicas(self) -> Array:
+        """Ranks that hold the same dense weights: dp x cp."""
+        return self.dp * self.cp
+
+    @property
+    def expert_replicas(self) -> Array:
+        """Ranks that hold the same experts."""
+        return np.maximum(1, self.dp * self.cp * self.tp / (self.ep * self.expert_tp))
+
+    @property
+    def expert_tp(self) -> Array:
+        """Tensor parallelism inside experts: 1 with expert parallelism, as recipes set it."""
+        return np.where(np.asarray(self.ep) > 1, 1, self.tp)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A GPU and its links, with the share of the data sheet that kernels reach."""
+
+    peak: Array  # dense 16-bit FLOP/s
+    peak_low: Array  # dense 8-bit or 4-bit FLOP/s, whichever `Mesh.low` means
+    memory_bandwidth: Array  # bytes/s
+    nvlink_bandwidth: Array  # bytes/s per GPU and direction
+    network_bandwidth: Array  # bytes/s per GPU and direction, between domains
+    domain: Array  # GPUs that reach each other over NVLink
+    product_efficiency: Array  # of `peak`, of a large matrix product
+    low_efficiency: Array  # of `peak_low`
+    flash_efficiency: Array  # of `peak`, of a fused attention kernel on long sequences
+    batched_efficiency: Array  # of `peak`, of the batched products of unfused attention
+    memory_efficiency: Array  # of `memory_bandwidth`, of elementwise kernels
+    nvlink_efficiency: Array
+    network_efficiency: Array
+    tail_products: Array = 0.0  # size m x n of a product that fills half a wave of tiles
+    scan_efficiency: Array = 0.05  # of `peak`, of the chunked scan of a Mamba-2 block
+    misaligned_cost: Array = 3.0  # of batched products whose head size is no multiple of 8
+    host_bandwidth: Array = 25e9  # bytes/s per GPU over PCIe, for offload
+    # bytes/s and direction per GPU; ZeRO-Infinity (arXiv 2104.07857), figure 2b
+    nvme_bandwidth: Array = 1.6e9
+    host_memory_bandwidth: Array = 50e9  # bytes/s of main memory per GPU, for Adam on the host
+    leaf_gpus: Array = 0  # GPUs under one leaf switch; 0: no limit
+    oversubscription: Array = 1
+
+
+@dataclass(frozen=True)
+class Software:
+    """What a generation of training software does: fusion, overlap, overheads."""
+
+    flash: Array  # 1: fused attention, 0: s x s matrices in memory
+    flash_speed: Array  # of the attention kernel relative to the best one for that GPU
+    softmax_passes: Array  # trips of the s x s matrices through memory, unfused attention
+    streaming: Array  # memory traffic of elementwise kernels over the fused minimum
+    tp_overlap: Array  # share of tensor parallel traffic hidden behind products
+    dp_overlap: Array  # share of gradient and parameter traffic that can hide
+    pp_overlap: Array  # share of pipeline traffic that hides
+    ep_overlap: Array  # share of the experts' all-to-all that hides
+    scatter_gather: Array  # 1: pipeline traffic is split over tensor parallel ranks
+    layer_overhead: Array  # seconds per layer, microbatch and pass
+    step_overhead: Array  # seconds per step
+    straggling: Array  # extra share of a step per doubling of nodes
+    zero_bubble: Array = 0  # 1: ZB-1p, 2: ZB-2p (Qi et al. 2023, arXiv 2401.10241)
+    fused_loss: Array = 0  # 1: fused cross entropy, no fp32 copy of the logits
+    expert_overhead: Array = 0.0  # seconds per MoE layer, microbatch and pass
+    main_bytes: Array = 12  # optimizer state per parameter: main copy and two moments
+    dummy_gradients: Array = 1  # 16-bit copies of one layer's weights that backward leaves behind
+    turned_copy: Array = 0  # 1: queries and keys are kept before and after rotation
+    norm_bytes: Array = 0  # per element that a norm keeps beyond its input; eager ones keep fp32
+    checkpoint_copies: Array = 1  # tensors [T, h] that a fully recomputed layer keeps
+    logit_bytes: Array = 4  # per logit at the peak: fp32 softmax
+    slack: Array = 1.0  # allocator's share on top of activations and buffers
+    context_bytes: Array = 0.0  # CUDA context, NCCL, libraries: outside the allocator
+
+
+@dataclass(frozen=True)
+class Case:
+    """Everything that is needed to price a step."""
+
+    shape: Shape
+    mesh: Mesh
+    machine: Machine
+    software: Software
+
+
+Record = TypeVar("Record")
+
+
+def stack(records: Sequence[Record]) -> Record:
+    """Many records of one kind as one whose fields are arrays of shape [len(records)]."""
+    first = records[0]
+    columns = {
+        field.name: np.array([getattr(record, field.name) for record in records], dtype=float)
+        for field in fields(first)  # type: ignore[arg-type]
+    }
+    return replace(first, **columns)  # type: ignore[type-var]

@@ -1,0 +1,87 @@
+"""From documents to the numbers that the formulas take: data sheets times calibrated shares.
+
+Belongs here: choosing the constants of one GPU and one generation of software. Does not belong
+here: their values (`catalogue/gpus.yaml`, `catalogue/calibration.yaml`) or reading those files.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.plan.cost.case import Machine, Software
+from hpctrain.spec.calibration import Calibration, GpuCalibration, SoftwareCalibration
+from hpctrain.spec.catalogue import Gpu
+
+LOW_PRECISIONS = {"fp8": ("fp8",), "fp4": ("fp4", "fp8")}
+
+
+def calibration_of(calibration: Calibration, gpu: Gpu) -> GpuCalibration:
+    """The constants of this GPU, else of its generation, else of the last generation listed.
+
+    Raises InvalidInputError when a calibration has no GPU at all.
+    """
+    for key in (gpu.name, gpu.generation):
+        if key in calibration.gpus:
+            return calibration.gpus[key]
+    if not calibration.gpus:
+        raise InvalidInputError([Problem("the calibration names no GPU")])
+    return list(calibration.gpus.values())[-1]
+
+
+def machine_of(
+    gpu: Gpu,
+    shares: GpuCalibration,
+    software: SoftwareCalibration,
+    *,
+    precision: str = "bf16",
+    leaf_gpus: int = 0,
+    oversubscription: float = 1.0,
+) -> Machine:
+    """A GPU with its links. `precision`: fp32, fp16, bf16, fp8 or fp4.
+
+    A GPU without the low precision computes at its 16-bit rate; fp32 means the fp32 peak.
+    """
+    wide = peak_rate(gpu, "fp32" if precision == "fp32" else "bf16")
+    low = next(
+        (float(gpu.peak[p]) for p in LOW_PRECISIONS.get(precision, ()) if p in gpu.peak),
+        wide,
+    )
+    return Machine(
+        peak=wide,
+        peak_low=low,
+        memory_bandwidth=float(gpu.memory_bandwidth),
+        nvlink_bandwidth=float(gpu.nvlink_bandwidth),
+        network_bandwidth=float(gpu.network_bandwidth),
+        domain=gpu.nvlink_domain,
+        product_efficiency=shares.product_efficiency,
+        low_efficiency=shares.fp4_efficiency if precision == "fp4" else shares.fp8_efficiency,
+        flash_efficiency=shares.flash_efficiency,
+        batched_efficiency=shares.batched_efficiency,
+        memory_efficiency=shares.memory_efficiency,
+        nvlink_efficiency=shares.nvlink_efficiency,
+        network_efficiency=software.network_efficiency,
+        tail_products=shares.tail_products,
+        scan_efficiency=shares.scan_efficiency,
+        misaligned_cost=shares.misaligned_cost,
+        leaf_gpus=leaf_gpus,
+        oversubscription=oversubscription,
+    )
+
+
+def peak_rate(gpu: Gpu, precision: str) -> float:
+    """Dense FLOP/s of a 16-bit or 32-bit precision; the next best one where it is not listed."""
+    order = ("fp32",) if precision == "fp32" else ("bf16", "fp16", "fp32")
+    for name in order:
+        if name in gpu.peak:
+            return float(gpu.peak[name])
+    return float(max(gpu.peak.values()))
+
+
+def software_of(calibration: SoftwareCalibration) -> Software:
+    """The constants of one generation of software."""
+    names = {field.name for field in fields(Software)}
+    values = {
+        name: getattr(calibration, name) for name in type(calibration).model_fields if name in names
+    }
+    return Software(**values)

@@ -1,0 +1,238 @@
+"""From documents to a case of the cost model: a spec on a cluster, for many layouts at once.
+
+Belongs here: which field of a spec, a profile or a calibration becomes which number of a case.
+Does not belong here: formulas, constants, or which layouts there are (`hpctrain.plan.search_grid`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass, fields, replace
+from math import sqrt
+from typing import TYPE_CHECKING
+
+from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.plan import vision
+from hpctrain.plan.cost.case import Case, Machine, Mesh, Shape, Software
+from hpctrain.plan.cost.constants import calibration_of, machine_of, software_of
+from hpctrain.plan.order import ORDERS
+from hpctrain.plan.parameters import BERT_SEGMENTS
+from hpctrain.spec.calibration import Calibration, SoftwareCalibration
+from hpctrain.spec.catalogue import Gpu
+from hpctrain.spec.profile import ClusterProfile
+from hpctrain.spec.run import ModelSpec, RecomputeModule, RunSpec
+
+if TYPE_CHECKING:
+    from hpctrain.plan.search_columns import Columns
+
+# Which generation of software of the calibration each engine is like. hpctrain's own trainer has
+# not been measured on GPUs: it takes the median of measured software, and hides gradients and
+# weights of data parallelism (`train.model.ddp_settings`) as the runs of `DATA_OVERLAP` do.
+ENGINE_SOFTWARE = {
+    "megatron": "generic",
+    "fsdp": "fsdp",
+    "deepspeed": "deepspeed-zero3-2021",
+    "ddp": "fsdp",
+}
+DATA_OVERLAP = "mcore"
+ELEMENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 2}  # fp8: weights stay in 16 bits
+GRADIENT_BYTES = 4  # one fp32 buffer (DistributedDataParallelConfig.grad_reduce_in_fp32)
+# Two fp32 moments of Adam; 16-bit weights have an fp32 main copy besides
+# (megatron/core/optimizer/optimizer.py, Float16OptimizerWithFloat16Params and FP32Optimizer).
+OPTIMIZER_BYTES = {"fp32": 8, "fp16": 12, "bf16": 12, "fp8": 12}
+# What selective recomputation computes again: Megatron's names, and those of a case.
+AGAIN_FIELDS: dict[RecomputeModule, str] = {
+    "core_attn": "again_core",
+    "mlp": "again_mlp",
+    "moe": "again_moe",
+    "layernorm": "again_norm",
+    "moe_act": "again_activation",
+    "mla_up_proj": "again_up",
+}
+
+
+@dataclass(frozen=True)
+class Knowledge:
+    """What the planner knows besides spec and profile.
+
+    `gpu`: the GPU with its links, None when nobody knows it: then time is not predicted.
+    """
+
+    gpu: Gpu | None
+    calibration: Calibration
+
+
+def case_of(
+    spec: RunSpec, profile: ClusterProfile, knowledge: Knowledge | None, columns: Columns
+) -> Case:
+    """The case of all rows of `columns`; without a known GPU it is good for memory only.
+
+    Without knowledge the software has no overheads, no overlap and no allocator's slack.
+    """
+    software = software_for(spec, profile, knowledge)
+    machine = machine_for(spec, profile, knowledge) or NO_MACHINE
+    return Case(shape_of(spec.model), mesh_of(spec, columns), machine, software)
+
+
+def shape_of(model: ModelSpec) -> Shape:
+    """The model as the formulas see it."""
+    if model.family == "resnet":
+        return resnet_shape(model)
+    moe, mla = model.moe, model.mla
+    dense = moe.dense_layers if moe else model.layers
+    return Shape(
+        layers=model.layers,
+        hidden=model.hidden,
+        seq=model.seq,
+        # a ViT classifies one token of an image: as many logits as that makes for each token
+        vocab=model.vocab / model.seq if model.family == "vit" else model.vocab,
+        attention_blocks=model.layers,
+        heads=model.heads,
+        kv_heads=model.key_value_heads,
+        qk_dim=model.query_key_size,
+        value_dim=model.value_size,
+        causal=int(model.causal),
+        mla=int(mla is not None),
+        q_rank=(mla.q_rank or 0) if mla else 0,
+        kv_rank=mla.kv_rank if mla else 0,
+        rope_dim=mla.rope_dim if mla else 0,
+        mlp_blocks=dense,
+        dense_first=int(moe is not None),
+        ffn=model.ffn_size,
+        gated=int(model.gated),
+        moe_blocks=model.layers - dense,
+        experts=moe.experts if moe else 1,
+        top_k=moe.top_k if moe else 1,
+        expert_ffn=moe.ffn if moe else 0,
+        expert_hidden=model.hidden,
+        shared_ffn=moe.shared_ffn if moe else 0,
+        mtp_layers=model.mtp_layers,
+        tied=int(bool(model.tied)),
+        position_rows=position_rows(model),
+        biased=int(bool(model.bias)),
+        rope=int(model.positions == "rope"),
+        rms_norm=int(model.norm == "rmsnorm"),
+        dropout=model.dropout,
+    )
+
+
+def position_rows(model: ModelSpec) -> int:
+    """Rows of h in embeddings that are not of words: of positions, and of BERT's segments."""
+    learned = model.seq if model.positions == "learned" else 0
+    return learned + (BERT_SEGMENTS if model.family == "bert" else 0)
+
+
+def resnet_shape(model: ModelSpec) -> Shape:
+    """A ResNet as MLP blocks with its weights, its multiplications and its activations.
+
+    Of T positions, hidden size h and MLP size f, L blocks have 2 L h f weights, make T times as
+    many multiplications and keep 2 T L (h + f) numbers (`memory.mlp_block_bytes`). A ResNet keeps
+    of every convolution its output and what the batch norm makes of it. h and f are the roots of
+    x^2 - (h + f) x + h f. Good enough to plan data parallelism, which needs no more.
+    """
+    layers = list(vision.resnet_convolutions(model))
+    weights = vision.resnet_parameters(model)
+    positions = vision.resnet_multiplications(model) / weights
+    kept = 2 * sum(one.outputs * one.side**2 for one in layers)
+    total, product = kept / (2 * positions * len(layers)), weights / (2 * len(layers))
+    root = sqrt(max(0.0, total**2 / 4 - product))
+    ffn = total / 2 + root
+    return Shape(
+        layers=len(layers),
+        hidden=product / ffn,
+        seq=positions,
+        vocab=1,
+        attention_blocks=0,
+        heads=1,
+        kv_heads=1,
+        qk_dim=1,
+        value_dim=1,
+        causal=0,
+        mlp_blocks=len(layers),
+        ffn=ffn,
+        tied=1,
+    )
+
+
+def mesh_of(spec: RunSpec, columns: Columns) -> Mesh:
+    """All layouts as real numbers; fields that the spec fixes are plain numbers."""
+    arrays = {
+        name: getattr(columns, name).astype(float)
+        for name in columns.__dataclass_fields__
+        if name in Mesh.__dataclass_fields__
+    }
+    arrays["offload"] = arrays["offload"] * (2 if spec.optimizer.offload == "nvme" else 1)
+    near = columns.order == ORDERS.index("tp-cp-ep-dp-pp")
+    again = {field: int(module in spec.recompute_modules) for module, field in AGAIN_FIELDS.items()}
+    return Mesh(
+        **arrays,
+        **again,
+        pipeline_outside=near.astype(float),
+        low=int(spec.precision == "fp8"),
+        element_bytes=ELEMENT_BYTES[spec.precision],
+        gradient_bytes=GRADIENT_BYTES,
+    )
+
+
+def machine_for(
+    spec: RunSpec, profile: ClusterProfile, knowledge: Knowledge | None
+) -> Machine | None:
+    """The GPU and its links with the shares that kernels reach; None when it is not known."""
+    if knowledge is None or knowledge.gpu is None:
+        return None
+    calibration, gpu, switches = knowledge.calibration, knowledge.gpu, profile.network.switches
+    return machine_of(
+        gpu,
+        calibration_of(calibration, gpu),
+        engine_calibration(spec, calibration),
+        precision=spec.precision,
+        leaf_gpus=(switches.nodes_per_leaf or 0) * profile.gpu.per_node,
+        oversubscription=switches.oversubscription,
+    )
+
+
+def software_for(spec: RunSpec, profile: ClusterProfile, knowledge: Knowledge | None) -> Software:
+    """The engine's generation, with what spec and profile say of it."""
+    calibration = knowledge.calibration if knowledge else None
+    base = software_of(engine_calibration(spec, calibration)) if calibration else PLAIN
+    return replace(
+        base,
+        flash=int(uses_flash_attention(spec)),
+        dp_overlap=data_overlap(spec, calibration, base),
+        main_bytes=OPTIMIZER_BYTES[spec.precision],
+        context_bytes=float(profile.gpu.reserved),
+    )
+
+
+def data_overlap(spec: RunSpec, calibration: Calibration | None, base: Software) -> float:
+    """Share of data parallel traffic that can hide; half of it for each of the two switches."""
+    hidden = float(base.dp_overlap)
+    if spec.engine.name == "megatron" and calibration and DATA_OVERLAP in calibration.software:
+        hidden = calibration.software[DATA_OVERLAP].dp_overlap
+    switches = (spec.optimizer.overlap_grad_reduce, spec.optimizer.overlap_param_gather)
+    return hidden * sum(switches) / len(switches)
+
+
+def engine_calibration(spec: RunSpec, calibration: Calibration) -> SoftwareCalibration:
+    """The software that the engine is like. Raises InvalidInputError where the file lacks it."""
+    key = ENGINE_SOFTWARE[spec.engine.name]
+    if key not in calibration.software:
+        raise InvalidInputError([Problem(f"the calibration has no software `{key}`")])
+    return calibration.software[key]
+
+
+def uses_flash_attention(spec: RunSpec) -> bool:
+    """True when attention is computed without s x s tensors.
+
+    `implementation: auto` counts as TransformerEngine: clusters with GPUs have it, and where it
+    is missing (the sandbox) models are tiny. fp32 has no flash kernel.
+    """
+    return spec.engine.implementation != "local" and spec.precision != "fp32"
+
+
+def _nothing(record: type) -> dict[str, float]:
+    """0 for every field without a default."""
+    return {one.name: 0.0 for one in fields(record) if one.default is MISSING}
+
+
+PLAIN = Software(**_nothing(Software))
+NO_MACHINE = Machine(**{name: 1.0 for name in _nothing(Machine)})

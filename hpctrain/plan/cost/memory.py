@@ -1,0 +1,331 @@
+"""Bytes on one GPU, by component, of any stage of any number of cases.
+
+After Korthikanti et al. 2022 (arXiv 2205.05198), with terms for grouped-query and latent
+attention, gated MLPs, experts, flash attention, context parallelism and 8-bit operands. The paper
+counts s b h units for 16-bit activations with dropout and unfused attention; each docstring says
+which of its terms a line is. What the paper leaves out was found on runs that print exact bytes
+(docs/planner.md): 16-bit placeholders of one layer's weight gradients and of the output matrix.
+
+Belongs here: bytes. Does not belong here: whether they fit (`hpctrain.plan.search`).
+
+Letters: T tokens of a microbatch on one rank, h hidden, t tensor parallel size, e bytes per
+element.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from hpctrain.plan.cost.blocks import routed_rows, split_tokens, tokens
+from hpctrain.plan.cost.case import RECOMPUTE_FULL, RECOMPUTE_SELECTIVE, Array, Case
+from hpctrain.plan.cost.composition import (
+    Blocks,
+    first_blocks,
+    later_blocks,
+    prediction_blocks,
+)
+from hpctrain.plan.cost.weights import Weights, block_weights, stage_weights, table_weights
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes of one stage; the parts add up to `total`."""
+
+    weights: Array
+    gradients: Array
+    optimizer: Array
+    activations: Array
+    logits: Array
+    buffers: Array
+    context: Array
+
+    @property
+    def total(self) -> Array:
+        return sum((getattr(self, name) for name in type(self).__dataclass_fields__), start=0.0)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Which stage: its index, its blocks, whether it has the ends of the model."""
+
+    index: Array
+    blocks: Blocks
+    embedding: Array
+    loss: Array
+
+
+def stages_that_matter(case: Case) -> tuple[Stage, Stage, Stage]:
+    """First, second and last stage: one of them is the fullest.
+
+    The first has the embedding and the most microbatches in flight, the last the logits; of the
+    others the second has the most in flight. A model without pipeline is all three at once.
+    """
+    mesh = case.mesh
+    alone, several = np.asarray(mesh.pp) == 1, np.asarray(mesh.pp) > 2
+    both, early = 1.0 * alone, 1.0 - several  # numbers: to add two flags is no "or"
+    first = first_blocks(case)
+    inner = later_blocks(case, np.where(several, mesh.layers_middle, mesh.layers_last))
+    last = later_blocks(case, mesh.layers_last)
+    return (
+        Stage(0, first, 1, both),
+        Stage(np.minimum(1, mesh.pp - 1), _either(alone, first, inner), both, early),
+        Stage(mesh.pp - 1, _either(alone, first, last), both, 1),
+    )
+
+
+def _either(condition: Array, yes: Blocks, no: Blocks) -> Blocks:
+    chosen = {
+        name: np.where(condition, getattr(yes, name), getattr(no, name))
+        for name in Blocks.__dataclass_fields__
+    }
+    return Blocks(**chosen)
+
+
+def peak_bytes(case: Case) -> Array:
+    """Bytes on the fullest GPU."""
+    first, second, last = (stage_memory(case, stage).total for stage in stages_that_matter(case))
+    return np.maximum(np.maximum(first, second), last)
+
+
+def stage_memory(case: Case, stage: Stage) -> StageMemory:
+    """Bytes on one GPU of `stage`."""
+    software = case.software
+    weights = held_weights(case, stage)
+    kept = activation_bytes(case, stage)
+    logits = logit_bytes(case) * stage.loss
+    buffers = transient_bytes(case, stage) + message_bytes(case)
+    slack = np.where(np.asarray(software.slack) > 0, software.slack, 1.0)
+    return StageMemory(
+        weights=weight_bytes(case, weights),
+        gradients=gradient_bytes(case, weights),
+        optimizer=optimizer_bytes(case, weights),
+        activations=kept * slack,
+        logits=logits * slack,
+        buffers=buffers * slack,
+        context=software.context_bytes + 0.0 * kept,
+    )
+
+
+def held_weights(case: Case, stage: Stage) -> Weights:
+    """Parameters of a stage; a tied table counts once where both ends are on one GPU."""
+    return stage_weights(case, stage.blocks, stage.embedding, stage.loss)
+
+
+def shards(case: Case, least_zero: int) -> tuple[Array, Array]:
+    """By how many ranks dense and routed state is divided at this ZeRO stage and above."""
+    mesh = case.mesh
+    on = np.asarray(mesh.zero) >= least_zero
+    size = np.where(np.asarray(mesh.shard_gpus) > 0, mesh.shard_gpus, mesh.replicas)
+    return np.where(on, size, 1), np.where(on, mesh.expert_replicas, 1)
+
+
+def _divided(weights: Weights, by: tuple[Array, Array]) -> Array:
+    return weights.dense / by[0] + weights.routed / by[1]
+
+
+def weight_bytes(case: Case, weights: Weights) -> Array:
+    """16-bit weights (ZeRO-3: a share of them), and 8-bit copies for 8-bit products.
+
+    With 8-bit weights as the only ones (fp8 parameter gather) two layouts of one byte each take
+    the place of 16 bits.
+    """
+    share = _divided(weights, shards(case, 3))
+    besides = np.logical_and(np.asarray(case.mesh.low) > 0, np.asarray(case.mesh.gather_bytes) > 1)
+    copies = np.where(besides, 1.0, 0.0)
+    return (case.mesh.element_bytes + copies) * share
+
+
+def gradient_bytes(case: Case, weights: Weights) -> Array:
+    """Accumulated gradients (ZeRO-2 and 3: a share of them)."""
+    return case.mesh.gradient_bytes * _divided(weights, shards(case, 2))
+
+
+def optimizer_bytes(case: Case, weights: Weights) -> Array:
+    """Main copy and two moments of Adam (ZeRO-1 and above: a share; offloaded: none here).
+
+    Rajbhandari et al. 2020 (arXiv 1910.02054), section 3.1: K = 12 bytes per parameter.
+    """
+    state = case.software.main_bytes * _divided(weights, shards(case, 1))
+    return np.where(np.asarray(case.mesh.offload) > 0, 0.0, state)
+
+
+def outside_bytes(case: Case) -> Array:
+    """One tensor [T, h] outside the tensor parallel region: e T h, / t with SP."""
+    return case.mesh.element_bytes * split_tokens(case) * case.shape.hidden
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes that one block keeps, and how many of them selective recomputation drops."""
+
+    whole: Array
+    again: Array
+
+    def left(self, case: Case) -> Array:
+        selective = np.asarray(case.mesh.recompute) == RECOMPUTE_SELECTIVE
+        return self.whole - np.where(selective, self.again, 0.0)
+
+
+def attention_kept(case: Case) -> Kept:
+    """One attention block: eq. 2's 11 s b h (and 5 a s^2 b when unfused), plus masks.
+
+    Selective recomputation of core attention drops the s x s part (eq. 6), of the
+    up-projections of latent attention their outputs.
+    """
+    shape = case.shape
+    plain = shape.heads * (shape.qk_dim + shape.value_dim)
+    grouped = shape.kv_heads * (shape.qk_dim + shape.value_dim)
+    turned = case.software.turned_copy * shape.rope
+    copies = turned * (shape.heads + shape.kv_heads) * shape.qk_dim
+    latent = shape.heads * (2 * shape.qk_dim + 2 * shape.value_dim)
+    low = 2 * (shape.q_rank + shape.kv_rank) + shape.rope_dim
+    rows = case.mesh.element_bytes * tokens(case)
+    mla = np.asarray(shape.mla) > 0
+    inside = rows * np.where(mla, latent, plain + grouped + copies) / case.mesh.tp
+    inside = inside + rows * np.where(mla, low, 0.0)
+    core = core_attention_bytes(case)
+    up = rows * np.where(mla, shape.heads * 2 * shape.qk_dim, 0.0) / case.mesh.tp
+    again = case.mesh.again_core * core + case.mesh.again_up * up
+    return Kept((2 + _mask(case)) * outside_bytes(case) + inside + core, again)
+
+
+def _mask(case: Case) -> Array:
+    """A dropout mask on [T, h]: one byte for every two of the tensor."""
+    return np.where(np.asarray(case.shape.dropout) > 0, 0.5, 0.0)
+
+
+def core_attention_bytes(case: Case) -> Array:
+    """Flash: one fp32 number per head and token. Unfused: eq. 2's 5 a s^2 b."""
+    shape, mesh = case.shape, case.mesh
+    heads = shape.heads / mesh.tp
+    fused = 4.0 * tokens(case) * heads
+    per_pair = mesh.element_bytes + np.where(
+        np.asarray(shape.dropout) > 0, 1.0 + mesh.element_bytes, 0.0
+    )
+    unfused = per_pair * tokens(case) * shape.seq * heads
+    return np.where(np.asarray(case.software.flash) > 0, fused, unfused)
+
+
+def mlp_kept(case: Case) -> Kept:
+    """One MLP block: eq. 2's 19 s b h for f = 4h; recomputed, its input alone stays."""
+    shape, mesh = case.shape, case.mesh
+    inside = mesh.element_bytes * tokens(case) * (shape.mlp_width + 1) * shape.ffn / mesh.tp
+    whole = (2 + _mask(case)) * outside_bytes(case) + inside
+    return Kept(whole, mesh.again_mlp * (whole - outside_bytes(case)))
+
+
+def moe_kept(case: Case) -> Kept:
+    """One MoE block: routed rows before and inside the experts, shared experts, scores."""
+    shape, mesh = case.shape, case.mesh
+    routed = mesh.element_bytes * routed_rows(case)
+    active = routed * shape.expert_ffn / mesh.expert_tp
+    rows = routed * shape.expert_hidden + shape.mlp_width * active
+    part = mesh.element_bytes * tokens(case) * shape.shared_ffn / mesh.tp
+    shared = (shape.mlp_width + 1) * part
+    scores = 4.0 * 3 * split_tokens(case) * shape.experts
+    whole = 2 * outside_bytes(case) + rows + active + shared + scores
+    again = np.maximum(
+        mesh.again_moe * (whole - outside_bytes(case)), mesh.again_activation * active
+    )
+    return Kept(whole, again)
+
+
+def mamba_kept(case: Case) -> Kept:
+    """One Mamba-2 block: projections, convolution, gate and scan inputs."""
+    shape, mesh = case.shape, case.mesh
+    inner = (5 * shape.mamba_inner + 4 * shape.mamba_groups * shape.mamba_state) / mesh.tp
+    return Kept(2 * outside_bytes(case) + mesh.element_bytes * tokens(case) * inner, 0.0)
+
+
+def blocks_bytes(case: Case, blocks: Blocks, *, whole: bool = False) -> Array:
+    """One microbatch in a group of layers; `whole`: as if nothing were recomputed."""
+    parts = (
+        (blocks.attention, attention_kept(case)),
+        (blocks.mlp, mlp_kept(case)),
+        (blocks.moe, moe_kept(case)),
+        (blocks.mamba, mamba_kept(case)),
+    )
+    total = sum((n * (kept.whole if whole else kept.left(case)) for n, kept in parts), start=0.0)
+    outputs = np.asarray(case.mesh.recompute) == RECOMPUTE_SELECTIVE
+    dropped = np.where(outputs, case.mesh.again_norm, 0.0) * (0.0 if whole else 1.0)
+    eager = case.software.norm_bytes / case.mesh.element_bytes
+    return total + blocks.count * (eager - dropped) * outside_bytes(case)
+
+
+def kept_bytes(case: Case, blocks: Blocks) -> Array:
+    """One microbatch in a group of layers, as it is kept for the backward pass.
+
+    Full recomputation keeps the input of each layer (Korthikanti et al., section 5).
+    """
+    inputs = case.software.checkpoint_copies * blocks.layers * outside_bytes(case)
+    full, share = np.asarray(case.mesh.recompute) == RECOMPUTE_FULL, case.mesh.full_share
+    plain = blocks_bytes(case, blocks)
+    return np.where(full, share * inputs + (1 - share) * plain, plain)
+
+
+def microbatches_in_flight(case: Case, stage: Stage) -> Array:
+    """Microbatches whose activations wait for their backward pass.
+
+    1F1B: min(p - stage, m) microbatches (Narayanan et al. 2021, section 2.2.1). Interleaved:
+    2 (p - stage - 1) + (v - 1) p + 1 chunks (megatron/core/pipeline_parallel/schedules.py,
+    get_pp_rank_microbatches); on stage 0 the factor 1 + (p - 1) / (p v) of Korthikanti et al.,
+    section 4.2.3. ZB-2p keeps twice as many (Qi et al. 2023, section 2.3).
+    """
+    mesh = case.mesh
+    plain = np.minimum(mesh.pp - stage.index, mesh.accumulation)
+    twice = np.minimum(2 * mesh.pp - 1 - stage.index, mesh.accumulation)
+    plain = np.where(np.asarray(case.software.zero_bubble) == 2, twice, plain)
+    chunks = 2 * (mesh.pp - stage.index - 1) + (mesh.vpp - 1) * mesh.pp + 1
+    chunks = np.minimum(chunks, mesh.accumulation * mesh.vpp)
+    return np.where(np.asarray(mesh.vpp) > 1, chunks / mesh.vpp, plain)
+
+
+def activation_bytes(case: Case, stage: Stage) -> Array:
+    """Everything in flight, and the one layer that is being computed again."""
+    kept = kept_bytes(case, stage.blocks)
+    layers = np.maximum(stage.blocks.layers, 1e-9)
+    working = np.maximum(blocks_bytes(case, stage.blocks, whole=True) - kept, 0.0) / layers
+    start = stage.embedding * np.minimum(case.mesh.pp, case.mesh.accumulation)
+    ends = (start + 2 * stage.loss) * outside_bytes(case)
+    extra = stage.loss * kept_bytes(case, prediction_blocks(case))
+    return microbatches_in_flight(case, stage) * kept + working + ends + extra
+
+
+def logit_bytes(case: Case) -> Array:
+    """Logits at the peak: the fp32 softmax that backward turns into the gradient, in place."""
+    shape, mesh = case.shape, case.mesh
+    heads = 1 + shape.mtp_layers
+    return heads * case.software.logit_bytes * tokens(case) * shape.vocab / mesh.tp
+
+
+def transient_bytes(case: Case, stage: Stage) -> Array:
+    """Gradients that exist for a moment: of one layer's weights and of the widest activation.
+
+    With gradient accumulation fused into the product TransformerEngine and megatron-core still
+    return a tensor of each weight's shape to autograd (transformer_engine/pytorch/module/base.py,
+    get_dummy_wgrad, which keeps one per shape; megatron/core/tensor_parallel/layers.py,
+    LinearWithGradAccumulationAndAsyncCommunication.backward), in the weight's type.
+    """
+    shape, mesh, element = case.shape, case.mesh, case.mesh.element_bytes
+    own = block_weights(case, stage.blocks)
+    experts = np.maximum(shape.experts / mesh.ep, 1)  # one placeholder for all of one shape
+    layers = np.maximum(stage.blocks.layers, 1e-9)
+    single = (own.dense + own.routed / experts) / layers
+    whole = (own.dense + own.routed) / layers
+    gathered = np.asarray(mesh.zero) >= 3
+    layer = np.where(gathered, 2 * whole, case.software.dummy_gradients * single)
+    widest = np.maximum(shape.mlp_width * shape.ffn / mesh.tp, shape.hidden / mesh.tp)
+    table = stage.loss * case.software.dummy_gradients * element * table_weights(case)
+    wide = np.where(np.asarray(stage.loss) > 0, 0.0, element * tokens(case) * widest)
+    return element * layer + table + wide
+
+
+def message_bytes(case: Case) -> Array:
+    """Receive buffers of the pipeline and the gathered input of a column-parallel layer."""
+    mesh = case.mesh
+    pipeline = np.where(np.asarray(mesh.pp) > 1, 2 * outside_bytes(case), 0.0)
+    sequence = np.asarray(mesh.sequence_parallel) > 0
+    whole = mesh.element_bytes * tokens(case) * case.shape.hidden
+    return pipeline + np.where(sequence, whole, 0.0)

@@ -1,0 +1,177 @@
+"""Seconds of one microbatch in the first, a middle and the last stage of a pipeline.
+
+Belongs here: adding up blocks, ends of the model and recomputation. Does not belong here: single
+blocks (`blocks`), the schedule (`step`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from hpctrain.plan.cost import blocks as block
+from hpctrain.plan.cost.blocks import Passes
+from hpctrain.plan.cost.case import RECOMPUTE_FULL, RECOMPUTE_SELECTIVE, Array, Case
+from hpctrain.plan.cost.composition import (
+    Blocks,
+    all_blocks,
+    first_blocks,
+    later_blocks,
+    prediction_blocks,
+)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One microbatch in a stage, forward and backward; messages are what does not hide."""
+
+    forward: Array
+    backward: Array
+    again: Array
+    tensor: Array
+    context: Array
+    experts: Array
+
+    @property
+    def total(self) -> Array:
+        return self.forward + self.backward + self.again + self.tensor + self.context + self.experts
+
+    def __add__(self, other: Turn) -> Turn:
+        return Turn(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def times(self, factor: Array) -> Turn:
+        return Turn(*(getattr(self, f.name) * factor for f in fields(self)))
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The slowest stage, and all stages together."""
+
+    slowest: Turn
+    everything: Array  # seconds of one microbatch in all stages
+    last_backward: Array  # backward of one microbatch in the slowest stage
+    first_forward: Array
+
+
+def stages_of(case: Case) -> Stages:
+    """Times of the stages of every case."""
+    kinds = _Kinds.of(case)
+    mesh = case.mesh
+    start, end = kinds.start, kinds.end
+    first = kinds.turn(first_blocks(case)) + start
+    middle = kinds.turn(later_blocks(case, mesh.layers_middle))
+    last = kinds.turn(later_blocks(case, mesh.layers_last)) + end
+    whole = kinds.turn(all_blocks(case)) + start + end
+    alone = np.asarray(mesh.pp) == 1
+    slowest = _where(alone, whole, _slowest(first, _slowest(middle, last)))
+    backward = slowest.backward + slowest.again
+    return Stages(slowest, whole.total, backward, slowest.forward)
+
+
+def _slowest(one: Turn, other: Turn) -> Turn:
+    return _where(one.total >= other.total, one, other)
+
+
+def _where(condition: Array, yes: Turn, no: Turn) -> Turn:
+    return Turn(
+        *(np.where(condition, getattr(yes, f.name), getattr(no, f.name)) for f in fields(Turn))
+    )
+
+
+@dataclass(frozen=True)
+class _Kinds:
+    """One block of each kind, and the ends of the model."""
+
+    case: Case
+    attention: Turn
+    mlp: Turn
+    moe: Turn
+    mamba: Turn
+    start: Turn
+    end: Turn
+
+    @classmethod
+    def of(cls, case: Case) -> _Kinds:
+        attention, mlp, moe, mamba = (
+            _attention_turn(case),
+            _mlp_turn(case),
+            _moe_turn(case),
+            _mamba_turn(case),
+        )
+        head = _plain(case, block.output_layer(case), 0.0)
+        plain = cls(case, attention, mlp, moe, mamba, head, head)
+        ahead = plain.turn(prediction_blocks(case))
+        predicted = ahead + head.times(1 + case.shape.mtp_layers)
+        start = _plain(case, block.embedding(case), 0.0)
+        return cls(case, attention, mlp, moe, mamba, start, predicted)
+
+    def turn(self, blocks: Blocks) -> Turn:
+        """A group of layers."""
+        overhead = self.case.software.layer_overhead * blocks.layers
+        launches = Turn(overhead, overhead, 0.0, 0.0, 0.0, 0.0)
+        return (
+            self.attention.times(blocks.attention)
+            + self.mlp.times(blocks.mlp)
+            + self.moe.times(blocks.moe)
+            + self.mamba.times(blocks.mamba)
+            + launches
+        )
+
+
+def _plain(case: Case, passes: Passes, again: Array) -> Turn:
+    """A block whose messages are those of tensor parallelism."""
+    messages = passes.forward_messages + passes.backward_messages
+    return Turn(passes.forward, passes.backward, again, messages, 0.0, 0.0)
+
+
+def _again(case: Case, passes: Passes, selective: Array) -> tuple[Array, Array]:
+    """(compute, messages) of recomputing a block: fully, or `selective` seconds of it."""
+    mode = np.asarray(case.mesh.recompute)
+    full = mode == RECOMPUTE_FULL
+    chosen = np.where(mode == RECOMPUTE_SELECTIVE, selective, 0.0)
+    share = case.mesh.full_share
+    messages = np.where(full, share * passes.forward_messages, 0.0)
+    return np.where(full, share * passes.forward, chosen), messages
+
+
+def _attention_turn(case: Case) -> Turn:
+    mesh = case.mesh
+    passes = block.attention(case)
+    core = mesh.again_core * block.core_attention(case).forward
+    up = mesh.again_up * block.latent_up(case).forward * (np.asarray(case.shape.mla) > 0)
+    norm = mesh.again_norm * block.norm(case).forward
+    again, messages = _again(case, passes, core + up + norm)
+    turn = _plain(case, passes, again)
+    ring = block.context_messages(case)
+    return turn + Turn(0.0, 0.0, 0.0, messages, ring.forward_messages + ring.backward_messages, 0.0)
+
+
+def _mlp_turn(case: Case) -> Turn:
+    passes = block.mlp(case)
+    selective = np.where(
+        np.asarray(case.mesh.again_mlp) > 0,
+        passes.forward,
+        case.mesh.again_norm * block.norm(case).forward,
+    )
+    again, messages = _again(case, passes, selective)
+    return _plain(case, passes, again) + Turn(0.0, 0.0, 0.0, messages, 0.0, 0.0)
+
+
+def _moe_turn(case: Case) -> Turn:
+    mesh, passes, sent = case.mesh, block.moe(case), block.dispatch_messages(case)
+    activation = mesh.again_activation * block.expert_activation(case).forward
+    part = activation + mesh.again_norm * block.norm(case).forward
+    everything = np.asarray(mesh.again_moe) > 0
+    again, _ = _again(case, passes, np.where(everything, passes.forward, part))
+    mode = np.asarray(mesh.recompute)
+    twice = np.logical_and(mode == RECOMPUTE_SELECTIVE, everything)
+    turns = 1 + np.where(mode == RECOMPUTE_FULL, mesh.full_share, 1.0 * twice)
+    messages = sent.forward_messages * turns + sent.backward_messages
+    return Turn(passes.forward, passes.backward, again, 0.0, 0.0, messages)
+
+
+def _mamba_turn(case: Case) -> Turn:
+    passes = block.mamba(case)
+    again, messages = _again(case, passes, 0.0)
+    return _plain(case, passes, again) + Turn(0.0, 0.0, 0.0, messages, 0.0, 0.0)

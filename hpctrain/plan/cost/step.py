@@ -1,0 +1,179 @@
+"""Seconds of one optimizer step, and where they go.
+
+Belongs here: the pipeline schedule, data parallel traffic, the optimizer, straggling. Does not
+belong here: what a single microbatch costs in a block (`blocks`) or in a stage (`stages`), bytes
+(`memory`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from hpctrain.plan.cost import links
+from hpctrain.plan.cost.blocks import split_tokens
+from hpctrain.plan.cost.case import Array, Case
+from hpctrain.plan.cost.stages import Stages, stages_of
+from hpctrain.plan.cost.weights import Weights, weights_of
+
+# Bytes that Adam moves per parameter: fp32 gradient, main weight and two moments in; the last
+# three out; the 16-bit weight out.
+ADAM_TRAFFIC = 30.0
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step; the parts add up to `total`."""
+
+    compute: Array  # forward and backward of all microbatches of the slowest stage
+    recompute: Array
+    tensor_messages: Array
+    context_messages: Array
+    expert_messages: Array
+    pipeline_messages: Array
+    bubble: Array
+    data_messages: Array
+    optimizer: Array
+    overhead: Array
+    straggling: Array
+
+    @property
+    def total(self) -> Array:
+        return sum((getattr(self, name) for name in type(self).__dataclass_fields__), start=0.0)
+
+
+def step_seconds(case: Case) -> StepTime:
+    """Seconds of one step of every case."""
+    stages, weights, turns = stages_of(case), weights_of(case), case.mesh.accumulation
+    transfer = transfer_seconds(case)
+    slow = stages.slowest
+    parts = {
+        "compute": turns * (slow.forward + slow.backward),
+        "recompute": turns * slow.again,
+        "tensor_messages": turns * slow.tensor,
+        "context_messages": turns * slow.context,
+        "expert_messages": turns * slow.experts,
+        "pipeline_messages": transfers(case, transfer),
+        "bubble": bubble_seconds(case, stages, transfer),
+        "data_messages": data_messages(case, weights, stages),
+        "optimizer": optimizer_seconds(case, weights),
+        "overhead": case.software.step_overhead + 0.0 * slow.forward,
+    }
+    total = sum(parts.values(), start=0.0)
+    doublings = np.log2(np.maximum(1.0, case.mesh.gpus / 8))
+    return StepTime(**parts, straggling=case.software.straggling * doublings * total)
+
+
+def bubble_seconds(case: Case, stages: Stages, transfer: Array) -> Array:
+    """What the other stages take before and after the slowest one works, over vpp.
+
+    (p - 1) / v microbatches for equal stages: Narayanan et al. 2021 (arXiv 2104.04473), section
+    2.2. Zero-bubble schedules fill it with weight gradients: ZB-1p leaves a third, ZB-2p hardly
+    any (Qi et al. 2023, arXiv 2401.10241, table 2).
+    """
+    mesh = case.mesh
+    others = np.maximum(stages.everything - stages.slowest.total, 0.0) / mesh.vpp
+    zero = np.asarray(case.software.zero_bubble)
+    left = np.where(zero == 1, 1 / 3, np.where(zero == 2, 0.05, 1.0))
+    fill = others + (mesh.pp - 1) * 2 * transfer
+    return np.where(np.asarray(mesh.pp) > 1, fill * left, 0.0)
+
+
+def transfers(case: Case, transfer: Array) -> Array:
+    """Messages between stages in the steady state, two per microbatch and chunk."""
+    mesh = case.mesh
+    shown = 2 * mesh.accumulation * mesh.vpp * transfer * (1 - case.software.pp_overlap)
+    return np.where(np.asarray(mesh.pp) > 1, shown, 0.0)
+
+
+def transfer_seconds(case: Case) -> Array:
+    """One activation [T, h] to the next stage; split over t with SP or scatter-gather.
+
+    Scatter-gather: Narayanan et al. 2021, section 4.1.
+    """
+    mesh = case.mesh
+    gathered = np.logical_and(
+        np.asarray(case.software.scatter_gather) > 0, np.asarray(mesh.sequence_parallel) == 0
+    )
+    split = np.where(gathered, mesh.tp, 1)
+    stride = mesh.tp * mesh.cp * np.where(np.asarray(mesh.pipeline_outside) > 0, mesh.dp, 1)
+    sent = mesh.element_bytes * split_tokens(case) * case.shape.hidden / split
+    return links.send_seconds(case, sent, stride)
+
+
+def data_messages(case: Case, weights: Weights, stages: Stages) -> Array:
+    """Gradient reduction and parameter gathering that compute does not hide.
+
+    Gradients can hide behind the backward pass of the last microbatch, parameters behind the
+    first forward pass (megatron-core: overlap_grad_reduce, overlap_param_gather). Behind a pipeline
+    ZeRO-2 too reduces gradients once a step (Llama 3, arXiv 2407.21783, section 3.3.2).
+    """
+    mesh, overlap = case.mesh, case.software.dp_overlap
+    outside = np.where(np.asarray(mesh.pipeline_outside) > 0, 1, mesh.pp)
+    dense = _data_seconds(case, weights.dense, mesh.replicas, mesh.tp * outside)
+    routed = _data_seconds(
+        case, weights.routed, mesh.expert_replicas, mesh.ep * mesh.expert_tp * outside
+    )
+    gradients, parameters = dense[0] + routed[0], dense[1] + routed[1]
+    hidden = np.minimum(overlap * gradients, overlap * stages.last_backward)
+    hidden_gather = np.minimum(overlap * parameters, overlap * stages.first_forward)
+    once = (gradients - hidden) + (parameters - hidden_gather)
+    every = np.asarray(mesh.zero) + (np.asarray(mesh.pp) == 1) >= 3
+    return np.where(every, sharded_messages(case, weights, stages), once)
+
+
+def _data_seconds(case: Case, parameters: Array, size: Array, stride: Array) -> tuple[Array, Array]:
+    """(reduction of gradients, gathering of parameters); an all-reduce is both at once."""
+    mesh = case.mesh
+    size = np.where(parameters > 0, size, 1)  # a model without experts sends none
+    gradients = links.gather_seconds(case, mesh.gradient_bytes * parameters, size, stride)
+    gathered = links.gather_seconds(case, mesh.gather_bytes * parameters, size, stride)
+    return gradients, np.where(np.asarray(mesh.zero) >= 1, gathered, gradients)
+
+
+def sharded_messages(case: Case, weights: Weights, stages: Stages) -> Array:
+    """ZeRO-2 and 3 (FSDP): traffic of every microbatch, beyond what its compute hides.
+
+    ZeRO-3 gathers the weights forward and backward and reduces gradients each microbatch
+    (Rajbhandari et al. 2020, arXiv 1910.02054, section 7.2.2).
+    """
+    mesh, overlap = case.mesh, case.software.dp_overlap
+    gather = _sharded_seconds(case, weights, mesh.element_bytes)
+    reduce = _sharded_seconds(case, weights, mesh.gradient_bytes)
+    third = np.asarray(mesh.zero) >= 3
+    forward = np.where(third, gather, 0.0)
+    backward = reduce + forward
+    room, room_back = overlap * stages.first_forward, overlap * stages.last_backward
+    shown = np.maximum(forward - room, (1 - overlap) * forward)
+    shown_back = np.maximum(backward - room_back, (1 - overlap) * backward)
+    return mesh.accumulation * (shown + shown_back) + np.where(third, 0.0, gather)
+
+
+def _sharded_seconds(case: Case, weights: Weights, parameter_bytes: Array) -> Array:
+    """One gathering or reduction of all weights of a rank over those that share them."""
+    mesh = case.mesh
+    size = np.where(np.asarray(mesh.shard_gpus) > 0, mesh.shard_gpus, mesh.replicas)
+    dense = links.gather_seconds(case, parameter_bytes * weights.dense, size, mesh.tp)
+    stride = mesh.ep * mesh.expert_tp
+    routed = links.gather_seconds(
+        case, parameter_bytes * weights.routed, mesh.expert_replicas, stride
+    )
+    return dense + np.where(np.asarray(weights.routed) > 0, routed, 0.0)
+
+
+def optimizer_seconds(case: Case, weights: Weights) -> Array:
+    """Adam: bound by memory, or by the host link when its state is offloaded.
+
+    On NVMe the state is read and written besides, in turn with the update on the host.
+    """
+    mesh, machine = case.mesh, case.machine
+    sharded = np.asarray(mesh.zero) >= 1
+    own = weights.dense / np.where(sharded, mesh.replicas, 1)
+    own = own + weights.routed / np.where(sharded, mesh.expert_replicas, 1)
+    at_rest = ADAM_TRAFFIC * own / (machine.memory_bandwidth * machine.memory_efficiency)
+    moved = (mesh.gradient_bytes + mesh.element_bytes) * own / machine.host_bandwidth
+    on_host = moved + ADAM_TRAFFIC * own / machine.host_memory_bandwidth
+    drives = 2 * case.software.main_bytes * own / machine.nvme_bandwidth
+    away = on_host + np.where(np.asarray(mesh.offload) > 1, drives, 0.0)
+    return np.where(np.asarray(mesh.offload) > 0, away, at_rest)

@@ -1,0 +1,196 @@
+"""What a budget of money and days can pay for, among priced options.
+
+Belongs here: reading `--budget` and `--deadline`, choosing, and saying exactly what is missing.
+Does not belong here: how options are found or priced.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from hpctrain.errors import UsageError
+from hpctrain.plan.forecast.documents import Budget, BudgetDecision, Forecast
+from hpctrain.spec.profile import ClusterProfile
+from hpctrain.units import Duration, Money
+
+Value = TypeVar("Value")
+
+_DAY_SECONDS = 86400
+# Below this share of the deadline left over, an expected value is not something to rely on.
+_THIN_SHARE = 0.05
+
+
+def parse_budget(money: str | None, deadline: str | None) -> Budget:
+    """The values of `--budget` and `--deadline`; raises UsageError with the option's name."""
+    amount = _read("--budget", Money.parse, money)
+    limit = _read("--deadline", Duration.parse, deadline)
+    if limit is not None and limit <= 0:
+        raise UsageError("--deadline: must be above 0", "write for example `--deadline 30d`")
+    return Budget(
+        money=amount.amount if amount else None,
+        currency=amount.currency if amount else None,
+        deadline=limit,
+    )
+
+
+def _read(option: str, parse: Callable[[str], Value], text: str | None) -> Value | None:
+    try:
+        return None if text is None else parse(text)
+    except ValueError as error:
+        raise UsageError(f"{option}: {error}") from None
+
+
+def check_currency(budget: Budget, profile: ClusterProfile) -> None:
+    """Raise UsageError where the budget's money cannot be compared with the profile's prices."""
+    if budget.money is None:
+        return
+    if profile.prices is None:
+        raise UsageError(
+            f"--budget: profile {profile.name} has no prices",
+            "add to the profile: `prices: {currency: "
+            f"{budget.currency}, on_demand: PRICE_OF_A_GPU_HOUR}}`",
+        )
+    currency = profile.prices.currency
+    if budget.currency != currency:
+        raise UsageError(
+            f"--budget: {budget.currency} cannot be compared with the prices of profile "
+            f"{profile.name}, which are in {currency}",
+            f"give the budget in {currency}, for example `--budget {budget.money:.0f}"
+            f"{currency.lower()}` if it is worth that much",
+        )
+
+
+def cheapest_plan(options: Sequence[Forecast], budget: Budget) -> BudgetDecision:
+    """The cheapest option that meets money and deadline, else what is missing and the nearest.
+
+    `options` must not be empty, and must have costs in the budget's currency where the budget has
+    money (`check_currency`). Without money the cheapest that meets the deadline is taken; where
+    nothing has a price, the one with the fewest GPU-hours.
+    """
+    assert options and (budget.money is None or all(option.cost for option in options))
+    meets = tuple(
+        i for i, one in enumerate(options) if _in_time(one, budget) and _paid(one, budget)
+    )
+    nearest = min(
+        range(len(options)), key=lambda i: (_excess(options[i], budget), _price(options[i]))
+    )
+    if not meets:
+        lines = _missing(options, budget, options[nearest])
+        return BudgetDecision(chosen=None, nearest=nearest, meets=(), lines=lines)
+    chosen = min(meets, key=lambda i: (_price(options[i]), options[i].days))
+    lines = _praise(options, chosen, budget)
+    return BudgetDecision(chosen=chosen, nearest=chosen, meets=meets, lines=lines)
+
+
+def _price(option: Forecast) -> float:
+    return option.cost.amount if option.cost else option.gpu_hours
+
+
+def _seconds(option: Forecast) -> float:
+    return option.times.total_seconds
+
+
+def _in_time(option: Forecast, budget: Budget) -> bool:
+    return budget.deadline is None or _seconds(option) <= budget.deadline
+
+
+def _paid(option: Forecast, budget: Budget) -> bool:
+    return budget.money is None or _price(option) <= budget.money
+
+
+def _excess(option: Forecast, budget: Budget) -> float:
+    """Both overruns added up, each as a share of what there is; 0 when both are met."""
+    late = _seconds(option) / budget.deadline - 1 if budget.deadline else 0.0
+    over = _price(option) / budget.money - 1 if budget.money else 0.0
+    return max(0.0, late) + max(0.0, over)
+
+
+def _praise(options: Sequence[Forecast], chosen: int, budget: Budget) -> tuple[str, ...]:
+    best = options[chosen]
+    lines = [
+        f"{describe(best)} is the cheapest of {_options(len(options))} that meets {_wanted(budget)}"
+    ]
+    if budget.deadline is not None:
+        left = float(budget.deadline) - _seconds(best)
+        if left < _THIN_SHARE * budget.deadline:
+            lines.append(
+                f"only {left / _DAY_SECONDS:.1f} d are left, and the forecast is a mean: "
+                "about every second run takes longer"
+            )
+    return tuple(lines)
+
+
+def _missing(options: Sequence[Forecast], budget: Budget, nearest: Forecast) -> tuple[str, ...]:
+    lines = [f"no plan of {_options(len(options))} meets {_wanted(budget)}"]
+    if budget.deadline is not None:
+        lines.append(_deadline_line(options, budget, budget.deadline))
+    if budget.money is not None:
+        lines.append(_money_line(options, budget, budget.money))
+    lines.append(f"nearest: {describe(nearest)}, {_overruns(nearest, budget)}")
+    return tuple(lines)
+
+
+def _deadline_line(options: Sequence[Forecast], budget: Budget, deadline: Duration) -> str:
+    """How many GPUs the deadline takes: found, else extrapolated without any loss of scaling."""
+    quick = [one for one in options if _in_time(one, budget)]
+    if quick:
+        least = min(quick, key=lambda one: (one.gpus, _price(one)))
+        return (
+            f"the deadline needs {least.gpus:,} GPUs: {describe(least)}, {_overruns(least, budget)}"
+        )
+    fastest = min(options, key=_seconds)
+    needed = math.ceil(fastest.gpus * _seconds(fastest) / deadline)
+    return (
+        f"the deadline needs at least {needed:,} GPUs even if speed grew with their number; "
+        f"the fastest is {describe(fastest)}, {_overruns(fastest, budget)}"
+    )
+
+
+def _money_line(options: Sequence[Forecast], budget: Budget, money: float) -> str:
+    """How many GPUs the money pays for to the end, or how much of the run."""
+    affordable = [one for one in options if _paid(one, budget)]
+    if affordable:
+        most = max(affordable, key=lambda one: (one.gpus, -_price(one)))
+        return (
+            f"the budget pays for {most.gpus:,} GPUs: {describe(most)}, {_overruns(most, budget)}"
+        )
+    cheapest = min(options, key=_price)
+    share = money / _price(cheapest)
+    return (
+        f"the budget pays for {share:.0%} of the run ({int(share * cheapest.tokens):,} of "
+        f"{cheapest.tokens:,} tokens); the cheapest is {describe(cheapest)}, "
+        f"{_overruns(cheapest, budget)}"
+    )
+
+
+def _overruns(option: Forecast, budget: Budget) -> str:
+    parts = []
+    if budget.deadline is not None and not _in_time(option, budget):
+        late = _seconds(option) - budget.deadline
+        parts.append(f"{late / _DAY_SECONDS:,.1f} d late ({late / budget.deadline:.0%})")
+    if budget.money is not None and not _paid(option, budget):
+        over = _price(option) - budget.money
+        parts.append(f"{over:,.0f} {budget.currency} over ({over / budget.money:.0%})")
+    return " and ".join(parts) or "which is within it"
+
+
+def _wanted(budget: Budget) -> str:
+    parts = []
+    if budget.money is not None:
+        parts.append(f"{budget.money:,.0f} {budget.currency}")
+    if budget.deadline is not None:
+        parts.append(f"{budget.deadline / _DAY_SECONDS:,.3g} d")
+    return " and ".join(parts) or "no limit"
+
+
+def _options(count: int) -> str:
+    return f"{count} option{'s' if count != 1 else ''}"
+
+
+def describe(option: Forecast) -> str:
+    """`512 GPUs on spot (28.1 d, 310,000 USD)`."""
+    money = f", {option.cost.amount:,.0f} {option.cost.currency}" if option.cost else ""
+    tariff = " on spot" if option.tariff == "spot" else ""
+    return f"{option.gpus:,} GPUs{tariff} ({option.days:,.1f} d{money})"

@@ -1,0 +1,83 @@
+"""What one checkpoint costs: bytes, seconds until it is durable, seconds without training.
+
+Belongs here: sizes and rates of a save. Does not belong here: how often to save (`intervals`).
+"""
+
+from __future__ import annotations
+
+from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.plan.forecast.documents import CheckpointCost, RunFacts
+from hpctrain.plan.forecast.published import (
+    FP32_CHECKPOINT_BYTES,
+    MIXED_PRECISION_CHECKPOINT_BYTES,
+    ONE_COPY_CHECKPOINT_BYTES,
+    SAVE_OVERHEAD_SECONDS,
+    STAGING_BYTES_PER_SECOND,
+)
+from hpctrain.spec.profile import ClusterProfile, FilesystemProfile
+from hpctrain.spec.run import RunSpec
+
+
+def bytes_per_parameter(spec: RunSpec) -> float:
+    """Of a full checkpoint with Adam, by engine and precision (see `published`)."""
+    if spec.engine.name in ("fsdp", "ddp"):
+        return ONE_COPY_CHECKPOINT_BYTES
+    if spec.precision == "fp32":
+        return FP32_CHECKPOINT_BYTES
+    return MIXED_PRECISION_CHECKPOINT_BYTES
+
+
+def checkpoint_cost(spec: RunSpec, profile: ClusterProfile, facts: RunFacts) -> CheckpointCost:
+    """Size and times of one save.
+
+    Write rate: the slower of the file system and the network cards of the run's nodes (a node's
+    own disk needs no cards). All GPUs copy equal shares to main memory first, which is all that an
+    asynchronous save waits for; at most one save is under way (`hpctrain.train.saver`).
+    """
+    each = facts.checkpoint_bytes_per_parameter or bytes_per_parameter(spec)
+    total = facts.parameters * each
+    rate, limit = _write_rate(_filesystem(profile, facts.filesystem), profile, facts.nodes)
+    write = total / rate
+    staging = SAVE_OVERHEAD_SECONDS + total / facts.gpus / STAGING_BYTES_PER_SECOND
+    in_background = spec.checkpoint.asynchronous
+    return CheckpointCost(
+        total_bytes=round(total),
+        write_seconds=write,
+        stall_seconds=staging if in_background else staging + write,
+        last_save_seconds=staging + write,
+        write_limit=limit,
+        asynchronous=in_background,
+    )
+
+
+def load_seconds(profile: ClusterProfile, facts: RunFacts, total_bytes: float) -> float:
+    """Time to read a checkpoint back, limited like the write."""
+    filesystem = _filesystem(profile, facts.filesystem)
+    rate = float(filesystem.read_bandwidth)
+    if filesystem.kind != "local":
+        rate = min(rate, _cards_bytes_per_second(profile, facts.nodes))
+    return total_bytes / rate
+
+
+def _filesystem(profile: ClusterProfile, name: str | None) -> FilesystemProfile:
+    for filesystem in profile.filesystems:
+        if name in (None, filesystem.name):
+            return filesystem
+    names = ", ".join(filesystem.name for filesystem in profile.filesystems)
+    message = f"cluster {profile.name} has no file system `{name}`"
+    raise InvalidInputError([Problem(message, hint=f"it has {names}")])
+
+
+def _write_rate(
+    filesystem: FilesystemProfile, profile: ClusterProfile, nodes: int
+) -> tuple[float, str]:
+    """Bytes per second, and what limits them in words."""
+    cards = _cards_bytes_per_second(profile, nodes)
+    if filesystem.kind != "local" and cards < filesystem.write_bandwidth:
+        return cards, f"network cards of {nodes} node{'s' if nodes > 1 else ''}"
+    return float(filesystem.write_bandwidth), f"file system {filesystem.name}"
+
+
+def _cards_bytes_per_second(profile: ClusterProfile, nodes: int) -> float:
+    network = profile.network
+    return nodes * network.nics_per_node * float(network.nic_bandwidth)

@@ -1,0 +1,156 @@
+"""The documents of a forecast: what goes in, what comes out.
+
+Belongs here: fields and their units. Does not belong here: how a number is found.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from hpctrain.spec.document import Document
+from hpctrain.units import Duration
+
+Tariff = Literal["on demand", "spot"]
+
+
+class RunFacts(Document):
+    """What the forecast has to be told about one plan."""
+
+    step_seconds: float = Field(gt=0, allow_inf_nan=False, description="One optimizer step")
+    gpus: int = Field(ge=1, description="GPUs that compute")
+    nodes: int = Field(ge=1, description="Nodes that they are on; all must work")
+    parameters: int = Field(ge=1, description="Of the model, each counted once")
+    tokens_per_step: int = Field(ge=1, description="Global batch x sequence length")
+    train_steps: int = Field(ge=1, description="Optimizer steps of the whole run")
+    checkpoint_bytes_per_parameter: float | None = Field(
+        None, gt=0, description="Default: by engine and precision"
+    )
+    walltime: Duration | None = Field(None, gt=0, description="Of one attempt; absent: no limit")
+    spot: bool | None = Field(None, description="Default: whether the partition is preemptible")
+    filesystem: str | None = Field(None, description="Of the checkpoints; default: the first")
+    queue_seconds: float = Field(0.0, ge=0, description="Mean wait before each attempt starts")
+    preemption_wait_seconds: float | None = Field(
+        None, ge=0, description="Mean further wait after a preemption; default: published or 0"
+    )
+
+
+class CheckpointCost(Document):
+    """One checkpoint: its size, how long it takes to be durable, how long training stands still."""
+
+    total_bytes: int
+    write_seconds: float
+    stall_seconds: float
+    last_save_seconds: float
+    write_limit: str
+    asynchronous: bool
+
+
+class CheckpointInterval(Document):
+    """Between two saves. `young` and `daly` are what the formulas say, `steps` what is used."""
+
+    steps: int
+    seconds: float
+    young_seconds: float
+    daly_seconds: float
+    best_steps: int
+    best_saves_seconds: float
+
+
+class Interruptions(Document):
+    """Mean times between what stops this job, and whether they are assumed."""
+
+    failure_mtbf_seconds: float
+    preemption_mtbf_seconds: float | None
+    restart_seconds: float
+    warned: bool
+    assumptions: tuple[str, ...]
+
+
+class TimeShares(Document):
+    """Where the expected time goes, in seconds; the sum is the wall-clock time."""
+
+    training_seconds: float
+    evaluation_seconds: float
+    saving_seconds: float
+    redone_seconds: float
+    starting_seconds: float
+    waiting_seconds: float
+
+    @property
+    def occupied_seconds(self) -> float:
+        """Time in which GPUs are allocated, and paid for."""
+        return self.total_seconds - self.waiting_seconds
+
+    @property
+    def total_seconds(self) -> float:
+        return float(sum(getattr(self, name) for name in type(self).model_fields))
+
+
+class Cost(Document):
+    """Money for the whole run."""
+
+    tariff: Tariff
+    currency: str
+    per_gpu_hour: float
+    amount: float
+
+
+class Forecast(Document):
+    """Expected values for one plan. Times in seconds; `ettr` is training over allocated time."""
+
+    gpus: int
+    nodes: int
+    tariff: Tariff
+    steps: int
+    tokens: int
+    step_seconds: float
+    checkpoint: CheckpointCost
+    interval: CheckpointInterval
+    interruptions: Interruptions
+    times: TimeShares
+    slices: int
+    failures: float
+    preemptions: float
+    starts: float
+    ettr: float
+    ettr_with_queue: float
+    gpu_hours: float
+    cost: Cost | None
+    assumptions: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def days(self) -> float:
+        """Wall-clock days, waiting included."""
+        return self.times.total_seconds / 86400
+
+
+class SpotComparison(Document):
+    """The same plan on nodes that are taken away and on nodes that are not."""
+
+    on_demand: Forecast
+    spot: Forecast | None = Field(description="None: preemptions leave no progress")
+    recommended: Tariff
+    reason: str
+    break_even_preemption_seconds: float | None = Field(
+        description="Preemptions more frequent than this make spot dearer; None: always dearer"
+    )
+
+
+class Budget(Document):
+    """What may be spent; either part may be absent."""
+
+    money: float | None = Field(None, gt=0, allow_inf_nan=False)
+    currency: str | None = None
+    deadline: Duration | None = Field(None, gt=0)
+
+
+class BudgetDecision(Document):
+    """The option to take, or what is missing. Numbers are positions in the given options."""
+
+    chosen: int | None
+    nearest: int
+    meets: tuple[int, ...]
+    lines: tuple[str, ...]

@@ -1,0 +1,48 @@
+"""How often to save: Young's and Daly's formulas, and the spec's own choice in steps.
+
+Belongs here: seconds and steps between checkpoints. Does not belong here: what a save costs.
+"""
+
+from __future__ import annotations
+
+import math
+
+from hpctrain.spec.run import CheckpointSpec
+
+
+def young_seconds(stall_seconds: float, mtbf_seconds: float) -> float:
+    """sqrt(2 delta M): Young 1974, "A first order approximation to the optimum checkpoint
+    interval", CACM 17(9), 530-531."""
+    return math.sqrt(2 * stall_seconds * mtbf_seconds)
+
+
+def daly_seconds(stall_seconds: float, mtbf_seconds: float) -> float:
+    """Work between saves, Daly 2006 (FGCS 22, 303-312, the higher-order solution), for the
+    cost delta of one save:
+
+    sqrt(2 delta M) (1 + (1/3) sqrt(delta / 2M) + (1/9) (delta / 2M)) - delta for delta < 2M, M
+    beyond.
+    """
+    ratio = stall_seconds / (2 * mtbf_seconds)
+    if ratio >= 1:
+        return mtbf_seconds
+    series = 1 + math.sqrt(ratio) / 3 + ratio / 9
+    return young_seconds(stall_seconds, mtbf_seconds) * series - stall_seconds
+
+
+def configured_steps(checkpoint: CheckpointSpec, seconds_per_step: float) -> int:
+    """Steps between saves as the trainer does it: after `every_steps`, or at the first end of a
+    step after `every`; whichever comes first."""
+    choices = []
+    if checkpoint.every_steps is not None:
+        choices.append(checkpoint.every_steps)
+    if checkpoint.every is not None:
+        choices.append(max(1, math.ceil(float(checkpoint.every) / seconds_per_step)))
+    return min(choices)
+
+
+def best_steps(stall_seconds: float, mtbf_seconds: float, floor: float, step: float) -> int:
+    """Daly's interval in whole steps of `step` seconds, at least `floor` seconds: the next save
+    cannot begin before the last one is written."""
+    wanted = max(daly_seconds(stall_seconds, mtbf_seconds), floor)
+    return max(1, round(wanted / step), math.ceil(floor / step))

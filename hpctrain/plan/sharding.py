@@ -1,0 +1,133 @@
+"""What an engine has: which axes, which ZeRO stages, what it can put into host memory.
+
+Belongs here: differences between engines as rules with a source. Does not belong here: rules of
+megatron-core about sizes of axes (`layout`), or which engines hpctrain trains (`trainable`).
+"""
+
+from __future__ import annotations
+
+from hpctrain.plan.divisors import or_list
+from hpctrain.plan.documents import Engine, Offload
+from hpctrain.spec.run import ParallelSpec, RunSpec
+
+AXES: dict[Engine, tuple[str, ...]] = {
+    "megatron": ("tp", "pp", "vpp", "cp", "ep"),
+    "fsdp": ("tp", "cp"),  # 2-D meshes of torch.distributed: FSDP2 with DTensor, context parallel
+    "deepspeed": ("tp", "pp"),  # deepspeed.pipe.PipelineModule, and its `mpu` for tensors
+    "ddp": (),
+}
+STAGES: dict[Engine, tuple[int, ...]] = {
+    "megatron": (0, 1),  # without and with the distributed optimizer
+    "fsdp": (2, 3),  # reshard_after_forward off and on (torch.distributed.fsdp.fully_shard)
+    "deepspeed": (0, 1, 2, 3),
+    "ddp": (0,),
+}
+# `offload_optimizer.device` of DeepSpeed's configuration: cpu with stages 1-3, nvme with stage 3
+OFFLOADS: dict[Engine, tuple[Offload, ...]] = {
+    "megatron": ("none", "cpu"),  # OptimizerConfig.optimizer_cpu_offload
+    "fsdp": ("none", "cpu"),  # CPUOffloadPolicy
+    "deepspeed": ("none", "cpu", "nvme"),
+    "ddp": ("none",),
+}
+
+
+def axis_problems(spec: RunSpec, parallel: ParallelSpec) -> list[str]:
+    """Axes that the engine does not have; models of images are not split over ranks at all."""
+    engine = spec.engine.name
+    owner, allowed = f"engine {engine}", AXES[engine]
+    if spec.model.reads_images:
+        owner, allowed = f"a {spec.model.family}, planned with data parallelism only,", ()
+    return [
+        f"{owner} has no {axis}: remove `parallel.{axis}` {getattr(parallel, axis)}"
+        for axis in AXES["megatron"]
+        if axis not in allowed and getattr(parallel, axis) > 1
+    ]
+
+
+def sharding_problems(spec: RunSpec, pp: int = 1) -> list[str]:
+    """What the spec asks of sharding and offload that the engine cannot do; pp: of its layout."""
+    return [
+        *_stage_problems(spec),
+        *_pipeline_problems(spec, pp),
+        *_offload_problems(spec),
+        *_shard_problems(spec),
+    ]
+
+
+def _stage_problems(spec: RunSpec) -> list[str]:
+    engine, zero = spec.engine.name, spec.optimizer.zero
+    if zero is None:
+        return []
+    if zero not in STAGES[engine]:
+        others = [name for name, stages in STAGES.items() if zero in stages]
+        return [
+            f"engine {engine} has no ZeRO stage {zero}: set `optimizer.zero` to "
+            f"{or_list(STAGES[engine])}, or `engine.name` to {' or '.join(others)}"
+        ]
+    written = "distributed" in spec.optimizer.model_fields_set
+    if written and spec.optimizer.distributed != (zero > 0):
+        word = "true" if spec.optimizer.distributed else "false"
+        return [f"optimizer.zero {zero} contradicts `distributed: {word}`: remove one of them"]
+    return []
+
+
+def _pipeline_problems(spec: RunSpec, pp: int) -> list[str]:
+    zero = spec.optimizer.zero
+    if zero is None or pipeline_allows(zero, pp):
+        return []
+    return [f"ZeRO stage {zero} cannot be combined with pp {pp}: use stage 1, or pp 1"]
+
+
+def pipeline_allows(zero: int, pp: int) -> bool:
+    """Gradients are sharded (stage 2 and above) without a pipeline only.
+
+    deepspeed/runtime/pipe/engine.py: PipelineEngine asserts a stage below `gradients`, because a
+    pipeline accumulates over microbatches.
+    """
+    return zero < 2 or pp == 1
+
+
+def _offload_problems(spec: RunSpec) -> list[str]:
+    engine, offload = spec.engine.name, spec.optimizer.offload
+    if offload not in OFFLOADS[engine]:
+        return [f"engine {engine} has no `optimizer.offload: {offload}`"]
+    if offload == "nvme" and spec.optimizer.zero not in (None, 3):
+        return [f"offload to nvme needs ZeRO stage 3, not {spec.optimizer.zero}"]
+    return []
+
+
+def _shard_problems(spec: RunSpec) -> list[str]:
+    shard_gpus, engine = spec.optimizer.shard_gpus, spec.engine.name
+    if shard_gpus is None or engine == "fsdp":
+        return []
+    return [f"optimizer.shard_gpus is for engine fsdp (HSDP), not for {engine}"]
+
+
+def zero_choices(spec: RunSpec) -> tuple[int, ...]:
+    """ZeRO stages that a search may use: what the spec says, all of the engine with `auto`."""
+    optimizer, engine = spec.optimizer, spec.engine.name
+    if optimizer.zero is not None:
+        return (optimizer.zero,)
+    if engine == "ddp":
+        return (0,)
+    if engine == "fsdp":
+        return (2, 3) if spec.parallel == "auto" else (3,)
+    if not optimizer.distributed:
+        return (0,)
+    free = engine == "deepspeed" and spec.parallel == "auto"
+    return (3,) if optimizer.offload == "nvme" else (1, 2, 3) if free else (1,)
+
+
+def offload_choices(spec: RunSpec) -> tuple[int, ...]:
+    """1: as `optimizer.offload` says. With `parallel: auto` that is an offer, else an order."""
+    if spec.optimizer.offload == "none":
+        return (0,)
+    return (0, 1) if spec.parallel == "auto" else (1,)
+
+
+def shard_choices(spec: RunSpec, domain: int) -> tuple[int, ...]:
+    """GPUs to shard over, 0 for all: FSDP over all or over one NVLink domain (HSDP)."""
+    if spec.optimizer.shard_gpus is not None:
+        return (spec.optimizer.shard_gpus,)
+    free = spec.engine.name == "fsdp" and spec.parallel == "auto"
+    return (0, domain) if free and 1 < domain < spec.resources.gpus else (0,)
