@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from hpctrain.plan.documents import Plan
+from hpctrain.plan.documents import DEFAULT_ORDER, Order, Plan
 from hpctrain.spec.document import Document
-from hpctrain.spec.run import RunSpec
+from hpctrain.spec.run import RecomputeModule, RunSpec
 
 
 class TrainConfig(Document):
@@ -39,12 +39,28 @@ class TrainConfig(Document):
     add_bias_linear: bool
     dropout: float
     transformer_impl: Literal["auto", "local", "transformer_engine"]
+    # experts in place of the MLP, from layer `moe_first_dense_layers` on; None: dense everywhere
+    num_moe_experts: int | None = None
+    moe_router_topk: int = 2
+    moe_ffn_hidden_size: int | None = None
+    moe_shared_expert_intermediate_size: int | None = None
+    moe_first_dense_layers: int = 0
+    # multi-head latent attention; q_lora_rank None: one full query projection
+    multi_latent_attention: bool = False
+    q_lora_rank: int | None = None
+    kv_lora_rank: int = 512
+    qk_head_dim: int = 128
+    qk_pos_emb_head_dim: int = 64
+    v_head_dim: int = 128
+    mtp_num_layers: int | None = None
     # layout
     tensor_model_parallel_size: int
     pipeline_model_parallel_size: int
     virtual_pipeline_model_parallel_size: int | None
     context_parallel_size: int
     data_parallel_size: int
+    expert_model_parallel_size: int = 1
+    parallel_order: Order = DEFAULT_ORDER
     sequence_parallel: bool
     pipeline_layer_split: tuple[tuple[int, ...], ...]
     # batch and budget
@@ -54,6 +70,7 @@ class TrainConfig(Document):
     # numerics and memory
     precision: Literal["bf16", "fp32"]
     recompute_granularity: Literal["full", "selective"] | None
+    recompute_modules: tuple[RecomputeModule, ...] = ("core_attn",)
     deterministic_mode: bool
     seed: int
     # optimizer and schedule
@@ -89,12 +106,24 @@ class TrainConfig(Document):
     model_flops_per_step: float
     peak_flops_per_gpu: float | None
 
+    @property
+    def expert_tensor_parallel_size(self) -> int:
+        """How far one expert is split: not at all with expert parallelism, else over tp.
+
+        Whole experts keep their matrices large, which is why published recipes set it to 1; the
+        planner's cost model assumes the same (`hpctrain/plan/cost/case.py`).
+        """
+        spread = self.expert_model_parallel_size > 1
+        return 1 if spread else self.tensor_model_parallel_size
+
 
 def train_config(spec: RunSpec, plan: Plan, peak_flops_per_gpu: float | None) -> TrainConfig:
     """The trainer's view of a plan: spec values where the plan did not decide, plan values else."""
     return TrainConfig(
         run_name=spec.name,
         **_model_fields(spec, plan),
+        **_expert_fields(spec),
+        **_latent_fields(spec),
         **_layout_fields(spec, plan),
         **_training_fields(spec, plan),
         **_io_fields(spec),
@@ -124,6 +153,34 @@ def _model_fields(spec: RunSpec, plan: Plan) -> dict[str, object]:
         add_bias_linear=model.bias,
         dropout=model.dropout,
         transformer_impl=spec.engine.implementation,
+        mtp_num_layers=model.mtp_layers or None,
+    )
+
+
+def _expert_fields(spec: RunSpec) -> dict[str, object]:
+    moe = spec.model.moe
+    if moe is None:
+        return {}
+    return dict(
+        num_moe_experts=moe.experts,
+        moe_router_topk=moe.top_k,
+        moe_ffn_hidden_size=moe.ffn,
+        moe_shared_expert_intermediate_size=moe.shared_ffn or None,
+        moe_first_dense_layers=moe.dense_layers,
+    )
+
+
+def _latent_fields(spec: RunSpec) -> dict[str, object]:
+    mla = spec.model.mla
+    if mla is None:
+        return {}
+    return dict(
+        multi_latent_attention=True,
+        q_lora_rank=mla.q_rank,
+        kv_lora_rank=mla.kv_rank,
+        qk_head_dim=mla.nope_dim,
+        qk_pos_emb_head_dim=mla.rope_dim,
+        v_head_dim=mla.value_dim,
     )
 
 
@@ -134,7 +191,9 @@ def _layout_fields(spec: RunSpec, plan: Plan) -> dict[str, object]:
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         context_parallel_size=layout.cp,
+        parallel_order=layout.order,
         data_parallel_size=layout.dp,
+        expert_model_parallel_size=layout.ep,
         sequence_parallel=layout.sequence_parallel,
         pipeline_layer_split=tuple(stage.chunk_layers for stage in plan.stages),
     )
@@ -148,6 +207,7 @@ def _training_fields(spec: RunSpec, plan: Plan) -> dict[str, object]:
         train_steps=plan.batch.train_steps,
         precision=plan.precision,
         recompute_granularity=None if plan.recompute == "none" else plan.recompute,
+        recompute_modules=spec.recompute_modules,
         deterministic_mode=spec.engine.deterministic,
         seed=spec.seed,
         lr=optimizer.lr,

@@ -47,6 +47,7 @@ def install() -> None:
     _generators()
     _streams()
     _rng_trackers()
+    _uneven_exchanges()
 
 
 def _no_compiler() -> None:
@@ -115,6 +116,10 @@ class _NoStream(contextlib.nullcontext[None]):
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__()
 
+    def record_event(self, event: Any = None) -> _NoStream:
+        """Already over; token_dispatcher.py waits for it."""
+        return self
+
     def __getattr__(self, name: str) -> Callable[..., bool]:
         return lambda *args, **keywords: True
 
@@ -124,6 +129,31 @@ def _streams() -> None:
     torch.cuda.Stream = torch.cuda.Event = _NoStream
     for name in ("stream", "current_stream", "default_stream"):
         setattr(torch.cuda, name, _NoStream)
+
+
+def _uneven_exchanges() -> None:
+    """The dispatcher of experts turns split sizes into lists only when they are CUDA tensors
+    (token_dispatcher.py, maybe_move_tensor_to_cpu), and gloo takes nothing but lists.
+    """
+    exchange = torch.distributed.all_to_all_single
+
+    @functools.wraps(exchange)
+    def all_to_all_single(
+        output: Any,
+        given: Any,
+        output_split_sizes: Any = None,
+        input_split_sizes: Any = None,
+        **keywords: Any,
+    ) -> Any:
+        return exchange(
+            output, given, _numbers(output_split_sizes), _numbers(input_split_sizes), **keywords
+        )
+
+    torch.distributed.all_to_all_single = all_to_all_single
+
+
+def _numbers(sizes: Any) -> list[int] | None:
+    return None if sizes is None else [int(size) for size in sizes]
 
 
 def _rng_trackers() -> None:

@@ -77,7 +77,9 @@ def forward_step(
     if parallel_state.get_context_parallel_world_size() > 1:
         parts = {field.name: getattr(batch, field.name) for field in fields(batch)}
         batch = Microbatch(**get_batch_on_this_cp_rank(parts))
-    output = model(batch.tokens, batch.positions, None, labels=batch.labels)
+    output = model(
+        batch.tokens, batch.positions, None, labels=batch.labels, loss_mask=batch.loss_mask
+    )
     return output, _Loss(batch.loss_mask)
 
 

@@ -26,6 +26,7 @@ def install() -> None:
         _norm_with_sequence_parallel()
         _step_while_loading()
         _step_of_its_own()
+        _router_product()
 
 
 def _bucket_padding() -> None:
@@ -76,6 +77,17 @@ def _norm_with_sequence_parallel() -> None:
         return norm
 
     WrappedTorchNorm.__new__ = new
+
+
+def _router_product() -> None:
+    """Let the router of experts multiply with torch where TransformerEngine is missing.
+
+    moe_utils.py asks `te_general_gemm is not None`, a name that is only bound by its import.
+    """
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
 
 
 def _step_while_loading() -> None:

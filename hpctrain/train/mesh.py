@@ -54,10 +54,7 @@ def open_mesh(config: TrainConfig, launch: Launch) -> Mesh:
         timeout=timeout,
     )
     parallel_state.initialize_model_parallel(
-        config.tensor_model_parallel_size,
-        config.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
-        context_parallel_size=config.context_parallel_size,
+        **parallel_sizes(config),
         distributed_timeout_minutes=max(1, round(config.distributed_timeout_seconds / 60)),
     )
     seed_everything(config.seed)
@@ -70,6 +67,19 @@ def open_mesh(config: TrainConfig, launch: Launch) -> Mesh:
         pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
         first_stage=parallel_state.is_pipeline_first_stage(),
         last_stage=parallel_state.is_pipeline_last_stage(),
+    )
+
+
+def parallel_sizes(config: TrainConfig) -> dict[str, Any]:
+    """The axes of the mesh and their order, as `initialize_model_parallel` takes them."""
+    return dict(
+        tensor_model_parallel_size=config.tensor_model_parallel_size,
+        pipeline_model_parallel_size=config.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
+        context_parallel_size=config.context_parallel_size,
+        expert_model_parallel_size=config.expert_model_parallel_size,
+        expert_tensor_parallel_size=config.expert_tensor_parallel_size,
+        order=config.parallel_order,
     )
 
 

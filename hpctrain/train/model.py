@@ -20,11 +20,17 @@ from megatron.core.distributed import (
 )
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_decoder_layer_specs,
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
+    get_gpt_mtp_block_spec,
 )
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import (
+    MLATransformerConfig,
+    TransformerConfig,
+)
 
 from hpctrain.engines.megatron import TrainConfig
 from hpctrain.train import cpu
@@ -32,6 +38,10 @@ from hpctrain.train.mesh import Mesh
 
 # Elements per gradient bucket; None leaves the choice to megatron-core (40 million and more).
 BUCKET_ELEMENTS: int | None = None
+
+# Weight of the loss that spreads tokens over experts (Fedus et al. 2021, arXiv 2101.03961, section
+# 2.2: alpha = 10^-2; transformer_config.py, moe_aux_loss_coeff, recommends the same).
+BALANCE_LOSS_WEIGHT = 1e-2
 
 _ACTIVATIONS = {"gelu": functional.gelu, "swiglu": functional.silu, "squared_relu": squared_relu}
 
@@ -48,9 +58,7 @@ class Model:
 def build_model(config: TrainConfig, mesh: Mesh, *, initialize: bool) -> Model:
     """Build all chunks of this rank; `initialize` False leaves weights unset for a checkpoint."""
     settings = transformer_settings(config, initialize=initialize)
-    chunks = config.virtual_pipeline_model_parallel_size
-    stages = range(chunks) if chunks else (None,)
-    bare = [_gpt(config, settings, stage).to(mesh.device) for stage in stages]
+    bare = [chunk.to(mesh.device) for chunk in build_chunks(config, settings)]
     half = [Float16Module(settings, chunk) for chunk in bare] if settings.bf16 else bare
     wrapped = [
         DistributedDataParallel(settings, ddp_settings(config), chunk, disable_bucketing=index > 0)
@@ -62,6 +70,16 @@ def build_model(config: TrainConfig, mesh: Mesh, *, initialize: bool) -> Model:
     return Model(settings, wrapped, bare)
 
 
+def build_chunks(config: TrainConfig, settings: TransformerConfig) -> list[Any]:
+    """The GPTModels of this rank, in the order of its virtual stages, on the default device.
+
+    Reads the pipeline rank from megatron-core's parallel state, which must be initialised.
+    """
+    chunks = config.virtual_pipeline_model_parallel_size
+    stages = range(chunks) if chunks else (None,)
+    return [_gpt(config, settings, stage) for stage in stages]
+
+
 def uses_transformer_engine(config: TrainConfig) -> bool:
     """TransformerEngine where it is asked for, or installed on a machine with GPUs."""
     if config.transformer_impl == "auto":
@@ -69,15 +87,20 @@ def uses_transformer_engine(config: TrainConfig) -> bool:
     return config.transformer_impl == "transformer_engine"
 
 
-def transformer_settings(config: TrainConfig, *, initialize: bool = True) -> TransformerConfig:
+def transformer_settings(
+    config: TrainConfig, *, initialize: bool = True, compiled: bool | None = None
+) -> TransformerConfig:
     """megatron-core's model configuration.
+
+    `compiled`: with megatron-core's fusions, which torch compiles; default: on GPUs.
 
     Weights are initialised on the CPU, which makes them independent of the tensor-parallel size
     (tensor_parallel/layers.py, _initialize_affine_weight_cpu: each rank cuts its part out of the
     whole matrix).
     """
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
-    return TransformerConfig(
+    kind = MLATransformerConfig if config.multi_latent_attention else TransformerConfig
+    return kind(
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
         ffn_hidden_size=config.ffn_hidden_size,
@@ -101,7 +124,57 @@ def transformer_settings(config: TrainConfig, *, initialize: bool = True) -> Tra
         **({} if initialize else _unset_weights()),
         **_parallel_settings(config),
         **_recompute_settings(config),
-        **_fusion_settings(config),
+        **_fusion_settings(config, not cpu.needed() if compiled is None else compiled),
+        **_expert_settings(config),
+        **_latent_settings(config),
+    )
+
+
+def _expert_settings(config: TrainConfig) -> dict[str, Any]:
+    """Mixture of experts: dropless routing over an all-to-all, prediction layers behind it.
+
+    Experts run one after the other without TransformerEngine and as one grouped product with it.
+    megatron-core refuses top-1 routing unless the softmax comes first.
+    """
+    predicted = dict(mtp_num_layers=config.mtp_num_layers)
+    if config.num_moe_experts is None:
+        return predicted
+    dense = config.moe_first_dense_layers
+    return predicted | dict(
+        num_moe_experts=config.num_moe_experts,
+        moe_layer_freq=[0] * dense + [1] * (config.num_layers - dense),
+        moe_ffn_hidden_size=config.moe_ffn_hidden_size,
+        moe_shared_expert_intermediate_size=config.moe_shared_expert_intermediate_size,
+        moe_router_topk=config.moe_router_topk,
+        moe_router_pre_softmax=config.moe_router_topk == 1,
+        moe_router_dtype="fp32",
+        moe_router_load_balancing_type="aux_loss",
+        moe_aux_loss_coeff=BALANCE_LOSS_WEIGHT,
+        moe_token_dispatcher_type="alltoall",
+        moe_grouped_gemm=uses_transformer_engine(config),
+        expert_model_parallel_size=config.expert_model_parallel_size,
+        expert_tensor_parallel_size=config.expert_tensor_parallel_size,
+    )
+
+
+def _latent_settings(config: TrainConfig) -> dict[str, Any]:
+    """Multi-head latent attention with norms behind both ranks and plain rotary positions.
+
+    The norms: DeepSeek-V2, arXiv 2405.04434, section 3.1.2 ("additional RMS Norm layers after
+    the compressed latent vectors").
+    """
+    if not config.multi_latent_attention:
+        return {}
+    return dict(
+        multi_latent_attention=True,
+        q_lora_rank=config.q_lora_rank,
+        kv_lora_rank=config.kv_lora_rank,
+        qk_head_dim=config.qk_head_dim,
+        qk_pos_emb_head_dim=config.qk_pos_emb_head_dim,
+        v_head_dim=config.v_head_dim,
+        qk_layernorm=True,
+        rope_type="rope",
+        rotary_base=config.rotary_base,
     )
 
 
@@ -141,40 +214,47 @@ def _parallel_settings(config: TrainConfig) -> dict[str, Any]:
         virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
         context_parallel_size=config.context_parallel_size,
         sequence_parallel=config.sequence_parallel,
-        pipeline_model_parallel_layout=stage_layout(config.pipeline_layer_split),
+        pipeline_model_parallel_layout=stage_layout(
+            config.pipeline_layer_split, config.mtp_num_layers or 0
+        ),
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
     )
 
 
-def stage_layout(split: tuple[tuple[int, ...], ...]) -> list[list[str]] | None:
+def stage_layout(
+    split: tuple[tuple[int, ...], ...], prediction_layers: int = 0
+) -> list[list[str]] | None:
     """megatron-core's list of stages for an uneven split, None for an even one.
 
-    Order as in pipeline_parallel_layer_layout.py: first chunks of all stages, then second ones.
+    `split` does not count the prediction layers (multi-token prediction), which come before the
+    loss in the last chunk: where megatron-core puts them for an even split. Order as in
+    pipeline_parallel_layer_layout.py: first chunks of all stages, then second ones.
     """
     if len({layers for stage in split for layers in stage}) == 1:
         return None
     chunks = len(split[0])
     layout = [["decoder"] * stage[chunk] for chunk in range(chunks) for stage in split]
     layout[0].insert(0, "embedding")
-    layout[-1].append("loss")
+    layout[-1] += ["mtp"] * prediction_layers + ["loss"]
     return layout
 
 
 def _recompute_settings(config: TrainConfig) -> dict[str, Any]:
-    """Korthikanti et al. 2022 (arXiv:2205.05198): selective recomputes the core attention."""
+    """Korthikanti et al. 2022 (arXiv:2205.05198): selective recomputes named parts of a layer."""
     if config.recompute_granularity == "full":
         return dict(
             recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
         )
     if config.recompute_granularity == "selective":
-        return dict(recompute_granularity="selective", recompute_modules=["core_attn"])
+        return dict(
+            recompute_granularity="selective", recompute_modules=list(config.recompute_modules)
+        )
     return {}
 
 
-def _fusion_settings(config: TrainConfig) -> dict[str, Any]:
+def _fusion_settings(config: TrainConfig, compiled: bool) -> dict[str, Any]:
     """Fused kernels: compiled ones on GPUs only, hand-written ones with TransformerEngine only."""
-    compiled = not cpu.needed()
     fused = uses_transformer_engine(config)
     biased_gelu = config.activation == "gelu" and config.add_bias_linear
     return dict(
@@ -205,9 +285,10 @@ def _aligned_gather(config: TrainConfig) -> bool:
 
 
 def _gpt(config: TrainConfig, settings: TransformerConfig, stage: int | None) -> Any:
+    layers = _layer_spec(config, settings, stage)
     return GPTModel(
         settings,
-        _layer_spec(config),
+        layers,
         vocab_size=config.padded_vocab_size,
         max_sequence_length=config.seq_length,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
@@ -215,14 +296,36 @@ def _gpt(config: TrainConfig, settings: TransformerConfig, stage: int | None) ->
         share_embeddings_and_output_weights=config.share_embeddings_and_output_weights,
         position_embedding_type=config.position_embedding_type,
         rotary_base=config.rotary_base,
+        mtp_block_spec=_prediction_spec(config, settings, stage),
         vp_stage=stage,
     )
 
 
-def _layer_spec(config: TrainConfig) -> Any:
-    if uses_transformer_engine(config):
-        return get_gpt_layer_with_transformer_engine_spec()
-    return get_gpt_layer_local_spec(normalization=config.normalization)
+def _layer_spec(config: TrainConfig, settings: TransformerConfig, stage: int | None) -> Any:
+    """One spec for all layers of a dense model, one per layer where layers differ."""
+    engine = uses_transformer_engine(config)
+    if config.num_moe_experts is not None:
+        return get_gpt_decoder_block_spec(
+            settings, engine, normalization=config.normalization, vp_stage=stage
+        )
+    kinds = dict(
+        multi_latent_attention=config.multi_latent_attention, qk_layernorm=settings.qk_layernorm
+    )
+    if engine:
+        return get_gpt_layer_with_transformer_engine_spec(**kinds)
+    return get_gpt_layer_local_spec(normalization=config.normalization, **kinds)
+
+
+def _prediction_spec(config: TrainConfig, settings: TransformerConfig, stage: int | None) -> Any:
+    """Prediction layers are made like the model's last layer; None where this chunk has none.
+
+    Not from the chunk's own last layer, as Megatron-LM does: a last chunk may have no layers.
+    """
+    if config.mtp_num_layers is None:
+        return None
+    engine = uses_transformer_engine(config)
+    layers = get_gpt_decoder_layer_specs(settings, engine, normalization=config.normalization)
+    return get_gpt_mtp_block_spec(settings, layers[-1], engine, vp_stage=stage)
 
 
 def _connect(settings: TransformerConfig, config: TrainConfig, wrapped: list[Any]) -> None:

@@ -22,6 +22,13 @@ from hpctrain.store.datasets import DatasetSidecar, bin_path, idx_path, sidecar_
 from hpctrain.store.epochs import current_epoch
 from hpctrain.train.job import Job
 
+# multi_latent_attention.py gives core attention two head sizes, which dot_product_attention.py
+# does not take
+LATENT_NEEDS_ENGINE = Problem(
+    "multi-head latent attention needs TransformerEngine: megatron-core's own layers cannot",
+    hint="leave `engine.implementation` at auto, and install TransformerEngine",
+)
+
 
 def check(job: Job) -> None:
     """Raise InvalidInputError with everything that is wrong."""
@@ -31,6 +38,8 @@ def check(job: Job) -> None:
         *_split_problems(config),
         *_schedule_problems(config),
         *_implementation_problems(config),
+        *_expert_problems(config),
+        *_prediction_problems(config),
         *_data_problems(config),
         *_resume_problems(job),
     ]
@@ -110,12 +119,42 @@ def _implementation_problems(config: TrainConfig) -> Iterator[Problem]:
             "transformer_impl is transformer_engine, but that is not installed",
             hint="use `auto` or install TransformerEngine",
         )
+    if config.multi_latent_attention and (not has_te or config.transformer_impl == "local"):
+        yield LATENT_NEEDS_ENGINE
     if config.context_parallel_size > 1 and (not has_te or config.transformer_impl == "local"):
         # dot_product_attention.py asserts context_parallel_size == 1
         yield Problem(
             "context_parallel_size above 1 needs TransformerEngine: megatron-core's "
             "local attention does not support it"
         )
+
+
+def _prediction_problems(config: TrainConfig) -> Iterator[Problem]:
+    learned = config.position_embedding_type == "learned_absolute"
+    if config.mtp_num_layers and learned and config.pipeline_model_parallel_size > 1:
+        # their copy is not in the group that sums gradients (parallel_state.py,
+        # default_position_embedding_ranks: the first stage alone)
+        yield Problem("prediction layers behind a pipeline need rotary positions")
+
+
+def _expert_problems(config: TrainConfig) -> Iterator[Problem]:
+    ep, experts = config.expert_model_parallel_size, config.num_moe_experts
+    ranks = config.tensor_model_parallel_size * config.context_parallel_size
+    ranks *= config.data_parallel_size
+    if ranks % ep:
+        yield Problem(f"expert_model_parallel_size {ep} does not divide tp x cp x dp = {ranks}")
+    if experts is None:
+        if ep > 1:
+            yield Problem("expert_model_parallel_size above 1 needs num_moe_experts")
+        return
+    if experts % ep:
+        yield Problem(f"num_moe_experts {experts} is not divisible by ep {ep}")
+    if config.add_bias_linear and config.expert_tensor_parallel_size > 1:
+        # transformer_config.py: "Bias in Moe is only supported when ETP==1"
+        yield Problem("experts with biases cannot be split over tp: use ep, or no biases")
+    if config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
+        # moe_layer.py refuses tensor without sequence parallelism while training
+        yield Problem("experts with tp need sequence_parallel")
 
 
 def _data_problems(config: TrainConfig) -> Iterator[Problem]:

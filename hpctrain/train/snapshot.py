@@ -58,16 +58,19 @@ class Snapshot:
             "consumed_samples": position.consumed_samples,
             "sample_order": sample_order(self.config),
             "layout": layout_of(self.config),
+            "expert_parallel": self.config.expert_model_parallel_size,
         }
         return state
 
     def restore(self, directory: Path) -> tuple[Position, str | None]:
         """Load everything from `directory`; a remark if the random state could not be kept.
 
-        Raises InvalidInputError when the checkpoint belongs to another sample order.
+        Raises InvalidInputError when the checkpoint belongs to another sample order, or has
+        another kind of optimizer state.
         """
         about = load_common_state_dict(str(directory))[_RUN_KEY]
         check_sample_order(self.config, about["sample_order"], directory)
+        check_expert_spread(self.config, about.get("expert_parallel", 1), directory)
         same_place = about["layout"][:2] == layout_of(self.config)[:2]
         state = self._sharded_parts(is_loading=True)
         if same_place:
@@ -146,6 +149,19 @@ def check_sample_order(config: TrainConfig, saved: dict[str, Any], directory: Pa
     ]
     if problems:
         raise InvalidInputError(problems)
+
+
+def check_expert_spread(config: TrainConfig, saved: int, directory: Path) -> None:
+    """Raise InvalidInputError where experts had an optimizer of their own and now have not.
+
+    megatron-core gives them one with expert parallelism only (optimizer/__init__.py), and
+    ChainedOptimizer.load_state_dict takes as many states as there are optimizers.
+    """
+    now = config.expert_model_parallel_size
+    if (saved > 1) != (now > 1):
+        message = f"expert_model_parallel_size was {saved} and is now {now}"
+        hint = "optimizer state cannot move between 1 and more than 1"
+        raise InvalidInputError([Problem(message, str(directory), hint=hint)])
 
 
 def _load_strategy(directory: Path) -> Any:

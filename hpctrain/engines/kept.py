@@ -1,0 +1,73 @@
+"""What one microbatch leaves behind for its backward pass, as the plan's formulas say.
+
+The other half of `hpctrain/train/kept.py`, which measures it on megatron-core. Belongs here: the
+formulas of `hpctrain.plan.cost.memory` put together for that measurement. Does not belong here:
+formulas of its own, or how many microbatches are in flight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hpctrain.plan.cost.case import Case, Mesh
+from hpctrain.plan.cost.composition import Blocks
+from hpctrain.plan.cost.from_spec import (
+    ELEMENT_BYTES,
+    NO_MACHINE,
+    PLAIN,
+    shape_of,
+    uses_flash_attention,
+)
+from hpctrain.plan.cost.memory import kept_bytes, logit_bytes, outside_bytes
+from hpctrain.plan.documents import RECOMPUTES, Plan
+from hpctrain.spec.run import RunSpec
+
+
+def planned_kept_bytes(spec: RunSpec, plan: Plan) -> tuple[int, ...]:
+    """Bytes that one microbatch of a dense model keeps on each stage, by `cost.memory`.
+
+    One forward pass through all chunks of a stage: without the allocator's slack, without the
+    layer that is being recomputed, with one dropout mask behind the embedding and the logits.
+    """
+    case = _case_of(spec, plan)
+    outside = float(outside_bytes(case))
+    ends = (outside / case.mesh.element_bytes if spec.model.dropout else 0.0, 2 * outside)
+    logits = float(logit_bytes(case))
+    return tuple(
+        round(
+            float(kept_bytes(case, _dense(sum(stage.chunk_layers))))
+            + stage.embedding * ends[0]
+            + stage.loss * (ends[1] + logits)
+        )
+        for stage in plan.stages
+    )
+
+
+def _dense(layers: int) -> Blocks:
+    return Blocks(layers=layers, attention=layers, mlp=layers, moe=0, mamba=0)
+
+
+def _case_of(spec: RunSpec, plan: Plan) -> Case:
+    """The plan as the formulas see it, with attention and rotation as megatron-core computes it."""
+    layout, batch = plan.layout, plan.batch
+    layers = [sum(stage.chunk_layers) for stage in plan.stages]
+    mesh = Mesh(
+        tp=layout.tp,
+        pp=layout.pp,
+        vpp=layout.vpp,
+        cp=layout.cp,
+        ep=layout.ep,
+        dp=layout.dp,
+        micro_batch=batch.micro_batch,
+        accumulation=batch.accumulation,
+        sequence_parallel=int(layout.sequence_parallel),
+        zero=plan.zero,
+        recompute=RECOMPUTES.index(plan.recompute),
+        layers_first=layers[0],
+        layers_middle=layers[len(layers) // 2],
+        layers_last=layers[-1],
+        element_bytes=ELEMENT_BYTES[plan.precision],
+    )
+    software = replace(PLAIN, flash=int(uses_flash_attention(spec)), turned_copy=1)
+    shape = replace(shape_of(spec.model), vocab=plan.padded_vocab)
+    return Case(shape, mesh, NO_MACHINE, software)
