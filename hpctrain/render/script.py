@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.errors import InvalidInputError, Problem
-from hpctrain.plan.documents import Plan
+from hpctrain.plan.documents import DEFAULT_ORDER, Plan
 from hpctrain.render.quoting import directive_value, sh
+from hpctrain.render.topology import topology_options
 from hpctrain.spec.profile import ClusterProfile, PartitionProfile
 from hpctrain.spec.run import RunSpec
 from hpctrain.units import Duration
@@ -89,8 +90,7 @@ def build_script(spec: RunSpec, profile: ClusterProfile, plan: Plan, facts: Scri
         spec_digest=facts.spec_digest[:12],
         profile_name=profile.name,
         profile_digest=facts.profile_digest[:12],
-        layout=f"{plan.layout} · micro-batch {plan.batch.micro_batch} x "
-        f"{plan.batch.accumulation} accumulation",
+        layout=_layout(plan),
         directives=_directives(spec, profile, plan, partition, facts.run_id),
         modules=_modules(profile),
         variables=_variables(spec, profile),
@@ -100,6 +100,18 @@ def build_script(spec: RunSpec, profile: ClusterProfile, plan: Plan, facts: Scri
         container_mounts=_container_mounts(profile),
         trainer=_trainer(profile, python),
     )
+
+
+def _layout(plan: Plan) -> str:
+    """Sizes of the axes, the batch, and the mapping where it is not the usual one."""
+    batch = f"micro-batch {plan.batch.micro_batch} x {plan.batch.accumulation} accumulation"
+    parts = [str(plan.layout), batch]
+    if plan.layout.order != DEFAULT_ORDER:
+        parts.append(f"order {plan.layout.order}")
+    if sum(nodes > 0 for nodes in plan.nodes.island_nodes) > 1:
+        islands = " + ".join(map(str, plan.nodes.island_nodes))
+        parts.append(f"nodes of islands {islands}")
+    return " · ".join(parts)
 
 
 def render_script(script: Script, template_directory: Path | None = None) -> str:
@@ -169,7 +181,7 @@ def _directives(
         "partition": partition.name,
         "qos": spec.resources.qos or profile.slurm.qos,
         "reservation": spec.resources.reservation,
-        "constraint": profile.slurm.constraint,
+        **topology_options(profile, plan),
         "nodes": str(plan.nodes.nodes),
         "ntasks-per-node": str(plan.nodes.gpus_per_node),
         "cpus-per-task": str(_cpus_per_task(spec, profile)),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from hpctrain.sandbox.paths import SandboxPaths
 from hpctrain.sandbox.ports import Ports
-from hpctrain.sandbox.shape import PartitionShape, SandboxShape, SwitchShape, bracket
+from hpctrain.sandbox.shape import FeatureShape, PartitionShape, SandboxShape, SwitchShape, bracket
 
 # From here on many slurmds share one machine so tightly that 5 s is too short for an answer.
 _CROWDED_NODES = 65
@@ -184,16 +184,28 @@ def _accounting(shape: SandboxShape, site: Site) -> str:
     return "# No accounting: sacct answers with an error."
 
 
+_NODES_HEAD = """\
+GresTypes=gpu
+# One line for all that are alike: every slurmd parses it, and 256 lines make the start three times
+# slower."""
+
+
 def _nodes(shape: SandboxShape, ports: Ports) -> str:
     gres = ""
     if shape.gpus_per_node:
         gres = f" Gres=gpu:{shape.gpu_type}:{shape.gpus_per_node}"
-    return f"""\
-GresTypes=gpu
-# One line for all nodes: every slurmd parses it, and 256 lines make the start three times slower.
-NodeName={shape.node_range} NodeHostname=localhost NodeAddr=127.0.0.1 \
-Port={bracket(ports.first_node, shape.nodes)} CPUs={shape.cpus_per_node} \
-RealMemory={shape.memory_mib}{gres} State=UNKNOWN"""
+    groups = shape.features or (FeatureShape("", shape.nodes),)
+    lines, first = [], 0
+    for group in groups:
+        names = shape.node_prefix + bracket(first, group.nodes)
+        feature = f" Features={group.name}" if group.name else ""
+        lines.append(
+            f"NodeName={names} NodeHostname=localhost NodeAddr=127.0.0.1 "
+            f"Port={bracket(ports.first_node + first, group.nodes)} CPUs={shape.cpus_per_node} "
+            f"RealMemory={shape.memory_mib}{gres}{feature} State=UNKNOWN"
+        )
+        first += group.nodes
+    return "\n".join((_NODES_HEAD, *lines))
 
 
 def _partition(partition: PartitionShape, shape: SandboxShape) -> str:

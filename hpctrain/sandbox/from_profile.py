@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from typing import Literal
 
-from hpctrain.sandbox.shape import PartitionShape, SandboxShape, SwitchShape
+from hpctrain.sandbox.shape import FeatureShape, PartitionShape, SandboxShape, SwitchShape
 from hpctrain.spec.profile import ClusterProfile, PartitionProfile
 
 
 def shape_from_profile(profile: ClusterProfile) -> SandboxShape:
-    """The profile's nodes, partitions and switches. Raises UsageError for more than 1024 nodes."""
+    """The profile's nodes, islands, partitions and switches.
+
+    Raises UsageError for more than 1024 nodes.
+    """
     partitions = profile.slurm.partitions
     preemption = any(partition.preemption.mode != "off" for partition in partitions)
     return SandboxShape(
@@ -29,6 +32,7 @@ def shape_from_profile(profile: ClusterProfile) -> SandboxShape:
         kill_wait_seconds=round(float(profile.slurm.kill_wait)),
         requeue=profile.continuation == "requeue",
         node_prefix=profile.nodes.prefix,
+        features=_features(profile),
     )
 
 
@@ -46,6 +50,15 @@ def _partition(partition: PartitionProfile) -> PartitionShape:
         grace_seconds=round(float(partition.preemption.grace)),
         max_walltime_seconds=None if limit is None else round(float(limit)),
         default=partition.default,
+    )
+
+
+def _features(profile: ClusterProfile) -> tuple[FeatureShape, ...]:
+    """Those of the islands, which scripts ask for; islands have all of them a feature, or none."""
+    return tuple(
+        FeatureShape(island.feature, island.nodes)
+        for island in profile.network.islands
+        if island.feature is not None
     )
 
 

@@ -40,11 +40,20 @@ class SwitchShape:
 
 
 @dataclass(frozen=True)
+class FeatureShape:
+    """So many consecutive nodes with one Slurm feature."""
+
+    name: str
+    nodes: int
+
+
+@dataclass(frozen=True)
 class SandboxShape:
     """A whole sandbox; all nodes are alike. CPUs and memory may exceed those of this machine.
 
     `user_signal_on_preempt` makes a preemption send the job's own `--signal` at the start of the
-    grace period. Raises UsageError when the parts do not fit together.
+    grace period. `features` are of all nodes, in their order. Raises UsageError when the
+    parts do not fit together.
     """
 
     nodes: int
@@ -61,6 +70,7 @@ class SandboxShape:
     requeue: bool = True
     accounting: Literal["none", "filetxt"] = "none"
     node_prefix: str = "n"
+    features: tuple[FeatureShape, ...] = ()
 
     def __post_init__(self) -> None:
         _check_numbers(self)
@@ -112,6 +122,8 @@ def _check_numbers(shape: SandboxShape) -> None:
         raise UsageError(f"a sandbox has 1 to {MAX_NODES} nodes, not {shape.nodes}")
     if shape.gpus_per_node < 0 or shape.cpus_per_node < 1 or shape.memory_mib < 1:
         raise UsageError("a node of a sandbox needs a CPU, memory, and no negative number of GPUs")
+    if shape.features and sum(feature.nodes for feature in shape.features) != shape.nodes:
+        raise UsageError("the features of a sandbox must be those of all its nodes")
     if shape.preempt_type == "none" and shape.user_signal_on_preempt:
         raise UsageError("a sandbox without preemption cannot signal it")
 

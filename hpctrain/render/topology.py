@@ -1,0 +1,86 @@
+"""What the script asks Slurm for so that the job gets the nodes that the plan has in mind.
+
+Rank order needs no option: Slurm numbers the ranks of `--distribution=block` along the nodes in
+the order of their names, whatever slurm.conf and topology.conf say (22.05.8, tests/slurm/
+test_rank_order.py), or along leaves and blocks where a site sets TopologyParam=SwitchAsNodeRank
+(23.02) or BlockAsNodeRank. A host file (`--distribution=arbitrary`) would say the same once more.
+Belongs here: features, leaves, blocks. Does not belong here: all other options (`script`).
+"""
+
+from __future__ import annotations
+
+from hpctrain.plan.documents import Plan
+from hpctrain.plan.islands import eligible_islands
+from hpctrain.spec.profile import ClusterProfile
+from hpctrain.units import Duration
+
+# slurm.conf(5), SchedulerParameters: max_switch_wait is 300 s unless the site raises it.
+_SWITCH_WAIT = Duration(300)
+
+
+def topology_options(profile: ClusterProfile, plan: Plan) -> dict[str, str | None]:
+    """`--constraint`, `--switches` and `--segment`, None where the job does not need one."""
+    names = (profile.slurm.constraint, island_constraint(profile, plan))
+    return {
+        "constraint": "&".join(name for name in names if name) or None,
+        "switches": switch_request(profile, plan),
+        "segment": segment_request(profile, plan),
+    }
+
+
+def island_constraint(profile: ClusterProfile, plan: Plan) -> str | None:
+    """The features of the islands: `[a|b]` for all nodes on either, `[a*4&b*4]` for some of each.
+
+    sbatch(1), --constraint: Matching OR, and Multiple Counts. None when the islands have no
+    features, or when it makes no difference: all nodes of the cluster, or any single one.
+    """
+    islands, shares = profile.network.islands, plan.nodes.island_nodes
+    features = [island.feature or "" for island in islands]
+    if not any(shares) or not all(features) or plan.nodes.nodes == profile.nodes.count:
+        return None
+    if sum(nodes > 0 for nodes in shares) == 1:
+        alone = [features[i] for i in sorted(eligible_islands(plan.nodes.nodes, profile))]
+        if plan.nodes.nodes == 1 and len(alone) == len(features):
+            return None
+        return alone[0] if len(alone) == 1 else f"[{'|'.join(alone)}]"
+    counted = [f"{name}*{nodes}" for name, nodes in zip(features, shares, strict=True) if nodes]
+    return f"[{'&'.join(counted)}]"
+
+
+def switch_request(profile: ClusterProfile, plan: Plan) -> str | None:
+    """The fewest leaves that can hold the job, and how long to wait for them.
+
+    sbatch(1), --switches: the job is pending until so many leaves do, or until the time is over.
+    None where any choice of nodes has so few leaves.
+    """
+    switches, leaf = profile.network.switches, profile.network.switches.nodes_per_leaf
+    if switches.plugin != "tree" or not switches.request or leaf is None or plan.nodes.nodes == 1:
+        return None
+    parts = [nodes for nodes in plan.nodes.island_nodes if nodes] or [plan.nodes.nodes]
+    leaves = sum(-(-nodes // leaf) for nodes in parts)
+    if leaves >= -(-profile.nodes.count // leaf):
+        return None
+    return f"{leaves}@{(switches.wait or _SWITCH_WAIT).slurm()}"
+
+
+def segment_request(profile: ClusterProfile, plan: Plan) -> str | None:
+    """Nodes that must share a block: the most that divide the job and keep its groups whole.
+
+    sbatch(1), --segment (24.05): the number of nodes must be a multiple of it, a block at least
+    as large. A job that fits into one block gets one without it, and only axes that rely on NVLink
+    between nodes need more (src/plugins/topology/block/eval_nodes_block.c). None otherwise.
+    """
+    switches, leaf = profile.network.switches, profile.network.switches.nodes_per_leaf
+    nodes = plan.nodes.nodes
+    if switches.plugin != "block" or not switches.request or leaf is None or nodes <= leaf:
+        return None
+    spans = [
+        placement.stride * placement.size // plan.nodes.gpus_per_node
+        for placement in plan.placements
+        if placement.span == "inside an NVLink domain"
+    ]
+    widest = max(spans, default=1)
+    if widest <= 1:
+        return None
+    sizes = [size for size in range(widest, leaf + 1, widest) if nodes % size == 0]
+    return str(sizes[-1]) if sizes else None
