@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, ClassVar, Self
 
 # A comma separates groups of three digits only: `1,5TB` is a mistake and not fifteen.
-_NUMBER_AND_SUFFIX = re.compile(
-    r"\s*([0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?|[0-9][0-9_]*(?:\.[0-9]+)?)\s*([A-Za-z/]*)\s*"
-)
+_NUMBER = r"\s*([0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?|[0-9][0-9_]*(?:\.[0-9]+)?)\s*"
+_NUMBER_AND_SUFFIX = re.compile(_NUMBER + r"([A-Za-z/]*)\s*")
 
 
 def _digits(number: float) -> str:
@@ -162,6 +162,32 @@ class Duration(_Quantity):
         return (
             self.slurm() if seconds == float(self) and seconds >= 60 else f"{_digits(float(self))}s"
         )
+
+
+@dataclass(frozen=True)
+class Money:
+    """An amount and its currency (ISO 4217 code): `200000usd`, `1.5M EUR`, `200,000 USD`."""
+
+    amount: float
+    currency: str
+
+    _FORM: ClassVar[re.Pattern[str]] = re.compile(_NUMBER + r"([kM]?)\s*([A-Za-z]{3})\s*")
+    _EXAMPLES: ClassVar[str] = "an amount with its currency such as `200000usd` or `1.5M EUR`"
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read the written form. Raises ValueError with examples of what is accepted."""
+        match = cls._FORM.fullmatch(text)
+        if match is None:
+            raise ValueError(f"expected {cls._EXAMPLES}, got `{text}`")
+        scale = {"": 1, "k": 1e3, "M": 1e6}[match[2]]
+        amount = float(match[1].replace(",", "").replace("_", "")) * scale
+        if not 0 < amount < 1e300:
+            raise ValueError(f"expected {cls._EXAMPLES}, got `{text}`")
+        return cls(amount, match[3].upper())
+
+    def __str__(self) -> str:
+        return f"{_digits(self.amount)} {self.currency}"
 
 
 def short_bytes(count: float) -> str:

@@ -17,13 +17,12 @@ from pathlib import Path
 from hpctrain.actions.cancel import cancel
 from hpctrain.actions.describe import RunStory, describe
 from hpctrain.actions.logs import job_logs, rank_logs
-from hpctrain.actions.prepare import load_inputs, prepare
+from hpctrain.actions.prepare import load_inputs, load_knowledge, prepare
 from hpctrain.actions.runs import RunFiles, find_run, runs_directory
 from hpctrain.actions.state import RunState
 from hpctrain.actions.status import RunStatus, statuses
 from hpctrain.actions.submit import resubmit, submit
 from hpctrain.errors import RunFailedError
-from hpctrain.plan import planner
 from hpctrain.plan.documents import Plan
 from hpctrain.slurm.client import SlurmClient
 
@@ -88,8 +87,11 @@ class Run:
 
 def make_plan(spec: str | Path, profile: str, overrides: Sequence[str] = ()) -> Plan:
     """Plan a spec on a profile; see `hpctrain plan` for the errors raised."""
+    from hpctrain.plan import planner  # with NumPy, which only planning needs
+
     loaded_spec, loaded_profile = load_inputs(Path(spec), profile, overrides)
-    return planner.make_plan(loaded_spec.document, loaded_profile.document)
+    knowledge = load_knowledge(loaded_profile)
+    return planner.make_plan(loaded_spec.document, loaded_profile.document, knowledge)
 
 
 def submit_run(

@@ -11,17 +11,29 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hpctrain.actions.runs import new_run_id
 from hpctrain.engines.megatron import TrainConfig, train_config
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.plan.documents import Plan
-from hpctrain.plan.planner import make_plan
+from hpctrain.plan.trainable import untrainable_fields
 from hpctrain.render.script import ScriptFacts, build_script, render_script
-from hpctrain.spec.loader import Loaded, find_profile, load_profile, load_run_spec
+from hpctrain.spec.loader import (
+    Loaded,
+    find_profile,
+    load_calibration,
+    load_catalogue,
+    load_profile,
+    load_run_spec,
+)
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import DataSource, DataSpec, RunSpec
 from hpctrain.supervise.documents import SuperviseConfig
+
+if TYPE_CHECKING:
+    from hpctrain.plan.cost.from_spec import Knowledge
+    from hpctrain.spec.catalogue import Gpu
 
 PROFILE_PATH_VARIABLE = "HPCTRAIN_PROFILE_PATH"
 
@@ -65,6 +77,48 @@ def load_inputs(
     return loaded_spec, loaded_profile
 
 
+def load_knowledge(profile: Loaded[ClusterProfile]) -> Knowledge:
+    """The catalogue's GPU for a profile, and the constants of the cost model.
+
+    A profile that leaves `gpu.peak` empty on purpose (`peak: {}`) may have a GPU that nobody
+    knows: then there is none, and time is not predicted. Raises InvalidInputError for any other
+    GPU that is not in the catalogue.
+    """
+    from hpctrain.plan.cost.from_spec import Knowledge
+
+    return Knowledge(gpu=_known_gpu(profile), calibration=load_calibration())
+
+
+def _known_gpu(profile: Loaded[ClusterProfile]) -> Gpu | None:
+    from hpctrain.spec.catalogue import cluster_gpu, match_gpu
+
+    catalogue, given = load_catalogue(profile_search_path()), profile.document.gpu
+    unknown_on_purpose = "peak" in given.model_fields_set and not given.peak
+    nameless = given.model is None and match_gpu(catalogue, given.type, given.memory) is None
+    if unknown_on_purpose and nameless:
+        return None
+    return cluster_gpu(catalogue, profile.document, profile.origin)
+
+
+def refuse_untrainable(spec: Loaded[RunSpec]) -> None:
+    """Raise InvalidInputError for what can be planned but not trained by hpctrain."""
+    problems = []
+    for field, words in untrainable_fields(spec.document):
+        file, _, line = spec.origin.get(field, spec.file).rpartition(":")
+        known = bool(file) and line.isdecimal()
+        hint = "`hpctrain plan` can plan it; to submit, change this field"
+        problems.append(
+            Problem(
+                words,
+                file=file if known else spec.file,
+                line=int(line) if known else None,
+                hint=hint,
+            )
+        )
+    if problems:
+        raise InvalidInputError(problems)
+
+
 def prepare(
     spec: Path,
     profile: str,
@@ -75,9 +129,12 @@ def prepare(
     python: str = sys.executable,
 ) -> Prepared:
     """Plan and render one run. Raises InvalidInputError, DoesNotFitError, LimitError."""
+    from hpctrain.plan.planner import make_plan  # with NumPy, which only planning needs
+
     loaded_spec, loaded_profile = load_inputs(spec, profile, overrides)
     document, site = loaded_spec.document, loaded_profile.document
-    plan = make_plan(document, site)
+    refuse_untrainable(loaded_spec)
+    plan = make_plan(document, site, load_knowledge(loaded_profile))
     run_id = new_run_id(runs, document.name, loaded_spec.digest, loaded_profile.digest)
     facts = ScriptFacts(run_id, loaded_spec.digest, loaded_profile.digest, python)
     peak = site.gpu.peak.get(plan.precision)

@@ -1,4 +1,4 @@
-"""`validate`, `plan`, `profiles`, `schema`: looking at documents and plans, without Slurm."""
+"""`validate`, `profiles`, `schema`: looking at documents, without Slurm."""
 
 from __future__ import annotations
 
@@ -7,13 +7,8 @@ from typing import Literal
 
 import click
 
-from hpctrain.cli.options import (
-    ProfileName,
-    json_option,
-    profile_option,
-    set_option,
-)
-from hpctrain.cli.output import json_out, or_dash, say, table
+from hpctrain.cli.options import ProfileName, json_option
+from hpctrain.cli.output import json_out, or_dash, table
 
 SPEC_ARGUMENT = click.Path(path_type=Path, allow_dash=True)
 
@@ -42,39 +37,6 @@ def validate(files: tuple[Path, ...], kind: str | None) -> None:
     if problems:
         raise InvalidInputError(problems)
     click.echo("\n".join(good))
-
-
-@click.command()
-@click.argument("spec", type=SPEC_ARGUMENT)
-@profile_option
-@set_option
-@json_option
-def plan(spec: Path, profile: str, overrides: tuple[str, ...], as_json: bool) -> None:
-    """Show how a run would be laid out and whether it fits; needs no Slurm and no GPU.
-
-    \b
-    Examples:
-      hpctrain plan --profile a100x64 examples/gpt175b.yaml
-      hpctrain plan --profile a100x64 examples/gpt175b.yaml --set parallel.pp=16 --json
-    """
-    from hpctrain.actions.prepare import load_inputs
-    from hpctrain.cli.plan_text import plan_lines, stage_rows
-    from hpctrain.plan.planner import make_plan
-
-    loaded_spec, loaded_profile = load_inputs(spec, profile, overrides)
-    made = make_plan(loaded_spec.document, loaded_profile.document)
-    if as_json:
-        json_out("plan", made)
-        return
-    for line in plan_lines(made):
-        click.echo(line)
-    click.echo()
-    table(*stage_rows(made))
-    click.echo()
-    for reason in made.reasons:
-        click.echo(f"- {reason}")
-    for warning in made.warnings:
-        say(f"warning: {warning}")
 
 
 @click.command()

@@ -18,7 +18,7 @@ from hpctrain.version import __version__
 # command -> (module, one line for `hpctrain --help`)
 COMMANDS: dict[str, tuple[str, str]] = {
     "validate": ("inspect", "Check a run spec or a cluster profile"),
-    "plan": ("inspect", "Show layout, batch and memory of a run, without Slurm"),
+    "plan": ("plan", "Choose a layout; predict memory, time and cost, without Slurm"),
     "submit": ("submit", "Plan, render and submit a run"),
     "resubmit": ("submit", "Submit a stopped run again; it goes on where it was"),
     "status": ("runs", "Show what runs are doing"),

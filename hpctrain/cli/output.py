@@ -14,14 +14,25 @@ from pydantic import BaseModel
 SCHEMA_VERSION = 1
 
 
-def json_out(kind: str, content: BaseModel | Sequence[BaseModel]) -> None:
-    """Print `{"schema_version": 1, KIND: ...}`; NaN becomes null (RFC 8259 has no NaN)."""
+def json_out(
+    kind: str,
+    content: BaseModel | Sequence[BaseModel],
+    **more: BaseModel | Sequence[BaseModel] | None,
+) -> None:
+    """Print `{"schema_version": 1, KIND: ...}`; NaN becomes null (RFC 8259 has no NaN).
+
+    `more`: further documents under their own names; those that are None are left out.
+    """
+    parts = {kind: content, **{name: one for name, one in more.items() if one is not None}}
+    body = ", ".join(f'"{name}": {_json(one)}' for name, one in parts.items())
+    click.echo(f'{{"schema_version": {SCHEMA_VERSION}, {body}}}')
+
+
+def _json(content: BaseModel | Sequence[BaseModel]) -> str:
     if isinstance(content, BaseModel):
-        text = content.model_dump_json(indent=2)
-    else:
-        items = ",\n".join(item.model_dump_json(indent=2) for item in content)
-        text = f"[{items}]"
-    click.echo(f'{{"schema_version": {SCHEMA_VERSION}, "{kind}": {text}}}')
+        return content.model_dump_json(indent=2)
+    items = ",\n".join(item.model_dump_json(indent=2) for item in content)
+    return f"[{items}]"
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -1,34 +1,65 @@
-"""A plan in words and columns."""
+"""A plan in words and columns, at most 80 columns wide where that is possible."""
 
 from __future__ import annotations
 
-from hpctrain.plan.documents import MemoryBreakdown, Plan
-from hpctrain.units import short_bytes
+import re
+import textwrap
 
-_COMPONENTS = ("weights", "gradients", "optimizer", "activations", "logits", "communication")
+from hpctrain.plan.documents import DEFAULT_ORDER, MemoryBreakdown, Plan, Prediction, Stage
+from hpctrain.units import short_bytes, short_duration
+
+_COMPONENTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers")
+_HEADERS = ("WEIGHT", "GRAD", "OPTIM", "ACTIV", "LOGITS", "BUFFER")
+_WIDTH, _INDENT = 80, 10
+_TIE = "\N{NO-BREAK SPACE}"  # textwrap breaks at ASCII white space only
+_TIED = re.compile(r"(?<=\d) (?=(?:%|d|h|min|s|ms|[KMGT]iB|B|GPUs|x|nodes?)\b|%)|(?<=·) ")
+_AXIS = re.compile(r"\b(tp|pp|vpp|cp|ep|dp|micro|recompute|stage|zero|order) (?=\S)")
 
 
 def plan_lines(plan: Plan) -> list[str]:
     """The summary that `plan` and `submit` show."""
-    batch, peak = plan.batch, plan.memory[plan.peak_stage]
+    batch = plan.batch
     return [
-        f"Plan      {plan.run_name} -> {plan.profile_name} ({_nodes(plan)} x "
-        f"{plan.nodes.gpus_per_node} GPUs)   engine {plan.engine}   "
-        f"{_short_count(plan.parameters)} parameters",
-        f"Layout    {plan.layout}   ({_spans(plan)})",
-        f"Batch     {batch.global_batch:,} = micro {batch.micro_batch} x accumulation "
-        f"{batch.accumulation} x dp {plan.layout.dp}   {batch.tokens_per_step:,} tokens per step",
-        f"Memory    {short_bytes(peak.total_bytes)} of {short_bytes(plan.gpu_memory_bytes)} a GPU "
-        f"in stage {plan.peak_stage}   ({_largest(peak)})",
-        f"Budget    {batch.train_steps:,} steps = "
-        f"{batch.train_steps * batch.tokens_per_step:,} tokens   recompute {plan.recompute}, "
-        f"{plan.precision}",
+        *entry(
+            "Plan",
+            f"{plan.run_name} -> {plan.profile_name} ({_nodes(plan)} x "
+            f"{plan.nodes.gpus_per_node} GPUs), engine {plan.engine}, "
+            f"{short_count(plan.parameters)} parameters",
+        ),
+        *entry("Layout", f"{plan.layout} ({_spans(plan)})"),
+        *entry(
+            "Batch",
+            f"{batch.global_batch:,} = micro {batch.micro_batch} x accumulation "
+            f"{batch.accumulation} x dp {plan.layout.dp}, {per_step(plan):,} {plan.unit} a step",
+        ),
+        *entry("Memory", _memory(plan)),
+        *(_step_lines(plan, plan.prediction) if plan.prediction else []),
+        *entry("Run", _run(plan)),
     ]
 
 
-def _short_count(count: int) -> str:
+def entry(label: str, text: str) -> list[str]:
+    """A paragraph with a label; numbers stay with their unit and names of axes with their size."""
+    return wrapped(text, f"{label:<{_INDENT}}", " " * _INDENT)
+
+
+def wrapped(text: str, first: str, later: str) -> list[str]:
+    """Lines of at most 80 columns that begin with `first` and `later`."""
+    tied = _AXIS.sub(rf"\1{_TIE}", _TIED.sub(_TIE, text))
+    lines = textwrap.wrap(
+        tied,
+        _WIDTH,
+        initial_indent=first,
+        subsequent_indent=later,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return [line.replace(_TIE, " ") for line in lines]
+
+
+def short_count(count: int) -> str:
     """Four digits: 174.6B, 940.8K."""
-    for suffix, scale in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
+    for suffix, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if count >= scale:
             return f"{count / scale:.4g}{suffix}"
     return str(count)
@@ -41,7 +72,17 @@ def _nodes(plan: Plan) -> str:
 
 def _spans(plan: Plan) -> str:
     shown = [p for p in plan.placements if p.size > 1]
-    return ", ".join(f"{p.axis} {p.span}" for p in shown) or "one GPU"
+    spans = ", ".join(f"{p.axis} {p.span}" for p in shown) or "one GPU"
+    order = plan.layout.order
+    return spans if order == DEFAULT_ORDER else f"{spans}; order {order}"
+
+
+def _memory(plan: Plan) -> str:
+    peak = plan.memory[plan.peak_stage]
+    return (
+        f"{short_bytes(peak.total_bytes)} of {short_bytes(plan.gpu_memory_bytes)} a GPU in stage "
+        f"{plan.peak_stage} ({_largest(peak)})"
+    )
 
 
 def _largest(memory: MemoryBreakdown) -> str:
@@ -50,18 +91,75 @@ def _largest(memory: MemoryBreakdown) -> str:
     return ", ".join(f"{name} {short_bytes(size)}" for name, size in ordered if size)
 
 
+def per_step(plan: Plan) -> int:
+    """Tokens of one step, or images."""
+    batch = plan.batch
+    return batch.global_batch if plan.unit == "images" else batch.tokens_per_step
+
+
+def _step_lines(plan: Plan, prediction: Prediction) -> list[str]:
+    """Seconds, shares of the peak, and where the time goes, the largest part first."""
+    seconds = prediction.parts.total_seconds
+    rates = f"MFU {percent(prediction.mfu)}, HFU {percent(prediction.hfu)}"
+    rate = per_step(plan) / (seconds * plan.layout.world_size)
+    speed = f"{rate:,.0f} {plan.unit}/s a GPU"
+    parts = sorted(prediction.parts.model_dump().items(), key=lambda part: -part[1])
+    shares = [
+        f"{name.removesuffix('_seconds').replace('_', ' ')} {percent(part / seconds)}"
+        for name, part in parts
+        if part >= 0.001 * seconds
+    ]
+    return [
+        *entry("Step", f"{seconds_text(seconds)} predicted, {rates}, {speed}"),
+        *entry("", ", ".join(shares)),
+    ]
+
+
+def percent(share: float) -> str:
+    """`54.8%`"""
+    return f"{share:.1%}"
+
+
+def seconds_text(seconds: float) -> str:
+    """Three or four digits, so that layouts can be told apart: `33.98 s`, `0.512 s`."""
+    if seconds >= 1000:
+        return short_duration(seconds)
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds:.3g} s"
+
+
+def _run(plan: Plan) -> str:
+    batch = plan.batch
+    whole = batch.train_steps * per_step(plan)
+    parts = [f"{batch.train_steps:,} steps = {whole:,} {plan.unit}"]
+    if plan.prediction is not None:
+        hours = f"{plan.prediction.gpu_hours:,.0f} GPU-hours of training"
+        parts.append(f"{short_duration(86400 * plan.prediction.days)}, {hours}")
+    how = [f"recompute {plan.recompute}", plan.precision]
+    how += [f"ZeRO {plan.zero}"] if plan.zero > 1 else []
+    how += [f"shards of {plan.shard_gpus} GPUs"] if plan.shard_gpus else []
+    how += [f"offload to {plan.offload}"] if plan.offload != "none" else []
+    return f"{', '.join(parts)}; {', '.join(how)}"
+
+
 def stage_rows(plan: Plan) -> tuple[list[str], list[list[str]]]:
     """Headers and rows of the table of stages; memory in GiB."""
-    headers = ["STAGE", "LAYERS", "PARAMETERS", *(n.upper() for n in _COMPONENTS), "TOTAL GiB"]
-    rows = []
+    headers = ["STAGE", "LAYERS", "PARAMS", *_HEADERS, "GiB"]
+    rows: list[list[str]] = []
     for stage, memory in zip(plan.stages, plan.memory, strict=True):
-        layers = "+".join(str(count) for count in stage.chunk_layers)
-        extras = ("embedding" if stage.embedding else "", "loss" if stage.loss else "")
-        layers = " ".join(part for part in (layers, *extras) if part)
         sizes = [getattr(memory, f"{name}_bytes") / 2**30 for name in _COMPONENTS]
-        total = memory.total_bytes / 2**30
         rows.append(
-            [str(stage.index), layers, f"{stage.parameters_per_gpu:,}"]
-            + [f"{size:.2f}" for size in (*sizes, total)]
+            [str(stage.index), _layers(stage), short_count(stage.parameters_per_gpu)]
+            + [f"{size:.2f}" for size in (*sizes, memory.total_bytes / 2**30)]
         )
     return headers, rows
+
+
+def _layers(stage: Stage) -> str:
+    """`12`, `3x4` for three chunks of four layers, `3+4+4`; and the ends of the model."""
+    chunks = stage.chunk_layers
+    alike = len(set(chunks)) == 1
+    text = "+".join(map(str, chunks))
+    if len(chunks) > 1 and alike:
+        text = f"{len(chunks)}x{chunks[0]}"
+    ends = ("emb" if stage.embedding else "", "loss" if stage.loss else "")
+    return " ".join(part for part in (text, *ends) if part)

@@ -1,0 +1,203 @@
+"""`plan`: one spec on one profile, or the same on several numbers of GPUs.
+
+Belongs here: loading, measuring the search, putting plan and forecast together, and choosing
+among sizes. Does not belong here: planning itself (`hpctrain.plan`), text.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.actions.prepare import load_inputs, load_knowledge
+from hpctrain.errors import DoesNotFitError, HpctrainError, LimitError, UsageError
+from hpctrain.plan.cost.from_spec import Knowledge
+from hpctrain.plan.documents import Explanation, Goal, Plan
+from hpctrain.plan.forecast import (
+    Budget,
+    BudgetDecision,
+    Forecast,
+    RunFacts,
+    SpotComparison,
+    cheapest_plan,
+    check_currency,
+    compare_spot,
+    forecast,
+)
+from hpctrain.plan.limits import usable_gpus
+from hpctrain.plan.planner import Decision, decide
+from hpctrain.plan.search_explain import explain
+from hpctrain.spec.profile import ClusterProfile
+from hpctrain.spec.run import RunSpec
+from hpctrain.units import Duration
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Documents that are loaded once for any number of plans."""
+
+    spec: RunSpec
+    profile: ClusterProfile
+    knowledge: Knowledge
+
+
+@dataclass(frozen=True)
+class Option:
+    """One number of GPUs: what was decided, how long that took, and what it would cost.
+
+    `refusal` says why there is no plan, `remark` why there is no forecast.
+    """
+
+    gpus: int
+    decision: Decision | None = None
+    search_seconds: float = 0.0
+    forecast: Forecast | None = None
+    refusal: HpctrainError | None = None
+    remark: str | None = None
+
+    @property
+    def plan(self) -> Plan | None:
+        return self.decision.plan if self.decision else None
+
+
+def load(spec: Path, profile: str, overrides: Sequence[str] = ()) -> Inputs:
+    """Read everything. Raises InvalidInputError with the problems of both files at once."""
+    loaded_spec, loaded_profile = load_inputs(spec, profile, overrides)
+    knowledge = load_knowledge(loaded_profile)
+    return Inputs(loaded_spec.document, loaded_profile.document, knowledge)
+
+
+def plan_option(inputs: Inputs, goal: Goal, gpus: int | None = None) -> Option:
+    """The plan on `gpus` GPUs (default: those of the spec), or why there is none."""
+    spec = inputs.spec if gpus is None else with_gpus(inputs.spec, gpus)
+    start = time.perf_counter()
+    try:
+        decision = decide(spec, inputs.profile, inputs.knowledge, goal)
+    except (DoesNotFitError, LimitError) as error:
+        return Option(spec.resources.gpus, refusal=error)
+    seconds = time.perf_counter() - start
+    facts = run_facts(spec, inputs.profile, decision.plan)
+    if facts is None:
+        return Option(spec.resources.gpus, decision, seconds)
+    try:
+        told = forecast(spec, inputs.profile, facts)
+    except DoesNotFitError as error:
+        return Option(spec.resources.gpus, decision, seconds, remark=str(error))
+    return Option(spec.resources.gpus, decision, seconds, told)
+
+
+def explanation(inputs: Inputs, option: Option, goal: Goal, top: int) -> Explanation:
+    """Why the plan of `option` wins; for a layout that the spec gives, what `parallel: auto` would
+    choose and how the given one compares. Raises what planning raises."""
+    decision = option.decision
+    assert decision is not None
+    if decision.spec.parallel == "auto":
+        told = explain(decision, top)
+        return told.model_copy(update={"search_seconds": option.search_seconds})
+    free = decision.spec.model_copy(update={"parallel": "auto"})
+    start = time.perf_counter()
+    other = decide(free, inputs.profile, inputs.knowledge, goal)
+    seconds = time.perf_counter() - start
+    told = explain(other, top, given=decision.found.candidate(decision.row))
+    return told.model_copy(update={"search_seconds": seconds})
+
+
+def with_gpus(spec: RunSpec, gpus: int) -> RunSpec:
+    """The same spec on another number of GPUs."""
+    return spec.model_copy(update={"resources": spec.resources.model_copy(update={"gpus": gpus})})
+
+
+def run_facts(spec: RunSpec, profile: ClusterProfile, plan: Plan) -> RunFacts | None:
+    """What a forecast needs; None when no step time is known."""
+    if plan.step_seconds is None:
+        return None
+    return RunFacts(
+        step_seconds=plan.step_seconds,
+        gpus=plan.layout.world_size,
+        nodes=plan.nodes.nodes,
+        parameters=plan.parameters,
+        tokens_per_step=plan.batch.tokens_per_step,
+        train_steps=plan.batch.train_steps,
+        walltime=_walltime(spec, profile),
+    )
+
+
+def _walltime(spec: RunSpec, profile: ClusterProfile) -> Duration | None:
+    """Of one attempt: the spec's, else the partition's limit."""
+    partition = profile.slurm.partition(spec.resources.partition)
+    return spec.resources.walltime or (partition.max_walltime if partition else None)
+
+
+def spot_comparison(inputs: Inputs, option: Option, budget: Budget | None) -> SpotComparison | None:
+    """Spot against on demand for one option; None without a spot price or without a forecast."""
+    if option.decision is None or option.forecast is None:
+        return None
+    spec = option.decision.spec
+    facts = run_facts(spec, inputs.profile, option.decision.plan)
+    assert facts is not None
+    try:
+        return compare_spot(spec, inputs.profile, facts, budget)
+    except DoesNotFitError:
+        return None
+
+
+def sizes_to_try(inputs: Inputs) -> tuple[int, ...]:
+    """Halvings and doublings of the GPUs asked for, in whole nodes, up to what one run may have."""
+    asked, per_node = inputs.spec.resources.gpus, inputs.profile.gpu.per_node
+    limit = usable_gpus(inputs.spec, inputs.profile)
+    smaller = [asked >> n for n in range(asked.bit_length()) if asked % 2**n == 0]
+    larger = [asked << n for n in range(1, 12) if asked << n <= limit]
+    sizes = sorted({*smaller, *larger})
+    return tuple(n for n in sizes if n <= limit and (n <= per_node or n % per_node == 0))
+
+
+def best_option(options: Sequence[Option], goal: Goal) -> Option:
+    """The option to show among sizes: fastest, fewest GPU-hours, or most memory head-room.
+
+    Raises the refusal of the last option when no size has a plan.
+    """
+    planned = [option for option in options if option.plan is not None]
+    if not planned:
+        refusal = options[-1].refusal
+        assert refusal is not None
+        raise refusal
+    return min(planned, key=lambda option: _cost_of(option, goal))
+
+
+def _cost_of(option: Option, goal: Goal) -> float:
+    plan = option.plan
+    assert plan is not None
+    if goal == "memory" or plan.step_seconds is None:
+        return float(max(stage.total_bytes for stage in plan.memory))
+    return plan.step_seconds * (option.gpus if goal == "gpu-hours" else 1)
+
+
+def within_budget(
+    inputs: Inputs, options: Sequence[Option], budget: Budget
+) -> tuple[BudgetDecision, Option]:
+    """The cheapest option that meets the budget, on demand or on spot; else the nearest to it.
+
+    Raises UsageError for a currency that the profile does not have or where no option has a
+    forecast.
+    """
+    check_currency(budget, inputs.profile)
+    priced: list[tuple[Forecast, Option]] = []
+    for option in options:
+        comparison = spot_comparison(inputs, option, budget)
+        told = [option.forecast, comparison.spot if comparison else None]
+        told += [comparison.on_demand] if comparison else []
+        for one in {(f.tariff): f for f in told if f is not None}.values():
+            priced.append((one, option))
+    if not priced:
+        reason = next((str(o.refusal or o.remark) for o in options if o.refusal or o.remark), "")
+        raise UsageError(
+            "--budget and --deadline need a predicted step time, and there is none",
+            hint=reason or "add `gpu.peak` and `gpu.memory_bandwidth` to the profile",
+        )
+    decision = cheapest_plan([one for one, _ in priced], budget)
+    chosen, option = priced[decision.nearest if decision.chosen is None else decision.chosen]
+    return decision, Option(
+        option.gpus, option.decision, option.search_seconds, chosen, None, option.remark
+    )

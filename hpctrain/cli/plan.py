@@ -1,0 +1,215 @@
+"""`plan`: how a run would be laid out, how fast it is and what it costs; without Slurm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from hpctrain.cli.options import json_option, profile_option, set_option
+from hpctrain.cli.output import json_out, say, table
+
+if TYPE_CHECKING:
+    from hpctrain.actions.plan import Inputs, Option
+    from hpctrain.engines.verification import Verification
+    from hpctrain.plan.documents import Explanation, Goal
+    from hpctrain.plan.forecast import Budget, BudgetDecision
+
+
+class GpuCounts(click.ParamType[tuple[int, ...]]):
+    """`64,128,256`"""
+
+    name = "N,N,..."
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        words = str(value).split(",")
+        if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
+            self.fail(f"`{value}` is no list of GPU counts such as `64,128,256`", param, ctx)
+        return tuple(dict.fromkeys(int(word) for word in words))
+
+
+@click.command()
+@click.argument("spec", type=click.Path(path_type=Path, allow_dash=True))
+@profile_option
+@set_option
+@click.option("--explain", is_flag=True, help="Why this layout wins, and what others lose.")
+@click.option(
+    "--top",
+    type=click.IntRange(0),
+    default=8,
+    show_default=True,
+    metavar="N",
+    help="Other layouts that --explain shows.",
+)
+@click.option(
+    "--by",
+    "goal",
+    type=click.Choice(["time", "gpu-hours", "memory"]),
+    default="time",
+    show_default=True,
+    help="What the best layout is.",
+)
+@click.option("--gpus", "sizes", type=GpuCounts(), help="Compare these numbers of GPUs.")
+@click.option("--budget", "money", metavar="AMOUNT", help="Cheapest plan within it: 200000usd.")
+@click.option("--deadline", metavar="DURATION", help="Cheapest plan that ends by then: 30d.")
+@click.option("--verify", is_flag=True, help="Compare with what megatron-core really builds.")
+@json_option
+def plan(
+    spec: Path,
+    profile: str,
+    overrides: tuple[str, ...],
+    explain: bool,
+    top: int,
+    goal: Goal,
+    sizes: tuple[int, ...] | None,
+    money: str | None,
+    deadline: str | None,
+    verify: bool,
+    as_json: bool,
+) -> None:
+    """Show how a run would be laid out, whether it fits, how fast it is and what it costs.
+
+    \b
+    Examples:
+      hpctrain plan --profile a100x64 examples/gpt175b.yaml
+      hpctrain plan -p a100x64 examples/gpt175b.yaml --set parallel=auto --explain
+      hpctrain plan -p a100x64 examples/gpt175b.yaml --gpus 128,256,512 --by gpu-hours
+      hpctrain plan -p a100x64 examples/gpt175b.yaml --budget 900000usd --deadline 60d
+    """
+    from hpctrain.actions import plan as action
+    from hpctrain.plan.forecast import check_currency, parse_budget
+
+    budget = parse_budget(money, deadline) if money or deadline else None
+    inputs = action.load(spec, profile, overrides)
+    if budget is not None:
+        check_currency(budget, inputs.profile)
+    options, option, decision = _decided(inputs, goal, sizes, budget)
+    told = action.explanation(inputs, option, goal, top) if explain else None
+    built = _verified(inputs, option) if verify else None
+    if as_json:
+        _print_json(inputs, option, budget, decision, told, built)
+    else:
+        _print_options(options)
+        _print_option(inputs, option, budget, decision)
+        _print_more(told, built)
+    _refuse_overrun(decision)
+    _refuse_difference(built)
+
+
+def _decided(
+    inputs: Inputs, goal: Goal, sizes: tuple[int, ...] | None, budget: Budget | None
+) -> tuple[list[Option], Option, BudgetDecision | None]:
+    """(what was compared, what was chosen, why within the budget)."""
+    from hpctrain.actions import plan as action
+
+    if sizes is None and budget is None:
+        option = action.plan_option(inputs, goal)
+        if option.refusal is not None:
+            raise option.refusal
+        return [], option, None
+    tried = sizes or action.sizes_to_try(inputs) or (inputs.spec.resources.gpus,)
+    options = [action.plan_option(inputs, goal, gpus) for gpus in tried]
+    best = action.best_option(options, goal)
+    if budget is None:
+        return options, best, None
+    decision, chosen = action.within_budget(inputs, options, budget)
+    shown = options if sizes else [one for one in options if one.plan is not None]
+    return shown, chosen, decision
+
+
+def _verified(inputs: Inputs, option: Option) -> Verification:
+    from hpctrain.actions.verify import verify_plan
+
+    assert option.decision is not None
+    return verify_plan(option.decision.spec, option.decision.plan)
+
+
+def _print_json(
+    inputs: Inputs,
+    option: Option,
+    budget: Budget | None,
+    decision: BudgetDecision | None,
+    told: Explanation | None,
+    built: Verification | None,
+) -> None:
+    from hpctrain.actions.plan import spot_comparison
+
+    assert option.plan is not None
+    json_out(
+        "plan",
+        option.plan,
+        forecast=option.forecast,
+        spot=spot_comparison(inputs, option, budget),
+        budget=decision,
+        explanation=told,
+        verification=built,
+    )
+
+
+def _print_options(options: Sequence[Option]) -> None:
+    """One row for each number of GPUs."""
+    from hpctrain.cli.sizes_text import option_rows
+
+    if options:
+        table(*option_rows(options))
+        click.echo()
+
+
+def _print_option(
+    inputs: Inputs, option: Option, budget: Budget | None, decision: BudgetDecision | None
+) -> None:
+    from hpctrain.actions.plan import spot_comparison
+    from hpctrain.cli.forecast_text import decision_lines, forecast_lines, spot_lines
+    from hpctrain.cli.plan_text import plan_lines, stage_rows, wrapped
+
+    made = option.plan
+    assert made is not None
+    for line in decision_lines(decision) if decision else []:
+        click.echo(line)
+    for line in plan_lines(made):
+        click.echo(line)
+    for line in forecast_lines(option.forecast) if option.forecast else []:
+        click.echo(line)
+    comparison = spot_comparison(inputs, option, budget)
+    if comparison is not None:
+        click.echo("\n" + "\n".join(spot_lines(comparison)))
+    click.echo()
+    table(*stage_rows(made))
+    click.echo()
+    for reason in made.reasons:
+        click.echo("\n".join(wrapped(reason, "- ", "  ")))
+    for warning in (*made.warnings, *([option.remark] if option.remark else [])):
+        say(f"warning: {warning}")
+
+
+def _print_more(told: Explanation | None, built: Verification | None) -> None:
+    from hpctrain.cli.explain_text import explanation_lines
+
+    if told is not None:
+        click.echo("\n" + "\n".join(explanation_lines(told)))
+    if built is not None:
+        from hpctrain.cli.verify_text import verification_lines
+
+        click.echo("\n" + "\n".join(verification_lines(built)))
+
+
+def _refuse_difference(built: Verification | None) -> None:
+    """Exit code 1 where the engine builds something else: that is a bug of ours."""
+    if built is not None and not built.equal:
+        from hpctrain.errors import HpctrainError
+
+        raise HpctrainError("megatron-core builds other numbers of parameters than planned")
+
+
+def _refuse_overrun(decision: BudgetDecision | None) -> None:
+    """Exit code 4 where no plan meets the budget; what is missing was printed before."""
+    if decision is not None and decision.chosen is None:
+        from hpctrain.errors import DoesNotFitError
+
+        raise DoesNotFitError("no plan meets the budget: see what is missing above")

@@ -1,0 +1,73 @@
+"""The comparison of a plan with what megatron-core built, in lines of at most 80 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from textwrap import wrap
+
+from hpctrain.engines.verification import Verification, VerifiedStage
+from hpctrain.units import short_bytes
+
+_WIDTH = 80
+
+
+def verification_lines(verification: Verification) -> list[str]:
+    """One line per stage, a verdict, and the remarks."""
+    return [
+        f"Verify    one rank of each stage, built by megatron-core "
+        f"{verification.megatron_core_version} on no GPU",
+        *_rows(verification.stages),
+        *_wrapped("", _verdict(verification)),
+        *(line for remark in verification.remarks for line in _wrapped("- ", remark)),
+    ]
+
+
+def _rows(stages: tuple[VerifiedStage, ...]) -> Iterator[str]:
+    """Parameters planned and built; bytes of one microbatch planned and measured."""
+    headers = ("STAGE", "RANK", "PLANNED", "BUILT", "", "KEPT", "MEASURED")
+    cells = [headers, *(_cells(stage) for stage in stages)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(headers))]
+    for row in cells:
+        columns = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        yield "  ".join(columns).rstrip()
+
+
+def _cells(stage: VerifiedStage) -> tuple[str, ...]:
+    return (
+        str(stage.index),
+        str(stage.rank),
+        f"{stage.planned_parameters:,}",
+        f"{stage.built_parameters:,}",
+        "equal" if stage.equal else "DIFFERENT",
+        "-" if stage.planned_kept_bytes is None else short_bytes(stage.planned_kept_bytes),
+        "-" if stage.measured_kept_bytes is None else short_bytes(stage.measured_kept_bytes),
+    )
+
+
+def _verdict(verification: Verification) -> str:
+    wrong = [stage for stage in verification.stages if not stage.equal]
+    if wrong:
+        worst = max(wrong, key=lambda stage: abs(_excess(stage)))
+        return (
+            f"parameters differ on {len(wrong)} of {len(verification.stages)} stages, most on "
+            f"stage {worst.index}: planned {_excess(worst):+,}. This is a fault of hpctrain: "
+            "please report it with the spec"
+        )
+    count = len(verification.stages)
+    counted = f"parameters are equal on {'the one stage' if count == 1 else f'all {count} stages'}"
+    errors = [error for stage in verification.stages if (error := stage.kept_error) is not None]
+    if not errors:
+        return counted
+    worst_error = max(errors, key=abs)
+    return (
+        f"{counted}; activations that one microbatch keeps are planned within "
+        f"{abs(worst_error):.1%} of what was measured"
+    )
+
+
+def _excess(stage: VerifiedStage) -> int:
+    return stage.planned_parameters - stage.built_parameters
+
+
+def _wrapped(bullet: str, text: str) -> list[str]:
+    return wrap(text, _WIDTH, initial_indent=bullet, subsequent_indent=" " * len(bullet))
