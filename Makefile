@@ -34,6 +34,7 @@ golden: install  ## Write the golden scripts and transcripts anew; review the di
 bench: install  ## Benchmarks; each prints ratios against a peer in the same run
 	@$(PYTHON) bench/login_node.py
 	@$(PYTHON) bench/trainer_overhead.py
+	@$(PYTHON) bench/planner_search.py
 
 sandbox-down: install  ## Take down the sandbox of an interrupted demo
 	@.venv/bin/hpctrain sandbox down --directory .demo/sandbox

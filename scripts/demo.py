@@ -74,6 +74,7 @@ def rehearse(slurm: SlurmClient, runs: Path) -> int:
     wait_until(slurm, run, lambda row: (row.step or 0) >= PREEMPT_AT_STEP or row.state.over)
     preempt(slurm)
     wait_until(slurm, run, lambda row: row.state.over)
+    wait_until(slurm, run, lambda row: is_recorded(run))
     tell("5/5", "what happened")
     return summarise(
         run, compare_runs(reference, run), [status(slurm, r) for r in (reference, run)]
@@ -118,6 +119,12 @@ def wait_until(slurm: SlurmClient, run: RunFiles, reached: object) -> None:
         f"run {run.run_id} did not get there within {PATIENCE_SECONDS:.0f} s",
         hint=f"look into {run.layout.logs}",
     )
+
+
+def is_recorded(run: RunFiles) -> bool:
+    """Whether the supervisor has written down how every launch ended; a run is done before that."""
+    kinds = [event.event for event in run.ledger.events()]
+    return kinds.count(EventKind.LAUNCH_ENDED) >= kinds.count(EventKind.LAUNCH_STARTED)
 
 
 def summarise(run: RunFiles, result: Comparison, rows: list[RunStatus]) -> int:

@@ -1,0 +1,337 @@
+"""From a published row to a case of the cost model, with every assumption named.
+
+Belongs here: the rules that fill what a table leaves blank, and which generation of software a
+framework name means. Does not belong here: reading the table (`published`), shapes of models
+(`published_models`), constants (`catalogue/calibration.yaml`) or formulas (`hpctrain.plan.cost`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, replace
+
+from bench.pipeline_layout import stage_layers
+from bench.published import PublishedRow, facts_of, precision_of
+from bench.published_models import ModelShape, UnknownModel, model_of
+from bench.published_recipes import Recipe, recipe_of
+from hpctrain.plan.cost.case import (
+    RECOMPUTE_FULL,
+    RECOMPUTE_NONE,
+    RECOMPUTE_SELECTIVE,
+    Case,
+    Machine,
+    Mesh,
+    Shape,
+    Software,
+)
+from hpctrain.plan.cost.constants import calibration_of, machine_of, software_of
+from hpctrain.spec.calibration import Calibration, SoftwareCalibration
+from hpctrain.spec.catalogue import Gpu, GpuCatalogue, match_gpu
+
+
+class CannotModel(ValueError):
+    """A row that does not determine a case; the message says what is missing."""
+
+
+@dataclass(frozen=True)
+class RowCase:
+    """One row as a case. `assumed` names what no column and no note gave."""
+
+    row: PublishedRow
+    case: Case
+    gpu: Gpu
+    software: str
+    attention: str | None
+    dispatcher: str | None
+    overlapped_experts: bool
+    graphs: str
+    unfused_norms: bool
+    assumed: tuple[str, ...]
+
+
+# (regular expression over source and framework, key of calibration.yaml); the first match counts
+SOFTWARE = (
+    (r"zero-?3.*no mp", "deepspeed-zero3-2021"),
+    (r"narayanan|ptd-p|sc21", "megatron-2021"),
+    (r"bloom|megatron-deepspeed|mt-nlg|turing-nlg|deepspeed-azure", "megatron-deepspeed"),
+    (r"aleph alpha", "scaling"),
+    (r"llm-foundry|composer|mosaic", "llm-foundry"),
+    (r"fsdp|torchtitan|automodel", "fsdp"),
+    (r"zero.?bubble|schedule (zb|1f1b|v-)", "megatron-2023"),
+    (r"korthikanti|megatron.*2022|selective", "megatron-2022"),
+    (r"simumax|memory_speed|functional test", "mcore-plain"),
+    (r"bridge|moe-modelzoo|modelzoo", "bridge"),
+    (r"nemo|dgxc|mlperf|nemotron|aleph", "nemo"),
+    (r"megatron readme|megatron-core|mcore", "mcore"),
+    (r"deepspeed|zero", "deepspeed-zero3-2021"),
+)
+BRIDGE_RELEASES = ("25.09", "25.11", "26.02", "26.04", "26.06", "26.08")
+
+
+def software_key(row: PublishedRow) -> tuple[str, bool]:
+    """(key, True when it was guessed from the GPU)."""
+    text = f"{row.source} {row.framework}".lower()
+    for pattern, key in SOFTWARE:
+        if re.search(pattern, text):
+            return (bridge_key(text), False) if key == "bridge" else (key, False)
+    return ("bridge-26.02" if re.match(r"(gb|b)\d00", row.gpu.lower()) else GENERIC), True
+
+
+GENERIC = "generic"
+
+
+def bridge_key(text: str) -> str:
+    """The release of a container, else the one before it; without a number the middle one."""
+    found = re.search(r"\b(2\d)\.(\d\d)", text)
+    if not found:
+        return "bridge-26.02"
+    earlier = [r for r in BRIDGE_RELEASES if r <= found.group(0)]
+    return f"bridge-{earlier[-1] if earlier else BRIDGE_RELEASES[0]}"
+
+
+def row_case(row: PublishedRow, catalogue: GpuCatalogue, calibration: Calibration) -> RowCase:
+    """The case of one row. Raises CannotModel."""
+    try:
+        model = model_of(row)
+    except UnknownModel as error:
+        raise CannotModel(f"model `{row.model}`: {error}") from None
+    if model.family in ("t5", "resnet"):
+        raise CannotModel(f"model `{row.model}`: family {model.family} is not modelled")
+    gpu = match_gpu(catalogue, row.gpu)
+    if gpu is None:
+        raise CannotModel(f"GPU `{row.gpu}` is not in the catalogue")
+    key, guessed = software_key(row)
+    recipe = recipe_of(row)
+    if recipe.mtp_layers is not None:
+        model = replace(model, mtp_layers=recipe.mtp_layers)
+    assumed = [f"software {key}"] if guessed else []
+    assumed += [*model.filled, *(name for name in recipe.filled if name not in model.filled)]
+    constants = calibration.software[key]
+    software, kernel = software_for(row, recipe, calibration, key)
+    return RowCase(
+        row=row,
+        case=Case(
+            shape_of(model, position_rows(row, model)),
+            mesh_of(row, model, recipe, constants, assumed),
+            machine_for(row, gpu, calibration, constants),
+            software,
+        ),
+        gpu=gpu,
+        software=key,
+        attention=kernel,
+        dispatcher=recipe.dispatcher if model.moe else None,
+        overlapped_experts=recipe.moe_overlap,
+        graphs=recipe.graphs,
+        unfused_norms=key == "scaling" and not recipe.rms_kernel,
+        assumed=tuple(dict.fromkeys(assumed)),
+    )
+
+
+def position_rows(row: PublishedRow, model: ModelShape) -> int:
+    """Rows of a table of learned positions. BLOOM's trials, whose models are named by their size,
+    have none: `--position-embedding-type alibi` (bigscience, train/tr11-176B-ml/*.slurm).
+    """
+    return model.seq if model.positions == "learned" and "bloom" not in row.source.lower() else 0
+
+
+def shape_of(model: ModelShape, position_rows: int = 0) -> Shape:
+    """The model as the cost model sees it, with so many rows of learned positions."""
+    moe, mla, hybrid = model.moe, model.mla, model.hybrid
+    dense = model.layers if moe is None else dense_layers(model)
+    attention = hybrid.attention if hybrid else model.layers
+    experts = hybrid.moe if hybrid else model.layers - dense
+    window = model.window
+    return Shape(
+        layers=model.layers,
+        hidden=model.hidden,
+        seq=model.seq,
+        vocab=model.vocab,
+        attention_blocks=attention,
+        heads=model.heads,
+        kv_heads=model.heads if mla else model.kv_heads,
+        qk_dim=mla.nope_dim + mla.rope_dim if mla else model.head_dim,
+        value_dim=mla.value_dim if mla else model.head_dim,
+        causal=int(model.causal),
+        window=window.size if window else 0,
+        window_share=_window_share(model),
+        mla=int(mla is not None),
+        q_rank=mla.q_rank if mla else 0,
+        kv_rank=mla.kv_rank if mla else 0,
+        rope_dim=mla.rope_dim if mla else 0,
+        mlp_blocks=hybrid.mlp if hybrid else dense,
+        dense_first=int(moe is not None and hybrid is None and moe.every == 1),
+        ffn=model.ffn,
+        gated=int(model.gated),
+        moe_blocks=experts if moe else 0,
+        experts=moe.experts if moe else 1,
+        top_k=moe.top_k if moe else 1,
+        expert_ffn=moe.ffn if moe else 0,
+        expert_hidden=(moe.latent or model.hidden) if moe else model.hidden,
+        shared_ffn=moe.shared_ffn if moe else 0,
+        mamba_blocks=hybrid.mamba if hybrid else 0,
+        mamba_inner=hybrid.heads * hybrid.head_dim if hybrid else 0,
+        mamba_state=hybrid.state if hybrid else 0,
+        mamba_groups=hybrid.groups if hybrid else 0,
+        mamba_heads=hybrid.heads if hybrid else 0,
+        mamba_chunk=hybrid.chunk if hybrid else 0,
+        mtp_layers=model.mtp_layers,
+        tied=int(model.tied),
+        position_rows=position_rows,
+        biased=int(model.bias),
+        rope=int(model.positions == "rope"),
+        rms_norm=int(model.norm == "rmsnorm"),
+        dropout=0.1 if model.family == "gpt" and model.positions == "learned" else 0.0,
+    )
+
+
+def dense_layers(model: ModelShape) -> int:
+    """Layers with a dense MLP: the first ones, and those between MoE layers."""
+    assert model.moe is not None
+    rest = model.layers - model.moe.dense_layers
+    return model.moe.dense_layers + rest - math.ceil(rest / max(1, model.moe.every))
+
+
+def _window_share(model: ModelShape) -> float:
+    if model.window is None:
+        return 0.0
+    every = model.window.every
+    return 1.0 if every == 0 else (every - 1) / every
+
+
+def mesh_of(
+    row: PublishedRow,
+    model: ModelShape,
+    recipe: Recipe,
+    constants: SoftwareCalibration,
+    assumed: list[str],
+) -> Mesh:
+    """Layout, batch and recomputation; blanks by the rules below, each noted in `assumed`."""
+    tp, pp, cp, ep = (_size(row, name, 1, assumed) for name in ("tp", "pp", "cp", "ep"))
+    vp = _virtual(row, model, recipe, pp)
+    gpus = row.gpus or tp * pp * cp * (row.dp or 1)
+    dp = row.dp or max(1, gpus // (tp * pp * cp))
+    micro, accumulation = _batch(row, recipe, dp, assumed)
+    first, middle, last = stage_layers(recipe.layout, model.layers, pp)
+    modules = recipe.recompute_modules
+    share = recipe.recompute_layers / first if recipe.recompute_layers and first else 1.0
+    return Mesh(
+        tp=tp,
+        pp=pp,
+        vpp=vp,
+        cp=cp,
+        ep=ep,
+        dp=dp,
+        micro_batch=micro,
+        accumulation=accumulation,
+        sequence_parallel=int(recipe.sequence_parallel and tp > 1),
+        zero=recipe.zero,
+        recompute=RECOMPUTE[recipe.recompute],
+        full_share=min(1.0, share),
+        again_core=int("core_attn" in modules),
+        again_mlp=int("mlp" in modules),
+        again_moe=int("moe" in modules),
+        again_activation=int("moe_act" in modules),
+        again_norm=int("layernorm" in modules),
+        again_up=int("mla_up_proj" in modules),
+        layers_first=first,
+        layers_middle=middle,
+        layers_last=last,
+        low=int(recipe.precision in ("fp8", "mxfp8", "nvfp4")),
+        element_bytes=4 if recipe.precision in ("fp32", "tf32") else 2,
+        gradient_bytes=_gradient_bytes(row, recipe, constants),
+        gather_bytes=1 if recipe.fp8_params else 2,
+        shard_gpus=dp * cp / recipe.shard_groups if recipe.shard_groups > 1 else 0,
+    )
+
+
+RECOMPUTE = {
+    "none": RECOMPUTE_NONE,
+    "selective": RECOMPUTE_SELECTIVE,
+    "full": RECOMPUTE_FULL,
+}
+
+
+def _size(row: PublishedRow, name: str, default: int, assumed: list[str]) -> int:
+    value = getattr(row, name)
+    if value is None and name != "ep":
+        assumed.append(name)
+    return int(value or default)
+
+
+def _virtual(row: PublishedRow, model: ModelShape, recipe: Recipe, pp: int) -> int:
+    """1F1B-I of the Zero-Bubble paper has one layer per chunk (its section 5.1); Megatron-core's
+    README rows of 2024 do not say and are taken with the finest split up to 8 that divides.
+    """
+    if pp == 1:
+        return 1
+    per_stage = math.ceil((model.layers + 2) / pp) if model.layers % pp else model.layers // pp
+    if recipe.schedule == "interleaved" and not row.vp:
+        return per_stage
+    if row.vp is None and "readme" in row.source.lower() and model.layers % pp == 0:
+        return max(d for d in range(1, 9) if per_stage % d == 0)
+    return max(1, recipe.vp)
+
+
+def _batch(row: PublishedRow, recipe: Recipe, dp: int, assumed: list[str]) -> tuple[float, float]:
+    """(microbatch, accumulation). Blank microbatch: the recipe's, at most what there is.
+
+    Without a pipeline up to 4: fewer, larger microbatches hide more of the data parallel traffic,
+    and nothing but memory speaks against them.
+    """
+    share = max(1.0, (row.global_batch or dp) / dp)
+    least = float(recipe.micro_batch or 1) if (row.pp or 1) > 1 else 4.0
+    micro = row.micro_batch or min(least, share)
+    if not row.global_batch:
+        assumed.append("global_batch")
+    return micro, max(1.0, share / micro)
+
+
+def _gradient_bytes(row: PublishedRow, recipe: Recipe, constants: SoftwareCalibration) -> float:
+    if "bloom" in row.source.lower():
+        more = (
+            4 if recipe.precision == "bf16" else 0
+        )  # and an fp32 accumulator (README of the data)
+        return constants.gradient_bytes + more
+    if (facts_of(row).mixed_precision or "").upper() == "PURE":
+        return 2
+    return 4 if recipe.grad_dtype == "fp32" or recipe.precision == "fp32" else 2
+
+
+def machine_for(
+    row: PublishedRow, gpu: Gpu, calibration: Calibration, constants: SoftwareCalibration
+) -> Machine:
+    low = {"fp8": "fp8", "mxfp8": "fp8", "nvfp4": "fp4", "fp32": "fp32", "tf32": "bf16"}
+    precision = low.get(precision_of(row), "bf16")
+    machine = machine_of(gpu, calibration_of(calibration, gpu), constants, precision=precision)
+    domain = min(machine.domain, 64) if machine.domain > 8 else machine.domain
+    return replace(machine, domain=domain)  # racks of 72 are used in powers of two
+
+
+def software_for(
+    row: PublishedRow, recipe: Recipe, calibration: Calibration, key: str
+) -> tuple[Software, str | None]:
+    """The software of a row, with what its recipe and notes say about it."""
+    software = software_of(calibration.software[key])
+    kernel = facts_of(row).attention
+    kernel = kernel if kernel in calibration.attention else None
+    if kernel is not None:
+        software = replace(software, **calibration.attention[kernel].model_dump())
+    elif recipe.attention in ("torch", "fused"):
+        software = replace(software, flash=0)
+    elif recipe.attention in ("flash2", "te"):
+        software = replace(software, flash=1)
+    if key == "scaling" and not recipe.rms_kernel:
+        unfused = calibration.software[f"{key}-unfused-norms"]
+        software = replace(software, streaming=unfused.streaming, norm_bytes=unfused.norm_bytes)
+    dispatch = calibration.dispatch[recipe.dispatcher if recipe.dispatcher else "alltoall"]
+    graphs = calibration.graphs[recipe.graphs]
+    return replace(
+        software,
+        zero_bubble={"zb-1p": 1, "zb-2p": 2}.get(recipe.schedule, 0),
+        ep_overlap=0.9 if recipe.moe_overlap else dispatch.overlap,
+        dp_overlap=software.dp_overlap * recipe.grad_overlap,
+        layer_overhead=software.layer_overhead * graphs,
+        expert_overhead=software.expert_overhead * graphs,
+        main_bytes=software.main_bytes - 4.0 * (recipe.moment_dtype == "bf16"),
+    ), kernel
