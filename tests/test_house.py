@@ -226,23 +226,27 @@ def test_import_contracts() -> None:
 
 # -- light on the login node -----------------------------------------------------------------
 
-HEAVY = ("torch", "megatron", "numpy", "pandas", "scipy", "tokenizers")
+HEAVY = ("torch", "megatron", "pandas", "scipy", "tokenizers")
 DUMP = "\nimport sys; print(*sorted(sys.modules), file=sys.stderr)"
 
 
 @pytest.mark.parametrize(
-    "code",
+    ("code", "plans"),
     [
-        "import hpctrain.cli.main",
-        "from hpctrain.cli.main import run; run(['--help'])",
-        "from hpctrain.cli.main import run; run(['status'])",
-        "from hpctrain.cli.main import run; run(['profiles'])",
-        "from hpctrain.cli.main import run; "
-        f"run(['submit', '-p', 'a100x64', {str(ROOT / 'examples/gpt175b.yaml')!r}, '--dry-run'])",
+        ("import hpctrain.cli.main", False),
+        ("from hpctrain.cli.main import run; run(['--help'])", False),
+        ("from hpctrain.cli.main import run; run(['status'])", False),
+        ("from hpctrain.cli.main import run; run(['profiles'])", False),
+        (
+            "from hpctrain.cli.main import run; "
+            f"run(['submit', '-p', 'a100x64', {str(ROOT / 'examples/gpt175b.yaml')!r}, "
+            "'--dry-run'])",
+            True,
+        ),
     ],
     ids=["import", "help", "status", "profiles", "dry-run"],
 )
-def test_the_command_line_imports_nothing_heavy(tmp_path: Path, code: str) -> None:
+def test_the_command_line_imports_nothing_heavy(tmp_path: Path, code: str, plans: bool) -> None:
     done = subprocess.run(
         [sys.executable, "-c", code + DUMP],
         cwd=tmp_path,
@@ -254,6 +258,7 @@ def test_the_command_line_imports_nothing_heavy(tmp_path: Path, code: str) -> No
     loaded = done.stderr.splitlines()[-1].split()
     assert "hpctrain.cli.main" in loaded
     heavy = [module for module in loaded if module in HEAVY]
+    heavy += ["numpy"] * ("numpy" in loaded and not plans)
     assert not heavy, f"imported on a login node: {heavy}"
 
 

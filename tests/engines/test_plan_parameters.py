@@ -12,13 +12,15 @@ from typing import Any
 import pytest
 
 from hpctrain.plan.layout import layout_of, layout_problems
-from hpctrain.plan.parameters import pad_vocab
+from hpctrain.plan.parameters import expert_tp, pad_vocab
 from hpctrain.plan.stages import build_stages, split_layers
 from hpctrain.spec.run import (
     BatchSpec,
     BudgetSpec,
     CheckpointSpec,
+    MlaSpec,
     ModelSpec,
+    MoeSpec,
     OptimizerSpec,
     ParallelSpec,
     ResourcesSpec,
@@ -38,6 +40,32 @@ ONE_KV_HEAD = LLAMA.model_copy(update={"kv_heads": 1})
 WIDE_HEADS = LLAMA.model_copy(update={"head_dim": 16})
 LEARNED_RMS = LLAMA.model_copy(update={"positions": "learned", "norm": "layernorm"})
 GPT175B = ModelSpec(layers=96, hidden=12288, heads=96, vocab=51200, seq=2048, tied=False)
+BERT = ModelSpec(family="bert", layers=8, hidden=64, heads=8, vocab=300, seq=32)
+
+EXPERTS = MoeSpec(experts=8, top_k=2, ffn=48)
+LATENT = MlaSpec(q_rank=24, kv_rank=16, nope_dim=8, rope_dim=4, value_dim=12)
+MOE = LLAMA.model_copy(update={"moe": EXPERTS})
+BIASED_MOE = GPT.model_copy(update={"moe": EXPERTS})
+SHARED = LLAMA.model_copy(
+    update={"moe": EXPERTS.model_copy(update={"shared_ffn": 96, "dense_layers": 3})}
+)
+MLA = LLAMA.model_copy(update={"mla": LATENT, "kv_heads": None})
+MLA_FULL_QUERY = MLA.model_copy(update={"mla": LATENT.model_copy(update={"q_rank": None})})
+MLA_LAYERNORM = MLA.model_copy(update={"norm": "layernorm", "bias": True})
+MTP = LLAMA.model_copy(update={"mtp_layers": 2})
+DEEPSEEK = SHARED.model_copy(update={"mla": LATENT, "kv_heads": None, "mtp_layers": 1})
+DEEPSEEK_V3 = ModelSpec(
+    family="llama",
+    layers=61,
+    hidden=7168,
+    ffn=18432,
+    heads=128,
+    vocab=129280,
+    seq=4096,
+    moe=MoeSpec(experts=256, top_k=8, ffn=2048, shared_ffn=2048, dense_layers=3),
+    mla=MlaSpec(q_rank=1536, kv_rank=512),
+    mtp_layers=1,
+)
 
 CASES: dict[str, tuple[ModelSpec, ParallelSpec]] = {
     "gpt": (GPT, ParallelSpec()),
@@ -69,11 +97,49 @@ CASES: dict[str, tuple[ModelSpec, ParallelSpec]] = {
         ParallelSpec(tp=2, pp=2, vpp=2, count_embedding=True, count_loss=True),
     ),
     "gpt 175b": (GPT175B, ParallelSpec(tp=8, pp=8)),
+    "bert": (BERT, ParallelSpec()),
+    "bert tp4 pp2": (BERT, ParallelSpec(tp=4, pp=2)),
+    "bert tp2 pp2 vpp2": (BERT, ParallelSpec(tp=2, pp=2, vpp=2)),
+    "bert untied, rms": (
+        BERT.model_copy(update={"tied": False, "norm": "rmsnorm", "bias": False}),
+        ParallelSpec(tp=2, pp=2),
+    ),
+    "moe": (MOE, ParallelSpec()),
+    "moe tp2: experts split": (MOE, ParallelSpec(tp=2, pp=2)),
+    "moe ep4": (MOE, ParallelSpec(ep=4)),
+    "moe tp2 ep8: experts whole": (MOE, ParallelSpec(tp=2, pp=2, ep=8)),
+    "moe with biases": (BIASED_MOE, ParallelSpec(ep=2)),
+    "moe with biases tp2 ep2": (BIASED_MOE, ParallelSpec(tp=2, ep=2)),
+    "shared experts, dense layers": (SHARED, ParallelSpec(tp=4, pp=2, ep=2)),
+    "dense layers, interleaved": (SHARED, ParallelSpec(tp=2, pp=2, vpp=2, ep=2)),
+    "dense layers, uneven": (SHARED, ParallelSpec(pp=3, ep=4, stages=(2, 2, 4))),
+    "mla": (MLA, ParallelSpec()),
+    "mla tp4 pp2": (MLA, ParallelSpec(tp=4, pp=2)),
+    "mla, full query": (MLA_FULL_QUERY, ParallelSpec(tp=2)),
+    "mla, layernorm and bias": (MLA_LAYERNORM, ParallelSpec(tp=2, pp=2)),
+    "mtp": (MTP, ParallelSpec()),
+    "mtp tp2 pp2": (MTP, ParallelSpec(tp=2, pp=2)),
+    "mtp tied": (MTP.model_copy(update={"tied": True}), ParallelSpec()),
+    "mtp tied, pp2": (MTP.model_copy(update={"tied": True}), ParallelSpec(tp=2, pp=2)),
+    "mtp tied, learned positions": (
+        MTP.model_copy(update={"tied": True, "positions": "learned"}),
+        ParallelSpec(tp=2),
+    ),
+    "mtp, interleaved": (MTP, ParallelSpec(tp=2, pp=2, vpp=2)),
+    "mtp behind an empty stage": (MTP, ParallelSpec(pp=4, stages=(0, 4, 4, 0))),
+    "mtp behind an empty chunk": (MTP, ParallelSpec(pp=2, vpp=2, stages=(2, 3, 3, 0))),
+    "deepseek tp2 pp2 ep4": (DEEPSEEK, ParallelSpec(tp=2, pp=2, ep=4)),
+    "deepseek pp4 vpp2 ep2": (DEEPSEEK, ParallelSpec(pp=4, vpp=2, ep=2)),
+    "deepseek-v3": (
+        DEEPSEEK_V3,
+        ParallelSpec(tp=1, pp=16, ep=64, stages=(4, *[4] * 14, 1)),
+    ),
 }
 
 
 def case_document(model: ModelSpec, parallel: ParallelSpec) -> dict[str, Any]:
     return dict(
+        family=model.family,
         layers=model.layers,
         hidden=model.hidden,
         ffn=model.ffn_size,
@@ -87,7 +153,12 @@ def case_document(model: ModelSpec, parallel: ParallelSpec) -> dict[str, Any]:
         seq=model.seq,
         padded_vocab=pad_vocab(model.vocab, parallel.tp),
         positions="rope" if model.positions == "rope" else "learned_absolute",
+        mtp_layers=model.mtp_layers,
+        moe=model.moe.model_dump() if model.moe else None,
+        mla=model.mla.model_dump() if model.mla else None,
         tp=parallel.tp,
+        ep=parallel.ep,
+        expert_tp=expert_tp(parallel.tp, parallel.ep),
         pp=parallel.pp,
         vpp=parallel.vpp,
         stages=parallel.stages,
@@ -119,7 +190,7 @@ def test_parameters_per_gpu_are_what_megatron_builds(
 ) -> None:
     model, parallel = CASES[name]
     assert layout_problems(spec_of(model, parallel), parallel) == []
-    layout = layout_of(parallel, parallel.tp * parallel.pp)
+    layout = layout_of(parallel, parallel.tp * parallel.pp * parallel.ep)
     stages = build_stages(model, layout, split_layers(model.layers, parallel))
     assert [stage.parameters_per_gpu for stage in stages] == built[name]
 
@@ -139,5 +210,5 @@ def spec_of(model: ModelSpec, parallel: ParallelSpec) -> RunSpec:
         optimizer=OptimizerSpec(lr=1e-3),
         parallel=parallel,
         checkpoint=CheckpointSpec(every_steps=1),
-        resources=ResourcesSpec(gpus=parallel.tp * parallel.pp),
+        resources=ResourcesSpec(gpus=parallel.tp * parallel.pp * parallel.ep),
     )

@@ -24,6 +24,7 @@ VPP2 = dict(
 )
 DP2 = dict(data_parallel_size=2)
 SP = dict(sequence_parallel=True)
+PIPELINES_NEAR = dict(parallel_order="tp-cp-ep-pp-dp")
 OVERLAP = dict(overlap_grad_reduce=True, overlap_param_gather=True)
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -34,6 +35,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2 vpp2": VPP2,
     "pp2 vpp2 dp2 overlap": {**VPP2, **DP2, **OVERLAP},
     "tp2 sp pp2": {**TP2, **SP, **PP2},
+    "tp2 pp2 dp2, pipelines near": {**TP2, **PP2, **DP2, **PIPELINES_NEAR},
     "uneven 3+1": {**PP2, "pipeline_layer_split": ((3,), (1,))},
     "uneven vpp2": {**VPP2, "pipeline_layer_split": ((1, 0), (2, 1))},
 }

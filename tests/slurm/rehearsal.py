@@ -35,7 +35,7 @@ PATIENCE_SECONDS = 240.0
 PROFILE = """
 name: rehearsal
 nodes: {count: 4, cpus: 8, memory: 15GiB}
-gpu: {type: a100, per_node: 1, memory: 16GiB, reserved: 0B}
+gpu: {type: a100, per_node: 1, memory: 16GiB, reserved: 0B, peak: {}}
 nvlink: {domain: 1, bandwidth: 10GB/s}
 network: {fabric: ethernet, nics_per_node: 1, nic_bandwidth: 10Gb/s, interface: lo}
 filesystems:

@@ -134,7 +134,7 @@ def test_a_requeued_job_can_be_held(slurm: SlurmClient) -> None:
 
 
 def test_held_jobs_wait_until_they_are_released(slurm: SlurmClient) -> None:
-    job_id = slurm.submit("#!/bin/sh\nsleep 300\n", ["--hold"]).job_id
+    job_id = slurm.submit("#!/bin/sh\nsleep 300\n", (*QUIET, "--hold")).job_id
     assert job_of(slurm, job_id).state is JobState.PENDING
     assert "JobHeld" in (job_of(slurm, job_id).reason or "")
     slurm.release(job_id)

@@ -25,6 +25,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
         ("a100x64", ("gpt175b", "llama7b", "gpt-tiny")),
         ("gb200nvl72", ("llama7b", "gpt-tiny")),
         ("a100x1", ("llama7b", "gpt-tiny")),
+        ("islands10b", ("llama7b", "gpt-tiny")),
     ],
 )
 def test_a_controller_in_the_shape_of_the_cluster_accepts_the_scripts(

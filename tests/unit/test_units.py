@@ -11,6 +11,7 @@ from hpctrain.units import (
     ByteSize,
     Duration,
     FlopRate,
+    Money,
     TokenCount,
     short_bytes,
     short_duration,
@@ -108,3 +109,28 @@ def test_short_forms_for_people() -> None:
     assert short_duration(0.0125) == "12 ms"
     assert short_duration(200) == "3.33 min"
     assert short_duration(12) == "12 s"
+
+
+@pytest.mark.parametrize(
+    ("text", "amount", "currency"),
+    [
+        ("200000usd", 200_000, "USD"),
+        ("200,000 USD", 200_000, "USD"),
+        ("1.5M EUR", 1.5e6, "EUR"),
+        ("200kchf", 200_000, "CHF"),
+        ("12Mxn", 12, "MXN"),
+        ("0.5usd", 0.5, "USD"),
+    ],
+)
+def test_reads_money(text: str, amount: float, currency: str) -> None:
+    money = Money.parse(text)
+    assert (money.amount, money.currency) == (amount, currency)
+    assert Money.parse(str(money)) == money
+
+
+@pytest.mark.parametrize(
+    "text", ["200000", "$200000", "usd", "-5usd", "0usd", "1,5usd", "5 dollars", "5musd", ""]
+)
+def test_refuses_money_with_an_example(text: str) -> None:
+    with pytest.raises(ValueError, match="such as `200000usd`"):
+        Money.parse(text)

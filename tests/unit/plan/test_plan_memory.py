@@ -5,119 +5,178 @@ from typing import Any
 import pytest
 from specimens import GPT175B, GPT_TINY, LLAMA405B, cluster, run_spec
 
-from hpctrain.plan.activations import (
-    Microbatch,
-    in_flight,
-    kept_layer_bytes,
-    layer_bytes,
-    logits_bytes,
-    working_bytes,
-)
-from hpctrain.plan.documents import Layout
+from hpctrain.plan.candidate import Candidate, candidate_of
+from hpctrain.plan.cost.case import Case
+from hpctrain.plan.cost.from_spec import case_of
+from hpctrain.plan.cost.memory import peak_bytes
+from hpctrain.plan.documents import MemoryBreakdown, Recompute
+from hpctrain.plan.memory import candidate_memory, shards
 from hpctrain.plan.planner import make_plan
-from hpctrain.spec.run import ModelSpec
-
-
-def micro(
-    model: dict[str, Any] = GPT175B, flash: bool = True, element_bytes: int = 2, **axes: Any
-) -> Microbatch:
-    sizes = {"tp": 1, "pp": 1, "vpp": 1, "cp": 1, "dp": 1, "sequence_parallel": False, **axes}
-    return Microbatch(ModelSpec.model_validate(model), Layout(**sizes), 1, element_bytes, flash)
-
+from hpctrain.plan.search import BORDER
+from hpctrain.plan.search_columns import columns_of
+from hpctrain.spec.run import ParallelSpec, RunSpec
 
 SBH = 2048 * 12288
 DROPOUT = {**GPT175B, "dropout": 0.1}
+LOCAL = {"implementation": "local"}
+MOE = dict(
+    family="llama",
+    layers=8,
+    hidden=1024,
+    ffn=4096,
+    heads=16,
+    vocab=32000,
+    seq=2048,
+    moe=dict(experts=16, top_k=2, ffn=2048, dense_layers=2),
+)
+
+
+def candidate(
+    model: dict[str, Any],
+    recompute: Recompute = "none",
+    gpus: int | None = None,
+    batch: int = 1,
+    others: dict[str, Any] | None = None,
+    **axes: Any,
+) -> tuple[RunSpec, Candidate]:
+    parallel = ParallelSpec(**axes)
+    gpus = gpus or parallel.tp * parallel.pp * parallel.cp
+    spec = run_spec(model, gpus=gpus, batch=batch, parallel=axes, **(others or {}))
+    return spec, candidate_of(spec, parallel, gpus, 1, recompute)
+
+
+def stages(model: dict[str, Any], *args: Any, **axes: Any) -> tuple[MemoryBreakdown, ...]:
+    spec, one = candidate(model, *args, **axes)
+    return candidate_memory(spec, cluster(), None, one)
+
+
+def layer_bytes(model: dict[str, Any], *args: Any, **axes: Any) -> int:
+    """What a second layer keeps: everything but the layers is the same in both models."""
+    one, two = (
+        stages({**model, "layers": layers}, *args, **axes)[0].activations_bytes for layers in (1, 2)
+    )
+    return two - one
+
+
+def case(model: dict[str, Any], *args: Any, **axes: Any) -> Case:
+    spec, one = candidate(model, *args, **axes)
+    return case_of(spec, cluster(), None, columns_of(one))
+
+
+# -- one layer: Korthikanti et al. 2022, arXiv 2205.05198 -------------------------------------
 
 
 def test_without_parallelism_a_layer_keeps_34_sbh_outside_core_attention() -> None:
-    # Korthikanti et al. 2022, eq. 1 without 5 a s / h
-    assert kept_layer_bytes(micro(DROPOUT), "selective") == 34 * SBH
+    # eq. 1 without 5 a s / h
+    assert layer_bytes(DROPOUT, "selective") == 34 * SBH
 
 
 def test_tensor_parallelism_divides_24_of_34_sbh() -> None:
     # eq. 2: 10 + 24 / t
-    assert kept_layer_bytes(micro(DROPOUT, tp=8), "selective") == 10 * SBH + 24 * SBH // 8
+    kept = layer_bytes(DROPOUT, "selective", tp=8, sequence_parallel=False)
+    assert kept == 10 * SBH + 24 * SBH // 8
 
 
 def test_sequence_parallelism_divides_the_rest_too() -> None:
     # eq. 4 and 6: 34 / t
-    kept = kept_layer_bytes(micro(DROPOUT, tp=8, sequence_parallel=True), "selective")
-    assert kept == 34 * SBH // 8
+    assert layer_bytes(DROPOUT, "selective", tp=8) == 34 * SBH // 8
 
 
 def test_full_recomputation_keeps_the_input_only() -> None:
-    assert kept_layer_bytes(micro(DROPOUT), "full") == 2 * SBH
-    assert kept_layer_bytes(micro(tp=8, sequence_parallel=True), "full") == 2 * SBH // 8
-    assert working_bytes(micro(), "full") == layer_bytes(micro()) - 2 * SBH
+    # section 5: 2 sbh, over t where the input is split
+    assert layer_bytes(DROPOUT, "full") == 2 * SBH
+    assert layer_bytes(GPT175B, "full", tp=8) == 2 * SBH // 8
+
+
+def test_one_layer_is_whole_while_it_is_computed_again() -> None:
+    # a model of one layer needs no less with full recomputation, but for its input
+    full, none = (
+        stages({**GPT175B, "layers": 1}, recompute)[0].activations_bytes
+        for recompute in ("full", "none")
+    )
+    assert full == none
 
 
 def test_a_model_without_dropout_has_no_masks() -> None:
-    assert kept_layer_bytes(micro(), "selective") == 32 * SBH
+    assert layer_bytes(GPT175B, "selective") == 32 * SBH
 
 
 def test_flash_attention_keeps_four_bytes_per_head_and_token() -> None:
-    assert layer_bytes(micro()) - kept_layer_bytes(micro(), "selective") == 4 * 96 * 2048
+    assert layer_bytes(GPT175B) - layer_bytes(GPT175B, "selective") == 4 * 96 * 2048
 
 
 @pytest.mark.parametrize(
-    ("element_bytes", "dropout", "bytes_per_pair"),
-    [
-        (2, 0.0, 4 + 2),  # fp32 softmax, 16-bit copy
-        (2, 0.1, 4 + 1 + 2),  # fp32 softmax, mask, dropped-out copy
-        (4, 0.0, 4),
-        (4, 0.1, 4 + 1 + 4),
-    ],
+    ("dropout", "bytes_per_pair"),
+    [(0.1, 5), (0.0, 2)],  # eq. 1: softmax 2, mask 1, dropped-out copy 2
 )
-def test_unfused_attention_keeps_s_by_s(
-    element_bytes: int, dropout: float, bytes_per_pair: int
-) -> None:
-    local = micro({**GPT175B, "dropout": dropout}, flash=False, element_bytes=element_bytes)
-    core = layer_bytes(local) - kept_layer_bytes(local, "selective")
-    assert core == bytes_per_pair * 96 * 2048**2
+def test_unfused_attention_keeps_s_by_s(dropout: float, bytes_per_pair: int) -> None:
+    model = {**GPT175B, "dropout": dropout}
+    kept = [layer_bytes(model, how, others={"engine": LOCAL}) for how in ("none", "selective")]
+    assert kept[0] - kept[1] == bytes_per_pair * 96 * 2048**2
+
+
+def test_the_whole_equation_of_korthikanti() -> None:
+    # eq. 2 for GPT-175B: s b h (10 + 24 / t + 5 a s / (h t)) with t = 8
+    expected = SBH * (10 + 24 / 8 + 5 * 96 * 2048 / (12288 * 8))
+    axes: dict[str, Any] = dict(tp=8, sequence_parallel=False)
+    assert layer_bytes(DROPOUT, others={"engine": LOCAL}, **axes) == expected
 
 
 def test_grouped_queries_and_gate() -> None:
     # T = 8192, e = 2, t = 8, SP. Outside 4 x 2 x 8192 x 16384 / 8 = 134,217,728.
-    # Attention: Q, O 128 heads, K, V 8 heads, rotated Q and K: 128 + 8; each of size 128:
-    # (2 x 128 + 2 x 8 + 136) x 128 = 52,224; MLP 3 x 53,248 = 159,744;
-    # 2 x 8192 x 211,968 / 8 = 434,110,464. Softmax numbers 4 x 8192 x 128 / 8 = 524,288.
-    llama = micro(LLAMA405B, tp=8, sequence_parallel=True)
-    assert layer_bytes(llama) == 134_217_728 + 434_110_464 + 524_288
+    # Attention: Q, O 128 heads, K, V 8 heads, each of size 128: (2 x 128 + 2 x 8) x 128 = 34,816;
+    # MLP 3 x 53,248 = 159,744; 2 x 8192 x 194,560 / 8 = 398,458,880.
+    # Softmax numbers 4 x 8192 x 128 / 8 = 524,288.
+    assert layer_bytes(LLAMA405B, tp=8) == 134_217_728 + 398_458_880 + 524_288
 
 
 def test_context_parallelism_divides_tokens() -> None:
-    assert kept_layer_bytes(micro(cp=4), "selective") == 32 * SBH // 4
+    assert layer_bytes(GPT175B, "selective", cp=4) == 32 * SBH // 4
 
 
-def test_logits_are_fp32_with_their_16_bit_original() -> None:
-    assert logits_bytes(micro(tp=8), 51200) == 6 * 2048 * 51200 // 8
-    assert logits_bytes(micro(tp=8, element_bytes=4), 51200) == 4 * 2048 * 51200 // 8
+# -- pipelines ---------------------------------------------------------------------------------
 
 
-def flight(stage: int, accumulation: int, pp: int, vpp: int = 1) -> tuple[int, ...]:
-    layout = Layout(tp=1, pp=pp, vpp=vpp, cp=1, dp=1, sequence_parallel=False)
-    return in_flight(layout, stage, accumulation)
+def microbatches(pp: int, accumulation: int, vpp: int = 1) -> list[float]:
+    """Microbatches in flight on each stage: its activations over what one microbatch keeps.
+
+    With full recomputation a layer keeps its input x and one layer is whole meanwhile, so two
+    models with twice the layers differ by flights x layers x x.
+    """
+    model = {**GPT_TINY, "seq": 128}
+    unit = 2 * 128 * 128
+    layers = pp * vpp
+    held = [
+        [
+            stage.activations_bytes
+            for stage in stages(
+                {**model, "layers": layers * factor}, "full", batch=accumulation, pp=pp, vpp=vpp
+            )
+        ]
+        for factor in (1, 2)
+    ]
+    return [(two - one) / (vpp * unit) for one, two in zip(*held, strict=True)]
 
 
 def test_one_forward_one_backward_holds_pp_minus_stage_microbatches() -> None:
-    assert [flight(stage, 100, pp=4) for stage in range(4)] == [(4,), (3,), (2,), (1,)]
-    assert [flight(stage, 2, pp=4) for stage in range(4)] == [(2,), (2,), (2,), (1,)]
-    assert flight(0, 7, pp=1) == (1,)
+    # Narayanan et al. 2021, section 2.2.1
+    assert microbatches(pp=4, accumulation=100) == [4, 3, 2, 1]
+    assert microbatches(pp=4, accumulation=2) == [2, 2, 2, 1]
+    assert microbatches(pp=1, accumulation=7) == [1]
 
 
-def test_interleaving_holds_more_by_the_factor_of_korthikanti() -> None:
-    # stage 0: pp vpp + pp - 1 chunks, that is 1 + (pp - 1) / (pp vpp) times pp microbatches
-    for pp, vpp in [(2, 2), (4, 2), (4, 3), (8, 3), (8, 12)]:
-        assert sum(flight(0, 10 * pp, pp, vpp)) == pp * vpp + pp - 1
+@pytest.mark.parametrize(("pp", "vpp"), [(2, 2), (4, 2), (4, 3), (8, 3), (8, 12)])
+def test_interleaving_holds_more_by_the_factor_of_korthikanti(pp: int, vpp: int) -> None:
+    # section 4.2.3: pp (1 + (pp - 1) / (pp vpp)) microbatches on stage 0
+    first = microbatches(pp, 10 * pp, vpp)[0]
+    assert first == pytest.approx(pp * (1 + (pp - 1) / (pp * vpp)))
 
 
-def test_interleaved_chunks_fill_in_groups_of_pp() -> None:
-    # pp 4, vpp 2: stage 0 has 2 x 3 + 4 + 1 = 11 chunks in flight: 4 of chunk 0, 4 of chunk 1,
-    # then 3 more of chunk 0; stage 3 has 0 + 4 + 1 = 5: 4 and 1
-    assert flight(0, 16, pp=4, vpp=2) == (7, 4)
-    assert flight(3, 16, pp=4, vpp=2) == (4, 1)
+def test_interleaving_holds_fewer_chunks_on_later_stages() -> None:
+    # 2 (pp - stage - 1) + (vpp - 1) pp + 1 chunks: 11, 9, 7, 5 for pp 4, vpp 2
+    assert microbatches(pp=4, accumulation=16, vpp=2) == [5.5, 4.5, 3.5, 2.5]
     # with 4 microbatches there are only 8 chunks in all
-    assert flight(0, 4, pp=4, vpp=2) == (4, 4)
+    assert microbatches(pp=4, accumulation=4, vpp=2)[0] == 4
 
 
 def test_gpt_175b_stage_by_stage() -> None:
@@ -127,32 +186,32 @@ def test_gpt_175b_stage_by_stage() -> None:
     assert first.weights_bytes == 2 * 2_822_731_776
     assert first.gradients_bytes == 4 * 2_822_731_776
     assert first.optimizer_bytes == 12 * 2_822_731_776 // 8  # distributed over dp 8
-    # 12 layers x 8 microbatches x 32 sbh / 8, and the softmax numbers of one layer, 4 T a / 8
-    assert first.activations_bytes == 12 * 8 * 32 * SBH // 8 + 4 * 2048 * 96 // 8
+    # 12 layers x 8 microbatches x 32 sbh / 8, the softmax numbers of one layer (4 T a / 8), and
+    # the embedding's output of 8 microbatches (2 sbh / 8)
+    layers = 12 * 8 * 32 * SBH // 8
+    assert first.activations_bytes - layers - 4 * 2048 * 96 // 8 == 8 * 2 * SBH // 8
     assert first.logits_bytes == 0
-    # gathered input 2 sbh, received activation and gradient 2 x 2 sbh / 8
-    assert first.communication_bytes == 2 * SBH + 4 * SBH // 8
     assert first.reserved_bytes == 2 * 2**30
-    # one microbatch; final norm and output layer keep 4 sbh / 8 more
+    # one microbatch; final norm and output layer keep 4 sbh / 8 more (section 4.3)
     assert last.activations_bytes == 12 * 32 * SBH // 8 + 4 * 2048 * 96 // 8 + 4 * SBH // 8
-    assert last.logits_bytes == 6 * 2048 * 51200 // 8
+    assert last.logits_bytes == 4 * 2048 * 51200 // 8  # 4 sbv / t, section 4.3
     assert plan.peak_stage == 0
     assert first.total_bytes == sum(first.model_dump().values())
 
 
-def test_close_to_the_measured_peak_of_unfused_megatron() -> None:
-    """GPT-175B, tp 8, pp 8, sequence parallel, micro 1, 16 microbatches, dropout 0.1.
-
-    Measured under FakeTensorMode with CPU dropout (masks of 2 bytes) and a 16-bit softmax:
-    48.1 GiB, of which 10.5 are bf16 weights and gradients. Here masks have 1 byte and the softmax
-    is fp32: per layer 2 sbh / 8 less, and 7 instead of 6 bytes per pair.
-    """
-    unfused = micro(DROPOUT, flash=False, tp=8, pp=8, sequence_parallel=True)
-    corrected = layer_bytes(unfused) + 2 * SBH // 8 - 96 * 2048**2 // 8
-    assert corrected * 12 * 8 / 2**30 == pytest.approx(48.1 - 10.5, rel=0.02)
+def test_uneven_stages_hold_what_they_are_given() -> None:
+    split = stages({**GPT_TINY, "layers": 6}, "full", batch=8, pp=3, stages=(1, 3, 2))
+    even = stages({**GPT_TINY, "layers": 6}, "full", batch=8, pp=3)
+    unit = 2 * 64 * 128
+    # 3, 2 and 1 microbatches in flight
+    differences = [s.activations_bytes - e.activations_bytes for s, e in zip(split, even, strict=1)]
+    assert differences == [-3 * unit, 2 * unit, 0]
 
 
-def test_fp32_has_no_main_copy_and_no_flash_attention() -> None:
+# -- weights, gradients, optimizer ------------------------------------------------------------
+
+
+def test_fp32_has_no_main_copy() -> None:
     plan = make_plan(run_spec(GPT_TINY, gpus=1, precision="fp32", parallel={}), cluster())
     parameters = plan.stages[0].parameters_per_gpu
     memory = plan.memory[0]
@@ -174,3 +233,80 @@ def test_the_optimizer_is_sharded_over_dp_and_cp_only_when_distributed() -> None
         sizes[distributed] = plan.memory[0].optimizer_bytes
     parameters = plan.stages[0].parameters_per_gpu
     assert sizes == {True: 12 * -(-parameters // 8), False: 12 * parameters}
+
+
+@pytest.mark.parametrize(
+    ("zero", "parts"),
+    # Rajbhandari et al. 2020, arXiv 1910.02054, figure 1 with K = 12 and fp32 gradients: what is
+    # divided by 8 of 2 + 4 + 12 bytes per parameter
+    [(0, (1, 1, 1)), (1, (1, 1, 8)), (2, (1, 8, 8)), (3, (8, 8, 8))],
+)
+def test_zero_stages_divide_optimizer_gradients_and_weights(
+    zero: int, parts: tuple[int, int, int]
+) -> None:
+    optimizer = {"lr": 1e-3, "zero": zero}
+    engine = {"name": "deepspeed"}
+    spec = run_spec(GPT_TINY, gpus=8, parallel={}, optimizer=optimizer, engine=engine)
+    plan = make_plan(spec, cluster())
+    parameters, memory = plan.stages[0].parameters_per_gpu, plan.memory[0]
+    expected = [width * -(-parameters // n) for width, n in zip((2, 4, 12), parts, strict=True)]
+    assert [memory.weights_bytes, memory.gradients_bytes, memory.optimizer_bytes] == expected
+    assert plan.zero == zero
+
+
+def test_hsdp_shards_over_a_part_of_the_replicas() -> None:
+    optimizer = {"lr": 1e-3, "zero": 3, "shard_gpus": 4}
+    spec = run_spec(GPT_TINY, gpus=8, parallel={}, optimizer=optimizer, engine={"name": "fsdp"})
+    plan = make_plan(spec, cluster())
+    parameters = plan.stages[0].parameters_per_gpu
+    assert plan.memory[0].optimizer_bytes == 12 * -(-parameters // 4)
+    assert plan.shard_gpus == 4
+
+
+def test_offload_leaves_no_optimizer_state_on_the_gpu() -> None:
+    optimizer = {"lr": 1e-3, "offload": "cpu"}
+    plan = make_plan(run_spec(GPT_TINY, gpus=8, parallel={}, optimizer=optimizer), cluster())
+    assert plan.memory[0].optimizer_bytes == 0
+    assert plan.offload == "cpu"
+
+
+def test_experts_are_shared_by_fewer_replicas_than_the_rest() -> None:
+    # tp 2, cp 1, dp 4: 8 ranks; ep 4 of whole experts leaves 2 replicas of each
+    _, one = candidate(MOE, gpus=8, batch=4, tp=2, ep=4)
+    assert (shards(one, 1).dense, shards(one, 1).experts) == (4, 2)
+    assert shards(one, 1).part(dense=10, experts=7) == 3 + 4
+    # without ep an expert is split over tp, and dp ranks hold the same
+    _, plain = candidate(MOE, gpus=8, batch=4, tp=2)
+    assert (shards(plain, 1).dense, shards(plain, 1).experts) == (4, 4)
+
+
+def test_expert_parallelism_divides_experts_only() -> None:
+    whole, parted = (stages(MOE, gpus=8, batch=8, ep=ep)[0].weights_bytes for ep in (1, 8))
+    # 6 MoE layers of 16 experts with 3 x 1024 x 2048 weights of 2 bytes; 2 of 16 remain
+    assert whole - parted == 2 * 6 * 14 * 3 * 1024 * 2048
+
+
+# -- the search's closed forms against the exact plan -----------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "axes", "gpus"),
+    [
+        (GPT175B, dict(tp=8, pp=8, vpp=3), 512),
+        (GPT175B, dict(tp=4, pp=16), 64),
+        (LLAMA405B, dict(tp=8, pp=16, count_embedding=True, count_loss=True), 512),
+        (MOE, dict(tp=2, ep=4), 16),
+        (MOE, dict(pp=4, ep=2), 16),
+        ({**MOE, "moe": dict(experts=64, top_k=2, ffn=2048, dense_layers=4)}, dict(pp=2), 16),
+        ({**MOE, "mla": dict(q_rank=512, kv_rank=256), "mtp_layers": 1}, dict(tp=2, ep=4), 8),
+        ({**GPT_TINY, "family": "bert"}, dict(tp=2), 4),
+        ({**GPT_TINY, "layers": 6}, dict(pp=3, stages=(1, 3, 2)), 6),
+    ],
+)
+def test_the_estimate_of_the_search_is_within_its_border(
+    model: dict[str, Any], axes: dict[str, Any], gpus: int
+) -> None:
+    spec, one = candidate(model, gpus=gpus, batch=gpus * 16, **axes)
+    exact = max(stage.total_bytes for stage in candidate_memory(spec, cluster(), None, one))
+    estimate = float(peak_bytes(case(model, gpus=gpus, batch=gpus * 16, **axes))[0])
+    assert estimate == pytest.approx(exact, rel=BORDER - 1)

@@ -4,8 +4,19 @@ import pytest
 from specimens import GPT_TINY
 
 from hpctrain.plan.layout import layout_of
-from hpctrain.plan.parameters import pad_vocab, total_parameters
-from hpctrain.plan.stages import build_stages, split_layers, split_problems
+from hpctrain.plan.parameters import (
+    expert_parameters,
+    layer_parameters,
+    pad_vocab,
+    total_parameters,
+)
+from hpctrain.plan.stages import (
+    build_stages,
+    split_layers,
+    split_problems,
+    stage_expert_parameters,
+    stage_layers,
+)
 from hpctrain.spec.run import ModelSpec, ParallelSpec
 
 
@@ -99,3 +110,49 @@ def test_embedding_and_loss_are_at_the_ends() -> None:
     stages = build_stages(model, layout_of(parallel, 4), split_layers(4, parallel))
     assert [stage.embedding for stage in stages] == [True, False, False, False]
     assert [stage.loss for stage in stages] == [False, False, False, True]
+
+
+MIXED = ModelSpec.model_validate(
+    dict(
+        family="llama",
+        layers=8,
+        hidden=64,
+        ffn=176,
+        heads=4,
+        vocab=512,
+        seq=64,
+        moe=dict(experts=8, top_k=2, ffn=32, dense_layers=3),
+    )
+)
+
+
+def test_layers_of_a_stage_are_those_of_its_chunks() -> None:
+    assert stage_layers((1, 2, 3, 4), 2, 0) == (range(1), range(3, 6))
+    assert stage_layers((1, 2, 3, 4), 2, 1) == (range(1, 3), range(6, 10))
+    assert stage_layers((0, 4), 2, 0) == (range(0),)
+
+
+@pytest.mark.parametrize("stages", [(4, 4), (2, 6), (0, 8), (3, 5), (8, 0)])
+def test_each_stage_has_its_own_kinds_of_layers(stages: tuple[int, ...]) -> None:
+    parallel = ParallelSpec(pp=2, ep=4, stages=stages)
+    layout, split = layout_of(parallel, 8), split_layers(8, parallel)
+    dense, experts = (layer_parameters(MIXED, 1, 4, layer) for layer in (0, 7))
+    first, last = build_stages(MIXED, layout, split)
+    ends = pad_vocab(512, 1) * 64
+    kinds = [min(stages[0], 3), max(0, stages[0] - 3)]
+    assert first.parameters_per_gpu == kinds[0] * dense + kinds[1] * experts + ends
+    assert last.parameters_per_gpu == (3 - kinds[0]) * dense + (5 - kinds[1]) * experts + ends + 64
+    one_layer = expert_parameters(MIXED, 1, 4)
+    assert stage_expert_parameters(MIXED, layout, split, 0) == kinds[1] * one_layer
+    assert stage_expert_parameters(MIXED, layout, split, 1) == (5 - kinds[1]) * one_layer
+
+
+def test_experts_of_token_prediction_are_on_the_last_stage() -> None:
+    model = MIXED.model_copy(update={"mtp_layers": 2})
+    parallel = ParallelSpec(pp=2)
+    layout, split = layout_of(parallel, 2), split_layers(8, parallel)
+    one_layer = expert_parameters(model, 1)
+    assert stage_expert_parameters(model, layout, split, 0) == one_layer
+    assert stage_expert_parameters(model, layout, split, 1) == (4 + 2) * one_layer
+    dense = ModelSpec.model_validate(GPT_TINY)
+    assert stage_expert_parameters(dense, layout, (2, 2), 1) == 0

@@ -11,7 +11,9 @@ from hpctrain.errors import DoesNotFitError, HpctrainError
 from hpctrain.plan.candidate import Candidate
 from hpctrain.plan.documents import Plan
 from hpctrain.plan.planner import make_plan
-from hpctrain.plan.search import candidates, nearest_fits
+from hpctrain.plan.search import Found, search
+from hpctrain.plan.search_freedom import freedom_of
+from hpctrain.plan.search_hints import nearest_fits
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec
 
@@ -103,9 +105,10 @@ def test_refusals_name_numbers_and_nearest_values(
 def test_what_does_not_fit_is_itemised() -> None:
     # per GPU of stage 0: 10,979,500,032 parameters (48 layers of 226,576,896 + ends), 2 / 4 / 12
     # bytes each: 20.5, 40.9 and 122.7 GiB
-    error = refusal(run_spec(GPT175B, gpus=16, batch=1536, parallel=dict(tp=8, pp=2)))
+    spec = run_spec(GPT175B, gpus=16, batch=1536, parallel=dict(tp=8, pp=2), recompute="none")
+    error = refusal(spec)
     assert str(error).startswith(
-        "tp 8 · pp 2 · dp 1 needs 195.1 of 80.0 GiB per GPU in stage 0 "
+        "tp 8 · pp 2 · dp 1 needs 195.6 of 80.0 GiB per GPU in stage 0 "
         "(optimizer 122.7, gradients 40.9, weights 20.5, activations 9.0, "
     )
     assert error.hint is not None and "64 GPUs would do" in error.hint
@@ -133,7 +136,7 @@ def test_too_many_gpus_are_answered_with_a_layout_on_fewer(
     with pytest.raises(HpctrainError) as caught:
         make_plan(spec, profile)
     assert str(caught.value.hint).startswith(f"on {number} GPUs these fit:\n  tp ")
-    found = nearest_fits(spec, profile, number)
+    found = nearest_fits(spec, profile, gpus=number)
     assert found and all(
         make_plan(as_proposed(spec, candidate), profile).nodes.nodes for candidate in found
     )
@@ -151,7 +154,7 @@ def test_tiny_models_have_readable_numbers() -> None:
         (GPT175B, 64, 1536, dict(tp=8, pp=7), {}),
         (GPT175B, 512, 1536, dict(tp=8, pp=1), dict(recompute="none")),
         (LLAMA405B, 512, 512, dict(tp=8, pp=16, vpp=4), {}),
-        (LLAMA405B, 512, 512, "auto", {}),
+        (LLAMA405B, 128, 1024, "auto", dict(recompute="none", micro=8)),
         (LLAMA7B, 8, 512, dict(tp=1), dict(micro=16)),
         (LLAMA7B, 8, 512, dict(tp=3), dict(micro=3)),
     ],
@@ -174,13 +177,13 @@ def test_proposed_layouts_fit_when_planned(
 def test_auto_takes_the_smallest_group_that_fits() -> None:
     plan = make_plan(run_spec(LLAMA7B, gpus=8, batch=512), cluster())
     assert (plan.layout.tp, plan.layout.pp, plan.layout_origin) == (1, 1, "auto")
-    plan = make_plan(run_spec(GPT175B, gpus=512, batch=1536), cluster())
+    plan = make_plan(run_spec(GPT175B, gpus=512, batch=1536, recompute="none"), cluster())
     # tp 8 x pp 2 would use 95 % of the memory; tp 8 rather than pp 8 x tp 4
     assert (plan.layout.tp, plan.layout.pp) == (8, 4)
 
 
 def test_auto_takes_a_tight_layout_when_there_is_no_other() -> None:
-    spec = run_spec(LLAMA7B, gpus=1, batch=8)
+    spec = run_spec(LLAMA7B, gpus=1, batch=8, recompute="none")
     need = make_plan(spec, cluster(gpu_memory="200GiB")).memory[0].total_bytes
     plan = make_plan(spec, cluster(gpu_memory=f"{need}B"))
     assert any("Memory is tight" in warning and "100%" in warning for warning in plan.warnings)
@@ -188,32 +191,39 @@ def test_auto_takes_a_tight_layout_when_there_is_no_other() -> None:
         make_plan(spec, cluster(gpu_memory=f"{need - 1}B"))
 
 
-def test_auto_keeps_tp_inside_the_nvlink_domain() -> None:
-    spec = run_spec(GPT175B, gpus=512, batch=1536)
-    assert {candidate.layout.tp for candidate in candidates(spec, cluster(domain=4))} == {1, 2, 4}
-    wide = cluster(nodes=144, per_node=4, domain=72)
-    spec = run_spec(GPT175B, gpus=576, batch=1152)
-    assert max(candidate.layout.tp for candidate in candidates(spec, wide)) == 8
+def everything(spec: RunSpec, profile: ClusterProfile) -> Found:
+    return search(spec, profile, None, freedom_of(spec, profile), timed=False)
 
 
-def test_candidates_come_by_size_and_leave_the_rest_of_the_spec_alone() -> None:
+def test_hints_keep_tp_inside_the_nvlink_domain() -> None:
+    spec = run_spec({**GPT175B, "layers": 8}, gpus=16, batch=64)
+    proposed = nearest_fits(spec, cluster(domain=4), count=100)
+    assert {candidate.layout.tp for candidate in proposed} == {1, 2, 4}
+    found = everything(spec, cluster(domain=4))
+    assert set(found.columns.tp.tolist()) == {1, 2, 4, 8, 16}
+
+
+def test_the_search_leaves_what_the_spec_says_alone() -> None:
     spec = run_spec(GPT175B, gpus=64, batch=64, micro="auto", recompute="full")
-    found = list(candidates(spec, cluster()))
-    sizes = [candidate.layout.tp * candidate.layout.pp for candidate in found]
-    assert sizes == sorted(sizes)
-    assert {candidate.recompute for candidate in found} == {"full"}
-    assert {candidate.micro_batch for candidate in found} == {1, 2, 4, 8}
-    assert all(candidate.layout.world_size == 64 for candidate in found)
+    columns = everything(spec, cluster()).columns
+    assert set(columns.recompute.tolist()) == {2}
+    assert {1, 2, 4, 8} <= set(columns.micro_batch.tolist())
+    gpus = columns.tp * columns.pp * columns.cp * columns.dp
+    assert set(gpus.tolist()) == {64}
+    fixed = run_spec(GPT175B, gpus=64, batch=64, micro=2, recompute="auto")
+    assert set(everything(fixed, cluster()).columns.micro_batch.tolist()) == {2}
+    assert set(everything(fixed, cluster()).columns.recompute.tolist()) == {0, 1, 2}
 
 
 def test_auto_micro_is_the_largest_that_divides_and_fits() -> None:
     spec = run_spec(GPT_TINY, gpus=2, batch=12, micro="auto", parallel={})
     assert make_plan(spec, cluster()).batch.micro_batch == 2  # 12 / dp 2 = 6: 1 or 2 of 1, 2, 4, 8
-    spec = run_spec(LLAMA7B, gpus=8, batch=512, micro="auto", parallel=dict(tp=2))
+    usual: dict[str, Any] = dict(gpus=8, batch=512, recompute="none", parallel=dict(tp=2))
+    spec = run_spec(LLAMA7B, micro="auto", **usual)
     sizes = {}
     for size in (1, 2, 4, 8):
         try:
-            fixed = run_spec(LLAMA7B, gpus=8, batch=512, micro=size, parallel=dict(tp=2))
+            fixed = run_spec(LLAMA7B, micro=size, **usual)
             plan = make_plan(fixed, cluster())
             sizes[size] = not any("tight" in warning for warning in plan.warnings)
         except DoesNotFitError:

@@ -10,7 +10,7 @@ import pytest
 from hpctrain.sandbox.config import Site, config_files, gres_conf, slurm_conf, topology_conf
 from hpctrain.sandbox.paths import SandboxPaths
 from hpctrain.sandbox.ports import Ports
-from hpctrain.sandbox.shape import PartitionShape, SwitchShape, default_shape
+from hpctrain.sandbox.shape import FeatureShape, PartitionShape, SwitchShape, default_shape
 
 PATHS = SandboxPaths(Path("/box"), Path("/box/sockets"))
 
@@ -60,6 +60,16 @@ def test_a_single_node_has_no_brackets() -> None:
     found = keys(slurm_conf(default_shape(nodes=1), site(nodes=1)))
     assert found["NodeName"].startswith("n0 ")
     assert " Port=20001 " in found["NodeName"]
+
+
+def test_nodes_with_different_features_have_lines_of_their_own() -> None:
+    features = (FeatureShape("east", 1), FeatureShape("west", 3))
+    text = slurm_conf(replace(default_shape(nodes=4), features=features), site())
+    east, west = [line for line in text.splitlines() if line.startswith("NodeName=")]
+    assert east.startswith("NodeName=n0 ") and " Port=20001 " in east
+    assert " Features=east State=UNKNOWN" in east
+    assert west.startswith("NodeName=n[1-3] ") and " Port=[20002-20004] " in west
+    assert " Features=west State=UNKNOWN" in west
 
 
 def test_nodes_without_gpus_claim_none() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hpctrain.sandbox.from_profile import shape_from_profile
-from hpctrain.sandbox.shape import SandboxShape
+from hpctrain.sandbox.shape import FeatureShape, SandboxShape
 from hpctrain.spec.loader import find_profile, load_profile
 
 
@@ -29,3 +29,8 @@ def test_preemption_and_grace_are_taken_over() -> None:
     assert urgent.priority_tier > train.priority_tier
     assert (small.preempt_type, small.kill_wait_seconds) == ("partition_prio", 5)
     assert small.switches == ()
+
+
+def test_islands_keep_their_features() -> None:
+    assert shape("islands10b").features == (FeatureShape("east", 4), FeatureShape("west", 4))
+    assert shape("a100x64").features == ()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hpctrain.errors import UsageError
-from hpctrain.sandbox.shape import PartitionShape, SwitchShape, default_shape
+from hpctrain.sandbox.shape import FeatureShape, PartitionShape, SwitchShape, default_shape
 
 TRAIN = PartitionShape("train", default=True)
 LEAF = SwitchShape("leaf", nodes=("n0", "n1", "n2", "n3"))
@@ -40,6 +40,7 @@ def test_urgent_outranks_train_by_default() -> None:
         ({"partitions": (TRAIN, TRAIN)}, "partition train occurs twice"),
         ({"partitions": (PartitionShape("a"),)}, "exactly one"),
         ({"partitions": (TRAIN, PartitionShape("b", default=True))}, "exactly one"),
+        ({"features": (FeatureShape("east", 3),)}, "must be those of all its nodes"),
         ({"switches": (LEAF, LEAF)}, "switch leaf occurs twice"),
         ({"switches": (SwitchShape("leaf"),)}, "either nodes or switches"),
         ({"switches": (replace(LEAF, nodes=("n0", "n7")),)}, "unknown n7"),

@@ -178,7 +178,9 @@ def test_unknown_profile_names_the_nearest_and_all(tmp_path: Path) -> None:
     assert str(problem) == "no cluster profile is called `a100x46`"
     assert problem.hint is not None
     assert problem.hint.startswith("did you mean `a100x64`")
-    assert "gb200nvl72, h100x16, mine, sandbox" in problem.hint
+    names = profile_names([tmp_path])
+    assert {"gb200nvl72", "mine"} < set(names)
+    assert problem.hint.endswith(f"Known profiles: {', '.join(names)}")
 
 
 def test_profile_needs_one_default_partition(tmp_path: Path) -> None:

@@ -12,14 +12,15 @@ from hpctrain.spec.loader import MAX_FILE_BYTES, load_profile, load_run_spec
 # (text in VALID, what replaces it, all problems)
 WRONG_VALUES = [
     ("layers: 4", "layer: 4", [
-        "2:1: `model.layers`: required, but missing | layers: Number of transformer layers",
+        "2:1: `model.layers`: required, but missing"
+        " | layers: Number of transformer layers; resnet: 18, 34, 50, 101 or 152",
         "2:9: `model.layer`: unknown key | did you mean `model.layers`?"]),
     ("name: tiny", "name: tiny\ntp: 8", [
         "2:1: `tp`: unknown key | did you mean `parallel.tp`?"]),
     ("name: tiny", "name: tiny\nzzz: 8", [
         "2:1: `zzz`: unknown key | known here: batch, budget, checkpoint, data, engine, "
         "environment, evaluation, logging, model, name, optimizer, parallel, precision, "
-        "recompute, resources, schedule, seed, supervise"]),
+        "recompute, recompute_modules, resources, schedule, seed, supervise"]),
     ("name: tiny", "name: tiny\nParallel: {}", [
         "2:1: `Parallel`: unknown key | did you mean `parallel`?"]),
     ("name: tiny", "name: a b", [
@@ -49,7 +50,8 @@ WRONG_VALUES = [
         " | write `false`: YAML 1.2 has only true and false"]),
     ("seq: 128", "seq: 128, dropout: 1", ["2:75: `model.dropout`: must be below 1.0, got `1`"]),
     ("seq: 128", "seq: 128, family: lama", [
-        "2:74: `model.family`: expected `gpt` or `llama`, got `lama` | did you mean `llama`?"]),
+        "2:74: `model.family`: expected `gpt` or `llama` or `bert` or `vit` or `resnet`, got "
+        "`lama` | did you mean `llama`?"]),
     ("batch: {global: 8}", "batch: {global: 8, micro: many}", [
         "3:27: `batch.micro`: expected an integer or `auto`, got `many`"]),
     ("batch: {global: 8}", "batch: {global: 8, micro: atuo}", [
@@ -60,8 +62,8 @@ WRONG_VALUES = [
         "1:1: `batch`: required, but missing"
         " | batch: How many sequences make one optimizer step.",
         "3:16: `parallel.tp`: must be at least 1, got `0`",
-        "3:19: `parallel.pipline`: unknown key | known here: count_embedding, count_loss, cp, pp, "
-        "sequence_parallel, stages, tp, vpp"]),
+        "3:19: `parallel.pipline`: unknown key | known here: count_embedding, count_loss, cp, ep, "
+        "order, pp, sequence_parallel, stages, tp, vpp"]),
     ("name: tiny", "name: tiny\nparallel: 8", [
         "2:11: `parallel`: expected a mapping or `auto`, got `8`"]),
     ("name: tiny", "name: tiny\nparallel: [8]", [

@@ -51,9 +51,11 @@ def test_schema_states_types_and_choices() -> None:
     schema = json.loads(json_schema("spec"))
     model = schema["$defs"]["ModelSpec"]["properties"]
     assert model["layers"] == {
-        "description": "Number of transformer layers", "minimum": 1, "type": "integer"
-    }  # fmt: skip
-    assert model["family"]["enum"] == ["gpt", "llama"]
+        "description": "Number of transformer layers; resnet: 18, 34, 50, 101 or 152",
+        "minimum": 1,
+        "type": "integer",
+    }
+    assert model["family"]["enum"] == ["gpt", "llama", "bert", "vit", "resnet"]
     assert '"gt":' not in json_schema("spec")
     assert {"model", "batch", "budget"} <= set(schema["required"])
 

@@ -75,6 +75,13 @@ def test_the_checks_do_without_torch() -> None:
 
 INTERLEAVED = dict(virtual_pipeline_model_parallel_size=2, pipeline_layer_split=((1, 1), (1, 1)))
 
+EXPERTS = dict(num_moe_experts=4, expert_model_parallel_size=2, sequence_parallel=True)
+
+
+def test_good_experts_pass(tmp_path: Path) -> None:
+    check(job(tmp_path, **EXPERTS))
+    check(job(tmp_path, mtp_num_layers=1, position_embedding_type="rope"))
+
 
 @pytest.mark.parametrize(
     ("changes", "words"),
@@ -92,6 +99,13 @@ INTERLEAVED = dict(virtual_pipeline_model_parallel_size=2, pipeline_layer_split=
         (dict(min_lr=1.0), "min_lr 1 is above lr 0.001"),
         (dict(context_parallel_size=2, world=8), "needs TransformerEngine"),
         (dict(transformer_impl="transformer_engine"), "not installed"),
+        (dict(multi_latent_attention=True), "latent attention needs TransformerEngine"),
+        (dict(expert_model_parallel_size=2), "above 1 needs num_moe_experts"),
+        (dict(EXPERTS, expert_model_parallel_size=3), "3 does not divide tp x cp x dp = 2"),
+        (dict(EXPERTS, num_moe_experts=3), "num_moe_experts 3 is not divisible by ep 2"),
+        (dict(EXPERTS, expert_model_parallel_size=1), "experts with biases cannot be split"),
+        (dict(EXPERTS, sequence_parallel=False), "experts with tp need sequence_parallel"),
+        (dict(mtp_num_layers=1), "prediction layers behind a pipeline need rotary positions"),
         (dict(data_blend=((1.0, "/nowhere/data"),)), "/nowhere/data.idx: data file not found"),
         (dict(resume="newest"), "not a checkpoint's name: 'newest'"),
         (dict(resume="iter_0000004"), "does not exist"),

@@ -1,0 +1,237 @@
+"""`plan --verify` on real megatron-core: what is counted, what is measured, what it refuses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from hpctrain.actions.verify import verify_plan
+from hpctrain.engines.kept import planned_kept_bytes
+from hpctrain.engines.megatron import train_config
+from hpctrain.engines.verification import Verification, compare
+from hpctrain.plan.batch import batch_split
+from hpctrain.plan.documents import NodeRequest, Plan, Stage
+from hpctrain.plan.layout import layout_of, layout_problems
+from hpctrain.plan.parameters import pad_vocab
+from hpctrain.plan.stages import build_stages, split_layers
+from hpctrain.spec.run import ParallelSpec, RunSpec
+from hpctrain.train.verify import build
+
+GPT = dict(layers=8, hidden=64, heads=8, vocab=300, seq=64)
+LLAMA = dict(family="llama", layers=8, hidden=64, ffn=176, heads=8, kv_heads=4, vocab=500, seq=64)
+EXPERTS = dict(experts=8, top_k=2, ffn=48)
+LATENT = dict(q_rank=24, kv_rank=16, nope_dim=8, rope_dim=4, value_dim=12)
+DEEPSEEK = {
+    **{key: value for key, value in LLAMA.items() if key != "kv_heads"},
+    "moe": {**EXPERTS, "shared_ffn": 96, "dense_layers": 3},
+    "mla": LATENT,
+    "mtp_layers": 1,
+}
+GPT175B = dict(layers=96, hidden=12288, heads=96, vocab=51200, seq=2048, tied=False)
+
+
+def spec_of(
+    model: dict[str, Any], parallel: dict[str, Any], *, dp: int = 1, **others: Any
+) -> RunSpec:
+    sizes = ParallelSpec.model_validate(parallel)
+    gpus = sizes.tp * sizes.pp * sizes.cp * sizes.ep * dp
+    document: dict[str, Any] = dict(
+        name="verified",
+        model=model,
+        batch={"global": 64, "micro": 1},
+        budget={"steps": 1},
+        optimizer={"lr": 1e-3},
+        parallel=parallel,
+        checkpoint={"every_steps": 1},
+        resources={"gpus": gpus},
+        recompute="none",
+    )
+    return RunSpec.model_validate({**document, **others})
+
+
+def plan_of(spec: RunSpec) -> Plan:
+    """The plan as far as an engine reads it; how it is found is not the matter here."""
+    parallel = spec.parallel
+    assert isinstance(parallel, ParallelSpec)
+    assert layout_problems(spec, parallel) == []
+    layout = layout_of(parallel, spec.resources.gpus)
+    return Plan(
+        run_name=spec.name,
+        profile_name="none",
+        engine="megatron",
+        layout=layout,
+        layout_origin="spec",
+        nodes=NodeRequest(nodes=1, gpus_per_node=layout.world_size),
+        batch=batch_split(spec, layout.dp, 1),
+        recompute=spec.recompute,
+        precision=spec.precision,
+        padded_vocab=pad_vocab(spec.model.vocab, layout.tp),
+        parameters=0,
+        stages=build_stages(spec.model, layout, split_layers(spec.model.layers, parallel)),
+        memory=(),
+        gpu_memory_bytes=1,
+        placements=(),
+        model_flops_per_step=1.0,
+        reasons=(),
+    )
+
+
+def verified(spec: RunSpec) -> Verification:
+    """As `verify_plan`, in this process."""
+    plan = plan_of(spec)
+    return compare(plan, planned_kept_bytes(spec, plan), build(train_config(spec, plan, None)))
+
+
+COUNTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "gpt tied": (GPT, dict(tp=2, pp=2)),
+    "gpt untied, one stage": ({**GPT, "tied": False}, {}),
+    "gpt dp and order": (GPT, dict(tp=2, pp=2, order="tp-cp-ep-pp-dp")),
+    "llama gqa tp4 vpp2": (LLAMA, dict(tp=4, pp=2, vpp=2)),
+    "fewer kv heads than tp": ({**LLAMA, "kv_heads": 1}, dict(tp=4)),
+    "uneven": (GPT, dict(pp=3, stages=(2, 4, 2))),
+    "uneven, interleaved": ({**GPT, "tied": False}, dict(tp=2, pp=2, vpp=2, stages=(1, 3, 3, 1))),
+    "embedding and loss alone": ({**GPT, "tied": False}, dict(pp=4, stages=(0, 4, 4, 0))),
+    "counted": ({**LLAMA, "layers": 6}, dict(pp=4, count_embedding=True, count_loss=True)),
+    "counted, interleaved": (
+        {**GPT, "layers": 6},
+        dict(tp=2, pp=2, vpp=2, count_embedding=True, count_loss=True),
+    ),
+    "experts split over tp": ({**LLAMA, "moe": EXPERTS}, dict(tp=2, pp=2)),
+    "experts whole": ({**LLAMA, "moe": EXPERTS}, dict(tp=2, pp=2, ep=4)),
+    "experts with biases": ({**GPT, "moe": EXPERTS}, dict(ep=2)),
+    "latent attention": ({**DEEPSEEK, "moe": None, "mtp_layers": 0}, dict(tp=4, pp=2)),
+    "prediction behind an empty chunk": (
+        {**LLAMA, "mtp_layers": 2},
+        dict(pp=2, vpp=2, stages=(2, 3, 3, 0)),
+    ),
+    "deepseek": (DEEPSEEK, dict(tp=2, pp=4, vpp=2, ep=2)),
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_parameters_are_what_the_trainers_model_has(name: str) -> None:
+    model, parallel = COUNTED[name]
+    found = verified(spec_of(model, parallel, dp=2))
+    assert found.equal, [(s.planned_parameters, s.built_parameters) for s in found.stages]
+    assert len(found.stages) == parallel.get("pp", 1)
+    assert not dist.is_initialized() and not parallel_state.is_initialized()
+
+
+def test_a_wrong_plan_is_found_out_on_its_stage() -> None:
+    spec = spec_of(GPT, dict(tp=2, pp=2))
+    plan = plan_of(spec)
+    one_more = plan.stages[1].model_copy(
+        update={"parameters_per_gpu": plan.stages[1].parameters_per_gpu + 1}
+    )
+    wrong = plan.model_copy(update={"stages": (plan.stages[0], one_more)})
+    found = compare(wrong, (None, None), build(train_config(spec, wrong, None)))
+    assert not found.equal
+    assert [stage.equal for stage in found.stages] == [True, False]
+
+
+def test_a_split_that_moves_a_layer_moves_its_parameters() -> None:
+    """The trainer's split is what is built, not one that the process works out again."""
+    spec = spec_of(GPT, dict(pp=2, stages=(3, 5)))
+    plan = plan_of(spec)
+    even: tuple[Stage, ...] = build_stages(spec.model, plan.layout, (4, 4))
+    found = compare(
+        plan.model_copy(update={"stages": even}),
+        (None, None),
+        build(train_config(spec, plan, None)),
+    )
+    per_layer = even[0].parameters_per_gpu - plan.stages[0].parameters_per_gpu
+    assert [s.planned_parameters - s.built_parameters for s in found.stages] == [
+        per_layer,
+        -per_layer,
+    ]
+
+
+def test_ranks_are_the_first_of_each_stage() -> None:
+    def ranks(order: str) -> list[int]:
+        spec = spec_of(GPT, dict(tp=2, pp=2, order=order), dp=4)
+        return [stage.rank for stage in build(train_config(spec, plan_of(spec), None)).stages]
+
+    assert ranks("tp-cp-ep-dp-pp") == [0, 8]
+    assert ranks("tp-cp-ep-pp-dp") == [0, 2]
+
+
+# -- activations -----------------------------------------------------------------------------
+
+BIG = dict(layers=4, hidden=1024, heads=16, vocab=1024, seq=1024)
+# What the closed forms leave out: LayerNorm's two fp32 numbers per token, token numbers, the angles
+# of rotary positions (four [s, d] a layer without TransformerEngine's fused rotation), and the
+# causal mask of unfused attention (s x s bytes a layer).
+KEPT: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], float]] = {
+    "flash": (BIG, dict(pp=2), {}, 0.005),
+    "flash, tp without sp": (BIG, dict(tp=2, sequence_parallel=False), {}, 0.005),
+    "flash, tp with sp": (BIG, dict(tp=4, pp=2, vpp=2), {}, 0.005),
+    "flash, dropout": ({**BIG, "dropout": 0.1}, dict(tp=2, pp=2), {}, 0.005),
+    "selective": ({**BIG, "dropout": 0.1}, dict(tp=2), dict(recompute="selective"), 0.005),
+    "full": (BIG, dict(tp=2, pp=2), dict(recompute="full"), 0.01),
+    "flash, context parallel": (BIG, dict(cp=2), {}, 0.005),
+    "unfused fp32": (BIG, dict(tp=2), dict(precision="fp32"), 0.02),
+    "unfused fp32, dropout": ({**BIG, "dropout": 0.1}, dict(tp=2), dict(precision="fp32"), 0.005),
+    "llama": ({**BIG, "family": "llama", "ffn": 2752, "kv_heads": 4}, dict(tp=2, pp=2), {}, 0.035),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_kept_activations_are_near_the_planned_ones(name: str) -> None:
+    model, parallel, others, tolerance = KEPT[name]
+    found = verified(spec_of(model, parallel, dp=2, **others))
+    errors = [stage.kept_error for stage in found.stages]
+    assert None not in errors
+    assert max(abs(error or 0.0) for error in errors) <= tolerance, errors
+
+
+def test_kept_bytes_of_full_recomputation_are_exactly_the_layers_inputs() -> None:
+    """Inner stages keep nothing else (Korthikanti et al., section 5: 2 s b h)."""
+    spec = spec_of({**BIG, "layers": 6}, dict(pp=3, tp=2), recompute="full")
+    inner = build(train_config(spec, plan_of(spec), None)).stages[1]
+    assert inner.kept_bytes == 2 * 1024 * 1024 * 2 // 2
+
+
+def test_what_is_not_measured_is_said() -> None:
+    found = verified(spec_of({**LLAMA, "moe": EXPERTS}, dict(ep=2)))
+    assert [stage.measured_kept_bytes for stage in found.stages] == [None]
+    assert found.stages[0].planned_kept_bytes is None
+    assert any("not measured" in remark for remark in found.remarks)
+
+
+# -- the process -----------------------------------------------------------------------------
+
+
+def test_gpt_175b_on_512_ranks_takes_seconds() -> None:
+    spec = spec_of(GPT175B, dict(tp=8, pp=8, vpp=3), dp=8, recompute="selective")
+    begun = time.monotonic()
+    found = verify_plan(spec, plan_of(spec))
+    assert time.monotonic() - begun < 90, "ten seconds on an idle machine"
+    assert found.equal
+    # 12 layers of (12 h^2 + 7 h) / 8 + 6 h = 226,576,896 parameters; see test_plan_parameters.py
+    built = [stage.built_parameters for stage in found.stages]
+    assert built == [2822731776, *[2718922752] * 6, 2797590528]
+    assert [stage.rank for stage in found.stages] == list(range(0, 512, 64))
+    assert max(abs(stage.kept_error or 1.0) for stage in found.stages) < 0.001
+
+
+def test_building_takes_little_memory(tmp_path: Path) -> None:
+    """GPT-175B's first stage alone would be 5.6 GB of weights; the process stays below 1 GB."""
+    spec = spec_of(GPT175B, dict(tp=8, pp=2), recompute="full")
+    told = tmp_path / "train.json"
+    told.write_text(train_config(spec, plan_of(spec), None).model_dump_json())
+    code = (
+        "import resource, sys; from hpctrain.train.verify import main; main(sys.argv[1:]); "
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(told)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stderr.split()[-1]) < 1_000_000, "KiB"

@@ -1,0 +1,143 @@
+"""Mixture of experts and token prediction: every layout computes what one process computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trial_runs import LLAMA, Trial, largest_difference, make_trial
+
+import hpctrain.train.model
+import hpctrain.train.snapshot
+from hpctrain.store.signs import TrainerExit
+from hpctrain.train.snapshot import Snapshot
+
+TOLERANCE = 1e-5
+
+MOE = dict(
+    LLAMA,
+    num_moe_experts=4,
+    moe_router_topk=2,
+    moe_ffn_hidden_size=48,
+    moe_shared_expert_intermediate_size=32,
+    moe_first_dense_layers=1,
+)
+PREDICTING = dict(LLAMA, mtp_num_layers=1)
+TP2 = dict(tensor_model_parallel_size=2, sequence_parallel=True)
+PP2 = dict(pipeline_model_parallel_size=2, pipeline_layer_split=((2,), (2,)))
+DP2 = dict(data_parallel_size=2)
+EP2 = dict(expert_model_parallel_size=2)
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2 ep2": {**DP2, **EP2},
+    "pp2 dp2 ep2": {**PP2, **DP2, **EP2},
+    "tp2 ep2": {**TP2, **EP2},
+    "pp2, uneven": {**PP2, "pipeline_layer_split": ((3,), (1,))},
+}
+
+
+def _reference(directory: Path, base: dict[str, Any]) -> Trial:
+    made = make_trial(directory, base, save_interval_steps=2)
+    assert made.train() == [0]
+    return made
+
+
+@pytest.fixture(scope="module")
+def moe_reference(tmp_path_factory: pytest.TempPathFactory) -> Trial:
+    return _reference(tmp_path_factory.mktemp("moe") / "one", MOE)
+
+
+@pytest.fixture(scope="module")
+def predicting_reference(tmp_path_factory: pytest.TempPathFactory) -> Trial:
+    return _reference(tmp_path_factory.mktemp("mtp") / "one", PREDICTING)
+
+
+def weights_only() -> None:
+    """In a rank, before it trains: resume with the model alone, and an optimizer that is new.
+
+    With expert parallelism megatron-core's optimizer state has another form than without.
+    """
+
+    def sharded_parts(self: Snapshot, *, is_loading: bool) -> dict[str, Any]:
+        state = original(self, is_loading=is_loading)
+        if is_loading:
+            del state["optimizer"]
+        return state
+
+    def put_back(self: Snapshot, loaded: dict[str, Any]) -> None:
+        for index, chunk in enumerate(self.model.bare):
+            chunk.load_state_dict(loaded.get(f"model{index}", {}), strict=True)
+        self.optimizer.inner.reload_model_params()
+        self.optimizer.schedule.load_state_dict(loaded["schedule"])
+
+    original = Snapshot._sharded_parts
+    Snapshot._sharded_parts = sharded_parts  # type: ignore[method-assign]
+    Snapshot._put_back = put_back  # type: ignore[method-assign]
+    hpctrain.train.snapshot.check_expert_spread = lambda *_: None
+
+
+@pytest.fixture(scope="module")
+def moe_continued(moe_reference: Trial, tmp_path_factory: pytest.TempPathFactory) -> Trial:
+    """Steps 3 to 6 on one process, from the reference's weights."""
+    made = make_trial(tmp_path_factory.mktemp("moe") / "continued", MOE)
+    made.adopt(moe_reference, 2)
+    assert made.train(resume=2, prepare=weights_only) == [0]
+    return made
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_experts_layout_equals_one_process(
+    name: str, moe_continued: Trial, trial: Callable[..., Trial]
+) -> None:
+    layout = trial(MOE, **LAYOUTS[name])
+    layout.adopt(moe_continued, 2)
+    assert set(layout.train(resume=2, prepare=weights_only)) == {0}
+    loss, norm = largest_difference(layout, moe_continued, 3)
+    assert loss <= TOLERANCE
+    assert norm <= TOLERANCE
+
+
+def without_balance_loss() -> None:
+    hpctrain.train.model.BALANCE_LOSS_WEIGHT = 0.0
+
+
+def test_the_balance_loss_is_in_the_gradients_and_not_in_the_reported_loss(
+    moe_reference: Trial, trial: Callable[..., Trial]
+) -> None:
+    without = trial(MOE, train_steps=2)
+    assert without.train(prepare=without_balance_loss) == [0]
+    balanced, plain = moe_reference.rows[0], without.rows[0]
+    assert balanced.loss_hex == plain.loss_hex
+    assert balanced.grad_norm != plain.grad_norm
+
+
+def test_experts_of_two_ranks_resume_exactly(trial: Callable[..., Trial]) -> None:
+    whole = trial(MOE, **DP2, **EP2, save_interval_steps=2)
+    assert set(whole.train()) == {0}
+    again = trial(MOE, **DP2, **EP2)
+    again.adopt(whole, 2)
+    assert set(again.train(resume=2)) == {0}
+    assert again.exact == {step: row for step, row in whole.exact.items() if step > 2}
+
+
+def test_spreading_experts_in_the_middle_of_a_run_is_refused(
+    moe_reference: Trial, trial: Callable[..., Trial]
+) -> None:
+    spread = trial(MOE, **DP2, **EP2)
+    spread.adopt(moe_reference, 2)
+    ranks = spread.start(resume=2)
+    assert set(ranks.wait(60)) == {TrainerExit.CONFIG_ERROR}
+    assert "expert_model_parallel_size was 1 and is now 2" in ranks.log(0)
+
+
+def test_prediction_layers_behind_a_pipeline_equal_one_process(
+    predicting_reference: Trial, trial: Callable[..., Trial]
+) -> None:
+    layout = trial(PREDICTING, **PP2)
+    layout.adopt(predicting_reference, 2)
+    assert set(layout.train(resume=2)) == {0}
+    loss, norm = largest_difference(layout, predicting_reference, 3)
+    assert loss <= TOLERANCE
+    assert norm <= TOLERANCE

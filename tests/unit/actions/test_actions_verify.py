@@ -1,0 +1,104 @@
+"""Starting the process that builds a plan, and saying how it ended."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpctrain.actions.verify import verify_plan
+from hpctrain.engines.verification import Built, BuiltStage
+from hpctrain.errors import HpctrainError, InvalidInputError, UsageError
+from hpctrain.plan.documents import Plan
+from hpctrain.plan.planner import make_plan
+from hpctrain.spec.loader import find_profile, load_profile, load_run_spec
+from hpctrain.spec.run import RunSpec
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module")
+def planned() -> tuple[RunSpec, Plan]:
+    spec = load_run_spec(ROOT / "examples" / "gpt-tiny.yaml", ()).document
+    return spec, make_plan(spec, load_profile(find_profile("sandbox")).document)
+
+
+def interpreter(directory: Path, body: str) -> str:
+    """A program that is started in place of Python, with the same arguments."""
+    program = directory / "python"
+    program.write_text(f"#!{sys.executable}\nimport sys\n{body}\n")
+    program.chmod(0o755)
+    return str(program)
+
+
+def test_the_process_is_given_the_training_configuration(
+    planned: tuple[RunSpec, Plan], tmp_path: Path
+) -> None:
+    spec, plan = planned
+    stages = tuple(
+        BuiltStage(index=s.index, rank=0, parameters=s.parameters_per_gpu, kept_bytes=None)
+        for s in plan.stages
+    )
+    answer = Built(megatron_core_version="1", torch_version="2", stages=stages).model_dump_json()
+    told = tmp_path / "told.json"
+    python = interpreter(
+        tmp_path,
+        "import os, shutil\n"
+        "assert sys.argv[1:4] == ['-P', '-m', 'hpctrain.train.verify'], sys.argv\n"
+        "assert os.environ['CUDA_VISIBLE_DEVICES'] == ''\n"
+        f"shutil.copy(sys.argv[4], {str(told)!r})\n"
+        f"print({answer!r})",
+    )
+    verification = verify_plan(spec, plan, python=python)
+    assert verification.equal and verification.megatron_core_version == "1"
+    assert f'"num_layers":{spec.model.layers}' in told.read_text()
+
+
+def test_missing_packages_are_named_with_what_to_install(
+    planned: tuple[RunSpec, Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real process, in front of whose torch there is one that says it is not there."""
+    absent = "raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')"
+    (tmp_path / "torch.py").write_text(absent)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(HpctrainError, match="has no torch") as caught:
+        verify_plan(*planned)
+    assert caught.value.hint == "pip install 'hpctrain[megatron]'"
+    assert caught.value.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "words"),
+    [
+        ("sys.exit('[rank0]: ValueError: no')", HpctrainError, r"\(exit code 1\): ValueError: no"),
+        ("import os; os.kill(os.getpid(), 9)", HpctrainError, r"\(signal 9\): no message"),
+        ("print('{}')", HpctrainError, r"\(exit code 0\)"),
+        ("print('wrong', file=sys.stderr); sys.exit(3)", InvalidInputError, "^wrong$"),
+        ("import time; time.sleep(60)", HpctrainError, "longer than 2 seconds"),
+    ],
+    ids=["crash", "killed", "no document", "wrong input", "too slow"],
+)
+def test_how_it_ended_is_told(
+    planned: tuple[RunSpec, Plan],
+    tmp_path: Path,
+    body: str,
+    kind: type[HpctrainError],
+    words: str,
+) -> None:
+    with pytest.raises(kind, match=words):
+        verify_plan(*planned, python=interpreter(tmp_path, body), timeout_seconds=2)
+
+
+def test_an_interpreter_that_is_not_there(planned: tuple[RunSpec, Plan], tmp_path: Path) -> None:
+    with pytest.raises(HpctrainError, match=r"cannot start .*: No such file"):
+        verify_plan(*planned, python=str(tmp_path / "python"))
+
+
+def test_other_engines_and_families_are_refused(planned: tuple[RunSpec, Plan]) -> None:
+    spec, plan = planned
+    with pytest.raises(UsageError, match="the engine is fsdp"):
+        verify_plan(spec, plan.model_copy(update={"engine": "fsdp"}))
+    bert = spec.model.model_copy(update={"family": "bert"})
+    with pytest.raises(UsageError, match="the family is bert"):
+        verify_plan(spec.model_copy(update={"model": bert}), plan)

@@ -1,0 +1,136 @@
+"""A forecast in words: what is told, in 80 columns, and what is left out."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from hpctrain.cli.forecast_text import decision_lines, forecast_lines, spot_lines
+from hpctrain.plan.forecast import (
+    Budget,
+    Forecast,
+    RunFacts,
+    SpotComparison,
+    cheapest_plan,
+    compare_spot,
+    forecast,
+)
+from hpctrain.spec.loader import find_profile, load_profile
+from hpctrain.spec.profile import ClusterProfile
+from hpctrain.spec.run import RunSpec
+
+PROFILES = ["a100x64", "a100x1", "h100x16", "gb200nvl72", "sandbox"]
+
+
+def spec(**changes: Any) -> RunSpec:
+    document: dict[str, Any] = dict(
+        name="specimen",
+        model=dict(layers=4, hidden=128, heads=4, vocab=512, seq=64),
+        batch={"global": 8, "micro": 1},
+        budget={"steps": 10},
+        optimizer={"lr": 1e-3},
+        checkpoint={"every": "20min"},
+        resources={"gpus": 4},
+    )
+    return RunSpec.model_validate({**document, **changes})
+
+
+def facts(**changes: Any) -> RunFacts:
+    given: dict[str, Any] = dict(
+        step_seconds=40.0,
+        gpus=8,
+        nodes=1,
+        parameters=6_738_415_616,
+        tokens_per_step=524_288,
+        train_steps=4320,
+        walltime="1d",
+    )
+    return RunFacts.model_validate({**given, **changes})
+
+
+def profile(name: str = "a100x64") -> ClusterProfile:
+    return load_profile(find_profile(name)).document
+
+
+def of_7b(name: str = "a100x64", **changes: Any) -> Forecast:
+    return forecast(spec(), profile(name), facts(**changes))
+
+
+def compared(name: str = "a100x1") -> SpotComparison:
+    found = compare_spot(spec(), profile(name), facts())
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("name", PROFILES)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"nodes": 2048, "gpus": 16384, "parameters": 10**10, "train_steps": 900_000},
+        {"queue_seconds": 86400.0, "train_steps": 2_000_000},
+    ],
+    ids=["7b", "frontier", "years"],
+)
+def test_lines_fit_and_units_stay_with_their_numbers(name: str, changes: dict[str, Any]) -> None:
+    lines = forecast_lines(of_7b(name, **changes))
+    assert max(map(len, lines)) <= 80
+    assert not [line for line in lines if re.search(r"\d$", line) and "steps" not in line]
+    assert not re.search(r"e[+-]\d|nan|inf\b|\N{NO-BREAK SPACE}", "\n".join(lines))
+
+
+def test_tells_the_numbers_of_the_document() -> None:
+    found = of_7b()
+    text = " ".join(" ".join(forecast_lines(found)).split())
+    assert f"at {found.ettr:.1%} effective time" in text
+    assert "(4,320 steps x 40 s)" in text and f"{found.slices} time slices" in text
+    assert found.cost is not None
+    assert f"{found.cost.amount:,.0f} USD = {found.gpu_hours:,.0f} GPU-hours" in text
+    assert f"every {found.interval.steps} steps" in text
+    assert f"best {found.interval.best_steps} " in text
+    assert "0.013 expected, one per 154 d on 1 node" in text and "waiting" not in text
+
+
+def test_no_prices_no_costs_and_assumptions_are_marked() -> None:
+    text = "\n".join(forecast_lines(of_7b("sandbox")))
+    assert "the profile has no prices" in text
+    assert "Assumed   node failures: 6.5 per 1000 node-days" in text
+    assert "Assumed   node failures" not in "\n".join(forecast_lines(of_7b()))
+
+
+def test_preemptions_are_told_only_where_they_happen() -> None:
+    assert "preemptions" in "\n".join(forecast_lines(of_7b("a100x1")))
+    assert "preemptions" not in "\n".join(forecast_lines(of_7b()))
+
+
+def test_spot_against_on_demand() -> None:
+    found = compared()
+    lines = spot_lines(found)
+    assert max(map(len, lines)) <= 80
+    assert lines[1].startswith("on demand") and lines[2].startswith("spot")
+    assert lines[3].startswith(f"Take      {found.recommended}: it saves")
+    assert "spot is cheaper while preemptions are rarer than one per" in " ".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("limit", "said"),
+    [(0.0, "however often"), (None, "dearer even without"), (7200.0, "one per 2 h")],
+)
+def test_break_even_in_words(limit: float | None, said: str) -> None:
+    changed = compared().model_copy(update={"break_even_preemption_seconds": limit})
+    assert said in " ".join(" ".join(spot_lines(changed)).split())
+
+
+def test_spot_without_progress_has_no_row() -> None:
+    lines = spot_lines(compared().model_copy(update={"spot": None, "recommended": "on demand"}))
+    assert not [line for line in lines if line.startswith("spot")]
+
+
+def test_decision_is_wrapped_under_one_label() -> None:
+    decision = cheapest_plan([of_7b(), of_7b(gpus=16, nodes=2)], Budget(money=5, currency="USD"))
+    lines = decision_lines(decision)
+    assert max(map(len, lines)) <= 80
+    assert lines[0].startswith("Budget    no plan of 2 options meets 5 USD")
+    assert all(line.startswith(" " * 10) for line in lines[1:])

@@ -1,0 +1,160 @@
+"""Budgets: what is read, what is refused, what is chosen, and what is said to be missing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import forecast_specimens as specimen
+import pytest
+
+from hpctrain.errors import UsageError
+from hpctrain.plan.forecast import (
+    Budget,
+    Forecast,
+    cheapest_plan,
+    check_currency,
+    forecast,
+    parse_budget,
+)
+from hpctrain.units import Duration
+
+PRICES = {"currency": "USD", "on_demand": 2.0, "spot": 1.0}
+
+
+def option(gpus: int, efficiency: float = 1.0, spot: bool = False) -> Forecast:
+    """64 GPUs take 100 s for a step; speed grows with GPUs as `efficiency` says."""
+    facts = specimen.facts(
+        gpus=gpus,
+        nodes=gpus // 8,
+        step_seconds=100 * 64 / gpus / efficiency,
+        train_steps=50_000,
+        parameters=7_000_000_000,
+        spot=spot,
+    )
+    profile = specimen.profile(node_mtbf="1000d", preemption_mtbf="12h", prices=PRICES)
+    return forecast(specimen.spec(), profile, facts)
+
+
+OPTIONS = [option(64), option(128, 0.95), option(256, 0.85), option(512, 0.7)]
+
+
+def test_reads_both_options() -> None:
+    budget = parse_budget("200000usd", "30d")
+    assert (budget.money, budget.currency, budget.deadline) == (200_000, "USD", 30 * 86400)
+    assert parse_budget("1.5M EUR", None) == Budget(money=1.5e6, currency="EUR")
+    assert parse_budget(None, None) == Budget()
+
+
+@pytest.mark.parametrize(
+    ("money", "deadline", "said"),
+    [
+        ("200000", None, "--budget: expected an amount with its currency"),
+        ("$200000", None, "got `$200000`"),
+        ("0usd", None, "--budget: expected"),
+        ("1,5kusd", None, "--budget: expected"),
+        (None, "30", "--deadline: expected a duration"),
+        (None, "0d", "--deadline: must be above 0"),
+    ],
+)
+def test_refuses(money: str | None, deadline: str | None, said: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        parse_budget(money, deadline)
+    assert said in str(refused.value)
+
+
+def test_currencies_must_be_the_same() -> None:
+    euros = Budget(money=5, currency="EUR")
+    with pytest.raises(UsageError, match=r"EUR cannot be compared .* testbed, which are in USD"):
+        check_currency(euros, specimen.profile(prices=PRICES))
+    with pytest.raises(UsageError, match="profile testbed has no prices") as refused:
+        check_currency(euros, specimen.profile())
+    assert "currency: EUR" in str(refused.value.hint)
+    check_currency(Budget(money=5, currency="USD"), specimen.profile(prices=PRICES))
+    check_currency(Budget(deadline=Duration(5)), specimen.profile())
+
+
+def choose(options: list[Forecast] = OPTIONS, **budget: Any) -> Any:
+    if "money" in budget:
+        budget["currency"] = "USD"
+    return cheapest_plan(options, Budget(**budget))
+
+
+def test_options_are_what_the_tests_below_need() -> None:
+    """Days fall and money grows with GPUs."""
+    days, money = [one.days for one in OPTIONS], [one.cost.amount for one in OPTIONS if one.cost]
+    assert days == sorted(days, reverse=True) and money == sorted(money)
+    assert days[0] == pytest.approx(58, abs=1) and money[0] == pytest.approx(179_000, rel=0.01)
+
+
+def test_takes_the_cheapest_that_meets_both() -> None:
+    decision = choose(money=200_000, deadline="32d")
+    assert (decision.chosen, decision.meets) == (1, (1,))
+    assert "128 GPUs" in decision.lines[0] and "200,000 USD and 32 d" in decision.lines[0]
+    assert choose(deadline="60d").meets == (0, 1, 2, 3)
+    assert choose(deadline="60d").chosen == 0
+    assert choose(money=1e9).chosen == 0
+
+
+def test_spot_is_one_more_option() -> None:
+    both = [option(128), option(128, spot=True)]
+    assert choose(both, deadline="60d").chosen == 1
+    assert "on spot" in choose(both, deadline="60d").lines[0]
+
+
+def test_says_when_little_is_left() -> None:
+    limit = f"{OPTIONS[1].times.total_seconds * 1.01:.0f}s"
+    assert any("about every second run" in line for line in choose(deadline=limit).lines)
+    assert len(choose(deadline="40d").lines) == 1
+
+
+def test_deadline_and_money_met_by_different_options() -> None:
+    decision = choose(money=185_000, deadline="20d")
+    assert decision.chosen is None and decision.meets == ()
+    text = "\n".join(decision.lines)
+    assert "no plan of 4 options meets 185,000 USD and 20 d" in text
+    assert "the deadline needs 256 GPUs" in text and "the budget pays for 64 GPUs" in text
+    late = OPTIONS[0].days - 20
+    assert f"{late:.1f} d late ({late / 20:.0%})" in text
+    over = OPTIONS[2].cost.amount - 185_000 if OPTIONS[2].cost else 0
+    assert f"{over:,.0f} USD over ({over / 185_000:.0%})" in text
+    assert decision.nearest == 2 and decision.lines[-1].startswith("nearest: 256 GPUs")
+
+
+def test_deadline_that_nothing_meets() -> None:
+    text = "\n".join(choose(deadline="5d").lines)
+    needed = -(-512 * OPTIONS[3].days // 5)
+    assert f"needs at least {needed:,.0f} GPUs" in text and "the fastest is 512 GPUs" in text
+
+
+def test_money_that_pays_for_nothing() -> None:
+    cost = OPTIONS[0].cost.amount if OPTIONS[0].cost else 0
+    text = "\n".join(choose(money=cost / 4).lines)
+    assert "pays for 25% of the run (50,000,000,000 of 200,000,000,000 tokens)" in text
+
+
+def test_nearest_is_the_one_with_the_smaller_overrun() -> None:
+    """1% over in money is nearer than 80% over in time."""
+    cheap, quick = option(64), option(256)
+    money = quick.cost.amount / 1.01 if quick.cost else 0
+    decision = choose([cheap, quick], money=money, deadline=f"{cheap.days / 1.8:.3f}d")
+    assert decision.chosen is None and decision.nearest == 1
+
+
+def test_nearest_counts_money_as_well_as_time() -> None:
+    """Twice the money is farther away than a tenth more time."""
+    cheap, quick = option(64), option(512, 0.4)
+    money = quick.cost.amount / 2 if quick.cost else 0
+    decision = choose([cheap, quick], money=money, deadline=f"{cheap.days / 1.1:.3f}d")
+    assert decision.chosen is None and decision.nearest == 0
+
+
+def test_missing_one_a_little_more_is_nearer_than_missing_both() -> None:
+    both, one = option(64), option(64, 0.98, spot=True)
+    money = both.cost.amount / 1.2 if both.cost else 0
+    decision = choose([both, one], money=money, deadline=f"{both.days / 1.2:.3f}d")
+    assert one.days > both.days and decision.nearest == 1
+
+
+def test_without_prices_gpu_hours_decide() -> None:
+    bare = [one.model_copy(update={"cost": None}) for one in OPTIONS]
+    assert choose(bare, deadline="32d").chosen == 1

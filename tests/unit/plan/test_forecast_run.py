@@ -1,0 +1,287 @@
+"""A forecast of a whole run: sums, sources, defaults, refusals, and directions."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import forecast_specimens as specimen
+import pytest
+
+from hpctrain.errors import DoesNotFitError, InvalidInputError
+from hpctrain.plan.forecast import Budget, Forecast, compare_spot, forecast
+from hpctrain.plan.forecast.published import SPOT_PREEMPTION_SECONDS, SPOT_WAIT_SECONDS
+from hpctrain.units import Duration
+
+PRICES = {"currency": "EUR", "on_demand": 2.5, "spot": 1.0}
+
+
+def predicted(
+    in_spec: dict[str, Any] | None = None,
+    in_profile: dict[str, Any] | None = None,
+    **in_facts: Any,
+) -> Forecast:
+    profile = specimen.profile(**(in_profile or {}))
+    return forecast(specimen.spec(**(in_spec or {})), profile, specimen.facts(**in_facts))
+
+
+def test_numbers_of_a_run_that_nothing_stops() -> None:
+    found = predicted(in_profile={"node_mtbf": "10000000d", "prices": PRICES})
+    assert (found.steps, found.tokens) == (50_000, 200_000_000_000)
+    assert found.times.training_seconds == 500_000
+    # 833.3 saves of 2 s + 1.4 TB / 800 GPUs / 10 GB/s, and the last one with its write at 100 GB/s
+    stall = 2 + 1.4e12 / 800 / 10e9
+    assert found.checkpoint.stall_seconds == pytest.approx(stall)
+    assert found.checkpoint.last_save_seconds == pytest.approx(stall + 14)
+    assert found.times.saving_seconds == pytest.approx(50_000 / 60 * stall + stall + 14, rel=1e-3)
+    assert found.times.starting_seconds == pytest.approx(600, rel=1e-3)
+    assert found.starts == pytest.approx(1, abs=1e-3) and found.slices == 1
+    assert found.cost is not None and found.cost.currency == "EUR"
+    assert found.gpu_hours == pytest.approx(800 * found.times.occupied_seconds / 3600)
+    assert found.cost.amount == pytest.approx(found.gpu_hours * 2.5)
+
+
+def test_waiting_is_not_paid() -> None:
+    waiting = predicted(in_profile={"prices": PRICES}, walltime="1d", queue_seconds=7200)
+    promptly = predicted(in_profile={"prices": PRICES}, walltime="1d")
+    assert waiting.cost == promptly.cost
+    assert waiting.times.waiting_seconds == pytest.approx(7200 * waiting.starts)
+    assert waiting.ettr == promptly.ettr > waiting.ettr_with_queue
+    assert waiting.days > promptly.days
+
+
+@pytest.mark.parametrize(("hours", "slices"), [(24, 6), (48, 3), (24 * 30, 1)])
+def test_slices_of_a_run_that_nothing_stops(hours: int, slices: int) -> None:
+    found = predicted(in_profile={"node_mtbf": "10000000d"}, walltime=f"{hours}h")
+    assert found.slices == slices
+    assert found.starts == pytest.approx(slices, abs=0.01)
+    assert found.times.starting_seconds == pytest.approx(600 * slices, rel=0.01)
+
+
+def test_evaluations_cost_a_third_of_a_step_per_batch() -> None:
+    found = predicted(in_spec={"evaluation": {"every_steps": 500, "batches": 6}})
+    assert found.times.evaluation_seconds == pytest.approx(100 * 6 * 10 / 3)
+    assert predicted().times.evaluation_seconds == 0
+
+
+def test_an_interval_in_time_ends_with_its_step() -> None:
+    every = {"every": "65s", "every_steps": None, "asynchronous": True}
+    assert forecast_with(every).interval.steps == 7
+    assert forecast_with({**every, "every_steps": 5}).interval.steps == 5
+    assert forecast_with({**every, "every": "1s"}).interval.steps == 1
+
+
+def forecast_with(checkpoint: dict[str, Any]) -> Forecast:
+    changed = {key: value for key, value in checkpoint.items() if value is not None}
+    spec = specimen.spec()
+    spec = spec.model_copy(update={"checkpoint": type(spec.checkpoint).model_validate(changed)})
+    return forecast(spec, specimen.profile(), specimen.facts())
+
+
+def test_what_limits_a_write() -> None:
+    assert predicted().checkpoint.write_limit == "file system scratch"
+    one = predicted(nodes=1, gpus=8, parameters=10**9)
+    assert one.checkpoint.write_seconds == pytest.approx(14e9 / 100e9)
+    disks = specimen.profile().filesystems
+    fast = disks[0].model_copy(update={"write_bandwidth": 10e12, "name": "burst"})
+    profile = specimen.profile().model_copy(update={"filesystems": (*disks, fast)})
+    found = forecast(specimen.spec(), profile, specimen.facts(filesystem="burst", nodes=2, gpus=16))
+    assert found.checkpoint.write_limit == "network cards of 2 nodes"
+    assert found.checkpoint.write_seconds == pytest.approx(1.4e12 / (2 * 8 * 25e9))
+    with pytest.raises(InvalidInputError, match="no file system `tape`"):
+        forecast(specimen.spec(), profile, specimen.facts(filesystem="tape"))
+
+
+def test_precision_engine_and_facts_give_the_size() -> None:
+    assert predicted().checkpoint.total_bytes == 1_400_000_000_000
+    assert predicted({"precision": "fp32"}).checkpoint.total_bytes == 1_600_000_000_000
+    fsdp = predicted({"engine": {"name": "fsdp"}})
+    assert fsdp.checkpoint.total_bytes == 1_200_000_000_000
+    assert predicted(checkpoint_bytes_per_parameter=6).checkpoint.total_bytes == 600_000_000_000
+
+
+def test_what_the_profile_does_not_say_is_assumed_aloud() -> None:
+    said = predicted(in_profile={"node_mtbf": "100d"})
+    assert not [line for line in said.assumptions if "node failures" in line or "restart" in line]
+    silent = predicted(in_profile={"node_mtbf": None})
+    assert any("6.5 per 1000 node-days" in line for line in silent.assumptions)
+    assert any("restart: 10 min" in line for line in silent.assumptions)
+    assert silent.interruptions.failure_mtbf_seconds == pytest.approx(86400 / 6.5e-3 / 100)
+    small = predicted(in_profile={"node_mtbf": None, "per_node": 4, "domain": 4})
+    assert small.interruptions.failure_mtbf_seconds == pytest.approx(86400 / 3.25e-3 / 100)
+    assert any("by GPUs per node" in line for line in small.assumptions)
+
+
+def test_waits_that_nobody_knows_are_named() -> None:
+    spot = {"grace": "5min", "preemption_mtbf": "6h"}
+    lines = predicted(in_profile=spot).assumptions
+    assert "preemptions: other nodes are free at once" in lines
+    assert any(line.startswith("queue: none of the 3") for line in lines)
+    told = predicted(in_profile=spot, preemption_wait_seconds=60.0, queue_seconds=60.0)
+    assert not [line for line in told.assumptions if "free at once" in line or "queue" in line]
+
+
+def test_preemptions_that_the_profile_does_not_know() -> None:
+    found = predicted(in_profile={"grace": "0s"}, nodes=1, gpus=8, parameters=10**9)
+    assert found.tariff == "spot"
+    assert found.interruptions.preemption_mtbf_seconds == SPOT_PREEMPTION_SECONDS
+    assert any("Can't Be Late" in line for line in found.assumptions)
+    waited = found.preemptions * SPOT_WAIT_SECONDS
+    assert found.times.waiting_seconds == pytest.approx(waited)
+
+
+def test_partition_decides_about_preemptions_unless_told() -> None:
+    quiet = predicted()
+    assert quiet.interruptions.preemption_mtbf_seconds is None and quiet.preemptions == 0
+    spot = {"grace": "5min", "preemption_mtbf": "6h"}
+    assert predicted(in_profile=spot).preemptions > 0
+    assert predicted(in_profile=spot, spot=False).preemptions == 0
+
+
+def test_a_grace_time_that_lasts_for_a_save_loses_no_work() -> None:
+    long = predicted(in_profile={"grace": "5min", "preemption_mtbf": "6h"})
+    short = predicted(in_profile={"grace": "20s", "preemption_mtbf": "6h"})
+    assert long.interruptions.warned and not short.interruptions.warned
+    assert long.times.redone_seconds < short.times.redone_seconds
+    assert not long.warnings and any("grace time" in line for line in short.warnings)
+
+
+def test_a_restart_lasts_at_least_as_long_as_reading() -> None:
+    found = predicted(in_profile={"restart": "1s"})
+    assert found.interruptions.restart_seconds == pytest.approx(1.4e12 / 100e9)
+
+
+def test_a_better_interval_is_proposed_with_what_it_saves() -> None:
+    rare = predicted({"every_steps": 4000})
+    better = predicted({"every_steps": rare.interval.best_steps})
+    saved = rare.times.occupied_seconds - better.times.occupied_seconds
+    assert rare.interval.best_saves_seconds == pytest.approx(saved) and saved > 3600
+    assert any(f"every {rare.interval.best_steps} steps" in line for line in rare.warnings)
+    assert not better.warnings and better.interval.best_saves_seconds == 0
+
+
+def test_saves_that_overlap_are_warned_about_and_cost_time() -> None:
+    found = predicted({"every_steps": 1})
+    assert any("each save waits for the last" in line for line in found.warnings)
+    # a cycle lasts as long as the write: 14 s, of which 10 s are a step
+    assert found.times.saving_seconds > 50_000 * 3
+
+
+def test_walltime_without_room_for_a_step_is_refused() -> None:
+    with pytest.raises(DoesNotFitError, match=r"walltime 10 min is too short .* start-up 10 min"):
+        predicted(walltime="10min")
+
+
+def test_a_run_without_progress_is_refused() -> None:
+    with pytest.raises(DoesNotFitError, match=r"2048 nodes are stopped every 42\.2 s on average"):
+        predicted(in_profile={"node_mtbf": "1d"}, nodes=2048, gpus=16384)
+
+
+def test_any_plan_gets_a_sound_forecast_or_a_refusal() -> None:
+    dice, refused = random.Random(3), 0
+    for _ in range(1500):
+        nodes = dice.choice([1, 2, 16, 512, 4096, 20_000])
+        in_facts = dict(
+            nodes=nodes,
+            gpus=8 * nodes,
+            parameters=round(10 ** dice.uniform(6, 13)),
+            step_seconds=10 ** dice.uniform(-2, 3),
+            train_steps=round(10 ** dice.uniform(0, 6)),
+            walltime=dice.choice([None, "30min", "12h", "30d"]),
+            queue_seconds=dice.choice([0, 3600]),
+        )
+        in_profile = dict(
+            node_mtbf=f"{10 ** dice.uniform(0, 6):.3f}d",
+            grace=dice.choice([None, "30s", "10min"]),
+            preemption_mtbf=f"{10 ** dice.uniform(-1, 4):.3f}h",
+        )
+        in_spec = dict(every_steps=dice.choice([1, 100, 10_000]), asynchronous=dice.random() < 0.5)
+        try:
+            found = predicted(in_spec, in_profile, **in_facts)
+        except DoesNotFitError:
+            refused += 1
+            continue
+        assert 0 < found.ettr_with_queue <= found.ettr <= 1
+        assert all(value >= 0 for value in found.times.model_dump().values()), found
+        assert found.starts >= 1 - 1e-6 and found.slices >= 1
+        ends = found.failures + found.preemptions
+        assert found.starts >= ends and found.starts <= ends + found.slices + 1e-6
+        mtbf = found.interruptions.failure_mtbf_seconds
+        # by Wald's identity; the end of the run makes it slightly more than that
+        assert found.failures * mtbf <= found.times.occupied_seconds * (1 + 1e-9)
+    assert 50 < refused < 1000
+
+
+@pytest.mark.parametrize(
+    "worse",
+    [
+        {"in_profile": {"node_mtbf": "30d"}},
+        {"in_profile": {"restart": "20min"}},
+        {"in_spec": {"asynchronous": False}},
+        {"walltime": "6h"},
+        {"parameters": 400_000_000_000},
+    ],
+    ids=lambda change: str(next(iter(change))),
+)
+def test_what_lowers_the_effective_time(worse: dict[str, Any]) -> None:
+    assert predicted(**worse).ettr < predicted().ettr
+
+
+# -- spot against on demand: a 7B model, 48 hours of training on eight A100 ---------------------
+
+SEVEN_B = dict(
+    step_seconds=40.0,
+    gpus=8,
+    nodes=1,
+    parameters=6_738_415_616,
+    tokens_per_step=524_288,
+    train_steps=4320,
+    walltime="1d",
+)
+
+
+def compared(preemption_mtbf: str, deadline: str | None = None, **prices: float) -> Any:
+    profile = specimen.profile(
+        preemption_mtbf=preemption_mtbf, grace="30s", prices={**PRICES, **prices}
+    )
+    budget = Budget(deadline=Duration.parse(deadline)) if deadline else None
+    return compare_spot(specimen.spec(every_steps=15), profile, specimen.facts(**SEVEN_B), budget)
+
+
+def test_spot_is_taken_where_it_is_cheaper() -> None:
+    found = compared("6h")
+    assert found.recommended == "spot" and "it saves" in found.reason
+    assert found.spot.cost.amount < 0.55 * found.on_demand.cost.amount
+    assert found.spot.preemptions == pytest.approx(8.6, abs=0.5)
+    assert found.spot.days > found.on_demand.days > 2
+
+
+def test_spot_is_not_taken_for_a_deadline_that_it_misses() -> None:
+    assert compared("6h", deadline="60h").recommended == "spot"
+    found = compared("6h", deadline="49.5h")
+    assert found.recommended == "on demand" and "after the deadline" in found.reason
+    assert "neither" in compared("6h", deadline="40h").reason
+
+
+def test_spot_is_not_taken_where_preemptions_eat_the_discount() -> None:
+    found = compared("3h", spot=2.4)
+    assert found.recommended == "on demand" and "cost more than" in found.reason
+
+
+def test_spot_without_progress_is_not_taken() -> None:
+    found = compared("90s")
+    assert found.spot is None and found.recommended == "on demand"
+    assert "no progress" in found.reason
+
+
+def test_break_even_is_where_both_cost_the_same() -> None:
+    limit = compared("6h").break_even_preemption_seconds
+    at_limit = compared(f"{limit:.3f}s")
+    assert at_limit.spot.cost.amount == pytest.approx(at_limit.on_demand.cost.amount, rel=1e-4)
+    assert compared("6h", spot=2.5).break_even_preemption_seconds is None
+
+
+def test_no_comparison_without_two_prices() -> None:
+    profile = specimen.profile(prices={"on_demand": 2.0})
+    assert compare_spot(specimen.spec(), profile, specimen.facts()) is None
+    assert compare_spot(specimen.spec(), specimen.profile(), specimen.facts()) is None
