@@ -29,12 +29,13 @@ from hpctrain.spec.loader import (
 )
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import DataSource, DataSpec, RunSpec
-from hpctrain.supervise.documents import SuperviseConfig
+from hpctrain.supervise.documents import RollbackSettings, SuperviseConfig
 
 if TYPE_CHECKING:
     from hpctrain.plan.cost.from_spec import Knowledge
     from hpctrain.spec.catalogue import Gpu
 
+NODE_LEDGER_NAME = "nodes.jsonl"
 PROFILE_PATH_VARIABLE = "HPCTRAIN_PROFILE_PATH"
 
 
@@ -144,7 +145,7 @@ def prepare(
         profile=loaded_profile,
         plan=plan,
         train=train_config(_with_absolute_paths(document), plan, float(peak) if peak else None),
-        supervise=_supervise_config(run_id, document, site, plan),
+        supervise=_supervise_config(run_id, document, site, plan, runs),
         script=render_script(build_script(document, site, plan, facts), template_directory),
     )
 
@@ -166,8 +167,10 @@ def _with_absolute_paths(spec: RunSpec) -> RunSpec:
 
 
 def _supervise_config(
-    run_id: str, spec: RunSpec, profile: ClusterProfile, plan: Plan
+    run_id: str, spec: RunSpec, profile: ClusterProfile, plan: Plan, runs: Path
 ) -> SuperviseConfig:
+    from hpctrain.plan.forecast.interruptions import node_mtbf_seconds
+
     return SuperviseConfig(
         run_id=run_id,
         target_step=plan.batch.train_steps,
@@ -177,4 +180,26 @@ def _supervise_config(
         setup_stall_seconds=float(spec.supervise.setup_stall),
         kill_wait_seconds=float(profile.slurm.kill_wait),
         verify=spec.checkpoint.verify,
+        cluster=profile.name,
+        budgets={str(cause): count for cause, count in spec.supervise.budgets.items()},
+        storm_failures=spec.supervise.storm_failures,
+        storm_window_seconds=float(spec.supervise.storm_window),
+        learn_stalls=spec.supervise.learn_stalls,
+        slow_rank=spec.supervise.slow_rank,
+        exclude_nodes=spec.supervise.exclude_nodes,
+        rollback=_rollback(spec),
+        spare_nodes=spec.resources.spare_nodes,
+        cluster_nodes=profile.nodes.count,
+        node_ledger=str(runs.absolute() / NODE_LEDGER_NAME),
+        mttf_seconds=node_mtbf_seconds(profile) / plan.nodes.nodes,
+    )
+
+
+def _rollback(spec: RunSpec) -> RollbackSettings:
+    wanted = spec.supervise.rollback
+    return RollbackSettings(
+        act=wanted.mode == "act",
+        checkpoints=wanted.checkpoints,
+        skip_steps=wanted.skip_steps,
+        other_nodes=wanted.other_nodes,
     )

@@ -12,7 +12,10 @@ from enum import StrEnum
 
 from hpctrain.slurm.records import JobRecord
 from hpctrain.store.ledger import Event, EventKind
-from hpctrain.supervise.documents import ActionKind, Cause
+from hpctrain.supervise.causes import Cause
+from hpctrain.supervise.documents import (
+    ActionKind,
+)
 
 
 class RunState(StrEnum):

@@ -12,7 +12,9 @@ from typing import Literal
 
 from hpctrain.plan.documents import DEFAULT_ORDER, Order, Plan
 from hpctrain.spec.document import Document
-from hpctrain.spec.run import RecomputeModule, RunSpec
+from hpctrain.spec.run import CheckpointSpec, RecomputeModule, RunSpec
+
+_FIRST_SAVE_SECONDS = 600.0
 
 
 class TrainConfig(Document):
@@ -97,11 +99,17 @@ class TrainConfig(Document):
     eval_batches: int
     save_interval_steps: int | None
     save_interval_seconds: float | None
+    # True: Young/Daly's interval from measured saves takes the place of `save_interval_seconds`
+    save_interval_auto: bool = False
     async_save: bool
     keep_checkpoints: int
     keep_every_steps: int | None
     log_interval_steps: int
     distributed_timeout_seconds: float
+    # end the launch when a loss is so many median absolute deviations above the median; None: never
+    loss_spike: float | None = None
+    # steps between two looks at how long each rank computes
+    rank_times_interval_steps: int = 20
     # for reporting: model FLOPs of one step and the GPU's dense peak in FLOP/s (None: unknown)
     model_flops_per_step: float
     peak_flops_per_gpu: float | None
@@ -241,10 +249,19 @@ def _io_fields(spec: RunSpec) -> dict[str, object]:
         eval_interval_steps=spec.evaluation.every_steps,
         eval_batches=spec.evaluation.batches,
         save_interval_steps=checkpoint.every_steps,
-        save_interval_seconds=float(checkpoint.every) if checkpoint.every else None,
+        save_interval_seconds=_interval_seconds(checkpoint),
+        save_interval_auto=checkpoint.every == "auto",
+        loss_spike=spec.supervise.rollback.spike,
         async_save=checkpoint.asynchronous,
         keep_checkpoints=checkpoint.keep,
         keep_every_steps=checkpoint.keep_every_steps,
         log_interval_steps=spec.logging.every_steps,
         distributed_timeout_seconds=float(spec.engine.collective_timeout),
     )
+
+
+def _interval_seconds(checkpoint: CheckpointSpec) -> float | None:
+    """`auto` begins with a save after some minutes, whose cost then sets the interval."""
+    if checkpoint.every == "auto":
+        return _FIRST_SAVE_SECONDS
+    return float(checkpoint.every) if checkpoint.every else None

@@ -15,6 +15,8 @@ from hpctrain.spec.document import Document
 from hpctrain.spec.run import Name, Precision, RunSpec, VariableName
 from hpctrain.units import Bandwidth, ByteSize, Duration, FlopRate
 
+Continuation = Literal["requeue", "chain", "singleton", "array", "none"]
+
 
 class GpuProfile(Document):
     """The accelerators of one node."""
@@ -260,8 +262,13 @@ class ClusterProfile(Document):
     environment: tuple[FabricVariable, ...] = Field(
         (), description="Variables of the fabric, each with its reason"
     )
-    continuation: Literal["requeue", "none"] = Field(
-        "requeue", description="How a stopped attempt goes on: the same job again, or by hand"
+    continuation: Continuation = Field(
+        "requeue",
+        description="How a stopped attempt goes on: requeue (the same job again), chain (a job "
+        "behind it), singleton or array (jobs submitted at once), none (by hand)",
+    )
+    continuation_jobs: int = Field(
+        8, ge=2, le=1000, description="singleton, array: so many jobs are submitted at once"
     )
     limits: LimitsProfile = LimitsProfile()
     prices: PriceProfile | None = Field(None, description="Absent: no costs are printed")

@@ -21,6 +21,25 @@ from hpctrain.units import ByteSize, Duration, TokenCount
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
 Precision = Literal["fp32", "fp16", "bf16", "fp8"]
 RecomputeModule = Literal["core_attn", "mlp", "moe", "layernorm", "moe_act", "mla_up_proj"]
+# Causes of `hpctrain.supervise.causes` with a budget of their own.
+BudgetName = Literal[
+    "node_failure",
+    "prolog_failure",
+    "launch_failure",
+    "crash",
+    "hang",
+    "gpu_oom",
+    "host_oom",
+    "gpu_error",
+    "fabric",
+    "storage",
+    "port",
+    "data_loader",
+    "diverged",
+    "suspect_numerics",
+    "time_limit",
+    "unknown",
+]
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 
@@ -150,7 +169,11 @@ class CheckpointSpec(Document):
     """When to save, how many to keep."""
 
     every_steps: int | None = Field(None, ge=1, description="Save after every so many steps")
-    every: Duration | None = Field(None, gt=0, description="Save when so much time has passed")
+    every: Duration | Literal["auto"] | None = Field(
+        None,
+        description="Save when so much time has passed; auto: Young/Daly from measured saves and "
+        "failures",
+    )
     keep: int = Field(2, ge=1, description="Newest verified checkpoints to keep")
     keep_every_steps: int | None = Field(None, ge=1, description="Keep these steps for good")
     asynchronous: bool = Field(True, description="Write in the background while training goes on")
@@ -162,6 +185,8 @@ class CheckpointSpec(Document):
     def _some_interval(self) -> Self:
         if self.every_steps is None and self.every is None:
             raise ValueError("give `every_steps` or `every` (or both)")
+        if isinstance(self.every, Duration) and self.every <= 0:
+            raise ValueError("every must be greater than 0")
         return self
 
 
@@ -205,6 +230,12 @@ class ResourcesSpec(Document):
         None, ge=1, description="CPUs for each GPU; default: its share of the node's"
     )
     memory_per_node: ByteSize | None = Field(None, description="Default: all (`--mem=0`)")
+    spare_nodes: int = Field(
+        0, ge=0, description="Nodes held idle in the job to take the place of failed ones"
+    )
+    min_nodes: int | None = Field(
+        None, ge=1, description="Go on with as few nodes when others are missing; absent: never"
+    )
 
 
 class EnvironmentSpec(Document):
@@ -222,11 +253,40 @@ class LoggingSpec(Document):
     every_steps: int = Field(1, ge=1, description="One line in the log per so many steps")
 
 
+class RollbackSpec(Document):
+    """What is done about a loss that is not finite or jumps."""
+
+    mode: Literal["observe", "act"] = Field(
+        "observe", description="observe: stop and say what would be done; act: do it"
+    )
+    checkpoints: int = Field(
+        1, ge=1, description="Good checkpoints to go back (1: the newest before the anomaly)"
+    )
+    skip_steps: int = Field(
+        1, ge=0, description="Batches to leave out, up to and with that of the anomaly"
+    )
+    spike: float | None = Field(
+        None,
+        gt=1,
+        description="A loss so many median absolute deviations above the median is an anomaly",
+    )
+    other_nodes: bool = Field(
+        True, description="Repeat once on other nodes first: a broken GPU computes NaN, too"
+    )
+
+
 class SuperviseSpec(Document):
-    """When to give up."""
+    """When to give up, and what may be done without asking."""
 
     failures_without_progress: int = Field(
         3, ge=1, description="Stop after so many failed launches in a row without a new checkpoint"
+    )
+    budgets: dict[BudgetName, Annotated[int, Field(ge=0)]] = Field(
+        {}, description="Retries without a new checkpoint for single causes, such as `hang: 5`"
+    )
+    storm_failures: int = Field(5, ge=2, description="So many failures within `storm_window` ...")
+    storm_window: Duration = Field(
+        Duration(1800), gt=0, description="... are a storm: wait longer between launches"
     )
     stall: Duration = Field(
         Duration(600), gt=0, description="A step that takes longer than this counts as a hang"
@@ -234,6 +294,16 @@ class SuperviseSpec(Document):
     setup_stall: Duration = Field(
         Duration(1800), gt=0, description="The same for start-up, loading and saving"
     )
+    learn_stalls: bool = Field(
+        True, description="Count a hang sooner once the run has shown how long things take"
+    )
+    slow_rank: float = Field(
+        1.2, gt=1, description="Report a rank that computes so many times longer than the median"
+    )
+    exclude_nodes: Literal["observe", "act"] = Field(
+        "observe", description="observe: only say which nodes to avoid; act: avoid them"
+    )
+    rollback: RollbackSpec = RollbackSpec()
 
 
 class RunSpec(Document):

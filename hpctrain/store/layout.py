@@ -9,6 +9,10 @@ done.json                              the run has reached its target; nothing i
 control/                               requests of people and of the supervisor to the trainer
 epochs/                                one file per launch; the highest number owns the run
 exits/e000001/rank-000003.json         how a rank of a launch ended, in its own words
+stacks/e000001/rank-000003.txt         where each rank of a launch was when it hung
+ranks.json saves.jsonl skips.json      compute time per rank, each save and its cost, data left out
+signatures.json                        the lines of logs and kernels that name a cause, and XIDs
+train-n000003.json                     the trainer's file for a launch on fewer nodes than planned
 logs/                                  slurm-JOB.out, JOB.RESTART/stepS-rankT.log
 checkpoints/                           iter_0000012/ and iter_0000012.partial-e000003/
 """
@@ -79,6 +83,48 @@ class RunLayout:
         return self.control / "stop"
 
     @property
+    def stop_now_request(self) -> Path:
+        """Exists while the supervisor is asked to end the run at once, without a save."""
+        return self.control / "stop-now"
+
+    @property
+    def hold_request(self) -> Path:
+        """Exists while the run is asked to save, leave its nodes and be held in the queue."""
+        return self.control / "hold"
+
+    @property
+    def save_request(self) -> Path:
+        """Exists until the trainer has begun the save that it asks for."""
+        return self.control / "save"
+
+    @property
+    def signatures(self) -> Path:
+        return self.directory / "signatures.json"
+
+    @property
+    def rank_times(self) -> Path:
+        return self.directory / "ranks.json"
+
+    @property
+    def saves(self) -> Path:
+        return self.directory / "saves.jsonl"
+
+    @property
+    def skips(self) -> Path:
+        return self.directory / "skips.json"
+
+    @property
+    def stacks(self) -> Path:
+        return self.directory / "stacks"
+
+    def stack_dump(self, epoch: int, rank: int) -> Path:
+        return self.stacks / f"e{epoch:06d}" / f"rank-{rank:06d}.txt"
+
+    def train_config_for(self, nodes: int) -> Path:
+        """The trainer's file for a launch on fewer nodes than planned."""
+        return self.directory / f"train-n{nodes:06d}.json"
+
+    @property
     def epochs(self) -> Path:
         return self.directory / "epochs"
 
@@ -104,5 +150,13 @@ class RunLayout:
     def create(self) -> None:
         """Make the directory and its fixed sub-directories, private to the user (mode 700)."""
         self.directory.mkdir(parents=True, mode=0o700)
-        for directory in (self.control, self.epochs, self.exits, self.logs, self.checkpoints):
+        fixed = (
+            self.control,
+            self.epochs,
+            self.exits,
+            self.logs,
+            self.stacks,
+            self.checkpoints,
+        )
+        for directory in fixed:
             directory.mkdir(mode=0o700)

@@ -36,6 +36,13 @@ class EventKind(StrEnum):
     ACTION_RESULT = "action_result"
     CANCEL_REQUESTED = "cancel_requested"
     ATTEMPT_ENDED = "attempt_ended"
+    CONTROL = "control"
+    OBSERVED = "observed"
+    STACKS_SAVED = "stacks_saved"
+    SLOW_RANK = "slow_rank"
+    ROLLED_BACK = "rolled_back"
+    PROBED = "probed"
+    WATCH = "watch"
 
 
 class Event(Record):
@@ -60,6 +67,14 @@ class Event(Record):
     rank: int | None = None
     user: str | None = None
     script_sha256: str | None = None
+    node: str | None = None
+    lost_nodes: tuple[str, ...] = ()
+    excluded: tuple[str, ...] = ()
+    fingerprint: str | None = None
+    failed_step: int | None = None
+    launch_nodes: int | None = None
+    hard: bool = False
+    delay_seconds: float | None = None
 
 
 class Ledger:

@@ -21,10 +21,16 @@ Outcome = Literal["done", "yielded", "config_error", "crash"]
 
 
 class TrainerExit(IntEnum):
-    """Exit codes of the trainer, after sysexits.h: 75 is EX_TEMPFAIL, 78 is EX_CONFIG."""
+    """Exit codes of the trainer, after sysexits.h: 75 is EX_TEMPFAIL, 78 is EX_CONFIG.
+
+    16 and 17 are Megatron's EXIT_CODE_RESUME_TO_DISAMBIGUATE and
+    EXIT_CODE_FAILED_ON_RESULT_VALIDATION (megatron/core/rerun_state_machine.py).
+    """
 
     DONE = 0
     CRASH = 1
+    SUSPECT_NUMERICS = 16
+    DIVERGED = 17
     YIELDED = 75
     CONFIG_ERROR = 78
 
@@ -81,6 +87,48 @@ class ExitRecord(Record):
     time: float
     message: str | None = None
     traceback: str | None = None
+    cause: str | None = None
+
+
+class SaveRecord(Record):
+    """One published checkpoint: seconds that training stood still for it, and until it counted."""
+
+    step: int
+    epoch: int
+    time: float
+    stall_seconds: float
+    publish_seconds: float
+    size_bytes: int
+
+
+class RankTimes(Record):
+    """How long each rank computed in a window of steps; replaced by rank 0 after each window.
+
+    `compute_seconds[rank]` is the mean per step inside forward and backward passes, without
+    waiting for other pipeline stages and for gradients; `nodes[rank]` is its node.
+    """
+
+    epoch: int
+    first_step: int
+    last_step: int
+    time: float
+    compute_seconds: tuple[float, ...]
+    nodes: tuple[str, ...]
+
+
+class SkippedData(Record):
+    """Samples that training leaves out: at `from_samples` consumed it goes on at `to_samples`."""
+
+    from_samples: int
+    to_samples: int
+    reason: str
+    time: float
+
+
+class SkipList(Record):
+    """All data left out of a run, in the order of the samples (`skips.json`)."""
+
+    skips: tuple[SkippedData, ...] = ()
 
 
 class DoneMarker(Record):

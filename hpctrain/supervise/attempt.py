@@ -11,8 +11,11 @@ from dataclasses import dataclass
 
 from hpctrain.errors import UsageError
 from hpctrain.store.ledger import Event, EventKind
-from hpctrain.supervise.documents import ActionKind, Cause, History
-from hpctrain.supervise.policy import FAILURE_CAUSES
+from hpctrain.supervise.causes import FAILURE_CAUSES, Cause
+from hpctrain.supervise.documents import (
+    ActionKind,
+    History,
+)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,13 @@ from __future__ import annotations
 
 import re
 
-from hpctrain.supervise.documents import Cause, Evidence, JobFacts, TaskFailure, Verdict
+from hpctrain.supervise.causes import Cause
+from hpctrain.supervise.documents import (
+    Evidence,
+    JobFacts,
+    TaskFailure,
+    Verdict,
+)
 
 # slurmstepd prints the reason of a kill to the stderr of the step and of the batch script:
 # src/slurmd/slurmstepd/req.c, _handle_terminate and _handle_notify_job.

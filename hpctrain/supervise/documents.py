@@ -6,41 +6,59 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
+from pydantic import Field
+
 from hpctrain.spec.document import Document
+from hpctrain.supervise.causes import Cause
+
+
+class LaunchShape(Document):
+    """One size at which the run can be launched: the planned one, or a smaller one."""
+
+    nodes: int
+    tasks: int
+    train_config: str
+
+
+class RollbackSettings(Document):
+    """What is done about a loss that is not finite or jumps; see `spec.run.RollbackSpec`."""
+
+    act: bool = False
+    checkpoints: int = 1
+    skip_steps: int = 1
+    other_nodes: bool = True
 
 
 class SuperviseConfig(Document):
-    """Written once at submit time; durations in seconds."""
+    """Written once at submit time; durations in seconds.
+
+    `shapes` is ordered from the planned size to the smallest; empty means the size in the script
+    only. `budgets` holds the spec's own numbers only (see `policy.BUDGETS` for the others).
+    `mttf_seconds` is the expected time between failures of the whole run, before it has had any.
+    """
 
     schema_version: Literal[1] = 1
     run_id: str
     target_step: int
-    continuation: Literal["requeue", "none"]
+    continuation: Literal["requeue", "chain", "singleton", "array", "none"]
     failures_without_progress: int
     stall_seconds: float
     setup_stall_seconds: float
     kill_wait_seconds: float
     verify: Literal["auto", "size", "sha256"]
-
-
-class Cause(StrEnum):
-    """Why a launch ended. One name per cause, everywhere."""
-
-    DONE = "done"
-    YIELDED = "yielded"
-    PREEMPTED = "preempted"
-    TIME_LIMIT = "time_limit"
-    NODE_FAILURE = "node_failure"
-    REQUEUED = "requeued"
-    CANCELLED = "cancelled"
-    CONFIG_ERROR = "config_error"
-    CRASH = "crash"
-    HANG = "hang"
-    LAUNCH_FAILURE = "launch_failure"
-    BAD_CHECKPOINT = "bad_checkpoint"
-    SUPERSEDED = "superseded"
-    SUPERVISOR_LOST = "supervisor_lost"
-    UNKNOWN = "unknown"
+    cluster: str = ""
+    budgets: dict[str, int] = Field(default_factory=dict)
+    storm_failures: int = 5
+    storm_window_seconds: float = 1800.0
+    learn_stalls: bool = True
+    slow_rank: float = 1.2
+    exclude_nodes: Literal["observe", "act"] = "observe"
+    rollback: RollbackSettings = RollbackSettings()
+    shapes: tuple[LaunchShape, ...] = ()
+    spare_nodes: int = 0
+    cluster_nodes: int = 0
+    node_ledger: str | None = None
+    mttf_seconds: float | None = None
 
 
 class ActionKind(StrEnum):
@@ -50,17 +68,20 @@ class ActionKind(StrEnum):
     STOP = "stop"
     REQUEUE = "requeue"
     RELAUNCH = "relaunch"
+    HOLD = "hold"
     LEAVE = "leave"
 
 
 @dataclass(frozen=True)
 class RankExit:
-    """How one rank says that it ended."""
+    """How one rank says that it ended; `cause` is the trainer's own word for it, if it has one."""
 
     rank: int
     node: str
     outcome: str
     message: str
+    cause: str | None = None
+    step: int = 0
 
 
 @dataclass(frozen=True)
@@ -82,18 +103,55 @@ class JobFacts:
     preempt_time: bool
 
 
+Role = Literal["root", "cascade", "advice"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A line that a signature knows, from a rank's log, srun, a kernel or the probe of a node.
+
+    `cascade`: follows from another failure; `advice`: says nothing about a cause. `order` sorts
+    findings by time as well as it is known (seconds since the epoch). `hard` marks broken
+    hardware.
+    """
+
+    signature: str
+    cause: Cause
+    role: Role
+    line: str
+    rank: int | None = None
+    node: str | None = None
+    order: float = 0.0
+    hard: bool = False
+
+
+@dataclass(frozen=True)
+class OddRank:
+    """A rank whose stack differs from those of the others, or that gave none."""
+
+    rank: int
+    node: str
+    where: str
+
+
 @dataclass(frozen=True)
 class Stall:
-    """No sign of life for longer than the phase allows."""
+    """No sign of life for longer than the phase allows; `odd` says who is elsewhere."""
 
     phase: str
     silent_seconds: float
     limit_seconds: float
+    odd: tuple[OddRank, ...] = ()
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """Everything known when a launch has ended. `job` is None when Slurm did not answer."""
+    """Everything known when a launch has ended. `job` is None when Slurm did not answer.
+
+    `lost_nodes` did not answer a probe after the launch, or Slurm says they are down.
+    `resume_step` is where the launch began, `last_step` the last finished step it told of,
+    `checkpoint_step` the newest verified checkpoint.
+    """
 
     done: bool
     superseded: bool
@@ -108,32 +166,91 @@ class Evidence:
     restart_count: int
     stall: Stall | None
     started: bool
+    hold_requested_by: str | None = None
+    findings: tuple[Finding, ...] = ()
+    lost_nodes: tuple[str, ...] = ()
+    world_size: int = 0
+    resume_step: int = 0
+    last_step: int | None = None
+    checkpoint_step: int | None = None
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why a launch ended, in one word, one sentence and the lines that say so."""
+    """Why a launch ended, in one word, one sentence and the lines that say so.
+
+    `nodes` are the suspects, `hard` says that their hardware is at fault beyond doubt.
+    `fingerprint` is equal for failures that are the same (class and place of the error, without
+    addresses and numbers that change). `step` is the step at which it happened, if known.
+    """
 
     cause: Cause
     reason: str
     evidence: tuple[str, ...] = ()
     rank: int | None = None
     already_requeued: bool = False
+    nodes: tuple[str, ...] = ()
+    hard: bool = False
+    fingerprint: str = ""
+    step: int | None = None
+    hold: bool = False
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What the supervisor has to work with when it decides.
+
+    `healthy_nodes` are those of the allocation that answer; `needed_nodes` what the next launch
+    takes at full size, `least_nodes` at the smallest. `exclude` are nodes that the node ledger
+    says to avoid, with `why_exclude` in words. `good_checkpoints` are steps, newest first.
+    """
+
+    allocated_nodes: int = 1
+    healthy_nodes: int = 1
+    needed_nodes: int = 1
+    least_nodes: int = 1
+    exclude: tuple[str, ...] = ()
+    why_exclude: str = ""
+    good_checkpoints: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Action:
-    """What is done about a verdict and why."""
+    """What is done about a verdict and why.
+
+    `exclude` are nodes that the next launch avoids; `rollback_to` is the checkpoint step to go
+    back to, with `skip_steps` batches left out. `observed` says what would have been done had the
+    spec allowed it.
+    """
 
     kind: ActionKind
     reason: str
     exit_code: int = 0
     delay_seconds: float = 0.0
+    exclude: tuple[str, ...] = ()
+    rollback_to: int | None = None
+    skip_steps: int = 0
+    observed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class History:
-    """Failed launches in a row that brought no new checkpoint, the present one included."""
+    """What the ledger says about the launches before the decision, the present one included.
+
+    Counted since the last launch that brought a new checkpoint: `failures_without_progress` all
+    failures, `time_limits_without_progress`, `by_cause` each cause, `same_fingerprint` those in a
+    row like the present one. `recent_failures` are all within the storm window, with or without
+    progress. `anomalies_at_step` are earlier ones of numerics at the present step.
+    """
 
     failures_without_progress: int
     time_limits_without_progress: int
+    by_cause: tuple[tuple[str, int], ...] = ()
+    same_fingerprint: int = 0
+    recent_failures: int = 0
+    anomalies_at_step: int = 0
+    ever_progressed: bool = False
+
+    def of(self, cause: Cause) -> int:
+        """Launches without progress that ended by this cause."""
+        return dict(self.by_cause).get(str(cause), 0)

@@ -26,12 +26,12 @@ from hpctrain.supervise.attempt import (
     unfinished_attempt,
     why_lost,
 )
+from hpctrain.supervise.causes import Cause
 from hpctrain.supervise.classify import classify
 from hpctrain.supervise.context import AttemptContext, say
 from hpctrain.supervise.documents import (
     Action,
     ActionKind,
-    Cause,
     SuperviseConfig,
     Verdict,
 )
@@ -177,8 +177,11 @@ class Supervisor:
             "HPCTRAIN_EPOCH": str(epoch),
             "HPCTRAIN_RESUME": start.directory.name if start else "",
             "MASTER_ADDR": self._master_address(),
-            "MASTER_PORT": str(free_port(self.context.job_id, epoch)),
+            "MASTER_PORT": str(free_port(self._launch_name(epoch))),
         }
+
+    def _launch_name(self, epoch: int) -> str:
+        return f"{self.context.run_layout.directory} {self.context.attempt} {epoch}"
 
     def _master_address(self) -> str:
         """The address that Slurm itself uses for the first node; its name if Slurm is silent.

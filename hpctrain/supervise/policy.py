@@ -8,10 +8,10 @@ could lose work.
 
 from __future__ import annotations
 
+from hpctrain.supervise.causes import Cause
 from hpctrain.supervise.documents import (
     Action,
     ActionKind,
-    Cause,
     History,
     SuperviseConfig,
     Verdict,

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import zlib
 from collections.abc import Mapping
 from types import FrameType
 
@@ -102,13 +103,14 @@ class Launch:
         return tuple(self._notices)
 
 
-def free_port(job_id: int, epoch: int) -> int:
+def free_port(launch: str) -> int:
     """A port on this host that nobody listens on, outside the ephemeral range.
 
-    Starts from a number that differs between jobs and launches, so that leftovers of an earlier
-    launch do not meet the next one (pytorch/pytorch#126510).
+    `launch` names the launch beyond doubt (run directory, job, epoch). The search starts from a
+    number that differs between launches, so that leftovers of an earlier one do not meet the next
+    (pytorch/pytorch#126510), nor two runs on one host that look at the same time.
     """
-    start = (job_id * 61 + epoch * 7) % _PORT_COUNT
+    start = zlib.crc32(launch.encode()) % _PORT_COUNT
     for offset in range(_PORT_COUNT):
         port = _PORT_FIRST + (start + offset) % _PORT_COUNT
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 
 from hpctrain.spec.run import CheckpointSpec
+from hpctrain.units import Duration
 
 
 def young_seconds(stall_seconds: float, mtbf_seconds: float) -> float:
@@ -30,13 +31,13 @@ def daly_seconds(stall_seconds: float, mtbf_seconds: float) -> float:
     return young_seconds(stall_seconds, mtbf_seconds) * series - stall_seconds
 
 
-def configured_steps(checkpoint: CheckpointSpec, seconds_per_step: float) -> int:
+def configured_steps(checkpoint: CheckpointSpec, seconds_per_step: float, best: int) -> int:
     """Steps between saves as the trainer does it: after `every_steps`, or at the first end of a
-    step after `every`; whichever comes first."""
-    choices = []
+    step after `every` (auto: after `best` steps); whichever comes first."""
+    choices = [best] if checkpoint.every == "auto" else []
     if checkpoint.every_steps is not None:
         choices.append(checkpoint.every_steps)
-    if checkpoint.every is not None:
+    if isinstance(checkpoint.every, Duration):
         choices.append(max(1, math.ceil(float(checkpoint.every) / seconds_per_step)))
     return min(choices)
 

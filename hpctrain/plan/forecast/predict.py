@@ -98,7 +98,8 @@ def forecast(spec: RunSpec, profile: ClusterProfile, facts: RunFacts) -> Forecas
         evaluation_seconds=_evaluation_seconds(spec, facts),
         preemption_wait_seconds=preemption_wait_seconds(profile, facts),
     )
-    steps = min(configured_steps(spec.checkpoint, given.seconds_per_step), facts.train_steps)
+    configured = configured_steps(spec.checkpoint, given.seconds_per_step, _best_steps(given))
+    steps = min(configured, facts.train_steps)
     totals = _totals(given, steps)
     interval = _interval(given, steps, totals)
     return _document(profile, given, totals, interval, _tariff(spec, profile, facts))
@@ -200,13 +201,18 @@ def _hopeless(given: _Given) -> DoesNotFitError:
     )
 
 
+def _best_steps(given: _Given) -> int:
+    """Daly's interval; the next save cannot begin before the last one is written."""
+    checkpoint = given.checkpoint
+    floor = checkpoint.write_seconds if checkpoint.asynchronous else 0.0
+    stall, mtbf = checkpoint.stall_seconds, given.losing_mtbf_seconds
+    return best_steps(stall, mtbf, floor, given.seconds_per_step)
+
+
 def _interval(given: _Given, steps: int, totals: _Totals) -> CheckpointInterval:
     """The interval in use beside Young's, Daly's and what the latter would save."""
-    checkpoint, mtbf = given.checkpoint, given.losing_mtbf_seconds
-    stall = checkpoint.stall_seconds
-    floor = checkpoint.write_seconds if checkpoint.asynchronous else 0.0
-    best = best_steps(stall, mtbf, floor, given.seconds_per_step)
-    best = min(best, given.facts.train_steps)
+    stall, mtbf = given.checkpoint.stall_seconds, given.losing_mtbf_seconds
+    best = min(_best_steps(given), given.facts.train_steps)
     saves = totals.times.occupied_seconds - _totals(given, best).times.occupied_seconds
     return CheckpointInterval(
         steps=steps,

@@ -13,7 +13,10 @@ from hpctrain.supervise.attempt import (
     unfinished_attempt,
     why_lost,
 )
-from hpctrain.supervise.documents import Cause, History
+from hpctrain.supervise.causes import Cause
+from hpctrain.supervise.documents import (
+    History,
+)
 
 VARIABLES = {
     "SLURM_JOB_ID": "5",

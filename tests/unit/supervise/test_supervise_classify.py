@@ -10,8 +10,12 @@ from dataclasses import replace
 import pytest
 from supervise_facts import NOTHING, SILENT, exits, job
 
+from hpctrain.supervise.causes import Cause
 from hpctrain.supervise.classify import classify, is_notice, read_task_failure
-from hpctrain.supervise.documents import Cause, Evidence, Stall
+from hpctrain.supervise.documents import (
+    Evidence,
+    Stall,
+)
 
 PREEMPTION = (
     "slurmstepd: error: *** STEP 5.0 ON n0 CANCELLED AT 2026-03-01T10:00:00 DUE TO PREEMPTION ***"

@@ -7,7 +7,12 @@ import itertools
 import pytest
 from supervise_facts import config
 
-from hpctrain.supervise.documents import ActionKind, Cause, History, Verdict
+from hpctrain.supervise.causes import Cause
+from hpctrain.supervise.documents import (
+    ActionKind,
+    History,
+    Verdict,
+)
 from hpctrain.supervise.policy import FAILURE_CAUSES, SCHEDULER_CAUSES, decide
 
 FRESH = History(0, 0)

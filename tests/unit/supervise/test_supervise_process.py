@@ -153,26 +153,26 @@ def test_a_warning_before_the_supervisor_is_up_does_not_kill_it(tmp_path: Path) 
 
 def test_ports_lie_below_the_ephemeral_range() -> None:
     low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    ports = {free_port(job, epoch) for job in (1, 77, 4_000_000) for epoch in (1, 2, 3)}
+    ports = {free_port(f"run {job} {epoch}") for job in (1, 77, 4_000_000) for epoch in (1, 2, 3)}
     assert len(ports) == 9
     assert min(ports) > 1024
     assert max(ports) < max(low, 30001)
 
 
 def test_a_port_in_use_is_passed_over() -> None:
-    first = free_port(123, 4)
+    first = free_port("runs/a 123 4")
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", first))
         listener.listen()
-        assert free_port(123, 4) > first
-    assert free_port(123, 4) == first
+        assert free_port("runs/a 123 4") > first
+    assert free_port("runs/a 123 4") == first
 
 
 def test_no_port_at_all_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = free_port(1, 1)
+    first = free_port("runs/a 1 1")
     monkeypatch.setattr(process, "_PORT_FIRST", first)
     monkeypatch.setattr(process, "_PORT_COUNT", 1)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", first))
         with pytest.raises(OSError, match=f"no free port between {first} and {first}"):
-            free_port(1, 1)
+            free_port("runs/a 1 1")

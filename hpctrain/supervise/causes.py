@@ -1,0 +1,85 @@
+"""Why a launch ends: one name per cause, everywhere. Pure data.
+
+Belongs here: the names and which of them are alike. Does not belong here: how a cause is found
+(`classify`) or what is done about it (`policy`).
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Cause(StrEnum):
+    """Why a launch ended."""
+
+    DONE = "done"
+    YIELDED = "yielded"
+    PREEMPTED = "preempted"
+    TIME_LIMIT = "time_limit"
+    NODE_FAILURE = "node_failure"
+    PROLOG_FAILURE = "prolog_failure"
+    REQUEUED = "requeued"
+    CANCELLED = "cancelled"
+    LAUNCH_FAILURE = "launch_failure"
+    CRASH = "crash"
+    HANG = "hang"
+    GPU_OOM = "gpu_oom"
+    HOST_OOM = "host_oom"
+    GPU_ERROR = "gpu_error"
+    FABRIC = "fabric"
+    STORAGE = "storage"
+    DISK_FULL = "disk_full"
+    PORT = "port"
+    DATA_LOADER = "data_loader"
+    DIVERGED = "diverged"
+    SUSPECT_NUMERICS = "suspect_numerics"
+    BAD_CHECKPOINT = "bad_checkpoint"
+    CONFIG_ERROR = "config_error"
+    USER_ERROR = "user_error"
+    CONTROLLER_AWAY = "controller_away"
+    SUPERSEDED = "superseded"
+    SUPERVISOR_LOST = "supervisor_lost"
+    UNKNOWN = "unknown"
+
+
+# What the scheduler or a person does to a healthy run: it costs no budget while it makes progress.
+SCHEDULER_CAUSES = frozenset(
+    {Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.REQUEUED, Cause.CONTROLLER_AWAY}
+)
+# What a machine does to a run: another machine helps.
+MACHINE_CAUSES = frozenset(
+    {
+        Cause.NODE_FAILURE,
+        Cause.PROLOG_FAILURE,
+        Cause.LAUNCH_FAILURE,
+        Cause.GPU_ERROR,
+        Cause.FABRIC,
+        Cause.STORAGE,
+        Cause.PORT,
+        Cause.HANG,
+        Cause.SUSPECT_NUMERICS,
+    }
+)
+# What the run does to itself, perhaps: a retry may help once or twice.
+RUN_CAUSES = frozenset(
+    {
+        Cause.CRASH,
+        Cause.GPU_OOM,
+        Cause.HOST_OOM,
+        Cause.DATA_LOADER,
+        Cause.DIVERGED,
+        Cause.UNKNOWN,
+    }
+)
+# What no retry helps against.
+FINAL_CAUSES = frozenset(
+    {
+        Cause.DISK_FULL,
+        Cause.BAD_CHECKPOINT,
+        Cause.CONFIG_ERROR,
+        Cause.USER_ERROR,
+        Cause.CANCELLED,
+        Cause.YIELDED,
+    }
+)
+FAILURE_CAUSES = MACHINE_CAUSES | RUN_CAUSES
