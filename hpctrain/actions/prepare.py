@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.actions.runs import new_run_id
+from hpctrain.actions.shapes import SizedConfig, shapes_of, smaller_sizes
 from hpctrain.engines.megatron import TrainConfig, train_config
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.plan.documents import Plan
@@ -50,6 +51,7 @@ class Prepared:
     train: TrainConfig
     supervise: SuperviseConfig
     script: str
+    smaller: tuple[SizedConfig, ...] = ()
 
 
 def profile_search_path() -> list[Path]:
@@ -135,18 +137,22 @@ def prepare(
     loaded_spec, loaded_profile = load_inputs(spec, profile, overrides)
     document, site = loaded_spec.document, loaded_profile.document
     refuse_untrainable(loaded_spec)
-    plan = make_plan(document, site, load_knowledge(loaded_profile))
+    knowledge = load_knowledge(loaded_profile)
+    plan = make_plan(document, site, knowledge)
     run_id = new_run_id(runs, document.name, loaded_spec.digest, loaded_profile.digest)
     facts = ScriptFacts(run_id, loaded_spec.digest, loaded_profile.digest, python)
     peak = site.gpu.peak.get(plan.precision)
+    absolute, peak_flops = _with_absolute_paths(document), float(peak) if peak else None
+    smaller = smaller_sizes(absolute, site, plan, knowledge, peak_flops)
     return Prepared(
         run_id=run_id,
         spec=loaded_spec,
         profile=loaded_profile,
         plan=plan,
-        train=train_config(_with_absolute_paths(document), plan, float(peak) if peak else None),
-        supervise=_supervise_config(run_id, document, site, plan, runs),
+        train=train_config(absolute, plan, peak_flops),
+        supervise=_supervise_config(run_id, document, site, plan, runs, smaller),
         script=render_script(build_script(document, site, plan, facts), template_directory),
+        smaller=smaller,
     )
 
 
@@ -167,7 +173,12 @@ def _with_absolute_paths(spec: RunSpec) -> RunSpec:
 
 
 def _supervise_config(
-    run_id: str, spec: RunSpec, profile: ClusterProfile, plan: Plan, runs: Path
+    run_id: str,
+    spec: RunSpec,
+    profile: ClusterProfile,
+    plan: Plan,
+    runs: Path,
+    smaller: tuple[SizedConfig, ...],
 ) -> SuperviseConfig:
     from hpctrain.plan.forecast.interruptions import node_mtbf_seconds
 
@@ -188,6 +199,7 @@ def _supervise_config(
         slow_rank=spec.supervise.slow_rank,
         exclude_nodes=spec.supervise.exclude_nodes,
         rollback=_rollback(spec),
+        shapes=shapes_of(plan, smaller),
         spare_nodes=spec.resources.spare_nodes,
         cluster_nodes=profile.nodes.count,
         node_ledger=str(runs.absolute() / NODE_LEDGER_NAME),

@@ -74,12 +74,30 @@ def _node_problems(spec: RunSpec, profile: ClusterProfile) -> list[str]:
     partition = _partition(spec, profile)
     if partition is not None:
         limits.append((partition.max_nodes, f"partition {partition.name}"))
+    spares = spec.resources.spare_nodes
+    words = f"{spec.resources.gpus} GPUs are {nodes} nodes"
+    if spares:
+        words += f", with {spares} spare {nodes + spares}"
+        limits.append((profile.nodes.count, f"cluster {profile.name}"))
     return [
-        f"{spec.resources.gpus} GPUs are {nodes} nodes, {owner} allows {limit} "
-        f"({limit * profile.gpu.per_node} GPUs)"
+        f"{words}, {owner} allows {limit} ({limit * profile.gpu.per_node} GPUs)"
         for limit, owner in limits
-        if limit is not None and nodes > limit
-    ]
+        if limit is not None and nodes + spares > limit
+    ] + _elastic_problems(spec, nodes, profile)
+
+
+def _elastic_problems(spec: RunSpec, nodes: int, profile: ClusterProfile) -> list[str]:
+    """Spares and fewer nodes are counted in whole nodes."""
+    least, spares = spec.resources.min_nodes, spec.resources.spare_nodes
+    problems = []
+    if least is not None and least > nodes:
+        problems.append(f"resources.min_nodes {least} is above the {nodes} nodes of the run")
+    if (spares or least) and spec.resources.gpus % profile.gpu.per_node:
+        problems.append(
+            "resources.spare_nodes and min_nodes need whole nodes: "
+            f"{spec.resources.gpus} GPUs are not a multiple of {profile.gpu.per_node}"
+        )
+    return problems
 
 
 def _walltime_problems(spec: RunSpec, profile: ClusterProfile) -> list[str]:

@@ -279,10 +279,10 @@ class SuperviseSpec(Document):
     """When to give up, and what may be done without asking."""
 
     failures_without_progress: int = Field(
-        3, ge=1, description="Stop after so many failed launches in a row without a new checkpoint"
+        3, ge=1, description="Stop after so many failures of one cause without a new checkpoint"
     )
     budgets: dict[BudgetName, Annotated[int, Field(ge=0)]] = Field(
-        {}, description="Retries without a new checkpoint for single causes, such as `hang: 5`"
+        {}, description="Retries without a new checkpoint, for single causes, such as `hang: 5`"
     )
     storm_failures: int = Field(5, ge=2, description="So many failures within `storm_window` ...")
     storm_window: Duration = Field(

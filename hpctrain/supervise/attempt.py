@@ -11,11 +11,8 @@ from dataclasses import dataclass
 
 from hpctrain.errors import UsageError
 from hpctrain.store.ledger import Event, EventKind
-from hpctrain.supervise.causes import FAILURE_CAUSES, Cause
-from hpctrain.supervise.documents import (
-    ActionKind,
-    History,
-)
+from hpctrain.supervise.causes import Cause
+from hpctrain.supervise.documents import ActionKind
 
 
 @dataclass(frozen=True)
@@ -84,20 +81,3 @@ def why_lost(lost: Event, events: Sequence[Event], current: Attempt) -> tuple[Ca
             "Slurm restarted the job and its supervisor left no word: its node was lost",
         )
     return Cause.SUPERVISOR_LOST, "its supervisor was killed without a word from Slurm"
-
-
-def history(events: Sequence[Event]) -> History:
-    """Count launches at the end of the ledger that failed without a new checkpoint.
-
-    A launch that brought a newer checkpoint ends the count, whatever became of it. What the
-    scheduler did in between neither counts nor forgives.
-    """
-    failures = time_limits = 0
-    for event in reversed(events):
-        if event.event is not EventKind.LAUNCH_ENDED:
-            continue
-        if (event.checkpoint_step or 0) > (event.resume_step or 0):
-            break
-        failures += event.cause in {str(cause) for cause in FAILURE_CAUSES}
-        time_limits += event.cause == Cause.TIME_LIMIT
-    return History(failures, time_limits)

@@ -11,6 +11,7 @@ from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import EventKind, Ledger
 from hpctrain.supervise.attempt import Attempt
 from hpctrain.supervise.documents import SuperviseConfig
+from hpctrain.supervise.past import mean_time_to_failure
 from hpctrain.supervise.process import Signals
 
 
@@ -28,6 +29,10 @@ class AttemptContext:
     @property
     def job_id(self) -> int:
         return self.attempt.job_id
+
+    def mttf_seconds(self) -> float | None:
+        """Expected time between failures of this run, from the profile and its own ledger."""
+        return mean_time_to_failure(self.ledger.events(), self.config.mttf_seconds)
 
     def note(self, kind: EventKind, **fields: object) -> None:
         """Append an event of this attempt to the ledger."""

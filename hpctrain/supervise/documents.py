@@ -200,11 +200,13 @@ class Verdict:
 class Situation:
     """What the supervisor has to work with when it decides.
 
-    `healthy_nodes` are those of the allocation that answer; `needed_nodes` what the next launch
-    takes at full size, `least_nodes` at the smallest. `exclude` are nodes that the node ledger
-    says to avoid, with `why_exclude` in words. `good_checkpoints` are steps, newest first.
+    `keeps_nodes` is False once Slurm ends the job. `healthy_nodes` are those of the allocation
+    that answer; `needed_nodes` what the next launch takes at full size, `least_nodes` at the
+    smallest. `exclude` are nodes that the node ledger says to avoid, with `why_exclude` in words.
+    `good_checkpoints` are steps, newest first.
     """
 
+    keeps_nodes: bool = True
     allocated_nodes: int = 1
     healthy_nodes: int = 1
     needed_nodes: int = 1

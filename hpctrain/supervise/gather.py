@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import time
 
+from hpctrain.checkpoints.discover import checkpoints
 from hpctrain.errors import SlurmError
 from hpctrain.store.ledger import EventKind
-from hpctrain.store.signs import read_exit_records
+from hpctrain.store.signs import ExitRecord, Progress, read_exit_records, read_record
 from hpctrain.supervise.context import AttemptContext
+from hpctrain.supervise.control import Request, requested
 from hpctrain.supervise.documents import Evidence, JobFacts, RankExit
 from hpctrain.supervise.process import Launch
 from hpctrain.supervise.watch import LaunchWatch
@@ -19,31 +21,55 @@ from hpctrain.supervise.watch import LaunchWatch
 # because without an answer it could not requeue either.
 _PATIENCE_SECONDS = 600.0
 _RETRY_SECONDS = 3.0
+_GOOD_OUTCOMES = frozenset({"done", "yielded"})
 
 
 def gather(context: AttemptContext, launch: Launch, watch: LaunchWatch) -> Evidence:
     """Everything known about a launch that has ended."""
-    records = read_exit_records(context.run_layout, watch.epoch)
-    done = context.run_layout.done.exists()
+    run = context.run_layout
+    records = read_exit_records(run, watch.epoch)
+    done = run.done.exists()
     wrong = any(record.outcome == "config_error" for record in records)
+    wish = requested(run)
+    progress = read_record(run.progress, Progress)
+    good = (checkpoint.step for checkpoint in checkpoints(run.checkpoints) if checkpoint.good)
     return Evidence(
         done=done,
         superseded=watch.superseded,
         cancel_requested=_cancel_requested(context),
-        stop_requested_by=_who_asked_to_stop(context),
+        stop_requested_by=_who(wish, "stop", "stop-now"),
+        hold_requested_by=_who(wish, "hold"),
         signals=context.signals.names,
         srun_exit_code=launch.poll(),
         task_failures=launch.failures,
         notices=launch.notices,
-        rank_exits=tuple(
-            RankExit(record.rank, record.node, record.outcome, record.message or "")
-            for record in sorted(records, key=lambda record: record.time)
-        ),
+        rank_exits=tuple(_rank_exit(record) for record in sorted(records, key=_ended_at)),
         job=None if done or watch.superseded else job_facts(context, patient=not wrong),
         restart_count=context.attempt.restart_count,
         stall=watch.stall,
         started=watch.started or bool(records),
+        resume_step=watch.resume_step,
+        last_step=progress.step if progress and progress.epoch == watch.epoch else None,
+        checkpoint_step=next(good, None),
     )
+
+
+def needs_a_look(evidence: Evidence) -> bool:
+    """True if something has failed, so that logs, kernels and nodes have to be asked why."""
+    if evidence.done or evidence.superseded or evidence.cancel_requested:
+        return False
+    if evidence.stop_requested_by or evidence.hold_requested_by:
+        return False
+    left_well = bool(evidence.rank_exits) and all(
+        rank.outcome in _GOOD_OUTCOMES for rank in evidence.rank_exits
+    )
+    preempted = evidence.job is not None and evidence.job.preempt_time
+    return not left_well and not preempted
+
+
+def keeps_nodes(evidence: Evidence) -> bool:
+    """True unless Slurm ends the job; without an answer the nodes are taken to be ours."""
+    return evidence.job is None or evidence.job.state == "RUNNING"
 
 
 def job_facts(context: AttemptContext, *, patient: bool) -> JobFacts | None:
@@ -70,20 +96,31 @@ def job_facts(context: AttemptContext, *, patient: bool) -> JobFacts | None:
         time.sleep(_RETRY_SECONDS)
 
 
+def _rank_exit(record: ExitRecord) -> RankExit:
+    return RankExit(
+        record.rank,
+        record.node,
+        record.outcome,
+        record.message or "",
+        cause=record.cause,
+        step=record.step,
+    )
+
+
+def _ended_at(record: ExitRecord) -> float:
+    return record.time
+
+
+def _who(wish: Request | None, *kinds: str) -> str | None:
+    return wish.by if wish is not None and wish.kind in kinds else None
+
+
 def _cancel_requested(context: AttemptContext) -> bool:
     """A cancel since this attempt started; an older one was taken back by whoever restarted it."""
-    requested = False
+    requested_here = False
     for event in context.ledger.events():
         if event.job_id == context.job_id:
-            requested = event.event is EventKind.CANCEL_REQUESTED or (
-                requested and event.event is not EventKind.ATTEMPT_STARTED
+            requested_here = event.event is EventKind.CANCEL_REQUESTED or (
+                requested_here and event.event is not EventKind.ATTEMPT_STARTED
             )
-    return requested
-
-
-def _who_asked_to_stop(context: AttemptContext) -> str | None:
-    """A stop file that is not our own answer to Slurm's warning was written by a person."""
-    path = context.run_layout.stop_request
-    if "USR1" in context.signals.names or not path.exists():
-        return None
-    return f"the file control/{path.name}"
+    return requested_here

@@ -1,8 +1,9 @@
 """The supervisor inside the job: launch, watch, judge, act, until the attempt is over.
 
 Every action is in the ledger before it is taken. Belongs here: the order of things. Does not
-belong here: reading evidence (`classify`), choosing (`policy`), processes (`process`), what the
-run directory looks like (`hpctrain.store`), or how Slurm is spoken to (`hpctrain.slurm`).
+belong here: one launch (`launching`), reading evidence (`classify`), choosing (`policy`), doing
+(`acting`), what the run directory looks like (`hpctrain.store`), or how Slurm is spoken to
+(`hpctrain.slurm`).
 """
 
 from __future__ import annotations
@@ -12,34 +13,31 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from hpctrain.checkpoints.discover import Checkpoint, checkpoints, select_for_resume
-from hpctrain.checkpoints.publish import fence_off
-from hpctrain.errors import CheckpointError, InvalidInputError, Problem, SlurmError
+from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.slurm.client import SlurmClient
-from hpctrain.store.epochs import claim_epoch, current_epoch
+from hpctrain.store.epochs import current_epoch
 from hpctrain.store.layout import RunLayout
-from hpctrain.store.ledger import EventKind, Ledger
-from hpctrain.store.signs import Progress, read_record
-from hpctrain.supervise.attempt import (
-    attempt_from,
-    history,
-    unfinished_attempt,
-    why_lost,
-)
+from hpctrain.store.ledger import Event, EventKind, Ledger
+from hpctrain.supervise.acting import act
+from hpctrain.supervise.allocation import Allocation, place
+from hpctrain.supervise.attempt import attempt_from, unfinished_attempt, why_lost
 from hpctrain.supervise.causes import Cause
-from hpctrain.supervise.classify import classify
 from hpctrain.supervise.context import AttemptContext, say
+from hpctrain.supervise.control import Request, requested
 from hpctrain.supervise.documents import (
     Action,
     ActionKind,
+    History,
     SuperviseConfig,
     Verdict,
 )
-from hpctrain.supervise.gather import gather, job_facts
+from hpctrain.supervise.gather import job_facts
+from hpctrain.supervise.launching import Ended, Launcher
+from hpctrain.supervise.past import history
 from hpctrain.supervise.policy import STOPPED_EXIT_CODE, decide
-from hpctrain.supervise.process import Launch, Signals, free_port
-from hpctrain.supervise.requeue import requeue
-from hpctrain.supervise.watch import LaunchWatch
+from hpctrain.supervise.process import Signals
+from hpctrain.supervise.situation import allocation_of, assess
+from hpctrain.supervise.succession import ensure_successor, must_leave
 
 _SLURM_TIMEOUT_SECONDS = 8.0
 
@@ -63,10 +61,7 @@ class Supervisor:
             slurm=slurm or SlurmClient(timeout_seconds=_SLURM_TIMEOUT_SECONDS, shielded=True),
             signals=Signals(),
         )
-        self.argv = argv
-        self.environment = dict(environment)
-        self.launches = 0
-        self.epoch = 0
+        self.launcher = Launcher(self.context, argv, environment)
 
     def run(self) -> int:
         """Supervise this attempt to its end; returns the exit code of the job."""
@@ -76,23 +71,103 @@ class Supervisor:
         except Exception as error:
             reason = f"the supervisor itself failed: {type(error).__name__}: {error}"
             with contextlib.suppress(OSError):  # a full disk may be why it failed
-                self._act(Action(ActionKind.STOP, reason, STOPPED_EXIT_CODE))
+                act(self.context, Action(ActionKind.STOP, reason, STOPPED_EXIT_CODE))
             raise
 
     def _supervise(self) -> int:
-        self._open_attempt()
-        if self.context.run_layout.done.exists():
-            return self._act(Action(ActionKind.FINISH, "the run was done before this attempt"))
+        lost = self._open_attempt()
+        action = self._why_not_begin(lost)
+        if action is not None:
+            return act(self.context, action)
+        ensure_successor(self.context)
+        allocation = allocation_of(self.context)
         while True:
-            verdict = self._launch_once()
-            action = decide(verdict, history(self.context.ledger.events()), self.context.config)
-            exit_code = self._act(action)
+            ended = self._launch(allocation)
+            allocation, action = self._decide(allocation, ended)
+            exit_code = act(self.context, action, ended.verdict)
             if action.kind is not ActionKind.RELAUNCH:
                 return exit_code
             self._pause(action.delay_seconds)
             forbidden = self._why_not_again()
             if forbidden is not None:
-                return self._act(forbidden)
+                return act(self.context, forbidden)
+
+    # -- before the first launch -----------------------------------------------------------
+
+    def _open_attempt(self) -> Verdict | None:
+        """Open this attempt in the ledger, and close one that has left no word."""
+        events = self.context.ledger.events()
+        lost = unfinished_attempt(events, self.context.attempt)
+        verdict = self._close_lost(lost, events) if lost is not None else None
+        attempt = self.context.attempt
+        self.context.note(EventKind.ATTEMPT_STARTED, nodes=attempt.nodes)
+        say(f"attempt {attempt} of run {self.context.config.run_id} on {attempt.nodes}")
+        return verdict
+
+    def _close_lost(self, lost: Event, events: list[Event]) -> Verdict:
+        cause, reason = why_lost(lost, events, self.context.attempt)
+        self.context.ledger.append(
+            EventKind.ATTEMPT_LOST,
+            job_id=lost.job_id,
+            restart_count=lost.restart_count,
+            cause=cause,
+            reason=reason,
+        )
+        return Verdict(cause, reason)
+
+    def _why_not_begin(self, lost: Verdict | None) -> Action | None:
+        """The run is done, a person wants it to stop, another job of it lives, or attempts are
+        lost again and again without a new checkpoint."""
+        context = self.context
+        if context.run_layout.done.exists():
+            return Action(ActionKind.FINISH, "the run was done before this attempt")
+        words = must_leave(context)
+        if words is not None:
+            return Action(ActionKind.LEAVE, words)
+        wish = requested(context.run_layout)
+        if wish is not None:
+            return self._as_wished(wish)
+        if lost is not None:
+            situation = assess(context, allocation_of(context), lost)
+            action = decide(lost, self._history(), situation, context.config)
+            return action if action.kind is ActionKind.STOP else None
+        return None
+
+    def _as_wished(self, wish: Request) -> Action:
+        words = f"asked to {wish.kind} by {wish.by} before this attempt"
+        verdict = Verdict(Cause.YIELDED, words, hold=wish.kind == "hold")
+        situation = assess(self.context, allocation_of(self.context), verdict)
+        return decide(verdict, self._history(), situation, self.context.config)
+
+    # -- launch after launch ---------------------------------------------------------------
+
+    def _launch(self, allocation: Allocation) -> Ended:
+        placement = place(self.context.config, allocation)
+        if placement is None:
+            words = f"{len(allocation.healthy)} of {len(allocation.nodes)} nodes answer"
+            return Ended(Verdict(Cause.NODE_FAILURE, words), None)
+        return self.launcher.launch(placement)
+
+    def _decide(self, allocation: Allocation, ended: Ended) -> tuple[Allocation, Action]:
+        """What follows, and the nodes that are left for it."""
+        config, verdict = self.context.config, ended.verdict
+        if ended.evidence is not None:
+            allocation = allocation.without(ended.evidence.lost_nodes)
+        situation = assess(self.context, allocation, verdict, ended.evidence)
+        action = decide(verdict, self._history(), situation, config)
+        return allocation.avoiding(action.exclude), action
+
+    def _history(self) -> History:
+        window_seconds = self.context.config.storm_window_seconds
+        return history(self.context.ledger.events(), window_seconds)
+
+    def _pause(self, delay_seconds: float) -> None:
+        """Wait before a relaunch, but not when the job is being ended or somebody asks."""
+        deadline = time.monotonic() + delay_seconds
+        while time.monotonic() < deadline and not self.context.signals.final:
+            if requested(self.context.run_layout) is not None:
+                break
+            time.sleep(0.1)
 
     def _why_not_again(self) -> Action | None:
         """A supervisor that outlived its attempt must not take the run from its successor."""
@@ -102,132 +177,10 @@ class Supervisor:
                 return Action(ActionKind.LEAVE, "the job is being ended", STOPPED_EXIT_CODE)
             reason = f"signal {self.context.signals.names[-1]}, which did not come from Slurm"
             return Action(ActionKind.STOP, f"the supervisor got {reason}", STOPPED_EXIT_CODE)
-        if current_epoch(self.context.run_layout.epochs) > self.epoch:
+        if current_epoch(self.context.run_layout.epochs) > self.launcher.epoch:
             return Action(ActionKind.LEAVE, "a newer launch of this run has taken over")
-        return None
-
-    def _open_attempt(self) -> None:
-        events = self.context.ledger.events()
-        lost = unfinished_attempt(events, self.context.attempt)
-        if lost is not None:
-            cause, reason = why_lost(lost, events, self.context.attempt)
-            self.context.ledger.append(
-                EventKind.ATTEMPT_LOST,
-                job_id=lost.job_id,
-                restart_count=lost.restart_count,
-                cause=cause,
-                reason=reason,
-            )
-        attempt = self.context.attempt
-        self.context.note(EventKind.ATTEMPT_STARTED, nodes=attempt.nodes)
-        say(f"attempt {attempt} of run {self.context.config.run_id} on {attempt.nodes}")
-
-    # -- one launch ------------------------------------------------------------------------
-
-    def _launch_once(self) -> Verdict:
-        epoch = claim_epoch(
-            self.context.run_layout.epochs, f"{self.context.attempt} on {self.context.attempt.node}"
-        )
-        self.epoch = epoch
-        fence_off(self.context.run_layout.checkpoints, epoch)
-        self.context.run_layout.stop_request.unlink(missing_ok=True)
-        try:
-            start = self._select_checkpoint()
-        except CheckpointError as error:
-            return Verdict(Cause.BAD_CHECKPOINT, str(error))
-        resume_step = start.step if start else 0
-        self.launches += 1
-        self.context.note(
-            EventKind.LAUNCH_STARTED, epoch=epoch, launch=self.launches, resume_step=resume_step
-        )
-        verdict, exit_code = self._watch_launch(epoch, start)
-        self._note_end(verdict, epoch, resume_step, exit_code)
-        return verdict
-
-    def _watch_launch(self, epoch: int, start: Checkpoint | None) -> tuple[Verdict, int | None]:
-        try:
-            launch = Launch(self.argv, self._launch_environment(epoch, start))
-        except OSError as error:
-            return Verdict(Cause.LAUNCH_FAILURE, f"srun could not be run: {error}"), None
-        watch = LaunchWatch(self.context, launch, epoch, start.step if start else 0)
-        watch.wait()
-        return classify(gather(self.context, launch, watch)), launch.poll()
-
-    def _select_checkpoint(self) -> Checkpoint | None:
-        selection = select_for_resume(
-            self.context.run_layout.checkpoints, self.context.config.verify
-        )
-        for bad in selection.rejected:
-            self.context.note(
-                EventKind.CHECKPOINT_REJECTED, checkpoint_step=bad.step, reason=bad.problem
-            )
-            say(f"checkpoint of step {bad.step} rejected: {bad.problem}")
-        found = selection.checkpoint
-        self.context.note(
-            EventKind.RESUME,
-            resume_step=found.step if found else 0,
-            reason=f"from verified checkpoint {found.directory.name}" if found else "fresh start",
-        )
-        say(f"resume from step {found.step}" if found else "fresh start from step 0")
-        return found
-
-    def _launch_environment(self, epoch: int, start: Checkpoint | None) -> dict[str, str]:
-        return {
-            **self.environment,
-            "HPCTRAIN_EPOCH": str(epoch),
-            "HPCTRAIN_RESUME": start.directory.name if start else "",
-            "MASTER_ADDR": self._master_address(),
-            "MASTER_PORT": str(free_port(self._launch_name(epoch))),
-        }
-
-    def _launch_name(self, epoch: int) -> str:
-        return f"{self.context.run_layout.directory} {self.context.attempt} {epoch}"
-
-    def _master_address(self) -> str:
-        """The address that Slurm itself uses for the first node; its name if Slurm is silent.
-
-        `hostname --ip-address` may be a loopback address or a replaced node's.
-        """
-        try:
-            return self.context.slurm.node_address(self.context.attempt.node)
-        except SlurmError:
-            return self.context.attempt.node
-
-    def _note_end(self, verdict: Verdict, epoch: int, resume_step: int, code: int | None) -> None:
-        progress = read_record(self.context.run_layout.progress, Progress)
-        good = (c.step for c in checkpoints(self.context.run_layout.checkpoints) if c.good)
-        self.context.note(
-            EventKind.LAUNCH_ENDED,
-            epoch=epoch,
-            launch=self.launches,
-            cause=verdict.cause,
-            reason=verdict.reason,
-            evidence=verdict.evidence,
-            rank=verdict.rank,
-            resume_step=resume_step,
-            last_step=progress.step if progress and progress.epoch == epoch else None,
-            checkpoint_step=next(good, None),
-            exit_code=code,
-        )
-        say(f"launch {self.launches} ended: {verdict.cause}: {verdict.reason}")
-
-    # -- acting ----------------------------------------------------------------------------
-
-    def _act(self, action: Action) -> int:
-        self.context.note(EventKind.ACTION, action=action.kind, reason=action.reason)
-        say(f"{action.kind}: {action.reason}")
-        if action.kind is not ActionKind.REQUEUE:
-            return action.exit_code
-        done, answer = requeue(self.context.slurm, self.context.job_id)
-        self.context.note(EventKind.ACTION_RESULT, action=action.kind, reason=answer)
-        say(f"requeue: {answer}")
-        return 0 if done else STOPPED_EXIT_CODE
-
-    def _pause(self, delay_seconds: float) -> None:
-        """Wait before a relaunch, but not when the job is being ended."""
-        deadline = time.monotonic() + delay_seconds
-        while time.monotonic() < deadline and not self.context.signals.final:
-            time.sleep(0.1)
+        wish = requested(self.context.run_layout)
+        return self._as_wished(wish) if wish is not None else None
 
 
 def read_supervise_config(path: Path) -> SuperviseConfig:

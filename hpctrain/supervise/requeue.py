@@ -7,10 +7,11 @@ signals every process of the batch step, a child `scontrol` included.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 
 from hpctrain.errors import SlurmError
 from hpctrain.slurm.client import SlurmClient
-from hpctrain.slurm.records import RequeueResult
+from hpctrain.slurm.records import RequeueAnswer, RequeueResult
 from hpctrain.slurm.states import JobState
 
 _PATIENCE_SECONDS = 600.0
@@ -23,9 +24,33 @@ def requeue(slurm: SlurmClient, job_id: int) -> tuple[bool, str]:
     Slurm then lets the job wait for cred_expire + 1 s (121 s by default). Nothing sent from
     inside the job shortens that: while it is COMPLETING, `StartTime=now` is accepted and lost.
     """
+    return _until_answered(slurm, job_id, slurm.requeue)
+
+
+def hold(slurm: SlurmClient, job_id: int) -> tuple[bool, str]:
+    """Requeue the job and have it wait for its owner (scontrol(1), requeuehold)."""
+    return _until_answered(slurm, job_id, slurm.requeue_hold)
+
+
+def exclude(slurm: SlurmClient, job_id: int, nodes: Sequence[str]) -> str:
+    """Keep the requeued job away from `nodes`; returns what came of it, in words.
+
+    The owner may set ExcNodeList once the job is requeued, while it is still completing, but not
+    while it runs (slurmctld: "Job is no longer pending execution").
+    """
+    try:
+        slurm.update_job(job_id, exclude_nodes=nodes)
+    except SlurmError as error:
+        return f"{', '.join(nodes)} could not be excluded: {error}"
+    return f"without {', '.join(nodes)}"
+
+
+def _until_answered(
+    slurm: SlurmClient, job_id: int, ask: Callable[[int], RequeueAnswer]
+) -> tuple[bool, str]:
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while True:
-        answer = slurm.requeue(job_id)
+        answer = ask(job_id)
         if answer.result is not RequeueResult.UNREACHABLE or time.monotonic() >= deadline:
             return answer.will_run_again, answer.result.value
         time.sleep(_RETRY_SECONDS)

@@ -9,14 +9,10 @@ from hpctrain.store.ledger import Event
 from hpctrain.supervise.attempt import (
     Attempt,
     attempt_from,
-    history,
     unfinished_attempt,
     why_lost,
 )
 from hpctrain.supervise.causes import Cause
-from hpctrain.supervise.documents import (
-    History,
-)
 
 VARIABLES = {
     "SLURM_JOB_ID": "5",
@@ -33,12 +29,6 @@ def attempt(restart_count: int = 0, job_id: int = 5) -> Attempt:
 def event(kind: str, restart_count: int = 0, job_id: int = 5, **fields: object) -> Event:
     return Event.model_validate(
         {"event": kind, "time": 0.0, "job_id": job_id, "restart_count": restart_count, **fields}
-    )
-
-
-def ended(cause: Cause, resume_step: int = 10, checkpoint_step: int | None = 10) -> Event:
-    return event(
-        "launch_ended", cause=str(cause), resume_step=resume_step, checkpoint_step=checkpoint_step
     )
 
 
@@ -114,30 +104,3 @@ def test_why_an_attempt_was_lost(current: Attempt, events: list[Event], cause: C
     found, reason = why_lost(STARTED, events, current)
     assert found is cause
     assert ("TERM" in reason) == (cause is Cause.UNKNOWN)
-
-
-CRASH, PREEMPTED, LIMIT = ended(Cause.CRASH), ended(Cause.PREEMPTED), ended(Cause.TIME_LIMIT)
-
-
-@pytest.mark.parametrize(
-    ("events", "expected"),
-    [
-        ([], History(0, 0)),
-        ([CRASH], History(1, 0)),
-        ([CRASH, ended(Cause.HANG), ended(Cause.UNKNOWN)], History(3, 0)),
-        ([CRASH, PREEMPTED, CRASH], History(2, 0)),
-        ([PREEMPTED] * 100, History(0, 0)),
-        ([LIMIT, CRASH, LIMIT], History(1, 2)),
-        ([CRASH, CRASH, ended(Cause.CRASH, 10, 20)], History(0, 0)),
-        ([CRASH, CRASH, ended(Cause.PREEMPTED, 10, 20), CRASH], History(1, 0)),
-        ([ended(Cause.CRASH, 0, 5)] * 1000 + [CRASH], History(1, 0)),
-        ([ended(Cause.CRASH, 0, None)], History(1, 0)),
-        ([ended(Cause.CRASH, 20, 10)], History(1, 0)),
-        ([CRASH, event("resume", resume_step=0, checkpoint_step=99)], History(1, 0)),
-        ([ended(Cause.DONE), ended(Cause.CONFIG_ERROR), ended(Cause.CANCELLED)], History(0, 0)),
-    ],
-)
-def test_only_failures_since_the_last_new_checkpoint_count(
-    events: list[Event], expected: History
-) -> None:
-    assert history(events) == expected

@@ -18,6 +18,7 @@ from hpctrain.slurm.records import RequeueAnswer, StepRecord
 from hpctrain.slurm.states import JobState
 from hpctrain.store.epochs import claim_epoch
 from hpctrain.store.ledger import EventKind, Ledger
+from hpctrain.supervise.control import ask_trainer_to_leave
 
 
 def test_a_run_that_is_done(stage: Stage) -> None:
@@ -68,6 +69,7 @@ def test_crashes_without_progress_stop(stage: Stage) -> None:
 
 
 def test_crashes_with_progress_go_on(stage: Stage) -> None:
+    stage.configure(config().model_copy(update={"storm_failures": 9}))
     parts = [f"save:{step} crash" for step in (10, 20, 30, 40, 50)]
     assert stage.play(*parts, "done") == 0
     assert stage.actions == ["relaunch"] * 5 + ["finish"]
@@ -76,7 +78,7 @@ def test_crashes_with_progress_go_on(stage: Stage) -> None:
 def test_failures_of_earlier_attempts_count(stage: Stage) -> None:
     stage.configure(config(failures_without_progress=2))
     Ledger(stage.layout.ledger).append(
-        EventKind.LAUNCH_ENDED, job_id=4, restart_count=0, cause="hang", resume_step=0
+        EventKind.LAUNCH_ENDED, job_id=4, restart_count=0, cause="crash", resume_step=0
     )
     assert stage.play("crash", "done") == 1
     assert stage.actions == ["stop"]
@@ -116,9 +118,36 @@ def test_a_site_without_requeue(stage: Stage) -> None:
 
 
 def test_a_stop_request_of_an_earlier_launch_is_forgotten(stage: Stage) -> None:
-    stage.layout.stop_request.write_text("old\n")
+    ask_trainer_to_leave(stage.layout, "the time limit is near")
     assert stage.play("progress:3 sleep:0.1 done") == 0
+    assert stage.actions == ["finish"]
     assert not stage.layout.stop_request.exists()
+
+
+@pytest.mark.parametrize("name", ["stop", "stop-now", "hold"])
+def test_a_request_that_was_made_in_the_queue_is_followed(stage: Stage, name: str) -> None:
+    (stage.layout.control / name).write_text("ada: maintenance\n")
+    assert stage.play("done") == 0
+    assert stage.causes == []
+    assert stage.actions == ["hold" if name == "hold" else "stop"]
+    assert "ada: maintenance" in str(stage.events(EventKind.ACTION)[0].reason)
+    assert not list(stage.layout.control.iterdir())
+
+
+def test_a_run_that_loses_attempt_after_attempt_is_stopped(stage: Stage) -> None:
+    """Lost attempts without a new checkpoint end, although nobody could say so at the time."""
+    ledger = Ledger(stage.layout.ledger)
+    for restart in range(6):
+        ledger.append(EventKind.ATTEMPT_STARTED, job_id=JOB_ID, restart_count=restart)
+        if restart < 5:
+            ledger.append(
+                EventKind.ATTEMPT_LOST, job_id=JOB_ID, restart_count=restart, cause="node_failure"
+            )
+    assert stage.supervisor("done", restart_count=6).run() == 1
+    assert stage.actions == ["stop"]
+    assert "6 failed launches in a row (node failure)" in str(
+        stage.events(EventKind.ACTION)[0].reason
+    )
 
 
 def test_requeued_by_somebody(stage: Stage) -> None:
@@ -352,7 +381,7 @@ def test_a_torn_line_in_the_ledger_does_no_harm(stage: Stage) -> None:
 
 def test_srun_that_cannot_be_run_uses_up_the_budget(stage: Stage) -> None:
     supervisor = stage.supervisor("done")
-    supervisor.argv = ["/nonexistent/srun"]
+    supervisor.launcher.argv = ["/nonexistent/srun"]
     assert supervisor.run() == 1
     assert stage.causes == ["launch_failure"] * 3
     assert "No such file" in str(stage.events(EventKind.LAUNCH_ENDED)[0].reason)
@@ -364,7 +393,7 @@ def test_a_fault_of_the_supervisor_is_in_the_ledger(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("hpctrain.supervise.loop.fence_off", full)
+    monkeypatch.setattr("hpctrain.supervise.launching.fence_off", full)
     with pytest.raises(OSError, match="No space"):
         stage.play("done")
     assert stage.actions == ["stop"]

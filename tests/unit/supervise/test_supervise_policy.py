@@ -1,21 +1,45 @@
-"""What is done about each cause, for each history and site."""
+"""What is done about each cause, for each history, situation and site."""
 
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from supervise_facts import config
 
-from hpctrain.supervise.causes import Cause
+from hpctrain.supervise.causes import FAILURE_CAUSES, FINAL_CAUSES, SCHEDULER_CAUSES, Cause
 from hpctrain.supervise.documents import (
     ActionKind,
     History,
+    Situation,
+    SuperviseConfig,
     Verdict,
 )
-from hpctrain.supervise.policy import FAILURE_CAUSES, SCHEDULER_CAUSES, decide
+from hpctrain.supervise.policy import RETRIES, budget_of, decide
 
-FRESH = History(0, 0)
+HERE = Situation()
+GONE = Situation(keeps_nodes=False)
+NUMERICS = {Cause.DIVERGED, Cause.SUSPECT_NUMERICS}
+SITES = ("requeue", "chain", "singleton", "array", "none")
+
+
+def site(continuation: str = "requeue", **changes: object) -> SuperviseConfig:
+    return config().model_copy(update={"continuation": continuation, **changes})
+
+
+def past(cause: Cause, count: int, **changes: object) -> History:
+    """`count` launches in a row that ended so without progress; the run had made some before."""
+    failures = count if cause in FAILURE_CAUSES else 0
+    limits = count if cause is Cause.TIME_LIMIT else 0
+    return replace(
+        History(failures, limits, ((str(cause), count),), ever_progressed=True),
+        **changes,  # type: ignore[arg-type]
+    )
+
+
+def first(cause: Cause, situation: Situation = HERE, settings: SuperviseConfig | None = None):  # type: ignore[no-untyped-def]
+    return decide(Verdict(cause, "because"), past(cause, 1), situation, settings or site())
 
 
 @pytest.mark.parametrize(
@@ -26,75 +50,254 @@ FRESH = History(0, 0)
         (Cause.YIELDED, ActionKind.STOP, 0),
         (Cause.CANCELLED, ActionKind.STOP, 1),
         (Cause.CONFIG_ERROR, ActionKind.STOP, 1),
+        (Cause.USER_ERROR, ActionKind.STOP, 1),
         (Cause.BAD_CHECKPOINT, ActionKind.STOP, 1),
+        (Cause.DISK_FULL, ActionKind.STOP, 1),
         (Cause.PREEMPTED, ActionKind.REQUEUE, 0),
         (Cause.TIME_LIMIT, ActionKind.REQUEUE, 0),
-        (Cause.NODE_FAILURE, ActionKind.REQUEUE, 0),
         (Cause.REQUEUED, ActionKind.REQUEUE, 0),
-        (Cause.CRASH, ActionKind.RELAUNCH, 0),
-        (Cause.HANG, ActionKind.RELAUNCH, 0),
-        (Cause.LAUNCH_FAILURE, ActionKind.RELAUNCH, 0),
-        (Cause.UNKNOWN, ActionKind.RELAUNCH, 0),
+        (Cause.CONTROLLER_AWAY, ActionKind.REQUEUE, 0),
+        *((cause, ActionKind.RELAUNCH, 0) for cause in sorted(FAILURE_CAUSES)),
     ],
 )
 def test_the_first_time(cause: Cause, kind: ActionKind, exit_code: int) -> None:
-    action = decide(Verdict(cause, "because"), History(1, 0), config())
+    action = first(cause)
     assert (action.kind, action.exit_code) == (kind, exit_code)
 
 
-@pytest.mark.parametrize("cause", sorted(SCHEDULER_CAUSES))
-def test_what_slurm_has_requeued_is_left_alone_and_a_site_without_requeue_stops(
-    cause: Cause,
-) -> None:
-    queued = Verdict(cause, "because", already_requeued=True)
-    for continuation in ("requeue", "none"):
-        site = config(continuation)
-        assert decide(queued, FRESH, site).kind is ActionKind.LEAVE
-    stopped = decide(Verdict(cause, "because"), FRESH, config("none"))
-    assert (stopped.kind, stopped.exit_code) == (ActionKind.STOP, 1)
-    assert "hpctrain resubmit" in stopped.reason
-
-
 @pytest.mark.parametrize("cause", sorted(FAILURE_CAUSES))
-def test_failures_may_repeat_until_the_budget_is_used_up(cause: Cause) -> None:
+def test_without_the_nodes_the_next_attempt_goes_on(cause: Cause) -> None:
+    assert first(cause, GONE).kind is ActionKind.REQUEUE
+    for continuation in ("chain", "singleton", "array"):
+        action = first(cause, GONE, site(continuation))
+        assert (action.kind, action.exit_code) == (ActionKind.LEAVE, 0)
+
+
+@pytest.mark.parametrize("cause", sorted(SCHEDULER_CAUSES))
+def test_how_each_kind_of_site_goes_on(cause: Cause) -> None:
+    queued = Verdict(cause, "because", already_requeued=True)
+    kinds = {one: first(cause, HERE, site(one)).kind for one in SITES}
+    assert kinds == {
+        "requeue": ActionKind.REQUEUE,
+        "chain": ActionKind.LEAVE,
+        "singleton": ActionKind.LEAVE,
+        "array": ActionKind.LEAVE,
+        "none": ActionKind.STOP,
+    }
+    for one in SITES:
+        assert decide(queued, past(cause, 1), HERE, site(one)).kind is ActionKind.LEAVE
+    stopped = first(cause, HERE, site("none"))
+    assert stopped.exit_code == 1
+    assert "hpctrain resume" in stopped.reason
+
+
+@pytest.mark.parametrize("cause", sorted(FAILURE_CAUSES - NUMERICS))
+def test_each_cause_has_a_budget_of_its_own(cause: Cause) -> None:
+    """One retry more than the budget stops, with the count and the reason."""
+    roomy = site(failures_without_progress=3)
+    budget = budget_of(cause, roomy)
+    assert budget is not None
     verdict = Verdict(cause, "rank 3 failed")
-    kinds = [decide(verdict, History(count, 0), config()).kind for count in range(5)]
-    assert kinds == [ActionKind.RELAUNCH] * 3 + [ActionKind.STOP] * 2
-    stop = decide(verdict, History(3, 0), config())
+    kinds = [decide(verdict, past(cause, n), HERE, roomy).kind for n in range(1, budget + 2)]
+    assert kinds == [ActionKind.RELAUNCH] * budget + [ActionKind.STOP]
+    stop = decide(verdict, past(cause, budget + 1), HERE, roomy)
     assert stop.exit_code == 1
-    assert "3 failed launches" in stop.reason
-    assert "rank 3 failed" in stop.reason
+    assert "rank 3 failed" in stop.reason and "without a new checkpoint" in stop.reason
+    other = Cause.CRASH if cause is not Cause.CRASH else Cause.HANG
+    assert decide(verdict, past(other, 9), HERE, roomy).kind is ActionKind.RELAUNCH
+
+
+def test_budgets_by_default_by_number_and_by_name() -> None:
+    assert budget_of(Cause.CRASH, site()) == 2
+    assert budget_of(Cause.CRASH, site(failures_without_progress=6)) == 5
+    assert budget_of(Cause.NODE_FAILURE, site()) == RETRIES[Cause.NODE_FAILURE] == 5
+    assert budget_of(Cause.CRASH, site(budgets={"crash": 7})) == 7
+    assert budget_of(Cause.HANG, site(budgets={"crash": 7})) == 2
+    assert budget_of(Cause.PREEMPTED, site()) is None
+    assert all(budget_of(cause, site()) == 0 for cause in FINAL_CAUSES)
+    never = site(budgets={"crash": 0})
+    assert first(Cause.CRASH, HERE, never).kind is ActionKind.STOP
+
+
+def test_ever_new_causes_are_stopped_too() -> None:
+    verdict = Verdict(Cause.CRASH, "because")
+    many = History(12, 0, (("crash", 1), ("hang", 11)), ever_progressed=True)
+    assert decide(verdict, many, HERE, site()).kind is ActionKind.STOP
+    assert decide(verdict, replace(many, failures_without_progress=11), HERE, site()).kind is (
+        ActionKind.RELAUNCH
+    )
+
+
+def test_progress_protects_and_preemption_is_free() -> None:
+    kinds = {
+        decide(Verdict(Cause.CRASH, "x"), History(0, 0), HERE, site()).kind for _ in range(100)
+    }
+    assert kinds == {ActionKind.RELAUNCH}
+    for count in (1, 10, 1000):
+        action = decide(Verdict(Cause.PREEMPTED, "x"), past(Cause.PREEMPTED, count), HERE, site())
+        assert action.kind is ActionKind.REQUEUE
+
+
+def test_memory_that_has_never_sufficed() -> None:
+    verdict = Verdict(Cause.GPU_OOM, "CUDA out of memory")
+    never = replace(past(Cause.GPU_OOM, 1), ever_progressed=False)
+    stop = decide(verdict, never, HERE, site())
+    assert stop.kind is ActionKind.STOP and "hpctrain plan" in stop.reason
+    assert first(Cause.GPU_OOM).kind is ActionKind.RELAUNCH
 
 
 def test_delays_double_and_are_bounded() -> None:
-    site = config(failures_without_progress=50)
-    verdict = Verdict(Cause.CRASH, "because")
-    delays = [decide(verdict, History(count, 0), site).delay_seconds for count in range(49)]
-    assert delays[:6] == [1, 1, 2, 4, 8, 16]
-    assert max(delays) == delays[-1] == 300
+    roomy = site(failures_without_progress=50, budgets={"storage": 50})
+    for cause, begin in ((Cause.CRASH, 1), (Cause.STORAGE, 30)):
+        verdict = Verdict(cause, "because")
+        delays = [decide(verdict, past(cause, n), HERE, roomy).delay_seconds for n in range(1, 49)]
+        assert delays[:3] == [begin, 2 * begin, 4 * begin]
+        assert max(delays) == delays[-1] == 300
 
 
 def test_time_limits_without_a_checkpoint_stop_with_advice() -> None:
     verdict = Verdict(Cause.TIME_LIMIT, "because")
-    kinds = [decide(verdict, History(0, count), config()).kind for count in range(4)]
+    kinds = [decide(verdict, past(Cause.TIME_LIMIT, n), HERE, site()).kind for n in range(4)]
     assert kinds == [ActionKind.REQUEUE] * 3 + [ActionKind.STOP]
-    assert "resources.walltime" in decide(verdict, History(0, 3), config()).reason
-    # Preemptions are not the run's fault, and failures have their own budget.
-    assert decide(Verdict(Cause.PREEMPTED, "x"), History(9, 9), config()).kind is ActionKind.REQUEUE
-    assert decide(verdict, History(9, 0), config()).kind is ActionKind.REQUEUE
+    stop = decide(verdict, past(Cause.TIME_LIMIT, 3), HERE, site())
+    assert "resources.walltime" in stop.reason
+    # a job that Slurm has requeued already has to be stopped as well
+    queued = replace(verdict, already_requeued=True)
+    assert decide(queued, past(Cause.TIME_LIMIT, 3), HERE, site()).kind is ActionKind.STOP
+
+
+# -- nodes -------------------------------------------------------------------------------------
+
+FOUR_AND_A_SPARE = Situation(allocated_nodes=5, healthy_nodes=4, needed_nodes=4, least_nodes=4)
+
+
+def test_a_spare_takes_the_place_of_a_lost_node() -> None:
+    action = first(Cause.NODE_FAILURE, FOUR_AND_A_SPARE)
+    assert action.kind is ActionKind.RELAUNCH and "spare" in action.reason
+
+
+def test_too_few_nodes_are_given_back() -> None:
+    short = replace(FOUR_AND_A_SPARE, healthy_nodes=3)
+    action = first(Cause.NODE_FAILURE, short)
+    assert action.kind is ActionKind.REQUEUE
+    assert "3 of 5 nodes answer, 4 are needed" in action.reason
+    assert first(Cause.NODE_FAILURE, short, site("chain")).kind is ActionKind.LEAVE
+    assert first(Cause.NODE_FAILURE, short, site("none")).kind is ActionKind.STOP
+
+
+def test_an_elastic_run_goes_on_with_fewer() -> None:
+    elastic = replace(FOUR_AND_A_SPARE, healthy_nodes=3, least_nodes=2)
+    action = first(Cause.NODE_FAILURE, elastic)
+    assert action.kind is ActionKind.RELAUNCH and "on 3 of 4 nodes" in action.reason
+    assert first(Cause.NODE_FAILURE, replace(elastic, healthy_nodes=1)).kind is ActionKind.REQUEUE
+
+
+def test_avoiding_nodes_is_only_said_until_it_is_allowed() -> None:
+    blamed = replace(FOUR_AND_A_SPARE, healthy_nodes=5, exclude=("n3",), why_exclude="XID 79")
+    observed = first(Cause.CRASH, blamed)
+    assert observed.exclude == ()
+    assert observed.observed == ("would avoid n3 (XID 79)",)
+    acted = first(Cause.CRASH, blamed, site(exclude_nodes="act"))
+    assert (acted.kind, acted.exclude, acted.observed) == (ActionKind.RELAUNCH, ("n3",), ())
+    requeued = first(Cause.PREEMPTED, blamed, site(exclude_nodes="act"))
+    assert (requeued.kind, requeued.exclude) == (ActionKind.REQUEUE, ("n3",))
+
+
+def test_broken_hardware_without_a_spare_is_left_only_when_that_is_allowed() -> None:
+    full = Situation(allocated_nodes=4, healthy_nodes=4, needed_nodes=4, least_nodes=4)
+    full = replace(full, exclude=("n3",))
+    verdict = Verdict(Cause.GPU_ERROR, "XID 79", nodes=("n3",), hard=True)
+    history = past(Cause.GPU_ERROR, 1)
+    assert decide(verdict, history, full, site()).kind is ActionKind.RELAUNCH
+    acted = decide(verdict, history, full, site(exclude_nodes="act"))
+    assert (acted.kind, acted.exclude) == (ActionKind.REQUEUE, ("n3",))
+    soft = decide(replace(verdict, hard=False), history, full, site(exclude_nodes="act"))
+    assert soft.kind is ActionKind.RELAUNCH
+
+
+def test_a_storm_gives_the_nodes_back_or_waits() -> None:
+    stormy = replace(past(Cause.CRASH, 0), recent_failures=5)
+    verdict = Verdict(Cause.CRASH, "because")
+    action = decide(verdict, stormy, HERE, site())
+    assert action.kind is ActionKind.REQUEUE and "5 failures within 30 min" in action.reason
+    waits = [
+        decide(verdict, replace(stormy, recent_failures=n), HERE, site("chain")).delay_seconds
+        for n in (4, 5, 6, 7, 8, 50)
+    ]
+    assert waits == [1, 300, 600, 1200, 1800, 1800]
+    calm = site(storm_failures=6)
+    assert decide(verdict, stormy, HERE, calm).kind is ActionKind.RELAUNCH
+
+
+# -- numerics ----------------------------------------------------------------------------------
+
+NAN = Verdict(Cause.DIVERGED, "loss is NaN at step 33", nodes=("n0", "n1"), step=33)
+BACK = Situation(good_checkpoints=(30, 20, 10), allocated_nodes=2, needed_nodes=2, least_nodes=2)
+
+
+def anomalies(count: int) -> History:
+    return replace(past(Cause.DIVERGED, count + 1), anomalies_at_step=count)
+
+
+def rollback(**changes: object) -> SuperviseConfig:
+    settings = config().rollback.model_copy(update={"act": True, "skip_steps": 3, **changes})
+    return site(rollback=settings, cluster_nodes=8)
+
+
+def test_the_first_nan_is_repeated_on_other_nodes_if_allowed() -> None:
+    here = decide(NAN, anomalies(0), BACK, site(cluster_nodes=8))
+    assert here.kind is ActionKind.RELAUNCH
+    assert here.rollback_to is None
+    assert here.observed == ("would repeat them without n0, n1",)
+    other = decide(NAN, anomalies(0), BACK, site(cluster_nodes=8, exclude_nodes="act"))
+    assert (other.kind, other.exclude) == (ActionKind.REQUEUE, ("n0", "n1"))
+    small = decide(NAN, anomalies(0), BACK, site(cluster_nodes=3, exclude_nodes="act"))
+    assert (small.kind, small.exclude) == (ActionKind.RELAUNCH, ())
+
+
+def test_a_nan_that_comes_again_is_the_run_s_own() -> None:
+    stop = decide(NAN, anomalies(1), BACK, site())
+    assert stop.kind is ActionKind.STOP
+    assert stop.observed == ("would go back to step 30 and leave out 1 batches",)
+    back = decide(NAN, anomalies(1), BACK, rollback(checkpoints=2))
+    assert (back.kind, back.rollback_to, back.skip_steps) == (ActionKind.RELAUNCH, 20, 3)
+    far = decide(NAN, anomalies(1), BACK, rollback(checkpoints=9))
+    assert far.rollback_to == 10
+    none = decide(NAN, anomalies(1), replace(BACK, good_checkpoints=()), rollback())
+    assert none.rollback_to == 0
+    assert decide(NAN, anomalies(3), BACK, rollback()).kind is ActionKind.STOP
+
+
+def test_results_that_a_repetition_did_not_confirm_are_repeated_elsewhere() -> None:
+    suspect = replace(NAN, cause=Cause.SUSPECT_NUMERICS)
+    action = decide(suspect, anomalies(0), BACK, site(cluster_nodes=8, exclude_nodes="act"))
+    assert (action.kind, action.exclude) == (ActionKind.REQUEUE, ("n0", "n1"))
+
+
+# -- everything --------------------------------------------------------------------------------
 
 
 def test_every_cause_has_an_answer_and_unknown_loses_nothing() -> None:
-    histories = [History(*pair) for pair in itertools.product((0, 1, 3, 10**6), repeat=2)]
-    for cause, past, site, queued in itertools.product(
-        Cause, histories, (config(), config("none")), (False, True)
-    ):
-        action = decide(Verdict(cause, "because", already_requeued=queued), past, site)
+    counts = (0, 1, 3, 10**6)
+    flags = itertools.product(Cause, counts, SITES, (False, True), (HERE, GONE), (False, True))
+    for cause, count, name, queued, situation, acting in flags:
+        settings = site(name, exclude_nodes="act" if acting else "observe")
+        verdict = Verdict(cause, "because", already_requeued=queued, nodes=("n0",))
+        action = decide(verdict, past(cause, count), situation, settings)
         assert action.reason
-        assert 0 <= action.delay_seconds <= 300
+        assert 0 <= action.delay_seconds <= 1800
         assert action.exit_code in (0, 1)  # 85 and the like may mean "requeue" to a site
+        goes_on = action.kind in (ActionKind.REQUEUE, ActionKind.RELAUNCH)
         if cause is Cause.UNKNOWN:
-            budget_left = past.failures_without_progress < site.failures_without_progress
-            assert action.kind is (ActionKind.RELAUNCH if budget_left else ActionKind.STOP)
-        if cause in (Cause.CANCELLED, Cause.YIELDED, Cause.CONFIG_ERROR, Cause.DONE):
-            assert action.kind not in (ActionKind.REQUEUE, ActionKind.RELAUNCH)
+            assert action.rollback_to is None and not action.exclude
+        if cause in FINAL_CAUSES or cause is Cause.DONE:
+            assert not goes_on
+        if queued or name != "requeue":
+            assert action.kind is not ActionKind.REQUEUE
+
+
+def test_what_is_held_is_held_where_slurm_can() -> None:
+    verdict = Verdict(Cause.YIELDED, "asked to hold by ada", hold=True)
+    assert decide(verdict, past(Cause.YIELDED, 1), HERE, site()).kind is ActionKind.HOLD
+    for name in ("chain", "singleton", "array", "none"):
+        assert decide(verdict, past(Cause.YIELDED, 1), HERE, site(name)).kind is ActionKind.STOP

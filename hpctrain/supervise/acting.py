@@ -1,0 +1,79 @@
+"""Doing what the policy has decided. The ledger says it before it is done.
+
+Belongs here: one way to act for each `ActionKind`. Does not belong here: choosing one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+from hpctrain.errors import SlurmError
+from hpctrain.store.ledger import EventKind
+from hpctrain.supervise.context import AttemptContext, say
+from hpctrain.supervise.control import clear_followed_requests
+from hpctrain.supervise.documents import Action, ActionKind, Verdict
+from hpctrain.supervise.policy import STOPPED_EXIT_CODE
+from hpctrain.supervise.requeue import exclude, hold, requeue
+from hpctrain.supervise.rollback import leave_out
+from hpctrain.supervise.succession import end_succession
+
+_ENDS_THE_RUN = (ActionKind.FINISH, ActionKind.STOP, ActionKind.HOLD)
+
+
+def act(context: AttemptContext, action: Action, verdict: Verdict | None = None) -> int:
+    """Do it and return the exit code of the job, should it end now."""
+    context.note(
+        EventKind.ACTION,
+        action=action.kind,
+        reason=action.reason,
+        excluded=action.exclude,
+        delay_seconds=action.delay_seconds or None,
+    )
+    say(f"{action.kind}: {action.reason}")
+    for words in action.observed:
+        context.note(EventKind.OBSERVED, action=action.kind, reason=words)
+        say(f"observed only: {words}")
+    if action.rollback_to is not None:
+        _go_back(context, action, verdict)
+    if action.kind in _ENDS_THE_RUN:
+        _end(context, action, verdict)
+    if action.kind is ActionKind.REQUEUE:
+        return _answered(context, action, *requeue(context.slurm, context.job_id))
+    if action.kind is ActionKind.HOLD:
+        return _answered(context, action, *hold(context.slurm, context.job_id))
+    return action.exit_code
+
+
+def _answered(context: AttemptContext, action: Action, done: bool, answer: str) -> int:
+    if done and action.exclude:
+        answer = f"{answer}; {exclude(context.slurm, context.job_id, action.exclude)}"
+    context.note(EventKind.ACTION_RESULT, action=action.kind, reason=answer)
+    say(f"{action.kind}: {answer}")
+    return 0 if done else STOPPED_EXIT_CODE
+
+
+def _end(context: AttemptContext, action: Action, verdict: Verdict | None) -> None:
+    """No successor may start; a job that Slurm has requeued must not come back."""
+    clear_followed_requests(context.run_layout)
+    end_succession(context)
+    if action.kind is ActionKind.STOP and verdict is not None and verdict.already_requeued:
+        with contextlib.suppress(SlurmError):
+            context.slurm.cancel(context.job_id)
+
+
+def _go_back(context: AttemptContext, action: Action, verdict: Verdict | None) -> None:
+    """Leave out the batches before the anomaly from now on; the launch chooses the checkpoint."""
+    step = verdict.step if verdict else None
+    skipped = None
+    if verdict is not None and step is not None:
+        skipped = leave_out(context.run_layout, step, action.skip_steps, verdict.reason)
+    words = "no data is left out"
+    if skipped is not None:
+        words = f"samples {skipped.from_samples} to {skipped.to_samples} are left out"
+    context.note(
+        EventKind.ROLLED_BACK,
+        checkpoint_step=action.rollback_to,
+        failed_step=step,
+        reason=words,
+    )
+    say(f"going back to step {action.rollback_to}: {words}")

@@ -1,0 +1,151 @@
+"""One launch: take the run, choose the checkpoint, start srun, watch it, say how it ended.
+
+Belongs here: the order of these. Does not belong here: judging (`classify`), deciding (`policy`),
+acting (`acting`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hpctrain.checkpoints.discover import Checkpoint, checkpoints, select_for_resume
+from hpctrain.checkpoints.publish import fence_off
+from hpctrain.errors import CheckpointError, SlurmError
+from hpctrain.store.epochs import claim_epoch
+from hpctrain.store.ledger import EventKind
+from hpctrain.store.signs import Progress, read_record
+from hpctrain.supervise.allocation import Placement, place_command
+from hpctrain.supervise.causes import Cause
+from hpctrain.supervise.classify import classify
+from hpctrain.supervise.context import AttemptContext, say
+from hpctrain.supervise.control import clear_stale_requests
+from hpctrain.supervise.documents import Evidence, Verdict
+from hpctrain.supervise.gather import gather
+from hpctrain.supervise.past import pending_rollback
+from hpctrain.supervise.process import Launch, free_port
+from hpctrain.supervise.watch import LaunchWatch
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A launch that is over: the verdict, and the evidence unless it never began."""
+
+    verdict: Verdict
+    evidence: Evidence | None
+
+
+class Launcher:
+    """Makes the launches of one attempt; `epoch` is that of the newest."""
+
+    def __init__(
+        self, context: AttemptContext, argv: list[str], environment: Mapping[str, str]
+    ) -> None:
+        self.context = context
+        self.argv = argv
+        self.environment = dict(environment)
+        self.launches = 0
+        self.epoch = 0
+
+    def launch(self, placement: Placement) -> Ended:
+        """Run the trainer once on `placement`, from the newest checkpoint that is not given up."""
+        context = self.context
+        run = context.run_layout
+        self.epoch = claim_epoch(run.epochs, f"{context.attempt} on {context.attempt.node}")
+        fence_off(run.checkpoints, self.epoch)
+        clear_stale_requests(run)
+        try:
+            start = self._select_checkpoint()
+        except CheckpointError as error:
+            return Ended(Verdict(Cause.BAD_CHECKPOINT, str(error)), None)
+        resume_step = start.step if start else 0
+        self.launches += 1
+        context.note(
+            EventKind.LAUNCH_STARTED,
+            epoch=self.epoch,
+            launch=self.launches,
+            resume_step=resume_step,
+            launch_nodes=placement.shape.nodes if placement.shape else None,
+            nodes=",".join(placement.nodes) or None,
+        )
+        ended, exit_code = self._watch(placement, start)
+        self._note_end(ended.verdict, resume_step, exit_code)
+        return ended
+
+    def _watch(self, placement: Placement, start: Checkpoint | None) -> tuple[Ended, int | None]:
+        argv = place_command(self.argv, placement)
+        try:
+            launch = Launch(argv, self._environment(placement, start))
+        except OSError as error:
+            reason = f"srun could not be run: {error}"
+            return Ended(Verdict(Cause.LAUNCH_FAILURE, reason), None), None
+        watch = LaunchWatch(self.context, launch, self.epoch, start.step if start else 0)
+        watch.wait()
+        evidence = gather(self.context, launch, watch)
+        return Ended(classify(evidence), evidence), launch.poll()
+
+    def _select_checkpoint(self) -> Checkpoint | None:
+        context = self.context
+        at_most_step = pending_rollback(context.ledger.events())
+        root, level = context.run_layout.checkpoints, context.config.verify
+        selection = select_for_resume(root, level, at_most_step=at_most_step)
+        for bad in selection.rejected:
+            context.note(
+                EventKind.CHECKPOINT_REJECTED, checkpoint_step=bad.step, reason=bad.problem
+            )
+            say(f"checkpoint of step {bad.step} rejected: {bad.problem}")
+        found = selection.checkpoint
+        context.note(
+            EventKind.RESUME,
+            resume_step=found.step if found else 0,
+            reason=f"from verified checkpoint {found.directory.name}" if found else "fresh start",
+        )
+        say(f"resume from step {found.step}" if found else "fresh start from step 0")
+        return found
+
+    def _environment(self, placement: Placement, start: Checkpoint | None) -> dict[str, str]:
+        context = self.context
+        name = f"{context.run_layout.directory} {context.attempt} {self.epoch}"
+        mttf_seconds = context.mttf_seconds()
+        return {
+            **self.environment,
+            "HPCTRAIN_EPOCH": str(self.epoch),
+            "HPCTRAIN_RESUME": start.directory.name if start else "",
+            **({"HPCTRAIN_MTTF_SECONDS": f"{mttf_seconds:.0f}"} if mttf_seconds else {}),
+            "MASTER_ADDR": self._master_address(placement),
+            "MASTER_PORT": str(free_port(name)),
+        }
+
+    def _master_address(self, placement: Placement) -> str:
+        """The address that Slurm itself uses for the first node; its name if Slurm is silent.
+
+        `hostname --ip-address` may be a loopback address or a replaced node's.
+        """
+        first = placement.nodes[0] if placement.nodes else self.context.attempt.node
+        try:
+            return self.context.slurm.node_address(first)
+        except SlurmError:
+            return first
+
+    def _note_end(self, verdict: Verdict, resume_step: int, code: int | None) -> None:
+        run = self.context.run_layout
+        progress = read_record(run.progress, Progress)
+        good = (c.step for c in checkpoints(run.checkpoints) if c.good)
+        self.context.note(
+            EventKind.LAUNCH_ENDED,
+            epoch=self.epoch,
+            launch=self.launches,
+            cause=verdict.cause,
+            reason=verdict.reason,
+            evidence=verdict.evidence,
+            rank=verdict.rank,
+            node=verdict.nodes[0] if verdict.nodes else None,
+            fingerprint=verdict.fingerprint or None,
+            failed_step=verdict.step,
+            hard=verdict.hard,
+            resume_step=resume_step,
+            last_step=progress.step if progress and progress.epoch == self.epoch else None,
+            checkpoint_step=next(good, None),
+            exit_code=code,
+        )
+        say(f"launch {self.launches} ended: {verdict.cause}: {verdict.reason}")

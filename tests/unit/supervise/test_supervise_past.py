@@ -1,0 +1,149 @@
+"""What counts as a failure, what as progress, and what the mean time to failure is."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpctrain.store.ledger import Event
+from hpctrain.supervise.causes import Cause
+from hpctrain.supervise.past import history, mean_time_to_failure, pending_rollback
+
+
+def event(kind: str, time: float = 0.0, **fields: object) -> Event:
+    return Event.model_validate({"event": kind, "time": time, "job_id": 5, **fields})
+
+
+def ended(
+    cause: Cause,
+    resume_step: int = 10,
+    checkpoint_step: int | None = 10,
+    time: float = 0.0,
+    **fields: object,
+) -> Event:
+    return event(
+        "launch_ended",
+        time,
+        cause=str(cause),
+        resume_step=resume_step,
+        checkpoint_step=checkpoint_step,
+        **fields,
+    )
+
+
+def started(resume_step: int, time: float = 0.0) -> Event:
+    return event("launch_started", time, resume_step=resume_step)
+
+
+def rolled_back(step: int) -> Event:
+    return event("rolled_back", checkpoint_step=step)
+
+
+def lost(cause: Cause) -> Event:
+    return event("attempt_lost", cause=str(cause))
+
+
+AT_10 = started(10)
+CRASH, PREEMPTED, LIMIT = ended(Cause.CRASH), ended(Cause.PREEMPTED), ended(Cause.TIME_LIMIT)
+PROGRESS = ended(Cause.CRASH, 10, 20)
+
+
+@pytest.mark.parametrize(
+    ("events", "failures", "time_limits"),
+    [
+        ([], 0, 0),
+        ([CRASH], 1, 0),
+        ([CRASH, ended(Cause.HANG), ended(Cause.UNKNOWN)], 3, 0),
+        ([CRASH, PREEMPTED, CRASH], 2, 0),
+        ([PREEMPTED] * 100, 0, 0),
+        ([LIMIT, CRASH, LIMIT], 1, 2),
+        ([CRASH, CRASH, PROGRESS], 0, 0),
+        ([CRASH, CRASH, ended(Cause.PREEMPTED, 10, 20), CRASH], 1, 0),
+        ([ended(Cause.CRASH, 0, None)], 1, 0),
+        ([ended(Cause.CRASH, 20, 10)], 1, 0),
+        ([CRASH, event("resume", resume_step=0, checkpoint_step=99)], 1, 0),
+        ([ended(Cause.DONE), ended(Cause.CONFIG_ERROR), ended(Cause.CANCELLED)], 0, 0),
+        # the same checkpoint again and again, because it turns out bad each time, is no progress
+        ([AT_10, PROGRESS, PROGRESS, PROGRESS], 2, 0),
+        # lost attempts count, and where the next launch begins shows what they had brought
+        ([AT_10, lost(Cause.NODE_FAILURE), AT_10, lost(Cause.NODE_FAILURE)], 2, 0),
+        ([AT_10, lost(Cause.NODE_FAILURE), started(20)], 0, 0),
+        ([AT_10, lost(Cause.NODE_FAILURE), started(20), CRASH], 1, 0),
+        # going back makes older checkpoints new again, and is no progress itself
+        ([AT_10, PROGRESS, ended(Cause.DIVERGED, 20, 20), rolled_back(10), CRASH], 2, 0),
+        ([AT_10, PROGRESS, CRASH, rolled_back(10), AT_10, ended(Cause.CRASH, 10, 15)], 0, 0),
+    ],
+)
+def test_failures_since_the_last_new_checkpoint(
+    events: list[Event], failures: int, time_limits: int
+) -> None:
+    found = history([AT_10, *events] if events else events)
+    assert found.failures_without_progress == failures
+    assert found.time_limits_without_progress == time_limits
+
+
+def test_each_cause_is_counted_for_itself() -> None:
+    found = history([AT_10, CRASH, ended(Cause.HANG), CRASH, PREEMPTED])
+    assert found.of(Cause.CRASH) == 2
+    assert found.of(Cause.HANG) == 1
+    assert found.of(Cause.PREEMPTED) == 1
+    assert found.of(Cause.GPU_OOM) == 0
+
+
+def test_whether_the_run_has_ever_progressed() -> None:
+    assert not history([started(0), ended(Cause.CRASH, 0, None)]).ever_progressed
+    assert history([started(0), ended(Cause.CRASH, 0, 5), CRASH, CRASH]).ever_progressed
+
+
+def test_only_failures_within_the_window_are_recent() -> None:
+    events = [ended(Cause.CRASH, time=float(t)) for t in (0, 700, 1000, 1300)]
+    assert history(events, window_seconds=600).recent_failures == 3
+    assert history(events, window_seconds=599).recent_failures == 2
+    assert history([*events, ended(Cause.PREEMPTED, time=1301.0)], 600).recent_failures == 2
+
+
+def test_progress_does_not_end_a_storm() -> None:
+    events = [ended(Cause.CRASH, step, step + 5, time=float(step)) for step in range(0, 50, 5)]
+    found = history(events, 1000)
+    assert (found.failures_without_progress, found.recent_failures) == (0, 10)
+
+
+def test_equal_fingerprints_in_a_row() -> None:
+    def crash(print_: str | None) -> Event:
+        return ended(Cause.CRASH, fingerprint=print_)
+
+    assert history([AT_10, crash("b"), crash("a"), crash("a")]).same_fingerprint == 2
+    assert history([AT_10, crash("a"), crash("b")]).same_fingerprint == 1
+    assert history([AT_10, crash(None), crash(None)]).same_fingerprint == 0
+
+
+@pytest.mark.parametrize("cause", [Cause.DIVERGED, Cause.SUSPECT_NUMERICS])
+def test_anomalies_at_the_same_step_are_remembered_through_progress(cause: Cause) -> None:
+    def anomaly(step: int | None) -> Event:
+        return ended(cause, failed_step=step)
+
+    assert history([anomaly(33)]).anomalies_at_step == 0
+    assert history([anomaly(33), PROGRESS, anomaly(33)]).anomalies_at_step == 1
+    assert history([anomaly(33), anomaly(34)]).anomalies_at_step == 0
+    assert history([anomaly(33), anomaly(33), CRASH]).anomalies_at_step == 0
+    assert history([anomaly(None), anomaly(None)]).anomalies_at_step == 0
+
+
+def test_mean_time_to_failure() -> None:
+    launch = [started(0, 100.0), ended(Cause.CRASH, 0, 5, time=400.0)]
+    healthy = [started(0, 500.0), ended(Cause.PREEMPTED, 5, 5, time=800.0)]
+    assert mean_time_to_failure([], None) is None
+    assert mean_time_to_failure(healthy, None) is None
+    assert mean_time_to_failure([], 1000.0) == 1000.0
+    assert mean_time_to_failure([*launch, *healthy], None) == 600.0
+    assert mean_time_to_failure([*launch, *healthy], 1000.0) == (1000 + 600) / 2
+    # an end without a start, and a clock that went back
+    assert mean_time_to_failure([CRASH, *launch], 1000.0) == (1000 + 300) / 2
+    assert mean_time_to_failure([started(0, 9.0), ended(Cause.CRASH, time=4.0)], 50.0) == 25.0
+
+
+def test_going_back_is_pending_until_the_next_launch() -> None:
+    assert pending_rollback([]) is None
+    assert pending_rollback([AT_10, CRASH]) is None
+    assert pending_rollback([AT_10, CRASH, rolled_back(5), event("attempt_started")]) == 5
+    assert pending_rollback([rolled_back(5), AT_10]) is None
+    assert pending_rollback([AT_10, rolled_back(0)]) == 0
