@@ -1,0 +1,83 @@
+"""Which samples are left out after going back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hpctrain.store.layout import RunLayout
+from hpctrain.store.signs import SkipList, StepMetrics, append_metrics, read_record
+from hpctrain.supervise.rollback import leave_out
+
+BATCH = 8
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunLayout:
+    layout = RunLayout(tmp_path / "r1")
+    layout.create()
+    layout.train_config.write_text(json.dumps({"global_batch_size": BATCH}))
+    for step in range(1, 40):
+        add_row(layout, step, step * BATCH)
+    return layout
+
+
+def add_row(run: RunLayout, step: int, consumed: int) -> None:
+    row = StepMetrics(
+        step=step,
+        epoch=1,
+        time=0.0,
+        loss=1.0,
+        loss_hex="0x1p0",
+        grad_norm=None,
+        learning_rate=0.0,
+        step_seconds=1.0,
+        tokens_per_second=1.0,
+        mfu=None,
+        memory_bytes=0,
+        consumed_samples=consumed,
+    )
+    append_metrics(run, row)
+
+
+def skips(run: RunLayout) -> list[tuple[int, int]]:
+    found = read_record(run.skips, SkipList)
+    return [(one.from_samples, one.to_samples) for one in found.skips] if found else []
+
+
+@pytest.mark.parametrize(
+    ("step", "count", "expected"),
+    [
+        (33, 1, (32 * BATCH, 33 * BATCH)),
+        (33, 3, (30 * BATCH, 33 * BATCH)),
+        (1, 1, (0, BATCH)),
+        (2, 5, (0, 5 * BATCH)),
+    ],
+)
+def test_the_batches_up_to_the_anomaly(
+    run: RunLayout, step: int, count: int, expected: tuple[int, int]
+) -> None:
+    skipped = leave_out(run, step, count, "loss is NaN")
+    assert skipped is not None and skipped.reason == "loss is NaN"
+    assert skips(run) == [expected]
+
+
+def test_skips_add_up_and_the_newest_row_counts(run: RunLayout) -> None:
+    leave_out(run, 33, 1, "first")
+    for step in (30, 31, 32):  # the same steps again, after going back
+        add_row(run, step, step * BATCH + BATCH)
+    leave_out(run, 33, 1, "second")
+    assert skips(run) == [(32 * BATCH, 33 * BATCH), (33 * BATCH, 34 * BATCH)]
+
+
+@pytest.mark.parametrize("damage", ["no row", "no train.json", "bad train.json", "zero"])
+def test_without_knowing_which_samples_nothing_is_left_out(run: RunLayout, damage: str) -> None:
+    if damage == "no train.json":
+        run.train_config.unlink()
+    if damage == "bad train.json":
+        run.train_config.write_text("{}")
+    step = 99 if damage == "no row" else 33
+    assert leave_out(run, step, 0 if damage == "zero" else 1, "x") is None
+    assert skips(run) == []
