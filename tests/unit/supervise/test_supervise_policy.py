@@ -265,6 +265,7 @@ def test_a_nan_that_comes_again_is_the_run_s_own() -> None:
     assert far.rollback_to == 10
     none = decide(NAN, anomalies(1), replace(BACK, good_checkpoints=()), rollback())
     assert none.rollback_to == 0
+    assert decide(NAN, anomalies(2), BACK, rollback()).rollback_to == 30
     assert decide(NAN, anomalies(3), BACK, rollback()).kind is ActionKind.STOP
 
 
@@ -301,3 +302,68 @@ def test_what_is_held_is_held_where_slurm_can() -> None:
     assert decide(verdict, past(Cause.YIELDED, 1), HERE, site()).kind is ActionKind.HOLD
     for name in ("chain", "singleton", "array", "none"):
         assert decide(verdict, past(Cause.YIELDED, 1), HERE, site(name)).kind is ActionKind.STOP
+
+
+FOUR = Situation(allocated_nodes=4, healthy_nodes=4, needed_nodes=4, least_nodes=4)
+FIVE = replace(FOUR, allocated_nodes=5, healthy_nodes=5)
+
+
+@pytest.mark.parametrize(
+    ("situation", "acting", "words"),
+    [
+        (FOUR, False, "on the same nodes"),
+        (FOUR, True, "on the same nodes"),
+        (replace(FOUR, exclude=("n3",)), True, "on the same nodes"),  # soft blame, no spare
+        (FIVE, True, "on the same nodes"),
+        (replace(FIVE, exclude=("n3",)), True, "with a spare node"),
+        (replace(FIVE, exclude=("n3",)), False, "on the same nodes"),
+        (replace(FIVE, healthy_nodes=4), False, "with a spare node"),
+        (replace(FOUR, healthy_nodes=3, least_nodes=3), True, "on 3 of 4 nodes"),
+    ],
+)
+def test_where_a_relaunch_happens(situation: Situation, acting: bool, words: str) -> None:
+    settings = site(exclude_nodes="act" if acting else "observe")
+    action = first(Cause.CRASH, situation, settings)
+    assert action.kind is ActionKind.RELAUNCH
+    assert f"start again {words} (" in action.reason
+
+
+def test_broken_hardware_with_a_spare_stays() -> None:
+    verdict = Verdict(Cause.GPU_ERROR, "XID 79", nodes=("n3",), hard=True)
+    spare = replace(FIVE, exclude=("n3",))
+    settings = site(exclude_nodes="act")
+    action = decide(verdict, past(Cause.GPU_ERROR, 1), spare, settings)
+    assert (action.kind, action.exclude) == (ActionKind.RELAUNCH, ("n3",))
+
+
+@pytest.mark.parametrize(
+    ("count", "words"),
+    [(0, "it had made progress"), (1, "failure 1 of 3"), (2, "failure 2 of 3")],
+)
+def test_a_relaunch_says_how_much_of_the_budget_is_left(count: int, words: str) -> None:
+    action = decide(Verdict(Cause.CRASH, "x"), past(Cause.CRASH, count), HERE, site())
+    assert words in action.reason
+
+
+def test_a_stop_says_how_often_it_has_happened() -> None:
+    stop = decide(Verdict(Cause.GPU_OOM, "x"), past(Cause.GPU_OOM, 2), HERE, site())
+    assert "2 failed launches in a row (gpu oom)" in stop.reason
+    none = site(budgets={"crash": 0})
+    stop = decide(Verdict(Cause.CRASH, "x"), past(Cause.CRASH, 1), HERE, none)
+    assert "1 launch (crash)" in stop.reason
+    cancelled = decide(Verdict(Cause.CANCELLED, "x"), past(Cause.CANCELLED, 1), HERE, site())
+    assert cancelled.reason == "cancelled runs stay cancelled"
+
+
+def test_the_budgets_are_those_of_the_documents() -> None:
+    assert {str(cause): retries for cause, retries in RETRIES.items()} == {
+        "node_failure": 5,
+        "prolog_failure": 5,
+        "storage": 5,
+        "port": 5,
+        "gpu_oom": 1,
+        "host_oom": 1,
+        "data_loader": 1,
+        "diverged": 1,
+        "suspect_numerics": 1,
+    }
