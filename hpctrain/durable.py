@@ -82,7 +82,7 @@ def _temporary(path: Path) -> Path:
 
 
 def _write_new(path: Path, text: str, *, mode: int, durable: bool) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, mode)
     try:
         _write_all(descriptor, text.encode())
         if durable:

@@ -9,6 +9,7 @@ import os
 import time
 
 import pytest
+from reliability_report import ReliabilityReport
 
 _FOREIGN = ("HPCTRAIN_", "NCCL_", "SACCT_", "SBATCH_", "SINFO_", "SLURM_", "SQUEUE_", "WANDB_")
 
@@ -25,3 +26,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="Write the files of tests/golden anew instead of comparing with them.",
     )
+    parser.addoption(
+        "--write-reliability",
+        action="store_true",
+        help="Write the table of docs/reliability.md from what tests/slurm/faults see.",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--write-reliability") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(ReliabilityReport(), "reliability")

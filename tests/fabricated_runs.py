@@ -10,6 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpctrain.actions.runs import RunFiles
+from hpctrain.checkpoints.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    checkpoint_name,
+    digest_file,
+)
 from hpctrain.durable import append_line, replace_text
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import Event, EventKind
@@ -93,6 +99,27 @@ def fabricate(
     # `status` shows the newest ledger last; a file system's clock may be too coarse for tests.
     os.utime(layout.ledger, (NOW, NOW + len(list(runs.iterdir()))))
     return RunFiles(layout)
+
+
+def published(
+    run: RunFiles, step: int, *, epoch: int = 1, time: float = NOW, size_kib: int = 1
+) -> Path:
+    """A good checkpoint of one file of `size_kib` KiB."""
+    directory = run.layout.checkpoints / checkpoint_name(step)
+    directory.mkdir()
+    (directory / "shard.distcp").write_bytes(bytes([step % 256]) * 1024 * size_kib)
+    manifest = Manifest(
+        step=step,
+        epoch=epoch,
+        engine="megatron",
+        layout="tp 1 · pp 2 · dp 1",
+        world_size=2,
+        consumed_samples=step * 8,
+        time=time,
+        files=(digest_file(directory, "shard.distcp"),),
+    )
+    replace_text(directory / MANIFEST_NAME, manifest.model_dump_json())
+    return directory
 
 
 def _metrics(step: int, loss: float | None) -> StepMetrics:

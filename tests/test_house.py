@@ -25,14 +25,19 @@ LONGEST_FILE, LONGEST_FUNCTION, NINE_OF_TEN_FUNCTIONS = 400, 60, 35
 PURE = ("plan", "engines", "render", "spec")
 PURE_FILES = (
     *("supervise/documents.py", "supervise/classify.py", "supervise/policy.py"),
+    *("supervise/phases.py", "supervise/stacks.py"),
+    *("nodes/blame.py", "supervise/answers.py"),
     *("sandbox/shape.py", "sandbox/from_profile.py", "actions/state.py", "telemetry/rates.py"),
 )
 THE_ONE_READER = "spec/loader.py"
 # A program (started with -m), and the two places where the supervisor writes the job's log: its
 # own lines, and the stderr of srun that it reads along.
 SPEAKERS = ("supervise/__main__.py", "supervise/context.py", "supervise/process.py")
+# Another program: on each node it answers the supervisor's probe.
+SPEAKERS = (*SPEAKERS, "supervise/preflight.py")
 # Long-lived children: these modules watch over time limits and signals themselves.
 POPEN = ("slurm/process.py", "supervise/process.py", "sandbox/processes.py")
+POPEN = (*POPEN, "supervise/probe.py")
 
 
 def name(path: Path) -> str:
@@ -200,6 +205,7 @@ def test_names_of_quantities_say_their_unit() -> None:
     # `time` in a record is seconds since the epoch, everywhere in the run directory.
     allowed = {("store/ledger.py", "time"), ("store/signs.py", "time")}
     allowed.add(("checkpoints/manifest.py", "time"))
+    allowed |= {("nodes/record.py", "time"), ("nodes/blame.py", "time")}
     # an axis group's number of ranks
     allowed.add(("plan/documents.py", "size"))
     found = []

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hpctrain.actions.runs import RunFiles
 from hpctrain.store.ledger import Event, EventKind
-from hpctrain.store.signs import StepMetrics, read_metrics
+from hpctrain.store.signs import StepMetrics, lineage, read_metrics
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,11 @@ class LaunchSummary:
 
 @dataclass(frozen=True)
 class Comparison:
-    """`steps_lost` were trained more than once; `identical` covers every row of both runs."""
+    """`steps_lost` were trained more than once; `identical` covers every step that counts.
+
+    Of a step that was trained more than once the last time counts (`store.signs.lineage`): what
+    went before may be what a roll back has taken out of the run.
+    """
 
     steps_compared: int
     steps_lost: int
@@ -36,13 +40,14 @@ class Comparison:
 
 def compare_runs(reference: RunFiles, run: RunFiles) -> Comparison:
     """Compare the losses of `run` with those of `reference`, both read from their metrics."""
-    expected = {row.step: row.loss_hex for row in read_metrics(reference.layout)}
+    expected = {row.step: row.loss_hex for row in lineage(read_metrics(reference.layout))}
     rows = read_metrics(run.layout)
-    steps = {row.step for row in rows}
-    difference = _first_difference(expected, rows)
+    kept = lineage(rows)
+    steps = {row.step for row in kept}
+    difference = _first_difference(expected, kept)
     return Comparison(
         steps_compared=len(steps & expected.keys()),
-        steps_lost=len(rows) - len(steps),
+        steps_lost=len(rows) - len(kept),
         identical=bool(expected) and steps == expected.keys() and difference is None,
         first_difference=difference,
         launches=tuple(_launches(rows, run.ledger.events())),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict
 
+from hpctrain.actions.audit import AskedStory, asked
 from hpctrain.actions.runs import RunFiles
 from hpctrain.checkpoints.discover import checkpoints
 from hpctrain.store.ledger import Event, EventKind
+from hpctrain.store.signs import read_saves
 
 
 class LaunchStory(BaseModel):
@@ -60,17 +62,19 @@ class RunStory(BaseModel):
     done: bool
     attempts: tuple[AttemptStory, ...]
     checkpoints: tuple[CheckpointStory, ...]
+    asked: tuple[AskedStory, ...] = ()
 
 
 def describe(run: RunFiles) -> RunStory:
     """Tell the run's history; reads the run directory only."""
     found = checkpoints(run.layout.checkpoints)
+    events = run.ledger.events()
     return RunStory(
         run_id=run.run_id,
         directory=str(run.layout.directory),
         script=str(run.layout.script),
         done=run.layout.done.exists(),
-        attempts=tuple(_attempts(run.ledger.events())),
+        attempts=tuple(_attempts(events)),
         checkpoints=tuple(
             CheckpointStory(
                 step=item.step,
@@ -79,6 +83,7 @@ def describe(run: RunFiles) -> RunStory:
             )
             for item in found
         ),
+        asked=tuple(asked(events, read_saves(run.layout))),
     )
 
 
@@ -91,8 +96,12 @@ def _attempts(events: list[Event]) -> list[AttemptStory]:
 
 
 def _attempt(events: list[Event], later: list[Event]) -> AttemptStory:
-    """One attempt; what became of a lost one is told by the start of a later attempt."""
+    """One attempt; what became of a lost one is told by the start of a later attempt.
+
+    A supervisor that outlives its attempt still writes after the next one has begun.
+    """
     start = events[0]
+    events = [event for event in events if _is_of(event, start)]
     actions = [event for event in events if event.event is EventKind.ACTION]
     last = actions[-1] if actions else _lost(start, [*events, *later])
     return AttemptStory(
@@ -105,6 +114,12 @@ def _attempt(events: list[Event], later: list[Event]) -> AttemptStory:
         action=(last.action or last.cause) if last else None,
         reason=last.reason if last else None,
     )
+
+
+def _is_of(event: Event, start: Event) -> bool:
+    if event.event is EventKind.SUBMITTED or event.job_id is None:
+        return True
+    return (event.job_id, event.restart_count) == (start.job_id, start.restart_count)
 
 
 def _lost(start: Event, events: list[Event]) -> Event | None:

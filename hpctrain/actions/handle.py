@@ -14,7 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpctrain.actions import control
 from hpctrain.actions.cancel import cancel
+from hpctrain.actions.checkpoints import Shelf, shelf
 from hpctrain.actions.describe import RunStory, describe
 from hpctrain.actions.logs import job_logs, rank_logs
 from hpctrain.actions.prepare import load_inputs, load_knowledge, prepare
@@ -22,6 +24,7 @@ from hpctrain.actions.runs import RunFiles, find_run, runs_directory
 from hpctrain.actions.state import RunState
 from hpctrain.actions.status import RunStatus, statuses
 from hpctrain.actions.submit import resubmit, submit
+from hpctrain.actions.why import Why, why
 from hpctrain.errors import RunFailedError
 from hpctrain.plan.documents import Plan
 from hpctrain.slurm.client import SlurmClient
@@ -75,6 +78,36 @@ class Run:
         """The job's log, or that of one rank, of all attempts."""
         paths = job_logs(self.files) if rank is None else rank_logs(self.files, rank)
         return "".join(path.read_text(errors="replace") for path in paths)
+
+    def why(self) -> Why:
+        """The last verdict and action, the budgets, and what would happen next."""
+        return why(self.files, self.slurm)
+
+    def checkpoints(self, *, verify: bool = False) -> Shelf:
+        """The run's checkpoints; `verify` reads every byte of them."""
+        return shelf(self.files, verify=verify)
+
+    def stop(self, *, now: bool = False, reason: str = "") -> str:
+        """Have the run save, leave and stop (`now`: without a save); returns what was done."""
+        return control.stop(self.files, self.slurm, now=now, reason=reason).words
+
+    def hold(self, *, reason: str = "") -> str:
+        """Have the run save, leave its nodes and wait in the queue; returns what was done."""
+        return control.hold(self.files, self.slurm, reason=reason).words
+
+    def resume(self, *, reason: str = "") -> str:
+        """Have a held, stopped or failed run go on; returns what was done."""
+        return control.resume(self.files, self.slurm, reason=reason).words
+
+    def save(self, *, reason: str = "", timeout_seconds: float | None = None) -> int:
+        """Have the run save a checkpoint and wait until it counts; returns its step.
+
+        Raises UsageError when it does not run, RunFailedError when it ends without a save,
+        TimeoutError after `timeout_seconds`.
+        """
+        after_step = control.step_now(self.files.layout)
+        control.save(self.files, self.slurm, reason=reason)
+        return control.wait_for_save(self.files, self.slurm, after_step, timeout_seconds)
 
     def cancel(self) -> None:
         """Cancel the run for good."""

@@ -12,8 +12,9 @@ from pathlib import Path
 
 from hpctrain.actions.runs import RunFiles
 from hpctrain.errors import UsageError
+from hpctrain.store.jobs import started_ids
 
-_JOB_LOG = re.compile(r"slurm-(?P<job>\d+)\.out")
+_JOB_LOG = re.compile(r"slurm-(?P<job>\d+)(?:_(?P<task>\d+))?\.out")
 _ATTEMPT = re.compile(r"(?P<job>\d+)\.(?P<restart>\d+)")
 _RANK_LOG = re.compile(r"step(?P<step>\d+)-rank(?P<rank>\d+)\.log")
 _POLL_SECONDS = 1.0
@@ -23,13 +24,21 @@ def attempt_directories(run: RunFiles) -> list[Path]:
     """Log directories `JOB.RESTART`, in the order of the attempts."""
     matches = ((path, _ATTEMPT.fullmatch(path.name)) for path in run.layout.logs.iterdir())
     found = [(int(m["job"]), int(m["restart"]), path) for path, m in matches if m]
-    return [path for _, _, path in sorted(found)]
+    order = _order_of_jobs(run)
+    return [path for _, _, path in sorted(found, key=lambda one: (order(one[0]), *one))]
+
+
+def _order_of_jobs(run: RunFiles) -> Callable[[int], int]:
+    """Jobs in the order in which they began; the last element of an array has the lowest id."""
+    numbers = {job_id: n for n, job_id in enumerate(started_ids(run.ledger.events()))}
+    return lambda job_id: numbers.get(job_id, len(numbers))
 
 
 def job_logs(run: RunFiles) -> list[Path]:
     """What the job script and the supervisor printed, one file per job id, oldest first."""
     matches = ((path, _JOB_LOG.fullmatch(path.name)) for path in run.layout.logs.iterdir())
-    return [path for _, path in sorted((int(m["job"]), path) for path, m in matches if m)]
+    found = [(int(m["job"]), int(m["task"] or 0), path) for path, m in matches if m]
+    return [path for _, _, path in sorted(found)]
 
 
 def rank_logs(run: RunFiles, rank: int, attempt: int | None = None) -> list[Path]:

@@ -186,6 +186,7 @@ def _supervise_config(
         run_id=run_id,
         target_step=plan.batch.train_steps,
         continuation=profile.continuation,
+        continuation_jobs=profile.continuation_jobs,
         failures_without_progress=spec.supervise.failures_without_progress,
         stall_seconds=float(spec.supervise.stall),
         setup_stall_seconds=float(spec.supervise.setup_stall),

@@ -6,16 +6,15 @@ asking anybody.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from hpctrain.slurm.records import JobRecord
+from hpctrain.store.jobs import generation, submitted_ids
 from hpctrain.store.ledger import Event, EventKind
 from hpctrain.supervise.causes import Cause
-from hpctrain.supervise.documents import (
-    ActionKind,
-)
+from hpctrain.supervise.documents import ActionKind
 
 
 class RunState(StrEnum):
@@ -54,8 +53,9 @@ def judge(
 ) -> Judged:
     """Decide the state of one run.
 
-    `queued` is the job in squeue, `past` what accounting or the controller's memory says about a
-    job that is not there any more; `asked` is False when Slurm could not be asked.
+    `queued` is the job in squeue that counts (see `counted`), `past` what accounting or the
+    controller's memory says about a job that is not there any more; `asked` is False when Slurm
+    could not be asked.
     """
     if done:
         return Judged(RunState.DONE)
@@ -73,25 +73,45 @@ def judge(
     return _after_the_queue(past or queued)
 
 
+def counted(jobs: Collection[JobRecord]) -> JobRecord | None:
+    """The one of a run's jobs that says what the run is doing: the one that holds nodes, else the
+    first of those that wait, else the last that ran, else the last that was cancelled waiting."""
+    active = [job for job in jobs if job.state.is_active]
+    waiting = active or [job for job in jobs if job.state.is_pending]
+    if waiting:
+        return min(waiting, key=lambda job: (job.start_time or float("inf"), job.job_id))
+    return max(jobs, key=_last_to_run, default=None)
+
+
+def _last_to_run(job: JobRecord) -> tuple[bool, float, int]:
+    return bool(job.node_list), job.start_time or 0.0, job.job_id
+
+
 def last_job_id(events: Sequence[Event]) -> int | None:
-    """The job id of the newest submission."""
-    ids = [event.job_id for event in events if event.event is EventKind.SUBMITTED]
-    return ids[-1] if ids else None
+    """The job id of the newest submission, a successor's included."""
+    return next(reversed(submitted_ids(events)), None)
 
 
 def _since_submission(events: Sequence[Event]) -> list[Event]:
     """Events after the newest submission: earlier ends do not count any more."""
-    starts = [i for i, event in enumerate(events) if event.event is EventKind.SUBMITTED]
-    return list(events[starts[-1] + 1 :]) if starts else []
+    return generation(events)[1:]
 
 
 def _in_queue(events: Sequence[Event], job: JobRecord) -> Judged:
     if job.state.is_pending:
-        actions = [e for e in _since_submission(events) if e.event is EventKind.ACTION]
-        why = f"requeued: {_last_cause(events)}; " if actions else ""
-        return Judged(RunState.PENDING, f"{why}{job.reason or 'waiting'}")
+        return Judged(RunState.PENDING, f"{_why_again(events, job)}{job.reason or 'waiting'}")
     reason = "" if job.state.name == "RUNNING" else job.state.name.lower()
     return Judged(RunState.RUNNING, reason)
+
+
+def _why_again(events: Sequence[Event], job: JobRecord) -> str:
+    """What ended the attempt before: of the same job, or of the one that `job` follows."""
+    recent = _since_submission(events)
+    if not any(event.event is EventKind.ACTION for event in recent):
+        return ""
+    starts = [event for event in recent if event.event is EventKind.ATTEMPT_STARTED]
+    same = not starts or job.belongs_to({starts[-1].job_id or 0})
+    return f"{'requeued' if same else 'next job'}: {_last_cause(events)}; "
 
 
 def _last_cause(events: Sequence[Event]) -> str:
@@ -105,12 +125,13 @@ def _stopped_by_supervisor(events: Sequence[Event]) -> Judged | None:
     starts = [event for event in recent if event.event is EventKind.ATTEMPT_STARTED]
     if not stops or (starts and recent.index(starts[-1]) > recent.index(stops[-1])):
         return None  # somebody has revived the job since
-    ends = [event for event in recent if event.event is EventKind.LAUNCH_ENDED]
-    cause = ends[-1].cause if ends else None
-    if cause == Cause.CANCELLED:
-        return Judged(RunState.CANCELLED, ends[-1].reason or "")
-    if cause == Cause.YIELDED:
-        return Judged(RunState.STOPPED, ends[-1].reason or "")
+    # An attempt that is asked to stop before its first launch has no launch to tell the cause.
+    ends = [e for e in recent if e.event is EventKind.LAUNCH_ENDED]
+    last = stops[-1] if stops[-1].cause else ends[-1] if ends else stops[-1]
+    if last.cause == Cause.CANCELLED:
+        return Judged(RunState.CANCELLED, last.reason or "")
+    if last.cause == Cause.YIELDED:
+        return Judged(RunState.STOPPED, last.reason or "")
     return Judged(RunState.FAILED, stops[-1].reason or "")
 
 

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from pydantic import BaseModel, ConfigDict
 
 from hpctrain.actions.runs import RunFiles
-from hpctrain.actions.state import Judged, RunState, judge, last_job_id
+from hpctrain.actions.state import Judged, RunState, counted, judge, last_job_id
 from hpctrain.errors import SlurmError
 from hpctrain.slurm.client import SlurmClient
-from hpctrain.slurm.records import JobRecord
+from hpctrain.slurm.records import JobRecord, by_submission
+from hpctrain.store.jobs import generation, submitted_ids
 from hpctrain.store.ledger import Event, EventKind
 from hpctrain.store.signs import Progress, StepMetrics, read_record, tail_metrics
 from hpctrain.supervise.documents import SuperviseConfig
@@ -49,39 +50,58 @@ class RunStatus(BaseModel):
 def statuses(runs: Sequence[RunFiles], slurm: SlurmClient) -> list[RunStatus]:
     """The status of each run, in the given order; at most one squeue and one look back."""
     events = {run.run_id: run.ledger.events() for run in runs}
-    ids = {run_id: last_job_id(rows) for run_id, rows in events.items()}
-    open_ids = [
-        job_id for run in runs if (job_id := ids[run.run_id]) and not run.layout.done.exists()
-    ]
-    queued, past, asked = _ask(slurm, open_ids)
+    ids = {
+        run.run_id: _ids(events[run.run_id]) if not run.layout.done.exists() else [] for run in runs
+    }
+    queued, past, asked = _ask(slurm, ids)
     return [
         _status(
             run,
             events[run.run_id],
-            queued.get(ids[run.run_id] or 0),
+            _counted(ids[run.run_id], queued),
             asked,
-            past.get(ids[run.run_id] or 0),
+            _counted(ids[run.run_id], past),
         )
         for run in runs
     ]
 
 
-def _ask(
-    slurm: SlurmClient, job_ids: Sequence[int]
-) -> tuple[dict[int, JobRecord], dict[int, JobRecord], bool]:
-    """(jobs in the queue, jobs of the past, whether Slurm answered at all)."""
-    if not job_ids:
+def _ids(events: Sequence[Event]) -> list[int]:
+    """The jobs since the run was last submitted, or submitted again."""
+    return submitted_ids(generation(events))
+
+
+Jobs = dict[int, list[JobRecord]]
+
+
+def _ask(slurm: SlurmClient, ids: dict[str, list[int]]) -> tuple[Jobs, Jobs, bool]:
+    """(jobs in the queue, jobs of the past, whether Slurm answered at all), by submitted id.
+
+    The past of a run that has a job in the queue is of no interest.
+    """
+    asked_for = [job_id for of_run in ids.values() for job_id in of_run]
+    if not asked_for:
         return {}, {}, True
     try:
-        queued = slurm.jobs(job_ids)
+        queued = by_submission(slurm.jobs(asked_for).values())
     except SlurmError:
         return {}, {}, False
-    gone = [job_id for job_id in job_ids if job_id not in queued]
+    gone = [
+        job_id
+        for of_run in ids.values()
+        if not any(job_id in queued for job_id in of_run)
+        for job_id in of_run
+    ]
     try:
-        past = slurm.history(gone) if gone else {}
+        past = by_submission(slurm.history(gone).values()) if gone else {}
     except SlurmError:
         past = {}
     return queued, past, True
+
+
+def _counted(ids: Sequence[int], jobs: Jobs) -> JobRecord | None:
+    """The job of one run that says what it is doing."""
+    return counted([job for job_id in ids for job in jobs.get(job_id, [])])
 
 
 def _status(
@@ -105,7 +125,7 @@ def _status(
         run_id=run.run_id,
         state=judged.state,
         reason=judged.reason,
-        job_id=last_job_id(events),
+        job_id=queued.job_id if queued else last_job_id(events),
         attempts=sum(event.event is EventKind.ATTEMPT_STARTED for event in events),
         step=step,
         target_step=target,

@@ -1,7 +1,8 @@
 """Submitting a prepared run, checking it with Slurm, and submitting a stopped run again.
 
 The run directory is complete before sbatch is called, and the ledger says so; the run id is in
-the job's comment, so that a crash between sbatch and the ledger can be healed later.
+the job's comment, so that a crash between sbatch and the ledger can be healed later. Singletons
+are submitted all at once; the first job of a chain submits the others itself.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.actions.prepare import Prepared
+from hpctrain.actions.requests import take_back
 from hpctrain.actions.runs import RunFiles
 from hpctrain.durable import replace_text
 from hpctrain.errors import (
@@ -24,8 +26,10 @@ from hpctrain.errors import (
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.records import TestOnlyAnswer
 from hpctrain.spec.resolved import write_resolved
+from hpctrain.store.jobs import submitted_ids
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import EventKind
+from hpctrain.supervise.loop import read_supervise_config
 
 
 @dataclass(frozen=True)
@@ -45,8 +49,9 @@ def submit(prepared: Prepared, runs: Path, slurm: SlurmClient) -> Submitted:
     reason in its ledger.
     """
     check_data(prepared)
+    _refuse_shared_name(prepared, slurm)
     run = RunFiles(write_run_directory(prepared, runs))
-    job_id = _sbatch(run, slurm)
+    job_id = submit_jobs(run, slurm)
     return Submitted(run.run_id, job_id, run.layout.directory)
 
 
@@ -70,7 +75,24 @@ def check_data(prepared: Prepared) -> None:
 
 def check(prepared: Prepared, slurm: SlurmClient) -> TestOnlyAnswer:
     """Have Slurm validate the script (`sbatch --test-only`); nothing is submitted."""
+    _refuse_shared_name(prepared, slurm)
     return slurm.test_only(prepared.script)
+
+
+def _refuse_shared_name(prepared: Prepared, slurm: SlurmClient) -> None:
+    """Singletons wait for every job of the same name and user, whatever run it is of.
+
+    Raises UsageError when there is one: a run of the same id in another directory of runs.
+    """
+    if prepared.supervise.continuation != "singleton":
+        return
+    others = slurm.live_jobs_named(prepared.run_id)
+    if others:
+        raise UsageError(
+            f"job {others[0]} of another directory of runs is named `{prepared.run_id}`, too, and "
+            "continuation singleton would wait for it",
+            hint="give the run another `name`",
+        )
 
 
 def write_run_directory(prepared: Prepared, runs: Path) -> RunLayout:
@@ -87,6 +109,7 @@ def write_run_directory(prepared: Prepared, runs: Path) -> RunLayout:
         (layout.train_config, prepared.train.model_dump_json(indent=1)),
         (layout.supervise_config, prepared.supervise.model_dump_json(indent=1)),
         (layout.script, prepared.script),
+        *_smaller_configs(layout, prepared),
     ):
         replace_text(path, text, mode=0o600)
     digest = hashlib.sha256(prepared.script.encode()).hexdigest()
@@ -94,29 +117,58 @@ def write_run_directory(prepared: Prepared, runs: Path) -> RunLayout:
     return layout
 
 
+def _smaller_configs(layout: RunLayout, prepared: Prepared) -> list[tuple[Path, str]]:
+    """What the trainer is told when it is launched on fewer nodes."""
+    return [
+        (layout.train_config_for(size.shape.nodes), size.train.model_dump_json(indent=1))
+        for size in prepared.smaller
+    ]
+
+
 def resubmit(run: RunFiles, slurm: SlurmClient) -> Submitted:
     """Submit the stored script of a stopped run again; it resumes from its newest checkpoint.
 
-    Raises RunFailedError when the run is done, UsageError while a job of it is in the queue.
+    Raises RunFailedError when the run is done, UsageError while a job of it is in the queue,
+    InvalidInputError when the run directory cannot be read.
     """
     if run.layout.done.exists():
         raise RunFailedError(f"run `{run.run_id}` is done: there is nothing left to train")
-    job_ids = [e.job_id for e in run.ledger.events() if e.event is EventKind.SUBMITTED and e.job_id]
+    job_ids = submitted_ids(run.ledger.events())
     live = [job for job in slurm.jobs(job_ids).values() if not job.state.is_ended]
     if live:
         raise UsageError(
             f"run `{run.run_id}` has job {live[0].job_id} in state {live[0].state.name}",
             hint=f"`hpctrain cancel {run.run_id}` first",
         )
-    return Submitted(run.run_id, _sbatch(run, slurm), run.layout.directory)
+    take_back(run.layout)  # what somebody asked of the run before must not stop it now
+    return Submitted(run.run_id, submit_jobs(run, slurm), run.layout.directory)
 
 
-def _sbatch(run: RunFiles, slurm: SlurmClient) -> int:
-    run.ledger.append(EventKind.SUBMITTING)
+def submit_jobs(run: RunFiles, slurm: SlurmClient) -> int:
+    """Submit the stored script, as often as the mode of continuation wants; looks at nothing.
+
+    Returns the id of the first job, which begins a generation of jobs (see `store.jobs`). Raises
+    SlurmRefusedError or SlurmUnreachableError when there is not even one, InvalidInputError when
+    the run directory cannot be read.
+    """
+    config = read_supervise_config(run.layout.supervise_config)
+    first = _sbatch(run, slurm)
+    jobs = config.continuation_jobs if config.continuation == "singleton" else 1
+    for _ in range(1, jobs):
+        try:
+            _sbatch(run, slurm, successor_of=first)
+        except SlurmError:
+            break  # the ledger has it; fewer jobs go on less often, and a site may limit them
+    return first
+
+
+def _sbatch(run: RunFiles, slurm: SlurmClient, successor_of: int | None = None) -> int:
+    if successor_of is None:
+        run.ledger.append(EventKind.SUBMITTING)
     try:
         submitted = slurm.submit(run.layout.script, [f"--chdir={run.layout.directory}"])
     except SlurmError as error:
-        run.ledger.append(EventKind.SUBMIT_FAILED, reason=str(error))
+        run.ledger.append(EventKind.SUBMIT_FAILED, reason=str(error), successor_of=successor_of)
         raise
-    run.ledger.append(EventKind.SUBMITTED, job_id=submitted.job_id)
+    run.ledger.append(EventKind.SUBMITTED, job_id=submitted.job_id, successor_of=successor_of)
     return submitted.job_id

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hpctrain.spec.loader import Loaded
+    from hpctrain.spec.profile import ClusterProfile
 
 
 def validate_file(path: Path, kind: str | None = None) -> str:
@@ -14,10 +19,25 @@ def validate_file(path: Path, kind: str | None = None) -> str:
     from hpctrain.spec.loader import load_profile, load_run_spec
 
     if (kind or _guess(path)) == "profile":
-        load_profile(path)
+        _refuse_contradictions(load_profile(path))
         return "cluster profile"
     load_run_spec(path)
     return "run spec"
+
+
+def _refuse_contradictions(profile: Loaded[ClusterProfile]) -> None:
+    """What each value allows and all together do not. Raises InvalidInputError."""
+    from hpctrain.errors import InvalidInputError, Problem
+    from hpctrain.render.continuation import continuation_problems
+
+    site = profile.document
+    problems = [
+        Problem(words, profile.file)
+        for partition in site.slurm.partitions
+        for words in continuation_problems(site, partition)
+    ]
+    if problems:
+        raise InvalidInputError(problems)
 
 
 def _guess(path: Path) -> str:

@@ -16,7 +16,13 @@ from hpctrain.checkpoints.manifest import (
     read_manifest,
     what_is_wrong,
 )
-from hpctrain.checkpoints.publish import QUARANTINE_NAME, TRACKER_NAME, published_steps, quarantine
+from hpctrain.checkpoints.publish import (
+    QUARANTINE_NAME,
+    TRACKER_NAME,
+    point_tracker_to,
+    published_steps,
+    quarantine,
+)
 from hpctrain.errors import CheckpointError
 
 VerifyLevel = Literal["auto", "size", "sha256"]
@@ -41,11 +47,15 @@ class Checkpoint:
 def inspect(directory: Path, step: int, level: VerifyLevel) -> Checkpoint:
     """Check one checkpoint; `auto` reads everything up to 64 GiB, above that sizes only."""
     manifest = read_manifest(directory)
-    deep = level == "sha256" or (
-        level == "auto" and manifest is not None and manifest.total_bytes <= AUTO_DEEP_LIMIT_BYTES
-    )
+    deep = reads_content(manifest, level)
     problem = what_is_wrong(directory, manifest, deep=deep)
     return Checkpoint(directory, step, manifest, problem, deep)
+
+
+def reads_content(manifest: Manifest | None, level: VerifyLevel) -> bool:
+    """True if a check at this level reads every byte and not only names and sizes."""
+    small = manifest is not None and manifest.total_bytes <= AUTO_DEEP_LIMIT_BYTES
+    return level == "sha256" or (level == "auto" and small)
 
 
 def checkpoints(root: Path, level: VerifyLevel = "size") -> list[Checkpoint]:
@@ -58,35 +68,57 @@ def checkpoints(root: Path, level: VerifyLevel = "size") -> list[Checkpoint]:
 
 @dataclass(frozen=True)
 class Selection:
-    """What to resume from (None: a fresh start) and what was put into quarantine on the way."""
+    """What to resume from (None: a fresh start) and what was put into quarantine on the way.
+
+    `rolled_back` are the steps of newer checkpoints that were moved away because an older one was
+    asked for, newest first.
+    """
 
     checkpoint: Checkpoint | None
     rejected: tuple[Checkpoint, ...]
+    rolled_back: tuple[int, ...] = ()
 
 
-def select_for_resume(root: Path, level: VerifyLevel) -> Selection:
+def select_for_resume(root: Path, level: VerifyLevel, at_most_step: int | None = None) -> Selection:
     """The newest good checkpoint; newer bad ones go into quarantine with the reason.
 
-    Raises CheckpointError when there are (or were) checkpoints but no good one is left.
+    `at_most_step` rolls back: the newest good one of at most that step is chosen, and once it is
+    found, all newer ones go into quarantine too, so that their steps can be saved again.
+    Raises CheckpointError when there are (or were) checkpoints but no good one is left; with
+    `at_most_step` nothing newer is moved then.
     """
     rejected: list[Checkpoint] = []
     for step in reversed(published_steps(root)):
+        if at_most_step is not None and step > at_most_step:
+            continue
         candidate = inspect(root / checkpoint_name(step), step, level)
         if candidate.good:
-            return Selection(candidate, tuple(rejected))
+            newer = _move_newer(root, step) if at_most_step is not None else ()
+            return Selection(candidate, tuple(rejected), newer)
         quarantine(root, candidate.directory, candidate.problem or "")
         rejected.append(candidate)
     if rejected or _something_was_published(root):
+        limit = "" if at_most_step is None else f" of step {at_most_step} or before"
         raise CheckpointError(
-            f"no good checkpoint is left in {root}, so a start from step 0 would lose work"
+            f"no good checkpoint{limit} is left in {root}, so a start from step 0 would lose work"
             + "".join(f"; step {bad.step}: {bad.problem}" for bad in rejected),
             hint=f"look into {root / QUARANTINE_NAME}; to start over on purpose, submit a new run",
         )
     return Selection(None, ())
 
 
+def _move_newer(root: Path, step: int) -> tuple[int, ...]:
+    """Newest first: whatever an interruption leaves is still a row without a gap at its end."""
+    newer = tuple(one for one in reversed(published_steps(root)) if one > step)
+    for one in newer:
+        quarantine(root, root / checkpoint_name(one), f"rolled back to step {step}")
+    if newer:
+        point_tracker_to(root, step)
+    return newer
+
+
 def _something_was_published(root: Path) -> bool:
-    """True if a tracker or a quarantined published checkpoint says that there once was one."""
+    """True if anything says that there is or once was a published checkpoint."""
     shelf = root / QUARANTINE_NAME
     quarantined = shelf.is_dir() and any(path.is_dir() for path in shelf.iterdir())
-    return quarantined or (root / TRACKER_NAME).exists()
+    return quarantined or (root / TRACKER_NAME).exists() or bool(published_steps(root))

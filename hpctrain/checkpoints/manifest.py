@@ -132,13 +132,14 @@ def what_is_wrong(directory: Path, manifest: Manifest | None, *, deep: bool) -> 
     if not manifest.files:
         return "the manifest lists no files"
     for file in manifest.files:
-        problem = _file_problem(directory, file, deep=deep)
+        problem = file_problem(directory, file, deep=deep)
         if problem is not None:
             return problem
     return None
 
 
-def _file_problem(directory: Path, file: FileDigest, *, deep: bool) -> str | None:
+def file_problem(directory: Path, file: FileDigest, *, deep: bool) -> str | None:
+    """What is wrong with one file of a checkpoint; None if it is as it was written."""
     try:
         size_bytes = (directory / file.name).stat().st_size
         if size_bytes != file.size_bytes:

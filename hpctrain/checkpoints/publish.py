@@ -30,6 +30,7 @@ from hpctrain.errors import CheckpointError
 
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
 QUARANTINE_NAME = "quarantine"
+_DISCARDED = ".discarded-"
 
 
 class StaleEpochError(CheckpointError):
@@ -69,8 +70,13 @@ def publish(root: Path, manifest: Manifest, fence: Fence) -> Path:
         return final
     _rename_or_stale(partial, final, manifest)
     fsync_directory(root)
-    replace_text(root / TRACKER_NAME, str(manifest.step))
+    point_tracker_to(root, manifest.step)
     return final
+
+
+def point_tracker_to(root: Path, step: int) -> None:
+    """Name `step` in Megatron's tracker file, for its tools; nothing of ours trusts it."""
+    replace_text(root / TRACKER_NAME, str(step))
 
 
 def _complete(partial: Path, manifest: Manifest) -> None:
@@ -130,9 +136,9 @@ def fence_off(root: Path, epoch: int) -> list[str]:
         if owner is None or owner >= epoch:
             continue
         with contextlib.suppress(FileNotFoundError):  # another launch has just done the same
-            os.rename(partial, partial.with_name(f".discarded-{partial.name}"))
+            os.rename(partial, partial.with_name(f"{_DISCARDED}{partial.name}"))
             names.append(partial.name)
-    for discarded in root.glob(".discarded-*"):  # also those that a crash has left
+    for discarded in root.glob(f"{_DISCARDED}*"):  # also those that a crash has left
         shutil.rmtree(discarded, ignore_errors=True)
     return names
 
@@ -143,8 +149,8 @@ def retire(
     """Delete all but the `keep` newest good checkpoints; returns the steps deleted.
 
     Steps divisible by `keep_every_steps` and `pinned` ones stay. Deletes only when `keep` newer
-    ones pass the size check, and the manifest goes first, so that a half-deleted directory never
-    counts.
+    ones pass the size check. A directory is renamed first, so that half of it never counts and
+    the next launch can delete the rest (see `fence_off`).
     """
     good = [step for step in published_steps(root) if _is_good(root, step)]
     doomed = [
@@ -154,8 +160,12 @@ def retire(
     ]
     for step in doomed:
         directory = root / checkpoint_name(step)
-        (directory / MANIFEST_NAME).unlink(missing_ok=True)
-        shutil.rmtree(directory, ignore_errors=True)
+        discarded = directory.with_name(f"{_DISCARDED}{directory.name}")
+        if discarded.exists():  # what an earlier deletion has left
+            shutil.rmtree(discarded, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):  # somebody else has just deleted it
+            os.rename(directory, discarded)
+        shutil.rmtree(discarded, ignore_errors=True)
     return doomed
 
 

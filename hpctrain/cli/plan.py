@@ -166,13 +166,13 @@ def _print_option(
 ) -> None:
     from hpctrain.actions.plan import spot_comparison
     from hpctrain.cli.forecast_text import decision_lines, forecast_lines, spot_lines
-    from hpctrain.cli.plan_text import plan_lines, stage_rows, wrapped
+    from hpctrain.cli.plan_text import continuation_lines, plan_lines, stage_rows, wrapped
 
     made = option.plan
     assert made is not None
     for line in decision_lines(decision) if decision else []:
         click.echo(line)
-    for line in plan_lines(made):
+    for line in (*plan_lines(made), *continuation_lines(inputs.spec, inputs.profile)):
         click.echo(line)
     for line in forecast_lines(option.forecast) if option.forecast else []:
         click.echo(line)

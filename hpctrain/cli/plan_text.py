@@ -6,6 +6,9 @@ import re
 import textwrap
 
 from hpctrain.plan.documents import DEFAULT_ORDER, MemoryBreakdown, Plan, Prediction, Stage
+from hpctrain.render.continuation import continuation_line, continuation_problems
+from hpctrain.spec.profile import ClusterProfile
+from hpctrain.spec.run import RunSpec
 from hpctrain.units import short_bytes, short_duration
 
 _COMPONENTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers")
@@ -36,6 +39,16 @@ def plan_lines(plan: Plan) -> list[str]:
         *(_step_lines(plan, plan.prediction) if plan.prediction else []),
         *entry("Run", _run(plan)),
     ]
+
+
+def continuation_lines(spec: RunSpec, profile: ClusterProfile) -> list[str]:
+    """How the run goes on after an attempt that ends early, and what speaks against that."""
+    partition = profile.slurm.partition(spec.resources.partition)
+    assert partition is not None, "the planner has checked the partition"
+    lines = entry("Continues", continuation_line(profile, partition))
+    for problem in continuation_problems(profile, partition):
+        lines.extend(entry("", problem))
+    return lines
 
 
 def entry(label: str, text: str) -> list[str]:

@@ -232,4 +232,9 @@ def cancel(run: str, runs: Path | None, yes: bool) -> None:
     if not confirm(f"Cancel run `{found.run_id}`?", yes=yes):
         raise click.Abort
     cancelled = action.cancel(found, SlurmClient())
-    say(f"Cancelled run `{cancelled.run_id}` (job {cancelled.job_id})")
+    say(f"Cancelled run `{cancelled.run_id}` ({_jobs(cancelled.job_id, cancelled.job_ids)})")
+
+
+def _jobs(job_id: int, job_ids: tuple[int, ...]) -> str:
+    others = len(job_ids) - 1
+    return f"job {job_id}" if others < 1 else f"job {job_id} and {others} more of it"

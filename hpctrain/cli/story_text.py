@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from hpctrain.actions.audit import AskedStory
 from hpctrain.actions.describe import AttemptStory, LaunchStory, RunStory
 from hpctrain.units import short_bytes, short_duration
 
@@ -14,6 +15,8 @@ def story_lines(story: RunStory) -> list[str]:
     lines.append(f"Directory  {story.directory}")
     for number, attempt in enumerate(story.attempts, 1):
         lines += ["", *_attempt_lines(number, attempt)]
+    if story.asked:
+        lines += ["", "Requests", *(line for one in story.asked for line in _asked_lines(one))]
     lines += ["", "Checkpoints"]
     for checkpoint in story.checkpoints:
         size = "-" if checkpoint.total_bytes is None else short_bytes(checkpoint.total_bytes)
@@ -21,6 +24,15 @@ def story_lines(story: RunStory) -> list[str]:
     if not story.checkpoints:
         lines.append("  none")
     return lines
+
+
+def _asked_lines(asked: AskedStory) -> list[str]:
+    clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(asked.asked_time))
+    why = f": {asked.reason}" if asked.reason else ""
+    lines = [f"  {clock}  {asked.action} by {asked.user or 'somebody'}{why}"]
+    if asked.answer is None or asked.answer_seconds is None:
+        return [*lines, "    not followed yet"]
+    return [*lines, f"    {short_duration(asked.answer_seconds)} later  {asked.answer}"]
 
 
 def _attempt_lines(number: int, attempt: AttemptStory) -> list[str]:

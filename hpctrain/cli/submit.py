@@ -59,13 +59,14 @@ def submit(
     """
     from hpctrain.actions.prepare import prepare
     from hpctrain.actions.runs import runs_directory
-    from hpctrain.cli.plan_text import plan_lines
+    from hpctrain.cli.plan_text import continuation_lines, plan_lines
 
     if as_json and (dry_run or check):
         raise click.UsageError("--json tells what was submitted: not with --dry-run or --check")
     directory = runs_directory(runs)
     prepared = prepare(spec, profile, overrides, runs=directory, template_directory=template_dir)
-    for line in plan_lines(prepared.plan):
+    goes_on = continuation_lines(prepared.spec.document, prepared.profile.document)
+    for line in (*plan_lines(prepared.plan), *goes_on):
         say(line)
     for warning in prepared.plan.warnings:
         say(f"warning: {warning}")

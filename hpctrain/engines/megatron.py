@@ -102,6 +102,10 @@ class TrainConfig(Document):
     # True: Young/Daly's interval from measured saves takes the place of `save_interval_seconds`
     save_interval_auto: bool = False
     async_save: bool
+    # how megatron-core cuts the optimizer's state. fully_reshardable: for any layout, but each
+    # save gathers the state of all data-parallel ranks on each of them first; dp_reshardable:
+    # each rank saves its own part, for the same layout
+    optimizer_sharding: Literal["fully_reshardable", "dp_reshardable"] = "fully_reshardable"
     keep_checkpoints: int
     keep_every_steps: int | None
     log_interval_steps: int
@@ -253,11 +257,17 @@ def _io_fields(spec: RunSpec) -> dict[str, object]:
         save_interval_auto=checkpoint.every == "auto",
         loss_spike=spec.supervise.rollback.spike,
         async_save=checkpoint.asynchronous,
+        optimizer_sharding=_optimizer_sharding(spec),
         keep_checkpoints=checkpoint.keep,
         keep_every_steps=checkpoint.keep_every_steps,
         log_interval_steps=spec.logging.every_steps,
         distributed_timeout_seconds=float(spec.engine.collective_timeout),
     )
+
+
+def _optimizer_sharding(spec: RunSpec) -> Literal["fully_reshardable", "dp_reshardable"]:
+    """Only a run that may go on with fewer nodes ever loads into another layout."""
+    return "dp_reshardable" if spec.resources.min_nodes is None else "fully_reshardable"
 
 
 def _interval_seconds(checkpoint: CheckpointSpec) -> float | None:

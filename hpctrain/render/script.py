@@ -7,12 +7,20 @@ beyond the interpreter that is passed in.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.plan.documents import DEFAULT_ORDER, Plan
+from hpctrain.render.continuation import (
+    continuation_options,
+    continuation_problems,
+    continuation_words,
+    requeue_flag,
+)
+from hpctrain.render.nodes import node_options, node_problems, survives_node_failure
 from hpctrain.render.quoting import directive_value, sh
 from hpctrain.render.topology import topology_options
 from hpctrain.spec.profile import ClusterProfile, PartitionProfile
@@ -21,6 +29,7 @@ from hpctrain.units import Duration
 from hpctrain.version import __version__
 
 COMMENT_PREFIX = "hpctrain:"
+_LOG = "logs/slurm-%j.out"
 # Passed on from the submitting shell, so that nothing else of it reaches the job.
 _INHERITED = ("HOME", "LANG", "PATH", "USER")
 # sbatch(1), --signal: the signal may come up to 60 s early; Slurm checks every 30 s.
@@ -66,6 +75,7 @@ class Script:
     directives: tuple[str, ...]
     modules: tuple[tuple[str, ...], ...]
     variables: tuple[Variable, ...]
+    continuation: str
     failures_without_progress: int
     supervisor: tuple[str, ...]
     srun: tuple[str, ...]
@@ -82,6 +92,7 @@ def build_script(spec: RunSpec, profile: ClusterProfile, plan: Plan, facts: Scri
         raise InvalidInputError([Problem(f"software.python: `{python}` reads as an option")])
     _checked_variables((*spec.environment.variables, *spec.environment.inherit))
     _checked_variables(variable.name for variable in profile.environment)
+    _refuse_contradictions(spec, profile, plan, partition)
     return Script(
         title=f"{_one_line(spec.name)} on {profile.name}: {plan.nodes.nodes} nodes x "
         f"{plan.nodes.gpus_per_node} GPUs, {plan.engine}, {plan.batch.train_steps} steps",
@@ -94,11 +105,36 @@ def build_script(spec: RunSpec, profile: ClusterProfile, plan: Plan, facts: Scri
         directives=_directives(spec, profile, plan, partition, facts.run_id),
         modules=_modules(profile),
         variables=_variables(spec, profile),
+        continuation=_continuation(profile),
         failures_without_progress=spec.supervise.failures_without_progress,
         supervisor=(python, "-m", "hpctrain.supervise", "--run-directory", "."),
         srun=_srun(spec, profile, plan),
         container_mounts=_container_mounts(profile),
         trainer=_trainer(profile, python),
+    )
+
+
+def _refuse_contradictions(
+    spec: RunSpec, profile: ClusterProfile, plan: Plan, partition: PartitionProfile
+) -> None:
+    """Raises InvalidInputError for what Slurm would take and never do."""
+    topology = topology_options(profile, plan, spec.resources.spare_nodes)
+    problems = [
+        *continuation_problems(profile, partition),
+        *node_problems(spec, plan, topology["constraint"], topology["segment"]),
+    ]
+    if problems:
+        raise InvalidInputError([Problem(words) for words in problems])
+
+
+def _continuation(profile: ClusterProfile) -> str:
+    """The sentence about it in the script, whose lines are no longer than 100 characters."""
+    return "\n# ".join(
+        textwrap.wrap(
+            f"Continuation {profile.continuation}, from profile {profile.name}: after preemption, "
+            f"time limit and node failure {continuation_words(profile)}.",
+            98,
+        )
     )
 
 
@@ -174,6 +210,7 @@ def _directives(
     run_id: str,
 ) -> tuple[str, ...]:
     limit = walltime(spec, profile, partition)
+    nodes = node_options(spec, plan, _cpus_per_task(spec, profile))
     options: dict[str, str | None] = {
         "job-name": run_id,
         "comment": f"{COMMENT_PREFIX}{run_id}",
@@ -181,22 +218,23 @@ def _directives(
         "partition": partition.name,
         "qos": spec.resources.qos or profile.slurm.qos,
         "reservation": spec.resources.reservation,
-        **topology_options(profile, plan),
-        "nodes": str(plan.nodes.nodes),
-        "ntasks-per-node": str(plan.nodes.gpus_per_node),
-        "cpus-per-task": str(_cpus_per_task(spec, profile)),
-        **_gpu_request(profile, plan),
+        **topology_options(profile, plan, spec.resources.spare_nodes),
+        **nodes,
+        **_gpu_request(profile, plan, counts_tasks="ntasks-per-node" in nodes),
         "mem": _memory(spec, profile),
         "time": limit.slurm(),
         "signal": f"B:USR1@{warning_seconds(spec, profile, plan, limit)}",
         "open-mode": "append",
-        "output": "logs/slurm-%j.out",
+        "output": "logs/slurm-%A_%a.out" if profile.continuation == "array" else _LOG,
+        **continuation_options(profile),
         "export": ",".join((*_INHERITED, *spec.environment.inherit)),
     }
     lines = [f"--{name}={directive_value(name, value)}" for name, value in options.items() if value]
     if profile.slurm.exclusive and plan.nodes.gpus_per_node == profile.gpu.per_node:
         lines.append("--exclusive")
-    lines.append("--requeue" if profile.continuation == "requeue" else "--no-requeue")
+    if survives_node_failure(spec, plan):
+        lines.append("--no-kill")
+    lines.append(requeue_flag(profile))
     return tuple(lines)
 
 
@@ -206,14 +244,19 @@ def _cpus_per_task(spec: RunSpec, profile: ClusterProfile) -> int:
     return spec.resources.cpus_per_gpu or max(1, profile.nodes.cpus // profile.gpu.per_node)
 
 
-def _gpu_request(profile: ClusterProfile, plan: Plan) -> dict[str, str | None]:
+def _gpu_request(
+    profile: ClusterProfile, plan: Plan, *, counts_tasks: bool
+) -> dict[str, str | None]:
+    """The site's way to ask for GPUs; those of a task cannot be had without a number of tasks."""
     count, kind = plan.nodes.gpus_per_node, profile.gpu.type
+    per_task = profile.slurm.gpu_request == "gpus-per-task"
+    per_node = profile.slurm.gpu_request == "gpus-per-node" or (per_task and not counts_tasks)
     return {
         "gres": {"gres": f"gpu:{count}", "gres-typed": f"gpu:{kind}:{count}"}.get(
             profile.slurm.gpu_request
         ),
-        "gpus-per-node": str(count) if profile.slurm.gpu_request == "gpus-per-node" else None,
-        "gpus-per-task": "1" if profile.slurm.gpu_request == "gpus-per-task" else None,
+        "gpus-per-node": str(count) if per_node else None,
+        "gpus-per-task": "1" if per_task and counts_tasks else None,
     }
 
 

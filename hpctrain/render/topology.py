@@ -18,12 +18,14 @@ from hpctrain.units import Duration
 _SWITCH_WAIT = Duration(300)
 
 
-def topology_options(profile: ClusterProfile, plan: Plan) -> dict[str, str | None]:
+def topology_options(
+    profile: ClusterProfile, plan: Plan, spare_nodes: int = 0
+) -> dict[str, str | None]:
     """`--constraint`, `--switches` and `--segment`, None where the job does not need one."""
     names = (profile.slurm.constraint, island_constraint(profile, plan))
     return {
         "constraint": "&".join(name for name in names if name) or None,
-        "switches": switch_request(profile, plan),
+        "switches": switch_request(profile, plan, spare_nodes),
         "segment": segment_request(profile, plan),
     }
 
@@ -47,7 +49,7 @@ def island_constraint(profile: ClusterProfile, plan: Plan) -> str | None:
     return f"[{'&'.join(counted)}]"
 
 
-def switch_request(profile: ClusterProfile, plan: Plan) -> str | None:
+def switch_request(profile: ClusterProfile, plan: Plan, spare_nodes: int = 0) -> str | None:
     """The fewest leaves that can hold the job, and how long to wait for them.
 
     sbatch(1), --switches: the job is pending until so many leaves do, or until the time is over.
@@ -58,6 +60,7 @@ def switch_request(profile: ClusterProfile, plan: Plan) -> str | None:
         return None
     parts = [nodes for nodes in plan.nodes.island_nodes if nodes] or [plan.nodes.nodes]
     leaves = sum(-(-nodes // leaf) for nodes in parts)
+    leaves = max(leaves, -(-(plan.nodes.nodes + spare_nodes) // leaf))
     if leaves >= -(-profile.nodes.count // leaf):
         return None
     return f"{leaves}@{(switches.wait or _SWITCH_WAIT).slurm()}"

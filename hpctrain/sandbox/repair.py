@@ -21,13 +21,18 @@ def repair(sandbox: Sandbox, timeout_seconds: float = _IDLE_TIMEOUT_SECONDS) -> 
 
     Raises SlurmUnreachableError with the states of the nodes when that takes too long.
     """
-    if not sandbox.daemon_is_alive("slurmctld"):
-        restart_controller(sandbox)
-    _revive_nodes(sandbox)
+    revive(sandbox)
     cancel_all_jobs(sandbox)
     if not await_condition(lambda: _settle(sandbox), timeout_seconds):
         states = ", ".join(f"{node} {state}" for node, state in sandbox.node_states().items())
         raise SlurmUnreachableError(f"the nodes are not idle after {timeout_seconds:g} s: {states}")
+
+
+def revive(sandbox: Sandbox) -> None:
+    """Start dead daemons again and thaw frozen ones; jobs and processes are left alone."""
+    if not sandbox.daemon_is_alive("slurmctld"):
+        restart_controller(sandbox)
+    _revive_nodes(sandbox)
 
 
 def cancel_all_jobs(sandbox: Sandbox) -> None:

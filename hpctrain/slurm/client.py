@@ -22,6 +22,7 @@ from hpctrain.slurm.environment import for_queries, without_options
 from hpctrain.slurm.process import Answer, Command, Runner, run_command
 from hpctrain.slurm.records import (
     JobRecord,
+    NodeState,
     PartitionRecord,
     RequeueAnswer,
     RequeueResult,
@@ -82,6 +83,8 @@ class SlurmClient:
     def jobs(self, ids: Collection[int]) -> dict[int, JobRecord]:
         """What the controller knows about `ids`, in one query: live jobs, and ended ones for
         MinJobAge (300 s by default). An id that is absent is not known to it (any more).
+        Of an array given by its id come all elements that run or have run, each under its own
+        id, and one record under the array's id for all that wait.
         """
         if not ids:
             return {}
@@ -93,7 +96,15 @@ class SlurmClient:
             return {}
         text = _answered(argv, answer)
         found = _parsed("squeue", lambda: parse.jobs_from_squeue(text))
-        return {job_id: record for job_id, record in found.items() if job_id in ids}
+        wanted = frozenset(ids)
+        return {job_id: record for job_id, record in found.items() if record.belongs_to(wanted)}
+
+    def live_jobs_named(self, name: str) -> tuple[int, ...]:
+        """Ids of this user's jobs of that name that wait or run: `singleton` waits for them."""
+        argv = ["squeue", "--me", f"--name={name}", f"--Format={parse.long_format(('JobID',))}"]
+        text = _answered(argv, self._ask(argv))
+        rows = _parsed("squeue", lambda: parse.table(text, 1))
+        return tuple(int(job_id) for (job_id,) in rows)
 
     def show_job(self, job_id: int) -> JobRecord | None:
         """One job with its excluded nodes; None when the controller does not know it.
@@ -147,6 +158,25 @@ class SlurmClient:
         text = _accepted(argv, self._ask(argv)).stdout
         return _parsed("scontrol show node", lambda: parse.node_address(text))
 
+    def node_reasons(self) -> dict[str, str]:
+        """Why nodes are down or drained, in the words of Slurm or of an administrator."""
+        fields = ("NodeList", "Reason")
+        argv = ["sinfo", "--Node", f"--Format={parse.long_format(fields)}"]
+        text = _answered(argv, self._ask(argv))
+        return _parsed("sinfo", lambda: parse.reasons_of_nodes(text))
+
+    def node_states(self, nodes: Collection[str]) -> dict[str, NodeState]:
+        """What the controller says about `nodes`, in one query; a node is absent if it is unknown.
+
+        A dead node is called responding for minutes (SlurmdTimeout, 300 s by default).
+        """
+        if not nodes:
+            return {}
+        argv = ["sinfo", "--Node", f"--nodes={','.join(sorted(nodes))}"]
+        argv.append(f"--Format={parse.long_format(parse.NODE_FIELDS)}")
+        text = _answered(argv, self._ask(argv))
+        return {one.node: one for one in _parsed("sinfo", lambda: parse.node_states(text))}
+
     def config(self) -> SlurmConfig:
         """The configuration in force."""
         argv = ["scontrol", "show", "config"]
@@ -182,8 +212,11 @@ class SlurmClient:
         return self._requeued(argv, shielded)
 
     def hold(self, job_id: int) -> None:
-        """Keep a pending job from starting."""
-        self._do(["scontrol", "hold", str(job_id)])
+        """Keep a pending job from starting until its owner releases it (scontrol(1), `uhold`).
+
+        Slurm 22.05.8 accepts this for a running job too, without a word: look again afterwards.
+        """
+        self._do(["scontrol", "uhold", str(job_id)])
 
     def release(self, job_id: int) -> None:
         """Let a held job start. While it is still COMPLETING this undoes the hold too."""
@@ -196,25 +229,38 @@ class SlurmClient:
         start_now: bool = False,
         exclude_nodes: Sequence[str] | None = None,
         requeue: bool | None = None,
+        nodes: tuple[int, int] | None = None,
     ) -> None:
         """Change a job.
 
         `start_now` ends the wait after a requeue, but only once the job is PENDING: while it is
         COMPLETING Slurm 22.05.8 accepts it and sets the whole wait again afterwards.
         `exclude_nodes` (only while pending, or completing after a requeue) replaces the list; an
-        empty one clears it.
+        empty one clears it. `nodes` are the least and the most nodes of a pending job.
         """
         changes = ["StartTime=now"] if start_now else []
         if exclude_nodes is not None:
             changes.append(f"ExcNodeList={','.join(exclude_nodes)}")
         if requeue is not None:
             changes.append(f"Requeue={int(requeue)}")
+        if nodes is not None:
+            changes.append(f"NumNodes={nodes[0]}-{nodes[1]}")
         if changes:
             self._do(["scontrol", "update", f"JobId={job_id}", *changes])
 
     def cancel(self, job_id: int) -> None:
         """End a job. Slurm 22.05 is silent about unknown and ended jobs."""
         self._do(["scancel", str(job_id)])
+
+    def cancel_all(self, ids: Collection[int], *, pending_only: bool = False) -> None:
+        """End jobs, or only those that wait; of an array by its id all elements, or those."""
+        if ids:
+            options = ["--state=PENDING"] if pending_only else []
+            self._do(["scancel", *options, *(str(job_id) for job_id in sorted(ids))])
+
+    def cancel_waiting(self, job_id: int) -> None:
+        """End a job that has not started; one that runs is left alone (scancel(1), `--state`)."""
+        self._do(["scancel", "--state=PENDING", str(job_id)])
 
     def signal_step(self, job_id: int, step_id: str, signal_name: str) -> None:
         """Send a signal such as `USR1` to all tasks of a numbered step. Slurm says nothing when

@@ -15,6 +15,7 @@ from pathlib import Path
 from hpctrain.errors import SlurmRefusedError, SlurmUnreachableError
 from hpctrain.slurm.records import (
     JobRecord,
+    NodeState,
     PartitionRecord,
     RequeueAnswer,
     RequeueResult,
@@ -27,9 +28,10 @@ from hpctrain.slurm.states import JobState
 
 
 class FakeSlurm:
-    """`records`, `scripts` (texts by job id), `live_steps`, `signals` (job, step, name) and the
-    settings are plain attributes. `away = True` makes every call fail as without a controller;
-    `refusal` is what sbatch says instead of taking the next script.
+    """`records`, `scripts` and `options` of sbatch (by job id), `live_steps`, `signals` (job,
+    step, name), `reasons` (of nodes that are down) and the settings are plain attributes.
+    `away = True` makes every call fail as without a controller; `refusal` is what sbatch says
+    instead of taking the next script.
     """
 
     def __init__(self) -> None:
@@ -38,7 +40,10 @@ class FakeSlurm:
         self.live_steps: dict[int, tuple[StepRecord, ...]] = {}
         self.signals: list[tuple[int, str, str]] = []
         self.settings = {"SLURM_VERSION": "22.05.8", "JobRequeue": "1", "ClusterName": "fake"}
+        self.node_words: dict[str, str] = {}
         self.partition_records: tuple[PartitionRecord, ...] = ()
+        self.reasons: dict[str, str] = {}
+        self.options: dict[int, list[str]] = {}
         self.refusal = ""
         self.away = False
 
@@ -46,6 +51,7 @@ class FakeSlurm:
         self.test_only(script, extra_args)
         job_id = max(self.records, default=0) + 1
         self.scripts[job_id] = script.read_text() if isinstance(script, Path) else script
+        self.options[job_id] = list(extra_args)
         self.records[job_id] = JobRecord(
             job_id, state=JobState.PENDING, restart_count=0, requeue=True, source="fake"
         )
@@ -59,7 +65,12 @@ class FakeSlurm:
 
     def jobs(self, ids: Collection[int]) -> dict[int, JobRecord]:
         self._present()
-        return {job_id: self.records[job_id] for job_id in ids if job_id in self.records}
+        return {i: record for i, record in self.records.items() if record.belongs_to(ids)}
+
+    def live_jobs_named(self, name: str) -> tuple[int, ...]:
+        self._present()
+        live = (record for record in self.records.values() if not record.state.is_ended)
+        return tuple(record.job_id for record in live if record.name == name)
 
     def show_job(self, job_id: int) -> JobRecord | None:
         return self.jobs([job_id]).get(job_id)
@@ -79,9 +90,17 @@ class FakeSlurm:
         numbers = range(int(match[2]), int(match[3]) + 1)
         return tuple(f"{match[1]}{number:0{len(match[2])}d}" for number in numbers)
 
+    def node_states(self, nodes: Collection[str]) -> dict[str, NodeState]:
+        self._present()
+        return {node: NodeState(node, self.node_words.get(node, "allocated")) for node in nodes}
+
     def node_address(self, node: str) -> str:
         self._present()
         return node
+
+    def node_reasons(self) -> dict[str, str]:
+        self._present()
+        return dict(self.reasons)
 
     def config(self) -> SlurmConfig:
         self._present()
@@ -130,6 +149,7 @@ class FakeSlurm:
         start_now: bool = False,
         exclude_nodes: Sequence[str] | None = None,
         requeue: bool | None = None,
+        nodes: tuple[int, int] | None = None,
     ) -> None:
         if start_now:
             self._change(job_id, reason="Resources")
@@ -137,11 +157,23 @@ class FakeSlurm:
             self._change(job_id, exclude_nodes=",".join(exclude_nodes))
         if requeue is not None:
             self._change(job_id, requeue=requeue)
+        if nodes is not None:
+            self._change(job_id, node_count=nodes[0])
 
     def cancel(self, job_id: int) -> None:
         record = self.show_job(job_id)
         if record and not record.state.is_ended:
             self._change(job_id, state=JobState.CANCELLED)
+
+    def cancel_all(self, ids: Collection[int], *, pending_only: bool = False) -> None:
+        for job_id, record in self.jobs(ids).items():
+            if record.state.is_pending or not pending_only:
+                self.cancel(job_id)
+
+    def cancel_waiting(self, job_id: int) -> None:
+        record = self.show_job(job_id)
+        if record and record.state.is_pending:
+            self.cancel(job_id)
 
     def signal_step(self, job_id: int, step_id: str, signal_name: str) -> None:
         self._present()

@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 
 from hpctrain.slurm.records import (
     JobRecord,
+    NodeState,
     PartitionRecord,
     RequeueResult,
     StepRecord,
@@ -29,13 +30,15 @@ UNIT, RECORD = "\x1f", "\x1e"
 
 SQUEUE_FIELDS = (
     *("JobID", "State", "Reason", "NodeList", "RestartCnt", "PreemptTime", "StartTime", "EndTime"),
-    *("SubmitTime", "TimeLimit", "Partition", "Account", "exit_code", "Requeue", "Name", "Comment"),
+    *("SubmitTime", "TimeLimit", "Partition", "Account", "exit_code", "Requeue", "ArrayJobID"),
+    *("NumNodes", "Name", "Comment"),
 )
-STEP_FIELDS = ("StepID", "StepState")
+STEP_FIELDS = ("StepID", "StepState", "StepName")
+NODE_FIELDS = ("NodeList", "StateLong")
 # The last field must be one that cannot hold a newline: it ends the record.
 SACCT_FIELDS = (
     *("JobIDRaw", "State", "Reason", "NodeList", "Start", "End", "Submit", "Timelimit"),
-    *("Partition", "Account", "ExitCode", "Comment", "JobName", "Cluster"),
+    *("Partition", "Account", "ExitCode", "Comment", "JobName", "JobID", "Cluster"),
 )
 _NOTHING = frozenset({"", "(null)", "N/A", "NONE", "None", "Unknown", "None assigned"})
 # In lower case; a tuple and not a regular expression, whose compilation costs 2 ms of each import.
@@ -95,6 +98,8 @@ def _squeue_job(row: list[str]) -> JobRecord:
         exit_signal=signal,
         requeue=cell["Requeue"] == "1",
         comment=_told(cell["Comment"]),
+        array_job_id=_number(cell["ArrayJobID"]),
+        node_count=_number(cell["NumNodes"]),
         source="squeue",
     )
 
@@ -136,6 +141,7 @@ def _sacct_job(row: list[str]) -> JobRecord:
         exit_code=code,
         exit_signal=signal,
         comment=_told(cell["Comment"]),
+        array_job_id=_number(cell["JobID"]),
         source="sacct",
     )
 
@@ -143,7 +149,22 @@ def _sacct_job(row: list[str]) -> JobRecord:
 def steps_from_squeue(text: str) -> tuple[StepRecord, ...]:
     """Live steps printed by `squeue -s` with STEP_FIELDS: `12.0`, `12.batch`, `12_3.0`."""
     rows = table(text, len(STEP_FIELDS))
-    return tuple(StepRecord(name.rpartition(".")[2], JobState.parse(word)) for name, word in rows)
+    return tuple(
+        StepRecord(step.rpartition(".")[2], JobState.parse(word), name) for step, word, name in rows
+    )
+
+
+def node_states(text: str) -> tuple[NodeState, ...]:
+    """Nodes printed by `sinfo -N` with NODE_FIELDS; one of several partitions comes once.
+
+    Behind the word sinfo marks a node: `*` does not respond, `~`, `#`, `!`, `%`, `$`, `@`, `^`,
+    `-` power saving, reservation, reboot and planning (sinfo(1), NODE STATE CODES).
+    """
+    found = {}
+    for node, word in table(text, len(NODE_FIELDS)):
+        state = word.lower().rstrip("*~#!%$@^-")
+        found[node] = NodeState(node, state, "*" not in word)
+    return tuple(found.values())
 
 
 def exit_status(text: str) -> tuple[int, int]:
@@ -246,6 +267,18 @@ def _partition(line: str) -> PartitionRecord:
 
 def _told(text: str) -> str | None:
     return None if text in _NOTHING else text
+
+
+def _number(text: str) -> int | None:
+    """The first number: `2` of a range `2-4`."""
+    match = re.match(r"\d+", text)
+    return int(match[0]) if match else None
+
+
+def reasons_of_nodes(text: str) -> dict[str, str]:
+    """`sinfo -N -O NodeList,Reason` with `long_format`, by node; those without a reason left out."""
+    rows = table(text, 2)
+    return {node: reason for node, reason in rows if reason not in (*_NOTHING, "none")}
 
 
 def node_address(text: str) -> str:

@@ -7,7 +7,7 @@ did not tell. Belongs here: shapes. Does not belong here: parsing (`parse`) or a
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -20,7 +20,9 @@ class JobRecord:
 
     `exit_code` and `exit_signal` belong to the batch script and are only told for ended jobs.
     `time_limit_seconds` is infinite for UNLIMITED. `exclude_nodes` is Slurm's hostlist, "" for
-    none. `source` names the command that was asked.
+    none. `array_job_id` is the id that sbatch has printed: that of the whole array for an element
+    of one, else `job_id`. `node_count` of a pending job is the least it asks for. `source` names
+    the command that was asked.
     """
 
     job_id: int
@@ -41,7 +43,26 @@ class JobRecord:
     requeue: bool | None = None
     exclude_nodes: str | None = None
     comment: str | None = None
+    array_job_id: int | None = None
+    node_count: int | None = None
     source: str = ""
+
+    @property
+    def submitted_id(self) -> int:
+        """The id that sbatch has printed."""
+        return self.array_job_id or self.job_id
+
+    def belongs_to(self, ids: Collection[int]) -> bool:
+        """It is one of these jobs, or an element of one that is an array."""
+        return self.job_id in ids or self.submitted_id in ids
+
+
+def by_submission(jobs: Iterable[JobRecord]) -> dict[int, list[JobRecord]]:
+    """Jobs under the ids that sbatch has printed: several under that of an array."""
+    found: dict[int, list[JobRecord]] = {}
+    for job in jobs:
+        found.setdefault(job.submitted_id, []).append(job)
+    return found
 
 
 @dataclass(frozen=True)
@@ -92,10 +113,31 @@ class RequeueAnswer:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """A live step; `step_id` is `0`, `1`, ... or `batch`, `extern`, `interactive`."""
+    """A live step; `step_id` is `0`, `1`, ... or `batch`, `extern`, `interactive`.
+
+    `name` is the step's `--job-name`, by default that of the program it runs.
+    """
 
     step_id: str
     state: JobState
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class NodeState:
+    """What the controller says about a node: `allocated`, `down`, `draining`, ... (sinfo(1)).
+
+    `responding` is False while its slurmd does not answer (the `*` of sinfo).
+    """
+
+    node: str
+    state: str
+    responding: bool = True
+
+    @property
+    def is_down(self) -> bool:
+        """Nothing can be started on it. A drained node goes on until its jobs have left it."""
+        return self.state in ("down", "fail", "error", "powered_down", "powering_down", "unknown")
 
 
 @dataclass(frozen=True)

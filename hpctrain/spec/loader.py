@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 DocumentT = TypeVar("DocumentT", bound="Document")
 MAX_FILE_BYTES = 2**20
 PACKAGED_PROFILES = Path(__file__).resolve().parent.parent / "cluster_profiles"
-CATALOGUE_FILE = "gpus.yaml"  # beside profiles, and none of them
+# Beside profiles, and none of them.
+CATALOGUE_FILE, SIGNATURES_FILE, XIDS_FILE = "gpus.yaml", "signatures.yaml", "xids.yaml"
+_NO_PROFILES = frozenset({CATALOGUE_FILE, SIGNATURES_FILE, XIDS_FILE})
 PACKAGED_CALIBRATION = Path(__file__).resolve().parent / "catalogue" / "calibration.yaml"
 PACKAGED_CATALOGUE = Path(__file__).resolve().parent / "catalogue" / CATALOGUE_FILE
 
@@ -64,6 +66,11 @@ def load_profile(path: Path | str) -> Loaded[ClusterProfile]:
     from hpctrain.spec.profile import ClusterProfile
 
     return _load(ClusterProfile, path, ())
+
+
+def load_document(model: type[DocumentT], path: Path) -> Loaded[DocumentT]:
+    """Read any document of ours. Raises InvalidInputError with all problems."""
+    return _load(model, path, ())
 
 
 def load_catalogue(search_path: Sequence[Path] = ()) -> GpuCatalogue:
@@ -133,7 +140,7 @@ def _profiles(search_path: Sequence[Path]) -> dict[str, Path]:
     for directory in (PACKAGED_PROFILES, *reversed(search_path)):
         if directory.is_dir():
             files = sorted(directory.glob("*.yaml"))
-            found |= {file.stem: file for file in files if file.name != CATALOGUE_FILE}
+            found |= {file.stem: file for file in files if file.name not in _NO_PROFILES}
     return found
 
 

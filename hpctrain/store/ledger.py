@@ -75,6 +75,8 @@ class Event(Record):
     launch_nodes: int | None = None
     hard: bool = False
     delay_seconds: float | None = None
+    factor: float | None = None
+    successor_of: int | None = None
 
 
 class Ledger:
@@ -94,10 +96,25 @@ class Ledger:
         """All readable events in the order written; a torn line of a crashed writer is left out."""
         if not self.path.exists():
             return []
-        events = []
-        for line in self.path.read_bytes().splitlines():
-            try:
-                events.append(Event.model_validate_json(line))
-            except ValidationError:
-                continue
-        return events
+        return _readable(self.path.read_bytes())
+
+    def last_events(self, size_bytes: int) -> tuple[list[Event], bool]:
+        """The readable events at the end of the file, and whether these are all there are.
+
+        Raises OSError when it cannot be read.
+        """
+        with self.path.open("rb") as stream:
+            start = max(0, stream.seek(0, 2) - size_bytes)
+            stream.seek(start)
+            data = stream.read()
+        return _readable(data.partition(b"\n")[2] if start else data), start == 0
+
+
+def _readable(data: bytes) -> list[Event]:
+    events = []
+    for line in data.splitlines():
+        try:
+            events.append(Event.model_validate_json(line))
+        except ValidationError:
+            continue
+    return events

@@ -7,6 +7,7 @@ Does not belong here: what follows from them (see `hpctrain.supervise`).
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from enum import IntEnum
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -76,7 +77,11 @@ class StepMetrics(Record):
 
 
 class ExitRecord(Record):
-    """How one rank of one launch ended. Ranks that were killed leave none."""
+    """How one rank of one launch ended. Ranks that were killed leave none.
+
+    `step` is the last finished step; with the cause "diverged" the step that diverged, and
+    `consumed_samples` says how many samples had been consumed before it.
+    """
 
     epoch: int
     rank: int
@@ -88,6 +93,7 @@ class ExitRecord(Record):
     message: str | None = None
     traceback: str | None = None
     cause: str | None = None
+    consumed_samples: int | None = None
 
 
 class SaveRecord(Record):
@@ -165,6 +171,37 @@ def append_metrics(run: RunLayout, metrics: StepMetrics) -> None:
 def read_metrics(run: RunLayout) -> list[StepMetrics]:
     """All readable rows in the order written; a torn line is left out."""
     return _readable(run.metrics.read_bytes().splitlines()) if run.metrics.exists() else []
+
+
+def lineage(rows: Sequence[StepMetrics]) -> list[StepMetrics]:
+    """The rows of the steps that count, out of rows in the order written: one per step, ascending.
+
+    A launch that trains step N takes the place of what earlier launches had from N on, also of
+    their later steps that it has not reached yet (they are not in its weights).
+    """
+    kept: list[StepMetrics] = []
+    for row in sorted(rows, key=lambda row: row.epoch):
+        while kept and kept[-1].step >= row.step:
+            kept.pop()
+        kept.append(row)
+    return kept
+
+
+def append_save(run: RunLayout, save: SaveRecord) -> None:
+    append_line(run.saves, save.model_dump_json(), mode=0o600, durable=False)
+
+
+def read_saves(run: RunLayout) -> list[SaveRecord]:
+    """All readable records of saves in the order written; none when there is no such file."""
+    saves: list[SaveRecord] = []
+    try:
+        lines = run.saves.read_bytes().splitlines()
+    except FileNotFoundError:
+        return saves
+    for line in lines:
+        with contextlib.suppress(ValidationError):
+            saves.append(SaveRecord.model_validate_json(line))
+    return saves
 
 
 def tail_metrics(run: RunLayout, count: int) -> list[StepMetrics]:

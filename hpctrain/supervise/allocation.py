@@ -15,10 +15,14 @@ from hpctrain.supervise.documents import LaunchShape, SuperviseConfig
 
 @dataclass(frozen=True)
 class Placement:
-    """Nodes and size of one launch. `nodes` empty: all of the job's, as the script says."""
+    """Nodes and size of one launch. `nodes` empty: all of the job's, as the script says.
+
+    `overlap`: beside a step of a lost node, which Slurm lists until it gives the node up.
+    """
 
     shape: LaunchShape | None
     nodes: tuple[str, ...]
+    overlap: bool = False
 
 
 @dataclass(frozen=True)
@@ -39,10 +43,9 @@ class Allocation:
     def avoiding(self, nodes: Collection[str]) -> Allocation:
         return replace(self, avoided=frozenset(nodes))
 
-    def answering(self, nodes: Sequence[str]) -> Allocation:
-        """The allocation with only `nodes` alive: one that came back is used again."""
-        alive = set(nodes)
-        return replace(self, lost=frozenset(node for node in self.nodes if node not in alive))
+    def with_lost(self, lost: Collection[str]) -> Allocation:
+        """The allocation with exactly `lost` not answering: one that came back is used again."""
+        return replace(self, lost=frozenset(lost))
 
 
 def full_nodes(config: SuperviseConfig, allocation: Allocation) -> int:
@@ -86,6 +89,9 @@ def place_command(argv: Sequence[str], placement: Placement) -> list[str]:
     command is the trainer's file.
     """
     words, shape = list(argv), placement.shape
+    if placement.overlap:
+        # srun(1): shares all resources with other steps, which else keep theirs until they end
+        words.insert(1, "--overlap")
     if shape is None or not shape.train_config:
         return _with_nodelist(words, placement.nodes)
     words[-1] = shape.train_config

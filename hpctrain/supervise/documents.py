@@ -41,6 +41,7 @@ class SuperviseConfig(Document):
     run_id: str
     target_step: int
     continuation: Literal["requeue", "chain", "singleton", "array", "none"]
+    continuation_jobs: int = 8
     failures_without_progress: int
     stall_seconds: float
     setup_stall_seconds: float
@@ -74,7 +75,10 @@ class ActionKind(StrEnum):
 
 @dataclass(frozen=True)
 class RankExit:
-    """How one rank says that it ended; `cause` is the trainer's own word for it, if it has one."""
+    """How one rank says that it ended; `cause` is the trainer's own word for it, if it has one.
+
+    `ended_at` is in seconds since the epoch, 0 if unknown.
+    """
 
     rank: int
     node: str
@@ -82,6 +86,7 @@ class RankExit:
     message: str
     cause: str | None = None
     step: int = 0
+    ended_at: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -148,7 +153,8 @@ class Stall:
 class Evidence:
     """Everything known when a launch has ended. `job` is None when Slurm did not answer.
 
-    `lost_nodes` did not answer a probe after the launch, or Slurm says they are down.
+    `lost_nodes` did not answer a probe after the launch (`probed`), or Slurm says they are down.
+    `step_remains`: Slurm has not ended the step, so something of it may still run somewhere.
     `resume_step` is where the launch began, `last_step` the last finished step it told of,
     `checkpoint_step` the newest verified checkpoint.
     """
@@ -168,7 +174,9 @@ class Evidence:
     started: bool
     hold_requested_by: str | None = None
     findings: tuple[Finding, ...] = ()
+    probed: bool = False
     lost_nodes: tuple[str, ...] = ()
+    step_remains: bool = False
     world_size: int = 0
     resume_step: int = 0
     last_step: int | None = None

@@ -48,6 +48,8 @@ def gather(context: AttemptContext, launch: Launch, watch: LaunchWatch) -> Evide
         restart_count=context.attempt.restart_count,
         stall=watch.stall,
         started=watch.started or bool(records),
+        step_remains=watch.step_remains,
+        world_size=watch.tasks,
         resume_step=watch.resume_step,
         last_step=progress.step if progress and progress.epoch == watch.epoch else None,
         checkpoint_step=next(good, None),
@@ -69,7 +71,9 @@ def needs_a_look(evidence: Evidence) -> bool:
 
 def keeps_nodes(evidence: Evidence) -> bool:
     """True unless Slurm ends the job; without an answer the nodes are taken to be ours."""
-    return evidence.job is None or evidence.job.state == "RUNNING"
+    running = evidence.job is None or evidence.job.state == "RUNNING"
+    # A step that cannot be ended on nodes that all answer: only the end of the job clears it.
+    return running and not (evidence.step_remains and evidence.probed and not evidence.lost_nodes)
 
 
 def job_facts(context: AttemptContext, *, patient: bool) -> JobFacts | None:

@@ -6,7 +6,8 @@ acting (`acting`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hpctrain.checkpoints.discover import Checkpoint, checkpoints, select_for_resume
@@ -16,6 +17,7 @@ from hpctrain.store.epochs import claim_epoch
 from hpctrain.store.ledger import EventKind
 from hpctrain.store.signs import Progress, read_record
 from hpctrain.supervise.allocation import Placement, place_command
+from hpctrain.supervise.answers import ProbeResult
 from hpctrain.supervise.causes import Cause
 from hpctrain.supervise.classify import classify
 from hpctrain.supervise.context import AttemptContext, say
@@ -23,8 +25,9 @@ from hpctrain.supervise.control import clear_stale_requests
 from hpctrain.supervise.documents import Evidence, Verdict
 from hpctrain.supervise.gather import gather
 from hpctrain.supervise.past import pending_rollback
+from hpctrain.supervise.postmortem import Prober, ask_nodes, examine
 from hpctrain.supervise.process import Launch, free_port
-from hpctrain.supervise.watch import LaunchWatch
+from hpctrain.supervise.watch import Experience, LaunchWatch
 
 
 @dataclass(frozen=True)
@@ -32,23 +35,33 @@ class Ended:
     """A launch that is over: the verdict, and the evidence unless it never began."""
 
     verdict: Verdict
-    evidence: Evidence | None
+    evidence: Evidence | None = None
+    probe: ProbeResult | None = None
 
 
 class Launcher:
     """Makes the launches of one attempt; `epoch` is that of the newest."""
 
     def __init__(
-        self, context: AttemptContext, argv: list[str], environment: Mapping[str, str]
+        self,
+        context: AttemptContext,
+        argv: list[str],
+        environment: Mapping[str, str],
+        ask: Prober = ask_nodes,
     ) -> None:
         self.context = context
         self.argv = argv
         self.environment = dict(environment)
+        self.ask_nodes = ask
         self.launches = 0
         self.epoch = 0
+        self._experience: Experience | None = None
 
-    def launch(self, placement: Placement) -> Ended:
-        """Run the trainer once on `placement`, from the newest checkpoint that is not given up."""
+    def launch(self, placement: Placement, job_nodes: Sequence[str]) -> Ended:
+        """Run the trainer once on `placement`, from the newest checkpoint that is not given up.
+
+        `job_nodes` are all nodes of the job; they are asked if the launch fails.
+        """
         context = self.context
         run = context.run_layout
         self.epoch = claim_epoch(run.epochs, f"{context.attempt} on {context.attempt.node}")
@@ -57,7 +70,7 @@ class Launcher:
         try:
             start = self._select_checkpoint()
         except CheckpointError as error:
-            return Ended(Verdict(Cause.BAD_CHECKPOINT, str(error)), None)
+            return Ended(Verdict(Cause.BAD_CHECKPOINT, str(error)))
         resume_step = start.step if start else 0
         self.launches += 1
         context.note(
@@ -68,21 +81,43 @@ class Launcher:
             launch_nodes=placement.shape.nodes if placement.shape else None,
             nodes=",".join(placement.nodes) or None,
         )
-        ended, exit_code = self._watch(placement, start)
+        ended, exit_code = self._watch(placement, start, job_nodes)
         self._note_end(ended.verdict, resume_step, exit_code)
         return ended
 
-    def _watch(self, placement: Placement, start: Checkpoint | None) -> tuple[Ended, int | None]:
-        argv = place_command(self.argv, placement)
+    def _watch(
+        self, placement: Placement, start: Checkpoint | None, job_nodes: Sequence[str]
+    ) -> tuple[Ended, int | None]:
+        argv, since = place_command(self.argv, placement), time.time()
         try:
             launch = Launch(argv, self._environment(placement, start))
         except OSError as error:
             reason = f"srun could not be run: {error}"
-            return Ended(Verdict(Cause.LAUNCH_FAILURE, reason), None), None
-        watch = LaunchWatch(self.context, launch, self.epoch, start.step if start else 0)
+            return Ended(Verdict(Cause.LAUNCH_FAILURE, reason)), None
+        watch = self._watch_of(launch, placement, start, job_nodes)
         watch.wait()
         evidence = gather(self.context, launch, watch)
-        return Ended(classify(evidence), evidence), launch.poll()
+        asked = examine(self.context, evidence, job_nodes, since, self.ask_nodes)
+        return Ended(classify(asked.evidence), asked.evidence, asked.probe), launch.poll()
+
+    def _watch_of(
+        self,
+        launch: Launch,
+        placement: Placement,
+        start: Checkpoint | None,
+        job_nodes: Sequence[str],
+    ) -> LaunchWatch:
+        if self._experience is None:
+            self._experience = Experience.of(self.context)
+        return LaunchWatch(
+            self.context,
+            launch,
+            self.epoch,
+            start.step if start else 0,
+            experience=self._experience,
+            tasks=placement.shape.tasks if placement.shape else 0,
+            nodes=placement.nodes or job_nodes,
+        )
 
     def _select_checkpoint(self) -> Checkpoint | None:
         context = self.context

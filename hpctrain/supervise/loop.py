@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from hpctrain.errors import InvalidInputError, Problem
@@ -35,6 +36,7 @@ from hpctrain.supervise.gather import job_facts
 from hpctrain.supervise.launching import Ended, Launcher
 from hpctrain.supervise.past import history
 from hpctrain.supervise.policy import STOPPED_EXIT_CODE, decide
+from hpctrain.supervise.postmortem import Prober, ask_nodes
 from hpctrain.supervise.process import Signals
 from hpctrain.supervise.situation import allocation_of, assess
 from hpctrain.supervise.succession import ensure_successor, must_leave
@@ -51,6 +53,7 @@ class Supervisor:
         argv: list[str],
         environment: Mapping[str, str],
         slurm: SlurmClient | None = None,
+        ask: Prober = ask_nodes,
     ) -> None:
         run_layout = RunLayout(directory.resolve())
         self.context = AttemptContext(
@@ -61,7 +64,7 @@ class Supervisor:
             slurm=slurm or SlurmClient(timeout_seconds=_SLURM_TIMEOUT_SECONDS, shielded=True),
             signals=Signals(),
         )
-        self.launcher = Launcher(self.context, argv, environment)
+        self.launcher = Launcher(self.context, argv, environment, ask)
 
     def run(self) -> int:
         """Supervise this attempt to its end; returns the exit code of the job."""
@@ -145,15 +148,17 @@ class Supervisor:
         placement = place(self.context.config, allocation)
         if placement is None:
             words = f"{len(allocation.healthy)} of {len(allocation.nodes)} nodes answer"
-            return Ended(Verdict(Cause.NODE_FAILURE, words), None)
-        return self.launcher.launch(placement)
+            return Ended(Verdict(Cause.NODE_FAILURE, words))
+        # The step of a lost node stays in Slurm's list until it gives the node up.
+        placement = replace(placement, overlap=bool(allocation.lost))
+        return self.launcher.launch(placement, allocation.nodes)
 
     def _decide(self, allocation: Allocation, ended: Ended) -> tuple[Allocation, Action]:
         """What follows, and the nodes that are left for it."""
         config, verdict = self.context.config, ended.verdict
-        if ended.evidence is not None:
-            allocation = allocation.without(ended.evidence.lost_nodes)
-        situation = assess(self.context, allocation, verdict, ended.evidence)
+        if ended.evidence is not None and ended.evidence.probed:
+            allocation = allocation.with_lost(ended.evidence.lost_nodes)
+        situation = assess(self.context, allocation, verdict, ended)
         action = decide(verdict, self._history(), situation, config)
         return allocation.avoiding(action.exclude), action
 

@@ -126,7 +126,7 @@ def _spent(
     count = history.of(cause)
     if budget is not None and count > budget:
         return _stop(f"{_failures(count, cause)} without a new checkpoint: {verdict.reason}")
-    if history.failures_without_progress >= _limit_of_all(config):
+    if history.failures_without_progress >= limit_of_all(config):
         return _stop(
             f"{history.failures_without_progress} failed launches in a row without a new "
             f"checkpoint, the last: {verdict.reason}"
@@ -134,7 +134,8 @@ def _spent(
     return None
 
 
-def _limit_of_all(config: SuperviseConfig) -> int:
+def limit_of_all(config: SuperviseConfig) -> int:
+    """Failures by all causes without a new checkpoint at which the run is stopped."""
     return _ALL_CAUSES_FACTOR * config.failures_without_progress
 
 
@@ -231,7 +232,7 @@ def _delay(verdict: Verdict, history: History) -> float:
     slow = verdict.cause in _SLOW_CAUSES
     first = _SLOW_FIRST_DELAY_SECONDS if slow else _FIRST_DELAY_SECONDS
     repeats = max(history.of(verdict.cause) - 1, 0)
-    return min(first * 2 ** min(repeats, _MOST_DOUBLINGS), _LONGEST_DELAY_SECONDS)
+    return min(first * float(2 ** min(repeats, _MOST_DOUBLINGS)), _LONGEST_DELAY_SECONDS)
 
 
 def _weather(history: History, situation: Situation, config: SuperviseConfig, count: str) -> Action:
@@ -246,7 +247,7 @@ def _weather(history: History, situation: Situation, config: SuperviseConfig, co
         action = Action(ActionKind.REQUEUE, f"{storm}: give the nodes back and queue ({count})")
         return _avoiding(action, situation, config)
     beyond = min(history.recent_failures - config.storm_failures, _MOST_DOUBLINGS)
-    delay = min(_STORM_DELAY_SECONDS * 2**beyond, _LONGEST_STORM_DELAY_SECONDS)
+    delay = min(_STORM_DELAY_SECONDS * float(2**beyond), _LONGEST_STORM_DELAY_SECONDS)
     reason = f"{storm}: wait {delay / 60:.0f} min before the next launch ({count})"
     action = Action(ActionKind.RELAUNCH, reason, delay_seconds=delay)
     return _avoiding(action, situation, config)

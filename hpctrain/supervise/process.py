@@ -6,6 +6,7 @@ what any of it means (see `classify`).
 
 from __future__ import annotations
 
+import re
 import signal
 import socket
 import subprocess
@@ -22,6 +23,9 @@ from hpctrain.supervise.documents import TaskFailure
 _PORT_FIRST, _PORT_COUNT = 20000, 10000
 _CAUGHT = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 _YIELD_EXIT = "Exited with exit code 75"
+# What srun says while it cannot create the step, and when it has (src/srun/libsrun/launch.c).
+_STEP_WAITS = re.compile(r"step creation (?:temporarily|still) disabled|configured, please wait")
+_STEP_CREATED = re.compile(r"[Ss]tep created")
 
 
 class Signals:
@@ -59,6 +63,7 @@ class Launch:
     def __init__(self, argv: list[str], environment: Mapping[str, str]) -> None:
         self._failures: list[TaskFailure] = []
         self._notices: list[str] = []
+        self.waits_for_step = False
         self.process = subprocess.Popen(
             argv,
             env=dict(environment),
@@ -75,6 +80,7 @@ class Launch:
         for line in self.process.stderr:
             sys.stderr.write(line)
             sys.stderr.flush()
+            self.waits_for_step = step_waits(line, self.waits_for_step)
             failure = read_task_failure(line)
             if failure is not None and failure.what != _YIELD_EXIT:
                 self._failures.append(failure)
@@ -101,6 +107,13 @@ class Launch:
     @property
     def notices(self) -> tuple[str, ...]:
         return tuple(self._notices)
+
+
+def step_waits(line: str, before: bool) -> bool:
+    """Whether srun still waits for its step to be created, after it has said `line`."""
+    if _STEP_WAITS.search(line):
+        return True
+    return before and not _STEP_CREATED.search(line)
 
 
 def free_port(launch: str) -> int:

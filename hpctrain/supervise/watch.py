@@ -1,25 +1,37 @@
-"""Watching one launch: signals, stalls, first failures, and newer launches of the same run.
+"""Watching one launch: signals, requests, stalls, first failures, newer launches of the same run.
 
 Ends the step when it must, and only then. Belongs here: the waiting. Does not belong here: the
-verdict. A query that fails is "unknown" and leads to nothing.
+verdict, how long silence may last (`phases`), reading files (`sight`, `dumps`), what stacks mean
+(`stacks`). A query that fails is "unknown" and leads to nothing, and neither a file system nor a
+controller that hangs keeps signals from being handled.
 """
 
 from __future__ import annotations
 
-import contextlib
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from hpctrain.durable import replace_text
-from hpctrain.errors import SlurmError
-from hpctrain.store.epochs import current_epoch
 from hpctrain.store.ledger import EventKind
-from hpctrain.store.signs import ExitRecord, Progress, read_exit_records, read_record
-from hpctrain.supervise.context import AttemptContext
+from hpctrain.store.signs import Progress, RankTimes
+from hpctrain.supervise import dumps
+from hpctrain.supervise.context import AttemptContext, say
+from hpctrain.supervise.control import Request, ask_trainer_to_leave
 from hpctrain.supervise.documents import Stall
+from hpctrain.supervise.phases import Pulse, StallLimits
 from hpctrain.supervise.process import Launch
+from hpctrain.supervise.sight import Looker, Onlooker, Sight, in_time, past_step_seconds
+from hpctrain.supervise.stack_inquiry import Inquiry
+from hpctrain.supervise.steps import OwnSteps
+from hpctrain.supervise.stragglers import SlowRank, StageOf, Stragglers, one_stage
 
 _POLL_SECONDS = 0.2
 _LOOK_SECONDS = 2.0
+_RANK_TIMES_SECONDS = 10.0
+# A look takes milliseconds. One that takes this long is held by the file system.
+_HELD_SECONDS = 5.0
+# What a word in the ledger or a request to the trainer may take of our time.
+_WORD_SECONDS = 1.0
 # How long the ranks that survive a failed one may take to say what they saw.
 _LAST_WORDS_SECONDS = 8.0
 # How long srun may take to notice that all ranks have left (a dead slurmstepd never tells it).
@@ -29,51 +41,105 @@ _VERDICT_SECONDS = 2.0
 _FINAL_READING_SECONDS = 0.2
 
 
+@dataclass(frozen=True)
+class Experience:
+    """What launches have shown, for those that follow; one for each supervisor."""
+
+    limits: StallLimits
+    stragglers: Stragglers
+
+    @classmethod
+    def of(cls, context: AttemptContext) -> Experience:
+        """That of the run's earlier attempts, as far as its metrics tell."""
+        limits, found = StallLimits(context.config), list[float]()
+        if in_time(lambda: found.extend(past_step_seconds(context.run_layout)), _WORD_SECONDS):
+            limits.relearn(found)
+        return cls(limits, Stragglers(context.config.slow_rank))
+
+
 class LaunchWatch:
-    """Waits for one launch; afterwards its attributes say what was seen."""
+    """Waits for one launch; afterwards its attributes say what was seen.
+
+    `tasks` is the number of ranks (0: as many as show themselves), `nodes` those of the launch in
+    the order of its ranks (empty: all of the job), `stage_of` gives a rank's pipeline stage.
+    Afterwards: `superseded`, `started`, `stall` (with the odd ranks), `slow_ranks`,
+    `step_remains`, and `storage_stalled_seconds`, for how long the run directory did not answer.
+    """
 
     def __init__(
-        self, context: AttemptContext, launch: Launch, epoch: int, resume_step: int = 0
+        self,
+        context: AttemptContext,
+        launch: Launch,
+        epoch: int,
+        resume_step: int = 0,
+        *,
+        experience: Experience | None = None,
+        tasks: int = 0,
+        nodes: Sequence[str] = (),
+        stage_of: StageOf = one_stage,
     ) -> None:
         self.context = context
         self.launch = launch
         self.epoch = epoch
+        self.resume_step = resume_step
         self.superseded = False
         self.stall: Stall | None = None
-        self.started = False
-        self._started_at = time.monotonic()
+        self.storage_stalled_seconds = 0.0
+        self.step_remains = False
+        self.tasks = tasks
+        self._stage_of = stage_of
+        self._experience = experience or Experience.of(context)
+        self._experience.stragglers.launched()
+        self._steps = OwnSteps(context)
+        self._onlooker = Onlooker(context.run_layout, epoch)
+        now = time.monotonic()
+        self._pulse = Pulse(self._experience.limits, resume_step, now)
+        self._sign: Progress | None = None
+        self._seen_at = now
+        self._stalled_before_seconds = 0.0
+        self._next_look = self._next_rank_times = now
         self._handled_signals = 0
         self._final_at: float | None = None
         self._failed_at: float | None = None
         self._left_at: float | None = None
-        self._progress: Progress | None = None
-        self._progress_at = self._started_at
-        self._resume_step = resume_step
+        self._asked_to_leave = False
+        self._inquiry = Inquiry(context, epoch, tasks, nodes, give_up=self._is_ending)
+
+    @property
+    def started(self) -> bool:
+        """A rank of this launch has said something."""
+        return self._pulse.started
+
+    @property
+    def slow_ranks(self) -> tuple[SlowRank, ...]:
+        """The ranks that were slow when the launch ended."""
+        return self._experience.stragglers.current
 
     def wait(self) -> None:
         """Return when srun has ended, or when waiting any longer would lose the last word."""
-        next_look = 0.0
+        run = self.context.run_layout
+        looker = Looker(self._onlooker.look)
+        in_time(lambda: dumps.forget_old_dumps(run, self.epoch), _WORD_SECONDS)
         while self.launch.poll() is None:
             self._handle_signals()
-            if self._time_is_up():
+            if self._time_is_up() or self._look(looker):
                 break
-            if time.monotonic() >= next_look:
-                next_look = time.monotonic() + _LOOK_SECONDS
-                if self._look():
-                    break
             time.sleep(_POLL_SECONDS)
+        looker.close()
         # While srun is alive its pipe stays open: no use in waiting for the end of it.
         self.launch.finish_reading(_FINAL_READING_SECONDS if self.launch.poll() is None else 2.0)
         self._handle_signals()
         if not self.context.signals.final:
             self._end_step()
+        if self.stall is not None:
+            self._name_the_odd(self.stall)
 
-    # -- signals ---------------------------------------------------------------------------
+    # -- signals and requests --------------------------------------------------------------
 
     def _handle_signals(self) -> None:
         names = self.context.signals.names
         for name in names[self._handled_signals :]:
-            self.context.note(EventKind.SIGNAL, epoch=self.epoch, signal=name)
+            self._note(EventKind.SIGNAL, signal=name)
             if name == "USR1":
                 self._ask_to_leave("Slurm's warning signal USR1")
             elif self._final_at is None:
@@ -82,12 +148,20 @@ class LaunchWatch:
 
     def _ask_to_leave(self, reason: str) -> None:
         """Both ways at once: a file survives a lost signal, a signal beats a cached file name."""
-        replace_text(self.context.run_layout.stop_request, reason + "\n", mode=0o600)
-        for step_id in self._steps():
-            with contextlib.suppress(SlurmError):
-                # Not TERM: a step that is sent TERM by scancel counts as cancelled; not USR1,
-                # which NCCL may catch.
-                self.context.slurm.signal_step(self.context.job_id, step_id, "USR2")
+        run = self.context.run_layout
+        in_time(lambda: ask_trainer_to_leave(run, reason), _WORD_SECONDS)
+        # Not TERM: a step that is sent TERM by scancel counts as cancelled; not USR1, which NCCL
+        # may catch.
+        self._steps.signal("USR2")
+
+    def _follow(self, request: Request | None) -> bool:
+        """What a person asks for; True if the step is to be ended now."""
+        if request is None or request.kind == "stop-now":
+            return request is not None
+        if not self._asked_to_leave:
+            self._asked_to_leave = True
+            self._ask_to_leave(f"control/{request.kind}")
+        return False
 
     def _time_is_up(self) -> bool:
         """After the final TERM there are KillWait seconds, and the verdict needs some of them."""
@@ -96,78 +170,161 @@ class LaunchWatch:
         left = self.context.config.kill_wait_seconds - _VERDICT_SECONDS
         return time.monotonic() - self._final_at >= max(left, 0.5)
 
+    def _is_ending(self) -> bool:
+        """Handle signals that have come; True once Slurm ends the job."""
+        self._handle_signals()
+        return self.context.signals.final
+
+    def _note(self, kind: EventKind, **fields: object) -> None:
+        """A word into the ledger, unless the file system keeps us waiting for too long."""
+        in_time(lambda: self.context.note(kind, epoch=self.epoch, **fields), _WORD_SECONDS)
+
     # -- looking ---------------------------------------------------------------------------
 
-    def _look(self) -> bool:
-        """True when the step has to be ended."""
-        self.superseded = current_epoch(self.context.run_layout.epochs) > self.epoch
-        self._read_progress()
-        self.stall = self._find_stall()
-        failed = self._has_failed()
-        return self.superseded or self.stall is not None or failed or self._all_have_left()
+    def _look(self, looker: Looker) -> bool:
+        """Begin a look or take its answer. True when the step has to be ended."""
+        now = time.monotonic()
+        if not looker.busy:
+            if now >= self._next_look:
+                self._begin_look(looker, now)
+            return False
+        sight = looker.answer()
+        if sight is None:
+            self._count_held_look(now)
+            return False
+        if not self._judge(sight, now):
+            return False
+        return self.stall is None or self._is_certain(looker, self.stall)
 
-    def _read_progress(self) -> None:
+    def _begin_look(self, looker: Looker, now: float) -> None:
+        self._next_look = now + _LOOK_SECONDS
+        rank_times = now >= self._next_rank_times
+        if rank_times:
+            self._next_rank_times = now + _RANK_TIMES_SECONDS
+        looker.ask(closely=self._pulse.is_late(now), rank_times=rank_times)
+
+    def _count_held_look(self, now: float) -> None:
+        """The run directory does not answer, or only with errors."""
+        gap_seconds = now - self._seen_at
+        if gap_seconds > _LOOK_SECONDS + _HELD_SECONDS:
+            self.storage_stalled_seconds = self._stalled_before_seconds + gap_seconds
+
+    def _count_gap(self, now: float) -> None:
+        """What happened since the last look could not be seen if that was long ago.
+
+        Also when nobody was there to look: Slurm may suspend a job, ranks and supervisor alike.
+        """
+        gap_seconds = now - self._seen_at
+        if gap_seconds > _LOOK_SECONDS + _HELD_SECONDS:
+            self._pulse.unseen(gap_seconds - _LOOK_SECONDS)
+        self._stalled_before_seconds = self.storage_stalled_seconds
+        self._seen_at = now
+
+    def _judge(self, sight: Sight, now: float) -> bool:
+        """True when the step has to be ended; `stall` is set if that is because of silence."""
+        self.stall = None
+        self._count_gap(now)
+        self._take_sign(sight.progress, now)
+        self._compare_ranks(sight.rank_times)
+        self.superseded = sight.newest_epoch > self.epoch
+        ended = self._follow(sight.request) or self._has_failed(sight, now)
+        if self.superseded or ended or self._all_have_left(sight, now):
+            return True
+        # Ranks that wait for a failed one are silent too, and that is no hang.
+        if self._failed_at is None:
+            self.stall = self._find_stall(sight, now)
+        return self.stall is not None
+
+    def _take_sign(self, progress: Progress | None, now: float) -> None:
         """Note when the trainer's words change; its clock may differ from ours."""
-        progress = read_record(self.context.run_layout.progress, Progress)
-        if progress is None or progress.epoch != self.epoch or progress == self._progress:
+        if progress is None or progress == self._sign:
             return
-        self.started = True
-        self._progress, self._progress_at = progress, time.monotonic()
+        self._sign = progress
+        self._pulse.sign(progress.phase, progress.step, progress.step_seconds, now)
 
-    def _find_stall(self) -> Stall | None:
-        """The first step of a launch is slow (connections, compilation), so it gets longer."""
-        config, progress = self.context.config, self._progress
-        silent_seconds = time.monotonic() - self._progress_at
-        phase = progress.phase if progress else "starting"
-        training = progress and phase == "training" and progress.step > self._resume_step
-        limit_seconds = config.stall_seconds if training else config.setup_stall_seconds
-        if silent_seconds <= limit_seconds:
-            return None
-        return Stall(phase, silent_seconds, limit_seconds)
+    def _find_stall(self, sight: Sight, now: float) -> Stall | None:
+        return self._pulse.stall(
+            now,
+            ranks_seen=sight.ranks_seen,
+            srun_waits=self.launch.waits_for_step,
+            save_in_flight=sight.save_in_flight,
+        )
 
-    def _records(self) -> list[ExitRecord]:
-        return read_exit_records(self.context.run_layout, self.epoch)
-
-    def _has_failed(self) -> bool:
+    def _has_failed(self, sight: Sight, now: float) -> bool:
         """A rank has died; the others have had their time to say why they cannot go on."""
-        bad = any(record.outcome in ("crash", "config_error") for record in self._records())
-        if not bad and not self.launch.failures:
+        if not sight.failed and not self.launch.failures:
             return False
-        self._failed_at = self._failed_at or time.monotonic()
-        return time.monotonic() - self._failed_at >= _LAST_WORDS_SECONDS
+        self._failed_at = self._failed_at or now
+        return now - self._failed_at >= _LAST_WORDS_SECONDS
 
-    def _all_have_left(self) -> bool:
+    def _all_have_left(self, sight: Sight, now: float) -> bool:
         """Rank 0 has written that all leave, and srun still waits long after that."""
-        if not any(record.outcome in ("done", "yielded") for record in self._records()):
+        if not sight.left:
             return False
-        self._left_at = self._left_at or time.monotonic()
-        return time.monotonic() - self._left_at >= _LEAVING_SECONDS
+        self._left_at = self._left_at or now
+        return now - self._left_at >= _LEAVING_SECONDS
+
+    def _compare_ranks(self, times: RankTimes | None) -> None:
+        if times is None:
+            return
+        for slow in self._experience.stragglers.window(times, self._stage_of):
+            reason = f"computes {slow.factor:.2f} times as long as its peers"
+            self._note(
+                EventKind.SLOW_RANK,
+                rank=slow.rank,
+                node=slow.node,
+                factor=round(slow.factor, 3),
+                reason=reason,
+                last_step=times.last_step,
+            )
+            self._say(f"rank {slow.rank} on {slow.node} {reason}")
+
+    # -- stacks ----------------------------------------------------------------------------
+
+    def _is_certain(self, looker: Looker, stall: Stall) -> bool:
+        """Have the ranks write down where they are, then look a last time."""
+        self._inquiry.open()
+        looker.ask(closely=True, rank_times=False)
+        deadline = time.monotonic() + _HELD_SECONDS
+        sight = None
+        while looker.busy and time.monotonic() < deadline and not self._is_ending():
+            sight = looker.answer(_POLL_SECONDS)
+        if sight is None or not self._judge(sight, time.monotonic()):
+            self.stall = None
+            self._say(f"silent for {stall.silent_seconds:.0f} s while {stall.phase}, but no hang")
+            return False
+        if self.stall is not None:
+            self._experience.limits.stalled(self.stall.phase, self.stall.silent_seconds)
+        return True
+
+    def _name_the_odd(self, stall: Stall) -> None:
+        found = self._inquiry.close(stall.phase)
+        if found is None:
+            return
+        self.stall = replace(stall, odd=found.odd)
+        first = found.odd[0] if found.odd else None
+        self._note(
+            EventKind.STACKS_SAVED,
+            reason=found.reason,
+            evidence=found.evidence,
+            rank=first.rank if first else None,
+            node=(first.node or None) if first else None,
+            nodes=",".join(dict.fromkeys(odd.node for odd in found.odd if odd.node)) or None,
+        )
+        self._say(found.reason)
+
+    def _say(self, text: str) -> None:
+        in_time(lambda: say(text), _WORD_SECONDS)
 
     # -- ending ----------------------------------------------------------------------------
-
-    def _steps(self) -> list[str]:
-        """Ids of the live srun steps of this attempt (not `batch` and `extern`).
-
-        Step ids start again at 0 when Slurm restarts the job (slurmctld/job_mgr.c,
-        batch_requeue_fini), so a supervisor that outlived its attempt must not touch them.
-        """
-        slurm, attempt = self.context.slurm, self.context.attempt
-        try:
-            job = slurm.jobs([attempt.job_id]).get(attempt.job_id)
-            if job is None or job.restart_count != attempt.restart_count:
-                return []
-            steps = slurm.steps(attempt.job_id)
-        except SlurmError:
-            return []
-        return [step.step_id for step in steps if step.step_id.isdigit()]
 
     def _end_step(self) -> None:
         """Kill what is left of the step (srun may be dead and its tasks alive), then srun."""
         deadline = time.monotonic() + self.context.config.kill_wait_seconds + 10
-        while (steps := self._steps()) and time.monotonic() < deadline:
-            for step_id in steps:
-                with contextlib.suppress(SlurmError):
-                    self.context.slurm.kill_step(self.context.job_id, step_id)
+        while self._steps.kill():
+            self.step_remains = time.monotonic() >= deadline
+            if self.step_remains:
+                break
             time.sleep(_POLL_SECONDS * 2)
             self._handle_signals()
             if self.context.signals.final:

@@ -21,6 +21,7 @@ class WriterState(IntEnum):
     FINISHED = 0
     RUNNING = 1
     FAILED = 2
+    NO_SPACE = 3
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Agreement:
     stop: bool
     save: bool
     writer: WriterState
+    rejected: bool
 
 
 class Control:
@@ -37,13 +39,19 @@ class Control:
 
     def __init__(self, group: Any) -> None:
         self._group = group
-        self._votes = torch.zeros(3, dtype=torch.int64)
+        self._votes = torch.zeros(4, dtype=torch.int64)
         self._work: Any = None
 
-    def propose(self, *, stop: bool, save: bool, writer: WriterState) -> None:
-        """Start to reduce this rank's wishes; `result` waits for it."""
+    def propose(
+        self, *, stop: bool, save: bool, writer: WriterState, rejected: bool = False
+    ) -> None:
+        """Start to reduce this rank's wishes; `result` waits for it.
+
+        `rejected`: this rank's gradients are not finite.
+        """
         assert self._work is None, "propose() was called twice"
-        self._votes[0], self._votes[1], self._votes[2] = int(stop), int(save), int(writer)
+        votes = [int(stop), int(save), int(writer), int(rejected)]
+        self._votes.copy_(torch.tensor(votes, dtype=torch.int64))
         self._work = dist.all_reduce(
             self._votes, op=dist.ReduceOp.MAX, group=self._group, async_op=True
         )
@@ -51,8 +59,8 @@ class Control:
     def result(self) -> Agreement:
         self._work.wait()
         self._work = None
-        stop, save, writer = self._votes.tolist()
-        return Agreement(bool(stop), bool(save), WriterState(writer))
+        stop, save, writer, rejected = self._votes.tolist()
+        return Agreement(bool(stop), bool(save), WriterState(writer), bool(rejected))
 
     def agree_to_stop(self, stop: bool) -> bool:
         """True if any rank wants to stop."""
@@ -68,6 +76,26 @@ class Control:
         box = [value]
         dist.broadcast_object_list(box, src=0, group=self._group)
         return box[0]
+
+    def start_sum(self, vector: Any) -> Any:
+        """Begin to add up a CPU tensor over all ranks, in place; `.wait()` on what is returned."""
+        return dist.all_reduce(vector, group=self._group, async_op=True)
+
+    def total(self, number: float) -> float:
+        """The sum of a number over all ranks."""
+        vector = torch.tensor([number], dtype=torch.float64)
+        self.start_sum(vector).wait()
+        return float(vector[0])
+
+    def all_agree(self, yes: bool) -> bool:
+        """True if all ranks say yes."""
+        return self.total(float(not yes)) == 0
+
+    def everywhere(self, text: str) -> list[str]:
+        """The text of each rank, by rank."""
+        texts: list[str] = [""] * dist.get_world_size(self._group)
+        dist.all_gather_object(texts, text, group=self._group)
+        return texts
 
     def barrier(self) -> None:
         dist.barrier(group=self._group)

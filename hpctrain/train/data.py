@@ -22,6 +22,7 @@ from megatron.core.tokenizers import MegatronTokenizer
 
 from hpctrain.engines.megatron import TrainConfig
 from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.train.faults import DataError
 from hpctrain.train.mesh import Mesh
 from hpctrain.train.preflight import microbatches
 
@@ -40,11 +41,16 @@ class Microbatch:
 
 @dataclass(frozen=True)
 class Samples:
-    """One dataset seen from one rank; `dataset` is None on stages that need no data."""
+    """One dataset seen from one rank; `dataset` is None on stages that need no data.
+
+    `horizon` is the number of samples in it: a run that leaves some out takes the first ones
+    again at its end, for more samples would be another order of all.
+    """
 
     dataset: Any
     config: TrainConfig
     mesh: Mesh
+    horizon: int
 
     def iterators(self, consumed_samples: int) -> Any:
         """What the schedules take: one iterator, or one per chunk with interleaving."""
@@ -74,7 +80,11 @@ class Samples:
             yield self._read(range(first, first + micro)) if reads else None
 
     def _read(self, indices: range) -> Microbatch:
-        rows = [self.dataset[index] for index in indices]
+        try:
+            rows = [self.dataset[index % self.horizon] for index in indices]
+        except (OSError, ValueError, IndexError) as error:
+            first, last = indices[0], indices[-1]
+            raise DataError(f"samples {first} to {last} cannot be read: {error}") from error
         tokens = torch.stack([row["tokens"] for row in rows])
         labels = torch.stack([row["labels"] for row in rows])
         self._check_vocabulary(max(int(tokens.max()), int(labels.max())))
@@ -147,8 +157,8 @@ def open_data(config: TrainConfig, mesh: Mesh, cache: Path) -> Data:
     if not needed:
         training = validation = None
     return Data(
-        Samples(training, config, mesh),
-        Samples(validation, config, mesh) if evaluates else None,
+        Samples(training, config, mesh, sizes[0]),
+        Samples(validation, config, mesh, sizes[1]) if evaluates else None,
     )
 
 

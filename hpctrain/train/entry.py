@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from hpctrain.checkpoints.manifest import checkpoint_name, read_manifest, what_is_wrong
 from hpctrain.checkpoints.publish import StaleEpochError
-from hpctrain.errors import CheckpointError, InvalidInputError, Problem
+from hpctrain.errors import CheckpointError, HpctrainError, InvalidInputError, Problem
 from hpctrain.store.epochs import current_epoch
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.signs import (
@@ -27,9 +27,11 @@ from hpctrain.store.signs import (
     read_record,
     write_record,
 )
+from hpctrain.train.faults import BadCheckpointError, cause_of
 from hpctrain.train.job import Job, read_config
 from hpctrain.train.launch import Launch, quiet_defaults, read_launch
 from hpctrain.train.preflight import check
+from hpctrain.train.stacks import StackDump, flight_recorder, open_stack_dump
 from hpctrain.train.stop import StopSignals
 
 _CODES: dict[Outcome, TrainerExit] = {
@@ -37,6 +39,12 @@ _CODES: dict[Outcome, TrainerExit] = {
     "yielded": TrainerExit.YIELDED,
     "config_error": TrainerExit.CONFIG_ERROR,
     "crash": TrainerExit.CRASH,
+}
+# Crashes with a code of their own, which Slurm shows even where no record could be written. The
+# same codes leave megatron-core when it ends the process itself.
+_CODES_OF_CAUSES = {
+    "diverged": TrainerExit.DIVERGED,
+    "suspect_numerics": TrainerExit.SUSPECT_NUMERICS,
 }
 
 
@@ -51,7 +59,20 @@ def main(arguments: list[str], stop: StopSignals) -> int:
     if read_record(run.done, DoneMarker) is not None:
         return TrainerExit.DONE
     ending = _Ending(run, launch)
-    return ending.of(lambda: _train(Job(read_config(path), launch, run, stop), ending))
+    stacks = _open_stacks(run, launch)
+    code = ending.of(lambda: _train(Job(read_config(path), launch, run, stop), ending))
+    if stacks is not None:
+        stacks.discard_if_unused()
+    return code
+
+
+def _open_stacks(run: RunLayout, launch: Launch) -> StackDump | None:
+    """Without a file for stacks training goes on; whoever asks for them gets none of this rank."""
+    try:
+        return open_stack_dump(run, launch)
+    except OSError as error:
+        _say(f"stacks cannot be written: {error}", TrainerExit.CRASH)
+        return None
 
 
 def leave(code: int) -> NoReturn:
@@ -88,23 +109,32 @@ class _Ending:
             return self._bad("config_error", str(error), None)
         except StaleEpochError as error:
             return self._bad("crash", f"stale epoch: {error}", None)
-        except CheckpointError as error:
-            return self._bad("crash", str(error), None)
+        except HpctrainError as error:
+            return self._bad("crash", str(error), None, error)
         except BaseException as error:
-            return self._bad("crash", _in_one_line(error), traceback.format_exc())
+            return self._bad("crash", _in_one_line(error), traceback.format_exc(), error)
 
     def _good(self, outcome: Outcome) -> int:
         if self._launch.leads:
             self._record(outcome, None, None)
         return _CODES[outcome]
 
-    def _bad(self, outcome: Outcome, message: str, trace: str | None) -> int:
+    def _bad(
+        self,
+        outcome: Outcome,
+        message: str,
+        trace: str | None,
+        error: BaseException | None = None,
+    ) -> int:
         message = self._stale_or(message) if outcome == "crash" else message
-        self._record(outcome, message, trace)
+        stale = message.startswith("stale epoch")
+        cause = "superseded" if stale else cause_of(error) if error is not None else None
+        code = _CODES_OF_CAUSES.get(cause or "", _CODES[outcome])
+        self._record(outcome, message, trace, cause, getattr(error, "consumed_samples", None))
         if outcome == "config_error" and not self._launch.leads:
-            return _CODES[outcome]  # every rank found the same: rank 0 says it
+            return code  # every rank found the same: rank 0 says it
         rank = f"rank {self._launch.rank} on {self._launch.node}"
-        return _say(f"{trace or ''}{rank}: {outcome}: {message}", _CODES[outcome])
+        return _say(f"{trace or ''}{rank}: {outcome}: {message}", code)
 
     def _stale_or(self, message: str) -> str:
         """A newer launch takes the files of this one away, which shows as all kinds of errors."""
@@ -113,17 +143,26 @@ class _Ending:
             return message
         return f"stale epoch: epoch {owner} owns the run, not {self._launch.epoch}; {message}"
 
-    def _record(self, outcome: Outcome, message: str | None, trace: str | None) -> None:
+    def _record(
+        self,
+        outcome: Outcome,
+        message: str | None,
+        trace: str | None,
+        cause: str | None = None,
+        consumed_samples: int | None = None,
+    ) -> None:
         record = ExitRecord(
             epoch=self._launch.epoch,
             rank=self._launch.rank,
             node=self._launch.node,
             outcome=outcome,
             step=self.step(),
-            exit_code=_CODES[outcome],
+            exit_code=_CODES_OF_CAUSES.get(cause or "", _CODES[outcome]),
             time=time.time(),
             message=message,
             traceback=trace,
+            cause=cause,
+            consumed_samples=consumed_samples,
         )
         try:
             write_record(self._run.exit_record(record.epoch, record.rank), record)
@@ -136,7 +175,7 @@ def _train(job: Job, ending: _Ending) -> Outcome:
     check(job)
     _refuse_stale(job)
     _refuse_damaged(job)
-    os.environ.update(quiet_defaults())
+    os.environ.update(quiet_defaults() | flight_recorder(job.run, job.launch))
     from hpctrain.train.startup import assemble  # torch and megatron-core come in here
 
     loop = assemble(job, ending)
@@ -163,7 +202,7 @@ def _refuse_damaged(job: Job) -> None:
     if directory is not None:
         problem = what_is_wrong(directory, read_manifest(directory), deep=False)
         if problem is not None:
-            raise CheckpointError(f"cannot resume from {directory.name}: {problem}")
+            raise BadCheckpointError(f"cannot resume from {directory.name}: {problem}")
 
 
 def _mark_done(job: Job, step: int) -> None:

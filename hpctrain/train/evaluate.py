@@ -28,10 +28,12 @@ def evaluate(runner: Pass, samples: Samples) -> float:
 
 @contextmanager
 def _evaluating(runner: Pass) -> Iterator[None]:
-    """Dropout off; with overlap_param_gather gather all weights now instead of while computing."""
+    """Dropout off, nothing timed; with overlap_param_gather gather all weights now instead of
+    while computing."""
     settings, chunks = runner.model.settings, runner.model.wrapped
     overlapped = runner.config.overlap_param_gather
     gather, settings.param_sync_func = settings.param_sync_func, None
+    timers, settings.timers = settings.timers, None
     for chunk in chunks:
         chunk.eval()
         if overlapped:
@@ -39,7 +41,7 @@ def _evaluating(runner: Pass) -> Iterator[None]:
     try:
         yield
     finally:
-        settings.param_sync_func = gather
+        settings.param_sync_func, settings.timers = gather, timers
         for chunk in chunks:
             chunk.train()
             if overlapped:

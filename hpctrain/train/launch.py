@@ -5,6 +5,7 @@ Belongs here: reading the environment of the process. Does not belong here: anyt
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 from collections.abc import Mapping
@@ -18,7 +19,8 @@ class Launch:
     """The place of this process in its launch.
 
     `epoch` is the fencing number of the launch, `resume` the name of a checkpoint directory or
-    empty for a fresh start.
+    empty for a fresh start. `mttf_seconds` is the time between failures of the whole run as far
+    as it is known, `pinned_steps` are checkpoints that retention must leave.
     """
 
     rank: int
@@ -27,6 +29,8 @@ class Launch:
     node: str
     epoch: int
     resume: str
+    mttf_seconds: float = math.inf
+    pinned_steps: frozenset[int] = frozenset()
 
     @property
     def leads(self) -> bool:
@@ -46,6 +50,11 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
         node=environment.get("SLURMD_NODENAME") or socket.gethostname(),
         epoch=_number(environment, "HPCTRAIN_EPOCH", default="0"),
         resume=environment.get("HPCTRAIN_RESUME", ""),
+        mttf_seconds=_mttf(environment.get("HPCTRAIN_MTTF_SECONDS", "")),
+        pinned_steps=frozenset(
+            _parse("HPCTRAIN_PINNED_STEPS", word)
+            for word in environment.get("HPCTRAIN_PINNED_STEPS", "").split()
+        ),
     )
 
 
@@ -56,6 +65,18 @@ def quiet_defaults(environment: Mapping[str, str] = os.environ) -> dict[str, str
     """
     wanted = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     return {name: value for name, value in wanted.items() if name not in environment}
+
+
+def _mttf(text: str) -> float:
+    """Empty: unknown, as if nothing ever failed."""
+    try:
+        seconds = float(text or "inf")
+    except ValueError:
+        seconds = math.nan
+    if not seconds > 0:
+        message = f"HPCTRAIN_MTTF_SECONDS is not a positive number: {text!r}"
+        raise InvalidInputError([Problem(message)])
+    return seconds
 
 
 def _number(environment: Mapping[str, str], *names: str, default: str | None = None) -> int:

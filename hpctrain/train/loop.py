@@ -7,19 +7,30 @@ from __future__ import annotations
 
 import gc
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from hpctrain.train.control import Agreement, Control
 from hpctrain.train.data import Data
 from hpctrain.train.evaluate import evaluate
+from hpctrain.train.faults import DivergedError
 from hpctrain.train.forward import Pass, mean_loss
+from hpctrain.train.interval import SaveInterval
 from hpctrain.train.job import Job
+from hpctrain.train.numerics import (
+    GradientWitness,
+    LossWindow,
+    weights_are_finite,
+    what_is_not_finite,
+)
 from hpctrain.train.optimizer import Optimizer
 from hpctrain.train.report import Reporter, StepResult
+from hpctrain.train.request import SaveRequest
 from hpctrain.train.saver import Saver
+from hpctrain.train.skips import Skips
 from hpctrain.train.snapshot import Position
-from hpctrain.train.stop import stop_file_exists
+from hpctrain.train.stop import file_exists
+from hpctrain.train.times import RankClock
 
 Ending = Literal["done", "yielded"]
 
@@ -36,52 +47,66 @@ class Loop:
     saver: Saver
     reporter: Reporter
     position: Position
-    saved_at: float = field(default_factory=time.monotonic)
+    interval: SaveInterval
+    skips: Skips
+    witness: GradientWitness
+    losses: LossWindow
+    clock: RankClock
+    request: SaveRequest
 
     def run(self) -> Ending:
-        """Train until the target step or until a rank was asked to stop; saves before it ends."""
+        """Train until the target step or until a rank was asked to stop; saves before it ends.
+
+        Raises DivergedError, on all ranks and after the same step, when a step's numbers must not
+        be trained on; a checkpoint from before that step may still be published then.
+        """
         target = self.job.config.train_steps
         self.reporter.phase("training", self.position.step)
-        self.saved_at = time.monotonic()
+        self.interval.begun()
         gc.freeze()  # model and optimizer live for ever: do not scan them again and again
         stopping = self.control.agree_to_stop(self._asked_to_stop())
         trained = False
-        while self.position.step < target and not stopping:
-            agreed = self.one_step()
-            stopping, trained = agreed.stop, True
-        self._save_the_end(trained)
+        try:
+            while self.position.step < target and not stopping:
+                agreed = self.one_step()
+                stopping, trained = agreed.stop, True
+            self._save_the_end(trained)
+        except DivergedError:
+            self.saver.leave()
+            raise
         return "done" if self.position.step >= target else "yielded"
 
     def one_step(self) -> Agreement:
         """One optimizer step with everything that belongs to it."""
         started_at = time.perf_counter()
-        totals, grad_norm, learning_rate = self._update()
+        first = self.skips.next_sample(self.position.consumed_samples)
+        totals, grad_norm, learning_rate = self._update(first)
         agreed = self.control.result()
         loss = mean_loss(totals)
-        self.position = Position(
-            self.position.step + 1,
-            self.position.consumed_samples + self.job.config.global_batch_size,
-        )
+        consumed = first + self.job.config.global_batch_size
+        self.position = Position(self.position.step + 1, consumed)
         result = StepResult(
             step=self.position.step,
-            consumed_samples=self.position.consumed_samples,
+            consumed_samples=consumed,
             loss=loss,
             grad_norm=None if grad_norm is None else float(grad_norm),
             learning_rate=learning_rate,
             step_seconds=time.perf_counter() - started_at,
         )
-        self.reporter.finished_step(result, self._evaluate_if_due())
+        problem = self._problem(result, agreed)
+        self.clock.finished_step(result.step)
+        self.reporter.finished_step(result, None if problem else self._evaluate_if_due())
+        if problem:
+            raise DivergedError(result.step, first, loss, problem)
         self._save_if_due(agreed)
         return agreed
 
-    def _update(self) -> tuple[Any, Any, float]:
+    def _update(self, first_sample: int) -> tuple[Any, Any, float]:
         """Forward, backward, optimizer: one step of megatron-core."""
         for chunk in self.runner.model.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.inner.zero_grad()
-        reports = self.runner.run(
-            self.data.training, self.position.consumed_samples, forward_only=False
-        )
+        reports = self.runner.run(self.data.training, first_sample, forward_only=False)
         self._propose()
         learning_rate = self.optimizer.learning_rate
         updated, grad_norm, _ = self.optimizer.inner.step()
@@ -92,24 +117,29 @@ class Loop:
     def _propose(self) -> None:
         self.control.propose(
             stop=self._asked_to_stop(),
-            save=self._save_is_overdue(),
+            save=self._wants_to_save(),
             writer=self.saver.writer_state,
+            rejected=self.witness.rejection is not None,
         )
 
     def _asked_to_stop(self) -> bool:
         """A signal on any rank, or the stop file, which rank 0 looks for."""
         if self.job.stop.requested:
             return True
-        return self.job.launch.leads and stop_file_exists(self.job.run.stop_request)
+        return self.job.launch.leads and file_exists(self.job.run.stop_request)
 
-    def _save_is_overdue(self) -> bool:
-        """Rank 0's clock decides about saving by seconds."""
-        interval = self.job.config.save_interval_seconds
-        return (
-            interval is not None
-            and self.job.launch.leads
-            and time.monotonic() - self.saved_at >= interval
-        )
+    def _wants_to_save(self) -> bool:
+        """Rank 0's clock, or a request; neither is worth waiting for a save under way."""
+        if not self.job.launch.leads or self.saver.busy:
+            return False
+        return self.request.made or self.interval.overdue
+
+    def _problem(self, result: StepResult, agreed: Agreement) -> str | None:
+        """Why this step must not count; all ranks know the same numbers, so all say the same."""
+        if agreed.rejected:
+            return self.witness.rejection or "gradients of another rank are not finite"
+        problem = what_is_not_finite(result.loss, result.grad_norm)
+        return problem or self.losses.spike(result.loss)
 
     def _evaluate_if_due(self) -> float | None:
         interval = self.job.config.eval_interval_steps
@@ -131,15 +161,33 @@ class Loop:
 
     def _save(self, *, wait: bool) -> None:
         self.reporter.phase("saving")
+        self._refuse_broken_weights()
         self.saver.begin(self.position)
-        self.saved_at = time.monotonic()
+        self.interval.begun()
+        if self.request.done():
+            self.reporter.log("save_requested", step=self.position.step)
         if wait:
             self.saver.finish()
         self.reporter.phase("training")
 
+    def _refuse_broken_weights(self) -> None:
+        """The update itself can overflow, which the next loss would tell: too late for this save.
+
+        Raises DivergedError on all ranks.
+        """
+        if not self.control.all_agree(weights_are_finite(self.runner.model.wrapped)):
+            step, batch = self.position.step, self.job.config.global_batch_size
+            consumed = self.position.consumed_samples - batch
+            what = "weights are not finite after the update"
+            raise DivergedError(step, consumed, self.losses.last, what)
+
     def _save_the_end(self, trained: bool) -> None:
         """Finish what is being written and save the last step, unless nothing is new."""
+        if self.saver.busy:
+            self.reporter.phase("saving")  # waiting for the writers is no slow step
         self.saver.finish()
         if trained and self.saver.newest_step != self.position.step:
             self._save(wait=True)
+        self.request.done()
         self.reporter.phase("leaving")
+        self.saver.leave()

@@ -21,6 +21,7 @@ from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.store.datasets import DatasetSidecar, bin_path, idx_path, sidecar_path
 from hpctrain.store.epochs import current_epoch
 from hpctrain.train.job import Job
+from hpctrain.train.skips import parse_skips, read_skips
 
 # multi_latent_attention.py gives core attention two head sizes, which dot_product_attention.py
 # does not take
@@ -42,6 +43,7 @@ def check(job: Job) -> None:
         *_prediction_problems(config),
         *_data_problems(config),
         *_resume_problems(job),
+        *_skip_problems(job.run.skips),
     ]
     if problems:
         raise InvalidInputError(problems)
@@ -177,6 +179,14 @@ def _vocabulary_of(prefix: Path) -> int | None:
         return DatasetSidecar.model_validate_json(sidecar_path(prefix).read_bytes()).vocab_size
     except (OSError, ValidationError):
         return None
+
+
+def _skip_problems(path: Path) -> tuple[Problem, ...]:
+    try:
+        parse_skips(read_skips(path), path)
+    except InvalidInputError as error:
+        return error.problems
+    return ()
 
 
 def _resume_problems(job: Job) -> Iterator[Problem]:

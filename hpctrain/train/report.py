@@ -14,7 +14,16 @@ from dataclasses import dataclass
 import torch
 
 from hpctrain.engines.megatron import TrainConfig
-from hpctrain.store.signs import Phase, Progress, StepMetrics, append_metrics, write_record
+from hpctrain.store.signs import (
+    Phase,
+    Progress,
+    RankTimes,
+    SaveRecord,
+    StepMetrics,
+    append_metrics,
+    append_save,
+    write_record,
+)
 from hpctrain.train import cpu
 from hpctrain.train.job import Job
 
@@ -70,10 +79,20 @@ class Reporter:
         if result.step % self._job.config.log_interval_steps == 0:
             self._log_step(metrics)
 
-    def published(self, step: int, save_seconds: float) -> None:
-        self._checkpoint_step = step
-        self.log("checkpoint", step=step, save_seconds=round(save_seconds, 3))
+    def published(self, save: SaveRecord) -> None:
+        """A checkpoint counts; only rank 0 is told."""
+        self._checkpoint_step = save.step
+        append_save(self._job.run, save)
+        self.log(
+            "checkpoint",
+            step=save.step,
+            save_seconds=round(save.publish_seconds, 3),
+            stall_seconds=round(save.stall_seconds, 3),
+        )
         self._write_progress()
+
+    def rank_times(self, times: RankTimes) -> None:
+        write_record(self._job.run.rank_times, times, durable=False)
 
     def log(self, event: str, **values: object) -> None:
         """One `key=value` line on stdout."""

@@ -1,9 +1,10 @@
 """Saving: from the state of all ranks to a published checkpoint, at once or beside training.
 
-Both ways go through the same steps: plan and fork the writers (`begin`), learn that all of them
-are through (`poll` with the step's agreement, or `finish`), write megatron-core's metadata, then
-rank 0 publishes. Belongs here: this sequence on all ranks. Does not belong here: what makes a
-checkpoint good and the fencing protocol (`hpctrain.checkpoints`), when to save (`loop`).
+Both ways go through the same stages: plan and fork the writers (`begin`), learn that all of them
+are through (`poll` with the step's agreement, or `finish`), write megatron-core's metadata, let
+rank 0 publish, learn that it counts. Belongs here: this sequence on all ranks. Does not belong
+here: what makes a checkpoint good and the fencing protocol (`hpctrain.checkpoints`), when to save
+(`loop`).
 """
 
 from __future__ import annotations
@@ -16,43 +17,39 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
-from megatron.core.dist_checkpointing.strategies.fully_parallel import (
-    FullyParallelSaveStrategyWrapper,
-)
 
-from hpctrain.checkpoints.manifest import (
-    Manifest,
-    checkpoint_name,
-    digest_file,
-    partial_name,
-    read_rank_digests,
-)
-from hpctrain.checkpoints.publish import Fence, StaleEpochError, publish, retire
+from hpctrain.checkpoints.manifest import checkpoint_name, partial_name
 from hpctrain.errors import CheckpointError
-from hpctrain.store.epochs import current_epoch
+from hpctrain.store.signs import SaveRecord
 from hpctrain.train.control import Control, WriterState
+from hpctrain.train.faults import is_full
 from hpctrain.train.job import Job
-from hpctrain.train.snapshot import Position, Snapshot, layout_of, sharding_metadata
+from hpctrain.train.publisher import Publisher, raise_problem
+from hpctrain.train.room import Need, NoSpaceError, check_room, exhausted, newest_size
+from hpctrain.train.skips import Skips
+from hpctrain.train.snapshot import Position, Snapshot, sharding_metadata
+from hpctrain.train.strategy import Strategy
 from hpctrain.train.writer import Writer
 
-_POLL_SECONDS = 0.02
-# What the ranks write before the writers start and after they are through, by rank 0.
-_LEADER_FILES = ("common.pt", ".metadata", "metadata.json")
+_POLL_SECONDS = 0.01
 
 
 @dataclass
 class _Pending:
+    """A save under way. `publishing`: all writers are through, rank 0 makes it count."""
+
     position: Position
     directory: Path
     request: Any
     started_at: float
+    stall_seconds: float
+    publishing: bool = False
 
 
 class Saver:
     """Writes checkpoints of one launch; at most one is being written at a time.
 
-    `published` is told the step of each checkpoint that counts, on rank 0.
+    `published` is told about each checkpoint that counts, on rank 0.
     """
 
     def __init__(
@@ -60,14 +57,17 @@ class Saver:
         job: Job,
         snapshot: Snapshot,
         control: Control,
-        published: Callable[[int, float], None],
+        published: Callable[[SaveRecord], None],
+        skips: Skips,
     ) -> None:
         self._job = job
         self._snapshot = snapshot
         self._control = control
         self._published = published
         self._writer = Writer(job.launch.rank)
-        self._strategy: Any = None
+        self._publisher = Publisher(job, skips)
+        self._strategy = Strategy(control)
+        self._estimate_bytes: int | None = None
         self._pending: _Pending | None = None
         self.newest_step: int | None = None
 
@@ -77,128 +77,162 @@ class Saver:
 
     @property
     def writer_state(self) -> WriterState:
+        """Of this rank: its writer, and on rank 0 then the publisher."""
+        if self._pending is not None and self._pending.publishing:
+            return self._publisher.state
         return self._writer.state()
 
     def begin(self, position: Position) -> None:
-        """Plan a save of `position` and start the writers; waits for an earlier one first."""
-        self.finish()
+        """Plan a save of `position` and start the writers; waits for an earlier one first.
+
+        Raises NoSpaceError when there is no room for it, if possible before anything is written.
+        """
+        waited_seconds = self._wait()
         started_at = time.monotonic()
         directory = self._prepare_directory(position.step)
-        request = dist_checkpointing.save(
-            self._snapshot.sharded(position),
-            directory,
-            self._save_strategy(),
-            async_sharded_save=True,
-            content_metadata=_plain(sharding_metadata()),
-        )
-        self._writer.start(request)
-        self._pending = _Pending(position, directory, request, started_at)
+        try:
+            request = self._plan(position, directory)
+            self._writer.start(request)
+        except Exception as error:
+            if is_full(error) or exhausted(directory):
+                self._clear(directory)
+                name = checkpoint_name(position.step)
+                raise NoSpaceError(f"no room for {name}: {error}") from error
+            raise
+        stall_seconds = waited_seconds + time.monotonic() - started_at
+        self._pending = _Pending(position, directory, request, started_at, stall_seconds)
 
     def poll(self, agreed: WriterState) -> None:
-        """Publish the pending checkpoint once all writers are through; never waits for them."""
-        if self._pending is None or agreed is WriterState.RUNNING:
+        """Take the pending checkpoint one stage further if all ranks are ready; never waits."""
+        pending = self._pending
+        if pending is None or agreed is WriterState.RUNNING:
             return
-        if agreed is WriterState.FAILED:
-            raise CheckpointError(self._failure())
-        pending, self._pending = self._pending, None
-        self._writer.collect()
-        for finalize in pending.request.finalize_fns:
-            finalize()
-        self._publish(pending)
+        began_at = time.monotonic()
+        if agreed is not WriterState.FINISHED:
+            self._fail(pending, agreed)
+        elif pending.publishing:
+            self._pending, self.newest_step = None, pending.position.step
+        else:
+            self._hand_over(pending)
+        pending.stall_seconds += time.monotonic() - began_at
+        if self._pending is None and self._job.launch.leads:
+            self._tell(pending)
 
     def finish(self) -> None:
-        """Wait for the pending checkpoint, if there is one, and publish it."""
-        while self._pending is not None:
-            self.poll(self._control.worst_writer(self._writer.state()))
-            if self._pending is not None:
-                time.sleep(_POLL_SECONDS)
+        """Wait for the pending checkpoint, if there is one, until it counts."""
+        if self._pending is not None:
+            self._wait(self._pending)
+
+    def leave(self) -> None:
+        """At the end of a launch: `finish`, and give retention time to end."""
+        self.finish()
+        self._publisher.join()
 
     def abandon(self) -> None:
         """Leave the pending checkpoint unfinished; its files never count."""
         self._writer.abandon()
 
+    def _wait(self, charged: _Pending | None = None) -> float:
+        """Until nothing is pending: the seconds waited, added to the stall of `charged`."""
+        waited_seconds = 0.0
+        while self._pending is not None:
+            began_at = time.monotonic()
+            agreed = self._control.worst_writer(self.writer_state)
+            if agreed is WriterState.RUNNING:
+                time.sleep(_POLL_SECONDS)
+            seconds = time.monotonic() - began_at
+            waited_seconds += seconds
+            if charged is not None:
+                charged.stall_seconds += seconds
+            self.poll(agreed)
+        return waited_seconds
+
     def _prepare_directory(self, step: int) -> Path:
-        directory = self._job.run.checkpoints / partial_name(step, self._job.launch.epoch)
+        """Rank 0 looks for room and makes the directory; its problem, if any, is everybody's."""
+        root = self._job.run.checkpoints
+        directory = root / partial_name(step, self._job.launch.epoch)
+        if self._estimate_bytes is None:
+            self._estimate_bytes = self._snapshot.estimated_bytes(self._control)
+        problem = None
         if self._job.launch.leads:
-            shutil.rmtree(directory, ignore_errors=True)
-            directory.mkdir(parents=True, mode=0o700)
-        self._control.barrier()
+            world_size = self._job.launch.world_size
+            first = Need(self._estimate_bytes, 2 * world_size, "estimated from the parameters")
+            problem = check_room(root, newest_size(root, world_size) or first)
+            if problem is None:
+                shutil.rmtree(directory, ignore_errors=True)
+                directory.mkdir(parents=True, mode=0o700)
+        problem = self._control.from_leader(problem)
+        if problem is not None:
+            raise NoSpaceError(problem)
         return directory
 
-    def _save_strategy(self) -> Any:
-        """Kept between saves: the fully parallel wrapper remembers who writes what."""
-        if self._strategy is None:
-            strategy = get_default_save_sharded_strategy("torch_dist", 1)
-            strategy.thread_count = 1
-            group = sharding_metadata()["dp_cp_group"]
-            if group.size() > 1:
-                strategy = FullyParallelSaveStrategyWrapper(strategy, group, True)
-            self._strategy = strategy
-        return self._strategy
+    def _plan(self, position: Position, directory: Path) -> Any:
+        """Who writes what, by megatron-core; validated once, for the structure stays the same."""
+        metadata = sharding_metadata(self._job.config.optimizer_sharding)
+        request = dist_checkpointing.save(
+            self._snapshot.sharded(position),
+            directory,
+            self._strategy.of_this_save(metadata["dp_cp_group"]),
+            validate_access_integrity=self._strategy.first,
+            async_sharded_save=True,
+            content_metadata=_plain(metadata),
+        )
+        self._strategy.planned()
+        return request
 
-    def _failure(self) -> str:
-        assert self._pending is not None
-        name = checkpoint_name(self._pending.position.step)
-        if self._writer.state() is WriterState.FAILED:
+    def _hand_over(self, pending: _Pending) -> None:
+        """All writers are through: megatron-core's metadata, then rank 0 publishes."""
+        self._writer.collect()
+        try:
+            for finalize in pending.request.finalize_fns:
+                finalize()
+        except Exception as error:
+            if is_full(error) or exhausted(pending.directory):
+                self._clear(pending.directory)
+                raise NoSpaceError(f"no room for the metadata: {error}") from error
+            raise
+        pending.publishing = True
+        if self._job.launch.leads:
+            self._publisher.start(pending.position, pending.directory)
+
+    def _fail(self, pending: _Pending, agreed: WriterState) -> None:
+        if pending.publishing:
+            problem = self._control.from_leader(self._publisher.problem)
+            assert problem is not None, "the publisher failed and says nothing"
+            if agreed is WriterState.NO_SPACE:
+                self._clear(pending.directory)
+            raise_problem(problem)
+        message = self._failure(pending)
+        if agreed is WriterState.NO_SPACE:
+            self._clear(pending.directory)
+            raise NoSpaceError(message)
+        raise CheckpointError(message)
+
+    def _failure(self, pending: _Pending) -> str:
+        name = checkpoint_name(pending.position.step)
+        if self._writer.state() in (WriterState.FAILED, WriterState.NO_SPACE):
             return f"the writer of {name} failed on this rank: {self._writer.what_happened()}"
         return f"the writer of {name} failed on another rank"
 
-    def _publish(self, pending: _Pending) -> None:
-        """Rank 0 publishes; its problem, if any, is everybody's."""
-        problem = None
+    def _clear(self, directory: Path) -> None:
+        """Its files can never count, and the records of how this launch ends need room."""
+        self._writer.abandon()
         if self._job.launch.leads:
-            problem = self._publish_here(pending)
-        problem = self._control.from_leader(problem)
-        if problem is not None:
-            kind, _, message = problem.partition(": ")
-            raise StaleEpochError(message) if kind == "stale" else CheckpointError(message)
-        self.newest_step = pending.position.step
-        if self._job.launch.leads:
-            self._retire_old()
+            shutil.rmtree(directory, ignore_errors=True)
 
-    def _publish_here(self, pending: _Pending) -> str | None:
-        run, launch = self._job.run, self._job.launch
-        try:
-            manifest = self._manifest(pending)
-            publish(run.checkpoints, manifest, fence_of(self._job))
-        except StaleEpochError as error:
-            return f"stale: {error}"
-        except (CheckpointError, OSError, ValueError) as error:
-            owner = current_epoch(run.epochs)
-            if owner != launch.epoch:  # its files were taken away while it was publishing
-                return f"stale: launch epoch {launch.epoch} is stale: epoch {owner} owns the run"
-            return f"failed: {error}"
-        self._published(pending.position.step, time.monotonic() - pending.started_at)
-        return None
-
-    def _manifest(self, pending: _Pending) -> Manifest:
-        config, directory = self._job.config, pending.directory
-        shards = read_rank_digests(directory)
-        on_disk = {path.name for path in directory.glob("*.distcp")}
-        missing = on_disk - {file.name for file in shards}
-        if missing:
-            raise CheckpointError(f"no digest was left for {', '.join(sorted(missing))}")
-        own = tuple(digest_file(directory, name) for name in _LEADER_FILES)
-        tp, pp, dp = layout_of(config)
-        return Manifest(
-            step=pending.position.step,
-            epoch=self._job.launch.epoch,
-            engine="megatron",
-            layout=f"tp {tp} · pp {pp} · dp {dp}",
-            world_size=self._job.launch.world_size,
-            consumed_samples=pending.position.consumed_samples,
-            time=time.time(),
-            files=own + shards,
+    def _tell(self, pending: _Pending) -> None:
+        manifest = self._publisher.published
+        assert manifest is not None, "told of a checkpoint that does not count"
+        self._published(
+            SaveRecord(
+                step=manifest.step,
+                epoch=manifest.epoch,
+                time=manifest.time,
+                stall_seconds=pending.stall_seconds,
+                publish_seconds=self._publisher.published_at - pending.started_at,
+                size_bytes=manifest.total_bytes,
+            )
         )
-
-    def _retire_old(self) -> None:
-        config = self._job.config
-        retire(self._job.run.checkpoints, config.keep_checkpoints, config.keep_every_steps)
-
-
-def fence_of(job: Job) -> Fence:
-    """The right to publish: this launch's epoch is still the highest of the run."""
-    return Fence(job.launch.epoch, lambda: current_epoch(job.run.epochs))
 
 
 def _plain(metadata: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,8 @@ processes, publishing (see `saver`), which checkpoint to use.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.serialization import (
     get_default_load_sharded_strategy,
     load_common_state_dict,
+    load_content_metadata,
 )
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
@@ -22,7 +25,9 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 from hpctrain.engines.megatron import TrainConfig
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.train import rng
+from hpctrain.train.control import Control
 from hpctrain.train.data import sample_order
+from hpctrain.train.faults import BadCheckpointError, is_damage
 from hpctrain.train.mcore_fixes import prime_adam
 from hpctrain.train.mesh import seed_everything
 from hpctrain.train.model import Model
@@ -50,7 +55,7 @@ class Snapshot:
     def sharded(self, position: Position) -> dict[str, Any]:
         """The state dict to save."""
         self._gather_parameters()
-        state = self._sharded_parts(is_loading=False)
+        state = self._sharded_parts(sharding_metadata(self.config.optimizer_sharding), False)
         state[rng.KEY] = rng.sharded_rng_state()
         state["schedule"] = self.optimizer.schedule.state_dict()
         state[_RUN_KEY] = {
@@ -62,20 +67,40 @@ class Snapshot:
         }
         return state
 
+    def estimated_bytes(self, control: Control) -> int:
+        """About the size of a checkpoint on disk, from the parameters of all ranks.
+
+        A parameter is kept as it is trained (2 or 4 bytes), as the optimizer's main copy and as
+        its two moments (4 bytes each); what several ranks have is counted for one of them.
+        """
+        bytes_each = (2 if self.config.precision == "bf16" else 4) + 12
+        replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+        spread = parallel_state.get_expert_data_parallel_world_size()
+        here = sum(
+            parameter.numel() / (replicas if getattr(parameter, "allreduce", True) else spread)
+            for chunk in self.model.bare
+            for parameter in chunk.parameters()
+        )
+        return int(control.total(here) * bytes_each)
+
     def restore(self, directory: Path) -> tuple[Position, str | None]:
         """Load everything from `directory`; a remark if the random state could not be kept.
 
         Raises InvalidInputError when the checkpoint belongs to another sample order, or has
         another kind of optimizer state.
         """
-        about = load_common_state_dict(str(directory))[_RUN_KEY]
+        with _damage_named(directory):
+            about = load_common_state_dict(str(directory))[_RUN_KEY]
         check_sample_order(self.config, about["sample_order"], directory)
         check_expert_spread(self.config, about.get("expert_parallel", 1), directory)
         same_place = about["layout"][:2] == layout_of(self.config)[:2]
-        state = self._sharded_parts(is_loading=True)
+        metadata = sharding_metadata(_sharding_of(directory))
+        check_layout(self.config, about["layout"], metadata, directory)
+        state = self._sharded_parts(metadata, True)
         if same_place:
             state[rng.KEY] = rng.sharded_rng_state()
-        loaded = dist_checkpointing.load(state, directory, _load_strategy(directory))
+        with _damage_named(directory):
+            loaded = dist_checkpointing.load(state, directory, _load_strategy(directory))
         self._put_back(loaded)
         position = Position(about["step"], about["consumed_samples"])
         if same_place:
@@ -84,8 +109,7 @@ class Snapshot:
         seed_everything(self.config.seed + position.step)
         return position, f"random state re-seeded: saved with tp, pp {about['layout'][:2]}"
 
-    def _sharded_parts(self, *, is_loading: bool) -> dict[str, Any]:
-        metadata = sharding_metadata()
+    def _sharded_parts(self, metadata: dict[str, Any], is_loading: bool) -> dict[str, Any]:
         state = {
             f"model{index}": chunk.sharded_state_dict(metadata=metadata)
             for index, chunk in enumerate(self.model.bare)
@@ -120,18 +144,39 @@ def layout_of(config: TrainConfig) -> list[int]:
     ]
 
 
-def sharding_metadata() -> dict[str, Any]:
-    """How megatron-core cuts the optimizer state; this form fits any layout when loading.
+def sharding_metadata(kind: str) -> dict[str, Any]:
+    """How megatron-core cuts the optimizer state; see `TrainConfig.optimizer_sharding`.
 
-    `fully_reshardable` must be named: the default, `fully_sharded_model_space`, fails in 0.16.1
-    with "flattened_range is not supported".
+    The kind must be named: the default, `fully_sharded_model_space`, fails in 0.16.1 with
+    "flattened_range is not supported".
     """
     return {
-        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_sharding_type": kind,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "singleton_local_shards": False,
         "chained_optim_avoid_prefix": True,
     }
+
+
+def _sharding_of(directory: Path) -> str:
+    """The kind that a checkpoint was saved with, which is the only one to load it with."""
+    return str(load_content_metadata(directory)["distrib_optim_sharding_type"])
+
+
+def check_layout(
+    config: TrainConfig, saved: list[int], metadata: dict[str, Any], directory: Path
+) -> None:
+    """Raise InvalidInputError where the optimizer state was saved for one layout only.
+
+    Its parts follow the gradient buffers, whose padding and buckets depend on tp, pp and dp
+    (distributed/param_and_grad_buffer.py), whatever the format's name says.
+    """
+    now = layout_of(config)
+    kind = metadata["distrib_optim_sharding_type"]
+    if kind == "dp_reshardable" and config.use_distributed_optimizer and saved != now:
+        message = f"was saved as {kind} with tp, pp, dp {saved}, and is now wanted with {now}"
+        hint = "resume with the same layout; save as fully_reshardable to change it"
+        raise InvalidInputError([Problem(message, str(directory), hint=hint)])
 
 
 def check_sample_order(config: TrainConfig, saved: dict[str, Any], directory: Path) -> None:
@@ -162,6 +207,17 @@ def check_expert_spread(config: TrainConfig, saved: int, directory: Path) -> Non
         message = f"expert_model_parallel_size was {saved} and is now {now}"
         hint = "optimizer state cannot move between 1 and more than 1"
         raise InvalidInputError([Problem(message, str(directory), hint=hint)])
+
+
+@contextlib.contextmanager
+def _damage_named(directory: Path) -> Iterator[None]:
+    """Raise BadCheckpointError where the files are at fault, whatever else it is as it comes."""
+    try:
+        yield
+    except Exception as error:
+        if is_damage(error):
+            raise BadCheckpointError(f"cannot resume from {directory.name}: {error}") from error
+        raise
 
 
 def _load_strategy(directory: Path) -> Any:

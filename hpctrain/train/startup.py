@@ -21,20 +21,29 @@ from hpctrain.train import cpu
 warnings.filterwarnings("ignore", module=r"(torch|megatron)\b.*")
 cpu.install()
 
-from megatron.core.rerun_state_machine import RerunMode, initialize_rerun_state_machine  # noqa: E402
+from megatron.core.rerun_state_machine import (  # noqa: E402
+    _set_rerun_state_machine,
+    destroy_rerun_state_machine,
+)
 
+from hpctrain.store.signs import SaveRecord, read_saves  # noqa: E402
 from hpctrain.train import mcore_fixes  # noqa: E402
 from hpctrain.train.control import Control  # noqa: E402
 from hpctrain.train.data import open_data  # noqa: E402
 from hpctrain.train.forward import Pass  # noqa: E402
+from hpctrain.train.interval import SaveInterval  # noqa: E402
 from hpctrain.train.job import Job  # noqa: E402
 from hpctrain.train.loop import Loop  # noqa: E402
 from hpctrain.train.mesh import open_mesh  # noqa: E402
-from hpctrain.train.model import build_model  # noqa: E402
+from hpctrain.train.model import Model, build_model  # noqa: E402
+from hpctrain.train.numerics import GradientWitness, LossWindow, earlier_losses  # noqa: E402
 from hpctrain.train.optimizer import build_optimizer  # noqa: E402
 from hpctrain.train.report import Reporter  # noqa: E402
+from hpctrain.train.request import SaveRequest  # noqa: E402
 from hpctrain.train.saver import Saver  # noqa: E402
+from hpctrain.train.skips import Skips, parse_skips, read_skips  # noqa: E402
 from hpctrain.train.snapshot import Position, Snapshot  # noqa: E402
+from hpctrain.train.times import ComputeTimers, RankClock  # noqa: E402
 
 
 class StepKeeper(Protocol):
@@ -46,26 +55,71 @@ class StepKeeper(Protocol):
 def assemble(job: Job, keeper: StepKeeper) -> Loop:
     """Build everything on this rank; all ranks must call this."""
     mcore_fixes.install()
-    _settle(job.config, leads=job.launch.leads)
+    witness = _settle(job.config, leads=job.launch.leads)
     reporter = Reporter(job)
     keeper.step = lambda: reporter.step
     reporter.phase("starting")
     mesh = open_mesh(job.config, job.launch)
+    control = Control(mesh.control)
+    skips = _skips(job, control)
     model = build_model(job.config, mesh, initialize=job.resume_directory is None)
     optimizer = build_optimizer(job.config, model)
     data = open_data(job.config, mesh, job.data_cache)
     snapshot = Snapshot(job.config, model, optimizer)
     position = _position(job, snapshot, reporter)
-    control = Control(mesh.control)
+    interval = SaveInterval(job.config, job.launch.mttf_seconds, read_saves(job.run))
+
+    def published(save: SaveRecord) -> None:
+        interval.published(save)
+        reporter.published(save)
+
     return Loop(
         job=job,
         runner=Pass(job.config, mesh, model),
         optimizer=optimizer,
         data=data,
         control=control,
-        saver=Saver(job, snapshot, control, reporter.published),
+        saver=Saver(job, snapshot, control, published, skips),
         reporter=reporter,
         position=position,
+        interval=interval,
+        skips=skips,
+        witness=witness,
+        losses=_losses(job, control, position),
+        clock=_clock(job, control, model, reporter),
+        request=SaveRequest(job.run.save_request, looks=job.launch.leads),
+    )
+
+
+def _skips(job: Job, control: Control) -> Skips:
+    """Rank 0 reads the list, for a shared file system may show each rank another version."""
+    text = read_skips(job.run.skips) if job.launch.leads else None
+    return parse_skips(control.from_leader(text), job.run.skips)
+
+
+def _losses(job: Job, control: Control, position: Position) -> LossWindow:
+    """Begins with the losses that led to the checkpoint, by what rank 0 reads of them."""
+    limit = job.config.loss_spike
+    if limit is None:
+        return LossWindow(None)
+    words = None
+    if job.launch.leads:
+        words = " ".join(loss.hex() for loss in earlier_losses(job.run, position.step))
+    words = control.from_leader(words) or ""
+    return LossWindow(limit, [float.fromhex(word) for word in words.split()])
+
+
+def _clock(job: Job, control: Control, model: Model, reporter: Reporter) -> RankClock:
+    timers = ComputeTimers()
+    model.settings.timers = timers
+    return RankClock(
+        timers=timers,
+        control=control,
+        rank=job.launch.rank,
+        nodes=tuple(control.everywhere(job.launch.node)),
+        epoch=job.launch.epoch,
+        interval_steps=job.config.rank_times_interval_steps,
+        tell=reporter.rank_times,
     )
 
 
@@ -84,8 +138,8 @@ def _position(job: Job, snapshot: Snapshot, reporter: Reporter) -> Position:
     return position
 
 
-def _settle(config: TrainConfig, *, leads: bool) -> None:
-    """Threads, determinism and the chatter of libraries."""
+def _settle(config: TrainConfig, *, leads: bool) -> GradientWitness:
+    """Threads, determinism and the chatter of libraries; who watches the gradients."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     if config.deterministic_mode:
         # cuBLAS, NCCL and TransformerEngine read these when they are first used
@@ -93,8 +147,10 @@ def _settle(config: TrainConfig, *, leads: bool) -> None:
         os.environ.setdefault("NCCL_ALGO", "Ring")
         os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
         torch.use_deterministic_algorithms(True)
-    # DISABLED still refuses gradients that are not finite; without this call it warns
     logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)
-    initialize_rerun_state_machine(mode=RerunMode.DISABLED)
     if not leads:
         logging.getLogger("megatron").setLevel(logging.ERROR)
+    witness = GradientWitness()
+    destroy_rerun_state_machine()
+    _set_rerun_state_machine(witness)
+    return witness

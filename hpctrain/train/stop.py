@@ -26,6 +26,8 @@ class StopSignals:
         for number in STOP_SIGNALS:
             signal.signal(number, self._remember)
         signal.signal(signal.SIGCONT, signal.SIG_IGN)
+        # asks for stacks (see `stacks`); until that file is open it must not end the process
+        signal.signal(signal.SIGQUIT, signal.SIG_IGN)
 
     @property
     def requested(self) -> bool:
@@ -36,6 +38,6 @@ class StopSignals:
             self.name = signal.Signals(number).name
 
 
-def stop_file_exists(path: Path) -> bool:
+def file_exists(path: Path) -> bool:
     """One stat(2), cheap enough for every step."""
     return os.path.exists(path)

@@ -16,9 +16,11 @@ import multiprocessing
 import os
 import pickle
 import queue
+import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +29,14 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
 from hpctrain.checkpoints.manifest import write_rank_digests
 from hpctrain.train.control import WriterState
+from hpctrain.train.faults import is_full
+from hpctrain.train.room import exhausted
+from hpctrain.train.stacks import ignore_requests
 
 # A writer that is not through by then is stuck: a shared file system that no longer answers.
 DEADLINE_SECONDS = 1800.0
+# The process's exit code when the disk is full.
+_NO_SPACE_EXIT = 28
 
 
 class ResultFile:
@@ -80,7 +87,8 @@ class Writer:
         self._process = context.Process(
             target=_write, args=(self._rank, transforms, buckets, self._results), daemon=True
         )
-        self._process.start()
+        with _no_stacks_of_the_child():
+            self._process.start()
 
     def state(self) -> WriterState:
         """Without waiting: running, finished, or failed (died, or past the deadline)."""
@@ -89,7 +97,7 @@ class Writer:
         if self._process.is_alive():
             late = time.monotonic() - self._started_at > DEADLINE_SECONDS
             return WriterState.FAILED if late else WriterState.RUNNING
-        return WriterState.FINISHED if self._process.exitcode == 0 else WriterState.FAILED
+        return _STATES.get(self._process.exitcode, WriterState.FAILED)
 
     def what_happened(self) -> str:
         """For the message of a failure."""
@@ -114,8 +122,22 @@ class Writer:
             self._process.join()
 
 
+_STATES = {0: WriterState.FINISHED, _NO_SPACE_EXIT: WriterState.NO_SPACE}
+
+
+@contextlib.contextmanager
+def _no_stacks_of_the_child() -> Iterator[None]:
+    """Hold back requests for stacks while forking: the child would answer in its parent's file."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGQUIT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _write(rank: int, transforms: list[Any], buckets: list[Any], results: ResultFile) -> None:
     """In the forked process: write the buckets, digest the files, report."""
+    ignore_requests()
     gc.disable()  # collecting could touch GPU memory that belongs to the parent
     os.nice(5)  # training goes first
     try:
@@ -128,7 +150,8 @@ def _write(rank: int, transforms: list[Any], buckets: list[Any], results: Result
         results.put(written)
     except Exception as error:
         results.put(f"{type(error).__name__}: {error}")
-        sys.exit(1)
+        full = is_full(error) or exhausted(Path(buckets[0][0]).parent)
+        sys.exit(_NO_SPACE_EXIT if full else 1)
 
 
 def _write_bucket(transforms: list[Any], number: int, bucket: Any) -> Any:

@@ -152,34 +152,14 @@ def test_a_lost_writer_is_noticed(
     assert published_steps(lost.run.checkpoints) == []
 
 
-def test_a_full_disk_is_named(trial: Callable[..., Trial]) -> None:
-    full = trial(train_steps=1)
-
-    def no_space() -> None:
-        def refuse(*arguments: object) -> None:
-            raise OSError(28, "No space left on device")
-
-        writer.write_rank_digests = refuse
-
-    assert full.train(prepare=no_space) == [CRASHED]
-    assert "No space left" in (full.exits()[0].message or "")
-
-
 def test_a_damaged_checkpoint_is_named(gpt_reference: Trial, trial: Callable[..., Trial]) -> None:
     damaged = trial()
     damaged.adopt(gpt_reference, 2)
     shard = next((damaged.run.checkpoints / checkpoint_name(2)).glob("*.distcp"))
     shard.write_bytes(shard.read_bytes()[:-10])
     assert damaged.train(resume=2) == [CRASHED]
-    message = damaged.exits()[0].message or ""
+    (record,) = damaged.exits()
+    message = record.message or ""
+    assert record.cause == "bad_checkpoint"
     assert checkpoint_name(2) in message
     assert shard.name in message
-
-
-def test_not_a_number_stops_the_run(trial: Callable[..., Trial]) -> None:
-    """An overflowing learning rate must not be trained on, nor saved."""
-    wild = trial(lr=1e25, min_lr=0.0, clip_grad=0.0, save_interval_steps=100)
-    codes = wild.train()
-    assert codes == [CRASHED]
-    assert "in local grad norm" in (wild.exits()[0].message or "")
-    assert published_steps(wild.run.checkpoints) == []

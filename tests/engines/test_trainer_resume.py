@@ -14,6 +14,7 @@ from trial_runs import LIMIT_SECONDS, Trial, largest_difference
 
 from hpctrain.checkpoints.discover import inspect
 from hpctrain.checkpoints.manifest import checkpoint_name, digest_file, read_manifest
+from hpctrain.store.signs import TrainerExit
 from hpctrain.train import model, prefork
 
 TP2_PP2 = dict(
@@ -55,6 +56,58 @@ def test_resume_at_other_layouts(trial: Callable[..., Trial]) -> None:
         loss, norm = largest_difference(target, source, 4)
         assert loss <= 1e-5
         assert norm <= 1e-5
+
+
+VPP = dict(
+    pipeline_model_parallel_size=2,
+    virtual_pipeline_model_parallel_size=2,
+    pipeline_layer_split=((1, 1), (1, 1)),
+)
+EXPERTS = dict(
+    num_moe_experts=4,
+    moe_ffn_hidden_size=64,
+    add_bias_linear=False,
+    expert_model_parallel_size=2,
+    data_parallel_size=2,
+)
+OWN_PARTS = dict(optimizer_sharding="dp_reshardable")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(TP2_PP2, dropout=0.1, async_save=True),
+        dict(DP2, dropout=0.1, precision="bf16", async_save=True),
+        VPP,
+        EXPERTS,
+        dict(use_distributed_optimizer=False, data_parallel_size=2),
+    ],
+    ids=["tp2 pp2", "dp2 overlap bf16", "vpp", "ep2", "no distributed optimizer"],
+)
+def test_resume_is_exact_when_each_rank_saves_its_own(
+    settings: dict[str, Any], trial: Callable[..., Trial]
+) -> None:
+    whole = trial(save_interval_steps=1, **settings, **OWN_PARTS)
+    assert set(whole.train(prepare=_small_buckets)) == {0}
+    resumed = trial(**settings, **OWN_PARTS)
+    resumed.adopt(whole, 4)
+    assert set(resumed.train(resume=4, prepare=_small_buckets)) == {0}
+    assert resumed.exact == {step: whole.exact[step] for step in (5, 6)}
+
+
+def test_no_other_layout_when_each_rank_saves_its_own(trial: Callable[..., Trial]) -> None:
+    """Said before anything is loaded: megatron-core would fail in the middle, or not at all."""
+    source = trial(save_interval_steps=3, train_steps=4, **DP2, **OWN_PARTS)
+    assert source.train() == [0, 0]
+    for layout in ({}, dict(tensor_model_parallel_size=2)):
+        other = trial(train_steps=4, **layout)
+        other.adopt(source, 3)
+        assert set(other.train(resume=3)) == {TrainerExit.CONFIG_ERROR}
+        assert "with tp, pp, dp [1, 1, 2]" in (other.exits()[0].message or "")
+    same = trial(train_steps=4, **DP2)  # of the other kind: the checkpoint says how to read it
+    same.adopt(source, 3)
+    assert same.train(resume=3) == [0, 0]
+    assert same.exact[4] == source.exact[4]
 
 
 def _small_buckets() -> None:

@@ -21,10 +21,14 @@ from hpctrain.store.signs import read_metrics
 
 @pytest.fixture(scope="session")
 def sandbox() -> Iterator[Sandbox]:
-    """4 nodes with 2 GPUs; `urgent` preempts `train` (20 s of grace) and `sudden` (none)."""
+    """4 nodes with 2 GPUs; `urgent` preempts `train` (20 s of grace), `brief` (6 s) and `sudden`
+    (none)."""
     shape = default_shape(nodes=4, gpus_per_node=2)
-    sudden = PartitionShape("sudden", preempt_mode="REQUEUE", grace_seconds=0)
-    with own_sandbox(replace(shape, partitions=(*shape.partitions, sudden))) as box:
+    others = (
+        PartitionShape("brief", preempt_mode="REQUEUE", grace_seconds=6),
+        PartitionShape("sudden", preempt_mode="REQUEUE", grace_seconds=0),
+    )
+    with own_sandbox(replace(shape, partitions=(*shape.partitions, *others))) as box:
         yield box
 
 

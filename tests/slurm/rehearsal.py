@@ -2,18 +2,22 @@
 
 Two ranks (PP 2 over two nodes, one GPU each), dropout on, so that a resumed run must restore the
 random numbers, too. Every rehearsal compares its losses bit by bit with an uninterrupted run.
+Belongs here: starting, watching and hurting a run. Does not belong here: what is asserted about a
+fault (see `faults/findings.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpctrain.actions.compare import Comparison, compare_runs
@@ -22,35 +26,44 @@ from hpctrain.actions.runs import RunFiles, find_run
 from hpctrain.actions.state import RunState
 from hpctrain.actions.status import RunStatus, statuses
 from hpctrain.actions.submit import submit
+from hpctrain.checkpoints.manifest import checkpoint_name, read_manifest
+from hpctrain.checkpoints.publish import published_steps
 from hpctrain.sandbox.faults import job_processes
 from hpctrain.sandbox.job_processes import JobProcess
 from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.sandbox.shape import SandboxShape
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.store.ledger import Event, EventKind
+from hpctrain.store.signs import StepMetrics, read_metrics
 
-STEPS = 40
-PATIENCE_SECONDS = 240.0
+STEPS = 60
+SAVE_EVERY_STEPS = 10
+# Two test processes share two cores, and a node that died is missed after tens of seconds.
+PATIENCE_SECONDS = 300.0
+FAULTY_TRAINER = Path(__file__).resolve().parent / "faults" / "faulty_trainer.py"
 
 PROFILE = """
 name: rehearsal
-nodes: {count: 4, cpus: 8, memory: 15GiB}
-gpu: {type: a100, per_node: 1, memory: 16GiB, reserved: 0B, peak: {}}
-nvlink: {domain: 1, bandwidth: 10GB/s}
-network: {fabric: ethernet, nics_per_node: 1, nic_bandwidth: 10Gb/s, interface: lo}
+nodes: {{count: 4, cpus: 8, memory: 15GiB}}
+gpu: {{type: a100, per_node: 1, memory: 16GiB, reserved: 0B, peak: {{}}}}
+nvlink: {{domain: 1, bandwidth: 10GB/s}}
+network: {{fabric: ethernet, nics_per_node: 1, nic_bandwidth: 10Gb/s, interface: lo}}
 filesystems:
-  - {name: disk, path: /tmp, kind: local, write_bandwidth: 1GB/s, read_bandwidth: 1GB/s}
+  - {{name: disk, path: /tmp, kind: local, write_bandwidth: 1GB/s, read_bandwidth: 1GB/s}}
 slurm:
   gpu_request: gres
   exclusive: false
   all_memory: false
   kill_wait: 5s
   partitions:
-    - {name: train, default: true, preemption: {mode: requeue, grace: 20s}}
-    - {name: sudden, preemption: {mode: requeue}}
+    - {{name: train, default: true, preemption: {{mode: requeue, grace: 20s}}}}
+    - {{name: brief, preemption: {{mode: requeue, grace: 6s}}}}
+    - {{name: sudden, preemption: {{mode: requeue}}}}
+software: {{python: {python}}}
+continuation: {continuation}
 environment:
-  - {name: GLOO_SOCKET_IFNAME, value: lo, reason: all nodes are this machine}
-  - {name: OMP_NUM_THREADS, value: "1", reason: ranks share the cores of this machine}
+  - {{name: GLOO_SOCKET_IFNAME, value: lo, reason: all nodes are this machine}}
+  - {{name: OMP_NUM_THREADS, value: "1", reason: ranks share the cores of this machine}}
 """
 
 SPEC = f"""
@@ -62,10 +75,21 @@ precision: fp32
 optimizer: {{lr: 1e-3}}
 parallel: {{pp: 2}}
 recompute: none
-checkpoint: {{every_steps: 10, keep: 3}}
+checkpoint: {{every_steps: {SAVE_EVERY_STEPS}, keep: 3}}
 engine: {{deterministic: true}}
 resources: {{gpus: 2, walltime: 00:30:00}}
-supervise: {{stall: 20s, setup_stall: 45s}}
+supervise: {{stall: 30s, setup_stall: 90s}}
+"""
+
+# The interpreter that the profile names: only the trainer of a rehearsal with planned faults is
+# another one; supervisor and probes are what users run.
+_INTERPRETER = """\
+#!/bin/sh
+if [ "$2" = hpctrain.train ] && [ -e {plan} ]; then
+    shift 2
+    exec {python} {trainer} {plan} "$@"
+fi
+exec {python} "$@"
 """
 
 
@@ -85,6 +109,24 @@ def own_sandbox(shape: SandboxShape) -> Iterator[Sandbox]:
         shutil.rmtree(parent, ignore_errors=True)
 
 
+@dataclass(frozen=True)
+class PlannedFault:
+    """What one rank of one launch does to itself; see `faults/faulty_trainer.py`.
+
+    `step` 0 is the start of the process, before torch is imported; otherwise it is done when that
+    optimizer step begins.
+    """
+
+    epoch: int
+    rank: int
+    do: str
+    step: int = 0
+    text: str = ""
+    code: int = 1
+    samples: int = 0
+    seconds: float = 0.0
+
+
 @dataclass
 class Rehearsal:
     """One run on a sandbox, and what can be done to it."""
@@ -93,6 +135,7 @@ class Rehearsal:
     slurm: SlurmClient
     run: RunFiles
     job_id: int
+    judged: list[dict[str, object]] = field(default_factory=list)
 
     # -- looking ---------------------------------------------------------------------------
 
@@ -110,6 +153,21 @@ class Rehearsal:
     def attempts(self) -> int:
         return len(self.events(EventKind.ATTEMPT_STARTED))
 
+    @property
+    def epoch(self) -> int:
+        """The number of the newest launch; 0 before the first."""
+        return max((event.epoch or 0 for event in self.events(EventKind.LAUNCH_STARTED)), default=0)
+
+    def rows(self, epoch: int) -> list[StepMetrics]:
+        """The steps that one launch has trained."""
+        return [row for row in read_metrics(self.run.layout) if row.epoch == epoch]
+
+    def nodes(self) -> list[str]:
+        """The nodes of the job, in Slurm's order; the batch node is the first."""
+        record = self.slurm.show_job(self.job_id)
+        assert record is not None and record.node_list, self.logs()
+        return self.slurm.hostnames(record.node_list)
+
     def logs(self) -> str:
         """Everything that was logged, for the message of a failed assertion."""
         texts = [f"--- {self.run.layout.ledger}\n{self.run.layout.ledger.read_text()}"]
@@ -120,23 +178,52 @@ class Rehearsal:
 
     # -- waiting ---------------------------------------------------------------------------
 
+    def wait(
+        self, reached: Callable[[], bool], what: str, seconds: float = PATIENCE_SECONDS
+    ) -> None:
+        """For something that the run directory or the machine shows; asks Slurm nothing itself."""
+        deadline = time.monotonic() + seconds
+        while not reached():
+            assert time.monotonic() < deadline, f"never {what}: {self.status()}\n{self.logs()}"
+            time.sleep(0.1)
+
     def wait_until(self, reached: Callable[[RunStatus], bool], what: str) -> RunStatus:
         deadline = time.monotonic() + PATIENCE_SECONDS
         while time.monotonic() < deadline:
             row = self.status()
             if reached(row):
                 return row
-            time.sleep(0.2)
+            time.sleep(0.3)
         raise AssertionError(f"never {what}: {self.status()}\n{self.logs()}")
 
-    def wait_for_step(self, step: int, attempt: int = 1) -> None:
-        self.wait_until(
-            lambda row: (row.step or 0) >= step and self.attempts >= attempt,
-            f"at step {step} of attempt {attempt}",
+    def wait_for_step(self, step: int, epoch: int = 1) -> None:
+        """Launch `epoch` or a later one has trained this step."""
+        self.wait(
+            lambda: any(
+                row.epoch >= epoch and row.step >= step for row in read_metrics(self.run.layout)
+            ),
+            f"at step {step} of launch {epoch}",
         )
 
     def wait_for_checkpoint(self, step: int) -> None:
-        self.wait_until(lambda row: (row.checkpoint_step or 0) >= step, f"a checkpoint of {step}")
+        self.wait(
+            lambda: max(published_steps(self.run.layout.checkpoints), default=0) >= step,
+            f"a checkpoint of step {step}",
+        )
+
+    def wait_for_progress(self) -> int:
+        """Until the newest launch has saved and trained on; returns its number."""
+        self.wait(lambda: bool(self.events(EventKind.LAUNCH_STARTED)), "launched")
+        epoch = self.epoch
+        resumed = self.events(EventKind.LAUNCH_STARTED)[-1].resume_step or 0
+
+        def saved_and_trained() -> bool:
+            rows = self.rows(epoch)
+            newest = max(published_steps(self.run.layout.checkpoints), default=0)
+            return newest > resumed and bool(rows) and rows[-1].step > newest
+
+        self.wait(saved_and_trained, f"beyond a new checkpoint in launch {epoch}")
+        return epoch
 
     def wait_till_over(self) -> RunStatus:
         """The run is over and its job has left the nodes, so that the ledger is complete."""
@@ -164,36 +251,57 @@ class Rehearsal:
         self.kill(self.rank_processes(rank), signal_number)
 
     def kill_srun(self) -> None:
+        """Both processes of the srun that runs the trainer; not one that probes a node."""
         found = self.processes()
-        self.kill([p for p in found if os.path.basename(p.command_line[0]) == "srun"])
+        sruns = [p for p in found if os.path.basename(p.command_line[0]) == "srun"]
+        self.kill([p for p in sruns if "hpctrain.train" in p.command_line])
 
     def kill_supervisor(self) -> None:
         self.kill([p for p in self.processes() if "hpctrain.supervise" in p.command_line])
 
     def kill(self, processes: list[JobProcess], signal_number: int = signal.SIGKILL) -> None:
-        assert processes, "nobody to kill"
+        assert processes, f"nobody to kill\n{self.logs()}"
         for process in processes:
-            os.kill(process.pid, signal_number)
+            with contextlib.suppress(ProcessLookupError):  # srun's second process follows the first
+                os.kill(process.pid, signal_number)
 
     # -- judging ---------------------------------------------------------------------------
 
-    def assert_done_exactly(self, reference: RunFiles) -> Comparison:
-        """Over, done, and every row of the metrics equals the uninterrupted run's, bit by bit."""
+    def assert_done_exactly(self, reference: RunFiles, steps: int = STEPS) -> Comparison:
+        """Over, done, and every loss and all weights equal the uninterrupted run's, bit by bit."""
         row = self.wait_till_over()
         assert row.state is RunState.DONE, f"{row}\n{self.logs()}"
         result = compare_runs(reference, self.run)
-        assert result.steps_compared == STEPS, self.logs()
+        assert result.steps_compared == steps, self.logs()
         assert result.identical, f"{result.first_difference}\n{self.logs()}"
+        assert final_weights(self.run) == final_weights(reference), self.logs()
+        for entry in self.judged:
+            entry["identical"] = result.steps_compared
         return result
 
-    def assert_resumed_from_verified(self) -> None:
-        """Each launch has started at the newest checkpoint that the one before had published."""
-        starts = self.events(EventKind.RESUME)
-        ends = self.events(EventKind.LAUNCH_ENDED)
-        for end in ends:
-            later = [start for start in starts if start.time > end.time]
-            if later:
-                assert later[0].resume_step == (end.checkpoint_step or 0)
+    def assert_same_so_far(self, reference: RunFiles) -> int:
+        """What was trained equals the uninterrupted run; returns the number of steps compared."""
+        expected = {row.step: row.loss_hex for row in read_metrics(reference.layout)}
+        rows = read_metrics(self.run.layout)
+        wrong = [row for row in rows if row.loss_hex != expected[row.step]]
+        assert not wrong, f"{wrong[0]}\n{self.logs()}"
+        steps = len({row.step for row in rows})
+        for entry in self.judged:
+            entry["identical"] = steps
+        return steps
+
+
+def final_weights(run: RunFiles) -> dict[str, str]:
+    """SHA-256 by shard of the last checkpoint: weights, optimizer state and random numbers.
+
+    The same state gives the same bytes; only `.metadata` and `common.pt` also name the launch.
+    """
+    directory = run.layout.checkpoints / checkpoint_name(published_steps(run.layout.checkpoints)[-1])
+    manifest = read_manifest(directory)
+    assert manifest is not None, f"no manifest in {directory}"
+    shards = {file.name: file.sha256 for file in manifest.files if file.name.endswith(".distcp")}
+    assert shards, f"no shards in {directory}"
+    return shards
 
 
 @dataclass(frozen=True)
@@ -207,13 +315,34 @@ class Stage:
     def slurm(self) -> SlurmClient:
         return SlurmClient({**os.environ, **self.sandbox.environment()})
 
-    def start(self, *overrides: str) -> Rehearsal:
-        """Submit the rehearsal's spec."""
-        spec, profile = self.directory / "rehearsal.yaml", self.directory / "profile.yaml"
+    @property
+    def runs(self) -> Path:
+        return self.directory / "runs"
+
+    def start(
+        self,
+        *overrides: str,
+        planned: Sequence[PlannedFault] = (),
+        continuation: str = "requeue",
+    ) -> Rehearsal:
+        """Submit the rehearsal's spec; `planned` faults strike inside of the trainer."""
+        name = next(word for word in overrides if word.startswith("name=")).removeprefix("name=")
+        place = self.directory / name
+        place.mkdir(exist_ok=True)
+        spec, profile = place / "rehearsal.yaml", place / "profile.yaml"
         spec.write_text(SPEC)
-        profile.write_text(PROFILE)
-        runs = self.directory / "runs"
-        prepared = prepare(spec, str(profile), overrides, runs=runs)
-        submitted = submit(prepared, runs, self.slurm)
-        run = find_run(runs, submitted.run_id)
+        python = self._interpreter(place, planned)
+        profile.write_text(PROFILE.format(python=python, continuation=continuation))
+        prepared = prepare(spec, str(profile), overrides, runs=self.runs)
+        submitted = submit(prepared, self.runs, self.slurm)
+        run = find_run(self.runs, submitted.run_id)
         return Rehearsal(self.sandbox, self.slurm, run, submitted.job_id)
+
+    def _interpreter(self, place: Path, planned: Sequence[PlannedFault]) -> Path:
+        plan, python = place / "faults.json", place / "python"
+        if planned:
+            plan.write_text(json.dumps([vars(fault) for fault in planned]))
+        text = _INTERPRETER.format(plan=plan, python=sys.executable, trainer=FAULTY_TRAINER)
+        python.write_text(text)
+        python.chmod(0o755)
+        return python

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 import hpctrain
 from hpctrain.errors import NoSuchRunError, RunFailedError
 from hpctrain.slurm.fake import FakeSlurm
+from hpctrain.slurm.states import JobState
 from hpctrain.store.signs import DoneMarker, write_record
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "gpt-tiny.yaml"
@@ -43,6 +45,18 @@ def test_wait_raises_for_a_run_that_will_never_be_done(run: hpctrain.Run) -> Non
     run.cancel()
     with pytest.raises(RunFailedError, match="CANCELLED"):
         run.wait(timeout_seconds=5.0, poll_seconds=0.01)
+
+
+def test_a_team_controls_a_run(run: hpctrain.Run) -> None:
+    job = run.slurm.records[1]  # type: ignore[attr-defined]
+    run.slurm.records[1] = replace(job, state=JobState.RUNNING)  # type: ignore[attr-defined]
+    with pytest.raises(TimeoutError):
+        run.save(reason="first", timeout_seconds=0.0)
+    assert "it saves" in run.stop(reason="second")
+    assert run.resume().startswith("Took back")
+    assert "waits in the queue" in run.hold() and run.why().requests[0].startswith("hold")
+    assert [one.action for one in run.story.asked] == ["save", "stop", "resume", "hold"]
+    assert run.checkpoints(verify=True).rows == ()
 
 
 def test_a_plan_without_submitting() -> None:

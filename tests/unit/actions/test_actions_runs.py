@@ -191,6 +191,11 @@ def test_comparison(tmp_path: Path) -> None:
     result = compare_runs(reference, again)
     assert not result.identical and "step 5" in str(result.first_difference), "one bit is enough"
 
+    for row in read_metrics(again.layout)[3:5]:
+        append_metrics(again.layout, row.model_copy(update={"epoch": 3}))
+    result = compare_runs(reference, again)
+    assert (result.identical, result.steps_lost) == (True, 4), "what was taken back does not count"
+
     shorter = fabricate(tmp_path, "shorter", steps=4, last_loss=3.0)
     result = compare_runs(reference, shorter)
     assert not result.identical and result.first_difference is None, "a step is missing"

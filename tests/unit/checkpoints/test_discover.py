@@ -76,3 +76,42 @@ def test_a_tracker_without_checkpoints_is_an_error(shelf: Any) -> None:
     (shelf.root / TRACKER_NAME).write_text("4")
     with pytest.raises(CheckpointError, match="would lose work"):
         select_for_resume(shelf.root, "auto")
+
+
+def test_rolling_back_moves_the_newer_ones_away(shelf: Any) -> None:
+    """So that their steps can be saved again, by the same names."""
+    shelf.save(2, 4, 6, 8)
+    selection = select_for_resume(shelf.root, "auto", at_most_step=5)
+    assert selection.checkpoint is not None
+    assert (selection.checkpoint.step, selection.rolled_back) == (4, (8, 6))
+    assert [one.step for one in checkpoints(shelf.root)] == [4, 2]
+    quarantine = shelf.root / "quarantine"
+    assert (quarantine / "iter_0000006.reason").read_text() == "rolled back to step 4\n"
+    assert (quarantine / "iter_0000006" / MANIFEST_NAME).exists()
+    assert (shelf.root / TRACKER_NAME).read_text() == "4"
+    shelf.save(6, epoch=2)
+    again = select_for_resume(shelf.root, "auto", at_most_step=6)
+    assert again.checkpoint is not None
+    assert (again.checkpoint.step, again.rolled_back) == (6, ())
+    assert again.checkpoint.manifest is not None and again.checkpoint.manifest.epoch == 2
+
+
+def test_rolling_back_over_a_bad_one(shelf: Any) -> None:
+    shelf.save(2, 4, 6)
+    (shelf.root / "iter_0000004" / "__0_0.distcp").unlink()
+    selection = select_for_resume(shelf.root, "auto", at_most_step=4)
+    assert selection.checkpoint is not None
+    assert (selection.checkpoint.step, selection.rolled_back) == (2, (6,))
+    assert [bad.step for bad in selection.rejected] == [4]
+
+
+@pytest.mark.parametrize("at_most_step", [0, 1])
+def test_with_nothing_to_roll_back_to_nothing_newer_moves(shelf: Any, at_most_step: int) -> None:
+    shelf.save(2, 4)
+    with pytest.raises(CheckpointError, match=f"of step {at_most_step} or before is left"):
+        select_for_resume(shelf.root, "auto", at_most_step=at_most_step)
+    assert [one.step for one in checkpoints(shelf.root)] == [4, 2]
+
+
+def test_without_checkpoints_a_roll_back_is_a_fresh_start(shelf: Any) -> None:
+    assert select_for_resume(shelf.root, "auto", at_most_step=4).checkpoint is None

@@ -134,8 +134,9 @@ def test_retention_counts_only_good_ones(shelf: Any) -> None:
 def test_a_half_deleted_checkpoint_never_counts(
     shelf: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The deletion dies at the first file: the manifest must be gone by then."""
+    """The deletion dies at the first file: the name must be gone by then."""
     shelf.save(1, 2)
+    calls = shutil.rmtree
 
     def die(*arguments: object, **options: object) -> None:
         raise KeyboardInterrupt
@@ -143,5 +144,18 @@ def test_a_half_deleted_checkpoint_never_counts(
     monkeypatch.setattr(shutil, "rmtree", die)
     with pytest.raises(KeyboardInterrupt):
         retire(shelf.root, keep=1, keep_every_steps=None)
-    assert (shelf.root / "iter_0000001" / "__0_0.distcp").exists()
-    assert not (shelf.root / "iter_0000001" / MANIFEST_NAME).exists()
+    monkeypatch.setattr(shutil, "rmtree", calls)
+    assert published_steps(shelf.root) == [2]
+    assert (shelf.root / ".discarded-iter_0000001" / "__0_0.distcp").exists()
+    fence_off(shelf.root, 2)
+    assert [path.name for path in shelf.root.glob("*iter_*")] == ["iter_0000002"]
+
+
+def test_what_a_deletion_left_does_not_keep_the_next_one_from_working(shelf: Any) -> None:
+    """A step is deleted, saved again after a roll back, and deleted again."""
+    shelf.save(1, 2)
+    left = shelf.root / ".discarded-iter_0000001"
+    left.mkdir()
+    (left / "__0_0.distcp").touch()
+    assert retire(shelf.root, keep=1, keep_every_steps=None) == [1]
+    assert [path.name for path in shelf.root.glob("*iter_*")] == ["iter_0000002"]

@@ -57,6 +57,13 @@ def test_overlap_only_where_there_is_something_to_hide() -> None:
     assert not reduced.overlap_param_gather
 
 
+def test_only_runs_that_may_shrink_save_for_any_layout() -> None:
+    """Gathering the optimizer's state on all ranks is most of what a save costs."""
+    assert told("gpt175b", "a100x64").optimizer_sharding == "dp_reshardable"
+    elastic = told("gpt175b", "a100x64", "resources.min_nodes=32")
+    assert elastic.optimizer_sharding == "fully_reshardable"
+
+
 def test_rank_grid_covers_all_gpus() -> None:
     for config, gpus in ((told("gpt175b", "a100x64"), 512), (told("gpt-tiny", "sandbox"), 4)):
         assert gpus == (

@@ -13,23 +13,23 @@ from hpctrain.slurm import parse as p
 
 HEADER = (
     "JOBID^STATE^REASON^NODELIST^RESTART_COUNT^PREEMPT_TIME^START_TIME^END_TIME^SUBMIT_TIME"
-    "^TIME_LIMIT^PARTITION^ACCOUNT^EXIT_CODE^REQUEUE^NAME^COMMENT$\n"
+    "^TIME_LIMIT^PARTITION^ACCOUNT^EXIT_CODE^REQUEUE^ARRAY_JOB_ID^NODES^NAME^COMMENT$\n"
 )
 HOSTILE_NAME = "evil | name $(touch /tmp/x) 'q' \"d\" A=b Comment=x"
 HOSTILE_COMMENT = "hp train|run=a=b | JobState=FAILED $(id)"
 ROWS = {
     "held": "5^PENDING^JobHeldUser^^0^N/A^N/A^N/A^2026-11-20T23:43:10^1-02:04:00^train^(null)^0^0"
-    "^s.sh^(null)$\n",
+    "^5^2^s.sh^(null)$\n",
     "preempted": "2^RUNNING^None^n0^0^2026-11-20T23:44:44^2026-11-20T23:43:10^2026-11-20T23:44:49"
-    f"^2026-11-20T23:43:10^365-00:00:00^train^(null)^0^1^{HOSTILE_NAME}^{HOSTILE_COMMENT}$\n",
+    f"^2026-11-20T23:43:10^365-00:00:00^train^(null)^0^1^2^1^{HOSTILE_NAME}^{HOSTILE_COMMENT}$\n",
     "newlines": "3^RUNNING^None^n0^0^N/A^2026-11-20T23:43:10^2027-11-20T23:43:10"
-    "^2026-11-20T23:43:10^365-00:00:00^train^(null)^0^1^two\nlines^c1\nc2|x$\n",
+    "^2026-11-20T23:43:10^365-00:00:00^train^(null)^0^1^3^1^two\nlines^c1\nc2|x$\n",
     "failed": "9^FAILED^NonZeroExitCode^n0^0^N/A^2026-11-20T23:45:36^2026-11-20T23:45:36"
-    "^2026-11-20T23:44:44^UNLIMITED^train^(null)^1792^1^f.sh^(null)$\n",
+    "^2026-11-20T23:44:44^UNLIMITED^train^(null)^1792^1^9^1^f.sh^(null)$\n",
     "killed": "10^FAILED^JobLaunchFailure^n0^0^N/A^2026-11-20T23:45:36^2026-11-20T23:45:36"
-    "^2026-11-20T23:44:44^UNLIMITED^train^(null)^9^1^k.sh^(null)$\n",
+    "^2026-11-20T23:44:44^UNLIMITED^train^(null)^9^1^10^1^k.sh^(null)$\n",
     "requeued": "12^PENDING^BeginTime^^1^N/A^2026-11-20T23:45:47^NONE^2026-11-20T23:44:44"
-    "^UNLIMITED^train^(null)^9^1^st.sh^(null)$\n",
+    "^UNLIMITED^train^(null)^9^1^12^1^st.sh^(null)$\n",
 }
 
 
@@ -165,9 +165,33 @@ def test_time_limits(text: str, seconds: float | None) -> None:
 
 
 def test_steps_of_plain_array_and_het_jobs() -> None:
-    rows = ["STEPID^STATE$\n", "12.0^RUNNING$\n", "12_3.1^RUNNING$\n", "12.batch^RUNNING$\n"]
+    rows = ["STEPID^STATE^NAME$\n", "12.0^RUNNING^python$\n", "12_3.1^RUNNING^a b$\n"]
+    rows.append("12.batch^RUNNING^batch$\n")
     text = "".join(rows).replace("^", p.UNIT).replace("$", p.RECORD)
-    assert [step.step_id for step in p.steps_from_squeue(text)] == ["0", "1", "batch"]
+    steps = p.steps_from_squeue(text)
+    assert [step.step_id for step in steps] == ["0", "1", "batch"]
+    assert [step.name for step in steps] == ["python", "a b", "batch"]
+
+
+@pytest.mark.parametrize(
+    ("word", "state", "responding", "down"),
+    [
+        ("allocated", "allocated", True, False),
+        ("ALLOCATED*", "allocated", False, False),
+        ("down*", "down", False, True),
+        ("drained", "drained", True, False),
+        ("draining@", "draining", True, False),
+        ("idle~", "idle", True, False),
+        ("fail", "fail", True, True),
+        ("unknown*", "unknown", False, True),
+    ],
+)
+def test_node_states(word: str, state: str, responding: bool, down: bool) -> None:
+    """Two partitions list the node twice."""
+    rows = ["NODELIST^STATE$\n", f"n7^{word}$\n", f"n7^{word}$\n"]
+    text = "".join(rows).replace("^", p.UNIT).replace("$", p.RECORD)
+    (one,) = p.node_states(text)
+    assert (one.node, one.state, one.responding, one.is_down) == ("n7", state, responding, down)
 
 
 def test_submitted_job_with_and_without_cluster() -> None:

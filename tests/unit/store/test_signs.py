@@ -15,11 +15,15 @@ from hpctrain.store.signs import (
     DoneMarker,
     ExitRecord,
     Progress,
+    SaveRecord,
     StepMetrics,
     append_metrics,
+    append_save,
+    lineage,
     read_exit_records,
     read_metrics,
     read_record,
+    read_saves,
     write_record,
 )
 
@@ -127,3 +131,37 @@ def test_exit_records_are_in_rank_order_and_of_one_launch(run: RunLayout) -> Non
 def test_records_cannot_be_changed() -> None:
     with pytest.raises(ValueError, match="frozen"):
         metrics(1).step = 2  # type: ignore[misc]
+
+
+def test_saves_come_back_in_their_order(run: RunLayout) -> None:
+    assert read_saves(run) == []
+    saves = [
+        SaveRecord(
+            step=step,
+            epoch=1,
+            time=2.0,
+            stall_seconds=0.1,
+            publish_seconds=3.0,
+            size_bytes=1 << 40,
+        )
+        for step in (2, 4)
+    ]
+    append_save(run, saves[0])
+    with run.saves.open("ab") as stream:
+        stream.write(b'{"step": 3, "epo')  # killed in the middle
+    append_save(run, saves[1])
+    assert read_saves(run) == saves
+    assert stat.S_IMODE(run.saves.stat().st_mode) == 0o600
+
+
+def test_the_lineage_of_a_run() -> None:
+    """Three launches: 1 to 6, back to 2 and on to 4, back to 3 and on to 4."""
+    rows = [metrics(step, epoch=1) for step in range(1, 7)]
+    rows += [metrics(step, epoch=2) for step in (3, 4)]
+    rows += [metrics(step, epoch=3) for step in (4, 5)]
+    kept = [(row.step, row.epoch) for row in lineage(rows)]
+    assert kept == [(1, 1), (2, 1), (3, 2), (4, 3), (5, 3)]
+    assert [row.step for row in lineage(rows[:8])] == [1, 2, 3, 4], "5 and 6 are discarded"
+    late = [*rows[:6], rows[6], metrics(7, epoch=1)]  # an orphan of launch 1 still writes
+    assert [(row.step, row.epoch) for row in lineage(late)] == [(1, 1), (2, 1), (3, 2)]
+    assert lineage([]) == []

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
 import sys
 import time
 from hashlib import sha256
@@ -71,12 +73,30 @@ def wait_for(path: Path) -> None:
         time.sleep(0.01)
 
 
+def start_ranks(places: list[str]) -> None:
+    """Real processes on nodes n0, n1, ...; `!` before a place stops the process there."""
+    argv = [sys.executable, str(Path(__file__).with_name("acting_rank.py")), str(RUN), str(EPOCH)]
+    ranks = [
+        subprocess.Popen([*argv, str(rank), f"n{rank}", place.lstrip("!")], stdout=subprocess.PIPE)
+        for rank, place in enumerate(places)
+    ]
+    for rank, place in zip(ranks, places, strict=True):
+        assert rank.stdout is not None and rank.stdout.readline()
+        if place.startswith("!"):
+            rank.send_signal(signal.SIGSTOP)
+    (RUN / "ranks.pid").write_text(" ".join(str(rank.pid) for rank in ranks))
+
+
 def play(word: str) -> None:
     name, _, value = word.partition(":")
     if name == "save":
         save(int(value))
     elif name == "progress":
         progress(int(value))
+    elif name == "phase":
+        progress(7, phase=value)
+    elif name == "ranks":
+        start_ranks(value.split(","))
     elif name == "clock":
         progress(7, clock_seconds=float(value))
     elif name == "lines":

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -20,6 +21,8 @@ from hpctrain.slurm.records import JobRecord, RequeueAnswer, StepRecord
 from hpctrain.slurm.states import JobState
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import Event, EventKind, Ledger
+from hpctrain.supervise.answers import ProbeResult
+from hpctrain.supervise.context import AttemptContext
 from hpctrain.supervise.documents import SuperviseConfig
 from hpctrain.supervise.loop import Supervisor
 
@@ -48,6 +51,18 @@ class StageSlurm(FakeSlurm):
         except (OSError, ValueError):
             return False
 
+    def signal_step(self, job_id: int, step_id: str, signal_name: str) -> None:
+        super().signal_step(job_id, step_id, signal_name)
+        if signal_name in ("QUIT", "KILL"):
+            self.signal_ranks(signal.Signals[f"SIG{signal_name}"])
+
+    def signal_ranks(self, number: signal.Signals) -> None:
+        """The processes that an acting srun has started for its ranks."""
+        pids = self.run.directory / "ranks.pid"
+        for pid in pids.read_text().split() if pids.exists() else ():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), number)
+
     def kill_step(self, job_id: int, step_id: str) -> None:
         super().kill_step(job_id, step_id)
         if self.srun_lives():
@@ -69,6 +84,7 @@ class Stage:
         self.layout = RunLayout(directory / "r1")
         self.layout.create()
         self.slurm = StageSlurm(self.layout)
+        self.probe = ProbeResult(trouble="there are no nodes here")
         self.configure(config())
 
     def configure(self, settings: SuperviseConfig) -> None:
@@ -86,7 +102,11 @@ class Stage:
             "SLURMD_NODENAME": "n0",
         }
         client = slurm or cast(SlurmClient, self.slurm)
-        return Supervisor(self.layout.directory, argv, environment, client)
+        return Supervisor(self.layout.directory, argv, environment, client, self.ask_nodes)
+
+    def ask_nodes(self, context: AttemptContext, nodes: Sequence[str], since: float) -> ProbeResult:
+        """There are no nodes here; a test says in `probe` what they answer."""
+        return replace(self.probe, asked=tuple(nodes))
 
     def play(self, *parts: str) -> int:
         return self.supervisor(*parts).run()

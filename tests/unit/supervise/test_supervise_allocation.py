@@ -78,7 +78,7 @@ def test_sizes() -> None:
 def test_a_node_that_answers_again_is_used_again() -> None:
     allocation = FIVE.without(["n0", "n1"])
     assert allocation.healthy == ("n2", "n3", "n4")
-    assert allocation.answering(["n0", "n2", "n3", "n4"]).healthy == ("n0", "n2", "n3", "n4")
+    assert allocation.with_lost(["n1"]).healthy == ("n0", "n2", "n3", "n4")
 
 
 def test_no_placement_uses_a_lost_node_or_the_wrong_number() -> None:
@@ -102,3 +102,5 @@ def test_what_srun_is_told() -> None:
     assert fewer[:4] == ["srun", "--nodelist=n0,n3", "--nodes=2", "--ntasks=16"]
     assert fewer[-1] == "train-n000002.json"
     assert place_command(SRUN, Placement(None, ())) == list(SRUN)
+    beside = place_command(SRUN, Placement(shape(4), ("n0", "n1", "n2", "n4"), overlap=True))
+    assert beside[:3] == ["srun", "--nodelist=n0,n1,n2,n4", "--overlap"]

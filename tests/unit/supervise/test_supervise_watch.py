@@ -6,16 +6,29 @@ import os
 import subprocess
 import sys
 import time
-from typing import cast
+from typing import Any, cast
 
 import pytest
+from supervise_facts import config
 from supervise_stage import Stage
 
 from hpctrain.slurm.records import StepRecord
 from hpctrain.slurm.states import JobState
-from hpctrain.store.signs import ExitRecord, Phase, Progress, write_record
+from hpctrain.store.ledger import EventKind
+from hpctrain.store.signs import (
+    ExitRecord,
+    Phase,
+    Progress,
+    RankTimes,
+    StepMetrics,
+    append_metrics,
+    write_record,
+)
 from hpctrain.supervise import gather, watch
+from hpctrain.supervise.documents import TaskFailure
 from hpctrain.supervise.process import Launch
+from hpctrain.supervise.sight import Looker
+from hpctrain.supervise.steps import OwnSteps
 from hpctrain.supervise.watch import LaunchWatch
 
 
@@ -33,20 +46,29 @@ class Srun:
     """An srun that is never waited for."""
 
     failures = ()
+    waits_for_step = False
 
     def poll(self) -> None:
         return None
 
 
 class Scene:
-    """A watch over epoch 3 whose clock and trainer move by hand."""
+    """A watch over epoch 3 that looks every two seconds of a clock that moves by hand."""
 
     def __init__(self, stage: Stage, clock: Clock) -> None:
         self.stage, self.clock = stage, clock
+        self.srun = Srun()
         self.watch = self.resumed_at(0)
 
-    def resumed_at(self, step: int) -> LaunchWatch:
-        return LaunchWatch(self.stage.supervisor().context, cast(Launch, Srun()), 3, step)
+    def resumed_at(self, step: int, **more: Any) -> LaunchWatch:
+        context = self.stage.supervisor().context
+        return LaunchWatch(context, cast(Launch, self.srun), 3, step, **more)
+
+    def looks(self) -> bool:
+        """True when the step has to be ended."""
+        watch = self.watch
+        closely = watch._pulse.is_late(self.clock.now)
+        return watch._judge(watch._onlooker.look(closely, True), self.clock.now)
 
     def says(self, phase: Phase, step: int, *, epoch: int = 3, clock_seconds: float = 0.0) -> None:
         record = Progress(
@@ -57,25 +79,40 @@ class Scene:
             time=self.clock.now + clock_seconds,
         )
         write_record(self.stage.layout.progress, record, durable=False)
-        assert not self.watch._look()
+        assert not self.looks()
 
     def silent(self, seconds: float) -> bool:
-        self.clock.now += seconds
-        return self.watch._look()
+        ended = False
+        while seconds > 0:
+            self.clock.now += min(seconds, 2.0)
+            seconds -= 2.0
+            ended = self.looks()
+        return ended
+
+    def shows_a_rank(self) -> None:
+        path = self.stage.layout.stack_dump(3, 0)
+        path.parent.mkdir(parents=True)
+        path.write_text("rank=0 node=n0 pid=1 epoch=3\n")
 
 
 @pytest.fixture
 def scene(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Scene:
     clock = Clock()
     monkeypatch.setattr(watch, "time", clock)
+    monkeypatch.setattr(watch, "_LOOK_SECONDS", 2.0)
     return Scene(stage, clock)
+
+
+def stalled(scene: Scene) -> tuple[str, float]:
+    stall = scene.watch.stall
+    assert stall is not None
+    return stall.phase, stall.limit_seconds
 
 
 def test_a_launch_that_never_says_anything(scene: Scene) -> None:
     assert not scene.silent(599)
     assert scene.silent(2)
-    stall = scene.watch.stall
-    assert stall is not None and (stall.phase, stall.limit_seconds) == ("starting", 600)
+    assert stalled(scene) == ("starting", 600)
     assert not scene.watch.started
 
 
@@ -96,7 +133,7 @@ def test_the_clock_of_the_trainers_node_does_not_matter(scene: Scene, clock_seco
     assert scene.silent(2)
     assert scene.watch.stall is not None
     assert scene.watch.stall.silent_seconds == 61
-    assert scene.watch.stall.phase == "training"
+    assert stalled(scene) == ("training", 60)
 
 
 def test_the_first_step_after_a_resume_may_take_long(scene: Scene) -> None:
@@ -115,7 +152,7 @@ def test_slow_phases_have_the_longer_limit(scene: Scene, phase: Phase) -> None:
     scene.says(phase, 2)
     assert not scene.silent(599)
     assert scene.silent(2)
-    assert scene.watch.stall is not None and scene.watch.stall.phase == phase
+    assert stalled(scene) == (phase, 600)
 
 
 def test_an_unreadable_sign_is_not_silence(scene: Scene) -> None:
@@ -124,6 +161,93 @@ def test_an_unreadable_sign_is_not_silence(scene: Scene) -> None:
     assert not scene.silent(30)
     scene.says("training", 2)
     assert not scene.silent(59)
+
+
+def test_a_launch_learns_and_the_next_one_knows(scene: Scene) -> None:
+    scene.stage.configure(config().model_copy(update={"stall_seconds": 3600.0}))
+    experience = watch.Experience.of(scene.stage.supervisor().context)
+    scene.watch = scene.resumed_at(0, experience=experience)
+    for step in range(9):
+        scene.says("training", step)
+        assert not scene.silent(24)
+    assert scene.silent(100)
+    assert stalled(scene) == ("training", 120)
+    scene.watch = scene.resumed_at(8, experience=experience)
+    for step in range(9, 16):
+        scene.says("training", step)
+        assert not scene.silent(10)
+    assert not scene.silent(105), "the longer steps of the launch before are not forgotten"
+    assert scene.silent(10)
+
+
+def test_steps_of_earlier_attempts_are_learned_but_not_their_first_ones(stage: Stage) -> None:
+    stage.configure(config().model_copy(update={"stall_seconds": 3600.0}))
+    for epoch in (1, 2):
+        for step, seconds in enumerate((900.0, *[30.0] * 5)):
+            row = {"step": step, "epoch": epoch, "time": 1.0, "loss": 1.0, "loss_hex": "0x1"}
+            row |= {"grad_norm": None, "learning_rate": 1.0, "step_seconds": seconds}
+            row |= {"tokens_per_second": 1.0, "mfu": None, "memory_bytes": 1}
+            append_metrics(stage.layout, StepMetrics.model_validate(row | {"consumed_samples": 1}))
+    experience = watch.Experience.of(stage.supervisor().context)
+    assert experience.limits.limit("training") == 150
+
+
+def test_a_save_in_flight_has_the_time_of_a_save(scene: Scene) -> None:
+    scene.says("training", 1)
+    partial = scene.stage.layout.checkpoints / "iter_0000001.partial-e000003"
+    partial.mkdir()
+    assert not scene.silent(599)
+    partial.rename(partial.with_name("iter_0000001"))
+    assert scene.silent(2)
+    assert stalled(scene) == ("training", 60)
+
+
+def test_a_save_of_an_older_launch_is_not_in_flight(scene: Scene) -> None:
+    scene.says("training", 1)
+    (scene.stage.layout.checkpoints / "iter_0000001.partial-e000002").mkdir()
+    assert scene.silent(62)
+
+
+def test_a_step_that_srun_cannot_create_yet(scene: Scene) -> None:
+    """After an outage of the controller the ghost of the old step blocks the new one."""
+    scene.stage.configure(config().model_copy(update={"setup_stall_seconds": 45.0}))
+    scene.watch = scene.resumed_at(0)
+    assert not scene.silent(74)
+    scene.srun.waits_for_step = True
+    assert not scene.silent(225)
+    assert scene.silent(3)
+    assert stalled(scene) == ("launching", 300)
+
+
+def test_a_rank_that_has_started_and_says_nothing(scene: Scene) -> None:
+    scene.stage.configure(config().model_copy(update={"setup_stall_seconds": 45.0}))
+    scene.watch = scene.resumed_at(0)
+    scene.shows_a_rank()
+    assert not scene.silent(45)
+    assert scene.silent(1)
+    assert stalled(scene) == ("starting", 45)
+
+
+def test_a_job_that_was_suspended(scene: Scene) -> None:
+    """Nobody looked for an hour, and nobody trained."""
+    scene.says("training", 1)
+    assert not scene.silent(50)
+    scene.clock.now += 3600
+    assert not scene.looks()
+    assert not scene.silent(6)
+    assert scene.silent(4)
+    assert scene.watch.storage_stalled_seconds == 0
+
+
+def test_times_without_an_answer_add_up(scene: Scene) -> None:
+    scene.says("training", 1)
+    for seconds, in_all in ((6, 0), (20, 20), (100, 120), (30, 150)):
+        scene.clock.now += seconds
+        scene.watch._count_held_look(scene.clock.now)
+        assert not scene.looks()
+        assert scene.watch.storage_stalled_seconds == in_all
+    assert not scene.silent(54)
+    assert scene.silent(2), "of 156 s without an answer 2 s count for each, and the first six"
 
 
 def record(scene: Scene, rank: int, outcome: str) -> None:
@@ -138,6 +262,18 @@ def test_the_ranks_that_survive_get_time_for_their_last_words(scene: Scene) -> N
     assert scene.silent(watch._LAST_WORDS_SECONDS)
 
 
+def test_who_waits_for_a_failed_rank_does_not_hang(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "_LAST_WORDS_SECONDS", 8.0)
+    scene.says("training", 1)
+    assert not scene.silent(59)
+    scene.srun.failures = (TaskFailure("n1", "1", "Killed"),)  # type: ignore[assignment]
+    assert not scene.silent(7)
+    assert scene.silent(4)
+    assert scene.watch.stall is None
+
+
 def test_an_srun_that_does_not_notice_the_end_of_its_ranks_is_ended(scene: Scene) -> None:
     record(scene, 0, "yielded")
     assert not scene.silent(1)
@@ -145,18 +281,76 @@ def test_an_srun_that_does_not_notice_the_end_of_its_ranks_is_ended(scene: Scene
     assert scene.silent(watch._LEAVING_SECONDS)
 
 
+def test_a_newer_launch(scene: Scene) -> None:
+    assert not scene.looks()
+    (scene.stage.layout.epochs / "000004.json").touch()
+    assert scene.looks()
+    assert scene.watch.superseded
+
+
+@pytest.mark.parametrize("kind", ["hold", "stop"])
+def test_a_request_is_passed_on_once(scene: Scene, kind: str) -> None:
+    (scene.stage.layout.control / kind).write_text("by ann\n")
+    scene.stage.slurm.steps = lambda job_id: (  # type: ignore[method-assign]
+        StepRecord("0", JobState.RUNNING),
+    )
+    assert not scene.silent(6)
+    assert scene.stage.slurm.signals == [(5, "0", "USR2")]
+    assert scene.stage.layout.stop_request.exists()
+    assert (scene.stage.layout.control / kind).exists()
+
+
+def test_stop_now_ends_the_step_at_once(scene: Scene) -> None:
+    scene.says("training", 1)
+    scene.stage.layout.stop_now_request.touch()
+    assert scene.looks()
+    assert (scene.watch.stall, scene.watch.superseded) == (None, False)
+
+
+def rank_times(scene: Scene, last_step: int, slow_seconds: float) -> None:
+    times = RankTimes(
+        epoch=3,
+        first_step=last_step - 19,
+        last_step=last_step,
+        time=1.0,
+        compute_seconds=(1.0, 1.0, 1.0, slow_seconds),
+        nodes=("n0", "n0", "n1", "n1"),
+    )
+    write_record(scene.stage.layout.rank_times, times, durable=False)
+    assert not scene.looks()
+
+
+def test_a_slow_rank_is_in_the_ledger_once(scene: Scene) -> None:
+    for window in range(1, 6):
+        rank_times(scene, 20 * window, 1.5)
+        assert not scene.looks()
+    events = scene.stage.events(EventKind.SLOW_RANK)
+    assert [(e.rank, e.node, e.factor, e.last_step) for e in events] == [(3, "n1", 1.5, 60)]
+    assert events[0].reason == "computes 1.50 times as long as its peers"
+    assert [slow.rank for slow in scene.watch.slow_ranks] == [3]
+    rank_times(scene, 120, 1.0)
+    assert scene.watch.slow_ranks == ()
+
+
+def test_stages_differ_by_what_they_do(scene: Scene) -> None:
+    scene.watch = scene.resumed_at(0, stage_of=lambda rank: rank // 3)
+    for window in range(1, 6):
+        rank_times(scene, 20 * window, 1.5)
+    assert scene.stage.events(EventKind.SLOW_RANK) == []
+
+
 def test_only_numbered_steps_of_this_attempt_are_ended(stage: Stage) -> None:
     slurm = stage.slurm
     slurm.steps = lambda job_id: tuple(  # type: ignore[method-assign]
         StepRecord(name, JobState.RUNNING) for name in ("batch", "extern", "0", "12")
     )
-    ours = LaunchWatch(stage.supervisor().context, cast(Launch, Srun()), 3)
-    assert ours._steps() == ["0", "12"]
+    ours = OwnSteps(stage.supervisor().context)
+    assert ours.ids() == ["0", "12"]
     slurm.change(restart_count=1)
-    assert ours._steps() == []
+    assert ours.ids() == []
     slurm.change(restart_count=0)
     slurm.away = True
-    assert ours._steps() == []
+    assert ours.ids() == []
 
 
 def test_job_facts(stage: Stage) -> None:
@@ -196,21 +390,40 @@ def test_in_the_final_stage_slurm_is_asked_once(stage: Stage) -> None:
     assert time.monotonic() - started < 0.2
 
 
-def test_an_hour_of_looking_costs_little(stage: Stage) -> None:
-    """1800 looks and 18000 polls an hour; a run with many launches behind it."""
+def test_an_hour_of_watching_costs_little(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looks and polls as in earnest, only without the waits; a run with many launches behind it."""
     for epoch in range(1, 101):
         (stage.layout.epochs / f"{epoch:06d}.json").touch()
-    ours = LaunchWatch(stage.supervisor().context, cast(Launch, Srun()), 100)
-    write_record(
-        stage.layout.progress,
-        Progress(epoch=100, phase="training", step=1, target_step=9, time=1.0),
-        durable=False,
-    )
+    for rank in range(64):
+        path = stage.layout.stack_dump(100, rank)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    context = stage.supervisor().context
+    ours = LaunchWatch(context, cast(Launch, Srun()), 100)
+    looker = Looker(ours._onlooker.look)
+    monkeypatch.setattr(watch, "_LOOK_SECONDS", 0.0)
+    looks, polls = 200, 2000
     before = time.process_time()
-    for _ in range(180):
-        assert not ours._look()
-    hour_seconds = (time.process_time() - before) * 10
-    assert hour_seconds < 18, "half a percent of one core"
+    for number in range(looks):
+        values = {"epoch": 100, "phase": "training", "target_step": 9, "time": 1.0}
+        sign = Progress.model_validate({**values, "step": number})
+        write_record(stage.layout.progress, sign, durable=False)
+        while not looker.busy:
+            assert not ours._look(looker)
+        while looker.busy:
+            time.sleep(0.0005)
+            assert not ours._look(looker)
+    looking_seconds = time.process_time() - before
+    monkeypatch.setattr(watch, "_LOOK_SECONDS", 2.0)
+    ours._next_look = time.monotonic() + 60
+    before = time.process_time()
+    for _ in range(polls):
+        ours._handle_signals()
+        assert not ours._time_is_up()
+        assert not ours._look(looker)
+    hour_seconds = looking_seconds * 1800 / looks + (time.process_time() - before) * 18000 / polls
+    looker.close()
+    assert hour_seconds < 7.2, "0.2 % of one core"
 
 
 _LIGHT = """

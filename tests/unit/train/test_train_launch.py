@@ -11,7 +11,7 @@ import pytest
 
 from hpctrain.errors import InvalidInputError
 from hpctrain.train.launch import Launch, quiet_defaults, read_launch
-from hpctrain.train.stop import stop_file_exists
+from hpctrain.train.stop import file_exists
 
 SLURM = {
     "SLURM_PROCID": "5",
@@ -40,6 +40,23 @@ def test_what_is_missing_or_wrong_is_named() -> None:
         read_launch({**SLURM, "HPCTRAIN_EPOCH": "two"})
 
 
+def test_what_the_supervisor_tells() -> None:
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    told = {"HPCTRAIN_MTTF_SECONDS": "28440.5", "HPCTRAIN_PINNED_STEPS": "400 1200"}
+    assert read_launch(place).mttf_seconds == float("inf")
+    assert read_launch(place).pinned_steps == frozenset()
+    launch = read_launch(place | told)
+    assert (launch.mttf_seconds, launch.pinned_steps) == (28440.5, {400, 1200})
+    for name, text in (
+        ("HPCTRAIN_MTTF_SECONDS", "0"),
+        ("HPCTRAIN_MTTF_SECONDS", "nan"),
+        ("HPCTRAIN_MTTF_SECONDS", "often"),
+        ("HPCTRAIN_PINNED_STEPS", "4,8"),
+    ):
+        with pytest.raises(InvalidInputError, match=name):
+            read_launch(place | {name: text})
+
+
 def test_the_user_may_choose_the_number_of_threads() -> None:
     assert quiet_defaults({})["OMP_NUM_THREADS"] == "1"
     assert "OMP_NUM_THREADS" not in quiet_defaults({"OMP_NUM_THREADS": "8"})
@@ -66,7 +83,7 @@ def test_signals_are_remembered_and_do_not_kill() -> None:
 
 def test_the_stop_file(tmp_path: Path) -> None:
     path = tmp_path / "stop"
-    assert not stop_file_exists(path)
+    assert not file_exists(path)
     path.touch()
-    assert stop_file_exists(path)
-    assert not stop_file_exists(Path(os.devnull) / "stop")
+    assert file_exists(path)
+    assert not file_exists(Path(os.devnull) / "stop")

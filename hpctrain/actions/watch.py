@@ -1,0 +1,363 @@
+"""One pass over all runs from outside, for cron: look, and with `act` do what the rules allow.
+
+A pass keeps nothing in memory between two of them: what it knows it reads from Slurm (one squeue
+for all runs) and from the ledgers, and what it does it writes there first. So it can be repeated,
+interrupted and run from several hosts. Silence of Slurm is *unknown*: then nothing is done, and
+no heartbeat is written, so that whoever watches the heartbeat hears of it. Belongs here: asking,
+acting, the heartbeat, the lock. Does not belong here: what is wrong and what may be done about it
+(`watch_rules`), cron itself, printing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from hpctrain.actions.requests import user_name
+from hpctrain.actions.runs import RunFiles, all_runs
+from hpctrain.actions.submit import submit_jobs
+from hpctrain.actions.watch_look import Look, Remedy, Sighting, Symptom, told_already
+from hpctrain.actions.watch_rules import sightings
+from hpctrain.durable import replace_text
+from hpctrain.errors import HpctrainError, SlurmError, UsageError
+from hpctrain.slurm.client import SlurmClient
+from hpctrain.slurm.records import JobRecord, by_submission
+from hpctrain.store.jobs import generation, submitted_ids
+from hpctrain.store.layout import RunLayout
+from hpctrain.store.ledger import Event, EventKind
+from hpctrain.store.signs import Progress, read_record
+from hpctrain.supervise.control import requested
+from hpctrain.supervise.documents import ActionKind, SuperviseConfig
+from hpctrain.supervise.loop import read_supervise_config
+
+# Between the end of a job and the pass that calls its run orphaned: the last line of its ledger
+# may reach this host late (nfs(5): attributes are cached for up to acregmax = 60 s), and a person
+# may just be submitting it again.
+GRACE_SECONDS = 120.0
+WATCH_DIRECTORY = ".watch"
+# Of a ledger this much is read first; it mostly reaches back to the newest submission.
+_TAIL_BYTES = 16384
+
+
+class Seen(BaseModel):
+    """One sighting and what became of it: "would", "done", "failed", or "told"."""
+
+    model_config = ConfigDict(frozen=True)
+
+    run_id: str
+    symptom: Symptom
+    remedy: Remedy
+    reason: str
+    job_id: int | None
+    outcome: str
+    answer: str = ""
+
+
+class Pass(BaseModel):
+    """What a pass has seen. `complete` is False when Slurm or a ledger kept silent."""
+
+    model_config = ConfigDict(frozen=True)
+
+    time: float
+    act: bool
+    runs: int
+    open_runs: int
+    complete: bool
+    blind_because: tuple[str, ...] = ()
+    seen: tuple[Seen, ...] = ()
+
+    @property
+    def failed(self) -> bool:
+        return any(one.outcome == "failed" for one in self.seen)
+
+
+class Heartbeat(BaseModel):
+    """Proof that a pass has seen everything; times in seconds since the epoch."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    time: float
+    host: str
+    act: bool
+    runs: int
+    open_runs: int
+    sightings: int
+
+
+@dataclass(frozen=True)
+class _Open:
+    """A run that is not over for all its directory says."""
+
+    run: RunFiles
+    events: Sequence[Event]
+    ledger_bytes: int
+
+
+@dataclass
+class _Survey:
+    """What the run directories say, before Slurm is asked."""
+
+    runs: int = 0
+    open: list[_Open] = field(default_factory=list)
+    unreadable: list[str] = field(default_factory=list)
+
+
+def heartbeat_path(runs: Path) -> Path:
+    return runs / WATCH_DIRECTORY / "heartbeat.json"
+
+
+def watch(
+    runs: Path,
+    slurm: SlurmClient,
+    *,
+    act: bool = False,
+    heartbeat: Path | None = None,
+    grace_seconds: float = GRACE_SECONDS,
+) -> Pass:
+    """One pass over the runs in `runs` that belong to this user.
+
+    Raises UsageError when another pass is acting, or when the file system has no locks.
+    """
+    with _only_one(runs) if act else contextlib.nullcontext():
+        survey = _survey(runs)
+        jobs, silence = _ask(slurm, survey.open)
+        blind = (*survey.unreadable, *([silence] if silence else []))
+        found = [] if silence else _look_at_all(survey.open, jobs, grace_seconds)
+        seen = tuple(
+            _deal_with(one, sighting, slurm, act=act)
+            for one, sighting in found
+            if act or sighting.remedy is not Remedy.NOTE
+        )
+    result = Pass(
+        time=time.time(),
+        act=act,
+        runs=survey.runs,
+        open_runs=len(survey.open),
+        complete=not blind,
+        blind_because=blind,
+        seen=seen,
+    )
+    if result.complete:
+        _beat(heartbeat or heartbeat_path(runs), result)
+    return result
+
+
+# -- looking -----------------------------------------------------------------------------------
+
+
+def _survey(runs: Path) -> _Survey:
+    survey = _Survey()
+    for run in all_runs(runs):
+        if run.layout.ledger.stat().st_uid != os.getuid():
+            continue  # nobody may requeue or release the jobs of somebody else
+        survey.runs += 1
+        if run.layout.done.exists():
+            continue
+        try:
+            opened = _read(run)
+        except OSError as error:
+            survey.unreadable.append(f"{run.layout.ledger}: {error.strerror}")
+            continue
+        if opened is not None:
+            survey.open.append(opened)
+    return survey
+
+
+def _read(run: RunFiles) -> _Open | None:
+    """The end of the ledger, back to the newest submission; None for a run that is over."""
+    size_bytes = run.layout.ledger.stat().st_size
+    events, whole = run.ledger.last_events(_TAIL_BYTES)
+    if not whole and not generation(events):
+        events = run.ledger.events()
+    recent = generation(events)
+    words = [e for e in recent if e.event in (EventKind.ACTION, EventKind.ATTEMPT_STARTED)]
+    if not recent or (words and words[-1].action in (ActionKind.STOP, ActionKind.FINISH)):
+        return None
+    return _Open(run, events, size_bytes)
+
+
+def _ask(
+    slurm: SlurmClient, opened: Sequence[_Open]
+) -> tuple[dict[int, list[JobRecord]], str | None]:
+    """Jobs by the id that sbatch has printed, and why nothing is known, if so."""
+    ids = {job_id for one in opened for job_id in submitted_ids(generation(one.events))}
+    if not ids:
+        return {}, None
+    try:
+        jobs = by_submission(slurm.jobs(ids).values())
+        gone = ids - jobs.keys()
+        if gone and slurm.accounting_enabled():
+            jobs = {**by_submission(slurm.history(gone).values()), **jobs}
+    except SlurmError as error:
+        return {}, f"Slurm does not tell: {error}"
+    return jobs, None
+
+
+def _look_at_all(
+    opened: Sequence[_Open], jobs: dict[int, list[JobRecord]], grace_seconds: float
+) -> list[tuple[_Open, Sighting]]:
+    found: list[tuple[_Open, Sighting]] = []
+    for one in opened:
+        ids = submitted_ids(generation(one.events))
+        mine = tuple(job for job_id in ids for job in jobs.get(job_id, []))
+        config = _config(one.run.layout)
+        if config is None:
+            continue
+        look = Look(
+            run_id=one.run.run_id,
+            events=one.events,
+            config=config,
+            jobs=mine,
+            now=time.time(),
+            grace_seconds=grace_seconds,
+            signs_time=_newest_sign(one),
+            asked_by=_asked_by(one.run.layout),
+        )
+        news = (sighting for sighting in _judged(look, one) if not told_already(look, sighting))
+        found.extend((one, sighting) for sighting in news)
+    return found
+
+
+def _judged(look: Look, one: _Open) -> list[Sighting]:
+    """The sightings; budgets need the whole ledger, so it is read where they matter."""
+    found = sightings(look)
+    if not any(sighting.remedy in (Remedy.RESUBMIT, Remedy.RELEASE) for sighting in found):
+        return found
+    whole = Look(**{**look.__dict__, "events": one.run.ledger.events()})
+    return sightings(whole)
+
+
+def _newest_sign(one: _Open) -> float | None:
+    progress = read_record(one.run.layout.progress, Progress)
+    times = [event.time for event in one.events if event.event is not EventKind.WATCH]
+    return max([*times, progress.time] if progress else times, default=None)
+
+
+def _asked_by(layout: RunLayout) -> str | None:
+    request = requested(layout)
+    return request.by if request else None
+
+
+def _config(layout: RunLayout) -> SuperviseConfig | None:
+    try:
+        return read_supervise_config(layout.supervise_config)
+    except HpctrainError:
+        return None
+
+
+# -- acting ------------------------------------------------------------------------------------
+
+
+def _deal_with(one: _Open, sighting: Sighting, slurm: SlurmClient, *, act: bool) -> Seen:
+    outcome, answer = ("told" if sighting.remedy is Remedy.TELL else "would"), ""
+    if act:
+        outcome, answer = _act(one, sighting, slurm)
+    return Seen(
+        run_id=sighting.run_id,
+        symptom=sighting.symptom,
+        remedy=sighting.remedy,
+        reason=sighting.words,
+        job_id=sighting.job_id,
+        outcome=outcome,
+        answer=answer,
+    )
+
+
+def _act(one: _Open, sighting: Sighting, slurm: SlurmClient) -> tuple[str, str]:
+    """Do it, and say so in the ledger first; nothing when somebody has acted meanwhile."""
+    layout, ledger = one.run.layout, one.run.ledger
+    if layout.ledger.stat().st_size != one.ledger_bytes or requested(layout):
+        return "told", "the run has changed meanwhile; the next pass looks again"
+    if sighting.lost is not None:
+        lost = sighting.lost
+        ledger.append(
+            EventKind.ATTEMPT_LOST,
+            job_id=lost.job_id,
+            restart_count=lost.restart_count,
+            cause=lost.cause,
+            reason=lost.reason,
+        )
+    kind = EventKind.CANCEL_REQUESTED if sighting.remedy is Remedy.NOTE else EventKind.WATCH
+    ledger.append(
+        kind,
+        job_id=sighting.job_id,
+        action=sighting.remedy,
+        reason=f"{sighting.symptom}: {sighting.words}",
+        user=user_name(),
+    )
+    if sighting.remedy in (Remedy.TELL, Remedy.NOTE):
+        return "told", ""
+    try:
+        return "done", _remedy(one.run, sighting, slurm)
+    except HpctrainError as error:
+        return "failed", str(error)
+
+
+def _remedy(run: RunFiles, sighting: Sighting, slurm: SlurmClient) -> str:
+    job_id = sighting.job_id
+    if sighting.remedy is Remedy.RESUBMIT:
+        return f"submitted as job {submit_jobs(run, slurm)}"
+    assert job_id is not None, "all other remedies are about a job"
+    if sighting.remedy is Remedy.RELEASE:
+        slurm.release(job_id)
+    elif sighting.remedy is Remedy.START_NOW:
+        slurm.update_job(job_id, start_now=True)
+    elif sighting.remedy is Remedy.CLEAR_EXCLUDED:
+        slurm.update_job(job_id, exclude_nodes=())
+    elif sighting.remedy is Remedy.TAKE_FEWER:
+        slurm.update_job(job_id, nodes=sighting.nodes)
+    return f"job {job_id}"
+
+
+@contextlib.contextmanager
+def _only_one(runs: Path) -> Iterator[None]:
+    """Hold the lock of `runs`. The kernel frees it when its process ends in any way (flock(2)),
+    on NFS for other hosts, too, so it is never stale."""
+    directory = runs / WATCH_DIRECTORY
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UsageError("another pass of `hpctrain watch --act` is at work here") from error
+        except OSError as error:
+            raise UsageError(
+                f"{directory} is on a file system without locks ({error.strerror})",
+                hint="mount it with locks (Lustre: `-o flock`), or leave `--act` out",
+            ) from error
+        yield
+    finally:
+        os.close(descriptor)
+
+
+# -- the heartbeat -----------------------------------------------------------------------------
+
+
+def _beat(path: Path, result: Pass) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    beat = Heartbeat(
+        time=result.time,
+        host=os.uname().nodename,
+        act=result.act,
+        runs=result.runs,
+        open_runs=result.open_runs,
+        sightings=len(result.seen),
+    )
+    replace_text(path, beat.model_dump_json() + "\n")
+
+
+def heartbeat_age_seconds(path: Path) -> float | None:
+    """Seconds since the last pass that saw everything; None when there is no readable heartbeat."""
+    try:
+        beat = Heartbeat.model_validate_json(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return time.time() - beat.time

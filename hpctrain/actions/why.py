@@ -1,0 +1,248 @@
+"""Why a run does what it does: the last verdict and action, what is left of the budgets, and what
+comes next.
+
+Belongs here: asking the ledger, the policy and Slurm. Does not belong here: deciding
+(`hpctrain.supervise.policy`), wording for terminals.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from pydantic import BaseModel, ConfigDict
+
+from hpctrain.actions import requests
+from hpctrain.actions.control import is_held
+from hpctrain.actions.foresight import Budget, Foresight, budgets, foresee
+from hpctrain.actions.runs import RunFiles
+from hpctrain.actions.state import RunState
+from hpctrain.actions.status import RunStatus, statuses
+from hpctrain.checkpoints.discover import checkpoints
+from hpctrain.errors import SlurmError
+from hpctrain.slurm.client import SlurmClient
+from hpctrain.slurm.records import JobRecord
+from hpctrain.store.ledger import Event, EventKind
+from hpctrain.supervise.control import requested
+from hpctrain.supervise.documents import SuperviseConfig
+from hpctrain.supervise.loop import read_supervise_config
+from hpctrain.supervise.past import history
+from hpctrain.supervise.policy import limit_of_all
+from hpctrain.units import short_duration
+
+_ENDS = (EventKind.LAUNCH_ENDED, EventKind.ATTEMPT_LOST)
+_CONTINUATION = {
+    "requeue": "Slurm puts the same job back into the queue; it keeps its id and its age",
+    "chain": "each job has a successor in the queue that starts when it ends",
+    "singleton": "jobs of one name were submitted together and run one after the other",
+    "array": "the elements of a job array run one after the other",
+    "none": "nobody starts the run again after its job: `hpctrain resume` does",
+}
+
+
+class LastEnd(BaseModel):
+    """The last launch that ended, or attempt that was lost; times in seconds since the epoch."""
+
+    model_config = ConfigDict(frozen=True)
+
+    end_time: float
+    epoch: int | None
+    cause: str
+    reason: str
+    evidence: tuple[str, ...] = ()
+    rank: int | None = None
+    node: str | None = None
+    hard: bool = False
+    failed_step: int | None = None
+    launches_alike: int = 0
+
+
+class LastAction(BaseModel):
+    """What the supervisor did about it, Slurm's answer, and what it only observed."""
+
+    model_config = ConfigDict(frozen=True)
+
+    action_time: float
+    action: str
+    reason: str
+    result: str | None = None
+    excluded: tuple[str, ...] = ()
+    delay_seconds: float | None = None
+    observed: tuple[str, ...] = ()
+
+
+class Storm(BaseModel):
+    """Failures within the window; from `threshold` on the supervisor waits between launches."""
+
+    model_config = ConfigDict(frozen=True)
+
+    failures: int
+    threshold: int
+    window_seconds: float
+
+
+class Why(BaseModel):
+    """Everything that `hpctrain why` tells."""
+
+    model_config = ConfigDict(frozen=True)
+
+    run_id: str
+    state: RunState
+    state_reason: str
+    job_id: int | None
+    attempts: int
+    waiting: str | None
+    requests: tuple[str, ...]
+    continuation: str
+    continuation_words: str
+    ended: LastEnd | None
+    action: LastAction | None
+    checkpoint_step: int | None
+    budgets: tuple[Budget, ...]
+    failures_without_progress: int
+    failures_allowed: int
+    storm: Storm
+    foresight: tuple[Foresight, ...]
+
+
+def why(run: RunFiles, slurm: SlurmClient, now: float | None = None) -> Why:
+    """Explain a run. Raises InvalidInputError when its supervise.json cannot be read."""
+    now = time.time() if now is None else now
+    config = read_supervise_config(run.layout.supervise_config)
+    row, events = statuses([run], slurm)[0], run.ledger.events()
+    past = history(events, config.storm_window_seconds)
+    good = (one.step for one in checkpoints(run.layout.checkpoints) if one.good)
+    checkpoint_step = next(good, None)
+    over = row.state in (RunState.DONE, RunState.CANCELLED)
+    step = max(row.step or 0, checkpoint_step or 0)
+    ahead = [] if over else foresee(events, config, now, checkpoint_step or 0, step)
+    return Why(
+        run_id=run.run_id,
+        state=row.state,
+        state_reason=row.reason,
+        job_id=row.job_id,
+        attempts=row.attempts,
+        waiting=_waiting(row, slurm, now),
+        requests=_requests(run),
+        continuation=config.continuation,
+        continuation_words=_CONTINUATION[config.continuation],
+        ended=_last_end(events, past.same_fingerprint),
+        action=_last_action(events),
+        checkpoint_step=checkpoint_step,
+        budgets=tuple(budgets(past, config)),
+        failures_without_progress=past.failures_without_progress,
+        failures_allowed=limit_of_all(config) - 1,
+        storm=_storm(events, config, now),
+        foresight=tuple(ahead),
+    )
+
+
+def _last_end(events: Sequence[Event], alike: int) -> LastEnd | None:
+    ends = [event for event in events if event.event in _ENDS]
+    if not ends:
+        return None
+    last = ends[-1]
+    return LastEnd(
+        end_time=last.time,
+        epoch=last.epoch,
+        cause=last.cause or "unknown",
+        reason=last.reason or "",
+        evidence=last.evidence,
+        rank=last.rank,
+        node=last.node,
+        hard=last.hard,
+        failed_step=last.failed_step,
+        launches_alike=alike,
+    )
+
+
+def _last_action(events: Sequence[Event]) -> LastAction | None:
+    numbers = [n for n, event in enumerate(events) if event.event is EventKind.ACTION]
+    if not numbers:
+        return None
+    last, later = events[numbers[-1]], events[numbers[-1] + 1 :]
+    results = [event.reason for event in later if event.event is EventKind.ACTION_RESULT]
+    return LastAction(
+        action_time=last.time,
+        action=last.action or "",
+        reason=last.reason or "",
+        result=results[0] if results else None,
+        excluded=last.excluded,
+        delay_seconds=last.delay_seconds,
+        observed=tuple(e.reason or "" for e in later if e.event is EventKind.OBSERVED),
+    )
+
+
+def _storm(events: Sequence[Event], config: SuperviseConfig, now: float) -> Storm:
+    """Counted back from now: a storm that has passed is none."""
+    window = config.storm_window_seconds
+    recent = [event for event in events if event.event in _ENDS and event.time >= now - window]
+    return Storm(
+        failures=history(recent, window).recent_failures,
+        threshold=config.storm_failures,
+        window_seconds=window,
+    )
+
+
+def _requests(run: RunFiles) -> tuple[str, ...]:
+    """What people have asked for and nobody has followed yet."""
+    standing = requested(run.layout)
+    words = [f"{standing.kind}, by {standing.by}"] if standing else []
+    if requests.path_of(run.layout, "save").exists():
+        words.append("save")
+    return tuple(words)
+
+
+# -- why a job waits ---------------------------------------------------------------------------
+
+# squeue(1), JOB REASON CODES. Slurm prints some without spaces and some as sentences.
+_REASONS = {
+    "begintime": "Slurm lets a requeued job wait until the credentials of the last start expire",
+    "priority": "jobs of higher priority come first",
+    "resources": "it is its turn as soon as enough nodes are free",
+    "dependency": "it starts when the job before it has ended",
+    "reqnodenotavail": "nodes that it needs are down, drained or reserved",
+    "badconstraints": "no nodes fit what it asks for",
+    "partitiondown": "the partition is down",
+    "partitioninactive": "the partition does not start jobs now",
+    "partitiontimelimit": "its time limit is above that of the partition",
+    "partitionnodelimit": "it asks for more nodes than the partition gives",
+    "reservation": "its reservation has not begun",
+    "jobarraytasklimit": "the element of the array before it still runs",
+}
+
+
+def waiting_words(job: JobRecord, now: float) -> str:
+    """Why a job waits, with Slurm's own word and what can be done."""
+    reason = job.reason or "None"
+    key = reason.split(",")[0].replace("_", "").replace(" ", "").lower()
+    if is_held(job):
+        words = _held_words(key)
+    elif key.startswith(("qos", "assoc")):
+        words = "a limit of the account or the QOS is reached"
+    else:
+        words = _REASONS.get(key, "")
+    parts = [f"{words} ({reason})" if words else reason]
+    if job.start_time is not None and job.start_time > now and not is_held(job):
+        parts.append(f"not before {short_duration(job.start_time - now)} from now")
+    if job.exclude_nodes:
+        parts.append(f"it must not run on {job.exclude_nodes}")
+    return "; ".join(parts)
+
+
+def _held_words(key: str) -> str:
+    if key == "jobheldadmin":
+        return "an administrator holds it and has to release it"
+    if key.startswith("launchfailed"):
+        return "Slurm could not launch it on its nodes and holds it: `hpctrain resume`"
+    return "it is held: `hpctrain resume` releases it"
+
+
+def _waiting(row: RunStatus, slurm: SlurmClient, now: float) -> str | None:
+    if row.state is not RunState.PENDING or row.job_id is None:
+        return None
+    try:
+        job = slurm.show_job(row.job_id)
+    except SlurmError:
+        return "Slurm does not answer"
+    return waiting_words(job, now) if job is not None else None

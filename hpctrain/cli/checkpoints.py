@@ -1,0 +1,171 @@
+"""`checkpoints`: the checkpoints of a run, verified on demand, and the interval between them."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from hpctrain.cli.options import RunName, json_option, runs_option
+from hpctrain.cli.output import json_out, or_dash, table
+from hpctrain.units import short_bytes, short_duration
+
+if TYPE_CHECKING:
+    from hpctrain.actions.checkpoints import Interval, Row, Shelf
+    from hpctrain.checkpoints.verify import Verified
+
+_HEADERS = ("STEP", "EPOCH", "AGE", "SIZE", "FILES", "STALL", "PUBLISH", "CHECK", "KEPT")
+_WIDTH, _MARGIN = 80, 12
+_PROGRESS_SECONDS = 0.5
+
+
+@click.command()
+@click.argument("run", type=RunName())
+@click.option(
+    "--verify", is_flag=True, help="Read every byte and compare SHA-256; exit code 7 if one is bad."
+)
+@click.option(
+    "--threads", type=click.IntRange(1, 64), default=8, show_default=True, help="Of --verify."
+)
+@runs_option
+@json_option
+def checkpoints(run: str, verify: bool, threads: int, runs: Path | None, as_json: bool) -> None:
+    """List the checkpoints of a run, newest first: whether they are good and why they
+    are kept, what is unfinished or in quarantine, the room that is left, what a save costs,
+    and whether the interval between saves is a good one.
+
+    \b
+    Nothing is moved or deleted.
+    Examples:
+      hpctrain checkpoints gpt175b-7f3a
+      hpctrain checkpoints gpt175b-7f3a --verify --threads 16
+    """
+    from hpctrain.actions.checkpoints import shelf
+    from hpctrain.actions.runs import find_run, runs_directory
+
+    found = find_run(runs_directory(runs), run)
+    told = progress_line() if verify and sys.stderr.isatty() else None
+    seen = shelf(found, verify=verify, workers=threads, progress=told)
+    if as_json:
+        json_out("checkpoints", seen)
+    else:
+        _show(seen)
+    if verify and seen.bad:
+        _fail(seen)
+
+
+def progress_line() -> Callable[[Verified], None]:
+    """A line on the terminal that is written over, at most twice a second."""
+    began_at, shown_at = time.monotonic(), 0.0
+
+    def show(verified: Verified) -> None:
+        nonlocal shown_at
+        now, last = time.monotonic(), verified.files == verified.total_files
+        if now - shown_at < _PROGRESS_SECONDS and not last:
+            return
+        shown_at = now
+        rate = verified.read_bytes / max(now - began_at, 1e-6)
+        text = (
+            f"verifying: {short_bytes(verified.read_bytes)} of "
+            f"{short_bytes(verified.total_bytes)}, {short_bytes(rate)}/s"
+        )
+        click.echo(
+            f"\r{text:<{_WIDTH - 1}}" + ("\r" + " " * (_WIDTH - 1) + "\r" if last else ""),
+            err=True,
+            nl=False,
+        )
+
+    return show
+
+
+def _fail(seen: Shelf) -> None:
+    from hpctrain.checkpoints.discover import AUTO_DEEP_LIMIT_BYTES
+    from hpctrain.errors import CheckpointError
+
+    words = "\n".join(f"step {row.step:,}: {row.problem}" for row in seen.bad)
+    good = next((row.step for row in seen.rows if row.problem is None), None)
+    hint = "no checkpoint is good" if good is None else f"the newest good one is step {good:,}"
+    if any((row.size_bytes or 0) > AUTO_DEEP_LIMIT_BYTES for row in seen.bad):
+        hint += (
+            f"; above {short_bytes(AUTO_DEEP_LIMIT_BYTES)} a launch compares sizes only, unless "
+            "the spec says `checkpoint.verify: sha256`"
+        )
+    raise CheckpointError(words, hint=hint)
+
+
+def _show(seen: Shelf) -> None:
+    if seen.rows:
+        table(_HEADERS, [_cells(row) for row in seen.rows])
+    else:
+        click.echo("no checkpoint has been published yet")
+    for line in _more_lines(seen):
+        click.echo(line)
+
+
+def _cells(row: Row) -> list[str]:
+    return [
+        f"{row.step:,}",
+        or_dash(row.epoch),
+        or_dash(None if row.age_seconds is None else short_duration(row.age_seconds)),
+        or_dash(None if row.size_bytes is None else short_bytes(row.size_bytes)),
+        or_dash(row.files),
+        or_dash(None if row.stall_seconds is None else short_duration(row.stall_seconds)),
+        or_dash(None if row.publish_seconds is None else short_duration(row.publish_seconds)),
+        "BAD" if row.problem else row.verified,
+        or_dash(", ".join(row.kept_because)),
+    ]
+
+
+def _more_lines(seen: Shelf) -> list[str]:
+    lines = [""]
+    for row in seen.bad:
+        lines += _entry("Bad", f"step {row.step:,}: {row.problem}")
+    for layout in dict.fromkeys(row.layout for row in seen.rows if row.layout):
+        lines += _entry("Layout", layout)
+    for one in seen.unfinished:
+        state = "left by an older launch" if one.stale else "being written"
+        ago = short_duration(one.changed_seconds_ago)
+        lines += _entry(
+            "Unfinished", f"{one.name}: {short_bytes(one.size_bytes)}, {state}, changed {ago} ago"
+        )
+    for bad in seen.quarantined:
+        lines += _entry("Quarantine", f"{bad.name} ({short_bytes(bad.size_bytes)}): {bad.reason}")
+    fits = "" if seen.room.fits is None else f", room for {seen.room.fits:,} more"
+    lines += _entry("Disk", f"{short_bytes(seen.room.free_bytes)} free{fits}")
+    return lines + (_interval_lines(seen.interval) if seen.interval else [])
+
+
+def _interval_lines(interval: Interval) -> list[str]:
+    seconds = interval.used_seconds
+    used = "" if seconds is None else f", about {short_duration(seconds)}"
+    lines = _entry("Interval", f"{interval.configured}{used}")
+    if interval.stall_seconds is not None and interval.publish_seconds is not None:
+        lines += _entry(
+            "  measured",
+            f"training stands still for {short_duration(interval.stall_seconds)} a save, which "
+            f"counts after {short_duration(interval.publish_seconds)}",
+        )
+    if interval.best_seconds is not None and interval.mttf_seconds is not None:
+        steps = "" if interval.best_steps is None else f" ({interval.best_steps:,} steps)"
+        lines += _entry(
+            "  best",
+            f"{short_duration(interval.best_seconds)}{steps} by Young and Daly, with a failure "
+            f"every {short_duration(interval.mttf_seconds)}",
+        )
+    return lines + _entry("  advice", interval.advice)
+
+
+def _entry(label: str, text: str) -> list[str]:
+    return textwrap.wrap(
+        text,
+        _WIDTH,
+        initial_indent=f"{label:<{_MARGIN}}",
+        subsequent_indent=" " * _MARGIN,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

@@ -1,0 +1,143 @@
+"""`stop`, `save`, `hold`, `resume`: what a team asks of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from hpctrain.cli.options import Decorated, RunName, confirm, runs_option, yes_option
+from hpctrain.cli.output import say
+
+if TYPE_CHECKING:
+    from hpctrain.actions.control import Answer
+    from hpctrain.actions.runs import RunFiles
+    from hpctrain.slurm.client import SlurmClient
+
+
+def reason_option(function: Decorated) -> Decorated:
+    return click.option(
+        "--reason", default="", metavar="TEXT", help="Why; kept in the history of the run."
+    )(function)
+
+
+@click.command()
+@click.argument("run", type=RunName())
+@click.option(
+    "--graceful/--now",
+    default=True,
+    help="Save at the next step boundary first, or lose the steps since the newest checkpoint."
+    "  [default: graceful]",
+)
+@reason_option
+@runs_option
+@yes_option
+def stop(run: str, graceful: bool, reason: str, runs: Path | None, yes: bool) -> None:
+    """Have a run save, leave its nodes and stop; `hpctrain resume` goes on.
+
+    \b
+    A job that waits is taken out of the queue. The file alone does the same for a
+    run that trains: touch RUN/control/stop (or stop-now).
+    Examples:
+      hpctrain stop gpt175b-7f3a --reason "maintenance at noon"
+      hpctrain stop gpt175b-7f3a --now -y
+    """
+    from hpctrain.actions import control
+
+    found = _found(run, runs)
+    question = f"Stop run `{found.run_id}` without a save?"
+    if not graceful and not confirm(question, yes=yes):
+        raise click.Abort
+    _tell(control.stop(found, _slurm(), now=not graceful, reason=reason))
+
+
+@click.command()
+@click.argument("run", type=RunName())
+@click.option("--wait", is_flag=True, help="Wait until the checkpoint is published.")
+@click.option("--timeout", type=click.FloatRange(0), metavar="SECONDS", help="Of --wait.")
+@reason_option
+@runs_option
+def save(run: str, wait: bool, timeout: float | None, reason: str, runs: Path | None) -> None:
+    """Have a run save a checkpoint at the next step boundary; training goes on.
+
+    \b
+    The file alone does the same: touch RUN/control/save
+    Examples:
+      hpctrain save gpt175b-7f3a
+      hpctrain save gpt175b-7f3a --wait --timeout 600
+    """
+    from hpctrain.actions import control
+
+    if timeout is not None and not wait:
+        raise click.UsageError("--timeout goes with --wait")
+    found = _found(run, runs)
+    after_step = control.step_now(found.layout)
+    _tell(control.save(found, _slurm(), reason=reason))
+    if wait:
+        step = _wait(found, after_step, timeout)
+        say(f"Checkpoint of step {step:,} is published")
+        click.echo(step)
+
+
+def _wait(found: RunFiles, after_step: int, timeout: float | None) -> int:
+    from hpctrain.actions import control
+    from hpctrain.errors import RunFailedError
+
+    try:
+        return control.wait_for_save(found, _slurm(), after_step, timeout)
+    except TimeoutError as error:
+        hint = f"the request stands; `hpctrain checkpoints {found.run_id}` shows when it is done"
+        raise RunFailedError(str(error), hint=hint) from error
+
+
+@click.command()
+@click.argument("run", type=RunName())
+@reason_option
+@runs_option
+def hold(run: str, reason: str, runs: Path | None) -> None:
+    """Have a run save, leave its nodes and wait in the queue until `hpctrain resume`.
+
+    \b
+    Where the site does not requeue, the run stops instead. The file alone does the
+    same for a run that trains: touch RUN/control/hold
+    Examples:
+      hpctrain hold gpt175b-7f3a --reason "evaluation first"
+    """
+    from hpctrain.actions import control
+
+    _tell(control.hold(_found(run, runs), _slurm(), reason=reason))
+
+
+@click.command()
+@click.argument("run", type=RunName())
+@reason_option
+@runs_option
+def resume(run: str, reason: str, runs: Path | None) -> None:
+    """Have a held, stopped or failed run go on from its newest checkpoint.
+
+    \b
+    A held job is released, a run that is over is submitted again. Requests that
+    nobody has followed yet are taken back.
+    Examples:
+      hpctrain resume gpt175b-7f3a
+    """
+    from hpctrain.actions import control
+
+    _tell(control.resume(_found(run, runs), _slurm(), reason=reason))
+
+
+def _found(run: str, runs: Path | None) -> RunFiles:
+    from hpctrain.actions.runs import find_run, runs_directory
+
+    return find_run(runs_directory(runs), run)
+
+
+def _slurm() -> SlurmClient:
+    from hpctrain.slurm.client import SlurmClient as Client
+
+    return Client()
+
+
+def _tell(answer: Answer) -> None:
+    say(answer.words)

@@ -1,0 +1,101 @@
+"""`nodes`: what the runs have against nodes, and words for the administrators."""
+
+from __future__ import annotations
+
+import getpass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from hpctrain.cli.options import ProfileName, json_option, runs_option
+from hpctrain.cli.output import json_out, say, table
+
+if TYPE_CHECKING:
+    from hpctrain.actions.nodes import NodeRow
+
+
+@click.command()
+@click.option("--profile", "-p", type=ProfileName(), help="Only the cluster of this profile.")
+@click.option("--cluster", metavar="NAME", help="Only the cluster of this name.")
+@click.option("--forgive", metavar="NODE", help="Void what is written about a node.")
+@runs_option
+@json_option
+def nodes(
+    profile: str | None,
+    cluster: str | None,
+    forgive: str | None,
+    runs: Path | None,
+    as_json: bool,
+) -> None:
+    """Show the nodes that runs have had trouble with, and what to tell the administrators.
+
+    Runs share what they learn about nodes in RUNS/nodes.jsonl. From a score of 100 on a node is
+    avoided by runs with `supervise.exclude_nodes: act`. Evidence counts in full for a day, broken
+    hardware for a week; later it fades. Users cannot drain nodes: the last lines are for a ticket.
+
+    \b
+    Examples:
+      hpctrain nodes
+      hpctrain nodes --profile a100x64 --json
+      hpctrain nodes --forgive n17
+    """
+    from hpctrain.actions import nodes as action
+    from hpctrain.actions.prepare import NODE_LEDGER_NAME
+    from hpctrain.actions.runs import runs_directory
+
+    if profile and cluster:
+        raise click.UsageError("--profile and --cluster exclude each other")
+    ledger = runs_directory(runs) / NODE_LEDGER_NAME
+    usable_nodes = 0
+    if profile:
+        cluster, usable_nodes = _cluster_of(profile)
+    if forgive is not None:
+        entry = action.forgive(ledger, forgive, getpass.getuser(), cluster)
+        say(f"Forgave node `{entry.node}` of {entry.cluster}")
+        return
+    rows = action.node_rows(ledger, cluster, usable_nodes)
+    if as_json:
+        json_out("nodes", rows)
+    elif rows:
+        _show(rows)
+    else:
+        say("no run has anything against a node")
+
+
+def _cluster_of(profile: str) -> tuple[str, int]:
+    from hpctrain.actions.prepare import profile_search_path
+    from hpctrain.spec.loader import find_profile, load_profile
+
+    document = load_profile(find_profile(profile, profile_search_path())).document
+    return document.name, document.nodes.count
+
+
+def _show(rows: tuple[NodeRow, ...]) -> None:
+    several = len({row.cluster for row in rows}) > 1
+    headers = ["NODE", "SCORE", "AVOIDED", "RUNS", "AGE", "EVIDENCE"]
+    cells = [_cells(row) for row in rows]
+    if several:
+        headers.insert(0, "CLUSTER")
+        for row, line in zip(rows, cells, strict=True):
+            line.insert(0, row.cluster)
+    table(headers, cells)
+    hints = [row.admin_hint for row in rows if row.admin_hint]
+    if hints:
+        click.echo("\nFor the administrators (users cannot drain nodes):")
+    for hint in hints:
+        click.echo(f"  {hint}")
+
+
+def _cells(row: NodeRow) -> list[str]:
+    from hpctrain.units import short_duration
+
+    avoided = "yes" if row.avoided else "spared" if row.spared else "no"
+    return [
+        row.node,
+        f"{row.score:g}",
+        avoided,
+        str(len(row.runs)),
+        short_duration(row.age_seconds),
+        row.reason or row.kind,
+    ]

@@ -1,0 +1,167 @@
+"""`watch`: one pass over all runs, for cron and monitoring."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from hpctrain.cli.options import json_option, runs_option
+from hpctrain.cli.output import json_out, say
+
+if TYPE_CHECKING:
+    from hpctrain.actions.watch import Pass, Seen
+
+_HINT = """\
+# One pass every two minutes. A pass asks Slurm once, whatever the number of runs, and prints only
+# what is wrong, so that cron mails only then. Without --act it does nothing but tell.
+
+# crontab -e, on a login node:
+PATH={path}
+*/2 * * * *  {program} watch --act --runs {runs}
+
+# scrontab -e, where the site has it (scrontab(1)): a small job instead of a login node.
+#SCRON --time=5
+#SCRON --mem=1G
+#SCRON --open-mode=append
+#SCRON --output={runs}/.watch/scrontab.log
+*/5 * * * *  {program} watch --act --runs {runs}
+
+# In the monitoring of the site, on another host: non-zero when no pass has seen everything lately.
+{program} watch --check-heartbeat 15min --runs {runs}
+"""
+
+
+@click.command()
+@click.option("--act", is_flag=True, help="Do it; without this only tell what would be done.")
+@click.option(
+    "--heartbeat",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="File written after a pass that saw everything.  [default: RUNS/.watch/heartbeat.json]",
+)
+@click.option(
+    "--grace",
+    default="2min",
+    show_default=True,
+    metavar="DURATION",
+    help="How long after its end a job without a last word counts as lost.",
+)
+@click.option(
+    "--check-heartbeat",
+    "max_age",
+    metavar="DURATION",
+    help="Only check that the heartbeat is no older; exit code 1 if it is.",
+)
+@click.option("--install-hint", is_flag=True, help="Print lines for crontab and scrontab.")
+@runs_option
+@json_option
+def watch(
+    act: bool,
+    heartbeat: Path | None,
+    grace: str,
+    max_age: str | None,
+    install_hint: bool,
+    runs: Path | None,
+    as_json: bool,
+) -> None:
+    """Look after all runs once: submit again what was lost, release what was held by a fault.
+
+    Never touches what its user has cancelled, held or stopped. Does nothing, and ends with exit
+    code 5, when Slurm does not answer.
+
+    \b
+    Examples:
+      hpctrain watch
+      hpctrain watch --act
+      hpctrain watch --check-heartbeat 15min
+      hpctrain watch --install-hint
+    """
+    from hpctrain.actions import watch as action
+    from hpctrain.actions.runs import runs_directory
+    from hpctrain.slurm.client import SlurmClient
+
+    directory = runs_directory(runs)
+    if install_hint:
+        program, path = _program()
+        hint = _HINT.format(program=program, path=path, runs=directory.absolute())
+        click.echo(hint, nl=False)
+        return
+    if max_age is not None:
+        _check(heartbeat or action.heartbeat_path(directory), _seconds(max_age))
+        return
+    seconds = _seconds(grace)
+    result = action.watch(
+        directory, SlurmClient(), act=act, heartbeat=heartbeat, grace_seconds=seconds
+    )
+    if as_json:
+        json_out("watch", result)
+    else:
+        for one in result.seen:
+            click.echo(_line(one))
+    _raise_if_blind_or_failed(result)
+
+
+def _program() -> tuple[str, str]:
+    """How cron finds hpctrain, and the PATH on which Slurm's commands are (cron's own is short)."""
+    import os
+    import shutil
+    import sys
+
+    squeue = shutil.which("squeue")
+    directories = [os.path.dirname(squeue)] if squeue else []
+    path = os.pathsep.join(dict.fromkeys([*directories, "/usr/bin", "/bin"]))
+    return shutil.which("hpctrain") or os.path.abspath(sys.argv[0]), path
+
+
+def _seconds(text: str) -> float:
+    from hpctrain.units import Duration
+
+    try:
+        return float(Duration.parse(text))
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+
+
+def _line(one: Seen) -> str:
+    deed = {
+        "would": f"would {one.remedy}",
+        "done": f"{one.remedy}: {one.answer}",
+        "failed": f"{one.remedy} FAILED: {one.answer}",
+        "told": one.answer or "nothing is done",
+    }[one.outcome]
+    return f"{one.run_id}  {one.symptom}: {one.reason}  [{deed}]"
+
+
+def _raise_if_blind_or_failed(result: Pass) -> None:
+    from hpctrain.errors import HpctrainError, SlurmError, SlurmUnreachableError
+
+    if not result.complete:
+        words = "; ".join(result.blind_because)
+        kind = SlurmUnreachableError if "Slurm" in words else HpctrainError
+        raise kind(f"this pass has not seen everything: {words}", hint="no heartbeat was written")
+    if result.failed:
+        raise SlurmError("not everything could be done")
+    if not result.seen:
+        _say_all_well(result)
+
+
+def _say_all_well(result: Pass) -> None:
+    """On a terminal only: cron mails every line."""
+    import sys
+
+    if sys.stderr.isatty():
+        say(f"{result.runs} runs, {result.open_runs} of them not over: nothing to do")
+
+
+def _check(path: Path, max_age_seconds: float) -> None:
+    from hpctrain.actions.watch import heartbeat_age_seconds
+    from hpctrain.errors import HpctrainError
+    from hpctrain.units import short_duration
+
+    age_seconds = heartbeat_age_seconds(path)
+    if age_seconds is None:
+        raise HpctrainError(f"no heartbeat in {path}", hint="`hpctrain watch` writes it")
+    if age_seconds > max_age_seconds:
+        raise HpctrainError(f"the heartbeat is {short_duration(age_seconds)} old: {path}")
+    say(f"the heartbeat is {short_duration(max(0.0, age_seconds))} old")

@@ -1,0 +1,40 @@
+"""`why`: what the supervisor has decided about a run, and what it would decide next."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from hpctrain.cli.options import RunName, json_option, runs_option
+from hpctrain.cli.output import json_out
+
+
+@click.command()
+@click.argument("run", type=RunName())
+@runs_option
+@json_option
+def why(run: str, runs: Path | None, as_json: bool) -> None:
+    """Say why a run does what it does: the last cause and what was done about it, the
+    budget of each cause, why it waits, and what happens at the next failure.
+
+    \b
+    The last part asks the policy that the supervisor itself asks.
+    Examples:
+      hpctrain why gpt175b-7f3a
+      hpctrain why gpt175b-7f3a --json
+    """
+    import time
+
+    from hpctrain.actions.runs import find_run, runs_directory
+    from hpctrain.actions.why import why as explain
+    from hpctrain.cli.why_text import why_lines
+    from hpctrain.slurm.client import SlurmClient
+
+    now = time.time()
+    told = explain(find_run(runs_directory(runs), run), SlurmClient(), now)
+    if as_json:
+        json_out("why", told)
+        return
+    for line in why_lines(told, now):
+        click.echo(line)

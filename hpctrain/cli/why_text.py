@@ -1,0 +1,167 @@
+"""Why a run does what it does, in lines of at most 80 columns (lines of evidence are not cut).
+
+Belongs here: sentences and columns. Does not belong here: the answers (`hpctrain.actions.why`).
+"""
+
+from __future__ import annotations
+
+import textwrap
+import time
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from hpctrain.units import short_duration
+
+if TYPE_CHECKING:
+    from hpctrain.actions.foresight import Budget
+    from hpctrain.actions.why import LastAction, LastEnd, Why
+
+_WIDTH, _MARGIN, _INDENT = 80, 10, "  "
+# What has to be in the spec for something that is only said to be done.
+_SWITCHES = (
+    ("would go back", "supervise.rollback.mode: act"),
+    ("would avoid", "supervise.exclude_nodes: act"),
+    ("would repeat them without", "supervise.exclude_nodes: act"),
+)
+
+
+def why_lines(why: Why, now: float) -> list[str]:
+    """What has happened, what is left, what would happen next."""
+    job = "" if why.job_id is None else f", job {why.job_id}"
+    reason = f": {why.state_reason}" if why.state_reason else ""
+    number = f", attempt {why.attempts}" if why.attempts else ""
+    lines = _entry("Run", f"{why.run_id} {why.state}{reason}{job}{number}")
+    if why.waiting:
+        lines += _entry("Waits", why.waiting)
+    for words in why.requests:
+        lines += _entry("Asked", f"{words}; not followed yet")
+    lines += _end_lines(why.ended, now)
+    lines += _action_lines(why.action)
+    lines += _entry("Goes on", f"{why.continuation}: {why.continuation_words}")
+    return [*lines, "", *_budget_lines(why), *_foresight_lines(why)]
+
+
+def _end_lines(ended: LastEnd | None, now: float) -> list[str]:
+    if ended is None:
+        return _entry("Ended", "no launch has ended yet")
+    launch = "the attempt was lost" if ended.epoch is None else f"launch {ended.epoch}"
+    ago = short_duration(max(0.0, now - ended.end_time))
+    lines = _entry("Ended", f"{launch}, {_clock(ended.end_time)}, {ago} ago")
+    lines += _entry("  cause", f"{_words(ended.cause)}: {ended.reason}")
+    if suspect := _suspect(ended):
+        lines += _entry("  suspect", suspect)
+    if ended.launches_alike > 1:
+        lines += _entry("  alike", f"the last {ended.launches_alike} launches ended the same way")
+    return [*lines, *(f"{'':{_MARGIN}}| {line}" for line in ended.evidence)]
+
+
+def _suspect(ended: LastEnd) -> str:
+    parts = [
+        f"rank {ended.rank}" if ended.rank is not None else "",
+        f"node {ended.node}" if ended.node else "",
+        "hardware beyond doubt" if ended.hard else "",
+        f"at step {ended.failed_step:,}" if ended.failed_step is not None else "",
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+def _action_lines(action: LastAction | None) -> list[str]:
+    if action is None:
+        return []
+    lines = _entry("Done", f"{action.action}: {action.reason}{_after(action.delay_seconds)}")
+    if action.result:
+        lines += _entry("  answer", action.result)
+    if action.excluded:
+        lines += _entry("  avoids", ", ".join(action.excluded))
+    for words in action.observed:
+        lines += _entry("Observed", _observed(words))
+    return lines
+
+
+def _observed(words: str) -> str:
+    for start, switch in _SWITCHES:
+        if words.startswith(start):
+            return f"{words}; set `{switch}` to have it done"
+    return words
+
+
+# -- budgets -----------------------------------------------------------------------------------
+
+
+def _budget_lines(why: Why) -> list[str]:
+    newest = "none yet" if why.checkpoint_step is None else f"step {why.checkpoint_step:,}"
+    head = f"Budgets: retries without a new checkpoint (newest: {newest}), which fills them up"
+    lines = textwrap.wrap(head, _WIDTH)
+    used = [budget for budget in why.budgets if budget.used]
+    for budget in used:
+        lines.append(f"  {_words(budget.cause):<18}{_used(budget.used, budget.allowed)}")
+    all_used = why.failures_without_progress
+    lines.append(f"  {'all together':<18}{_used(all_used, why.failures_allowed)}")
+    for allowed, group in groupby(
+        sorted((b for b in why.budgets if not b.used), key=_by_allowance), key=_by_allowance
+    ):
+        count = "no limit" if allowed < 0 else "no retry" if allowed == 0 else f"{allowed} free"
+        names = ", ".join(_words(budget.cause) for budget in group)
+        lines += _paragraph(names, f"  {count:<18}")
+    storm = why.storm
+    window = short_duration(storm.window_seconds)
+    text = f"{storm.failures} failures in the last {window}; from {storm.threshold} on it waits"
+    return [*lines, f"  {'storm':<18}{text}"]
+
+
+def _by_allowance(budget: Budget) -> int:
+    return -1 if budget.allowed is None else budget.allowed
+
+
+def _used(used: int, allowed: int | None) -> str:
+    if allowed is None:
+        return f"{used}, as often as it comes"
+    spent = "; the next one stops the run" if used == allowed else ""
+    return f"{used} of {allowed} used{spent}" if used <= allowed else f"used up ({allowed})"
+
+
+# -- what comes next ---------------------------------------------------------------------------
+
+
+def _foresight_lines(why: Why) -> list[str]:
+    if not why.foresight:
+        return []
+    when = "after `hpctrain resume`, when" if why.state.over else "when"
+    lines = ["", f"Next, {when}"]
+    for one in why.foresight:
+        lines += _paragraph(", ".join(one.conditions), _INDENT)
+        text = f"{one.action}: {one.reason}{_after(one.delay_seconds)}"
+        lines += _paragraph(text, f"{_INDENT}  -> ")
+        for words in one.observed:
+            lines += _paragraph(f"observed: {_observed(words)}", f"{_INDENT}     ")
+    return lines
+
+
+def _after(delay_seconds: float | None) -> str:
+    return f", after {short_duration(delay_seconds)}" if delay_seconds else ""
+
+
+# -- columns -----------------------------------------------------------------------------------
+
+
+def _entry(label: str, text: str) -> list[str]:
+    return _paragraph(text, f"{label:<{_MARGIN}}")
+
+
+def _paragraph(text: str, first: str) -> list[str]:
+    return textwrap.wrap(
+        text,
+        _WIDTH,
+        initial_indent=first,
+        subsequent_indent=" " * len(first),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _clock(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def _words(cause: str) -> str:
+    return cause.replace("_", " ")

@@ -1,0 +1,66 @@
+"""How a run goes on after preemption, time limit and node failure: the options of each mode, the
+sentence that explains it, and what contradicts it. Pure.
+
+requeue    one job, which Slurm starts again under the same id
+chain      each job submits the one behind it (`hpctrain.supervise.succession`)
+singleton  several jobs of one name, of which Slurm runs one at a time (sbatch(1), --dependency)
+array      one job array of which one element runs at a time (sbatch(1), --array=1-N%1)
+none       one job; a person, or `hpctrain watch --act`, submits the run again
+
+Belongs here: what follows from the profile's `continuation`. Does not belong here: other options.
+"""
+
+from __future__ import annotations
+
+from hpctrain.spec.profile import ClusterProfile, PartitionProfile
+
+
+def continuation_options(profile: ClusterProfile) -> dict[str, str | None]:
+    """The options of sbatch with values; `--requeue` and `--no-requeue` have none."""
+    jobs = profile.continuation_jobs
+    return {
+        "dependency": "singleton" if profile.continuation == "singleton" else None,
+        "array": f"1-{jobs}%1" if profile.continuation == "array" else None,
+    }
+
+
+def requeue_flag(profile: ClusterProfile) -> str:
+    """Only one mode wants Slurm's own requeue: in the others it would start a second writer."""
+    return "--requeue" if profile.continuation == "requeue" else "--no-requeue"
+
+
+def continuation_words(profile: ClusterProfile) -> str:
+    """What happens when an attempt ends early, as a clause."""
+    jobs = profile.continuation_jobs
+    return {
+        "requeue": "Slurm restarts the same job",
+        "chain": "each job submits the next one, which waits until it has ended",
+        "singleton": f"{jobs} jobs of one name are submitted, and Slurm runs one at a time",
+        "array": f"an array of {jobs} jobs is submitted, and Slurm runs one at a time",
+        "none": "the run stops, and `hpctrain resubmit` goes on",
+    }[profile.continuation]
+
+
+def continuation_line(profile: ClusterProfile, partition: PartitionProfile) -> str:
+    """One line for `plan` and `submit`: the mode, what it means, and where it comes from."""
+    words = f"{profile.continuation}: {continuation_words(profile)}"
+    preemption = partition.preemption
+    if profile.continuation == "requeue" and preemption.mode == "cancel":
+        words += (
+            f"; partition {partition.name} cancels preempted jobs, so the supervisor requeues "
+            f"itself within the grace of {float(preemption.grace):g} s"
+        )
+    return f"{words}; profile {profile.name}"
+
+
+def continuation_problems(profile: ClusterProfile, partition: PartitionProfile) -> list[str]:
+    """What cannot work in this partition, each with the way out."""
+    preemption = partition.preemption
+    problems = []
+    if profile.continuation == "requeue" and preemption.mode == "cancel" and not preemption.grace:
+        problems.append(
+            f"continuation requeue cannot work in partition {partition.name}: it cancels preempted "
+            "jobs (preemption.mode cancel), which Slurm never requeues, and without a grace the "
+            "supervisor has no time to do it: use chain, singleton or array"
+        )
+    return problems

@@ -1,0 +1,143 @@
+"""`python -m hpctrain.supervise.preflight`: is this node fit to train? Runs on each node of a job.
+
+Prints short lines of JSON (see `answers` for their reading): `begin`, what is wrong, lines of the
+kernel's log, `end`. Every check has its own thread and at most `CHECK_SECONDS`, so that a hung
+mount is a finding and not a hang. Standard library only: it starts on every node at once.
+
+A site whose users cannot read the kernel's log may set HPCTRAIN_KERNEL_LOG to a file with its
+lines, or to a command that prints them; `{node}` in it becomes the name of the node.
+
+Belongs here: looking at one node. Does not belong here: comparing nodes (`answers`), asking them
+(`probe`), or what a line of the kernel means (`scan`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.supervise.node_checks import (
+    Report,
+    check_directory,
+    check_gpus,
+    check_kernel,
+    check_ports,
+    check_shared_memory,
+)
+
+CHECK_SECONDS = 4.0
+# The first word of each line, for `answers`.
+MARK = "hpctrain-node "
+# srun passes on what a task writes in pieces of 1 KiB (src/slurmd/slurmstepd/io.c, MAX_MSG_LEN);
+# longer lines of several nodes could be mixed.
+_LONGEST_LINE = 900
+_LONGEST_TEXT = 400
+
+
+@dataclass(frozen=True)
+class Order:
+    """What to look at. `gpus` 0: do not count them; `since` is seconds since the epoch."""
+
+    run_directory: Path
+    since: float
+    gpus: int
+
+
+def main(arguments: list[str]) -> int:
+    """Look at this node and say what is found; 0 also when something is wrong with it."""
+    order = _order(arguments)
+    started = time.monotonic()
+    _say("begin", clock=time.time(), step=os.environ.get("SLURM_STEP_ID", ""))
+    facts: dict[str, object] = {}
+    for check, report in _all_checks(order):
+        for problem in report.problems:
+            _say("problem", check=check, text=problem.text, hard=problem.hard, gpu=problem.gpu)
+        for seen_at, line in report.kernel:
+            _say("kernel", at=seen_at, text=line)
+        facts.update(report.facts)
+    for name, value in facts.items():
+        _say("fact", name=name, value=value)
+    _say("end", seconds=round(time.monotonic() - started, 3))
+    return 0
+
+
+def _order(arguments: list[str]) -> Order:
+    parser = argparse.ArgumentParser(prog="python -m hpctrain.supervise.preflight")
+    parser.add_argument("--run-directory", type=Path, required=True)
+    parser.add_argument("--since", type=float, default=0.0, help="seconds since the epoch")
+    parser.add_argument("--gpus", type=int, default=0, help="expected; 0: any number")
+    given = parser.parse_args(arguments)
+    return Order(given.run_directory, given.since, given.gpus)
+
+
+def _all_checks(order: Order) -> list[tuple[str, Report]]:
+    """All at once; one that takes too long is a problem of its own, and is left behind."""
+    node = node_name()
+    checks: list[tuple[str, Callable[[Report], None]]] = [
+        ("run directory", lambda report: check_directory(report, order.run_directory, node)),
+        ("shared memory", check_shared_memory),
+        ("GPUs", lambda report: check_gpus(report, order.gpus, CHECK_SECONDS)),
+        ("fabric", check_ports),
+        ("kernel log", lambda report: check_kernel(report, order.since, node, CHECK_SECONDS)),
+    ]
+    running = [(name, *_start(check)) for name, check in checks]
+    deadline = time.monotonic() + CHECK_SECONDS
+    results = []
+    for name, thread, report in running:
+        thread.join(max(0.0, deadline - time.monotonic()))
+        results.append((name, _late() if thread.is_alive() else report))
+    return results
+
+
+def _late() -> Report:
+    report = Report()
+    report.problem(f"no answer within {CHECK_SECONDS:g} s")
+    return report
+
+
+def _start(check: Callable[[Report], None]) -> tuple[threading.Thread, Report]:
+    report = Report()
+
+    def run() -> None:
+        try:
+            check(report)
+        except Exception as error:  # a check that fails says something about the node, too
+            report.problem(f"{type(error).__name__}: {error}")
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, report
+
+
+def node_name() -> str:
+    """The name by which Slurm knows this node."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
+
+
+def _say(kind: str, **fields: object) -> None:
+    """One line, whole: a single write of less than srun's buffer; a long `text` is cut for it."""
+    line = _line(kind, fields)
+    while len(line) > _LONGEST_LINE and fields.get("text"):
+        text = str(fields["text"])
+        fields["text"] = text[: min(_LONGEST_TEXT, len(text) * 2 // 3)]
+        line = _line(kind, fields)
+    if len(line) <= _LONGEST_LINE:
+        os.write(sys.stdout.fileno(), f"{line}\n".encode())
+
+
+def _line(kind: str, fields: dict[str, object]) -> str:
+    return MARK + json.dumps({"node": node_name(), "kind": kind, **fields})
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    # Not sys.exit: it would wait for a thread that hangs in a dead mount.
+    os._exit(code)

@@ -1,0 +1,208 @@
+"""What the scheduler and people have done to a launch. Pure.
+
+Belongs here: state and reason of the job, notices of slurmstepd, requests. Does not belong here:
+what ranks and machines say (`rank_verdict`).
+"""
+
+from __future__ import annotations
+
+from hpctrain.supervise.causes import Cause
+from hpctrain.supervise.documents import Evidence, JobFacts, TaskFailure, Verdict
+from hpctrain.supervise.slurm_words import exit_code, nodes_named, reason_of
+
+# slurm(1) squeue, JOB STATE CODES; what is running or starting is not among them.
+_ENDING_STATES = frozenset(
+    {
+        *("COMPLETING", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL"),
+        *("OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL"),
+    }
+)
+_CAUSES_OF_STATES = {
+    "TIMEOUT": Cause.TIME_LIMIT,
+    "DEADLINE": Cause.TIME_LIMIT,
+    "NODE_FAIL": Cause.NODE_FAILURE,
+    "BOOT_FAIL": Cause.NODE_FAILURE,
+    "OUT_OF_MEMORY": Cause.HOST_OOM,
+}
+_CAUSES_OF_REASONS = {
+    "TimeLimit": Cause.TIME_LIMIT,
+    "NodeDown": Cause.NODE_FAILURE,
+    "NodeFail": Cause.NODE_FAILURE,
+    "Prolog": Cause.PROLOG_FAILURE,
+}
+# src/common/slurm_protocol_defs.c, job_state_reason_string: a prolog failed, the job is held
+_PROLOG_HELD = "launch_failed_requeued_held"
+_HOLDERS = {
+    "JobHeldAdmin": "held by an administrator, who alone can release it",
+    "JobHeldUser": "held by its owner: `hpctrain resume` releases it",
+}
+# How ranks end that somebody has ended: KILL and TERM, srun's own codes for them, a clean leave.
+_ENDED_BY_OTHERS = frozenset({"Killed", "Terminated"})
+_CODES_OF_OTHERS = frozenset({75, 137, 143})
+_SIGNED_BY_SLURM = frozenset(
+    {Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.NODE_FAILURE, Cause.REQUEUED}
+)
+
+
+def by_slurm(evidence: Evidence) -> Verdict | None:
+    """What the controller says about the job, or slurmstepd where the controller is silent."""
+    job = evidence.job
+    if job is None:
+        return _by_last_words(evidence)
+    if _reason(job) == _PROLOG_HELD:
+        return _held_by_prolog(evidence, job)
+    if job.restart_count > evidence.restart_count or job.state == "PENDING":
+        return _requeued(evidence, job)
+    if job.state in _ENDING_STATES:
+        return _ended_by_slurm(evidence, job)
+    return None
+
+
+def by_requests(evidence: Evidence) -> Verdict | None:
+    """The trainer left because somebody asked it to: Slurm by a signal, or a person."""
+    if evidence.job is not None and evidence.job.preempt_time:
+        return _in_grace(evidence, evidence.job)
+    wish = _wished(evidence)
+    if not _asked_to_leave(evidence):
+        # `stop --now` ends the step without a word of the ranks.
+        return wish if _only_ended_by_others(evidence) else None
+    if "USR1" in evidence.signals:
+        reason = "the time limit is near: the trainer saved and left"
+        return Verdict(Cause.TIME_LIMIT, reason, ("signal USR1 from Slurm",))
+    if wish is not None:
+        return wish
+    if evidence.job is None:
+        return None
+    return Verdict(
+        Cause.YIELDED,
+        "a signal asked the trainer to stop, and Slurm records no preemption",
+        _job_lines(evidence, evidence.job),
+    )
+
+
+def noticed(evidence: Evidence) -> Cause | None:
+    """Why Slurm says that it ended the step, in srun's stderr or in the logs of ranks."""
+    cause = reason_of(evidence.notices)
+    if cause is not None:
+        return cause
+    for finding in evidence.findings:
+        if finding.signature.startswith("slurm_") and finding.cause in _SIGNED_BY_SLURM:
+            if finding.role == "root":
+                return finding.cause
+    return None
+
+
+def words_of(cause: Cause) -> str:
+    """A cause of the scheduler as part of a sentence."""
+    return {
+        Cause.PREEMPTED: "preempted by a job of higher priority",
+        Cause.TIME_LIMIT: "the time limit is reached",
+        Cause.NODE_FAILURE: "a node failed",
+        Cause.PROLOG_FAILURE: "the prolog failed on a node",
+        Cause.HOST_OOM: "the memory of the job is used up",
+        Cause.REQUEUED: "requeued by its owner or an administrator",
+        Cause.CANCELLED: "cancelled",
+    }.get(cause, str(cause))
+
+
+def _requeued(evidence: Evidence, job: JobFacts) -> Verdict:
+    cause = noticed(evidence) or (Cause.PREEMPTED if job.preempt_time else Cause.REQUEUED)
+    reason = f"Slurm has requeued the job (restart {job.restart_count}): {words_of(cause)}"
+    if _reason(job) in _HOLDERS:
+        reason = f"{reason}, and {_HOLDERS[_reason(job)]}"
+    nodes = _failed_nodes(evidence) if cause is Cause.NODE_FAILURE else ()
+    return Verdict(cause, reason, _job_lines(evidence, job), already_requeued=True, nodes=nodes)
+
+
+def _held_by_prolog(evidence: Evidence, job: JobFacts) -> Verdict:
+    reason = "the prolog failed on a node, and Slurm has requeued the job and holds it"
+    return Verdict(
+        Cause.PROLOG_FAILURE,
+        reason,
+        _job_lines(evidence, job),
+        already_requeued=True,
+        nodes=_failed_nodes(evidence),
+    )
+
+
+def _by_last_words(evidence: Evidence) -> Verdict | None:
+    """slurmstepd has said why it ends the step, and the controller says nothing any more."""
+    cause = noticed(evidence)
+    if cause is None:
+        return None
+    # A requeue of a job that its user has cancelled in the queue would bring it back.
+    queued = cause is Cause.REQUEUED
+    nodes = _failed_nodes(evidence) if cause is Cause.NODE_FAILURE else ()
+    reason = f"Slurm ended the step: {words_of(cause)}"
+    lines = evidence.notices[-3:]
+    return Verdict(cause, reason, lines, already_requeued=queued, nodes=nodes)
+
+
+def _ended_by_slurm(evidence: Evidence, job: JobFacts) -> Verdict:
+    cause = _CAUSES_OF_REASONS.get(_reason(job)) or _CAUSES_OF_STATES.get(job.state)
+    if cause is None:
+        cause = Cause.PREEMPTED if job.state == "PREEMPTED" else noticed(evidence)
+    cause = cause or Cause.CANCELLED
+    nodes = _failed_nodes(evidence) if cause is Cause.NODE_FAILURE else ()
+    reason = f"Slurm ends the job: {words_of(cause)}"
+    return Verdict(cause, reason, _job_lines(evidence, job), nodes=nodes)
+
+
+def _wished(evidence: Evidence) -> Verdict | None:
+    if evidence.hold_requested_by is not None:
+        reason = f"asked to hold by {evidence.hold_requested_by}"
+        return Verdict(Cause.YIELDED, reason, hold=True)
+    if evidence.stop_requested_by is not None:
+        return Verdict(Cause.YIELDED, f"asked to stop by {evidence.stop_requested_by}")
+    return None
+
+
+def _in_grace(evidence: Evidence, job: JobFacts) -> Verdict | None:
+    """How the ranks end in a grace period is no failure: TERM and the loss of peers end them.
+
+    A wrong setting is wrong in the next attempt too.
+    """
+    if any(exit_.outcome == "config_error" for exit_ in evidence.rank_exits):
+        return None
+    reason = "the trainer saved and left within the grace period"
+    if not _asked_to_leave(evidence):
+        reason = "the ranks ended within the grace period, without a last save"
+    return Verdict(Cause.PREEMPTED, reason, _job_lines(evidence, job))
+
+
+def _asked_to_leave(evidence: Evidence) -> bool:
+    if any(exit_.outcome in ("crash", "config_error") for exit_ in evidence.rank_exits):
+        return False
+    return any(exit_.outcome == "yielded" for exit_ in evidence.rank_exits)
+
+
+def _only_ended_by_others(evidence: Evidence) -> bool:
+    """No rank has failed by itself, as far as anybody says, nor has the launch hung."""
+    if evidence.rank_exits or evidence.stall is not None or evidence.lost_nodes:
+        return False
+    if not evidence.started:
+        return False
+    return all(_ended_by_others(failure) for failure in evidence.task_failures)
+
+
+def _ended_by_others(failure: TaskFailure) -> bool:
+    return failure.what in _ENDED_BY_OTHERS or exit_code(failure) in _CODES_OF_OTHERS
+
+
+def _failed_nodes(evidence: Evidence) -> tuple[str, ...]:
+    named = nodes_named(evidence.notices)
+    found = (f.node for f in evidence.findings if f.signature == "slurm_node_failure" and f.node)
+    return tuple(dict.fromkeys((*evidence.lost_nodes, *named, *found)))
+
+
+def _reason(job: JobFacts) -> str:
+    """`scontrol` spells reasons in one word; what people print has spaces in it."""
+    return job.reason.replace(" ", "_") if job.reason.startswith("launch") else job.reason
+
+
+def _job_lines(evidence: Evidence, job: JobFacts) -> tuple[str, ...]:
+    line = (
+        f"Slurm: state {job.state}, reason {job.reason}, restarts {job.restart_count}, "
+        f"preempt time {'set' if job.preempt_time else 'not set'}"
+    )
+    return (line, *evidence.notices[-2:])

@@ -1,0 +1,169 @@
+"""The account of a run: where its wall time went, and what that says in a few numbers. Pure.
+
+Effective training time ratio (ETTR) after Kokolis et al. 2024, arXiv 2410.21680, section II: the
+productive time over the time in which the run had nodes or waited in the queue for them. Time in
+which nobody wanted it to train (held, stopped) counts in neither. Belongs here: sums and ratios of
+segments. Does not belong here: what a moment went into (`timeline`), text.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hpctrain.telemetry.clocks import seconds
+from hpctrain.telemetry.segments import Category, Segment
+from hpctrain.telemetry.sliding import Sliding, sliding
+from hpctrain.telemetry.timeline import Timeline
+
+FIRST_START = "first start"
+# With nodes of its own, training or not; queueing, held and down cost no GPU-hours of the run.
+OCCUPYING = frozenset(
+    {
+        Category.PRODUCTIVE,
+        Category.REDONE,
+        Category.SAVING,
+        Category.BETWEEN,
+        Category.STARTING,
+        Category.DETECTING,
+        Category.RESTARTING,
+    }
+)
+_ALIVE = OCCUPYING - {Category.DETECTING, Category.RESTARTING}
+_STEPPING = frozenset({Category.PRODUCTIVE, Category.REDONE})
+_TRAINING = _STEPPING | {Category.SAVING, Category.BETWEEN}
+_HOUR_SECONDS, _DAY_SECONDS = 3600, 86400
+
+
+@dataclass(frozen=True)
+class CauseLoss:
+    """What one cause has cost: launches and attempts ended, seconds, GPU-hours, steps."""
+
+    cause: str
+    ends: int
+    lost_seconds: float
+    lost_gpu_hours: float
+    lost_steps: int
+    seconds: tuple[tuple[Category, float], ...]
+
+
+@dataclass(frozen=True)
+class Account:
+    """Where the wall time of a run went; times in seconds, ratios from 0 to 1, None: unknown.
+
+    `seconds` has every category and adds up to `wall_seconds`. `ettr` counts the queue, as its
+    definition does. `recovery` is from the last sign of life to the first new step.
+    """
+
+    gpus: int
+    start_time: float
+    wall_seconds: float
+    seconds: tuple[tuple[Category, float], ...]
+    gpu_hours: float
+    ettr: float | None
+    ettr_without_queue: float | None
+    hour: Sliding
+    day: Sliding
+    attempts: int
+    launches: int
+    failures: int
+    mttf_seconds: float | None
+    recovery_median_seconds: float | None
+    recovery_mean_seconds: float | None
+    kept_steps: int
+    lost_steps: int
+    causes: tuple[CauseLoss, ...]
+
+    def of(self, category: Category) -> float:
+        """Seconds of one category."""
+        return dict(self.seconds)[category]
+
+
+def account(told: Timeline, gpus: int) -> Account:
+    """Add up a time line of a run that holds `gpus` GPUs while it has nodes (spares included)."""
+    segments = told.segments
+    spent = _by_category(segments)
+    wall = segments[-1].end - segments[0].start if segments else 0
+    wanted = wall - spent[Category.HELD]
+    productive = spent[Category.PRODUCTIVE]
+    failures = sum(failure for _, failure in told.ends)
+    alive = sum(spent[category] for category in _ALIVE)
+    recoveries = _recoveries(segments)
+    return Account(
+        gpus=gpus,
+        start_time=seconds(segments[0].start) if segments else 0.0,
+        wall_seconds=seconds(wall),
+        seconds=tuple((category, seconds(spent[category])) for category in Category),
+        gpu_hours=gpus * seconds(sum(spent[one] for one in OCCUPYING)) / _HOUR_SECONDS,
+        ettr=_ratio(productive, wanted),
+        ettr_without_queue=_ratio(productive, wanted - spent[Category.QUEUEING]),
+        hour=sliding(segments, _HOUR_SECONDS),
+        day=sliding(segments, _DAY_SECONDS),
+        attempts=told.attempts,
+        launches=told.launches,
+        failures=failures,
+        mttf_seconds=seconds(alive) / failures if failures else None,
+        recovery_median_seconds=statistics.median(recoveries) if recoveries else None,
+        recovery_mean_seconds=statistics.fmean(recoveries) if recoveries else None,
+        kept_steps=told.kept_steps,
+        lost_steps=sum(count for _, count in told.lost_steps),
+        causes=_causes(told, gpus),
+    )
+
+
+def _by_category(segments: Sequence[Segment]) -> Counter[Category]:
+    """Ticks of each category."""
+    spent: Counter[Category] = Counter()
+    for segment in segments:
+        spent[segment.category] += segment.end - segment.start
+    return spent
+
+
+def _ratio(part: int, whole: int) -> float | None:
+    return part / whole if whole > 0 else None
+
+
+def _causes(told: Timeline, gpus: int) -> tuple[CauseLoss, ...]:
+    """The dearest cause first. What no cause is to blame for (steps, saves) is in none."""
+    spent: dict[str, Counter[Category]] = defaultdict(Counter)
+    for segment in told.segments:
+        if segment.cause is not None or segment.category not in _TRAINING:
+            cause = segment.cause or FIRST_START
+            spent[cause][segment.category] += segment.end - segment.start
+    ends, lost_steps = Counter(cause for cause, _ in told.ends), dict(told.lost_steps)
+    losses = []
+    for cause in spent.keys() | ends.keys() | lost_steps.keys():
+        lost = spent[cause]
+        wasted = sum(count for category, count in lost.items() if category is not Category.HELD)
+        occupied = sum(count for category, count in lost.items() if category in OCCUPYING)
+        losses.append(
+            CauseLoss(
+                cause=cause,
+                ends=ends[cause],
+                lost_seconds=seconds(wasted),
+                lost_gpu_hours=gpus * seconds(occupied) / _HOUR_SECONDS,
+                lost_steps=lost_steps.get(cause, 0),
+                seconds=tuple((one, seconds(lost[one])) for one in Category if lost[one]),
+            )
+        )
+    return tuple(sorted(losses, key=lambda loss: (-loss.lost_seconds, loss.cause)))
+
+
+def _recoveries(segments: Sequence[Segment]) -> list[float]:
+    """Seconds of each interruption, from the last sign of life to the first new step.
+
+    One that a person made last (the run was held or stopped in between) is none of these.
+    """
+    found: list[float] = []
+    since, trained, held = None, False, False
+    for segment in segments:
+        if segment.category in _STEPPING:
+            if since is not None and not held:
+                found.append(seconds(segment.start - since))
+            since, trained, held = None, True, False
+        elif segment.category not in _TRAINING and trained:
+            since = segment.start if since is None else since
+            held = held or segment.category is Category.HELD
+    return found

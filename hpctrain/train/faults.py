@@ -1,0 +1,113 @@
+"""From an exception to the word for it that the supervisor knows, where the trainer can tell.
+
+Belongs here: errors whose cause is beyond doubt. Everything else stays a plain crash, and the logs
+of all ranks decide. Imports nothing heavy: it is needed when importing torch has failed, too.
+"""
+
+from __future__ import annotations
+
+import errno
+import pickle
+import re
+from collections.abc import Iterator
+
+from hpctrain.checkpoints.publish import StaleEpochError
+from hpctrain.errors import CheckpointError, HpctrainError
+from hpctrain.train.room import NoSpaceError
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+# rerun_state_machine.py: what megatron-core ends a process with that has computed a result twice
+_MEGATRON_EXITS: dict[object, str] = {16: "suspect_numerics", 17: "diverged"}
+# How a full disk reads when only the text of an error has crossed a process or a library.
+_FULL_WORDS = re.compile(
+    rf"\[Errno ({errno.ENOSPC}|{errno.EDQUOT})\]|No space left on device"
+    r"|Not enough free space to write"  # numpy, ndarray.tofile
+)
+# torch's rendezvous (TCPStore) and sockets of gloo and NCCL
+_PORT_WORDS = re.compile(r"EADDRINUSE|[Aa]ddress already in use")
+
+
+class BadCheckpointError(CheckpointError):
+    """The checkpoint to resume from cannot be loaded."""
+
+
+class DataError(HpctrainError):
+    """The dataset could not be read while training."""
+
+
+class DivergedError(HpctrainError):
+    """A step whose numbers must not be trained on; nothing after `step` - 1 may be saved."""
+
+    def __init__(self, step: int, consumed_samples: int, loss: float, what: str) -> None:
+        super().__init__(
+            f"diverged at step {step}: {what}; loss {loss:.7g}; "
+            f"{consumed_samples} samples consumed before the step"
+        )
+        self.step = step
+        self.consumed_samples = consumed_samples
+
+
+def cause_of(error: BaseException) -> str | None:
+    """`hpctrain.supervise.causes.Cause` by its value; None when the error alone does not tell.
+
+    Looks through the chain of exceptions, the outermost first.
+    """
+    for one in _chain(error):
+        cause = _own_cause(one)
+        if cause is not None:
+            return cause
+    return None
+
+
+def is_full(error: BaseException) -> bool:
+    """True if the file system or a quota is full."""
+    if isinstance(error, NoSpaceError):
+        return True
+    if isinstance(error, OSError) and error.errno in _FULL:
+        return True
+    return isinstance(error, OSError | RuntimeError) and bool(_FULL_WORDS.search(str(error)))
+
+
+def is_damage(error: BaseException) -> bool:
+    """True if loading failed by what the files hold, not by a machine or a file system.
+
+    torch's loader collects what each rank has met (checkpoint/api.py, CheckpointException).
+    """
+    failures = getattr(error, "failures", None)
+    if isinstance(failures, dict) and failures:
+        return all(is_damage(one[0]) for one in failures.values())
+    if isinstance(error, EOFError | KeyError | pickle.UnpicklingError):
+        return True
+    return isinstance(error, RuntimeError) and "PytorchStreamReader" in str(error)
+
+
+def _own_cause(error: BaseException) -> str | None:
+    kind = type(error).__name__
+    if isinstance(error, StaleEpochError):
+        return "superseded"
+    if is_full(error):
+        return "disk_full"
+    if isinstance(error, BadCheckpointError):
+        return "bad_checkpoint"
+    if isinstance(error, DataError):
+        return "data_loader"
+    if isinstance(error, DivergedError):
+        return "diverged"
+    if isinstance(error, SystemExit):
+        return _MEGATRON_EXITS.get(error.code)
+    if isinstance(error, MemoryError):
+        return "host_oom"
+    if kind == "OutOfMemoryError":  # torch.OutOfMemoryError, without importing torch
+        return "gpu_oom"
+    if isinstance(error, OSError | RuntimeError) and _PORT_WORDS.search(str(error)):
+        return "port"
+    return None
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    one: BaseException | None = error
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
+        yield one
+        one = one.__cause__ or one.__context__

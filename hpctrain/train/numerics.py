@@ -1,0 +1,113 @@
+"""Numbers that must not be trained on: gradients, losses and weights that are not finite, spikes.
+
+Belongs here: noticing. Does not belong here: how the ranks agree (see `control`), ending the run
+(see `loop`, `entry`) and what is done about it (the supervisor's business).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
+
+from hpctrain.store.layout import RunLayout
+from hpctrain.store.signs import lineage, tail_metrics
+
+WINDOW_STEPS = 64
+LEAST_STEPS = 16
+# A loss that hardly moves (a tiny model that has learned its data) has a spread near zero, and
+# anything would be a spike: a spread below this part of the median does not count.
+_LEAST_SPREAD = 1e-3
+_FIRST_TAIL_ROWS = 4 * WINDOW_STEPS
+
+
+class GradientWitness(RerunStateMachine):
+    """megatron-core's check of local gradients, remembered instead of raised.
+
+    The check runs before gradients are summed over data-parallel ranks, so it knows whose they
+    are. An exception there would leave the other ranks waiting in that sum; remembered, the step
+    is finished and all ranks end together (see `Control.propose`).
+    """
+
+    def __init__(self) -> None:
+        super().__init__(mode=RerunMode.DISABLED)
+        self.rejection: str | None = None
+
+    def validate_result(self, *args: Any, **keywords: Any) -> None:
+        try:
+            super().validate_result(*args, **keywords)
+        except RuntimeError as error:
+            self.rejection = self.rejection or keywords.get("message", str(error))
+
+
+class LossWindow:
+    """The last losses, to tell a spike: so many median absolute deviations above their median.
+
+    Median and MAD do not follow a single outlier, unlike mean and standard deviation (Leys et al.
+    2013, J. Exp. Soc. Psychol. 49, 764-766). `limit` None: nothing is a spike.
+    """
+
+    def __init__(self, limit: float | None, losses: Iterable[float] = ()) -> None:
+        self._limit = limit
+        self._losses = deque(losses, maxlen=WINDOW_STEPS)
+
+    @property
+    def last(self) -> float:
+        """The last remembered loss; nan when there is none."""
+        return self._losses[-1] if self._losses else math.nan
+
+    def spike(self, loss: float) -> str | None:
+        """What is wrong with the loss of a finished step; None, and remembered, if it is not."""
+        deviations = self._deviations(loss)
+        if self._limit is not None and deviations >= self._limit:
+            median = statistics.median(self._losses)
+            return (
+                f"loss spike: {deviations:.3g} median absolute deviations above the median "
+                f"{median:.7g} of the last {len(self._losses)} losses (limit {self._limit:g})"
+            )
+        self._losses.append(loss)
+        return None
+
+    def _deviations(self, loss: float) -> float:
+        if self._limit is None or len(self._losses) < LEAST_STEPS:
+            return 0.0
+        median = statistics.median(self._losses)
+        spread = statistics.median(abs(one - median) for one in self._losses)
+        return (loss - median) / max(spread, _LEAST_SPREAD * abs(median))
+
+
+def earlier_losses(run: RunLayout, step: int) -> list[float]:
+    """The losses of the last steps up to `step` that led to its weights, oldest first."""
+    count = _FIRST_TAIL_ROWS
+    while True:
+        rows = tail_metrics(run, count)
+        known = [
+            row for row in lineage([r for r in rows if r.step <= step]) if row.loss is not None
+        ]
+        if len(known) >= WINDOW_STEPS or len(rows) < count:
+            return [float.fromhex(row.loss_hex) for row in known][-WINDOW_STEPS:]
+        count *= 4
+
+
+def what_is_not_finite(loss: float, grad_norm: float | None) -> str | None:
+    """Which number of a step is not finite; None if all are."""
+    if not math.isfinite(loss):
+        return "the loss is not finite"
+    if grad_norm is not None and not math.isfinite(grad_norm):
+        return f"the gradient norm is {grad_norm}"
+    return None
+
+
+@torch.no_grad()
+def weights_are_finite(chunks: Sequence[Any]) -> bool:
+    """One pass over this rank's weights: the largest magnitude is nan or inf if any weight is."""
+    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    if not parameters:
+        return True
+    largest = torch.stack(torch._foreach_norm(parameters, float("inf"))).max()
+    return bool(torch.isfinite(largest))

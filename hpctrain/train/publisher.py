@@ -1,0 +1,142 @@
+"""What rank 0 does once all ranks have written: manifest, publishing, retention, beside training.
+
+Flushing the files of hundreds of ranks and deleting an old checkpoint take seconds on a shared
+file system, so a thread does it; the ranks learn of its end by rank 0's vote. Belongs here: that
+thread. Does not belong here: what makes a checkpoint good and the fencing protocol (see
+`hpctrain.checkpoints`).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+from hpctrain.checkpoints.manifest import (
+    Manifest,
+    checkpoint_name,
+    digest_file,
+    read_manifest,
+    read_rank_digests,
+)
+from hpctrain.checkpoints.publish import (
+    Fence,
+    StaleEpochError,
+    publish,
+    published_steps,
+    retire,
+)
+from hpctrain.errors import CheckpointError
+from hpctrain.store.epochs import current_epoch
+from hpctrain.train.control import WriterState
+from hpctrain.train.faults import is_full
+from hpctrain.train.job import Job
+from hpctrain.train.room import NoSpaceError
+from hpctrain.train.skips import Skips
+from hpctrain.train.snapshot import Position, layout_of
+
+# What the ranks write before the writers start and after they are through, by rank 0.
+_LEADER_FILES = ("common.pt", ".metadata", "metadata.json")
+# How long the end of a launch waits for old checkpoints to be deleted; the next launch goes on.
+_RETIRE_SECONDS = 10.0
+
+
+class Publisher:
+    """At most one checkpoint at a time; `published` is its manifest once it counts."""
+
+    def __init__(self, job: Job, skips: Skips) -> None:
+        self._job = job
+        self._skips = skips
+        self._thread: threading.Thread | None = None
+        self._retiring = threading.Lock()
+        self.state = WriterState.FINISHED
+        self.problem: str | None = None
+        self.published: Manifest | None = None
+        self.published_at = 0.0
+
+    def start(self, position: Position, directory: Path) -> None:
+        """Begin to make the files in `directory` a checkpoint that counts."""
+        self.state, self.problem, self.published = WriterState.RUNNING, None, None
+        self._thread = threading.Thread(
+            target=self._run, args=(position, directory), name="publisher", daemon=True
+        )
+        self._thread.start()
+
+    def join(self) -> None:
+        """Give the deletion of old checkpoints some time at the end of a launch."""
+        if self._thread is not None:
+            self._thread.join(_RETIRE_SECONDS)
+
+    def _run(self, position: Position, directory: Path) -> None:
+        try:
+            manifest = self._manifest(position, directory)
+            publish(self._job.run.checkpoints, manifest, fence_of(self._job))
+        except Exception as error:
+            self.problem = self._told(error)
+            self.state = WriterState.NO_SPACE if is_full(error) else WriterState.FAILED
+            return
+        self.published, self.published_at = manifest, time.monotonic()
+        self.state = WriterState.FINISHED
+        self._retire_old()
+
+    def _told(self, error: Exception) -> str:
+        """Kind and message; the files of a stale launch are taken away while it publishes, which
+        shows as all kinds of errors."""
+        launch = self._job.launch
+        owner = current_epoch(self._job.run.epochs)
+        if isinstance(error, StaleEpochError):
+            return f"stale: {error}"
+        if owner != launch.epoch:
+            return f"stale: launch epoch {launch.epoch} is stale: epoch {owner} owns the run"
+        kind = "full" if is_full(error) else "failed"
+        known = isinstance(error, CheckpointError | OSError | ValueError)
+        return f"{kind}: {error if known else repr(error)}"
+
+    def _manifest(self, position: Position, directory: Path) -> Manifest:
+        config = self._job.config
+        shards = read_rank_digests(directory)
+        on_disk = {path.name for path in directory.glob("*.distcp")}
+        missing = on_disk - {file.name for file in shards}
+        if missing:
+            raise CheckpointError(f"no digest was left for {', '.join(sorted(missing))}")
+        own = tuple(digest_file(directory, name) for name in _LEADER_FILES)
+        tp, pp, dp = layout_of(config)
+        return Manifest(
+            step=position.step,
+            epoch=self._job.launch.epoch,
+            engine="megatron",
+            layout=f"tp {tp} · pp {pp} · dp {dp}",
+            world_size=self._job.launch.world_size,
+            consumed_samples=position.consumed_samples,
+            time=time.time(),
+            files=own + shards,
+        )
+
+    def _retire_old(self) -> None:
+        """Left to the next checkpoint while an earlier deletion is still going on."""
+        if not self._retiring.acquire(blocking=False):
+            return
+        try:
+            config, root = self._job.config, self._job.run.checkpoints
+            retire(root, config.keep_checkpoints, config.keep_every_steps, self._pinned(root))
+        finally:
+            self._retiring.release()
+
+    def _pinned(self, root: Path) -> set[int]:
+        """What retention must leave: named by the launcher, or the last before skipped data."""
+        if not self._skips.skips:
+            return set(self._job.launch.pinned_steps)
+        manifests = [read_manifest(root / checkpoint_name(step)) for step in published_steps(root)]
+        consumed = {one.step: one.consumed_samples for one in manifests if one is not None}
+        return self._skips.pinned(consumed) | self._job.launch.pinned_steps
+
+
+def raise_problem(problem: str) -> None:
+    """Raise on every rank what the publisher of rank 0 has told."""
+    kind, _, message = problem.partition(": ")
+    raise {"stale": StaleEpochError, "full": NoSpaceError}.get(kind, CheckpointError)(message)
+
+
+def fence_of(job: Job) -> Fence:
+    """The right to publish: this launch's epoch is still the highest of the run."""
+    return Fence(job.launch.epoch, lambda: current_epoch(job.run.epochs))

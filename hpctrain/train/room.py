@@ -1,0 +1,85 @@
+"""Is there room for a checkpoint? Asked before anything of it is written.
+
+A full disk in the middle of a save costs the save and whatever else shares the disk. Nothing is
+deleted to make room: what is there may be all that is left of the run. Belongs here: the question.
+Does not belong here: retention, which deletes by age (see `hpctrain.checkpoints.publish`).
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.checkpoints.manifest import checkpoint_name, read_manifest
+from hpctrain.checkpoints.publish import published_steps
+from hpctrain.errors import CheckpointError
+
+# Checkpoints of a run differ by little; the rest is for metadata and for others on the disk.
+_MARGIN = 1.2
+_NEXT_TO_NOTHING_BYTES = 1 << 16
+# Digests, metadata and records beside the shards.
+_SPARE_INODES = 16
+
+
+class NoSpaceError(CheckpointError):
+    """The file system, or the quota, has no room for a checkpoint."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a checkpoint takes, in bytes and files, and how that is known."""
+
+    size_bytes: int
+    files: int
+    source: str
+
+
+def newest_size(root: Path, world_size: int) -> Need | None:
+    """What the newest published checkpoint took; None if there is none with a manifest."""
+    for step in reversed(published_steps(root)):
+        manifest = read_manifest(root / checkpoint_name(step))
+        if manifest is not None:
+            files = len(manifest.files) + world_size
+            return Need(manifest.total_bytes, files, f"as much as {checkpoint_name(step)}")
+    return None
+
+
+def check_room(root: Path, need: Need) -> str | None:
+    """What is missing on the file system of `root`, in a sentence; None if there is room.
+
+    statvfs(3): f_bavail is what an ordinary user may still use. File systems without a fixed
+    number of inodes report 0 of them. Quotas of users show in neither.
+    """
+    state = os.statvfs(root)
+    free_bytes, wanted_bytes = state.f_bavail * state.f_frsize, int(_MARGIN * need.size_bytes)
+    if free_bytes < wanted_bytes:
+        return (
+            f"no room for a checkpoint: {_amount(wanted_bytes)} needed ({need.source}, and a fifth "
+            f"more), {_amount(free_bytes)} free in {root}; nothing was written or deleted"
+        )
+    wanted_inodes = need.files + _SPARE_INODES
+    if state.f_files and state.f_favail < wanted_inodes:
+        return (
+            f"no room for a checkpoint: {wanted_inodes} files needed, inodes for {state.f_favail} "
+            f"free in {root}; nothing was written or deleted"
+        )
+    return None
+
+
+def exhausted(path: Path) -> bool:
+    """True if next to nothing can be written beside `path`: libraries often lose the reason why
+    a write has failed (PyTorchStreamWriter has none in its message)."""
+    try:
+        state = os.statvfs(path)
+    except OSError:
+        return False
+    full = state.f_bavail * state.f_frsize < _NEXT_TO_NOTHING_BYTES
+    return full or bool(state.f_files and not state.f_favail)
+
+
+def _amount(size_bytes: int) -> str:
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if size_bytes >= factor:
+            return f"{size_bytes / factor:.1f} {unit}"
+    return f"{size_bytes} bytes"

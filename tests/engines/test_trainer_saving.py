@@ -1,0 +1,209 @@
+"""When checkpoints are made and what is written down about them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trial_runs import LIMIT_SECONDS, Trial
+
+from hpctrain.checkpoints.manifest import checkpoint_name, read_manifest
+from hpctrain.checkpoints.publish import published_steps
+from hpctrain.plan.forecast.intervals import daly_seconds
+from hpctrain.store.signs import SaveRecord, read_saves
+from hpctrain.train import prefork, publisher, writer
+from hpctrain.train.interval import SaveInterval
+
+DP2 = dict(data_parallel_size=2)
+TP2_PP2 = dict(
+    tensor_model_parallel_size=2,
+    pipeline_model_parallel_size=2,
+    pipeline_layer_split=((2,), (2,)),
+)
+LONG = dict(train_steps=16, lr_decay_steps=16)
+
+
+def _wait_for_log(ranks: prefork.Ranks, word: str) -> None:
+    end = time.monotonic() + LIMIT_SECONDS
+    while word not in ranks.log():
+        assert time.monotonic() < end, ranks.log()
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
+def test_a_save_on_request(async_save: bool, trial: Callable[..., Trial]) -> None:
+    asked = trial(async_save=async_save, train_steps=40, lr_decay_steps=40, **DP2)
+    ranks = asked.start()
+    asked.wait_for_step(2, ranks)
+    asked.run.save_request.touch()
+    _wait_for_log(ranks, "event=save_requested")
+    assert ranks.wait(LIMIT_SECONDS) == [0, 0], ranks.log()
+    assert not asked.run.save_request.exists()
+    first, *others = published_steps(asked.run.checkpoints)
+    assert 2 <= first <= 39 and others == [40]
+    assert ranks.log().count("event=save_requested") == 1
+
+
+def _slow_writers() -> None:
+    real = writer.write_rank_digests
+
+    def slowly(directory: Path, rank: int, names: list[str]) -> None:
+        time.sleep(0.7)
+        real(directory, rank, names)
+
+    writer.write_rank_digests = slowly
+
+
+def test_a_request_during_a_save_is_kept_until_after_it(trial: Callable[..., Trial]) -> None:
+    """It asks for the state of now, which the save under way does not have."""
+    asked = trial(async_save=True, train_steps=60, lr_decay_steps=60)
+    ranks = asked.start(prepare=_slow_writers)
+    asked.wait_for_step(1, ranks)
+    asked.run.save_request.touch()
+    _wait_for_log(ranks, "event=save_requested")
+    asked.run.save_request.touch()
+    assert ranks.wait(LIMIT_SECONDS) == [0], ranks.log()
+    assert ranks.log().count("event=save_requested") == 2
+    events = [line.split()[0] for line in ranks.log().splitlines() if "event=step" not in line]
+    assert events[:4] == [
+        "event=start",
+        "event=save_requested",
+        "event=checkpoint",
+        "event=save_requested",
+    ]
+    assert not asked.run.save_request.exists()
+
+
+def test_each_save_is_written_down(trial: Callable[..., Trial]) -> None:
+    made = trial(save_interval_steps=2, async_save=True, **DP2)
+    assert made.train(prepare=_slow_writers) == [0, 0]
+    saves = read_saves(made.run)
+    assert [save.step for save in saves] == [2, 4, 6]
+    for save in saves:
+        manifest = read_manifest(made.run.checkpoints / checkpoint_name(save.step))
+        assert manifest is not None and save.size_bytes == manifest.total_bytes
+        assert save.publish_seconds > 0.7
+    waited = saves[1].stall_seconds  # for the save before, which its writers delay
+    assert waited > saves[0].stall_seconds
+    assert made.run.saves.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_synchronous_save_stalls_until_it_counts(trial: Callable[..., Trial]) -> None:
+    made = trial(save_interval_steps=3, **DP2)
+    assert made.train(prepare=_slow_writers) == [0, 0]
+    for save in read_saves(made.run):
+        assert save.stall_seconds > 0.7
+        assert abs(save.stall_seconds - save.publish_seconds) < 0.3
+
+
+def test_plans_are_used_again_and_the_files_are_right(trial: Callable[..., Trial]) -> None:
+    """From the third save on megatron-core plans nothing; resuming from a late one is exact."""
+    whole = trial(save_interval_steps=1, async_save=True, dropout=0.1, **TP2_PP2)
+    assert set(whole.train(prepare=_count_plans)) == {0}
+    plans = (whole.run.directory / "plans").read_text().split()
+    assert plans == ["1", "2"], "planned for the first two of six saves"
+    for step in (3, 5):
+        resumed = trial(dropout=0.1, **TP2_PP2)
+        resumed.adopt(whole, step)
+        assert set(resumed.train(resume=step)) == {0}
+        assert resumed.exact == {s: whole.exact[s] for s in range(step + 1, 7)}
+
+
+def _count_plans() -> None:
+    """Rank 0 notes each time when plans of all ranks are gathered."""
+    from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
+
+    from hpctrain.train.loop import Loop
+
+    real, state = MCoreSavePlanner.create_global_plan, {"loop": None}
+    save = Loop._save
+
+    def note(self: Any, plans: Any) -> Any:
+        loop: Any = state["loop"]
+        with (loop.job.run.directory / "plans").open("a") as stream:
+            stream.write(f"{loop.position.step}\n")
+        return real(self, plans)
+
+    def remember(self: Loop, *, wait: bool) -> None:
+        state["loop"] = self  # type: ignore[assignment]
+        save(self, wait=wait)
+
+    MCoreSavePlanner.create_global_plan = note
+    Loop._save = remember  # type: ignore[method-assign]
+
+
+def _slow_retirement() -> None:
+    real = publisher.retire
+
+    def slowly(*arguments: Any) -> list[int]:
+        time.sleep(1.0)
+        return real(*arguments)
+
+    publisher.retire = slowly
+
+
+def test_deleting_old_checkpoints_stops_nobody(trial: Callable[..., Trial]) -> None:
+    made = trial(save_interval_steps=1, keep_checkpoints=1)
+    began_at = time.monotonic()
+    assert made.train(prepare=_slow_retirement) == [0]
+    assert time.monotonic() - began_at < 5.5, "six saves, each of which deletes for a second"
+    assert max(save.stall_seconds for save in read_saves(made.run)) < 0.9
+    assert published_steps(made.run.checkpoints)[-1] == 6
+
+
+# -- the clock -------------------------------------------------------------------------------
+
+
+def _save(stall: float, publish: float, step: int = 1) -> SaveRecord:
+    return SaveRecord(
+        step=step,
+        epoch=1,
+        time=0.0,
+        stall_seconds=stall,
+        publish_seconds=publish,
+        size_bytes=1,
+    )
+
+
+def test_the_interval_follows_the_costs(trial: Callable[..., Trial]) -> None:
+    config = trial(save_interval_auto=True, save_interval_seconds=600.0).config
+    interval = SaveInterval(config, 36000.0)
+    assert interval.seconds == 600.0
+    interval.published(_save(2.0, 5.0))
+    assert interval.seconds == pytest.approx(daly_seconds(2.0, 36000.0))
+    for stall in (4.0, 4.0, 4.0, 100.0, 4.0):
+        interval.published(_save(stall, 5.0))
+    assert interval.seconds == pytest.approx(daly_seconds(4.0, 36000.0)), "median of five"
+    for _ in range(3):
+        interval.published(_save(4.0, 7200.0))
+    assert interval.seconds == 7200.0, "not before the last one counts"
+    resumed = SaveInterval(config, 36000.0, [_save(2.0, 5.0)] * 9)
+    assert resumed.seconds == pytest.approx(daly_seconds(2.0, 36000.0))
+
+
+def test_without_a_failure_rate_or_auto_the_interval_stays(trial: Callable[..., Trial]) -> None:
+    auto = trial(save_interval_auto=True, save_interval_seconds=600.0).config
+    fixed = trial(save_interval_seconds=300.0).config
+    for config, mttf, expected in ((auto, float("inf"), 600.0), (fixed, 3600.0, 300.0)):
+        interval = SaveInterval(config, mttf, [_save(2.0, 5.0)])
+        assert interval.seconds == expected
+    assert SaveInterval(trial().config, 3600.0).seconds is None
+    assert not SaveInterval(trial().config, 3600.0).overdue
+
+
+def test_the_launch_s_failure_rate_sets_the_interval(
+    trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the first save by the initial interval the measured costs allow many more."""
+    monkeypatch.setenv("HPCTRAIN_MTTF_SECONDS", "0.2")
+    settings = dict(save_interval_auto=True, save_interval_seconds=0.5, async_save=True)
+    often = trial(**settings, train_steps=30, lr_decay_steps=30)
+    assert often.train() == [0]
+    monkeypatch.setenv("HPCTRAIN_MTTF_SECONDS", "1e9")
+    seldom = trial(**settings, train_steps=30, lr_decay_steps=30)
+    assert seldom.train() == [0]
+    assert len(read_saves(seldom.run)) == 2, "by the initial interval, and at the end"
+    assert len(read_saves(often.run)) > 3

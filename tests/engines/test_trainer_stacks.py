@@ -1,0 +1,148 @@
+"""Stacks on request: of every thread, whatever the rank is stuck in, and of no one else."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from trial_runs import LIMIT_SECONDS, Trial
+
+from hpctrain.store.epochs import claim_epoch
+from hpctrain.store.signs import TrainerExit
+from hpctrain.train import prefork, stacks, writer
+from hpctrain.train.launch import Launch
+from hpctrain.train.stacks import flight_recorder
+
+DP2 = dict(data_parallel_size=2)
+LONG = dict(train_steps=400, lr_decay_steps=400)
+
+
+@contextmanager
+def _running(ranks: prefork.Ranks) -> Iterator[prefork.Ranks]:
+    try:
+        yield ranks
+    finally:
+        for number in (signal.SIGCONT, signal.SIGKILL):
+            ranks.signal(number)
+        ranks.wait(LIMIT_SECONDS)
+
+
+def _dump(path: Path, word: str, ranks: prefork.Ranks) -> str:
+    """The dump, once it holds `word`."""
+    end = time.monotonic() + 15
+    while not path.exists() or word not in path.read_text():
+        assert time.monotonic() < end, ranks.log()
+        time.sleep(0.02)
+    return path.read_text()
+
+
+def _hold_the_lock() -> None:
+    """From the second step on rank 1 never gives Python's lock back."""
+    import ctypes
+
+    from hpctrain.train.loop import Loop
+
+    original = Loop._update
+
+    def hold(self: Loop, first_sample: int) -> object:
+        if os.environ["RANK"] == "1" and self.position.step == 1:
+            mutex = ctypes.create_string_buffer(64)
+            lock = ctypes.PyDLL(None).pthread_mutex_lock  # PyDLL: the call keeps the lock
+            lock(mutex)
+            lock(mutex)
+        return original(self, first_sample)
+
+    Loop._update = hold  # type: ignore[method-assign,assignment]
+
+
+def test_stacks_of_ranks_that_are_stuck(trial: Callable[..., Trial]) -> None:
+    """Rank 1 keeps Python's lock for ever, rank 0 waits for it in a collective of gloo."""
+    stuck = trial(**DP2, **LONG)
+    assert claim_epoch(stuck.run.epochs, "this launch") == 1
+    ranks = stuck.start(prepare=_hold_the_lock, epoch=1)
+    with _running(ranks):
+        stuck.wait_for_step(1, ranks)
+        time.sleep(0.5)
+        ranks.signal(signal.SIGQUIT)
+        waiting = _dump(stuck.run.stack_dump(1, 0), "loop.py", ranks)
+        holding = _dump(stuck.run.stack_dump(1, 1), "in hold", ranks)
+    header, _, body = waiting.partition("\n")
+    assert header.startswith("rank=0 node=") and header.endswith("epoch=1")
+    assert f"pid={ranks.pids[0]} " in header
+    assert "most recent call first" in body
+    assert "distributed" in body, "rank 0 is in a collective"
+    assert holding.startswith("rank=1 ")
+    assert holding.splitlines()[2].endswith("in hold"), "innermost first"
+    mode = stuck.run.stack_dump(1, 1).stat().st_mode & 0o777
+    assert mode == 0o600
+
+
+def test_a_dump_disturbs_nothing_and_unused_files_go(trial: Callable[..., Trial]) -> None:
+    asked = trial(**DP2)
+    ranks = asked.start()
+    asked.wait_for_step(1, ranks)
+    ranks.signal(signal.SIGQUIT, 1)
+    assert ranks.wait(LIMIT_SECONDS) == [0, 0], ranks.log()
+    assert "most recent call first" in asked.run.stack_dump(0, 1).read_text()
+    assert not asked.run.stack_dump(0, 0).exists(), "nobody asked rank 0"
+    quiet = trial(**DP2)
+    assert quiet.train() == [0, 0]
+    assert asked.exact == quiet.exact
+
+
+def _writer_sleeps() -> None:
+    real = writer.write_rank_digests
+
+    def slowly(directory: Path, rank: int, names: list[str]) -> None:
+        (directory / "digests").mkdir(exist_ok=True)
+        (directory / "digests" / "pid").write_text(str(os.getpid()))
+        time.sleep(3)
+        (directory / "digests" / "pid").unlink()
+        real(directory, rank, names)
+
+    writer.write_rank_digests = slowly
+
+
+def test_a_writer_does_not_answer_in_its_rank_s_file(trial: Callable[..., Trial]) -> None:
+    saving = trial(train_steps=1)
+    ranks = saving.start(prepare=_writer_sleeps)
+    end = time.monotonic() + LIMIT_SECONDS
+    while not (found := list(saving.run.checkpoints.glob("*/digests/pid"))) or not (
+        text := found[0].read_text()
+    ):
+        assert time.monotonic() < end, ranks.log()
+        time.sleep(0.02)
+    os.kill(int(text), signal.SIGQUIT)
+    assert ranks.wait(LIMIT_SECONDS) == [0], "the writer survives the request, too"
+    assert not saving.run.stack_dump(0, 0).exists()
+
+
+def test_without_a_file_training_goes_on(trial: Callable[..., Trial]) -> None:
+    made = trial()
+    made.run.stacks.rmdir()
+    made.run.stacks.write_text("in the way")
+    ranks = made.start()
+    made.wait_for_step(1, ranks)
+    ranks.signal(signal.SIGQUIT)  # must not end it either
+    assert ranks.wait(LIMIT_SECONDS) == [TrainerExit.DONE], ranks.log()
+    assert "stacks cannot be written" in ranks.log()
+
+
+def test_flight_recorder(
+    trial: Callable[..., Trial], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = trial().run
+    launch = Launch(3, 4, 3, "n1", 7, "")
+    monkeypatch.setattr(stacks, "_GPU_FILES", (tmp_path / "absent",))
+    assert flight_recorder(run, launch, {}) == {}
+    monkeypatch.setattr(stacks, "_GPU_FILES", (tmp_path,))
+    found = flight_recorder(run, launch, {})
+    assert found["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] == str(run.stacks / "e000007" / "nccl-rank-")
+    assert int(found["TORCH_NCCL_TRACE_BUFFER_SIZE"]) > 0
+    chosen = {"TORCH_FR_BUFFER_SIZE": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+    assert flight_recorder(run, launch, chosen).keys() == {"TORCH_NCCL_DEBUG_INFO_TEMP_FILE"}

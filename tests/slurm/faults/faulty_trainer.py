@@ -1,0 +1,183 @@
+"""The real trainer, with faults that a plan names: `python faulty_trainer.py PLAN train.json`.
+
+Belongs here: what a rank may do to itself at its start or when a step begins. Nothing of it is in
+the package. Does not belong here: faults from outside (see `hpctrain.sandbox.faults`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hpctrain.train.stop import StopSignals
+
+Fault = dict[str, Any]
+
+
+def planned(path: Path) -> list[Fault]:
+    """The faults of this rank and launch; rank -1 stands for all ranks, epoch 0 for all launches."""
+    rank, epoch = int(os.environ["SLURM_PROCID"]), int(os.environ["HPCTRAIN_EPOCH"])
+    return [
+        fault
+        for fault in json.loads(path.read_text())
+        if fault["rank"] in (rank, -1) and fault["epoch"] in (epoch, 0)
+    ]
+
+
+# -- what a rank does to itself ----------------------------------------------------------------
+
+
+def leave(fault: Fault) -> None:
+    """End at once with a code, after some words."""
+    say(fault)
+    os._exit(fault["code"])
+
+
+def fail(fault: Fault) -> None:
+    """Raise what a library raises."""
+    raise RuntimeError(fault["text"])
+
+
+def say(fault: Fault) -> None:
+    if fault["text"]:
+        print(fault["text"], file=sys.stderr, flush=True)
+
+
+def sleep(fault: Fault) -> None:
+    """Never come to the collective that the others wait in."""
+    time.sleep(fault["seconds"] or 3600)
+
+
+def await_warning(fault: Fault) -> None:
+    """A step that lasts until somebody asks this rank to leave."""
+    request = Path("control/stop")
+    deadline = time.monotonic() + 120
+    while not (STOP.requested or request.exists()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def import_nothing(fault: Fault) -> None:
+    """A mistake in the code of the user: the traceback is Python's own."""
+    import a_module_that_nobody_has  # type: ignore[import-not-found]  # noqa: F401
+
+
+def die_of_term(fault: Fault) -> None:
+    """TERM ends the process, as it ends most programs: code 143 for Slurm."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def hear_nothing(fault: Fault) -> None:
+    """Neither signals nor files make this rank leave."""
+    import_trainer()
+    from hpctrain.train import loop
+
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    loop.file_exists = lambda path: False
+
+
+def take_port(fault: Fault) -> None:
+    """Listen where rank 0 is about to."""
+    taken = socket.create_server(("", int(os.environ["MASTER_PORT"])))
+    _KEPT.append(taken)
+
+
+def publish_slowly(fault: Fault) -> None:
+    """From now on, wait before a checkpoint that is complete on the disk becomes one that counts."""
+    import_trainer()
+    from hpctrain.train import publisher
+
+    real = publisher.publish
+
+    def slow(*arguments: Any, **keywords: Any) -> Any:
+        time.sleep(fault["seconds"])
+        return real(*arguments, **keywords)
+
+    publisher.publish = slow
+
+
+def poison(fault: Fault) -> None:
+    """The batch that begins after so many samples gives a loss that is no number."""
+    import_trainer()
+    from hpctrain.train.loop import Loop
+
+    real = Loop._update
+
+    def update(loop: Any, first_sample: int) -> Any:
+        totals, grad_norm, learning_rate = real(loop, first_sample)
+        if first_sample == fault["samples"]:
+            totals = totals * float("nan")
+        return totals, grad_norm, learning_rate
+
+    Loop._update = update  # type: ignore[method-assign]
+
+
+STOP = StopSignals()
+_KEPT: list[Any] = []
+DEEDS: dict[str, Callable[[Fault], None]] = {
+    "leave": leave,
+    "fail": fail,
+    "say": say,
+    "sleep": sleep,
+    "await_warning": await_warning,
+    "import_nothing": import_nothing,
+    "die_of_term": die_of_term,
+    "hear_nothing": hear_nothing,
+    "take_port": take_port,
+    "publish_slowly": publish_slowly,
+    "poison": poison,
+}
+
+
+# -- when ----------------------------------------------------------------------------------------
+
+
+def import_trainer() -> None:
+    """As the entry point does it: the CPU layer comes before anything of megatron-core."""
+    from hpctrain.train.launch import quiet_defaults
+
+    os.environ.update(quiet_defaults())
+    from hpctrain.train import startup  # noqa: F401
+
+
+def strike_at_steps(faults: list[Fault]) -> None:
+    """Have the loop stumble when a planned step begins."""
+    import_trainer()
+    from hpctrain.train.loop import Loop
+
+    real = Loop.one_step
+
+    def one_step(loop: Any) -> Any:
+        for fault in faults:
+            if fault["step"] == loop.position.step + 1:
+                DEEDS[fault["do"]](fault)
+        return real(loop)
+
+    Loop.one_step = one_step  # type: ignore[method-assign]
+
+
+def main() -> None:
+    plan, arguments = Path(sys.argv[1]), sys.argv[2:]
+    STOP.install()
+    faults = planned(plan)
+    for fault in faults:
+        if not fault["step"]:
+            DEEDS[fault["do"]](fault)
+    later = [fault for fault in faults if fault["step"]]
+    if later:
+        strike_at_steps(later)
+    from hpctrain.train.entry import leave as end
+    from hpctrain.train.entry import main as train
+
+    end(train(arguments, STOP))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Checkpoints that are damaged, unfinished or have no room: never resumed from, never trusted."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rehearsal import PlannedFault, Stage
+from survival import Fault, Survival, flip_a_byte
+
+from hpctrain.actions.runs import RunFiles
+from hpctrain.actions.state import RunState
+from hpctrain.checkpoints.manifest import checkpoint_name
+from hpctrain.checkpoints.publish import TRACKER_NAME, published_steps
+from hpctrain.store.ledger import EventKind
+
+
+def test_damaged_and_unfinished_checkpoints_are_left_out(
+    stage: Stage, reference: RunFiles, survival: Survival
+) -> None:
+    planned = (
+        PlannedFault(epoch=1, rank=1, step=55, do="sleep"),
+        PlannedFault(epoch=2, rank=0, do="publish_slowly", seconds=120),
+        PlannedFault(epoch=2, rank=0, step=24, do="leave", code=1),
+    )
+    rehearsal = stage.start("name=damaged", "checkpoint.keep=9", planned=planned)
+    rehearsal.wait_for_checkpoint(50)
+    rehearsal.wait_for_step(54)
+    rehearsal.sandbox.command("scontrol", "requeue", str(rehearsal.job_id))
+    rehearsal.wait_until(lambda row: row.state is RunState.PENDING, "pending")
+    root = rehearsal.run.layout.checkpoints
+    damages = damage(root)
+    fault = Fault(30, f"the newest four checkpoints: {', '.join(damages.values())}")
+    found = survival.recovered(rehearsal, fault, cause="requeued", action="leave", epoch=1)
+    assert found.resumed_step == 10
+    rejected = {
+        event.checkpoint_step: event.reason or ""
+        for event in rehearsal.events(EventKind.CHECKPOINT_REJECTED)
+    }
+    assert list(rejected) == list(damages), rehearsal.logs()
+    assert "SHA-256" in rejected[50] and "__0_0.distcp" in rejected[50], rejected
+    assert "__1_0.distcp" in rejected[40] and ".metadata" in rejected[30], rejected
+    fault = Fault(31, "rank 0 dies between the last byte of a checkpoint and its publication")
+    torn = survival.recovered(rehearsal, fault, cause="crash", action="relaunch", epoch=2)
+    assert torn.resumed_step == 10, rehearsal.logs()
+    rehearsal.assert_done_exactly(reference)
+
+
+def damage(root: Path) -> dict[int, str]:
+    """Four ways, each in one of the newest checkpoints; and a tracker that names none of them."""
+    flip_a_byte(root / checkpoint_name(50) / "__0_0.distcp")
+    shard = root / checkpoint_name(40) / "__1_0.distcp"
+    os.truncate(shard, shard.stat().st_size // 2)
+    (root / checkpoint_name(30) / ".metadata").unlink()
+    (root / checkpoint_name(20) / "manifest.json").write_text("{")
+    (root / TRACKER_NAME).write_text("999999")
+    return {
+        50: "a flipped byte",
+        40: "a truncated shard",
+        30: "no .metadata",
+        20: "half a manifest",
+    }
+
+
+@pytest.fixture
+def small_disk(stage: Stage) -> Iterator[Path]:
+    """A file system with room for two checkpoints and a half; these tests run as root."""
+    place = stage.directory / "small"
+    place.mkdir()
+    words = ["mount", "-t", "tmpfs", "-o", "size=6M", "tmpfs", str(place)]
+    subprocess.run(words, check=True, timeout=30)
+    yield place
+    subprocess.run(["umount", "--lazy", str(place)], check=True, timeout=30)
+
+
+def test_a_full_disk_stops_the_run_and_deletes_nothing(
+    stage: Stage, small_disk: Path, reference: RunFiles, survival: Survival
+) -> None:
+    small = Stage(stage.sandbox, small_disk)
+    rehearsal = small.start("name=full", "checkpoint.keep=9")
+    fault = Fault(29, "the file system of the checkpoints is full after the second one")
+    survival.ended(rehearsal, fault, cause="disk_full", action="stop", why="needs")
+    assert len(published_steps(rehearsal.run.layout.checkpoints)) == 2
+    rehearsal.assert_same_so_far(reference)

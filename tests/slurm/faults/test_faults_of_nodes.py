@@ -1,0 +1,84 @@
+"""Nodes crash, hang on to a job they have lost, or are drained: the run goes on elsewhere."""
+
+from __future__ import annotations
+
+from rehearsal import Rehearsal, Stage
+from survival import Fault, Survival
+
+from hpctrain.actions.runs import RunFiles
+from hpctrain.checkpoints.discover import checkpoints
+from hpctrain.sandbox import faults
+from hpctrain.sandbox.processes import await_condition
+from hpctrain.store.ledger import EventKind
+
+
+def test_nodes_that_die_are_left_for_others(
+    stage: Stage, reference: RunFiles, survival: Survival
+) -> None:
+    """First a node with ranks only, then the batch node with the supervisor."""
+    rehearsal = stage.start("name=nodes")
+    rehearsal.wait_for_progress()
+    batch, lost = rehearsal.nodes()
+    faults.crash_node(stage.sandbox, lost)
+    fault = Fault(11, "a node without the batch script loses power")
+    crashed = survival.recovered(rehearsal, fault, cause="node_failure", action="requeue")
+    assert lost in (crashed.end.reason or "") or lost in crashed.end.lost_nodes, crashed.end
+    assert lost not in rehearsal.nodes()
+    rehearsal.wait_for_progress()
+    batch = rehearsal.nodes()[0]
+    faults.crash_node(stage.sandbox, batch)
+    faults.restart_node(stage.sandbox, lost, rebooted=False)
+    fault = Fault(12, "the batch node loses power, and with it the supervisor")
+    survival.recovered(
+        rehearsal, fault, cause="node_failure", action="restarted by Slurm"
+    )
+    assert batch not in rehearsal.nodes()
+    rehearsal.assert_done_exactly(reference)
+
+
+def test_a_dead_slurmd_with_living_ranks_cannot_publish(
+    stage: Stage, reference: RunFiles, survival: Survival
+) -> None:
+    """The zombie: Slurm requeues the job while the ranks of the dead slurmd still run."""
+    rehearsal = stage.start("name=zombie", "budget.steps=60")
+    rehearsal.wait_for_progress()
+    faults.kill_slurmd(stage.sandbox, rehearsal.nodes()[0])
+    rehearsal.assert_done_exactly(reference)
+    good = checkpoints(rehearsal.run.layout.checkpoints, "sha256")
+    assert all(one.good for one in good)
+    survival.shown(Fault(13, "the slurmd of the batch node dies and its ranks live on"))
+
+
+def test_a_drained_node_is_used_to_the_end_and_then_left(
+    stage: Stage, reference: RunFiles, survival: Survival
+) -> None:
+    rehearsal = stage.start("name=drained")
+    rehearsal.wait_for_progress()
+    drained = rehearsal.nodes()[1]
+    rehearsal.sandbox.command(
+        "scontrol", "update", f"NodeName={drained}", "State=DRAIN", "Reason=rehearsal"
+    )
+    rehearsal.kill_rank(1)
+    fault = Fault(17, "a node is drained, then a rank on it dies")
+    survival.recovered(rehearsal, fault, cause="crash", action="relaunch")
+    rehearsal.wait_for_progress()
+    rehearsal.sandbox.command("scontrol", "requeue", str(rehearsal.job_id))
+    fault = Fault(17, "the job of a drained node is requeued")
+    survival.recovered(rehearsal, fault, cause="requeued", action="leave")
+    assert drained not in rehearsal.nodes()
+    rehearsal.assert_done_exactly(reference)
+
+
+def test_a_spare_node_takes_the_place_of_a_dead_one(
+    stage: Stage, reference: RunFiles, survival: Survival
+) -> None:
+    rehearsal = stage.start("name=spare", "resources.spare_nodes=1")
+    rehearsal.wait_for_progress()
+    lost = rehearsal.nodes()[1]
+    faults.crash_node(stage.sandbox, lost)
+    fault = Fault(14, "a node loses power in a job with one spare node")
+    survival.recovered(rehearsal, fault, cause="node_failure", action="relaunch")
+    started = rehearsal.events(EventKind.LAUNCH_STARTED)[-1]
+    assert lost not in (started.nodes or lost), rehearsal.logs()
+    rehearsal.assert_done_exactly(reference)
+    assert rehearsal.attempts == 1, "no queue for a node that has a spare"

@@ -1,0 +1,112 @@
+"""What users and administrators do to a run: followed, and never undone."""
+
+from __future__ import annotations
+
+import time
+
+from rehearsal import PlannedFault, Rehearsal, Stage
+from survival import Fault, Survival
+
+from hpctrain.actions.cancel import cancel
+from hpctrain.actions.runs import RunFiles
+from hpctrain.actions.state import RunState
+from hpctrain.store.ledger import EventKind
+
+# The sandbox lets a requeued job wait for 6 s (cred_expire + 1 s): past that it would run again.
+_BEYOND_REQUEUE_SECONDS = 9.0
+
+
+def test_requeued_held_and_cancelled_by_people(
+    stage: Stage, reference: RunFiles, survival: Survival
+) -> None:
+    rehearsal = stage.start("name=people")
+    rehearsal.wait_for_progress()
+    control(rehearsal, "requeue")
+    fault = Fault(35, "an administrator requeues the job")
+    survival.recovered(rehearsal, fault, cause="requeued", action="leave")
+    epoch = rehearsal.wait_for_progress()
+    control(rehearsal, "requeuehold")
+    stays(rehearsal, RunState.PENDING)
+    assert rehearsal.epoch == epoch, "a held job was started"
+    control(rehearsal, "release")
+    fault = Fault(35, "an administrator requeues and holds the job, and releases it later")
+    survival.recovered(rehearsal, fault, cause="requeued", action="leave", epoch=epoch)
+    rehearsal.wait_for_progress()
+    control(rehearsal, "requeue")
+    rehearsal.wait_until(lambda row: row.state is RunState.PENDING, "pending")
+    rehearsal.sandbox.command("scancel", str(rehearsal.job_id))
+    stays(rehearsal, RunState.CANCELLED)
+    survival.shown(
+        Fault(34, "the user cancels the job while it waits in the queue again"),
+        cause="cancelled",
+        action="none: it stays cancelled",
+        identical=rehearsal.assert_same_so_far(reference),
+    )
+
+
+def test_cancelled_by_scancel_stays_cancelled(
+    stage: Stage, reference: RunFiles, survival: Survival
+) -> None:
+    planned = (PlannedFault(epoch=1, rank=1, step=13, do="await_warning"),)
+    rehearsal = stage.start("name=scancelled", planned=planned)
+    rehearsal.wait_for_step(12)
+    rehearsal.sandbox.command("scancel", str(rehearsal.job_id))
+    fault = Fault(34, "the user cancels the running job with scancel")
+    rehearsal.wait_till_over()
+    stays(rehearsal, RunState.CANCELLED)
+    assert not [e for e in rehearsal.events(EventKind.ACTION) if e.action == "requeue"]
+    survival.shown(
+        fault,
+        cause="cancelled",
+        action="none: it stays cancelled",
+        identical=rehearsal.assert_same_so_far(reference),
+    )
+
+
+def test_cancelled_by_hpctrain_during_the_grace_of_a_preemption(
+    stage: Stage, reference: RunFiles, survival: Survival
+) -> None:
+    """The supervisor is about to requeue: `cancel` has taken that right away first."""
+    planned = (PlannedFault(epoch=1, rank=1, step=13, do="await_warning"),)
+    rehearsal = stage.start("name=cancelled", planned=planned)
+    rehearsal.wait_for_step(12)
+    rehearsal.urgent_job()
+    cancel(rehearsal.run, rehearsal.slurm)
+    fault = Fault(34, "`hpctrain cancel` during the grace of a preemption")
+    row = rehearsal.wait_till_over()
+    assert row.state is RunState.CANCELLED, rehearsal.logs()
+    survival.shown(
+        fault,
+        cause="cancelled",
+        action="none: it stays cancelled",
+        identical=rehearsal.assert_same_so_far(reference),
+    )
+
+
+def test_a_run_that_is_done_trains_nothing_when_it_is_requeued(
+    stage: Stage, reference: RunFiles, survival: Survival
+) -> None:
+    rehearsal = stage.start("name=again")
+    rehearsal.assert_done_exactly(reference)
+    control(rehearsal, "requeue")
+    rehearsal.wait(lambda: rehearsal.attempts == 2, "started again")
+    rehearsal.wait(lambda: len(rehearsal.events(EventKind.ACTION)) == 2, "finished at once")
+    assert rehearsal.epoch == 1, "it was launched again"
+    assert rehearsal.assert_done_exactly(reference).steps_lost == 0
+    survival.shown(
+        Fault(6, "a run that is done is requeued (Slurm does that to what ends in a grace)"),
+        cause="done",
+        action="finish",
+    )
+
+
+def control(rehearsal: Rehearsal, verb: str) -> None:
+    rehearsal.sandbox.command("scontrol", verb, str(rehearsal.job_id))
+
+
+def stays(rehearsal: Rehearsal, state: RunState) -> None:
+    """The state is reached, and still is when Slurm could have started the job again."""
+    rehearsal.wait_until(lambda row: row.state is state, state.value.lower())
+    time.sleep(_BEYOND_REQUEUE_SECONDS)
+    row = rehearsal.status()
+    assert row.state is state, f"{row}\n{rehearsal.logs()}"

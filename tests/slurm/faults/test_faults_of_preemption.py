@@ -1,0 +1,121 @@
+"""Other jobs take the nodes away, with and without grace: nothing is lost that could be saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rehearsal import STEPS, PlannedFault, Rehearsal, Stage, own_sandbox
+from survival import Fault, Survival
+
+from hpctrain.actions.runs import RunFiles
+from hpctrain.checkpoints.discover import checkpoints
+from hpctrain.sandbox.shape import default_shape
+from hpctrain.store.ledger import EventKind
+
+# One launch after the other is preempted while rank 1 is in the middle of a long step.
+PREEMPTIONS = (
+    PlannedFault(epoch=1, rank=1, step=13, do="await_warning"),
+    PlannedFault(epoch=2, rank=-1, do="die_of_term"),
+    PlannedFault(epoch=2, rank=1, step=23, do="sleep"),
+    PlannedFault(epoch=3, rank=-1, do="hear_nothing"),
+    PlannedFault(epoch=3, rank=1, step=33, do="sleep"),
+    PlannedFault(epoch=4, rank=0, do="publish_slowly", seconds=120),
+    PlannedFault(epoch=4, rank=1, step=44, do="sleep"),
+    PlannedFault(epoch=5, rank=1, step=STEPS, do="await_warning"),
+)
+
+
+def test_preemptions_of_all_kinds_cost_no_budget(
+    stage: Stage, reference: RunFiles, survival: Survival
+) -> None:
+    """A budget of no failure at all, and 6 s of grace."""
+    rehearsal = stage.start(
+        "name=preempted",
+        "resources.partition=brief",
+        "supervise.failures_without_progress=1",
+        planned=PREEMPTIONS,
+    )
+    preempt(rehearsal, epoch=1, after_step=12)
+    fault = Fault(1, "preempted; the ranks save and leave within the grace")
+    saved = survival.recovered(rehearsal, fault, cause="preempted", action="requeue", epoch=1)
+    assert (saved.resumed_step, saved.lost_steps) == (13, 0), rehearsal.logs()
+    preempt(rehearsal, epoch=2, after_step=22)
+    fault = Fault(2, "preempted; TERM kills the ranks within the grace (code 143)")
+    died = survival.recovered(rehearsal, fault, cause="preempted", action="requeue", epoch=2)
+    assert died.resumed_step == 20, rehearsal.logs()
+    preempt(rehearsal, epoch=3, after_step=32)
+    fault = Fault(3, "preempted; the ranks hear nothing and are killed when the grace is over")
+    deaf = survival.recovered(
+        rehearsal, fault, cause="preempted", action=requeued_by(rehearsal, 3), epoch=3
+    )
+    assert deaf.resumed_step == 30, rehearsal.logs()
+    preempt(rehearsal, epoch=4, after_step=43)
+    fault = Fault(5, "preempted while a checkpoint is complete on the disk but not published")
+    torn = survival.recovered(
+        rehearsal, fault, cause="preempted", action=requeued_by(rehearsal, 4), epoch=4
+    )
+    assert torn.resumed_step == 30, rehearsal.logs()
+    preempt(rehearsal, epoch=5, after_step=STEPS - 1)
+    result = rehearsal.assert_done_exactly(reference)
+    assert rehearsal.causes[4:] == ["done"] and len(rehearsal.rows(5)) == STEPS - 30, result
+    survival.shown(
+        Fault(6, "preempted during the last step of the run"),
+        cause="done",
+        action="finish",
+        identical=result.steps_compared,
+    )
+    assert rehearsal.causes == ["preempted"] * 4 + ["done"], rehearsal.logs()
+    survival.shown(
+        Fault(7, "preempted five times in one run that may not fail even once"),
+        cause="preempted",
+        action="requeue, each time",
+        identical=result.steps_compared,
+    )
+    good = checkpoints(rehearsal.run.layout.checkpoints, "sha256")
+    assert all(one.good and one.manifest and one.manifest.epoch != 4 for one in good)
+
+
+def preempt(rehearsal: Rehearsal, *, epoch: int, after_step: int) -> None:
+    rehearsal.wait_for_step(after_step, epoch)
+    rehearsal.urgent_job()
+
+
+def requeued_by(rehearsal: Rehearsal, epoch: int) -> str:
+    """At the end of the grace Slurm ends the job itself, and is often faster than we are."""
+    rehearsal.wait(lambda: rehearsal.epoch > epoch, "launched again")
+    actions = [e.action for e in rehearsal.events(EventKind.ACTION)]
+    return str(actions[epoch - 1]) if actions[epoch - 1] in ("requeue", "leave") else "nothing"
+
+
+def test_preempted_without_grace(
+    stage: Stage, reference: RunFiles, survival: Survival
+) -> None:
+    planned = (PlannedFault(epoch=1, rank=1, step=14, do="sleep"),)
+    rehearsal = stage.start("name=sudden", "resources.partition=sudden", planned=planned)
+    preempt(rehearsal, epoch=1, after_step=13)
+    fault = Fault(3, "preempted in a partition without grace")
+    survival.recovered(
+        rehearsal, fault, cause="preempted", action=requeued_by(rehearsal, 1), epoch=1
+    )
+    rehearsal.assert_done_exactly(reference)
+    log = next(rehearsal.run.layout.logs.glob("slurm-*.out")).read_text()
+    assert "attempt" in log and log.count(f"attempt {rehearsal.job_id}.") == 2, log
+    survival.shown(
+        Fault(41, "a requeue, which truncates the log where nobody asks for more"),
+        action="appended: the log holds both attempts",
+    )
+
+
+def test_preempted_with_the_user_signal(
+    tmp_path: Path, reference: RunFiles, survival: Survival
+) -> None:
+    """Where the site sends the user signal, the batch shell hears of it and the tasks do not."""
+    planned = (PlannedFault(epoch=1, rank=1, step=13, do="await_warning"),)
+    with own_sandbox(default_shape(user_signal_on_preempt=True)) as sandbox:
+        rehearsal = Stage(sandbox, tmp_path).start("name=usersignal", planned=planned)
+        preempt(rehearsal, epoch=1, after_step=12)
+        fault = Fault(4, "preempted where the site sends the job's own signal to the batch shell")
+        saved = survival.recovered(rehearsal, fault, cause="preempted", action="requeue", epoch=1)
+        rehearsal.assert_done_exactly(reference)
+    assert [event.signal for event in rehearsal.events(EventKind.SIGNAL)][:1] == ["USR1"]
+    assert saved.lost_steps == 0, rehearsal.logs()

@@ -1,0 +1,87 @@
+"""Ranks, srun and slurmstepd die or hang: relaunched in place from the newest checkpoint."""
+
+from __future__ import annotations
+
+import signal
+
+from rehearsal import PlannedFault, Rehearsal, Stage
+from survival import Fault, Survival
+
+from hpctrain.actions.runs import RunFiles
+from hpctrain.sandbox import faults
+from hpctrain.store.ledger import EventKind
+
+
+def test_ranks_that_die_are_named_and_relaunched_in_place(
+    stage: Stage, reference: RunFiles, survival: Survival
+) -> None:
+    """With a budget of no failure at all, because each launch has brought a new checkpoint."""
+    planned = (
+        PlannedFault(epoch=1, rank=1, step=15, do="leave", code=3),
+        PlannedFault(epoch=2, rank=0, step=25, do="leave", code=85),
+    )
+    rehearsal = stage.start(
+        "name=ranks", "supervise.failures_without_progress=1", planned=planned
+    )
+    fault = Fault(20, "rank 1 leaves with code 3 while rank 0 waits for it")
+    left = survival.recovered(rehearsal, fault, cause="crash", action="relaunch", epoch=1)
+    assert left.end.rank == 1 and "3" in (left.end.reason or ""), left.end
+    fault = Fault(40, "rank 0 leaves with code 85, which is in the site's RequeueExit")
+    left = survival.recovered(rehearsal, fault, cause="crash", action="relaunch", epoch=2)
+    assert left.end.rank == 0, left.end
+    rehearsal.wait_for_progress()
+    rehearsal.kill_rank(1)
+    fault = Fault(20, "rank 1 is killed by SIGKILL")
+    killed = survival.recovered(rehearsal, fault, cause="crash", action="relaunch")
+    assert killed.end.rank == 1 and "Killed" in (killed.end.reason or ""), killed.end
+    rehearsal.wait_for_progress()
+    rehearsal.kill_srun()
+    fault = Fault(25, "srun is killed: the fourth crash in a row, each after new progress")
+    survival.recovered(rehearsal, fault, cause="crash", action="relaunch")
+    rehearsal.assert_done_exactly(reference)
+    assert rehearsal.attempts == 1, "no queue for a crash"
+
+
+def test_a_frozen_rank_and_one_that_never_comes_count_as_hangs(
+    stage: Stage, reference: RunFiles, survival: Survival
+) -> None:
+    planned = (
+        PlannedFault(epoch=1, rank=0, step=5, do="publish_slowly", seconds=12),
+        PlannedFault(epoch=2, rank=1, step=25, do="sleep"),
+    )
+    rehearsal = stage.start(
+        "name=hang", "supervise.stall=8s", "checkpoint.asynchronous=false", planned=planned
+    )
+    rehearsal.wait_for_step(11)
+    assert rehearsal.epoch == 1 and not rehearsal.causes, rehearsal.logs()
+    survival.shown(
+        Fault(22, "all ranks are silent for 12 s while a checkpoint is published"),
+        cause="none",
+        action="none: longer than a step may take, shorter than a save may",
+    )
+    rehearsal.kill_rank(1, signal.SIGSTOP)
+    fault = Fault(21, "rank 1 is stopped by SIGSTOP in the middle of a step")
+    survival.recovered(rehearsal, fault, cause="hang", action="relaunch", epoch=1)
+    fault = Fault(21, "rank 1 sleeps while rank 0 waits for it in a collective")
+    hung = survival.recovered(rehearsal, fault, cause="hang", action="relaunch", epoch=2)
+    saved = rehearsal.events(EventKind.STACKS_SAVED)
+    assert saved and saved[-1].rank == 1, rehearsal.logs()
+    assert hung.end.node == rehearsal.nodes()[1], hung.end
+    rehearsal.assert_done_exactly(reference)
+
+
+def test_a_dead_slurmstepd_is_noticed(
+    stage: Stage, reference: RunFiles, survival: Survival
+) -> None:
+    """Slurm notices nothing: srun would wait for ever for the tasks of that node."""
+    rehearsal = stage.start("name=stepd")
+    rehearsal.wait_for_progress()
+    faults.kill_stepd(stage.sandbox, second_node(rehearsal))
+    fault = Fault(20, "the slurmstepd of the second node is killed; its rank lives on")
+    survival.recovered(rehearsal, fault, cause="crash", action="requeue")
+    rehearsal.assert_done_exactly(reference)
+
+
+def second_node(rehearsal: Rehearsal) -> str:
+    """The one without the batch script and the supervisor."""
+    return rehearsal.nodes()[1]

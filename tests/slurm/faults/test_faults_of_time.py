@@ -1,0 +1,38 @@
+"""Slurm's time limit: a warning in time, and a limit that is too short for anything."""
+
+from __future__ import annotations
+
+from rehearsal import PlannedFault, Rehearsal, Stage
+from survival import Fault, Survival
+
+from hpctrain.actions.runs import RunFiles
+from hpctrain.store.ledger import EventKind
+
+
+def test_the_time_limit_is_met_in_time_and_one_that_is_too_short_is_named(
+    stage: Stage, reference: RunFiles, survival: Survival
+) -> None:
+    planned = (PlannedFault(epoch=1, rank=1, step=13, do="await_warning"),)
+    rehearsal = stage.start("name=limit", "supervise.failures_without_progress=1", planned=planned)
+    rehearsal.wait_for_step(12)
+    # Slurm looks every 30 s and warns 120 s before the end, so at its next look.
+    rehearsal.sandbox.command(
+        "scontrol", "update", f"JobId={rehearsal.job_id}", "TimeLimit=00:03:00"
+    )
+    fault = Fault(8, "Slurm warns with USR1 before the time limit")
+    warned = survival.recovered(rehearsal, fault, cause="time_limit", action="requeue", epoch=1)
+    assert (warned.resumed_step, warned.lost_steps) == (13, 0), rehearsal.logs()
+    assert [event.signal for event in rehearsal.events(EventKind.SIGNAL)] == ["USR1"]
+    warn(rehearsal, epoch=2)  # after steps of its own, so that is progress
+    warn(rehearsal, epoch=3)
+    fault = Fault(10, "a time limit that comes before the first step, in a run without budget")
+    survival.ended(
+        rehearsal, fault, cause="time_limit", action="stop", why="raise `resources.walltime`"
+    )
+    rehearsal.assert_same_so_far(reference)
+
+
+def warn(rehearsal: Rehearsal, epoch: int) -> None:
+    """What `--signal=B:USR1@N` does, once the launch has begun."""
+    rehearsal.wait(lambda: rehearsal.epoch >= epoch, f"in launch {epoch}")
+    rehearsal.sandbox.command("scancel", "--batch", "--signal=USR1", str(rehearsal.job_id))

@@ -1,0 +1,87 @@
+"""A run that Slurm does not requeue goes on in its next job, with the same losses."""
+
+from __future__ import annotations
+
+import pytest
+from rehearsal import Rehearsal, Stage
+
+from hpctrain.actions.cancel import cancel
+from hpctrain.actions.runs import RunFiles
+from hpctrain.actions.state import RunState
+from hpctrain.actions.status import RunStatus
+from hpctrain.slurm.records import JobRecord
+from hpctrain.store.jobs import started_ids, submitted_ids
+from hpctrain.store.ledger import EventKind
+
+
+def live_jobs(rehearsal: Rehearsal) -> list[JobRecord]:
+    """Everything of the run that waits or runs."""
+    found = rehearsal.slurm.jobs(submitted_ids(rehearsal.run.ledger.events()))
+    return [job for job in found.values() if not job.state.is_ended]
+
+
+def running(rehearsal: Rehearsal) -> JobRecord:
+    (job,) = (job for job in live_jobs(rehearsal) if job.state.is_running)
+    return job
+
+
+def wait_till_no_job_is_left(rehearsal: Rehearsal) -> RunStatus:
+    return rehearsal.wait_until(lambda _: not live_jobs(rehearsal), "without a job")
+
+
+def jobs_that_began(rehearsal: Rehearsal) -> list[int]:
+    return started_ids(rehearsal.run.ledger.events())
+
+
+@pytest.mark.parametrize("mode", ["chain", "singleton", "array"])
+def test_the_next_job_goes_on_after_a_preemption(
+    mode: str, stage: Stage, reference: RunFiles
+) -> None:
+    rehearsal = stage.start(f"name={mode}", continuation=mode)
+    rehearsal.wait_for_checkpoint(10)
+    waiting = [job for job in live_jobs(rehearsal) if job.state.is_pending]
+    assert waiting, "somebody waits behind the job that runs"
+    rehearsal.urgent_job()
+    wait_till_no_job_is_left(rehearsal)
+    rehearsal.assert_done_exactly(reference)
+    assert rehearsal.causes == ["preempted", "done"], rehearsal.logs()
+    first, second = jobs_that_began(rehearsal)
+    assert first != second and rehearsal.attempts == 2, rehearsal.logs()
+    assert all(event.restart_count == 0 for event in rehearsal.events(EventKind.ATTEMPT_STARTED))
+    before, after = rehearsal.events(EventKind.LAUNCH_ENDED)
+    assert after.resume_step == before.checkpoint_step
+    assert [event.action for event in rehearsal.events(EventKind.ACTION)] == ["leave", "finish"]
+
+
+@pytest.mark.parametrize("mode", ["chain", "array"])
+def test_scancel_of_the_running_job_ends_the_run(mode: str, stage: Stage) -> None:
+    """Slurm would start the next job: a supervisor or the next job itself must end that."""
+    rehearsal = stage.start(f"name=scancel-{mode}", "budget.steps=4000", continuation=mode)
+    rehearsal.wait_for_step(1)
+    stage.slurm.cancel(running(rehearsal).job_id)
+    row = wait_till_no_job_is_left(rehearsal)
+    assert row.state is RunState.CANCELLED, rehearsal.logs()
+    assert len(rehearsal.events(EventKind.LAUNCH_STARTED)) == 1, rehearsal.logs()
+
+
+def test_a_chain_whose_supervisor_dies_with_its_cancelled_job_ends_too(stage: Stage) -> None:
+    """Nobody is left to end the chain, so its next job has to."""
+    rehearsal = stage.start("name=killed", "budget.steps=4000", continuation="chain")
+    rehearsal.wait_for_step(1)
+    supervisors = [p for p in rehearsal.processes() if "hpctrain.supervise" in p.command_line]
+    stage.slurm.cancel(running(rehearsal).job_id)
+    rehearsal.kill(supervisors)  # before it has understood the TERM
+    rehearsal.wait_until(lambda _: len(jobs_that_began(rehearsal)) == 2, "in its second job")
+    row = wait_till_no_job_is_left(rehearsal)
+    assert len(rehearsal.events(EventKind.LAUNCH_STARTED)) == 1, rehearsal.logs()
+    assert row.state is RunState.CANCELLED, rehearsal.logs()
+
+
+def test_cancel_ends_every_job(stage: Stage) -> None:
+    rehearsal = stage.start("name=cancel-all", "budget.steps=4000", continuation="singleton")
+    rehearsal.wait_for_step(1)
+    assert len(live_jobs(rehearsal)) == 8
+    cancel(rehearsal.run, stage.slurm)
+    row = wait_till_no_job_is_left(rehearsal)
+    assert row.state is RunState.CANCELLED, rehearsal.logs()
+    assert rehearsal.attempts == 1

@@ -1,0 +1,147 @@
+"""What people see of the node ledger: rows, forgiving, and a line that root may paste."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from pathlib import Path
+
+import pytest
+
+from hpctrain.actions.nodes import forgive, node_rows
+from hpctrain.errors import InvalidInputError, UsageError
+from hpctrain.nodes.record import KINDS, EvidenceKind, NodeEvidence, NodeLedger
+
+NOW = 1_795_219_200.0  # 2026-11-21 00:00 UTC
+K = EvidenceKind
+
+
+def seen(kind: EvidenceKind, node: str, **fields: object) -> NodeEvidence:
+    told: dict[str, object] = {
+        "time": NOW - 3600,
+        "cluster": "c",
+        "node": node,
+        "kind": kind,
+        "weight": KINDS[kind].weight,
+        "run_id": "r1",
+        "reason": "why",
+        **fields,
+    }
+    return NodeEvidence.model_validate(told)
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Path:
+    path = tmp_path / "nodes.jsonl"
+    NodeLedger(path).append(
+        [
+            seen(K.SLOW, "n3", run_id="r2", reason="rank 3 is slow"),
+            seen(K.HARDWARE, "n17", reason="XID 79 GPU fell off the bus", gpu="GPU-1"),
+            seen(
+                K.HARDWARE, "n17", reason="XID 79 GPU fell off the bus", run_id="r2", time=NOW - 60
+            ),
+            seen(K.LOST, "b1", cluster="big"),
+        ]
+    )
+    return path
+
+
+def test_rows_worst_first_of_each_cluster(ledger: Path) -> None:
+    rows = node_rows(ledger, now=NOW)
+    assert [(row.cluster, row.node, row.score) for row in rows] == [
+        ("c", "n17", 200),
+        ("c", "n3", 10),
+        ("big", "b1", 100),
+    ]
+    first = rows[0]
+    assert (first.avoided, first.spared, first.runs, first.gpus) == (
+        *(True, False, ("r1", "r2"), ("GPU-1",)),
+    )
+    assert (first.kind, first.reason) == ("hardware", "XID 79 GPU fell off the bus")
+    assert (first.last_time, first.age_seconds) == (NOW - 60, 60)
+    assert not rows[1].avoided and rows[1].admin_hint is None
+    assert [row.node for row in node_rows(ledger, "big", now=NOW)] == ["b1"]
+    assert node_rows(ledger, "none", now=NOW) == ()
+    assert node_rows(ledger.with_name("absent")) == ()
+
+
+def test_what_is_too_much_is_spared(tmp_path: Path) -> None:
+    path = tmp_path / "nodes.jsonl"
+    NodeLedger(path).append([seen(K.LOST, f"n{number}") for number in range(4)])
+    assert [row.avoided for row in node_rows(path, now=NOW)] == [True, True, False, False]
+    rows = node_rows(path, "c", usable_nodes=30, now=NOW)
+    assert [(row.avoided, row.spared) for row in rows] == [(True, False)] * 3 + [(False, True)]
+
+
+def test_the_hint_for_administrators(ledger: Path) -> None:
+    (row, *_) = node_rows(ledger, now=NOW)
+    assert row.admin_hint == (
+        "scontrol update NodeName=n17 State=DRAIN "
+        'Reason="hpctrain: XID 79 GPU fell off the bus, 2 runs, 2026-11-20"'
+    )
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        '"; reboot; "',
+        "$(reboot)",
+        "`reboot`",
+        "a\\",
+        "!!",
+        "x=y State=RESUME",
+        "é\x1b[2J",
+        "x" * 900,
+    ],
+)
+def test_a_log_cannot_put_a_command_into_the_hint(tmp_path: Path, reason: str) -> None:
+    path = tmp_path / "nodes.jsonl"
+    NodeLedger(path).append([seen(K.HARDWARE, "n1", reason=reason[:300])])
+    (row,) = node_rows(path, now=NOW)
+    assert row.admin_hint is not None
+    assert not set('$`\\!"=\x1b') & set(row.admin_hint.partition('Reason="')[2][:-1])
+    words = shlex.split(row.admin_hint)
+    assert words[:4] == ["scontrol", "update", "NodeName=n1", "State=DRAIN"]
+    assert len(words) == 5 and words[4].startswith("Reason=hpctrain: ")
+    assert len(row.admin_hint) < 280
+
+
+def test_forgiving_clears_a_node_and_stays_in_the_ledger(ledger: Path) -> None:
+    entry = forgive(ledger, "n17", "alice")
+    assert [row.node for row in node_rows(ledger, "c", now=NOW)] == ["n3"]
+    assert NodeLedger(ledger).read()[-1] == entry
+    assert (entry.user, entry.cluster, entry.reason) == ("alice", "c", "forgiven by alice")
+
+
+def test_nothing_to_forgive(ledger: Path) -> None:
+    with pytest.raises(UsageError, match="nothing against node `n99`"):
+        forgive(ledger, "n99", "alice")
+    with pytest.raises(UsageError, match="of big"):
+        forgive(ledger, "n17", "alice", "big")
+    assert len(NodeLedger(ledger).read()) == 4
+
+
+def test_one_name_in_two_clusters(ledger: Path) -> None:
+    now = time.time()
+    NodeLedger(ledger).append(
+        [seen(K.LOST, "n1", time=now), seen(K.LOST, "n1", cluster="big", time=now)]
+    )
+    with pytest.raises(UsageError, match="c and big"):
+        forgive(ledger, "n1", "alice")
+    assert forgive(ledger, "n1", "alice", "big").cluster == "big"
+
+
+def test_a_ledger_that_cannot_be_read_is_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="cannot be read: Is a directory"):
+        node_rows(tmp_path)
+
+
+def test_a_ledger_that_cannot_be_written_is_one_clear_error(
+    ledger: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(NodeLedger, "append", refuse)
+    with pytest.raises(InvalidInputError, match="cannot be written: Permission denied"):
+        forgive(ledger, "n17", "alice")

@@ -1,0 +1,411 @@
+"""What an onlooker makes of a run, symptom by symptom, and everything it must leave alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from fabricated_runs import LAUNCHED, NOW, STARTED, SUBMITTED, Said, ended, said
+
+from hpctrain.actions.watch_look import Look, Remedy, Sighting, Symptom, told_already
+from hpctrain.actions.watch_rules import sightings
+from hpctrain.slurm.records import JobRecord
+from hpctrain.slurm.states import JobState
+from hpctrain.store.ledger import Event, EventKind
+from hpctrain.supervise.documents import LaunchShape, SuperviseConfig
+
+RUN = "gpt-tiny-7f3a"
+BEGUN = (*SUBMITTED, STARTED, LAUNCHED)
+LEFT = (*BEGUN, *ended("preempted", "urgent", "leave"))
+REQUEUED = (*BEGUN, *ended("preempted", "urgent", "requeue"))
+SUCCESSOR = said(EventKind.SUBMITTED, job_id=2, successor_of=1)
+CANCELLED = said(EventKind.CANCEL_REQUESTED, job_id=1)
+SHAPES = (
+    LaunchShape(nodes=4, tasks=4, train_config="train.json"),
+    LaunchShape(nodes=2, tasks=2, train_config="train-n000002.json"),
+)
+
+
+def events(entries: tuple[Said, ...]) -> list[Event]:
+    """`entries`, one second apart, the last of them an hour ago; actions belong to job 1."""
+    whole = []
+    for number, (kind, fields) in enumerate(entries):
+        time = NOW - 3600 - len(entries) + number
+        given = {"job_id": 1, "restart_count": 0, **fields}
+        whole.append(Event.model_validate({"event": kind, "time": time, **given}))
+    return whole
+
+
+def job(state: JobState, job_id: int = 1, **more: object) -> JobRecord:
+    over = dict(node_list="n[0-1]", start_time=NOW - 4000, end_time=NOW - 600, restart_count=0)
+    told = {"name": RUN, **(over if state.is_ended else {}), **more}
+    return JobRecord(job_id, state=state, **told)  # type: ignore[arg-type]
+
+
+def look(entries: tuple[Said, ...], *jobs: JobRecord, **more: object) -> Look:
+    config = SuperviseConfig(
+        run_id=RUN,
+        target_step=60,
+        continuation="requeue",
+        failures_without_progress=3,
+        stall_seconds=600.0,
+        setup_stall_seconds=1800.0,
+        kill_wait_seconds=5.0,
+        verify="auto",
+    )
+    settings = {key: more.pop(key) for key in list(more) if key in SuperviseConfig.model_fields}
+    facts: dict[str, object] = {"now": NOW, "grace_seconds": 120.0, **more}
+    changed = config.model_copy(update=settings)
+    return Look(RUN, events(entries), changed, jobs, **facts)  # type: ignore[arg-type]
+
+
+def only(seen: Look) -> Sighting:
+    (found,) = sightings(seen)
+    return found
+
+
+PENDING = job(JobState.PENDING, reason="Priority")
+HELD_LAUNCH = job(JobState.PENDING, reason="launch_failed_requeued_held", restart_count=1)
+DELAYED = job(
+    JobState.PENDING,
+    reason="BeginTime",
+    restart_count=1,
+    submit_time=NOW - 20,
+    start_time=NOW + 101,
+)
+AVOIDING = (
+    *BEGUN,
+    said(EventKind.ACTION, action="requeue", reason="hang", excluded=("n1", "n2")),
+)
+NO_NODE = job(JobState.PENDING, reason="ReqNodeNotAvail, UnavailableNodes:n1", restart_count=1)
+WAITING = job(JobState.PENDING, reason="Resources", submit_time=NOW - 2000, node_count=4)
+RUNNING = job(JobState.RUNNING, start_time=NOW - 9000, node_list="n[0-1]")
+STORM = tuple(
+    entry
+    for number in range(5)
+    for entry in (
+        said(EventKind.LAUNCH_STARTED, epoch=number, resume_step=number * 10),
+        *ended("crash", "boom", "relaunch", epoch=number),
+    )
+)
+
+SEEN: list[tuple[str, Look, Symptom, Remedy, str]] = [
+    (
+        "a node died, and Slurm may not requeue",
+        look(BEGUN, job(JobState.NODE_FAIL), continuation="none"),
+        Symptom.ORPHANED,
+        Remedy.RESUBMIT,
+        "one of its nodes failed",
+    ),
+    (
+        "preempted where preempted jobs are cancelled",
+        look(BEGUN, job(JobState.PREEMPTED)),
+        Symptom.PREEMPTED,
+        Remedy.RESUBMIT,
+        "preempted",
+    ),
+    (
+        "the supervisor was killed",
+        look(BEGUN, job(JobState.FAILED, exit_signal=9)),
+        Symptom.ORPHANED,
+        Remedy.RESUBMIT,
+        "supervisor of job 1 was lost (signal 9)",
+    ),
+    (
+        "the script failed before the supervisor",
+        look(SUBMITTED, job(JobState.FAILED, exit_code=127)),
+        Symptom.ORPHANED,
+        Remedy.RESUBMIT,
+        "ended before its supervisor began (exit code 127)",
+    ),
+    (
+        "a restarted script failed before the supervisor",
+        look(REQUEUED, job(JobState.FAILED, exit_code=1, restart_count=1)),
+        Symptom.ORPHANED,
+        Remedy.RESUBMIT,
+        "ended before its supervisor began",
+    ),
+    (
+        "the time limit took the supervisor along",
+        look(BEGUN, job(JobState.TIMEOUT)),
+        Symptom.ORPHANED,
+        Remedy.RESUBMIT,
+        "it reached its time limit",
+    ),
+    (
+        "Slurm has forgotten a job that was running",
+        look(BEGUN),
+        Symptom.ORPHANED,
+        Remedy.RESUBMIT,
+        "its supervisor left no word",
+    ),
+    (
+        "Slurm has forgotten a job that it was ending",
+        look((*BEGUN, said(EventKind.SIGNAL, signal="TERM"))),
+        Symptom.VANISHED,
+        Remedy.TELL,
+        "nobody knows how it ended",
+    ),
+    (
+        "Slurm has forgotten a job that waited",
+        look(SUBMITTED),
+        Symptom.VANISHED,
+        Remedy.TELL,
+        "nobody knows how it ended",
+    ),
+    (
+        "Slurm has forgotten a job that waited after a requeue: it may have been cancelled",
+        look(REQUEUED),
+        Symptom.VANISHED,
+        Remedy.TELL,
+        "nobody knows",
+    ),
+    (
+        "a requeue that Slurm never heard of",
+        look(REQUEUED, job(JobState.COMPLETED)),
+        Symptom.PREEMPTED,
+        Remedy.RESUBMIT,
+        "nothing followed",
+    ),
+    (
+        "the last job of a chain",
+        look(LEFT, job(JobState.COMPLETED), continuation="chain"),
+        Symptom.CHAIN_EXHAUSTED,
+        Remedy.RESUBMIT,
+        "no job of the chain is left",
+    ),
+    (
+        "the last element of an array",
+        look(LEFT, job(JobState.COMPLETED), continuation="array"),
+        Symptom.CHAIN_EXHAUSTED,
+        Remedy.RESUBMIT,
+        "no job of the array is left",
+    ),
+    (
+        "the successor of a chain that nobody knows any more",
+        look((*LEFT, SUCCESSOR), job(JobState.COMPLETED), continuation="chain"),
+        Symptom.VANISHED,
+        Remedy.TELL,
+        "nobody knows",
+    ),
+    (
+        "the id of the job is another job's",
+        look(BEGUN, job(JobState.RUNNING, name="other")),
+        Symptom.VANISHED,
+        Remedy.TELL,
+        "another job",
+    ),
+    (
+        "a prolog failed",
+        look(REQUEUED, HELD_LAUNCH),
+        Symptom.LAUNCH_HELD,
+        Remedy.RELEASE,
+        "Slurm holds the job",
+    ),
+    (
+        "the wait after a requeue",
+        look(REQUEUED, DELAYED),
+        Symptom.DELAYED,
+        Remedy.START_NOW,
+        "101 s more",
+    ),
+    (
+        "excluded nodes are the only ones",
+        look(AVOIDING, NO_NODE),
+        Symptom.EXCLUDED,
+        Remedy.CLEAR_EXCLUDED,
+        "while it avoids n1, n2",
+    ),
+    (
+        "nodes are missing for long",
+        look(SUBMITTED, WAITING, shapes=SHAPES),
+        Symptom.TOO_FEW_NODES,
+        Remedy.TAKE_FEWER,
+        "33 min for 4 nodes and may begin with 2",
+    ),
+    (
+        "nothing moves",
+        look(BEGUN, RUNNING, signs_time=NOW - 1921),
+        Symptom.STALLED,
+        Remedy.TELL,
+        "`scontrol requeue 1` restarts it",
+    ),
+    (
+        "failures come thick and fast",
+        look((*BEGUN, *STORM), RUNNING, signs_time=NOW, storm_window_seconds=7200.0),
+        Symptom.STORM,
+        Remedy.TELL,
+        "5 failures within 120 min",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("seen", "symptom", "remedy", "words"), [row[1:] for row in SEEN], ids=[row[0] for row in SEEN]
+)
+def test_what_is_seen(seen: Look, symptom: Symptom, remedy: Remedy, words: str) -> None:
+    found = only(seen)
+    assert (found.symptom, found.remedy) == (symptom, remedy), found
+    assert words in found.words
+
+
+STOPPED = (*BEGUN, *ended("crash", "boom", "stop"))
+HELD = (*BEGUN, *ended("yielded", "asked", "hold"))
+LEFT_ALONE: list[tuple[str, Look]] = [
+    ("never submitted", look(SUBMITTED[:2])),
+    ("it waits", look(SUBMITTED, PENDING)),
+    ("it runs", look(BEGUN, RUNNING, signs_time=NOW - 5)),
+    ("it has just begun and said nothing yet", look(SUBMITTED, replace(RUNNING, start_time=NOW))),
+    ("it runs as long without a word as it may", look(BEGUN, RUNNING, signs_time=NOW - 1919)),
+    ("its supervisor stopped it", look(STOPPED, job(JobState.FAILED))),
+    ("it is done", look((*BEGUN, *ended("done", "", "finish")), job(JobState.COMPLETED))),
+    ("its user held it, and cancelled the held job", look(HELD, job(JobState.COMPLETED))),
+    ("cancelled in the ledger", look((*BEGUN, CANCELLED), job(JobState.NODE_FAIL))),
+    ("somebody has asked it to stop", look(BEGUN, job(JobState.NODE_FAIL), asked_by="a user")),
+    ("held by its user", look(REQUEUED, job(JobState.PENDING, reason="JobHeldUser"))),
+    ("held by an administrator", look(REQUEUED, job(JobState.PENDING, reason="JobHeldAdmin"))),
+    ("held by a requeue", look(HELD, job(JobState.PENDING, reason="job requeued in held state"))),
+    ("a state that nobody knows", look(BEGUN, job(JobState.UNKNOWN))),
+    ("its nodes are being cleaned", look(BEGUN, job(JobState.COMPLETING))),
+    ("it ended a moment ago", look(BEGUN, job(JobState.NODE_FAIL, end_time=NOW - 119))),
+    ("the wait is nearly over", look(REQUEUED, replace(DELAYED, start_time=NOW + 9))),
+    (
+        "its user wants it to begin tomorrow",
+        look(SUBMITTED, replace(DELAYED, restart_count=0, start_time=NOW + 86400)),
+    ),
+    (
+        "its user has put it off after a requeue",
+        look(REQUEUED, replace(DELAYED, start_time=NOW + 86400)),
+    ),
+    (
+        "a wait that does it good",
+        look((*BEGUN, *STORM), DELAYED, storm_window_seconds=7200.0),
+    ),
+    ("no node, but none is excluded", look(REQUEUED, NO_NODE)),
+    (
+        "no node, and the excluded ones are cleared already",
+        look((*AVOIDING, said(EventKind.WATCH, action="clear excluded nodes")), NO_NODE),
+    ),
+    ("it waits for nodes and may not take fewer", look(SUBMITTED, WAITING)),
+    (
+        "it has not waited for long",
+        look(SUBMITTED, replace(WAITING, submit_time=NOW - 1799), shapes=SHAPES),
+    ),
+    (
+        "it takes fewer already",
+        look(SUBMITTED, replace(WAITING, node_count=2), shapes=SHAPES),
+    ),
+    (
+        "a successor waits",
+        look(
+            (*LEFT, SUCCESSOR),
+            job(JobState.COMPLETED),
+            job(JobState.PENDING, 2, reason="Dependency"),
+            continuation="chain",
+        ),
+    ),
+]
+
+
+ENDED_BY_ITS_USER: list[tuple[str, Look]] = [
+    ("cancelled in Slurm while it ran", look(BEGUN, job(JobState.CANCELLED))),
+    ("cancelled in Slurm while it waited", look(SUBMITTED, job(JobState.CANCELLED))),
+    (
+        "cancelled after a requeue",
+        look(REQUEUED, job(JobState.CANCELLED, restart_count=1, node_list=None)),
+    ),
+    (
+        "the waiting successor was cancelled",
+        look(
+            (*LEFT, SUCCESSOR),
+            job(JobState.COMPLETED),
+            job(JobState.CANCELLED, 2, node_list=None),
+            continuation="chain",
+        ),
+    ),
+    ("its own deadline", look(BEGUN, job(JobState.DEADLINE))),
+]
+
+
+@pytest.mark.parametrize(
+    "seen", [row[1] for row in ENDED_BY_ITS_USER], ids=[row[0] for row in ENDED_BY_ITS_USER]
+)
+def test_what_a_user_has_ended_is_only_noted(seen: Look) -> None:
+    """Slurm forgets within minutes, and what it has forgotten looks lost."""
+    found = only(seen)
+    assert (found.symptom, found.remedy) == (Symptom.CANCELLED, Remedy.NOTE)
+
+
+@pytest.mark.parametrize("seen", [row[1] for row in LEFT_ALONE], ids=[row[0] for row in LEFT_ALONE])
+def test_what_is_left_alone(seen: Look) -> None:
+    assert sightings(seen) == []
+
+
+def attempt(number: int, cause: str, begun: bool = True, **launch: object) -> list[Said]:
+    """One job of a run: submitted, perhaps begun and launched, and lost if there is a cause."""
+    job_id = number + 1
+    entries = [said(EventKind.SUBMITTED, job_id=job_id)]
+    if begun:
+        entries.append(said(EventKind.ATTEMPT_STARTED, job_id=job_id))
+    if launch:
+        entries.append(said(EventKind.LAUNCH_STARTED, job_id=job_id, **launch))
+    if cause:
+        entries.append(said(EventKind.ATTEMPT_LOST, job_id=job_id, cause=cause, reason="x"))
+    return entries
+
+
+@pytest.mark.parametrize(
+    ("cause", "state", "times"),
+    [
+        ("launch_failure", JobState.FAILED, 2),
+        ("supervisor_lost", JobState.FAILED, 2),
+        ("time_limit", JobState.TIMEOUT, 2),
+        ("node_failure", JobState.NODE_FAIL, 5),
+        ("host_oom", JobState.OUT_OF_MEMORY, 1),
+    ],
+)
+def test_budgets_are_those_of_the_supervisor(cause: str, state: JobState, times: int) -> None:
+    """So many lost attempts of one cause without a checkpoint may be followed by another one."""
+    begun = cause != "launch_failure"
+    for count in range(times + 1):
+        entries = [one for n in range(count) for one in attempt(n, cause, begun)]
+        found = only(look((*entries, *attempt(count, "", begun)), job(state, count + 1)))
+        expected = Remedy.RESUBMIT if count < times else Remedy.TELL
+        assert found.remedy is expected, (count, found)
+    assert "left alone" in found.words
+
+
+def test_progress_fills_the_budget_up() -> None:
+    entries = [one for n in range(10) for one in attempt(n, "supervisor_lost", resume_step=10 * n)]
+    found = only(look((*entries, *attempt(10, "")), job(JobState.FAILED, 11, exit_signal=9)))
+    assert found.remedy is Remedy.RESUBMIT
+
+
+def test_an_attempt_that_is_closed_already_is_not_counted_twice() -> None:
+    """The watcher was interrupted between closing the attempt and submitting it again."""
+    before = only(look(BEGUN, job(JobState.NODE_FAIL)))
+    assert before.lost is not None and before.lost.cause == "node_failure"
+    closed = said(EventKind.ATTEMPT_LOST, cause="node_failure", reason="x")
+    after = only(look((*BEGUN, closed), job(JobState.NODE_FAIL)))
+    assert after.lost is None and after.remedy is Remedy.RESUBMIT
+
+
+def test_a_storm_is_waited_out() -> None:
+    entries = (*BEGUN, *STORM, said(EventKind.ACTION, action="requeue", reason="storm"))
+    settings = dict(storm_window_seconds=1e6, failures_without_progress=99)
+    calm = look(entries, job(JobState.COMPLETED, end_time=NOW - 3600), **settings)
+    assert only(calm).remedy is Remedy.RESUBMIT
+    soon = replace(calm, now=calm.events[-1].time + 290, grace_seconds=0.0)
+    assert only(soon).remedy is Remedy.TELL and "so it waits" in only(soon).words
+
+
+def test_what_was_told_is_not_told_again_before_something_happens() -> None:
+    told = said(EventKind.WATCH, action="tell", reason="stalled: no sign of life")
+    first = look(BEGUN, RUNNING, signs_time=NOW - 5000)
+    again = look((*BEGUN, told), RUNNING, signs_time=NOW - 5000)
+    later = look((*BEGUN, told, LAUNCHED), RUNNING, signs_time=NOW - 5000)
+    other = look((*BEGUN, said(EventKind.WATCH, action="tell", reason="storm: x")), RUNNING)
+    stalled = only(first)
+    assert [told_already(one, stalled) for one in (first, again, later, other)] == [
+        *(False, True, False, False)
+    ]

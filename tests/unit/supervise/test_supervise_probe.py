@@ -1,0 +1,259 @@
+"""Asking nodes by an acting srun that behaves as Slurm 22.05.8 was seen to."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from hpctrain.errors import SlurmUnreachableError
+from hpctrain.slurm.client import SlurmClient
+from hpctrain.slurm.fake import FakeSlurm
+from hpctrain.slurm.records import JobRecord, NodeState
+from hpctrain.slurm.states import JobState
+from hpctrain.supervise.answers import ProbeResult
+from hpctrain.supervise.probe import STEP_NAME, Question, probe_nodes
+
+NODES = ("n0", "n1", "n2", "n3")
+JOB = JobRecord(5, state=JobState.RUNNING, node_list="n[0-3]", restart_count=0)
+# Each node's fate is in a file: ok (also without a file), crashed, hung, begins.
+ACTOR = """#!/bin/sh
+cd "$(dirname "$0")"
+echo "$@" >> calls
+env > environment
+say() { echo "hpctrain-node {\\"node\\": \\"$2\\", \\"kind\\": \\"$1\\", \\"step\\": \\"3\\"}"; }
+for word; do case $word in --nodelist=*) nodes=${word#*=};; esac; done
+case $nodes in *,*) [ -e refuses ] && { echo "srun: error: not available" >&2; exit 1; };; esac
+[ -e mute ] && { echo "srun: error: no munge" >&2; exit 1; }
+code=0
+for node in $(echo "$nodes" | tr , ' '); do
+  case $(cat "$node" 2>/dev/null) in
+    crashed) code=233;;
+    hung) hang=1;;
+    begins) say begin $node; hang=1;;
+    *) say begin $node; say end $node;;
+  esac
+done
+[ -e lingers ] && exec sleep 20
+[ -n "$hang" ] && { [ -e deaf ] && trap '' TERM; sleep 20 & wait; }
+[ $code = 0 ] || echo "srun: error: Task launch failed on node" >&2
+exit $code
+"""
+
+
+class Theatre:
+    """An acting srun and a Slurm in memory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.srun = directory / "srun"
+        self.srun.write_text(ACTOR)
+        self.srun.chmod(0o755)
+        self.slurm = FakeSlurm()
+        self.slurm.records[5] = JOB
+
+    def fate(self, **fates: str) -> None:
+        for node, fate in fates.items():
+            (self.directory / node).write_text(fate)
+
+    def rule(self, name: str) -> None:
+        (self.directory / name).touch()
+
+    def probe(self, deadline_seconds: float = 2.0, **more: object) -> ProbeResult:
+        question = Question(Path("/some/run"), since=7.0, gpus=8)
+        environment = {"PATH": os.environ["PATH"], "SLURM_NTASKS": "64", "MINE": "1"}
+        return probe_nodes(
+            cast(SlurmClient, self.slurm),
+            5,
+            NODES,
+            question,
+            deadline_seconds=deadline_seconds,
+            srun=[str(self.srun)],
+            environment=environment,
+            **more,  # type: ignore[arg-type]
+        )
+
+    @property
+    def calls(self) -> list[str]:
+        path = self.directory / "calls"
+        return path.read_text().splitlines() if path.exists() else []
+
+
+@pytest.fixture
+def theatre(tmp_path: Path) -> Theatre:
+    return Theatre(tmp_path)
+
+
+def test_all_answer_to_one_srun(theatre: Theatre) -> None:
+    result = theatre.probe()
+    assert (result.usable, result.lost, result.trouble) == (NODES, (), "")
+    assert result.asked == NODES
+    (call,) = theatre.calls
+    for word in (
+        *("--jobid=5", f"--job-name={STEP_NAME}", "--overlap", "--nodes=4", "--ntasks=4"),
+        *("--ntasks-per-node=1", "--nodelist=n0,n1,n2,n3", "--kill-on-bad-exit=0", "--no-kill"),
+        *("--chdir=/", sys.executable, "hpctrain.supervise.preflight"),
+        *("--run-directory=/some/run", "--since=7.000", "--gpus=8"),
+    ):
+        assert word in call.split()
+
+
+def test_options_of_the_jobs_own_srun_do_not_reach_the_probe(theatre: Theatre) -> None:
+    theatre.probe()
+    names = {line.partition("=")[0] for line in (theatre.directory / "environment").open()}
+    assert "MINE" in names and "SLURM_NTASKS" not in names
+
+
+def test_an_srun_that_lingers_is_not_waited_for(theatre: Theatre) -> None:
+    theatre.rule("lingers")
+    result = theatre.probe(deadline_seconds=20)
+    assert result.usable == NODES and 0 < result.seconds < 3
+
+
+def test_a_crashed_node_is_asked_again_alone_and_lost(theatre: Theatre) -> None:
+    theatre.fate(n2="crashed")
+    result = theatre.probe()
+    assert (result.lost, result.usable) == (("n2",), ("n0", "n1", "n3"))
+    assert len(theatre.calls) == 2 and "--nodelist=n2 " in theatre.calls[1]
+    assert "--nodes=1" in theatre.calls[1]
+    assert result.why_lost == ("no answer within 2 s",)
+
+
+def test_a_hung_node_is_lost_at_the_deadline(theatre: Theatre) -> None:
+    theatre.fate(n1="hung")
+    result = theatre.probe(deadline_seconds=1.0)
+    assert (result.lost, result.usable) == (("n1",), ("n0", "n2", "n3"))
+    assert 1.9 < result.seconds < 6
+
+
+def test_an_srun_that_does_not_listen_is_killed(theatre: Theatre) -> None:
+    theatre.rule("deaf")
+    theatre.fate(n1="hung")
+    result = theatre.probe(deadline_seconds=0.5)
+    assert result.lost == ("n1",) and result.seconds < 6
+
+
+def test_where_one_srun_for_all_is_refused_each_node_is_asked(theatre: Theatre) -> None:
+    theatre.rule("refuses")
+    theatre.fate(n3="crashed")
+    result = theatre.probe()
+    assert (result.lost, result.usable) == (("n3",), ("n0", "n1", "n2"))
+    assert len(theatre.calls) == 5
+
+
+def test_some_are_asked_at_a_time(theatre: Theatre, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hpctrain.supervise.probe._ALONE_AT_ONCE", 2)
+    theatre.rule("refuses")
+    assert theatre.probe().usable == NODES
+
+
+def test_checks_that_do_not_end_leave_a_node_unfit_and_their_step_is_killed(
+    theatre: Theatre,
+) -> None:
+    theatre.fate(n2="begins")
+    result = theatre.probe(deadline_seconds=0.5)
+    assert (result.lost, result.unfit) == ((), ("n2",))
+    assert len(theatre.calls) == 1, "it has answered, so it is not asked again"
+    deadline = time.monotonic() + 5
+    while not theatre.slurm.signals and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert theatre.slurm.signals == [(5, "3", "KILL")]
+
+
+def test_steps_that_ended_are_not_killed(theatre: Theatre) -> None:
+    theatre.probe()
+    time.sleep(0.1)
+    assert theatre.slurm.signals == []
+
+
+def test_what_the_controller_gives_up_is_not_asked(theatre: Theatre) -> None:
+    theatre.slurm.node_words["n1"] = "down"
+    result = theatre.probe()
+    assert (result.lost, result.why_lost) == (("n1",), ("Slurm says that it is down",))
+    assert theatre.calls[0].count("--nodes=3") == 1 and "n0,n2,n3" in theatre.calls[0]
+    assert len(theatre.calls) == 1
+
+
+def test_a_node_that_has_left_the_job_is_lost(theatre: Theatre) -> None:
+    """A --no-kill job shrinks; srun refuses the node from then on, also when it is back."""
+    theatre.slurm.records[5] = JobRecord(5, state=JobState.RUNNING, node_list="n[0-2]")
+    result = theatre.probe()
+    assert (result.lost, result.why_lost) == (("n3",), ("no longer part of the job",))
+    assert "n0,n1,n2 " in theatre.calls[0]
+
+
+def test_a_node_that_is_silent_to_slurm_as_well_is_asked_once(theatre: Theatre) -> None:
+    theatre.fate(n2="crashed")
+    states = {node: NodeState(node, "allocated", node != "n2") for node in NODES}
+    theatre.slurm.node_states = lambda nodes: states  # type: ignore[method-assign]
+    result = theatre.probe()
+    assert result.lost == ("n2",) and len(theatre.calls) == 1
+
+
+def test_a_silent_node_that_answers_is_not_lost(theatre: Theatre) -> None:
+    states = {node: NodeState(node, "allocated", node != "n2") for node in NODES}
+    theatre.slurm.node_states = lambda nodes: states  # type: ignore[method-assign]
+    assert theatre.probe().usable == NODES
+
+
+def test_a_drained_node_stays_in_use(theatre: Theatre) -> None:
+    theatre.slurm.node_words["n1"] = "draining"
+    result = theatre.probe()
+    assert (result.usable, result.drained) == (NODES, ("n1",))
+
+
+def test_without_a_controller_nobody_is_asked_or_lost(theatre: Theatre) -> None:
+    theatre.slurm.away = True
+    result = theatre.probe()
+    assert result.trouble and (result.lost, result.unfit, theatre.calls) == ((), (), [])
+
+
+def test_where_nobody_answers_the_asking_has_failed(theatre: Theatre) -> None:
+    """The supervisor runs on one of these nodes, so not all of them can be dead."""
+    theatre.rule("mute")
+    result = theatre.probe()
+    assert (result.lost, result.unfit) == ((), ())
+    assert "no munge" in result.trouble
+
+
+def test_what_slurm_has_given_up_is_lost_even_then(theatre: Theatre) -> None:
+    theatre.rule("mute")
+    theatre.slurm.node_words["n1"] = "down"
+    assert theatre.probe().lost == ("n1",)
+
+
+def test_without_srun_there_is_trouble(theatre: Theatre) -> None:
+    theatre.srun.unlink()
+    result = theatre.probe()
+    assert "srun could not be run" in result.trouble and result.lost == ()
+
+
+def test_an_interruption_ends_the_waiting_and_accuses_nobody(theatre: Theatre) -> None:
+    theatre.fate(n1="hung")
+    started = time.monotonic()
+    result = theatre.probe(
+        deadline_seconds=30, interrupted=lambda: time.monotonic() > started + 0.5
+    )
+    assert time.monotonic() - started < 5
+    assert result.lost == () and result.trouble
+
+
+def test_a_controller_that_goes_away_in_between_is_no_error(theatre: Theatre) -> None:
+    def gone(nodes: object) -> dict[str, NodeState]:
+        raise SlurmUnreachableError("gone")
+
+    theatre.slurm.node_states = gone  # type: ignore[method-assign]
+    assert theatre.probe().trouble == "gone"
+
+
+def test_the_deadline_grows_with_the_job(theatre: Theatre, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hpctrain.supervise.probe._FIRST_SECONDS", 0.2)
+    monkeypatch.setattr("hpctrain.supervise.probe._SECONDS_PER_NODE", 0.2)
+    theatre.fate(n1="hung")
+    result = theatre.probe(deadline_seconds=cast(float, None))
+    assert result.lost == ("n1",)
+    assert 2.0 < result.seconds < 5

@@ -1,0 +1,391 @@
+"""Who is odd: tables of stacks as faulthandler writes them, and stacks of real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from hpctrain.store.layout import RunLayout
+from hpctrain.supervise import dumps
+from hpctrain.supervise.stacks import NO_STACK, main_stack, odd_ranks, places, ranges
+
+SITE = "/env/lib/python3.11/site-packages"
+LOOP = (
+    '  File "/src/hpctrain/train/loop.py", line 57 in one_step\n'
+    '  File "/src/hpctrain/train/loop.py", line 49 in run\n'
+    '  File "/src/hpctrain/train/entry.py", line 170 in _train\n'
+    '  File "/src/hpctrain/train/__main__.py", line 20 in <module>\n'
+    '  File "<frozen runpy>", line 88 in _run_code\n'
+    '  File "<frozen runpy>", line 198 in _run_module_as_main\n'
+)
+
+
+def dump(*innermost: str, more: str = LOOP, thread: str = "Current thread") -> str:
+    """One thread; `innermost` are `path:line function`, paths below site-packages."""
+    frames = ""
+    for word in innermost:
+        place, _, function = word.partition(" ")
+        path, _, line = place.rpartition(":")
+        path = path if path.startswith("/") else f"{SITE}/{path}"
+        frames += f'  File "{path}", line {line} in {function}\n'
+    return f"{thread} 0x00007fd8aea05b80 (most recent call first):\n{frames}{more}"
+
+
+LOGGED = "torch/distributed/c10d_logger.py:83 wrapper"
+ALL_REDUCE = dump("torch/distributed/distributed_c10d.py:3252 all_reduce", LOGGED)
+BARRIER = dump("torch/distributed/distributed_c10d.py:5356 barrier", LOGGED)
+RECV = dump(
+    "megatron/core/pipeline_parallel/p2p_communication.py:371 _communicate",
+    "megatron/core/pipeline_parallel/p2p_communication.py:410 recv_forward",
+    "megatron/core/pipeline_parallel/schedules.py:2000 forward_backward_pipelining",
+)
+RECV_BACKWARD = dump(
+    "megatron/core/pipeline_parallel/p2p_communication.py:371 _communicate",
+    "megatron/core/pipeline_parallel/p2p_communication.py:450 recv_backward",
+    "megatron/core/pipeline_parallel/schedules.py:2100 forward_backward_pipelining",
+)
+GRADIENTS = dump(
+    "megatron/core/distributed/param_and_grad_buffer.py:500 finish_grad_sync",
+    "megatron/core/distributed/distributed_data_parallel.py:480 finish_grad_sync",
+)
+AGREEMENT = dump("/src/hpctrain/train/control.py:90 result")
+BACKWARD = dump(
+    "torch/autograd/graph.py:825 _engine_run_backward", "torch/autograd/__init__.py:347 backward"
+)
+SYNCHRONIZE = dump("torch/cuda/__init__.py:1040 synchronize")
+LOSS = dump("/src/hpctrain/train/forward.py:120 mean_loss")
+SLEEP = dump("/software/ann/hooks.py:12 on_step")
+READ = dump("/src/hpctrain/train/data.py:88 __getitem__")
+READ_ELSEWHERE = dump("/src/hpctrain/train/tokens.py:31 _map")
+IMPORT = dump(
+    "torch/nn/modules/fold.py:11 <module>",
+    more='  File "<frozen importlib._bootstrap>", line 241 in _call_with_frames_removed\n',
+)
+COMPUTE = dump(
+    "megatron/core/tensor_parallel/layers.py:900 forward",
+    "megatron/core/transformer/mlp.py:160 forward",
+    "megatron/core/pipeline_parallel/schedules.py:420 forward_step",
+)
+WRITER = dump("/src/hpctrain/train/saver.py:147 _wait")
+TIMES = dump("/src/hpctrain/train/times.py:150 _receive")
+NODES = {rank: f"n{rank // 2}" for rank in range(64)}
+
+
+def odd(*stacks: str, world_size: int | None = None) -> list[int]:
+    given = dict(enumerate(stacks))
+    found = odd_ranks(given, NODES, len(stacks) if world_size is None else world_size)
+    assert [o.node for o in found] == [NODES[o.rank] for o in found]
+    return [o.rank for o in found]
+
+
+@pytest.mark.parametrize(
+    ("name", "stacks", "expected"),
+    [
+        ("one sleeps in user code", [*[ALL_REDUCE] * 3, SLEEP], [3]),
+        ("one of two sleeps", [ALL_REDUCE, SLEEP], [1]),
+        ("one reads data, the others agree", [*[AGREEMENT] * 5, READ, AGREEMENT], [5]),
+        ("two read, at different places", [BARRIER] * 6 + [READ, READ_ELSEWHERE], [6, 7]),
+        ("all wait in the same place", [ALL_REDUCE] * 8, []),
+        ("all wait, one of them elsewhere", [*[ALL_REDUCE] * 7, BARRIER], []),
+        ("stages wait for each other", [RECV, RECV, RECV_BACKWARD, GRADIENTS], []),
+        ("the first stage sleeps", [SLEEP, RECV, RECV, RECV], [0]),
+        ("a stage sleeps, its peer reduces", [RECV_BACKWARD, GRADIENTS, SLEEP, RECV], [2]),
+        ("few wait in recv, most in backward", [*[BACKWARD] * 6, RECV, RECV], []),
+        ("GPUs: most at the loss, one sleeps", [*[LOSS] * 7, SLEEP], [7]),
+        ("GPUs: most at the loss, few wait", [*[LOSS] * 6, ALL_REDUCE, ALL_REDUCE], []),
+        ("GPUs: most at the loss, one waits, one sleeps", [*[LOSS] * 6, RECV, SLEEP], [7]),
+        ("GPUs: all synchronize but one", [*[SYNCHRONIZE] * 3, READ], [3]),
+        ("half at the loss, half elsewhere", [LOSS, LOSS, READ, SLEEP], []),
+        ("all compute somewhere", [LOSS, READ, SLEEP, READ_ELSEWHERE], []),
+        ("all import", [IMPORT] * 4, []),
+        ("one does not answer", [ALL_REDUCE, ALL_REDUCE, "", ALL_REDUCE], [2]),
+        ("a node of two does not answer", [ALL_REDUCE, ALL_REDUCE, "", ""], [2, 3]),
+        ("most do not answer", [ALL_REDUCE, "", "", ""], []),
+        ("nobody answers", ["", ""], []),
+        ("one sleeps, one does not answer", [*[RECV] * 4, SLEEP, ""], [4, 5]),
+        ("one computes for ever", [*[ALL_REDUCE] * 3, COMPUTE], [3]),
+        ("all wait for a writer, at two places", [*[WRITER] * 3, AGREEMENT], []),
+        ("nothing at all", [], []),
+    ],
+)
+def test_who_is_odd(name: str, stacks: list[str], expected: list[int]) -> None:
+    assert odd(*stacks) == expected, name
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *[ALL_REDUCE, BARRIER, RECV, RECV_BACKWARD, GRADIENTS, AGREEMENT, BACKWARD],
+        *[SYNCHRONIZE, WRITER, TIMES],
+        dump("torch/distributed/rendezvous.py:180 _create_c10d_store"),
+        dump("torch/cuda/streams.py:100 synchronize"),
+    ],
+)
+def test_places_where_ranks_wait(text: str) -> None:
+    stack = main_stack(text)
+    assert stack is not None and stack.waits
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *[LOSS, SLEEP, READ, IMPORT, COMPUTE],
+        dump("torch/cuda/__init__.py:300 _lazy_init"),
+        dump("torch/distributed/checkpoint/filesystem.py:300 _write_item"),
+        dump("/src/hpctrain/train/saver.py:120 _plan"),
+        dump("/software/nottorch/distributed/distributed_c10d.py:1 all_reduce"),
+    ],
+)
+def test_places_where_they_do_not(text: str) -> None:
+    stack = main_stack(text)
+    assert stack is not None and not stack.waits
+
+
+def test_a_rank_without_a_file_counts_if_the_number_of_ranks_is_known() -> None:
+    assert odd(ALL_REDUCE, ALL_REDUCE, ALL_REDUCE, world_size=4) == [3]
+    assert odd(ALL_REDUCE, ALL_REDUCE, ALL_REDUCE, world_size=0) == []
+
+
+def test_lines_of_one_function_are_one_place() -> None:
+    """In one loop, ranks that wait are at many lines."""
+    at = [dump(f"/src/hpctrain/train/forward.py:{line} mean_loss") for line in range(120, 126)]
+    assert odd(*at, SLEEP) == [6]
+
+
+def test_where_it_is_and_on_which_node() -> None:
+    found = odd_ranks({0: ALL_REDUCE, 1: ALL_REDUCE, 2: SLEEP, 3: ""}, {2: "n7"}, 4)
+    assert [(o.rank, o.node) for o in found] == [(2, "n7"), (3, "")]
+    assert found[0].where.startswith("on_step (ann/hooks.py:12) < one_step (hpctrain/train/loop.py")
+    assert found[1].where == NO_STACK
+
+
+def thread(*innermost: str, current: bool = False) -> str:
+    bootstrap = (
+        '  File "/py/lib/python3.11/threading.py", line 982 in run\n'
+        '  File "/py/lib/python3.11/threading.py", line 1045 in _bootstrap_inner\n'
+        '  File "/py/lib/python3.11/threading.py", line 1002 in _bootstrap\n'
+    )
+    heading = "Current thread" if current else "Thread"
+    return dump(*innermost, more=bootstrap, thread=heading) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "function"),
+    [
+        (ALL_REDUCE, "all_reduce"),
+        (thread("/a/b.py:1 worker") + ALL_REDUCE, "all_reduce"),
+        # The signal came to another thread than the main one.
+        (thread("/a/b.py:1 v", current=True) + dump("/a.py:2 m", thread="Thread"), "m"),
+        (thread("/a/b.py:1 w") + thread("/a/b.py:1 v", current=True), "v"),
+        # C++ runs hooks of gradients in threads that `threading` knows nothing of.
+        (
+            dump("/a/b.py:1 hook", more="", thread="Thread") + "\n" + BACKWARD,
+            "_engine_run_backward",
+        ),
+        # Python 3.14 prints the names of threads.
+        (ALL_REDUCE.replace("b80 (", "b80 [python3] ("), "all_reduce"),
+        ("rank=0 node=n0 pid=1 epoch=1\n" + ALL_REDUCE, "all_reduce"),
+        (dump("<string>:1 <lambda>", "/x y/z.py:7 Cls.method"), "<lambda>"),
+    ],
+)
+def test_the_main_thread(text: str, function: str) -> None:
+    stack = main_stack(text)
+    assert stack is not None
+    assert stack.frames[0].function == function
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "rank=0 node=n0 pid=1 epoch=1\n",
+        "Current thread 0x00007fd8 (most recent call first):\n  <no Python frame>\n",
+        '  File "/a.py", line 1 in lonely\n',
+        "\x00\xff noise",
+    ],
+)
+def test_no_stack(text: str) -> None:
+    assert main_stack(text) is None
+
+
+def test_places_in_words() -> None:
+    lines = places({0: ALL_REDUCE, 1: SLEEP, 2: ALL_REDUCE, 3: ALL_REDUCE, 4: ""})
+    assert [line.partition(" < ")[0] for line in lines] == [
+        "3 ranks (0,2-3): all_reduce (torch/distributed/distributed_c10d.py:3252)",
+        "1 rank (1): on_step (ann/hooks.py:12)",
+        f"1 rank (4): {NO_STACK}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [([], ""), ([3], "3"), ([0, 1, 2], "0-2"), ([0, 2, 3, 9], "0,2-3,9"), ([5, 6], "5-6")],
+)
+def test_ranges(numbers: list[int], text: str) -> None:
+    assert ranges(numbers) == text
+
+
+# -- real processes --------------------------------------------------------------------------
+
+Rank = subprocess.Popen[str]
+Start = Callable[..., Rank]
+EPOCH = 7
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunLayout:
+    layout = RunLayout(tmp_path / "r1")
+    layout.create()
+    return layout
+
+
+@pytest.fixture
+def start(run: RunLayout) -> Iterator[Start]:
+    started: list[Rank] = []
+    program = str(Path(__file__).with_name("acting_rank.py"))
+
+    def one(rank: int, place: str) -> Rank:
+        argv = [sys.executable, program, str(run.directory), str(EPOCH), str(rank), f"n{rank}"]
+        started.append(subprocess.Popen([*argv, place], stdout=subprocess.PIPE, text=True))
+        return started[-1]
+
+    yield one
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def ready(*ranks: Rank) -> None:
+    for rank in ranks:
+        assert rank.stdout is not None
+        assert rank.stdout.readline() == "ready\n"
+
+
+def ask(run: RunLayout, ranks: list[Rank], timeout_seconds: float = 5.0) -> dumps.Dumps:
+    before = dumps.sizes(run, EPOCH)
+    for rank in ranks:
+        os.kill(rank.pid, signal.SIGQUIT)
+    dumps.wait_for_dumps(run, EPOCH, before, timeout_seconds)
+    return dumps.read_dumps(run, EPOCH, before)
+
+
+def test_real_ranks(run: RunLayout, start: Start) -> None:
+    ranks = [start(r, p) for r, p in enumerate(["all_reduce", "load_batch", "all_reduce", "recv"])]
+    ready(*ranks)
+    os.kill(ranks[2].pid, signal.SIGSTOP)
+    given = ask(run, ranks, timeout_seconds=1.0)
+    assert given.complete
+    assert given.nodes == {0: "n0", 1: "n1", 2: "n2", 3: "n3"}
+    found = odd_ranks(given.texts, given.nodes, 4)
+    assert [(o.rank, o.node) for o in found] == [(1, "n1"), (2, "n2")]
+    assert found[0].where.startswith("load_batch (supervise/acting_rank.py:")
+    assert " < one_step (supervise/acting_rank.py:" in found[0].where
+    assert found[1].where == NO_STACK
+
+
+def test_waiting_ends_when_all_have_written(run: RunLayout, start: Start) -> None:
+    ranks = [start(rank, "recv") for rank in range(2)]
+    ready(*ranks)
+    started = time.monotonic()
+    assert all(ask(run, ranks, timeout_seconds=20.0).texts.values())
+    assert time.monotonic() - started < 5
+
+
+def test_waiting_ends_when_the_time_is_up(run: RunLayout, start: Start) -> None:
+    ranks = [start(0, "recv")]
+    ready(*ranks)
+    os.kill(ranks[0].pid, signal.SIGSTOP)
+    started = time.monotonic()
+    assert ask(run, ranks, timeout_seconds=0.4).texts == {0: ""}
+    assert 0.3 < time.monotonic() - started < 3
+
+
+def test_waiting_goes_on_while_something_is_written(run: RunLayout) -> None:
+    path = write(run, 0, "header\n")
+
+    def dribble() -> None:
+        for _ in range(12):
+            with path.open("a") as stream:
+                stream.write("  File\n")
+            time.sleep(0.05)
+
+    before = dumps.sizes(run, EPOCH)
+    writer = threading.Thread(target=dribble)
+    writer.start()
+    dumps.wait_for_dumps(run, EPOCH, before, 10.0)
+    writer.join(0.2)
+    assert not writer.is_alive()
+    assert dumps.read_dumps(run, EPOCH, before).texts[0].count("File") == 12
+
+
+def test_a_second_dump_is_read_without_the_first(run: RunLayout, start: Start) -> None:
+    ranks = [start(0, "recv")]
+    ready(*ranks)
+    first = ask(run, ranks).texts[0]
+    second = ask(run, ranks).texts[0]
+    assert first.count("Current thread") == second.count("Current thread") == 1
+    assert "recv" in second
+
+
+# -- files -----------------------------------------------------------------------------------
+
+
+def write(run: RunLayout, rank: int, text: str, epoch: int = EPOCH) -> Path:
+    path = run.stack_dump(epoch, rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_no_files(run: RunLayout) -> None:
+    assert dumps.sizes(run, EPOCH) == {}
+    assert dumps.read_dumps(run, EPOCH, {}) == dumps.Dumps({}, {}, complete=True)
+
+
+def test_other_files_are_kept_and_not_read(run: RunLayout) -> None:
+    path = write(run, 3, "rank=3 node=n1 pid=4 epoch=7\nstack")
+    (path.parent / "nccl-rank-3").write_bytes(b"\x80")
+    (path.parent / "rank-000004.txt.tmp").write_text("x")
+    given = dumps.read_dumps(run, EPOCH, {})
+    assert set(given.texts) == {3}
+    assert given.nodes == {3: "n1"}
+    assert (path.parent / "nccl-rank-3").exists()
+
+
+def test_a_file_that_cannot_be_read_is_not_a_silent_rank(run: RunLayout) -> None:
+    write(run, 0, "rank=0 node=n0 pid=4 epoch=7\n")
+    run.stack_dump(EPOCH, 1).mkdir()
+    given = dumps.read_dumps(run, EPOCH, {0: 29})
+    assert (given.texts, given.complete) == ({0: ""}, False)
+
+
+def test_reading_is_bounded_in_size_and_time(
+    run: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dumps, "_LONGEST_DUMP_BYTES", 1000)
+    for rank in range(3):
+        write(run, rank, "no header" + "x" * 5000)
+    given = dumps.read_dumps(run, EPOCH, {})
+    assert [len(text) for text in given.texts.values()] == [1000] * 3
+    assert given.nodes == {}
+    monkeypatch.setattr(dumps, "_READING_SECONDS", 0.0)
+    given = dumps.read_dumps(run, EPOCH, {})
+    assert (set(given.texts), given.complete) == ({0}, False)
+
+
+def test_stacks_of_the_last_epochs_are_kept(run: RunLayout) -> None:
+    for epoch in range(1, 8):
+        write(run, 0, "x", epoch)
+    (run.stacks / "notes").mkdir()
+    dumps.forget_old_dumps(run, 7)
+    assert sorted(p.name for p in run.stacks.iterdir()) == [
+        *("e000004", "e000005", "e000006", "e000007", "notes")
+    ]

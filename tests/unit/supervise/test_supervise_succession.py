@@ -1,0 +1,335 @@
+"""Successors: who submits them, who must leave, who ends them, with a Slurm in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, cast
+
+import pytest
+from supervise_facts import config
+
+from hpctrain.errors import SlurmRefusedError
+from hpctrain.slurm.client import SlurmClient
+from hpctrain.slurm.fake import FakeSlurm
+from hpctrain.slurm.records import JobRecord, SubmittedJob
+from hpctrain.slurm.states import JobState
+from hpctrain.store.layout import RunLayout
+from hpctrain.store.ledger import EventKind, Ledger
+from hpctrain.supervise import succession
+from hpctrain.supervise.attempt import Attempt
+from hpctrain.supervise.causes import Cause
+from hpctrain.supervise.context import AttemptContext
+from hpctrain.supervise.lost import why_ended
+from hpctrain.supervise.process import Signals
+from hpctrain.supervise.succession import end_succession, ensure_successor, must_leave
+
+Mode = Literal["requeue", "chain", "singleton", "array", "none"]
+
+
+def job(job_id: int, state: JobState, start_time: float | None = 1.0, **more: object) -> JobRecord:
+    fields = {"state": state, "start_time": start_time, **more}
+    return JobRecord(job_id, **fields)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def slurm() -> FakeSlurm:
+    fake = FakeSlurm()
+    fake.records[5] = job(5, JobState.RUNNING, 50.0)
+    return fake
+
+
+def attempt(
+    directory: Path, slurm: FakeSlurm, mode: Mode = "chain", job_id: int = 5
+) -> AttemptContext:
+    """The supervisor of job 5, the first of its generation and begun."""
+    layout = RunLayout(directory / "r1")
+    if not layout.directory.exists():
+        layout.create()
+        layout.script.write_text("#!/bin/sh\n")
+    ledger = Ledger(layout.ledger)
+    context = AttemptContext(
+        run_layout=layout,
+        config=config().model_copy(update={"continuation": mode}),
+        attempt=Attempt(job_id, 0, "n[0-1]", "n0"),
+        ledger=ledger,
+        slurm=cast(SlurmClient, slurm),
+        signals=Signals(),
+    )
+    if not ledger.events():
+        ledger.append(EventKind.SUBMITTED, job_id=5)
+        context.note(EventKind.ATTEMPT_STARTED)
+    return context
+
+
+def submitted(context: AttemptContext) -> list[tuple[int | None, int | None]]:
+    events = context.ledger.events()
+    found = [event for event in events if event.event is EventKind.SUBMITTED]
+    return [(event.job_id, event.successor_of) for event in found]
+
+
+# -- submitting ------------------------------------------------------------------------------
+
+
+def test_a_chain_submits_the_same_script_behind_itself(tmp_path: Path, slurm: FakeSlurm) -> None:
+    context = attempt(tmp_path, slurm)
+    ensure_successor(context)
+    assert submitted(context) == [(5, None), (6, 5)]
+    assert context.ledger.events()[-1].reason == "successor"
+    assert slurm.scripts[6] == context.run_layout.script.read_text()
+    assert slurm.options[6] == [
+        "--dependency=afterany:5",
+        "--kill-on-invalid-dep=yes",
+        f"--chdir={context.run_layout.directory}",
+    ]
+
+
+def test_there_is_only_one_successor(tmp_path: Path, slurm: FakeSlurm) -> None:
+    context = attempt(tmp_path, slurm)
+    ensure_successor(context)
+    ensure_successor(context)
+    assert len(slurm.scripts) == 1
+
+
+@pytest.mark.parametrize("mode", ["requeue", "singleton", "array", "none"])
+def test_nobody_else_submits_from_inside_a_job(
+    mode: Mode, tmp_path: Path, slurm: FakeSlurm
+) -> None:
+    ensure_successor(attempt(tmp_path, slurm, mode))
+    assert not slurm.scripts
+
+
+def test_no_successor_of_a_run_that_is_done_or_cancelled(tmp_path: Path, slurm: FakeSlurm) -> None:
+    context = attempt(tmp_path, slurm)
+    context.run_layout.done.touch()
+    ensure_successor(context)
+    context.run_layout.done.unlink()
+    context.ledger.append(EventKind.CANCEL_REQUESTED, job_id=5)
+    ensure_successor(context)
+    assert not slurm.scripts
+
+
+def test_a_cancel_before_the_newest_submission_is_over(tmp_path: Path, slurm: FakeSlurm) -> None:
+    context = attempt(tmp_path, slurm)
+    context.ledger.append(EventKind.CANCEL_REQUESTED, job_id=5)
+    context.ledger.append(EventKind.SUBMITTED, job_id=5)
+    ensure_successor(context)
+    assert slurm.scripts
+
+
+def test_a_node_that_may_not_submit_trains_on(tmp_path: Path, slurm: FakeSlurm) -> None:
+    context = attempt(tmp_path, slurm)
+    slurm.refusal = "Access/permission denied"
+    ensure_successor(context)
+    last = context.ledger.events()[-1]
+    assert (last.event, last.successor_of) == (EventKind.SUBMIT_FAILED, 5)
+    assert "Access/permission denied" in (last.reason or "")
+
+
+def test_a_cancel_that_comes_meanwhile_takes_the_successor_along(
+    tmp_path: Path, slurm: FakeSlurm
+) -> None:
+    class Cancelling(FakeSlurm):
+        def submit(self, script: Path | str, extra_args: Sequence[str] = ()) -> SubmittedJob:
+            context.ledger.append(EventKind.CANCEL_REQUESTED, job_id=5)
+            return super().submit(script, extra_args)
+
+    cancelling = Cancelling()
+    cancelling.records.update(slurm.records)
+    context = attempt(tmp_path, cancelling)
+    ensure_successor(context)
+    assert cancelling.records[6].state is JobState.CANCELLED
+
+
+# -- ending ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["chain", "singleton"])
+def test_what_waits_is_ended_and_what_runs_is_not(
+    mode: Mode, tmp_path: Path, slurm: FakeSlurm
+) -> None:
+    context = attempt(tmp_path, slurm, mode)
+    for job_id in (6, 7):
+        slurm.records[job_id] = job(job_id, JobState.PENDING)
+        context.ledger.append(EventKind.SUBMITTED, job_id=job_id, successor_of=5)
+    slurm.records[8] = job(8, JobState.PENDING)  # somebody else's
+    end_succession(context)
+    states = {job_id: record.state.name for job_id, record in slurm.records.items()}
+    assert states == {5: "RUNNING", 6: "CANCELLED", 7: "CANCELLED", 8: "PENDING"}
+
+
+def test_the_waiting_elements_of_an_array_are_ended(tmp_path: Path, slurm: FakeSlurm) -> None:
+    """sbatch has printed 5; the element that runs has an id of its own, the others wait as 5."""
+    slurm.records[5] = job(5, JobState.PENDING, array_job_id=5)
+    slurm.records[6] = job(6, JobState.RUNNING, array_job_id=5)
+    end_succession(attempt(tmp_path, slurm, "array", job_id=6))
+    assert slurm.records[5].state is JobState.CANCELLED
+    assert slurm.records[6].state is JobState.RUNNING
+
+
+@pytest.mark.parametrize("mode", ["requeue", "none"])
+def test_a_single_job_has_nothing_to_end(mode: Mode, tmp_path: Path, slurm: FakeSlurm) -> None:
+    slurm.away = True
+    context = attempt(tmp_path, slurm, mode)
+    end_succession(context)
+    assert len(context.ledger.events()) == 2
+
+
+def test_a_silent_slurm_is_told_of_and_raises_nothing(tmp_path: Path, slurm: FakeSlurm) -> None:
+    context = attempt(tmp_path, slurm)
+    slurm.away = True
+    end_succession(context)
+    assert "could not be cancelled" in (context.ledger.events()[-1].reason or "")
+
+
+# -- leaving ---------------------------------------------------------------------------------
+
+
+def second(directory: Path, slurm: FakeSlurm, mode: Mode = "chain") -> AttemptContext:
+    """The supervisor of job 6, which goes on after job 5."""
+    first = attempt(directory, slurm, mode)
+    first.ledger.append(EventKind.SUBMITTED, job_id=6, successor_of=5)
+    slurm.records[6] = job(6, JobState.RUNNING, 60.0)
+    return attempt(directory, slurm, mode, job_id=6)
+
+
+@pytest.mark.parametrize("state", [JobState.RUNNING, JobState.SUSPENDED, JobState.CONFIGURING])
+def test_the_second_of_two_leaves(state: JobState, tmp_path: Path, slurm: FakeSlurm) -> None:
+    context = second(tmp_path, slurm)
+    slurm.records[5] = job(5, state, 50.0)
+    assert must_leave(context) == (f"job 5 of this run is {state.lower()}: the run is left to it")
+
+
+def test_the_first_of_two_stays(tmp_path: Path, slurm: FakeSlurm) -> None:
+    second(tmp_path, slurm)
+    assert must_leave(attempt(tmp_path, slurm)) is None
+    slurm.records[5] = job(5, JobState.RUNNING, 60.0)  # in the same second: the lower id stays
+    assert must_leave(attempt(tmp_path, slurm)) is None
+    assert must_leave(attempt(tmp_path, slurm, job_id=6)) is not None
+
+
+@pytest.mark.parametrize(
+    "state", [JobState.COMPLETED, JobState.PREEMPTED, JobState.TIMEOUT, JobState.NODE_FAIL]
+)
+def test_nobody_leaves_after_a_job_that_has_ended(
+    state: JobState, tmp_path: Path, slurm: FakeSlurm
+) -> None:
+    context = second(tmp_path, slurm)
+    slurm.records[5] = job(5, state, 50.0)
+    assert must_leave(context) is None
+
+
+def test_a_job_that_is_just_ending_is_waited_for(
+    tmp_path: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 3:
+            slurm.records[5] = job(5, JobState.CANCELLED, 50.0)
+
+    monkeypatch.setattr(succession.time, "sleep", sleep)
+    context = second(tmp_path, slurm)
+    slurm.records[5] = job(5, JobState.COMPLETING, 50.0)
+    assert "cancelled runs stay cancelled" in (must_leave(context) or "")
+    assert len(slept) == 3
+
+
+def test_patience_with_a_job_that_never_ends_has_a_limit(
+    tmp_path: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(succession.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(
+        succession.time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds)
+    )
+    context = second(tmp_path, slurm)
+    slurm.records[5] = job(5, JobState.COMPLETING, 50.0)
+    assert must_leave(context) is None
+    assert 30 <= clock[0] <= 40, "KillWait of 3 s and half a minute"
+
+
+def test_after_a_cancelled_job_the_next_one_leaves_and_ends_the_others(
+    tmp_path: Path, slurm: FakeSlurm
+) -> None:
+    context = second(tmp_path, slurm, "singleton")
+    context.ledger.append(EventKind.SUBMITTED, job_id=7, successor_of=5)
+    slurm.records[7] = job(7, JobState.PENDING)
+    slurm.records[5] = job(5, JobState.CANCELLED, 50.0)
+    assert "cancelled runs stay cancelled" in (must_leave(context) or "")
+    assert slurm.records[7].state is JobState.CANCELLED
+    last = context.ledger.events()[-1]
+    assert (last.event, last.job_id) == (EventKind.CANCEL_REQUESTED, 5)
+
+
+def test_a_job_cancelled_while_it_waited_means_nothing(tmp_path: Path, slurm: FakeSlurm) -> None:
+    context = second(tmp_path, slurm, "singleton")
+    slurm.records[5] = job(5, JobState.COMPLETED, 50.0)
+    slurm.records[7] = job(7, JobState.CANCELLED)
+    context.ledger.append(EventKind.SUBMITTED, job_id=7, successor_of=5)
+    assert must_leave(context) is None
+
+
+def test_a_job_cancelled_before_the_newest_submission_means_nothing(
+    tmp_path: Path, slurm: FakeSlurm
+) -> None:
+    context = second(tmp_path, slurm)
+    slurm.records[5] = job(5, JobState.CANCELLED, 50.0)
+    context.ledger.append(EventKind.SUBMITTED, job_id=6)
+    assert must_leave(context) is None
+
+
+def test_silence_of_slurm_and_being_alone_keep_nobody_from_training(
+    tmp_path: Path, slurm: FakeSlurm
+) -> None:
+    context = second(tmp_path, slurm)
+    slurm.away = True
+    assert must_leave(context) is None
+
+    class NeverAsked(FakeSlurm):
+        def jobs(self, ids: object) -> dict[int, JobRecord]:
+            raise AssertionError("a run with one job needs no question")
+
+    assert must_leave(attempt(tmp_path / "other", NeverAsked())) is None
+
+
+# -- an end without a word -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("state", "begun", "cause", "words"),
+    [
+        (JobState.PREEMPTED, True, Cause.PREEMPTED, "preempted"),
+        (JobState.NODE_FAIL, True, Cause.NODE_FAILURE, "one of its nodes failed"),
+        (JobState.BOOT_FAIL, False, Cause.NODE_FAILURE, "did not boot"),
+        (JobState.TIMEOUT, True, Cause.TIME_LIMIT, "time limit"),
+        (JobState.OUT_OF_MEMORY, True, Cause.HOST_OOM, "out of memory"),
+        (JobState.CANCELLED, True, Cause.CANCELLED, "cancelled"),
+        (JobState.DEADLINE, True, Cause.CANCELLED, "deadline"),
+        (JobState.FAILED, True, Cause.SUPERVISOR_LOST, "exit code 3"),
+        (JobState.FAILED, False, Cause.LAUNCH_FAILURE, "before its supervisor began (exit code 3)"),
+        (JobState.COMPLETED, True, Cause.SUPERVISOR_LOST, "exit code 3"),
+    ],
+)
+def test_why_ended(state: JobState, begun: bool, cause: Cause, words: str) -> None:
+    found = why_ended(job(5, state, exit_code=3, exit_signal=0), begun=begun)
+    assert found is not None and found[0] is cause and words in found[1]
+
+
+def test_why_ended_says_nothing_about_what_has_not_ended() -> None:
+    for state in (JobState.RUNNING, JobState.COMPLETING, JobState.PENDING, JobState.UNKNOWN):
+        assert why_ended(job(5, state), begun=True) is None
+    assert why_ended(None, begun=True) is None
+    killed = why_ended(job(5, JobState.FAILED, exit_signal=9), begun=True)
+    assert killed is not None and "signal 9" in killed[1]
+
+
+def test_refusals_of_slurm_raise_nothing(tmp_path: Path, slurm: FakeSlurm) -> None:
+    class Refusing(FakeSlurm):
+        def cancel_all(self, ids: object, *, pending_only: bool = False) -> None:
+            raise SlurmRefusedError("Access/permission denied")
+
+    refusing = Refusing()
+    refusing.records.update(slurm.records)
+    end_succession(attempt(tmp_path, refusing))

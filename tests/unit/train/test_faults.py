@@ -1,0 +1,92 @@
+"""Which word the supervisor gets for an exception, and that unclear ones get none."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from hpctrain.checkpoints.publish import StaleEpochError
+from hpctrain.errors import CheckpointError
+from hpctrain.supervise.causes import Cause
+from hpctrain.train.faults import (
+    BadCheckpointError,
+    DataError,
+    DivergedError,
+    cause_of,
+    is_damage,
+)
+from hpctrain.train.room import NoSpaceError
+
+
+class OutOfMemoryError(RuntimeError):
+    """As torch names its own."""
+
+
+class CheckpointException(Exception):
+    """As torch's loader collects what its ranks have met."""
+
+    def __init__(self, *errors: BaseException) -> None:
+        super().__init__("loading failed")
+        self.failures = {rank: (error, None) for rank, error in enumerate(errors)}
+
+
+STORE = (
+    "The server socket has failed to listen on any local network address. port: 29500, "
+    "useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use"
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (OSError(28, "No space left on device"), "disk_full"),
+        (OSError(122, "Disk quota exceeded"), "disk_full"),
+        (RuntimeError("OSError: [Errno 28] No space left on device"), "disk_full"),
+        (OSError("Not enough free space to write 170 bytes after offset 128"), "disk_full"),
+        (NoSpaceError("no room for a checkpoint"), "disk_full"),
+        (OutOfMemoryError("CUDA out of memory."), "gpu_oom"),
+        (MemoryError(), "host_oom"),
+        (OSError(98, "Address already in use"), "port"),
+        (RuntimeError(STORE), "port"),
+        (DivergedError(3, 16, float("nan"), "the loss is not finite"), "diverged"),
+        (BadCheckpointError("cannot resume"), "bad_checkpoint"),
+        (DataError("samples 8 to 15 cannot be read"), "data_loader"),
+        (StaleEpochError("launch epoch 1 is stale"), "superseded"),
+        (SystemExit(16), "suspect_numerics"),
+        (SystemExit(17), "diverged"),
+        (SystemExit(3), None),
+        (OSError(5, "Input/output error"), None),
+        (CheckpointError("the writer failed on another rank"), None),
+        (RuntimeError("Connection closed by peer"), None),
+        (KeyError("step"), None),
+        (ValueError("28"), None),
+    ],
+)
+def test_the_cause_of_an_error(error: BaseException, cause: str | None) -> None:
+    assert cause_of(error) == cause
+    assert cause is None or Cause(cause)
+
+
+def test_the_cause_is_looked_for_behind_other_errors() -> None:
+    try:
+        try:
+            raise OSError(28, "No space left on device")
+        except OSError as error:
+            raise Exception("Failed to write dataset materials") from error
+    except Exception as error:
+        assert cause_of(error) == "disk_full"
+    first, second = ValueError("first"), ValueError("second")
+    first.__cause__, second.__cause__ = second, first
+    assert cause_of(first) is None, "a chain may be a ring"
+
+
+def test_a_lost_neighbour_is_no_damaged_checkpoint() -> None:
+    """bad_checkpoint ends a run for good, so only what the files hold may be called so."""
+    reader = RuntimeError("PytorchStreamReader failed reading zip archive")
+    for error in (EOFError(), KeyError("x"), pickle.UnpicklingError(), reader):
+        assert is_damage(error) and is_damage(CheckpointException(error, error))
+    for error in (OSError(5, "Input/output error"), RuntimeError("Connection closed by peer")):
+        assert not is_damage(error)
+        assert not is_damage(CheckpointException(EOFError(), error))
+    assert not is_damage(CheckpointException())
