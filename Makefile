@@ -5,7 +5,10 @@ PYTHON := .venv/bin/python
 # Test processes side by side; each has a Slurm of its own.
 WORKERS ?= 2
 .DEFAULT_GOAL := help
-.PHONY: help install demo test unit lint golden bench sandbox-down clean
+# Faults of `make chaos`, and the storm: the same seed gives the same faults at the same steps.
+N ?= 100
+SEED ?= 1
+.PHONY: help install demo test unit lint golden reliability chaos bench sandbox-down clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -31,10 +34,19 @@ lint: install  ## Style, types, architecture contracts, shell scripts
 golden: install  ## Write the golden scripts and transcripts anew; review the diff
 	@$(PYTHON) -m pytest tests/golden --write-golden
 
+reliability: install  ## Break runs on purpose on a real Slurm and write docs/reliability.md
+	@OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(WORKERS) --dist worksteal \
+		tests/slurm/faults --write-reliability
+
+chaos: install  ## N=100 faults at random in one long run; the same losses and weights in the end
+	@$(PYTHON) -m bench.chaos --faults $(N) --seed $(SEED)
+
 bench: install  ## Benchmarks; each prints ratios against a peer in the same run
 	@$(PYTHON) bench/login_node.py
 	@$(PYTHON) bench/trainer_overhead.py
 	@$(PYTHON) bench/planner_search.py
+	@$(PYTHON) -m bench.recovery
+	@$(PYTHON) -m bench.supervisor_cost
 
 sandbox-down: install  ## Take down the sandbox of an interrupted demo
 	@.venv/bin/hpctrain sandbox down --directory .demo/sandbox

@@ -17,7 +17,15 @@ DOCUMENT = ROOT / "docs" / "reliability.md"
 FAULTS = ROOT / "tests" / "slurm" / "faults"
 BEGIN, END = "<!-- written by the test run -->", "<!-- end of what the test run writes -->"
 HEAD = (
-    ("#", "fault", "cause found", "action", "resumed at", "steps lost", "losses", "seconds", "test")
+    "#",
+    "fault",
+    "cause found",
+    "action",
+    "resumed at",
+    "steps lost",
+    "losses",
+    "seconds",
+    "test",
 )
 Entry = dict[str, object]
 
@@ -52,8 +60,8 @@ def declared_tests() -> set[str]:
     for path in FAULTS.glob("test_*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
-                if any(argument.arg == "survival" for argument in node.args.args):
-                    found.add(node.name)
+                arguments = {argument.arg for argument in node.args.args}
+                found |= {node.name} if "survival" in arguments else set()
     return found
 
 

@@ -25,6 +25,8 @@ LONGEST_FILE, LONGEST_FUNCTION, NINE_OF_TEN_FUNCTIONS = 400, 60, 35
 PURE = ("plan", "engines", "render", "spec")
 PURE_FILES = (
     *("supervise/documents.py", "supervise/classify.py", "supervise/policy.py"),
+    *("supervise/signatures.py", "supervise/slurm_words.py", "supervise/fingerprint.py"),
+    *("supervise/roots.py", "supervise/rank_verdict.py", "supervise/scheduler_verdict.py"),
     *("supervise/phases.py", "supervise/stacks.py"),
     *("nodes/blame.py", "supervise/answers.py"),
     *("sandbox/shape.py", "sandbox/from_profile.py", "actions/state.py", "telemetry/rates.py"),

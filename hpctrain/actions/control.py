@@ -28,7 +28,6 @@ from hpctrain.store.jobs import submitted_ids
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import EventKind
 from hpctrain.store.signs import Progress, read_record
-from hpctrain.supervise.causes import Cause
 from hpctrain.supervise.control import Request, requested
 from hpctrain.supervise.documents import ActionKind
 from hpctrain.supervise.loop import read_supervise_config
@@ -287,7 +286,7 @@ def _take_out(run: RunFiles, slurm: SlurmClient, queue: _Queue) -> _Queue:
             EventKind.ACTION,
             job_id=queue.job_id,
             action=ActionKind.STOP,
-            cause=Cause.YIELDED,
+            exit_code=0,
             user=requests.user_name(),
             reason=words,
         )

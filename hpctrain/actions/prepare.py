@@ -30,6 +30,7 @@ from hpctrain.spec.loader import (
 )
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import DataSource, DataSpec, RunSpec
+from hpctrain.supervise.catalogue import load_signatures
 from hpctrain.supervise.documents import RollbackSettings, SuperviseConfig
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ PROFILE_PATH_VARIABLE = "HPCTRAIN_PROFILE_PATH"
 
 @dataclass(frozen=True)
 class Prepared:
-    """A job that is ready to be submitted; `script` is the exact text."""
+    """A job that is ready to be submitted; `script` is the exact text, `signatures` is JSON."""
 
     run_id: str
     spec: Loaded[RunSpec]
@@ -52,6 +53,7 @@ class Prepared:
     supervise: SuperviseConfig
     script: str
     smaller: tuple[SizedConfig, ...] = ()
+    signatures: str = ""
 
 
 def profile_search_path() -> list[Path]:
@@ -153,6 +155,7 @@ def prepare(
         supervise=_supervise_config(run_id, document, site, plan, runs, smaller),
         script=render_script(build_script(document, site, plan, facts), template_directory),
         smaller=smaller,
+        signatures=load_signatures(profile_search_path()).to_json(),
     )
 
 

@@ -125,13 +125,14 @@ def _stopped_by_supervisor(events: Sequence[Event]) -> Judged | None:
     starts = [event for event in recent if event.event is EventKind.ATTEMPT_STARTED]
     if not stops or (starts and recent.index(starts[-1]) > recent.index(stops[-1])):
         return None  # somebody has revived the job since
-    # An attempt that is asked to stop before its first launch has no launch to tell the cause.
-    ends = [e for e in recent if e.event is EventKind.LAUNCH_ENDED]
-    last = stops[-1] if stops[-1].cause else ends[-1] if ends else stops[-1]
-    if last.cause == Cause.CANCELLED:
-        return Judged(RunState.CANCELLED, last.reason or "")
-    if last.cause == Cause.YIELDED:
-        return Judged(RunState.STOPPED, last.reason or "")
+    if stops[-1].exit_code == 0:  # as somebody asked, perhaps before any launch
+        return Judged(RunState.STOPPED, stops[-1].reason or "")
+    ends = [event for event in recent if event.event is EventKind.LAUNCH_ENDED]
+    cause = ends[-1].cause if ends else None
+    if cause == Cause.CANCELLED:
+        return Judged(RunState.CANCELLED, ends[-1].reason or "")
+    if cause == Cause.YIELDED:
+        return Judged(RunState.STOPPED, ends[-1].reason or "")
     return Judged(RunState.FAILED, stops[-1].reason or "")
 
 

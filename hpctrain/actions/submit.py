@@ -108,6 +108,7 @@ def write_run_directory(prepared: Prepared, runs: Path) -> RunLayout:
         (layout.plan, prepared.plan.model_dump_json(indent=1)),
         (layout.train_config, prepared.train.model_dump_json(indent=1)),
         (layout.supervise_config, prepared.supervise.model_dump_json(indent=1)),
+        (layout.signatures, prepared.signatures),
         (layout.script, prepared.script),
         *_smaller_configs(layout, prepared),
     ):

@@ -23,6 +23,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "resubmit": ("submit", "Submit a stopped run again; it goes on where it was"),
     "status": ("runs", "Show what runs are doing"),
     "describe": ("runs", "Tell the history of a run: attempts, causes, actions"),
+    "goodput": ("goodput", "Show where the time of a run went, and what causes have cost"),
+    "simulate": ("simulate", "Play a run with failures: choose interval, spares and budgets"),
     "logs": ("runs", "Show or follow the logs of a run"),
     "why": ("why", "Say why a run does what it does, and what happens next"),
     "checkpoints": ("checkpoints", "List a run's checkpoints, verify them, judge the interval"),

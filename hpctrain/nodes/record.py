@@ -122,9 +122,8 @@ class NodeLedger:
         try:
             with self.path.open("rb") as stream:
                 size_bytes = stream.seek(0, 2)
-                start = max(0, size_bytes - _MOST_BYTES)
-                stream.seek(start)
-                lines = stream.read().splitlines()[1 if start else 0 :]
+                stream.seek(max(0, size_bytes - _MOST_BYTES))
+                lines = stream.read().splitlines()
         except FileNotFoundError:
             return ()
         return tuple(_readable(lines))

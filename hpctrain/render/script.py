@@ -36,6 +36,8 @@ _INHERITED = ("HOME", "LANG", "PATH", "USER")
 _SIGNAL_SLACK_SECONDS = 60
 # bash(1), Shell Variables; `export UID=0` would end the job after its time in the queue.
 _READ_ONLY = frozenset({"BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID"})
+# What a site may tell the supervisor (see `hpctrain.supervise.preflight`).
+_SITE_HOOKS = frozenset({"HPCTRAIN_KERNEL_LOG"})
 # sbatch(1), --export: [ALL,]<variables>, NIL or NONE. A variable of that name would open the gate.
 _EXPORT_WORDS = frozenset({"ALL", "NIL", "NONE"})
 # Bytes per parameter of a checkpoint: bf16 weights + fp32 master weights and two moments.
@@ -363,6 +365,6 @@ def _why_not(name: str) -> str | None:
         return "it is read-only in bash"
     if name.upper() in _EXPORT_WORDS:
         return "sbatch and srun read it as a word of `--export`"
-    if name.startswith(("SLURM_", "HPCTRAIN_")):
+    if name.startswith(("SLURM_", "HPCTRAIN_")) and name not in _SITE_HOOKS:
         return "Slurm and hpctrain set these themselves"
     return None

@@ -23,6 +23,7 @@ _CONTROLLER_TIMEOUT_SECONDS = 30.0
 # slurmctld calls a node rebooted when it booted after its last message, in whole seconds: one that
 # comes back within the same second passes for never gone.
 _BOOT_SECONDS = 2.0
+_PROLOG = "prolog"
 
 
 def crash_node(sandbox: Sandbox, node: str) -> None:
@@ -71,6 +72,29 @@ def resume_node(sandbox: Sandbox, node: str) -> None:
     Raises SlurmError when the node is in use already.
     """
     sandbox.command("scontrol", "update", f"NodeName={_known(sandbox, node)}", "State=RESUME")
+
+
+def break_prolog(sandbox: Sandbox, node: str) -> None:
+    """Have Slurm run a prolog before each job that fails on this node: slurm.conf(5), Prolog."""
+    script = sandbox.directory / _PROLOG
+    script.write_text(f'#!/bin/sh\n[ "$SLURMD_NODENAME" != {_known(sandbox, node)} ]\n')
+    script.chmod(0o700)
+    _configure(sandbox, f"Prolog={script}\n")
+
+
+def mend_prolog(sandbox: Sandbox) -> None:
+    """No prolog any more; nothing to do when none was broken."""
+    script = sandbox.directory / _PROLOG
+    if script.exists():
+        _configure(sandbox, "")
+        script.unlink()
+
+
+def _configure(sandbox: Sandbox, prolog: str) -> None:
+    conf = sandbox.paths.slurm_conf
+    lines = conf.read_text().splitlines(keepends=True)
+    conf.write_text("".join([*(one for one in lines if not one.startswith("Prolog=")), prolog]))
+    sandbox.command("scontrol", "reconfigure")
 
 
 def kill_controller(sandbox: Sandbox) -> None:

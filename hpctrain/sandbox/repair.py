@@ -7,7 +7,13 @@ from __future__ import annotations
 
 from hpctrain.errors import SlurmError, SlurmUnreachableError
 from hpctrain.sandbox.daemons import slurmd_name
-from hpctrain.sandbox.faults import restart_controller, restart_node, resume_node, thaw_node
+from hpctrain.sandbox.faults import (
+    mend_prolog,
+    restart_controller,
+    restart_node,
+    resume_node,
+    thaw_node,
+)
 from hpctrain.sandbox.job_processes import find_job_processes
 from hpctrain.sandbox.processes import await_condition, kill
 from hpctrain.sandbox.sandbox import Sandbox
@@ -22,6 +28,7 @@ def repair(sandbox: Sandbox, timeout_seconds: float = _IDLE_TIMEOUT_SECONDS) -> 
     Raises SlurmUnreachableError with the states of the nodes when that takes too long.
     """
     revive(sandbox)
+    mend_prolog(sandbox)
     cancel_all_jobs(sandbox)
     if not await_condition(lambda: _settle(sandbox), timeout_seconds):
         states = ", ".join(f"{node} {state}" for node, state in sandbox.node_states().items())

@@ -136,6 +136,10 @@ class RunLayout:
     def logs(self) -> Path:
         return self.directory / "logs"
 
+    def attempt_logs(self, job_id: int, restart_count: int) -> Path:
+        """Logs of the ranks of one attempt; the job script makes the directory."""
+        return self.logs / f"{job_id}.{restart_count}"
+
     @property
     def checkpoints(self) -> Path:
         return self.directory / "checkpoints"

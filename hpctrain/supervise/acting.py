@@ -28,6 +28,7 @@ def act(context: AttemptContext, action: Action, verdict: Verdict | None = None)
         reason=action.reason,
         excluded=action.exclude,
         delay_seconds=action.delay_seconds or None,
+        exit_code=action.exit_code,
     )
     say(f"{action.kind}: {action.reason}")
     for words in action.observed:

@@ -194,7 +194,8 @@ def _message(line: str) -> dict[str, Any] | None:
 def _with(before: NodeAnswer, message: dict[str, Any], received_at: float) -> NodeAnswer:
     kind, text = message.get("kind"), str(message.get("text", ""))
     if kind == "begin":
-        skew_seconds = float(message.get("clock", received_at)) - received_at
+        clock = message.get("clock")
+        skew_seconds = clock - received_at if isinstance(clock, int | float) else 0.0
         return NodeAnswer(
             before.node, step_id=str(message.get("step", "")), skew_seconds=skew_seconds
         )
@@ -246,7 +247,7 @@ def _missing_ports(answer: NodeAnswer, answers: Sequence[NodeAnswer]) -> NodeAns
 
 def _usual(told: Sequence[Iterable[str]]) -> set[str]:
     counts = Counter(port for ports in told for port in ports)
-    return {port for port, count in counts.items() if 2 * count > len(told) > 2}
+    return {port for port, count in counts.items() if 2 * count > len(told)}
 
 
 def _adding(answer: NodeAnswer, problem: NodeProblem) -> NodeAnswer:

@@ -28,6 +28,8 @@ _KEPT_EPOCHS = 4
 _LONGEST_DUMP_BYTES = 256 * 1024
 _LONGEST_HEADER_BYTES = 512
 _POLL_SECONDS = 0.1
+# faulthandler writes word by word, a busy node with pauses.
+_QUIET_SECONDS = 0.5
 # What it may take to read the files of all ranks (16384 of them at half a millisecond each).
 _READING_SECONDS = 8.0
 
@@ -55,13 +57,15 @@ def wait_for_dumps(
 ) -> None:
     """Return when every file has grown and none grows any more, or when the time is up."""
     deadline = time.monotonic() + timeout_seconds
-    last: dict[int, int] = {}
+    last, changed_at = sizes(run, epoch), time.monotonic()
     while time.monotonic() < deadline:
-        now = sizes(run, epoch)
-        if now == last and all(now.get(rank, 0) > size for rank, size in before.items()):
-            return
-        last = now
         time.sleep(_POLL_SECONDS)
+        now = sizes(run, epoch)
+        if now != last:
+            last, changed_at = now, time.monotonic()
+        quiet = time.monotonic() - changed_at >= _QUIET_SECONDS
+        if quiet and all(now.get(rank, 0) > size for rank, size in before.items()):
+            return
 
 
 def read_dumps(run: RunLayout, epoch: int, before: Mapping[int, int]) -> Dumps:

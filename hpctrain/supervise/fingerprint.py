@@ -13,7 +13,12 @@ _LONGEST = 160
 _WITHOUT = (
     # prefixes: [rank3]:[E1121 05:33:37.123 ProcessGroupNCCL.cpp:607], dmesg, syslog, node names
     (re.compile(r"^\s*(?:\[rank\d+\]:\s*)?(?:\[[EWIF]\d+ [\d:.]+ [^\]\s]*\]\s*)?"), ""),
-    (re.compile(r"\[\w{3} \w{3} {1,2}\d+ [\d:]+ \d{4}\]\s*|^\w{3} {1,2}\d+ [\d:]+ \S+ kernel:\s*"), ""),
+    (
+        re.compile(
+            r"\[\w{3} \w{3} {1,2}\d+ [\d:]+ \d{4}\]\s*|^\w{3} {1,2}\d+ [\d:]+ \S+ kernel:\s*"
+        ),
+        "",
+    ),
     (re.compile(r"\b\d{4}-\d\d-\d\d[T ][\d:.,]+Z?"), ""),
     (re.compile(r"(?i)\[?\brank[ _]?\d+\]?"), "rank"),
     (re.compile(r"\b(?:on|node|host) [A-Za-z][\w.-]*\d[\w.-]*"), "on node"),

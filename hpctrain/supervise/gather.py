@@ -108,6 +108,7 @@ def _rank_exit(record: ExitRecord) -> RankExit:
         record.message or "",
         cause=record.cause,
         step=record.step,
+        ended_at=record.time,
     )
 
 

@@ -25,7 +25,7 @@ from hpctrain.supervise.control import clear_stale_requests
 from hpctrain.supervise.documents import Evidence, Verdict
 from hpctrain.supervise.gather import gather
 from hpctrain.supervise.past import pending_rollback
-from hpctrain.supervise.postmortem import Prober, ask_nodes, examine
+from hpctrain.supervise.postmortem import Prober, Traces, ask_nodes, examine, newest_logged_step
 from hpctrain.supervise.process import Launch, free_port
 from hpctrain.supervise.watch import Experience, LaunchWatch
 
@@ -89,6 +89,7 @@ class Launcher:
         self, placement: Placement, start: Checkpoint | None, job_nodes: Sequence[str]
     ) -> tuple[Ended, int | None]:
         argv, since = place_command(self.argv, placement), time.time()
+        step_before = newest_logged_step(self.context)
         try:
             launch = Launch(argv, self._environment(placement, start))
         except OSError as error:
@@ -97,7 +98,8 @@ class Launcher:
         watch = self._watch_of(launch, placement, start, job_nodes)
         watch.wait()
         evidence = gather(self.context, launch, watch)
-        asked = examine(self.context, evidence, job_nodes, since, self.ask_nodes)
+        traces = Traces(since, step_before, tuple(placement.nodes or job_nodes))
+        asked = examine(self.context, evidence, job_nodes, traces, self.ask_nodes)
         return Ended(classify(asked.evidence), asked.evidence, asked.probe), launch.poll()
 
     def _watch_of(

@@ -6,16 +6,22 @@ logs (`scan`), asking nodes (`probe`), judging (`classify`).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from hpctrain.store.ledger import EventKind
 from hpctrain.supervise.answers import ProbeResult
 from hpctrain.supervise.context import AttemptContext, say
-from hpctrain.supervise.documents import Evidence
+from hpctrain.supervise.documents import Evidence, Finding
 from hpctrain.supervise.gather import keeps_nodes, needs_a_look
 from hpctrain.supervise.probe import Question, probe_nodes
+from hpctrain.supervise.scan import Ranks, Scanner, newest_step, read_signatures
+from hpctrain.supervise.sight import in_time
+from hpctrain.supervise.signatures import Signatures
 
+_LISTING_SECONDS = 5.0
 Prober = Callable[[AttemptContext, Sequence[str], float], ProbeResult]
 
 
@@ -25,6 +31,24 @@ class Postmortem:
 
     evidence: Evidence
     probe: ProbeResult | None = None
+
+
+@dataclass(frozen=True)
+class Traces:
+    """Where a launch has left its traces: since when (seconds since the epoch), in steps beyond
+    which, on which nodes in the order of ranks."""
+
+    since: float
+    step_before: int = -1
+    nodes: tuple[str, ...] = ()
+
+
+def newest_logged_step(context: AttemptContext) -> int:
+    """The newest step of this attempt that has logs, -1 if none or not to be seen in time."""
+    steps = [-1]
+    directory = _log_directory(context)
+    in_time(lambda: steps.append(newest_step(directory)), _LISTING_SECONDS)
+    return steps[-1]
 
 
 def ask_nodes(context: AttemptContext, nodes: Sequence[str], since: float) -> ProbeResult:
@@ -42,22 +66,70 @@ def examine(
     context: AttemptContext,
     evidence: Evidence,
     nodes: Sequence[str],
-    since: float,
+    traces: Traces,
     ask: Prober = ask_nodes,
 ) -> Postmortem:
     """The evidence after asking, if something has failed and the job still has its nodes.
 
-    `nodes` are all of the job, spares too; `since` is when the launch began (seconds since the
-    epoch).
+    `nodes` are all of the job, spares too.
     """
     if not needs_a_look(evidence) or context.signals.final:
         return Postmortem(evidence)
     if not keeps_nodes(evidence):
         return Postmortem(evidence)
-    probe = ask(context, nodes, since)
+    probe = ask(context, nodes, traces.since)
     _note(context, probe)
-    found = replace(evidence, probed=not probe.trouble, lost_nodes=probe.lost)
+    found = replace(
+        evidence,
+        probed=not probe.trouble,
+        lost_nodes=probe.lost,
+        findings=find_lines(context, evidence, traces, probe),
+    )
     return Postmortem(found, probe)
+
+
+def find_lines(
+    context: AttemptContext, evidence: Evidence, traces: Traces, probe: ProbeResult | None = None
+) -> tuple[Finding, ...]:
+    """What logs, exit records, srun and kernels say, as far as signatures know it.
+
+    Never waits longer than the scanner's limits; without `signatures.json` there is nothing.
+    """
+    read: list[Signatures | None] = []
+    in_time(lambda: read.append(read_signatures(context.run_layout.signatures)), _LISTING_SECONDS)
+    if not read or read[0] is None:
+        return ()
+    scanner, now = Scanner(read[0]), time.time()
+    ranks = _ranks(evidence, traces.nodes)
+    words = [
+        scanner.lines([end.message], "rank", rank=end.rank, node=end.node, at=end.ended_at)
+        for end in evidence.rank_exits
+    ]
+    kernels = [
+        scanner.lines([line.text], "kernel", node=line.node, at=line.at or now)
+        for line in (probe.kernel_lines if probe is not None else ())
+    ]
+    return (
+        *(finding for found in (*words, *kernels) for finding in found),
+        *scanner.lines(evidence.notices, "srun", at=now),
+        *scanner.logs(_log_directory(context), traces.step_before, ranks),
+    )
+
+
+def _ranks(evidence: Evidence, nodes: tuple[str, ...]) -> Ranks:
+    """Slurm gives each node its ranks in a row (srun(1), --distribution=block, its default)."""
+    known: dict[int, str] = {}
+    if nodes and evidence.world_size and evidence.world_size % len(nodes) == 0:
+        each = evidence.world_size // len(nodes)
+        known = {rank: nodes[rank // each] for rank in range(evidence.world_size)}
+    known.update({end.rank: end.node for end in evidence.rank_exits})
+    ended_at = {end.rank: end.ended_at for end in evidence.rank_exits if end.ended_at}
+    return Ranks(known, ended_at)
+
+
+def _log_directory(context: AttemptContext) -> Path:
+    attempt = context.attempt
+    return context.run_layout.attempt_logs(attempt.job_id, attempt.restart_count)
 
 
 def _note(context: AttemptContext, probe: ProbeResult) -> None:

@@ -36,7 +36,7 @@ from hpctrain.supervise.node_checks import (
 CHECK_SECONDS = 4.0
 # The first word of each line, for `answers`.
 MARK = "hpctrain-node "
-# srun passes on what a task writes in pieces of 1 KiB (src/slurmd/slurmstepd/io.c, MAX_MSG_LEN);
+# srun passes on what a task writes in pieces of 1 KiB (src/common/io_hdr.h, SLURM_IO_MAX_MSG_LEN);
 # longer lines of several nodes could be mixed.
 _LONGEST_LINE = 900
 _LONGEST_TEXT = 400

@@ -4,9 +4,9 @@ Slurm calls a dead node responding for SlurmdTimeout (300 s by default), so the 
 an `srun` of their own (`preflight` on each). Seen on 22.05.8: of a crashed node srun says after
 about MessageTimeout that the launch failed and kills the others' tasks; for a hung node it waits
 for ever; with fewer nodes in the job than asked for it does not start at all. So the others have
-to answer quickly, a deadline ends the waiting, and whoever did not answer is asked once more
-alone. The step of a dead node stays in squeue; it is named `hpctrain-probe`, so that nobody waits
-for its end.
+to answer quickly, nobody waits for a node that takes much longer than the others, and whoever did
+not answer is asked once more alone. The step of a dead node stays in squeue; it is named
+`hpctrain-probe`, so that nobody waits for its end.
 
 Belongs here: asking and waiting. Does not belong here: reading answers (`answers`), looking at a
 node (`preflight`), and what is done about a lost one (`policy`).
@@ -37,6 +37,8 @@ _FIRST_SECONDS, _SECONDS_PER_NODE = 20.0, 0.05
 # MessageTimeout (10 s by default) passes before srun says that it cannot reach a node.
 _ALONE_SECONDS = 15.0
 _ALONE_AT_ONCE = 16
+# Once half of the nodes have answered, how much longer than the last of them the others may take.
+_LATER_FACTOR, _LATER_SECONDS = 3.0, 3.0
 _ENDING_SECONDS = 1.0
 _READING_SECONDS = 0.5
 
@@ -86,11 +88,25 @@ def probe_nodes(
     limit = deadline_seconds or _FIRST_SECONDS + _SECONDS_PER_NODE * len(nodes)
     asked = [node for node in nodes if node not in look.gone]
     probe.ask_together(asked, limit)
-    missing = [node for node in asked if node not in probe.answers.begun]
-    probe.ask_alone([node for node in missing if node not in look.silent], limit)
+    again = {*_missing(asked, look, probe.answers), *_condemned(asked, probe.answers)}
+    probe.ask_alone([node for node in asked if node in again], limit)
     _end_steps(slurm, job_id, probe.answers)
-    result = _result(nodes, look, probe, limit)
-    return ProbeResult(**{**vars(result), "seconds": time.monotonic() - started})
+    return _result(nodes, look, probe, time.monotonic() - started)
+
+
+def _missing(asked: Sequence[str], look: _Look, answers: Answers) -> list[str]:
+    """Who has not answered, unless Slurm gets no answer either."""
+    return [node for node in asked if node not in answers.begun and node not in look.silent]
+
+
+def _condemned(asked: Sequence[str], answers: Answers) -> list[str]:
+    """Whom a check would put out of use that may have been slow and not broken."""
+    told = ProbeResult(tuple(asked), answers.compared())
+    return [
+        one.node
+        for one in told.broken
+        if any(problem.blocks and not problem.hard for problem in one.problems)
+    ]
 
 
 # -- the controller's opinion ----------------------------------------------------------------
@@ -119,11 +135,11 @@ def _look(slurm: SlurmClient, job_id: int, nodes: Sequence[str]) -> _Look:
     return _Look(gone, silent, drained)
 
 
-def _result(nodes: Sequence[str], look: _Look, probe: _Probe, limit: float) -> ProbeResult:
+def _result(nodes: Sequence[str], look: _Look, probe: _Probe, seconds: float) -> ProbeResult:
     answers = probe.answers.compared()
     answered = {one.node for one in answers}
     missing = [node for node in nodes if node not in answered]
-    reasons = {node: f"no answer within {limit:.0f} s" for node in missing} | dict(look.gone)
+    reasons = {node: f"no answer within {seconds:.0f} s" for node in missing} | dict(look.gone)
     trouble = ""
     # We run on a node of the job ourselves: where nobody answers, it is the asking that failed.
     if not answered or probe.interrupted():
@@ -136,6 +152,7 @@ def _result(nodes: Sequence[str], look: _Look, probe: _Probe, limit: float) -> P
         why_lost=tuple(reasons[node] for node in missing),
         drained=look.drained,
         trouble=trouble,
+        seconds=seconds,
     )
 
 
@@ -165,11 +182,20 @@ class _Probe:
     def ask_together(self, nodes: Sequence[str], limit_seconds: float) -> None:
         """One srun for all."""
         if nodes:
-            self._wait([self._start(nodes)], nodes, time.monotonic() + limit_seconds)
+            deadline = time.monotonic() + limit_seconds
+            self._wait([self._start(nodes)], nodes, deadline, _Latecomers(nodes))
 
     def ask_alone(self, nodes: Sequence[str], limit_seconds: float) -> None:
-        """One srun for each node, some at a time: a dead one must not take the others along."""
-        deadline = time.monotonic() + limit_seconds
+        """One srun for each node, some at a time: a dead one must not take the others along.
+
+        A new answer takes the place of an earlier one; without a new one the earlier one stands.
+        """
+        found = self.answers.found
+        earlier = {node: found.pop(node) for node in nodes if node in found}
+        self._ask_each(nodes, time.monotonic() + limit_seconds)
+        self.answers.found = {**earlier, **found}
+
+    def _ask_each(self, nodes: Sequence[str], deadline: float) -> None:
         for first in range(0, len(nodes), _ALONE_AT_ONCE):
             some = nodes[first : first + _ALONE_AT_ONCE]
             if time.monotonic() >= deadline or self.interrupted():
@@ -197,12 +223,19 @@ class _Probe:
             return None
 
     def _wait(
-        self, asking: Sequence[_Asking | None], nodes: Sequence[str], deadline: float
+        self,
+        asking: Sequence[_Asking | None],
+        nodes: Sequence[str],
+        deadline: float,
+        latecomers: _Latecomers | None = None,
     ) -> None:
         """Until all have said everything, no srun is left, or the time is up."""
         running = [one for one in asking if one is not None]
         while time.monotonic() < deadline and not self.interrupted():
-            if set(nodes) <= self.answers.ended or not any(one.lives for one in running):
+            ended = self.answers.ended
+            if set(nodes) <= ended or not any(one.lives for one in running):
+                break
+            if latecomers is not None and latecomers.are_overdue(ended):
                 break
             time.sleep(_POLL_SECONDS)
         for one in running:
@@ -210,6 +243,23 @@ class _Probe:
         last = time.monotonic() + _ENDING_SECONDS
         for one in running:
             one.end(last)
+
+
+class _Latecomers:
+    """Those of `nodes` that let the others wait."""
+
+    def __init__(self, nodes: Sequence[str]) -> None:
+        self._nodes = frozenset(nodes)
+        self._started = self._last = time.monotonic()
+        self._ended = 0
+
+    def are_overdue(self, ended: frozenset[str]) -> bool:
+        """Half have ended, and the last of them long ago compared with how long it took."""
+        now, count = time.monotonic(), len(ended & self._nodes)
+        if count != self._ended:
+            self._ended, self._last = count, now
+        patience = _LATER_FACTOR * (self._last - self._started) + _LATER_SECONDS
+        return 2 * count >= len(self._nodes) and now - self._started > patience
 
 
 class _Asking:

@@ -85,11 +85,8 @@ def noticed(evidence: Evidence) -> Cause | None:
     cause = reason_of(evidence.notices)
     if cause is not None:
         return cause
-    for finding in evidence.findings:
-        if finding.signature.startswith("slurm_") and finding.cause in _SIGNED_BY_SLURM:
-            if finding.role == "root":
-                return finding.cause
-    return None
+    said = (f for f in evidence.findings if f.signature.startswith("slurm_") and f.role == "root")
+    return next((f.cause for f in said if f.cause in _SIGNED_BY_SLURM), None)
 
 
 def words_of(cause: Cause) -> str:

@@ -131,6 +131,10 @@ class Signatures(Document):
     xids: tuple[Xid, ...]
     sxids: tuple[Xid, ...]
 
+    def to_json(self) -> str:
+        """What the supervisor reads (`scan.read_signatures`); no YAML on compute nodes."""
+        return self.model_dump_json(by_alias=True, exclude_defaults=True)
+
     def extended(self, own: SignatureFile | None, xids: XidFile | None) -> Signatures:
         """With a site's own before the others; one of the same id or code replaces the other."""
         mine = own.signatures if own else ()

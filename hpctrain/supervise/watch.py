@@ -102,7 +102,7 @@ class LaunchWatch:
         self._final_at: float | None = None
         self._failed_at: float | None = None
         self._left_at: float | None = None
-        self._asked_to_leave = False
+        self._asked_to_leave = self._owes_signal = False
         self._inquiry = Inquiry(context, epoch, tasks, nodes, give_up=self._is_ending)
 
     @property
@@ -147,12 +147,21 @@ class LaunchWatch:
         self._handled_signals = len(names)
 
     def _ask_to_leave(self, reason: str) -> None:
-        """Both ways at once: a file survives a lost signal, a signal beats a cached file name."""
+        """Both ways at once: a file survives a lost signal, a signal beats a cached file name.
+
+        A rank that is still starting would die of the signal, so it is sent after the first sign.
+        """
         run = self.context.run_layout
         in_time(lambda: ask_trainer_to_leave(run, reason), _WORD_SECONDS)
-        # Not TERM: a step that is sent TERM by scancel counts as cancelled; not USR1, which NCCL
-        # may catch.
-        self._steps.signal("USR2")
+        self._owes_signal = True
+        self._signal_to_leave()
+
+    def _signal_to_leave(self) -> None:
+        if self._owes_signal and self.started:
+            self._owes_signal = False
+            # Not TERM: a step that is sent TERM by scancel counts as cancelled; not USR1, which
+            # NCCL may catch.
+            self._steps.signal("USR2")
 
     def _follow(self, request: Request | None) -> bool:
         """What a person asks for; True if the step is to be ended now."""
@@ -241,6 +250,7 @@ class LaunchWatch:
             return
         self._sign = progress
         self._pulse.sign(progress.phase, progress.step, progress.step_seconds, now)
+        self._signal_to_leave()
 
     def _find_stall(self, sight: Sight, now: float) -> Stall | None:
         return self._pulse.stall(

@@ -15,6 +15,8 @@ from hpctrain.telemetry.clocks import ticks
 from hpctrain.telemetry.segments import Category, Segment
 
 _MOVES_PER_WINDOW = 60
+# Beyond this (of hours: ten weeks) the window moves further at a time.
+_MOST_MOVES = 100_000
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,8 @@ def sliding(segments: Sequence[Segment], window_seconds: float) -> Sliding:
         return Sliding(None, None)
     curve = _Curve(segments)
     first, last = segments[0].start + window, segments[-1].end
-    ends = (*range(first, last, max(1, window // _MOVES_PER_WINDOW)), last)
+    move = max(1, window // _MOVES_PER_WINDOW, (last - first) // _MOST_MOVES)
+    ends = (*range(first, last, move), last)
     shares = [(curve.at(end) - curve.at(end - window)) / window for end in ends]
     return Sliding(last=shares[-1], worst=min(shares))
 

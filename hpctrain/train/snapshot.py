@@ -55,7 +55,8 @@ class Snapshot:
     def sharded(self, position: Position) -> dict[str, Any]:
         """The state dict to save."""
         self._gather_parameters()
-        state = self._sharded_parts(sharding_metadata(self.config.optimizer_sharding), False)
+        kind = self.config.optimizer_sharding
+        state = self._sharded_parts(sharding_metadata(kind), is_loading=False)
         state[rng.KEY] = rng.sharded_rng_state()
         state["schedule"] = self.optimizer.schedule.state_dict()
         state[_RUN_KEY] = {
@@ -96,7 +97,7 @@ class Snapshot:
         same_place = about["layout"][:2] == layout_of(self.config)[:2]
         metadata = sharding_metadata(_sharding_of(directory))
         check_layout(self.config, about["layout"], metadata, directory)
-        state = self._sharded_parts(metadata, True)
+        state = self._sharded_parts(metadata, is_loading=True)
         if same_place:
             state[rng.KEY] = rng.sharded_rng_state()
         with _damage_named(directory):
@@ -109,7 +110,7 @@ class Snapshot:
         seed_everything(self.config.seed + position.step)
         return position, f"random state re-seeded: saved with tp, pp {about['layout'][:2]}"
 
-    def _sharded_parts(self, metadata: dict[str, Any], is_loading: bool) -> dict[str, Any]:
+    def _sharded_parts(self, metadata: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
         state = {
             f"model{index}": chunk.sharded_state_dict(metadata=metadata)
             for index, chunk in enumerate(self.model.bare)

@@ -133,3 +133,16 @@ def test_another_order_of_samples_is_refused(
     changed = trial(**change)
     changed.adopt(gpt_reference, 2)
     _refused(changed, words, resume=2)
+
+
+def test_data_that_cannot_be_read_is_named(tmp_path: Path, trial: Callable[..., Trial]) -> None:
+    """The index promises more tokens than the file has."""
+    prefix = tmp_path / "short"
+    write_dataset(prefix, 60, 0)
+    tokens = bin_path(prefix)
+    tokens.write_bytes(tokens.read_bytes()[: tokens.stat().st_size // 2])
+    made = trial(data_blend=((1.0, str(prefix)),))
+    assert made.train() == [TrainerExit.CRASH]
+    (record,) = made.exits()
+    assert record.cause == "data_loader"
+    assert "cannot be read" in (record.message or "")

@@ -60,8 +60,10 @@ def weights_only() -> None:
     With expert parallelism megatron-core's optimizer state has another form than without.
     """
 
-    def sharded_parts(self: Snapshot, *, is_loading: bool) -> dict[str, Any]:
-        state = original(self, is_loading=is_loading)
+    def sharded_parts(
+        self: Snapshot, metadata: dict[str, Any], *, is_loading: bool
+    ) -> dict[str, Any]:
+        state = original(self, metadata, is_loading=is_loading)
         if is_loading:
             del state["optimizer"]
         return state

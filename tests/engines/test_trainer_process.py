@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,15 +13,15 @@ from trial_runs import LIMIT_SECONDS, Trial
 
 from hpctrain.store.signs import TrainerExit
 
-# Sends itself SIGTERM at the moment when torch begins to be imported.
-_TERM_WHILE_IMPORTING = """
+# Sends itself a signal at the moment when torch begins to be imported.
+_SIGNAL_WHILE_IMPORTING = """
 import os, runpy, signal, sys
 
 class Finder:
     def find_spec(self, name, path=None, target=None):
         if name == "torch":
             sys.meta_path.remove(self)
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.NAME)
         return None
 
 sys.meta_path.insert(0, Finder())
@@ -71,10 +72,34 @@ def test_as_srun_starts_it(trial: Callable[..., Trial]) -> None:
 
 def test_a_signal_while_torch_is_imported(trial: Callable[..., Trial]) -> None:
     made = trial()
-    rank = _start(["-c", _TERM_WHILE_IMPORTING], made.run.train_config, 0, 1)
+    program = _SIGNAL_WHILE_IMPORTING.replace("NAME", "SIGTERM")
+    rank = _start(["-c", program], made.run.train_config, 0, 1)
     output = rank.communicate(timeout=LIMIT_SECONDS)
     assert rank.returncode == TrainerExit.YIELDED, output
     assert made.rows == []
+
+
+def test_stacks_while_torch_is_imported(trial: Callable[..., Trial]) -> None:
+    """A rank may hang in an import from a file system that does not answer."""
+    made = trial(train_steps=1)
+    program = _SIGNAL_WHILE_IMPORTING.replace("NAME", "SIGQUIT")
+    rank = _start(["-c", program], made.run.train_config, 0, 1)
+    output = rank.communicate(timeout=LIMIT_SECONDS)
+    assert rank.returncode == TrainerExit.DONE, output
+    dump = made.run.stack_dump(0, 0).read_text()
+    assert dump.startswith("rank=0 node=node0 pid=")
+    assert "in find_spec" in dump
+
+
+def test_a_port_in_use_is_named(trial: Callable[..., Trial]) -> None:
+    made = trial(train_steps=1)
+    with socket.socket() as other:
+        other.bind(("", int(_environment(0, 1)["MASTER_PORT"])))
+        other.listen()
+        rank = _start(["-m", "hpctrain.train"], made.run.train_config, 0, 1)
+        output = rank.communicate(timeout=LIMIT_SECONDS)
+    assert rank.returncode == TrainerExit.CRASH, output
+    assert made.exits()[0].cause == "port"
 
 
 def test_no_launcher(trial: Callable[..., Trial]) -> None:

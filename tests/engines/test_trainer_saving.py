@@ -47,11 +47,11 @@ def test_a_save_on_request(async_save: bool, trial: Callable[..., Trial]) -> Non
     assert ranks.log().count("event=save_requested") == 1
 
 
-def _slow_writers() -> None:
+def _slow_writers(seconds: float = 0.7) -> None:
     real = writer.write_rank_digests
 
     def slowly(directory: Path, rank: int, names: list[str]) -> None:
-        time.sleep(0.7)
+        time.sleep(seconds)
         real(directory, rank, names)
 
     writer.write_rank_digests = slowly
@@ -59,8 +59,8 @@ def _slow_writers() -> None:
 
 def test_a_request_during_a_save_is_kept_until_after_it(trial: Callable[..., Trial]) -> None:
     """It asks for the state of now, which the save under way does not have."""
-    asked = trial(async_save=True, train_steps=60, lr_decay_steps=60)
-    ranks = asked.start(prepare=_slow_writers)
+    asked = trial(async_save=True, train_steps=120, lr_decay_steps=120)
+    ranks = asked.start(prepare=lambda: _slow_writers(3.0))
     asked.wait_for_step(1, ranks)
     asked.run.save_request.touch()
     _wait_for_log(ranks, "event=save_requested")
@@ -75,6 +75,7 @@ def test_a_request_during_a_save_is_kept_until_after_it(trial: Callable[..., Tri
         "event=save_requested",
     ]
     assert not asked.run.save_request.exists()
+    assert read_saves(asked.run)[1].stall_seconds < 2.5, "nobody waited for the first one"
 
 
 def test_each_save_is_written_down(trial: Callable[..., Trial]) -> None:

@@ -35,8 +35,9 @@ def _one_is_slow() -> None:
 
 
 def test_a_slow_rank_shows_and_only_it(trial: Callable[..., Trial]) -> None:
-    """Its pipeline neighbour and its data-parallel one wait for it in every step."""
-    slow = trial(rank_times_interval_steps=3, eval_interval_steps=4, **TP1_PP2_DP2)
+    """Its pipeline neighbour and its data-parallel one wait for it in every step. An evaluation
+    in the window, of twice as many microbatches, is not counted."""
+    slow = trial(rank_times_interval_steps=3, eval_interval_steps=3, eval_batches=6, **TP1_PP2_DP2)
     assert slow.train(prepare=_one_is_slow) == [0] * 4
     times = read_record(slow.run.rank_times, RankTimes)
     assert times is not None

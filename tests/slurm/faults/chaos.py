@@ -69,7 +69,9 @@ class Storm:
 
 
 def rank_killed(rehearsal: Rehearsal, dice: random.Random) -> None:
-    rehearsal.kill_rank(dice.randrange(2))
+    rank = dice.randrange(2)
+    rehearsal.wait(lambda: bool(rehearsal.rank_processes(rank)), f"running rank {rank}")
+    rehearsal.kill_rank(rank)
 
 
 def rank_frozen(rehearsal: Rehearsal, dice: random.Random) -> None:
@@ -104,7 +106,7 @@ def controller_restarted(rehearsal: Rehearsal, dice: random.Random) -> None:
     started_at = rehearsal.events(EventKind.ATTEMPT_STARTED)[-1].time
     time.sleep(max(0.0, started_at + 6 - time.time()))  # slurmctld saves its state every 5 s
     faults.kill_controller(rehearsal.sandbox)
-    rehearsal.kill_rank(dice.randrange(2))
+    rank_killed(rehearsal, dice)
     time.sleep(dice.uniform(1, 8))
     faults.restart_controller(rehearsal.sandbox)
 
@@ -126,7 +128,7 @@ def killed_in_a_save(rehearsal: Rehearsal, dice: random.Random) -> None:
     """Somebody wants a checkpoint, and a rank dies while it is written."""
     ask(rehearsal.run, "save", "chaos")
     time.sleep(dice.uniform(0, 0.4))
-    rehearsal.kill_rank(dice.randrange(2))
+    rank_killed(rehearsal, dice)
 
 
 def byte_flipped(rehearsal: Rehearsal, dice: random.Random) -> None:
@@ -156,16 +158,33 @@ FAULTS: dict[str, tuple[Strike, int]] = {
 }
 
 
+# A storm would be over after a few faults if the run might not fail so often.
+PATIENT = (
+    "supervise.failures_without_progress=100000",
+    "supervise.storm_failures=100000",
+    "supervise.stall=15s",
+    *(
+        f"supervise.budgets.{cause}=100000"
+        for cause in ("node_failure", "prolog_failure", "storage", "port", "launch_failure")
+    ),
+)
+
+
 # -- the storm -----------------------------------------------------------------------------------
 
 
-def choose(count: int, dice: random.Random, names: tuple[str, ...] = ()) -> list[Chosen]:
+def choose(
+    count: int,
+    dice: random.Random,
+    names: tuple[str, ...] = (),
+    mean_gap_steps: float = MEAN_GAP_STEPS,
+) -> list[Chosen]:
     """`count` faults (of `names` only, if given) with exponential gaps between their steps."""
     known = list(names or FAULTS)
     weights = [FAULTS[name][1] for name in known]
     step, chosen = float(SAVE_EVERY_STEPS + 2), []
     for name in dice.choices(known, weights, k=count):
-        step += dice.expovariate(1 / MEAN_GAP_STEPS)
+        step += dice.expovariate(1 / mean_gap_steps)
         chosen.append(Chosen(name, round(step)))
     return chosen
 
@@ -176,7 +195,12 @@ def steps_needed(chosen: list[Chosen]) -> int:
     return -(-last // SAVE_EVERY_STEPS) * SAVE_EVERY_STEPS
 
 
-def rage(rehearsal: Rehearsal, chosen: list[Chosen], dice: random.Random) -> Storm:
+def rage(
+    rehearsal: Rehearsal,
+    chosen: list[Chosen],
+    dice: random.Random,
+    tell: Callable[[int, Struck], None] = lambda number, struck: None,
+) -> Storm:
     """Bring about all faults, one after the other, and wait until the run trains again."""
     storm = Storm()
     for fault in chosen:
@@ -191,6 +215,7 @@ def rage(rehearsal: Rehearsal, chosen: list[Chosen], dice: random.Random) -> Sto
             _PATIENCE_SECONDS,
         )
         _take_down(storm, rehearsal, fault, epoch, time.monotonic() - began_at)
+        tell(len(storm.struck), storm.struck[-1])
         revive(rehearsal.sandbox)
     return storm
 
@@ -208,8 +233,7 @@ def _take_down(
     ends = [
         e
         for e in events
-        if e.event in (EventKind.LAUNCH_ENDED, EventKind.ATTEMPT_LOST)
-        and e.time <= starts[-1].time
+        if e.event in (EventKind.LAUNCH_ENDED, EventKind.ATTEMPT_LOST) and e.time <= starts[-1].time
     ]
     newest = starts[-1]
     resumed_step = newest.resume_step or 0
@@ -232,6 +256,7 @@ def _take_down(
 def nothing_left_behind(rehearsal: Rehearsal) -> list[str]:
     """What a run that is done must not have: checkpoints that are bad, processes that live on."""
     root = rehearsal.run.layout.checkpoints
-    bad = [f"{one.directory.name}: {one.problem}" for one in checkpoints(root, "sha256") if not one.good]
+    found = checkpoints(root, "sha256")
+    bad = [f"{one.directory.name}: {one.problem}" for one in found if not one.good]
     alive = [f"process {one.pid}" for one in rehearsal.processes() if one.rank is not None]
     return bad + alive if published_steps(root) else ["no checkpoint"]

@@ -22,7 +22,7 @@ Fault = dict[str, Any]
 
 
 def planned(path: Path) -> list[Fault]:
-    """The faults of this rank and launch; rank -1 stands for all ranks, epoch 0 for all launches."""
+    """The faults of this rank and launch; rank -1 stands for all, and so does epoch 0."""
     rank, epoch = int(os.environ["SLURM_PROCID"]), int(os.environ["HPCTRAIN_EPOCH"])
     return [
         fault
@@ -48,6 +48,14 @@ def fail(fault: Fault) -> None:
 def say(fault: Fault) -> None:
     if fault["text"]:
         print(fault["text"], file=sys.stderr, flush=True)
+
+
+def kernel(fault: Fault) -> None:
+    """The kernel of this node says something, in the format of `journalctl -o short-unix`."""
+    node = os.environ["SLURMD_NODENAME"]
+    log = Path(os.environ["HPCTRAIN_KERNEL_LOG"].replace("{node}", node))
+    with log.open("a") as stream:
+        stream.write(f"{time.time():.6f} {node} kernel: {fault['text']}\n")
 
 
 def sleep(fault: Fault) -> None:
@@ -90,7 +98,7 @@ def take_port(fault: Fault) -> None:
 
 
 def publish_slowly(fault: Fault) -> None:
-    """From now on, wait before a checkpoint that is complete on the disk becomes one that counts."""
+    """From now on, wait between a checkpoint's last byte and its publication."""
     import_trainer()
     from hpctrain.train import publisher
 
@@ -125,6 +133,7 @@ DEEDS: dict[str, Callable[[Fault], None]] = {
     "leave": leave,
     "fail": fail,
     "say": say,
+    "kernel": kernel,
     "sleep": sleep,
     "await_warning": await_warning,
     "import_nothing": import_nothing,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rehearsal import STEPS, PlannedFault, Rehearsal, Stage, own_sandbox
-from survival import Fault, Survival
+from survival import BY_SLURM, Fault, Survival
 
 from hpctrain.actions.runs import RunFiles
 from hpctrain.checkpoints.discover import checkpoints
@@ -45,15 +45,11 @@ def test_preemptions_of_all_kinds_cost_no_budget(
     assert died.resumed_step == 20, rehearsal.logs()
     preempt(rehearsal, epoch=3, after_step=32)
     fault = Fault(3, "preempted; the ranks hear nothing and are killed when the grace is over")
-    deaf = survival.recovered(
-        rehearsal, fault, cause="preempted", action=requeued_by(rehearsal, 3), epoch=3
-    )
+    deaf = survival.recovered(rehearsal, fault, cause="preempted", action=BY_SLURM, epoch=3)
     assert deaf.resumed_step == 30, rehearsal.logs()
     preempt(rehearsal, epoch=4, after_step=43)
     fault = Fault(5, "preempted while a checkpoint is complete on the disk but not published")
-    torn = survival.recovered(
-        rehearsal, fault, cause="preempted", action=requeued_by(rehearsal, 4), epoch=4
-    )
+    torn = survival.recovered(rehearsal, fault, cause="preempted", action=BY_SLURM, epoch=4)
     assert torn.resumed_step == 30, rehearsal.logs()
     preempt(rehearsal, epoch=5, after_step=STEPS - 1)
     result = rehearsal.assert_done_exactly(reference)
@@ -80,23 +76,12 @@ def preempt(rehearsal: Rehearsal, *, epoch: int, after_step: int) -> None:
     rehearsal.urgent_job()
 
 
-def requeued_by(rehearsal: Rehearsal, epoch: int) -> str:
-    """At the end of the grace Slurm ends the job itself, and is often faster than we are."""
-    rehearsal.wait(lambda: rehearsal.epoch > epoch, "launched again")
-    actions = [e.action for e in rehearsal.events(EventKind.ACTION)]
-    return str(actions[epoch - 1]) if actions[epoch - 1] in ("requeue", "leave") else "nothing"
-
-
-def test_preempted_without_grace(
-    stage: Stage, reference: RunFiles, survival: Survival
-) -> None:
+def test_preempted_without_grace(stage: Stage, reference: RunFiles, survival: Survival) -> None:
     planned = (PlannedFault(epoch=1, rank=1, step=14, do="sleep"),)
     rehearsal = stage.start("name=sudden", "resources.partition=sudden", planned=planned)
     preempt(rehearsal, epoch=1, after_step=13)
     fault = Fault(3, "preempted in a partition without grace")
-    survival.recovered(
-        rehearsal, fault, cause="preempted", action=requeued_by(rehearsal, 1), epoch=1
-    )
+    survival.recovered(rehearsal, fault, cause="preempted", action=BY_SLURM, epoch=1)
     rehearsal.assert_done_exactly(reference)
     log = next(rehearsal.run.layout.logs.glob("slurm-*.out")).read_text()
     assert "attempt" in log and log.count(f"attempt {rehearsal.job_id}.") == 2, log

@@ -20,9 +20,7 @@ def test_ranks_that_die_are_named_and_relaunched_in_place(
         PlannedFault(epoch=1, rank=1, step=15, do="leave", code=3),
         PlannedFault(epoch=2, rank=0, step=25, do="leave", code=85),
     )
-    rehearsal = stage.start(
-        "name=ranks", "supervise.failures_without_progress=1", planned=planned
-    )
+    rehearsal = stage.start("name=ranks", "supervise.failures_without_progress=1", planned=planned)
     fault = Fault(20, "rank 1 leaves with code 3 while rank 0 waits for it")
     left = survival.recovered(rehearsal, fault, cause="crash", action="relaunch", epoch=1)
     assert left.end.rank == 1 and "3" in (left.end.reason or ""), left.end
@@ -46,16 +44,16 @@ def test_a_frozen_rank_and_one_that_never_comes_count_as_hangs(
     stage: Stage, reference: RunFiles, survival: Survival
 ) -> None:
     planned = (
-        PlannedFault(epoch=1, rank=0, step=5, do="publish_slowly", seconds=12),
+        PlannedFault(epoch=1, rank=0, step=5, do="publish_slowly", seconds=20),
         PlannedFault(epoch=2, rank=1, step=25, do="sleep"),
     )
     rehearsal = stage.start(
-        "name=hang", "supervise.stall=8s", "checkpoint.asynchronous=false", planned=planned
+        "name=hang", "supervise.stall=12s", "checkpoint.asynchronous=false", planned=planned
     )
     rehearsal.wait_for_step(11)
     assert rehearsal.epoch == 1 and not rehearsal.causes, rehearsal.logs()
     survival.shown(
-        Fault(22, "all ranks are silent for 12 s while a checkpoint is published"),
+        Fault(22, "all ranks are silent for 20 s while a checkpoint is published"),
         cause="none",
         action="none: longer than a step may take, shorter than a save may",
     )

@@ -325,15 +325,16 @@ def test_a_run_that_is_done_is_left_alone(tmp_path: Path, slurm: FakeSlurm, verb
 def test_waiting_for_a_save_wants_one_of_after_the_request(
     running: RunFiles, slurm: FakeSlurm
 ) -> None:
-    """Step 20 is being published when the save is asked for at step 23."""
+    """Step 20 is being published when the save is asked for at step 23, and then that of a step
+    that was saved before the request was seen."""
     after_step = control.step_now(running.layout)
     assert after_step == 23
     control.save(running, slurm)
     acts = iter(
         (
             lambda: published(running, 20),
-            lambda: running.layout.save_request.unlink(),
             lambda: published(running, 24),
+            lambda: running.layout.save_request.unlink(),
         )
     )
     step = control.wait_for_save(running, slurm, after_step, 60.0, sleep=lambda _: next(acts)())

@@ -108,6 +108,7 @@ def test_rolling_back_over_a_bad_one(shelf: Any) -> None:
 @pytest.mark.parametrize("at_most_step", [0, 1])
 def test_with_nothing_to_roll_back_to_nothing_newer_moves(shelf: Any, at_most_step: int) -> None:
     shelf.save(2, 4)
+    (shelf.root / TRACKER_NAME).unlink()
     with pytest.raises(CheckpointError, match=f"of step {at_most_step} or before is left"):
         select_for_resume(shelf.root, "auto", at_most_step=at_most_step)
     assert [one.step for one in checkpoints(shelf.root)] == [4, 2]

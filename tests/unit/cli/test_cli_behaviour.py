@@ -418,6 +418,7 @@ def test_json_of_every_command_that_has_it(here: Path, slurm: FakeSlurm) -> None
         "status": ["-a"],
         "describe": ["gpt-tiny-7f3a"],
         "profiles": ["a100x64"],
+        "watch": [],
     }
     elsewhere = {"data prepare", "data show"}  # tests/unit/actions/test_data.py, tests/engines
     assert set(json_commands()) == examples.keys() | elsewhere

@@ -230,6 +230,9 @@ def test_a_state_that_is_found_again_is_one_piece_of_evidence_per_run_and_gpu() 
     assert score(*again) == 50
     assert score(*again, seen(K.DOUBTFUL, run="run-2")) == 100
     assert score(*again, seen(K.DOUBTFUL, gpu="GPU-1")) == 100
+    slow = seen(K.SLOW)
+    (one,) = scores([again[0], slow, again[2]], "c", NOW)
+    assert one.evidence == (slow, again[2]), "the newest, oldest first"
     fresh = (seen(K.LOST, age_seconds=1.5 * DAY), seen(K.LOST))
     assert score(*fresh) == 100, "the newest counts"
 
@@ -266,7 +269,7 @@ def test_blame_follows_a_gpu_that_has_moved() -> None:
 def test_a_case_in_words() -> None:
     evidence = [
         seen(K.SLOW, reason="slow"),
-        seen(K.HARDWARE, reason="XID 79", run="run-2"),
+        seen(K.HARDWARE, reason="XID 79", run="run-2", age_seconds=60),
         seen(K.FIRST_FAILED, reason="rank 3", run="run-2"),
     ]
     (one,) = scores(evidence, "c", NOW)

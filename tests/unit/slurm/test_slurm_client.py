@@ -13,6 +13,7 @@ from hpctrain.errors import SlurmError, SlurmRefusedError, SlurmUnreachableError
 from hpctrain.slurm import JobState, RequeueResult, SlurmClient, parse
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.process import Answer, Command
+from hpctrain.slurm.records import by_submission
 
 ENVIRONMENT = {
     "PATH": "/usr/bin",
@@ -132,6 +133,36 @@ def test_history_asks_the_controller_when_accounting_is_off() -> None:
     assert script.commands[1].argv[0] == "squeue"
 
 
+def test_elements_of_an_array_come_with_it() -> None:
+    told = {"State": "PENDING", "NumNodes": "2-4", "RestartCnt": "0"}
+    row = dict.fromkeys(parse.SQUEUE_FIELDS, "N/A") | told
+    rows = [
+        {**row, "JobID": job, "ArrayJobID": array}
+        for job, array in (("7", "7"), ("8", "7"), ("9", "9"))
+    ]
+    text = "".join(f"{parse.UNIT.join(one.values())}{parse.RECORD}\n" for one in rows)
+    answer = Answer(0, EMPTY_SQUEUE.stdout + text, "")
+    found = asked(answer)[0].jobs([7])
+    assert list(found) == [7, 8] and {job.submitted_id for job in found.values()} == {7}
+    assert found[7].node_count == 2
+    assert list(by_submission(found.values())) == [7]
+
+
+def test_live_jobs_of_a_name() -> None:
+    table = f"JOBID{parse.RECORD}\n14{parse.RECORD}\n15{parse.RECORD}\n"
+    client, script = asked(Answer(0, table, ""))
+    assert client.live_jobs_named("run-1") == (14, 15)
+    argv = script.commands[0].argv
+    assert "--me" in argv and "--name=run-1" in argv, "only of this user"
+
+
+def test_nodes_without_a_reason_are_left_out() -> None:
+    header = parse.UNIT.join(("NODELIST", "REASON"))
+    rows = [f"n0{parse.UNIT}none", f"n1{parse.UNIT}Prolog error"]
+    text = "".join(f"{line}{parse.RECORD}\n" for line in (header, *rows))
+    assert asked(Answer(0, text, ""))[0].node_reasons() == {"n1": "Prolog error"}
+
+
 def test_requeue_never_raises_and_says_what_happened() -> None:
     def away(command: Command) -> Answer:
         raise SlurmUnreachableError("no answer from `scontrol requeue` within 20 s")
@@ -156,7 +187,10 @@ def test_shielding_is_a_matter_of_the_client_or_of_the_call() -> None:
     ("act", "argv"),
     [
         (lambda c: c.cancel(7), "scancel 7"),
-        (lambda c: c.hold(7), "scontrol hold 7"),
+        (lambda c: c.hold(7), "scontrol uhold 7"),
+        (lambda c: c.cancel_all([9, 7]), "scancel 7 9"),
+        (lambda c: c.cancel_all([7], pending_only=True), "scancel --state=PENDING 7"),
+        (lambda c: c.update_job(7, nodes=(2, 4)), "scontrol update JobId=7 NumNodes=2-4"),
         (lambda c: c.release(7), "scontrol release 7"),
         (lambda c: c.requeue_hold(7), "scontrol requeuehold 7"),
         (lambda c: c.signal_step(7, "0", "USR1"), "scancel --signal=USR1 7.0"),

@@ -121,6 +121,8 @@ def test_sacct_rows() -> None:
     assert (jobs[8].name, jobs[8].comment, jobs[8].exit_code) == ("two\nlines", "c\n9|x", None)
     assert (jobs[9].node_list, jobs[9].start_time) == (None, None)
     assert jobs[8].restart_count is None
+    element = p.jobs_from_sacct(sacct_text(sacct_row("9", "FAILED", JobID="7_2")))[9]
+    assert (element.array_job_id, element.submitted_id) == (7, 7)
 
 
 def test_sacct_without_rows_is_an_answer_and_nothing_is_not() -> None:

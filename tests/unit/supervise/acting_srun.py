@@ -105,6 +105,7 @@ def play(word: str) -> None:
         time.sleep(float(value))
     elif name == "await-stop":
         wait_for(RUN / "control/stop")
+        time.sleep(0.15)  # the end of a step is not there at once
         leave("yielded", 75)
     elif name == "await":
         wait_for(RUN / value)

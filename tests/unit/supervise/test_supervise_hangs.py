@@ -266,12 +266,12 @@ def test_a_hung_file_system_does_not_hold_signals(stage: Stage, held: Held) -> N
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    stage.once(lambda: '"step": 4' in read(stage.layout.progress), hang)
-    started = time.monotonic()
     supervisor = stage.supervisor(f"{TRAINING} sleep:9")
     supervisor.context.signals.install()
     launch = Launch(supervisor.launcher.argv, environment())
     ours = LaunchWatch(supervisor.context, launch, 1)
+    stage.once(lambda: ours.started, hang)
+    started = time.monotonic()
     ours.wait()
     assert time.monotonic() - started < 5
     assert (JOB_ID, "0", "USR2") in stage.slurm.signals

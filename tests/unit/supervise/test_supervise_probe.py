@@ -16,7 +16,7 @@ from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.records import JobRecord, NodeState
 from hpctrain.slurm.states import JobState
 from hpctrain.supervise.answers import ProbeResult
-from hpctrain.supervise.probe import STEP_NAME, Question, probe_nodes
+from hpctrain.supervise.probe import STEP_NAME, Question, _Latecomers, probe_nodes
 
 NODES = ("n0", "n1", "n2", "n3")
 JOB = JobRecord(5, state=JobState.RUNNING, node_list="n[0-3]", restart_count=0)
@@ -26,6 +26,10 @@ cd "$(dirname "$0")"
 echo "$@" >> calls
 env > environment
 say() { echo "hpctrain-node {\\"node\\": \\"$2\\", \\"kind\\": \\"$1\\", \\"step\\": \\"3\\"}"; }
+fault() {
+  echo "hpctrain-node {\\"node\\": \\"$1\\", \\"kind\\": \\"problem\\", \\"check\\": \\"$2\\"," \\
+    "\\"text\\": \\"gone\\", \\"hard\\": $3}"
+}
 for word; do case $word in --nodelist=*) nodes=${word#*=};; esac; done
 case $nodes in *,*) [ -e refuses ] && { echo "srun: error: not available" >&2; exit 1; };; esac
 [ -e mute ] && { echo "srun: error: no munge" >&2; exit 1; }
@@ -35,6 +39,11 @@ for node in $(echo "$nodes" | tr , ' '); do
     crashed) code=233;;
     hung) hang=1;;
     begins) say begin $node; hang=1;;
+    slow) say begin $node; fault $node "run directory" false; say end $node; echo ok > $node;;
+    unmounted) say begin $node; fault $node "run directory" false; say end $node;;
+    unmounted*) say begin $node; fault $node "run directory" false; say end $node
+                echo crashed > $node;;
+    broken) say begin $node; fault $node GPUs true; say end $node;;
     *) say begin $node; say end $node;;
   esac
 done
@@ -120,7 +129,7 @@ def test_a_crashed_node_is_asked_again_alone_and_lost(theatre: Theatre) -> None:
     assert (result.lost, result.usable) == (("n2",), ("n0", "n1", "n3"))
     assert len(theatre.calls) == 2 and "--nodelist=n2 " in theatre.calls[1]
     assert "--nodes=1" in theatre.calls[1]
-    assert result.why_lost == ("no answer within 2 s",)
+    assert result.why_lost[0].startswith("no answer within")
 
 
 def test_a_hung_node_is_lost_at_the_deadline(theatre: Theatre) -> None:
@@ -128,6 +137,34 @@ def test_a_hung_node_is_lost_at_the_deadline(theatre: Theatre) -> None:
     result = theatre.probe(deadline_seconds=1.0)
     assert (result.lost, result.usable) == (("n1",), ("n0", "n2", "n3"))
     assert 1.9 < result.seconds < 6
+
+
+def test_nobody_waits_for_a_node_that_takes_much_longer_than_the_others(
+    theatre: Theatre, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hpctrain.supervise.probe._LATER_SECONDS", 0.5)
+    monkeypatch.setattr("hpctrain.supervise.probe._ALONE_SECONDS", 0.5)
+    theatre.fate(n1="hung")
+    result = theatre.probe(deadline_seconds=60)
+    assert result.lost == ("n1",) and result.seconds < 8
+
+
+def test_who_is_overdue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three times as long as the last of the others, and 3 s; only once half have answered."""
+    clock = [100.0]
+    monkeypatch.setattr("hpctrain.supervise.probe.time.monotonic", lambda: clock[0])
+    latecomers = _Latecomers(NODES)
+
+    def at(seconds: float, *ended: str) -> bool:
+        clock[0] = 100.0 + seconds
+        return latecomers.are_overdue(frozenset(ended))
+
+    assert not at(1, "n0", "elsewhere", "nowhere")
+    assert not at(50, "n0")
+    assert not at(51, "n0", "n1"), "the second has just answered"
+    assert not at(155, "n0", "n1")
+    assert at(157, "n0", "n1")
+    assert not at(158, "n0", "n1", "n2"), "they still come in"
 
 
 def test_an_srun_that_does_not_listen_is_killed(theatre: Theatre) -> None:
@@ -157,11 +194,38 @@ def test_checks_that_do_not_end_leave_a_node_unfit_and_their_step_is_killed(
     theatre.fate(n2="begins")
     result = theatre.probe(deadline_seconds=0.5)
     assert (result.lost, result.unfit) == ((), ("n2",))
-    assert len(theatre.calls) == 1, "it has answered, so it is not asked again"
     deadline = time.monotonic() + 5
     while not theatre.slurm.signals and time.monotonic() < deadline:
         time.sleep(0.01)
     assert theatre.slurm.signals == [(5, "3", "KILL")]
+
+
+def test_a_check_that_was_only_slow_condemns_nobody(theatre: Theatre) -> None:
+    theatre.fate(n2="slow")
+    result = theatre.probe()
+    assert (result.usable, result.words()) == (NODES, ())
+    assert len(theatre.calls) == 2 and "--nodelist=n2 " in theatre.calls[1]
+
+
+def test_a_check_that_fails_twice_does(theatre: Theatre) -> None:
+    theatre.fate(n2="unmounted")
+    result = theatre.probe()
+    assert (result.unfit, result.lost) == (("n2",), ())
+    assert result.words() == ("n2: run directory: gone",)
+    assert len(theatre.calls) == 2
+
+
+def test_an_earlier_answer_stands_where_there_is_no_second_one(theatre: Theatre) -> None:
+    theatre.fate(n2="unmounted then dead")
+    result = theatre.probe()
+    assert (result.unfit, result.lost) == (("n2",), ())
+
+
+def test_broken_hardware_and_what_most_share_is_not_asked_about_again(theatre: Theatre) -> None:
+    theatre.fate(n0="broken", n1="unmounted", n2="unmounted", n3="unmounted")
+    result = theatre.probe()
+    assert result.unfit == ("n0",)
+    assert len(theatre.calls) == 1
 
 
 def test_steps_that_ended_are_not_killed(theatre: Theatre) -> None:

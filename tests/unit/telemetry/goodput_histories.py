@@ -94,7 +94,7 @@ def _damaged(history: History, dice: random.Random) -> History:
     """Tears lines, sets clocks wrong, and lets an old trainer go on."""
     history.marks = [mark for mark in history.marks if dice.random() > 0.05]
     history.steps = [step for step in history.steps if dice.random() > 0.05]
-    wrong = [0.0] * 30 + [-5000.0, 1e9, float("nan"), float("inf"), -1e15]
+    wrong = [0.0] * 30 + [-5000.0, 1e5, float("nan"), float("inf"), -1e15]
     history.marks = [
         Mark(m.kind, m.time + dice.choice(wrong), m.attempt, m.epoch, m.cause, m.failure)
         for m in history.marks

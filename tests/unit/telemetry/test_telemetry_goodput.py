@@ -280,7 +280,7 @@ def test_numbers_that_are_none_are_nothing() -> None:
     assert [ticks(x) for x in (math.nan, math.inf, -math.inf, 1e300, 1.5)] == [0, 0, 0, 0, 1500000]
 
 
-@pytest.mark.parametrize("seed", range(400))
+@pytest.mark.parametrize("seed", range(150))
 def test_whatever_happened_adds_up(seed: int) -> None:
     """Exactly, without a gap or an overlap, and productive is what is in the weights."""
     run = made_up(seed)
@@ -313,10 +313,10 @@ def test_whatever_happened_adds_up(seed: int) -> None:
 
 def test_most_made_up_histories_train() -> None:
     """The property test would say nothing about runs that never do."""
-    accounts = [told(made_up(seed)) for seed in range(400)]
+    accounts = [told(made_up(seed)) for seed in range(150)]
     for category in Category:
-        assert sum(one.of(category) > 0 for one in accounts) > 40, category
-    assert sum(one.hour.worst is not None for one in accounts) > 40
+        assert sum(one.of(category) > 0 for one in accounts) > 15, category
+    assert sum(one.hour.worst is not None for one in accounts) > 15
 
 
 # -- windows -----------------------------------------------------------------------------------

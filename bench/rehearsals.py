@@ -1,0 +1,35 @@
+"""The rehearsals of tests/slurm for benchmarks: the same runs on the same sandbox.
+
+Belongs here: the way to them. Does not belong here: anything that measures.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+_SLURM_TESTS = Path(__file__).resolve().parents[1] / "tests" / "slurm"
+sys.path[:0] = [str(_SLURM_TESTS), str(_SLURM_TESTS / "faults")]
+
+from rehearsal import Rehearsal as Rehearsal  # noqa: E402
+from rehearsal import Stage as Stage  # noqa: E402
+from rehearsal import own_sandbox  # noqa: E402
+
+from hpctrain.sandbox.shape import default_shape  # noqa: E402
+
+
+@contextmanager
+def own_stage(grace_seconds: int = 6) -> Iterator[Stage]:
+    """A fresh Slurm of four nodes and an empty directory of runs; both are gone afterwards."""
+    shape = replace(default_shape(nodes=4), slurmd_timeout_seconds=10)
+    brief = replace(shape.partitions[0], grace_seconds=grace_seconds)
+    others = shape.partitions[1:]
+    with (
+        own_sandbox(replace(shape, partitions=(brief, *others))) as sandbox,
+        tempfile.TemporaryDirectory(prefix="hpctrain-bench-") as name,
+    ):
+        yield Stage(sandbox, Path(name))

@@ -1,0 +1,107 @@
+"""What large runs die of: published shares of causes. Pure data.
+
+Each mix is a table of (kind, count or weight, cause as the supervisor would name it, how it shows,
+whether the node is gone for good). Belongs here: numbers with their source. Does not belong here:
+how often something fails at all (`plan.forecast.published`, the profile).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from hpctrain.supervise.causes import Cause
+
+# stop: a process dies, srun says so at once. stall: nothing is said, and the stall limit passes.
+Shows = Literal["stop", "stall"]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of failure; `takes_node`: its node is of no use until it has been repaired."""
+
+    name: str
+    weight: float
+    cause: Cause
+    shows: Shows
+    takes_node: bool
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Kinds of failures, with the source of their weights."""
+
+    name: str
+    source: str
+    kinds: tuple[Kind, ...]
+
+    @property
+    def total_weight(self) -> float:
+        return sum(kind.weight for kind in self.kinds)
+
+    @property
+    def share_taking_nodes(self) -> float:
+        """Of all failures, those that cost a node."""
+        return sum(kind.weight for kind in self.kinds if kind.takes_node) / self.total_weight
+
+
+# Counts of table 5, "The Llama 3 Herd of Models", arXiv 2407.21783: 419 unexpected interruptions
+# in 54 days on 16,384 H100 (the counts add up to 419; the percentage printed for faulty GPUs,
+# 30.1 %, does not fit its count). How each shows and whether it takes a node is our reading:
+# the paper names components, not symptoms. Its silent data corruptions show as anomalies.
+LLAMA3 = Mix(
+    name="llama3",
+    source="table 5 of arXiv 2407.21783",
+    kinds=(
+        Kind("faulty GPU", 148, Cause.GPU_ERROR, "stop", True),
+        Kind("GPU HBM3 memory", 72, Cause.GPU_ERROR, "stop", True),
+        Kind("software bug", 54, Cause.CRASH, "stop", False),
+        Kind("network switch or cable", 35, Cause.FABRIC, "stall", False),
+        Kind("host maintenance", 32, Cause.NODE_FAILURE, "stop", True),
+        Kind("GPU SRAM memory", 19, Cause.GPU_ERROR, "stop", True),
+        Kind("GPU system processor", 17, Cause.GPU_ERROR, "stop", True),
+        Kind("network card", 7, Cause.FABRIC, "stall", True),
+        Kind("NCCL watchdog", 7, Cause.HANG, "stall", False),
+        Kind("silent data corruption", 6, Cause.SUSPECT_NUMERICS, "stop", True),
+        Kind("GPU thermal interface and sensor", 6, Cause.GPU_ERROR, "stop", True),
+        Kind("SSD", 3, Cause.NODE_FAILURE, "stop", True),
+        Kind("power supply", 3, Cause.NODE_FAILURE, "stop", True),
+        Kind("server chassis", 2, Cause.NODE_FAILURE, "stop", True),
+        Kind("IO expansion board", 2, Cause.NODE_FAILURE, "stop", True),
+        Kind("dependency", 2, Cause.STORAGE, "stop", False),
+        Kind("CPU", 2, Cause.NODE_FAILURE, "stop", True),
+        Kind("system memory", 2, Cause.NODE_FAILURE, "stop", True),
+    ),
+)
+
+# ByteRobust, arXiv 2509.16293: 43,264 explicit and 5,948 implicit failures of 778,135 jobs; of all
+# incidents hangs are 9.9 %, NaN 0.3 %. Jobs of every size and state of development, so that most
+# of the explicit ones are software. Which part of them takes a node is not published: a third is
+# assumed, near the share of hardware that Meta gives for small jobs.
+BYTEROBUST = Mix(
+    name="byterobust",
+    source="arXiv 2509.16293; a third of the explicit failures is assumed to take a node",
+    kinds=(
+        Kind("explicit, machine", 29.9, Cause.GPU_ERROR, "stop", True),
+        Kind("explicit, software", 59.9, Cause.CRASH, "stop", False),
+        Kind("hang", 9.9, Cause.HANG, "stall", False),
+        Kind("NaN", 0.3, Cause.SUSPECT_NUMERICS, "stop", False),
+    ),
+)
+
+# Failures of the infrastructure only, as Kokolis et al. count them (arXiv 2410.21680: 6.50 per
+# 1000 node-days on RSC-1): each is one of a node.
+NODES_ONLY = Mix(
+    name="nodes",
+    source="every failure takes a node, as failures are counted in arXiv 2410.21680",
+    kinds=(Kind("node failure", 1.0, Cause.NODE_FAILURE, "stop", True),),
+)
+
+# For comparison with closed forms: nothing is lost but time.
+CRASHES_ONLY = Mix(
+    name="crashes",
+    source="every failure leaves the nodes in order",
+    kinds=(Kind("crash", 1.0, Cause.CRASH, "stop", False),),
+)
+
+MIXES = {mix.name: mix for mix in (LLAMA3, BYTEROBUST, NODES_ONLY, CRASHES_ONLY)}

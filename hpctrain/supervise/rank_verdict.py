@@ -1,0 +1,320 @@
+"""What ranks and machines say about the end of a launch. Pure.
+
+Order of trust: a wrong setting (the trainer's own word); nodes that are lost; broken hardware; the
+earliest root over all ranks, which a kernel or slurmstepd that kills for memory precedes, because a
+killed rank leaves no word; the hang that the supervisor has seen; tasks that could not start; what
+srun says of the first task that died; what follows from failures of others; exit codes.
+Belongs here: choosing among these. Does not belong here: finding lines (`scan`), the scheduler
+(`scheduler_verdict`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hpctrain.supervise.causes import FINAL_CAUSES, Cause
+from hpctrain.supervise.documents import Evidence, Finding, RankExit, Verdict
+from hpctrain.supervise.fingerprint import fingerprint
+from hpctrain.supervise.roots import NEVER, Candidate, candidates, is_echo
+from hpctrain.supervise.scheduler_verdict import noticed
+from hpctrain.supervise.slurm_words import (
+    exit_code,
+    launch_failures,
+    nodes_named,
+    why_not_launched,
+)
+
+# Exit codes of the trainer that say more than "crash" (store.signs.TrainerExit).
+_CODES = {16: Cause.SUSPECT_NUMERICS, 17: Cause.DIVERGED, 78: Cause.CONFIG_ERROR}
+# What can hold up a launch without ending it. Other roots in the logs of a launch that hangs were
+# survived, or follow from the supervisor's killing it.
+_HOLD_UP = frozenset(
+    {
+        Cause.GPU_ERROR,
+        Cause.GPU_OOM,
+        Cause.HOST_OOM,
+        Cause.STORAGE,
+        Cause.FABRIC,
+        Cause.NODE_FAILURE,
+    }
+)
+# Echoes that say what has failed go before those that only say that a peer is gone.
+_VAGUE_ECHOES = {Cause.HANG: 1, Cause.CRASH: 2}
+# More suspects than these are no suspects: what many nodes see is not the fault of one.
+_MOST_SUSPECTS = 2
+
+
+def by_ranks(evidence: Evidence) -> Verdict | None:
+    """The verdict on a launch that neither the scheduler nor a person has ended."""
+    judges = (
+        _wrong_setting,
+        _replaced,
+        _lost_nodes,
+        _root,
+        _hang,
+        _never_launched,
+        _by_signal,
+        _by_crash,
+        _echo,
+        _by_code,
+    )
+    for judge in judges:
+        verdict = judge(evidence)
+        if verdict is not None:
+            return verdict
+    return None
+
+
+# -- what is beyond doubt --------------------------------------------------------------------
+
+
+def _wrong_setting(evidence: Evidence) -> Verdict | None:
+    for exit_ in evidence.rank_exits:
+        if exit_.outcome == "config_error":
+            lines = (f"rank {exit_.rank} on {exit_.node}: {exit_.message}",)
+            return Verdict(Cause.CONFIG_ERROR, exit_.message, lines, exit_.rank)
+    return None
+
+
+def _replaced(evidence: Evidence) -> Verdict | None:
+    """A rank has read the epochs later than the supervisor has."""
+    for exit_ in evidence.rank_exits:
+        if exit_.cause == Cause.SUPERSEDED:
+            lines = (f"rank {exit_.rank} on {exit_.node}: {exit_.message}",)
+            reason = "a newer launch of this run has taken over"
+            return Verdict(Cause.SUPERSEDED, reason, lines, exit_.rank)
+    return None
+
+
+def _lost_nodes(evidence: Evidence) -> Verdict | None:
+    if evidence.lost_nodes:
+        reason = f"nodes do not answer: {', '.join(evidence.lost_nodes[:8])}"
+        lines = (*evidence.notices[-2:], *(f.line for f in _hard(evidence)[:3]))
+        return Verdict(Cause.NODE_FAILURE, reason, lines, nodes=evidence.lost_nodes)
+    if noticed(evidence) is not Cause.NODE_FAILURE:
+        return None
+    named = nodes_named(evidence.notices)
+    found = (f.node for f in evidence.findings if f.signature == "slurm_node_failure" and f.node)
+    nodes = tuple(dict.fromkeys((*named, *found)))
+    return Verdict(
+        Cause.NODE_FAILURE, "a node of the job failed", evidence.notices[-3:], nodes=nodes
+    )
+
+
+def _hard(evidence: Evidence) -> list[Finding]:
+    return [f for f in evidence.findings if f.hard and f.role == "root"]
+
+
+# -- the earliest root -----------------------------------------------------------------------
+
+
+def _root(evidence: Evidence) -> Verdict | None:
+    """Broken hardware, a kill for memory, or the earliest failure of a rank that names its cause.
+
+    A crash that nobody can name is left to `_by_crash`, for a rank that died by a signal may have
+    gone before it.
+    """
+    found = sorted(candidates(evidence), key=lambda one: one.order)
+    if evidence.stall is not None:
+        found = [one for one in found if one.tier < 2 or one.cause in _HOLD_UP]
+    if not found:
+        return None
+    root = found[0]
+    if root.cause is Cause.CRASH and root.tier == 2:
+        return None
+    nodes, hard = _suspects(root, found)
+    where = f"rank {root.rank} on {root.node}" if root.rank is not None else root.node
+    reason = f"{where or 'the launch'}: {_sentence(root)}"
+    lines = tuple(dict.fromkeys(map(_shown, found)))
+    return Verdict(
+        root.cause, reason, lines[:3], root.rank, nodes=nodes, hard=hard, step=_step(root, evidence)
+    )
+
+
+def _suspects(root: Candidate, found: list[Candidate]) -> tuple[tuple[str, ...], bool]:
+    """The nodes that the same cause points at, unless they are many and the hardware is whole."""
+    same = [one for one in found if one.cause is root.cause and one.hard is root.hard]
+    nodes = tuple(dict.fromkeys(one.node for one in same if one.node))
+    if root.cause in FINAL_CAUSES:
+        return (), False
+    if root.hard:
+        return nodes, True
+    return (nodes if len(nodes) <= _MOST_SUSPECTS else ()), False
+
+
+def _step(root: Candidate, evidence: Evidence) -> int | None:
+    return root.step or evidence.last_step
+
+
+def _sentence(root: Candidate) -> str:
+    return f"{str(root.cause).replace('_', ' ')}: {root.words.strip()[:200]}"
+
+
+def _shown(one: Candidate) -> str:
+    where = [f"rank {one.rank}"] if one.rank is not None else []
+    where += [f"on {one.node}"] if one.node else []
+    return f"{' '.join(where)}: {one.words}" if where else one.words
+
+
+# -- hangs, launches, deaths -------------------------------------------------------------------
+
+
+def _hang(evidence: Evidence) -> Verdict | None:
+    stall = evidence.stall
+    if stall is None:
+        return None
+    reason = (
+        f"no sign of life for {stall.silent_seconds:.0f} s while {stall.phase} "
+        f"(limit {stall.limit_seconds:.0f} s)"
+    )
+    if not stall.odd:
+        return _held_up(evidence) or Verdict(Cause.HANG, reason, step=evidence.last_step)
+    first = stall.odd[0]
+    others = f" and {len(stall.odd) - 1} more" if len(stall.odd) > 1 else ""
+    lines = tuple(f"rank {odd.rank} on {odd.node}: {odd.where}" for odd in stall.odd[:4])
+    return Verdict(
+        Cause.HANG,
+        f"{reason}; rank {first.rank} on {first.node}{others} is elsewhere: {first.where}",
+        (*lines, *(f.line for f in _machine_echoes(evidence)[:2])),
+        first.rank,
+        nodes=tuple(dict.fromkeys(odd.node for odd in stall.odd)),
+        step=evidence.last_step,
+    )
+
+
+def _held_up(evidence: Evidence) -> Verdict | None:
+    """Nobody is odd, but a kernel says that storage or a link was away."""
+    echoes = _machine_echoes(evidence)
+    return _verdict_of_echo(echoes, evidence) if echoes else None
+
+
+def _machine_echoes(evidence: Evidence) -> list[Finding]:
+    return [f for f in _echoes(evidence) if f.rank is None and f.cause in _HOLD_UP]
+
+
+def _never_launched(evidence: Evidence) -> Verdict | None:
+    """srun could not start some tasks and ends the others, which is no crash of theirs."""
+    lines = launch_failures(evidence.notices)
+    if evidence.started or not lines:
+        return None
+    cause = why_not_launched(lines)
+    nodes = () if cause is Cause.CONTROLLER_AWAY else nodes_named(lines)
+    reason = f"srun could not start the step: {lines[0]}"
+    return Verdict(cause, reason, lines[:3], nodes=nodes)
+
+
+def _by_signal(evidence: Evidence) -> Verdict | None:
+    """A rank that was killed leaves no record, so srun's first line about a death comes first."""
+    if not evidence.task_failures or exit_code(evidence.task_failures[0]) is not None:
+        return None
+    first = evidence.task_failures[0]
+    if first.what.startswith("Aborted") and _echoes(evidence):
+        return None  # a watchdog aborts its own rank
+    rank = int(first.tasks) if first.tasks.isdigit() else None
+    reason = f"rank {first.tasks} on {first.node} was ended by a signal: {first.what}"
+    nodes = () if "[" in first.node else (first.node,)
+    step = evidence.last_step
+    return Verdict(Cause.CRASH, reason, _task_lines(evidence), rank, nodes=nodes, step=step)
+
+
+def _by_crash(evidence: Evidence) -> Verdict | None:
+    """The first rank that failed for a reason of its own, though nobody knows which."""
+    crashes = [exit_ for exit_ in evidence.rank_exits if exit_.outcome == "crash"]
+    own = [exit_ for exit_ in crashes if not is_echo(exit_, evidence.findings)]
+    if not own:
+        return None
+    root = min(own, key=_order_of_end)
+    shown = sorted(crashes, key=lambda exit_: exit_ is not root)[:3]
+    lines = (*(f"rank {c.rank} on {c.node}: {c.message}" for c in shown), *_task_lines(evidence))
+    reason = f"rank {root.rank} failed: {root.message}"
+    step = root.step or evidence.last_step
+    nodes = _nodes_of_the_same(root, own)
+    return Verdict(Cause.CRASH, reason, lines, root.rank, nodes=nodes, step=step)
+
+
+def _order_of_end(exit_: RankExit) -> tuple[float, int]:
+    """Without times the order in which they are given counts."""
+    return (exit_.ended_at, exit_.rank) if exit_.ended_at else (NEVER, 0)
+
+
+def _nodes_of_the_same(root: RankExit, own: list[RankExit]) -> tuple[str, ...]:
+    print_of_root = fingerprint(Cause.CRASH, root.message)
+    same = {e.node for e in own if fingerprint(Cause.CRASH, e.message) == print_of_root}
+    return (root.node,) if len(same) <= _MOST_SUSPECTS else ()
+
+
+def _echo(evidence: Evidence) -> Verdict | None:
+    """Nothing but failures that follow from others: the one that says most about them."""
+    echoes = _echoes(evidence)
+    if not echoes or not (evidence.task_failures or evidence.rank_exits or _died(evidence)):
+        return None
+    verdict = _verdict_of_echo(echoes, evidence)
+    return _with_silent_rank(verdict, echoes, evidence)
+
+
+def _died(evidence: Evidence) -> bool:
+    return evidence.srun_exit_code not in (0, None)
+
+
+def _echoes(evidence: Evidence) -> list[Finding]:
+    found = [
+        f
+        for f in evidence.findings
+        if f.role == "cascade" and not (f.signature.startswith("slurm_") and f.cause is Cause.CRASH)
+    ]
+    return sorted(found, key=_order_of_echo)
+
+
+def _order_of_echo(finding: Finding) -> tuple[int, float, int, str]:
+    rank = -1 if finding.rank is None else finding.rank
+    vagueness = _VAGUE_ECHOES.get(finding.cause, 0)
+    return (vagueness, finding.order or NEVER, rank, finding.line)
+
+
+def _verdict_of_echo(echoes: list[Finding], evidence: Evidence) -> Verdict:
+    first = echoes[0]
+    node = first.node or _node_of(first.rank, evidence)
+    same = {f.node or _node_of(f.rank, evidence) for f in echoes if f.cause is first.cause}
+    suspects = (node,) if node and len(same) == 1 else ()
+    where = f"rank {first.rank}" if first.rank is not None else first.node
+    reason = f"nothing names the root; first seen by {where or 'srun'}: {first.line[:200]}"
+    lines = tuple(dict.fromkeys(f.line for f in echoes[:4]))
+    return Verdict(first.cause, reason, lines, first.rank, nodes=suspects, step=evidence.last_step)
+
+
+def _with_silent_rank(verdict: Verdict, echoes: list[Finding], evidence: Evidence) -> Verdict:
+    """In a collective that timed out for all but one, that one did not take part."""
+    if verdict.cause is not Cause.HANG:
+        return verdict
+    late = {f.rank for f in echoes if f.cause is Cause.HANG and f.rank is not None}
+    silent = sorted(set(range(evidence.world_size)) - late)
+    if len(silent) != 1 or evidence.world_size < 3:
+        return replace(verdict, rank=None, nodes=())
+    node = _node_of(silent[0], evidence)
+    words = f"{verdict.reason}; rank {silent[0]} alone did not time out"
+    return replace(verdict, reason=words, rank=silent[0], nodes=(node,) if node else ())
+
+
+def _node_of(rank: int | None, evidence: Evidence) -> str | None:
+    return next((exit_.node for exit_ in evidence.rank_exits if exit_.rank == rank), None)
+
+
+def _by_code(evidence: Evidence) -> Verdict | None:
+    """srun's words about the first task that died; its own exit code is masked by its kills."""
+    crashes = [exit_ for exit_ in evidence.rank_exits if exit_.outcome == "crash"]
+    if evidence.task_failures:
+        first = evidence.task_failures[0]
+        cause = _CODES.get(exit_code(first) or 0, Cause.CRASH)
+        reason = f"task {first.tasks} on {first.node}: {first.what}"
+        rank = int(first.tasks) if first.tasks.isdigit() else None
+        lines = _task_lines(evidence)
+        return Verdict(cause, reason, lines, rank if cause is not Cause.CRASH else None)
+    if crashes:
+        root = crashes[0]
+        lines = (f"rank {root.rank} on {root.node}: {root.message}",)
+        return Verdict(Cause.CRASH, f"rank {root.rank} failed: {root.message}", lines, root.rank)
+    return None
+
+
+def _task_lines(evidence: Evidence) -> tuple[str, ...]:
+    return tuple(f"{f.node}: task {f.tasks}: {f.what}" for f in evidence.task_failures[:3])

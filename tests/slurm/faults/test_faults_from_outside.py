@@ -1,0 +1,81 @@
+"""What only an onlooker can mend: `hpctrain watch`, one pass at a time."""
+
+from __future__ import annotations
+
+from rehearsal import Rehearsal, Stage
+from survival import Fault, Survival
+
+from hpctrain.actions.runs import RunFiles
+from hpctrain.actions.state import RunState
+from hpctrain.actions.watch import Pass, watch
+from hpctrain.sandbox import faults
+from hpctrain.store.ledger import EventKind
+
+
+def look(rehearsal: Rehearsal, stage: Stage, *, act: bool) -> Pass:
+    """One pass over the directory of this run alone."""
+    found = watch(stage.runs, rehearsal.slurm, act=act, grace_seconds=0)
+    rehearsal.job_id = [e.job_id for e in rehearsal.events(EventKind.SUBMITTED)][-1] or 0
+    return found
+
+
+def test_a_run_that_may_not_be_requeued_is_submitted_again(
+    stage: Stage, reference: RunFiles, survival: Survival
+) -> None:
+    own = Stage(stage.sandbox, stage.directory / "watched")
+    own.directory.mkdir()
+    rehearsal = own.start("name=orphan", continuation="none")
+    epoch = rehearsal.wait_for_progress()
+    faults.crash_node(stage.sandbox, rehearsal.nodes()[0])
+    rehearsal.wait_till_over()
+    before = look(rehearsal, own, act=False)
+    assert [one.outcome for one in before.seen] == ["would"], before
+    assert rehearsal.epoch == epoch, "a pass that only looks has done something"
+    acted = look(rehearsal, own, act=True)
+    assert [one.outcome for one in acted.seen] == ["done"], acted
+    fault = Fault(15, "the batch node dies under a job that may not be requeued; `watch --act`")
+    survival.recovered(
+        rehearsal, fault, cause="node_failure", action="restarted by Slurm", epoch=epoch
+    )
+    rehearsal.assert_done_exactly(reference)
+
+
+def test_a_prolog_that_fails_is_left_behind(
+    stage: Stage, reference: RunFiles, survival: Survival
+) -> None:
+    own = Stage(stage.sandbox, stage.directory / "prolog")
+    own.directory.mkdir()
+    faults.break_prolog(stage.sandbox, "n0")
+    rehearsal = own.start("name=prolog")
+    rehearsal.wait_until(lambda row: "held" in row.reason.lower(), "held by Slurm")
+    acted = look(rehearsal, own, act=True)
+    assert [one.outcome for one in acted.seen] == ["done"], acted
+    rehearsal.assert_done_exactly(reference)
+    assert rehearsal.events(EventKind.LAUNCH_STARTED)[-1].epoch == 1
+    survival.shown(
+        Fault(16, "the prolog fails on the first node, and Slurm requeues and holds the job"),
+        cause="prolog_failure",
+        action="released by `watch --act`; Slurm has drained the node",
+        identical=60,
+    )
+
+
+def test_what_a_user_has_cancelled_is_not_brought_back(
+    stage: Stage, reference: RunFiles, survival: Survival
+) -> None:
+    own = Stage(stage.sandbox, stage.directory / "cancelled")
+    own.directory.mkdir()
+    rehearsal = own.start("name=gone")
+    rehearsal.wait_for_step(5)
+    rehearsal.sandbox.command("scancel", str(rehearsal.job_id))
+    row = rehearsal.wait_till_over()
+    assert row.state is RunState.CANCELLED, rehearsal.logs()
+    acted = look(rehearsal, own, act=True)
+    assert not [one for one in acted.seen if one.outcome == "done"], acted
+    assert rehearsal.status().state is RunState.CANCELLED
+    survival.shown(
+        Fault(34, "the user cancels the job, then `watch --act` looks"),
+        cause="cancelled",
+        action="none: it stays cancelled",
+        identical=rehearsal.assert_same_so_far(reference),
+    )

@@ -1,0 +1,381 @@
+"""A pass over runs on disk with a Slurm in memory: what it asks, does and writes, and when not."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import pytest
+from fabricated_runs import LAUNCHED, STARTED, SUBMITTED, Said, ended, fabricate, said
+
+from hpctrain.actions.runs import RunFiles
+from hpctrain.actions.watch import heartbeat_age_seconds, heartbeat_path, watch
+from hpctrain.actions.watch_look import Remedy, Symptom
+from hpctrain.errors import UsageError
+from hpctrain.slurm.client import SlurmClient
+from hpctrain.slurm.fake import FakeSlurm
+from hpctrain.slurm.records import JobRecord
+from hpctrain.slurm.states import JobState
+from hpctrain.store.ledger import EventKind
+from hpctrain.supervise.documents import LaunchShape, SuperviseConfig
+
+BEGUN = (*SUBMITTED, STARTED, LAUNCHED)
+
+
+class Slurm(FakeSlurm):
+    """Counts the questions."""
+
+    def __init__(self, *jobs: JobRecord) -> None:
+        super().__init__()
+        self.records = {job.job_id: job for job in jobs}
+        self.asked: list[Collection[int]] = []
+        self.updates: list[dict[str, object]] = []
+
+    def jobs(self, ids: Collection[int]) -> dict[int, JobRecord]:
+        self.asked.append(ids)
+        return super().jobs(ids)
+
+    def update_job(self, job_id: int, **changes: object) -> None:  # type: ignore[override]
+        self.updates.append({"job_id": job_id, **changes})
+        super().update_job(job_id, **changes)  # type: ignore[arg-type]
+
+    def release(self, job_id: int) -> None:
+        self.updates.append({"job_id": job_id, "release": True})
+        super().release(job_id)
+
+    @property
+    def client(self) -> SlurmClient:
+        return cast(SlurmClient, self)
+
+
+def job(state: JobState, job_id: int = 1, **more: object) -> JobRecord:
+    over = {"node_list": "n0", "start_time": 1.0, "end_time": 100.0}
+    fields = {**(over if state.is_ended else {}), "restart_count": 0, **more}
+    return JobRecord(job_id, state=state, **fields)  # type: ignore[arg-type]
+
+
+def kinds(run: RunFiles) -> list[str]:
+    return [event.event.value for event in run.ledger.events()]
+
+
+def configure(run: RunFiles, **settings: object) -> None:
+    path = run.layout.supervise_config
+    config = SuperviseConfig.model_validate_json(path.read_bytes())
+    path.write_text(config.model_copy(update=settings).model_dump_json())
+
+
+def test_one_question_for_all_runs(tmp_path: Path) -> None:
+    for number in range(1, 6):
+        again = said(EventKind.SUBMITTED, job_id=number)
+        fabricate(tmp_path, f"run-{number}", (again, *ended("crash", "", "relaunch")))
+    fabricate(tmp_path, "over", (*BEGUN, *ended("crash", "boom", "stop")))
+    fabricate(tmp_path, "done", BEGUN, done=True)
+    slurm = Slurm(*(job(JobState.RUNNING, n, start_time=time.time()) for n in range(1, 6)))
+    result = watch(tmp_path, slurm.client)
+    assert slurm.asked == [{1, 2, 3, 4, 5}]
+    assert (result.runs, result.open_runs, result.complete, result.seen) == (7, 5, True, ())
+
+
+def test_without_act_nothing_is_done_and_nothing_is_written(tmp_path: Path) -> None:
+    run = fabricate(tmp_path, entries=BEGUN)
+    before = run.layout.ledger.read_bytes()
+    slurm = Slurm(job(JobState.NODE_FAIL))
+    (seen,) = watch(tmp_path, slurm.client).seen
+    assert (seen.symptom, seen.remedy) == (Symptom.ORPHANED, Remedy.RESUBMIT)
+    assert seen.outcome == "would"
+    assert not slurm.scripts and run.layout.ledger.read_bytes() == before
+
+
+def test_an_orphan_is_submitted_again_and_the_ledger_says_so_first(tmp_path: Path) -> None:
+    run = fabricate(tmp_path, entries=BEGUN)
+
+    class Looking(Slurm):
+        def submit(self, *arguments: object) -> object:  # type: ignore[override]
+            self.ledger = kinds(run)
+            return super().submit(*arguments)  # type: ignore[arg-type]
+
+    slurm = Looking(job(JobState.NODE_FAIL))
+    (seen,) = watch(tmp_path, slurm.client, act=True).seen
+    assert (seen.outcome, seen.answer) == ("done", "submitted as job 2")
+    assert slurm.ledger[-3:] == ["attempt_lost", "watch", "submitting"]
+    lost, told, _, submitted = run.ledger.events()[-4:]
+    assert (lost.job_id, lost.restart_count, lost.cause) == (1, 0, "node_failure")
+    assert told.action == "resubmit" and told.user and "nodes failed" in (told.reason or "")
+    assert (submitted.job_id, submitted.successor_of) == (2, None)
+    assert watch(tmp_path, slurm.client, act=True).seen == (), "once is enough"
+
+
+def test_the_ledger_is_read_whole_where_budgets_count(tmp_path: Path) -> None:
+    """Its tail alone would show too few lost attempts, or none."""
+    many = [
+        entry
+        for number in range(1, 4)
+        for entry in (
+            said(EventKind.SUBMITTED, job_id=number),
+            said(EventKind.ATTEMPT_STARTED, job_id=number, restart_count=0),
+            *(said(EventKind.OBSERVED, reason="x" * 200) for _ in range(200)),
+            said(EventKind.ATTEMPT_LOST, job_id=number, cause="supervisor_lost", reason="x"),
+        )
+    ]
+    last = (said(EventKind.SUBMITTED, job_id=4), said(EventKind.ATTEMPT_STARTED, job_id=4))
+    run = fabricate(tmp_path, entries=(*many, *last))
+    assert run.layout.ledger.stat().st_size > 4 * 16384
+    slurm = Slurm(job(JobState.FAILED, 4, exit_signal=9))
+    (seen,) = watch(tmp_path, slurm.client, act=True).seen
+    assert seen.remedy is Remedy.TELL and "3 supervisors lost" in seen.reason.replace("4", "3")
+    assert not slurm.scripts
+
+
+def test_a_submission_long_ago_is_found(tmp_path: Path) -> None:
+    noise = [said(EventKind.OBSERVED, reason="x" * 200) for _ in range(200)]
+    fabricate(tmp_path, entries=(*BEGUN, *noise))
+    slurm = Slurm(job(JobState.RUNNING, start_time=time.time()))
+    result = watch(tmp_path, slurm.client)
+    assert result.open_runs == 1 and slurm.asked == [{1}]
+
+
+# -- each remedy -----------------------------------------------------------------------------
+
+REQUEUED = (*BEGUN, *ended("preempted", "urgent", "requeue"))
+EXCLUDING = (*BEGUN, said(EventKind.ACTION, action="requeue", reason="x", excluded=("n1",)))
+
+
+@pytest.mark.parametrize(
+    ("entries", "queued", "settings", "change"),
+    [
+        (
+            REQUEUED,
+            job(JobState.PENDING, reason="launch failed requeued held", restart_count=1),
+            {},
+            {"release": True},
+        ),
+        (
+            REQUEUED,
+            job(
+                JobState.PENDING,
+                reason="BeginTime",
+                restart_count=1,
+                submit_time=time.time(),
+                start_time=time.time() + 121,
+            ),
+            {},
+            {"start_now": True},
+        ),
+        (EXCLUDING, job(JobState.PENDING, reason="BadConstraints"), {}, {"exclude_nodes": ()}),
+        (
+            SUBMITTED,
+            job(JobState.PENDING, reason="Resources", submit_time=1.0, node_count=5),
+            {
+                "spare_nodes": 1,
+                "shapes": tuple(
+                    LaunchShape(nodes=nodes, tasks=nodes, train_config="train.json")
+                    for nodes in (4, 3)
+                ),
+            },
+            {"nodes": (3, 5)},
+        ),
+    ],
+)
+def test_remedies_of_jobs_that_wait(
+    entries: tuple[Said, ...],
+    queued: JobRecord,
+    settings: dict[str, object],
+    change: dict[str, object],
+    tmp_path: Path,
+) -> None:
+    run = fabricate(tmp_path, entries=entries)
+    configure(run, **settings)
+    slurm = Slurm(queued)
+    (seen,) = watch(tmp_path, slurm.client, act=True).seen
+    assert seen.outcome == "done", seen
+    assert slurm.updates == [{"job_id": 1, **change}]
+    assert EventKind.WATCH.value in kinds(run)[-2:] and not slurm.scripts
+
+
+def test_a_cancelled_job_is_noted_because_slurm_forgets_it(tmp_path: Path) -> None:
+    run = fabricate(tmp_path, entries=BEGUN)
+    slurm = Slurm(job(JobState.CANCELLED))
+    assert watch(tmp_path, slurm.client).seen == () and len(kinds(run)) == 5
+    (seen,) = watch(tmp_path, slurm.client, act=True).seen
+    assert seen.outcome == "told" and kinds(run)[-1] == "cancel_requested"
+    slurm.records.clear()
+    assert watch(tmp_path, slurm.client, act=True).seen == ()
+
+
+def test_what_a_person_must_know_is_told_once(tmp_path: Path) -> None:
+    run = fabricate(tmp_path, entries=SUBMITTED)
+    slurm = Slurm()
+    for expected in (["told"], []):
+        # The events of these tests lie in the future.
+        result = watch(tmp_path, slurm.client, act=True, grace_seconds=-1e12)
+        assert [one.outcome for one in result.seen] == expected
+    assert kinds(run)[-1] == "watch"
+
+
+def test_a_refusal_is_told_and_the_next_pass_tries_again(tmp_path: Path) -> None:
+    run = fabricate(tmp_path, entries=BEGUN)
+    slurm = Slurm(job(JobState.NODE_FAIL))
+    slurm.refusal = "Invalid account"
+    result = watch(tmp_path, slurm.client, act=True)
+    assert result.failed and result.seen[0].answer == "Invalid account"
+    slurm.refusal = ""
+    assert watch(tmp_path, slurm.client, act=True).seen[0].outcome == "done"
+    assert kinds(run).count("attempt_lost") == 1, "an attempt is closed once"
+
+
+def test_what_has_changed_meanwhile_is_left_for_the_next_pass(tmp_path: Path) -> None:
+    run = fabricate(tmp_path, entries=BEGUN)
+
+    class Resubmitting(Slurm):
+        def jobs(self, ids: Collection[int]) -> dict[int, JobRecord]:
+            run.ledger.append(EventKind.SUBMITTING)
+            return super().jobs(ids)
+
+    slurm = Resubmitting(job(JobState.NODE_FAIL))
+    (seen,) = watch(tmp_path, slurm.client, act=True).seen
+    assert "changed meanwhile" in seen.answer and not slurm.scripts
+
+
+def test_a_standing_request_of_a_person_wins(tmp_path: Path) -> None:
+    run = fabricate(tmp_path, entries=BEGUN)
+    run.layout.stop_request.write_text("somebody\n")
+    slurm = Slurm(job(JobState.NODE_FAIL))
+    assert watch(tmp_path, slurm.client, act=True).seen == () and not slurm.scripts
+
+
+def test_a_job_that_ended_within_the_grace_waits(tmp_path: Path) -> None:
+    fabricate(tmp_path, entries=BEGUN)
+    slurm = Slurm(job(JobState.NODE_FAIL, end_time=time.time() - 100))
+    assert watch(tmp_path, slurm.client).seen == ()
+    assert len(watch(tmp_path, slurm.client, grace_seconds=99.0).seen) == 1
+
+
+# -- blind, beating, alone -------------------------------------------------------------------
+
+
+def test_a_silent_slurm_means_nothing_is_known(tmp_path: Path) -> None:
+    run = fabricate(tmp_path, entries=BEGUN)
+    before = run.layout.ledger.read_bytes()
+    slurm = Slurm(job(JobState.NODE_FAIL))
+    slurm.away = True
+    result = watch(tmp_path, slurm.client, act=True)
+    assert not result.complete and result.seen == () and "Slurm" in result.blind_because[0]
+    assert not heartbeat_path(tmp_path).exists()
+    assert run.layout.ledger.read_bytes() == before
+
+
+def test_a_ledger_that_cannot_be_read_stops_the_heartbeat_but_not_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fabricate(tmp_path, "good", BEGUN)
+    bad = fabricate(tmp_path, "bad", (said(EventKind.SUBMITTED, job_id=2),))
+    read = type(bad.ledger).last_events
+
+    def refuse(ledger: object, size_bytes: int) -> object:
+        if ledger.path == bad.layout.ledger:  # type: ignore[attr-defined]
+            raise PermissionError(13, "Permission denied")
+        return read(ledger, size_bytes)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(type(bad.ledger), "last_events", refuse)
+    result = watch(tmp_path, Slurm(job(JobState.NODE_FAIL)).client)
+    assert [one.run_id for one in result.seen] == ["good"]
+    assert not result.complete and "Permission denied" in result.blind_because[0]
+    assert not heartbeat_path(tmp_path).exists()
+
+
+def test_runs_of_others_are_not_ours_to_look_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fabricate(tmp_path, entries=BEGUN)
+    monkeypatch.setattr(os, "getuid", lambda: 4711)
+    slurm = Slurm(job(JobState.NODE_FAIL))
+    result = watch(tmp_path, slurm.client, act=False)
+    assert result.runs == 0 and slurm.asked == []
+
+
+def test_the_heartbeat(tmp_path: Path) -> None:
+    assert heartbeat_age_seconds(heartbeat_path(tmp_path)) is None
+    watch(tmp_path, Slurm().client)
+    beat = json.loads(heartbeat_path(tmp_path).read_text())
+    assert (beat["runs"], beat["act"]) == (0, False)
+    age = heartbeat_age_seconds(heartbeat_path(tmp_path))
+    assert age is not None and age < 60
+    elsewhere = tmp_path / "elsewhere" / "beat.json"
+    watch(tmp_path, Slurm().client, heartbeat=elsewhere)
+    assert elsewhere.exists()
+    heartbeat_path(tmp_path).write_text("{")
+    assert heartbeat_age_seconds(heartbeat_path(tmp_path)) is None
+
+
+def test_two_passes_do_not_act_at_once(tmp_path: Path) -> None:
+    fabricate(tmp_path, entries=BEGUN)
+    slurm = Slurm(job(JobState.NODE_FAIL))
+    (tmp_path / ".watch").mkdir()
+    descriptor = os.open(tmp_path / ".watch" / "lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with pytest.raises(UsageError, match="another pass"):
+        watch(tmp_path, slurm.client, act=True)
+    assert len(watch(tmp_path, slurm.client).seen) == 1, "looking needs no lock"
+    os.close(descriptor)  # as at the end of its process
+    assert watch(tmp_path, slurm.client, act=True).seen[0].outcome == "done"
+
+
+def test_a_file_system_without_locks_is_no_place_to_act(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(UsageError, match="without locks"):
+        watch(tmp_path, Slurm().client, act=True)
+
+
+def test_a_thousand_runs_in_two_seconds(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """The tail of a ledger is enough for a run that is well. CPU time: the machine is shared."""
+    noise = [said(EventKind.OBSERVED, reason="x" * 200) for _ in range(40)]
+    for number in range(1, 1001):
+        last = said(EventKind.SUBMITTED, job_id=number)
+        over = ended("crash", "boom", "stop") if number % 2 else ()
+        fabricate_fast(tmp_path, f"run-{number:04d}", (*noise, last, *over))
+    now = time.time()
+    records = [job(JobState.RUNNING, number, start_time=now) for number in range(2, 1001, 2)]
+    slurm = Slurm(*records)
+    start = time.process_time()
+    result = watch(tmp_path, slurm.client)
+    seconds = time.process_time() - start
+    record_property("cpu_seconds", seconds)
+    assert (result.runs, result.open_runs, result.seen, len(slurm.asked)) == (1000, 500, (), 1)
+    assert seconds < 2.0, seconds
+
+
+_TEMPLATE: dict[str, str] = {}
+
+
+def fabricate_fast(runs: Path, run_id: str, entries: tuple[Said, ...]) -> None:
+    """As `fabricate`, without an fsync for each line."""
+    directory = runs / run_id
+    directory.mkdir()
+    if not _TEMPLATE:
+        run = fabricate(runs.parent / "template", "template")
+        _TEMPLATE["supervise.json"] = run.layout.supervise_config.read_text()
+    (directory / "supervise.json").write_text(_TEMPLATE["supervise.json"])
+    lines = [json.dumps({"event": kind, "time": 1.0, **fields}) for kind, fields in entries]
+    (directory / "ledger.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def test_a_job_of_an_array_counts_for_its_run(tmp_path: Path) -> None:
+    run = fabricate(tmp_path, entries=SUBMITTED)
+    configure(run, continuation="array")
+    element = replace(job(JobState.RUNNING, 7, start_time=time.time()), array_job_id=1)
+    assert watch(tmp_path, Slurm(element).client).seen == ()
+    waits = replace(job(JobState.PENDING, 1, reason="Priority"), array_job_id=1)
+    assert watch(tmp_path, Slurm(waits).client).seen == ()

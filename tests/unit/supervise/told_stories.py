@@ -1,0 +1,91 @@
+"""Launches told by the lines that they leave, for the tests of verdicts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from supervise_facts import NOTHING
+
+from hpctrain.supervise.catalogue import load_signatures
+from hpctrain.supervise.documents import Evidence, Finding, RankExit
+from hpctrain.supervise.scan import Scanner
+from hpctrain.supervise.slurm_words import is_notice, read_task_failure
+
+SCANNER = Scanner(load_signatures())
+BEGIN = 1_790_000_000.0
+RANKS_PER_NODE = 2
+
+
+def node_of(rank: int) -> str:
+    return f"n{rank // RANKS_PER_NODE}"
+
+
+@dataclass(frozen=True)
+class End:
+    """How a rank ended; `after` is in seconds since the launch began."""
+
+    rank: int
+    message: str
+    after: float = 100.0
+    outcome: str = "crash"
+    cause: str | None = None
+    step: int = 0
+
+
+@dataclass(frozen=True)
+class Story:
+    """What is seen of one launch. `logs` by rank, `kernels` by node: (seconds, line)."""
+
+    ends: Sequence[End] = ()
+    logs: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    kernels: Mapping[str, Sequence[tuple[float, str]]] = field(default_factory=dict)
+    srun: Sequence[str] = ()
+    base: Evidence = NOTHING
+    world_size: int = 8
+
+    def evidence(self, **changes: object) -> Evidence:
+        """As `gather` and `find_lines` make it."""
+        ends = sorted(self.ends, key=lambda end: end.after)
+        failures = tuple(f for line in self.srun if (f := read_task_failure(line)) is not None)
+        notices = tuple(x for x in self.srun if is_notice(x) and not read_task_failure(x))
+        evidence = replace(
+            self.base,
+            rank_exits=tuple(
+                RankExit(
+                    rank=end.rank,
+                    node=node_of(end.rank),
+                    outcome=end.outcome,
+                    message=end.message,
+                    cause=end.cause,
+                    step=end.step,
+                    ended_at=BEGIN + end.after,
+                )
+                for end in ends
+            ),
+            task_failures=failures,
+            notices=notices,
+            findings=self._findings(notices),
+            world_size=self.world_size,
+        )
+        return replace(evidence, **changes)  # type: ignore[arg-type]
+
+    def _findings(self, notices: Sequence[str]) -> tuple[Finding, ...]:
+        ended = {end.rank: BEGIN + end.after for end in self.ends}
+        found = [
+            *(self._of_rank(end.rank, [end.message], ended) for end in self.ends),
+            *(self._of_rank(rank, lines, ended) for rank, lines in self.logs.items()),
+            *(
+                SCANNER.lines([line], "kernel", node=node, at=BEGIN + after)
+                for node, lines in self.kernels.items()
+                for after, line in lines
+            ),
+            SCANNER.lines(notices, "srun", at=BEGIN + 200),
+        ]
+        return tuple(one for findings in found for one in findings)
+
+    def _of_rank(
+        self, rank: int, lines: Sequence[str], ended: Mapping[int, float]
+    ) -> tuple[Finding, ...]:
+        at = ended.get(rank, BEGIN + 150)
+        return SCANNER.lines(lines, "rank", rank=rank, node=node_of(rank), at=at)
