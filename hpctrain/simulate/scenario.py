@@ -26,6 +26,8 @@ class Scenario(Document):
     start-up and loading. `requeue_delay_seconds` is Slurm's own delay (cred_expire + 1 s = 121 s),
     `queue_wait_seconds` the mean of an exponential wait after it. `walltime_seconds` ends
     attempts; before that, and with `warned` before a preemption, there is time for a last save.
+    `bad_nodes_found`: of the nodes that still answer with broken hardware, the share that a probe
+    finds; the others are avoided if the policy may exclude nodes, and fail the next launch if not.
     """
 
     nodes: int = Field(ge=1)
@@ -47,6 +49,7 @@ class Scenario(Document):
     requeue_delay_seconds: float = Field(121.0, ge=0)
     queue_wait_seconds: float = Field(0.0, ge=0)
     first_wait_seconds: float = Field(0.0, ge=0)
+    bad_nodes_found: float = Field(1.0, ge=0, le=1)
     repair_seconds: float = Field(86400.0, ge=0)
     walltime_seconds: float = Field(math.inf, gt=0, allow_inf_nan=True)
     preemptions_per_day: float = Field(0.0, ge=0)

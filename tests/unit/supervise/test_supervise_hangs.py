@@ -258,6 +258,7 @@ def test_a_rank_that_hangs_behind_a_hung_file_system_is_found_after_it(
 
 def test_a_hung_file_system_does_not_hold_signals(stage: Stage, held: Held) -> None:
     """USR1 reaches the ranks and TERM ends the watch while a read hangs."""
+    stage.configure(config().model_copy(update={"stall_seconds": 60.0, "kill_wait_seconds": 4.0}))
 
     def hang() -> None:
         held.hang()
