@@ -22,8 +22,13 @@ from bench.rehearsals import Rehearsal, Stage, own_stage
 from chaos import PATIENT, Storm, choose, nothing_left_behind, rage, steps_needed  # isort: skip
 
 from hpctrain.actions.compare import compare_runs
+from hpctrain.actions.goodput import goodput
 from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.state import RunState
+from hpctrain.store.ledger import EventKind
+
+# Between the supervisor's last word and the clock of the account.
+_CLOCK_SECONDS = 2.0
 
 
 def main() -> int:
@@ -80,12 +85,31 @@ def conclude(
         f"seconds from fault to first new step: median {statistics.median(recoveries):.1f}, "
         f"mean {statistics.mean(recoveries):.1f}, longest {recoveries[-1]:.1f}"
     )
-    wrong += print_account(rehearsal)
+    wrong += print_account(rehearsal, steps)
     print(f"wall time {seconds:.0f} s")
     for words in wrong:
         print(f"WRONG: {words}")
     print(f"losses and weights identical, nothing lost: {'no' if wrong else 'yes'}")
     return 1 if wrong else 0
+
+
+def print_account(rehearsal: Rehearsal, steps: int) -> list[str]:
+    """Where the wall time went; what is wrong with the sum, if anything."""
+    told = goodput(rehearsal.run)
+    for category, seconds in sorted(told.seconds.items(), key=lambda pair: -pair[1]):
+        if seconds:
+            print(f"  {category:12} {seconds:8.1f} s {seconds / told.wall_seconds:7.1%}")
+    added = sum(told.seconds.values())
+    events = rehearsal.run.ledger.events()
+    submitted_at = next(e.time for e in events if e.event is EventKind.SUBMITTED)
+    elapsed = events[-1].time - submitted_at
+    print(f"  {'sum':12} {added:8.1f} s; first submission to last word {elapsed:.1f} s")
+    wrong = []
+    if max(abs(added - told.wall_seconds), abs(added - elapsed)) > _CLOCK_SECONDS:
+        wrong.append(f"the account has {added:.1f} s, the ledger {elapsed:.1f} s")
+    if told.kept_steps != steps:
+        wrong.append(f"the account keeps {told.kept_steps} steps of {steps}")
+    return wrong
 
 
 if __name__ == "__main__":

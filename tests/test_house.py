@@ -30,6 +30,8 @@ PURE_FILES = (
     *("supervise/phases.py", "supervise/stacks.py"),
     *("nodes/blame.py", "supervise/answers.py"),
     *("sandbox/shape.py", "sandbox/from_profile.py", "actions/state.py", "telemetry/rates.py"),
+    *("actions/watch_look.py", "actions/watch_rules.py", "actions/watch_gone.py"),
+    *("store/jobs.py", "supervise/lost.py"),
 )
 THE_ONE_READER = "spec/loader.py"
 # A program (started with -m), and the two places where the supervisor writes the job's log: its

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from pydantic import BaseModel, ConfigDict
 
+from hpctrain.actions.requests import TAKE_BACK
 from hpctrain.store.ledger import Event, EventKind
 from hpctrain.store.signs import SaveRecord
 from hpctrain.supervise.documents import ActionKind
@@ -41,17 +42,23 @@ def asked(events: Sequence[Event], saves: Sequence[SaveRecord]) -> list[AskedSto
 
 
 def _story(event: Event, later: Sequence[Event], saves: Sequence[SaveRecord]) -> AskedStory:
-    action = event.action or ""
-    found = _saved(event, saves) if action == "save" else _done(action, later)
-    time, answer = found or (None, None)
+    time, answer = _answer(event, later, saves) or (None, None)
     return AskedStory(
         asked_time=event.time,
         user=event.user,
-        action=action,
+        action=event.action or "",
         reason=event.reason,
         answer=answer,
         answer_seconds=None if time is None else max(0.0, time - event.time),
     )
+
+
+def _answer(
+    event: Event, later: Sequence[Event], saves: Sequence[SaveRecord]
+) -> tuple[float, str] | None:
+    if event.action == TAKE_BACK:
+        return event.time, "withdrawn"
+    return _saved(event, saves) if event.action == "save" else _done(event.action or "", later)
 
 
 def _saved(event: Event, saves: Sequence[SaveRecord]) -> tuple[float, str] | None:
@@ -64,7 +71,7 @@ def _done(action: str, later: Sequence[Event]) -> tuple[float, str] | None:
     """What the supervisor has done about it, or a later request that takes its place."""
     for event in later:
         if event.event is EventKind.CONTROL and event.action != "save":
-            return event.time, f"then asked to {event.action}"
+            return event.time, f"asked to {event.action} instead"
         if action == "resume" and event.event is EventKind.SUBMITTED:
             return event.time, f"submitted as job {event.job_id}"
         if action == "resume" and event.event is EventKind.ATTEMPT_STARTED:

@@ -267,9 +267,9 @@ def _stopped_already(run: RunFiles, slurm: SlurmClient) -> Answer:
 
 def _over(run: RunFiles, slurm: SlurmClient, verb: str) -> UsageError:
     row = statuses([run], slurm)[0]
-    reason = f" ({row.reason})" if row.reason else ""
+    reason = f": {row.reason}" if row.reason else ""
     return UsageError(
-        f"run {_name(run)} is {row.state}{reason}: there is nothing to {verb}",
+        f"run {_name(run)} is {row.state}, so there is nothing to {verb}{reason}",
         hint=f"`hpctrain resume {run.run_id}` submits it again",
     )
 
@@ -325,7 +325,7 @@ def _take_back(run: RunFiles, queue: _Queue, reason: str) -> Answer:
     if standing is None:
         words = f"Run {_name(run)} is {state} already"
         return Answer(run.run_id, words, changed=False, job_id=queue.job_id)
-    requests.note(run, "resume", reason, queue.job_id)
+    requests.note(run, requests.TAKE_BACK, reason, queue.job_id)
     requests.take_back(run.layout, ("stop", "stop-now", "hold"))
     again = "if it has begun to leave, resume it again when it has stopped"
     words = f"took back what {standing.by} asked for ({standing.kind})"

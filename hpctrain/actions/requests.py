@@ -29,6 +29,8 @@ from hpctrain.store.ledger import EventKind
 
 RequestKind = Literal["stop", "stop-now", "hold", "save"]
 KINDS: tuple[RequestKind, ...] = ("stop", "stop-now", "hold", "save")
+# What the ledger calls it when requests are withdrawn that nobody has followed yet.
+TAKE_BACK = "take back"
 # The other way to leave would contradict the new one; `stop-now` outranks both.
 _REPLACES: dict[RequestKind, tuple[RequestKind, ...]] = {"stop": ("hold",), "hold": ("stop",)}
 _LONGEST_REASON = 160

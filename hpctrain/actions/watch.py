@@ -61,11 +61,12 @@ class Seen(BaseModel):
 
 
 class Pass(BaseModel):
-    """What a pass has seen. `complete` is False when Slurm or a ledger kept silent."""
+    """What a pass has seen; `pass_time` in seconds since the epoch. `complete` is False when Slurm
+    or a ledger kept silent."""
 
     model_config = ConfigDict(frozen=True)
 
-    time: float
+    pass_time: float
     act: bool
     runs: int
     open_runs: int
@@ -79,11 +80,11 @@ class Pass(BaseModel):
 
 
 class Heartbeat(BaseModel):
-    """Proof that a pass has seen everything; times in seconds since the epoch."""
+    """Proof that a pass has seen everything; `pass_time` in seconds since the epoch."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    time: float
+    pass_time: float
     host: str
     act: bool
     runs: int
@@ -136,7 +137,7 @@ def watch(
             if act or sighting.remedy is not Remedy.NOTE
         )
     result = Pass(
-        time=time.time(),
+        pass_time=time.time(),
         act=act,
         runs=survey.runs,
         open_runs=len(survey.open),
@@ -344,7 +345,7 @@ def _only_one(runs: Path) -> Iterator[None]:
 def _beat(path: Path, result: Pass) -> None:
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     beat = Heartbeat(
-        time=result.time,
+        pass_time=result.pass_time,
         host=os.uname().nodename,
         act=result.act,
         runs=result.runs,
@@ -360,4 +361,4 @@ def heartbeat_age_seconds(path: Path) -> float | None:
         beat = Heartbeat.model_validate_json(path.read_bytes())
     except (OSError, ValueError):
         return None
-    return time.time() - beat.time
+    return time.time() - beat.pass_time

@@ -76,10 +76,11 @@ def _all_known(look: Look, last: Event) -> bool:
 
 def _has_begun(recent: Sequence[Event], job: JobRecord) -> bool:
     """The supervisor of the last start of this job has written into the ledger."""
+    words = (EventKind.ATTEMPT_STARTED, EventKind.ACTION)
     begun = [
         event.restart_count or 0
         for event in recent
-        if event.event is EventKind.ATTEMPT_STARTED and event.job_id == job.job_id
+        if event.event in words and event.job_id == job.job_id
     ]
     return bool(begun) and (job.restart_count is None or job.restart_count in begun)
 

@@ -150,7 +150,8 @@ def _smear(
     if weight < _LEAST_WEIGHT:
         return []
     others = [node for node in _names(job_nodes) if node not in named]
-    return [witness.says(kind, node, reason, weight=weight) for node in others]
+    words = f"in a launch that failed: {reason}"
+    return [witness.says(kind, node, words, weight=weight) for node in others]
 
 
 def _names(nodes: Collection[str]) -> list[str]:

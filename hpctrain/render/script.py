@@ -328,7 +328,9 @@ def _container_mounts(profile: ClusterProfile) -> tuple[str, ...] | None:
 
 
 # Set by the supervisor; image variables would win over them otherwise (pyxis README).
-_TRAINER_VARIABLES = ("HPCTRAIN_EPOCH", "HPCTRAIN_RESUME", "MASTER_ADDR", "MASTER_PORT")
+_TRAINER_VARIABLES = (
+    *("HPCTRAIN_EPOCH", "HPCTRAIN_RESUME", "HPCTRAIN_MTTF_SECONDS", "MASTER_ADDR", "MASTER_PORT"),
+)
 
 
 def _trainer(profile: ClusterProfile, python: str) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from functools import cache
 
@@ -57,6 +57,7 @@ class _End:
     bad: bool = False
     requeued: bool = False
     keeps_nodes: bool = True
+    kind: Kind | None = None
 
 
 @cache
@@ -76,14 +77,15 @@ class Trial:
             scenario.last_save,
         )
         self.memory = Memory(scenario.supervise.storm_window_seconds)
-        self.spent: Counter[Category] = Counter()
-        self.lost: Counter[Cause] = Counter()
+        self.spent: defaultdict[Category, float] = defaultdict(float)
+        self.lost: defaultdict[Cause, float] = defaultdict(float)
         self.failures: Counter[str] = Counter()
         self.repairs: list[float] = []
         self.now = self.saved = 0.0
         self.requeues = 0
         self.blame: Cause | None = None
-        self.healthy = self.bad = 0
+        self.healthy = 0
+        self.bad: Kind | None = None
         self.limit_at = self.preempted_at = math.inf
         self.kinds = scenario.failure_mix.kinds
         self.weights = [kind.weight for kind in self.kinds]
@@ -124,7 +126,7 @@ class Trial:
         scenario, began = self.scenario, self.now
         resumed = self.saved
         fails_at = began + self._next(scenario.nodes * scenario.failures_per_second)
-        if self.bad:
+        if self.bad is not None:
             fails_at = min(fails_at, began + scenario.restart_seconds)
         soft_limit = self.limit_at - scenario.last_save
         left = scenario.work_seconds - self.saved
@@ -164,7 +166,8 @@ class Trial:
             return _End(Cause.TIME_LIMIT, keeps_nodes=False)
         if self.preempted_at <= fails_at:
             return _End(Cause.PREEMPTED, keeps_nodes=False)
-        kind = self.dice.choices(self.kinds, self.weights)[0]
+        # A broken node that is still in use fails in the way in which it did before.
+        kind = self.bad or self.dice.choices(self.kinds, self.weights)[0]
         self.failures[kind.name] += 1
         return self._failure(kind)
 
@@ -173,7 +176,7 @@ class Trial:
         gone = kind.takes_node and kind.cause is Cause.NODE_FAILURE
         if gone and self.dice.random() * self.scenario.nodes < 1:
             return _End(Cause.NODE_FAILURE, True, requeued=True, keeps_nodes=False)
-        return _End(kind.cause, node_gone=gone, bad=kind.takes_node and not gone)
+        return _End(kind.cause, node_gone=gone, bad=kind.takes_node and not gone, kind=kind)
 
     def _lose_spares(self, seconds: float) -> None:
         """Nodes that wait fail like others; nobody notices until they are needed."""
@@ -214,7 +217,7 @@ class Trial:
         if action.exclude:
             self._lose_node()
         elif end.bad and not found:
-            self.bad = 1
+            self.bad = end.kind
         if action.kind is ActionKind.RELAUNCH:
             self._pass(Category.RESTARTING, self.scenario.relaunch_seconds + action.delay_seconds)
             return None
@@ -258,6 +261,6 @@ class Trial:
         scenario = self.scenario
         while self.repairs and self.repairs[0] <= self.now:
             heapq.heappop(self.repairs)
-        self.healthy, self.bad = scenario.nodes + scenario.spare_nodes, 0
+        self.healthy, self.bad = scenario.nodes + scenario.spare_nodes, None
         self.limit_at = self.now + scenario.walltime_seconds
         self.preempted_at = self.now + self._next(scenario.preemptions_per_day / 86400)

@@ -8,13 +8,17 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 from hpctrain.simulate.scenario import Scenario
 from hpctrain.simulate.trial import Played, Trial
 from hpctrain.spec.document import Document
+from hpctrain.supervise.causes import Cause
 from hpctrain.telemetry.segments import Category
+
+Name = TypeVar("Name", Category, Cause)
 
 
 class Spread(Document):
@@ -91,8 +95,8 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, max(0, math.ceil(share * len(ordered)) - 1))]
 
 
-def _means(tables: Sequence[dict[Category, float]] | Sequence[dict]) -> dict[str, float]:  # type: ignore[type-arg]
-    sums: Counter[str] = Counter()
+def _means(tables: Sequence[Mapping[Name, float]]) -> dict[str, float]:
+    sums: defaultdict[str, float] = defaultdict(float)
     for table in tables:
         for name, seconds in table.items():
             sums[str(name)] += seconds

@@ -158,13 +158,6 @@ class SlurmClient:
         text = _accepted(argv, self._ask(argv)).stdout
         return _parsed("scontrol show node", lambda: parse.node_address(text))
 
-    def node_reasons(self) -> dict[str, str]:
-        """Why nodes are down or drained, in the words of Slurm or of an administrator."""
-        fields = ("NodeList", "Reason")
-        argv = ["sinfo", "--Node", f"--Format={parse.long_format(fields)}"]
-        text = _answered(argv, self._ask(argv))
-        return _parsed("sinfo", lambda: parse.reasons_of_nodes(text))
-
     def node_states(self, nodes: Collection[str]) -> dict[str, NodeState]:
         """What the controller says about `nodes`, in one query; a node is absent if it is unknown.
 
@@ -249,7 +242,9 @@ class SlurmClient:
             self._do(["scontrol", "update", f"JobId={job_id}", *changes])
 
     def cancel(self, job_id: int) -> None:
-        """End a job. Slurm 22.05 is silent about unknown and ended jobs."""
+        """End a job. Slurm 22.05 is silent about unknown and ended jobs, and also does nothing
+        for an element of an array by its own id: see `cancel_all` with the array's.
+        """
         self._do(["scancel", str(job_id)])
 
     def cancel_all(self, ids: Collection[int], *, pending_only: bool = False) -> None:

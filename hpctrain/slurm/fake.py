@@ -29,7 +29,7 @@ from hpctrain.slurm.states import JobState
 
 class FakeSlurm:
     """`records`, `scripts` and `options` of sbatch (by job id), `live_steps`, `signals` (job,
-    step, name), `reasons` (of nodes that are down) and the settings are plain attributes.
+    step, name) and the settings are plain attributes.
     `away = True` makes every call fail as without a controller; `refusal` is what sbatch says
     instead of taking the next script.
     """
@@ -42,7 +42,6 @@ class FakeSlurm:
         self.settings = {"SLURM_VERSION": "22.05.8", "JobRequeue": "1", "ClusterName": "fake"}
         self.node_words: dict[str, str] = {}
         self.partition_records: tuple[PartitionRecord, ...] = ()
-        self.reasons: dict[str, str] = {}
         self.options: dict[int, list[str]] = {}
         self.refusal = ""
         self.away = False
@@ -97,10 +96,6 @@ class FakeSlurm:
     def node_address(self, node: str) -> str:
         self._present()
         return node
-
-    def node_reasons(self) -> dict[str, str]:
-        self._present()
-        return dict(self.reasons)
 
     def config(self) -> SlurmConfig:
         self._present()

@@ -275,12 +275,6 @@ def _number(text: str) -> int | None:
     return int(match[0]) if match else None
 
 
-def reasons_of_nodes(text: str) -> dict[str, str]:
-    """`sinfo -N -O NodeList,Reason` with `long_format`, by node; those without a reason left out."""
-    rows = table(text, 2)
-    return {node: reason for node, reason in rows if reason not in (*_NOTHING, "none")}
-
-
 def node_address(text: str) -> str:
     """`NodeAddr=` of `scontrol -o show node`. Raises ValueError when it is not there."""
     for word in text.split():

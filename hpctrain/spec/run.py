@@ -37,6 +37,7 @@ BudgetName = Literal[
     "data_loader",
     "diverged",
     "suspect_numerics",
+    "supervisor_lost",
     "time_limit",
     "unknown",
 ]

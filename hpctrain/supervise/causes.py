@@ -58,6 +58,7 @@ MACHINE_CAUSES = frozenset(
         Cause.PORT,
         Cause.HANG,
         Cause.SUSPECT_NUMERICS,
+        Cause.SUPERVISOR_LOST,
     }
 )
 # What the run does to itself, perhaps: a retry may help once or twice.

@@ -67,13 +67,6 @@ def _completed(verdict: Verdict, evidence: Evidence) -> Verdict:
     unread = [f.line for f in evidence.findings if f.role == "advice"]
     if unread and verdict.cause in (Cause.CRASH, Cause.HANG, Cause.UNKNOWN):
         lines = [*lines[: _MOST_EVIDENCE - 1], unread[0]]
-    words = verdict.reason if verdict.cause is not Cause.HANG else _place_of_hang(evidence)
-    return replace(verdict, evidence=tuple(lines), fingerprint=fingerprint(verdict.cause, words))
-
-
-def _place_of_hang(evidence: Evidence) -> str:
-    """Two hangs are the same if they are in the same phase and at the same place."""
-    stall = evidence.stall
-    if stall is None:
-        return "collective"
-    return f"{stall.phase} {stall.odd[0].where if stall.odd else ''}"
+    return replace(
+        verdict, evidence=tuple(lines), fingerprint=fingerprint(verdict.cause, verdict.reason)
+    )

@@ -8,7 +8,9 @@ Does not belong here: making them (`hpctrain.actions`).
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pwd
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -24,14 +26,17 @@ Kind = Literal["stop-now", "hold", "stop"]
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for, and by whom in the words of the file (may be empty)."""
+    """What is asked for, by whom in the words of the file (may be empty), and whose file it is."""
 
     kind: Kind
     words: str
+    owner: str = ""
 
     @property
     def by(self) -> str:
-        return self.words or f"the file control/{self.kind}"
+        if self.words:
+            return self.words
+        return f"{self.owner or 'somebody'} (the file control/{self.kind})"
 
 
 def ask_trainer_to_leave(run: RunLayout, reason: str) -> None:
@@ -50,7 +55,7 @@ def requested(run: RunLayout) -> Request | None:
     for path, kind in kinds:
         words = _read(path)
         if words is not None and not words.startswith(_OWN):
-            return Request(kind, words)
+            return Request(kind, words, _owner(path))
     return None
 
 
@@ -64,7 +69,17 @@ def clear_stale_requests(run: RunLayout) -> None:
 def clear_followed_requests(run: RunLayout) -> None:
     """The run has stopped or is held: what asked for it is done."""
     for path in (run.stop_now_request, run.hold_request, run.stop_request):
-        path.unlink(missing_ok=True)
+        # One that cannot be removed, such as a directory, goes on asking; the job must end first.
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def _owner(path: Path) -> str:
+    """Who made the file, for those that say nothing."""
+    try:
+        return pwd.getpwuid(os.lstat(path).st_uid).pw_name
+    except (OSError, KeyError):
+        return ""
 
 
 def _read(path: Path) -> str | None:

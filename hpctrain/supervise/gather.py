@@ -11,9 +11,10 @@ from hpctrain.checkpoints.discover import checkpoints
 from hpctrain.errors import SlurmError
 from hpctrain.store.ledger import EventKind
 from hpctrain.store.signs import ExitRecord, Progress, read_exit_records, read_record
+from hpctrain.supervise.causes import Cause
 from hpctrain.supervise.context import AttemptContext
 from hpctrain.supervise.control import Request, requested
-from hpctrain.supervise.documents import Evidence, JobFacts, RankExit
+from hpctrain.supervise.documents import Evidence, Finding, JobFacts, RankExit
 from hpctrain.supervise.process import Launch
 from hpctrain.supervise.watch import LaunchWatch
 
@@ -21,6 +22,7 @@ from hpctrain.supervise.watch import LaunchWatch
 # because without an answer it could not requeue either.
 _PATIENCE_SECONDS = 600.0
 _RETRY_SECONDS = 3.0
+_STALLED_SECONDS = 30.0
 _GOOD_OUTCOMES = frozenset({"done", "yielded"})
 
 
@@ -49,6 +51,7 @@ def gather(context: AttemptContext, launch: Launch, watch: LaunchWatch) -> Evide
         stall=watch.stall,
         started=watch.started or bool(records),
         step_remains=watch.step_remains,
+        findings=_storage(watch.storage_stalled_seconds),
         world_size=watch.tasks,
         resume_step=watch.resume_step,
         last_step=progress.step if progress and progress.epoch == watch.epoch else None,
@@ -98,6 +101,14 @@ def job_facts(context: AttemptContext, *, patient: bool) -> JobFacts | None:
         if time.monotonic() >= deadline or context.signals.final:
             return None
         time.sleep(_RETRY_SECONDS)
+
+
+def _storage(stalled_seconds: float) -> tuple[Finding, ...]:
+    """The run directory did not answer us: ranks that were silent then may have waited for it."""
+    if stalled_seconds < _STALLED_SECONDS:
+        return ()
+    line = f"the run directory did not answer for {stalled_seconds:.0f} s"
+    return (Finding("run_directory_silent", Cause.STORAGE, "cascade", line),)
 
 
 def _rank_exit(record: ExitRecord) -> RankExit:

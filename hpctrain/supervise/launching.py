@@ -17,7 +17,7 @@ from hpctrain.store.epochs import claim_epoch
 from hpctrain.store.ledger import EventKind
 from hpctrain.store.signs import Progress, read_record
 from hpctrain.supervise.allocation import Placement, place_command
-from hpctrain.supervise.answers import ProbeResult
+from hpctrain.supervise.answers import KernelLine, ProbeResult
 from hpctrain.supervise.causes import Cause
 from hpctrain.supervise.classify import classify
 from hpctrain.supervise.context import AttemptContext, say
@@ -56,6 +56,7 @@ class Launcher:
         self.launches = 0
         self.epoch = 0
         self._experience: Experience | None = None
+        self._seen: frozenset[KernelLine] = frozenset()
 
     def launch(self, placement: Placement, job_nodes: Sequence[str]) -> Ended:
         """Run the trainer once on `placement`, from the newest checkpoint that is not given up.
@@ -98,8 +99,10 @@ class Launcher:
         watch = self._watch_of(launch, placement, start, job_nodes)
         watch.wait()
         evidence = gather(self.context, launch, watch)
-        traces = Traces(since, step_before, tuple(placement.nodes or job_nodes))
+        launched_on = tuple(placement.nodes or job_nodes)
+        traces = Traces(since, step_before, launched_on, self._seen)
         asked = examine(self.context, evidence, job_nodes, traces, self.ask_nodes)
+        self._seen |= frozenset(asked.probe.kernel_lines if asked.probe is not None else ())
         return Ended(classify(asked.evidence), asked.evidence, asked.probe), launch.poll()
 
     def _watch_of(

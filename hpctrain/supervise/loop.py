@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.errors import InvalidInputError, Problem, SlurmError
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.store.epochs import current_epoch
 from hpctrain.store.layout import RunLayout
@@ -34,6 +34,7 @@ from hpctrain.supervise.documents import (
 )
 from hpctrain.supervise.gather import job_facts
 from hpctrain.supervise.launching import Ended, Launcher
+from hpctrain.supervise.lost import why_ended
 from hpctrain.supervise.past import history
 from hpctrain.supervise.policy import STOPPED_EXIT_CODE, decide
 from hpctrain.supervise.postmortem import Prober, ask_nodes
@@ -78,6 +79,9 @@ class Supervisor:
             raise
 
     def _supervise(self) -> int:
+        words = self._why_leave()
+        if words is not None:
+            return act(self.context, Action(ActionKind.LEAVE, words))
         lost = self._open_attempt()
         action = self._why_not_begin(lost)
         if action is not None:
@@ -97,6 +101,10 @@ class Supervisor:
 
     # -- before the first launch -----------------------------------------------------------
 
+    def _why_leave(self) -> str | None:
+        """Another job of the run lives or was cancelled: this one has no say, not even a start."""
+        return None if self.context.run_layout.done.exists() else must_leave(self.context)
+
     def _open_attempt(self) -> Verdict | None:
         """Open this attempt in the ledger, and close one that has left no word."""
         events = self.context.ledger.events()
@@ -108,7 +116,7 @@ class Supervisor:
         return verdict
 
     def _close_lost(self, lost: Event, events: list[Event]) -> Verdict:
-        cause, reason = why_lost(lost, events, self.context.attempt)
+        cause, reason = self._why_lost(lost, events)
         self.context.ledger.append(
             EventKind.ATTEMPT_LOST,
             job_id=lost.job_id,
@@ -118,15 +126,22 @@ class Supervisor:
         )
         return Verdict(cause, reason)
 
+    def _why_lost(self, lost: Event, events: list[Event]) -> tuple[Cause, str]:
+        """Of another job Slurm may still know how it ended; of our own we are the next attempt."""
+        context = self.context
+        if lost.job_id is not None and lost.job_id != context.job_id:
+            with contextlib.suppress(SlurmError):
+                found = why_ended(context.slurm.jobs([lost.job_id]).get(lost.job_id), begun=True)
+                if found is not None:
+                    return found
+        return why_lost(lost, events, context.attempt)
+
     def _why_not_begin(self, lost: Verdict | None) -> Action | None:
-        """The run is done, a person wants it to stop, another job of it lives, or attempts are
-        lost again and again without a new checkpoint."""
+        """The run is done, a person wants it to stop, or attempts are lost again and again without
+        a new checkpoint."""
         context = self.context
         if context.run_layout.done.exists():
             return Action(ActionKind.FINISH, "the run was done before this attempt")
-        words = must_leave(context)
-        if words is not None:
-            return Action(ActionKind.LEAVE, words)
         wish = requested(context.run_layout)
         if wish is not None:
             return self._as_wished(wish)

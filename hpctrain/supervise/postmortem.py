@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpctrain.store.ledger import EventKind
-from hpctrain.supervise.answers import ProbeResult
+from hpctrain.supervise.answers import KernelLine, ProbeResult
 from hpctrain.supervise.context import AttemptContext, say
 from hpctrain.supervise.documents import Evidence, Finding
 from hpctrain.supervise.gather import keeps_nodes, needs_a_look
@@ -36,11 +36,16 @@ class Postmortem:
 @dataclass(frozen=True)
 class Traces:
     """Where a launch has left its traces: since when (seconds since the epoch), in steps beyond
-    which, on which nodes in the order of ranks."""
+    which, on which nodes in the order of ranks.
+
+    `seen` are lines of kernels (with the time in them) that speak about an earlier launch: after a
+    relaunch within seconds a node tells them once more.
+    """
 
     since: float
     step_before: int = -1
     nodes: tuple[str, ...] = ()
+    seen: frozenset[KernelLine] = frozenset()
 
 
 def newest_logged_step(context: AttemptContext) -> int:
@@ -83,7 +88,7 @@ def examine(
         evidence,
         probed=not probe.trouble,
         lost_nodes=probe.lost,
-        findings=find_lines(context, evidence, traces, probe),
+        findings=(*evidence.findings, *find_lines(context, evidence, traces, probe)),
     )
     return Postmortem(found, probe)
 
@@ -108,6 +113,7 @@ def find_lines(
     kernels = [
         scanner.lines([line.text], "kernel", node=line.node, at=line.at or now)
         for line in (probe.kernel_lines if probe is not None else ())
+        if line not in traces.seen
     ]
     return (
         *(finding for found in (*words, *kernels) for finding in found),

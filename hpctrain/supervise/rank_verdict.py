@@ -15,6 +15,7 @@ from dataclasses import replace
 from hpctrain.supervise.causes import FINAL_CAUSES, Cause
 from hpctrain.supervise.documents import Evidence, Finding, RankExit, Verdict
 from hpctrain.supervise.fingerprint import fingerprint
+from hpctrain.supervise.phases import LAUNCHING
 from hpctrain.supervise.roots import NEVER, Candidate, candidates, is_echo
 from hpctrain.supervise.scheduler_verdict import noticed
 from hpctrain.supervise.slurm_words import (
@@ -55,6 +56,7 @@ def by_ranks(evidence: Evidence) -> Verdict | None:
         _never_launched,
         _by_signal,
         _by_crash,
+        _by_silent_end,
         _echo,
         _by_code,
     )
@@ -116,7 +118,7 @@ def _root(evidence: Evidence) -> Verdict | None:
     """
     found = sorted(candidates(evidence), key=lambda one: one.order)
     if evidence.stall is not None:
-        found = [one for one in found if one.tier < 2 or one.cause in _HOLD_UP]
+        found = [one for one in found if one.cause in _HOLD_UP]
     if not found:
         return None
     root = found[0]
@@ -163,6 +165,9 @@ def _hang(evidence: Evidence) -> Verdict | None:
     stall = evidence.stall
     if stall is None:
         return None
+    if stall.phase == LAUNCHING:
+        reason = f"srun could not create the step in {stall.silent_seconds:.0f} s"
+        return Verdict(Cause.LAUNCH_FAILURE, reason, evidence.notices[-3:])
     reason = (
         f"no sign of life for {stall.silent_seconds:.0f} s while {stall.phase} "
         f"(limit {stall.limit_seconds:.0f} s)"
@@ -175,21 +180,21 @@ def _hang(evidence: Evidence) -> Verdict | None:
     return Verdict(
         Cause.HANG,
         f"{reason}; rank {first.rank} on {first.node}{others} is elsewhere: {first.where}",
-        (*lines, *(f.line for f in _machine_echoes(evidence)[:2])),
+        (*lines, *(f.line for f in _explaining_echoes(evidence)[:2])),
         first.rank,
-        nodes=tuple(dict.fromkeys(odd.node for odd in stall.odd)),
+        nodes=tuple(dict.fromkeys(odd.node for odd in stall.odd if odd.node)),
         step=evidence.last_step,
     )
 
 
 def _held_up(evidence: Evidence) -> Verdict | None:
-    """Nobody is odd, but a kernel says that storage or a link was away."""
-    echoes = _machine_echoes(evidence)
+    """Nobody is odd, but somebody says that storage or a link was away."""
+    echoes = _explaining_echoes(evidence)
     return _verdict_of_echo(echoes, evidence) if echoes else None
 
 
-def _machine_echoes(evidence: Evidence) -> list[Finding]:
-    return [f for f in _echoes(evidence) if f.rank is None and f.cause in _HOLD_UP]
+def _explaining_echoes(evidence: Evidence) -> list[Finding]:
+    return [f for f in _echoes(evidence) if f.cause in _HOLD_UP]
 
 
 def _never_launched(evidence: Evidence) -> Verdict | None:
@@ -241,6 +246,31 @@ def _nodes_of_the_same(root: RankExit, own: list[RankExit]) -> tuple[str, ...]:
     print_of_root = fingerprint(Cause.CRASH, root.message)
     same = {e.node for e in own if fingerprint(Cause.CRASH, e.message) == print_of_root}
     return (root.node,) if len(same) <= _MOST_SUSPECTS else ()
+
+
+def _by_silent_end(evidence: Evidence) -> Verdict | None:
+    """A rank left with a code and no record, and all that others say is that a peer is gone."""
+    recorded = {exit_.rank for exit_ in evidence.rank_exits}
+    telling = [f for f in _echoes(evidence) if f.cause not in _VAGUE_ECHOES]
+    silent = [
+        failure
+        for failure in evidence.task_failures
+        if failure.tasks.isdigit()
+        and int(failure.tasks) not in recorded
+        and exit_code(failure) is not None
+    ]
+    if not recorded or not silent or telling:
+        return None
+    first = silent[0]
+    words = f"left with code {exit_code(first)} and said nothing"
+    return Verdict(
+        Cause.CRASH,
+        f"rank {first.tasks} on {first.node} {words}",
+        _task_lines(evidence),
+        int(first.tasks),
+        nodes=(first.node,),
+        step=evidence.last_step,
+    )
 
 
 def _echo(evidence: Evidence) -> Verdict | None:

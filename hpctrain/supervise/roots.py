@@ -86,11 +86,11 @@ def _counts(finding: Finding, exit_: RankExit | None) -> bool:
 
 def _is_backed(cause: Cause, finding: Finding, exit_: RankExit | None, nobody_else: bool) -> bool:
     """Before a run is stopped for good its rank has to say the same, or nobody anything else."""
-    if cause not in FINAL_CAUSES or cause is Cause.USER_ERROR:
+    if cause not in FINAL_CAUSES:
         return True
     if exit_ is None:
         return nobody_else
-    return exit_.cause == cause or _says(exit_, finding)
+    return _says(exit_, finding)
 
 
 def _own_crashes(evidence: Evidence) -> list[RankExit]:

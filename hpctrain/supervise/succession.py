@@ -25,6 +25,7 @@ from hpctrain.store.jobs import (
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import Event, EventKind
 from hpctrain.supervise.context import AttemptContext, say
+from hpctrain.supervise.documents import ActionKind
 
 _POLL_SECONDS = 2.0
 # Beyond KillWait: epilog, and the message that the job is over.
@@ -106,14 +107,18 @@ def _cancel_waiting(slurm: SlurmClient, ids: Sequence[int]) -> str:
 def must_leave(context: AttemptContext) -> str | None:
     """Why this attempt must leave at once, in words; None if it need not.
 
-    It leaves to another job of the run that runs, and after one that was cancelled: a user who
-    ends the running job of a chain means the run. One that is just ending is waited for. Silence
-    of Slurm keeps nobody from training: epochs keep two writers apart.
+    It leaves to another job of the run that runs, and after one that has stopped the run or was
+    cancelled: a user who ends the running job of a chain means the run. One that is just ending is
+    waited for. Silence of Slurm keeps nobody from training: epochs keep two writers apart.
     """
     events = context.ledger.events()
     ids = {*submitted_ids(events), *started_ids(events)} - {context.job_id}
     if not ids:
         return None
+    stopped = stopped_before(events, context.job_id)
+    if stopped is not None:
+        end_succession(context)
+        return f"job {stopped.job_id} has stopped this run ({stopped.reason})"
     patience_seconds = context.config.kill_wait_seconds + _ENDING_SECONDS
     deadline = time.monotonic() + patience_seconds
     while True:
@@ -130,6 +135,20 @@ def must_leave(context: AttemptContext) -> str | None:
             break
         time.sleep(_POLL_SECONDS)
     return words
+
+
+def stopped_before(events: Sequence[Event], job_id: int) -> Event | None:
+    """The word of an earlier job of this generation that the run is not to go on.
+
+    Its successors are cancelled with it, unless Slurm does not hear that. A supervisor that has
+    outlived its generation has no say in this one.
+    """
+    recent = generation(events)
+    others = {*submitted_ids(recent), *started_ids(recent)} - {job_id}
+    for event in reversed(recent):
+        if event.event is EventKind.ACTION and event.job_id in others:
+            return event if event.action == ActionKind.STOP else None
+    return None
 
 
 def _leave_cancelled(context: AttemptContext, cancelled: JobRecord) -> str:

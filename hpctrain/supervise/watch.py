@@ -23,7 +23,7 @@ from hpctrain.supervise.process import Launch
 from hpctrain.supervise.sight import Looker, Onlooker, Sight, in_time, past_step_seconds
 from hpctrain.supervise.stack_inquiry import Inquiry
 from hpctrain.supervise.steps import OwnSteps
-from hpctrain.supervise.stragglers import SlowRank, StageOf, Stragglers, one_stage
+from hpctrain.supervise.stragglers import SlowRank, StageOf, Stragglers, one_stage, read_stages
 
 _POLL_SECONDS = 0.2
 _LOOK_SECONDS = 2.0
@@ -61,7 +61,8 @@ class LaunchWatch:
     """Waits for one launch; afterwards its attributes say what was seen.
 
     `tasks` is the number of ranks (0: as many as show themselves), `nodes` those of the launch in
-    the order of its ranks (empty: all of the job), `stage_of` gives a rank's pipeline stage.
+    the order of its ranks (empty: all of the job), `stage_of` gives a rank's pipeline stage (None:
+    as the trainer's file for so many ranks says).
     Afterwards: `superseded`, `started`, `stall` (with the odd ranks), `slow_ranks`,
     `step_remains`, and `storage_stalled_seconds`, for how long the run directory did not answer.
     """
@@ -76,7 +77,7 @@ class LaunchWatch:
         experience: Experience | None = None,
         tasks: int = 0,
         nodes: Sequence[str] = (),
-        stage_of: StageOf = one_stage,
+        stage_of: StageOf | None = None,
     ) -> None:
         self.context = context
         self.launch = launch
@@ -87,7 +88,7 @@ class LaunchWatch:
         self.storage_stalled_seconds = 0.0
         self.step_remains = False
         self.tasks = tasks
-        self._stage_of = stage_of
+        self._stage_of = stage_of or _stages(context, tasks)
         self._experience = experience or Experience.of(context)
         self._experience.stragglers.launched()
         self._steps = OwnSteps(context)
@@ -350,3 +351,13 @@ class LaunchWatch:
             time.sleep(_POLL_SECONDS)
         self.launch.kill()
         self.launch.finish_reading(_FINAL_READING_SECONDS)
+
+
+def _stages(context: AttemptContext, tasks: int) -> StageOf:
+    """Pipeline stages of a launch of so many ranks; all ranks are peers if no file says more."""
+    files = [shape.train_config for shape in context.config.shapes if shape.tasks == tasks]
+    found: list[StageOf] = []
+    if files:
+        path = context.run_layout.directory / files[0]
+        in_time(lambda: found.append(read_stages(path)), _WORD_SECONDS)
+    return found[0] if found else one_stage

@@ -23,23 +23,30 @@ def ticks(seconds: float) -> int:
     return round(seconds * TICKS_PER_SECOND)
 
 
+def moment(time: float) -> int | None:
+    """Ticks since the epoch; None for a damaged time."""
+    return ticks(time) or None
+
+
 def seconds(count: int) -> float:
     """From ticks."""
     return count / TICKS_PER_SECOND
 
 
-def agreeing(times: Sequence[int]) -> list[int]:
+def agreeing(times: Sequence[int | None]) -> list[int]:
     """The times in the order written, made non-decreasing with as few changes as possible.
 
     The longest non-decreasing subsequence is kept (patience sorting: Fredman 1975, Discrete
     Mathematics 11, 29-35); each other time becomes that of the kept one before it, or of the first
-    kept one. So one wrong clock does not move what the others say.
+    kept one. So one wrong clock does not move what the others say. None is not kept.
     """
-    kept = _longest_run(times)
-    result, latest = [], times[kept[0]] if kept else 0
-    trusted = set(kept)
-    for index, time in enumerate(times):
-        latest = time if index in trusted else latest
+    known = [(index, time) for index, time in enumerate(times) if time is not None]
+    run = _longest_run([time for _, time in known])
+    trusted = dict(known[position] for position in run)
+    latest = known[run[0]][1] if run else 0
+    result = []
+    for index in range(len(times)):
+        latest = trusted.get(index, latest)
         result.append(latest)
     return result
 

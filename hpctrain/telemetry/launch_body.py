@@ -74,9 +74,7 @@ def _without_steps(
     """A launch that failed at its start is due to its own cause, one under way to the last."""
     if tail is Category.DOWN:
         return Piece(start, end, tail, cause, None)
-    return Piece(
-        start, end, Category.STARTING, before if tail is Category.BETWEEN else cause, None
-    )
+    return Piece(start, end, Category.STARTING, before if tail is Category.BETWEEN else cause, None)
 
 
 def _gap(

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from hpctrain.telemetry.clocks import agreeing, ticks
+from hpctrain.telemetry.clocks import agreeing, moment, ticks
 from hpctrain.telemetry.launch_body import Body, Piece, Row, cut_body
 from hpctrain.telemetry.segments import Category, Segment
 
@@ -94,7 +94,7 @@ def timeline(
     """
     popped = _popped_by(steps)
     known = _with_unannounced_launches(marks, steps)
-    times = agreeing([ticks(mark.time) for mark in known])
+    times = agreeing([moment(mark.time) for mark in known])
     machine = _Machine(_bodies(steps, popped, saves), quiet=ticks(quiet_seconds))
     for mark, time in zip(known, times, strict=True):
         machine.take(mark, time)
@@ -128,7 +128,7 @@ def _bodies(
         stalls[save.epoch][save.step] = max(0, ticks(save.stall_seconds))
     bodies = {}
     for epoch, mine in indices.items():
-        times = agreeing([ticks(steps[index].time) for index in mine])
+        times = agreeing([moment(steps[index].time) for index in mine])
         rows = tuple(
             Row(steps[i].step, time, max(0, ticks(steps[i].step_seconds)), popped[i])
             for i, time in zip(mine, times, strict=True)

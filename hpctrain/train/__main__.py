@@ -6,6 +6,7 @@ signal handlers come before torch, whose import takes seconds in which a SIGTERM
 
 from __future__ import annotations
 
+import gc
 import sys
 
 if __name__ == "__main__":
@@ -13,6 +14,8 @@ if __name__ == "__main__":
 
     stop = StopSignals()
     stop.install()
+    # Importing torch makes a million objects that live for ever; `Loop.run` switches it on again.
+    gc.disable()
 
     from hpctrain.train.entry import leave, main
 

@@ -64,6 +64,7 @@ class Loop:
         self.reporter.phase("training", self.position.step)
         self.interval.begun()
         gc.freeze()  # model and optimizer live for ever: do not scan them again and again
+        gc.enable()  # `__main__` has switched it off for the start
         stopping = self.control.agree_to_stop(self._asked_to_stop())
         trained = False
         try:

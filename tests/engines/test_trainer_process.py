@@ -44,10 +44,12 @@ def _environment(rank: int, world_size: int) -> dict[str, str]:
     }
 
 
-def _start(program: list[str], path: Path, rank: int, world_size: int) -> subprocess.Popen[str]:
+def _start(
+    program: list[str], path: Path, rank: int, world_size: int, **changes: str
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, *program, str(path)],
-        env=_environment(rank, world_size),
+        env=_environment(rank, world_size) | changes,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -94,9 +96,10 @@ def test_stacks_while_torch_is_imported(trial: Callable[..., Trial]) -> None:
 def test_a_port_in_use_is_named(trial: Callable[..., Trial]) -> None:
     made = trial(train_steps=1)
     with socket.socket() as other:
-        other.bind(("", int(_environment(0, 1)["MASTER_PORT"])))
+        other.bind(("", 0))
         other.listen()
-        rank = _start(["-m", "hpctrain.train"], made.run.train_config, 0, 1)
+        port = str(other.getsockname()[1])
+        rank = _start(["-m", "hpctrain.train"], made.run.train_config, 0, 1, MASTER_PORT=port)
         output = rank.communicate(timeout=LIMIT_SECONDS)
     assert rank.returncode == TrainerExit.CRASH, output
     assert made.exits()[0].cause == "port"

@@ -58,7 +58,8 @@ def test_scancel_of_the_running_job_ends_the_run(mode: str, stage: Stage) -> Non
     """Slurm would start the next job: a supervisor or the next job itself must end that."""
     rehearsal = stage.start(f"name=scancel-{mode}", "budget.steps=4000", continuation=mode)
     rehearsal.wait_for_step(1)
-    stage.slurm.cancel(running(rehearsal).job_id)
+    first = f"{rehearsal.job_id}_1" if mode == "array" else str(rehearsal.job_id)
+    stage.sandbox.command("scancel", first)
     row = wait_till_no_job_is_left(rehearsal)
     assert row.state is RunState.CANCELLED, rehearsal.logs()
     assert len(rehearsal.events(EventKind.LAUNCH_STARTED)) == 1, rehearsal.logs()
@@ -71,8 +72,10 @@ def test_a_chain_whose_supervisor_dies_with_its_cancelled_job_ends_too(stage: St
     supervisors = [p for p in rehearsal.processes() if "hpctrain.supervise" in p.command_line]
     stage.slurm.cancel(running(rehearsal).job_id)
     rehearsal.kill(supervisors)  # before it has understood the TERM
-    rehearsal.wait_until(lambda _: len(jobs_that_began(rehearsal)) == 2, "in its second job")
+    rehearsal.wait_until(lambda _: bool(rehearsal.events(EventKind.ACTION)), "in its second job")
     row = wait_till_no_job_is_left(rehearsal)
+    (left,) = rehearsal.events(EventKind.ACTION)
+    assert left.action == "leave" and left.job_id != rehearsal.job_id
     assert len(rehearsal.events(EventKind.LAUNCH_STARTED)) == 1, rehearsal.logs()
     assert row.state is RunState.CANCELLED, rehearsal.logs()
 

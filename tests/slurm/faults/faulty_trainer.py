@@ -6,6 +6,7 @@ the package. Does not belong here: faults from outside (see `hpctrain.sandbox.fa
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -175,6 +176,7 @@ def strike_at_steps(faults: list[Fault]) -> None:
 def main() -> None:
     plan, arguments = Path(sys.argv[1]), sys.argv[2:]
     STOP.install()
+    gc.disable()  # as the entry point does
     faults = planned(plan)
     for fault in faults:
         if not fault["step"]:

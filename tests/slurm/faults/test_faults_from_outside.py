@@ -6,7 +6,6 @@ from rehearsal import Rehearsal, Stage
 from survival import Fault, Survival
 
 from hpctrain.actions.runs import RunFiles
-from hpctrain.actions.state import RunState
 from hpctrain.actions.watch import Pass, watch
 from hpctrain.sandbox import faults
 from hpctrain.store.ledger import EventKind
@@ -57,25 +56,4 @@ def test_a_prolog_that_fails_is_left_behind(
         cause="prolog_failure",
         action="released by `watch --act`; Slurm has drained the node",
         identical=60,
-    )
-
-
-def test_what_a_user_has_cancelled_is_not_brought_back(
-    stage: Stage, reference: RunFiles, survival: Survival
-) -> None:
-    own = Stage(stage.sandbox, stage.directory / "cancelled")
-    own.directory.mkdir()
-    rehearsal = own.start("name=gone")
-    rehearsal.wait_for_step(5)
-    rehearsal.sandbox.command("scancel", str(rehearsal.job_id))
-    row = rehearsal.wait_till_over()
-    assert row.state is RunState.CANCELLED, rehearsal.logs()
-    acted = look(rehearsal, own, act=True)
-    assert not [one for one in acted.seen if one.outcome == "done"], acted
-    assert rehearsal.status().state is RunState.CANCELLED
-    survival.shown(
-        Fault(34, "the user cancels the job, then `watch --act` looks"),
-        cause="cancelled",
-        action="none: it stays cancelled",
-        identical=rehearsal.assert_same_so_far(reference),
     )

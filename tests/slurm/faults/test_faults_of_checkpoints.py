@@ -82,6 +82,8 @@ def test_a_full_disk_stops_the_run_and_deletes_nothing(
     small = Stage(stage.sandbox, small_disk)
     rehearsal = small.start("name=full", "checkpoint.keep=9")
     fault = Fault(29, "the file system of the checkpoints is full after the second one")
-    survival.ended(rehearsal, fault, cause="disk_full", action="stop", why="needs")
+    survival.ended(
+        rehearsal, fault, cause="disk_full", action="stop", why="no room for a checkpoint"
+    )
     assert len(published_steps(rehearsal.run.layout.checkpoints)) == 2
     rehearsal.assert_same_so_far(reference)

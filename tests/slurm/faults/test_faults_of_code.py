@@ -38,10 +38,10 @@ def test_the_same_failure_again_and_again_stops_with_the_reason(
 ) -> None:
     text = "index 50304 is out of bounds for dimension 0 with size 50304"
     planned = (PlannedFault(epoch=0, rank=1, step=5, do="fail", text=text),)
-    rehearsal = stage.start("name=same", planned=planned)
+    rehearsal = stage.start("name=same", "supervise.failures_without_progress=2", planned=planned)
     fault = Fault(24, "rank 1 raises the same error at step 5 in each launch")
-    survival.ended(rehearsal, fault, cause="crash", action="stop", why="3 failed launches")
-    assert len(rehearsal.causes) == 3 and rehearsal.attempts == 1, rehearsal.logs()
+    survival.ended(rehearsal, fault, cause="crash", action="stop", why="2 failed launches")
+    assert len(rehearsal.causes) == 2 and rehearsal.attempts == 1, rehearsal.logs()
     assert "out of bounds" in rehearsal.status().reason, rehearsal.logs()
     rehearsal.assert_same_so_far(reference)
 
@@ -65,16 +65,6 @@ def test_out_of_memory_at_once_is_not_tried_again(stage: Stage, survival: Surviv
     fault = Fault(28, "CUDA out of memory in the first step")
     survival.ended(rehearsal, fault, cause="gpu_oom", action="stop", why="never fitted")
     assert len(rehearsal.causes) == 1, rehearsal.logs()
-
-
-def test_a_taken_port_is_left_for_another(
-    stage: Stage, reference: RunFiles, survival: Survival
-) -> None:
-    planned = (PlannedFault(epoch=1, rank=0, do="take_port"),)
-    rehearsal = stage.start("name=port", planned=planned)
-    fault = Fault(32, "somebody listens on MASTER_PORT when rank 0 wants to")
-    survival.recovered(rehearsal, fault, cause="port", action="relaunch", epoch=1)
-    rehearsal.assert_done_exactly(reference)
 
 
 def test_numbers_that_are_wrong_are_gone_around(

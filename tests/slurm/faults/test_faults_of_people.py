@@ -10,6 +10,7 @@ from survival import Fault, Survival
 from hpctrain.actions.cancel import cancel
 from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.state import RunState
+from hpctrain.actions.watch import watch
 from hpctrain.store.ledger import EventKind
 
 # The sandbox lets a requeued job wait for 6 s (cred_expire + 1 s): past that it would run again.
@@ -48,15 +49,19 @@ def test_cancelled_by_scancel_stays_cancelled(
     stage: Stage, reference: RunFiles, survival: Survival
 ) -> None:
     planned = (PlannedFault(epoch=1, rank=1, step=13, do="await_warning"),)
-    rehearsal = stage.start("name=scancelled", planned=planned)
+    own = Stage(stage.sandbox, stage.directory / "cancelled")
+    own.directory.mkdir()
+    rehearsal = own.start("name=scancelled", planned=planned)
     rehearsal.wait_for_step(12)
     rehearsal.sandbox.command("scancel", str(rehearsal.job_id))
-    fault = Fault(34, "the user cancels the running job with scancel")
-    rehearsal.wait_till_over()
-    stays(rehearsal, RunState.CANCELLED)
+    row = rehearsal.wait_till_over()
+    assert row.state is RunState.CANCELLED, rehearsal.logs()
     assert not [e for e in rehearsal.events(EventKind.ACTION) if e.action == "requeue"]
+    acted = watch(own.runs, rehearsal.slurm, act=True, grace_seconds=0)
+    assert not [one for one in acted.seen if one.outcome == "done"], acted
+    assert rehearsal.status().state is RunState.CANCELLED, rehearsal.logs()
     survival.shown(
-        fault,
+        Fault(34, "the user cancels the running job with scancel, and `watch --act` looks"),
         cause="cancelled",
         action="none: it stays cancelled",
         identical=rehearsal.assert_same_so_far(reference),
@@ -80,23 +85,6 @@ def test_cancelled_by_hpctrain_during_the_grace_of_a_preemption(
         cause="cancelled",
         action="none: it stays cancelled",
         identical=rehearsal.assert_same_so_far(reference),
-    )
-
-
-def test_a_run_that_is_done_trains_nothing_when_it_is_requeued(
-    stage: Stage, reference: RunFiles, survival: Survival
-) -> None:
-    rehearsal = stage.start("name=again")
-    rehearsal.assert_done_exactly(reference)
-    control(rehearsal, "requeue")
-    rehearsal.wait(lambda: rehearsal.attempts == 2, "started again")
-    rehearsal.wait(lambda: len(rehearsal.events(EventKind.ACTION)) == 2, "finished at once")
-    assert rehearsal.epoch == 1, "it was launched again"
-    assert rehearsal.assert_done_exactly(reference).steps_lost == 0
-    survival.shown(
-        Fault(6, "a run that is done is requeued (Slurm does that to what ends in a grace)"),
-        cause="done",
-        action="finish",
     )
 
 

@@ -89,6 +89,16 @@ def test_preempted_without_grace(stage: Stage, reference: RunFiles, survival: Su
         Fault(41, "a requeue, which truncates the log where nobody asks for more"),
         action="appended: the log holds both attempts",
     )
+    rehearsal.sandbox.command("scontrol", "requeue", str(rehearsal.job_id))
+    rehearsal.wait(lambda: rehearsal.attempts == 3, "started again")
+    result = rehearsal.assert_done_exactly(reference)
+    assert rehearsal.epoch == 2, "a run that is done was launched again"
+    survival.shown(
+        Fault(6, "a run that is done is requeued (Slurm does that to what ends in a grace)"),
+        cause="done",
+        action="finish",
+        identical=result.steps_compared,
+    )
 
 
 def test_preempted_with_the_user_signal(

@@ -12,6 +12,7 @@ import pytest
 from fabricated_runs import LAUNCHED, STARTED, SUBMITTED, ended, fabricate, published
 
 from hpctrain.actions import control, requests
+from hpctrain.actions.audit import asked
 from hpctrain.actions.control import Answer
 from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.state import RunState
@@ -157,7 +158,10 @@ def test_resume_takes_back_what_nobody_has_followed(running: RunFiles, slurm: Fa
     answer = control.resume(running, slurm)
     assert answer.changed and "lunch" in answer.words
     assert files(running) == ["save"], "a checkpoint is still wanted"
-    assert audit(running)[-1].action == "resume"
+    assert audit(running)[-1].action == requests.TAKE_BACK
+    stopped, saved, taken = asked(running.ledger.events(), [])
+    assert (stopped.answer, saved.answer) == ("asked to take back instead", None)
+    assert taken.answer == "withdrawn"
 
 
 # -- a job that waits --------------------------------------------------------------------------

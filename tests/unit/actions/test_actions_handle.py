@@ -55,7 +55,7 @@ def test_a_team_controls_a_run(run: hpctrain.Run) -> None:
     assert "it saves" in run.stop(reason="second")
     assert run.resume().startswith("Took back")
     assert "waits in the queue" in run.hold() and run.why().requests[0].startswith("hold")
-    assert [one.action for one in run.story.asked] == ["save", "stop", "resume", "hold"]
+    assert [one.action for one in run.story.asked] == ["save", "stop", "take back", "hold"]
     assert run.checkpoints(verify=True).rows == ()
 
 

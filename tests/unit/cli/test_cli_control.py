@@ -237,6 +237,13 @@ def test_verify_fails_on_a_flipped_byte_that_a_listing_does_not_see(running: Run
     assert [row["problem"] is None for row in document["checkpoints"]["rows"]] == [False, True]
 
 
+def test_a_listing_shows_what_is_bad_and_is_no_error(running: RunFiles) -> None:
+    (published(running, 10) / "shard.distcp").write_bytes(b"?")
+    outcome = hpctrain("checkpoints", RUN)
+    assert outcome.exit_code == 0 and outcome.stderr == "", outcome.transcript()
+    assert "Bad         step 10: shard.distcp has 1 bytes instead of 1024\n" in outcome.stdout
+
+
 def test_verify_of_good_ones_and_of_none(running: RunFiles) -> None:
     empty = hpctrain("checkpoints", RUN, "--verify")
     assert empty.exit_code == 0 and "no checkpoint has been published yet" in empty.stdout

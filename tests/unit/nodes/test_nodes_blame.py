@@ -161,9 +161,9 @@ def test_a_suspect_of_a_short_launch_is_not_smeared_as_well() -> None:
     found = blame(
         WITNESS, cause="crash", reason="x", nodes=["n1"], job_nodes=JOB[:2], short_launch=True
     )
-    assert [(one.node, one.kind) for one in found] == [
-        ("n1", K.FIRST_FAILED),
-        ("n0", K.SHORT_ATTEMPT),
+    assert [(one.node, one.kind, one.reason) for one in found] == [
+        ("n1", K.FIRST_FAILED, "x"),
+        ("n0", K.SHORT_ATTEMPT, "in a launch that failed: x"),
     ]
 
 

@@ -156,13 +156,6 @@ def test_live_jobs_of_a_name() -> None:
     assert "--me" in argv and "--name=run-1" in argv, "only of this user"
 
 
-def test_nodes_without_a_reason_are_left_out() -> None:
-    header = parse.UNIT.join(("NODELIST", "REASON"))
-    rows = [f"n0{parse.UNIT}none", f"n1{parse.UNIT}Prolog error"]
-    text = "".join(f"{line}{parse.RECORD}\n" for line in (header, *rows))
-    assert asked(Answer(0, text, ""))[0].node_reasons() == {"n1": "Prolog error"}
-
-
 def test_requeue_never_raises_and_says_what_happened() -> None:
     def away(command: Command) -> Answer:
         raise SlurmUnreachableError("no answer from `scontrol requeue` within 20 s")

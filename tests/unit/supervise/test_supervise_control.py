@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,8 @@ def test_the_strongest_request_counts(run: RunLayout) -> None:
 def test_a_touched_file_is_a_request(run: RunLayout) -> None:
     run.stop_request.touch()
     request = requested(run)
-    assert request is not None and request.by == "the file control/stop"
+    me = pwd.getpwuid(os.getuid()).pw_name
+    assert request is not None and request.by == f"{me} (the file control/stop)"
 
 
 def test_what_the_supervisor_asks_for_is_no_request_of_a_person(run: RunLayout) -> None:
@@ -64,6 +66,14 @@ def test_followed_requests_are_gone(run: RunLayout) -> None:
         (run.control / name).touch()
     clear_followed_requests(run)
     assert [path.name for path in run.control.iterdir()] == ["save"]
+
+
+def test_what_cannot_be_removed_does_not_keep_the_job_from_ending(run: RunLayout) -> None:
+    run.stop_request.mkdir()
+    (run.control / "hold").touch()
+    clear_followed_requests(run)
+    request = requested(run)
+    assert request is not None and request.kind == "stop"
 
 
 def test_what_is_in_a_file_is_untrusted(run: RunLayout, tmp_path: Path) -> None:

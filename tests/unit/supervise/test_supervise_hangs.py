@@ -16,7 +16,7 @@ from supervise_stage import JOB_ID, Stage
 from hpctrain.slurm.states import JobState
 from hpctrain.store.ledger import EventKind
 from hpctrain.store.signs import Progress, write_record
-from hpctrain.supervise import sight, stack_inquiry, watch
+from hpctrain.supervise import phases, sight, stack_inquiry, watch
 from hpctrain.supervise.process import Launch, step_waits
 from hpctrain.supervise.sight import Looker, Onlooker, in_time
 from hpctrain.supervise.stacks import NO_STACK
@@ -25,8 +25,8 @@ from hpctrain.supervise.watch import Experience, LaunchWatch
 
 @pytest.fixture(autouse=True)
 def _soon(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A stall after 0.3 s, in setup after 2; no process of a test outlives it."""
-    changes = {"stall_seconds": 0.3, "setup_stall_seconds": 2.0, "kill_wait_seconds": 4.0}
+    """A stall after 0.3 s, in setup after 30; no process of a test outlives it."""
+    changes = {"stall_seconds": 0.3, "setup_stall_seconds": 30.0, "kill_wait_seconds": 4.0}
     stage.configure(config().model_copy(update=changes))
     monkeypatch.setattr(stack_inquiry, "_DUMP_SECONDS", 2.0)
     yield
@@ -78,7 +78,8 @@ def test_a_rank_that_never_came_up_is_named_by_its_place(stage: Stage) -> None:
 
 
 def test_while_all_leave_a_rank_without_a_file_has_left(stage: Stage) -> None:
-    ours = watched(stage, "ranks:all_reduce,recv,load_batch phase:leaving sleep:20", tasks=4)
+    stage.configure(config().model_copy(update={"setup_stall_seconds": 4.0}))
+    ours = watched(stage, "ranks:all_reduce,recv,load_batch phase:leaving sleep:30", tasks=4)
     assert ours.stall is not None
     assert (ours.stall.phase, [odd.rank for odd in ours.stall.odd]) == ("leaving", [2])
 
@@ -179,6 +180,20 @@ def test_srun_itself_is_heard(stage: Stage) -> None:
         wait_until(lambda: not launch.waits_for_step)
     finally:
         launch.kill()
+
+
+def test_a_step_that_is_never_created_is_no_hang_of_ranks(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(phases, "_SRUN_SILENT_SECONDS", 20.0)
+    monkeypatch.setattr(phases, "_SRUN_WAITS_SECONDS", 0.6)
+    changes = {"setup_stall_seconds": 0.2, "kill_wait_seconds": 4.0}
+    stage.configure(config().model_copy(update=changes))
+    (stage.layout.directory / "busy").write_text(BUSY)
+    stage.play("lines:busy sleep:20", "done")
+    ended = stage.events(EventKind.LAUNCH_ENDED)[0]
+    assert ended.cause == "launch_failure"
+    assert str(ended.reason).startswith("srun could not create the step in ")
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

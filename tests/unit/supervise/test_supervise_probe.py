@@ -279,8 +279,9 @@ def test_without_a_controller_nobody_is_asked_or_lost(theatre: Theatre) -> None:
 def test_where_nobody_answers_the_asking_has_failed(theatre: Theatre) -> None:
     """The supervisor runs on one of these nodes, so not all of them can be dead."""
     theatre.rule("mute")
-    result = theatre.probe()
+    result = theatre.probe(deadline_seconds=20)
     assert (result.lost, result.unfit) == ((), ())
+    assert result.seconds < 10, "nobody waits for an srun that has ended"
     assert "no munge" in result.trouble
 
 

@@ -214,6 +214,13 @@ def test_a_line_without_a_time_was_written_before_the_next_one_with_one(tmp_path
     assert alone.order == pytest.approx(AT + 600, abs=1e-3)
 
 
+def test_findings_are_in_the_order_of_time(tmp_path: Path) -> None:
+    log(tmp_path, 0, 0, f"2026-11-21 05:33:39,0 {STALE}\n")
+    log(tmp_path, 0, 1, f"2026-11-21 05:33:38,0 {STALE}\n")
+    found = SCANNER.logs(tmp_path, -1, Ranks(ended_at={0: AT}), ScanLimits(readers=1))
+    assert [one.rank for one in found] == [1, 0]
+
+
 def test_the_time_of_the_file_stands_in_for_that_of_the_rank(tmp_path: Path) -> None:
     path = log(tmp_path, 0, 1, f"{OOM}\n")
     os.utime(path, (AT, AT))

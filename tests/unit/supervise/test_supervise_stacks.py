@@ -312,7 +312,7 @@ def test_waiting_goes_on_while_something_is_written(run: RunLayout) -> None:
     path = write(run, 0, "header\n")
 
     def dribble() -> None:
-        for _ in range(12):
+        for _ in range(30):
             with path.open("a") as stream:
                 stream.write("  File\n")
             time.sleep(0.05)
@@ -323,7 +323,7 @@ def test_waiting_goes_on_while_something_is_written(run: RunLayout) -> None:
     dumps.wait_for_dumps(run, EPOCH, before, 10.0)
     writer.join(0.2)
     assert not writer.is_alive()
-    assert dumps.read_dumps(run, EPOCH, before).texts[0].count("File") == 12
+    assert dumps.read_dumps(run, EPOCH, before).texts[0].count("File") == 30
 
 
 def test_a_second_dump_is_read_without_the_first(run: RunLayout, start: Start) -> None:

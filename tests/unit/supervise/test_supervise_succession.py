@@ -263,6 +263,34 @@ def test_after_a_cancelled_job_the_next_one_leaves_and_ends_the_others(
     assert (last.event, last.job_id) == (EventKind.CANCEL_REQUESTED, 5)
 
 
+def test_after_a_job_that_has_stopped_the_run_the_next_one_leaves(
+    tmp_path: Path, slurm: FakeSlurm
+) -> None:
+    """Slurm was away when it wanted to cancel the others."""
+    first = attempt(tmp_path, slurm, "singleton")
+    context = second(tmp_path, slurm, "singleton")
+    slurm.records[5] = job(5, JobState.FAILED, 50.0)
+    slurm.records[7] = job(7, JobState.PENDING)
+    context.ledger.append(EventKind.SUBMITTED, job_id=7, successor_of=5)
+    first.note(EventKind.ACTION, action="leave", reason="before")
+    assert must_leave(context) is None
+    first.note(EventKind.ACTION, action="stop", reason="3 crashes")
+    assert must_leave(context) == "job 5 has stopped this run (3 crashes)"
+    assert slurm.records[7].state is JobState.CANCELLED
+    context.ledger.append(EventKind.SUBMITTED, job_id=6)
+    assert must_leave(context) is None, "somebody has submitted it again since"
+    first.note(EventKind.ACTION, action="stop", reason="late words of an outlived supervisor")
+    assert must_leave(context) is None
+
+
+def test_a_job_that_stopped_itself_may_be_revived(tmp_path: Path, slurm: FakeSlurm) -> None:
+    context = attempt(tmp_path, slurm, "requeue")
+    context.ledger.append(EventKind.SUBMITTED, job_id=4)
+    context.ledger.append(EventKind.SUBMITTED, job_id=5)
+    context.note(EventKind.ACTION, action="stop", reason="3 crashes")
+    assert must_leave(context) is None
+
+
 def test_a_job_cancelled_while_it_waited_means_nothing(tmp_path: Path, slurm: FakeSlurm) -> None:
     context = second(tmp_path, slurm, "singleton")
     slurm.records[5] = job(5, JobState.COMPLETED, 50.0)

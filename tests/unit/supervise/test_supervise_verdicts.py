@@ -12,11 +12,13 @@ from told_stories import End, Story
 from hpctrain.supervise.causes import FINAL_CAUSES, Cause
 from hpctrain.supervise.classify import classify
 from hpctrain.supervise.documents import Evidence, Finding, OddRank, Stall
+from hpctrain.supervise.slurm_words import is_notice, read_task_failure
 
 NCCL_TIMEOUT = (
     "[rank{rank}]:[E1121 05:33:37.123456789 ProcessGroupNCCL.cpp:607] [Rank {rank}] Watchdog "
     "caught collective operation timeout: WorkNCCL(SeqNum=1580, OpType=ALLREDUCE, "
-    "NumelIn=466119168, NumelOut=466119168, Timeout(ms)=600000) ran for 600060 milliseconds before timing out."
+    "NumelIn=466119168, NumelOut=466119168, Timeout(ms)=600000) ran for 600060 "
+    "milliseconds before timing out."
 )
 RESET = (
     "DistNetworkError: recvValueWithTimeout failed on SocketImpl(fd=3): Failed to recv, got 0 "
@@ -333,10 +335,77 @@ ROWS: dict[str, tuple[Evidence, Cause]] = {
         Cause.GPU_ERROR,
     ),
     "what a rank survived does not explain a hang": (
-        Story(logs={0: ["KeyError: 'x'", "OSError: [Errno 28] No space left on device"]}).evidence(
-            stall=STALL
-        ),
+        Story(logs={0: ["OSError: [Errno 28] No space left on device"]}).evidence(stall=STALL),
         Cause.HANG,
+    ),
+    "hang in which peers were lost": (
+        Story(logs={0: [RESET]}).evidence(stall=STALL), Cause.HANG,
+    ),
+    "hang on InfiniBand": (Story(logs={6: [IB]}).evidence(stall=STALL), Cause.FABRIC),
+    "hang while a person waits for the stop": (
+        Story().evidence(stall=STALL, stop_requested_by="ann"), Cause.HANG,
+    ),
+    "a node is lost while a person waits for the stop": (
+        Story().evidence(lost_nodes=("n3",), stop_requested_by="ann"), Cause.NODE_FAILURE,
+    ),
+    "no launch while a person waits for the stop": (
+        Story(
+            srun=["srun: error: Task launch for StepId=5.0 failed on node n1: Job prolog failed"]
+        ).evidence(started=False, stop_requested_by="ann"),
+        Cause.PROLOG_FAILURE,
+    ),
+    "a rank dies while a person waits for the stop": (
+        Story(srun=["srun: error: n0: task 3: Segmentation fault"]).evidence(
+            stop_requested_by="ann"
+        ),
+        Cause.CRASH,
+    ),
+    "stopped at once, srun's code for it": (
+        Story(srun=["srun: error: n0: task 3: Exited with exit code 143"]).evidence(
+            stop_requested_by="ann"
+        ),
+        Cause.YIELDED,
+    ),
+    "held by its owner, without a restart": (
+        Story().evidence(job=job("PENDING", "JobHeldUser")), Cause.REQUEUED,
+    ),
+    "memory, said by srun alone, beside an error that nobody knows": (
+        Story([End(4, "RuntimeError: something odd")], srun=[OOM_LINE]).evidence(findings=()),
+        Cause.HOST_OOM,
+    ),
+    "echoes came first, then a root": (
+        Story([*resets(0, 1, after=10), End(4, CUDA_OOM, 50)]).evidence(), Cause.GPU_OOM,
+    ),
+    "the log of a rank names what its record does not": (
+        Story([End(3, "RuntimeError: worker failed")], logs={3: ["NCCL WARN x", CUDA_OOM]})
+        .evidence(),
+        Cause.GPU_OOM,
+    ),
+    "the trainer's word about data, and an error that is not deeper": (
+        Story(
+            [End(1, "sample 17", cause="data_loader")],
+            logs={1: ["RuntimeError: CUDA error: unspecified launch failure"]},
+        ).evidence(),
+        Cause.DATA_LOADER,
+    ),
+    "the trainer's word beside an echo": (
+        Story([End(3, "Connection reset by peer: no room", cause="gpu_oom")]).evidence(),
+        Cause.GPU_OOM,
+    ),
+    "superseded, though another rank failed first": (
+        Story(
+            [End(0, CUDA_OOM, 10), End(1, "stale epoch: 4 owns it", 20, cause="superseded")]
+        ).evidence(),
+        Cause.SUPERSEDED,
+    ),
+    "a node lost and a GPU broken on another": (
+        Story(kernels={"n1": [(90, OFF_BUS)]}).evidence(lost_nodes=("n3",)), Cause.NODE_FAILURE,
+    ),
+    "a step cancelled, and nothing else": (
+        Story(
+            srun=["slurmstepd: error: *** STEP 5.0 ON n0 CANCELLED AT 2026-03-01T10:00:00 ***"]
+        ).evidence(),
+        Cause.UNKNOWN,
     ),
     # Nothing known.
     "only echoes": (Story(resets(0, 1, 2)).evidence(), Cause.CRASH),
@@ -432,7 +501,7 @@ def test_only_hold_holds() -> None:
 def test_a_held_job_is_with_slurm_already() -> None:
     for name in ("prolog failed, requeued and held", "held by an administrator"):
         assert classify(ROWS[name][0]).already_requeued
-    assert "administrator" in classify(ROWS["held by an administrator"][0]).reason
+    assert "who alone can release it" in classify(ROWS["held by an administrator"][0]).reason
 
 
 @pytest.mark.parametrize(
@@ -504,11 +573,48 @@ def test_half_of_the_ranks_is_not_everywhere() -> None:
     assert classify(two_nodes).cause is Cause.USER_ERROR
 
 
+def test_an_error_of_the_program_is_no_echo() -> None:
+    verdict = classify(Story([End(4, "KeyError: 'x'", 50), *resets(0, 1)]).evidence())
+    assert (verdict.cause, verdict.rank) == (Cause.CRASH, 4)
+
+
+def test_a_collective_in_which_two_were_silent_blames_none() -> None:
+    story = Story(logs=timeouts(*range(6)), srun=["srun: error: n0: task 0: Aborted"])
+    verdict = classify(story.evidence())
+    assert (verdict.cause, verdict.rank, verdict.nodes) == (Cause.HANG, None, ())
+
+
+def test_a_soft_error_elsewhere_does_not_share_the_blame() -> None:
+    soft = XID.format(code=13, words="Graphics SM Warp Exception")
+    story = Story(kernels={"n1": [(90, OFF_BUS)], "n2": [(80, soft)]})
+    assert classify(story.evidence()).nodes == ("n1",)
+
+
+def test_causes_of_the_scheduler_are_said_by_the_scheduler() -> None:
+    """A site's signature cannot make a crash a preemption, which would cost no budget."""
+    odd = Finding("site_word", Cause.PREEMPTED, "root", "evicted", rank=0, order=1.0)
+    evidence = Story([End(5, "ValueError: x")]).evidence()
+    assert classify(replace(evidence, findings=(odd,))).cause is Cause.CRASH
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "srun: error: Unable to confirm allocation for job 5: Unable to contact slurm controller",
+        "srun: error: slurm_receive_msg: Socket timed out on send/recv operation",
+        "srun: error: Job prolog failed on node n1",
+    ],
+)
+def test_more_lines_that_are_notices(line: str) -> None:
+    assert is_notice(line) and not read_task_failure(line)
+
+
 def test_a_watchdog_that_aborts_its_rank_is_not_the_root() -> None:
     story = Story(logs=timeouts(*range(8)), srun=["srun: error: n0: task 0: Aborted"])
     assert classify(story.evidence()).cause is Cause.HANG
     alone = Story(srun=["srun: error: n0: task 0: Aborted"])
-    assert classify(alone.evidence()).cause is Cause.CRASH
+    verdict = classify(alone.evidence())
+    assert (verdict.cause, verdict.rank, verdict.nodes) == (Cause.CRASH, 0, ("n0",))
 
 
 # -- what is not known -----------------------------------------------------------------------
@@ -568,11 +674,11 @@ def test_different_failures_have_different_fingerprints() -> None:
 
 
 def test_a_place_of_hanging_is_a_fingerprint() -> None:
-    def hung(where: str, silent: float) -> str:
-        stall = Stall("training", silent, 300.0, (OddRank(5, "n2", where),))
+    def hung(where: str, silent: float, rank: int = 5) -> str:
+        stall = Stall("training", silent, 300.0, (OddRank(rank, f"n{rank}", where),))
         return classify(Story().evidence(stall=stall)).fingerprint
 
-    assert hung("read (data.py:81)", 301) == hung("read (data.py:99)", 555)
+    assert hung("read (data.py:81)", 301) == hung("read (data.py:99)", 555, rank=77)
     assert hung("read (data.py:81)", 301) != hung("all_reduce (dist.py:81)", 301)
 
 
@@ -582,6 +688,8 @@ def test_what_is_no_failure_has_no_fingerprint() -> None:
 
 
 def test_lines_of_evidence_are_few_and_short() -> None:
+    many = tuple(f"slurmstepd: error: *** JOB {n} ***" for n in range(20))
+    assert len(classify(Story().evidence(srun_exit_code=-9, notices=many)).evidence) == 6
     story = Story([End(r, f"OSError: [Errno 5] {r} " + "x" * 5000, r) for r in range(8)])
     verdict = classify(story.evidence())
     assert 1 <= len(verdict.evidence) <= 6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from hpctrain.store.signs import (
     write_record,
 )
 from hpctrain.supervise import gather, watch
-from hpctrain.supervise.documents import TaskFailure
+from hpctrain.supervise.documents import LaunchShape, TaskFailure
 from hpctrain.supervise.process import Launch
 from hpctrain.supervise.sight import Looker
 from hpctrain.supervise.steps import OwnSteps
@@ -288,6 +289,15 @@ def test_a_newer_launch(scene: Scene) -> None:
     assert scene.watch.superseded
 
 
+def test_a_silence_that_a_newer_launch_explains_is_no_hang(scene: Scene) -> None:
+    scene.says("training", 1)
+    assert scene.silent(62)
+    assert scene.watch.stall is not None
+    (scene.stage.layout.epochs / "000004.json").touch()
+    assert scene.looks()
+    assert (scene.watch.stall, scene.watch.superseded) == (None, True)
+
+
 @pytest.mark.parametrize("kind", ["hold", "stop"])
 def test_a_request_is_passed_on_once(scene: Scene, kind: str) -> None:
     (scene.stage.layout.control / kind).write_text("by ann\n")
@@ -335,11 +345,34 @@ def test_a_slow_rank_is_in_the_ledger_once(scene: Scene) -> None:
     assert scene.watch.slow_ranks == ()
 
 
+def test_a_new_launch_counts_slow_windows_anew(scene: Scene) -> None:
+    experience = watch.Experience.of(scene.stage.supervisor().context)
+    for windows, reported in (((20, 40), 0), ((60, 80), 0), ((100, 120, 140), 1)):
+        scene.watch = scene.resumed_at(0, experience=experience)
+        for last_step in windows:
+            rank_times(scene, last_step, 1.5)
+        assert len(scene.stage.events(EventKind.SLOW_RANK)) == reported
+
+
 def test_stages_differ_by_what_they_do(scene: Scene) -> None:
     scene.watch = scene.resumed_at(0, stage_of=lambda rank: rank // 3)
     for window in range(1, 6):
         rank_times(scene, 20 * window, 1.5)
     assert scene.stage.events(EventKind.SLOW_RANK) == []
+
+
+def test_the_stages_of_the_size_that_runs(scene: Scene) -> None:
+    sizes = {"tensor_model_parallel_size": 1, "context_parallel_size": 1, "data_parallel_size": 3}
+    for stages, name in ((1, "train.json"), (2, "train-n000001.json")):
+        text = json.dumps({**sizes, "pipeline_model_parallel_size": stages})
+        (scene.stage.layout.directory / name).write_text(text)
+    shapes = (
+        LaunchShape(nodes=2, tasks=8, train_config="train.json"),
+        LaunchShape(nodes=1, tasks=4, train_config="train-n000001.json"),
+    )
+    scene.stage.configure(config().model_copy(update={"shapes": shapes}))
+    for tasks, rank_3 in ((8, 0), (4, 1), (0, 0)):
+        assert scene.resumed_at(0, tasks=tasks)._stage_of(3) == rank_3
 
 
 def test_only_numbered_steps_of_this_attempt_are_ended(stage: Stage) -> None:

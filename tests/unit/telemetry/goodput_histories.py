@@ -100,7 +100,9 @@ def _damaged(history: History, dice: random.Random) -> History:
         for m in history.marks
     ]
     history.steps = [
-        Step(s.step, s.epoch, s.time + dice.choice(wrong), dice.choice([s.step_seconds] * 20 + wrong))
+        Step(
+            s.step, s.epoch, s.time + dice.choice(wrong), dice.choice([s.step_seconds] * 20 + wrong)
+        )
         for s in history.steps
     ]
     if history.steps and dice.random() < 0.3:

@@ -1,0 +1,227 @@
+"""`simulate`: from a spec and a profile, or from bare numbers, to what is played.
+
+Belongs here: where the numbers of a scenario come from. Does not belong here: playing it
+(`hpctrain.simulate`), text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from hpctrain.errors import UsageError
+from hpctrain.plan.forecast.documents import Forecast
+from hpctrain.plan.forecast.published import RESTART_SECONDS
+from hpctrain.simulate.choice import Choice, Goal, auto_interval_seconds, choose
+from hpctrain.simulate.scenario import MixName, Scenario
+from hpctrain.spec.profile import ClusterProfile, PriceProfile
+from hpctrain.spec.run import RunSpec, SuperviseSpec
+from hpctrain.supervise.documents import SuperviseConfig
+from hpctrain.units import Duration, short_duration
+
+# An answer takes seconds, and the hours of a mean run are not worth more than this.
+_MOST_PLAYED = 200_000_000
+
+
+class Simulation(BaseModel):
+    """A scenario, what playing it says, and where its numbers come from."""
+
+    model_config = ConfigDict(frozen=True)
+
+    scenario: Scenario
+    choice: Choice
+    currency: str | None
+    price_per_gpu_hour: float | None
+    assumptions: tuple[str, ...]
+
+
+class BareNumbers(BaseModel):
+    """A run without a spec: what the options of `simulate` say. Seconds, days, per node-day."""
+
+    model_config = ConfigDict(frozen=True)
+
+    gpus: int
+    gpus_per_node: int = 8
+    failures_per_node_day: float = 6.5e-3
+    step_seconds: float = 10.0
+    save_stall_seconds: float = 5.0
+    save_write_seconds: float = 60.0
+    restart_seconds: float = RESTART_SECONDS
+    queue_wait_seconds: float = 0.0
+    walltime_seconds: float = math.inf
+    days: float = 30.0
+    mix: MixName = "llama3"
+    cluster_nodes: int | None = None
+
+
+def scenario_of_numbers(given: BareNumbers) -> tuple[Scenario, tuple[str, ...]]:
+    """Raises UsageError where the GPUs do not fill their nodes."""
+    if given.gpus % given.gpus_per_node:
+        raise UsageError(
+            f"--gpus {given.gpus} does not fill nodes of {given.gpus_per_node} GPUs",
+            "give a multiple, or another --gpus-per-node",
+        )
+    scenario = Scenario(
+        nodes=given.gpus // given.gpus_per_node,
+        gpus_per_node=given.gpus_per_node,
+        cluster_nodes=given.cluster_nodes,
+        work_seconds=given.days * 86400,
+        step_seconds=given.step_seconds,
+        interval_seconds=given.step_seconds,
+        save_stall_seconds=given.save_stall_seconds,
+        save_write_seconds=given.save_write_seconds,
+        failures_per_node_day=given.failures_per_node_day,
+        mix=given.mix,
+        restart_seconds=given.restart_seconds,
+        queue_wait_seconds=given.queue_wait_seconds,
+        walltime_seconds=given.walltime_seconds,
+        supervise=_settings(SuperviseSpec(exclude_nodes="act"), "requeue"),
+    )
+    return scenario, (f"causes: {scenario.failure_mix.source}",)
+
+
+def scenario_of_spec(
+    spec: Path,
+    profile: str,
+    overrides: Sequence[str] = (),
+    mix: MixName = "llama3",
+    queue_wait_seconds: float = 0.0,
+) -> tuple[Scenario, PriceProfile | None, tuple[str, ...]]:
+    """The run as it is planned and forecast. Raises what `hpctrain plan` raises, and UsageError
+    where no step time is predicted."""
+    from hpctrain.actions import plan as planning
+
+    inputs = planning.load(spec, profile, overrides)
+    option = planning.plan_option(inputs, "time")
+    if option.refusal is not None:
+        raise option.refusal
+    told, plan = option.forecast, option.plan
+    if told is None or plan is None:
+        words = option.remark or "the profile does not say what its GPUs can do"
+        raise UsageError(f"there is no forecast to start from: {words}")
+    scenario = _planned(inputs.spec, inputs.profile, told, mix, queue_wait_seconds)
+    # The forecast's word on the queue is not what is played.
+    said = [note for note in told.assumptions if not note.startswith("queue:")]
+    notes = (*said, f"causes: {scenario.failure_mix.source}")
+    return scenario, inputs.profile.prices, notes
+
+
+def _planned(
+    spec: RunSpec, profile: ClusterProfile, told: Forecast, mix: MixName, queue_wait_seconds: float
+) -> Scenario:
+    stops, save = told.interruptions, told.checkpoint
+    preemption = stops.preemption_mtbf_seconds
+    walltime = _walltime(spec, profile)
+    return Scenario(
+        nodes=told.nodes,
+        gpus_per_node=max(1, told.gpus // told.nodes),
+        spare_nodes=spec.resources.spare_nodes,
+        cluster_nodes=max(profile.nodes.count, told.nodes + spec.resources.spare_nodes),
+        work_seconds=told.times.training_seconds + told.times.evaluation_seconds,
+        step_seconds=told.step_seconds,
+        interval_seconds=told.interval.seconds,
+        save_stall_seconds=save.stall_seconds,
+        save_write_seconds=save.write_seconds if save.asynchronous else 0.0,
+        failures_per_node_day=86400 / (stops.failure_mtbf_seconds * told.nodes),
+        mix=mix,
+        stall_seconds=float(spec.supervise.stall),
+        restart_seconds=stops.restart_seconds,
+        queue_wait_seconds=queue_wait_seconds,
+        walltime_seconds=math.inf if walltime is None else float(walltime),
+        preemptions_per_day=86400 / preemption if preemption else 0.0,
+        warned=stops.warned,
+        supervise=_settings(spec.supervise, profile.continuation),
+    )
+
+
+def _walltime(spec: RunSpec, profile: ClusterProfile) -> Duration | None:
+    partition = profile.slurm.partition(spec.resources.partition)
+    return spec.resources.walltime or (partition.max_walltime if partition else None)
+
+
+def _settings(spec: SuperviseSpec, continuation: str) -> SuperviseConfig:
+    """What the policy is told, as far as it matters to played runs."""
+    return SuperviseConfig.model_validate(
+        dict(
+            run_id="simulated",
+            target_step=1,
+            continuation=continuation,
+            failures_without_progress=spec.failures_without_progress,
+            stall_seconds=float(spec.stall),
+            setup_stall_seconds=float(spec.setup_stall),
+            kill_wait_seconds=30.0,
+            verify="auto",
+            budgets={str(cause): count for cause, count in spec.budgets.items()},
+            storm_failures=spec.storm_failures,
+            storm_window_seconds=float(spec.storm_window),
+            exclude_nodes=spec.exclude_nodes,
+        )
+    )
+
+
+def simulate(
+    scenario: Scenario,
+    spares: Sequence[int],
+    intervals: Sequence[float | None],
+    trials: int,
+    seed: int,
+    goal: Goal = "gpu-hours",
+    prices: PriceProfile | None = None,
+    assumptions: Sequence[str] = (),
+) -> Simulation:
+    """Play all combinations; an interval of None is Daly's.
+
+    Raises UsageError for too much, and where the cluster has too few nodes.
+    """
+    spares, notes = _possible(scenario, tuple(dict.fromkeys(spares)))
+    seconds = list(
+        dict.fromkeys(auto_interval_seconds(scenario) if s is None else s for s in intervals)
+    )
+    _refuse_too_much(scenario, len(seconds) * len(spares) * trials)
+    return Simulation(
+        scenario=scenario,
+        choice=choose(scenario, spares, seconds, trials, seed, goal),
+        currency=prices.currency if prices else None,
+        price_per_gpu_hour=prices.on_demand if prices else None,
+        assumptions=(*assumptions, *notes),
+    )
+
+
+def _possible(scenario: Scenario, spares: Sequence[int]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Numbers of spare nodes that the cluster has, and notes on what was left out or assumed."""
+    limit = scenario.cluster_nodes
+    most = math.inf if limit is None else limit - scenario.nodes
+    fit = tuple(count for count in spares if count <= most)
+    if not fit:
+        raise UsageError(
+            f"the cluster has {limit:,} nodes: {scenario.nodes:,} that train and {min(spares):,} "
+            "spare nodes are more",
+            "use fewer GPUs, or fewer --spares",
+        )
+    notes = [_costs(scenario)]
+    notes += [] if scenario.queue_wait_seconds else ["queue: no wait beyond Slurm's own 2 min"]
+    if len(fit) < len(spares):
+        notes.append(f"spare nodes: at most {most:,}, for the cluster has {limit:,} nodes")
+    return fit, tuple(notes)
+
+
+def _costs(scenario: Scenario) -> str:
+    """What no option and no profile says."""
+    return (
+        f"a failure is seen after {short_duration(scenario.detect_seconds)}, silence after "
+        f"{short_duration(scenario.stall_seconds)}, a dead node after "
+        f"{short_duration(scenario.lost_node_seconds)}; a lost node is back after "
+        f"{short_duration(scenario.repair_seconds)}"
+    )
+
+
+def _refuse_too_much(scenario: Scenario, runs: int) -> None:
+    failures = scenario.work_seconds / scenario.mttf_seconds
+    if runs * (failures + 1) > _MOST_PLAYED:
+        raise UsageError(
+            f"about {failures:,.0f} failures in each of {runs:,} runs are too many to play",
+            "use fewer --trials, or fewer --spares and --interval",
+        )

@@ -1,0 +1,214 @@
+"""`simulate`: play a run with failures before it is submitted."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hpctrain.cli.options import ProfileName, json_option, set_option
+from hpctrain.cli.output import json_out
+from hpctrain.units import Duration
+
+if TYPE_CHECKING:
+    from hpctrain.actions.simulate import BareNumbers
+    from hpctrain.simulate.choice import Goal
+    from hpctrain.simulate.scenario import MixName
+
+
+class Seconds(click.ParamType[float]):
+    """`90s`, `30min`, `2h`; must be above 0."""
+
+    name = "duration"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        if isinstance(value, int | float):
+            return float(value)
+        return self._read(str(value), param, ctx)
+
+    def _read(self, text: str, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        try:
+            seconds = float(Duration.parse(text))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+        if seconds < 0:
+            self.fail("must not be negative", param, ctx)
+        return seconds
+
+
+class Intervals(Seconds):
+    """`10min,30min,auto`; auto is None."""
+
+    name = "duration|auto,..."
+
+    def convert(  # type: ignore[override]
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[float | None, ...]:
+        if isinstance(value, tuple):
+            return value
+        found: list[float | None] = []
+        for word in str(value).split(","):
+            seconds = None if word.strip() == "auto" else self._read(word, param, ctx)
+            if seconds == 0:
+                self.fail("an interval must be above 0", param, ctx)
+            found.append(seconds)
+        return tuple(found)
+
+
+class Counts(click.ParamType[tuple[int, ...]]):
+    """`0,1,2,4`"""
+
+    name = "N,N,..."
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        words = [word.strip() for word in str(value).split(",")]
+        if not all(word.isdecimal() for word in words):
+            self.fail(f"`{value}` is no list of numbers such as `0,1,2,4`", param, ctx)
+        return tuple(int(word) for word in words)
+
+
+_NUMBERS = (
+    ("gpus_per_node", click.IntRange(1), "GPUs of one node.  [default: 8]"),
+    (
+        "node_failures_per_day",
+        click.FloatRange(0),
+        "Failures of one node in a day, of all kinds.  [default: 0.0065]",
+    ),
+    ("step_seconds", click.FloatRange(0, min_open=True), "One optimizer step.  [default: 10]"),
+    ("save_stall", Seconds(), "How long a save stops training.  [default: 5s]"),
+    ("save_write", Seconds(), "From then until it is durable.  [default: 60s]"),
+    ("restart", Seconds(), "From a launch to its first step.  [default: 10min]"),
+    ("walltime", Seconds(), "Time limit of one attempt.  [default: none]"),
+    ("days", click.FloatRange(0, min_open=True), "Days of undisturbed training.  [default: 30]"),
+    ("cluster_nodes", click.IntRange(1), "Nodes of the cluster.  [default: no limit]"),
+)
+
+
+def _number_options(function: Any) -> Any:
+    for name, kind, words in reversed(_NUMBERS):
+        function = click.option(f"--{name.replace('_', '-')}", name, type=kind, help=words)(
+            function
+        )
+    return function
+
+
+@click.command()
+@click.argument("spec", required=False, type=click.Path(path_type=Path, allow_dash=True))
+@click.option("--profile", "-p", type=ProfileName(), help="Cluster profile: name or file.")
+@set_option
+@click.option("--gpus", type=click.IntRange(1), help="Instead of a spec: GPUs that train.")
+@_number_options
+@click.option("--requeue-wait", type=Seconds(), default=0.0, help="Mean wait in the queue.")
+@click.option(
+    "--causes",
+    type=click.Choice(["llama3", "byterobust", "nodes", "crashes"]),
+    default="llama3",
+    show_default=True,
+    help="What runs die of.",
+)
+@click.option("--spares", type=Counts(), default="0,1,2,4", show_default=True)
+@click.option("--interval", "intervals", type=Intervals(), default="auto", show_default=True)
+@click.option("--trials", type=click.IntRange(1, 100_000), default=200, show_default=True)
+@click.option("--seed", type=int, default=1, show_default=True)
+@click.option(
+    "--by",
+    "goal",
+    type=click.Choice(["gpu-hours", "time"]),
+    default="gpu-hours",
+    show_default=True,
+    help="What the best combination is.",
+)
+@json_option
+def simulate(
+    spec: Path | None,
+    profile: str | None,
+    overrides: tuple[str, ...],
+    gpus: int | None,
+    requeue_wait: float,
+    causes: MixName,
+    spares: tuple[int, ...],
+    intervals: tuple[float | None, ...],
+    trials: int,
+    seed: int,
+    goal: Goal,
+    as_json: bool,
+    **numbers: float | int | None,
+) -> None:
+    """Play a run with failures: which interval, how many spare nodes, does it reach the end?
+
+    What follows a failure is decided by the policy that the supervisor uses in the job. Give a
+    spec with --profile, or --gpus and numbers.
+
+    \b
+    Examples:
+      hpctrain simulate -p a100x64 examples/gpt175b.yaml --spares 0,1,2
+      hpctrain simulate --gpus 16384 --node-failures-per-day 0.0038 --days 54 --spares 8,16,32
+      hpctrain simulate --gpus 1024 --interval 10min,30min,1h,auto --spares 0,2
+    """
+    from hpctrain.actions import simulate as action
+    from hpctrain.cli.simulate_text import simulation_lines
+
+    given = {name: number for name, number in numbers.items() if number is not None}
+    _check(spec, profile, overrides, gpus, given)
+    prices = None
+    if spec is not None and profile is not None:
+        scenario, prices, notes = action.scenario_of_spec(
+            spec, profile, overrides, causes, requeue_wait
+        )
+    else:
+        bare = _bare(gpus, given, causes, requeue_wait)
+        scenario, notes = action.scenario_of_numbers(bare)
+    told = action.simulate(scenario, spares, intervals, trials, seed, goal, prices, notes)
+    if as_json:
+        json_out("simulation", told)
+        return
+    for line in simulation_lines(told):
+        click.echo(line)
+
+
+def _check(
+    spec: Path | None,
+    profile: str | None,
+    overrides: tuple[str, ...],
+    gpus: int | None,
+    given: dict[str, float | int],
+) -> None:
+    if (spec is None) == (gpus is None):
+        raise click.UsageError("give either a spec with --profile, or --gpus")
+    if (spec is None) != (profile is None):
+        raise click.UsageError("a spec and --profile go together")
+    if spec is None and overrides:
+        raise click.UsageError("--set changes a spec, and there is none")
+    if spec is not None and given:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise click.UsageError(f"{names}: with a spec, spec and profile say this")
+
+
+_FIELDS = {
+    "node_failures_per_day": "failures_per_node_day",
+    "save_stall": "save_stall_seconds",
+    "save_write": "save_write_seconds",
+    "restart": "restart_seconds",
+    "walltime": "walltime_seconds",
+}
+
+
+def _bare(
+    gpus: int | None, given: dict[str, float | int], causes: MixName, requeue_wait: float
+) -> BareNumbers:
+    from hpctrain.actions.simulate import BareNumbers
+
+    fields = {_FIELDS.get(name, name): number for name, number in given.items()}
+    if fields.get("walltime_seconds") == 0:
+        fields["walltime_seconds"] = math.inf
+    return BareNumbers.model_validate(
+        {"gpus": gpus, **fields, "mix": causes, "queue_wait_seconds": requeue_wait}
+    )
