@@ -210,6 +210,7 @@ def test_names_of_quantities_say_their_unit() -> None:
     allowed = {("store/ledger.py", "time"), ("store/signs.py", "time")}
     allowed.add(("checkpoints/manifest.py", "time"))
     allowed |= {("nodes/record.py", "time"), ("nodes/blame.py", "time")}
+    allowed.add(("telemetry/timeline.py", "time"))
     # an axis group's number of ranks
     allowed.add(("plan/documents.py", "size"))
     found = []

@@ -24,7 +24,7 @@ from hpctrain.supervise.context import AttemptContext, say
 from hpctrain.supervise.control import clear_stale_requests
 from hpctrain.supervise.documents import Evidence, Verdict
 from hpctrain.supervise.gather import gather
-from hpctrain.supervise.past import pending_rollback
+from hpctrain.supervise.past import pending_rollback, pinned_steps
 from hpctrain.supervise.postmortem import Prober, Traces, ask_nodes, examine, newest_logged_step
 from hpctrain.supervise.process import Launch, free_port
 from hpctrain.supervise.watch import Experience, LaunchWatch
@@ -151,6 +151,7 @@ class Launcher:
             **self.environment,
             "HPCTRAIN_EPOCH": str(self.epoch),
             "HPCTRAIN_RESUME": start.directory.name if start else "",
+            "HPCTRAIN_PINNED_STEPS": " ".join(map(str, pinned_steps(context.ledger.events()))),
             **({"HPCTRAIN_MTTF_SECONDS": f"{mttf_seconds:.0f}"} if mttf_seconds else {}),
             "MASTER_ADDR": self._master_address(placement),
             "MASTER_PORT": str(free_port(name)),

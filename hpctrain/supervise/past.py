@@ -13,6 +13,7 @@ from hpctrain.supervise.causes import FAILURE_CAUSES, Cause
 from hpctrain.supervise.documents import History
 
 _NUMERICS = frozenset({Cause.DIVERGED, Cause.SUSPECT_NUMERICS})
+_MOST_PINNED = 2
 _ENDS = frozenset({EventKind.LAUNCH_ENDED, EventKind.ATTEMPT_LOST})
 
 
@@ -66,6 +67,19 @@ def pending_rollback(events: Sequence[Event]) -> int | None:
         if event.event is EventKind.ROLLED_BACK:
             return event.checkpoint_step or 0
     return None
+
+
+def pinned_steps(events: Sequence[Event]) -> tuple[int, ...]:
+    """Checkpoints from before the newest anomalies of numerics: whoever looks into one needs them,
+    and retention must leave them, for it knows only which are the newest."""
+    steps = [
+        event.checkpoint_step
+        for event in events
+        if event.event is EventKind.LAUNCH_ENDED
+        and event.cause in _NUMERICS
+        and event.checkpoint_step
+    ]
+    return tuple(dict.fromkeys(steps))[-_MOST_PINNED:]
 
 
 def mean_time_to_failure(events: Sequence[Event], prior_seconds: float | None) -> float | None:

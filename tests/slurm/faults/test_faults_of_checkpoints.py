@@ -70,7 +70,7 @@ def small_disk(stage: Stage) -> Iterator[Path]:
     """A file system with room for two checkpoints and a half; these tests run as root."""
     place = stage.directory / "small"
     place.mkdir()
-    words = ["mount", "-t", "tmpfs", "-o", "size=6M", "tmpfs", str(place)]
+    words = ["mount", "-t", "tmpfs", "-o", "size=7M", "tmpfs", str(place)]
     subprocess.run(words, check=True, timeout=30)
     yield place
     subprocess.run(["umount", "--lazy", str(place)], check=True, timeout=30)
@@ -80,7 +80,8 @@ def test_a_full_disk_stops_the_run_and_deletes_nothing(
     stage: Stage, small_disk: Path, reference: RunFiles, survival: Survival
 ) -> None:
     small = Stage(stage.sandbox, small_disk)
-    rehearsal = small.start("name=full", "checkpoint.keep=9")
+    cache = stage.directory / "cache"  # larger than all checkpoints
+    rehearsal = small.start("name=full", "checkpoint.keep=9", f"data.cache={cache}")
     fault = Fault(29, "the file system of the checkpoints is full after the second one")
     survival.ended(
         rehearsal, fault, cause="disk_full", action="stop", why="no room for a checkpoint"

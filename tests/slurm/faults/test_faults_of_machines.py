@@ -48,9 +48,10 @@ def test_xids_are_told_apart_and_broken_nodes_are_left(
     fault = Fault(26, "XID 63 (rows remapped) in the kernel's log, then a rank leaves")
     survival.recovered(rehearsal, fault, cause="crash", action="relaunch", epoch=1)
     fault = Fault(26, "XID 94 (contained ECC error), then the rank leaves")
-    survival.recovered(rehearsal, fault, cause="gpu_error", action="relaunch", epoch=2)
+    contained = survival.recovered(rehearsal, fault, cause="gpu_error", action="relaunch", epoch=2)
     fault = Fault(26, "XID 13 (graphics exception), then the rank leaves")
-    survival.recovered(rehearsal, fault, cause="gpu_error", action="relaunch", epoch=3)
+    program = survival.recovered(rehearsal, fault, cause="gpu_error", action="relaunch", epoch=3)
+    assert [contained.end.node, program.end.node] == rehearsal.nodes(), rehearsal.logs()
     rehearsal.wait_for_step(41, epoch=4)
     broken = rehearsal.nodes()[1]
     fault = Fault(27, "XID 79 on one node, an NCCL timeout on the other")

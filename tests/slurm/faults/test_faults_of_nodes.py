@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rehearsal import Stage
+from rehearsal import PlannedFault, Stage
 from survival import BY_SLURM, Fault, Survival
 
 from hpctrain.actions.runs import RunFiles
@@ -35,22 +35,27 @@ def test_nodes_that_die_are_left_for_others(
 def test_a_dead_slurmd_with_living_ranks_cannot_publish(
     stage: Stage, reference: RunFiles, survival: Survival
 ) -> None:
-    """The zombie: Slurm requeues the job while the ranks of the dead slurmd still run."""
-    rehearsal = stage.start("name=zombie")
-    epoch = rehearsal.wait_for_progress()
-    faults.kill_slurmd(stage.sandbox, rehearsal.nodes()[0])
-    result = rehearsal.assert_done_exactly(reference)
-    good = checkpoints(rehearsal.run.layout.checkpoints, "sha256")
-    assert all(one.good for one in good), rehearsal.logs()
-    mine = [one.manifest.epoch for one in good if one.manifest]
-    assert rehearsal.epoch == epoch or max(mine) > epoch, "the old launch published last"
-    survival.shown(
-        Fault(13, "the slurmd of the batch node dies and its ranks live on"),
-        cause=", ".join(str(cause) for cause in rehearsal.causes),
-        action="all checkpoints good, none of an older launch after a newer one",
-        identical=result.steps_compared,
-        lost_steps=result.steps_lost,
+    """The zombie: Slurm requeues the job while the ranks of the dead slurmd still run.
+
+    They go on in the middle of a step when the next launch has long begun, and come to a save.
+    """
+    planned = (PlannedFault(epoch=1, rank=1, step=14, do="sleep", seconds=45),)
+    rehearsal = stage.start("name=zombie", planned=planned)
+    rehearsal.wait_for_checkpoint(10)
+    rehearsal.wait_for_step(13)
+    node = rehearsal.nodes()[0]
+    zombies = {process.pid for process in rehearsal.processes() if process.rank is not None}
+    faults.kill_slurmd(stage.sandbox, node)
+    fault = Fault(13, "the slurmd of the batch node dies, and its ranks wake up after the requeue")
+    survival.recovered(rehearsal, fault, cause="node_failure", action=BY_SLURM, epoch=1)
+    rehearsal.wait(
+        lambda: not zombies & {process.pid for process in rehearsal.processes()},
+        "rid of the ranks of the first launch",
     )
+    rehearsal.assert_done_exactly(reference)
+    found = checkpoints(rehearsal.run.layout.checkpoints, "sha256")
+    assert all(one.good for one in found), rehearsal.logs()
+    assert {one.manifest.epoch for one in found if one.manifest} == {2}, rehearsal.logs()
 
 
 def test_a_drained_node_is_used_to_the_end_and_then_left(

@@ -75,8 +75,10 @@ def test_a_dead_slurmstepd_is_noticed(
     stage: Stage, reference: RunFiles, survival: Survival
 ) -> None:
     """Slurm notices nothing: srun would wait for ever for the tasks of that node."""
-    rehearsal = stage.start("name=stepd")
-    rehearsal.wait_for_progress()
+    planned = (PlannedFault(epoch=1, rank=1, step=14, do="sleep"),)
+    rehearsal = stage.start("name=stepd", planned=planned)
+    rehearsal.wait_for_checkpoint(10)
+    rehearsal.wait_for_step(13)
     faults.kill_stepd(stage.sandbox, rehearsal.nodes()[1])
     fault = Fault(20, "the slurmstepd of the second node is killed; its rank lives on")
     survival.recovered(rehearsal, fault, cause="crash", action=("requeue", "relaunch"))

@@ -114,7 +114,7 @@ def test_every_cause_that_a_machine_has_is_decided() -> None:
         if blame(WITNESS, cause=str(cause), reason="x", nodes=["n1"], job_nodes=JOB)
     }
     assert blamed == set(Cause) - set(INNOCENT)
-    assert blamed - {Cause.CRASH} == MACHINE_CAUSES - {Cause.PORT}
+    assert blamed - {Cause.CRASH} == MACHINE_CAUSES - {Cause.PORT, Cause.SUPERVISOR_LOST}
 
 
 def test_lost_nodes_are_blamed_whatever_the_verdict() -> None:

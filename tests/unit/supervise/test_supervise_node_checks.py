@@ -260,6 +260,9 @@ def test_a_command_of_the_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     report = Report()
     check_kernel(report, 0.0, "n1", 2.0)
     assert report.kernel == [(None, "NVRM on n1")]
+    monkeypatch.setenv("HPCTRAIN_KERNEL_LOG", f"{tmp_path}/klog")
+    check_kernel(report, 0.0, "n1", 2.0)
+    assert report.kernel == [(None, "NVRM on")], "a program without arguments is run, not read"
 
 
 def test_journal_first_then_dmesg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

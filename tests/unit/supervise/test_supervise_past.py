@@ -6,7 +6,7 @@ import pytest
 
 from hpctrain.store.ledger import Event
 from hpctrain.supervise.causes import Cause
-from hpctrain.supervise.past import history, mean_time_to_failure, pending_rollback
+from hpctrain.supervise.past import history, mean_time_to_failure, pending_rollback, pinned_steps
 
 
 def event(kind: str, time: float = 0.0, **fields: object) -> Event:
@@ -147,3 +147,12 @@ def test_going_back_is_pending_until_the_next_launch() -> None:
     assert pending_rollback([AT_10, CRASH, rolled_back(5), event("attempt_started")]) == 5
     assert pending_rollback([rolled_back(5), AT_10]) is None
     assert pending_rollback([AT_10, rolled_back(0)]) == 0
+
+
+def test_checkpoints_from_before_an_anomaly_are_pinned() -> None:
+    def anomaly(step: int | None) -> Event:
+        return ended(Cause.DIVERGED, 10, step)
+
+    assert pinned_steps([AT_10, CRASH]) == ()
+    assert pinned_steps([anomaly(30), CRASH, anomaly(30)]) == (30,)
+    assert pinned_steps([anomaly(10), anomaly(None), anomaly(30), anomaly(50)]) == (30, 50)

@@ -297,7 +297,10 @@ def test_without_srun_there_is_trouble(theatre: Theatre) -> None:
     assert "srun could not be run" in result.trouble and result.lost == ()
 
 
-def test_an_interruption_ends_the_waiting_and_accuses_nobody(theatre: Theatre) -> None:
+def test_an_interruption_ends_the_waiting_and_accuses_nobody(
+    theatre: Theatre, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hpctrain.supervise.probe._LATER_SECONDS", 60.0)
     theatre.fate(n1="hung")
     started = time.monotonic()
     result = theatre.probe(
@@ -318,6 +321,7 @@ def test_a_controller_that_goes_away_in_between_is_no_error(theatre: Theatre) ->
 def test_the_deadline_grows_with_the_job(theatre: Theatre, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hpctrain.supervise.probe._FIRST_SECONDS", 0.2)
     monkeypatch.setattr("hpctrain.supervise.probe._SECONDS_PER_NODE", 0.2)
+    monkeypatch.setattr("hpctrain.supervise.probe._LATER_SECONDS", 60.0)
     theatre.fate(n1="hung")
     result = theatre.probe(deadline_seconds=cast(float, None))
     assert result.lost == ("n1",)

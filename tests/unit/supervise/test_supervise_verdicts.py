@@ -694,3 +694,12 @@ def test_lines_of_evidence_are_few_and_short() -> None:
     verdict = classify(story.evidence())
     assert 1 <= len(verdict.evidence) <= 6
     assert all(len(line) <= 400 for line in verdict.evidence)
+
+
+def test_a_silence_of_the_run_directory_explains_a_silence_of_the_ranks() -> None:
+    line = "the run directory did not answer for 240 s"
+    silent = Finding("run_directory_silent", Cause.STORAGE, "cascade", line)
+    evidence = replace(NOTHING, stall=Stall("training", 300.0, 90.0), findings=(silent,))
+    verdict = classify(evidence)
+    assert verdict.cause is Cause.STORAGE, verdict
+    assert classify(replace(evidence, findings=())).cause is Cause.HANG
