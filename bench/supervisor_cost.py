@@ -87,8 +87,8 @@ def count(log: Path) -> int:
 
 
 def start(stage: Stage, shims: Path) -> Rehearsal:
-    os.environ["PATH"] = f"{shims}:{os.environ['PATH']}"  # the job inherits the submitter's
-    return stage.start("name=cost", "budget.steps=1000000", "checkpoint.every_steps=1000")
+    path = f"environment.variables.PATH={shims}:{os.environ['PATH']}"
+    return stage.start("name=cost", "budget.steps=1000000", "checkpoint.every_steps=1000", path)
 
 
 def main() -> int:

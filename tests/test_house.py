@@ -30,6 +30,8 @@ PURE_FILES = (
     *("supervise/phases.py", "supervise/stacks.py"),
     *("nodes/blame.py", "supervise/answers.py"),
     *("sandbox/shape.py", "sandbox/from_profile.py", "actions/state.py", "telemetry/rates.py"),
+    *("telemetry/clocks.py", "telemetry/segments.py", "telemetry/launch_body.py"),
+    *("telemetry/timeline.py", "telemetry/goodput.py", "telemetry/sliding.py"),
     *("actions/watch_look.py", "actions/watch_rules.py", "actions/watch_gone.py"),
     *("store/jobs.py", "supervise/lost.py"),
 )

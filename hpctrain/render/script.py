@@ -329,14 +329,12 @@ def _container_mounts(profile: ClusterProfile) -> tuple[str, ...] | None:
 
 # Set by the supervisor; image variables would win over them otherwise (pyxis README).
 _TRAINER_VARIABLES = (
-    *(
-        "HPCTRAIN_EPOCH",
-        "HPCTRAIN_RESUME",
-        "HPCTRAIN_MTTF_SECONDS",
-        "HPCTRAIN_PINNED_STEPS",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-    ),
+    "HPCTRAIN_EPOCH",
+    "HPCTRAIN_RESUME",
+    "HPCTRAIN_MTTF_SECONDS",
+    "HPCTRAIN_PINNED_STEPS",
+    "MASTER_ADDR",
+    "MASTER_PORT",
 )
 
 

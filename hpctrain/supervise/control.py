@@ -68,7 +68,7 @@ def clear_stale_requests(run: RunLayout) -> None:
 
 def clear_followed_requests(run: RunLayout) -> None:
     """The run has stopped or is held: what asked for it is done."""
-    for path in (run.stop_now_request, run.hold_request, run.stop_request):
+    for path in (run.stop_now_request, run.hold_request, run.stop_request, run.save_request):
         # One that cannot be removed, such as a directory, goes on asking; the job must end first.
         with contextlib.suppress(OSError):
             path.unlink()

@@ -210,7 +210,8 @@ class Situation:
 
     `keeps_nodes` is False once Slurm ends the job. `healthy_nodes` are those of the allocation
     that answer; `needed_nodes` what the next launch takes at full size, `least_nodes` at the
-    smallest. `exclude` are nodes that the node ledger says to avoid, with `why_exclude` in words.
+    smallest. `exclude` are nodes of the cluster that the node ledger says to avoid, `exclude_here`
+    those of them that are healthy ones of the allocation, and `why_exclude` has the words.
     `good_checkpoints` are steps, newest first.
     """
 
@@ -220,6 +221,7 @@ class Situation:
     needed_nodes: int = 1
     least_nodes: int = 1
     exclude: tuple[str, ...] = ()
+    exclude_here: tuple[str, ...] = ()
     why_exclude: str = ""
     good_checkpoints: tuple[int, ...] = ()
 

@@ -27,6 +27,7 @@ from hpctrain.supervise.gather import gather
 from hpctrain.supervise.past import pending_rollback, pinned_steps
 from hpctrain.supervise.postmortem import Prober, Traces, ask_nodes, examine, newest_logged_step
 from hpctrain.supervise.process import Launch, free_port
+from hpctrain.supervise.stragglers import SlowRank
 from hpctrain.supervise.watch import Experience, LaunchWatch
 
 
@@ -37,6 +38,7 @@ class Ended:
     verdict: Verdict
     evidence: Evidence | None = None
     probe: ProbeResult | None = None
+    slow_ranks: tuple[SlowRank, ...] = ()
 
 
 class Launcher:
@@ -103,7 +105,8 @@ class Launcher:
         traces = Traces(since, step_before, launched_on, self._seen)
         asked = examine(self.context, evidence, job_nodes, traces, self.ask_nodes)
         self._seen |= frozenset(asked.probe.kernel_lines if asked.probe is not None else ())
-        return Ended(classify(asked.evidence), asked.evidence, asked.probe), launch.poll()
+        verdict = classify(asked.evidence)
+        return Ended(verdict, asked.evidence, asked.probe, watch.slow_ranks), launch.poll()
 
     def _watch_of(
         self,

@@ -171,11 +171,13 @@ class Supervisor:
     def _decide(self, allocation: Allocation, ended: Ended) -> tuple[Allocation, Action]:
         """What follows, and the nodes that are left for it."""
         config, verdict = self.context.config, ended.verdict
-        if ended.evidence is not None and ended.evidence.probed:
-            allocation = allocation.with_lost(ended.evidence.lost_nodes)
+        probe = ended.probe
+        if probe is not None and not probe.trouble:
+            allocation = allocation.with_lost(probe.unfit)
         situation = assess(self.context, allocation, verdict, ended)
         action = decide(verdict, self._history(), situation, config)
-        return allocation.avoiding(action.exclude), action
+        doubtful = probe.doubtful if probe is not None else ()
+        return allocation.avoiding({*action.exclude, *doubtful}), action
 
     def _history(self) -> History:
         window_seconds = self.context.config.storm_window_seconds

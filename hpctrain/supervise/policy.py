@@ -200,7 +200,7 @@ def _must_change_nodes(verdict: Verdict, situation: Situation, config: Supervise
         return True
     if not verdict.hard or config.exclude_nodes != "act":
         return False
-    return situation.healthy_nodes - len(situation.exclude) < situation.least_nodes
+    return situation.healthy_nodes - len(situation.exclude_here) < situation.least_nodes
 
 
 def _too_few(situation: Situation) -> str:
@@ -209,7 +209,7 @@ def _too_few(situation: Situation) -> str:
 
 
 def _where(verdict: Verdict, situation: Situation, config: SuperviseConfig) -> str:
-    avoided = len(situation.exclude) if config.exclude_nodes == "act" else 0
+    avoided = len(situation.exclude_here) if config.exclude_nodes == "act" else 0
     left = situation.healthy_nodes - avoided
     if left < situation.needed_nodes <= situation.healthy_nodes:
         left = situation.healthy_nodes

@@ -62,9 +62,15 @@ def ask_nodes(context: AttemptContext, nodes: Sequence[str], since: float) -> Pr
         context.slurm,
         context.job_id,
         nodes,
-        Question(context.run_layout.directory, since),
+        Question(context.run_layout.directory, since, _gpus_per_node(context)),
         interrupted=lambda: context.signals.final,
     )
+
+
+def _gpus_per_node(context: AttemptContext) -> int:
+    """One task per GPU; 0 (do not count them) where the size is not known."""
+    shapes = context.config.shapes
+    return shapes[0].tasks // shapes[0].nodes if shapes else 0
 
 
 def examine(

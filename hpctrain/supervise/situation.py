@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 from hpctrain.checkpoints.discover import checkpoints
 from hpctrain.errors import SlurmError
 from hpctrain.nodes.blame import Avoid, Witness, blame, blame_problem, nodes_to_avoid
-from hpctrain.nodes.record import NodeEvidence, NodeLedger
+from hpctrain.nodes.record import EvidenceKind, NodeEvidence, NodeLedger
 from hpctrain.supervise.allocation import Allocation, full_nodes, least_nodes
+from hpctrain.supervise.answers import ProbeResult
 from hpctrain.supervise.causes import FAILURE_CAUSES
 from hpctrain.supervise.context import AttemptContext, say
 from hpctrain.supervise.documents import Situation, Verdict
@@ -46,7 +47,8 @@ def assess(
     evidence = ended.evidence if ended is not None else None
     if ended is not None:
         _blame(context, allocation, ended)
-    avoid = _avoid(context, allocation)
+    probe = ended.probe if ended is not None else None
+    avoid = _avoid(context, allocation, probe)
     return Situation(
         keeps_nodes=evidence is None or keeps_nodes(evidence),
         allocated_nodes=len(allocation.nodes),
@@ -54,6 +56,7 @@ def assess(
         needed_nodes=full_nodes(config, allocation),
         least_nodes=least_nodes(config, allocation),
         exclude=avoid.nodes,
+        exclude_here=tuple(node for node in avoid.here if node in allocation.healthy),
         why_exclude=avoid.why,
         good_checkpoints=_good_checkpoints(context),
     )
@@ -108,10 +111,15 @@ def _evidence(context: AttemptContext, allocation: Allocation, ended: Ended) -> 
         for one in broken
         for problem in one.problems
     ]
-    return [*found, *checks]
+    slow = [
+        witness.says(EvidenceKind.SLOW, one.node, f"rank {one.rank} computes {one.factor:.2f} x")
+        for one in ended.slow_ranks
+        if one.node
+    ]
+    return [*found, *checks, *slow]
 
 
-def _avoid(context: AttemptContext, allocation: Allocation) -> Avoid:
+def _avoid(context: AttemptContext, allocation: Allocation, probe: ProbeResult | None) -> Avoid:
     ledger, config = _ledger(context), context.config
     if ledger is None:
         return Avoid()
@@ -126,4 +134,5 @@ def _avoid(context: AttemptContext, allocation: Allocation) -> Avoid:
         usable_nodes=config.cluster_nodes,
         needed_nodes=least_nodes(config, allocation),
         allocated=allocation.nodes,
+        homes=probe.homes if probe is not None else None,
     )

@@ -68,6 +68,9 @@ PROGRESS = ended(Cause.CRASH, 10, 20)
         ([AT_10, lost(Cause.NODE_FAILURE), AT_10, lost(Cause.NODE_FAILURE)], 2, 0),
         ([AT_10, lost(Cause.NODE_FAILURE), started(20)], 0, 0),
         ([AT_10, lost(Cause.NODE_FAILURE), started(20), CRASH], 1, 0),
+        # a person who resumes the run has looked at it
+        ([CRASH, CRASH, event("control", action="resume"), CRASH], 1, 0),
+        ([CRASH, CRASH, event("control", action="save"), CRASH], 3, 0),
         # going back makes older checkpoints new again, and is no progress itself
         ([AT_10, PROGRESS, ended(Cause.DIVERGED, 20, 20), rolled_back(10), CRASH], 2, 0),
         ([AT_10, PROGRESS, CRASH, rolled_back(10), AT_10, ended(Cause.CRASH, 10, 15)], 0, 0),

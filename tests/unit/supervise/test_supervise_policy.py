@@ -193,7 +193,13 @@ def test_an_elastic_run_goes_on_with_fewer() -> None:
 
 
 def test_avoiding_nodes_is_only_said_until_it_is_allowed() -> None:
-    blamed = replace(FOUR_AND_A_SPARE, healthy_nodes=5, exclude=("n3",), why_exclude="XID 79")
+    blamed = replace(
+        FOUR_AND_A_SPARE,
+        healthy_nodes=5,
+        exclude=("n3",),
+        exclude_here=("n3",),
+        why_exclude="XID 79",
+    )
     observed = first(Cause.CRASH, blamed)
     assert observed.exclude == ()
     assert observed.observed == ("would avoid n3 (XID 79)",)
@@ -205,7 +211,7 @@ def test_avoiding_nodes_is_only_said_until_it_is_allowed() -> None:
 
 def test_broken_hardware_without_a_spare_is_left_only_when_that_is_allowed() -> None:
     full = Situation(allocated_nodes=4, healthy_nodes=4, needed_nodes=4, least_nodes=4)
-    full = replace(full, exclude=("n3",))
+    full = replace(full, exclude=("n3",), exclude_here=("n3",))
     verdict = Verdict(Cause.GPU_ERROR, "XID 79", nodes=("n3",), hard=True)
     history = past(Cause.GPU_ERROR, 1)
     assert decide(verdict, history, full, site()).kind is ActionKind.RELAUNCH
@@ -313,10 +319,14 @@ FIVE = replace(FOUR, allocated_nodes=5, healthy_nodes=5)
     [
         (FOUR, False, "on the same nodes"),
         (FOUR, True, "on the same nodes"),
-        (replace(FOUR, exclude=("n3",)), True, "on the same nodes"),  # soft blame, no spare
+        (
+            replace(FOUR, exclude=("n3",), exclude_here=("n3",)),
+            True,
+            "on the same nodes",
+        ),  # soft blame, no spare
         (FIVE, True, "on the same nodes"),
-        (replace(FIVE, exclude=("n3",)), True, "with a spare node"),
-        (replace(FIVE, exclude=("n3",)), False, "on the same nodes"),
+        (replace(FIVE, exclude=("n3",), exclude_here=("n3",)), True, "with a spare node"),
+        (replace(FIVE, exclude=("n3",), exclude_here=("n3",)), False, "on the same nodes"),
         (replace(FIVE, healthy_nodes=4), False, "with a spare node"),
         (replace(FOUR, healthy_nodes=3, least_nodes=3), True, "on 3 of 4 nodes"),
     ],
@@ -330,7 +340,7 @@ def test_where_a_relaunch_happens(situation: Situation, acting: bool, words: str
 
 def test_broken_hardware_with_a_spare_stays() -> None:
     verdict = Verdict(Cause.GPU_ERROR, "XID 79", nodes=("n3",), hard=True)
-    spare = replace(FIVE, exclude=("n3",))
+    spare = replace(FIVE, exclude=("n3",), exclude_here=("n3",))
     settings = site(exclude_nodes="act")
     action = decide(verdict, past(Cause.GPU_ERROR, 1), spare, settings)
     assert (action.kind, action.exclude) == (ActionKind.RELAUNCH, ("n3",))

@@ -210,7 +210,7 @@ def test_a_job_cancelled_in_the_queue_waits_no_more() -> None:
 
 
 def test_a_successor_that_is_submitted_early_does_not_end_the_attempt() -> None:
-    run = submitted().mark(MarkKind.SUBMITTED).train(1, 9)
+    run = submitted().train(1, 4).mark(MarkKind.SUBMITTED).train(5, 9)
     assert spent(told(run)) == {"queueing": 100, "starting": 10, "productive": 9}
 
 
@@ -224,6 +224,9 @@ def test_a_launch_whose_start_is_torn_is_known_by_its_steps() -> None:
     assert spent(result)["productive"] == 50 and spent(result)["redone"] == 10
     assert spent(result)["restarting"] == 11 and result.launches == 2
     assert {loss.cause: loss.lost_steps for loss in result.causes}["hang"] == 10
+    whole = told(crashed().mark(ENDED, "done").mark(MarkKind.FINISHED))
+    run.mark(ENDED, "done").mark(MarkKind.FINISHED)
+    assert told(run).of(Category.PRODUCTIVE) == whole.of(Category.PRODUCTIVE)
 
 
 def test_a_launch_whose_end_is_torn_is_judged_by_what_was_done() -> None:
@@ -286,6 +289,12 @@ def test_one_wrong_clock_moves_nothing_else() -> None:
 )
 def test_times_agree_with_their_order(written: list[int | None], agreed: list[int]) -> None:
     assert agreeing(written) == agreed
+
+
+def test_a_damaged_first_time_does_not_begin_the_run_in_1970() -> None:
+    run = crashed()
+    run.marks[0] = Mark(MarkKind.SUBMITTED, math.nan)
+    assert told(run).wall_seconds == run.clock - 100
 
 
 def test_numbers_that_are_none_are_nothing() -> None:
