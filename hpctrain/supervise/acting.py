@@ -50,7 +50,7 @@ def _answered(context: AttemptContext, action: Action, done: bool, answer: str) 
         answer = f"{answer}; {exclude(context.slurm, context.job_id, action.exclude)}"
     context.note(EventKind.ACTION_RESULT, action=action.kind, reason=answer)
     say(f"{action.kind}: {answer}")
-    if not done:
+    if not done and action.kind is ActionKind.HOLD:
         reason = f"Slurm did not {action.kind} the job: {answer}; go on with `hpctrain resume`"
         context.note(
             EventKind.ACTION, action=ActionKind.STOP, reason=reason, exit_code=STOPPED_EXIT_CODE

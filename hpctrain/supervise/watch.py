@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from hpctrain.store.ledger import EventKind
 from hpctrain.store.signs import Progress, RankTimes
 from hpctrain.supervise import dumps
+from hpctrain.supervise.audit import audit
 from hpctrain.supervise.context import AttemptContext, say
 from hpctrain.supervise.control import Request, ask_trainer_to_leave
 from hpctrain.supervise.documents import Stall
@@ -166,8 +167,12 @@ class LaunchWatch:
 
     def _follow(self, request: Request | None) -> bool:
         """What a person asks for; True if the step is to be ended now."""
-        if request is None or request.kind == "stop-now":
-            return request is not None
+        if request is None:
+            return False
+        if not self._asked_to_leave:
+            in_time(lambda: audit(self.context, request), _WORD_SECONDS)
+        if request.kind == "stop-now":
+            return True
         if not self._asked_to_leave:
             self._asked_to_leave = True
             self._ask_to_leave(f"control/{request.kind}")

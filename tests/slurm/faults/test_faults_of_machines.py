@@ -42,6 +42,8 @@ def test_xids_are_told_apart_and_broken_nodes_are_left(
         *xid(3, rank=1, step=33, code=13, words="Graphics Exception"),
         PlannedFault(epoch=4, rank=0, step=43, do="say", text=NCCL_TIMEOUT),
         *xid(4, rank=1, step=43, code=79, words="GPU has fallen off the bus."),
+        *xid(5, rank=0, step=53, code=79, words="GPU has fallen off the bus."),
+        *xid(5, rank=1, step=53, code=79, words="GPU has fallen off the bus."),
     )
     own = Stage(stage.sandbox, tmp_path)  # with a ledger of nodes of its own
     rehearsal = own.start("name=xids", "supervise.exclude_nodes=act", planned=planned)
@@ -64,4 +66,8 @@ def test_xids_are_told_apart_and_broken_nodes_are_left(
         cause="gpu_error",
         action=f"requeue, with {broken} in Slurm's ExcNodeList",
     )
+    fault = Fault(39, "XID 79 on both other nodes: three of four are bad, and two are needed")
+    survival.recovered(rehearsal, fault, cause="gpu_error", action="requeue", epoch=5)
+    avoided = [e.excluded for e in rehearsal.events(EventKind.ACTION) if e.action == "requeue"][-1]
+    assert len(avoided) == 2 and not set(avoided) & set(rehearsal.nodes()), rehearsal.logs()
     rehearsal.assert_done_exactly(reference)

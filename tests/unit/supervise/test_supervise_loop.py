@@ -432,3 +432,19 @@ def test_ranks_that_outlive_their_srun_are_ended_before_the_next_launch(stage: S
     stage.slurm.kill_step = kill_step  # type: ignore[method-assign]
     assert stage.play("progress:3 crash", "done") == 0
     assert alive == []
+
+
+@pytest.mark.parametrize("said", [False, True])
+def test_a_request_by_a_file_alone_is_in_the_ledger_once(stage: Stage, *, said: bool) -> None:
+    def ask() -> None:
+        if said:
+            ledger = Ledger(stage.layout.ledger)
+            ledger.append(EventKind.CONTROL, action="stop", user="ada", reason="lunch")
+        stage.layout.stop_request.write_text("lunch\n")
+
+    stage.once_training(ask)
+    assert stage.play("progress:3 await-stop") == 0
+    (line,) = stage.events(EventKind.CONTROL)
+    assert (line.action, line.reason) == ("stop", "lunch")
+    assert line.user
+    assert (stage.causes, stage.actions) == (["yielded"], ["stop"])
