@@ -45,13 +45,32 @@ class ReliabilityReport:
             self.entries += [value for value in found if isinstance(value, dict)]
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        missing = sorted(declared_tests() - {str(entry["test"]) for entry in self.entries})
-        if self.failed or missing:
-            words = f"{len(self.failed)} failed; not seen: {', '.join(missing) or 'none'}"
-            terminalreporter.write_line(f"{DOCUMENT.name} is left as it was: {words}")
-            return
-        write_table(self.entries)
-        terminalreporter.write_line(f"{DOCUMENT.name}: {len(self.entries)} faults")
+        """Rows of tests that did not run stay as they were; those of a failed test go."""
+        failed = {name for report in self.failed if (name := _function(report))}
+        rows = [row for row in known_rows() if test_of(row) in declared_tests() - failed]
+        seen = [entry for entry in self.entries if entry["test"] not in failed]
+        tests = {str(entry["test"]) for entry in seen}
+        kept = [row for row in rows if test_of(row) not in tests]
+        write_table([*kept, *(_cells(entry) for entry in seen)])
+        missing = sorted(declared_tests() - tests - {test_of(row) for row in kept})
+        words = f"; without {', '.join(missing)}" if missing else ""
+        terminalreporter.write_line(f"{DOCUMENT.name}: {len(seen)} rows written{words}")
+
+
+def _function(report_id: str) -> str:
+    return report_id.rpartition("::")[2].partition("[")[0]
+
+
+def known_rows() -> list[list[str]]:
+    """The rows that the document has now, as cells."""
+    between = DOCUMENT.read_text().partition(BEGIN)[2].partition(END)[0]
+    rows = [line[2:-2].split(" | ") for line in between.splitlines() if line.startswith("| ")]
+    return [row for row in rows if row[0].isdigit()]
+
+
+def test_of(row: list[str]) -> str:
+    """The test that has shown what a row says."""
+    return row[-1].strip("` ")
 
 
 def declared_tests() -> set[str]:
@@ -65,25 +84,21 @@ def declared_tests() -> set[str]:
     return found
 
 
-def write_table(entries: Iterable[Entry]) -> None:
+def write_table(rows: Iterable[list[str]]) -> None:
+    """Replace the table, ordered by row of the fault table and then by test."""
     text = DOCUMENT.read_text()
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    DOCUMENT.write_text(f"{before}{BEGIN}\n{table(entries)}\n{END}{after}")
-
-
-def table(entries: Iterable[Entry]) -> str:
-    """Markdown, by row of the fault table and then by test."""
-    lines = [_line(HEAD), _line(["---"] * len(HEAD))]
-    ordered = sorted(entries, key=lambda entry: (int(str(entry["row"])), str(entry["test"])))
-    return "\n".join(lines + [_line(_cells(entry)) for entry in ordered])
+    ordered = sorted(rows, key=lambda row: (int(row[0]), row[-1]))
+    lines = [_line(cells) for cells in (HEAD, ["---"] * len(HEAD), *ordered)]
+    DOCUMENT.write_text("\n".join([f"{before}{BEGIN}", *lines, f"{END}{after}"]))
 
 
 def _cells(entry: Entry) -> list[str]:
     compared = entry.get("identical")
     return [
         str(entry["row"]),
-        str(entry["fault"]),
+        str(entry["fault"]).replace("|", "/"),
         str(entry.get("cause") or ""),
         str(entry.get("action") or ""),
         _number(entry, "resumed_step"),
@@ -99,4 +114,4 @@ def _number(entry: Entry, name: str) -> str:
 
 
 def _line(cells: Iterable[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    return f"| {' | '.join(cells)} |"

@@ -114,10 +114,31 @@ def _number_options(function: Any) -> Any:
     show_default=True,
     help="What runs die of.",
 )
-@click.option("--spares", type=Counts(), default="0,1,2,4", show_default=True)
-@click.option("--interval", "intervals", type=Intervals(), default="auto", show_default=True)
-@click.option("--trials", type=click.IntRange(1, 100_000), default=200, show_default=True)
-@click.option("--seed", type=int, default=1, show_default=True)
+@click.option(
+    "--spares",
+    type=Counts(),
+    default="0,1,2,4",
+    show_default=True,
+    help="Numbers of spare nodes to compare.",
+)
+@click.option(
+    "--interval",
+    "intervals",
+    type=Intervals(),
+    default="auto",
+    show_default=True,
+    help="Times between checkpoints to compare; auto: Daly's.",
+)
+@click.option(
+    "--trials",
+    type=click.IntRange(1, 100_000),
+    default=200,
+    show_default=True,
+    help="Lives of the run to draw for each pair.",
+)
+@click.option(
+    "--seed", type=int, default=1, show_default=True, help="The same seed draws the same lives."
+)
 @click.option(
     "--by",
     "goal",

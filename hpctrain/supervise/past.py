@@ -23,7 +23,8 @@ def history(events: Sequence[Event], window_seconds: float = 1800.0) -> History:
     A launch that brought a newer checkpoint ends the count, whatever became of it. What the
     scheduler did in between neither counts nor forgives. An attempt whose supervisor was lost
     counts, too; whether it had brought a checkpoint shows where the next one resumes. Going back
-    on purpose is no progress. A person who has the run go on (`hpctrain resume`) ends the count. `window_seconds`: how far back `recent_failures` reaches.
+    on purpose is no progress. A person who has the run go on (`hpctrain resume`) ends the count.
+    `window_seconds`: how far back `recent_failures` reaches.
     """
     best, by_cause, prints = 0, Counter[str](), list[str]()
     ever = False

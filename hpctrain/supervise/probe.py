@@ -145,6 +145,8 @@ def _result(nodes: Sequence[str], look: _Look, probe: _Probe, seconds: float) ->
     if not answered or probe.interrupted():
         trouble = probe.last_words() or "no node has answered"
         missing = [node for node in missing if node in look.gone]
+        if len(missing) == len(nodes):  # a controller that has just started calls all nodes down
+            missing = []
     return ProbeResult(
         asked=tuple(nodes),
         answers=answers,

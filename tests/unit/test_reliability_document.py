@@ -4,30 +4,23 @@ from __future__ import annotations
 
 import re
 import sys
-from pathlib import Path
 
 import reliability_report as report
 
 sys.path.insert(0, str(report.FAULTS))
 
-from fault_table import ROWS  # noqa: E402
+from fault_table import ROWS
 
 DOCUMENT = report.DOCUMENT.read_text()
 
 
-def table_rows() -> list[list[str]]:
-    between = DOCUMENT.partition(report.BEGIN)[2].partition(report.END)[0]
-    rows = [line.strip("| ").split(" | ") for line in between.splitlines() if line[:3] != "| -"]
-    return [row for row in rows if row[0].isdigit()]
-
-
 def test_the_document_lists_exactly_the_tests_that_exist() -> None:
-    listed = {row[-1].strip("`") for row in table_rows()}
+    listed = {report.test_of(row) for row in report.known_rows()}
     assert listed == report.declared_tests(), "run `make reliability` and commit the table"
 
 
 def test_every_fault_of_the_table_is_shown_or_named_as_shown_elsewhere() -> None:
-    shown = {int(row[0]) for row in table_rows()}
+    shown = {int(row[0]) for row in report.known_rows()}
     after = DOCUMENT.partition(report.END)[2].partition("##")[0]
     named = re.findall(r"\(([\d, ]+),", after)
     elsewhere = {int(number) for words in named for number in words.split(",")}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from rehearsal import Rehearsal, Stage
 from survival import Fault, Survival
 
@@ -19,10 +21,9 @@ def look(rehearsal: Rehearsal, stage: Stage, *, act: bool) -> Pass:
 
 
 def test_a_run_that_may_not_be_requeued_is_submitted_again(
-    stage: Stage, reference: RunFiles, survival: Survival
+    stage: Stage, tmp_path: Path, reference: RunFiles, survival: Survival
 ) -> None:
-    own = Stage(stage.sandbox, stage.directory / "watched")
-    own.directory.mkdir()
+    own = Stage(stage.sandbox, tmp_path)
     rehearsal = own.start("name=orphan", continuation="none")
     epoch = rehearsal.wait_for_progress()
     faults.crash_node(stage.sandbox, rehearsal.nodes()[0])
@@ -40,10 +41,9 @@ def test_a_run_that_may_not_be_requeued_is_submitted_again(
 
 
 def test_a_prolog_that_fails_is_left_behind(
-    stage: Stage, reference: RunFiles, survival: Survival
+    stage: Stage, tmp_path: Path, reference: RunFiles, survival: Survival
 ) -> None:
-    own = Stage(stage.sandbox, stage.directory / "prolog")
-    own.directory.mkdir()
+    own = Stage(stage.sandbox, tmp_path)
     faults.break_prolog(stage.sandbox, "n0")
     rehearsal = own.start("name=prolog")
     rehearsal.wait_until(lambda row: "held" in row.reason.lower(), "held by Slurm")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 from rehearsal import PlannedFault, Rehearsal, Stage
 from survival import Fault, Survival
@@ -46,11 +47,10 @@ def test_requeued_held_and_cancelled_by_people(
 
 
 def test_cancelled_by_scancel_stays_cancelled(
-    stage: Stage, reference: RunFiles, survival: Survival
+    stage: Stage, tmp_path: Path, reference: RunFiles, survival: Survival
 ) -> None:
     planned = (PlannedFault(epoch=1, rank=1, step=13, do="await_warning"),)
-    own = Stage(stage.sandbox, stage.directory / "cancelled")
-    own.directory.mkdir()
+    own = Stage(stage.sandbox, tmp_path)
     rehearsal = own.start("name=scancelled", planned=planned)
     rehearsal.wait_for_step(12)
     rehearsal.sandbox.command("scancel", str(rehearsal.job_id))

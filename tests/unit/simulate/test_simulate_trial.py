@@ -235,6 +235,11 @@ def test_spares_wait_less_in_the_queue_and_cost_gpu_hours() -> None:
     assert some.gpu_hours.mean > without.gpu_hours.mean
 
 
+def test_nodes_that_wait_interrupt_nothing() -> None:
+    few, many = (play(scenario(spare_nodes=n), 30, seed=6).failures for n in (0, 128))
+    assert many == pytest.approx(few, rel=0.02)
+
+
 def test_a_full_cluster_waits_for_repairs() -> None:
     full = play(scenario(mix="nodes", cluster_nodes=128, repair_seconds=5000.0), 20, seed=1)
     roomy = play(scenario(mix="nodes", cluster_nodes=140, repair_seconds=5000.0), 20, seed=1)

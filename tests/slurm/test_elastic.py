@@ -1,0 +1,34 @@
+"""A run that may shrink goes on with the nodes that are left, at once and in the same job."""
+
+from __future__ import annotations
+
+import math
+
+from rehearsal import STEPS, Stage
+
+from hpctrain.actions.state import RunState
+from hpctrain.sandbox import faults
+from hpctrain.store.ledger import EventKind
+from hpctrain.store.signs import lineage, read_metrics
+
+
+def test_a_run_goes_on_with_fewer_nodes(stage: Stage) -> None:
+    rehearsal = stage.start("name=elastic", "parallel.pp=1", "resources.min_nodes=1")
+    rehearsal.wait_for_checkpoint(10)
+    record = rehearsal.slurm.show_job(rehearsal.job_id)
+    assert record is not None and record.node_list
+    batch_node, other = rehearsal.slurm.hostnames(record.node_list)
+    faults.crash_node(stage.sandbox, other)
+    row = rehearsal.wait_till_over()
+    assert row.state is RunState.DONE, rehearsal.logs()
+    assert rehearsal.attempts == 1, "no queue for a run that may shrink"
+    starts = rehearsal.events(EventKind.LAUNCH_STARTED)
+    assert [start.launch_nodes for start in starts] == [2, 1], rehearsal.logs()
+    assert starts[1].nodes == batch_node
+    rehearsal.assert_resumed_from_verified()
+    rows = lineage(read_metrics(rehearsal.run.layout))
+    assert [row.step for row in rows] == [*range(1, STEPS + 1)]
+    # the same samples for each step, whatever the number of nodes: the batch is kept
+    batch = rows[0].consumed_samples
+    assert [row.consumed_samples for row in rows] == [batch * row.step for row in rows]
+    assert all(row.loss is not None and math.isfinite(row.loss) for row in rows)
