@@ -21,7 +21,12 @@ def test_ranks_that_die_are_named_and_relaunched_in_place(
         PlannedFault(epoch=2, rank=1, step=13, do="leave", code=3),
         PlannedFault(epoch=3, rank=0, step=23, do="leave", code=85),
     )
-    rehearsal = stage.start("name=ranks", "supervise.failures_without_progress=1", planned=planned)
+    rehearsal = stage.start(
+        "name=ranks",
+        "supervise.failures_without_progress=1",
+        "supervise.storm_failures=9",  # five within minutes would be one
+        planned=planned,
+    )
     fault = Fault(32, "somebody listens on MASTER_PORT when rank 0 wants to")
     survival.recovered(rehearsal, fault, cause="port", action="relaunch", epoch=1)
     fault = Fault(20, "rank 1 leaves with code 3 while rank 0 waits for it")
