@@ -41,7 +41,7 @@ def main() -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     dice = random.Random(options.seed)
     chosen = choose(options.faults, dice, tuple(options.only))
-    steps = steps_needed(chosen)
+    steps = steps_needed(chosen, tail_steps=400)
     print(f"{options.faults} faults over {steps} steps, seed {options.seed}", flush=True)
     with own_stage() as stage:
         reference = undisturbed(stage, steps)

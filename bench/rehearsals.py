@@ -28,8 +28,9 @@ def own_stage(grace_seconds: int = 6) -> Iterator[Stage]:
     shape = replace(default_shape(nodes=4), slurmd_timeout_seconds=10)
     brief = replace(shape.partitions[0], grace_seconds=grace_seconds)
     others = shape.partitions[1:]
+    # The directory goes last: ranks write into it until the sandbox is down.
     with (
-        own_sandbox(replace(shape, partitions=(brief, *others))) as sandbox,
         tempfile.TemporaryDirectory(prefix="hpctrain-bench-") as name,
+        own_sandbox(replace(shape, partitions=(brief, *others))) as sandbox,
     ):
         yield Stage(sandbox, Path(name))

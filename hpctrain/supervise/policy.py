@@ -26,11 +26,15 @@ from hpctrain.supervise.numerics import decide_numerics
 STOPPED_EXIT_CODE = 1
 # Retries without a new checkpoint, where they differ from `failures_without_progress` - 1.
 # A node is lost by no fault of the run, and the next attempt has another one: five. Storage and
-# ports are shared with others and recover: five. Memory that is full at one place of the data is
-# full there again: one (NVRx gives "may recover" one retry, docs/design/attribution).
+# ports are shared with others and recover: five; so does a GPU or a link, on which the largest
+# runs fail several times between two checkpoints (docs/simulation.md). Memory that is full at one
+# place of the data is full there again: one (NVRx gives "may recover" one retry,
+# docs/design/attribution).
 RETRIES = {
     Cause.NODE_FAILURE: 5,
     Cause.PROLOG_FAILURE: 5,
+    Cause.GPU_ERROR: 5,
+    Cause.FABRIC: 5,
     Cause.STORAGE: 5,
     Cause.PORT: 5,
     Cause.GPU_OOM: 1,
@@ -188,8 +192,8 @@ def _retry(
         return _weather(history, situation, config, count)
     delay = _delay(verdict, history)
     if _must_change_nodes(verdict, situation, config):
-        reason = f"{verdict.reason}: {_too_few(situation)} ({count})"
-        return replace(_go_on_later(verdict, situation, config), reason=reason)
+        later = _go_on_later(verdict, situation, config)
+        return replace(later, reason=f"{_too_few(situation)} ({count}); {later.reason}")
     reason = f"start again {_where(verdict, situation, config)} ({count})"
     action = Action(ActionKind.RELAUNCH, reason, delay_seconds=delay)
     return _avoiding(action, situation, config)

@@ -189,9 +189,12 @@ def choose(
     return chosen
 
 
-def steps_needed(chosen: list[Chosen]) -> int:
-    """Whole save intervals, and some steps after the last fault."""
-    last = chosen[-1].step + _TAIL_STEPS
+def steps_needed(chosen: list[Chosen], tail_steps: int = _TAIL_STEPS) -> int:
+    """Whole save intervals, and some steps after the last fault.
+
+    Ranks without a slurmstepd train on until srun misses it, so a long storm has a long tail.
+    """
+    last = chosen[-1].step + tail_steps
     return -(-last // SAVE_EVERY_STEPS) * SAVE_EVERY_STEPS
 
 

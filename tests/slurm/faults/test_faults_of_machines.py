@@ -53,7 +53,7 @@ def test_xids_are_told_apart_and_broken_nodes_are_left(
     contained = survival.recovered(rehearsal, fault, cause="gpu_error", action="relaunch", epoch=2)
     fault = Fault(26, "XID 13 (graphics exception), then the rank leaves")
     program = survival.recovered(rehearsal, fault, cause="gpu_error", action="relaunch", epoch=3)
-    assert [contained.end.node, program.end.node] == rehearsal.nodes(), rehearsal.logs()
+    assert (contained.end.node, program.end.node) == tuple(rehearsal.nodes()), rehearsal.logs()
     rehearsal.wait_for_step(41, epoch=4)
     broken = rehearsal.nodes()[1]
     fault = Fault(27, "XID 79 on one node, an NCCL timeout on the other")

@@ -182,7 +182,8 @@ def test_too_few_nodes_are_given_back() -> None:
     assert action.kind is ActionKind.REQUEUE
     assert "3 of 5 nodes answer, 4 are needed" in action.reason
     assert first(Cause.NODE_FAILURE, short, site("chain")).kind is ActionKind.LEAVE
-    assert first(Cause.NODE_FAILURE, short, site("none")).kind is ActionKind.STOP
+    stop = first(Cause.NODE_FAILURE, short, site("none"))
+    assert stop.kind is ActionKind.STOP and "`hpctrain resume` goes on" in stop.reason
 
 
 def test_an_elastic_run_goes_on_with_fewer() -> None:
@@ -257,6 +258,9 @@ def test_the_first_nan_is_repeated_on_other_nodes_if_allowed() -> None:
     assert here.observed == ("would repeat them without n0, n1",)
     other = decide(NAN, anomalies(0), BACK, site(cluster_nodes=8, exclude_nodes="act"))
     assert (other.kind, other.exclude) == (ActionKind.REQUEUE, ("n0", "n1"))
+    spares = replace(BACK, allocated_nodes=4, healthy_nodes=4)
+    spare = decide(NAN, anomalies(0), spares, site(cluster_nodes=8, exclude_nodes="act"))
+    assert (spare.kind, spare.exclude) == (ActionKind.RELAUNCH, ("n0", "n1"))
     small = decide(NAN, anomalies(0), BACK, site(cluster_nodes=3, exclude_nodes="act"))
     assert (small.kind, small.exclude) == (ActionKind.RELAUNCH, ())
 
@@ -369,6 +373,8 @@ def test_the_budgets_are_those_of_the_documents() -> None:
     assert {str(cause): retries for cause, retries in RETRIES.items()} == {
         "node_failure": 5,
         "prolog_failure": 5,
+        "gpu_error": 5,
+        "fabric": 5,
         "storage": 5,
         "port": 5,
         "gpu_oom": 1,
