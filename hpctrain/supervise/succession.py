@@ -28,6 +28,7 @@ from hpctrain.supervise.context import AttemptContext, say
 from hpctrain.supervise.documents import ActionKind
 
 _POLL_SECONDS = 2.0
+_FORGOTTEN = "Invalid job id specified"
 # Beyond KillWait: epilog, and the message that the job is over.
 _ENDING_SECONDS = 30.0
 
@@ -96,10 +97,15 @@ def end_succession(context: AttemptContext) -> None:
 
 
 def _cancel_waiting(slurm: SlurmClient, ids: Sequence[int]) -> str:
-    """Cancel what waits of `ids`; returns what went wrong, in words."""
+    """Cancel what waits of `ids`; returns what went wrong, in words.
+
+    Jobs that Slurm has forgotten (MinJobAge) wait no more; scancel goes on with the others.
+    """
     try:
         slurm.cancel_all(ids, pending_only=True)
     except SlurmError as error:
+        if all(_FORGOTTEN in line for line in str(error).splitlines()):
+            return ""
         return f"jobs that wait could not be cancelled: {error}"
     return ""
 
