@@ -229,7 +229,7 @@ def test_configuration_and_partitions(slurm: SlurmClient, sandbox: Sandbox) -> N
     assert config.requeue_allowed and config.preempt_mode == "REQUEUE"
     assert config.kill_wait_seconds > 0
     assert slurm.accounting_enabled() is False
-    train, urgent, _ = slurm.partitions()
+    train, urgent, *_ = slurm.partitions()
     assert (train.name, train.is_default, train.grace_seconds) == ("train", True, 20.0)
     assert (urgent.name, urgent.is_up, urgent.node_count) == ("urgent", True, 4)
     assert urgent.max_time_seconds == math.inf and urgent.priority_tier > train.priority_tier

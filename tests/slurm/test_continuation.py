@@ -26,7 +26,9 @@ def running(rehearsal: Rehearsal) -> JobRecord:
 
 
 def wait_till_no_job_is_left(rehearsal: Rehearsal) -> RunStatus:
-    return rehearsal.wait_until(lambda _: not live_jobs(rehearsal), "without a job")
+    """The last job may be completing for a while after Slurm has ended it."""
+    rehearsal.wait_until(lambda _: not live_jobs(rehearsal), "without a job")
+    return rehearsal.wait_until(lambda row: row.state.over, "over")
 
 
 def jobs_that_began(rehearsal: Rehearsal) -> list[int]:

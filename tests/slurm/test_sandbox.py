@@ -54,7 +54,7 @@ def job(sandbox: Sandbox, job_id: str) -> dict[str, str]:
     return dict(word.split("=", 1) for word in answer.split() if "=" in word)
 
 
-def await_true(condition: Callable[[], bool], timeout_seconds: float = 30) -> None:
+def await_true(condition: Callable[[], bool], timeout_seconds: float = 120) -> None:
     assert await_condition(condition, timeout_seconds), "it did not happen in time"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -62,7 +63,8 @@ def test_sbatch_reads_hostile_values_as_they_are(
     """Without accounting any account is taken, so it comes back exactly as Slurm has read it."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "spec.yaml").write_text(SPEC)
-    site = PROFILE.replace("gpu_request: gres", f"gpu_request: gres\n  account: {_yaml(account)}")
+    usual = PROFILE.format(python=sys.executable, continuation="requeue")
+    site = usual.replace("gpu_request: gres", f"gpu_request: gres\n  account: {_yaml(account)}")
     (tmp_path / "profile.yaml").write_text(site)
     prepared = prepare(tmp_path / "spec.yaml", str(tmp_path / "profile.yaml"), runs=tmp_path)
     slurm = SlurmClient({**os.environ, **sandbox.environment()})

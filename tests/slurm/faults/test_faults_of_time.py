@@ -13,7 +13,12 @@ def test_the_time_limit_is_met_in_time_and_one_that_is_too_short_is_named(
     stage: Stage, reference: RunFiles, survival: Survival
 ) -> None:
     planned = (PlannedFault(epoch=1, rank=1, step=13, do="await_warning"),)
-    rehearsal = stage.start("name=limit", "supervise.failures_without_progress=1", planned=planned)
+    rehearsal = stage.start(
+        "name=limit",
+        "supervise.failures_without_progress=1",
+        "supervise.stall=4min",  # a rank waits for Slurm's warning meanwhile
+        planned=planned,
+    )
     rehearsal.wait_for_step(12)
     # Slurm looks every 30 s and warns 120 s before the end, so at its next look.
     rehearsal.sandbox.command(

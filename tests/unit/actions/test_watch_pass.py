@@ -161,8 +161,6 @@ EXCLUDING = (*BEGUN, said(EventKind.ACTION, action="requeue", reason="x", exclud
                 JobState.PENDING,
                 reason="BeginTime",
                 restart_count=1,
-                submit_time=time.time(),
-                start_time=time.time() + 121,
             ),
             {},
             {"start_now": True},
@@ -191,6 +189,9 @@ def test_remedies_of_jobs_that_wait(
 ) -> None:
     run = fabricate(tmp_path, entries=entries)
     configure(run, **settings)
+    if queued.reason == "BeginTime":
+        now = time.time()
+        queued = replace(queued, submit_time=now, start_time=now + 121)
     slurm = Slurm(queued)
     (seen,) = watch(tmp_path, slurm.client, act=True).seen
     assert seen.outcome == "done", seen

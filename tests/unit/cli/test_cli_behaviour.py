@@ -419,6 +419,11 @@ def test_json_of_every_command_that_has_it(here: Path, slurm: FakeSlurm) -> None
         "describe": ["gpt-tiny-7f3a"],
         "profiles": ["a100x64"],
         "watch": [],
+        "why": ["gpt-tiny-7f3a"],
+        "goodput": ["gpt-tiny-7f3a"],
+        "checkpoints": ["gpt-tiny-7f3a"],
+        "nodes": ["--cluster", "a100x64"],
+        "simulate": ["--gpus", "512", "--trials", "2"],
     }
     elsewhere = {"data prepare", "data show"}  # tests/unit/actions/test_data.py, tests/engines
     assert set(json_commands()) == examples.keys() | elsewhere
