@@ -20,7 +20,7 @@ demo: install  ## Train, preempt, resume and finish a real Megatron job on a rea
 	@$(PYTHON) scripts/demo.py
 
 test: install  ## All tests: unit, golden, engines, Slurm
-	@OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(WORKERS) --dist worksteal
+	@OMP_NUM_THREADS=1 $(PYTHON) -m pytest -rR -n $(WORKERS) --dist worksteal
 
 unit: install  ## The fast tests only
 	@$(PYTHON) -m pytest tests/unit tests/golden tests/test_house.py
@@ -35,7 +35,7 @@ golden: install  ## Write the golden scripts and transcripts anew; review the di
 	@$(PYTHON) -m pytest tests/golden --write-golden
 
 reliability: install  ## Break runs on purpose on a real Slurm and write docs/reliability.md
-	@OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(WORKERS) --dist worksteal \
+	@OMP_NUM_THREADS=1 $(PYTHON) -m pytest -p no:rerunfailures -n $(WORKERS) --dist worksteal \
 		tests/slurm/faults --write-reliability
 
 chaos: install  ## N=100 faults at random in one long run; the same losses and weights in the end

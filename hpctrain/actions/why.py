@@ -115,7 +115,8 @@ def why(run: RunFiles, slurm: SlurmClient, now: float | None = None) -> Why:
     checkpoint_step = next(good, None)
     over = row.state in (RunState.DONE, RunState.CANCELLED)
     step = max(row.step or 0, checkpoint_step or 0)
-    ahead = [] if over else foresee(events, config, now, checkpoint_step or 0, step)
+    resumed = [_resume(now)] if row.state.over else []
+    ahead = [] if over else foresee([*events, *resumed], config, now, checkpoint_step or 0, step)
     return Why(
         run_id=run.run_id,
         state=row.state,
@@ -135,6 +136,11 @@ def why(run: RunFiles, slurm: SlurmClient, now: float | None = None) -> Why:
         storm=_storm(events, config, now),
         foresight=tuple(ahead),
     )
+
+
+def _resume(now: float) -> Event:
+    """What `hpctrain resume` writes: budgets are full again."""
+    return Event(event=EventKind.CONTROL, time=now, action="resume")
 
 
 def _last_end(events: Sequence[Event], alike: int) -> LastEnd | None:

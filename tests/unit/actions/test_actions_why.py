@@ -258,3 +258,16 @@ def test_when_and_where_a_waiting_job_may_start() -> None:
     assert "90 s from now" in told and "must not run on n[3-4]" in told
     held = waiting_words(replace(job, reason="JobHeldUser"), NOW)
     assert "from now" not in held
+
+
+def test_a_stopped_run_is_foreseen_as_it_will_be_resumed(tmp_path: Path) -> None:
+    """A person who resumes it has looked at it, so the budget is full again."""
+    spent = [launch(20), *(crash(20, 20) for _ in range(3))]
+    stop = said(EventKind.ACTION, action="stop", reason="3 failed launches", exit_code=1)
+    _, _, told = explain(tmp_path, STARTED, *spent, stop, state=JobState.FAILED)
+    assert told.state == "FAILED"
+    (crashes,) = [one for one in told.foresight if Cause.CRASH in one.causes]
+    assert crashes.action == "relaunch", crashes
+    _, _, running = explain(tmp_path / "2", STARTED, *spent, launch(20, 2))
+    (crashes,) = [one for one in running.foresight if Cause.CRASH in one.causes]
+    assert crashes.action == "stop", crashes
