@@ -26,10 +26,10 @@ from typing import Any
 
 from trainer_overhead import CONFIG
 
-from hpctrain.engines.megatron import TrainConfig
+from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.signs import SaveRecord, read_saves
-from hpctrain.train import prefork, startup  # first: puts the CPU layer in force
+from hpctrain.train import prefork, startup
 from hpctrain.train.job import Job
 from hpctrain.train.launch import read_launch
 from hpctrain.train.saver import Saver
@@ -45,7 +45,7 @@ class _Keeper:
     step: Callable[[], int]
 
 
-def settings(hidden: int, layers: int, sharding: str) -> TrainConfig:
+def settings(hidden: int, layers: int, sharding: str) -> MegatronConfig:
     """The model of the overhead benchmark in another size, on two data-parallel ranks."""
     return CONFIG.model_copy(
         update=dict(
@@ -83,12 +83,12 @@ class _Parts:
         setattr(owner, name, timed)
 
 
-def measure(config: TrainConfig, run: RunLayout, rounds: int) -> None:
+def measure(config: MegatronConfig, run: RunLayout, rounds: int) -> None:
     """On each rank: save in turns, with a step in between; rank 0 leaves the kinds of its saves."""
     launch = read_launch(os.environ)
     loop = startup.assemble(Job(config, launch, run, StopSignals()), _Keeper())
     parts = _Parts()
-    parts.watch(Saver, "_plan", "plan (with the state)")
+    parts.watch(type(loop.saver._snapshot), "plan", "plan (with the state)")
     parts.watch(type(loop.saver._snapshot), "sharded", "state dict")
     parts.watch(type(loop.saver._writer), "start", "copy and fork")
     parts.watch(Saver, "_prepare_directory", "room and directory")

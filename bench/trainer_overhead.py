@@ -18,20 +18,21 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from hpctrain.engines.megatron import TrainConfig
+from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.store.layout import RunLayout
-from hpctrain.train import prefork, startup  # first: puts the CPU layer in force
+from hpctrain.train import prefork, startup
 from hpctrain.train.job import Job
 from hpctrain.train.launch import read_launch
 from hpctrain.train.loop import Loop
+from hpctrain.train.megatron.engine import MegatronEngine
 from hpctrain.train.stop import StopSignals
 
 RANKS = 4
 LIMIT_SECONDS = 1800.0
 
-CONFIG = TrainConfig(
+CONFIG = MegatronConfig(
     run_name="overhead",
     num_layers=4,
     hidden_size=256,
@@ -105,17 +106,17 @@ def bare_step(loop: Loop) -> None:
 
     Without the timers of the trainer, which are part of what it costs.
     """
-    settings = loop.runner.model.settings
+    engine = cast(MegatronEngine, loop.engine)
+    runner, optimizer = engine.runner, engine.optimizer
+    settings = runner.model.settings
     timers, settings.timers = settings.timers, None
-    for chunk in loop.runner.model.wrapped:
+    for chunk in runner.model.wrapped:
         chunk.zero_grad_buffer()
-    loop.optimizer.inner.zero_grad()
-    reports = loop.runner.run(
-        loop.data.training, loop.position.consumed_samples, forward_only=False
-    )
-    updated, _, _ = loop.optimizer.inner.step()
+    optimizer.inner.zero_grad()
+    reports = runner.run(engine.data.training, loop.position.consumed_samples, forward_only=False)
+    updated, _, _ = optimizer.inner.step()
     if updated:
-        loop.optimizer.schedule.step(increment=1)
+        optimizer.schedule.step(increment=1)
     if reports:
         loss_sum, tokens = sum(reports).tolist()
         assert loss_sum / tokens > 0

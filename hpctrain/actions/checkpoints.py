@@ -22,7 +22,8 @@ from hpctrain.checkpoints.discover import checkpoints as inspect_all
 from hpctrain.checkpoints.manifest import partial_epoch
 from hpctrain.checkpoints.publish import QUARANTINE_NAME
 from hpctrain.checkpoints.verify import Verified, verify_all
-from hpctrain.engines.megatron import TrainConfig
+from hpctrain.engines.documents import parse_train_config
+from hpctrain.engines.training import TrainConfig
 from hpctrain.plan.forecast.intervals import daly_seconds
 from hpctrain.store.epochs import current_epoch
 from hpctrain.store.layout import RunLayout
@@ -366,6 +367,6 @@ def _prior_seconds(layout: RunLayout) -> float | None:
 
 def _train_config(layout: RunLayout) -> TrainConfig | None:
     try:
-        return TrainConfig.model_validate_json(layout.train_config.read_bytes())
+        return parse_train_config(layout.train_config.read_bytes())
     except (OSError, ValueError):
         return None

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 from hpctrain.actions.runs import new_run_id
 from hpctrain.actions.shapes import SizedConfig, shapes_of, smaller_sizes
-from hpctrain.engines.megatron import TrainConfig, train_config
+from hpctrain.engines.documents import train_config
+from hpctrain.engines.training import TrainConfig
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.plan.documents import Plan
 from hpctrain.plan.trainable import untrainable_fields

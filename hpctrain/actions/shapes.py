@@ -11,7 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpctrain.engines.megatron import TrainConfig, train_config
+from hpctrain.engines.documents import train_config
+from hpctrain.engines.training import TrainConfig
 from hpctrain.errors import DoesNotFitError, LimitError
 from hpctrain.plan.documents import Plan
 from hpctrain.spec.profile import ClusterProfile

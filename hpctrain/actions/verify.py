@@ -2,7 +2,8 @@
 
 Belongs here: starting the process that builds (it needs torch and megatron-core, this room must
 not), and what the plan says of the same quantities. Does not belong here: building (see
-`hpctrain.train.verify`), the comparison's documents (see `hpctrain.engines.verification`), output.
+`hpctrain.train.megatron.verify`), the comparison's documents (see
+`hpctrain.engines.verification`), output.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from hpctrain.engines.kept import planned_kept_bytes
-from hpctrain.engines.megatron import train_config
+from hpctrain.engines.megatron import megatron_config
 from hpctrain.engines.verification import Built, Verification, compare
 from hpctrain.errors import HpctrainError, InvalidInputError, Problem, UsageError
 from hpctrain.plan.documents import Plan
 from hpctrain.spec.run import RunSpec
 
-_PROGRAM = "hpctrain.train.verify"
+_PROGRAM = "hpctrain.train.megatron.verify"
 _MISSING = re.compile(r"No module named '([\w.]+)'")
 _RANK = re.compile(r"^(\[rank\d+\]: )+")  # torch.distributed puts it before a traceback's lines
 
@@ -43,7 +44,7 @@ def verify_plan(
     _refuse_other_engines(spec, plan)
     # 16 bits are 16 bits for what is counted here, and fp8 keeps its parameters in bf16
     precision = "fp32" if plan.precision == "fp32" else "bf16"
-    config = train_config(spec, plan.model_copy(update={"precision": precision}), None)
+    config = megatron_config(spec, plan.model_copy(update={"precision": precision}), None)
     with tempfile.TemporaryDirectory(prefix="hpctrain-verify-") as directory:
         told = Path(directory, "train.json")
         told.write_text(config.model_dump_json())

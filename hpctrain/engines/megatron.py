@@ -1,6 +1,6 @@
 """Megatron-core: from spec and plan to the one file that tells the trainer what to do.
 
-`TrainConfig` uses Megatron's own names (megatron-core TransformerConfig, OptimizerConfig,
+`MegatronConfig` uses Megatron's own names (megatron-core TransformerConfig, OptimizerConfig,
 DistributedDataParallelConfig), so that whoever knows Megatron can read `train.json`.
 Belongs here: the document and the pure function that fills it. Does not belong here: torch,
 megatron imports, or reading files.
@@ -10,18 +10,15 @@ from __future__ import annotations
 
 from typing import Literal
 
+from hpctrain.engines.training import TrainConfig, shared_fields
 from hpctrain.plan.documents import DEFAULT_ORDER, Order, Plan
-from hpctrain.spec.document import Document
-from hpctrain.spec.run import CheckpointSpec, RecomputeModule, RunSpec
-
-_FIRST_SAVE_SECONDS = 600.0
+from hpctrain.spec.run import RecomputeModule, RunSpec
 
 
-class TrainConfig(Document):
-    """What `python -m hpctrain.train RUN_DIRECTORY/train.json` does. Sizes are plain numbers."""
+class MegatronConfig(TrainConfig):
+    """A GPT or Llama on megatron-core: its shape, its layout and what is kept in memory."""
 
-    schema_version: Literal[1] = 1
-    run_name: str
+    engine: Literal["megatron"] = "megatron"
     # model
     num_layers: int
     hidden_size: int
@@ -29,9 +26,7 @@ class TrainConfig(Document):
     num_attention_heads: int
     num_query_groups: int
     kv_channels: int
-    vocab_size: int
     padded_vocab_size: int
-    seq_length: int
     activation: Literal["gelu", "swiglu", "squared_relu"]
     normalization: Literal["LayerNorm", "RMSNorm"]
     layernorm_epsilon: float
@@ -60,63 +55,21 @@ class TrainConfig(Document):
     pipeline_model_parallel_size: int
     virtual_pipeline_model_parallel_size: int | None
     context_parallel_size: int
-    data_parallel_size: int
     expert_model_parallel_size: int = 1
     parallel_order: Order = DEFAULT_ORDER
     sequence_parallel: bool
     pipeline_layer_split: tuple[tuple[int, ...], ...]
-    # batch and budget
-    micro_batch_size: int
-    global_batch_size: int
-    train_steps: int
-    # numerics and memory
-    precision: Literal["bf16", "fp32"]
+    # memory
     recompute_granularity: Literal["full", "selective"] | None
     recompute_modules: tuple[RecomputeModule, ...] = ("core_attn",)
-    deterministic_mode: bool
-    seed: int
-    # optimizer and schedule
-    lr: float
-    min_lr: float
-    lr_decay_style: Literal["cosine", "linear", "constant"]
-    lr_warmup_steps: int
-    lr_decay_steps: int
-    adam_beta1: float
-    adam_beta2: float
-    adam_eps: float
-    weight_decay: float
-    clip_grad: float
+    # optimizer
     use_distributed_optimizer: bool
     overlap_grad_reduce: bool
     overlap_param_gather: bool
-    # data: (weight, path prefix) pairs; empty means Megatron's mock data
-    data_blend: tuple[tuple[float, str], ...]
-    data_split: str
-    data_cache: str | None
-    tokenizer: str | None
-    # evaluation, checkpoints, logging
-    eval_interval_steps: int | None
-    eval_batches: int
-    save_interval_steps: int | None
-    save_interval_seconds: float | None
-    # True: Young/Daly's interval from measured saves takes the place of `save_interval_seconds`
-    save_interval_auto: bool = False
-    async_save: bool
     # how megatron-core cuts the optimizer's state. fully_reshardable: for any layout, but each
     # save gathers the state of all data-parallel ranks on each of them first; dp_reshardable:
     # each rank saves its own part, for the same layout
     optimizer_sharding: Literal["fully_reshardable", "dp_reshardable"] = "fully_reshardable"
-    keep_checkpoints: int
-    keep_every_steps: int | None
-    log_interval_steps: int
-    distributed_timeout_seconds: float
-    # end the launch when a loss is so many median absolute deviations above the median; None: never
-    loss_spike: float | None = None
-    # steps between two looks at how long each rank computes
-    rank_times_interval_steps: int = 20
-    # for reporting: model FLOPs of one step and the GPU's dense peak in FLOP/s (None: unknown)
-    model_flops_per_step: float
-    peak_flops_per_gpu: float | None
 
     @property
     def expert_tensor_parallel_size(self) -> int:
@@ -128,19 +81,31 @@ class TrainConfig(Document):
         spread = self.expert_model_parallel_size > 1
         return 1 if spread else self.tensor_model_parallel_size
 
+    @property
+    def world_size(self) -> int:
+        return (
+            self.tensor_model_parallel_size
+            * self.pipeline_model_parallel_size
+            * self.context_parallel_size
+            * self.data_parallel_size
+        )
 
-def train_config(spec: RunSpec, plan: Plan, peak_flops_per_gpu: float | None) -> TrainConfig:
+    @property
+    def layout_words(self) -> str:
+        tp, pp = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
+        replicas = self.data_parallel_size * self.context_parallel_size
+        return f"tp {tp} · pp {pp} · dp {replicas}"
+
+
+def megatron_config(spec: RunSpec, plan: Plan, peak_flops_per_gpu: float | None) -> MegatronConfig:
     """The trainer's view of a plan: spec values where the plan did not decide, plan values else."""
-    return TrainConfig(
-        run_name=spec.name,
+    return MegatronConfig(
+        **shared_fields(spec, plan, peak_flops_per_gpu),
         **_model_fields(spec, plan),
         **_expert_fields(spec),
         **_latent_fields(spec),
         **_layout_fields(spec, plan),
-        **_training_fields(spec, plan),
-        **_io_fields(spec),
-        model_flops_per_step=plan.model_flops_per_step,
-        peak_flops_per_gpu=peak_flops_per_gpu,
+        **_memory_fields(spec, plan),
     )
 
 
@@ -153,9 +118,7 @@ def _model_fields(spec: RunSpec, plan: Plan) -> dict[str, object]:
         num_attention_heads=model.heads,
         num_query_groups=model.key_value_heads,
         kv_channels=model.head_size,
-        vocab_size=model.vocab,
         padded_vocab_size=plan.padded_vocab,
-        seq_length=model.seq,
         activation=model.activation,
         normalization={"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}[str(model.norm)],
         layernorm_epsilon=model.norm_epsilon,
@@ -204,34 +167,17 @@ def _layout_fields(spec: RunSpec, plan: Plan) -> dict[str, object]:
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         context_parallel_size=layout.cp,
         parallel_order=layout.order,
-        data_parallel_size=layout.dp,
         expert_model_parallel_size=layout.ep,
         sequence_parallel=layout.sequence_parallel,
         pipeline_layer_split=tuple(stage.chunk_layers for stage in plan.stages),
     )
 
 
-def _training_fields(spec: RunSpec, plan: Plan) -> dict[str, object]:
-    optimizer, schedule = spec.optimizer, spec.schedule
+def _memory_fields(spec: RunSpec, plan: Plan) -> dict[str, object]:
+    optimizer = spec.optimizer
     return dict(
-        micro_batch_size=plan.batch.micro_batch,
-        global_batch_size=plan.batch.global_batch,
-        train_steps=plan.batch.train_steps,
-        precision=plan.precision,
         recompute_granularity=None if plan.recompute == "none" else plan.recompute,
         recompute_modules=spec.recompute_modules,
-        deterministic_mode=spec.engine.deterministic,
-        seed=spec.seed,
-        lr=optimizer.lr,
-        min_lr=optimizer.min_lr,
-        lr_decay_style=schedule.style,
-        lr_warmup_steps=schedule.warmup_steps,
-        lr_decay_steps=schedule.decay_steps or plan.batch.train_steps,
-        adam_beta1=optimizer.beta1,
-        adam_beta2=optimizer.beta2,
-        adam_eps=optimizer.epsilon,
-        weight_decay=optimizer.weight_decay,
-        clip_grad=optimizer.clip_grad,
         use_distributed_optimizer=optimizer.distributed,
         overlap_grad_reduce=optimizer.overlap_grad_reduce and plan.layout.dp > 1,
         overlap_param_gather=(
@@ -240,38 +186,10 @@ def _training_fields(spec: RunSpec, plan: Plan) -> dict[str, object]:
             and optimizer.distributed
             and plan.layout.dp > 1
         ),
-    )
-
-
-def _io_fields(spec: RunSpec) -> dict[str, object]:
-    data, checkpoint = spec.data, spec.checkpoint
-    return dict(
-        data_blend=tuple((source.weight, source.path) for source in data.sources),
-        data_split=data.split,
-        data_cache=data.cache,
-        tokenizer=data.tokenizer,
-        eval_interval_steps=spec.evaluation.every_steps,
-        eval_batches=spec.evaluation.batches,
-        save_interval_steps=checkpoint.every_steps,
-        save_interval_seconds=_interval_seconds(checkpoint),
-        save_interval_auto=checkpoint.every == "auto",
-        loss_spike=spec.supervise.rollback.spike,
-        async_save=checkpoint.asynchronous,
         optimizer_sharding=_optimizer_sharding(spec),
-        keep_checkpoints=checkpoint.keep,
-        keep_every_steps=checkpoint.keep_every_steps,
-        log_interval_steps=spec.logging.every_steps,
-        distributed_timeout_seconds=float(spec.engine.collective_timeout),
     )
 
 
 def _optimizer_sharding(spec: RunSpec) -> Literal["fully_reshardable", "dp_reshardable"]:
     """Only a run that may go on with fewer nodes ever loads into another layout."""
     return "dp_reshardable" if spec.resources.min_nodes is None else "fully_reshardable"
-
-
-def _interval_seconds(checkpoint: CheckpointSpec) -> float | None:
-    """`auto` begins with a save after some minutes, whose cost then sets the interval."""
-    if checkpoint.every == "auto":
-        return _FIRST_SAVE_SECONDS
-    return float(checkpoint.every) if checkpoint.every else None

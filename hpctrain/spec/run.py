@@ -12,69 +12,23 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from hpctrain.spec.data import BatchSpec as BatchSpec
+from hpctrain.spec.data import DataSource as DataSource
+from hpctrain.spec.data import DataSpec as DataSpec
 from hpctrain.spec.document import Document
+from hpctrain.spec.engine import EngineSpec as EngineSpec
 from hpctrain.spec.model import MlaSpec as MlaSpec
 from hpctrain.spec.model import ModelSpec as ModelSpec
 from hpctrain.spec.model import MoeSpec as MoeSpec
+from hpctrain.spec.supervision import BudgetName as BudgetName
+from hpctrain.spec.supervision import RollbackSpec as RollbackSpec
+from hpctrain.spec.supervision import SuperviseSpec as SuperviseSpec
 from hpctrain.units import ByteSize, Duration, TokenCount
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
 Precision = Literal["fp32", "fp16", "bf16", "fp8"]
 RecomputeModule = Literal["core_attn", "mlp", "moe", "layernorm", "moe_act", "mla_up_proj"]
-# Causes of `hpctrain.supervise.causes` with a budget of their own.
-BudgetName = Literal[
-    "node_failure",
-    "prolog_failure",
-    "launch_failure",
-    "crash",
-    "hang",
-    "gpu_oom",
-    "host_oom",
-    "gpu_error",
-    "fabric",
-    "storage",
-    "port",
-    "data_loader",
-    "diverged",
-    "suspect_numerics",
-    "supervisor_lost",
-    "time_limit",
-    "unknown",
-]
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
-
-
-class DataSource(Document):
-    """One Megatron dataset: `PATH.bin` and `PATH.idx`, with its weight in the blend."""
-
-    path: str = Field(min_length=1, description="Prefix of the .bin/.idx pair")
-    weight: float = Field(1.0, gt=0, description="Share in the blend, relative to the others")
-
-
-class DataSpec(Document):
-    """What the model reads. Without sources, Megatron's mock data is used."""
-
-    sources: tuple[DataSource, ...] = Field((), description="Blend of Megatron datasets")
-    tokenizer: str | None = Field(None, description="Path of the tokenizer.json they were made by")
-    split: str = Field(
-        "98,2,0",
-        pattern=r"^\d+(\.\d+)?,\d+(\.\d+)?,\d+(\.\d+)?$",
-        description="Shares of training, validation and test documents",
-    )
-    cache: str | None = Field(None, description="Directory of the index cache; default: the run's")
-
-
-class BatchSpec(Document):
-    """How many sequences make one optimizer step."""
-
-    global_: int = Field(alias="global", ge=1, description="Sequences per step, over all GPUs")
-    micro: int | Literal["auto"] = Field("auto", description="Sequences per GPU and microbatch")
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.micro != "auto" and self.micro < 1:
-            raise ValueError("micro must be at least 1, or `auto`")
-        return self
 
 
 class BudgetSpec(Document):
@@ -198,21 +152,6 @@ class EvaluationSpec(Document):
     batches: int = Field(8, ge=1, description="Global batches per evaluation")
 
 
-class EngineSpec(Document):
-    """What trains the model."""
-
-    name: Literal["megatron", "fsdp", "deepspeed", "ddp"] = Field(
-        "megatron", description="All can be planned; `submit` takes megatron"
-    )
-    implementation: Literal["auto", "local", "transformer_engine"] = Field(
-        "auto", description="Layer implementation; auto: TransformerEngine where it is installed"
-    )
-    deterministic: bool = Field(False, description="Bitwise reproducible kernels, slower on GPUs")
-    collective_timeout: Duration = Field(
-        Duration(600), gt=0, description="Give up a collective operation after this long"
-    )
-
-
 class ResourcesSpec(Document):
     """What to ask Slurm for."""
 
@@ -252,59 +191,6 @@ class LoggingSpec(Document):
     """What the trainer writes."""
 
     every_steps: int = Field(1, ge=1, description="One line in the log per so many steps")
-
-
-class RollbackSpec(Document):
-    """What is done about a loss that is not finite or jumps."""
-
-    mode: Literal["observe", "act"] = Field(
-        "observe", description="observe: stop and say what would be done; act: do it"
-    )
-    checkpoints: int = Field(
-        1, ge=1, description="Good checkpoints to go back (1: the newest before the anomaly)"
-    )
-    skip_steps: int = Field(
-        1, ge=0, description="Batches to leave out, up to and with that of the anomaly"
-    )
-    spike: float | None = Field(
-        None,
-        gt=1,
-        description="A loss so many median absolute deviations above the median is an anomaly",
-    )
-    other_nodes: bool = Field(
-        True, description="Repeat once on other nodes first: a broken GPU computes NaN, too"
-    )
-
-
-class SuperviseSpec(Document):
-    """When to give up, and what may be done without asking."""
-
-    failures_without_progress: int = Field(
-        3, ge=1, description="Stop after so many failures of one cause without a new checkpoint"
-    )
-    budgets: dict[BudgetName, Annotated[int, Field(ge=0)]] = Field(
-        {}, description="Retries without a new checkpoint, for single causes, such as `hang: 5`"
-    )
-    storm_failures: int = Field(5, ge=2, description="So many failures within `storm_window` ...")
-    storm_window: Duration = Field(
-        Duration(1800), gt=0, description="... are a storm: wait longer between launches"
-    )
-    stall: Duration = Field(
-        Duration(600), gt=0, description="A step that takes longer than this counts as a hang"
-    )
-    setup_stall: Duration = Field(
-        Duration(1800), gt=0, description="The same for start-up, loading and saving"
-    )
-    learn_stalls: bool = Field(
-        True, description="Count a hang sooner once the run has shown how long things take"
-    )
-    slow_rank: float = Field(
-        1.2, gt=1, description="Report a rank that computes so many times longer than the median"
-    )
-    exclude_nodes: Literal["observe", "act"] = Field(
-        "observe", description="observe: only say which nodes to avoid; act: avoid them"
-    )
-    rollback: RollbackSpec = RollbackSpec()
 
 
 class RunSpec(Document):

@@ -1,10 +1,10 @@
 """The samples of one rank: megatron-core datasets in an order that a resume continues exactly.
 
 The order is a function of files, seed, sequence length, split and the number of samples of the
-whole run, so the only state is how many samples were consumed. Ranks of the first and the last
-pipeline stage read what they need from memory-mapped files themselves: tensor-parallel
-neighbours on a node share the page cache, which is cheaper than a broadcast per microbatch.
-Belongs here: datasets and microbatches. Does not belong here: what the model does with them.
+whole run, so the only state is how many samples were consumed; it is the same for every engine
+and layout. Ranks read what they need from memory-mapped files themselves: neighbours on a node
+share the page cache, which is cheaper than a broadcast per microbatch. Belongs here: datasets and
+microbatches. Does not belong here: what the model does with them.
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
-from megatron.core.tokenizers import MegatronTokenizer
 
-from hpctrain.engines.megatron import TrainConfig
-from hpctrain.errors import InvalidInputError, Problem
-from hpctrain.train.faults import DataError
-from hpctrain.train.mesh import Mesh
-from hpctrain.train.preflight import microbatches
+from hpctrain.train.megatron import cpu
+
+cpu.install()  # before the first import of megatron.core, also where another engine trains
+
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder  # noqa: E402
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset  # noqa: E402
+from megatron.core.tokenizers import MegatronTokenizer  # noqa: E402
+
+from hpctrain.engines.training import TrainConfig  # noqa: E402
+from hpctrain.errors import InvalidInputError, Problem  # noqa: E402
+from hpctrain.train.faults import DataError  # noqa: E402
 
 _MOCK_SPLIT = "90,10,0"
 
@@ -40,8 +43,17 @@ class Microbatch:
 
 
 @dataclass(frozen=True)
+class Share:
+    """Which samples a rank reads: those of data rank `rank` of `size`, onto `device`."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+
+@dataclass(frozen=True)
 class Samples:
-    """One dataset seen from one rank; `dataset` is None on stages that need no data.
+    """One dataset seen from one rank; `dataset` is None on ranks that need no data.
 
     `horizon` is the number of samples in it: a run that leaves some out takes the first ones
     again at its end, for more samples would be another order of all.
@@ -49,33 +61,22 @@ class Samples:
 
     dataset: Any
     config: TrainConfig
-    mesh: Mesh
+    share: Share
     horizon: int
 
-    def iterators(self, consumed_samples: int) -> Any:
-        """What the schedules take: one iterator, or one per chunk with interleaving."""
-        chunks = self.config.virtual_pipeline_model_parallel_size
-        if chunks is None:
-            return self._microbatches(consumed_samples, self.dataset is not None)
-        return [
-            self._microbatches(consumed_samples, self._reads(chunk == 0, chunk == chunks - 1))
-            for chunk in range(chunks)
-        ]
+    def microbatches(
+        self, consumed_samples: int, reads: bool = True
+    ) -> Iterator[Microbatch | None]:
+        """This rank's microbatches of the global batch that begins at `consumed_samples`.
 
-    def _reads(self, first_chunk: bool, last_chunk: bool) -> bool:
-        """True for the chunks that embed tokens or compute the loss."""
-        mesh = self.mesh
-        return (mesh.first_stage and first_chunk) or (mesh.last_stage and last_chunk)
-
-    def _microbatches(self, consumed_samples: int, reads: bool) -> Iterator[Microbatch | None]:
-        """The microbatches of the global batch that begins at `consumed_samples`.
+        None in the place of each if the rank need not read.
 
         Microbatch m of data rank d holds samples m * (micro * dp) + d * micro + [0, micro), as
         Megatron-LM's MegatronPretrainingSampler deals them: the same set for every layout.
         """
         micro = self.config.micro_batch_size
-        for number in range(microbatches(self.config)):
-            row = number * self.mesh.data_size + self.mesh.data_rank
+        for number in range(self.config.microbatches):
+            row = number * self.share.size + self.share.rank
             first = consumed_samples + row * micro
             yield self._read(range(first, first + micro)) if reads else None
 
@@ -88,7 +89,7 @@ class Samples:
         tokens = torch.stack([row["tokens"] for row in rows])
         labels = torch.stack([row["labels"] for row in rows])
         self._check_vocabulary(max(int(tokens.max()), int(labels.max())))
-        device = self.mesh.device
+        device = self.share.device
         return Microbatch(
             tokens.to(device, non_blocking=True),
             labels.to(device, non_blocking=True),
@@ -134,7 +135,7 @@ def sample_order(config: TrainConfig) -> dict[str, Any]:
     }
 
 
-def open_data(config: TrainConfig, mesh: Mesh, cache: Path) -> Data:
+def open_data(config: TrainConfig, share: Share, cache: Path, *, needed: bool = True) -> Data:
     """Build the datasets; all ranks must call this (rank 0 builds the index, others wait).
 
     Raises InvalidInputError when the split leaves nothing to read.
@@ -146,7 +147,6 @@ def open_data(config: TrainConfig, mesh: Mesh, cache: Path) -> Data:
         0,
     ]
     kind = GPTDataset if config.data_blend else MockGPTDataset
-    needed = mesh.first_stage or mesh.last_stage
     builder = BlendedMegatronDatasetBuilder(
         kind,
         sizes,
@@ -157,8 +157,8 @@ def open_data(config: TrainConfig, mesh: Mesh, cache: Path) -> Data:
     if not needed:
         training = validation = None
     return Data(
-        Samples(training, config, mesh, sizes[0]),
-        Samples(validation, config, mesh, sizes[1]) if evaluates else None,
+        Samples(training, config, share, sizes[0]),
+        Samples(validation, config, share, sizes[1]) if evaluates else None,
     )
 
 

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 
-from hpctrain.engines.megatron import TrainConfig
+from hpctrain.engines.training import TrainConfig
 from hpctrain.plan.forecast.intervals import daly_seconds
 from hpctrain.store.signs import SaveRecord
 

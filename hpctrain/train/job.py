@@ -10,7 +10,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from hpctrain.engines.megatron import TrainConfig
+from hpctrain.engines.documents import parse_train_config
+from hpctrain.engines.training import TrainConfig
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.store.layout import RunLayout
 from hpctrain.train.launch import Launch
@@ -41,7 +42,7 @@ class Job:
 def read_config(path: Path) -> TrainConfig:
     """Read `train.json`. Raises InvalidInputError with all that is wrong in it."""
     try:
-        return TrainConfig.model_validate_json(path.read_bytes())
+        return parse_train_config(path.read_bytes())
     except OSError as error:
         raise InvalidInputError([Problem(error.strerror or str(error), str(path))]) from error
     except ValidationError as error:

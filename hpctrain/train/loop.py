@@ -8,27 +8,18 @@ from __future__ import annotations
 import gc
 import time
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from hpctrain.train.control import Agreement, Control
-from hpctrain.train.data import Data
-from hpctrain.train.evaluate import evaluate
+from hpctrain.train.engine import Engine, Position
 from hpctrain.train.faults import DivergedError
-from hpctrain.train.forward import Pass, mean_loss
 from hpctrain.train.interval import SaveInterval
 from hpctrain.train.job import Job
-from hpctrain.train.numerics import (
-    GradientWitness,
-    LossWindow,
-    weights_are_finite,
-    what_is_not_finite,
-)
-from hpctrain.train.optimizer import Optimizer
+from hpctrain.train.numerics import LossWindow, what_is_not_finite
 from hpctrain.train.report import Reporter, StepResult
 from hpctrain.train.request import SaveRequest
 from hpctrain.train.saver import Saver
 from hpctrain.train.skips import Skips
-from hpctrain.train.snapshot import Position
 from hpctrain.train.stop import file_exists
 from hpctrain.train.times import RankClock
 
@@ -40,16 +31,13 @@ class Loop:
     """All parts of a running rank; `position` is where the run stands."""
 
     job: Job
-    runner: Pass
-    optimizer: Optimizer
-    data: Data
+    engine: Engine
     control: Control
     saver: Saver
     reporter: Reporter
     position: Position
     interval: SaveInterval
     skips: Skips
-    witness: GradientWitness
     losses: LossWindow
     clock: RankClock
     request: SaveRequest
@@ -81,17 +69,17 @@ class Loop:
         """One optimizer step with everything that belongs to it."""
         started_at = time.perf_counter()
         first = self.skips.next_sample(self.position.consumed_samples)
-        totals, grad_norm, learning_rate = self._update(first)
+        update = self.engine.update(first, self._propose)
         agreed = self.control.result()
-        loss = mean_loss(totals)
+        loss = update.loss
         consumed = first + self.job.config.global_batch_size
         self.position = Position(self.position.step + 1, consumed)
         result = StepResult(
             step=self.position.step,
             consumed_samples=consumed,
             loss=loss,
-            grad_norm=None if grad_norm is None else float(grad_norm),
-            learning_rate=learning_rate,
+            grad_norm=None if update.grad_norm is None else float(update.grad_norm),
+            learning_rate=update.learning_rate,
             step_seconds=time.perf_counter() - started_at,
         )
         problem = self._problem(result, agreed)
@@ -102,25 +90,12 @@ class Loop:
         self._save_if_due(agreed)
         return agreed
 
-    def _update(self, first_sample: int) -> tuple[Any, Any, float]:
-        """Forward, backward, optimizer: one step of megatron-core."""
-        for chunk in self.runner.model.wrapped:
-            chunk.zero_grad_buffer()
-        self.optimizer.inner.zero_grad()
-        reports = self.runner.run(self.data.training, first_sample, forward_only=False)
-        self._propose()
-        learning_rate = self.optimizer.learning_rate
-        updated, grad_norm, _ = self.optimizer.inner.step()
-        if updated:
-            self.optimizer.schedule.step(increment=1)
-        return self.runner.totals(reports), grad_norm, learning_rate
-
     def _propose(self) -> None:
         self.control.propose(
             stop=self._asked_to_stop(),
             save=self._wants_to_save(),
             writer=self.saver.writer_state,
-            rejected=self.witness.rejection is not None,
+            rejected=self.engine.rejection is not None,
         )
 
     def _asked_to_stop(self) -> bool:
@@ -138,16 +113,16 @@ class Loop:
     def _problem(self, result: StepResult, agreed: Agreement) -> str | None:
         """Why this step must not count; all ranks know the same numbers, so all say the same."""
         if agreed.rejected:
-            return self.witness.rejection or "gradients of another rank are not finite"
+            return self.engine.rejection or "gradients of another rank are not finite"
         problem = what_is_not_finite(result.loss, result.grad_norm)
         return problem or self.losses.spike(result.loss)
 
     def _evaluate_if_due(self) -> float | None:
         interval = self.job.config.eval_interval_steps
-        if interval is None or self.position.step % interval or self.data.validation is None:
+        if interval is None or self.position.step % interval:
             return None
         self.reporter.phase("evaluating")
-        loss = evaluate(self.runner, self.data.validation)
+        loss = self.engine.evaluate()
         self.reporter.phase("training")
         return loss
 
@@ -176,7 +151,7 @@ class Loop:
 
         Raises DivergedError on all ranks.
         """
-        if not self.control.all_agree(weights_are_finite(self.runner.model.wrapped)):
+        if not self.control.all_agree(self.engine.weights_are_finite()):
             step, batch = self.position.step, self.job.config.global_batch_size
             consumed = self.position.consumed_samples - batch
             what = "weights are not finite after the update"

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
 
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.signs import lineage, tail_metrics
@@ -24,25 +23,6 @@ LEAST_STEPS = 16
 # anything would be a spike: a spread below this part of the median does not count.
 _LEAST_SPREAD = 1e-3
 _FIRST_TAIL_ROWS = 4 * WINDOW_STEPS
-
-
-class GradientWitness(RerunStateMachine):
-    """megatron-core's check of local gradients, remembered instead of raised.
-
-    The check runs before gradients are summed over data-parallel ranks, so it knows whose they
-    are. An exception there would leave the other ranks waiting in that sum; remembered, the step
-    is finished and all ranks end together (see `Control.propose`).
-    """
-
-    def __init__(self) -> None:
-        super().__init__(mode=RerunMode.DISABLED)
-        self.rejection: str | None = None
-
-    def validate_result(self, *args: Any, **keywords: Any) -> None:
-        try:
-            super().validate_result(*args, **keywords)
-        except RuntimeError as error:
-            self.rejection = self.rejection or keywords.get("message", str(error))
 
 
 class LossWindow:
@@ -104,10 +84,9 @@ def what_is_not_finite(loss: float, grad_norm: float | None) -> str | None:
 
 
 @torch.no_grad()
-def weights_are_finite(chunks: Sequence[Any]) -> bool:
-    """One pass over this rank's weights: the largest magnitude is nan or inf if any weight is."""
-    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
-    if not parameters:
+def are_finite(tensors: Sequence[Any]) -> bool:
+    """One pass over tensors of one device: the largest magnitude is nan or inf if anything is."""
+    if not tensors:
         return True
-    largest = torch.stack(torch._foreach_norm(parameters, float("inf"))).max()
+    largest = torch.stack(torch._foreach_norm(list(tensors), float("inf"))).max()
     return bool(torch.isfinite(largest))

@@ -7,40 +7,30 @@ here: whether a checkpoint's content is good (see `hpctrain.checkpoints`), plans
 
 from __future__ import annotations
 
-import importlib.util
-import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from hpctrain.checkpoints.manifest import checkpoint_name, read_manifest, step_of
 from hpctrain.checkpoints.publish import published_steps
-from hpctrain.engines.megatron import TrainConfig
+from hpctrain.engines.megatron import MegatronConfig
+from hpctrain.engines.training import TrainConfig
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.store.datasets import DatasetSidecar, bin_path, idx_path, sidecar_path
 from hpctrain.store.epochs import current_epoch
 from hpctrain.train.job import Job
+from hpctrain.train.megatron.preflight import megatron_problems
 from hpctrain.train.skips import parse_skips, read_skips
-
-# multi_latent_attention.py gives core attention two head sizes, which dot_product_attention.py
-# does not take
-LATENT_NEEDS_ENGINE = Problem(
-    "multi-head latent attention needs TransformerEngine: megatron-core's own layers cannot",
-    hint="leave `engine.implementation` at auto, and install TransformerEngine",
-)
 
 
 def check(job: Job) -> None:
     """Raise InvalidInputError with everything that is wrong."""
     config = job.config
     problems = [
-        *_layout_problems(config, job.launch.world_size),
-        *_split_problems(config),
+        *_world_problems(config, job.launch.world_size),
+        *_problems_of_the_engine(config),
         *_schedule_problems(config),
-        *_implementation_problems(config),
-        *_expert_problems(config),
-        *_prediction_problems(config),
         *_data_problems(config),
         *_resume_problems(job),
         *_skip_problems(job.run.skips),
@@ -49,22 +39,10 @@ def check(job: Job) -> None:
         raise InvalidInputError(problems)
 
 
-def microbatches(config: TrainConfig) -> int:
-    """Microbatches per step on each data-parallel rank."""
-    return config.global_batch_size // (config.micro_batch_size * config.data_parallel_size)
-
-
-def _layout_problems(config: TrainConfig, world_size: int) -> Iterator[Problem]:
-    sizes = {
-        "tp": config.tensor_model_parallel_size,
-        "pp": config.pipeline_model_parallel_size,
-        "cp": config.context_parallel_size,
-        "dp": config.data_parallel_size,
-    }
-    if math.prod(sizes.values()) != world_size:
-        product = " x ".join(f"{name} {size}" for name, size in sizes.items())
+def _world_problems(config: TrainConfig, world_size: int) -> Iterator[Problem]:
+    if config.world_size != world_size:
         yield Problem(
-            f"the layout {product} needs {math.prod(sizes.values())} processes, "
+            f"the layout {config.layout_words} needs {config.world_size} processes, "
             f"but {world_size} were started"
         )
     per_microbatch = config.micro_batch_size * config.data_parallel_size
@@ -73,35 +51,12 @@ def _layout_problems(config: TrainConfig, world_size: int) -> Iterator[Problem]:
             f"global_batch_size {config.global_batch_size} is not divisible by micro_batch_size "
             f"{config.micro_batch_size} x data_parallel_size {config.data_parallel_size}"
         )
-    tp = config.tensor_model_parallel_size
-    for name in ("num_attention_heads", "ffn_hidden_size", "padded_vocab_size"):
-        if getattr(config, name) % tp:
-            yield Problem(f"{name} {getattr(config, name)} is not divisible by tp {tp}")
-    groups = config.num_query_groups
-    if groups % tp and tp % groups:  # transformer_config.py, __post_init__: either may divide
-        yield Problem(f"num_query_groups {groups} and tp {tp} do not divide each other")
-    if config.sequence_parallel and (tp == 1 or config.seq_length % tp):
-        yield Problem(f"sequence_parallel needs tp > 1 that divides seq_length, got tp {tp}")
-    if config.padded_vocab_size < config.vocab_size:
-        yield Problem(f"padded_vocab_size is below vocab_size {config.vocab_size}")
 
 
-def _split_problems(config: TrainConfig) -> Iterator[Problem]:
-    """The layers of each stage and, for the interleaved schedule, the number of microbatches."""
-    pp, vpp = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
-    split = config.pipeline_layer_split
-    if len(split) != pp or any(len(stage) != (vpp or 1) for stage in split):
-        yield Problem(f"pipeline_layer_split must have {pp} stages of {vpp or 1} chunks: {split}")
-    if sum(map(sum, split)) != config.num_layers:
-        yield Problem(f"pipeline_layer_split {split} does not add up to {config.num_layers} layers")
-    if vpp is not None and pp < 2:
-        yield Problem("virtual_pipeline_model_parallel_size needs a pipeline of at least 2 stages")
-    if vpp is not None and microbatches(config) % pp:
-        # schedules.py: the interleaved schedule works on groups of pp microbatches
-        yield Problem(
-            f"the interleaved schedule needs microbatches divisible by pp {pp}, "
-            f"got {microbatches(config)}"
-        )
+def _problems_of_the_engine(config: TrainConfig) -> Iterable[Problem]:
+    if isinstance(config, MegatronConfig):
+        return megatron_problems(config)
+    return ()
 
 
 def _schedule_problems(config: TrainConfig) -> Iterator[Problem]:
@@ -112,51 +67,6 @@ def _schedule_problems(config: TrainConfig) -> Iterator[Problem]:
         )
     if config.min_lr > config.lr:
         yield Problem(f"min_lr {config.min_lr:g} is above lr {config.lr:g}")
-
-
-def _implementation_problems(config: TrainConfig) -> Iterator[Problem]:
-    has_te = importlib.util.find_spec("transformer_engine") is not None
-    if config.transformer_impl == "transformer_engine" and not has_te:
-        yield Problem(
-            "transformer_impl is transformer_engine, but that is not installed",
-            hint="use `auto` or install TransformerEngine",
-        )
-    if config.multi_latent_attention and (not has_te or config.transformer_impl == "local"):
-        yield LATENT_NEEDS_ENGINE
-    if config.context_parallel_size > 1 and (not has_te or config.transformer_impl == "local"):
-        # dot_product_attention.py asserts context_parallel_size == 1
-        yield Problem(
-            "context_parallel_size above 1 needs TransformerEngine: megatron-core's "
-            "local attention does not support it"
-        )
-
-
-def _prediction_problems(config: TrainConfig) -> Iterator[Problem]:
-    learned = config.position_embedding_type == "learned_absolute"
-    if config.mtp_num_layers and learned and config.pipeline_model_parallel_size > 1:
-        # their copy is not in the group that sums gradients (parallel_state.py,
-        # default_position_embedding_ranks: the first stage alone)
-        yield Problem("prediction layers behind a pipeline need rotary positions")
-
-
-def _expert_problems(config: TrainConfig) -> Iterator[Problem]:
-    ep, experts = config.expert_model_parallel_size, config.num_moe_experts
-    ranks = config.tensor_model_parallel_size * config.context_parallel_size
-    ranks *= config.data_parallel_size
-    if ranks % ep:
-        yield Problem(f"expert_model_parallel_size {ep} does not divide tp x cp x dp = {ranks}")
-    if experts is None:
-        if ep > 1:
-            yield Problem("expert_model_parallel_size above 1 needs num_moe_experts")
-        return
-    if experts % ep:
-        yield Problem(f"num_moe_experts {experts} is not divisible by ep {ep}")
-    if config.add_bias_linear and config.expert_tensor_parallel_size > 1:
-        # transformer_config.py: "Bias in Moe is only supported when ETP==1"
-        yield Problem("experts with biases cannot be split over tp: use ep, or no biases")
-    if config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
-        # moe_layer.py refuses tensor without sequence parallelism while training
-        yield Problem("experts with tp need sequence_parallel")
 
 
 def _data_problems(config: TrainConfig) -> Iterator[Problem]:

@@ -66,6 +66,10 @@ def start(
 ) -> Ranks:
     """Fork `world_size` ranks of the trainer; `prepare` runs in each of them first."""
     from hpctrain.train.entry import leave, main
+    from hpctrain.train.job import read_config
+    from hpctrain.train.startup import room_of
+
+    room_of(read_config(config))  # the imports that the ranks share
 
     def work() -> None:
         stop = StopSignals()
@@ -85,8 +89,6 @@ def fork(
     environment: Mapping[str, str] | None = None,
 ) -> Ranks:
     """Fork ranks that run `work` with a launcher's environment; stdout and stderr go to `logs`."""
-    import hpctrain.train.startup  # noqa: F401  the imports that the ranks share
-
     logs.mkdir(parents=True, exist_ok=True)
     shared = {
         "WORLD_SIZE": str(world_size),

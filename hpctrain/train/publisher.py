@@ -29,14 +29,12 @@ from hpctrain.checkpoints.publish import (
 from hpctrain.errors import CheckpointError
 from hpctrain.store.epochs import current_epoch
 from hpctrain.train.control import WriterState
+from hpctrain.train.engine import Form, Position
 from hpctrain.train.faults import is_full
 from hpctrain.train.job import Job
 from hpctrain.train.room import NoSpaceError
 from hpctrain.train.skips import Skips
-from hpctrain.train.snapshot import Position, layout_of
 
-# What the ranks write before the writers start and after they are through, by rank 0.
-_LEADER_FILES = ("common.pt", ".metadata", "metadata.json")
 # How long the end of a launch waits for old checkpoints to be deleted; the next launch goes on.
 _RETIRE_SECONDS = 10.0
 
@@ -44,8 +42,9 @@ _RETIRE_SECONDS = 10.0
 class Publisher:
     """At most one checkpoint at a time; `published` is its manifest once it counts."""
 
-    def __init__(self, job: Job, skips: Skips) -> None:
+    def __init__(self, job: Job, skips: Skips, form: Form) -> None:
         self._job = job
+        self._form = form
         self._skips = skips
         self._thread: threading.Thread | None = None
         self._retiring = threading.Lock()
@@ -95,17 +94,16 @@ class Publisher:
     def _manifest(self, position: Position, directory: Path) -> Manifest:
         config = self._job.config
         shards = read_rank_digests(directory)
-        on_disk = {path.name for path in directory.glob("*.distcp")}
+        on_disk = {path.name for path in directory.glob(self._form.shards)}
         missing = on_disk - {file.name for file in shards}
         if missing:
             raise CheckpointError(f"no digest was left for {', '.join(sorted(missing))}")
-        own = tuple(digest_file(directory, name) for name in _LEADER_FILES)
-        tp, pp, dp = layout_of(config)
+        own = tuple(digest_file(directory, name) for name in self._form.leader_files)
         return Manifest(
             step=position.step,
             epoch=self._job.launch.epoch,
-            engine="megatron",
-            layout=f"tp {tp} · pp {pp} · dp {dp}",
+            engine=config.engine,
+            layout=config.layout_words,
             world_size=self._job.launch.world_size,
             consumed_samples=position.consumed_samples,
             time=time.time(),

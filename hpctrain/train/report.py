@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hpctrain.engines.megatron import TrainConfig
+from hpctrain.engines.training import TrainConfig
 from hpctrain.store.signs import (
     Phase,
     Progress,
@@ -24,7 +24,7 @@ from hpctrain.store.signs import (
     append_save,
     write_record,
 )
-from hpctrain.train import cpu
+from hpctrain.train.device import on_cpu
 from hpctrain.train.job import Job
 
 _PROGRESS_SECONDS = 1.0
@@ -156,18 +156,13 @@ def step_metrics(
 def _mfu(config: TrainConfig, step_seconds: float) -> float | None:
     if config.peak_flops_per_gpu is None:
         return None
-    gpus = (
-        config.tensor_model_parallel_size
-        * config.pipeline_model_parallel_size
-        * config.context_parallel_size
-        * config.data_parallel_size
-    )
-    return config.model_flops_per_step / (step_seconds * gpus * config.peak_flops_per_gpu)
+    peak_flops = config.world_size * config.peak_flops_per_gpu
+    return config.model_flops_per_step / (step_seconds * peak_flops)
 
 
 def peak_memory_bytes() -> int:
     """Peak of allocated GPU memory; on a CPU the peak resident set (getrusage(2), in KiB)."""
-    if cpu.needed():
+    if on_cpu():
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return int(torch.cuda.max_memory_allocated())
 

@@ -1,7 +1,7 @@
 """Saving: from the state of all ranks to a published checkpoint, at once or beside training.
 
 Both ways go through the same stages: plan and fork the writers (`begin`), learn that all of them
-are through (`poll` with the step's agreement, or `finish`), write megatron-core's metadata, let
+are through (`poll` with the step's agreement, or `finish`), write the engine's metadata, let
 rank 0 publish, learn that it counts. Belongs here: this sequence on all ranks. Does not belong
 here: what makes a checkpoint good and the fencing protocol (`hpctrain.checkpoints`), when to save
 (`loop`).
@@ -14,21 +14,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from megatron.core import dist_checkpointing
 
 from hpctrain.checkpoints.manifest import checkpoint_name, partial_name
 from hpctrain.errors import CheckpointError
 from hpctrain.store.signs import SaveRecord
 from hpctrain.train.control import Control, WriterState
+from hpctrain.train.engine import Position, Snapshot, Writing
 from hpctrain.train.faults import is_full
 from hpctrain.train.job import Job
 from hpctrain.train.publisher import Publisher, raise_problem
 from hpctrain.train.room import Need, NoSpaceError, check_room, exhausted, newest_size
 from hpctrain.train.skips import Skips
-from hpctrain.train.snapshot import Position, Snapshot, sharding_metadata
-from hpctrain.train.strategy import Strategy
 from hpctrain.train.writer import Writer
 
 _POLL_SECONDS = 0.01
@@ -40,7 +36,7 @@ class _Pending:
 
     position: Position
     directory: Path
-    request: Any
+    writing: Writing
     started_at: float
     stall_seconds: float
     publishing: bool = False
@@ -65,8 +61,7 @@ class Saver:
         self._control = control
         self._published = published
         self._writer = Writer(job.launch.rank)
-        self._publisher = Publisher(job, skips)
-        self._strategy = Strategy(control)
+        self._publisher = Publisher(job, skips, snapshot.form)
         self._estimate_bytes: int | None = None
         self._pending: _Pending | None = None
         self.newest_step: int | None = None
@@ -91,8 +86,8 @@ class Saver:
         started_at = time.monotonic()
         directory = self._prepare_directory(position.step)
         try:
-            request = self._plan(position, directory)
-            self._writer.start(request)
+            writing = self._snapshot.plan(position, directory)
+            self._writer.start(writing, directory)
         except Exception as error:
             if is_full(error) or exhausted(directory):
                 self._clear(directory)
@@ -100,7 +95,7 @@ class Saver:
                 raise NoSpaceError(f"no room for {name}: {error}") from error
             raise
         stall_seconds = waited_seconds + time.monotonic() - started_at
-        self._pending = _Pending(position, directory, request, started_at, stall_seconds)
+        self._pending = _Pending(position, directory, writing, started_at, stall_seconds)
 
     def poll(self, agreed: WriterState) -> None:
         """Take the pending checkpoint one stage further if all ranks are ready; never waits."""
@@ -166,26 +161,10 @@ class Saver:
             raise NoSpaceError(problem)
         return directory
 
-    def _plan(self, position: Position, directory: Path) -> Any:
-        """Who writes what, by megatron-core; validated once, for the structure stays the same."""
-        metadata = sharding_metadata(self._job.config.optimizer_sharding)
-        request = dist_checkpointing.save(
-            self._snapshot.sharded(position),
-            directory,
-            self._strategy.of_this_save(metadata["dp_cp_group"]),
-            validate_access_integrity=self._strategy.first,
-            async_sharded_save=True,
-            content_metadata=_plain(metadata),
-        )
-        self._strategy.planned()
-        return request
-
     def _hand_over(self, pending: _Pending) -> None:
-        """All writers are through: megatron-core's metadata, then rank 0 publishes."""
-        self._writer.collect()
+        """All writers are through: the engine's metadata, then rank 0 publishes."""
         try:
-            for finalize in pending.request.finalize_fns:
-                finalize()
+            pending.writing.finish(self._writer.collect())
         except Exception as error:
             if is_full(error) or exhausted(pending.directory):
                 self._clear(pending.directory)
@@ -233,8 +212,3 @@ class Saver:
                 size_bytes=manifest.total_bytes,
             )
         )
-
-
-def _plain(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Without the process group, which cannot be stored."""
-    return {name: value for name, value in metadata.items() if name != "dp_cp_group"}

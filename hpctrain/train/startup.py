@@ -1,49 +1,38 @@
-"""From a checked job to a loop that is ready to run: groups, model, optimizer, data, checkpoint.
+"""From a checked job to a loop that is ready to run: process groups, engine, data, checkpoint.
 
-The first module that imports torch, so it also puts the CPU layer and the corrections of
-megatron-core in force before anything else of megatron-core is imported.
+The first module that imports torch. Belongs here: the order, the same for all engines. Does not
+belong here: what an engine builds (see its room's `assembly`).
 """
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import warnings
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 
-from hpctrain.engines.megatron import TrainConfig
-from hpctrain.train import cpu
+from hpctrain.engines.training import TrainConfig
+from hpctrain.store.signs import SaveRecord, read_saves
+from hpctrain.train.control import Control
+from hpctrain.train.engine import Engine, Position, Room, Snapshot
+from hpctrain.train.interval import SaveInterval
+from hpctrain.train.job import Job
+from hpctrain.train.loop import Loop
+from hpctrain.train.numerics import LossWindow, earlier_losses
+from hpctrain.train.report import Reporter
+from hpctrain.train.request import SaveRequest
+from hpctrain.train.saver import Saver
+from hpctrain.train.skips import Skips, parse_skips, read_skips
+from hpctrain.train.times import RankClock
 
 # They say at import that TransformerEngine or Apex are missing, from every rank.
 warnings.filterwarnings("ignore", module=r"(torch|megatron)\b.*")
-cpu.install()
 
-from megatron.core.rerun_state_machine import (  # noqa: E402
-    _set_rerun_state_machine,
-    destroy_rerun_state_machine,
-)
-
-from hpctrain.store.signs import SaveRecord, read_saves  # noqa: E402
-from hpctrain.train import mcore_fixes  # noqa: E402
-from hpctrain.train.control import Control  # noqa: E402
-from hpctrain.train.data import open_data  # noqa: E402
-from hpctrain.train.forward import Pass  # noqa: E402
-from hpctrain.train.interval import SaveInterval  # noqa: E402
-from hpctrain.train.job import Job  # noqa: E402
-from hpctrain.train.loop import Loop  # noqa: E402
-from hpctrain.train.mesh import open_mesh  # noqa: E402
-from hpctrain.train.model import Model, build_model  # noqa: E402
-from hpctrain.train.numerics import GradientWitness, LossWindow, earlier_losses  # noqa: E402
-from hpctrain.train.optimizer import build_optimizer  # noqa: E402
-from hpctrain.train.report import Reporter  # noqa: E402
-from hpctrain.train.request import SaveRequest  # noqa: E402
-from hpctrain.train.saver import Saver  # noqa: E402
-from hpctrain.train.skips import Skips, parse_skips, read_skips  # noqa: E402
-from hpctrain.train.snapshot import Position, Snapshot  # noqa: E402
-from hpctrain.train.times import ComputeTimers, RankClock  # noqa: E402
+_ROOMS = {"megatron": "megatron", "fsdp": "native", "ddp": "native"}
 
 
 class StepKeeper(Protocol):
@@ -52,21 +41,24 @@ class StepKeeper(Protocol):
     step: Callable[[], int]
 
 
+def room_of(config: TrainConfig) -> Room:
+    """The engine's room, whose import brings in the engine."""
+    name = _ROOMS[config.engine]
+    return cast(Room, importlib.import_module(f"hpctrain.train.{name}.assembly"))
+
+
 def assemble(job: Job, keeper: StepKeeper) -> Loop:
     """Build everything on this rank; all ranks must call this."""
-    mcore_fixes.install()
-    witness = _settle(job.config, leads=job.launch.leads)
+    room = room_of(job.config)
+    _settle(job.config, leads=job.launch.leads)
     reporter = Reporter(job)
     keeper.step = lambda: reporter.step
     reporter.phase("starting")
-    mesh = open_mesh(job.config, job.launch)
+    mesh = room.join(job.config, job.launch)
     control = Control(mesh.control)
     skips = _skips(job, control)
-    model = build_model(job.config, mesh, initialize=job.resume_directory is None)
-    optimizer = build_optimizer(job.config, model)
-    data = open_data(job.config, mesh, job.data_cache)
-    snapshot = Snapshot(job.config, model, optimizer)
-    position = _position(job, snapshot, reporter)
+    parts = room.build(job, mesh, control)
+    position = _position(job, parts.snapshot, reporter)
     interval = SaveInterval(job.config, job.launch.mttf_seconds, read_saves(job.run))
 
     def published(save: SaveRecord) -> None:
@@ -75,18 +67,15 @@ def assemble(job: Job, keeper: StepKeeper) -> Loop:
 
     return Loop(
         job=job,
-        runner=Pass(job.config, mesh, model),
-        optimizer=optimizer,
-        data=data,
+        engine=parts.engine,
         control=control,
-        saver=Saver(job, snapshot, control, published, skips),
+        saver=Saver(job, parts.snapshot, control, published, skips),
         reporter=reporter,
         position=position,
         interval=interval,
         skips=skips,
-        witness=witness,
         losses=_losses(job, control, position),
-        clock=_clock(job, control, model, reporter),
+        clock=_clock(job, control, parts.engine, reporter),
         request=SaveRequest(job.run.save_request, looks=job.launch.leads),
     )
 
@@ -109,11 +98,9 @@ def _losses(job: Job, control: Control, position: Position) -> LossWindow:
     return LossWindow(limit, [float.fromhex(word) for word in words.split()])
 
 
-def _clock(job: Job, control: Control, model: Model, reporter: Reporter) -> RankClock:
-    timers = ComputeTimers()
-    model.settings.timers = timers
+def _clock(job: Job, control: Control, engine: Engine, reporter: Reporter) -> RankClock:
     return RankClock(
-        timers=timers,
+        take_seconds=engine.take_compute_seconds,
         control=control,
         rank=job.launch.rank,
         nodes=tuple(control.everywhere(job.launch.node)),
@@ -138,8 +125,8 @@ def _position(job: Job, snapshot: Snapshot, reporter: Reporter) -> Position:
     return position
 
 
-def _settle(config: TrainConfig, *, leads: bool) -> GradientWitness:
-    """Threads, determinism and the chatter of libraries; who watches the gradients."""
+def _settle(config: TrainConfig, *, leads: bool) -> None:
+    """Threads, determinism and the chatter of libraries."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     if config.deterministic_mode:
         # cuBLAS, NCCL and TransformerEngine read these when they are first used
@@ -147,10 +134,5 @@ def _settle(config: TrainConfig, *, leads: bool) -> GradientWitness:
         os.environ.setdefault("NCCL_ALGO", "Ring")
         os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
         torch.use_deterministic_algorithms(True)
-    logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)
     if not leads:
         logging.getLogger("megatron").setLevel(logging.ERROR)
-    witness = GradientWitness()
-    destroy_rerun_state_machine()
-    _set_rerun_state_machine(witness)
-    return witness

@@ -18,8 +18,8 @@ from typing import Any, Protocol
 import torch
 
 from hpctrain.store.signs import RankTimes
-from hpctrain.train import cpu
 from hpctrain.train.control import Control
+from hpctrain.train.device import on_cpu
 
 _COMPUTE = ("forward-compute", "backward-compute")
 
@@ -91,7 +91,7 @@ class ComputeTimers:
     """In the place of megatron-core's Timers: measures computing, ignores everything else."""
 
     def __init__(self) -> None:
-        kind: Callable[[], WallClock | EventClock] = WallClock if cpu.needed() else EventClock
+        kind: Callable[[], WallClock | EventClock] = WallClock if on_cpu() else EventClock
         self._clocks = {name: kind() for name in _COMPUTE}
         self._ignored = _Ignored()
 
@@ -121,7 +121,7 @@ class RankClock:
     `finished_step` after the same steps.
     """
 
-    timers: ComputeTimers
+    take_seconds: Callable[[], float]
     control: Control
     rank: int
     nodes: tuple[str, ...]
@@ -135,7 +135,7 @@ class RankClock:
 
     def finished_step(self, step: int) -> None:
         """Count a step; at the end of a window begin to share, and tell at the next step."""
-        seconds = self.timers.take_seconds()
+        seconds = self.take_seconds()
         self._receive()
         if not self._warm:
             self._warm = True

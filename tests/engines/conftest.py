@@ -13,9 +13,9 @@ pytest.importorskip("torch", reason="needs the megatron extra")
 # Before any test module imports megatron-core: the CPU layer must come first.
 from trial_runs import GPT, LLAMA, Trial, make_trial
 
-import hpctrain.train.startup
+import hpctrain.train.megatron.assembly
 
-assert hpctrain.train.startup is not None
+assert hpctrain.train.megatron.assembly is not None
 
 
 @pytest.fixture

@@ -13,13 +13,13 @@ from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from trial_runs import GPT, Trial, largest_difference
 
-from hpctrain.engines.megatron import TrainConfig
+from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.plan.candidate import Candidate
 from hpctrain.plan.documents import Layout, Order
 from hpctrain.plan.order import ORDERS, order_problems
 from hpctrain.plan.placement import strides
 from hpctrain.spec.run import ParallelSpec
-from hpctrain.train.mesh import parallel_sizes
+from hpctrain.train.megatron.mesh import parallel_sizes
 
 PIPELINES_NEAR: Order = "tp-cp-ep-pp-dp"
 DATA_NEAR: Order = "tp-cp-ep-dp-pp"
@@ -55,7 +55,7 @@ def groups(stride: int, size: int, world: int) -> list[list[int]]:
 
 
 @contextmanager
-def megatron(config: TrainConfig, rank: int, world: int) -> Iterator[None]:
+def megatron(config: MegatronConfig, rank: int, world: int) -> Iterator[None]:
     """megatron-core's groups as `rank` of `world` sees them, without processes."""
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     try:
@@ -88,7 +88,7 @@ def test_groups_are_those_of_the_plan(order: Order, sizes: tuple[int, ...]) -> N
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_the_trainer_takes_the_order(order: Order) -> None:
-    config = TrainConfig(**{**GPT, **FOUR, "parallel_order": order})
+    config = MegatronConfig(**{**GPT, **FOUR, "parallel_order": order})
     mesh = layout(order, tp=1, cp=1, dp=2, pp=2)
     for rank in range(4):
         with megatron(config, rank, 4):
@@ -108,7 +108,7 @@ def test_refusals_are_those_of_megatron() -> None:
             expert_model_parallel_size=ep,
             parallel_order=order,
         )
-        config = TrainConfig(**{**GPT, **changes})
+        config = MegatronConfig(**{**GPT, **changes})
         candidate = Candidate(
             ParallelSpec(tp=tp, cp=cp, pp=pp, ep=ep),
             layout(order, tp=tp, cp=cp, pp=pp, dp=4),

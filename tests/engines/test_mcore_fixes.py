@@ -15,7 +15,8 @@ import pytest
 import torch
 from trial_runs import LIMIT_SECONDS, Trial, largest_difference
 
-from hpctrain.train import mcore_fixes, model, prefork
+from hpctrain.train import prefork
+from hpctrain.train.megatron import fixes, model
 
 DP2 = dict(data_parallel_size=2, overlap_grad_reduce=True, overlap_param_gather=True)
 
@@ -29,7 +30,7 @@ def test_tensor_parallel_ranks_draw_different_masks(trial: Callable[..., Trial])
         from megatron.core import tensor_parallel
 
         from hpctrain.train.launch import read_launch
-        from hpctrain.train.mesh import open_mesh
+        from hpctrain.train.megatron.mesh import open_mesh
 
         mesh = open_mesh(drawn.config, read_launch(os.environ))
         outside = torch.rand(3).tolist()
@@ -54,11 +55,11 @@ def _small_buckets() -> None:
 
 def _small_buckets_without_the_fix() -> None:
     _small_buckets()
-    mcore_fixes._bucket_padding = lambda: None
+    fixes._bucket_padding = lambda: None
 
 
 def _shared_steps() -> None:
-    mcore_fixes._step_of_its_own = lambda: None
+    fixes._step_of_its_own = lambda: None
 
 
 def _resumed(trial: Callable[..., Trial], save: Any, load: Any) -> float:

@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 
 from hpctrain.actions.verify import verify_plan
 from hpctrain.engines.kept import planned_kept_bytes
-from hpctrain.engines.megatron import train_config
+from hpctrain.engines.megatron import megatron_config
 from hpctrain.engines.verification import Verification, compare
 from hpctrain.plan.batch import batch_split
 from hpctrain.plan.documents import NodeRequest, Plan, Stage
@@ -22,7 +22,7 @@ from hpctrain.plan.layout import layout_of, layout_problems
 from hpctrain.plan.parameters import pad_vocab
 from hpctrain.plan.stages import build_stages, split_layers
 from hpctrain.spec.run import ParallelSpec, RunSpec
-from hpctrain.train.verify import build
+from hpctrain.train.megatron.verify import build
 
 GPT = dict(layers=8, hidden=64, heads=8, vocab=300, seq=64)
 LLAMA = dict(family="llama", layers=8, hidden=64, ffn=176, heads=8, kv_heads=4, vocab=500, seq=64)
@@ -86,7 +86,7 @@ def plan_of(spec: RunSpec) -> Plan:
 def verified(spec: RunSpec) -> Verification:
     """As `verify_plan`, in this process."""
     plan = plan_of(spec)
-    return compare(plan, planned_kept_bytes(spec, plan), build(train_config(spec, plan, None)))
+    return compare(plan, planned_kept_bytes(spec, plan), build(megatron_config(spec, plan, None)))
 
 
 COUNTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -131,7 +131,7 @@ def test_a_wrong_plan_is_found_out_on_its_stage() -> None:
         update={"parameters_per_gpu": plan.stages[1].parameters_per_gpu + 1}
     )
     wrong = plan.model_copy(update={"stages": (plan.stages[0], one_more)})
-    found = compare(wrong, (None, None), build(train_config(spec, wrong, None)))
+    found = compare(wrong, (None, None), build(megatron_config(spec, wrong, None)))
     assert not found.equal
     assert [stage.equal for stage in found.stages] == [True, False]
 
@@ -144,7 +144,7 @@ def test_a_split_that_moves_a_layer_moves_its_parameters() -> None:
     found = compare(
         plan.model_copy(update={"stages": even}),
         (None, None),
-        build(train_config(spec, plan, None)),
+        build(megatron_config(spec, plan, None)),
     )
     per_layer = even[0].parameters_per_gpu - plan.stages[0].parameters_per_gpu
     assert [s.planned_parameters - s.built_parameters for s in found.stages] == [
@@ -156,7 +156,7 @@ def test_a_split_that_moves_a_layer_moves_its_parameters() -> None:
 def test_ranks_are_the_first_of_each_stage() -> None:
     def ranks(order: str) -> list[int]:
         spec = spec_of(GPT, dict(tp=2, pp=2, order=order), dp=4)
-        return [stage.rank for stage in build(train_config(spec, plan_of(spec), None)).stages]
+        return [stage.rank for stage in build(megatron_config(spec, plan_of(spec), None)).stages]
 
     assert ranks("tp-cp-ep-dp-pp") == [0, 8]
     assert ranks("tp-cp-ep-pp-dp") == [0, 2]
@@ -194,7 +194,7 @@ def test_kept_activations_are_near_the_planned_ones(name: str) -> None:
 def test_kept_bytes_of_full_recomputation_are_exactly_the_layers_inputs() -> None:
     """Inner stages keep nothing else (Korthikanti et al., section 5: 2 s b h)."""
     spec = spec_of({**BIG, "layers": 6}, dict(pp=3, tp=2), recompute="full")
-    inner = build(train_config(spec, plan_of(spec), None)).stages[1]
+    inner = build(megatron_config(spec, plan_of(spec), None)).stages[1]
     assert inner.kept_bytes == 2 * 1024 * 1024 * 2 // 2
 
 
@@ -225,9 +225,10 @@ def test_building_takes_little_memory(tmp_path: Path) -> None:
     """GPT-175B's first stage alone would be 5.6 GB of weights; the process stays below 1 GB."""
     spec = spec_of(GPT175B, dict(tp=8, pp=2), recompute="full")
     told = tmp_path / "train.json"
-    told.write_text(train_config(spec, plan_of(spec), None).model_dump_json())
+    told.write_text(megatron_config(spec, plan_of(spec), None).model_dump_json())
     code = (
-        "import resource, sys; from hpctrain.train.verify import main; main(sys.argv[1:]); "
+        "import resource, sys; from hpctrain.train.megatron import verify; "
+        "verify.main(sys.argv[1:]); "
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)"
     )
     done = subprocess.run(

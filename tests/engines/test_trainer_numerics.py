@@ -13,7 +13,9 @@ from trial_runs import Trial
 
 from hpctrain.checkpoints.publish import published_steps
 from hpctrain.store.signs import ExitRecord, TrainerExit
-from hpctrain.train import forward, loop
+from hpctrain.train.loop import Loop
+from hpctrain.train.megatron import forward
+from hpctrain.train.megatron.engine import MegatronEngine
 from hpctrain.train.numerics import LEAST_STEPS, LossWindow
 
 DIVERGED = TrainerExit.DIVERGED
@@ -25,19 +27,19 @@ def _at_step(step: int, rank: int, change: Callable[[Any], Any]) -> Callable[[],
     """Change one rank's output of the model in one step, every microbatch."""
 
     def prepare() -> None:
-        real_update, real_step = loop.Loop._update, forward.forward_step
+        real_one, real_step = Loop.one_step, forward.forward_step
         state = {"step": 0}
 
-        def update(self: loop.Loop, first_sample: int) -> Any:
+        def one_step(self: Loop) -> Any:
             state["step"] = self.position.step + 1
-            return real_update(self, first_sample)
+            return real_one(self)
 
         def forward_step(iterator: Any, model: Any) -> Any:
             output, loss = real_step(iterator, model)
             hit = state["step"] == step and os.environ["RANK"] == str(rank)
             return (change(output) if hit else output), loss
 
-        loop.Loop._update = update  # type: ignore[method-assign]
+        Loop.one_step = one_step  # type: ignore[method-assign]
         forward.forward_step = forward_step  # type: ignore[assignment]
 
     return prepare
@@ -93,16 +95,18 @@ def test_an_overflowing_update(trial: Callable[..., Trial]) -> None:
 
 def _break_weights() -> None:
     """Rank 1 of two pipeline stages has a weight that is not finite after the update."""
-    real = loop.Loop._update
+    real = MegatronEngine.update
+    steps: list[int] = []
 
-    def update(self: loop.Loop, first_sample: int) -> Any:
-        result = real(self, first_sample)
-        if self.position.step == 1 and os.environ["RANK"] == "1":
+    def update(self: MegatronEngine, *arguments: Any) -> Any:
+        result = real(self, *arguments)
+        steps.append(1)
+        if len(steps) == 2 and os.environ["RANK"] == "1":
             with torch.no_grad():
                 next(iter(self.runner.model.bare[0].parameters())).view(-1)[7] = float("inf")
         return result
 
-    loop.Loop._update = update  # type: ignore[method-assign]
+    MegatronEngine.update = update  # type: ignore[method-assign]
 
 
 def test_broken_weights_are_never_saved(trial: Callable[..., Trial]) -> None:
@@ -134,7 +138,7 @@ def test_a_spike_ends_the_launch_also_right_after_a_resume(trial: Callable[..., 
 @pytest.mark.parametrize(("code", "cause"), [(16, "suspect_numerics"), (17, "diverged")])
 def test_megatrons_own_verdict(code: int, cause: str, trial: Callable[..., Trial]) -> None:
     def leave() -> None:
-        loop.Loop._update = lambda self, first: sys.exit(code)  # type: ignore[method-assign]
+        MegatronEngine.update = lambda *_: sys.exit(code)  # type: ignore[method-assign]
 
     judged = trial()
     assert judged.train(prepare=leave) == [code]

@@ -15,7 +15,8 @@ from trial_runs import LIMIT_SECONDS, Trial, largest_difference
 from hpctrain.checkpoints.discover import inspect
 from hpctrain.checkpoints.manifest import checkpoint_name, digest_file, read_manifest
 from hpctrain.store.signs import TrainerExit
-from hpctrain.train import model, prefork
+from hpctrain.train import prefork
+from hpctrain.train.megatron import model
 
 TP2_PP2 = dict(
     tensor_model_parallel_size=2,

@@ -11,8 +11,8 @@ from typing import Any
 from trial_runs import Trial
 
 from hpctrain.store.signs import RankTimes, read_record
-from hpctrain.train import forward
 from hpctrain.train.control import Control
+from hpctrain.train.megatron import forward
 from hpctrain.train.times import ComputeTimers, EventClock, RankClock
 
 SLOW_RANK = 2

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoints.manifest import checkpoint_name
-from hpctrain.engines.megatron import TrainConfig
+from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.signs import ExitRecord, StepMetrics, read_exit_records, read_metrics
 from hpctrain.train import prefork
@@ -96,7 +96,7 @@ class Trial:
     """A run directory and its configuration."""
 
     run: RunLayout
-    config: TrainConfig
+    config: MegatronConfig
 
     @property
     def world_size(self) -> int:
@@ -167,7 +167,7 @@ class Trial:
 
 def make_trial(directory: Path, base: dict[str, Any] = GPT, **changes: Any) -> Trial:
     """A run directory with a `train.json`: the tiny model with some fields changed."""
-    config = TrainConfig(**{**base, **changes})
+    config = MegatronConfig(**{**base, **changes})
     run = RunLayout(directory)
     run.create()
     run.train_config.write_text(config.model_dump_json())

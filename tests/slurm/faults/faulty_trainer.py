@@ -14,6 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,17 +116,16 @@ def publish_slowly(fault: Fault) -> None:
 def poison(fault: Fault) -> None:
     """The batch that begins after so many samples gives a loss that is no number."""
     import_trainer()
-    from hpctrain.train.loop import Loop
+    from hpctrain.train.megatron.engine import MegatronEngine
 
-    real = Loop._update
+    real = MegatronEngine.update
 
-    def update(loop: Any, first_sample: int) -> Any:
-        totals, grad_norm, learning_rate = real(loop, first_sample)
-        if first_sample == fault["samples"]:
-            totals = totals * float("nan")
-        return totals, grad_norm, learning_rate
+    def update(engine: Any, first_sample: int, before_step: Any) -> Any:
+        done = real(engine, first_sample, before_step)
+        poisoned = first_sample == fault["samples"]
+        return replace(done, totals=done.totals * float("nan")) if poisoned else done
 
-    Loop._update = update  # type: ignore[method-assign]
+    MegatronEngine.update = update  # type: ignore[method-assign]
 
 
 STOP = StopSignals()
@@ -154,7 +154,7 @@ def import_trainer() -> None:
     from hpctrain.train.launch import quiet_defaults
 
     os.environ.update(quiet_defaults())
-    from hpctrain.train import startup  # noqa: F401
+    from hpctrain.train.megatron import assembly  # noqa: F401
 
 
 def strike_at_steps(faults: list[Fault]) -> None:

@@ -14,7 +14,7 @@ from hpctrain.actions.prepare import prepare
 from hpctrain.actions.runs import RunFiles
 from hpctrain.checkpoints.publish import quarantine, retire
 from hpctrain.checkpoints.verify import Verified
-from hpctrain.engines.megatron import TrainConfig
+from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.plan.forecast.intervals import daly_seconds
 from hpctrain.store.epochs import claim_epoch
 from hpctrain.store.ledger import EventKind
@@ -39,7 +39,7 @@ def run(tmp_path: Path) -> RunFiles:
 
 
 @cache
-def planned() -> TrainConfig:
+def planned() -> MegatronConfig:
     overrides = ["data.sources=[]", "data.tokenizer=null"]
     return prepare(EXAMPLE, "sandbox", overrides, runs=Path("none")).train
 

@@ -13,7 +13,7 @@ from fabricated_runs import SUBMITTED, fabricate
 from hpctrain.actions.prepare import Prepared, load_inputs, prepare, profile_search_path
 from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.submit import check, resubmit, submit, write_run_directory
-from hpctrain.engines.megatron import TrainConfig
+from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.errors import (
     InvalidInputError,
     RunFailedError,
@@ -72,7 +72,7 @@ def test_what_lies_in_the_run_directory(prepared: Prepared, tmp_path: Path) -> N
     assert load_run_spec(layout.spec).document == prepared.spec.document
     assert load_profile(layout.profile).document == prepared.profile.document
     assert Plan.model_validate_json(layout.plan.read_bytes()) == prepared.plan
-    train = TrainConfig.model_validate_json(layout.train_config.read_bytes())
+    train = MegatronConfig.model_validate_json(layout.train_config.read_bytes())
     assert train == prepared.train
     assert [path for _, path in train.data_blend] == [str(tmp_path / "data/text")]
     config = SuperviseConfig.model_validate_json(layout.supervise_config.read_bytes())

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hpctrain.engines.megatron import TrainConfig, train_config
+from hpctrain.engines.megatron import MegatronConfig, megatron_config
 from hpctrain.plan.planner import make_plan
 from hpctrain.spec.loader import find_profile, load_profile, load_run_spec
 from hpctrain.spec.run import RunSpec
@@ -17,7 +17,7 @@ EXPERTS = dict(experts=8, top_k=2, ffn=1024, shared_ffn=2048, dense_layers=1)
 LATENT = dict(kv_rank=512, nope_dim=64, rope_dim=32, value_dim=96)
 
 
-def told(parallel: dict[str, Any] | None = None, **model: Any) -> TrainConfig:
+def told(parallel: dict[str, Any] | None = None, **model: Any) -> MegatronConfig:
     """The example llama7b with `model` changed, on one node of 8 GPUs."""
     base = load_run_spec(ROOT / "examples" / "llama7b.yaml", ()).document
     document = base.model_dump(mode="json", by_alias=True)
@@ -26,7 +26,7 @@ def told(parallel: dict[str, Any] | None = None, **model: Any) -> TrainConfig:
     document["resources"]["gpus"] = 8
     spec = RunSpec.model_validate(document)
     site = load_profile(find_profile("a100x1")).document
-    return train_config(spec, make_plan(spec, site), None)
+    return megatron_config(spec, make_plan(spec, site), None)
 
 
 def test_a_dense_model_has_none_of_it() -> None:

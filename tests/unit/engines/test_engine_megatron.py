@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.engines.megatron import TrainConfig, train_config
+from hpctrain.engines.megatron import MegatronConfig, megatron_config
 from hpctrain.plan.planner import make_plan
 from hpctrain.spec.loader import find_profile, load_profile, load_run_spec
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def told(example: str, profile: str, *overrides: str) -> TrainConfig:
+def told(example: str, profile: str, *overrides: str) -> MegatronConfig:
     spec = load_run_spec(ROOT / "examples" / f"{example}.yaml", overrides).document
     site = load_profile(find_profile(profile)).document
-    return train_config(spec, make_plan(spec, site), None)
+    return megatron_config(spec, make_plan(spec, site), None)
 
 
 def test_gpt() -> None:
@@ -76,4 +76,4 @@ def test_rank_grid_covers_all_gpus() -> None:
 
 def test_the_document_survives_its_file() -> None:
     config = told("gpt175b", "a100x64")
-    assert TrainConfig.model_validate_json(config.model_dump_json()) == config
+    assert MegatronConfig.model_validate_json(config.model_dump_json()) == config

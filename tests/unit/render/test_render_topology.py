@@ -153,11 +153,11 @@ def test_the_script_names_an_unusual_order() -> None:
 
 
 def test_the_trainer_is_told_the_order() -> None:
-    from hpctrain.engines.megatron import train_config
+    from hpctrain.engines.megatron import megatron_config
 
     for order in ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"):
         spec = run(2, tp=1, pp=2, order=order)
         plan = make_plan(spec, A100)
         assert plan.layout.order == order
-        assert train_config(spec, plan, None).parallel_order == order
+        assert megatron_config(spec, plan, None).parallel_order == order
     assert make_plan(SPEC, A100).layout.order == "tp-cp-ep-dp-pp"

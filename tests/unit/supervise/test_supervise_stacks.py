@@ -61,7 +61,7 @@ BACKWARD = dump(
     "torch/autograd/graph.py:825 _engine_run_backward", "torch/autograd/__init__.py:347 backward"
 )
 SYNCHRONIZE = dump("torch/cuda/__init__.py:1040 synchronize")
-LOSS = dump("/src/hpctrain/train/forward.py:120 mean_loss")
+LOSS = dump("/src/hpctrain/train/engine.py:120 mean_loss")
 SLEEP = dump("/software/ann/hooks.py:12 on_step")
 READ = dump("/src/hpctrain/train/data.py:88 __getitem__")
 READ_ELSEWHERE = dump("/src/hpctrain/train/tokens.py:31 _map")
@@ -156,7 +156,7 @@ def test_a_rank_without_a_file_counts_if_the_number_of_ranks_is_known() -> None:
 
 def test_lines_of_one_function_are_one_place() -> None:
     """In one loop, ranks that wait are at many lines."""
-    at = [dump(f"/src/hpctrain/train/forward.py:{line} mean_loss") for line in range(120, 126)]
+    at = [dump(f"/src/hpctrain/train/engine.py:{line} mean_loss") for line in range(120, 126)]
     assert odd(*at, SLEEP) == [6]
 
 

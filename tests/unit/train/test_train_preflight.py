@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hpctrain.checkpoints.manifest import Manifest, checkpoint_name
-from hpctrain.engines.megatron import TrainConfig
+from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.errors import InvalidInputError
 from hpctrain.store.epochs import claim_epoch
 from hpctrain.store.layout import RunLayout
@@ -48,7 +48,7 @@ def job(
     if not run.directory.exists():
         run.create()
     launch = Launch(0, world, 0, "node", epoch, resume)
-    return Job(TrainConfig(**{**GOOD, **changes}), launch, run, StopSignals())
+    return Job(MegatronConfig(**{**GOOD, **changes}), launch, run, StopSignals())
 
 
 def problems(made: Job) -> str:
@@ -150,8 +150,8 @@ def test_train_json_is_read_with_all_its_problems(tmp_path: Path) -> None:
     path = tmp_path / "train.json"
     with pytest.raises(InvalidInputError, match=r"train\.json: No such file"):
         read_config(path)
-    path.write_text(TrainConfig(**GOOD).model_dump_json())
-    assert read_config(path) == TrainConfig(**GOOD)
+    path.write_text(MegatronConfig(**GOOD).model_dump_json())
+    assert read_config(path) == MegatronConfig(**GOOD)
     path.write_text('{"run_name": "x", "colour": "red"}')
     with pytest.raises(InvalidInputError) as caught:
         read_config(path)

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from hpctrain.engines.megatron import TrainConfig
-from hpctrain.train import cpu
+from hpctrain.engines.megatron import MegatronConfig
+from hpctrain.train.data import Share
+from hpctrain.train.device import backend, choose_device
 from hpctrain.train.launch import Launch
 
 SEED_STRIDE_OF_STAGES = 100  # as Megatron-LM: megatron/training/initialize.py, _set_random_seed
@@ -38,17 +39,26 @@ class Mesh:
     last_stage: bool
 
     @property
+    def share(self) -> Share:
+        return Share(self.data_rank, self.data_size, self.device)
+
+    @property
+    def reads(self) -> bool:
+        """True on stages that embed tokens or compute the loss."""
+        return self.first_stage or self.last_stage
+
+    @property
     def reduce_group(self) -> Any:
         """Data-parallel ranks, times context-parallel ones."""
         return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
-def open_mesh(config: TrainConfig, launch: Launch) -> Mesh:
+def open_mesh(config: MegatronConfig, launch: Launch) -> Mesh:
     """Join the launch's process groups; all ranks must call this."""
     device = choose_device(launch)
     timeout = timedelta(seconds=config.distributed_timeout_seconds)
     dist.init_process_group(
-        "gloo" if cpu.needed() else "nccl",
+        backend(),
         rank=launch.rank,
         world_size=launch.world_size,
         timeout=timeout,
@@ -70,7 +80,7 @@ def open_mesh(config: TrainConfig, launch: Launch) -> Mesh:
     )
 
 
-def parallel_sizes(config: TrainConfig) -> dict[str, Any]:
+def parallel_sizes(config: MegatronConfig) -> dict[str, Any]:
     """The axes of the mesh and their order, as `initialize_model_parallel` takes them."""
     return dict(
         tensor_model_parallel_size=config.tensor_model_parallel_size,
@@ -81,18 +91,6 @@ def parallel_sizes(config: TrainConfig) -> dict[str, Any]:
         expert_tensor_parallel_size=config.expert_tensor_parallel_size,
         order=config.parallel_order,
     )
-
-
-def choose_device(launch: Launch) -> torch.device:
-    """The GPU of this rank, or the CPU.
-
-    With `--gpus-per-task` Slurm shows each task one GPU only, which is then number 0.
-    """
-    if cpu.needed():
-        return torch.device("cpu")
-    index = launch.local_rank if torch.cuda.device_count() > launch.local_rank else 0
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
 
 
 def seed_everything(seed: int) -> None:

@@ -15,18 +15,17 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_batch_on_this_cp_rank
 
-from hpctrain.engines.megatron import TrainConfig
+from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.train.data import Microbatch, Samples
-from hpctrain.train.mesh import Mesh
-from hpctrain.train.model import Model
-from hpctrain.train.preflight import microbatches
+from hpctrain.train.megatron.mesh import Mesh
+from hpctrain.train.megatron.model import Model
 
 
 @dataclass(frozen=True)
 class Pass:
     """Runs megatron-core's pipeline schedule over one global batch."""
 
-    config: TrainConfig
+    config: MegatronConfig
     mesh: Mesh
     model: Model
 
@@ -35,13 +34,28 @@ class Pass:
         several = len(self.model.wrapped) > 1
         return get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=samples.iterators(consumed_samples),
+            data_iterator=self._iterators(samples, consumed_samples),
             model=self.model.wrapped if several else self.model.wrapped[0],
-            num_microbatches=microbatches(self.config),
+            num_microbatches=self.config.microbatches,
             seq_length=self.config.seq_length,
             micro_batch_size=self.config.micro_batch_size,
             forward_only=forward_only,
         )
+
+    def _iterators(self, samples: Samples, consumed_samples: int) -> Any:
+        """What the schedules take: one iterator, or one per chunk with interleaving."""
+        chunks = self.config.virtual_pipeline_model_parallel_size
+        if chunks is None:
+            return samples.microbatches(consumed_samples, self.mesh.reads)
+        return [
+            samples.microbatches(consumed_samples, self._reads(chunk == 0, chunk == chunks - 1))
+            for chunk in range(chunks)
+        ]
+
+    def _reads(self, first_chunk: bool, last_chunk: bool) -> bool:
+        """True for the chunks that embed tokens or compute the loss."""
+        mesh = self.mesh
+        return (mesh.first_stage and first_chunk) or (mesh.last_stage and last_chunk)
 
     def totals(self, reports: list[Any]) -> Any:
         """[sum of token losses, number of tokens] of the whole global batch, on all ranks.
@@ -59,12 +73,6 @@ class Pass:
                 group=parallel_state.get_pipeline_model_parallel_group(),
             )
         return totals
-
-
-def mean_loss(totals: Any) -> float:
-    """float64 of the reduced fp32 sums; nan for a batch without tokens."""
-    loss_sum, tokens = totals.tolist()
-    return loss_sum / tokens if tokens else float("nan")
 
 
 def forward_step(

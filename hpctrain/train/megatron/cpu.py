@@ -4,7 +4,7 @@ Inert when `torch.cuda.is_available()`: then nothing is replaced and the same tr
 NCCL. Each function below replaces one group of symbols and says who needs it. Two of them matter
 even though nothing fails without them: `_rng_trackers` (without it all tensor-parallel ranks draw
 the same dropout masks) is the worst. Belongs here: CPU only. Faults of megatron-core that also
-exist on GPUs are in `mcore_fixes`.
+exist on GPUs are in `fixes`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,11 @@ from typing import Any
 
 import torch
 
+from hpctrain.train.device import on_cpu
+
 _CPU = torch.device("cpu")
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "empty_like", "full", "arange")
 _installed = False
-
-
-def needed() -> bool:
-    """True where there is no usable GPU."""
-    return not torch.cuda.is_available()
 
 
 def install() -> None:
@@ -35,7 +32,7 @@ def install() -> None:
     Must run before the first import of megatron.core, which binds some symbols while importing.
     """
     global _installed
-    if not needed() or _installed:
+    if not on_cpu() or _installed:
         return
     assert "megatron.core" not in sys.modules, "cpu.install() must precede megatron.core"
     _installed = True

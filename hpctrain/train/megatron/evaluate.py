@@ -12,7 +12,8 @@ from contextlib import contextmanager
 import torch
 
 from hpctrain.train.data import Samples
-from hpctrain.train.forward import Pass, mean_loss
+from hpctrain.train.engine import mean_loss
+from hpctrain.train.megatron.forward import Pass
 
 
 def evaluate(runner: Pass, samples: Samples) -> float:

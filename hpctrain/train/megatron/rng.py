@@ -13,7 +13,7 @@ import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from hpctrain.train import cpu
+from hpctrain.train.device import on_cpu
 
 KEY = "rng_state"
 
@@ -21,14 +21,14 @@ KEY = "rng_state"
 def rng_state() -> dict[str, Any]:
     return {
         "cpu": torch.get_rng_state(),
-        "cuda": None if cpu.needed() else torch.cuda.get_rng_state(),
+        "cuda": None if on_cpu() else torch.cuda.get_rng_state(),
         "trackers": tensor_parallel.get_cuda_rng_tracker().get_states(),
     }
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["cpu"])
-    if state["cuda"] is not None and not cpu.needed():
+    if state["cuda"] is not None and not on_cpu():
         torch.cuda.set_rng_state(state["cuda"])
     tensor_parallel.get_cuda_rng_tracker().set_states(state["trackers"])
 

@@ -1,6 +1,6 @@
 """The GPT model of one rank: megatron-core's configuration, layers, and data-parallel wrapper.
 
-Belongs here: from TrainConfig to model chunks. Does not belong here: the optimizer, the data.
+Belongs here: from MegatronConfig to model chunks. Does not belong here: the optimizer, the data.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from megatron.core.transformer.transformer_config import (
     TransformerConfig,
 )
 
-from hpctrain.engines.megatron import TrainConfig
-from hpctrain.train import cpu
-from hpctrain.train.mesh import Mesh
+from hpctrain.engines.megatron import MegatronConfig
+from hpctrain.train.device import on_cpu
+from hpctrain.train.megatron.mesh import Mesh
 
 # Elements per gradient bucket; None leaves the choice to megatron-core (40 million and more).
 BUCKET_ELEMENTS: int | None = None
@@ -55,7 +55,7 @@ class Model:
     bare: list[Any]
 
 
-def build_model(config: TrainConfig, mesh: Mesh, *, initialize: bool) -> Model:
+def build_model(config: MegatronConfig, mesh: Mesh, *, initialize: bool) -> Model:
     """Build all chunks of this rank; `initialize` False leaves weights unset for a checkpoint."""
     settings = transformer_settings(config, initialize=initialize)
     bare = [chunk.to(mesh.device) for chunk in build_chunks(config, settings)]
@@ -70,7 +70,7 @@ def build_model(config: TrainConfig, mesh: Mesh, *, initialize: bool) -> Model:
     return Model(settings, wrapped, bare)
 
 
-def build_chunks(config: TrainConfig, settings: TransformerConfig) -> list[Any]:
+def build_chunks(config: MegatronConfig, settings: TransformerConfig) -> list[Any]:
     """The GPTModels of this rank, in the order of its virtual stages, on the default device.
 
     Reads the pipeline rank from megatron-core's parallel state, which must be initialised.
@@ -80,15 +80,15 @@ def build_chunks(config: TrainConfig, settings: TransformerConfig) -> list[Any]:
     return [_gpt(config, settings, stage) for stage in stages]
 
 
-def uses_transformer_engine(config: TrainConfig) -> bool:
+def uses_transformer_engine(config: MegatronConfig) -> bool:
     """TransformerEngine where it is asked for, or installed on a machine with GPUs."""
     if config.transformer_impl == "auto":
-        return not cpu.needed() and importlib.util.find_spec("transformer_engine") is not None
+        return not on_cpu() and importlib.util.find_spec("transformer_engine") is not None
     return config.transformer_impl == "transformer_engine"
 
 
 def transformer_settings(
-    config: TrainConfig, *, initialize: bool = True, compiled: bool | None = None
+    config: MegatronConfig, *, initialize: bool = True, compiled: bool | None = None
 ) -> TransformerConfig:
     """megatron-core's model configuration.
 
@@ -124,13 +124,13 @@ def transformer_settings(
         **({} if initialize else _unset_weights()),
         **_parallel_settings(config),
         **_recompute_settings(config),
-        **_fusion_settings(config, not cpu.needed() if compiled is None else compiled),
+        **_fusion_settings(config, not on_cpu() if compiled is None else compiled),
         **_expert_settings(config),
         **_latent_settings(config),
     )
 
 
-def _expert_settings(config: TrainConfig) -> dict[str, Any]:
+def _expert_settings(config: MegatronConfig) -> dict[str, Any]:
     """Mixture of experts: dropless routing over an all-to-all, prediction layers behind it.
 
     Experts run one after the other without TransformerEngine and as one grouped product with it.
@@ -157,7 +157,7 @@ def _expert_settings(config: TrainConfig) -> dict[str, Any]:
     )
 
 
-def _latent_settings(config: TrainConfig) -> dict[str, Any]:
+def _latent_settings(config: MegatronConfig) -> dict[str, Any]:
     """Multi-head latent attention with norms behind both ranks and plain rotary positions.
 
     The norms: DeepSeek-V2, arXiv 2405.04434, section 3.1.2 ("additional RMS Norm layers after
@@ -184,7 +184,7 @@ def _may_free_while_sending() -> bool:
     NCCL's streams keep the memory until it is sent. gloo sends from where the tensor's data was,
     so with overlapped transfers the next stage would now and then receive something else.
     """
-    return not cpu.needed()
+    return not on_cpu()
 
 
 def _unset_weights() -> dict[str, Any]:
@@ -201,7 +201,7 @@ def _leave(weight: Any) -> Any:
     return weight
 
 
-def _parallel_settings(config: TrainConfig) -> dict[str, Any]:
+def _parallel_settings(config: MegatronConfig) -> dict[str, Any]:
     """Layout. The interleaved schedule always overlaps its transfers.
 
     With two stages it must: without the overlap megatron-core 0.16.1 computes wrong gradients
@@ -240,7 +240,7 @@ def stage_layout(
     return layout
 
 
-def _recompute_settings(config: TrainConfig) -> dict[str, Any]:
+def _recompute_settings(config: MegatronConfig) -> dict[str, Any]:
     """Korthikanti et al. 2022 (arXiv:2205.05198): selective recomputes named parts of a layer."""
     if config.recompute_granularity == "full":
         return dict(
@@ -253,7 +253,7 @@ def _recompute_settings(config: TrainConfig) -> dict[str, Any]:
     return {}
 
 
-def _fusion_settings(config: TrainConfig, compiled: bool) -> dict[str, Any]:
+def _fusion_settings(config: MegatronConfig, compiled: bool) -> dict[str, Any]:
     """Fused kernels: compiled ones on GPUs only, hand-written ones with TransformerEngine only."""
     fused = uses_transformer_engine(config)
     biased_gelu = config.activation == "gelu" and config.add_bias_linear
@@ -267,7 +267,7 @@ def _fusion_settings(config: TrainConfig, compiled: bool) -> dict[str, Any]:
     )
 
 
-def ddp_settings(config: TrainConfig) -> DistributedDataParallelConfig:
+def ddp_settings(config: MegatronConfig) -> DistributedDataParallelConfig:
     """Gradients are summed in fp32. With interleaving, stages gather parameters in step."""
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -280,11 +280,11 @@ def ddp_settings(config: TrainConfig) -> DistributedDataParallelConfig:
     )
 
 
-def _aligned_gather(config: TrainConfig) -> bool:
+def _aligned_gather(config: MegatronConfig) -> bool:
     return config.overlap_param_gather and config.virtual_pipeline_model_parallel_size is not None
 
 
-def _gpt(config: TrainConfig, settings: TransformerConfig, stage: int | None) -> Any:
+def _gpt(config: MegatronConfig, settings: TransformerConfig, stage: int | None) -> Any:
     layers = _layer_spec(config, settings, stage)
     return GPTModel(
         settings,
@@ -301,7 +301,7 @@ def _gpt(config: TrainConfig, settings: TransformerConfig, stage: int | None) ->
     )
 
 
-def _layer_spec(config: TrainConfig, settings: TransformerConfig, stage: int | None) -> Any:
+def _layer_spec(config: MegatronConfig, settings: TransformerConfig, stage: int | None) -> Any:
     """One spec for all layers of a dense model, one per layer where layers differ."""
     engine = uses_transformer_engine(config)
     if config.num_moe_experts is not None:
@@ -316,7 +316,7 @@ def _layer_spec(config: TrainConfig, settings: TransformerConfig, stage: int | N
     return get_gpt_layer_local_spec(normalization=config.normalization, **kinds)
 
 
-def _prediction_spec(config: TrainConfig, settings: TransformerConfig, stage: int | None) -> Any:
+def _prediction_spec(config: MegatronConfig, settings: TransformerConfig, stage: int | None) -> Any:
     """Prediction layers are made like the model's last layer; None where this chunk has none.
 
     Not from the chunk's own last layer, as Megatron-LM does: a last chunk may have no layers.
@@ -328,7 +328,7 @@ def _prediction_spec(config: TrainConfig, settings: TransformerConfig, stage: in
     return get_gpt_mtp_block_spec(settings, layers[-1], engine, vp_stage=stage)
 
 
-def _connect(settings: TransformerConfig, config: TrainConfig, wrapped: list[Any]) -> None:
+def _connect(settings: TransformerConfig, config: MegatronConfig, wrapped: list[Any]) -> None:
     """Tell the pipeline schedules how to reach the data-parallel wrapper."""
     settings.finalize_model_grads_func = finalize_model_grads
     if config.overlap_grad_reduce:

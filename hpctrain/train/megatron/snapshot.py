@@ -6,9 +6,6 @@ processes, publishing (see `saver`), which checkpoint to use.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,35 +19,51 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
 )
 
-from hpctrain.engines.megatron import TrainConfig
+from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.errors import InvalidInputError, Problem
-from hpctrain.train import rng
 from hpctrain.train.control import Control
 from hpctrain.train.data import sample_order
-from hpctrain.train.faults import BadCheckpointError, is_damage
-from hpctrain.train.mcore_fixes import prime_adam
-from hpctrain.train.mesh import seed_everything
-from hpctrain.train.model import Model
-from hpctrain.train.optimizer import Optimizer
+from hpctrain.train.engine import Form, Position, Writing
+from hpctrain.train.megatron import rng
+from hpctrain.train.megatron.fixes import prime_adam
+from hpctrain.train.megatron.mesh import seed_everything
+from hpctrain.train.megatron.model import Model
+from hpctrain.train.megatron.optimizer import Optimizer
+from hpctrain.train.megatron.strategy import Strategy
+from hpctrain.train.megatron.writing import Results, writing_of
+from hpctrain.train.resuming import check_sample_order, damage_named
 
 _RUN_KEY = "hpctrain"
 
 
-@dataclass(frozen=True)
-class Position:
-    """Where the run stands: finished steps and the samples they consumed."""
-
-    step: int
-    consumed_samples: int
-
-
-@dataclass(frozen=True)
 class Snapshot:
-    """The parts whose state makes a checkpoint."""
+    """The parts whose state makes a checkpoint, and megatron-core's way of saving them."""
 
-    config: TrainConfig
-    model: Model
-    optimizer: Optimizer
+    form = Form(leader_files=("common.pt", ".metadata", "metadata.json"), shards="*.distcp")
+
+    def __init__(
+        self, config: MegatronConfig, model: Model, optimizer: Optimizer, control: Control
+    ) -> None:
+        self.config = config
+        self.model = model
+        self.optimizer = optimizer
+        self._strategy = Strategy(control)
+        self._results = Results()
+        self._results.install()
+
+    def plan(self, position: Position, directory: Path) -> Writing:
+        """Who writes what, by megatron-core; validated once, for the structure stays the same."""
+        metadata = sharding_metadata(self.config.optimizer_sharding)
+        request = dist_checkpointing.save(
+            self.sharded(position),
+            directory,
+            self._strategy.of_this_save(metadata["dp_cp_group"]),
+            validate_access_integrity=self._strategy.first,
+            async_sharded_save=True,
+            content_metadata=_plain(metadata),
+        )
+        self._strategy.planned()
+        return writing_of(request, self._results)
 
     def sharded(self, position: Position) -> dict[str, Any]:
         """The state dict to save."""
@@ -90,9 +103,9 @@ class Snapshot:
         Raises InvalidInputError when the checkpoint belongs to another sample order, or has
         another kind of optimizer state.
         """
-        with _damage_named(directory):
+        with damage_named(directory):
             about = load_common_state_dict(str(directory))[_RUN_KEY]
-        check_sample_order(self.config, about["sample_order"], directory)
+        check_sample_order(sample_order(self.config), about["sample_order"], directory)
         check_expert_spread(self.config, about.get("expert_parallel", 1), directory)
         same_place = about["layout"][:2] == layout_of(self.config)[:2]
         metadata = sharding_metadata(_sharding_of(directory))
@@ -100,7 +113,7 @@ class Snapshot:
         state = self._sharded_parts(metadata, is_loading=True)
         if same_place:
             state[rng.KEY] = rng.sharded_rng_state()
-        with _damage_named(directory):
+        with damage_named(directory):
             loaded = dist_checkpointing.load(state, directory, _load_strategy(directory))
         self._put_back(loaded)
         position = Position(about["step"], about["consumed_samples"])
@@ -136,7 +149,12 @@ class Snapshot:
                 chunk.start_param_sync(force_sync=True)
 
 
-def layout_of(config: TrainConfig) -> list[int]:
+def _plain(metadata: dict[str, Any]) -> dict[str, Any]:
+    """Without the process group, which cannot be stored."""
+    return {name: value for name, value in metadata.items() if name != "dp_cp_group"}
+
+
+def layout_of(config: MegatronConfig) -> list[int]:
     """[tp, pp, dp]: what decides whose random state is whose."""
     return [
         config.tensor_model_parallel_size,
@@ -146,7 +164,7 @@ def layout_of(config: TrainConfig) -> list[int]:
 
 
 def sharding_metadata(kind: str) -> dict[str, Any]:
-    """How megatron-core cuts the optimizer state; see `TrainConfig.optimizer_sharding`.
+    """How megatron-core cuts the optimizer state; see `MegatronConfig.optimizer_sharding`.
 
     The kind must be named: the default, `fully_sharded_model_space`, fails in 0.16.1 with
     "flattened_range is not supported".
@@ -165,7 +183,7 @@ def _sharding_of(directory: Path) -> str:
 
 
 def check_layout(
-    config: TrainConfig, saved: list[int], metadata: dict[str, Any], directory: Path
+    config: MegatronConfig, saved: list[int], metadata: dict[str, Any], directory: Path
 ) -> None:
     """Raise InvalidInputError where the optimizer state was saved for one layout only.
 
@@ -180,24 +198,7 @@ def check_layout(
         raise InvalidInputError([Problem(message, str(directory), hint=hint)])
 
 
-def check_sample_order(config: TrainConfig, saved: dict[str, Any], directory: Path) -> None:
-    """Raise InvalidInputError for each thing that would change the order of the samples."""
-    now = sample_order(config)
-    problems = [
-        Problem(
-            f"{name} was {saved.get(name)} and is now {value}: the order of all samples "
-            "would change",
-            str(directory),
-            hint="submit a new run",
-        )
-        for name, value in now.items()
-        if saved.get(name) != value
-    ]
-    if problems:
-        raise InvalidInputError(problems)
-
-
-def check_expert_spread(config: TrainConfig, saved: int, directory: Path) -> None:
+def check_expert_spread(config: MegatronConfig, saved: int, directory: Path) -> None:
     """Raise InvalidInputError where experts had an optimizer of their own and now have not.
 
     megatron-core gives them one with expert parallelism only (optimizer/__init__.py), and
@@ -208,17 +209,6 @@ def check_expert_spread(config: TrainConfig, saved: int, directory: Path) -> Non
         message = f"expert_model_parallel_size was {saved} and is now {now}"
         hint = "optimizer state cannot move between 1 and more than 1"
         raise InvalidInputError([Problem(message, str(directory), hint=hint)])
-
-
-@contextlib.contextmanager
-def _damage_named(directory: Path) -> Iterator[None]:
-    """Raise BadCheckpointError where the files are at fault, whatever else it is as it comes."""
-    try:
-        yield
-    except Exception as error:
-        if is_damage(error):
-            raise BadCheckpointError(f"cannot resume from {directory.name}: {error}") from error
-        raise
 
 
 def _load_strategy(directory: Path) -> Any:

@@ -15,8 +15,8 @@ from megatron.core.optimizer_param_scheduler import (
     get_canonical_lr_for_logging,
 )
 
-from hpctrain.engines.megatron import TrainConfig
-from hpctrain.train.model import Model
+from hpctrain.engines.megatron import MegatronConfig
+from hpctrain.train.megatron.model import Model
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,14 @@ class Optimizer:
         return float(get_canonical_lr_for_logging(self.inner.param_groups) or 0.0)
 
 
-def build_optimizer(config: TrainConfig, model: Model) -> Optimizer:
+def build_optimizer(config: MegatronConfig, model: Model) -> Optimizer:
     """Weight decay leaves out biases and norms (optimizer/__init__.py, standard overrides)."""
     inner = get_megatron_optimizer(optimizer_settings(config), model.wrapped)
     model.settings.grad_scale_func = inner.scale_loss
     return Optimizer(inner, _schedule(config, inner))
 
 
-def optimizer_settings(config: TrainConfig) -> OptimizerConfig:
+def optimizer_settings(config: MegatronConfig) -> OptimizerConfig:
     return OptimizerConfig(
         optimizer="adam",
         lr=config.lr,
@@ -56,7 +56,7 @@ def optimizer_settings(config: TrainConfig) -> OptimizerConfig:
     )
 
 
-def _schedule(config: TrainConfig, inner: Any) -> OptimizerParamScheduler:
+def _schedule(config: MegatronConfig, inner: Any) -> OptimizerParamScheduler:
     return OptimizerParamScheduler(
         inner,
         init_lr=0.0,

@@ -1,8 +1,8 @@
-"""`python -m hpctrain.train.verify TRAIN_JSON`: build one rank of each pipeline stage, on no GPU.
+"""`python -m hpctrain.train.megatron.verify TRAIN_JSON`: build a rank of each stage, on no GPU.
 
 Prints what megatron-core built (`hpctrain.engines.verification.Built`) as one JSON document. The
 ranks are in a fake process group of the planned size and their tensors on the meta device, which
-have shapes and no memory; the modules are those of `hpctrain.train.model`, which training uses.
+have shapes and no memory; the modules are those that training uses (`model`).
 Belongs here: the order of steps and the command line. Does not belong here: what a model is made
 of (see `model`), how kept bytes are counted (see `kept`), comparing (see `hpctrain.engines`).
 """
@@ -21,31 +21,31 @@ import torch
 import torch.distributed as dist
 
 # First of all that imports megatron-core: it puts the CPU layer in force.
-import hpctrain.train.startup  # noqa: F401  # isort: skip
+import hpctrain.train.megatron.assembly  # noqa: F401  # isort: skip
 from megatron.core import parallel_state
 from megatron.core.transformer import multi_latent_attention
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from hpctrain.engines.megatron import TrainConfig
+from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.engines.verification import Built, BuiltStage
 from hpctrain.errors import InvalidInputError
-from hpctrain.train import mcore_fixes
 from hpctrain.train.job import read_config
-from hpctrain.train.kept import kept_bytes
-from hpctrain.train.mesh import parallel_sizes, seed_everything
-from hpctrain.train.meta import OnMeta, flash_attention
-from hpctrain.train.model import build_chunks, transformer_settings
-from hpctrain.train.preflight import LATENT_NEEDS_ENGINE
+from hpctrain.train.megatron import fixes
+from hpctrain.train.megatron.kept import kept_bytes
+from hpctrain.train.megatron.mesh import parallel_sizes, seed_everything
+from hpctrain.train.megatron.meta import OnMeta, flash_attention
+from hpctrain.train.megatron.model import build_chunks, transformer_settings
+from hpctrain.train.megatron.preflight import LATENT_NEEDS_ENGINE
 
 
-def build(config: TrainConfig) -> Built:
+def build(config: MegatronConfig) -> Built:
     """One rank of each stage: tensor, context and data parallel rank 0.
 
     Raises InvalidInputError for a model that the planned implementation does not have.
     """
     if config.multi_latent_attention and config.transformer_impl == "local":
         raise InvalidInputError([LATENT_NEEDS_ENGINE])
-    mcore_fixes.install()
+    fixes.install()
     buildable, remarks = _buildable(config)
     unmeasured = _why_not_measured(config)
     engine = config.transformer_impl != "local"
@@ -63,7 +63,7 @@ def build(config: TrainConfig) -> Built:
     )
 
 
-def _buildable(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
+def _buildable(config: MegatronConfig) -> tuple[MegatronConfig, list[str]]:
     """What can be built without a GPU, with the same parameters, and what that changed."""
     changes: dict[str, object] = {"transformer_impl": "local"}
     remarks = []
@@ -78,7 +78,7 @@ def _buildable(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
     return config.model_copy(update=changes), remarks
 
 
-def _why_not_measured(config: TrainConfig) -> str | None:
+def _why_not_measured(config: MegatronConfig) -> str | None:
     """Why kept bytes are not measured; None when they are."""
     if config.num_moe_experts is not None:
         return "activations are not measured: how many tokens an expert gets is not known here"
@@ -87,7 +87,7 @@ def _why_not_measured(config: TrainConfig) -> str | None:
     return None
 
 
-def _build_stage(config: TrainConfig, index: int, tokens: int | None) -> BuiltStage:
+def _build_stage(config: MegatronConfig, index: int, tokens: int | None) -> BuiltStage:
     """`tokens` of a sequence that one rank works on, to measure what they keep."""
     with _fake_rank(config, index) as rank, OnMeta():
         settings = transformer_settings(config, initialize=False, compiled=True)
@@ -101,7 +101,7 @@ def _build_stage(config: TrainConfig, index: int, tokens: int | None) -> BuiltSt
 
 
 @contextmanager
-def _fake_rank(config: TrainConfig, stage: int) -> Iterator[int]:
+def _fake_rank(config: MegatronConfig, stage: int) -> Iterator[int]:
     """This process as the first rank of a stage; collectives return at once and move nothing."""
     tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
     replicas = config.data_parallel_size  # context parallel ranks were made part of them
@@ -155,7 +155,9 @@ def main(argv: Sequence[str]) -> int:
     gc.freeze()  # what was imported stays: looking through it again for each stage takes seconds
     try:
         with redirect_stdout(sys.stderr):
-            built = build(read_config(Path(argv[0])))
+            config = read_config(Path(argv[0]))
+            assert isinstance(config, MegatronConfig), "only megatron-core's models are verified"
+            built = build(config)
     except InvalidInputError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -18,7 +18,7 @@ from megatron.core import parallel_state
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hpctrain.engines.megatron import TrainConfig
+from hpctrain.engines.megatron import MegatronConfig
 
 
 class LiveStorages(TorchDispatchMode):
@@ -49,7 +49,7 @@ class LiveStorages(TorchDispatchMode):
         self.live_bytes -= size_bytes
 
 
-def kept_bytes(config: TrainConfig, chunks: list[Any], tokens: int) -> int:
+def kept_bytes(config: MegatronConfig, chunks: list[Any], tokens: int) -> int:
     """Bytes that one forward pass through all `chunks` keeps for the backward pass.
 
     `tokens` are those of each sequence that this rank works on.
@@ -71,11 +71,11 @@ def kept_bytes(config: TrainConfig, chunks: list[Any], tokens: int) -> int:
     return kept
 
 
-def _in_precision(config: TrainConfig, chunk: Any) -> Any:
+def _in_precision(config: MegatronConfig, chunk: Any) -> Any:
     return chunk.bfloat16() if config.precision == "bf16" else chunk
 
 
-def _forward(config: TrainConfig, chunk: Any, tokens: int) -> Any:
+def _forward(config: MegatronConfig, chunk: Any, tokens: int) -> Any:
     """Run one microbatch; returns the graph of the result, which holds what backward needs."""
     if not chunk.pre_process:
         chunk.set_input_tensor(_received(config, tokens))
@@ -86,7 +86,7 @@ def _forward(config: TrainConfig, chunk: Any, tokens: int) -> Any:
     return graph
 
 
-def _received(config: TrainConfig, tokens: int) -> Any:
+def _received(config: MegatronConfig, tokens: int) -> Any:
     """What the stage before sends: [tokens, micro batch, hidden], split with SP."""
     parts = parallel_state.get_tensor_model_parallel_world_size() if config.sequence_parallel else 1
     shape = (tokens // parts, config.micro_batch_size, config.hidden_size)

@@ -1,0 +1,43 @@
+"""Which engine's document a run has: filling it from a plan, and reading it back.
+
+Belongs here: the choice by the engine's name. Does not belong here: what is in the documents.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Discriminator, Tag, TypeAdapter
+
+from hpctrain.engines.megatron import MegatronConfig, megatron_config
+from hpctrain.engines.native import NativeConfig, native_config
+from hpctrain.engines.training import TrainConfig
+from hpctrain.plan.documents import Plan
+from hpctrain.spec.run import RunSpec
+
+_DOCUMENTS = {"megatron": "megatron", "fsdp": "native", "ddp": "native"}
+
+
+def _document_of(value: Any) -> str | None:
+    """By the engine's name; a document from before there were several engines has none."""
+    name = value.get("engine", "megatron") if isinstance(value, dict) else value.engine
+    return _DOCUMENTS.get(name)
+
+
+AnyTrainConfig = Annotated[
+    Annotated[MegatronConfig, Tag("megatron")] | Annotated[NativeConfig, Tag("native")],
+    Discriminator(_document_of),
+]
+_READER: TypeAdapter[AnyTrainConfig] = TypeAdapter(AnyTrainConfig)
+
+
+def parse_train_config(text: str | bytes) -> TrainConfig:
+    """A `train.json`. Raises pydantic.ValidationError."""
+    return _READER.validate_json(text)
+
+
+def train_config(spec: RunSpec, plan: Plan, peak_flops_per_gpu: float | None) -> TrainConfig:
+    """What the trainer is told of a plan, in the document of the plan's engine."""
+    if _DOCUMENTS[plan.engine] == "native":
+        return native_config(spec, plan, peak_flops_per_gpu)
+    return megatron_config(spec, plan, peak_flops_per_gpu)

@@ -1,0 +1,55 @@
+"""PyTorch's own data parallelism, FSDP and DDP: from spec and plan to `train.json`.
+
+Belongs here: the document and the pure function that fills it. Does not belong here: torch.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from hpctrain.engines.training import TrainConfig, shared_fields
+from hpctrain.plan.documents import Plan
+from hpctrain.spec.engine import DdpSpec
+from hpctrain.spec.model import ModelSpec
+from hpctrain.spec.run import RunSpec
+
+
+class NativeConfig(TrainConfig):
+    """A model of Hugging Face's classes under `fully_shard` or `DistributedDataParallel`.
+
+    `shard_size` ranks hold one copy of model and optimizer between them (FSDP; 1 with DDP), and
+    `data_parallel_size` / `shard_size` copies there are (HSDP when above 1).
+    """
+
+    engine: Literal["fsdp", "ddp"]
+    model: ModelSpec
+    shard_size: int = 1
+    # True: weights are sharded again after the forward pass (ZeRO-3); False: kept until the
+    # backward pass is through (gradients and optimizer are sharded all the same: ZeRO-2)
+    reshard_after_forward: bool = True
+    cpu_offload: bool = False
+    activation_checkpointing: bool = False
+    ddp: DdpSpec = DdpSpec()
+    # ranks of one node, for what goes within nodes first
+    node_size: int = 1
+
+    @property
+    def layout_words(self) -> str:
+        copies = self.data_parallel_size // self.shard_size
+        return f"dp {self.data_parallel_size} · shard {self.shard_size} · copies {copies}"
+
+
+def native_config(spec: RunSpec, plan: Plan, peak_flops_per_gpu: float | None) -> NativeConfig:
+    """The trainer's view of a plan for engine `fsdp` or `ddp`."""
+    sharded = plan.engine == "fsdp"
+    return NativeConfig(
+        engine="fsdp" if sharded else "ddp",
+        **shared_fields(spec, plan, peak_flops_per_gpu),
+        model=spec.model,
+        shard_size=plan.shard_gpus or plan.layout.dp if sharded else 1,
+        reshard_after_forward=plan.zero == 3,
+        cpu_offload=plan.offload == "cpu",
+        activation_checkpointing=plan.recompute == "full",
+        ddp=spec.engine.ddp,
+        node_size=plan.nodes.gpus_per_node,
+    )

@@ -1,0 +1,151 @@
+"""What every trainer is told, whatever trains: batch, schedule, data, checkpoints, logging.
+
+`TrainConfig` is what the engines' own documents have in common, with Megatron's names; its file
+is the run's `train.json`. Belongs here: those fields, and the pure function that fills them. Does
+not belong here: what only one engine asks for (see `megatron`, `native`), torch, reading files.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from hpctrain.plan.documents import Plan
+from hpctrain.spec.document import Document
+from hpctrain.spec.run import CheckpointSpec, RunSpec
+
+_FIRST_SAVE_SECONDS = 600.0
+
+
+class TrainConfig(Document):
+    """What `python -m hpctrain.train RUN_DIRECTORY/train.json` does. Sizes are plain numbers."""
+
+    schema_version: Literal[1] = 1
+    engine: str
+    run_name: str
+    # what the data must fit: token ids below `vocab_size`, samples of `seq_length`
+    vocab_size: int
+    seq_length: int
+    # ranks that read different samples
+    data_parallel_size: int
+    # batch and budget
+    micro_batch_size: int
+    global_batch_size: int
+    train_steps: int
+    # numerics
+    precision: Literal["bf16", "fp32"]
+    deterministic_mode: bool
+    seed: int
+    # optimizer and schedule
+    lr: float
+    min_lr: float
+    lr_decay_style: Literal["cosine", "linear", "constant"]
+    lr_warmup_steps: int
+    lr_decay_steps: int
+    adam_beta1: float
+    adam_beta2: float
+    adam_eps: float
+    weight_decay: float
+    clip_grad: float
+    # data: (weight, path prefix) pairs; empty means Megatron's mock data
+    data_blend: tuple[tuple[float, str], ...]
+    data_split: str
+    data_cache: str | None
+    tokenizer: str | None
+    # evaluation, checkpoints, logging
+    eval_interval_steps: int | None
+    eval_batches: int
+    save_interval_steps: int | None
+    save_interval_seconds: float | None
+    # True: Young/Daly's interval from measured saves takes the place of `save_interval_seconds`
+    save_interval_auto: bool = False
+    async_save: bool
+    keep_checkpoints: int
+    keep_every_steps: int | None
+    log_interval_steps: int
+    distributed_timeout_seconds: float
+    # end the launch when a loss is so many median absolute deviations above the median; None: never
+    loss_spike: float | None = None
+    # steps between two looks at how long each rank computes
+    rank_times_interval_steps: int = 20
+    # for reporting: model FLOPs of one step and the GPU's dense peak in FLOP/s (None: unknown)
+    model_flops_per_step: float
+    peak_flops_per_gpu: float | None
+
+    @property
+    def world_size(self) -> int:
+        """Processes of one launch."""
+        return self.data_parallel_size
+
+    @property
+    def layout_words(self) -> str:
+        """The layout in a manifest, for people: `tp 2 · pp 1 · dp 4`."""
+        return f"dp {self.data_parallel_size}"
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches per step on each data-parallel rank."""
+        return self.global_batch_size // (self.micro_batch_size * self.data_parallel_size)
+
+
+def shared_fields(spec: RunSpec, plan: Plan, peak_flops_per_gpu: float | None) -> dict[str, object]:
+    """The fields of `TrainConfig` but `engine`: spec values where the plan did not decide."""
+    return dict(
+        run_name=spec.name,
+        vocab_size=spec.model.vocab,
+        seq_length=spec.model.seq,
+        data_parallel_size=plan.layout.dp,
+        **_training_fields(spec, plan),
+        **_io_fields(spec),
+        model_flops_per_step=plan.model_flops_per_step,
+        peak_flops_per_gpu=peak_flops_per_gpu,
+    )
+
+
+def _training_fields(spec: RunSpec, plan: Plan) -> dict[str, object]:
+    optimizer, schedule = spec.optimizer, spec.schedule
+    return dict(
+        micro_batch_size=plan.batch.micro_batch,
+        global_batch_size=plan.batch.global_batch,
+        train_steps=plan.batch.train_steps,
+        precision=plan.precision,
+        deterministic_mode=spec.engine.deterministic,
+        seed=spec.seed,
+        lr=optimizer.lr,
+        min_lr=optimizer.min_lr,
+        lr_decay_style=schedule.style,
+        lr_warmup_steps=schedule.warmup_steps,
+        lr_decay_steps=schedule.decay_steps or plan.batch.train_steps,
+        adam_beta1=optimizer.beta1,
+        adam_beta2=optimizer.beta2,
+        adam_eps=optimizer.epsilon,
+        weight_decay=optimizer.weight_decay,
+        clip_grad=optimizer.clip_grad,
+    )
+
+
+def _io_fields(spec: RunSpec) -> dict[str, object]:
+    data, checkpoint = spec.data, spec.checkpoint
+    return dict(
+        data_blend=tuple((source.weight, source.path) for source in data.sources),
+        data_split=data.split,
+        data_cache=data.cache,
+        tokenizer=data.tokenizer,
+        eval_interval_steps=spec.evaluation.every_steps,
+        eval_batches=spec.evaluation.batches,
+        save_interval_steps=checkpoint.every_steps,
+        save_interval_seconds=_interval_seconds(checkpoint),
+        save_interval_auto=checkpoint.every == "auto",
+        loss_spike=spec.supervise.rollback.spike,
+        async_save=checkpoint.asynchronous,
+        keep_checkpoints=checkpoint.keep,
+        keep_every_steps=checkpoint.keep_every_steps,
+        log_interval_steps=spec.logging.every_steps,
+        distributed_timeout_seconds=float(spec.engine.collective_timeout),
+    )
+
+
+def _interval_seconds(checkpoint: CheckpointSpec) -> float | None:
+    """`auto` begins with a save after some minutes, whose cost then sets the interval."""
+    if checkpoint.every == "auto":
+        return _FIRST_SAVE_SECONDS
+    return float(checkpoint.every) if checkpoint.every else None

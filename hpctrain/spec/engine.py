@@ -1,0 +1,45 @@
+"""What trains the model: the engine's name and what only engines ask for.
+
+Belongs here: the fields of `engine`. Does not belong here: what an engine can do (see
+`hpctrain.plan.sharding`, `hpctrain.plan.trainable`) or how it is told (see `hpctrain.engines`).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from hpctrain.spec.document import Document
+from hpctrain.units import ByteSize, Duration
+
+
+class DdpSpec(Document):
+    """How DistributedDataParallel sums gradients."""
+
+    bucket: ByteSize = Field(
+        ByteSize(25 * 2**20), gt=0, description="Gradients that are summed together"
+    )
+    hook: Literal["none", "bf16", "fp16", "powersgd", "hierarchical"] = Field(
+        "none",
+        description="Fewer bytes over a slow link: sums in half precision, of low rank (PowerSGD), "
+        "or in full within nodes and in bf16 between them (hierarchical)",
+    )
+    powersgd_rank: int = Field(4, ge=1, description="Rank of PowerSGD's approximation")
+    sync_batchnorm: bool = Field(True, description="Batch statistics over all GPUs (ResNet)")
+
+
+class EngineSpec(Document):
+    """What trains the model."""
+
+    name: Literal["megatron", "fsdp", "deepspeed", "ddp"] = Field(
+        "megatron", description="All can be planned; `submit` takes megatron"
+    )
+    implementation: Literal["auto", "local", "transformer_engine"] = Field(
+        "auto", description="Layer implementation; auto: TransformerEngine where it is installed"
+    )
+    ddp: DdpSpec = DdpSpec()
+    deterministic: bool = Field(False, description="Bitwise reproducible kernels, slower on GPUs")
+    collective_timeout: Duration = Field(
+        Duration(600), gt=0, description="Give up a collective operation after this long"
+    )

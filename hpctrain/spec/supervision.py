@@ -1,0 +1,87 @@
+"""When a run is given up, and what may be done to it without asking.
+
+Belongs here: the fields of `supervise`. Does not belong here: deciding (`hpctrain.supervise`).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from hpctrain.spec.document import Document
+from hpctrain.units import Duration
+
+# Causes of `hpctrain.supervise.causes` with a budget of their own.
+BudgetName = Literal[
+    "node_failure",
+    "prolog_failure",
+    "launch_failure",
+    "crash",
+    "hang",
+    "gpu_oom",
+    "host_oom",
+    "gpu_error",
+    "fabric",
+    "storage",
+    "port",
+    "data_loader",
+    "diverged",
+    "suspect_numerics",
+    "supervisor_lost",
+    "time_limit",
+    "unknown",
+]
+
+
+class RollbackSpec(Document):
+    """What is done about a loss that is not finite or jumps."""
+
+    mode: Literal["observe", "act"] = Field(
+        "observe", description="observe: stop and say what would be done; act: do it"
+    )
+    checkpoints: int = Field(
+        1, ge=1, description="Good checkpoints to go back (1: the newest before the anomaly)"
+    )
+    skip_steps: int = Field(
+        1, ge=0, description="Batches to leave out, up to and with that of the anomaly"
+    )
+    spike: float | None = Field(
+        None,
+        gt=1,
+        description="A loss so many median absolute deviations above the median is an anomaly",
+    )
+    other_nodes: bool = Field(
+        True, description="Repeat once on other nodes first: a broken GPU computes NaN, too"
+    )
+
+
+class SuperviseSpec(Document):
+    """When to give up, and what may be done without asking."""
+
+    failures_without_progress: int = Field(
+        3, ge=1, description="Stop after so many failures of one cause without a new checkpoint"
+    )
+    budgets: dict[BudgetName, Annotated[int, Field(ge=0)]] = Field(
+        {}, description="Retries without a new checkpoint, for single causes, such as `hang: 5`"
+    )
+    storm_failures: int = Field(5, ge=2, description="So many failures within `storm_window` ...")
+    storm_window: Duration = Field(
+        Duration(1800), gt=0, description="... are a storm: wait longer between launches"
+    )
+    stall: Duration = Field(
+        Duration(600), gt=0, description="A step that takes longer than this counts as a hang"
+    )
+    setup_stall: Duration = Field(
+        Duration(1800), gt=0, description="The same for start-up, loading and saving"
+    )
+    learn_stalls: bool = Field(
+        True, description="Count a hang sooner once the run has shown how long things take"
+    )
+    slow_rank: float = Field(
+        1.2, gt=1, description="Report a rank that computes so many times longer than the median"
+    )
+    exclude_nodes: Literal["observe", "act"] = Field(
+        "observe", description="observe: only say which nodes to avoid; act: avoid them"
+    )
+    rollback: RollbackSpec = RollbackSpec()

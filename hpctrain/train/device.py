@@ -1,0 +1,32 @@
+"""Where a rank computes: its GPU with NCCL, or the CPU with gloo where there is no GPU.
+
+Belongs here: that choice, for all engines. Does not belong here: process groups.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hpctrain.train.launch import Launch
+
+
+def on_cpu() -> bool:
+    """True where there is no usable GPU."""
+    return not torch.cuda.is_available()
+
+
+def backend() -> str:
+    """The backend of torch.distributed for tensors on this rank's device."""
+    return "gloo" if on_cpu() else "nccl"
+
+
+def choose_device(launch: Launch) -> torch.device:
+    """The GPU of this rank, or the CPU.
+
+    With `--gpus-per-task` Slurm shows each task one GPU only, which is then number 0.
+    """
+    if on_cpu():
+        return torch.device("cpu")
+    index = launch.local_rank if torch.cuda.device_count() > launch.local_rank else 0
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)

@@ -1,0 +1,50 @@
+"""megatron-core's room from outside: process groups, then everything that is built on them.
+
+Puts the CPU layer in force before anything of megatron-core is imported. Belongs here: the order
+of building. Does not belong here: how anything is built.
+"""
+
+from __future__ import annotations
+
+from hpctrain.train.megatron import cpu
+
+cpu.install()
+
+from hpctrain.engines.megatron import MegatronConfig  # noqa: E402
+from hpctrain.train.control import Control  # noqa: E402
+from hpctrain.train.data import open_data  # noqa: E402
+from hpctrain.train.engine import Parts  # noqa: E402
+from hpctrain.train.job import Job  # noqa: E402
+from hpctrain.train.launch import Launch  # noqa: E402
+from hpctrain.train.megatron import fixes  # noqa: E402
+from hpctrain.train.megatron.engine import MegatronEngine  # noqa: E402
+from hpctrain.train.megatron.forward import Pass  # noqa: E402
+from hpctrain.train.megatron.mesh import Mesh, open_mesh  # noqa: E402
+from hpctrain.train.megatron.model import build_model  # noqa: E402
+from hpctrain.train.megatron.optimizer import build_optimizer  # noqa: E402
+from hpctrain.train.megatron.snapshot import Snapshot  # noqa: E402
+from hpctrain.train.megatron.witness import install_witness  # noqa: E402
+from hpctrain.train.times import ComputeTimers  # noqa: E402
+
+
+def join(config: MegatronConfig, launch: Launch) -> Mesh:
+    """Join the launch's process groups; all ranks must call this."""
+    fixes.install()
+    return open_mesh(config, launch)
+
+
+def build(job: Job, mesh: Mesh, control: Control) -> Parts:
+    """Model, optimizer and data of this rank; all ranks must call this."""
+    config = job.config
+    assert isinstance(config, MegatronConfig)
+    witness = install_witness()
+    model = build_model(config, mesh, initialize=job.resume_directory is None)
+    optimizer = build_optimizer(config, model)
+    data = open_data(config, mesh.share, job.data_cache, needed=mesh.reads)
+    timers = ComputeTimers()
+    model.settings.timers = timers
+    runner = Pass(config, mesh, model)
+    return Parts(
+        MegatronEngine(runner, optimizer, data, witness, timers),
+        Snapshot(config, model, optimizer, control),
+    )

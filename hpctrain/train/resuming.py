@@ -1,0 +1,42 @@
+"""What every engine asks of a checkpoint before it goes on from it.
+
+Belongs here: whether the samples will come in the same order, and giving damage its name. Does not
+belong here: loading (see the engines' rooms), choosing a checkpoint (the supervisor's business).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.train.faults import BadCheckpointError, is_damage
+
+
+def check_sample_order(now: dict[str, Any], saved: dict[str, Any], directory: Path) -> None:
+    """Raise InvalidInputError for each thing that would change the order of the samples."""
+    problems = [
+        Problem(
+            f"{name} was {saved.get(name)} and is now {value}: the order of all samples "
+            "would change",
+            str(directory),
+            hint="submit a new run",
+        )
+        for name, value in now.items()
+        if saved.get(name) != value
+    ]
+    if problems:
+        raise InvalidInputError(problems)
+
+
+@contextlib.contextmanager
+def damage_named(directory: Path) -> Iterator[None]:
+    """Raise BadCheckpointError where the files are at fault, whatever else it is as it comes."""
+    try:
+        yield
+    except Exception as error:
+        if is_damage(error):
+            raise BadCheckpointError(f"cannot resume from {directory.name}: {error}") from error
+        raise
