@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-from hpctrain.engines.training import TrainConfig, shared_fields
+from hpctrain.engines.module import ModuleConfig, module_fields
 from hpctrain.plan.documents import Plan
 from hpctrain.spec.engine import DdpSpec
-from hpctrain.spec.model import ModelSpec
 from hpctrain.spec.run import RunSpec
 
 
-class NativeConfig(TrainConfig):
+class NativeConfig(ModuleConfig):
     """A model of Hugging Face's classes under `fully_shard` or `DistributedDataParallel`.
 
     `shard_size` ranks hold one copy of model and optimizer between them (FSDP; 1 with DDP), and
@@ -22,13 +21,11 @@ class NativeConfig(TrainConfig):
     """
 
     engine: Literal["fsdp", "ddp"]
-    model: ModelSpec
     shard_size: int = 1
     # True: weights are sharded again after the forward pass (ZeRO-3); False: kept until the
     # backward pass is through (gradients and optimizer are sharded all the same: ZeRO-2)
     reshard_after_forward: bool = True
     cpu_offload: bool = False
-    activation_checkpointing: bool = False
     ddp: DdpSpec = DdpSpec()
     # ranks of one node, for what goes within nodes first
     node_size: int = 1
@@ -44,12 +41,10 @@ def native_config(spec: RunSpec, plan: Plan, peak_flops_per_gpu: float | None) -
     sharded = plan.engine == "fsdp"
     return NativeConfig(
         engine="fsdp" if sharded else "ddp",
-        **shared_fields(spec, plan, peak_flops_per_gpu),
-        model=spec.model,
+        **module_fields(spec, plan, peak_flops_per_gpu),
         shard_size=plan.shard_gpus or plan.layout.dp if sharded else 1,
         reshard_after_forward=plan.zero == 3,
         cpu_offload=plan.offload == "cpu",
-        activation_checkpointing=plan.recompute == "full",
         ddp=spec.engine.ddp,
         node_size=plan.nodes.gpus_per_node,
     )

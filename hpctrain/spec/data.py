@@ -22,6 +22,11 @@ class DataSource(Document):
 class DataSpec(Document):
     """What the model reads. Without sources, Megatron's mock data is used."""
 
+    format: Literal["tokens", "packed", "examples", "images", "arrays"] = Field(
+        "tokens",
+        description="tokens: Megatron .bin/.idx; packed: conversations for fine-tuning, packed; "
+        "examples: labelled texts; images: folders by class; arrays: .npz with x and y",
+    )
     sources: tuple[DataSource, ...] = Field((), description="Blend of Megatron datasets")
     tokenizer: str | None = Field(None, description="Path of the tokenizer.json they were made by")
     split: str = Field(

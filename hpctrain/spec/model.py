@@ -63,6 +63,9 @@ class ModelSpec(Document):
 
     model_config = ConfigDict(json_schema_extra=_required)
 
+    pretrained: str | None = Field(
+        None, description="Local Hugging Face directory (config.json, weights) to start from"
+    )
     family: Literal["gpt", "llama", "bert", "vit", "resnet"] = Field(
         "gpt", description="Preset of the choices below"
     )

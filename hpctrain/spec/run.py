@@ -23,6 +23,8 @@ from hpctrain.spec.model import MoeSpec as MoeSpec
 from hpctrain.spec.supervision import BudgetName as BudgetName
 from hpctrain.spec.supervision import RollbackSpec as RollbackSpec
 from hpctrain.spec.supervision import SuperviseSpec as SuperviseSpec
+from hpctrain.spec.tuning import LoraSpec as LoraSpec
+from hpctrain.spec.tuning import Task as Task
 from hpctrain.units import ByteSize, Duration, TokenCount
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
@@ -198,6 +200,10 @@ class RunSpec(Document):
 
     name: Name = Field(description="First part of the run id")
     model: ModelSpec
+    task: Task | None = Field(
+        None, description="What is learned; default: by family, bert: masked words, images: classes"
+    )
+    lora: LoraSpec | None = Field(None, description="Train thin matrices only; absent: everything")
     data: DataSpec = DataSpec()
     batch: BatchSpec
     budget: BudgetSpec
@@ -245,6 +251,15 @@ class RunSpec(Document):
         if self.model.reads_images and self.engine.name == "megatron":
             raise ValueError(f"engine megatron trains no {family}: set `engine.name` to `ddp`")
         return self
+
+    @property
+    def learned_task(self) -> Task:
+        """`task`, or what its family is for."""
+        if self.task is not None:
+            return self.task
+        if self.model.reads_images:
+            return "classification"
+        return "language_modeling" if self.model.causal else "masked_language_modeling"
 
     @property
     def train_steps(self) -> int:
