@@ -19,7 +19,7 @@ from hpctrain.engines.documents import train_config
 from hpctrain.engines.training import TrainConfig
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.plan.documents import Plan
-from hpctrain.plan.trainable import untrainable_fields
+from hpctrain.plan.trainable import untrainable_fields, untrainable_layout
 from hpctrain.render.script import ScriptFacts, build_script, render_script
 from hpctrain.spec.loader import (
     Loaded,
@@ -106,10 +106,11 @@ def _known_gpu(profile: Loaded[ClusterProfile]) -> Gpu | None:
     return cluster_gpu(catalogue, profile.document, profile.origin)
 
 
-def refuse_untrainable(spec: Loaded[RunSpec]) -> None:
+def refuse_untrainable(spec: Loaded[RunSpec], plan: Plan | None = None) -> None:
     """Raise InvalidInputError for what can be planned but not trained by hpctrain."""
     problems = []
-    for field, words in untrainable_fields(spec.document):
+    found = untrainable_fields(spec.document) if plan is None else untrainable_layout(plan)
+    for field, words in found:
         file, _, line = spec.origin.get(field, spec.file).rpartition(":")
         known = bool(file) and line.isdecimal()
         hint = "`hpctrain plan` can plan it; to submit, change this field"
@@ -142,6 +143,7 @@ def prepare(
     refuse_untrainable(loaded_spec)
     knowledge = load_knowledge(loaded_profile)
     plan = make_plan(document, site, knowledge)
+    refuse_untrainable(loaded_spec, plan)
     run_id = new_run_id(runs, document.name, loaded_spec.digest, loaded_profile.digest)
     facts = ScriptFacts(run_id, loaded_spec.digest, loaded_profile.digest, python)
     peak = site.gpu.peak.get(plan.precision)

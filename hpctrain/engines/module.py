@@ -25,6 +25,11 @@ class ModuleConfig(TrainConfig):
     # blocks keep their inputs only, and compute the rest again in the backward pass
     activation_checkpointing: bool = False
 
+    @property
+    def labels_per_sample(self) -> int:
+        """What a sample has at most that a loss is computed for: its tokens, or one class."""
+        return 1 if self.task == "classification" else self.seq_length
+
 
 def module_fields(spec: RunSpec, plan: Plan, peak_flops_per_gpu: float | None) -> dict[str, object]:
     """The fields of `ModuleConfig` but `engine`."""

@@ -6,10 +6,21 @@ planned at all (`layout`, `sharding`).
 
 from __future__ import annotations
 
+from hpctrain.plan.documents import Plan
 from hpctrain.spec.run import RunSpec
 
+TRAINED_ENGINES = ("megatron", "fsdp", "ddp")
 TRAINED_PRECISIONS = ("bf16", "fp32")
-TRAINED_FAMILIES = ("gpt", "llama")
+TRAINED_FAMILIES = {
+    "megatron": ("gpt", "llama"),
+    "fsdp": ("gpt", "llama"),
+    "ddp": ("gpt", "llama"),
+}
+_OFFLOADS = {"megatron": ("none",), "fsdp": ("none", "cpu"), "ddp": ("none",)}
+# Fields of `parallel` by which each engine splits a model when it trains.
+_AXES: dict[str, tuple[str, ...]] = {"fsdp": (), "ddp": ()}
+
+Found = list[tuple[str, str]]
 
 
 def untrainable(spec: RunSpec) -> tuple[str, ...]:
@@ -18,20 +29,47 @@ def untrainable(spec: RunSpec) -> tuple[str, ...]:
     return tuple(f"{words}: this can be planned, but not submitted" for words in lines)
 
 
-def untrainable_fields(spec: RunSpec) -> list[tuple[str, str]]:
+def untrainable_fields(spec: RunSpec) -> Found:
     """(dotted path of the field, what the trainer lacks)."""
-    found: list[tuple[str, str]] = []
-    optimizer, family = spec.optimizer, spec.model.family
-    if spec.engine.name != "megatron":
-        found.append(("engine.name", f"hpctrain trains with megatron, not with {spec.engine.name}"))
-    if family not in TRAINED_FAMILIES:
-        found.append(("model.family", f"hpctrain trains gpt and llama, not {family}"))
+    engine = spec.engine.name
+    if engine not in TRAINED_ENGINES:
+        known = ", ".join(TRAINED_ENGINES[:-1]) + f" and {TRAINED_ENGINES[-1]}"
+        return [("engine.name", f"hpctrain trains with {known}, not with {engine}")]
+    found = _of_every_engine(spec)
+    return found + (_of_megatron(spec) if engine == "megatron" else _of_modules(spec))
+
+
+def untrainable_layout(plan: Plan) -> Found:
+    """The same for what the planner has chosen: axes that can be priced, but not trained."""
+    if plan.engine not in _AXES:
+        return []
+    chosen = {"tp": plan.layout.tp, "pp": plan.layout.pp, "cp": plan.layout.cp}
+    return [
+        ("parallel", f"hpctrain trains {plan.engine} without {axis}, the plan has {axis} {size}")
+        for axis, size in chosen.items()
+        if size > 1 and axis not in _AXES[plan.engine]
+    ]
+
+
+def _of_every_engine(spec: RunSpec) -> Found:
+    found: Found = []
+    engine, family = spec.engine.name, spec.model.family
+    families = TRAINED_FAMILIES[engine]
+    if family not in families:
+        words = f"hpctrain trains {_and(families)} with {engine}, not {family}"
+        found.append(("model.family", words))
     if spec.precision not in TRAINED_PRECISIONS:
         found.append(("precision", f"hpctrain trains in bf16 and fp32, not in {spec.precision}"))
-    if optimizer.offload != "none":
-        place = f"the optimizer's state on {optimizer.offload}"
-        found.append(("optimizer.offload", f"hpctrain does not train with {place}"))
-    if spec.engine.name == "megatron" and optimizer.zero is not None:
+    if spec.optimizer.offload not in _OFFLOADS[engine]:
+        place = f"the optimizer's state on {spec.optimizer.offload}"
+        found.append(("optimizer.offload", f"hpctrain does not train {engine} with {place}"))
+    return found
+
+
+def _of_megatron(spec: RunSpec) -> Found:
+    found: Found = []
+    optimizer = spec.optimizer
+    if optimizer.zero is not None:
         wanted = optimizer.zero > 0
         if wanted != optimizer.distributed:
             word = "true" if wanted else "false"
@@ -39,4 +77,34 @@ def untrainable_fields(spec: RunSpec) -> list[tuple[str, str]]:
     if spec.model.mla is not None and spec.engine.implementation == "local":
         words = "latent attention needs TransformerEngine, megatron-core's own layers cannot do it"
         found.append(("engine.implementation", words))
+    for field, given in (
+        ("model.pretrained", spec.model.pretrained),
+        ("lora", spec.lora),
+        ("task", None if spec.learned_task == "language_modeling" else spec.task),
+    ):
+        if given is not None:
+            found.append((field, f"megatron-core trains whole models from tokens: no `{field}`"))
     return found
+
+
+def _of_modules(spec: RunSpec) -> Found:
+    """FSDP and DDP train Hugging Face's classes, which have neither experts nor latent attention
+    in the shape that a spec can give."""
+    model, engine = spec.model, spec.engine.name
+    given = {"model.moe": model.moe, "model.mla": model.mla, "model.mtp_layers": model.mtp_layers}
+    found = [
+        (field, f"hpctrain trains {field.partition('.')[2]} with megatron, not with {engine}")
+        for field, value in given.items()
+        if value
+    ]
+    if spec.recompute == "selective":
+        words = f"{engine} recomputes whole blocks or nothing: say `full` or `none`"
+        found.append(("recompute", words))
+    if spec.resources.min_nodes is not None and spec.engine.ddp.hook == "powersgd":
+        words = "PowerSGD's memory of past errors belongs to one number of ranks"
+        found.append(("engine.ddp.hook", words))
+    return found
+
+
+def _and(words: tuple[str, ...]) -> str:
+    return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else words[0]

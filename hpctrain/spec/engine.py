@@ -33,7 +33,7 @@ class EngineSpec(Document):
     """What trains the model."""
 
     name: Literal["megatron", "fsdp", "deepspeed", "ddp"] = Field(
-        "megatron", description="All can be planned; `submit` takes megatron"
+        "megatron", description="All can be planned; `submit` takes megatron, fsdp, ddp"
     )
     implementation: Literal["auto", "local", "transformer_engine"] = Field(
         "auto", description="Layer implementation; auto: TransformerEngine where it is installed"

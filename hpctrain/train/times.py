@@ -10,8 +10,9 @@ vector, beside training. Belongs here: measuring and sharing. Does not belong he
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -101,6 +102,25 @@ class ComputeTimers:
     def take_seconds(self) -> float:
         """Seconds of computing since the last call."""
         return sum(clock.take_seconds() for clock in self._clocks.values())
+
+
+class StepClock:
+    """Measures the blocks of code that compute, on the device of this rank."""
+
+    def __init__(self) -> None:
+        self._clock = WallClock() if on_cpu() else EventClock()
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        self._clock.start()
+        try:
+            yield
+        finally:
+            self._clock.stop()
+
+    def take_seconds(self) -> float:
+        """Seconds of computing since the last call."""
+        return self._clock.take_seconds()
 
 
 @dataclass

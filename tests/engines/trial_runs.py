@@ -1,7 +1,8 @@
-"""Tiny training runs on real megatron-core: making them, starting ranks, reading results."""
+"""Tiny training runs on the real engines: making them, starting ranks, reading results."""
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from collections.abc import Callable
@@ -10,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoints.manifest import checkpoint_name
-from hpctrain.engines.megatron import MegatronConfig
+from hpctrain.engines.documents import parse_train_config
+from hpctrain.engines.training import TrainConfig
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.signs import ExitRecord, StepMetrics, read_exit_records, read_metrics
 from hpctrain.train import prefork
@@ -91,21 +93,33 @@ LLAMA = dict(
 )
 
 
+# What of GPT is not megatron-core's own.
+_SHARED = {name: GPT[name] for name in TrainConfig.model_fields if name in GPT}
+# The same model on Hugging Face's classes, with the same samples.
+MODULE_GPT: dict[str, Any] = dict(
+    _SHARED,
+    engine="ddp",
+    model=dict(family="gpt", layers=4, hidden=64, ffn=128, heads=4, vocab=250, seq=32),
+    task="language_modeling",
+)
+MODULE_LLAMA: dict[str, Any] = dict(
+    MODULE_GPT,
+    model=dict(
+        family="llama", layers=2, hidden=64, ffn=128, heads=4, kv_heads=2, vocab=250, seq=32
+    ),
+)
+
+
 @dataclass(frozen=True)
 class Trial:
     """A run directory and its configuration."""
 
     run: RunLayout
-    config: MegatronConfig
+    config: Any
 
     @property
     def world_size(self) -> int:
-        config = self.config
-        return (
-            config.tensor_model_parallel_size
-            * config.pipeline_model_parallel_size
-            * config.data_parallel_size
-        )
+        return int(self.config.world_size)
 
     def start(
         self,
@@ -167,7 +181,7 @@ class Trial:
 
 def make_trial(directory: Path, base: dict[str, Any] = GPT, **changes: Any) -> Trial:
     """A run directory with a `train.json`: the tiny model with some fields changed."""
-    config = MegatronConfig(**{**base, **changes})
+    config = parse_train_config(json.dumps({**base, **changes}))
     run = RunLayout(directory)
     run.create()
     run.train_config.write_text(config.model_dump_json())

@@ -1,0 +1,45 @@
+"""The way into the room: process groups, then everything that is built on them.
+
+Belongs here: the order of building. Does not belong here: how anything is built.
+"""
+
+from __future__ import annotations
+
+from hpctrain.engines.native import NativeConfig
+from hpctrain.train.control import Control
+from hpctrain.train.data import open_data, sample_order
+from hpctrain.train.engine import Parts
+from hpctrain.train.job import Job
+from hpctrain.train.launch import Launch
+from hpctrain.train.models.tasks import loss_of
+from hpctrain.train.native.engine import NativeEngine
+from hpctrain.train.native.mesh import Mesh, open_mesh
+from hpctrain.train.native.optimizer import build_optimizer
+from hpctrain.train.native.snapshot import Snapshot
+from hpctrain.train.native.wrapping import wrapped_module
+from hpctrain.train.times import StepClock
+
+
+def join(config: NativeConfig, launch: Launch) -> Mesh:
+    """Join the launch's process groups; all ranks must call this."""
+    return open_mesh(config, launch)
+
+
+def build(job: Job, mesh: Mesh, control: Control) -> Parts:
+    """Module, optimizer and data of this rank; all ranks must call this."""
+    config = job.config
+    assert isinstance(config, NativeConfig)
+    # with LoRA a checkpoint holds what is learned only: the rest comes from where it came from
+    initialize = job.resume_directory is None or config.lora is not None
+    module = wrapped_module(config, mesh, initialize=initialize)
+    engine = NativeEngine(
+        config=config,
+        mesh=mesh,
+        module=module,
+        optimizer=build_optimizer(config, module),
+        data=open_data(config, mesh.share, job.data_cache),
+        loss=loss_of(config),
+        clock=StepClock(),
+    )
+    module.train()
+    return Parts(engine, Snapshot(engine, sample_order(config), control))

@@ -1,0 +1,116 @@
+"""FSDP and DDP as the training loop knows an engine: one step, one evaluation.
+
+The loss is the mean over everything that counts in the whole global batch, however it is spread
+over ranks and microbatches. Belongs here: the order of things within a step. Does not belong here:
+how the module is wrapped and its optimizer built.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from hpctrain.engines.native import NativeConfig
+from hpctrain.train.data import Data
+from hpctrain.train.engine import Update, mean_loss
+from hpctrain.train.native.mesh import Mesh
+from hpctrain.train.native.optimizer import clip_gradients, scale_gradients, set_rate
+from hpctrain.train.numerics import are_finite
+from hpctrain.train.schedule import learning_rate
+from hpctrain.train.times import StepClock
+
+Loss = Callable[[Any, Any], tuple[Any, Any]]
+
+
+@dataclass
+class NativeEngine:
+    """All parts on one rank; `hpctrain.train.engine.Engine` says the rest.
+
+    `finished_steps` decides the learning rate; whoever loads a checkpoint sets it.
+    """
+
+    config: NativeConfig
+    mesh: Mesh
+    module: Any
+    optimizer: torch.optim.Optimizer
+    data: Data
+    loss: Loss
+    clock: StepClock
+    finished_steps: int = 0
+    # gradients of other ranks are in this rank's when it sees them: the norm tells, for all
+    rejection: str | None = field(default=None, init=False)
+
+    def update(self, first_sample: int, before_step: Callable[[], None]) -> Update:
+        """Forward, backward, optimizer."""
+        rate = learning_rate(self.config, self.finished_steps)
+        self.optimizer.zero_grad(set_to_none=True)
+        totals = self._accumulate(first_sample)
+        before_step()
+        dist.all_reduce(totals)
+        scale_gradients(self.optimizer, self._nominal / totals[1].clamp(min=1))
+        norm = clip_gradients(self.optimizer, self.config.clip_grad)
+        set_rate(self.optimizer, rate)
+        self.optimizer.step()
+        self.finished_steps += 1
+        return Update(totals, norm, rate)
+
+    @property
+    def _nominal(self) -> float:
+        """What the losses are divided by at first; what really counts is known afterwards, and
+        where everything counts (pretraining) it is the same number."""
+        return float(self.config.global_batch_size * self.config.labels_per_sample)
+
+    def _accumulate(self, first_sample: int) -> Any:
+        """Gradients of all microbatches, averaged over ranks with the last; [losses, count]."""
+        totals = torch.zeros(2, device=self.mesh.device)
+        scale = self.mesh.size / self._nominal
+        for number, batch in enumerate(self.data.training.microbatches(first_sample)):
+            with self._summing(number == self.config.microbatches - 1):
+                with self.clock.computing(), self._precision():
+                    loss_sum, count = self.loss(self.module, batch)
+                (loss_sum * scale).backward()
+            totals += torch.stack([loss_sum.detach().float(), count.float()])
+        return totals
+
+    @contextlib.contextmanager
+    def _summing(self, last: bool) -> Any:
+        """Gradients are summed over ranks in the backward pass of the last microbatch only."""
+        if self.config.engine == "fsdp":
+            self.module.set_requires_gradient_sync(last)
+            yield
+        else:
+            with contextlib.nullcontext() if last else self.module.no_sync():
+                yield
+
+    def _precision(self) -> Any:
+        """FSDP casts weights itself; under DDP operations choose (torch.autocast)."""
+        half = self.config.engine == "ddp" and self.config.precision == "bf16"
+        return torch.autocast(self.mesh.device.type, torch.bfloat16, enabled=half)
+
+    def evaluate(self) -> float | None:
+        """Without dropout, hence without drawing random numbers."""
+        samples, config = self.data.validation, self.config
+        if samples is None:
+            return None
+        totals = torch.zeros(2, device=self.mesh.device)
+        self.module.eval()
+        with torch.no_grad(), self._precision():
+            for number in range(config.eval_batches):
+                for batch in samples.microbatches(number * config.global_batch_size):
+                    totals += torch.stack([one.float() for one in self.loss(self.module, batch)])
+        self.module.train()
+        dist.all_reduce(totals)
+        return mean_loss(totals)
+
+    def weights_are_finite(self) -> bool:
+        weights = [p.detach() for p in self.module.parameters()]
+        return are_finite([p.to_local() if isinstance(p, DTensor) else p for p in weights])
+
+    def take_compute_seconds(self) -> float:
+        return self.clock.take_seconds()

@@ -1,0 +1,31 @@
+"""The learning rate of a step, for engines whose optimizer has no schedule of its own.
+
+The same numbers as megatron-core's (optimizer_param_scheduler.py, get_lr), so that losses of
+different engines can be compared. A pure function of the step: nothing of it is in a checkpoint.
+Belongs here: that function. Does not belong here: setting it on an optimizer.
+"""
+
+from __future__ import annotations
+
+import math
+
+from hpctrain.engines.training import TrainConfig
+
+
+def learning_rate(config: TrainConfig, finished_steps: int) -> float:
+    """The rate of the step that follows `finished_steps` steps.
+
+    Linear from 0 up to `lr` over the warm-up, then down to `min_lr` over the decay; the very
+    first step of a warm-up has a rate of 0.
+    """
+    warmup = config.lr_warmup_steps
+    if warmup > 0 and finished_steps <= warmup:
+        return config.lr * finished_steps / warmup
+    if config.lr_decay_style == "constant":
+        return config.lr
+    if finished_steps > config.lr_decay_steps:
+        return config.min_lr
+    passed = (finished_steps - warmup) / (config.lr_decay_steps - warmup)
+    linear = config.lr_decay_style == "linear"
+    share = 1.0 - passed if linear else 0.5 * (math.cos(math.pi * passed) + 1.0)
+    return config.min_lr + share * (config.lr - config.min_lr)

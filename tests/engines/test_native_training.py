@@ -1,0 +1,90 @@
+"""FSDP and DDP: the losses of one process, whatever the ranks, and resumes that change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from trial_runs import MODULE_GPT, MODULE_LLAMA, Trial, largest_difference
+
+# fp32 rounding of a mean over other partial sums, after six steps
+ROUNDING = 5e-6
+FSDP = dict(MODULE_GPT, engine="fsdp")
+LLAMA_FSDP = dict(MODULE_LLAMA, engine="fsdp")
+TWO = dict(data_parallel_size=2)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, Any]], Trial]:
+    """One process with DDP's engine: plain PyTorch. Made once per model."""
+    from trial_runs import make_trial
+
+    made: dict[str, Trial] = {}
+
+    def reference(base: dict[str, Any]) -> Trial:
+        family = base["model"]["family"]
+        if family not in made:
+            plain = dict(base, engine="ddp", save_interval_steps=2)
+            made[family] = make_trial(tmp_path_factory.mktemp("alone") / family, plain)
+            assert made[family].train() == [0]
+        return made[family]
+
+    return reference
+
+
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "ddp": (MODULE_GPT, TWO),
+    "ddp, one bucket per tensor": (MODULE_GPT, dict(TWO, ddp=dict(bucket="1B"))),
+    "full": (FSDP, dict(TWO, shard_size=2)),
+    "gradients and optimizer": (FSDP, dict(TWO, shard_size=2, reshard_after_forward=False)),
+    "llama": (LLAMA_FSDP, dict(TWO, shard_size=2)),
+    "offload": (FSDP, dict(TWO, shard_size=2, cpu_offload=True)),
+    "recomputed": (FSDP, dict(TWO, shard_size=2, activation_checkpointing=True)),
+    "hybrid": (FSDP, dict(data_parallel_size=4, shard_size=2)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_are_those_of_one_process(
+    kind: str, trial: Callable[..., Trial], alone: Callable[[dict[str, Any]], Trial]
+) -> None:
+    base, changes = KINDS[kind]
+    spread = trial(base, **{**changes, "micro_batch_size": 1})
+    assert spread.train() == [0] * spread.world_size
+    loss, norm = largest_difference(spread, alone(base), 1)
+    assert loss <= ROUNDING and norm <= 10 * ROUNDING
+    assert spread.losses[6] < spread.losses[1] - 0.1, "it learns"
+
+
+@pytest.mark.parametrize("kind", ["ddp", "full", "hybrid"])
+def test_a_resume_is_exact(kind: str, trial: Callable[..., Trial]) -> None:
+    base, changes = KINDS[kind]
+    base = {**base, "model": {**base["model"], "dropout": 0.1}}
+    whole = trial(base, **changes, save_interval_steps=2, async_save=True)
+    assert whole.train() == [0] * whole.world_size
+    resumed = trial(base, **changes)
+    resumed.adopt(whole, 2)
+    assert resumed.train(resume=2) == [0] * resumed.world_size
+    assert resumed.exact == {step: row for step, row in whole.exact.items() if step > 2}
+
+
+MOVES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "to 2 shards": (FSDP, dict(TWO, shard_size=2)),
+    "to 4 ranks": (FSDP, dict(data_parallel_size=4, shard_size=2)),
+    "to ddp": (MODULE_GPT, TWO),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_a_checkpoint_moves_to_other_ranks_and_engines(
+    move: str, trial: Callable[..., Trial], alone: Callable[[dict[str, Any]], Trial]
+) -> None:
+    base, changes = MOVES[move]
+    source = alone(base)
+    moved = trial(base, **changes, micro_batch_size=1)
+    moved.adopt(source, 2)
+    assert moved.train(resume=2) == [0] * moved.world_size
+    loss, norm = largest_difference(moved, source, 3)
+    assert loss <= ROUNDING and norm <= 10 * ROUNDING
+    assert "re-seeded" in "".join(path.read_text() for path in moved.run.logs.rglob("*.log"))
