@@ -9,8 +9,9 @@ belong here: one launch (`launching`), reading evidence (`classify`), choosing (
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from hpctrain.supervise.documents import (
     Verdict,
 )
 from hpctrain.supervise.gather import job_facts
+from hpctrain.supervise.guard import Guard
 from hpctrain.supervise.launching import Ended, Launcher
 from hpctrain.supervise.lost import why_ended
 from hpctrain.supervise.past import history
@@ -66,10 +68,21 @@ class Supervisor:
             signals=Signals(),
         )
         self.launcher = Launcher(self.context, argv, environment, ask)
+        self.guard = Guard(self.context)
 
     def run(self) -> int:
-        """Supervise this attempt to its end; returns the exit code of the job."""
+        """Supervise this attempt to its end; returns the exit code of the job.
+
+        In a thread, because a file system that hangs holds up whoever reads: the main thread
+        goes on receiving signals, see `guard`.
+        """
         self.context.signals.install()
+        worker = _Worker(self._work)
+        worker.start()
+        self.guard.wait_for(worker)
+        return worker.result()
+
+    def _work(self) -> int:
         try:
             return self._supervise()
         except Exception as error:
@@ -203,6 +216,29 @@ class Supervisor:
             return Action(ActionKind.LEAVE, "a newer launch of this run has taken over")
         wish = requested(self.context.run_layout)
         return self._as_wished(wish) if wish is not None else None
+
+
+class _Worker(threading.Thread):
+    """Does the work, and keeps how it ended for whoever waits."""
+
+    def __init__(self, work: Callable[[], int]) -> None:
+        super().__init__(name="supervisor")
+        self._work = work
+        self._code: int | None = None
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self._code = self._work()
+        except BaseException as error:
+            self._error = error
+
+    def result(self) -> int:
+        """The exit code. Raises what the work has raised."""
+        if self._error is not None:
+            raise self._error
+        assert self._code is not None, "asked before it has ended"
+        return self._code
 
 
 def read_supervise_config(path: Path) -> SuperviseConfig:

@@ -1,0 +1,47 @@
+"""Every engine under the same supervisor: preempted, resumed, and the same run bit by bit."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from rehearsal import STEPS, Rehearsal, Stage
+
+from hpctrain.store.ledger import EventKind
+from hpctrain.store.layout import RunLayout
+from hpctrain.store.signs import read_metrics
+from hpctrain.train import prefork
+
+ENGINES = {
+    "ddp": ("engine.name=ddp", "parallel={}"),
+    "fsdp": ("engine.name=fsdp", "parallel={}"),
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_preempted_run_is_the_same_run(engine: str, stage: Stage, tmp_path: Path) -> None:
+    rehearsal = stage.start(f"name={engine}", "resources.partition=brief", *ENGINES[engine])
+    rehearsal.wait_for_step(12)
+    rehearsal.urgent_job()
+    row = rehearsal.wait_till_over()
+    assert rehearsal.causes == ["preempted", "done"], f"{row}\n{rehearsal.logs()}"
+    resumed = rehearsal.events(EventKind.LAUNCH_STARTED)[1].resume_step or 0
+    assert resumed >= 12, "the ranks saved and left within the grace"
+    assert losses(rehearsal.run.layout) == undisturbed(rehearsal, tmp_path), rehearsal.logs()
+
+
+def undisturbed(rehearsal: Rehearsal, place: Path) -> dict[int, str]:
+    """The losses of the same train.json on two processes of this machine, without Slurm."""
+    run = RunLayout(place / "undisturbed")
+    run.create()
+    shutil.copy(rehearsal.run.layout.train_config, run.train_config)
+    ranks = prefork.start(run.train_config, 2, run.logs / "ranks")
+    assert ranks.wait(120) == [0, 0], ranks.log()
+    return losses(run)
+
+
+def losses(run: RunLayout) -> dict[int, str]:
+    found = {row.step: row.loss_hex for row in read_metrics(run)}
+    assert sorted(found) == list(range(1, STEPS + 1))
+    return found
