@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.utils._device
 
 from hpctrain.train.device import on_cpu
 
@@ -71,6 +72,8 @@ def _current_device() -> None:
 
 def _device_factories() -> None:
     """Literal `device="cuda"`: optimizer.py:907, clip_grads.py:103, schedules.py:596 and others."""
+    # `with torch.device(...)` knows factories by identity: let it remember the real ones
+    torch.utils._device._device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
 

@@ -57,11 +57,8 @@ def _replicated(config: NativeConfig, mesh: Mesh, *, initialize: bool) -> Any:
 def _sharded(config: NativeConfig, mesh: Mesh, *, initialize: bool) -> Any:
     """Rank 0 alone makes the weights and hands each rank its part: no rank needs the memory of a
     whole model on its GPU, and only one process that of a model on the host."""
-    home = torch.device("cpu" if mesh.rank == 0 else "meta")
-    module = build_module(config, device=home, initialize=initialize and mesh.rank == 0)
-    whole = module.state_dict() if mesh.rank == 0 and initialize else {}
-    buffers = {name: buffer for name, buffer in module.named_buffers() if mesh.rank == 0}
-    module = module.to("meta")
+    whole, buffers = _made_by_rank_0(config, mesh, initialize=initialize)
+    module = build_module(config, device=torch.device("meta"), initialize=False)
     _recompute(config, module)
     policy: dict[str, Any] = dict(
         mesh=mesh.shards,
@@ -72,12 +69,34 @@ def _sharded(config: NativeConfig, mesh: Mesh, *, initialize: bool) -> Any:
     for block in blocks_of(module):
         fully_shard(block, **policy)
     fully_shard(module, **policy)
-    module.to_empty(device="cpu" if config.cpu_offload else mesh.device)
+    _give_memory(module, torch.device("cpu") if config.cpu_offload else mesh.device)
     if initialize:
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_model_state_dict(module, whole, options=options)
     _share_buffers(module, buffers, mesh)
     return module
+
+
+def _made_by_rank_0(
+    config: NativeConfig, mesh: Mesh, *, initialize: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Weights, if they are wanted, and buffers of the whole module; nothing on other ranks."""
+    if mesh.rank != 0:
+        return {}, {}
+    module = build_module(config, device=torch.device("cpu"), initialize=initialize)
+    return module.state_dict() if initialize else {}, dict(module.named_buffers())
+
+
+def _give_memory(module: Any, device: torch.device) -> None:
+    """From shapes to tensors. `to_empty` makes two of a weight that two layers share."""
+    names: dict[Any, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    module.to_empty(device=device)
+    for first, *others in names.values():
+        for name in others:
+            owner, _, last = name.rpartition(".")
+            setattr(module.get_submodule(owner), last, module.get_parameter(first))
 
 
 def _share_buffers(module: Any, buffers: dict[str, Any], mesh: Mesh) -> None:
