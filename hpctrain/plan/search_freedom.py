@@ -137,7 +137,9 @@ def _expert_choices(
 
 
 def recompute_choices(spec: RunSpec) -> tuple[int, ...]:
-    """Positions in RECOMPUTES: all for `auto`."""
+    """Positions in RECOMPUTES: for `auto` all that the engine can do."""
     if spec.recompute == "auto":
-        return tuple(range(len(RECOMPUTES)))
+        whole_blocks = spec.engine.name in ("fsdp", "ddp", "deepspeed")
+        known = [one for one in RECOMPUTES if not (whole_blocks and one == "selective")]
+        return tuple(RECOMPUTES.index(one) for one in known)
     return (RECOMPUTES.index(spec.recompute),)

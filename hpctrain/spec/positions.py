@@ -222,7 +222,8 @@ def _prefixed(path: Path, message: str) -> str:
 
 def _scalar_node(event: Any, place: Place) -> Node:
     if event.style is not None or event.ctag is not None:
-        return Node("scalar", event.value, place)
+        # ruamel.yaml marks where a folded text (`>`) was folded (scanner.py, scan_block_scalar)
+        return Node("scalar", event.value.replace("\a", ""), place)
     try:
         return Node("scalar", plain_scalar(event.value), place)
     except AmbiguousScalarError as error:

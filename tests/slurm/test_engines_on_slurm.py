@@ -14,8 +14,8 @@ from hpctrain.store.signs import read_metrics
 from hpctrain.train import prefork
 
 ENGINES = {
-    "ddp": ("engine.name=ddp", "parallel={}"),
-    "fsdp": ("engine.name=fsdp", "parallel={}"),
+    "ddp": ("engine.name=ddp", "parallel.pp=1"),
+    "fsdp": ("engine.name=fsdp", "parallel.pp=1"),
 }
 
 

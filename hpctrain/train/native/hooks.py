@@ -74,9 +74,10 @@ def sum_by_levels(levels: Levels, bucket: Any) -> Any:
         padded = torch.nn.functional.pad(flat, (0, -len(flat) % node))
         part = padded.new_empty(len(padded) // node)
         dist.reduce_scatter_tensor(part, padded, group=levels.inside)
-        half = part.to(torch.bfloat16)
-        dist.all_reduce(half, group=levels.across)
-        part.copy_(half)
+        if dist.get_world_size(levels.across) > 1:
+            half = part.to(torch.bfloat16)
+            dist.all_reduce(half, group=levels.across)
+            part.copy_(half)
         dist.all_gather_into_tensor(padded, part, group=levels.inside)
         flat.copy_(padded[: len(flat)])
         done.set_result(flat)

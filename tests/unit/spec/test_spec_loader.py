@@ -51,6 +51,12 @@ def test_bom_and_windows_line_ends(spec_file: Path) -> None:
     assert load_run_spec(spec_file).digest == plain.digest
 
 
+def test_folded_text_is_one_line() -> None:
+    profile = load_profile(PACKAGED_PROFILES / "sandbox.yaml").document
+    (reason,) = [one.reason for one in profile.environment if one.name == "OMP_NUM_THREADS"]
+    assert reason.isprintable() and "down; one" in reason
+
+
 def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
     class Input:
         buffer = io.BytesIO(VALID.encode())

@@ -1,0 +1,41 @@
+"""The learning rate by steps, beside megatron-core's own scheduler (tests/engines has that)."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from hpctrain.train.schedule import learning_rate
+
+PLAN = dict(lr=1.0, min_lr=0.1, lr_warmup_steps=10, lr_decay_steps=110)
+
+
+def rate(step: int, **changes: Any) -> float:
+    config = SimpleNamespace(**{**PLAN, "lr_decay_style": "cosine", **changes})
+    return learning_rate(cast(Any, config), step)
+
+
+@pytest.mark.parametrize(
+    ("step", "style", "expected"),
+    [
+        (0, "cosine", 0.0),
+        (5, "cosine", 0.5),
+        (10, "cosine", 1.0),
+        (60, "cosine", 0.55),
+        (110, "cosine", 0.1),
+        (111, "cosine", 0.1),
+        (60, "linear", 0.55),
+        (35, "linear", 0.775),
+        (35, "cosine", 0.1 + 0.9 * (1 + 2**-0.5) / 2),
+        (500, "constant", 1.0),
+        (5, "constant", 0.5),
+    ],
+)
+def test_rates(step: int, style: str, expected: float) -> None:
+    assert rate(step, lr_decay_style=style) == pytest.approx(expected)
+
+
+def test_without_a_warm_up_the_first_step_has_the_full_rate() -> None:
+    assert rate(0, lr_warmup_steps=0) == 1.0
