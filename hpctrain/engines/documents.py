@@ -9,13 +9,14 @@ from typing import Annotated, Any
 
 from pydantic import Discriminator, Tag, TypeAdapter
 
+from hpctrain.engines.deepspeed import DeepSpeedConfig, deepspeed_config
 from hpctrain.engines.megatron import MegatronConfig, megatron_config
 from hpctrain.engines.native import NativeConfig, native_config
 from hpctrain.engines.training import TrainConfig
 from hpctrain.plan.documents import Plan
 from hpctrain.spec.run import RunSpec
 
-_DOCUMENTS = {"megatron": "megatron", "fsdp": "native", "ddp": "native"}
+_DOCUMENTS = {"megatron": "megatron", "fsdp": "native", "ddp": "native", "deepspeed": "deepspeed"}
 
 
 def _document_of(value: Any) -> str | None:
@@ -25,7 +26,9 @@ def _document_of(value: Any) -> str | None:
 
 
 AnyTrainConfig = Annotated[
-    Annotated[MegatronConfig, Tag("megatron")] | Annotated[NativeConfig, Tag("native")],
+    Annotated[MegatronConfig, Tag("megatron")]
+    | Annotated[NativeConfig, Tag("native")]
+    | Annotated[DeepSpeedConfig, Tag("deepspeed")],
     Discriminator(_document_of),
 ]
 _READER: TypeAdapter[AnyTrainConfig] = TypeAdapter(AnyTrainConfig)
@@ -38,6 +41,5 @@ def parse_train_config(text: str | bytes) -> TrainConfig:
 
 def train_config(spec: RunSpec, plan: Plan, peak_flops_per_gpu: float | None) -> TrainConfig:
     """What the trainer is told of a plan, in the document of the plan's engine."""
-    if _DOCUMENTS[plan.engine] == "native":
-        return native_config(spec, plan, peak_flops_per_gpu)
-    return megatron_config(spec, plan, peak_flops_per_gpu)
+    fill = {"megatron": megatron_config, "native": native_config, "deepspeed": deepspeed_config}
+    return fill[_DOCUMENTS[plan.engine]](spec, plan, peak_flops_per_gpu)

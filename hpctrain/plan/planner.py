@@ -101,7 +101,7 @@ def _problems(spec: RunSpec, profile: ClusterProfile) -> list[str]:
     if spec.parallel == "auto":
         return problems + sharding_problems(spec)
     parallel = spec.parallel
-    problems += sharding_problems(spec, parallel.pp) + layout_problems(spec, parallel)
+    problems += sharding_problems(spec) + layout_problems(spec, parallel)
     worlds = world_problems(parallel, gpus, profile)
     if worlds:
         return problems + worlds

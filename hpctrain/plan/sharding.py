@@ -44,11 +44,13 @@ def axis_problems(spec: RunSpec, parallel: ParallelSpec) -> list[str]:
     ]
 
 
-def sharding_problems(spec: RunSpec, pp: int = 1) -> list[str]:
-    """What the spec asks of sharding and offload that the engine cannot do; pp: of its layout."""
+def sharding_problems(spec: RunSpec) -> list[str]:
+    """What the spec asks of sharding and offload that the engine cannot do.
+
+    What DeepSpeed's settings exclude among themselves was found with the spec (`spec.deepspeed`).
+    """
     return [
         *_stage_problems(spec),
-        *_pipeline_problems(spec, pp),
         *_offload_problems(spec),
         *_shard_problems(spec),
     ]
@@ -71,13 +73,6 @@ def _stage_problems(spec: RunSpec) -> list[str]:
     return []
 
 
-def _pipeline_problems(spec: RunSpec, pp: int) -> list[str]:
-    zero = spec.optimizer.zero
-    if zero is None or pipeline_allows(zero, pp):
-        return []
-    return [f"ZeRO stage {zero} cannot be combined with pp {pp}: use stage 1, or pp 1"]
-
-
 def pipeline_allows(zero: int, pp: int) -> bool:
     """Gradients are sharded (stage 2 and above) without a pipeline only.
 
@@ -91,8 +86,6 @@ def _offload_problems(spec: RunSpec) -> list[str]:
     engine, offload = spec.engine.name, spec.optimizer.offload
     if offload not in OFFLOADS[engine]:
         return [f"engine {engine} has no `optimizer.offload: {offload}`"]
-    if offload == "nvme" and spec.optimizer.zero not in (None, 3):
-        return [f"offload to nvme needs ZeRO stage 3, not {spec.optimizer.zero}"]
     return []
 
 
@@ -114,8 +107,9 @@ def zero_choices(spec: RunSpec) -> tuple[int, ...]:
         return (2, 3) if spec.parallel == "auto" else (3,)
     if not optimizer.distributed:
         return (0,)
-    free = engine == "deepspeed" and spec.parallel == "auto"
-    return (3,) if optimizer.offload == "nvme" else (1, 2, 3) if free else (1,)
+    if optimizer.offload == "nvme" or spec.engine.deepspeed.offload_parameters != "none":
+        return (3,)
+    return (1, 2, 3) if engine == "deepspeed" and spec.parallel == "auto" else (1,)
 
 
 def offload_choices(spec: RunSpec) -> tuple[int, ...]:

@@ -6,10 +6,11 @@ Belongs here: the fields of `engine`. Does not belong here: what an engine can d
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from hpctrain.spec.deepspeed import Contradiction, DeepSpeedSpec
 from hpctrain.spec.document import Document
 from hpctrain.units import ByteSize, Duration
 
@@ -39,7 +40,16 @@ class EngineSpec(Document):
         "auto", description="Layer implementation; auto: TransformerEngine where it is installed"
     )
     ddp: DdpSpec = DdpSpec()
+    deepspeed: DeepSpeedSpec = DeepSpeedSpec()
     deterministic: bool = Field(False, description="Bitwise reproducible kernels, slower on GPUs")
     collective_timeout: Duration = Field(
         Duration(600), gt=0, description="Give up a collective operation after this long"
     )
+
+    @model_validator(mode="after")
+    def _deepspeed_is_asked(self) -> Self:
+        if self.name != "deepspeed" and self.deepspeed != DeepSpeedSpec():
+            message = f"these are settings of DeepSpeed, and {self.name} would not read them"
+            hint = "remove them, or set `engine.name: deepspeed`"
+            raise Contradiction(("engine", "deepspeed"), message, hint)
+        return self

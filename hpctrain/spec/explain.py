@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from hpctrain.errors import Problem
+from hpctrain.spec.deepspeed import Contradiction
 from hpctrain.spec.fields import (
     annotation_at,
     description,
@@ -134,6 +135,8 @@ def _one(raw: dict[str, Any], path: Path, model: type[BaseModel], parsed: Parsed
                    key=True)  # fmt: skip
     hint = _value_hint(kind, model, path, value)
     if kind == "value_error":
+        if isinstance(wrong := context["error"], Contradiction):
+            return _at(parsed, wrong.path, str(wrong), wrong.hint)
         return _at(parsed, path, str(context["error"]), hint, key=isinstance(value, dict))
     return _at(parsed, path, _value_message(kind, context, model, path, value), hint)
 

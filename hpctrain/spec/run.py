@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from hpctrain.spec.data import BatchSpec as BatchSpec
 from hpctrain.spec.data import DataSource as DataSource
 from hpctrain.spec.data import DataSpec as DataSpec
+from hpctrain.spec.deepspeed import contradictions
 from hpctrain.spec.document import Document
 from hpctrain.spec.engine import EngineSpec as EngineSpec
 from hpctrain.spec.model import MlaSpec as MlaSpec
@@ -232,6 +233,25 @@ class RunSpec(Document):
     seed: int = Field(
         1234, ge=0, lt=2**31, description="Seed of initial weights, data order and dropout"
     )
+
+    @field_validator("engine")
+    @classmethod
+    def _deepspeed_can_do_it(cls, engine: EngineSpec, info: ValidationInfo) -> EngineSpec:
+        """Says the first thing that it cannot; sections that are wrong themselves come first."""
+        given = [info.data.get(name) for name in ("optimizer", "precision", "parallel")]
+        if engine.name != "deepspeed" or None in given:
+            return engine
+        optimizer, precision, parallel = given
+        for wrong in contradictions(
+            engine.deepspeed,
+            zero=optimizer.zero,
+            distributed=optimizer.distributed,
+            offload=optimizer.offload,
+            precision=precision,
+            pp=1 if parallel == "auto" else parallel.pp,
+        ):
+            raise wrong
+        return engine
 
     @model_validator(mode="after")
     def _warm_up_ends(self) -> Self:

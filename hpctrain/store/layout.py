@@ -13,6 +13,8 @@ stacks/e000001/rank-000003.txt         where each rank of a launch was when it h
 ranks.json saves.jsonl skips.json      compute time per rank, each save and its cost, data left out
 signatures.json                        the lines of logs and kernels that name a cause, and XIDs
 train-n000003.json                     the trainer's file for a launch on fewer nodes than planned
+ds_config.json ds_config-n000003.json  what DeepSpeed is told, for people and its own tools
+flops-0000012.txt                      what DeepSpeed's profiler has counted in a step
 logs/                                  slurm-JOB.out, JOB.RESTART/stepS-rankT.log
 checkpoints/                           iter_0000012/ and iter_0000012.partial-e000003/
 """
@@ -123,6 +125,17 @@ class RunLayout:
     def train_config_for(self, nodes: int) -> Path:
         """The trainer's file for a launch on fewer nodes than planned."""
         return self.directory / f"train-n{nodes:06d}.json"
+
+    @property
+    def ds_config(self) -> Path:
+        return self.directory / "ds_config.json"
+
+    def ds_config_for(self, nodes: int) -> Path:
+        """DeepSpeed's configuration for a launch on fewer nodes than planned."""
+        return self.directory / f"ds_config-n{nodes:06d}.json"
+
+    def flops(self, step: int) -> Path:
+        return self.directory / f"flops-{step:07d}.txt"
 
     @property
     def epochs(self) -> Path:

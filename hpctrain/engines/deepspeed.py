@@ -1,0 +1,144 @@
+"""DeepSpeed: from spec and plan to `train.json`, and from that to DeepSpeed's own `ds_config.json`.
+
+Belongs here: both documents and the pure functions that fill them. Does not belong here: torch,
+deepspeed, what contradicts what in a spec (see `hpctrain.spec.deepspeed`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from hpctrain.engines.module import ModuleConfig, module_fields
+from hpctrain.plan.documents import Offload, Plan
+from hpctrain.spec.run import RunSpec
+
+_ELEMENT_BYTES = {"fp32": 4, "bf16": 2}
+# Weights below this many times the hidden size (biases, norms) stay whole on every rank: gathering
+# them costs more than keeping them (as transformers/integrations/deepspeed.py, trainer_config_*).
+_WHOLE_PER_HIDDEN = 10
+# runtime/zero/offload_config.py: elements of one buffer between NVMe and memory
+_LEAST_SWAP_BUFFER = 100_000_000
+
+
+class DeepSpeedConfig(ModuleConfig):
+    """A model of Hugging Face's classes under `deepspeed.initialize`."""
+
+    engine: Literal["deepspeed"] = "deepspeed"
+    zero_stage: Literal[0, 1, 2, 3]
+    offload_optimizer: Offload = "none"
+    offload_parameters: Offload = "none"
+    nvme_path: str | None = None
+    # PyTorch's AdamW; False: DeepSpeed's own, which a compiler builds on the nodes
+    torch_adam: bool = True
+    overlap_comm: bool = False
+    reduce_bucket_elements: int
+    gather_bucket_elements: int
+    # in which gradients are summed over ranks; None: as they are computed
+    communication_dtype: Literal["fp32", "bf16"] | None = None
+    # steps whose FLOPs are counted, module by module
+    flops_steps: tuple[int, ...] = ()
+
+    @property
+    def layout_words(self) -> str:
+        return f"dp {self.data_parallel_size} · ZeRO {self.zero_stage}"
+
+
+def deepspeed_config(
+    spec: RunSpec, plan: Plan, peak_flops_per_gpu: float | None
+) -> DeepSpeedConfig:
+    """The trainer's view of a plan for engine `deepspeed`."""
+    own, element_bytes = spec.engine.deepspeed, _ELEMENT_BYTES[plan.precision]
+    uses_nvme = "nvme" in (plan.offload, own.offload_parameters)
+    return DeepSpeedConfig(
+        **module_fields(spec, plan, peak_flops_per_gpu),
+        zero_stage=plan.zero,
+        offload_optimizer=plan.offload,
+        offload_parameters=own.offload_parameters,
+        nvme_path=own.nvme_path if uses_nvme else None,
+        torch_adam=own.adam == "torch" or (own.adam == "auto" and plan.offload == "none"),
+        overlap_comm=spec.optimizer.overlap_grad_reduce and plan.layout.dp > 1,
+        reduce_bucket_elements=max(1, int(own.reduce_bucket) // element_bytes),
+        gather_bucket_elements=max(1, int(own.gather_bucket) // element_bytes),
+        communication_dtype=None if own.reduce_precision == "auto" else own.reduce_precision,
+        flops_steps=own.flops_steps,
+    )
+
+
+def ds_config(config: DeepSpeedConfig) -> dict[str, Any]:
+    """What `deepspeed.initialize` is given; plain values, as in JSON."""
+    settings: dict[str, Any] = dict(
+        train_batch_size=config.global_batch_size,
+        train_micro_batch_size_per_gpu=config.micro_batch_size,
+        gradient_accumulation_steps=config.microbatches,
+        gradient_clipping=config.clip_grad,
+        optimizer=_optimizer(config),
+        # PyTorch's AdamW on offloaded state is slower than DeepSpeed's, and needs no compiler
+        zero_force_ds_cpu_optimizer=False,
+        zero_optimization=_zero(config),
+        # the run's manifest says which checkpoint counts; all ranks are told its name
+        checkpoint=dict(tag_validation="Ignore"),
+        # it would wait for the GPU twice a step
+        timers=dict(throughput=dict(enabled=False)),
+    )
+    if config.precision == "bf16":
+        settings["bf16"] = dict(enabled=True)
+        # microbatches add up in fp32, as with the other engines
+        settings["data_types"] = dict(grad_accum_dtype="fp32")
+    if config.communication_dtype is not None:
+        settings["communication_data_type"] = config.communication_dtype
+    return settings
+
+
+def _optimizer(config: DeepSpeedConfig) -> dict[str, Any]:
+    """The learning rate is set before each step (see `hpctrain.train.schedule`)."""
+    return dict(
+        type="AdamW",
+        params=dict(
+            lr=config.lr,
+            betas=[config.adam_beta1, config.adam_beta2],
+            eps=config.adam_eps,
+            weight_decay=config.weight_decay,
+            torch_adam=config.torch_adam,
+            adam_w_mode=True,
+        ),
+    )
+
+
+def _zero(config: DeepSpeedConfig) -> dict[str, Any]:
+    stage = config.zero_stage
+    settings: dict[str, Any] = dict(stage=stage)
+    if stage == 0:
+        return settings
+    settings |= dict(
+        overlap_comm=config.overlap_comm,
+        contiguous_gradients=True,
+        reduce_bucket_size=config.reduce_bucket_elements,
+    )
+    if config.offload_optimizer != "none":
+        settings["offload_optimizer"] = _home(config, config.offload_optimizer)
+    if stage < 3:
+        return settings | dict(allgather_bucket_size=config.gather_bucket_elements)
+    if config.offload_parameters != "none":
+        settings["offload_param"] = _home(config, config.offload_parameters)
+        if config.offload_parameters == "nvme":
+            settings["offload_param"]["buffer_size"] = _swap_buffer_elements(config)
+    return settings | dict(
+        stage3_prefetch_bucket_size=config.gather_bucket_elements,
+        stage3_param_persistence_threshold=_WHOLE_PER_HIDDEN * config.model.hidden,
+    )
+
+
+def _home(config: DeepSpeedConfig, device: str) -> dict[str, Any]:
+    """A directory of the run's own, for DeepSpeed empties the one that it is given
+    (runtime/swap_tensor/partitioned_param_swapper.py, _configure_aio)."""
+    home: dict[str, Any] = dict(device=device, pin_memory=True)
+    if device == "nvme":
+        assert config.nvme_path is not None, "offload to nvme without a directory"
+        home["nvme_path"] = f"{config.nvme_path}/hpctrain-{config.run_name}"
+    return home
+
+
+def _swap_buffer_elements(config: DeepSpeedConfig) -> int:
+    """A buffer takes the largest part of a weight on one rank, which is of the embedding."""
+    largest = max(config.model.vocab, config.model.ffn_size) * config.model.hidden
+    return max(_LEAST_SWAP_BUFFER, -(-largest // config.data_parallel_size))
