@@ -251,7 +251,7 @@ def test_impossible_plans_are_refused_in_words(changes: dict[str, Any], words: l
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (dict(engine={"name": "fsdp"}), "not with fsdp"),
+        (dict(engine={"name": "fsdp"}, recompute="selective"), "recomputes whole blocks"),
         (dict(precision="fp8"), "not in fp8"),
         (dict(precision="fp16"), "not in fp16"),
         (dict(model={**GPT_TINY, "family": "bert"}), "not bert"),
