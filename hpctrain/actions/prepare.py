@@ -175,7 +175,10 @@ def _with_absolute_paths(spec: RunSpec) -> RunSpec:
         split=data.split,
         cache=os.path.abspath(data.cache) if data.cache else None,
     )
-    return spec.model_copy(update={"data": absolute})
+    weights = spec.model.pretrained
+    starting = {"pretrained": os.path.abspath(weights) if weights else None}
+    model = spec.model.model_copy(update=starting)
+    return spec.model_copy(update={"data": absolute, "model": model})
 
 
 def _supervise_config(

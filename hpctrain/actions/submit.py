@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.actions.prepare import Prepared
+from hpctrain.actions.pretrained import check_pretrained
 from hpctrain.actions.requests import take_back
 from hpctrain.actions.runs import RunFiles
 from hpctrain.durable import replace_text
@@ -56,7 +57,8 @@ def submit(prepared: Prepared, runs: Path, slurm: SlurmClient) -> Submitted:
 
 
 def check_data(prepared: Prepared) -> None:
-    """Find missing data files now, not after hours in the queue."""
+    """Find missing data files and weights now, not after hours in the queue."""
+    check_pretrained(prepared.spec)
     wanted = [
         f"{path}{suffix}" for _, path in prepared.train.data_blend for suffix in (".bin", ".idx")
     ]

@@ -2,11 +2,19 @@
 
 `settings_of` gives the keyword arguments of GPT2Config, LlamaConfig and so on, with the names that
 `config.json` has (transformers 5). Belongs here: these names. Does not belong here: transformers
-(see `hpctrain.train.models`), which shapes its classes cannot have (`hpctrain.plan.representable`).
+(see `hpctrain.train.models`), reading them back (see `described`), which shapes the classes cannot
+have (`hpctrain.plan.representable`).
 """
 
 from __future__ import annotations
 
+from hpctrain.plan.vision import (
+    BOTTLENECK_EXPANSION,
+    BOTTLENECK_FROM,
+    COLORS,
+    RESNET_BLOCKS,
+    STEM_FEATURES,
+)
 from hpctrain.spec.model import ModelSpec
 
 # Family -> `model_type` of a config.json.
@@ -18,15 +26,36 @@ MODEL_TYPES = {
     "vit": "vit",
     "resnet": "resnet",
 }
-# Names in transformers/activations.py. `gelu` is exact there and in megatron-core.
-ACTIVATIONS = {"gelu": "gelu", "squared_relu": "relu2", "swiglu": "silu"}
+# Names in transformers/activations.py; `gelu` is the exact one there.
+ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_tanh": "gelu_new",
+    "squared_relu": "relu2",
+    "swiglu": "silu",
+}
 
 Settings = dict[str, object]
 
 
 def settings_of(model: ModelSpec) -> Settings:
     """Keyword arguments of the family's configuration class."""
-    return _SETTINGS[model.family](model)
+    return {**_SETTINGS[model.family](model), **fresh_settings(model)}
+
+
+def fresh_settings(model: ModelSpec) -> Settings:
+    """Those that a run chooses anew where it goes on from somebody's weights."""
+    names, classes = _DROPOUTS[model.family], classes_of(model)
+    labels: Settings = {} if classes is None else {"num_labels": classes}
+    return {**dict.fromkeys(names, model.dropout), **labels}
+
+
+def classes_of(model: ModelSpec) -> int | None:
+    """Outputs of a classifier; None for a model of words."""
+    return model.vocab if model.reads_images else model.classes
+
+
+# The data decides what a sample begins and ends with, and what is padding.
+_NO_SPECIAL_TOKENS: Settings = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
 
 
 def _gpt2(model: ModelSpec) -> Settings:
@@ -40,7 +69,6 @@ def _gpt2(model: ModelSpec) -> Settings:
         activation_function=ACTIVATIONS[str(model.activation)],
         layer_norm_epsilon=model.norm_epsilon,
         tie_word_embeddings=bool(model.tied),
-        **_text_dropout(model, "resid_pdrop", "embd_pdrop", "attn_pdrop"),
         **_NO_SPECIAL_TOKENS,
     )
 
@@ -61,17 +89,78 @@ def _llama(model: ModelSpec) -> Settings:
         tie_word_embeddings=bool(model.tied),
         attention_bias=bool(model.bias),
         mlp_bias=bool(model.bias),
-        attention_dropout=0.0,
         **_NO_SPECIAL_TOKENS,
     )
 
 
-# The data decides what a sample begins and ends with, and what is padding.
-_NO_SPECIAL_TOKENS: Settings = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
+def _bert(model: ModelSpec) -> Settings:
+    return dict(
+        vocab_size=model.vocab,
+        max_position_embeddings=model.seq,
+        tie_word_embeddings=bool(model.tied),
+        **_encoder(model),
+        **_NO_SPECIAL_TOKENS,
+    )
 
 
-def _text_dropout(model: ModelSpec, *names: str) -> Settings:
-    return dict.fromkeys(names, model.dropout)
+def _distilbert(model: ModelSpec) -> Settings:
+    return dict(
+        vocab_size=model.vocab,
+        max_position_embeddings=model.seq,
+        dim=model.hidden,
+        n_layers=model.layers,
+        n_heads=model.heads,
+        hidden_dim=model.ffn_size,
+        activation=ACTIVATIONS[str(model.activation)],
+        tie_word_embeddings=bool(model.tied),
+        **_NO_SPECIAL_TOKENS,
+    )
 
 
-_SETTINGS = {"gpt": _gpt2, "llama": _llama}
+def _vit(model: ModelSpec) -> Settings:
+    return dict(image_size=model.image, patch_size=model.patch, qkv_bias=True, **_encoder(model))
+
+
+def _encoder(model: ModelSpec) -> Settings:
+    return dict(
+        hidden_size=model.hidden,
+        num_hidden_layers=model.layers,
+        num_attention_heads=model.heads,
+        intermediate_size=model.ffn_size,
+        hidden_act=ACTIVATIONS[str(model.activation)],
+        layer_norm_eps=model.norm_epsilon,
+    )
+
+
+def _resnet(model: ModelSpec) -> Settings:
+    """As torchvision builds it ("v1.5": the stride of a bottleneck is in its 3x3 convolution)."""
+    bottleneck = model.layers >= BOTTLENECK_FROM
+    expansion = BOTTLENECK_EXPANSION if bottleneck else 1
+    return dict(
+        num_channels=COLORS,
+        embedding_size=STEM_FEATURES,
+        hidden_sizes=[STEM_FEATURES * 2**stage * expansion for stage in range(4)],
+        depths=list(RESNET_BLOCKS[model.layers]),
+        layer_type="bottleneck" if bottleneck else "basic",
+        downsample_in_bottleneck=False,
+        downsample_in_first_stage=False,
+    )
+
+
+_SETTINGS = {
+    "gpt": _gpt2,
+    "llama": _llama,
+    "bert": _bert,
+    "distilbert": _distilbert,
+    "vit": _vit,
+    "resnet": _resnet,
+}
+_HIDDEN_AND_ATTENTION = ("hidden_dropout_prob", "attention_probs_dropout_prob")
+_DROPOUTS: dict[str, tuple[str, ...]] = {
+    "gpt": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
+    "llama": ("attention_dropout",),
+    "bert": _HIDDEN_AND_ATTENTION,
+    "distilbert": ("dropout", "attention_dropout", "seq_classif_dropout"),
+    "vit": _HIDDEN_AND_ATTENTION,
+    "resnet": (),
+}

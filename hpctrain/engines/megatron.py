@@ -18,7 +18,9 @@ from hpctrain.spec.run import RecomputeModule, RunSpec
 class MegatronConfig(TrainConfig):
     """A GPT or Llama on megatron-core: its shape, its layout and what is kept in memory."""
 
-    engine: Literal["megatron"] = "megatron"
+    engine: Literal["megatron", "megatron-lm"] = "megatron"
+    # a directory that `hpctrain convert` has made; None: random weights
+    pretrained: str | None = None
     # model
     num_layers: int
     hidden_size: int
@@ -27,7 +29,7 @@ class MegatronConfig(TrainConfig):
     num_query_groups: int
     kv_channels: int
     padded_vocab_size: int
-    activation: Literal["gelu", "swiglu", "squared_relu"]
+    activation: Literal["gelu", "gelu_tanh", "swiglu", "squared_relu"]
     normalization: Literal["LayerNorm", "RMSNorm"]
     layernorm_epsilon: float
     position_embedding_type: Literal["learned_absolute", "rope"]
@@ -112,6 +114,7 @@ def megatron_config(spec: RunSpec, plan: Plan, peak_flops_per_gpu: float | None)
 def _model_fields(spec: RunSpec, plan: Plan) -> dict[str, object]:
     model = spec.model
     return dict(
+        pretrained=model.pretrained,
         num_layers=model.layers,
         hidden_size=model.hidden,
         ffn_hidden_size=model.ffn_size,

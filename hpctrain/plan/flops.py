@@ -42,14 +42,16 @@ def linear_parameters(model: ModelSpec) -> int:
 
     Of experts those that are active. A multi-token prediction layer is a layer, its projection
     (2h x h) and once more the output matrix. BERT has the linear layer before its output matrix;
-    what it does once for a sequence (pooler) does not count, nor do the ends of a ViT.
+    what it does once for a sequence (pooler, classes) does not count, nor do the ends of a ViT.
     """
     attention = attention_weights(model)
     layers = sum(attention + mlp_weights(model, layer) for layer in range(model.layers))
     if model.family == "vit":
         return layers
+    if model.classes is not None:
+        return layers
     output = model.vocab * model.hidden
-    head = model.hidden**2 if model.family == "bert" else 0
+    head = model.hidden**2 if model.family in ("bert", "distilbert") else 0
     last = attention + mlp_weights(model, model.layers - 1)
     predicted = model.mtp_layers * (last + 2 * model.hidden**2 + output)
     return layers + output + head + predicted

@@ -159,8 +159,26 @@ def output_parameters(model: ModelSpec, tp: int, with_embedding: bool) -> int:
     shared = bool(model.tied) and with_embedding
     rows = pad_vocab(model.vocab, tp) // tp
     matrix = 0 if shared else rows * model.hidden
-    heads = bert_head_parameters(model) + rows if model.family == "bert" else 0
-    return norm_parameters(model) + matrix + heads
+    heads = encoder_head_parameters(model, rows)
+    return norm_parameters(model) + heads + (0 if model.classes else matrix)
+
+
+def encoder_head_parameters(model: ModelSpec, rows: int) -> int:
+    """Behind the layers of an encoder, without norm and output matrix of `rows`; 0 for others.
+
+    Classes of texts: a linear layer and one over the classes (BertForSequenceClassification with
+    its pooler, DistilBertForSequenceClassification). Masked words of DistilBERT: a linear layer, a
+    norm and the output's bias. BERT's are counted as megatron-core has them, with the next
+    sentence: h^2 + 3h + 2 more than in BertForMaskedLM.
+    """
+    if model.family not in ("bert", "distilbert"):
+        return 0
+    linear = model.hidden * model.hidden + model.hidden
+    if model.classes is not None:
+        return linear + model.classes * (model.hidden + 1)
+    if model.family == "distilbert":
+        return linear + norm_parameters(model) + rows
+    return bert_head_parameters(model) + rows
 
 
 def bert_head_parameters(model: ModelSpec) -> int:
@@ -194,10 +212,9 @@ def total_parameters(model: ModelSpec) -> int:
     layers = sum(layer_parameters(model, 1, layer=layer) for layer in range(model.layers))
     if model.family == "vit":
         return layers + vision.stem_parameters(model) + vision.head_parameters(model)
-    words = model.vocab * model.hidden * (1 if model.tied else 2)
+    words = model.vocab * model.hidden * (1 if model.tied or model.classes else 2)
     ends = words + _other_embeddings(model) + norm_parameters(model)
-    if model.family == "bert":
-        ends += bert_head_parameters(model) + model.vocab
+    ends += encoder_head_parameters(model, model.vocab)
     return layers + mtp_parameters(model, 1) + ends
 
 

@@ -7,14 +7,16 @@ planned at all (`layout`, `sharding`).
 from __future__ import annotations
 
 from hpctrain.plan.documents import Plan
+from hpctrain.plan.representable import CLASSES, unrepresentable
 from hpctrain.spec.run import RunSpec
 
 TRAINED_ENGINES = ("megatron", "fsdp", "ddp")
 TRAINED_PRECISIONS = ("bf16", "fp32")
+_MODULES = tuple(CLASSES)
 TRAINED_FAMILIES = {
     "megatron": ("gpt", "llama"),
-    "fsdp": ("gpt", "llama"),
-    "ddp": ("gpt", "llama"),
+    "fsdp": _MODULES,
+    "ddp": _MODULES,
 }
 _OFFLOADS = {"megatron": ("none",), "fsdp": ("none", "cpu"), "ddp": ("none",)}
 # Fields of `parallel` by which each engine splits a model when it trains.
@@ -78,7 +80,6 @@ def _of_megatron(spec: RunSpec) -> Found:
         words = "latent attention needs TransformerEngine, megatron-core's own layers cannot do it"
         found.append(("engine.implementation", words))
     for field, given in (
-        ("model.pretrained", spec.model.pretrained),
         ("lora", spec.lora),
         ("task", None if spec.learned_task == "language_modeling" else spec.task),
     ):
@@ -88,15 +89,9 @@ def _of_megatron(spec: RunSpec) -> Found:
 
 
 def _of_modules(spec: RunSpec) -> Found:
-    """FSDP and DDP train Hugging Face's classes, which have neither experts nor latent attention
-    in the shape that a spec can give."""
-    model, engine = spec.model, spec.engine.name
-    given = {"model.moe": model.moe, "model.mla": model.mla, "model.mtp_layers": model.mtp_layers}
-    found = [
-        (field, f"hpctrain trains {field.partition('.')[2]} with megatron, not with {engine}")
-        for field, value in given.items()
-        if value
-    ]
+    """FSDP and DDP train Hugging Face's classes, which cannot have every shape."""
+    engine = spec.engine.name
+    found = unrepresentable(spec)
     if spec.recompute == "selective":
         words = f"{engine} recomputes whole blocks or nothing: say `full` or `none`"
         found.append(("recompute", words))

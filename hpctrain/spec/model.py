@@ -59,14 +59,14 @@ def _family(*names: str) -> dict[str, Any]:
 
 
 class ModelSpec(Document):
-    """Shape of a transformer (GPT, Llama, BERT, ViT, with or without experts) or a ResNet."""
+    """Shape of a transformer (GPT, Llama, BERT, DistilBERT, ViT) or a ResNet."""
 
     model_config = ConfigDict(json_schema_extra=_required)
 
     pretrained: str | None = Field(
         None, description="Local Hugging Face directory (config.json, weights) to start from"
     )
-    family: Literal["gpt", "llama", "bert", "vit", "resnet"] = Field(
+    family: Literal["gpt", "llama", "bert", "distilbert", "vit", "resnet"] = Field(
         "gpt", description="Preset of the choices below"
     )
     layers: int = Field(
@@ -74,7 +74,7 @@ class ModelSpec(Document):
     )
     hidden: int = Field(ge=8, description="Hidden size; resnet: follows from `layers`")
     ffn: int | None = Field(
-        None, ge=8, description="MLP size; gpt, bert, vit: 4 x hidden, llama: required"
+        None, ge=8, description="MLP size; with gelu 4 x hidden, with swiglu required"
     )
     heads: int = Field(ge=1, description="Attention heads; resnet: none")
     kv_heads: int | None = Field(None, ge=1, description="Key/value heads (GQA); default: heads")
@@ -82,26 +82,29 @@ class ModelSpec(Document):
     vocab: int = Field(
         ge=2, description="Vocabulary size of the tokenizer, before padding; vit, resnet: classes"
     )
+    classes: int | None = Field(
+        None, ge=2, description="Classes of whole texts, for `task: classification`"
+    )
     seq: int = Field(
         ge=2, description="Sequence length in tokens; vit, resnet: follows from `image`"
     )
-    activation: Literal["gelu", "swiglu", "squared_relu"] | None = Field(
-        None, description="gpt, bert, vit: gelu, llama: swiglu"
+    activation: Literal["gelu", "gelu_tanh", "swiglu", "squared_relu"] | None = Field(
+        None, description="llama: swiglu, others: gelu; OpenAI's GPT-2 has gelu_tanh"
     )
     norm: Literal["layernorm", "rmsnorm"] | None = Field(
-        None, description="gpt, bert, vit: layernorm, llama: rmsnorm"
+        None, description="llama: rmsnorm, others: layernorm"
     )
-    norm_epsilon: float = Field(1e-5, gt=0, description="Added to the variance inside the norm")
+    norm_epsilon: float = Field(
+        1e-5, gt=0, description="Added to the variance in norms; bert, distilbert, vit: 1e-12"
+    )
     positions: Literal["learned", "rope"] | None = Field(
-        None, description="gpt, bert, vit: learned, llama: rope"
+        None, description="llama: rope, others: learned"
     )
     rope_base: int = Field(10000, ge=1, description="Base of the rotary angles (theta)")
     tied: bool | None = Field(
-        None, description="Share input and output embeddings; gpt, bert: true, llama, vit: false"
+        None, description="Share input and output embeddings; llama, vit: false, others: true"
     )
-    bias: bool | None = Field(
-        None, description="Bias in linear layers; gpt, bert, vit: true, llama: false"
-    )
+    bias: bool | None = Field(None, description="Bias in linear layers; llama: false, others: true")
     dropout: float = Field(0.0, ge=0, lt=1, description="Hidden and attention dropout")
     moe: MoeSpec | None = Field(None, description="Mixture of experts; absent: dense MLPs")
     mla: MlaSpec | None = Field(None, description="Multi-head latent attention; absent: MHA or GQA")
@@ -181,8 +184,12 @@ _CHOICES: dict[str, dict[str, object]] = {
     "llama": dict(
         activation="swiglu", norm="rmsnorm", positions="rope", tied=False, bias=False
     ),
-    "bert": _PLAIN,  # Devlin et al. 2018 (arXiv 1810.04805), with the norms where Megatron has them
-    "vit": {**_PLAIN, "tied": False},  # Dosovitskiy et al. 2020 (arXiv 2010.11929)
+    # Devlin et al. 2018 (arXiv 1810.04805); megatron-core puts the norms in front of the layers
+    "bert": {**_PLAIN, "norm_epsilon": 1e-12},
+    # Sanh et al. 2019 (arXiv 1910.01108): a BERT without segments and pooler
+    "distilbert": {**_PLAIN, "norm_epsilon": 1e-12},
+    # Dosovitskiy et al. 2020 (arXiv 2010.11929)
+    "vit": {**_PLAIN, "tied": False, "norm_epsilon": 1e-12},
     "resnet": {**_PLAIN, "tied": False},  # to be complete: a ResNet has none of these
 }  # fmt: skip
 
@@ -234,6 +241,14 @@ def _family_problem(model: ModelSpec) -> str | None:
     if wrong and not model.causal:
         return f"{wrong[0]} goes with families gpt and llama, not with {model.family}"
     return None
+
+
+def _classes_problem(model: ModelSpec) -> str | None:
+    if model.classes is None or model.family in ("bert", "distilbert"):
+        return None
+    if model.reads_images:
+        return f"classes of a {model.family} are its `vocab`: remove `classes`"
+    return f"classes goes with families bert and distilbert, not with {model.family}"
 
 
 def _moe_problem(model: ModelSpec) -> str | None:
@@ -300,6 +315,7 @@ def _resnet_problem(model: ModelSpec) -> str | None:
 _CHECKS = (
     _resnet_problem,
     _family_problem,
+    _classes_problem,
     _heads_problem,
     _moe_problem,
     _mla_problem,

@@ -268,8 +268,9 @@ class RunSpec(Document):
         family = self.model.family
         if self.model.reads_images and self.budget.tokens is not None:
             raise ValueError(f"budget.tokens counts tokens of text: give `steps` for a {family}")
-        if self.model.reads_images and self.engine.name == "megatron":
-            raise ValueError(f"engine megatron trains no {family}: set `engine.name` to `ddp`")
+        engine = self.engine.name
+        if self.model.reads_images and engine in ("megatron", "megatron-lm"):
+            raise ValueError(f"engine {engine} trains no {family}: set `engine.name` to `ddp`")
         return self
 
     @property
@@ -277,7 +278,7 @@ class RunSpec(Document):
         """`task`, or what its family is for."""
         if self.task is not None:
             return self.task
-        if self.model.reads_images:
+        if self.model.reads_images or self.model.classes is not None:
             return "classification"
         return "language_modeling" if self.model.causal else "masked_language_modeling"
 

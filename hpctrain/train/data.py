@@ -34,12 +34,16 @@ _MOCK_SPLIT = "90,10,0"
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Tensors of shape [micro batch, sequence] on the rank's device."""
+    """Tensors of shape [micro batch, sequence] on the rank's device.
+
+    `samples` are the numbers of its sequences within the run.
+    """
 
     tokens: Any
     labels: Any
     loss_mask: Any
     positions: Any
+    samples: range = range(0)
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,7 @@ class Samples:
             labels.to(device, non_blocking=True),
             torch.stack([row["loss_mask"] for row in rows]).to(device, non_blocking=True),
             torch.stack([row["position_ids"] for row in rows]).to(device, non_blocking=True),
+            indices,
         )
 
     def _check_vocabulary(self, largest: int) -> None:

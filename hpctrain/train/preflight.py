@@ -22,6 +22,7 @@ from hpctrain.store.epochs import current_epoch
 from hpctrain.train.job import Job
 from hpctrain.train.megatron.preflight import megatron_problems
 from hpctrain.train.skips import parse_skips, read_skips
+from hpctrain.train.starting import starting_problems
 
 
 def check(job: Job) -> None:
@@ -32,6 +33,7 @@ def check(job: Job) -> None:
         *_problems_of_the_engine(config),
         *_schedule_problems(config),
         *_data_problems(config),
+        *starting_problems(config, resumes=bool(job.launch.resume)),
         *_resume_problems(job),
         *_skip_problems(job.run.skips),
     ]

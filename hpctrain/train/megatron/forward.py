@@ -6,7 +6,7 @@ Belongs here: what happens between a batch and a number. Does not belong here: t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.train.data import Microbatch, Samples
 from hpctrain.train.megatron.mesh import Mesh
 from hpctrain.train.megatron.model import Model
+
+_OF_TOKENS = ("tokens", "labels", "loss_mask", "positions")
 
 
 @dataclass(frozen=True)
@@ -83,8 +85,8 @@ def forward_step(
     if batch is None:
         return model(None, None, None, labels=None), _no_loss
     if parallel_state.get_context_parallel_world_size() > 1:
-        parts = {field.name: getattr(batch, field.name) for field in fields(batch)}
-        batch = Microbatch(**get_batch_on_this_cp_rank(parts))
+        whole = {name: getattr(batch, name) for name in _OF_TOKENS}
+        batch = Microbatch(**get_batch_on_this_cp_rank(whole))
     output = model(
         batch.tokens, batch.positions, None, labels=batch.labels, loss_mask=batch.loss_mask
     )

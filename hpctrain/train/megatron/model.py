@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,7 +44,12 @@ BUCKET_ELEMENTS: int | None = None
 # 2.2: alpha = 10^-2; transformer_config.py, moe_aux_loss_coeff, recommends the same).
 BALANCE_LOSS_WEIGHT = 1e-2
 
-_ACTIVATIONS = {"gelu": functional.gelu, "swiglu": functional.silu, "squared_relu": squared_relu}
+_ACTIVATIONS = {
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "swiglu": functional.silu,
+    "squared_relu": squared_relu,
+}
 
 
 @dataclass(frozen=True)
@@ -99,6 +105,7 @@ def transformer_settings(
     whole matrix).
     """
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+    fused = _fusion_settings(config, not on_cpu() if compiled is None else compiled)
     kind = MLATransformerConfig if config.multi_latent_attention else TransformerConfig
     return kind(
         num_layers=config.num_layers,
@@ -111,7 +118,7 @@ def transformer_settings(
         layernorm_epsilon=config.layernorm_epsilon,
         add_bias_linear=config.add_bias_linear,
         gated_linear_unit=config.activation == "swiglu",
-        activation_func=_ACTIVATIONS[config.activation],
+        activation_func=_activation(config, fused["bias_activation_fusion"]),
         hidden_dropout=config.dropout,
         attention_dropout=config.dropout,
         attention_softmax_in_fp32=True,
@@ -124,7 +131,7 @@ def transformer_settings(
         **({} if initialize else _unset_weights()),
         **_parallel_settings(config),
         **_recompute_settings(config),
-        **_fusion_settings(config, not on_cpu() if compiled is None else compiled),
+        **fused,
         **_expert_settings(config),
         **_latent_settings(config),
     )
@@ -253,10 +260,18 @@ def _recompute_settings(config: MegatronConfig) -> dict[str, Any]:
     return {}
 
 
+def _activation(config: MegatronConfig, fused: bool) -> Any:
+    """megatron-core knows its fused GELU by `functional.gelu`, and approximates it with tanh
+    (fusions/fused_bias_gelu.py): exactly what `gelu_tanh` asks for."""
+    if fused and config.activation == "gelu_tanh":
+        return functional.gelu
+    return _ACTIVATIONS[config.activation]
+
+
 def _fusion_settings(config: MegatronConfig, compiled: bool) -> dict[str, Any]:
     """Fused kernels: compiled ones on GPUs only, hand-written ones with TransformerEngine only."""
     fused = uses_transformer_engine(config)
-    biased_gelu = config.activation == "gelu" and config.add_bias_linear
+    biased_gelu = config.activation in ("gelu", "gelu_tanh") and config.add_bias_linear
     return dict(
         bias_dropout_fusion=compiled,
         bias_activation_fusion=compiled and (biased_gelu or config.activation == "swiglu"),

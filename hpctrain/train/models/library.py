@@ -36,7 +36,10 @@ def _without_torchvision() -> Iterator[None]:
 def class_named(name: str) -> Any:
     """A class of transformers, which imports its module when it is first asked for."""
     with _without_torchvision():
-        return getattr(importlib.import_module("transformers"), name)
+        library = importlib.import_module("transformers")
+        library.utils.logging.disable_progress_bar()  # nobody watches a job's log line by line
+        library.utils.logging.set_verbosity_error()
+        return getattr(library, name)
 
 
 def unset_weights() -> Any:

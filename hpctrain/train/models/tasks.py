@@ -1,7 +1,7 @@
 """What a model learns from a batch: the sum of its losses, and how many there were.
 
 Belongs here: the forward pass of each task. Does not belong here: means over ranks and
-microbatches, which engines take.
+microbatches, which engines take; which words are masked (see `masking`).
 """
 
 from __future__ import annotations
@@ -13,19 +13,57 @@ import torch
 from torch.nn import functional
 
 from hpctrain.engines.module import ModuleConfig
+from hpctrain.train.models.masking import Masking, masking_of
 
 Loss = Callable[[Any, Any], tuple[Any, Any]]
 
 
 def loss_of(config: ModuleConfig) -> Loss:
-    """A function of module and batch: (sum of losses, number of them), two fp32 scalars."""
-    return _next_tokens
+    """A function of module and batch: (sum of losses, number of them), two fp32 scalars.
+
+    The batch has `tokens`, `labels`, `loss_mask` and `positions` [batch, sequence] for words,
+    `labels` [batch] and either `pixels` [batch, colors, side, side] or `tokens` and
+    `attention_mask` [batch, sequence] for classes.
+    """
+    if config.task == "classification":
+        return _classes_of_images if config.model.reads_images else _classes_of_texts
+    if config.task == "masked_language_modeling":
+        return _masked_words(masking_of(config))
+    return _packed_words if config.data_format == "packed" else _next_words
 
 
-def _next_tokens(module: Any, batch: Any) -> tuple[Any, Any]:
+def _next_words(module: Any, batch: Any) -> tuple[Any, Any]:
     """Labels are the tokens that follow; GPTDataset has shifted them already."""
     logits = module(input_ids=batch.tokens, use_cache=False).logits
     return masked_sum(logits, batch.labels, batch.loss_mask)
+
+
+def _packed_words(module: Any, batch: Any) -> tuple[Any, Any]:
+    """Several texts in one sequence: positions begin again with each, and none sees another.
+
+    transformers finds the borders by the positions when there is no mask
+    (masking_utils.py, find_packed_sequence_indices).
+    """
+    logits = module(input_ids=batch.tokens, position_ids=batch.positions, use_cache=False).logits
+    return masked_sum(logits, batch.labels, batch.loss_mask)
+
+
+def _masked_words(masking: Masking) -> Loss:
+    def loss(module: Any, batch: Any) -> tuple[Any, Any]:
+        shown, hidden = masking.apply(batch.tokens, batch.samples)
+        return masked_sum(module(input_ids=shown).logits, batch.tokens, hidden)
+
+    return loss
+
+
+def _classes_of_texts(module: Any, batch: Any) -> tuple[Any, Any]:
+    logits = module(input_ids=batch.tokens, attention_mask=batch.attention_mask).logits
+    return masked_sum(logits, batch.labels, torch.ones_like(batch.labels))
+
+
+def _classes_of_images(module: Any, batch: Any) -> tuple[Any, Any]:
+    logits = module(pixel_values=batch.pixels).logits
+    return masked_sum(logits, batch.labels, torch.ones_like(batch.labels))
 
 
 def masked_sum(logits: Any, labels: Any, mask: Any) -> tuple[Any, Any]:

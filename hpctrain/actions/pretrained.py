@@ -1,0 +1,49 @@
+"""`model.pretrained`: whether the directory holds the model of the spec, before the queue.
+
+Belongs here: reading its small files, and saying what is wrong where the spec names it. Does not
+belong here: loading weights (see `hpctrain.train.models`), which imports torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+from hpctrain.checkpoints.staged import Kind, open_staged, require_kind
+from hpctrain.engines.described import disagreements
+from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.spec.loader import Loaded
+from hpctrain.spec.run import RunSpec
+
+FIELD = "model.pretrained"
+
+
+def check_pretrained(spec: Loaded[RunSpec]) -> None:
+    """Raise InvalidInputError for everything that would end the job as soon as it starts."""
+    model = spec.document.model
+    if model.pretrained is None:
+        return
+    kind: Kind = "megatron" if spec.document.engine.name == "megatron" else "hugging_face"
+    try:
+        staged = open_staged(Path(os.path.abspath(model.pretrained)))
+        require_kind(staged, kind)
+    except InvalidInputError as error:
+        placed = [
+            dataclasses.replace(found_at(spec, one.message), hint=one.hint)
+            for one in error.problems
+        ]
+        raise InvalidInputError(placed) from None
+    if wrong := disagreements(model, staged.config):
+        raise InvalidInputError([found_at(spec, words) for words in wrong])
+
+
+def found_at(spec: Loaded[RunSpec], words: str) -> Problem:
+    """A problem with the directory, at the line that names it."""
+    file, _, line = spec.origin.get(FIELD, spec.file).rpartition(":")
+    known = bool(file) and line.isdecimal()
+    return Problem(
+        f"`{FIELD}`: {words}",
+        file=file if known else spec.file,
+        line=int(line) if known else None,
+    )

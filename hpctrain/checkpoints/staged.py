@@ -1,0 +1,120 @@
+"""Directories with somebody's weights, staged where compute nodes can read them.
+
+Two kinds: Hugging Face's (`config.json` and safetensors) and what `hpctrain convert` makes of one
+for megatron-core (the same `config.json`, and a `torch_dist` checkpoint). Belongs here: whether
+all of it is there. Does not belong here: whether it is the model that somebody wants
+(`hpctrain.engines.described`), loading it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from hpctrain.errors import InvalidInputError, Problem
+
+CONFIG_NAME = "config.json"
+WEIGHTS_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+MEGATRON_NAME = "metadata.json"
+_LONGEST_HEADER = 100 * 2**20  # as the safetensors library has it
+Kind = Literal["hugging_face", "megatron"]
+
+_HINT = (
+    "stage it before, on a node with internet: `hf download OWNER/MODEL --local-dir {path}`; "
+    "nothing is downloaded while a job runs"
+)
+_CONVERT = "`hpctrain convert HUGGING_FACE_DIRECTORY {path}` makes it"
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A complete directory; `config` is its config.json."""
+
+    path: Path
+    config: dict[str, Any]
+    kind: Kind
+
+
+def open_staged(path: Path) -> Staged:
+    """Look at every file, read none but headers. Raises InvalidInputError for what is missing."""
+    config = _read_json(path, path / CONFIG_NAME)
+    if (path / MEGATRON_NAME).exists() and (path / "common.pt").exists():
+        return Staged(path, config, "megatron")
+    for file in weight_files(path):
+        _check_length(path, file)
+    return Staged(path, config, "hugging_face")
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The safetensors files of a Hugging Face directory, whether one or many."""
+    if (path / INDEX_NAME).exists():
+        index = _read_json(path, path / INDEX_NAME)
+        return [path / name for name in sorted(set(index.get("weight_map", {}).values()))]
+    if (path / WEIGHTS_NAME).exists():
+        return [path / WEIGHTS_NAME]
+    if any(path.glob("pytorch_model*.bin")):
+        hint = "save it with `model.save_pretrained(DIRECTORY)`, which writes safetensors"
+        raise _problem(f"{path} has its weights in pickles, which are not loaded", hint)
+    raise _missing(path, f"{path} has neither {WEIGHTS_NAME} nor {INDEX_NAME}")
+
+
+def expected_bytes(file: Path) -> int:
+    """Length of a safetensors file by its header: 8 bytes of length, JSON, then the tensors.
+
+    https://huggingface.co/docs/safetensors, "Format". Raises OSError, ValueError.
+    """
+    with file.open("rb") as stream:
+        header_bytes = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(min(header_bytes, _LONGEST_HEADER)))
+    ends = [about["data_offsets"][1] for name, about in header.items() if name != "__metadata__"]
+    return 8 + header_bytes + max(ends, default=0)
+
+
+def _check_length(path: Path, file: Path) -> None:
+    """A download that was cut off is shorter than its header says."""
+    try:
+        expected, size_bytes = expected_bytes(file), file.stat().st_size
+    except FileNotFoundError:
+        raise _missing(path, f"{path} is incomplete: {file.name} is missing") from None
+    except (OSError, ValueError) as error:
+        raise _missing(path, f"{file} cannot be read: {error}") from error
+    if size_bytes < expected:
+        cut = f"{file.name} has {size_bytes} of {expected} bytes"
+        raise _missing(path, f"{path} is incomplete: {cut}")
+
+
+def _read_json(path: Path, file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        what = f"{path} has no {file.name}" if path.is_dir() else f"{path} does not exist"
+        raise _missing(path, what) from None
+    except (OSError, ValueError) as error:
+        raise _missing(path, f"{file} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise _missing(path, f"{file} is no JSON object")
+    return found
+
+
+def require_kind(staged: Staged, kind: Kind) -> None:
+    """Raise InvalidInputError where an engine cannot read this kind of directory."""
+    if staged.kind == kind:
+        return
+    if kind == "megatron":
+        hint = _CONVERT.format(path="DIRECTORY")
+        raise _problem(f"megatron-core cannot start from {staged.path}, a Hugging Face model", hint)
+    raise _problem(
+        f"{staged.path} is for megatron-core",
+        "`hpctrain convert` makes a Hugging Face directory of it",
+    )
+
+
+def _missing(path: Path, words: str) -> InvalidInputError:
+    return _problem(words, _HINT.format(path=path))
+
+
+def _problem(words: str, hint: str) -> InvalidInputError:
+    return InvalidInputError([Problem(words, hint=hint)])
