@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from hpctrain.engines.native import NativeConfig
+from hpctrain.train.device import on_cpu
 
 # Sums of low rank begin when the gradients have settled (powerSGD_hook.py recommends a warm-up).
 _EXACT_STEPS = 10
@@ -36,7 +37,10 @@ def register_hook(config: NativeConfig, wrapped: Any) -> None:
     """Put the hook of the spec in force; all ranks must call this."""
     name = config.ddp.hook
     if name == "bf16":
-        wrapped.register_comm_hook(None, default_hooks.bf16_compress_hook)
+        # DDP takes it for NCCL only, by its name; gloo sums bf16 as well
+        plain = default_hooks.bf16_compress_hook
+        hook = (lambda state, bucket: plain(state, bucket)) if on_cpu() else plain
+        wrapped.register_comm_hook(None, hook)
     elif name == "fp16":
         wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
     elif name == "powersgd":
@@ -45,7 +49,9 @@ def register_hook(config: NativeConfig, wrapped: Any) -> None:
         )
         wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     elif name == "hierarchical":
-        wrapped.register_comm_hook(open_levels(config), sum_by_levels)
+        # DDP wants real types as annotations, or none
+        levels = open_levels(config)
+        wrapped.register_comm_hook(levels, lambda state, bucket: sum_by_levels(state, bucket))
 
 
 def open_levels(config: NativeConfig) -> Levels:
