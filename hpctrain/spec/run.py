@@ -238,16 +238,16 @@ class RunSpec(Document):
     @classmethod
     def _deepspeed_can_do_it(cls, engine: EngineSpec, info: ValidationInfo) -> EngineSpec:
         """Says the first thing that it cannot; sections that are wrong themselves come first."""
-        given = [info.data.get(name) for name in ("optimizer", "precision", "parallel")]
-        if engine.name != "deepspeed" or None in given:
+        given = info.data
+        if engine.name != "deepspeed" or not given.keys() >= {"optimizer", "precision", "parallel"}:
             return engine
-        optimizer, precision, parallel = given
+        optimizer, parallel = given["optimizer"], given["parallel"]
         for wrong in contradictions(
             engine.deepspeed,
             zero=optimizer.zero,
             distributed=optimizer.distributed,
             offload=optimizer.offload,
-            precision=precision,
+            precision=given["precision"],
             pp=1 if parallel == "auto" else parallel.pp,
         ):
             raise wrong

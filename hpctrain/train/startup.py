@@ -32,7 +32,7 @@ from hpctrain.train.times import RankClock
 # They say at import that TransformerEngine or Apex are missing, from every rank.
 warnings.filterwarnings("ignore", module=r"(torch|megatron)\b.*")
 
-_ROOMS = {"megatron": "megatron", "fsdp": "native", "ddp": "native"}
+_ROOMS = {"megatron": "megatron", "fsdp": "native", "ddp": "native", "deepspeed": "deepspeed"}
 
 
 class StepKeeper(Protocol):

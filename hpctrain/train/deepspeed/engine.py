@@ -1,0 +1,117 @@
+"""DeepSpeed as the training loop knows an engine: one step, one evaluation.
+
+The loss is the mean over everything that counts in the whole global batch, however it is spread
+over ranks and microbatches. Belongs here: the order of things within a step. Does not belong here:
+how the module is placed, what DeepSpeed's optimizers differ in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hpctrain.engines.deepspeed import DeepSpeedConfig
+from hpctrain.train.data import Data
+from hpctrain.train.deepspeed.flops import FlopsCounter
+from hpctrain.train.deepspeed.mesh import Mesh
+from hpctrain.train.deepspeed.optimizer import (
+    divide_gradients,
+    norm_after_step,
+    norm_before_step,
+    set_rate,
+    undivided,
+)
+from hpctrain.train.engine import Update, mean_loss
+from hpctrain.train.models.tasks import Loss
+from hpctrain.train.numerics import are_finite
+from hpctrain.train.schedule import learning_rate
+from hpctrain.train.times import StepClock
+
+
+@dataclass
+class ZeroEngine:
+    """All parts on one rank; `hpctrain.train.engine.Engine` says the rest.
+
+    `inner` is a DeepSpeedEngine. `finished_steps` decides the learning rate; whoever loads a
+    checkpoint sets it.
+    """
+
+    config: DeepSpeedConfig
+    mesh: Mesh
+    inner: Any
+    data: Data
+    loss: Loss
+    flops: FlopsCounter
+    clock: StepClock
+    finished_steps: int = 0
+    # gradients are divided among ranks while they are summed: the norm tells, for all
+    rejection: str | None = field(default=None, init=False)
+
+    def update(self, first_sample: int, before_step: Callable[[], None]) -> Update:
+        """Forward, backward, optimizer."""
+        rate = learning_rate(self.config, self.finished_steps)
+        set_rate(self.inner, rate)
+        undivided(self.inner)
+        totals = self._accumulate(first_sample)
+        before_step()
+        dist.all_reduce(totals)
+        share = max(1.0, float(totals[1])) / self._nominal
+        if share != 1.0:
+            divide_gradients(self.inner, share)
+        norm = norm_before_step(self.inner) if self.config.zero_stage == 0 else None
+        self.inner.step()
+        if norm is None:
+            norm = norm_after_step(self.inner)
+        self.finished_steps += 1
+        return Update(totals, norm, rate)
+
+    @property
+    def _nominal(self) -> float:
+        """What the losses are divided by at first; what really counts is known afterwards, and
+        where everything counts (pretraining) it is the same number."""
+        return float(self.config.global_batch_size * self.config.labels_per_sample)
+
+    def _accumulate(self, first_sample: int) -> Any:
+        """Gradients of all microbatches; [losses, count] of this rank.
+
+        DeepSpeed takes the mean over ranks, and here no mean over microbatches. Its `step` after
+        all but the last microbatch only counts them.
+        """
+        totals = torch.zeros(2, device=self.mesh.device)
+        scale = self.mesh.size / self._nominal
+        last = self.config.microbatches - 1
+        for number, batch in enumerate(self.data.training.microbatches(first_sample)):
+            with self.clock.computing(), self.flops.counting(self.finished_steps + 1, number):
+                loss_sum, count = self.loss(self.inner, batch)
+            self.inner.backward(loss_sum * scale, scale_wrt_gas=False)
+            if number < last:
+                self.inner.step()
+            totals += torch.stack([loss_sum.detach().float(), count.float()])
+        return totals
+
+    def evaluate(self) -> float | None:
+        """Without dropout, hence without drawing random numbers."""
+        samples, config = self.data.validation, self.config
+        if samples is None:
+            return None
+        totals = torch.zeros(2, device=self.mesh.device)
+        self.inner.eval()
+        with torch.no_grad():
+            for number in range(config.eval_batches):
+                for batch in samples.microbatches(number * config.global_batch_size):
+                    totals += torch.stack([one.float() for one in self.loss(self.inner, batch)])
+        self.inner.train()
+        dist.all_reduce(totals)
+        return mean_loss(totals)
+
+    def weights_are_finite(self) -> bool:
+        """Of the parts of the weights that this rank keeps, but for those on NVMe."""
+        kept = [getattr(p, "ds_tensor", p).detach() for p in self.inner.module.parameters()]
+        return are_finite([one for one in kept if one.numel()])
+
+    def take_compute_seconds(self) -> float:
+        return self.clock.take_seconds()

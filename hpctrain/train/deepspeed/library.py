@@ -1,0 +1,71 @@
+"""The import of deepspeed, and what must be so before and right after it.
+
+Belongs here: settings of the library as a whole. Does not belong here: what a run is told (see
+`hpctrain.engines.deepspeed`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.train.device import backend, on_cpu
+
+if on_cpu():
+    # accelerator/real_accelerator.py: else it looks for one and says so
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import deepspeed
+import deepspeed.ops
+
+# comm/torch.py, build_shm_op: on a CPU it would build an all-reduce over shared memory with a
+# compiler, for two minutes; gloo does it. Set before anybody asks, for the first question for any
+# operator tries out the compiler on all of them (ops/__init__.py).
+deepspeed.ops.__compatible_ops__ = {}
+logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+warnings.filterwarnings("ignore", module=r"deepspeed\b.*")
+
+
+def join(timeout: timedelta) -> None:
+    """DeepSpeed's communication over the process groups that torch.distributed has already."""
+    deepspeed.init_distributed(backend(), timeout=timeout, verbose=False)
+
+
+def adam_problem() -> str | None:
+    """Why DeepSpeed's own Adam cannot be used here; builds it the first time, about a minute."""
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+
+    try:
+        CPUAdamBuilder().load(verbose=False)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def refuse_without_adam() -> None:
+    """Raise InvalidInputError where DeepSpeed's own Adam is wanted and cannot be built."""
+    reason = adam_problem()
+    if reason is not None:
+        message = f"DeepSpeed's Adam for offloaded state cannot be built here: {reason}"
+        hint = "load a CUDA toolkit and a C++ compiler, or set `engine.deepspeed.adam: torch`"
+        raise InvalidInputError([Problem(message, hint=hint)])
+
+
+@contextlib.contextmanager
+def silence() -> Iterator[None]:
+    """Some of what DeepSpeed says goes past its logger to standard output."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        yield
+
+
+def initialize(**keywords: Any) -> Any:
+    """`deepspeed.initialize`; only the engine of what it returns is of use here."""
+    with silence():
+        return deepspeed.initialize(**keywords)[0]

@@ -1,0 +1,123 @@
+"""Going on with another number of ranks, by DeepSpeed's universal checkpoints.
+
+DeepSpeed's files hold what each rank had; another number of ranks cannot read them. Its converter
+makes one file per weight of them, once: what it has made stays in the checkpoint's directory, below
+`universal/`, until the checkpoint is retired. Belongs here: converting, and what cannot be
+converted. Does not belong here: loading (see `snapshot`).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from hpctrain.checkpoints.manifest import file_problem, read_rank_digests, write_rank_digests
+from hpctrain.engines.deepspeed import DeepSpeedConfig
+from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.train.control import Control
+from hpctrain.train.faults import BadCheckpointError
+
+_NAME = "universal"
+_PARTIAL = "universal.partial"
+_POLL_SECONDS = 0.2
+# What the converter's own tools need is read from files of many gigabytes: some side by side.
+_WORKERS = 4
+_TAIL_CHARACTERS = 400
+
+
+def refuse_what_cannot_move(
+    config: DeepSpeedConfig, ranks: int, about: dict[str, Any], directory: Path
+) -> None:
+    """Raise InvalidInputError where a checkpoint can only go on as it was saved."""
+    saved, now = about["zero_stage"], config.zero_stage
+    apart = saved != now and (saved in (0, 3) or now in (0, 3))
+    if apart:
+        # checkpoint/ds_to_universal.py writes another layout for stage 3; stage 0 has no shards
+        message = f"was saved at ZeRO stage {saved}, and stage {now} cannot read it"
+        hint = f"set `optimizer.zero: {saved}`; only stages 1 and 2 read each other's checkpoints"
+        raise InvalidInputError([Problem(message, str(directory), hint=hint)])
+    if about["precision"] != config.precision:
+        message = f"was saved in {about['precision']}, and the run is in {config.precision} now"
+        raise InvalidInputError([Problem(message, str(directory), hint="submit a new run")])
+    if about["on_nvme"] and about["world_size"] != ranks:
+        message = f"its state on NVMe belongs to {about['world_size']} ranks, and there are {ranks}"
+        hint = "go on with as many ranks, or train with `offload: cpu` to be able to change them"
+        raise InvalidInputError([Problem(message, str(directory), hint=hint)])
+
+
+def converted(directory: Path, control: Control, rank: int) -> Path:
+    """The universal checkpoint made of `directory`; rank 0 makes it if it is not there yet.
+
+    All ranks must call this; they ask rank 0 again and again instead of waiting in one collective
+    operation, whose time limit a large checkpoint would exceed. Raises BadCheckpointError.
+    """
+    target = directory / _NAME
+    converter = _Converter(directory) if rank == 0 and not _is_whole(target) else None
+    while True:
+        told = control.from_leader(converter.state() if converter is not None else "done")
+        if told == "done":
+            return target
+        if told != "running":
+            raise BadCheckpointError(f"cannot convert {directory.name} for other ranks: {told}")
+        time.sleep(_POLL_SECONDS)
+
+
+class _Converter:
+    """DeepSpeed's converter in a process of its own, which needs neither ranks nor GPUs."""
+
+    def __init__(self, directory: Path) -> None:
+        self._partial, self._target = directory / _PARTIAL, directory / _NAME
+        shutil.rmtree(self._partial, ignore_errors=True)
+        shutil.rmtree(self._target, ignore_errors=True)
+        command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
+        # --inject_missing_state: it asks for a version that only Megatron-DeepSpeed writes
+        command += ["--input_folder", str(directory), "--output_folder", str(self._partial)]
+        command += ["--inject_missing_state", "--num_extract_workers", str(_WORKERS)]
+        self._log = (directory / f"{_NAME}.log").open("w+b")
+        self._process = subprocess.Popen(
+            command, stdout=self._log, stderr=subprocess.STDOUT, env=_environment()
+        )
+
+    def state(self) -> str:
+        """`running`, `done`, or what went wrong."""
+        code = self._process.poll()
+        if code is None:
+            return "running"
+        if code != 0:
+            return self._last_words()
+        try:
+            self._publish()
+        except OSError as error:
+            return str(error)
+        return "done"
+
+    def _publish(self) -> None:
+        (self._partial.parent / "latest_universal").unlink(missing_ok=True)
+        names = [str(p.relative_to(self._partial)) for p in self._partial.rglob("*.pt")]
+        write_rank_digests(self._partial, 0, names)
+        os.replace(self._partial, self._target)
+
+    def _last_words(self) -> str:
+        self._log.seek(0)
+        text = self._log.read().decode(errors="replace").strip()
+        return text[-_TAIL_CHARACTERS:] or "the converter said nothing"
+
+
+def _environment() -> dict[str, str]:
+    """Without a launcher's variables; on the CPU, for it only rearranges files."""
+    ours = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return {**ours, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def _is_whole(target: Path) -> bool:
+    """True if an earlier launch has made it, and nothing has shortened its files since."""
+    try:
+        files = read_rank_digests(target)
+    except (OSError, ValueError):
+        return False
+    return bool(files) and not any(file_problem(target, one, deep=False) for one in files)

@@ -1,0 +1,142 @@
+"""Checkpoints of DeepSpeed: exact with the same ranks, within rounding with others, or refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from deepspeed_trials import ROUNDING, ZERO, trained, words_of
+from trial_runs import Trial, largest_difference
+
+from hpctrain.checkpoints.manifest import checkpoint_name, read_manifest, what_is_wrong
+from hpctrain.store.signs import TrainerExit
+
+if importlib.util.find_spec("deepspeed") is None:
+    pytest.skip("needs the deepspeed extra", allow_module_level=True)
+
+WITH_DROPOUT = {**ZERO["model"], "dropout": 0.1}
+HALF_ON_THE_HOST = dict(zero_stage=3, precision="bf16", offload_optimizer="cpu")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Trial]:
+    """A run of two ranks at a stage, with checkpoints; made once for each."""
+    made: dict[int, Trial] = {}
+
+    def of_stage(stage: int) -> Trial:
+        if stage not in made:
+            directory = tmp_path_factory.mktemp("saved") / f"stage-{stage}"
+            made[stage] = trained(directory, zero_stage=stage)
+        return made[stage]
+
+    return of_stage
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(zero_stage=1, model=WITH_DROPOUT, async_save=True),
+        dict(zero_stage=3, model=WITH_DROPOUT, async_save=True),
+        HALF_ON_THE_HOST,
+    ],
+    ids=["stage 1", "stage 3", "bf16, optimizer on the host"],
+)
+def test_a_resume_is_exact(
+    changes: dict[str, Any], trial: Callable[..., Trial], tmp_path: Any
+) -> None:
+    whole = trained(tmp_path / "whole", **changes)
+    resumed = trial(ZERO, **changes)
+    resumed.adopt(whole, 2)
+    assert resumed.train(resume=2) == [0, 0]
+    assert resumed.exact == {step: row for step, row in whole.exact.items() if step > 2}
+
+
+@pytest.mark.parametrize(("stage", "ranks", "now"), [(1, 1, 2), (3, 4, 3)])
+def test_other_ranks_go_on_within_rounding(
+    stage: int, ranks: int, now: int, trial: Callable[..., Trial], saved: Callable[[int], Trial]
+) -> None:
+    """By the universal format, which stages 1 and 2 share. With two groups of weights: stage 3
+    loads them with one number of steps and one weight decay for both, which is put right."""
+    source = saved(stage)
+    moved = trial(ZERO, zero_stage=now, data_parallel_size=ranks)
+    moved.adopt(source, 2)
+    assert moved.train(resume=2) == [0] * ranks
+    loss, norm = largest_difference(moved, source, 3)
+    assert loss <= ROUNDING and norm <= 10 * ROUNDING
+    assert "re-seeded: saved with 2 ranks" in words_of(moved)
+    assert (moved.run.checkpoints / checkpoint_name(2) / "universal").is_dir(), "made once"
+
+
+def test_a_checkpoint_is_whole_and_has_nothing_beside_it(saved: Callable[[int], Trial]) -> None:
+    root = saved(1).run.checkpoints
+    assert sorted(path.name for path in root.iterdir()) == [
+        checkpoint_name(step) for step in (2, 4, 6)
+    ]
+    directory = root / checkpoint_name(6)
+    manifest = read_manifest(directory)
+    assert what_is_wrong(directory, manifest, deep=True) is None
+    assert manifest is not None and manifest.layout == "dp 2 · ZeRO 1"
+    assert {file.name for file in manifest.files} == {
+        "about.json",
+        "mp_rank_00_model_states.pt",
+        "random_rank_000000.pt",
+        "random_rank_000001.pt",
+        "zero_pp_rank_0_mp_rank_00_optim_states.pt",
+        "zero_pp_rank_1_mp_rank_00_optim_states.pt",
+    }
+
+
+REFUSED: dict[str, tuple[int, dict[str, Any], str]] = {
+    "another family of stages": (
+        1,
+        dict(zero_stage=3),
+        "was saved at ZeRO stage 1, and stage 3 cannot read it",
+    ),
+    "another precision": (1, dict(precision="bf16"), "was saved in fp32"),
+    "another order of samples": (1, dict(seed=7), "seed was 1234 and is now 7"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_go_on_is_said(
+    kind: str, trial: Callable[..., Trial], saved: Callable[[int], Trial]
+) -> None:
+    stage, changes, words = REFUSED[kind]
+    other = trial(ZERO, **changes)
+    other.adopt(saved(stage), 2)
+    assert other.train(resume=2) == [TrainerExit.CONFIG_ERROR] * 2
+    assert words in words_of(other)
+
+
+def test_state_on_nvme_stays_with_its_ranks(
+    trial: Callable[..., Trial], saved: Callable[[int], Trial]
+) -> None:
+    one = trial(ZERO, data_parallel_size=1)
+    one.adopt(saved(1), 2)
+    about = one.run.checkpoints / checkpoint_name(2) / "about.json"
+    about.write_text(json.dumps({**json.loads(about.read_text()), "on_nvme": True}))
+    assert one.train(resume=2) == [TrainerExit.CONFIG_ERROR]
+    assert "its state on NVMe belongs to 2 ranks, and there are 1" in words_of(one)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "file"),
+    [
+        (2, "zero_pp_rank_0_mp_rank_00_optim_states.pt"),
+        (2, "random_rank_000000.pt"),
+        (1, "zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+    ],
+)
+def test_damage_is_called_by_its_name(
+    ranks: int, file: str, trial: Callable[..., Trial], saved: Callable[[int], Trial]
+) -> None:
+    """A file that is cut off, also where the converter for other ranks meets it."""
+    hurt = trial(ZERO, data_parallel_size=ranks)
+    hurt.adopt(saved(1), 2)
+    path = hurt.run.checkpoints / checkpoint_name(2) / file
+    path.write_bytes(path.read_bytes()[:1000])
+    assert 0 not in hurt.train(resume=2)
+    assert {record.cause for record in hurt.exits() if record.rank == 0} == {"bad_checkpoint"}

@@ -1,0 +1,88 @@
+"""ZeRO: the losses of one process, whatever the stage and wherever things are kept."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deepspeed_trials import LLAMA_ZERO, ROUNDING, ZERO, alone, words_of
+from trial_runs import MODULE_LLAMA, Trial, largest_difference
+
+if importlib.util.find_spec("deepspeed") is None:
+    pytest.skip("needs the deepspeed extra", allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def gpt(tmp_path_factory: pytest.TempPathFactory) -> Trial:
+    return alone(tmp_path_factory.mktemp("alone") / "gpt")
+
+
+HOST = dict(offload_optimizer="cpu", offload_parameters="cpu")
+KINDS: dict[str, dict[str, Any]] = {
+    "stage 0": dict(zero_stage=0),
+    "stage 1": dict(zero_stage=1),
+    "stage 2, overlapped": dict(zero_stage=2, overlap_comm=True),
+    "stage 2, optimizer on the host": dict(zero_stage=2, offload_optimizer="cpu"),
+    "stage 3, all on the host": dict(zero_stage=3, **HOST),
+    "stage 3, recomputed": dict(zero_stage=3, activation_checkpointing=True, overlap_comm=True),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_are_those_of_one_process(
+    kind: str, trial: Callable[..., Trial], gpt: Trial
+) -> None:
+    spread = trial(ZERO, **KINDS[kind])
+    assert spread.train() == [0, 0]
+    loss, norm = largest_difference(spread, gpt, 1)
+    assert loss <= ROUNDING and norm <= 10 * ROUNDING
+    assert spread.losses[6] < spread.losses[1] - 0.1, "it learns"
+    assert "DeepSpeed" not in words_of(spread), "its log is kept out of the run's"
+
+
+def test_weights_that_nobody_shares(trial: Callable[..., Trial], tmp_path: Path) -> None:
+    """Llama has an output layer of its own, and angles in buffers that are not divided."""
+    spread = trial(LLAMA_ZERO, zero_stage=3)
+    assert spread.train() == [0, 0]
+    loss, norm = largest_difference(spread, alone(tmp_path / "alone", MODULE_LLAMA), 1)
+    assert loss <= ROUNDING and norm <= 10 * ROUNDING
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_bf16_stays_near_fp32(stage: int, trial: Callable[..., Trial], gpt: Trial) -> None:
+    """Stage 1 has an optimizer class of its own there (BF16_Optimizer)."""
+    spread = trial(ZERO, zero_stage=stage, precision="bf16")
+    assert spread.train() == [0, 0]
+    loss, _ = largest_difference(spread, gpt, 1)
+    assert 0 < loss < 2e-3
+
+
+def test_evaluation_and_counted_flops_change_nothing(
+    trial: Callable[..., Trial], gpt: Trial
+) -> None:
+    spread = trial(ZERO, zero_stage=3, eval_interval_steps=2, flops_steps=(3,))
+    assert spread.train() == [0, 0]
+    assert largest_difference(spread, gpt, 1)[0] <= ROUNDING
+    assert [row.step for row in spread.rows if row.eval_loss is not None] == [2, 4, 6]
+    counted = spread.run.flops(3).read_text()
+    assert "GPT2LMHeadModel" in counted and not spread.run.flops(2).exists()
+
+
+def test_gradients_that_are_not_finite_end_the_run(trial: Callable[..., Trial]) -> None:
+    """At stage 2 DeepSpeed leaves the step out without a word; the run must not go on."""
+    broken = trial(ZERO, zero_stage=2, lr=1e30, min_lr=0.0, lr_warmup_steps=0)
+    codes = broken.train()
+    assert 0 not in codes
+    assert {record.cause for record in broken.exits()} == {"diverged"}
+
+
+def test_other_engines_do_not_import_deepspeed() -> None:
+    code = "import sys, hpctrain.train.native.assembly; print('deepspeed' in sys.modules)"
+    command = [sys.executable, "-c", code]
+    told = subprocess.run(command, check=True, timeout=60, capture_output=True, text=True)
+    assert told.stdout.strip() == "False"
