@@ -2,8 +2,9 @@
 # `sh scripts/make TARGET` does the same on a machine that has no make yet.
 
 PYTHON := .venv/bin/python
-# Test processes side by side; each has a Slurm of its own.
-WORKERS ?= 2
+# Test processes side by side; each has a Slurm of its own. Half of their time they wait for Slurm,
+# so three keep two cores busy.
+WORKERS ?= 3
 .DEFAULT_GOAL := help
 # Faults of `make chaos`, and the storm: the same seed gives the same faults at the same steps.
 N ?= 100
