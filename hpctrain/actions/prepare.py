@@ -178,7 +178,10 @@ def _with_absolute_paths(spec: RunSpec) -> RunSpec:
     weights = spec.model.pretrained
     starting = {"pretrained": os.path.abspath(weights) if weights else None}
     model = spec.model.model_copy(update=starting)
-    return spec.model_copy(update={"data": absolute, "model": model})
+    checkout = spec.engine.checkout
+    program = {"checkout": os.path.abspath(checkout) if checkout else None}
+    engine = spec.engine.model_copy(update=program)
+    return spec.model_copy(update={"data": absolute, "model": model, "engine": engine})
 
 
 def _supervise_config(

@@ -53,7 +53,7 @@ def verify_plan(
 
 
 def _refuse_other_engines(spec: RunSpec, plan: Plan) -> None:
-    if plan.engine != "megatron":
+    if plan.engine not in ("megatron", "megatron-lm"):
         raise UsageError(
             f"--verify builds with megatron-core, the engine is {plan.engine}",
             hint="leave out --verify",

@@ -5,18 +5,26 @@ Belongs here: the choice by the engine's name. Does not belong here: what is in 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
 from pydantic import Discriminator, Tag, TypeAdapter
 
 from hpctrain.engines.deepspeed import DeepSpeedConfig, deepspeed_config
 from hpctrain.engines.megatron import MegatronConfig, megatron_config
+from hpctrain.engines.megatron_lm import MegatronLmConfig, megatron_lm_config
 from hpctrain.engines.native import NativeConfig, native_config
 from hpctrain.engines.training import TrainConfig
 from hpctrain.plan.documents import Plan
 from hpctrain.spec.run import RunSpec
 
-_DOCUMENTS = {"megatron": "megatron", "fsdp": "native", "ddp": "native", "deepspeed": "deepspeed"}
+_DOCUMENTS = {
+    "megatron": "megatron",
+    "megatron-lm": "megatron-lm",
+    "fsdp": "native",
+    "ddp": "native",
+    "deepspeed": "deepspeed",
+}
 
 
 def _document_of(value: Any) -> str | None:
@@ -27,6 +35,7 @@ def _document_of(value: Any) -> str | None:
 
 AnyTrainConfig = Annotated[
     Annotated[MegatronConfig, Tag("megatron")]
+    | Annotated[MegatronLmConfig, Tag("megatron-lm")]
     | Annotated[NativeConfig, Tag("native")]
     | Annotated[DeepSpeedConfig, Tag("deepspeed")],
     Discriminator(_document_of),
@@ -41,5 +50,10 @@ def parse_train_config(text: str | bytes) -> TrainConfig:
 
 def train_config(spec: RunSpec, plan: Plan, peak_flops_per_gpu: float | None) -> TrainConfig:
     """What the trainer is told of a plan, in the document of the plan's engine."""
-    fill = {"megatron": megatron_config, "native": native_config, "deepspeed": deepspeed_config}
+    fill: dict[str, Callable[[RunSpec, Plan, float | None], TrainConfig]] = {
+        "megatron": megatron_config,
+        "megatron-lm": megatron_lm_config,
+        "native": native_config,
+        "deepspeed": deepspeed_config,
+    }
     return fill[_DOCUMENTS[plan.engine]](spec, plan, peak_flops_per_gpu)

@@ -14,7 +14,7 @@ from hpctrain.spec.run import Precision
 Axis = Literal["tp", "cp", "dp", "pp"]
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTES: tuple[Recompute, ...] = get_args(Recompute)
-Engine = Literal["megatron", "fsdp", "deepspeed", "ddp"]
+Engine = Literal["megatron", "megatron-lm", "fsdp", "deepspeed", "ddp"]
 Offload = Literal["none", "cpu", "nvme"]
 Goal = Literal["time", "gpu-hours", "memory"]
 Order = Literal["tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"]

@@ -12,12 +12,14 @@ from hpctrain.spec.run import ParallelSpec, RunSpec
 
 AXES: dict[Engine, tuple[str, ...]] = {
     "megatron": ("tp", "pp", "vpp", "cp", "ep"),
+    "megatron-lm": ("tp", "pp", "vpp", "cp", "ep"),
     "fsdp": ("tp", "cp"),  # 2-D meshes of torch.distributed: FSDP2 with DTensor, context parallel
     "deepspeed": ("tp", "pp"),  # deepspeed.pipe.PipelineModule, and its `mpu` for tensors
     "ddp": (),
 }
 STAGES: dict[Engine, tuple[int, ...]] = {
     "megatron": (0, 1),  # without and with the distributed optimizer
+    "megatron-lm": (0, 1),
     "fsdp": (2, 3),  # reshard_after_forward off and on (torch.distributed.fsdp.fully_shard)
     "deepspeed": (0, 1, 2, 3),
     "ddp": (0,),
@@ -25,6 +27,7 @@ STAGES: dict[Engine, tuple[int, ...]] = {
 # `offload_optimizer.device` of DeepSpeed's configuration: cpu with stages 1-3, nvme with stage 3
 OFFLOADS: dict[Engine, tuple[Offload, ...]] = {
     "megatron": ("none", "cpu"),  # OptimizerConfig.optimizer_cpu_offload
+    "megatron-lm": ("none", "cpu"),  # --optimizer-cpu-offload
     "fsdp": ("none", "cpu"),  # CPUOffloadPolicy
     "deepspeed": ("none", "cpu", "nvme"),
     "ddp": ("none",),

@@ -8,17 +8,24 @@ from __future__ import annotations
 
 from hpctrain.plan.documents import Plan
 from hpctrain.plan.representable import CLASSES, unrepresentable
+from hpctrain.plan.trainable_megatron_lm import untrainable_by_megatron_lm
 from hpctrain.spec.run import RunSpec
 
-TRAINED_ENGINES = ("megatron", "fsdp", "ddp")
+TRAINED_ENGINES = ("megatron", "megatron-lm", "fsdp", "ddp")
 TRAINED_PRECISIONS = ("bf16", "fp32")
 _MODULES = tuple(CLASSES)
 TRAINED_FAMILIES = {
     "megatron": ("gpt", "llama"),
+    "megatron-lm": ("gpt", "llama"),
     "fsdp": _MODULES,
     "ddp": _MODULES,
 }
-_OFFLOADS = {"megatron": ("none",), "fsdp": ("none", "cpu"), "ddp": ("none",)}
+_OFFLOADS = {
+    "megatron": ("none",),
+    "megatron-lm": ("none", "cpu"),
+    "fsdp": ("none", "cpu"),
+    "ddp": ("none",),
+}
 # Fields of `parallel` by which each engine splits a model when it trains.
 _AXES: dict[str, tuple[str, ...]] = {"fsdp": (), "ddp": ()}
 
@@ -38,6 +45,8 @@ def untrainable_fields(spec: RunSpec) -> Found:
         known = ", ".join(TRAINED_ENGINES[:-1]) + f" and {TRAINED_ENGINES[-1]}"
         return [("engine.name", f"hpctrain trains with {known}, not with {engine}")]
     found = _of_every_engine(spec)
+    if engine == "megatron-lm":
+        return found + _of_megatron(spec) + untrainable_by_megatron_lm(spec)
     return found + (_of_megatron(spec) if engine == "megatron" else _of_modules(spec))
 
 
@@ -84,7 +93,8 @@ def _of_megatron(spec: RunSpec) -> Found:
         ("task", None if spec.learned_task == "language_modeling" else spec.task),
     ):
         if given is not None:
-            found.append((field, f"megatron-core trains whole models from tokens: no `{field}`"))
+            words = f"{spec.engine.name} trains whole models from tokens: no `{field}`"
+            found.append((field, words))
     return found
 
 

@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from hpctrain.spec.deepspeed import Contradiction, DeepSpeedSpec
 from hpctrain.spec.document import Document
+from hpctrain.spec.megatron_lm import MEGATRON_LM_ENTRY, ArgumentName, ArgumentValue, first_wrong
 from hpctrain.units import ByteSize, Duration
 
 
@@ -33,14 +34,24 @@ class DdpSpec(Document):
 class EngineSpec(Document):
     """What trains the model."""
 
-    name: Literal["megatron", "fsdp", "deepspeed", "ddp"] = Field(
-        "megatron", description="All can be planned; `submit` takes megatron, fsdp, ddp"
+    name: Literal["megatron", "megatron-lm", "fsdp", "deepspeed", "ddp"] = Field(
+        "megatron", description="megatron: megatron-core; megatron-lm: somebody's own checkout"
     )
     implementation: Literal["auto", "local", "transformer_engine"] = Field(
         "auto", description="Layer implementation; auto: TransformerEngine where it is installed"
     )
     ddp: DdpSpec = DdpSpec()
     deepspeed: DeepSpeedSpec = DeepSpeedSpec()
+    checkout: str | None = Field(
+        None, min_length=1, description="megatron-lm: directory of the Megatron-LM to train with"
+    )
+    entry: str = Field(
+        MEGATRON_LM_ENTRY, min_length=1, description="megatron-lm: its program, in the checkout"
+    )
+    arguments: dict[ArgumentName, ArgumentValue] = Field(
+        {},
+        description="megatron-lm: more arguments, `name: value`, or `true` for a switch",
+    )
     deterministic: bool = Field(False, description="Bitwise reproducible kernels, slower on GPUs")
     collective_timeout: Duration = Field(
         Duration(600), gt=0, description="Give up a collective operation after this long"
@@ -53,3 +64,26 @@ class EngineSpec(Document):
             hint = "remove them, or set `engine.name: deepspeed`"
             raise Contradiction(("engine", "deepspeed"), message, hint)
         return self
+
+    @model_validator(mode="after")
+    def _megatron_lm_is_asked(self) -> Self:
+        if self.name == "megatron-lm":
+            self._check_checkout()
+            return self
+        given = {"checkout": self.checkout, "arguments": self.arguments}
+        given["entry"] = self.entry if self.entry != MEGATRON_LM_ENTRY else None
+        for field, value in given.items():
+            if value:
+                message = f"this is for an external Megatron-LM, and {self.name} would not read it"
+                hint = "remove it, or set `engine.name: megatron-lm`"
+                raise Contradiction(("engine", field), message, hint)
+        return self
+
+    def _check_checkout(self) -> None:
+        if self.checkout is None:
+            message = "engine megatron-lm needs `checkout`, the directory of the Megatron-LM"
+            raise Contradiction(("engine", "name"), message, "add `checkout: /path/to/Megatron-LM`")
+        wrong = first_wrong(self.arguments)
+        if wrong is not None:
+            name, message, hint = wrong
+            raise Contradiction(("engine", "arguments", name), message, hint)

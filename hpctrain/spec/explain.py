@@ -69,6 +69,7 @@ _PATTERNS = {
         "beginning with a letter or digit"
     ),
     r"^[A-Za-z_][A-Za-z0-9_]*$": "expected the name of a variable such as `NCCL_DEBUG`",
+    r"^[a-z][A-Za-z0-9_-]*$": "expected an argument without dashes such as `attention-backend`",
     r"^\d+(\.\d+)?,\d+(\.\d+)?,\d+(\.\d+)?$": "expected three shares such as `98,2,0`",
 }
 

@@ -68,12 +68,12 @@ def split_branches(model: type[BaseModel], loc: tuple[str | int, ...]) -> tuple[
     here: Any = model
     parts = list(loc)
     while parts:
+        if parts[0] == "[key]":
+            break
         choices = members(here)
         if len(choices) > 1:
             branch, here = _branch(str(parts.pop(0)), choices)
             continue
-        if parts[0] == "[key]":
-            break
         path.append(parts.pop(0))
         here = _child(choices[0], path[-1])
     return tuple(path), branch

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 # weights of data parallelism (`train.model.ddp_settings`) as the runs of `DATA_OVERLAP` do.
 ENGINE_SOFTWARE = {
     "megatron": "generic",
+    "megatron-lm": "mcore",
     "fsdp": "fsdp",
     "deepspeed": "deepspeed-zero3-2021",
     "ddp": "fsdp",

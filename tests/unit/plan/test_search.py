@@ -330,7 +330,7 @@ def test_only_the_engine_of_the_spec_decides_about_axes() -> None:
     ("engine", "optimizer", "words"),
     [
         ("megatron", dict(zero=3), ["no ZeRO stage 3", "0 or 1", "fsdp or deepspeed"]),
-        ("fsdp", dict(zero=1), ["no ZeRO stage 1", "2 or 3", "megatron or deepspeed"]),
+        ("fsdp", dict(zero=1), ["no ZeRO stage 1", "2 or 3", "megatron-lm or deepspeed"]),
         ("ddp", dict(offload="cpu"), ["engine ddp", "offload: cpu"]),
         ("megatron", dict(shard_gpus=4), ["shard_gpus is for engine fsdp"]),
         ("megatron", dict(zero=0, distributed=True), ["zero 0 contradicts"]),

@@ -1,0 +1,327 @@
+"""An external Megatron-LM: from spec and plan to the arguments of its `pretrain_gpt.py`.
+
+`MegatronLmConfig` says of a run what `MegatronConfig` does, and which checkout trains it;
+`arguments` renders it. Names are those that both Megatron-LM core_v0.16 and its main line accept
+(megatron/training/arguments.py). Belongs here: the document and the rendering. Does not belong
+here: what a spec may not give (see `hpctrain.spec.megatron_lm`), starting the program (see
+`hpctrain.train.megatron_lm`), reading files.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import Field
+
+from hpctrain.engines.megatron import MegatronConfig, megatron_config
+from hpctrain.plan.documents import DEFAULT_ORDER, Plan
+from hpctrain.spec.megatron_lm import MEGATRON_LM_ENTRY, ArgumentValue
+from hpctrain.spec.run import RunSpec
+
+# Weight of the loss that spreads tokens over experts, as in `hpctrain.train.megatron.model`.
+_BALANCE_LOSS_WEIGHT = 1e-2
+
+Given = dict[str, ArgumentValue | None]
+
+
+class MegatronLmConfig(MegatronConfig):
+    """What Megatron-LM is told, in megatron-core's names, and where it is.
+
+    `extra_arguments` are the user's own: name without dashes, and value.
+    """
+
+    engine: Literal["megatron-lm"] = "megatron-lm"
+    checkout: str
+    entry: str = MEGATRON_LM_ENTRY
+    extra_arguments: dict[str, ArgumentValue] = Field({})
+    optimizer_cpu_offload: bool = False
+
+
+@dataclass(frozen=True)
+class Places:
+    """Directories of one launch. `load` with `load_step`: the checkpoint to go on from."""
+
+    save: str
+    data_cache: str
+    load: str | None = None
+    load_step: int | None = None
+
+
+def megatron_lm_config(
+    spec: RunSpec, plan: Plan, peak_flops_per_gpu: float | None
+) -> MegatronLmConfig:
+    """The trainer's view of a plan for engine `megatron-lm`."""
+    assert spec.engine.checkout is not None, "the spec was checked for a checkout"
+    shared = megatron_config(spec, plan, peak_flops_per_gpu).model_dump(exclude={"engine"})
+    return MegatronLmConfig(
+        **shared,
+        checkout=spec.engine.checkout,
+        entry=spec.engine.entry,
+        extra_arguments=spec.engine.arguments,
+        optimizer_cpu_offload=plan.offload == "cpu",
+    )
+
+
+def arguments(config: MegatronLmConfig, places: Places, *, on_cpu: bool = False) -> tuple[str, ...]:
+    """The words behind `pretrain_gpt.py`. `on_cpu`: for a trial on a machine without GPUs.
+
+    The user's own arguments take the place of what is only a default here.
+    """
+    given: Given = {
+        **_model(config),
+        **_experts(config),
+        **_latent(config),
+        **_layout(config),
+        **_batch_and_schedule(config),
+        **_optimizer(config),
+        **_memory(config),
+        **_data(config, places),
+        **_checkpoints(config, places),
+        **_supervision(config),
+        **(_cpu() if on_cpu else {}),
+        **config.extra_arguments,
+    }
+    return tuple(word for name, value in given.items() for word in _words(name, value))
+
+
+def _words(name: str, value: ArgumentValue | None) -> tuple[str, ...]:
+    """`--name=value` keeps a value that begins with a dash from being read as a name."""
+    if value is None or value is False:
+        return ()
+    if value is True:
+        return (f"--{name}",)
+    if isinstance(value, tuple):
+        return (f"--{name}", *map(str, value))
+    return (f"--{name}={value}",)
+
+
+# -- the model -------------------------------------------------------------------------------
+
+
+def _model(config: MegatronLmConfig) -> Given:
+    grouped = config.num_query_groups != config.num_attention_heads
+    latent = config.multi_latent_attention
+    return dict(
+        {
+            "num-layers": config.num_layers,
+            "hidden-size": config.hidden_size,
+            "ffn-hidden-size": config.ffn_hidden_size,
+            "num-attention-heads": config.num_attention_heads,
+            "group-query-attention": grouped and not latent,
+            "num-query-groups": config.num_query_groups if grouped and not latent else None,
+            "kv-channels": None if latent else config.kv_channels,
+            "seq-length": config.seq_length,
+            "max-position-embeddings": config.seq_length,
+            "position-embedding-type": config.position_embedding_type,
+            "rotary-base": config.rotary_base if _rotary(config) else None,
+            "normalization": config.normalization,
+            "norm-epsilon": config.layernorm_epsilon,
+            "untie-embeddings-and-output-weights": not config.share_embeddings_and_output_weights,
+            "disable-bias-linear": not config.add_bias_linear,
+            "hidden-dropout": config.dropout,
+            "attention-dropout": config.dropout,
+            "attention-softmax-in-fp32": True,
+            "mtp-num-layers": config.mtp_num_layers,
+            "transformer-impl": None
+            if config.transformer_impl == "auto"
+            else config.transformer_impl,
+        },
+        **_activation(config),
+    )
+
+
+def _rotary(config: MegatronLmConfig) -> bool:
+    return config.position_embedding_type == "rope"
+
+
+def _activation(config: MegatronLmConfig) -> Given:
+    """GELU with a bias is fused, and approximated with tanh (fusions/fused_bias_gelu.py): what
+    `gelu_tanh` asks for."""
+    return {
+        "swiglu": config.activation == "swiglu",
+        "squared-relu": config.activation == "squared_relu",
+        "openai-gelu": config.activation == "gelu_tanh" and not config.add_bias_linear,
+    }
+
+
+def _experts(config: MegatronLmConfig) -> Given:
+    """Dropless routing over an all-to-all, as hpctrain's own trainer has it."""
+    if config.num_moe_experts is None:
+        return {}
+    dense, layers = config.moe_first_dense_layers, config.num_layers
+    return {
+        "num-experts": config.num_moe_experts,
+        "moe-layer-freq": f"([0]*{dense}+[1]*{layers - dense})",
+        "moe-ffn-hidden-size": config.moe_ffn_hidden_size,
+        "moe-shared-expert-intermediate-size": config.moe_shared_expert_intermediate_size,
+        "moe-router-topk": config.moe_router_topk,
+        "moe-router-pre-softmax": config.moe_router_topk == 1,
+        "moe-router-dtype": "fp32",
+        "moe-router-load-balancing-type": "aux_loss",
+        "moe-aux-loss-coeff": _BALANCE_LOSS_WEIGHT,
+        "moe-token-dispatcher-type": "alltoall",
+    }
+
+
+def _latent(config: MegatronLmConfig) -> Given:
+    if not config.multi_latent_attention:
+        return {}
+    return {
+        "multi-latent-attention": True,
+        "q-lora-rank": config.q_lora_rank,
+        "kv-lora-rank": config.kv_lora_rank,
+        "qk-head-dim": config.qk_head_dim,
+        "qk-pos-emb-head-dim": config.qk_pos_emb_head_dim,
+        "v-head-dim": config.v_head_dim,
+        "qk-layernorm": True,
+        "rope-type": "rope",
+        "no-rope-fusion": True,  # transformer_config.py: for latent attention with YaRN only
+    }
+
+
+# -- layout and memory -----------------------------------------------------------------------
+
+
+def _layout(config: MegatronLmConfig) -> Given:
+    uneven = stage_layout(config.pipeline_layer_split, config.mtp_num_layers or 0)
+    experts = config.num_moe_experts is not None
+    return {
+        "tensor-model-parallel-size": config.tensor_model_parallel_size,
+        "pipeline-model-parallel-size": config.pipeline_model_parallel_size,
+        "pipeline-model-parallel-layout": uneven,
+        "num-virtual-stages-per-pipeline-rank": (
+            None if uneven else config.virtual_pipeline_model_parallel_size
+        ),
+        "context-parallel-size": config.context_parallel_size,
+        "expert-model-parallel-size": config.expert_model_parallel_size if experts else None,
+        "expert-tensor-parallel-size": config.expert_tensor_parallel_size if experts else None,
+        "use-tp-pp-dp-mapping": config.parallel_order != DEFAULT_ORDER,
+        "sequence-parallel": config.sequence_parallel,
+    }
+
+
+def stage_layout(split: tuple[tuple[int, ...], ...], prediction_layers: int) -> str | None:
+    """Megatron's string of stages for an uneven split, None for an even one.
+
+    `E` is the embedding, `t` a layer, `m` a prediction layer, `L` the loss; stages of the first
+    chunks come before those of the second ones (pipeline_parallel_layer_layout.py).
+    """
+    if len({layers for stage in split for layers in stage}) == 1:
+        return None
+    stages = ["t" * stage[chunk] for chunk in range(len(split[0])) for stage in split]
+    stages[0] = f"E{stages[0]}"
+    stages[-1] = f"{stages[-1]}{'m' * prediction_layers}L"
+    return "|".join(stages)
+
+
+def _memory(config: MegatronLmConfig) -> Given:
+    if config.recompute_granularity == "full":
+        return {
+            "recompute-granularity": "full",
+            "recompute-method": "uniform",
+            "recompute-num-layers": 1,
+        }
+    if config.recompute_granularity == "selective":
+        return {
+            "recompute-granularity": "selective",
+            "recompute-modules": config.recompute_modules,
+        }
+    return {}
+
+
+# -- training --------------------------------------------------------------------------------
+
+
+def _batch_and_schedule(config: MegatronLmConfig) -> Given:
+    return {
+        "micro-batch-size": config.micro_batch_size,
+        "global-batch-size": config.global_batch_size,
+        "train-iters": config.train_steps,
+        "lr": config.lr,
+        "min-lr": config.min_lr,
+        "lr-decay-style": config.lr_decay_style,
+        "lr-warmup-iters": config.lr_warmup_steps,
+        "lr-decay-iters": config.lr_decay_steps,
+        "bf16": config.precision == "bf16",
+        "deterministic-mode": config.deterministic_mode,
+        "seed": config.seed,
+    }
+
+
+def _optimizer(config: MegatronLmConfig) -> Given:
+    return {
+        "optimizer": "adam",
+        "adam-beta1": config.adam_beta1,
+        "adam-beta2": config.adam_beta2,
+        "adam-eps": config.adam_eps,
+        "weight-decay": config.weight_decay,
+        "clip-grad": config.clip_grad,
+        "use-distributed-optimizer": config.use_distributed_optimizer,
+        "overlap-grad-reduce": config.overlap_grad_reduce,
+        "overlap-param-gather": config.overlap_param_gather,
+        # arguments.py: the one must be used in conjunction with the other
+        "optimizer-cpu-offload": config.optimizer_cpu_offload,
+        "use-precision-aware-optimizer": config.optimizer_cpu_offload,
+    }
+
+
+def _data(config: MegatronLmConfig, places: Places) -> Given:
+    """Only sizes are asked of the tokenizer, so none has to be installed."""
+    blend = tuple(word for weight, prefix in config.data_blend for word in (weight, prefix))
+    paths = blend if len(config.data_blend) > 1 else blend[1:]
+    return {
+        "data-path": paths or None,
+        "mock-data": not paths,
+        "split": config.data_split if paths else None,
+        "data-cache-path": places.data_cache,
+        "tokenizer-type": "NullTokenizer",
+        "vocab-size": config.vocab_size,
+        "padded-vocab-size": config.padded_vocab_size,
+        "eval-interval": config.eval_interval_steps or config.train_steps,
+        "eval-iters": config.eval_batches if config.eval_interval_steps else 0,
+    }
+
+
+# -- saving, resuming, ending ----------------------------------------------------------------
+
+
+def _checkpoints(config: MegatronLmConfig, places: Places) -> Given:
+    """Nothing is loaded at a fresh start, so that nothing can be loaded by accident."""
+    return {
+        "save": places.save,
+        "save-interval": config.save_interval_steps,
+        "ckpt-format": "torch_dist",
+        "ckpt-fully-parallel-load": True,
+        "dist-ckpt-optim-fully-reshardable": config.optimizer_sharding == "fully_reshardable",
+        "async-save": config.async_save,
+        # arguments.py: without it the main line switches --async-save off
+        "use-persistent-ckpt-worker": config.async_save,
+        "load": places.load,
+        "ckpt-step": places.load_step,
+        "exit-on-missing-checkpoint": places.load is not None,
+    }
+
+
+def _supervision(config: MegatronLmConfig) -> Given:
+    return {
+        "exit-signal-handler": True,
+        "exit-signal-handler-for-dataloader": True,
+        "distributed-timeout-minutes": max(1, math.ceil(config.distributed_timeout_seconds / 60)),
+        "log-interval": config.log_interval_steps,
+    }
+
+
+def _cpu() -> Given:
+    """Without CUDA, TransformerEngine and Apex: gloo, and nothing that is fused."""
+    switches = (
+        "no-gradient-accumulation-fusion no-masked-softmax-fusion no-bias-gelu-fusion "
+        "no-bias-swiglu-fusion no-bias-dropout-fusion no-persist-layer-norm no-rope-fusion "
+        "use-cpu-initialization"
+    )
+    return {
+        "transformer-impl": "local",
+        "distributed-backend": "gloo",
+        **dict.fromkeys(switches.split(), True),
+    }
