@@ -22,6 +22,7 @@ from hpctrain.actions.status import statuses
 from hpctrain.actions.submit import resubmit
 from hpctrain.checkpoints.publish import published_steps
 from hpctrain.errors import RunFailedError, SlurmError, SlurmUnreachableError, UsageError
+from hpctrain.plan.documents import Plan
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.records import JobRecord
 from hpctrain.store.jobs import submitted_ids
@@ -155,9 +156,11 @@ def resume(run: RunFiles, slurm: SlurmClient, *, reason: str = "") -> Answer:
 def save(run: RunFiles, slurm: SlurmClient, *, reason: str = "") -> Answer:
     """Have the run save a checkpoint at the next step boundary and go on.
 
-    Raises UsageError when it does not run: then there is nothing newer to save.
+    Raises UsageError when it does not run (then there is nothing newer to save), and when its
+    engine cannot.
     """
     _refuse_if_done(run, "save")
+    _refuse_if_only_by_steps(run)
     queue = _queue(run, slurm)
     if queue.answered and queue.active is None:
         newest = newest_checkpoint(run.layout)
@@ -171,6 +174,17 @@ def save(run: RunFiles, slurm: SlurmClient, *, reason: str = "") -> Answer:
     requests.ask(run, "save", reason, queue.job_id)
     asked = f"asked run {_name(run)} to save at the next step boundary"
     return _said(run, asked, queue=queue)
+
+
+def _refuse_if_only_by_steps(run: RunFiles) -> None:
+    """An external Megatron-LM knows its interval, and SIGTERM, after which it ends."""
+    try:
+        plan = Plan.model_validate_json(run.layout.plan.read_bytes())
+    except (OSError, ValueError):
+        return
+    if plan.engine == "megatron-lm":
+        hint = "`hpctrain stop` has it save and leave, `hpctrain resume` goes on from there"
+        raise UsageError(f"run {_name(run)} saves by steps: its engine is {plan.engine}", hint=hint)
 
 
 def step_now(layout: RunLayout) -> int:

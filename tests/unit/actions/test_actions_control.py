@@ -19,8 +19,10 @@ from hpctrain.actions.state import RunState
 from hpctrain.actions.status import statuses
 from hpctrain.actions.submit import resubmit
 from hpctrain.errors import RunFailedError, SlurmRefusedError, SlurmUnreachableError, UsageError
+from hpctrain.plan.planner import make_plan
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.states import JobState
+from hpctrain.spec.loader import find_profile, load_profile, load_run_spec
 from hpctrain.store.ledger import Event, EventKind
 from hpctrain.supervise.control import requested
 
@@ -94,6 +96,20 @@ def test_asking_twice_is_no_error_and_changes_nothing(
     assert len(audit(running)) == 1
     (path,) = running.layout.control.iterdir()
     assert "first" in path.read_text()
+
+
+def test_an_engine_that_saves_by_steps_only(running: RunFiles, slurm: FakeSlurm) -> None:
+    """An external Megatron-LM can be asked to save and leave, not to save and go on."""
+    example = Path(__file__).resolve().parents[3] / "examples" / "gpt-tiny.yaml"
+    engine = ("engine.name=megatron-lm", "engine.checkout=/opt/Megatron-LM")
+    spec = load_run_spec(example, engine).document
+    plan = make_plan(spec, load_profile(find_profile("sandbox")).document)
+    running.layout.plan.write_text(plan.model_dump_json())
+    with pytest.raises(UsageError, match="saves by steps") as refused:
+        control.save(running, slurm)
+    assert "hpctrain stop" in str(refused.value.hint)
+    assert files(running) == []
+    assert control.stop(running, slurm).changed
 
 
 def test_a_file_made_by_hand_counts_as_asked(running: RunFiles, slurm: FakeSlurm) -> None:
