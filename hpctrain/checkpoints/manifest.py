@@ -21,6 +21,7 @@ MANIFEST_NAME = "manifest.json"
 DIGESTS_DIRECTORY = "digests"
 _NAME = re.compile(r"iter_(\d{7,})")
 _PARTIAL_NAME = re.compile(r"iter_\d{7,}\.partial-e(\d{6,})")
+_SAVING_NAME = re.compile(r"\.saving-e(\d{6,})")
 _READ_BYTES = 1 << 22
 
 
@@ -76,6 +77,17 @@ def partial_epoch(name: str) -> int | None:
     """The epoch in the name of a directory that is being written, None for any other name."""
     match = _PARTIAL_NAME.fullmatch(name)
     return int(match[1]) if match else None
+
+
+def saving_name(epoch: int) -> str:
+    """The directory of a launch whose engine names its checkpoints itself, until they count."""
+    return f".saving-e{epoch:06d}"
+
+
+def unpublished_epoch(name: str) -> int | None:
+    """The epoch in the name of anything that does not count yet, None for any other name."""
+    match = _SAVING_NAME.fullmatch(name)
+    return int(match[1]) if match else partial_epoch(name)
 
 
 def step_of(name: str) -> int | None:

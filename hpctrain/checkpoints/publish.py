@@ -19,10 +19,10 @@ from hpctrain.checkpoints.manifest import (
     MANIFEST_NAME,
     Manifest,
     checkpoint_name,
-    partial_epoch,
     partial_name,
     read_manifest,
     step_of,
+    unpublished_epoch,
     what_is_wrong,
 )
 from hpctrain.durable import fsync_directory, fsync_file, replace_text
@@ -125,14 +125,14 @@ def quarantine(root: Path, directory: Path, reason: str) -> Path:
 
 
 def fence_off(root: Path, epoch: int) -> list[str]:
-    """Take away the partial directories of all older epochs; returns their names.
+    """Take away what older epochs have not published; returns the names.
 
     Called after `epoch` was claimed and before anything is resumed. The rename is what stops a
     stale writer; the data of an unfinished save has no use and is deleted after it.
     """
     names = []
-    for partial in sorted(root.glob("iter_*.partial-e*")):
-        owner = partial_epoch(partial.name)
+    for partial in sorted([*root.glob("iter_*.partial-e*"), *root.glob(".saving-e*")]):
+        owner = unpublished_epoch(partial.name)
         if owner is None or owner >= epoch:
             continue
         with contextlib.suppress(FileNotFoundError):  # another launch has just done the same

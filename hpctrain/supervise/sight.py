@@ -19,7 +19,7 @@ from queue import Empty, SimpleQueue
 
 from pydantic import ValidationError
 
-from hpctrain.checkpoints.manifest import partial_epoch
+from hpctrain.checkpoints.manifest import partial_epoch, saving_name, step_of
 from hpctrain.store.epochs import current_epoch
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.signs import (
@@ -105,8 +105,11 @@ class Onlooker:
 
 
 def save_in_flight(run: RunLayout, epoch: int) -> bool:
-    """True while a checkpoint of this launch is being written."""
-    return any(partial_epoch(name) == epoch for name in _names(run.checkpoints))
+    """True while a checkpoint of this launch is being written, by us or by the engine itself."""
+    if any(partial_epoch(name) == epoch for name in _names(run.checkpoints)):
+        return True
+    engines_own = _names(run.checkpoints / saving_name(epoch))
+    return any(step_of(name) is not None for name in engines_own)
 
 
 def past_step_seconds(run: RunLayout) -> list[float]:
