@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from rehearsal import STEPS, Rehearsal, Stage
 
-from hpctrain.store.ledger import EventKind
 from hpctrain.store.layout import RunLayout
+from hpctrain.store.ledger import EventKind
 from hpctrain.store.signs import read_metrics
 from hpctrain.train import prefork
 

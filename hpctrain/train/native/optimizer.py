@@ -23,7 +23,7 @@ def build_optimizer(config: NativeConfig, module: Any) -> torch.optim.AdamW:
         if parameter.requires_grad:
             small = parameter.dim() <= 1 or name.endswith(".bias")
             (plain if small else decayed).append(parameter)
-    groups = [dict(params=decayed), dict(params=plain, weight_decay=0.0)]
+    groups: list[dict[str, Any]] = [dict(params=decayed), dict(params=plain, weight_decay=0.0)]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
         lr=config.lr,
