@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.actions.runs import new_run_id
+from hpctrain.actions.scratch import with_scratch
 from hpctrain.actions.shapes import SizedConfig, shapes_of, smaller_sizes
 from hpctrain.engines.documents import train_config
 from hpctrain.engines.training import TrainConfig
@@ -147,7 +148,8 @@ def prepare(
     run_id = new_run_id(runs, document.name, loaded_spec.digest, loaded_profile.digest)
     facts = ScriptFacts(run_id, loaded_spec.digest, loaded_profile.digest, python)
     peak = site.gpu.peak.get(plan.precision)
-    absolute, peak_flops = _with_absolute_paths(document), float(peak) if peak else None
+    absolute = with_scratch(_with_absolute_paths(document), loaded_spec, site)
+    peak_flops = float(peak) if peak else None
     smaller = smaller_sizes(absolute, site, plan, knowledge, peak_flops)
     return Prepared(
         run_id=run_id,

@@ -103,4 +103,12 @@ def _on_fewer(spec: RunSpec, plan: Plan, nodes: int, micro: int | str) -> RunSpe
         update={"gpus": nodes * plan.nodes.gpus_per_node, "spare_nodes": 0}
     )
     batch = spec.batch.model_copy(update={"micro": micro})
-    return spec.model_copy(update={"parallel": parallel, "resources": resources, "batch": batch})
+    # a checkpoint of DeepSpeed belongs to a ZeRO stage
+    stage = {"zero": plan.zero} if plan.engine == "deepspeed" else {}
+    changed = dict(
+        parallel=parallel,
+        resources=resources,
+        batch=batch,
+        optimizer=spec.optimizer.model_copy(update=stage),
+    )
+    return spec.model_copy(update=changed)

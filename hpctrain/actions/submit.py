@@ -8,6 +8,7 @@ are submitted all at once; the first job of a chain submits the others itself.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from hpctrain.actions.pretrained import check_pretrained
 from hpctrain.actions.requests import take_back
 from hpctrain.actions.runs import RunFiles
 from hpctrain.durable import replace_text
+from hpctrain.engines.deepspeed import DeepSpeedConfig, ds_config
 from hpctrain.errors import (
     InvalidInputError,
     Problem,
@@ -113,6 +115,7 @@ def write_run_directory(prepared: Prepared, runs: Path) -> RunLayout:
         (layout.signatures, prepared.signatures),
         (layout.script, prepared.script),
         *_smaller_configs(layout, prepared),
+        *_deepspeed_configs(layout, prepared),
     ):
         replace_text(path, text, mode=0o600)
     digest = hashlib.sha256(prepared.script.encode()).hexdigest()
@@ -125,6 +128,19 @@ def _smaller_configs(layout: RunLayout, prepared: Prepared) -> list[tuple[Path, 
     return [
         (layout.train_config_for(size.shape.nodes), size.train.model_dump_json(indent=1))
         for size in prepared.smaller
+    ]
+
+
+def _deepspeed_configs(layout: RunLayout, prepared: Prepared) -> list[tuple[Path, str]]:
+    """What DeepSpeed is told, for each size of the run."""
+    told = [
+        (layout.ds_config, prepared.train),
+        *((layout.ds_config_for(size.shape.nodes), size.train) for size in prepared.smaller),
+    ]
+    return [
+        (path, json.dumps(ds_config(config), indent=1) + "\n")
+        for path, config in told
+        if isinstance(config, DeepSpeedConfig)
     ]
 
 

@@ -11,23 +11,25 @@ from hpctrain.plan.representable import CLASSES, unrepresentable
 from hpctrain.plan.trainable_megatron_lm import untrainable_by_megatron_lm
 from hpctrain.spec.run import RunSpec
 
-TRAINED_ENGINES = ("megatron", "megatron-lm", "fsdp", "ddp")
+TRAINED_ENGINES = ("megatron", "megatron-lm", "fsdp", "deepspeed", "ddp")
 TRAINED_PRECISIONS = ("bf16", "fp32")
 _MODULES = tuple(CLASSES)
 TRAINED_FAMILIES = {
     "megatron": ("gpt", "llama"),
     "megatron-lm": ("gpt", "llama"),
     "fsdp": _MODULES,
+    "deepspeed": _MODULES,
     "ddp": _MODULES,
 }
 _OFFLOADS = {
     "megatron": ("none",),
     "megatron-lm": ("none", "cpu"),
     "fsdp": ("none", "cpu"),
+    "deepspeed": ("none", "cpu", "nvme"),
     "ddp": ("none",),
 }
 # Fields of `parallel` by which each engine splits a model when it trains.
-_AXES: dict[str, tuple[str, ...]] = {"fsdp": (), "ddp": ()}
+_AXES: dict[str, tuple[str, ...]] = {"fsdp": (), "deepspeed": (), "ddp": ()}
 
 Found = list[tuple[str, str]]
 
@@ -108,6 +110,10 @@ def _of_modules(spec: RunSpec) -> Found:
     if spec.resources.min_nodes is not None and spec.engine.ddp.hook == "powersgd":
         words = "PowerSGD's memory of past errors belongs to one number of ranks"
         found.append(("engine.ddp.hook", words))
+    homes = (spec.optimizer.offload, spec.engine.deepspeed.offload_parameters)
+    if spec.resources.min_nodes is not None and "nvme" in homes:
+        words = "what DeepSpeed keeps on NVMe belongs to one number of ranks"
+        found.append(("resources.min_nodes", words))
     return found
 
 

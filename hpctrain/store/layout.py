@@ -134,6 +134,11 @@ class RunLayout:
         """DeepSpeed's configuration for a launch on fewer nodes than planned."""
         return self.directory / f"ds_config-n{nodes:06d}.json"
 
+    @property
+    def ds_configs(self) -> list[Path]:
+        """DeepSpeed's configurations for all sizes of the run that there are."""
+        return [self.ds_config, *sorted(self.directory.glob("ds_config-n*.json"))]
+
     def flops(self, step: int) -> Path:
         return self.directory / f"flops-{step:07d}.txt"
 

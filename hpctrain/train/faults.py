@@ -78,6 +78,8 @@ def is_damage(error: BaseException) -> bool:
         return all(is_damage(one[0]) for one in failures.values())
     if isinstance(error, EOFError | KeyError | pickle.UnpicklingError):
         return True
+    if isinstance(error, OSError) and error.errno == errno.EINVAL:
+        return True  # torch.load seeks the lost directory of its archive before the file's start
     return isinstance(error, RuntimeError) and "PytorchStreamReader" in str(error)
 
 

@@ -14,11 +14,13 @@ from pydantic import ValidationError
 
 from hpctrain.checkpoints.manifest import checkpoint_name, read_manifest, step_of
 from hpctrain.checkpoints.publish import published_steps
+from hpctrain.engines.deepspeed import DeepSpeedConfig
 from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.engines.training import TrainConfig
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.store.datasets import DatasetSidecar, bin_path, idx_path, sidecar_path
 from hpctrain.store.epochs import current_epoch
+from hpctrain.train.deepspeed.preflight import deepspeed_problems
 from hpctrain.train.job import Job
 from hpctrain.train.megatron.preflight import megatron_problems
 from hpctrain.train.skips import parse_skips, read_skips
@@ -30,7 +32,7 @@ def check(job: Job) -> None:
     config = job.config
     problems = [
         *_world_problems(config, job.launch.world_size),
-        *_problems_of_the_engine(config),
+        *_problems_of_the_engine(job),
         *_schedule_problems(config),
         *_data_problems(config),
         *starting_problems(config, resumes=bool(job.launch.resume)),
@@ -55,9 +57,11 @@ def _world_problems(config: TrainConfig, world_size: int) -> Iterator[Problem]:
         )
 
 
-def _problems_of_the_engine(config: TrainConfig) -> Iterable[Problem]:
-    if isinstance(config, MegatronConfig):
-        return megatron_problems(config)
+def _problems_of_the_engine(job: Job) -> Iterable[Problem]:
+    if isinstance(job.config, MegatronConfig):
+        return megatron_problems(job.config)
+    if isinstance(job.config, DeepSpeedConfig):
+        return deepspeed_problems(job.config, job.run)
     return ()
 
 

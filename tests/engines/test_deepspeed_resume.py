@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ from deepspeed_trials import ROUNDING, ZERO, trained, words_of
 from trial_runs import Trial, largest_difference
 
 from hpctrain.checkpoints.manifest import checkpoint_name, read_manifest, what_is_wrong
+from hpctrain.checkpoints.publish import TRACKER_NAME
 from hpctrain.store.signs import TrainerExit
 
 if importlib.util.find_spec("deepspeed") is None:
@@ -66,14 +66,15 @@ def test_other_ranks_go_on_within_rounding(
     assert moved.train(resume=2) == [0] * ranks
     loss, norm = largest_difference(moved, source, 3)
     assert loss <= ROUNDING and norm <= 10 * ROUNDING
-    assert "re-seeded: saved with 2 ranks" in words_of(moved)
+    assert "re-seeded:_saved_with_2_ranks" in words_of(moved)
     assert (moved.run.checkpoints / checkpoint_name(2) / "universal").is_dir(), "made once"
 
 
 def test_a_checkpoint_is_whole_and_has_nothing_beside_it(saved: Callable[[int], Trial]) -> None:
     root = saved(1).run.checkpoints
     assert sorted(path.name for path in root.iterdir()) == [
-        checkpoint_name(step) for step in (2, 4, 6)
+        *(checkpoint_name(step) for step in (2, 4, 6)),
+        TRACKER_NAME,
     ]
     directory = root / checkpoint_name(6)
     manifest = read_manifest(directory)
@@ -117,7 +118,9 @@ def test_state_on_nvme_stays_with_its_ranks(
     one = trial(ZERO, data_parallel_size=1)
     one.adopt(saved(1), 2)
     about = one.run.checkpoints / checkpoint_name(2) / "about.json"
-    about.write_text(json.dumps({**json.loads(about.read_text()), "on_nvme": True}))
+    text = about.read_text()
+    assert '"on_nvme": false' in text
+    about.write_text(text.replace('"on_nvme": false', '"on_nvme":  true'))  # of the same size
     assert one.train(resume=2) == [TrainerExit.CONFIG_ERROR]
     assert "its state on NVMe belongs to 2 ranks, and there are 1" in words_of(one)
 
@@ -129,14 +132,16 @@ def test_state_on_nvme_stays_with_its_ranks(
         (2, "random_rank_000000.pt"),
         (1, "zero_pp_rank_1_mp_rank_00_optim_states.pt"),
     ],
+    ids=["state", "random numbers", "met by the converter"],
 )
 def test_damage_is_called_by_its_name(
     ranks: int, file: str, trial: Callable[..., Trial], saved: Callable[[int], Trial]
 ) -> None:
-    """A file that is cut off, also where the converter for other ranks meets it."""
+    """Zeros in the place of the end of a file, whose size tells nothing."""
     hurt = trial(ZERO, data_parallel_size=ranks)
     hurt.adopt(saved(1), 2)
     path = hurt.run.checkpoints / checkpoint_name(2) / file
-    path.write_bytes(path.read_bytes()[:1000])
+    content = path.read_bytes()
+    path.write_bytes(content[:-500] + bytes(500))
     assert 0 not in hurt.train(resume=2)
     assert {record.cause for record in hurt.exits() if record.rank == 0} == {"bad_checkpoint"}

@@ -9,6 +9,7 @@ converted. Does not belong here: loading (see `snapshot`).
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,16 +19,19 @@ from typing import Any
 
 from hpctrain.checkpoints.manifest import file_problem, read_rank_digests, write_rank_digests
 from hpctrain.engines.deepspeed import DeepSpeedConfig
-from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.errors import CheckpointError, InvalidInputError, Problem
 from hpctrain.train.control import Control
-from hpctrain.train.faults import BadCheckpointError
+from hpctrain.train.faults import BadCheckpointError, is_full
+from hpctrain.train.room import NoSpaceError
 
 _NAME = "universal"
 _PARTIAL = "universal.partial"
 _POLL_SECONDS = 0.2
-# What the converter's own tools need is read from files of many gigabytes: some side by side.
+# Files of many gigabytes are read: some side by side.
 _WORKERS = 4
 _TAIL_CHARACTERS = 400
+# How torch.load words what a damaged file holds; see `hpctrain.train.faults.is_damage`.
+_DAMAGE_WORDS = re.compile(r"PytorchStreamReader|EOFError|UnpicklingError|KeyError")
 
 
 def refuse_what_cannot_move(
@@ -54,7 +58,8 @@ def converted(directory: Path, control: Control, rank: int) -> Path:
     """The universal checkpoint made of `directory`; rank 0 makes it if it is not there yet.
 
     All ranks must call this; they ask rank 0 again and again instead of waiting in one collective
-    operation, whose time limit a large checkpoint would exceed. Raises BadCheckpointError.
+    operation, whose time limit a large checkpoint would exceed. Raises BadCheckpointError where
+    the files are damaged, NoSpaceError where what is made of them finds no room, CheckpointError.
     """
     target = directory / _NAME
     converter = _Converter(directory) if rank == 0 and not _is_whole(target) else None
@@ -63,8 +68,15 @@ def converted(directory: Path, control: Control, rank: int) -> Path:
         if told == "done":
             return target
         if told != "running":
-            raise BadCheckpointError(f"cannot convert {directory.name} for other ranks: {told}")
+            message = f"cannot convert {directory.name} for other ranks: {told}"
+            raise _kind_of(told)(message)
         time.sleep(_POLL_SECONDS)
+
+
+def _kind_of(told: str) -> type[CheckpointError]:
+    if is_full(RuntimeError(told)):
+        return NoSpaceError
+    return BadCheckpointError if _DAMAGE_WORDS.search(told) else CheckpointError
 
 
 class _Converter:
