@@ -38,6 +38,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "profiles": ("inspect", "List cluster profiles, or show one"),
     "schema": ("inspect", "Print the JSON Schema of specs or profiles, for editors"),
     "sandbox": ("sandbox", "A real multi-node Slurm in a directory"),
+    "convert": ("convert", "Convert weights: Hugging Face, megatron-core, checkpoints of runs"),
     "data": ("data", "Make Megatron datasets from text"),
 }
 

@@ -12,6 +12,7 @@ from typing import Literal
 
 from hpctrain.engines.training import TrainConfig, shared_fields
 from hpctrain.plan.documents import DEFAULT_ORDER, Order, Plan
+from hpctrain.spec.model import ModelSpec
 from hpctrain.spec.run import RecomputeModule, RunSpec
 
 
@@ -103,7 +104,7 @@ def megatron_config(spec: RunSpec, plan: Plan, peak_flops_per_gpu: float | None)
     """The trainer's view of a plan: spec values where the plan did not decide, plan values else."""
     return MegatronConfig(
         **shared_fields(spec, plan, peak_flops_per_gpu),
-        **_model_fields(spec, plan),
+        **model_fields(spec.model, plan.padded_vocab, spec.engine.implementation),
         **_expert_fields(spec),
         **_latent_fields(spec),
         **_layout_fields(spec, plan),
@@ -111,8 +112,8 @@ def megatron_config(spec: RunSpec, plan: Plan, peak_flops_per_gpu: float | None)
     )
 
 
-def _model_fields(spec: RunSpec, plan: Plan) -> dict[str, object]:
-    model = spec.model
+def model_fields(model: ModelSpec, padded_vocab: int, implementation: str) -> dict[str, object]:
+    """What a dense model needs; experts and latent attention have fields of their own."""
     return dict(
         pretrained=model.pretrained,
         num_layers=model.layers,
@@ -121,7 +122,7 @@ def _model_fields(spec: RunSpec, plan: Plan) -> dict[str, object]:
         num_attention_heads=model.heads,
         num_query_groups=model.key_value_heads,
         kv_channels=model.head_size,
-        padded_vocab_size=plan.padded_vocab,
+        padded_vocab_size=padded_vocab,
         activation=model.activation,
         normalization={"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}[str(model.norm)],
         layernorm_epsilon=model.norm_epsilon,
@@ -130,7 +131,7 @@ def _model_fields(spec: RunSpec, plan: Plan) -> dict[str, object]:
         share_embeddings_and_output_weights=model.tied,
         add_bias_linear=model.bias,
         dropout=model.dropout,
-        transformer_impl=spec.engine.implementation,
+        transformer_impl=implementation,
         mtp_num_layers=model.mtp_layers or None,
     )
 

@@ -28,6 +28,15 @@ TASKS = {
     "vit": ("classification",),
     "resnet": ("classification",),
 }
+# Last names of the linear layers in the blocks of each class, which LoRA can adapt.
+LINEAR_LAYERS: dict[str, tuple[str, ...]] = {
+    "gpt": ("c_attn", "c_fc", "c_proj"),
+    "llama": ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"),
+    "bert": ("dense", "key", "query", "value"),
+    "distilbert": ("k_lin", "lin1", "lin2", "out_lin", "q_lin", "v_lin"),
+    "vit": ("fc1", "fc2", "k_proj", "o_proj", "q_proj", "v_proj"),
+    "resnet": (),
+}
 # What each class has without a choice: field of the model -> its only values.
 _FIXED: dict[str, dict[str, tuple[object, ...]]] = {
     "gpt": dict(norm=("layernorm",), positions=("learned",), bias=(True,)),
@@ -51,7 +60,7 @@ Found = Iterator[tuple[str, str]]
 
 def unrepresentable(spec: RunSpec) -> list[tuple[str, str]]:
     """(dotted path of the field, why no class of Hugging Face has it); empty when one has."""
-    return [*unrepresentable_model(spec.model), *_task(spec), *_pretrained(spec)]
+    return [*unrepresentable_model(spec.model), *_task(spec), *_lora(spec)]
 
 
 def unrepresentable_model(model: ModelSpec) -> list[tuple[str, str]]:
@@ -109,9 +118,16 @@ def _task(spec: RunSpec) -> Found:
         yield "model.classes", f"classes are for `task: classification`, not for {task}"
 
 
-def _pretrained(spec: RunSpec) -> Found:
-    if spec.lora is not None and spec.model.family == "resnet":
-        yield "lora", "LoRA adapts linear layers, a resnet is made of convolutions"
+def _lora(spec: RunSpec) -> Found:
+    family, layers = spec.model.family, LINEAR_LAYERS[spec.model.family]
+    if spec.lora is None:
+        return
+    if not layers:
+        yield "lora", f"LoRA adapts linear layers, the blocks of a {family} have none"
+    elif spec.lora.targets != "all" and (unknown := set(spec.lora.targets) - set(layers)):
+        listed = ", ".join(sorted(unknown))
+        words = f"a {family} has no linear layers {listed}; it has {', '.join(layers)}"
+        yield "lora.targets", words
 
 
 _CHECKS: tuple[Callable[[ModelSpec], Found], ...] = (_fixed, _gated, _heads, _megatrons)

@@ -23,6 +23,7 @@ from hpctrain.train.megatron.mesh import Mesh, open_mesh  # noqa: E402
 from hpctrain.train.megatron.model import build_model  # noqa: E402
 from hpctrain.train.megatron.optimizer import build_optimizer  # noqa: E402
 from hpctrain.train.megatron.snapshot import Snapshot  # noqa: E402
+from hpctrain.train.megatron.starting import start_from_weights  # noqa: E402
 from hpctrain.train.megatron.witness import install_witness  # noqa: E402
 from hpctrain.train.times import ComputeTimers  # noqa: E402
 
@@ -38,7 +39,9 @@ def build(job: Job, mesh: Mesh, control: Control) -> Parts:
     config = job.config
     assert isinstance(config, MegatronConfig)
     witness = install_witness()
-    model = build_model(config, mesh, initialize=job.resume_directory is None)
+    begins = job.resume_directory is None
+    model = build_model(config, mesh, initialize=begins and config.pretrained is None)
+    start_from_weights(config, model, loads=begins)
     optimizer = build_optimizer(config, model)
     data = open_data(config, mesh.share, job.data_cache, needed=mesh.reads)
     timers = ComputeTimers()

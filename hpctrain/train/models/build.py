@@ -7,7 +7,7 @@ thin matrices beside frozen weights (see `lora`), spreading a module over GPUs.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -74,6 +74,14 @@ def _model(config: ModuleConfig, staged: Staged | None, *, loads: bool) -> Any:
     module = model_class._from_config(settings, dtype=torch.float32)
     module.tie_weights()  # left out by transformers where no numbers are drawn
     return module
+
+
+def empty_model(model: ModelSpec, config: Mapping[str, Any] | None) -> Any:
+    """A causal language model on the meta device; `config`: a config.json, if there is one."""
+    kind = class_named(_CONFIGURATIONS[model.family])
+    settings = kind(**settings_of(model)) if config is None else kind.from_dict(dict(config))
+    with torch.device("meta"), unset_weights():
+        return class_named(_MODELS[model.family, "language_modeling"])._from_config(settings)
 
 
 def _settings(model: ModelSpec, staged: Staged | None) -> Any:

@@ -17,25 +17,27 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
 
 
-@contextmanager
-def _without_torchvision() -> Iterator[None]:
-    """Losses of object detection would import torchvision along with any model (loss_utils.py).
+# Imported along with any model for the losses of object detection (loss_utils.py), and with any
+# saving for wrappers that are not used here (accelerate/utils/other.py). Both take seconds, and
+# torchvision ends in an error where it was built for another torch.
+_NOT_NEEDED = ("torchvision", "scipy", "deepspeed")
 
-    That takes each rank a second, and ends in an error where it was built for another torch.
-    """
-    hidden = "torchvision" not in sys.modules
-    if hidden:
-        sys.modules["torchvision"] = None  # type: ignore[assignment]
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """transformers finds no packages but those that it needs, or that are imported already."""
+    hidden = [name for name in _NOT_NEEDED if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
     try:
         yield
     finally:
-        if hidden:
-            del sys.modules["torchvision"]
+        for name in hidden:
+            del sys.modules[name]
 
 
 def class_named(name: str) -> Any:
     """A class of transformers, which imports its module when it is first asked for."""
-    with _without_torchvision():
+    with alone():
         library = importlib.import_module("transformers")
         library.utils.logging.disable_progress_bar()  # nobody watches a job's log line by line
         library.utils.logging.set_verbosity_error()
@@ -44,5 +46,5 @@ def class_named(name: str) -> Any:
 
 def unset_weights() -> Any:
     """A context in which modules are built without drawing numbers for their weights."""
-    with _without_torchvision():
+    with alone():
         return importlib.import_module("transformers.initialization").no_init_weights()

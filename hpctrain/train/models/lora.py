@@ -15,6 +15,7 @@ from torch import nn
 from hpctrain.engines.module import ModuleConfig
 from hpctrain.spec.tuning import LoraSpec
 from hpctrain.train.models.blocks import blocks_of
+from hpctrain.train.models.library import alone
 
 
 def adapted(config: ModuleConfig, lora: LoraSpec, module: Any) -> Any:
@@ -22,7 +23,8 @@ def adapted(config: ModuleConfig, lora: LoraSpec, module: Any) -> Any:
 
     The latter are made for the task, so that there is nothing in them to keep.
     """
-    peft = importlib.import_module("peft")
+    with alone():
+        peft = importlib.import_module("peft")
     settings = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,

@@ -1,0 +1,84 @@
+"""Which models are the same in Hugging Face's classes and in megatron-core, and their settings.
+
+Belongs here: from a `config.json` or a `train.json` to the shape that is converted, and what cannot
+be. Does not belong here: weights (see `hpctrain.train.convert`), files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from hpctrain.engines.described import Config, described, family_described, rope_of
+from hpctrain.engines.hugging_face import ACTIVATIONS
+from hpctrain.engines.megatron import MegatronConfig, model_fields
+from hpctrain.plan.representable import unrepresentable_model
+from hpctrain.spec.model import ModelSpec
+
+CONVERTED_FAMILIES = ("gpt", "llama")
+
+
+def unconvertible(config: Config) -> list[str]:
+    """Why megatron-core cannot compute what this `config.json` says; empty when it can."""
+    family = family_described(config)
+    if family not in CONVERTED_FAMILIES:
+        return [f"model_type is {config.get('model_type')}: gpt2 and llama can be converted"]
+    return [*_rotary(config), *_attention(config), *_choices(config)]
+
+
+def _rotary(config: Config) -> Iterator[str]:
+    rope = rope_of(config)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        yield f"rotary positions are scaled ({kind}), which hpctrain does not train"
+
+
+def _attention(config: Config) -> Iterator[str]:
+    if not config.get("scale_attn_weights", True):
+        yield "scale_attn_weights is false: megatron-core always scales"
+    for name in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
+        if config.get(name):
+            yield f"{name} is true, which megatron-core's GPT has not"
+
+
+def _choices(config: Config) -> Iterator[str]:
+    fields = described(config)
+    if fields["activation"] not in ACTIVATIONS:
+        yield f"the activation {fields['activation']} is none that hpctrain trains"
+    if not isinstance(fields.get("bias", True), bool):
+        yield f"biases are {fields['bias']}"
+
+
+def shape_described(config: Config) -> ModelSpec:
+    """The model of a `config.json` in which `unconvertible` finds nothing."""
+    return ModelSpec.model_validate(described(config))
+
+
+def unexportable(model: ModelSpec) -> list[str]:
+    """Why no class of Hugging Face computes what megatron-core trains here; empty if one does."""
+    weights_alone = model.model_copy(update={"dropout": 0.0})
+    return [words for _, words in unrepresentable_model(weights_alone)]
+
+
+def conversion_config(model: ModelSpec, *, half: bool) -> MegatronConfig:
+    """A model on one rank, its vocabulary as it is; only the fields that building it asks for.
+
+    `half`: weights in bf16, else fp32.
+    """
+    fields: dict[str, Any] = dict(
+        model_fields(model, model.vocab, "local"),
+        vocab_size=model.vocab,
+        seq_length=model.seq,
+        precision="bf16" if half else "fp32",
+        deterministic_mode=False,
+        tensor_model_parallel_size=1,
+        pipeline_model_parallel_size=1,
+        virtual_pipeline_model_parallel_size=None,
+        context_parallel_size=1,
+        data_parallel_size=1,
+        sequence_parallel=False,
+        pipeline_layer_split=((model.layers,),),
+        recompute_granularity=None,
+        micro_batch_size=1,
+    )
+    return MegatronConfig.model_construct(**fields)

@@ -1,0 +1,150 @@
+"""The same model in Hugging Face's classes and in megatron-core: logits, losses, and back again."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from trial_runs import GPT, LLAMA, MODULE_GPT, MODULE_LLAMA, Trial, largest_difference
+
+from hpctrain.checkpoints.staged import open_staged
+from hpctrain.engines.conversion import shape_described
+from hpctrain.engines.documents import parse_train_config
+from hpctrain.train.convert import megatron
+from hpctrain.train.convert.__main__ import convert
+from hpctrain.train.convert.directory import write_model
+from hpctrain.train.models.build import build_module
+from hpctrain.train.models.library import class_named
+
+class_named("LlamaForCausalLM")  # imports once what every forked process needs
+
+LOGITS = 1e-5  # fp32, of numbers of about 2
+LOSSES = 2e-5  # after steps with other orders of addition
+
+TINY = dict(layers=2, hidden=32, heads=4, ffn=48, vocab=100, seq=16)
+SHAPES: dict[str, dict[str, Any]] = {
+    "gpt2 of OpenAI": dict(TINY, family="gpt", activation="gelu_tanh"),
+    "gpt2, untied": dict(TINY, family="gpt", tied=False, norm_epsilon=1e-6),
+    "llama with groups": dict(TINY, family="llama", kv_heads=2, head_dim=16, rope_base=500000),
+    "llama with biases, tied": dict(TINY, family="llama", bias=True, tied=True),
+}
+
+
+def apart(function: Callable[..., None], *given: Any) -> None:
+    """Call it in a forked process: process groups and threads must not live where ranks are forked
+    from later on (hpctrain.train.prefork)."""
+    process = multiprocessing.get_context("fork").Process(target=function, args=given)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+
+
+def module_config(shape: dict[str, Any], **changes: Any) -> Any:
+    sizes = dict(vocab_size=shape["vocab"], seq_length=shape["seq"])
+    return parse_train_config(json.dumps({**MODULE_GPT, **sizes, "model": shape, **changes}))
+
+
+def stage(directory: Path, shape: dict[str, Any]) -> None:
+    """A random model as a Hugging Face directory and, converted, for megatron-core.
+
+    Its biases and norms are random, too.
+    """
+    module = build_module(module_config(shape), device=torch.device("cpu"))
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    write_model(module, directory / "hf")
+    (directory / "hf" / "tokenizer.json").write_text("{}")
+    report = convert(directory / "hf", directory / "megatron")
+    assert report.parameters == sum(one.numel() for one in module.parameters())
+    tokens = torch.randint(100, (2, 16))
+    with torch.no_grad():
+        logits = module.eval()(input_ids=tokens).logits
+    torch.save([tokens, logits], directory / "logits.pt")
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_logits_are_equal_and_the_way_back_is_exact(name: str, tmp_path: Path) -> None:
+    apart(there_and_back, tmp_path, SHAPES[name])
+    assert_equal_directories(tmp_path / "hf", tmp_path / "back")
+    assert (tmp_path / "back" / "tokenizer.json").exists()
+
+
+def there_and_back(directory: Path, shape: dict[str, Any]) -> None:
+    stage(directory, shape)
+    compare_logits(directory)
+    convert(directory / "megatron", directory / "back")
+
+
+def compare_logits(directory: Path) -> None:
+    """With those of megatron-core on one rank."""
+    tokens, wanted = torch.load(directory / "logits.pt")
+    staged = open_staged(directory / "megatron")
+    assert staged.kind == "megatron"
+    with megatron.one_rank(), torch.no_grad():
+        chunk = megatron.build(shape_described(staged.config), torch.float32)
+        megatron.load(chunk, staged.path)
+        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+        found = chunk.eval()(tokens, positions, None)
+    assert (found - wanted).abs().max() <= LOGITS < wanted.abs().max() / 1000
+
+
+def assert_equal_directories(one: Path, other: Path) -> None:
+    left, right = (load_file(path / "model.safetensors") for path in (one, other))
+    assert left.keys() == right.keys()
+    assert all(torch.equal(left[name], right[name]) for name in left)
+    configs = [json.loads((path / "config.json").read_text()) for path in (one, other)]
+    assert configs[0] == configs[1]
+
+
+TP2_PP2: dict[str, Any] = dict(
+    tensor_model_parallel_size=2,
+    pipeline_model_parallel_size=2,
+    pipeline_layer_split=((1,), (1,)),
+    num_layers=2,
+    padded_vocab_size=512,
+)
+
+
+@pytest.mark.parametrize(
+    ("module", "core"), [(MODULE_LLAMA, LLAMA), (MODULE_GPT, GPT)], ids=["llama", "gpt"]
+)
+def test_both_train_alike_from_one_directory(
+    module: dict[str, Any], core: dict[str, Any], tmp_path: Path, trial: Callable[..., Trial]
+) -> None:
+    """megatron-core pads the vocabulary to twice its size here, which must not show."""
+    shape = {**module["model"], "layers": 2, "seq": 64}  # it could read longer texts
+    apart(stage, tmp_path, shape)
+    tuned = dict(shape, seq=32, pretrained=str(tmp_path / "hf"))
+    plain = trial(module, model=tuned, train_steps=3, lr_decay_steps=3, save_interval_steps=3)
+    spread = trial(
+        core,
+        **{**TP2_PP2, "pretrained": str(tmp_path / "megatron")},
+        train_steps=3,
+        lr_decay_steps=3,
+        save_interval_steps=3,
+    )
+    assert plain.train() == [0]
+    assert spread.train() == [0] * 4
+    loss, norm = largest_difference(plain, spread, 1)
+    assert loss <= LOSSES and norm <= 100 * LOSSES
+    assert plain.losses[3] < plain.losses[1] - 0.1, "it learns"
+    for number, run in enumerate((plain, spread)):
+        apart(convert, run.run.checkpoints / "iter_0000003", tmp_path / f"tuned-{number}")
+    assert_close_directories(tmp_path / "tuned-0", tmp_path / "tuned-1")
+
+
+def assert_close_directories(one: Path, other: Path) -> None:
+    left, right = (load_file(path / "model.safetensors") for path in (one, other))
+    assert left.keys() == right.keys()
+    for name in left:
+        rows = min(len(left[name]), len(right[name]))  # positions that were never read
+        difference = (left[name][:rows] - right[name][:rows]).abs().max()
+        assert difference <= 1e-3, name

@@ -1,0 +1,62 @@
+"""Starting the process that converts weights, and saying how it ended."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpctrain.actions.convert import convert_weights
+from hpctrain.errors import HpctrainError, InvalidInputError, Problem
+from hpctrain.store.conversions import ConversionFailure, ConversionReport
+
+REPORT = ConversionReport(
+    source="a", target="b", form="megatron-core", model_type="gpt2", parameters=7, dtype="float32"
+)
+
+
+def interpreter(directory: Path, body: str) -> str:
+    """A program that is started in place of Python, with the same arguments."""
+    program = directory / "python"
+    program.write_text(f"#!{sys.executable}\nimport os, sys\n{body}\n")
+    program.chmod(0o755)
+    return str(program)
+
+
+def test_the_program_is_told_both_directories(tmp_path: Path) -> None:
+    python = interpreter(
+        tmp_path,
+        "assert sys.argv[1:] == ['-P', '-m', 'hpctrain.train.convert', 'a', 'b'], sys.argv\n"
+        "assert os.environ['CUDA_VISIBLE_DEVICES'] == ''\n"
+        f"print({REPORT.model_dump_json()!r})",
+    )
+    assert convert_weights(Path("a"), Path("b"), python=python) == REPORT
+
+
+def test_what_is_wrong_with_the_weights_comes_through(tmp_path: Path) -> None:
+    problem = Problem("has no weight x", file="a", hint="stage it")
+    told = ConversionFailure.of(InvalidInputError([problem])).model_dump_json()
+    python = interpreter(tmp_path, f"print({told!r}); sys.exit(3)")
+    with pytest.raises(InvalidInputError) as caught:
+        convert_weights(Path("a"), Path("b"), python=python)
+    assert caught.value.problems == (problem,)
+
+
+@pytest.mark.parametrize(
+    ("body", "words", "hint"),
+    [
+        ("sys.exit(\"No module named 'peft'\")", "has no peft", "huggingface"),
+        ("os.kill(os.getpid(), 9)", "was killed", "memory"),
+        ("sys.exit('boom')", r"\(exit code 1\): boom", ""),
+    ],
+)
+def test_other_endings(tmp_path: Path, body: str, words: str, hint: str) -> None:
+    with pytest.raises(HpctrainError, match=words) as caught:
+        convert_weights(Path("a"), Path("b"), python=interpreter(tmp_path, body))
+    assert hint in (caught.value.hint or "")
+
+
+def test_an_interpreter_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(HpctrainError, match="cannot start"):
+        convert_weights(Path("a"), Path("b"), python=str(tmp_path / "none"))

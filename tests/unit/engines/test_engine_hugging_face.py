@@ -1,0 +1,117 @@
+"""Shapes as Hugging Face's settings, and somebody's config.json beside a spec."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hpctrain.engines.conversion import conversion_config, shape_described, unconvertible
+from hpctrain.engines.described import described, disagreements
+from hpctrain.engines.hugging_face import MODEL_TYPES, settings_of
+from hpctrain.engines.shape import shape_of
+from hpctrain.spec.model import ModelSpec
+
+TEXT: dict[str, Any] = dict(layers=2, hidden=64, heads=4, vocab=100, seq=32)
+SHAPES: dict[str, dict[str, Any]] = {
+    "gpt": dict(TEXT, family="gpt", activation="gelu_tanh", dropout=0.1),
+    "llama": dict(TEXT, family="llama", ffn=128, kv_heads=2, head_dim=32, rope_base=500000),
+    "bert": dict(TEXT, family="bert", norm_epsilon=1e-6),
+    "distilbert": dict(TEXT, family="distilbert", ffn=128),
+    "vit": dict(family="vit", layers=2, hidden=64, heads=4, vocab=10, image=32, patch=8),
+    "resnet": dict(family="resnet", layers=50, vocab=10),
+}
+
+
+def config_json(family: str, **changes: Any) -> tuple[ModelSpec, dict[str, Any]]:
+    model = ModelSpec.model_validate(SHAPES[family])
+    return model, {"model_type": MODEL_TYPES[family], **settings_of(model), **changes}
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_a_config_of_our_own_agrees(family: str) -> None:
+    model, config = config_json(family)
+    assert disagreements(model, config) == []
+    assert described(config)["layers"] == model.layers
+
+
+# What transformers 4 wrote, and what openai-community/gpt2 and meta-llama's directories leave out.
+OLD_LLAMA = dict(
+    model_type="llama", num_hidden_layers=2, hidden_size=64, num_attention_heads=4,
+    intermediate_size=128, vocab_size=100, max_position_embeddings=64, rms_norm_eps=1e-5,
+    hidden_act="silu", rope_theta=500000.0,
+)  # fmt: skip
+OLD_GPT2 = dict(
+    model_type="gpt2", n_layer=2, n_embd=64, n_head=4, vocab_size=100, n_positions=32, n_ctx=32
+)
+
+
+def test_configs_of_older_releases_agree() -> None:
+    llama = ModelSpec.model_validate(dict(TEXT, family="llama", ffn=128, rope_base=500000))
+    assert disagreements(llama, OLD_LLAMA) == []
+    gpt = ModelSpec.model_validate(dict(TEXT, family="gpt", activation="gelu_tanh"))
+    assert disagreements(gpt, OLD_GPT2) == []
+
+
+DIFFERENT: list[tuple[str, dict[str, Any], str]] = [
+    ("gpt", dict(n_layer=3), "layers is 2 in the spec and 3 in config.json"),
+    ("gpt", dict(n_inner=None, n_embd=128), "hidden is 64 in the spec and 128 in config.json"),
+    ("gpt", dict(activation_function="relu"), "activation is gelu_tanh in the spec and relu in"),
+    ("gpt", dict(tie_word_embeddings=False), "tied is True in the spec and False in config.json"),
+    ("gpt", dict(n_positions=16), "seq is 32 in the spec, config.json has 16 positions"),
+    ("llama", dict(num_key_value_heads=4), "kv_heads is 2 in the spec and 4 in config.json"),
+    ("llama", dict(rope_parameters=dict(rope_theta=1e4)), "rope_base is 500000 in the spec and"),
+    ("llama", dict(mlp_bias=True), "bias is False in the spec and in one of attention and MLP"),
+    ("llama", dict(rms_norm_eps=1e-6), "norm_epsilon is 1e-05 in the spec and 1e-06 in config"),
+    ("bert", dict(vocab_size=99), "vocab is 100 in the spec and 99 in config.json"),
+    ("distilbert", dict(hidden_dim=256), "ffn is 128 in the spec and 256 in config.json"),
+    ("vit", dict(patch_size=16), "patch is 8 in the spec and 16 in config.json"),
+    ("resnet", dict(depths=[3, 4, 23, 3]), "layers is 50 in the spec and 101 in config.json"),
+    ("resnet", dict(hidden_sizes=[1, 2, 3, 4]), "layers is 50 in the spec and of blocks [3, 4, 6"),
+    ("gpt", dict(model_type="bert"), "family is gpt in the spec, the directory has a bert"),
+    ("gpt", dict(model_type="mistral"), "model_type is mistral, hpctrain knows gpt2, llama, bert"),
+]
+
+
+@pytest.mark.parametrize(("family", "changes", "words"), DIFFERENT)
+def test_a_field_that_differs_is_named(family: str, changes: dict[str, Any], words: str) -> None:
+    found = disagreements(*config_json(family, **changes))
+    assert any(line.startswith(words) for line in found), found
+
+
+def test_what_a_run_may_choose_differs_in_silence() -> None:
+    model, config = config_json("bert", max_position_embeddings=512)
+    assert disagreements(model.model_copy(update={"dropout": 0.1, "classes": 5}), config) == []
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("bert", {}, "model_type is bert: gpt2 and llama can be converted"),
+    (
+        "llama",
+        dict(rope_parameters=dict(rope_type="llama3", rope_theta=5e5)),
+        "rotary positions are scaled (llama3)",
+    ),
+    ("llama", dict(rope_scaling=dict(type="linear"), rope_parameters=None), "scaled (linear)"),
+    ("llama", dict(mlp_bias=True), "biases are in one of attention and MLP only"),
+    ("llama", dict(hidden_act="relu"), "the activation relu is none that hpctrain trains"),
+    ("gpt", dict(scale_attn_weights=False), "scale_attn_weights is false"),
+    ("gpt", dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx is true"),
+]
+
+
+@pytest.mark.parametrize(("family", "changes", "words"), REFUSED)
+def test_what_megatron_core_would_compute_otherwise_is_refused(
+    family: str, changes: dict[str, Any], words: str
+) -> None:
+    (found,) = unconvertible(config_json(family, **changes)[1])
+    assert words in found
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+def test_the_shape_survives_every_translation(family: str) -> None:
+    model, config = config_json(family)
+    assert unconvertible(config) == []
+    wanted = model.model_copy(update={"dropout": 0.0})
+    assert settings_of(shape_described(config)) == settings_of(wanted)
+    built = shape_of(conversion_config(wanted, half=False))
+    assert settings_of(built) == settings_of(wanted) and built.family == family
