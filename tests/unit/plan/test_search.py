@@ -143,7 +143,9 @@ def _details(spec: RunSpec, parallel: ParallelSpec, micro: int, dp: int) -> list
     shards = (None, 8) if engine == "fsdp" and gpus > 8 else (None,)
     orders = ORDERS if parallel.pp > 1 and dp > 1 else ORDERS[:1]
     made = []
-    for zero, offload, shard, order, how in product(zeros, offloads, shards, orders, RECOMPUTES):
+    # engines of PyTorch modules recompute whole blocks or nothing
+    recomputes = RECOMPUTES if engine == "megatron" else ("none", "full")
+    for zero, offload, shard, order, how in product(zeros, offloads, shards, orders, recomputes):
         if zero > 1 and parallel.pp > 1:
             continue  # DeepSpeed: no pipeline with sharded gradients
         if shard and (dp * parallel.cp % shard or shard > dp * parallel.cp):

@@ -55,7 +55,7 @@ def test_schema_states_types_and_choices() -> None:
         "minimum": 1,
         "type": "integer",
     }
-    assert model["family"]["enum"] == ["gpt", "llama", "bert", "vit", "resnet"]
+    assert model["family"]["enum"] == ["gpt", "llama", "bert", "distilbert", "vit", "resnet"]
     assert '"gt":' not in json_schema("spec")
     assert {"model", "batch", "budget"} <= set(schema["required"])
 

@@ -35,7 +35,8 @@ def test_an_existing_directory_is_not_taken_over(tmp_path: Path) -> None:
 def test_all_paths_are_inside_and_differ() -> None:
     run = RunLayout(Path("runs/gpt-1a2b"))
     names = [name for name, kind in vars(RunLayout).items() if isinstance(kind, property)]
-    paths = [getattr(run, name) for name in names if name != "run_id"]
+    found = [getattr(run, name) for name in names if name != "run_id"]
+    paths = [path for path in found if isinstance(path, Path)]
     assert run.run_id == "gpt-1a2b"
     assert len(paths) >= 15
     assert len(set(paths)) == len(paths)
