@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deepspeed_trials import LLAMA_ZERO, ROUNDING, ZERO, alone, words_of
-from trial_runs import MODULE_LLAMA, Trial, largest_difference
+from deepspeed_trials import PLAIN, PLAIN_LLAMA, ROUNDING, ZERO, alone, words_of
+from trial_runs import Trial, largest_difference
 
 if importlib.util.find_spec("deepspeed") is None:
     pytest.skip("needs the deepspeed extra", allow_module_level=True)
@@ -45,11 +45,22 @@ def test_losses_are_those_of_one_process(
     assert "DeepSpeed" not in words_of(spread), "its log is kept out of the run's"
 
 
-def test_weights_that_nobody_shares(trial: Callable[..., Trial], tmp_path: Path) -> None:
-    """Llama has an output layer of its own, and angles in buffers that are not divided."""
-    spread = trial(LLAMA_ZERO, zero_stage=3)
+OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    # an output layer of its own, and angles in buffers that are not divided
+    "llama": (PLAIN_LLAMA, {}),
+    # most weights are frozen, and belong to no group of the optimizer
+    "lora": (PLAIN, dict(lora=dict(rank=4))),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_divided_weights_of_other_kinds(
+    kind: str, trial: Callable[..., Trial], tmp_path: Path
+) -> None:
+    base, changes = OTHERS[kind]
+    spread = trial({**ZERO, **changes, "model": base["model"]}, zero_stage=3)
     assert spread.train() == [0, 0]
-    loss, norm = largest_difference(spread, alone(tmp_path / "alone", MODULE_LLAMA), 1)
+    loss, norm = largest_difference(spread, alone(tmp_path / "alone", {**base, **changes}), 1)
     assert loss <= ROUNDING and norm <= 10 * ROUNDING
 
 

@@ -8,7 +8,7 @@ how the module is placed, what DeepSpeed's optimizers differ in.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -86,7 +86,7 @@ class ZeroEngine:
         last = self.config.microbatches - 1
         for number, batch in enumerate(self.data.training.microbatches(first_sample)):
             with self.clock.computing(), self.flops.counting(self.finished_steps + 1, number):
-                loss_sum, count = self.loss(self.inner, batch)
+                loss_sum, count = self.loss(self.inner, self._fitting(batch))
             self.inner.backward(loss_sum * scale, scale_wrt_gas=False)
             if number < last:
                 self.inner.step()
@@ -94,19 +94,39 @@ class ZeroEngine:
         return totals
 
     def evaluate(self) -> float | None:
-        """Without dropout, hence without drawing random numbers."""
+        """Without dropout, hence without drawing random numbers.
+
+        The statistics of batch norms change with it (see `_share_statistics`), which no training
+        step reads.
+        """
         samples, config = self.data.validation, self.config
         if samples is None:
             return None
         totals = torch.zeros(2, device=self.mesh.device)
+        self._share_statistics()
         self.inner.eval()
         with torch.no_grad():
             for number in range(config.eval_batches):
                 for batch in samples.microbatches(number * config.global_batch_size):
-                    totals += torch.stack([one.float() for one in self.loss(self.inner, batch)])
+                    both = self.loss(self.inner, self._fitting(batch))
+                    totals += torch.stack([one.float() for one in both])
         self.inner.train()
         dist.all_reduce(totals)
         return mean_loss(totals)
+
+    def _fitting(self, batch: Any) -> Any:
+        """Images in the precision of the weights, which DeepSpeed keeps in bf16; words are numbers
+        of words in any case."""
+        if self.config.precision == "fp32" or not hasattr(batch, "pixels"):
+            return batch
+        return replace(batch, pixels=batch.pixels.bfloat16())
+
+    def _share_statistics(self) -> None:
+        """Of batch norms, of which each rank has its own; one model is evaluated, rank 0's."""
+        for module in self.inner.module.modules():
+            if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+                for buffer in module.buffers(recurse=False):
+                    dist.broadcast(buffer, src=0)
 
     def weights_are_finite(self) -> bool:
         """Of the parts of the weights that this rank keeps, but for those on NVMe."""
