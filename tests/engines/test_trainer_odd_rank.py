@@ -29,22 +29,22 @@ def _hangs(rank: int, where: str) -> Callable[[], None]:
 
         from hpctrain.train.loop import Loop
 
-        original_update, original_forward = Loop._update, GPTModel.forward
+        original_step, original_forward = Loop.one_step, GPTModel.forward
         hangs = False
 
-        def update(self: Loop, first_sample: int) -> object:
+        def one_step(self: Loop) -> object:
             nonlocal hangs
             hangs = os.environ["RANK"] == str(rank) and self.position.step >= 2
             if hangs and where == "loop":
                 time.sleep(1000)
-            return original_update(self, first_sample)
+            return original_step(self)
 
         def forward(self: Any, *arguments: Any, **more: Any) -> object:
             if hangs:
                 time.sleep(1000)
             return original_forward(self, *arguments, **more)
 
-        Loop._update = update  # type: ignore[method-assign,assignment]
+        Loop.one_step = one_step  # type: ignore[method-assign,assignment]
         GPTModel.forward = forward  # type: ignore[method-assign,assignment]
 
     return prepare
@@ -80,4 +80,4 @@ def test_one_rank_hangs(
         ranks.wait(LIMIT_SECONDS)
     found = odd_ranks(given.texts, given.nodes, stuck.world_size)
     assert [odd.rank for odd in found] == [rank], places(given.texts)
-    assert found[0].where.startswith(("update (", "forward (")), found[0].where
+    assert found[0].where.startswith(("one_step (", "forward (")), found[0].where

@@ -47,17 +47,17 @@ def _hold_the_lock() -> None:
 
     from hpctrain.train.loop import Loop
 
-    original = Loop._update
+    original = Loop.one_step
 
-    def hold(self: Loop, first_sample: int) -> object:
+    def hold(self: Loop) -> object:
         if os.environ["RANK"] == "1" and self.position.step == 1:
             mutex = ctypes.create_string_buffer(64)
             lock = ctypes.PyDLL(None).pthread_mutex_lock  # PyDLL: the call keeps the lock
             lock(mutex)
             lock(mutex)
-        return original(self, first_sample)
+        return original(self)
 
-    Loop._update = hold  # type: ignore[method-assign,assignment]
+    Loop.one_step = hold  # type: ignore[method-assign,assignment]
 
 
 def test_stacks_of_ranks_that_are_stuck(trial: Callable[..., Trial]) -> None:
