@@ -1,0 +1,286 @@
+"""Models of Hugging Face's classes: their parameters, first weights, losses, and what LoRA adds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn import functional
+from trial_runs import MODULE_GPT
+
+from hpctrain.engines.documents import parse_train_config
+from hpctrain.errors import InvalidInputError
+from hpctrain.plan.parameters import total_parameters
+from hpctrain.plan.representable import LINEAR_LAYERS
+from hpctrain.train.convert.directory import write_model
+from hpctrain.train.models.blocks import blocks_of
+from hpctrain.train.models.build import build_module
+from hpctrain.train.models.lora import adapted_layers, merged
+from hpctrain.train.models.masking import masking_of
+from hpctrain.train.models.tasks import loss_of
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+TEXT: dict[str, Any] = dict(layers=2, hidden=32, heads=4, ffn=64, vocab=100, seq=16)
+WORDS, MASKED, CLASSES = "language_modeling", "masked_language_modeling", "classification"
+SHAPES: dict[str, tuple[dict[str, Any], str]] = {
+    "gpt": (dict(TEXT, family="gpt"), WORDS),
+    "gpt, untied": (dict(TEXT, family="gpt", tied=False, activation="gelu_tanh"), WORDS),
+    "llama": (dict(TEXT, family="llama", kv_heads=2, head_dim=16, bias=True), WORDS),
+    "llama, tied": (dict(TEXT, family="llama", tied=True), WORDS),
+    "bert": (dict(TEXT, family="bert"), MASKED),
+    "bert, classes": (dict(TEXT, family="bert", classes=3), CLASSES),
+    "distilbert": (dict(TEXT, family="distilbert"), MASKED),
+    "distilbert, classes": (dict(TEXT, family="distilbert", classes=3), CLASSES),
+    "vit": (
+        dict(family="vit", layers=2, hidden=32, heads=4, ffn=64, vocab=10, image=16, patch=4),
+        CLASSES,
+    ),
+    "resnet-18": (dict(family="resnet", layers=18, vocab=10, image=32), CLASSES),
+    "resnet-50": (dict(family="resnet", layers=50, vocab=10, image=32), CLASSES),
+}
+# Next sentence and pooler, which megatron-core's BERT has and BertForMaskedLM has not.
+FEWER = {"bert": 32 * 32 + 32 + 2 * 32 + 2}
+DEEPER = (34, 101, 152)
+
+
+def config_of(name: str, **changes: Any) -> Any:
+    shape, task = SHAPES[name]
+    model = {**shape, **changes.pop("model", {})}
+    sizes = dict(vocab_size=shape["vocab"], seq_length=shape.get("seq", 16))
+    fields = {**MODULE_GPT, **sizes, "model": model, "task": task, **changes}
+    return parse_train_config(json.dumps(fields))
+
+
+def batch_of(config: Any) -> Any:
+    """Whatever any of the tasks asks for; two samples."""
+    torch.manual_seed(3)
+    tokens = torch.randint(99, (2, 16))
+    whole_texts = config.task == CLASSES
+    return SimpleNamespace(
+        tokens=tokens,
+        labels=torch.randint(3, (2,)) if whole_texts else tokens.roll(-1, 1),
+        loss_mask=torch.ones(2, 16),
+        positions=torch.arange(16).expand(2, -1),
+        attention_mask=torch.ones(2, 16, dtype=torch.int64),
+        pixels=torch.randn(2, 3, config.model.image, config.model.image),
+        samples=range(2),
+    )
+
+
+def equal(one: Any, other: Any) -> bool:
+    left, right = one.state_dict(), other.state_dict()
+    return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_model_is_what_was_planned_and_learns_with_every_weight(name: str) -> None:
+    config = config_of(name)
+    module = build_module(config, device=CPU)
+    count = sum(one.numel() for one in module.parameters())
+    assert count == total_parameters(config.model) - FEWER.get(name, 0)
+    assert len(blocks_of(module)) == (0 if "resnet" in name else config.model.layers)
+    assert module.training and {one.dtype for one in module.parameters()} == {torch.float32}
+    loss, number = loss_of(config)(module, batch_of(config))
+    loss.backward()
+    assert loss.dtype == number.dtype == torch.float32 and loss.isfinite()
+    # DistributedDataParallel waits for the gradient of every weight
+    assert [one for one, p in module.named_parameters() if p.grad is None] == []
+
+
+@pytest.mark.parametrize("layers", DEEPER)
+def test_deeper_networks_are_what_was_planned(layers: int) -> None:
+    config = config_of("resnet-50", model=dict(layers=layers))
+    module = build_module(config, device=META)
+    assert sum(one.numel() for one in module.parameters()) == total_parameters(config.model)
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama", "bert", "vit", "resnet-18"])
+def test_weights_follow_from_the_seed_alone(name: str) -> None:
+    torch.manual_seed(1)
+    one = build_module(config_of(name), device=CPU)
+    drawn = torch.rand(3)
+    torch.manual_seed(1)
+    assert torch.equal(drawn, torch.rand(3)), "building leaves the random numbers of others alone"
+    assert equal(one, build_module(config_of(name), device=CPU))
+    assert not equal(one, build_module(config_of(name, seed=2), device=CPU))
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama", "llama, tied", "bert", "vit", "resnet-18"])
+def test_shapes_without_weights(name: str) -> None:
+    config = config_of(name)
+    real, meta = (build_module(config, device=device) for device in (CPU, META))
+    unset = build_module(config, device=CPU, initialize=False)
+    assert {one.device.type for one in meta.parameters()} == {"meta"}
+    for other in (meta, unset):  # a tied weight is one parameter in each of them
+        assert [n for n, _ in other.named_parameters()] == [n for n, _ in real.named_parameters()]
+    for (key, wanted), (_, found) in zip(real.named_buffers(), unset.named_buffers(), strict=True):
+        assert torch.equal(wanted, found), key
+
+
+def test_labels_are_shifted_already() -> None:
+    config = config_of("llama")
+    module, batch = build_module(config, device=CPU), batch_of(config)
+    batch.loss_mask[0, 5:] = 0
+    loss, count = loss_of(config)(module, batch)
+    losses = functional.cross_entropy(
+        module(input_ids=batch.tokens).logits.transpose(1, 2), batch.labels, reduction="none"
+    )
+    assert count == 21
+    assert abs(loss - (losses[0, :5].sum() + losses[1].sum())) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_packed_texts_do_not_see_each_other(name: str, deterministic: bool) -> None:
+    config = config_of(name, data_format="packed", deterministic_mode=deterministic)
+    module, batch = build_module(config, device=CPU), batch_of(config)
+    batch.positions = torch.cat([torch.arange(6), torch.arange(10)]).expand(2, -1)
+    batch.loss_mask[:, :6] = 0
+    before, _ = loss_of(config)(module, batch)
+    batch.tokens[:, :6] = 7
+    after, _ = loss_of(config)(module, batch)
+    assert torch.equal(before, after)
+    alone = SimpleNamespace(**{
+        key: getattr(batch, key)[:, 6:] for key in ("tokens", "labels", "loss_mask", "positions")
+    })  # fmt: skip
+    assert abs(loss_of(config)(module, alone)[0] - before) < 1e-4
+
+
+def test_determinism_takes_attention_whose_sums_have_an_order() -> None:
+    one, other = config_of("llama"), config_of("llama", deterministic_mode=True)
+    fast, exact = build_module(one, device=CPU), build_module(other, device=CPU)
+    assert (fast.config._attn_implementation, exact.config._attn_implementation) == (
+        "sdpa",
+        "eager",
+    )
+    losses = [loss_of(one)(module, batch_of(one))[0].item() for module in (fast, exact)]
+    assert abs(losses[0] - losses[1]) < 1e-4
+
+
+# -- masked words ----------------------------------------------------------------------------
+
+
+def test_the_same_words_are_masked_wherever_a_sample_is_read() -> None:
+    masking = masking_of(config_of("bert"))
+    tokens = torch.randint(99, (4, 16))
+    shown, hidden = masking.apply(tokens, range(10, 14))
+    one_by_one = [masking.apply(tokens[n : n + 1], range(10 + n, 11 + n)) for n in range(4)]
+    assert torch.equal(shown, torch.cat([part[0] for part in one_by_one]))
+    assert torch.equal(hidden, torch.cat([part[1] for part in one_by_one]))
+    assert torch.equal(shown[~hidden], tokens[~hidden])
+    assert not torch.equal(hidden, masking.apply(tokens, range(14, 18))[1])
+
+
+def test_shares_of_masked_words_are_those_of_the_paper(tmp_path: Path) -> None:
+    tokenizer = tmp_path / "tokenizer.json"
+    special = [dict(id=n, content=c, special=True) for n, c in enumerate(("[PAD]", "[MASK]"))]
+    tokenizer.write_text(json.dumps({"added_tokens": special}))
+    masking = masking_of(config_of("bert", tokenizer=str(tokenizer), vocab_size=1000))
+    tokens = torch.randint(2, 1000, (40, 1000))
+    tokens[:, 0] = 0
+    shown, hidden = masking.apply(tokens, range(40))
+    assert not hidden[:, 0].any(), "padding is not guessed"
+    guessed = hidden.sum().item()
+    assert abs(guessed / 40000 - 0.15) < 0.01
+    assert abs((shown == 1).sum().item() / guessed - 0.8) < 0.02
+    assert abs(((shown == tokens) & hidden).sum().item() / guessed - 0.1) < 0.02
+
+
+def test_a_tokenizer_without_a_mask_is_refused(tmp_path: Path) -> None:
+    tokenizer = tmp_path / "tokenizer.json"
+    tokenizer.write_text('{"added_tokens": [{"id": 0, "content": "<eod>", "special": true}]}')
+    with pytest.raises(InvalidInputError, match=r"has no \[MASK\]"):
+        loss_of(config_of("bert", tokenizer=str(tokenizer)))
+
+
+# -- somebody's weights ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama, tied", "bert", "distilbert, classes", "resnet-18"])
+def test_weights_come_from_a_directory(name: str, tmp_path: Path) -> None:
+    module = build_module(config_of(name, seed=7), device=CPU)
+    write_model(module, tmp_path)
+    config = config_of(name, model=dict(pretrained=str(tmp_path)))
+    assert equal(module, build_module(config, device=CPU))
+
+
+def test_a_body_without_its_head_is_tuned_to_classes(tmp_path: Path) -> None:
+    words = build_module(config_of("distilbert", seed=7), device=CPU)
+    write_model(words, tmp_path)
+    config = config_of("distilbert, classes", model=dict(pretrained=str(tmp_path)))
+    module, again = (build_module(config, device=CPU) for _ in range(2))
+    assert equal(module.base_model, words.base_model)
+    assert equal(module, again), "the new head is the same on all ranks"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("transformer.h.1.mlp.c_fc.weight", None, "c_fc.weight are missing or of another shape"),
+        ("transformer.h.1.mlp.c_fc.weight", "transformer.h.2.x", "h.2.x belong to no part of GPT2"),
+    ],
+)
+def test_weights_that_are_missing_or_left_over(
+    old: str, new: str | None, words: str, tmp_path: Path
+) -> None:
+    write_model(build_module(config_of("gpt"), device=CPU), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    taken = tensors.pop(old)
+    if new is not None:
+        tensors[new] = taken
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InvalidInputError) as caught:
+        build_module(config_of("gpt", model=dict(pretrained=str(tmp_path))), device=CPU)
+    assert any(words in str(problem) for problem in caught.value.problems)
+
+
+# -- LoRA ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama", "bert", "distilbert", "vit"])
+def test_all_linear_layers_of_the_blocks_are_adapted(name: str) -> None:
+    module = build_module(config_of(name), device=META)
+    names = adapted_layers(module, "all")
+    assert {one.rpartition(".")[2] for one in names} == set(LINEAR_LAYERS[name])
+    assert len(names) % 2 == 0, "both blocks have the same"
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama", "bert", "vit"])
+def test_only_thin_matrices_learn_and_they_can_be_merged(name: str) -> None:
+    config = config_of(name, lora=dict(rank=2))
+    plain = build_module(config_of(name), device=CPU)
+    module = build_module(config, device=CPU)
+    batch, loss = batch_of(config), loss_of(config)
+    learning = [one for one, p in module.named_parameters() if p.requires_grad]
+    assert {("lora_" in one) or ("classifier" in one) for one in learning} == {True}
+    assert torch.equal(loss(plain, batch)[0], loss(module, batch)[0]), "nothing is added at first"
+    optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=1.0)
+    for _ in range(2):
+        loss(module, batch)[0].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(blocks_of(module)) == 2
+    tuned = loss(module, batch)[0].item()
+    whole = merged(module)
+    assert abs(loss(whole, batch)[0].item() - tuned) < 1e-3 * abs(tuned)
+    assert [n for n, _ in whole.named_parameters()] == [n for n, _ in plain.named_parameters()]
+
+
+def test_chosen_layers_alone_are_adapted() -> None:
+    module = build_module(config_of("llama", lora=dict(targets=("q_proj", "v_proj"))), device=CPU)
+    learning = {one.split(".")[-4] for one, p in module.named_parameters() if p.requires_grad}
+    assert learning == {"q_proj", "v_proj"}
+
+
+def test_lora_on_meta_has_the_same_names() -> None:
+    config = config_of("llama", lora=dict(rank=2))
+    real, meta = (build_module(config, device=device) for device in (CPU, META))
+    assert real.state_dict().keys() == meta.state_dict().keys()
+    assert {one.device.type for one in meta.parameters()} == {"meta"}
+    again = build_module(config, device=CPU)
+    assert equal(real, again), "thin matrices follow from the seed, too"
