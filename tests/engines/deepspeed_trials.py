@@ -11,7 +11,7 @@ from trial_runs import MODULE_GPT, MODULE_LLAMA, Trial, make_trial
 from hpctrain.train.models import library
 
 # Once here and not in every rank, which takes seconds of each.
-for name in ("GPT2LMHeadModel", "LlamaForCausalLM"):
+for name in ("GPT2LMHeadModel", "LlamaForCausalLM", "BertForMaskedLM"):
     library.class_named(name)
 with library.alone():
     importlib.import_module("peft")

@@ -22,6 +22,11 @@ def gpt(tmp_path_factory: pytest.TempPathFactory) -> Trial:
     return alone(tmp_path_factory.mktemp("alone") / "gpt")
 
 
+MASKED: dict[str, Any] = dict(
+    PLAIN,
+    model=dict(family="bert", layers=2, hidden=64, ffn=128, heads=4, vocab=250, seq=32),
+    task="masked_language_modeling",
+)
 HOST = dict(offload_optimizer="cpu", offload_parameters="cpu")
 KINDS: dict[str, dict[str, Any]] = {
     "stage 0": dict(zero_stage=0),
@@ -64,10 +69,33 @@ def test_divided_weights_of_other_kinds(
     assert loss <= ROUNDING and norm <= 10 * ROUNDING
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_bf16_stays_near_fp32(stage: int, trial: Callable[..., Trial], gpt: Trial) -> None:
-    """Stage 1 has an optimizer class of its own there (BF16_Optimizer)."""
-    spread = trial(ZERO, zero_stage=stage, precision="bf16")
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Trial:
+    return alone(tmp_path_factory.mktemp("alone") / "bert", MASKED)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_each_loss_counts_the_same_where_few_do(
+    stage: int, trial: Callable[..., Trial], bert: Trial
+) -> None:
+    """Of masked words each rank has another number; the mean is over those of the whole batch."""
+    spread = trial(dict(ZERO, model=MASKED["model"], task=MASKED["task"]), zero_stage=stage)
+    assert spread.train() == [0, 0]
+    loss, norm = largest_difference(spread, bert, 1)
+    assert loss <= ROUNDING and norm <= 10 * ROUNDING
+
+
+def test_each_loss_counts_the_same_in_bf16(trial: Callable[..., Trial], bert: Trial) -> None:
+    """Stage 1 has an optimizer class of its own there (BF16_Optimizer), without a scale."""
+    changes = dict(model=MASKED["model"], task=MASKED["task"], precision="bf16")
+    spread = trial({**ZERO, **changes})
+    assert spread.train() == [0, 0]
+    loss, norm = largest_difference(spread, bert, 1)
+    assert loss < 2e-3 and norm < 0.05
+
+
+def test_bf16_stays_near_fp32(trial: Callable[..., Trial], gpt: Trial) -> None:
+    spread = trial(ZERO, zero_stage=2, precision="bf16")
     assert spread.train() == [0, 0]
     loss, _ = largest_difference(spread, gpt, 1)
     assert 0 < loss < 2e-3
