@@ -16,6 +16,7 @@ from typing import NoReturn
 
 from hpctrain.checkpoints.manifest import checkpoint_name, read_manifest, what_is_wrong
 from hpctrain.checkpoints.publish import StaleEpochError
+from hpctrain.engines.megatron_lm import MegatronLmConfig
 from hpctrain.errors import CheckpointError, HpctrainError, InvalidInputError, Problem
 from hpctrain.store.epochs import current_epoch
 from hpctrain.store.layout import RunLayout
@@ -176,6 +177,8 @@ def _train(job: Job, ending: _Ending) -> Outcome:
     _refuse_stale(job)
     _refuse_damaged(job)
     os.environ.update(quiet_defaults() | flight_recorder(job.run, job.launch))
+    if isinstance(job.config, MegatronLmConfig):
+        return _supervise(job, ending)
     from hpctrain.train.startup import assemble  # torch and megatron-core come in here
 
     loop = assemble(job, ending)
@@ -187,6 +190,16 @@ def _train(job: Job, ending: _Ending) -> Outcome:
     if outcome == "done" and job.launch.leads:
         _mark_done(job, loop.position.step)
     loop.control.barrier()
+    return outcome
+
+
+def _supervise(job: Job, ending: _Ending) -> Outcome:
+    """Have somebody's own program train."""
+    from hpctrain.train.megatron_lm.running import run
+
+    outcome, step = run(job, ending)
+    if outcome == "done" and job.launch.leads:
+        _mark_done(job, step)
     return outcome
 
 

@@ -1,0 +1,109 @@
+"""What Megatron-LM prints about a step, an evaluation and a save, as values. Pure.
+
+Formats: training.py (`training_log`, `evaluate_and_print_results`) and checkpointing.py
+(`save_checkpoint`), the same in core_v0.16 and the main line. Belongs here: reading one line.
+Does not belong here: what is told on (see `telling`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, replace
+
+_STEP = re.compile(r"\biteration +(\d+)/ *(\d+) \|(.*)")
+_FIELD = re.compile(r"\s*([^|:]+?): +(\S+) *(?:\||$)")
+_EVALUATION = re.compile(r"\bvalidation\S* loss at iteration (\d+) \| (.*)")
+_EVALUATED = re.compile(r"\blm loss value: (\S+)")
+_SAVING = re.compile(r"\bsaving checkpoint at iteration +(\d+) to ")
+_SAVED = re.compile(
+    r"\b(?:scheduled an async checkpoint save at|successfully saved checkpoint from) "
+    r"iteration +(\d+) to "
+)
+
+
+@dataclass(frozen=True)
+class StepLine:
+    """One line of `training_log`; loss, norm and seconds are means since the line before it.
+
+    `loss` is nan where the line has none: every step since the last line was skipped.
+    """
+
+    step: int
+    target_step: int
+    consumed_samples: int
+    step_seconds: float
+    learning_rate: float
+    loss: float
+    grad_norm: float | None
+
+
+def read_step(line: str) -> StepLine | None:
+    """The values of a step's line; None for any other line."""
+    match = _STEP.search(line)
+    if match is None:
+        return None
+    fields = {name: _number(text) for name, text in _FIELD.findall(match[3])}
+    if not {"consumed samples", "elapsed time per iteration (ms)"} <= fields.keys():
+        return None
+    return StepLine(
+        step=int(match[1]),
+        target_step=int(match[2]),
+        consumed_samples=int(fields["consumed samples"]),
+        step_seconds=fields["elapsed time per iteration (ms)"] / 1000,
+        learning_rate=fields.get("learning rate", math.nan),
+        loss=fields.get("lm loss", math.nan),
+        grad_norm=fields.get("grad norm"),
+    )
+
+
+def read_evaluation(line: str) -> tuple[int, float] | None:
+    """(step, mean loss) of an evaluation between steps; None for any other line."""
+    match = _EVALUATION.search(line)
+    value = _EVALUATED.search(match[2]) if match else None
+    return (int(match[1]), _number(value[1])) if match and value else None
+
+
+def read_saving(line: str) -> int | None:
+    """The step whose save begins, training standing still; None for any other line."""
+    match = _SAVING.search(line)
+    return int(match[1]) if match else None
+
+
+def read_saved(line: str) -> int | None:
+    """The step whose save no longer holds up training; None for any other line."""
+    match = _SAVED.search(line)
+    return int(match[1]) if match else None
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+class OwnMeans:
+    """Takes the first step of a launch out of the means of the second line.
+
+    Megatron-LM prints the first step by itself and keeps it in the sums (training.py,
+    `is_first_iteration`), so the second of two lines about single steps is the mean of both.
+    """
+
+    def __init__(self) -> None:
+        self._first: StepLine | None = None
+        self._seen = 0
+
+    def of(self, line: StepLine) -> StepLine:
+        self._seen += 1
+        if self._seen == 1:
+            self._first = line
+            return line
+        first, self._first = self._first, None
+        if first is None or line.step != first.step + 1:
+            return line
+        return replace(
+            line,
+            loss=2 * line.loss - first.loss,
+            step_seconds=max(2 * line.step_seconds - first.step_seconds, 1e-6),
+        )

@@ -1,0 +1,176 @@
+"""One launch of Megatron-LM on one rank: from the command line to how it ended.
+
+The program runs in this process, as `python pretrain_gpt.py ...` would run it, so that signals,
+stacks and exit codes need no second process. Belongs here: the order of things, and what an end
+means. Does not belong here: records and exit codes (see `hpctrain.train.entry`).
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from hpctrain.checkpoints.manifest import step_of
+from hpctrain.checkpoints.publish import TRACKER_NAME, point_tracker_to, published_steps
+from hpctrain.engines.megatron_lm import MegatronLmConfig, Places, arguments
+from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.store.signs import Outcome
+from hpctrain.train.job import Job
+from hpctrain.train.launch import Launch
+from hpctrain.train.megatron_lm.hearing import hearing
+from hpctrain.train.megatron_lm.refused import refusals_named
+from hpctrain.train.megatron_lm.relay import Relay
+from hpctrain.train.megatron_lm.saves import Saves
+from hpctrain.train.megatron_lm.telling import Teller, write_progress
+
+
+class StepKeeper(Protocol):
+    """Who wants to know the last finished step, for the record of how the rank ended."""
+
+    step: Callable[[], int]
+
+
+def run(job: Job, keeper: StepKeeper) -> tuple[Outcome, int]:
+    """Train until Megatron-LM ends; how that was, and the step of its last checkpoint.
+
+    Raises InvalidInputError for what is wrong with the checkout or its arguments; anything that
+    Megatron-LM raises comes through, SystemExit 16 and 17 among it.
+    """
+    config = job.config
+    assert isinstance(config, MegatronLmConfig)
+    resume_step = step_of(job.launch.resume) or 0
+    if resume_step >= config.train_steps:
+        return "done", resume_step
+    program = _program(config)
+    if job.launch.leads:
+        _lead_in(job, resume_step)
+    _enter(config, job.launch)
+    saves = Saves(job)
+    words = arguments(config, _places(job, saves, resume_step), on_cpu=_without_gpu(config))
+    saves.start()
+    try:
+        _execute(job, keeper, saves, program, words, resume_step)
+    except SystemExit:
+        saves.finish()  # all ranks leave together, and what was saved last is to be resumed
+        raise
+    except BaseException:
+        saves.abandon()
+        if saves.problem is not None:
+            raise saves.problem from None
+        raise
+    return _outcome(job, saves, resume_step)
+
+
+def _program(config: MegatronLmConfig) -> Path:
+    program = Path(config.checkout, config.entry)
+    if not program.is_file():
+        hint = "set `engine.checkout` to a directory that every node, and the container, sees"
+        raise InvalidInputError([Problem("no such program", str(program), hint=hint)])
+    return program
+
+
+def _lead_in(job: Job, resume_step: int) -> None:
+    """The tracker names what is resumed: Megatron-LM's own tools trust it."""
+    if resume_step:
+        point_tracker_to(job.run.checkpoints, resume_step)
+    else:
+        (job.run.checkpoints / TRACKER_NAME).unlink(missing_ok=True)
+    write_progress(job, "loading" if resume_step else "starting", resume_step)
+
+
+def _enter(config: MegatronLmConfig, launch: Launch) -> None:
+    """What Megatron-LM expects of a launcher, and its modules before all others."""
+    os.environ["RANK"] = str(launch.rank)
+    os.environ["WORLD_SIZE"] = str(launch.world_size)
+    os.environ["LOCAL_RANK"] = str(_visible_rank(launch))
+    sys.path.insert(0, config.checkout)
+
+
+def _visible_rank(launch: Launch) -> int:
+    """With `--gpus-per-task` Slurm shows each task one GPU only, which is then number 0."""
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return 0 if len(shown) == 1 and shown[0] else launch.local_rank
+
+
+def _without_gpu(config: MegatronLmConfig) -> bool:
+    """True on a machine without GPUs, where stand-ins for CUDA make a trial possible."""
+    from hpctrain.train.device import on_cpu  # torch comes in here
+
+    if not on_cpu():
+        return False
+    if config.async_save:
+        # its writer is a process that is handed live tensors, where these are on the CPU
+        message = "Megatron-LM saves asynchronously from GPUs only"
+        hint = "set `checkpoint.asynchronous: false`"
+        raise InvalidInputError([Problem(message, hint=hint)])
+    from hpctrain.train.megatron_lm import trial
+
+    trial.install()
+    return True
+
+
+def _places(job: Job, saves: Saves, resume_step: int) -> Places:
+    resumes = resume_step > 0
+    return Places(
+        save=str(saves.directory),
+        data_cache=str(job.data_cache),
+        load=str(job.run.checkpoints) if resumes else None,
+        load_step=resume_step if resumes else None,
+    )
+
+
+def _execute(
+    job: Job,
+    keeper: StepKeeper,
+    saves: Saves,
+    program: Path,
+    words: tuple[str, ...],
+    resume_step: int,
+) -> None:
+    """Run the program in this process, until it ends or is ended."""
+    launch = job.launch
+    speaks = launch.rank == launch.world_size - 1  # utils.py, print_rank_last
+    assert isinstance(job.config, MegatronLmConfig)
+    teller = Teller(job, job.config, resume_step) if speaks else None
+    if teller is not None:
+        keeper.step = lambda: teller.step
+    ears = [teller.hear] if teller is not None else []
+    ears += [saves.hear] if launch.leads else []
+    sys.argv = [str(program), *words]
+    gc.enable()  # `hpctrain.train.__main__` has switched it off for the start
+    with hearing(lambda line: _pass_on(line, ears)), Relay(job), refusals_named():
+        try:
+            runpy.run_path(str(program), run_name="__main__")
+        except SystemExit as error:
+            if error.code not in (0, None):
+                raise
+        finally:
+            if teller is not None:
+                teller.close()
+
+
+def _pass_on(line: str, ears: Sequence[Callable[[str], None]]) -> None:
+    for hear in ears:
+        hear(line)
+
+
+def _outcome(job: Job, saves: Saves, resume_step: int) -> tuple[Outcome, int]:
+    """Megatron-LM leaves with 0 when it has finished and when it was asked to leave: what it has
+    saved tells which."""
+    if job.launch.leads:
+        write_progress(job, "leaving", saves.newest_step or resume_step)
+    saves.finish()
+    steps = published_steps(job.run.checkpoints)
+    newest = steps[-1] if steps else 0
+    if newest >= job.config.train_steps:
+        return "done", newest
+    if newest == resume_step:
+        message = "Megatron-LM ended by itself without an error and without a checkpoint"
+        hint = "its log says why; it prints some refusals and leaves with code 0"
+        raise InvalidInputError([Problem(message, hint=hint)])
+    return "yielded", newest
