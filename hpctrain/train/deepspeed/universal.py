@@ -65,6 +65,7 @@ def converted(directory: Path, control: Control, rank: int) -> Path:
     converter = _Converter(directory) if rank == 0 and not _is_whole(target) else None
     while True:
         told = control.from_leader(converter.state() if converter is not None else "done")
+        assert told is not None, "rank 0 always says something"
         if told == "done":
             return target
         if told != "running":
