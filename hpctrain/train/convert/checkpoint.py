@@ -96,10 +96,17 @@ def _load_distributed(module: Any, checkpoint: Path) -> None:
 
 
 def _load_deepspeed(module: Any, checkpoint: Path) -> None:
-    """By DeepSpeed's own reader of its files (utils/zero_to_fp32.py): weights in fp32."""
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+    """By DeepSpeed's own reader of its files (utils/zero_to_fp32.py): weights in fp32.
 
-    state = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint.parent), checkpoint.name)
+    Without ZeRO there are none that it knows, and the weights are whole in one file.
+    """
+    if any(checkpoint.glob("zero_pp_rank_*_optim_states.pt")):
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+        state = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint.parent), checkpoint.name)
+    else:
+        whole = checkpoint / "mp_rank_00_model_states.pt"
+        state = torch.load(whole, map_location="cpu", weights_only=False)["module"]
     _refuse_incomplete(module, set(state), checkpoint)
     module.load_state_dict(state, strict=False)
 
