@@ -376,6 +376,7 @@ def test_every_dependency_is_pinned() -> None:
             pinned[_normal(package)] = version
     assert all(pinned.values()), "constraints.txt pins with `==`"
     names = {_normal(re.split(r"[<>=!~;\[ ]", entry)[0]) for entry in wanted}
+    names.discard("hpctrain")  # one extra names another
     assert not names - pinned.keys(), f"missing in constraints.txt: {names - pinned.keys()}"
 
 

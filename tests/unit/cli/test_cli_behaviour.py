@@ -425,7 +425,8 @@ def test_json_of_every_command_that_has_it(here: Path, slurm: FakeSlurm) -> None
         "nodes": ["--cluster", "a100x64"],
         "simulate": ["--gpus", "512", "--trials", "2"],
     }
-    elsewhere = {"data prepare", "data show"}  # tests/unit/actions/test_data.py, tests/engines
+    # tests/unit/actions/test_data.py, tests/engines
+    elsewhere = {"data prepare", "data show", "convert"}
     assert set(json_commands()) == examples.keys() | elsewhere
     for command, arguments in examples.items():
         outcome = hpctrain(command, *arguments, "--json")
