@@ -33,8 +33,25 @@ def install() -> None:
 
     cpu.install()
     fixes.install()
+    _state_before_loading()
     if importlib.util.find_spec("megatron.training") is not None:
         _start_without_cuda()
+
+
+def _state_before_loading() -> None:
+    """Without TransformerEngine and Apex, PyTorch's Adam has no state before its first step, and a
+    state to load into is asked for (distrib_optimizer.py, state_dict)."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    from hpctrain.train.megatron.fixes import prime_adam
+
+    original = DistributedOptimizer.sharded_state_dict
+
+    def sharded_state_dict(self: Any, *given: Any, **keywords: Any) -> Any:
+        prime_adam(self)
+        return original(self, *given, **keywords)
+
+    DistributedOptimizer.sharded_state_dict = sharded_state_dict
 
 
 def _newer_typing() -> None:

@@ -1,0 +1,179 @@
+"""Every rendered argument is accepted by a real Megatron-LM: its parser, its checks, and the
+configuration that it makes of them.
+
+`make install` unpacks the package of `megatron.training` that PyPI has (megatron-core 0.17 and
+newer contain it, for Python 3.12; as files it is read by any) beside the environment. Checkouts of
+somebody's own: HPCTRAIN_MEGATRON_LM, separated by colons, are tried as well.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpctrain.engines.megatron_lm import MegatronLmConfig, Places, arguments, megatron_lm_config
+from hpctrain.plan.planner import make_plan
+from hpctrain.spec.loader import find_profile, load_profile, load_run_spec
+from hpctrain.spec.megatron_lm import FIELD_OF, KEPT_BACK
+from hpctrain.spec.run import RunSpec
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+PACKAGE = Path(sys.prefix, "megatron-lm")
+CHECKOUTS = [Path(one) for one in os.environ.get("HPCTRAIN_MEGATRON_LM", "").split(":") if one]
+CHECKOUTS += [PACKAGE] if PACKAGE.is_dir() else []
+LIMIT_SECONDS = 240.0
+EXPERTS = dict(experts=8, top_k=2, ffn=1024, shared_ffn=2048, dense_layers=1)
+LATENT = dict(kv_rank=512, nope_dim=64, rope_dim=32, value_dim=96)
+FRESH = Places(save="/run/saving", data_cache="/run/cache")
+RESUMED = Places(save="/run/saving", data_cache="/run/cache", load="/run", load_step=40)
+
+# name -> example, profile, changed sections, places
+CASES: dict[str, tuple[str, str, dict[str, Any], Places]] = {
+    "gpt175b": ("gpt175b", "a100x64", {}, FRESH),
+    "resumed": ("gpt175b", "a100x64", {}, RESUMED),
+    "elastic": ("gpt175b", "a100x64", dict(resources=dict(min_nodes=32)), FRESH),
+    "llama": ("llama7b", "a100x1", {}, FRESH),
+    "uneven": (
+        "llama7b",
+        "a100x64",
+        dict(
+            parallel=dict(tp=2, pp=4, order="tp-cp-ep-pp-dp", stages=(9, 8, 8, 7)),
+            recompute="full",
+            resources=dict(gpus=16),
+        ),
+        FRESH,
+    ),
+    "axes": (
+        "llama7b",
+        "a100x64",
+        dict(
+            parallel=dict(tp=2, pp=2, vpp=2, cp=2),
+            recompute="selective",
+            recompute_modules=("core_attn", "mlp"),
+            optimizer=dict(offload="cpu"),
+            resources=dict(gpus=16),
+        ),
+        FRESH,
+    ),
+    "experts": (
+        "llama7b",
+        "a100x1",
+        dict(parallel=dict(tp=2, ep=4), model=dict(moe=EXPERTS, layers=4)),
+        FRESH,
+    ),
+    "latent": (
+        "llama7b",
+        "a100x1",
+        dict(parallel={}, model=dict(mla=LATENT, layers=4, mtp_layers=1)),
+        FRESH,
+    ),
+    "tiny": ("gpt-tiny", "sandbox", dict(engine=dict(implementation="local")), FRESH),
+    "fp32": ("gpt-tiny", "sandbox", dict(data=dict(sources=()), optimizer=dict(distributed=False)),
+             FRESH),
+    "own": (
+        "llama7b",
+        "a100x1",
+        dict(engine=dict(arguments={"attention-backend": "flash", "log-throughput": True,
+                                    "high-priority-stream-groups": ["dp", "pp"]})),
+        FRESH,
+    ),
+}  # fmt: skip
+
+
+def told(name: str) -> MegatronLmConfig:
+    example, profile, changes, _ = CASES[name]
+    base = load_run_spec(ROOT / "examples" / f"{example}.yaml", ()).document
+    document = base.model_dump(mode="json", by_alias=True)
+    document["engine"] = {"name": "megatron-lm", "checkout": "/opt/Megatron-LM"}
+    for section, values in changes.items():
+        before = document[section]
+        document[section] = {**before, **values} if isinstance(before, dict) else values
+    spec = RunSpec.model_validate(document)
+    plan = make_plan(spec, load_profile(find_profile(profile)).document)
+    return megatron_lm_config(spec, plan, None)
+
+
+@cache
+def answers(checkout: Path) -> dict[str, dict[str, Any]]:
+    """One process for all cases: most of it is importing."""
+    configs = {name: told(name) for name in CASES}
+    cases = [
+        (config.world_size, arguments(config, CASES[name][3])) for name, config in configs.items()
+    ]
+    done = subprocess.run(
+        [sys.executable, str(HERE / "megatron_lm_parser.py"), str(checkout)],
+        input=json.dumps([*cases, (1, ["--no-such-argument"]), *negatives()]),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_SECONDS,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    return dict(zip([*CASES, "unknown", "contradiction"], found, strict=True))
+
+
+def negatives() -> list[tuple[int, tuple[str, ...]]]:
+    """What it must refuse, or this test would show nothing."""
+    words = arguments(told("llama"), FRESH)
+    return [(3, (*words, "--tensor-model-parallel-size=2"))]
+
+
+def test_a_real_parser_is_here() -> None:
+    assert CHECKOUTS, f"`make install` unpacks one into {PACKAGE}"
+
+
+@pytest.mark.parametrize("checkout", CHECKOUTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("name", CASES)
+def test_accepted(checkout: Path, name: str) -> None:
+    answer = answers(checkout)[name]
+    assert "refused" not in answer, answer["refused"]
+
+
+@pytest.mark.parametrize("checkout", CHECKOUTS, ids=lambda path: path.name)
+def test_what_is_wrong_is_refused(checkout: Path) -> None:
+    found = answers(checkout)
+    assert "unrecognized arguments: --no-such-argument" in found["unknown"]["refused"]
+    assert "world size (3) is not divisible" in found["contradiction"]["refused"]
+
+
+@pytest.mark.parametrize("checkout", CHECKOUTS, ids=lambda path: path.name)
+def test_understood_as_planned(checkout: Path) -> None:
+    """The values that Megatron-LM works with after its own checks are those of the plan."""
+    large, config = answers(checkout)["gpt175b"], told("gpt175b")
+    assert large["data_parallel_size"] == config.data_parallel_size
+    assert large["virtual_pipeline_model_parallel_size"] == 3
+    assert large["padded_vocab_size"] == config.padded_vocab_size
+    assert large["async_save"] and large["exit_signal_handler"]
+    assert large["save_interval"] == 100 and large["load"] is None
+    assert answers(checkout)["resumed"]["ckpt_step"] == 40
+    assert answers(checkout)["experts"]["moe_layer_freq"] == [0, 1, 1, 1]
+    assert answers(checkout)["axes"]["optimizer_cpu_offload"] is True
+    assert answers(checkout)["uneven"]["use_tp_pp_dp_mapping"] is True
+    llama = answers(checkout)["llama"]
+    assert (llama["swiglu"], llama["normalization"]) == (True, "RMSNorm")
+    assert llama["untie_embeddings_and_output_weights"] and not llama["add_bias_linear"]
+    assert (llama["lr_decay_iters"], llama["train_iters"]) == (3815, 3815)
+    assert llama["ckpt_format"] == "torch_dist"
+
+
+@pytest.mark.parametrize("checkout", CHECKOUTS, ids=lambda path: path.name)
+def test_names_that_are_kept_back_exist(checkout: Path) -> None:
+    """A name that no Megatron-LM knows would guard nothing. Names of other versions are fine."""
+    text = " ".join(
+        path.read_text() for path in (checkout / "megatron").rglob("*.py")
+        if {"training", "transformer"} & set(path.parts) or path.parent.name == "core"
+    )  # fmt: skip
+    unknown = {
+        name
+        for name in (*FIELD_OF, *KEPT_BACK)
+        if name not in text and name.replace("-", "_").removeprefix("no_") not in text
+    }
+    assert len(unknown) < 8, sorted(unknown)
