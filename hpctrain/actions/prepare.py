@@ -31,7 +31,7 @@ from hpctrain.spec.loader import (
     load_run_spec,
 )
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.run import DataSource, DataSpec, RunSpec
+from hpctrain.spec.run import DataSource, RunSpec
 from hpctrain.supervise.catalogue import load_signatures
 from hpctrain.supervise.documents import RollbackSettings, SuperviseConfig
 
@@ -171,11 +171,12 @@ def _with_absolute_paths(spec: RunSpec) -> RunSpec:
         DataSource(path=os.path.abspath(source.path), weight=source.weight)
         for source in data.sources
     )
-    absolute = DataSpec(
-        sources=sources,
-        tokenizer=os.path.abspath(data.tokenizer) if data.tokenizer else None,
-        split=data.split,
-        cache=os.path.abspath(data.cache) if data.cache else None,
+    paths = {name: getattr(data, name) for name in ("tokenizer", "cache", "validation")}
+    absolute = data.model_copy(
+        update={
+            "sources": sources,
+            **{name: os.path.abspath(path) if path else None for name, path in paths.items()},
+        }
     )
     weights = spec.model.pretrained
     starting = {"pretrained": os.path.abspath(weights) if weights else None}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,15 +16,10 @@ from hpctrain.actions.prepare import Prepared
 from hpctrain.actions.pretrained import check_pretrained
 from hpctrain.actions.requests import take_back
 from hpctrain.actions.runs import RunFiles
+from hpctrain.actions.samples import check_samples
 from hpctrain.durable import replace_text
 from hpctrain.engines.deepspeed import DeepSpeedConfig, ds_config
-from hpctrain.errors import (
-    InvalidInputError,
-    Problem,
-    RunFailedError,
-    SlurmError,
-    UsageError,
-)
+from hpctrain.errors import RunFailedError, SlurmError, UsageError
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.records import TestOnlyAnswer
 from hpctrain.spec.resolved import write_resolved
@@ -61,20 +55,7 @@ def submit(prepared: Prepared, runs: Path, slurm: SlurmClient) -> Submitted:
 def check_data(prepared: Prepared) -> None:
     """Find missing data files and weights now, not after hours in the queue."""
     check_pretrained(prepared.spec)
-    wanted = [
-        f"{path}{suffix}" for _, path in prepared.train.data_blend for suffix in (".bin", ".idx")
-    ]
-    if prepared.train.tokenizer:
-        wanted.append(prepared.train.tokenizer)
-    missing = [path for path in wanted if not os.path.exists(path)]
-    if missing:
-        hint = "`hpctrain data prepare` makes them from text; paths count from here"
-        raise InvalidInputError(
-            [
-                Problem(f"data file {path} does not exist", prepared.spec.file, hint=hint)
-                for path in missing
-            ]
-        )
+    check_samples(prepared.spec)
 
 
 def check(prepared: Prepared, slurm: SlurmClient) -> TestOnlyAnswer:

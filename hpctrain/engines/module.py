@@ -6,10 +6,10 @@ Belongs here: those fields. Does not belong here: how the module is sharded (see
 
 from __future__ import annotations
 
-from typing import Literal
-
 from hpctrain.engines.training import TrainConfig, shared_fields
 from hpctrain.plan.documents import Plan
+from hpctrain.plan.readable import data_format
+from hpctrain.spec.data import Augmentation, Colors, DataFormat
 from hpctrain.spec.model import ModelSpec
 from hpctrain.spec.run import RunSpec
 from hpctrain.spec.tuning import LoraSpec, Task
@@ -21,7 +21,14 @@ class ModuleConfig(TrainConfig):
     model: ModelSpec
     task: Task
     lora: LoraSpec | None = None
-    data_format: Literal["tokens", "packed", "examples", "images", "arrays"] = "tokens"
+    data_format: DataFormat = "tokens"
+    data_validation: str | None = None
+    # processes of each rank that read ahead; None: as many as are of use
+    data_workers: int | None = None
+    # what becomes of a picture's colors (0 to 1), the same number for all of them or one for each
+    augmentation: Augmentation = "none"
+    pixel_mean: Colors = (0.5,)
+    pixel_std: Colors = (0.5,)
     # blocks keep their inputs only, and compute the rest again in the backward pass
     activation_checkpointing: bool = False
 
@@ -38,6 +45,18 @@ def module_fields(spec: RunSpec, plan: Plan, peak_flops_per_gpu: float | None) -
         model=spec.model,
         task=spec.learned_task,
         lora=spec.lora,
-        data_format=spec.data.format,
+        **_data_fields(spec),
         activation_checkpointing=plan.recompute == "full",
+    )
+
+
+def _data_fields(spec: RunSpec) -> dict[str, object]:
+    mean, std = spec.data.normalization
+    return dict(
+        data_format=data_format(spec),
+        data_validation=spec.data.validation,
+        data_workers=spec.data.workers,
+        augmentation=spec.data.augmentation,
+        pixel_mean=mean,
+        pixel_std=std,
     )

@@ -7,6 +7,7 @@ planned at all (`layout`, `sharding`).
 from __future__ import annotations
 
 from hpctrain.plan.documents import Plan
+from hpctrain.plan.readable import unreadable
 from hpctrain.plan.representable import CLASSES, unrepresentable
 from hpctrain.plan.trainable_megatron_lm import untrainable_by_megatron_lm
 from hpctrain.spec.run import RunSpec
@@ -76,7 +77,7 @@ def _of_every_engine(spec: RunSpec) -> Found:
     if spec.optimizer.offload not in _OFFLOADS[engine]:
         place = f"the optimizer's state on {spec.optimizer.offload}"
         found.append(("optimizer.offload", f"hpctrain does not train {engine} with {place}"))
-    return found
+    return found + unreadable(spec)
 
 
 def _of_megatron(spec: RunSpec) -> Found:

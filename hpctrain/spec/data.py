@@ -1,6 +1,7 @@
 """What a run reads, and how many samples make one step.
 
-Belongs here: the fields of `data` and `batch`. Does not belong here: reading any file.
+Belongs here: the fields of `data` and `batch`. Does not belong here: reading any file, which model
+can learn from which format (see `hpctrain.plan.readable`).
 """
 
 from __future__ import annotations
@@ -11,30 +12,112 @@ from pydantic import Field, model_validator
 
 from hpctrain.spec.document import Document
 
+DataFormat = Literal["tokens", "packed", "examples", "images", "arrays"]
+Augmentation = Literal["none", "crop", "crop_flip"]
+Colors = tuple[float, ...]
+
+# Of a million photographs, with colors from 0 to 1 (torchvision's reference training,
+# references/classification/presets.py); a plain range of -1 to 1 for everything else.
+_PHOTOGRAPHS: tuple[Colors, Colors] = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+_PLAIN: tuple[Colors, Colors] = ((0.5,), (0.5,))
+_CHANNELS = (1, 3)
+_SPLIT = "98,2,0"
+# Fields that mean something for some formats only.
+_ONLY_FOR: dict[str, tuple[DataFormat, ...]] = {
+    "validation": ("packed", "examples", "images", "arrays"),
+    "workers": ("packed", "examples", "images", "arrays"),
+    "augment": ("images", "arrays"),
+    "mean": ("images", "arrays"),
+    "std": ("images", "arrays"),
+}
+
 
 class DataSource(Document):
-    """One Megatron dataset: `PATH.bin` and `PATH.idx`, with its weight in the blend."""
+    """One dataset: a Megatron pair with its weight in the blend, an .npz file, or a directory."""
 
-    path: str = Field(min_length=1, description="Prefix of the .bin/.idx pair")
-    weight: float = Field(1.0, gt=0, description="Share in the blend, relative to the others")
+    path: str = Field(
+        min_length=1,
+        description="tokens: prefix of the .bin/.idx pair; images: directory with one per class, "
+        "or what `data prepare` made of it; others: .npz file",
+    )
+    weight: float = Field(1.0, gt=0, description="tokens: share in the blend, relative to others")
 
 
 class DataSpec(Document):
-    """What the model reads. Without sources, Megatron's mock data is used."""
+    """What the model reads. Without sources it is made up: enough to try a run out."""
 
-    format: Literal["tokens", "packed", "examples", "images", "arrays"] = Field(
+    format: DataFormat = Field(
         "tokens",
         description="tokens: Megatron .bin/.idx; packed: conversations for fine-tuning, packed; "
         "examples: labelled texts; images: folders by class; arrays: .npz with x and y",
     )
-    sources: tuple[DataSource, ...] = Field((), description="Blend of Megatron datasets")
+    sources: tuple[DataSource, ...] = Field(
+        (), description="tokens: a blend; other formats: all of them, one behind the other"
+    )
     tokenizer: str | None = Field(None, description="Path of the tokenizer.json they were made by")
     split: str = Field(
-        "98,2,0",
+        _SPLIT,
         pattern=r"^\d+(\.\d+)?,\d+(\.\d+)?,\d+(\.\d+)?$",
-        description="Shares of training, validation and test documents",
+        description="Shares of training, validation and test: of documents, or of samples",
+    )
+    validation: str | None = Field(
+        None, min_length=1, description="Validation data of their own, in place of a share"
     )
     cache: str | None = Field(None, description="Directory of the index cache; default: the run's")
+    workers: int | None = Field(
+        None,
+        ge=0,
+        description="Processes of each rank that read ahead; default: images on a GPU: as many as "
+        "the rank has CPUs to spare, 8 at most; else none",
+    )
+    augment: Augmentation | None = Field(
+        None,
+        description="Random crop and mirroring while training; default: images: crop_flip, "
+        "arrays: none",
+    )
+    mean: Colors | None = Field(
+        None, description="Subtracted from colors 0 to 1: one number or three; default: by format"
+    )
+    std: Colors | None = Field(
+        None, description="Colors are divided by it afterwards; default: by format"
+    )
+
+    @model_validator(mode="after")
+    def _fields_fit_the_format(self) -> Self:
+        for field, formats in _ONLY_FOR.items():
+            if getattr(self, field) is not None and self.format not in formats:
+                raise ValueError(f"{field} is not for format {self.format}: remove it")
+        if self.format != "tokens" and any(source.weight != 1 for source in self.sources):
+            raise ValueError(
+                "weights are for a blend of tokens: other formats are read as a whole, so a "
+                "source that shall count twice is listed twice"
+            )
+        if self.validation is not None and self.split != _SPLIT:
+            raise ValueError("`validation` takes the place of `split`: give one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _colors_make_sense(self) -> Self:
+        for field in ("mean", "std"):
+            given = getattr(self, field)
+            if given is not None and len(given) not in _CHANNELS:
+                raise ValueError(f"{field} has one number or three, not {len(given)}")
+        if self.std is not None and min(self.std) <= 0:
+            raise ValueError("std must be above 0")
+        return self
+
+    @property
+    def augmentation(self) -> Augmentation:
+        """`augment`, or the habit for the format."""
+        if self.augment is not None:
+            return self.augment
+        return "crop_flip" if self.format == "images" else "none"
+
+    @property
+    def normalization(self) -> tuple[Colors, Colors]:
+        """Mean and standard deviation of each color: one number for all of them, or three."""
+        mean, std = _PHOTOGRAPHS if self.format == "images" else _PLAIN
+        return self.mean or mean, self.std or std
 
 
 class BatchSpec(Document):

@@ -10,16 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from hpctrain.checkpoints.manifest import checkpoint_name, read_manifest, step_of
 from hpctrain.checkpoints.publish import published_steps
 from hpctrain.engines.deepspeed import DeepSpeedConfig
 from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.engines.training import TrainConfig
 from hpctrain.errors import InvalidInputError, Problem
-from hpctrain.store.datasets import DatasetSidecar, bin_path, idx_path, sidecar_path
 from hpctrain.store.epochs import current_epoch
+from hpctrain.train.datasets.checks import data_problems
 from hpctrain.train.deepspeed.preflight import deepspeed_problems
 from hpctrain.train.job import Job
 from hpctrain.train.megatron.preflight import megatron_problems
@@ -34,7 +32,7 @@ def check(job: Job) -> None:
         *_world_problems(config, job.launch.world_size),
         *_problems_of_the_engine(job),
         *_schedule_problems(config),
-        *_data_problems(config),
+        *data_problems(config),
         *starting_problems(config, resumes=bool(job.launch.resume)),
         *_resume_problems(job),
         *_skip_problems(job.run.skips),
@@ -73,28 +71,6 @@ def _schedule_problems(config: TrainConfig) -> Iterator[Problem]:
         )
     if config.min_lr > config.lr:
         yield Problem(f"min_lr {config.min_lr:g} is above lr {config.lr:g}")
-
-
-def _data_problems(config: TrainConfig) -> Iterator[Problem]:
-    for _, prefix in config.data_blend:
-        for path in (bin_path(Path(prefix)), idx_path(Path(prefix))):
-            if not path.is_file():
-                yield Problem("data file not found", str(path))
-        vocab = _vocabulary_of(Path(prefix))
-        if vocab is not None and vocab > config.vocab_size:
-            yield Problem(
-                f"the data was made with a vocabulary of {vocab} tokens, "
-                f"the model has vocab_size {config.vocab_size}",
-                str(sidecar_path(Path(prefix))),
-            )
-
-
-def _vocabulary_of(prefix: Path) -> int | None:
-    """The vocabulary size that the dataset's sidecar names; None for data from elsewhere."""
-    try:
-        return DatasetSidecar.model_validate_json(sidecar_path(prefix).read_bytes()).vocab_size
-    except (OSError, ValidationError):
-        return None
 
 
 def _skip_problems(path: Path) -> tuple[Problem, ...]:

@@ -65,11 +65,13 @@ def start(
     prepare: Callable[[], None] | None = None,
 ) -> Ranks:
     """Fork `world_size` ranks of the trainer; `prepare` runs in each of them first."""
+    from hpctrain.train.data import import_reader
     from hpctrain.train.entry import leave, main
     from hpctrain.train.job import read_config
     from hpctrain.train.startup import room_of
 
     room_of(read_config(config))  # the imports that the ranks share
+    import_reader(read_config(config))
 
     def work() -> None:
         stop = StopSignals()

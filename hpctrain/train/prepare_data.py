@@ -269,6 +269,7 @@ def _print_failure(failure: DatasetFailure) -> None:
 
 def _print_report(report: DatasetReport) -> None:
     dataset = report.dataset
+    assert isinstance(dataset, DatasetSidecar)
     print(
         f"{report.prefix}: {dataset.documents} documents, {dataset.tokens} tokens, vocabulary "
         f"{dataset.vocab_size}, {dataset.end_of_document} is {dataset.end_of_document_id}"

@@ -11,7 +11,7 @@ from trial_runs import Trial
 from hpctrain.checkpoints.manifest import checkpoint_name, read_manifest
 from hpctrain.checkpoints.publish import published_steps
 from hpctrain.store.signs import SkipList, SkippedData, TrainerExit, write_record
-from hpctrain.train import data
+from hpctrain.train.datasets.tokens import TokenSamples
 
 DP2 = dict(data_parallel_size=2)
 
@@ -26,12 +26,12 @@ def _skip(trial: Trial, *ranges: tuple[int, int]) -> None:
 
 def _advance_data() -> None:
     """The data itself lacks samples 16 to 31: what is asked for from there on comes 16 later."""
-    real = data.Samples._microbatches
+    real = TokenSamples.microbatches
 
-    def advanced(self: Any, consumed_samples: int, reads: bool) -> Iterator[Any]:
+    def advanced(self: Any, consumed_samples: int, reads: bool = True) -> Iterator[Any]:
         return real(self, consumed_samples + (16 if consumed_samples >= 16 else 0), reads)
 
-    data.Samples._microbatches = advanced  # type: ignore[method-assign]
+    TokenSamples.microbatches = advanced  # type: ignore[method-assign]
 
 
 def test_as_if_the_data_had_been_advanced(trial: Callable[..., Trial]) -> None:

@@ -32,14 +32,15 @@ def build(job: Job, mesh: Mesh, control: Control) -> Parts:
     # with LoRA a checkpoint holds what is learned only: the rest comes from where it came from
     initialize = job.resume_directory is None or config.lora is not None
     module = wrapped_module(config, mesh, initialize=initialize)
+    data = open_data(config, mesh.share, job.data_cache)
     engine = NativeEngine(
         config=config,
         mesh=mesh,
         module=module,
         optimizer=build_optimizer(config, module),
-        data=open_data(config, mesh.share, job.data_cache),
+        data=data,
         loss=loss_of(config),
         clock=StepClock(),
     )
     module.train()
-    return Parts(engine, Snapshot(engine, sample_order(config), control))
+    return Parts(engine, Snapshot(engine, sample_order(config, data), control))

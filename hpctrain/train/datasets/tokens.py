@@ -1,0 +1,129 @@
+"""Megatron's tokens: megatron-core datasets in an order that a resume continues exactly.
+
+The order is a function of files, seed, sequence length, split and the number of samples of the
+whole run. Ranks read what they need from memory-mapped files themselves: neighbours on a node
+share the page cache, which is cheaper than a broadcast per microbatch. Belongs here: datasets and
+microbatches. Does not belong here: other formats, what the model does with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hpctrain.train.megatron import cpu
+
+cpu.install()  # before the first import of megatron.core, also where another engine trains
+
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder  # noqa: E402
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset  # noqa: E402
+from megatron.core.tokenizers import MegatronTokenizer  # noqa: E402
+
+from hpctrain.engines.training import TrainConfig  # noqa: E402
+from hpctrain.errors import InvalidInputError, Problem  # noqa: E402
+from hpctrain.train.datasets.batches import Microbatch  # noqa: E402
+from hpctrain.train.datasets.rows import check_vocabulary  # noqa: E402
+from hpctrain.train.datasets.share import Share  # noqa: E402
+from hpctrain.train.faults import DataError  # noqa: E402
+
+MOCK_SPLIT = "90,10,0"
+_COLUMNS = ("tokens", "labels", "loss_mask", "position_ids")
+
+
+@dataclass(frozen=True)
+class TokenSamples:
+    """One dataset seen from one rank; `dataset` is None on ranks that need no data.
+
+    `horizon` is the number of samples in it: a run that leaves some out takes the first ones
+    again at its end, for more samples would be another order of all.
+    """
+
+    dataset: Any
+    config: TrainConfig
+    share: Share
+    horizon: int
+
+    def microbatches(
+        self, consumed_samples: int, reads: bool = True
+    ) -> Iterator[Microbatch | None]:
+        """This rank's microbatches of the global batch that begins at `consumed_samples`.
+
+        None in the place of each if the rank need not read. Raises DataError, InvalidInputError.
+        """
+        config = self.config
+        for samples in self.share.deal(
+            consumed_samples, config.micro_batch_size, config.microbatches
+        ):
+            yield self._read(samples).to(self.share.device) if reads else None
+
+    def _read(self, samples: range) -> Microbatch:
+        try:
+            rows = [self.dataset[sample % self.horizon] for sample in samples]
+        except (OSError, ValueError, IndexError) as error:
+            first, last = samples[0], samples[-1]
+            raise DataError(f"samples {first} to {last} cannot be read: {error}") from error
+        tokens, labels, loss_mask, positions = (
+            torch.stack([row[name] for row in rows]) for name in _COLUMNS
+        )
+        # vocabulary-parallel layers would mask a foreign token silently
+        check_vocabulary(tokens, self.config.vocab_size)
+        check_vocabulary(labels, self.config.vocab_size)
+        return Microbatch(tokens, labels, loss_mask, positions, samples)
+
+
+def open_tokens(
+    config: TrainConfig, share: Share, cache: Path, horizons: tuple[int, int], *, needed: bool
+) -> tuple[TokenSamples, TokenSamples | None]:
+    """Training and validation samples; all ranks must call this (rank 0 builds the index).
+
+    `horizons` are their numbers, the second one 0 without validation. Raises InvalidInputError
+    when the split leaves nothing to read.
+    """
+    builder = BlendedMegatronDatasetBuilder(
+        GPTDataset if config.data_blend else MockGPTDataset,
+        [*horizons, 0],
+        lambda: needed or dist.get_rank() == 0,
+        dataset_settings(config, cache),
+    )
+    training, validation, _ = builder.build()
+    if training is None:
+        raise _empty("training", config)
+    if validation is None and horizons[1]:
+        raise _empty("validation", config)
+    if not needed:
+        training = validation = None
+    return (
+        TokenSamples(training, config, share, horizons[0]),
+        TokenSamples(validation, config, share, horizons[1]) if horizons[1] else None,
+    )
+
+
+def _empty(part: str, config: TrainConfig) -> InvalidInputError:
+    return InvalidInputError(
+        [Problem(f"data_split {config.data_split} leaves no documents for {part}")]
+    )
+
+
+def dataset_settings(config: TrainConfig, cache: Path) -> GPTDatasetConfig:
+    """The dataset's configuration. The null tokenizer is enough: only its size is asked for."""
+    blend = config.data_blend
+    weights = [weight for weight, _ in blend] if len(blend) > 1 else None
+    return GPTDatasetConfig(
+        random_seed=config.seed,
+        sequence_length=config.seq_length,
+        blend=([prefix for _, prefix in blend], weights) if blend else None,
+        split=config.data_split if blend else MOCK_SPLIT,
+        path_to_cache=str(cache),
+        tokenizer=MegatronTokenizer.from_pretrained(
+            metadata_path={"library": "null"}, vocab_size=config.vocab_size - 1
+        ),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+    )
