@@ -43,13 +43,14 @@ def build(job: Job, mesh: Mesh, control: Control) -> Parts:
         dist_init_required=False,
     )
     inner.train()
+    data = open_data(config, mesh.share, job.data_cache)
     engine = ZeroEngine(
         config=config,
         mesh=mesh,
         inner=inner,
-        data=open_data(config, mesh.share, job.data_cache),
+        data=data,
         loss=loss_of(config),
         flops=FlopsCounter(module, config.flops_steps, job.run.flops if mesh.rank == 0 else None),
         clock=StepClock(),
     )
-    return Parts(engine, Snapshot(engine, sample_order(config), control))
+    return Parts(engine, Snapshot(engine, sample_order(config, data), control))
