@@ -84,9 +84,7 @@ def test_other_lines_are_nothing(text: str) -> None:
 
 
 def test_evaluations() -> None:
-    between = (
-        " validation loss at iteration 4 | lm loss value: 5.258339E+00 | lm PPL: 192.1 | "
-    )
+    between = " validation loss at iteration 4 | lm loss value: 5.258339E+00 | lm PPL: 192.1 | "
     assert read_evaluation(between) == (4, 5.258339)
     behind = between.replace("iteration 4", "iteration 8 on validation set")
     assert read_evaluation(behind) is None, "after training, and for no row"
