@@ -23,6 +23,7 @@ def test_ranks_that_die_are_named_and_relaunched_in_place(
     )
     rehearsal = stage.start(
         "name=ranks",
+        "checkpoint.asynchronous=false",  # published, hence progress, before the next step begins
         "supervise.failures_without_progress=1",
         "supervise.storm_failures=9",  # five within minutes would be one
         planned=planned,
