@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from dataset_specimens import (
     write_texts,
 )
 from PIL import Image
+from torch.utils.data._utils import signal_handling
 
 from hpctrain.errors import InvalidInputError
 from hpctrain.train.datasets.archive import open_archive
@@ -31,6 +33,16 @@ from hpctrain.train.datasets.reading import RowSamples
 from hpctrain.train.faults import DataError
 
 FOLDER: dict[str, Any] = {**VIT, "data_format": "images", "augmentation": "crop_flip"}
+
+
+@pytest.fixture(autouse=True)
+def _no_handler_stays() -> Iterator[None]:
+    """torch's DataLoader takes over SIGCHLD and raises in whatever runs when a child of a later
+    test ends (torch/utils/data/_utils/signal_handling.py)."""
+    before = signal.getsignal(signal.SIGCHLD)
+    yield
+    signal.signal(signal.SIGCHLD, before)
+    signal_handling._SIGCHLD_handler_set = False
 
 
 def first_batch(config: Any, cache: Path) -> Any:
