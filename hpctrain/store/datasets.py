@@ -140,6 +140,15 @@ class DatasetReport(DatasetDocument):
     over_budget_files: int
 
 
+class ShardsReport(DatasetDocument):
+    """What `prepare_data` says where it did not make the dataset, but its plan or some shards."""
+
+    schema_version: Literal[1] = 1
+    directory: str
+    shards: int
+    missing: int
+
+
 class ReportedProblem(DatasetDocument):
     """One problem of the input, as in `hpctrain.errors.Problem`."""
 

@@ -1,8 +1,9 @@
-"""Finding the text that a dataset is made of: files, directories, the standard library's source.
+"""Finding what a dataset is made of: files, directories, the standard library's source.
 
-One document per file. Belongs here: which files count, in which order, and reading them exactly
-as they are on disk. Does not belong here: tokens, torch, megatron. Nothing is held in memory but
-names and digests, so the text may be larger than the machine.
+A file of text is one document; of a JSONL file each line is one, and the file is read in pieces
+of whole lines. Belongs here: which files count, in which order, and reading them exactly as they
+are on disk. Does not belong here: tokens, what a line holds. Nothing is held in memory but names
+and digests, so the text may be larger than the machine.
 """
 
 from __future__ import annotations
@@ -13,11 +14,15 @@ import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
+
+from pydantic import BaseModel, ConfigDict
 
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.store.datasets import SkippedFile
 
-DEFAULT_SUFFIXES = (".txt", ".md", ".rst", ".py")
+LINES_SUFFIX = ".jsonl"
+DEFAULT_SUFFIXES = (".txt", ".md", ".rst", ".py", LINES_SUFFIX)
 # Not part of what the language's authors wrote as a library, or not there on every system
 # (Debian ships the tests in a package of their own).
 _STDLIB_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages"})
@@ -32,14 +37,21 @@ class Candidate:
     name: str
 
 
-@dataclass(frozen=True)
-class Source:
-    """A file that is a document: UTF-8, not empty; `sha256` is of its bytes."""
+class Source(BaseModel):
+    """Bytes `start` to `start + size_bytes` of a file: UTF-8, not empty; `sha256` is theirs.
+
+    The whole of a file that is one document; of a JSONL file some lines, `first_line` of which is
+    the first (counted from 1).
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     path: Path
     name: str
     size_bytes: int
     sha256: str
+    start: int = 0
+    first_line: int | None = None
 
 
 @dataclass(frozen=True)
@@ -49,6 +61,11 @@ class Corpus:
     sources: tuple[Source, ...]
     skipped: tuple[SkippedFile, ...]
     over_budget_files: int
+
+    @property
+    def files(self) -> int:
+        """Files that documents come from."""
+        return len({source.path for source in self.sources})
 
     @property
     def text_bytes(self) -> int:
@@ -112,29 +129,37 @@ def _walk(root: Path, suffixes: tuple[str, ...], problems: list[Problem]) -> lis
     return sorted(names, key=lambda path: path.relative_to(root).parts)
 
 
-def read_corpus(candidates: Iterable[Candidate], max_bytes: int | None) -> Corpus:
+def read_corpus(
+    candidates: Iterable[Candidate],
+    max_bytes: int | None,
+    piece_bytes: int,
+    *,
+    lines: bool | None = None,
+) -> Corpus:
     """Read every candidate once, up to `max_bytes` of text; whole files only, in order.
 
     The file that would exceed the budget and all after it are counted in `over_budget_files`.
+    JSONL files come in pieces of about `piece_bytes`; `lines` None: those are by their suffix.
     """
     sources: list[Source] = []
     skipped: list[SkippedFile] = []
     remaining = list(candidates)
     budget_bytes = max_bytes
     for number, candidate in enumerate(remaining):
-        checked = _check(candidate)
+        has_lines = candidate.path.suffix == LINES_SUFFIX if lines is None else lines
+        checked = _check_lines(candidate, piece_bytes) if has_lines else _check(candidate)
         if isinstance(checked, SkippedFile):
             skipped.append(checked)
             continue
         if budget_bytes is not None:
-            if checked.size_bytes > budget_bytes:
+            budget_bytes -= sum(source.size_bytes for source in checked)
+            if budget_bytes < 0:
                 return Corpus(tuple(sources), tuple(skipped), len(remaining) - number)
-            budget_bytes -= checked.size_bytes
-        sources.append(checked)
+        sources.extend(checked)
     return Corpus(tuple(sources), tuple(skipped), 0)
 
 
-def _check(candidate: Candidate) -> Source | SkippedFile:
+def _check(candidate: Candidate) -> list[Source] | SkippedFile:
     try:
         raw = candidate.path.read_bytes()
         text = raw.decode("utf-8")
@@ -146,32 +171,68 @@ def _check(candidate: Candidate) -> Source | SkippedFile:
         return SkippedFile(name=candidate.name, reason="empty")
     if "\0" in text:
         return SkippedFile(name=candidate.name, reason="binary: holds a zero byte")
-    return Source(candidate.path, candidate.name, len(raw), hashlib.sha256(raw).hexdigest())
+    digest = hashlib.sha256(raw).hexdigest()
+    path, name = candidate.path.absolute(), candidate.name
+    return [Source(path=path, name=name, size_bytes=len(raw), sha256=digest)]
+
+
+def _check_lines(candidate: Candidate, piece_bytes: int) -> list[Source] | SkippedFile:
+    """Pieces that end with a line. What their lines hold is looked at when they are read."""
+    pieces: list[Source] = []
+    start, line = 0, 1
+    try:
+        with candidate.path.open("rb") as stream:
+            while raw := _whole_lines(stream, piece_bytes):
+                piece = Source(
+                    path=candidate.path.absolute(),
+                    name=candidate.name,
+                    size_bytes=len(raw),
+                    sha256=hashlib.sha256(raw).hexdigest(),
+                    start=start,
+                    first_line=line,
+                )
+                pieces.append(piece)
+                start, line = start + len(raw), line + raw.count(b"\n")
+    except OSError as error:
+        return SkippedFile(name=candidate.name, reason=f"cannot be read: {error.strerror}")
+    return pieces or SkippedFile(name=candidate.name, reason="empty")
+
+
+def _whole_lines(stream: IO[bytes], piece_bytes: int) -> bytes:
+    raw = stream.read(piece_bytes)
+    return raw if raw.endswith(b"\n") or not raw else raw + stream.readline()
 
 
 def read_text(source: Source) -> str:
-    """The text of one document. Raises InvalidInputError if it is not what it was before."""
+    """The text of a source. Raises InvalidInputError if it is not what it was before."""
     try:
-        raw = source.path.read_bytes()
+        with source.path.open("rb") as stream:
+            stream.seek(source.start)
+            raw = stream.read(source.size_bytes)
+            longer = source.first_line is None and stream.read(1)
     except OSError as error:
         problem = f"cannot be read any more: {error.strerror}"
         raise InvalidInputError([Problem(problem, file=source.name)]) from error
-    if hashlib.sha256(raw).hexdigest() != source.sha256:
+    if longer or hashlib.sha256(raw).hexdigest() != source.sha256:
         hint = "start again when nobody writes to the input"
         changed = Problem("changed while the dataset was made", file=source.name, hint=hint)
         raise InvalidInputError([changed])
-    return raw.decode("utf-8")
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = (source.first_line or 1) + raw.count(b"\n", 0, error.start)
+        raise InvalidInputError([Problem("is not UTF-8", file=source.name, line=line)]) from error
 
 
-def batches(sources: Iterable[Source], batch_bytes: int) -> Iterator[list[str]]:
-    """The texts in order, in lists of about `batch_bytes` bytes."""
-    texts: list[str] = []
-    held_bytes = 0
-    for source in sources:
-        texts.append(read_text(source))
-        held_bytes += source.size_bytes
-        if held_bytes >= batch_bytes:
-            yield texts
-            texts, held_bytes = [], 0
-    if texts:
-        yield texts
+def batches(texts: Iterable[str], batch_characters: int) -> Iterator[list[str]]:
+    """The texts in order, in lists of about `batch_characters`."""
+    held: list[str] = []
+    characters = 0
+    for text in texts:
+        held.append(text)
+        characters += len(text)
+        if characters >= batch_characters:
+            yield held
+            held, characters = [], 0
+    if held:
+        yield held
