@@ -65,7 +65,7 @@ def prepare_on_slurm(
     if plan.missing:
         job_id = _array(request, array, options, plan, slurm)
         elements = min(array.jobs, plan.missing)
-        say(f"job array {job_id}: {plan.missing} shards in {elements} elements")
+        say(f"job array {job_id}: shards {plan.missing}, elements {elements}")
         wait_for(job_id, slurm)
     try:
         return DatasetReport.model_validate_json(_run(request, "merge"))

@@ -42,7 +42,7 @@ class Size(click.ParamType[ByteSize]):
 
 
 class Time(click.ParamType[Duration]):
-    """A duration such as 2h or 04:00:00."""
+    """A duration such as 30min or 04:00:00."""
 
     name = "time"
 
@@ -100,7 +100,7 @@ def prepare(output: Path, as_json: bool, **options: Any) -> None:
     Examples:
       hpctrain data prepare --builtin --vocab-size 1024 --output data/text
       hpctrain data prepare --output data/books books/ --suffix .txt --vocab-size 32000
-      hpctrain data prepare --output data/web web/ --tokenizer llama/ --slurm -p big --jobs 64
+      hpctrain data prepare --output data/web web/ --tokenizer llama/ --slurm -p a100x64 --jobs 64
       hpctrain data prepare -o data/sft chats.jsonl --format packed --tokenizer llama/ --seq 4096
       hpctrain data prepare --builtin digits --output data/digits
     """

@@ -77,7 +77,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
 def test_plan_array_merge(place: Place) -> None:
     assert place.prepare() == REPORT
     assert place.steps == ["plan", "submit", "merge"]
-    assert place.said == ["job array 70: 5 shards in 2 elements"]
+    assert place.said == ["job array 70: shards 5, elements 2"]
     for number, command in enumerate(place.commands):
         assert command[1:5] == ["-P", "-m", "hpctrain.train.prepare_data", "--json"]
         assert command[5:] == [f"--shards={place.directory}", f"--share={number}/2", "--workers=3"]
