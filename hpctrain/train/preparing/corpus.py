@@ -56,16 +56,20 @@ class Source(BaseModel):
 
 @dataclass(frozen=True)
 class Corpus:
-    """All documents in their order, and what was found but is not among them."""
+    """All documents in their order, and what was found but is not among them.
+
+    `digests`: one of each file that documents come from, however it is cut into pieces.
+    """
 
     sources: tuple[Source, ...]
     skipped: tuple[SkippedFile, ...]
     over_budget_files: int
+    digests: tuple[str, ...]
 
     @property
     def files(self) -> int:
         """Files that documents come from."""
-        return len({source.path for source in self.sources})
+        return len(self.digests)
 
     @property
     def text_bytes(self) -> int:
@@ -73,8 +77,8 @@ class Corpus:
 
     @property
     def sha256(self) -> str:
-        """SHA-256 over the documents' SHA-256 in order: says which text, not where it lay."""
-        return hashlib.sha256("".join(f"{s.sha256}\n" for s in self.sources).encode()).hexdigest()
+        """SHA-256 over the files' SHA-256 in order: says which text, not where it lay."""
+        return hashlib.sha256("".join(f"{one}\n" for one in self.digests).encode()).hexdigest()
 
 
 def find_files(inputs: Sequence[Path], suffixes: Sequence[str]) -> list[Candidate]:
@@ -143,23 +147,31 @@ def read_corpus(
     """
     sources: list[Source] = []
     skipped: list[SkippedFile] = []
+    digests: list[str] = []
     remaining = list(candidates)
     budget_bytes = max_bytes
+    beyond = 0
     for number, candidate in enumerate(remaining):
         has_lines = candidate.path.suffix == LINES_SUFFIX if lines is None else lines
         checked = _check_lines(candidate, piece_bytes) if has_lines else _check(candidate)
         if isinstance(checked, SkippedFile):
             skipped.append(checked)
             continue
+        pieces, digest = checked
         if budget_bytes is not None:
-            budget_bytes -= sum(source.size_bytes for source in checked)
+            budget_bytes -= sum(source.size_bytes for source in pieces)
             if budget_bytes < 0:
-                return Corpus(tuple(sources), tuple(skipped), len(remaining) - number)
-        sources.extend(checked)
-    return Corpus(tuple(sources), tuple(skipped), 0)
+                beyond = len(remaining) - number
+                break
+        sources.extend(pieces)
+        digests.append(digest)
+    return Corpus(tuple(sources), tuple(skipped), beyond, tuple(digests))
 
 
-def _check(candidate: Candidate) -> list[Source] | SkippedFile:
+_Checked = tuple[list[Source], str] | SkippedFile
+
+
+def _check(candidate: Candidate) -> _Checked:
     try:
         raw = candidate.path.read_bytes()
         text = raw.decode("utf-8")
@@ -173,12 +185,13 @@ def _check(candidate: Candidate) -> list[Source] | SkippedFile:
         return SkippedFile(name=candidate.name, reason="binary: holds a zero byte")
     digest = hashlib.sha256(raw).hexdigest()
     path, name = candidate.path.absolute(), candidate.name
-    return [Source(path=path, name=name, size_bytes=len(raw), sha256=digest)]
+    return [Source(path=path, name=name, size_bytes=len(raw), sha256=digest)], digest
 
 
-def _check_lines(candidate: Candidate, piece_bytes: int) -> list[Source] | SkippedFile:
+def _check_lines(candidate: Candidate, piece_bytes: int) -> _Checked:
     """Pieces that end with a line. What their lines hold is looked at when they are read."""
     pieces: list[Source] = []
+    whole = hashlib.sha256()
     start, line = 0, 1
     try:
         with candidate.path.open("rb") as stream:
@@ -192,10 +205,13 @@ def _check_lines(candidate: Candidate, piece_bytes: int) -> list[Source] | Skipp
                     first_line=line,
                 )
                 pieces.append(piece)
+                whole.update(raw)
                 start, line = start + len(raw), line + raw.count(b"\n")
     except OSError as error:
         return SkippedFile(name=candidate.name, reason=f"cannot be read: {error.strerror}")
-    return pieces or SkippedFile(name=candidate.name, reason="empty")
+    if not pieces:
+        return SkippedFile(name=candidate.name, reason="empty")
+    return pieces, whole.hexdigest()
 
 
 def _whole_lines(stream: IO[bytes], piece_bytes: int) -> bytes:

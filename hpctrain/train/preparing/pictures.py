@@ -23,15 +23,15 @@ _SHOWN = 20
 
 
 def picture_corpus(listing: Listing, root: Path) -> Corpus:
-    """The files as sources. Their contents are not read: size and time stand for them."""
+    """The files as sources. Their contents are not read: names, sizes and times stand for them."""
     sources = []
     for name in listing.names:
         about = (root / name).stat()
-        identity = f"{about.st_size} {about.st_mtime_ns}"
+        identity = f"{name} {about.st_size} {about.st_mtime_ns}"
         digest = hashlib.sha256(identity.encode()).hexdigest()
         source = Source(path=root / name, name=name, size_bytes=about.st_size, sha256=digest)
         sources.append(source)
-    return Corpus(tuple(sources), (), 0)
+    return Corpus(tuple(sources), (), 0, tuple(source.sha256 for source in sources))
 
 
 def check_pictures(sources: Sequence[Source]) -> Contents:

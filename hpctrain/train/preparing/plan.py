@@ -99,8 +99,6 @@ def _key(recipe: Recipe, sources: Sequence[Source]) -> str:
     # where a tokenizer lies says nothing about it; its digest does
     made_by = recipe.model_copy(update={"tokenizer": None}).model_dump_json()
     pieces = [f"{source.first_line is not None} {source.sha256}" for source in sources]
-    if recipe.format == "images":
-        pieces += [source.name for source in sources]
     text = "\n".join([str(_VERSION), made_by, *pieces])
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
