@@ -42,7 +42,8 @@ def main() -> int:
     """Run the demo; 0 only if the run was preempted, lost no step and repeated every loss."""
     os.chdir(Path(__file__).resolve().parent.parent)
     tell("1/5", f"dataset from real text: the source of Python's standard library, {DATA}.bin")
-    prepare_dataset(DatasetRequest(output=DATA, builtin=True, vocab_size=1024, max_bytes=2_000_000))
+    text = DatasetRequest(output=DATA, builtin="stdlib", vocab_size=1024, max_bytes=2_000_000)
+    prepare_dataset(text)
     sandbox = start_sandbox()
     try:
         os.environ.update(sandbox.environment())

@@ -1,29 +1,37 @@
-"""The verbs about datasets: make one from text, and say what is in one.
+"""The verbs about datasets: make one, say what is in one, compare it with its digests.
 
 Belongs here: starting the program that makes a dataset (it needs megatron-core, this room must
-not), and reading the head of Megatron's `.idx` file. Does not belong here: tokenizing, output.
+not), and reading the head of Megatron's `.idx` file. Does not belong here: tokenizing, output,
+making one on a cluster (see `data_on_slurm`).
 """
 
 from __future__ import annotations
 
+import hashlib
 import signal
 import struct
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from hpctrain.errors import HpctrainError, InvalidInputError, Problem, UsageError
+from hpctrain.spec.data import DataFormat
+from hpctrain.store.archives import read_heads
 from hpctrain.store.datasets import (
     DatasetFailure,
     DatasetReport,
     DatasetSidecar,
+    SamplesSidecar,
     bin_path,
     idx_path,
+    npz_path,
     sidecar_path,
 )
+from hpctrain.store.prepared import read_samples_sidecar
 
 _PROGRAM = "hpctrain.train.prepare_data"
 # megatron/core/datasets/indexed_dataset.py: _INDEX_HEADER and _IndexWriter (magic, version,
@@ -52,55 +60,80 @@ _DTYPES = {
 class DatasetRequest:
     """What `prepare_dataset` makes; the same as the program's options.
 
-    Either `inputs` (text files and directories) or `builtin` (source of Python's standard
-    library). `vocab_size` includes the end of the document, whose id is `vocab_size - 1`. None
-    means the program's default.
+    Either `inputs` (files and directories) or `builtin` (`stdlib`: source of Python's standard
+    library, `digits`: scikit-learn's). `vocab_size` includes the end of the document, whose id is
+    `vocab_size - 1`. None means the program's default.
     """
 
     output: Path
     inputs: tuple[Path, ...] = ()
-    builtin: bool = False
+    builtin: Literal["stdlib", "digits"] | None = None
+    format: DataFormat | None = None
     suffixes: tuple[str, ...] = ()
     max_bytes: int | None = None
     vocab_size: int | None = None
     tokenizer: Path | None = None
     tokenizer_output: Path | None = None
+    field: str | None = None
+    seq_length: int | None = None
+    chat_template: Path | None = None
+    classes: tuple[str, ...] = ()
+    workers: int | None = None
+    shard_bytes: int | None = None
     force: bool = False
 
-    def command(self) -> list[str]:
+    def command(self, stage: str | None = None) -> list[str]:
         """The program's argv. -P: text often lies beside files named like Python modules."""
-        argv = [sys.executable, "-P", "-m", _PROGRAM, "--json", f"--output={self.output}"]
+        argv = [*program(sys.executable), f"--output={self.output}"]
         argv += [f"--suffix={suffix}" for suffix in self.suffixes]
         valued = {
+            "--builtin": self.builtin,
+            "--format": self.format,
             "--max-bytes": self.max_bytes,
             "--vocab-size": self.vocab_size,
             "--tokenizer": self.tokenizer,
             "--tokenizer-output": self.tokenizer_output,
+            "--field": self.field,
+            "--seq": self.seq_length,
+            "--chat-template": self.chat_template,
+            "--classes": ",".join(self.classes) or None,
+            "--workers": self.workers,
+            "--shard-bytes": self.shard_bytes,
+            "--stage": stage,
         }
         argv += [f"{option}={value}" for option, value in valued.items() if value is not None]
-        flags = {"--builtin": self.builtin, "--force": self.force}
-        argv += [option for option, chosen in flags.items() if chosen]
+        argv += ["--force"] if self.force else []
         return [*argv, "--", *map(str, self.inputs)]
 
 
+def program(python: str) -> list[str]:
+    """How the data program is started."""
+    return [python, "-P", "-m", _PROGRAM, "--json"]
+
+
 def prepare_dataset(request: DatasetRequest, *, timeout_seconds: float = 86400.0) -> DatasetReport:
-    """Make a Megatron dataset; progress goes to our stderr, one line per step.
+    """Make a dataset on this machine; progress goes to our stderr, one line per step.
 
     Raises UsageError, InvalidInputError (a wrong input, or another dataset in the way), and
     HpctrainError when the program fails otherwise or exceeds the time limit.
     """
-    command = request.command()
+    answer = run_program(request.command(), request.output, timeout_seconds)
+    return DatasetReport.model_validate_json(answer)
+
+
+def run_program(command: list[str], output: Path, timeout_seconds: float) -> bytes:
+    """What the data program prints: JSON. Raises as `prepare_dataset` does."""
     try:
         ended = subprocess.run(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, timeout=timeout_seconds
         )
     except subprocess.TimeoutExpired as error:
         raise HpctrainError(
-            f"preparing {request.output} was stopped after {timeout_seconds:g} seconds",
+            f"preparing {output} was stopped after {timeout_seconds:g} seconds",
             hint="nothing was published; give it more time or less text",
         ) from error
     if ended.returncode == 0:
-        return DatasetReport.model_validate_json(ended.stdout)
+        return ended.stdout
     raise _failure(ended.returncode, ended.stdout)
 
 
@@ -119,7 +152,10 @@ def _failure(returncode: int, stdout: bytes) -> HpctrainError:
         )
     if failure.exit_code == InvalidInputError.exit_code:
         return InvalidInputError(
-            [Problem(entry.message, file=entry.file, hint=entry.hint) for entry in failure.problems]
+            [
+                Problem(entry.message, file=entry.file, line=entry.line, hint=entry.hint)
+                for entry in failure.problems
+            ]
         )
     message = "\n".join(entry.message for entry in failure.problems)
     kind = UsageError if failure.exit_code == UsageError.exit_code else HpctrainError
@@ -141,12 +177,25 @@ class DatasetDescription(BaseModel):
     sidecar: DatasetSidecar | None
 
 
-def describe_dataset(prefix: Path) -> DatasetDescription:
+class SamplesDescription(BaseModel):
+    """What the heads in `PREFIX.npz` say: type and shape of each array."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    prefix: str
+    arrays: dict[str, str]
+    npz_bytes: int
+    sidecar: SamplesSidecar | None
+
+
+def describe_dataset(prefix: Path) -> DatasetDescription | SamplesDescription:
     """Read the head and the ends of `PREFIX.idx`; takes as long for a terabyte as for a kilobyte.
 
-    Raises InvalidInputError when a file is missing, is not Megatron's, or the two do not belong
-    together by size.
+    Of arrays their heads. Raises InvalidInputError when a file is missing, is not Megatron's or no
+    archive, or the two do not belong together by size.
     """
+    if npz_path(prefix).exists() and not idx_path(prefix).exists():
+        return _describe_samples(prefix)
     try:
         idx_bytes = idx_path(prefix).stat().st_size
         bin_bytes = bin_path(prefix).stat().st_size
@@ -154,6 +203,67 @@ def describe_dataset(prefix: Path) -> DatasetDescription:
     except OSError as error:
         hint = "give the path without .bin or .idx" if prefix.suffix in (".bin", ".idx") else None
         problem = Problem(f"cannot be read: {error.strerror}", file=str(error.filename), hint=hint)
+        raise InvalidInputError([problem]) from error
+
+
+def _describe_samples(prefix: Path) -> SamplesDescription:
+    path = npz_path(prefix)
+    heads = read_heads(path)
+    return SamplesDescription(
+        prefix=str(prefix),
+        arrays={
+            name: f"{head.dtype} {' x '.join(map(str, head.shape))}" for name, head in heads.items()
+        },
+        npz_bytes=path.stat().st_size,
+        sidecar=read_samples_sidecar(path),
+    )
+
+
+class VerifiedDataset(BaseModel):
+    """`files` are what they were when the dataset was made."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    prefix: str
+    files: tuple[str, ...]
+
+
+def verify_dataset(prefix: Path) -> VerifiedDataset:
+    """Read all of a dataset, and compare it with the digests it was made with.
+
+    Raises InvalidInputError for files that are missing or changed, and for a dataset without
+    digests.
+    """
+    expected = _digests(prefix)
+    if not expected:
+        hint = "datasets of older versions and of others have none; prepare it again"
+        problem = Problem("has no digests to compare with", file=str(prefix), hint=hint)
+        raise InvalidInputError([problem])
+    problems = [
+        Problem("is not what it was when it was made", file=str(path))
+        for path, digest in expected.items()
+        if _sha256(path) != digest
+    ]
+    if problems:
+        raise InvalidInputError(problems)
+    return VerifiedDataset(prefix=str(prefix), files=tuple(path.name for path in expected))
+
+
+def _digests(prefix: Path) -> dict[Path, str]:
+    samples, tokens = read_samples_sidecar(npz_path(prefix)), _read_sidecar(prefix)
+    if samples is not None:
+        return {npz_path(prefix): samples.npz_sha256}
+    if tokens is None or tokens.bin_sha256 is None or tokens.idx_sha256 is None:
+        return {}
+    return {bin_path(prefix): tokens.bin_sha256, idx_path(prefix): tokens.idx_sha256}
+
+
+def _sha256(path: Path) -> str:
+    try:
+        with path.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        problem = Problem(f"cannot be read: {error.strerror}", file=str(path))
         raise InvalidInputError([problem]) from error
 
 

@@ -1,26 +1,29 @@
-"""`data`: making Megatron datasets from text, and looking into them."""
+"""`data`: making datasets, looking into them, and checking them."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
-from hpctrain.cli.options import json_option
+from hpctrain.cli.options import ProfileName, json_option
 from hpctrain.cli.output import json_out, or_dash, say
-from hpctrain.units import ByteSize
+from hpctrain.units import ByteSize, Duration
 
 PATH = click.Path(path_type=Path)
+FORMATS = ("tokens", "packed", "examples", "images", "arrays")
 
 
 @click.group()
 def data() -> None:
-    """Make Megatron datasets (.bin/.idx) from text, and look into them.
+    """Make datasets for training, look into them, and check them.
 
     \b
     Examples:
       hpctrain data prepare --output data/text books/ --vocab-size 32000
       hpctrain data show data/text
+      hpctrain data verify data/text
     """
 
 
@@ -38,54 +41,123 @@ class Size(click.ParamType[ByteSize]):
             self.fail(str(error), param, ctx)
 
 
+class Time(click.ParamType[Duration]):
+    """A duration such as 30min or 04:00:00."""
+
+    name = "time"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Duration:
+        try:
+            return Duration.accept(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
 @data.command()
 @click.argument("inputs", nargs=-1, type=PATH)
-@click.option("--output", "-o", type=PATH, required=True, help="Prefix of .bin and .idx.")
-@click.option("--builtin", is_flag=True, help="Use the source text of Python's standard library.")
+@click.option("--output", "-o", type=PATH, required=True, help="Prefix of the dataset's files.")
+@click.option("--format", type=click.Choice(FORMATS), help="Default: tokens; of digits: arrays.")
+@click.option(
+    "--builtin",
+    is_flag=False,
+    flag_value="stdlib",
+    type=click.Choice(("stdlib", "digits")),
+    help="Source text of Python's standard library, or scikit-learn's handwritten digits.",
+)
 @click.option("--suffix", multiple=True, help="Suffix of files to take from directories.")
 @click.option("--max-bytes", type=Size(), help="Stop reading after so much text, such as 4MB.")
 @click.option("--vocab-size", type=click.IntRange(2), help="Including the end of a document.")
-@click.option("--tokenizer", type=PATH, help="Use this tokenizer.json instead of training one.")
+@click.option("--tokenizer", type=PATH, help="A tokenizer.json or a directory; train none.")
 @click.option("--tokenizer-output", type=PATH, help="Where to write a trained tokenizer.")
+@click.option("--field", help="Field of JSONL lines that is the text.")
+@click.option("--seq", type=click.IntRange(2), help="packed, examples: tokens of a sample.")
+@click.option("--chat-template", type=PATH, help="packed: instead of the tokenizer's own.")
+@click.option("--classes", metavar="A,B,...", help="examples: names of labels by number.")
+@click.option("--workers", type=click.IntRange(1), help="Processes at once (of each element).")
+@click.option("--shard-size", type=Size(), help="Text that a process takes at a time.")
+@click.option("--slurm", is_flag=True, help="Make the shards by a job array.")
+@click.option("--profile", "-p", type=ProfileName(), help="--slurm: cluster profile.")
+@click.option("--jobs", type=click.IntRange(1), help="--slurm: elements of the array. Default: 8.")
+@click.option("--partition", help="--slurm: default: that of the profile.")
+@click.option("--time", type=Time(), help="--slurm: time limit of an element.")
 @click.option("--force", is_flag=True, help="Replace another dataset of that name.")
 @json_option
-def prepare(
-    inputs: tuple[Path, ...],
-    output: Path,
-    builtin: bool,
-    suffix: tuple[str, ...],
-    max_bytes: ByteSize | None,
-    vocab_size: int | None,
-    tokenizer: Path | None,
-    tokenizer_output: Path | None,
-    force: bool,
-    as_json: bool,
-) -> None:
-    """Train a tokenizer on text and write the dataset; does nothing if it is there already.
+def prepare(output: Path, as_json: bool, **options: Any) -> None:
+    """Make a dataset from text, conversations or images; does nothing if it is there already.
+
+    \b
+    tokens    text files or JSONL, for pretraining; trains a tokenizer unless one is given
+    packed    JSONL of conversations, for fine-tuning: only answers are learned
+    examples  JSONL of texts with a label
+    images    a directory with one directory per class: looked at, and listed
+    arrays    small pictures: digits, or two files in MNIST's format
+
+    Finished shards are kept when it fails: the same command goes on.
 
     \b
     Examples:
       hpctrain data prepare --builtin --vocab-size 1024 --output data/text
       hpctrain data prepare --output data/books books/ --suffix .txt --vocab-size 32000
+      hpctrain data prepare --output data/web web/ --tokenizer llama/ --slurm -p a100x64 --jobs 64
+      hpctrain data prepare -o data/sft chats.jsonl --format packed --tokenizer llama/ --seq 4096
+      hpctrain data prepare --builtin digits --output data/digits
     """
-    from hpctrain.actions.data import DatasetRequest, prepare_dataset
+    on_slurm = {name: options.pop(name) for name in ("profile", "jobs", "partition", "time")}
+    if options.pop("slurm"):
+        report = _prepared_on_slurm(_request(output, options), **on_slurm)
+    else:
+        from hpctrain.actions.data import prepare_dataset
 
-    request = DatasetRequest(
-        output=output,
-        inputs=inputs,
-        builtin=builtin,
-        suffixes=suffix,
-        max_bytes=None if max_bytes is None else int(max_bytes),
-        vocab_size=vocab_size,
-        tokenizer=tokenizer,
-        tokenizer_output=tokenizer_output,
-        force=force,
-    )
-    report = prepare_dataset(request)
+        _refuse_without_slurm(on_slurm)
+        report = prepare_dataset(_request(output, options))
     if as_json:
         json_out("dataset", report)
+    elif hasattr(report.dataset, "npz_bytes"):
+        say(f"Dataset   {output}.npz, {report.dataset.samples:,} samples")
     else:
         say(f"Dataset   {output}.bin and .idx")
+
+
+def _request(output: Path, options: dict[str, Any]) -> Any:
+    from hpctrain.actions.data import DatasetRequest
+
+    for name, option in (("max_bytes", "max_bytes"), ("shard_bytes", "shard_size")):
+        size = options.pop(option)
+        options[name] = None if size is None else int(size)
+    options["suffixes"] = options.pop("suffix")
+    options["seq_length"] = options.pop("seq")
+    options["classes"] = tuple(filter(None, (options["classes"] or "").split(",")))
+    return DatasetRequest(output=output, **options)
+
+
+def _refuse_without_slurm(options: dict[str, Any]) -> None:
+    from hpctrain.errors import UsageError
+
+    given = [name for name, value in options.items() if value is not None]
+    if given:
+        raise UsageError(f"--{given[0]} goes with --slurm")
+
+
+def _prepared_on_slurm(
+    request: Any,
+    profile: str | None,
+    jobs: int | None,
+    partition: str | None,
+    time: Duration | None,
+) -> Any:
+    from hpctrain.actions.data_on_slurm import ArrayRequest, prepare_on_slurm
+    from hpctrain.actions.prepare import profile_search_path
+    from hpctrain.errors import UsageError
+    from hpctrain.slurm.client import SlurmClient
+    from hpctrain.spec.loader import find_profile, load_profile
+
+    if profile is None:
+        raise UsageError("--slurm needs --profile, which says how to ask for nodes")
+    site = load_profile(find_profile(profile, profile_search_path())).document
+    array = ArrayRequest(site, jobs or 8, partition, time)
+    return prepare_on_slurm(request, array, SlurmClient(), lambda line: click.echo(line, err=True))
 
 
 @data.command()
@@ -104,6 +176,27 @@ def show(prefix: Path, as_json: bool) -> None:
     if as_json:
         json_out("dataset", found)
         return
-    for name, value in found.model_dump(exclude={"sidecar"}).items():
+    fields = found.model_dump(exclude={"sidecar"})
+    arrays = {f"array {name}": shape for name, shape in fields.pop("arrays", {}).items()}
+    for name, value in (*fields.items(), *arrays.items()):
         shown = f"{value:,}" if isinstance(value, int) else or_dash(value)
         click.echo(f"{name:10} {shown}")
+
+
+@data.command()
+@click.argument("prefix", type=PATH)
+@json_option
+def verify(prefix: Path, as_json: bool) -> None:
+    """Read a whole dataset, and compare it with the digests it was made with.
+
+    \b
+    Examples:
+      hpctrain data verify data/text
+    """
+    from hpctrain.actions.data import verify_dataset
+
+    verified = verify_dataset(prefix)
+    if as_json:
+        json_out("verified", verified)
+    else:
+        say(f"Good      {', '.join(verified.files)}")

@@ -68,10 +68,9 @@ class DatasetSidecar(DatasetDocument):
     tokenizer, which the trainer uses, is made with `vocab_size - 1` ordinary tokens and ends
     documents with the id after the last one
     (megatron/core/tokenizers/text/libraries/null_tokenizer.py). `sources_sha256` is the SHA-256
-    over the SHA-256 of every document's bytes (of each piece, of a JSONL file), in document
-    order; `request_sha256` adds the options, so that equal values mean equal files. `tokenizer`
-    is relative to the sidecar if both lie in one directory. Sidecars of older versions have no
-    `bin_sha256` and `idx_sha256`.
+    over the SHA-256 of every file's bytes, in document order; `request_sha256` adds the options,
+    so that equal values mean equal files. `tokenizer` is relative to the sidecar if both lie in
+    one directory. Sidecars of older versions have no `bin_sha256` and `idx_sha256`.
     """
 
     schema_version: Literal[1] = 1
@@ -138,6 +137,15 @@ class DatasetReport(DatasetDocument):
     dataset: AnySidecar
     skipped: tuple[SkippedFile, ...]
     over_budget_files: int
+
+
+class ShardsReport(DatasetDocument):
+    """What `prepare_data` says where it did not make the dataset, but its plan or some shards."""
+
+    schema_version: Literal[1] = 1
+    directory: str
+    shards: int
+    missing: int
 
 
 class ReportedProblem(DatasetDocument):

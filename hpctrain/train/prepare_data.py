@@ -1,71 +1,66 @@
-"""`python -m hpctrain.train.prepare_data`: text files to a Megatron dataset and its tokenizer.
+"""`python -m hpctrain.train.prepare_data`: from text, conversations or images to a dataset.
 
-Writes PREFIX.bin, PREFIX.idx, PREFIX.json (what is in them and what they were made from) and
-tokenizer.json. The same text and options give the same bytes. Belongs here: the command line, the
-steps and their order. Does not belong here: how a step is done (see `corpus`, `tokens`,
-`publication`). Nothing of torch or megatron is imported before the text has been read.
+Writes PREFIX.bin and PREFIX.idx, or PREFIX.npz, and PREFIX.json: what is in them and what they
+were made from. The same input and options give the same bytes, whatever the number of processes.
+Belongs here: the command line, and telling how it went. Does not belong here: the work (see
+`hpctrain.train.preparing`).
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
-from hpctrain.errors import HpctrainError, InvalidInputError, Problem, UsageError
+from hpctrain.errors import HpctrainError, InvalidInputError, UsageError
+from hpctrain.spec.data import DataFormat
 from hpctrain.store.datasets import (
     END_OF_DOCUMENT,
     DatasetFailure,
     DatasetReport,
     DatasetSidecar,
     ReportedProblem,
-    bin_path,
-    idx_path,
+    ShardsReport,
 )
-from hpctrain.train.corpus import (
-    DEFAULT_SUFFIXES,
-    Corpus,
-    batches,
-    find_files,
-    find_stdlib,
-    read_corpus,
-)
-from hpctrain.train.publication import (
-    Workplace,
-    is_intact,
-    read_sidecar,
-    refuse_to_replace,
-    refuse_to_replace_tokenizer,
-    workplace,
-)
-from hpctrain.train.tokens import (
-    ByteTokenizer,
-    Written,
-    load_tokenizer,
-    sha256_of,
-    train_tokenizer,
-    write_dataset,
-)
+from hpctrain.train.preparing.corpus import DEFAULT_SUFFIXES
+from hpctrain.train.preparing.planning import BUILTIN_MAX_BYTES, DEFAULT_VOCAB_SIZE
+from hpctrain.train.preparing.request import Builtin, Request, check_usage
+from hpctrain.train.preparing.stages import make_share, merge, prepare
 
-DEFAULT_VOCAB_SIZE = 4096
-BUILTIN_MAX_BYTES = 4_000_000
-_BATCH_BYTES = 8 << 20
-_SKIPPED_SHOWN = 20
+_SHARD_BYTES = 64 << 20
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m hpctrain.train.prepare_data",
-        description="Make a Megatron dataset (.bin/.idx) and its byte-level BPE tokenizer from "
-        "text, one document per file.",
+        description="Make a dataset: tokens for Megatron (.bin/.idx), or arrays (.npz).",
     )
     add = parser.add_argument
-    add("inputs", nargs="*", type=Path, metavar="INPUT", help="text files and directories")
-    add("--builtin", action="store_true", help="use the source text of Python's standard library")
-    add("--output", type=Path, required=True, metavar="PREFIX", help="writes .bin, .idx, .json")
+    add("inputs", nargs="*", type=Path, metavar="INPUT", help="files and directories")
+    add("--output", type=Path, metavar="PREFIX", help="writes .bin and .idx, or .npz, and .json")
+    add(
+        "--format",
+        choices=get_args(DataFormat),
+        help="what is made (default: tokens; with --builtin digits: arrays)",
+    )
+    add(
+        "--builtin",
+        nargs="?",
+        const="stdlib",
+        choices=get_args(Builtin),
+        help="stdlib: the source text of Python's standard library; digits: scikit-learn's",
+    )
+    add("--force", action="store_true", help="write again, and replace what is there")
+    add("--json", action="store_true", help="print the report, or what is wrong, as JSON")
+    _add_text_options(parser)
+    _add_stage_options(parser)
+    return parser
+
+
+def _add_text_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add(
         "--suffix",
         action="append",
@@ -86,173 +81,80 @@ def _parser() -> argparse.ArgumentParser:
         help=f"tokens including {END_OF_DOCUMENT}, which gets id N-1 "
         f"(default: {DEFAULT_VOCAB_SIZE}, or that of --tokenizer)",
     )
-    add("--tokenizer", type=Path, metavar="JSON", help="reuse this tokenizer, do not train one")
+    add(
+        "--tokenizer",
+        type=Path,
+        metavar="PATH",
+        help="a tokenizer.json, or a directory that transformers loads; do not train one",
+    )
     add(
         "--tokenizer-output",
         type=Path,
         metavar="JSON",
         help="where the trained tokenizer goes (default: tokenizer.json beside PREFIX)",
     )
-    add("--force", action="store_true", help="write again, and replace what is there")
-    add("--json", action="store_true", help="print the report, or what is wrong, as JSON")
-    return parser
+    add("--field", metavar="NAME", help="field of JSONL lines that is the text (default: text)")
+    add("--seq", type=int, dest="seq_length", metavar="N", help="tokens of a sample")
+    add("--chat-template", type=Path, metavar="FILE", help="instead of the tokenizer's own")
+    add("--classes", metavar="A,B,...", help="names of labels by number (default: as found)")
+
+
+def _add_stage_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--workers", type=int, default=1, metavar="N", help="processes on this machine")
+    add(
+        "--shard-bytes",
+        type=int,
+        default=_SHARD_BYTES,
+        metavar="N",
+        help=f"text of one shard, about (default: {_SHARD_BYTES})",
+    )
+    add(
+        "--stage",
+        choices=("all", "plan", "merge"),
+        default="all",
+        help="plan: stop before the shards; merge: put together what others have made",
+    )
+    add("--shards", type=Path, metavar="DIR", help="make shards of the plan in DIR, nothing else")
+    add("--share", default="0/1", metavar="I/N", help="with --shards: every Nth, from the Ith on")
 
 
 def _say(line: str) -> None:
     print(f"prepare_data: {line}", file=sys.stderr, flush=True)
 
 
-def _check_usage(args: argparse.Namespace) -> None:
-    if bool(args.inputs) == args.builtin:
-        raise UsageError("give either text files and directories, or --builtin")
-    if args.tokenizer is not None and args.tokenizer_output is not None:
-        raise UsageError("--tokenizer-output is for a trained tokenizer, not with --tokenizer")
-    if args.max_bytes is not None and args.max_bytes < 1:
-        raise UsageError("--max-bytes must be at least 1")
-    if not args.output.name:
-        raise UsageError("--output must end with the name of the dataset, such as data/text")
-
-
-def _say_what_was_read(corpus: Corpus) -> None:
-    _say(
-        f"read {len(corpus.sources)} documents, {corpus.text_bytes} bytes; "
-        f"skipped {len(corpus.skipped)} files, {corpus.over_budget_files} beyond --max-bytes"
+def _request(args: argparse.Namespace) -> Request:
+    """The options of a dataset. Raises UsageError."""
+    if args.output is None:
+        raise UsageError("give --output, or --shards")
+    request = Request(
+        output=args.output,
+        inputs=tuple(args.inputs),
+        builtin=args.builtin,
+        format=args.format or ("arrays" if args.builtin == "digits" else "tokens"),
+        suffixes=tuple(args.suffixes or ()),
+        max_bytes=args.max_bytes,
+        vocab_size=args.vocab_size,
+        tokenizer=args.tokenizer,
+        tokenizer_output=args.tokenizer_output,
+        field=args.field,
+        seq_length=args.seq_length,
+        chat_template=args.chat_template,
+        classes=tuple(args.classes.split(",")) if args.classes else (),
+        workers=args.workers,
+        shard_bytes=args.shard_bytes,
+        force=args.force,
+        stage=args.stage,
     )
-    for skipped in corpus.skipped[:_SKIPPED_SHOWN]:
-        _say(f"skipped {skipped.name}: {skipped.reason}")
-    if len(corpus.skipped) > _SKIPPED_SHOWN:
-        _say(f"skipped {len(corpus.skipped) - _SKIPPED_SHOWN} more, all named in the --json report")
-
-
-def _read_corpus(args: argparse.Namespace) -> Corpus:
-    """Find and read the text; says what was left out. Raises InvalidInputError if none is left."""
-    if args.builtin:
-        corpus = read_corpus(find_stdlib(), args.max_bytes or BUILTIN_MAX_BYTES)
-    else:
-        files = find_files(args.inputs, args.suffixes or DEFAULT_SUFFIXES)
-        corpus = read_corpus(files, args.max_bytes)
-    _say_what_was_read(corpus)
-    if not corpus.sources:
-        counts = f"{len(corpus.skipped)} skipped, {corpus.over_budget_files} beyond --max-bytes"
-        raise InvalidInputError([Problem(f"no text in the input ({counts})")])
-    return corpus
-
-
-def _tokenizer_target(args: argparse.Namespace) -> Path:
-    """Where the dataset's tokenizer is, or will be."""
-    chosen = args.tokenizer or args.tokenizer_output
-    return Path(chosen or args.output.with_name("tokenizer.json"))
-
-
-def _tokenizer_reference(args: argparse.Namespace) -> str:
-    path = _tokenizer_target(args).absolute()
-    return path.name if path.parent == args.output.absolute().parent else str(path)
-
-
-def _request_sha256(args: argparse.Namespace, corpus: Corpus) -> str:
-    """A digest of everything that the files depend on."""
-    tokenizer = None
-    if args.tokenizer is not None:
-        try:
-            tokenizer = hashlib.sha256(args.tokenizer.read_bytes()).hexdigest()
-        except OSError as error:
-            problem = Problem(f"cannot be read: {error.strerror}", file=str(args.tokenizer))
-            raise InvalidInputError([problem]) from error
-    request = [1, corpus.sha256, args.vocab_size, tokenizer, _tokenizer_reference(args)]
-    return sha256_of(json.dumps(request))
-
-
-def _obtain_tokenizer(
-    args: argparse.Namespace, corpus: Corpus, place: Workplace
-) -> tuple[ByteTokenizer, str]:
-    """The tokenizer and the text of its JSON file; a trained one is written to the workplace."""
-    if args.tokenizer is not None:
-        _say(f"using the tokenizer {args.tokenizer}")
-        loaded = load_tokenizer(args.tokenizer)
-        if args.vocab_size not in (None, loaded.vocab_size):
-            message = f"has {loaded.vocab_size} tokens, but --vocab-size is {args.vocab_size}"
-            raise InvalidInputError([Problem(message, file=str(args.tokenizer))])
-        return loaded, args.tokenizer.read_text("utf-8")
-    vocab_size = DEFAULT_VOCAB_SIZE if args.vocab_size is None else args.vocab_size
-    _say(f"training a tokenizer of {vocab_size} tokens")
-    trained = train_tokenizer(batches(corpus.sources, _BATCH_BYTES), vocab_size)
-    text = trained.to_json()
-    if not args.force:
-        refuse_to_replace_tokenizer(_tokenizer_target(args), text)
-    place.tokenizer.write_text(text, "utf-8")
-    return trained, text
-
-
-def _make(args: argparse.Namespace, corpus: Corpus, request: str) -> DatasetSidecar:
-    with workplace(args.output) as place:
-        if not args.force:
-            refuse_to_replace(place, request)
-        tokenizer, tokenizer_text = _obtain_tokenizer(args, corpus, place)
-        _say("writing tokens, and reading them back with megatron-core")
-        written = write_dataset(batches(corpus.sources, _BATCH_BYTES), tokenizer, place.prefix)
-        _say(f"wrote {written.documents} documents, {written.tokens} tokens ({written.dtype})")
-        sidecar = DatasetSidecar(
-            **_written_fields(written, place),
-            text_bytes=corpus.text_bytes,
-            vocab_size=tokenizer.vocab_size,
-            end_of_document=END_OF_DOCUMENT,
-            end_of_document_id=tokenizer.end_of_document_id,
-            tokenizer=_tokenizer_reference(args),
-            tokenizer_sha256=sha256_of(tokenizer_text),
-            sources_sha256=corpus.sha256,
-            request_sha256=request,
-        )
-        place.publish(sidecar, None if args.tokenizer else _tokenizer_target(args))
-        return sidecar
-
-
-def _written_fields(written: Written, place: Workplace) -> dict[str, object]:
-    return dict(
-        documents=written.documents,
-        tokens=written.tokens,
-        dtype=written.dtype,
-        bin_bytes=bin_path(place.prefix).stat().st_size,
-        idx_bytes=idx_path(place.prefix).stat().st_size,
-    )
-
-
-def _same_dataset(args: argparse.Namespace, request: str) -> DatasetSidecar | None:
-    """The sidecar at the target if it is of this request and its files are intact."""
-    sidecar = read_sidecar(args.output)
-    if sidecar is None or sidecar.request_sha256 != request:
-        return None
-    if not is_intact(args.output, sidecar, _tokenizer_target(args)):
-        _say(f"{args.output} was made of this text already, but its files are damaged")
-        return None
-    return sidecar
-
-
-def prepare(args: argparse.Namespace) -> DatasetReport:
-    """Make the dataset, unless the same one is there already.
-
-    Raises UsageError, InvalidInputError (a wrong input, or another dataset in the way), and
-    HpctrainError when a Python package is missing.
-    """
-    _check_usage(args)
-    corpus = _read_corpus(args)
-    request = _request_sha256(args, corpus)
-    present = None if args.force else _same_dataset(args, request)
-    dataset = present or _make(args, corpus, request)
-    _say(f"{args.output} {'is ready' if present is None else 'was made of this text already'}")
-    return DatasetReport(
-        prefix=str(args.output),
-        status="written" if present is None else "unchanged",
-        dataset=dataset,
-        skipped=corpus.skipped,
-        over_budget_files=corpus.over_budget_files,
-    )
+    check_usage(request)
+    return request
 
 
 def _failure(error: HpctrainError) -> DatasetFailure:
     if isinstance(error, InvalidInputError):
         problems = tuple(
-            ReportedProblem(message=problem.message, file=problem.file, hint=problem.hint)
-            for problem in error.problems
+            ReportedProblem(message=one.message, file=one.file, line=one.line, hint=one.hint)
+            for one in error.problems
         )
     else:
         problems = (ReportedProblem(message=str(error), hint=error.hint),)
@@ -261,26 +163,39 @@ def _failure(error: HpctrainError) -> DatasetFailure:
 
 def _print_failure(failure: DatasetFailure) -> None:
     for problem in failure.problems:
-        place = "" if problem.file is None else f"{problem.file}: "
-        print(f"error: {place}{problem.message}", file=sys.stderr)
+        place = "".join(f"{part}:" for part in (problem.file, problem.line) if part is not None)
+        print(f"error: {place}{' ' * bool(place)}{problem.message}", file=sys.stderr)
         if problem.hint is not None:
             print(f"  hint: {problem.hint}", file=sys.stderr)
 
 
-def _print_report(report: DatasetReport) -> None:
-    dataset = report.dataset
-    assert isinstance(dataset, DatasetSidecar)
-    print(
-        f"{report.prefix}: {dataset.documents} documents, {dataset.tokens} tokens, vocabulary "
-        f"{dataset.vocab_size}, {dataset.end_of_document} is {dataset.end_of_document_id}"
-    )
+def _print_report(report: DatasetReport | ShardsReport) -> None:
+    if isinstance(report, ShardsReport):
+        print(f"{report.directory}: {report.missing} of {report.shards} shards are missing")
+    elif isinstance(report.dataset, DatasetSidecar):
+        dataset = report.dataset
+        print(
+            f"{report.prefix}: {dataset.documents} documents, {dataset.tokens} tokens, vocabulary "
+            f"{dataset.vocab_size}, {dataset.end_of_document} is {dataset.end_of_document_id}"
+        )
+    else:
+        print(
+            f"{report.prefix}: {report.dataset.samples} samples of format {report.dataset.format}"
+        )
+
+
+def _run(args: argparse.Namespace) -> DatasetReport | ShardsReport:
+    if args.shards is not None:
+        return make_share(args.shards, args.share, args.workers, _say)
+    request = _request(args)
+    return merge(request, _say) if request.stage == "merge" else prepare(request, _say)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program and return its exit code (0, or that of the error; 2 for wrong usage)."""
     args = _parser().parse_args(argv)
     try:
-        report = prepare(args)
+        report = _run(args)
     except KeyboardInterrupt:
         return 130
     except (HpctrainError, OSError) as raised:

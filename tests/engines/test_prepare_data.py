@@ -19,8 +19,9 @@ pytest.importorskip("megatron.core", reason="needs the megatron extra")
 from hpctrain.actions.data import DatasetRequest, describe_dataset, prepare_dataset
 from hpctrain.errors import InvalidInputError
 from hpctrain.store.datasets import DatasetReport
-from hpctrain.train import prepare_data, tokens
-from hpctrain.train.publication import workplace
+from hpctrain.train import prepare_data
+from hpctrain.train.preparing import stages
+from hpctrain.train.preparing.publication import workplace
 
 VOCAB_SIZE = 300
 HOSTILE_TEXT = "naïve \u2028 日本語 \U0001f600 <|endoftext|> tab\there\r\nlast line without end"
@@ -281,8 +282,8 @@ def test_an_input_that_changes_meanwhile_is_noticed(
         (corpus / "b.md").write_text("something else")
         return original(*arguments)
 
-    original = tokens.write_dataset
-    monkeypatch.setattr(prepare_data, "write_dataset", change_then_write)
+    original = stages.make_shards
+    monkeypatch.setattr(stages, "make_shards", change_then_write)
     options = ("--output", tmp_path / "out" / "text", "--vocab-size", VOCAB_SIZE)
     code, failure = run(capsys, corpus, *options)
     assert code == 3
@@ -367,7 +368,7 @@ def test_errors_of_the_user_are_one_message_and_no_traceback(tmp_path: Path) -> 
     missing = str(tmp_path / "missing")
     for argv, code, message in (
         ([missing, "--output", "x"], 3, f"error: {missing}: no such file or directory"),
-        (["--output", "x"], 2, "error: give either text files and directories, or --builtin"),
+        (["--output", "x"], 2, "error: give either files and directories, or --builtin"),
         (["--builtin", "--output", "/proc/x/y", "--max-bytes", "99999"], 3, "nothing can be"),
     ):
         ended = subprocess.run([*command, *argv], capture_output=True, text=True, timeout=60)
@@ -378,10 +379,10 @@ def test_errors_of_the_user_are_one_message_and_no_traceback(tmp_path: Path) -> 
 
 
 def test_builtin_is_source_of_the_standard_library_without_tests() -> None:
-    from hpctrain.train.corpus import find_stdlib, read_corpus
+    from hpctrain.train.preparing.corpus import find_stdlib, read_corpus
 
     candidates = find_stdlib()
-    corpus = read_corpus(candidates, 1_000_000)
+    corpus = read_corpus(candidates, 1_000_000, 10**6)
     assert 500_000 < corpus.text_bytes <= 1_000_000
     names = [candidate.name for candidate in candidates]
     assert names == sorted(names, key=lambda name: Path(name).parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import struct
 import subprocess
 import sys
@@ -13,11 +14,14 @@ import pytest
 from hpctrain.actions.data import (
     DatasetDescription,
     DatasetRequest,
+    SamplesDescription,
     _failure,
     describe_dataset,
     prepare_dataset,
+    verify_dataset,
 )
 from hpctrain.errors import HpctrainError, InvalidInputError, UsageError
+from hpctrain.store.datasets import SamplesSidecar
 
 
 def write_pair(prefix: Path, lengths: list[int], boundaries: list[int], *, dtype: int = 8) -> None:
@@ -51,11 +55,13 @@ def test_the_head_says_documents_sequences_tokens_and_type(
 
 def test_a_dataset_without_sequences_and_a_multimodal_one_can_be_described(tmp_path: Path) -> None:
     write_pair(tmp_path / "none", [], [0])
-    assert describe_dataset(tmp_path / "none").tokens == 0
+    none = describe_dataset(tmp_path / "none")
+    assert isinstance(none, DatasetDescription) and none.tokens == 0
     write_pair(tmp_path / "both", [4, 4], [0, 2])
     with (tmp_path / "both.idx").open("ab") as stream:
         stream.write(b"\0\1")  # one mode per sequence
-    assert describe_dataset(tmp_path / "both").tokens == 8
+    both = describe_dataset(tmp_path / "both")
+    assert isinstance(both, DatasetDescription) and both.tokens == 8
 
 
 @pytest.mark.parametrize(
@@ -75,7 +81,8 @@ def test_damage_is_an_error_of_the_input(
     tmp_path: Path, suffix: str, change: object, message: str
 ) -> None:
     write_pair(tmp_path / "text", [3, 5], [0, 2])
-    assert describe_dataset(tmp_path / "text").documents == 1
+    whole = describe_dataset(tmp_path / "text")
+    assert isinstance(whole, DatasetDescription) and whole.documents == 1
     path = tmp_path / f"text{suffix}"
     assert callable(change)
     path.write_bytes(change(path.read_bytes()))
@@ -134,7 +141,7 @@ def test_problems_of_the_program_arrive_as_our_exceptions(
 
 
 def test_a_program_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
-    request = DatasetRequest(output=tmp_path / "text", builtin=True)
+    request = DatasetRequest(output=tmp_path / "text", builtin="stdlib")
     with pytest.raises(HpctrainError, match=r"stopped after 0\.05 seconds"):
         prepare_dataset(request, timeout_seconds=0.05)
     assert list(tmp_path.iterdir()) == []
@@ -156,3 +163,46 @@ def test_this_room_is_light() -> None:
     command = [sys.executable, "-P", "-c", code]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (ended.stdout, ended.stderr) == ("[]\n", "")
+
+
+def samples(directory: Path) -> Path:
+    """An archive with its sidecar."""
+    import numpy as np
+
+    path = directory / "digits.npz"
+    np.savez(path, x=np.zeros((3, 8, 8), np.float32), y=np.zeros(3, np.int64))
+    sidecar = SamplesSidecar(
+        format="arrays",
+        samples=3,
+        sources_sha256="",
+        request_sha256="",
+        npz_bytes=path.stat().st_size,
+        npz_sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
+    )
+    (directory / "digits.json").write_text(sidecar.model_dump_json())
+    return path
+
+
+def test_arrays_are_described_by_their_heads(tmp_path: Path) -> None:
+    path = samples(tmp_path)
+    for prefix in (path, tmp_path / "digits"):
+        found = describe_dataset(prefix)
+        assert isinstance(found, SamplesDescription)
+        assert found.arrays == {"x": "<f4 3 x 8 x 8", "y": "<i8 3"}
+        assert found.sidecar is not None and found.npz_bytes == path.stat().st_size
+
+
+def test_what_was_changed_is_found_by_its_digest(tmp_path: Path) -> None:
+    path = samples(tmp_path)
+    assert verify_dataset(tmp_path / "digits").files == ("digits.npz",)
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(InvalidInputError, match=r"digits\.npz: is not what it was"):
+        verify_dataset(path)
+    path.unlink()
+    with pytest.raises(InvalidInputError, match="cannot be read: No such file"):
+        verify_dataset(path)
+    write_pair(tmp_path / "foreign", [3], [0, 1])
+    with pytest.raises(InvalidInputError, match="no digests to compare with"):
+        verify_dataset(tmp_path / "foreign")

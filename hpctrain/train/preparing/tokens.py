@@ -1,16 +1,14 @@
-"""Text to tokens to Megatron's `.bin/.idx`, and reading them back with Megatron's own reader.
+"""Our own tokenizer: byte-level BPE (Sennrich et al. 2016, arXiv:1508.07909, as in GPT-2).
 
-Belongs here: the byte-level BPE tokenizer (Sennrich et al. 2016, arXiv:1508.07909, on bytes as
-in GPT-2) and megatron-core's indexed dataset. Does not belong here: which files are the text, and
-where the results go. The tokenizers library and megatron-core are imported on first use.
+It gives every text back exactly, and its last id ends a document. Belongs here: training it,
+reading it, using it. Does not belong here: tokenizers of Hugging Face's models (see
+`hugging_face`). The tokenizers library is imported on first use.
 """
 
 from __future__ import annotations
 
 import hashlib
-import warnings
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +17,6 @@ from hpctrain.store.datasets import END_OF_DOCUMENT
 
 ALPHABET_TOKENS = 256
 _MIN_PAIR_COUNT = 2
-
-
-@dataclass(frozen=True)
-class Written:
-    """What lies in a `.bin/.idx` pair."""
-
-    documents: int
-    tokens: int
-    dtype: str
 
 
 class ByteTokenizer:
@@ -114,25 +103,25 @@ def load_tokenizer(path: Path) -> ByteTokenizer:
     if last != loaded.end_of_document_id:
         expected = loaded.end_of_document_id
         message = f"{END_OF_DOCUMENT} has id {last}, but must have the last one, {expected}"
-        hint = "the trainer ends documents with id vocabulary size - 1 (Megatron's null tokenizer)"
+        hint = (
+            "the trainer ends documents with id vocabulary size - 1 (Megatron's null tokenizer); "
+            "of another tokenizer give the directory, with its tokenizer_config.json"
+        )
         raise InvalidInputError([Problem(message, file=str(path), hint=hint)])
     return loaded
 
 
-def _encoded(
-    texts: Iterable[list[str]], tokenizer: ByteTokenizer
-) -> Iterator[tuple[str, list[int]]]:
-    """Each text with its ids. Raises InvalidInputError if decoding does not give it back."""
-    for batch in texts:
-        sequences = tokenizer.encode(batch)
-        decoded = tokenizer.decode(sequences)
-        for text, ids, again in zip(batch, sequences, decoded, strict=True):
-            if again != text:
-                raise InvalidInputError([_lossy(text, again)])
-            if tokenizer.end_of_document_id in ids:
-                message = f"the tokenizer makes {END_OF_DOCUMENT} out of a text that spells it"
-                raise InvalidInputError([Problem(message)])
-            yield text, ids
+def encoded_exactly(texts: list[str], tokenizer: ByteTokenizer) -> list[list[int]]:
+    """The ids of each text. Raises InvalidInputError if decoding does not give it back."""
+    sequences = tokenizer.encode(texts)
+    decoded = tokenizer.decode(sequences)
+    for text, ids, again in zip(texts, sequences, decoded, strict=True):
+        if again != text:
+            raise InvalidInputError([_lossy(text, again)])
+        if tokenizer.end_of_document_id in ids:
+            message = f"the tokenizer makes {END_OF_DOCUMENT} out of a text that spells it"
+            raise InvalidInputError([Problem(message)])
+    return sequences
 
 
 def _lossy(text: str, again: str) -> Problem:
@@ -143,44 +132,6 @@ def _lossy(text: str, again: str) -> Problem:
         f"the tokenizer does not give the text back: {got!r} instead of {wanted!r}",
         hint="use a byte-level tokenizer without a normalizer",
     )
-
-
-def write_dataset(texts: Iterable[list[str]], tokenizer: ByteTokenizer, prefix: Path) -> Written:
-    """Write `PREFIX.bin` and `PREFIX.idx`, one sequence per document, and read them back.
-
-    Raises InvalidInputError if the tokenizer loses text, HpctrainError if what
-    megatron.core.datasets.indexed_dataset.IndexedDataset reads is not what was written.
-    """
-    mcore = _indexed_dataset()
-    dtype = mcore.DType.optimal_dtype(tokenizer.vocab_size)
-    builder = mcore.IndexedDatasetBuilder(mcore.get_bin_path(str(prefix)), dtype=dtype)
-    first = last = ""
-    documents = tokens = 0
-    for text, ids in _encoded(texts, tokenizer):
-        builder.add_document([*ids, tokenizer.end_of_document_id], [len(ids) + 1])
-        first, last = (text if documents == 0 else first), text
-        documents += 1
-        tokens += len(ids) + 1
-    builder.finalize(mcore.get_idx_path(str(prefix)))
-    written = Written(documents, tokens, dtype.__name__)
-    _read_back(mcore.IndexedDataset(str(prefix), mmap=True), written, tokenizer, first, last)
-    return written
-
-
-def _read_back(
-    dataset: Any, written: Written, tokenizer: ByteTokenizer, first: str, last: str
-) -> None:
-    found = Written(
-        len(dataset.document_indices) - 1,
-        int(dataset.sequence_lengths.sum()),
-        dataset.index.dtype.__name__,
-    )
-    if found != written:
-        raise HpctrainError(f"megatron-core reads {found}, but {written} was written")
-    for index, text in ((0, first), (len(dataset) - 1, last)):
-        ids = dataset[index].tolist()
-        if ids[-1] != tokenizer.end_of_document_id or tokenizer.decode([ids[:-1]]) != [text]:
-            raise HpctrainError(f"document {index} reads back as other text than was written")
 
 
 def sha256_of(text: str) -> str:
@@ -195,23 +146,13 @@ def _tokenizers() -> Any:
         import tokenizers.pre_tokenizers
         import tokenizers.trainers
     except ImportError as error:
-        raise _missing(error) from error
+        raise missing(error, "megatron") from error
     return tokenizers
 
 
-def _indexed_dataset() -> Any:
-    try:
-        with warnings.catch_warnings():
-            # megatron-core warns about absent Transformer Engine and Apex; no use of them here
-            warnings.simplefilter("ignore")
-            from megatron.core.datasets import indexed_dataset
-    except ImportError as error:
-        raise _missing(error) from error
-    return indexed_dataset
-
-
-def _missing(error: ImportError) -> HpctrainError:
+def missing(error: ImportError, extra: str) -> HpctrainError:
+    """What to tell when a package is not installed."""
     return HpctrainError(
         f"preparing a dataset needs a Python package that is not here: {error}",
-        hint="pip install 'hpctrain[megatron]'",
+        hint=f"pip install 'hpctrain[{extra}]'",
     )

@@ -1,8 +1,9 @@
 """A dataset's files appear whole: made in a hidden directory, then renamed in a fixed order.
 
 `.NAME.partial/` beside the dataset holds what is being made, and a lock against a second writer.
-Order of the renames: tokenizer, .bin, .idx, sidecar; an old sidecar and .idx go first. So a sidecar
-stands for files that belong together, whatever interrupts this program. Belongs here: this order.
+Order of the renames: tokenizer, .bin, .idx or .npz, sidecar; an old sidecar and index go first. So
+a sidecar stands for files that belong together, whatever interrupts this program. Belongs here:
+this order.
 """
 
 from __future__ import annotations
@@ -11,18 +12,27 @@ import fcntl
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from hpctrain.durable import fsync_directory, fsync_file, replace_text
 from hpctrain.errors import InvalidInputError, Problem
-from hpctrain.store.datasets import DatasetSidecar, bin_path, idx_path, sidecar_path
+from hpctrain.store.datasets import (
+    AnySidecar,
+    DatasetSidecar,
+    SamplesSidecar,
+    bin_path,
+    idx_path,
+    npz_path,
+    sidecar_path,
+)
 
 _LOCK_NAME = "lock"
 _RENAMING_NAME = "renaming"
+_SIDECAR: TypeAdapter[AnySidecar] = TypeAdapter(AnySidecar)
 
 
 class Workplace:
@@ -33,30 +43,36 @@ class Workplace:
         self.target = target
         self.prefix = directory / "dataset"
         self.tokenizer = directory / "tokenizer.json"
-        self.finished = False
+        self.shards = directory / "shards"
+        self.published = False
+        # shards that are made already shall still be there for the next attempt
+        self.keeps_shards = False
 
     @property
     def rubble(self) -> bool:
         """True if a writer began its renames and did not finish: what lies there is no dataset."""
         return (self.directory / _RENAMING_NAME).exists()
 
-    def publish(self, sidecar: DatasetSidecar, tokenizer_target: Path | None) -> None:
+    def publish(self, sidecar: AnySidecar, tokenizer_target: Path | None) -> None:
         """Give the files their final names; `tokenizer_target` None: it is there already."""
         made = sidecar_path(self.prefix)
         replace_text(made, sidecar.model_dump_json(indent=1) + "\n")
-        for path in (bin_path(self.prefix), idx_path(self.prefix)):
-            fsync_file(path)
+        parts = _parts(sidecar)
+        for part in parts:
+            fsync_file(part(self.prefix))
         replace_text(self.directory / _RENAMING_NAME, "")
         sidecar_path(self.target).unlink(missing_ok=True)
-        idx_path(self.target).unlink(missing_ok=True)
+        for old in {bin_path, idx_path, npz_path} - set(parts[:-1]):
+            old(self.target).unlink(missing_ok=True)
         fsync_directory(self.target.parent)
         if tokenizer_target is not None:
             self._publish_tokenizer(tokenizer_target)
-        os.replace(bin_path(self.prefix), bin_path(self.target))
-        os.replace(idx_path(self.prefix), idx_path(self.target))
+        for part in parts:
+            os.replace(part(self.prefix), part(self.target))
         fsync_directory(self.target.parent)
         os.replace(made, sidecar_path(self.target))
         fsync_directory(self.target.parent)
+        self.published = True
 
     def _publish_tokenizer(self, target: Path) -> None:
         if target.absolute().parent == self.target.absolute().parent:
@@ -66,6 +82,11 @@ class Workplace:
             target.parent.mkdir(parents=True, exist_ok=True)
             # perhaps another file system, where a rename from here is impossible
             replace_text(target, self.tokenizer.read_text("utf-8"))
+
+
+def _parts(sidecar: AnySidecar) -> tuple[Callable[[Path], Path], ...]:
+    """The files of a dataset by its prefix; without the last one the others are nothing."""
+    return (bin_path, idx_path) if isinstance(sidecar, DatasetSidecar) else (npz_path,)
 
 
 @contextmanager
@@ -87,10 +108,9 @@ def workplace(target: Path) -> Iterator[Workplace]:
         place = Workplace(directory, target)
         try:
             yield place
-            place.finished = True
         finally:
             # the marker of a death between renames must outlive everything but success
-            if place.finished or not place.rubble:
+            if place.published or not (place.rubble or place.keeps_shards):
                 shutil.rmtree(directory, ignore_errors=True)
     finally:
         os.close(lock)
@@ -109,22 +129,29 @@ def _lock(lock: int, directory: Path, target: Path) -> None:
         raise InvalidInputError([busy])
 
 
-def read_sidecar(target: Path) -> DatasetSidecar | None:
+def read_sidecar(target: Path) -> AnySidecar | None:
     """The sidecar of a dataset; None if there is none that can be read."""
     try:
-        return DatasetSidecar.model_validate_json(sidecar_path(target).read_bytes())
+        return _SIDECAR.validate_json(sidecar_path(target).read_bytes())
     except (OSError, ValidationError):
         return None
 
 
-def is_intact(target: Path, sidecar: DatasetSidecar, tokenizer: Path) -> bool:
-    """True if the dataset's files have the sidecar's sizes, the tokenizer its SHA-256."""
+def is_intact(target: Path, sidecar: AnySidecar, tokenizer: Path | None) -> bool:
+    """True if the dataset's files have the sidecar's sizes, the tokenizer its SHA-256.
+
+    `tokenizer` None: there is none, or its digest is part of the request.
+    """
     try:
-        return (
-            bin_path(target).stat().st_size == sidecar.bin_bytes
-            and idx_path(target).stat().st_size == sidecar.idx_bytes
-            and hashlib.sha256(tokenizer.read_bytes()).hexdigest() == sidecar.tokenizer_sha256
-        )
+        if isinstance(sidecar, SamplesSidecar):
+            whole = npz_path(target).stat().st_size == sidecar.npz_bytes
+        else:
+            whole = bin_path(target).stat().st_size == sidecar.bin_bytes
+            whole = whole and idx_path(target).stat().st_size == sidecar.idx_bytes
+        if tokenizer is None:
+            return whole
+        digest = hashlib.sha256(tokenizer.read_bytes()).hexdigest()
+        return whole and digest == sidecar.tokenizer_sha256
     except OSError:
         return False
 
@@ -136,7 +163,7 @@ def refuse_to_replace(place: Workplace, request_sha256: str) -> None:
     sidecar = read_sidecar(place.target)
     if sidecar is not None and sidecar.request_sha256 == request_sha256:
         return
-    paths = (bin_path(place.target), idx_path(place.target), sidecar_path(place.target))
+    paths = [part(place.target) for part in (bin_path, idx_path, npz_path, sidecar_path)]
     there = [path.name for path in paths if path.exists()]
     if there:
         message = f"holds another dataset already ({', '.join(there)})"

@@ -1,0 +1,168 @@
+"""Making a dataset by a job array: plan here, shards there, and put together here.
+
+The shards are in the dataset's workplace, so the same command goes on where an earlier one, or a
+part of its array, has ended. Belongs here: the order of things, and waiting politely. Does not
+belong here: the program (see `data`), what Slurm says (see `hpctrain.slurm`).
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from hpctrain.actions.data import DatasetRequest, program, run_program
+from hpctrain.durable import replace_text
+from hpctrain.errors import HpctrainError, SlurmUnreachableError, UsageError
+from hpctrain.slurm.arrays import ArrayOptions, submit_array
+from hpctrain.slurm.client import SlurmClient
+from hpctrain.spec.profile import ClusterProfile
+from hpctrain.store.datasets import DatasetReport, ShardsReport
+from hpctrain.units import Duration
+
+_ANSWER: TypeAdapter[DatasetReport | ShardsReport] = TypeAdapter(DatasetReport | ShardsReport)
+_ARRAY_NAME = "array"
+_FOLDER_NAME = "slurm"
+_HERE_SECONDS = 86400.0
+_LONGEST = Duration(4 * 3600)
+# between two questions to the controller
+_FIRST_PAUSE_SECONDS, _LAST_PAUSE_SECONDS = 1.0, 30.0
+_PATIENCE_SECONDS = 1800.0  # without any answer
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class ArrayRequest:
+    """How the shards are made: `jobs` elements, each with the processes of the dataset's request.
+
+    `walltime` None: that of the partition, 4 hours at most.
+    """
+
+    profile: ClusterProfile
+    jobs: int
+    partition: str | None = None
+    walltime: Duration | None = None
+
+
+def prepare_on_slurm(
+    request: DatasetRequest, array: ArrayRequest, slurm: SlurmClient, say: Say
+) -> DatasetReport:
+    """Make a dataset; waits until the array has ended.
+
+    Raises what `prepare_dataset` raises, and SlurmRefusedError, SlurmUnreachableError.
+    """
+    options = _options(request, array)
+    plan = _ANSWER.validate_json(_run(request, "plan"))
+    if isinstance(plan, DatasetReport):
+        return plan
+    directory = Path(plan.directory)
+    if plan.missing:
+        job_id = _array(request, array, options, plan, slurm)
+        elements = min(array.jobs, plan.missing)
+        say(f"job array {job_id}: shards {plan.missing}, elements {elements}")
+        wait_for(job_id, slurm)
+    try:
+        return DatasetReport.model_validate_json(_run(request, "merge"))
+    except HpctrainError as error:
+        if type(error) is HpctrainError:
+            logs = f"logs of the array are in {directory / _FOLDER_NAME}"
+            raise HpctrainError(str(error), hint=f"{error.hint or ''}; {logs}") from error
+        raise
+
+
+def _run(request: DatasetRequest, stage: str) -> bytes:
+    return run_program(request.command(stage), request.output, _HERE_SECONDS)
+
+
+def _array(
+    request: DatasetRequest,
+    array: ArrayRequest,
+    options: ArrayOptions,
+    plan: ShardsReport,
+    slurm: SlurmClient,
+) -> int:
+    """The array that makes the shards: one that an earlier command has submitted, or a new one."""
+    directory = Path(plan.directory)
+    note = directory / _ARRAY_NAME
+    earlier = int(note.read_text()) if note.exists() else None
+    if earlier is not None and _is_live(earlier, slurm):
+        return earlier
+    elements = min(array.jobs, plan.missing)
+    commands = [
+        [
+            *program(options.python),
+            f"--shards={directory}",
+            f"--share={number}/{elements}",
+            f"--workers={options.cpus}",
+        ]
+        for number in range(elements)
+    ]
+    job_id = submit_array(commands, directory / _FOLDER_NAME, options)
+    replace_text(note, f"{job_id}\n")
+    return job_id
+
+
+def _options(request: DatasetRequest, array: ArrayRequest) -> ArrayOptions:
+    """From the profile. Raises UsageError for what it does not allow."""
+    profile, software = array.profile, array.profile.software
+    if array.jobs < 1:
+        raise UsageError("--jobs must be at least 1")
+    if software.container is not None:
+        raise UsageError(
+            f"profile {profile.name} runs everything in a container, data are prepared outside",
+            hint="run the command in a job of your own, with --workers and without --slurm",
+        )
+    partition = profile.slurm.partition(array.partition)
+    if partition is None:
+        known = ", ".join(one.name for one in profile.slurm.partitions)
+        raise UsageError(f"profile {profile.name} has no partition {array.partition}: {known}")
+    walltime = array.walltime or min(partition.max_walltime or _LONGEST, _LONGEST)
+    if partition.max_walltime is not None and walltime > partition.max_walltime:
+        raise UsageError(f"partition {partition.name} allows {partition.max_walltime} at most")
+    return ArrayOptions(
+        name=f"data-{request.output.name}",
+        python=software.python or sys.executable,
+        cpus=request.workers or 1,
+        walltime_minutes=max(1, -(-int(walltime) // 60)),
+        partition=partition.name,
+        account=profile.slurm.account,
+        qos=profile.slurm.qos,
+        constraint=profile.slurm.constraint,
+        setup=_modules(profile),
+    )
+
+
+def _modules(profile: ClusterProfile) -> tuple[str, ...]:
+    modules = profile.software.modules
+    if modules is None:
+        return ()
+    lines = [f"source {shlex.quote(modules.init)}"] if modules.init else []
+    lines += ["module purge"] if modules.purge else []
+    lines += [shlex.join(["module", "load", *modules.load])] if modules.load else []
+    return tuple(lines)
+
+
+def wait_for(job_id: int, slurm: SlurmClient) -> None:
+    """Until no element of the array waits or runs. Raises SlurmUnreachableError in the end."""
+    pause, answered_at = _FIRST_PAUSE_SECONDS, time.monotonic()
+    while True:
+        try:
+            if not _is_live(job_id, slurm):
+                return
+            answered_at = time.monotonic()
+        except SlurmUnreachableError:
+            if time.monotonic() - answered_at > _PATIENCE_SECONDS:
+                raise
+        time.sleep(pause)
+        pause = min(pause * 1.5, _LAST_PAUSE_SECONDS)
+
+
+def _is_live(job_id: int, slurm: SlurmClient) -> bool:
+    """Ended jobs are forgotten after some minutes: one that is not known has ended."""
+    return any(not record.state.is_ended for record in slurm.jobs([job_id]).values())

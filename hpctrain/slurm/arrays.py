@@ -1,0 +1,108 @@
+"""Commands as the elements of a job array, handed over by submitit.
+
+submitit writes the script and keeps each element's output; whether elements have ended is asked
+by `client`, for submitit asks sacct alone, which many clusters do not have. Belongs here:
+submitting. Does not belong here: which commands, waiting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpctrain.errors import HpctrainError, SlurmRefusedError, SlurmUnreachableError
+from hpctrain.slurm.environment import without_options
+
+
+@dataclass(frozen=True)
+class ArrayOptions:
+    """What each element asks for: one task on one node. None: what Slurm does by itself.
+
+    `setup` are lines of shell before the command.
+    """
+
+    name: str
+    python: str
+    cpus: int
+    walltime_minutes: int
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    setup: tuple[str, ...] = ()
+
+    def parameters(self) -> dict[str, Any]:
+        """Those of submitit's SlurmExecutor."""
+        given = dict(
+            job_name=self.name,
+            time=self.walltime_minutes,
+            cpus_per_task=self.cpus,
+            partition=self.partition,
+            account=self.account,
+            qos=self.qos,
+            constraint=self.constraint,
+            setup=list(self.setup) or None,
+        )
+        return {name: value for name, value in given.items() if value is not None}
+
+
+def submit_array(
+    commands: Sequence[Sequence[str]],
+    folder: Path,
+    options: ArrayOptions,
+    environment: Mapping[str, str] | None = None,
+) -> int:
+    """Submit one element for each command; logs go to `folder`, which all nodes must see.
+
+    Returns the id of the array. Raises SlurmRefusedError in Slurm's words, SlurmUnreachableError
+    without its programs.
+    """
+    submitit = _submitit()
+    environment = os.environ if environment is None else environment
+    # files named like Python modules may lie where the job starts
+    clean = {**without_options(environment), "PYTHONSAFEPATH": "1"}
+    with _environment(clean):
+        try:
+            executor = submitit.SlurmExecutor(folder, python=shlex.quote(options.python))
+        except RuntimeError as error:  # no srun
+            raise SlurmUnreachableError(str(error)) from error
+        executor.update_parameters(**options.parameters())
+        try:
+            with executor.batch():
+                jobs = [
+                    executor.submit(submitit.helpers.CommandFunction(list(command)))
+                    for command in commands
+                ]
+        except submitit.core.utils.FailedJobError as error:
+            raise SlurmRefusedError(str(error).strip()) from error
+    return int(str(jobs[0].job_id).partition("_")[0])
+
+
+@contextlib.contextmanager
+def _environment(wanted: Mapping[str, str]) -> Iterator[None]:
+    """submitit hands over the environment of this process."""
+    before = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _submitit() -> Any:
+    try:
+        import submitit
+        import submitit.helpers
+    except ImportError as error:
+        raise HpctrainError(
+            f"job arrays need a Python package that is not here: {error}",
+            hint="pip install 'hpctrain[data]'",
+        ) from error
+    return submitit
