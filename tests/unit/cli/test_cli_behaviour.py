@@ -426,7 +426,7 @@ def test_json_of_every_command_that_has_it(here: Path, slurm: FakeSlurm) -> None
         "simulate": ["--gpus", "512", "--trials", "2"],
     }
     # tests/unit/actions/test_data.py, tests/engines
-    elsewhere = {"data prepare", "data show", "convert"}
+    elsewhere = {"data prepare", "data show", "data verify", "convert"}
     assert set(json_commands()) == examples.keys() | elsewhere
     for command, arguments in examples.items():
         outcome = hpctrain(command, *arguments, "--json")
