@@ -108,7 +108,8 @@ def fork(
 
 
 def _become(rank: int, logs: Path, environment: dict[str, str], work: Callable[[], None]) -> None:
-    """In the child: never returns."""
+    """In the child: never returns, whatever happens, or there would be two of the caller."""
+    code = 1
     try:
         log = os.open(logs / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         sys.stdout.flush()
@@ -121,10 +122,12 @@ def _become(rank: int, logs: Path, environment: dict[str, str], work: Callable[[
         code = 0
     except BaseException:
         traceback.print_exc()
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    finally:
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
 
 
 def _free_port() -> int:
