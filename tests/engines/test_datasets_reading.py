@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -263,6 +265,22 @@ def test_readers_end_with_a_rank_that_is_gone(tmp_path: Path) -> None:
     while any(_lives(reader) for reader in readers):
         assert time.monotonic() < end, f"{readers} live on"
         time.sleep(0.02)
+
+
+def test_an_interpreter_ends_that_has_readers(tmp_path: Path) -> None:
+    """At its end Python sends SIGTERM to its children, and waits for them."""
+    code = (
+        "import sys, pathlib, test_datasets_reading as t; "
+        "ahead = t.reading_ahead(pathlib.Path(sys.argv[1]), 1); print(len(t.pixels(ahead, 0)))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert (ended.returncode, ended.stdout) == (0, "8\n"), ended.stderr
 
 
 def _lives(pid: int) -> bool:

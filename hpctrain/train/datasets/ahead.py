@@ -7,6 +7,7 @@ here: those processes. Does not belong here: what is read.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import multiprocessing
 import os
@@ -61,6 +62,8 @@ class Ahead:
         if self._items is None or self._next != consumed_samples:
             self.close()
             self._items = iter(self._loader(consumed_samples))
+            # an interpreter that ends asks its children to by SIGTERM, and waits
+            atexit.register(self.close)
         self._next = None
         for _ in self.deal(consumed_samples):
             yield self._taken(self._items)
@@ -90,7 +93,8 @@ class Ahead:
         )
 
     def close(self) -> None:
-        """End the processes; a rank that leaves need not, they end with it."""
+        """End the processes; a rank that is gone need not, they end with it."""
+        atexit.unregister(self.close)
         shut_down = getattr(self._items, "_shutdown_workers", None)
         self._items = None
         if shut_down is not None:
