@@ -67,7 +67,10 @@ def test_a_request_during_a_save_is_kept_until_after_it(trial: Callable[..., Tri
     asked.run.save_request.touch()
     assert ranks.wait(LIMIT_SECONDS) == [0], ranks.log()
     assert ranks.log().count("event=save_requested") == 2
-    events = [line.split()[0] for line in ranks.log().splitlines() if "event=step" not in line]
+    lines = [line.split()[0] for line in ranks.log().splitlines()]
+    asked_at, saved_at = lines.index("event=save_requested"), lines.index("event=checkpoint")
+    assert "event=step" in lines[asked_at + 1 : saved_at], "nobody waited for the first one"
+    events = [line for line in lines if line != "event=step"]
     assert events[:4] == [
         "event=start",
         "event=save_requested",
@@ -75,7 +78,6 @@ def test_a_request_during_a_save_is_kept_until_after_it(trial: Callable[..., Tri
         "event=save_requested",
     ]
     assert not asked.run.save_request.exists()
-    assert read_saves(asked.run)[1].stall_seconds < 2.5, "nobody waited for the first one"
 
 
 def test_each_save_is_written_down(trial: Callable[..., Trial]) -> None:
@@ -96,8 +98,7 @@ def test_a_synchronous_save_stalls_until_it_counts(trial: Callable[..., Trial]) 
     made = trial(save_interval_steps=3, **DP2)
     assert made.train(prepare=_slow_writers) == [0, 0]
     for save in read_saves(made.run):
-        assert save.stall_seconds > 0.7
-        assert abs(save.stall_seconds - save.publish_seconds) < 0.3
+        assert save.stall_seconds > max(0.7, 0.7 * save.publish_seconds)
 
 
 def test_plans_are_used_again_and_the_files_are_right(trial: Callable[..., Trial]) -> None:
@@ -136,21 +137,26 @@ def _count_plans() -> None:
     Loop._save = remember  # type: ignore[method-assign]
 
 
-def _slow_retirement() -> None:
+def _patient_retirement() -> None:
+    """Deleting lasts until the next checkpoint counts, which nothing but the training makes."""
     real = publisher.retire
 
-    def slowly(*arguments: Any) -> list[int]:
-        time.sleep(1.0)
-        return real(*arguments)
+    def patiently(root: Path, *arguments: Any) -> list[int]:
+        newest, end = published_steps(root)[-1], time.monotonic() + LIMIT_SECONDS / 4
+        while newest < 6 and published_steps(root)[-1] == newest:
+            if time.monotonic() > end:
+                (root.parent / "stopped-by-deleting").touch()
+                break
+            time.sleep(0.01)
+        return real(root, *arguments)
 
-    publisher.retire = slowly
+    publisher.retire = patiently
 
 
 def test_deleting_old_checkpoints_stops_nobody(trial: Callable[..., Trial]) -> None:
     made = trial(save_interval_steps=1, keep_checkpoints=1)
-    assert made.train(prepare=_slow_retirement) == [0]
-    # each save deletes for a second
-    assert max(save.stall_seconds for save in read_saves(made.run)) < 0.9
+    assert made.train(prepare=_patient_retirement) == [0]
+    assert not (made.run.directory / "stopped-by-deleting").exists()
     assert published_steps(made.run.checkpoints)[-1] == 6
 
 

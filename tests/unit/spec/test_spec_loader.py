@@ -207,10 +207,9 @@ def test_sandbox_profile_is_what_the_sandbox_is() -> None:
 
 def test_importing_the_loader_is_light() -> None:
     code = (
-        "import sys, time; start = time.process_time(); import hpctrain.spec.loader\n"
-        "seconds = time.process_time() - start\n"
+        "import sys, hpctrain.spec.loader\n"
         "heavy = {'pydantic', 'ruamel.yaml', 'torch'} & set(sys.modules)\n"
-        "assert not heavy, heavy\nassert seconds < 0.15, seconds"
+        "assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
