@@ -10,7 +10,7 @@ control/                               requests of people and of the supervisor 
 epochs/                                one file per launch; the highest number owns the run
 exits/e000001/rank-000003.json         how a rank of a launch ended, in its own words
 stacks/e000001/rank-000003.txt         where each rank of a launch was when it hung
-ranks.json saves.jsonl skips.json      compute time per rank, each save and its cost, data left out
+ranks.json saves.jsonl skips.json      times of each rank, each save and its cost, data left out
 signatures.json                        the lines of logs and kernels that name a cause, and XIDs
 train-n000003.json                     the trainer's file for a launch on fewer nodes than planned
 ds_config.json ds_config-n000003.json  what DeepSpeed is told, for people and its own tools

@@ -108,10 +108,20 @@ class SaveRecord(Record):
 
 
 class RankTimes(Record):
-    """How long each rank computed in a window of steps; replaced by rank 0 after each window.
+    """Where the time of each rank went in a window of steps; replaced by rank 0 after each window.
 
-    `compute_seconds[rank]` is the mean per step inside forward and backward passes, without
-    waiting for other pipeline stages and for gradients; `nodes[rank]` is its node.
+    By rank, in seconds, the mean per step; on a GPU by its own clock. The parts do not overlap.
+    `compute_seconds`: megatron-core: forward and backward passes, without waiting for other
+    pipeline stages and for gradients; other engines: forward passes, of FSDP and ZeRO stage 3
+    with waiting for weights. `backward_seconds`: other engines: backward passes, with waiting for
+    gradients to be summed (0 with megatron-core). `data_seconds`: waiting for the next batch.
+    `optimizer_seconds`: from the last backward pass to the end of the update, with the sums over
+    ranks that belong to it. What is left of `step_seconds` is `rest_seconds`.
+
+    `peak_memory_bytes`, `reserved_memory_bytes`: since the launch began, allocated by PyTorch and
+    taken by it from the GPU; on a CPU the peak resident set, and 0. Windows leave out the first
+    step of a launch and profiled steps. A record of an older version has `compute_seconds` only,
+    the others are empty. `nodes[rank]` is the rank's node.
     """
 
     epoch: int
@@ -120,6 +130,29 @@ class RankTimes(Record):
     time: float
     compute_seconds: tuple[float, ...]
     nodes: tuple[str, ...]
+    backward_seconds: tuple[float, ...] = ()
+    data_seconds: tuple[float, ...] = ()
+    optimizer_seconds: tuple[float, ...] = ()
+    step_seconds: tuple[float, ...] = ()
+    peak_memory_bytes: tuple[int, ...] = ()
+    reserved_memory_bytes: tuple[int, ...] = ()
+
+    @property
+    def rest_seconds(self) -> tuple[float, ...]:
+        """Neither computing nor reading: with megatron-core waiting for pipeline neighbours and
+        for gradients, else hardly anything; empty for a record of an older version."""
+        parts = (
+            self.compute_seconds,
+            self.backward_seconds,
+            self.data_seconds,
+            self.optimizer_seconds,
+        )
+        if not self.step_seconds:
+            return ()
+        return tuple(
+            max(0.0, step - sum(of_rank))
+            for step, *of_rank in zip(self.step_seconds, *parts, strict=True)
+        )
 
 
 class SkippedData(Record):

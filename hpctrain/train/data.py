@@ -9,7 +9,7 @@ here: dispatch by format, and what decides about the order. Does not belong here
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from hpctrain.engines.training import TrainConfig
 from hpctrain.train.datasets.batches import Batch as Batch
 from hpctrain.train.datasets.batches import Microbatch as Microbatch
 from hpctrain.train.datasets.share import Share as Share
+from hpctrain.train.times import StepClock
 
 _MOCK_SPLIT = "90,10,0"
 
@@ -45,6 +46,22 @@ class Data:
     training: Samples
     validation: Samples | None
     rows: int | None = None
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """Samples that let a clock know how long they were waited for."""
+
+    samples: Samples
+    clock: StepClock
+
+    def microbatches(self, consumed_samples: int, reads: bool = True) -> Iterator[Any]:
+        return self.clock.reading(self.samples.microbatches(consumed_samples, reads))
+
+
+def timed(data: Data, clock: StepClock) -> Data:
+    """The same data; `clock` measures what training waits for it."""
+    return replace(data, training=_Timed(data.training, clock))
 
 
 def training_samples(config: TrainConfig) -> int:

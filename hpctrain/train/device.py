@@ -1,9 +1,12 @@
 """Where a rank computes: its GPU with NCCL, or the CPU with gloo where there is no GPU.
 
-Belongs here: that choice, for all engines. Does not belong here: process groups.
+Belongs here: that choice, for all engines, and how much memory a rank has used. Does not belong
+here: process groups.
 """
 
 from __future__ import annotations
+
+import resource
 
 import torch
 
@@ -30,3 +33,15 @@ def choose_device(launch: Launch) -> torch.device:
     index = launch.local_rank if torch.cuda.device_count() > launch.local_rank else 0
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
+
+
+def peak_memory_bytes() -> int:
+    """Peak of allocated GPU memory; on a CPU the peak resident set (getrusage(2), in KiB)."""
+    if on_cpu():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return int(torch.cuda.max_memory_allocated())
+
+
+def reserved_memory_bytes() -> int:
+    """Peak of what PyTorch has taken from the GPU, used or not; 0 on a CPU."""
+    return 0 if on_cpu() else int(torch.cuda.max_memory_reserved())

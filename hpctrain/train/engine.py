@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from hpctrain.train.control import Control
 from hpctrain.train.job import Job
 from hpctrain.train.launch import Launch
+from hpctrain.train.times import StepClock
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,14 @@ def mean_loss(totals: Any) -> float:
 
 
 class Engine(Protocol):
-    """The model, its optimizer and its data on this rank. All ranks call the same methods."""
+    """The model, its optimizer and its data on this rank. All ranks call the same methods.
+
+    `clock` is started and stopped around forward and backward passes, and around reading (see
+    `data.timed`); the loop does so around the optimizer.
+    """
+
+    @property
+    def clock(self) -> StepClock: ...
 
     @property
     def rejection(self) -> str | None:
@@ -66,9 +74,6 @@ class Engine(Protocol):
 
     def weights_are_finite(self) -> bool:
         """Of this rank's weights."""
-
-    def take_compute_seconds(self) -> float:
-        """Seconds that this rank has computed since the last call, waiting left out."""
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,8 @@ class Loop:
         """One optimizer step with everything that belongs to it."""
         started_at = time.perf_counter()
         first = self.skips.next_sample(self.position.consumed_samples)
-        update = self.engine.update(first, self._propose)
+        update = self.engine.update(first, self._before_the_optimizer)
+        self.engine.clock.stop("optimizer")
         agreed = self.control.result()
         loss = update.loss
         consumed = first + self.job.config.global_batch_size
@@ -83,12 +84,16 @@ class Loop:
             step_seconds=time.perf_counter() - started_at,
         )
         problem = self._problem(result, agreed)
-        self.clock.finished_step(result.step)
+        self.clock.finished_step(result.step, result.step_seconds)
         self.reporter.finished_step(result, None if problem else self._evaluate_if_due())
         if problem:
             raise DivergedError(result.step, first, loss, problem)
         self._save_if_due(agreed)
         return agreed
+
+    def _before_the_optimizer(self) -> None:
+        self._propose()
+        self.engine.clock.start("optimizer")
 
     def _propose(self) -> None:
         self.control.propose(

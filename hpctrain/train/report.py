@@ -7,11 +7,8 @@ here: measuring (see `loop`), and how a rank ended (see `entry`).
 from __future__ import annotations
 
 import math
-import resource
 import time
 from dataclasses import dataclass
-
-import torch
 
 from hpctrain.engines.training import TrainConfig
 from hpctrain.store.signs import (
@@ -24,7 +21,7 @@ from hpctrain.store.signs import (
     append_save,
     write_record,
 )
-from hpctrain.train.device import on_cpu
+from hpctrain.train.device import peak_memory_bytes
 from hpctrain.train.job import Job
 
 _PROGRESS_SECONDS = 1.0
@@ -158,13 +155,6 @@ def _mfu(config: TrainConfig, step_seconds: float) -> float | None:
         return None
     peak_flops = config.world_size * config.peak_flops_per_gpu
     return config.model_flops_per_step / (step_seconds * peak_flops)
-
-
-def peak_memory_bytes() -> int:
-    """Peak of allocated GPU memory; on a CPU the peak resident set (getrusage(2), in KiB)."""
-    if on_cpu():
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return int(torch.cuda.max_memory_allocated())
 
 
 def _finite(value: float | None) -> float | None:

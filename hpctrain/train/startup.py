@@ -100,7 +100,7 @@ def _losses(job: Job, control: Control, position: Position) -> LossWindow:
 
 def _clock(job: Job, control: Control, engine: Engine, reporter: Reporter) -> RankClock:
     return RankClock(
-        take_seconds=engine.take_compute_seconds,
+        clock=engine.clock,
         control=control,
         rank=job.launch.rank,
         nodes=tuple(control.everywhere(job.launch.node)),

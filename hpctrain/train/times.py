@@ -1,11 +1,11 @@
-"""How long each rank computes: the wall time inside forward and backward passes.
+"""Where the time of each rank goes: reading, forward and backward passes, optimizer.
 
-megatron-core's schedules start and stop a timer around each of them (schedules.py, forward_step
-and backward_step), so that waiting for pipeline neighbours and for the sums of gradients lies
-outside. Waiting for tensor and expert parallel neighbours lies inside: a slow rank shows as its
-whole tensor-parallel group. Once per window of steps the means of all ranks are added up into one
+megatron-core's schedules start and stop a timer around each pass (schedules.py, forward_step and
+backward_step), so that waiting for pipeline neighbours and for the sums of gradients lies outside.
+Waiting for tensor and expert parallel neighbours lies inside: a slow rank shows as its whole
+tensor-parallel group. Once per window of steps the means of all ranks are added up into one
 vector, beside training. Belongs here: measuring and sharing. Does not belong here: who is slow
-(the supervisor's business).
+(the supervisor's business), what to do about it (`hpctrain.diagnose`).
 """
 
 from __future__ import annotations
@@ -14,15 +14,21 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypeVar, get_args
 
 import torch
 
 from hpctrain.store.signs import RankTimes
 from hpctrain.train.control import Control
-from hpctrain.train.device import on_cpu
+from hpctrain.train.device import on_cpu, peak_memory_bytes, reserved_memory_bytes
 
-_COMPUTE = ("forward-compute", "backward-compute")
+Part = Literal["compute", "backward", "data", "optimizer"]
+PARTS: tuple[Part, ...] = get_args(Part)
+# What a rank puts into the vector that is added up, in this order.
+_TIMES = (*PARTS, "step")
+_COLUMNS = (*_TIMES, "peak_memory", "reserved_memory")
+_MEGATRON_PASSES = ("forward-compute", "backward-compute")
+Item = TypeVar("Item")
 
 
 class Stopwatch(Protocol):
@@ -88,44 +94,85 @@ class EventClock:
         return sum(begin.elapsed_time(end) for begin, end in used) / 1e3
 
 
-class ComputeTimers:
-    """In the place of megatron-core's Timers: measures computing, ignores everything else."""
+class StepClock:
+    """Measures the parts of a step, on the device of this rank.
+
+    On a GPU waiting for data counts only while the GPU has nothing left to do.
+    """
 
     def __init__(self) -> None:
         kind: Callable[[], WallClock | EventClock] = WallClock if on_cpu() else EventClock
-        self._clocks = {name: kind() for name in _COMPUTE}
-        self._ignored = _Ignored()
+        self._clocks = {part: kind() for part in PARTS}
+        self._computing = False
 
-    def __call__(self, name: str, log_level: int | None = None) -> Stopwatch:
-        return self._clocks.get(name, self._ignored)
+    def start(self, part: Part = "compute") -> None:
+        self._clocks[part].start()
+        self._computing = part == "compute"
 
-    def take_seconds(self) -> float:
-        """Seconds of computing since the last call."""
-        return sum(clock.take_seconds() for clock in self._clocks.values())
-
-
-class StepClock:
-    """Measures the blocks of code that compute, on the device of this rank."""
-
-    def __init__(self) -> None:
-        self._clock = WallClock() if on_cpu() else EventClock()
+    def stop(self, part: Part = "compute") -> None:
+        self._clocks[part].stop()
+        self._computing = False
 
     @contextlib.contextmanager
-    def computing(self) -> Iterator[None]:
-        self._clock.start()
+    def timing(self, part: Part) -> Iterator[None]:
+        self.start(part)
         try:
             yield
         finally:
-            self._clock.stop()
+            self.stop(part)
 
-    def take_seconds(self) -> float:
-        """Seconds of computing since the last call."""
-        return self._clock.take_seconds()
+    def computing(self) -> contextlib.AbstractContextManager[None]:
+        """A block of code that computes."""
+        return self.timing("compute")
+
+    def reading(self, items: Iterator[Item]) -> Iterator[Item]:
+        """The same items; the time each lets its reader wait is the data's, not the pass's."""
+        passes, data = self._clocks["compute"], self._clocks["data"]
+        nothing = object()
+        while True:
+            if self._computing:
+                passes.stop()
+            data.start()
+            item: Any = next(items, nothing)
+            data.stop()
+            if self._computing:
+                passes.start()
+            if item is nothing:
+                return
+            yield item
+
+    def take(self) -> dict[str, float]:
+        """Seconds by part since the last call."""
+        return {part: clock.take_seconds() for part, clock in self._clocks.items()}
+
+
+class _Passes:
+    """megatron-core's timer of forward and backward passes, which are one part to us."""
+
+    def __init__(self, clock: StepClock) -> None:
+        self._clock = clock
+
+    def start(self, barrier: bool = False) -> None:
+        self._clock.start("compute")
+
+    def stop(self, barrier: bool = False) -> None:
+        self._clock.stop("compute")
+
+
+class ComputeTimers:
+    """In the place of megatron-core's Timers: measures computing, ignores everything else."""
+
+    def __init__(self, clock: StepClock) -> None:
+        self._passes = _Passes(clock)
+        self._ignored = _Ignored()
+
+    def __call__(self, name: str, log_level: int | None = None) -> Stopwatch:
+        return self._passes if name in _MEGATRON_PASSES else self._ignored
 
 
 @dataclass
 class _Window:
-    """Steps whose times are on their way to rank 0."""
+    """Steps whose times are on their way to rank 0: a row per rank, see `_COLUMNS`."""
 
     first_step: int
     last_step: int
@@ -137,11 +184,11 @@ class _Window:
 class RankClock:
     """Means per step of all ranks, every `interval_steps` steps; `tell` is called on rank 0.
 
-    The first step of a launch, which warms up, is in no window. All ranks must call
-    `finished_step` after the same steps.
+    The first step of a launch, which warms up, is in no window, nor are steps that do not count.
+    All ranks must call `finished_step` after the same steps, with the same `counts`.
     """
 
-    take_seconds: Callable[[], float]
+    clock: StepClock
     control: Control
     rank: int
     nodes: tuple[str, ...]
@@ -149,28 +196,33 @@ class RankClock:
     interval_steps: int
     tell: Callable[[RankTimes], None]
     _warm: bool = False
-    _seconds: float = 0.0
+    _sums: dict[str, float] = field(default_factory=dict)
     _steps: int = 0
+    _first_step: int = 0
     _sent: _Window | None = field(default=None)
 
-    def finished_step(self, step: int) -> None:
+    def finished_step(self, step: int, step_seconds: float, *, counts: bool = True) -> None:
         """Count a step; at the end of a window begin to share, and tell at the next step."""
-        seconds = self.take_seconds()
+        seconds = {"step": step_seconds, **self.clock.take()}
         self._receive()
-        if not self._warm:
+        if not self._warm or not counts:
             self._warm = True
             return
-        self._seconds += seconds
+        if self._steps == 0:
+            self._first_step = step
+        self._sums = {name: self._sums.get(name, 0.0) + each for name, each in seconds.items()}
         self._steps += 1
         if self._steps == self.interval_steps:
             self._send(step)
 
     def _send(self, step: int) -> None:
-        vector = torch.zeros(len(self.nodes), dtype=torch.float64)
-        vector[self.rank] = self._seconds / self._steps
+        vector = torch.zeros(len(self.nodes), len(_COLUMNS), dtype=torch.float64)
+        means = [self._sums[name] / self._steps for name in _TIMES]
+        memory = [float(peak_memory_bytes()), float(reserved_memory_bytes())]
+        vector[self.rank] = torch.tensor([*means, *memory], dtype=torch.float64)
         work = self.control.start_sum(vector)
-        self._sent = _Window(step - self._steps + 1, step, vector, work)
-        self._seconds, self._steps = 0.0, 0
+        self._sent = _Window(self._first_step, step, vector, work)
+        self._sums, self._steps = {}, 0
 
     def _receive(self) -> None:
         """A step later everybody has sent: nobody waits for the slowest rank here."""
@@ -179,13 +231,21 @@ class RankClock:
         sent, self._sent = self._sent, None
         sent.work.wait()
         if self.rank == 0:
-            self.tell(
-                RankTimes(
-                    epoch=self.epoch,
-                    first_step=sent.first_step,
-                    last_step=sent.last_step,
-                    time=time.time(),
-                    compute_seconds=tuple(sent.vector.tolist()),
-                    nodes=self.nodes,
-                )
-            )
+            self.tell(self._times(sent))
+
+    def _times(self, sent: _Window) -> RankTimes:
+        columns = dict(zip(_COLUMNS, zip(*sent.vector.tolist(), strict=True), strict=True))
+        return RankTimes(
+            epoch=self.epoch,
+            first_step=sent.first_step,
+            last_step=sent.last_step,
+            time=time.time(),
+            compute_seconds=columns["compute"],
+            nodes=self.nodes,
+            backward_seconds=columns["backward"],
+            data_seconds=columns["data"],
+            optimizer_seconds=columns["optimizer"],
+            step_seconds=columns["step"],
+            peak_memory_bytes=tuple(map(int, columns["peak_memory"])),
+            reserved_memory_bytes=tuple(map(int, columns["reserved_memory"])),
+        )

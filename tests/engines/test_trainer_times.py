@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from trial_runs import Trial
+import pytest
+from deepspeed_trials import ZERO
+from trial_runs import GPT, MODULE_GPT, Trial
 
 from hpctrain.store.signs import RankTimes, read_record
 from hpctrain.train.control import Control
+from hpctrain.train.datasets.tokens import TokenSamples
 from hpctrain.train.megatron import forward
-from hpctrain.train.times import ComputeTimers, EventClock, RankClock
+from hpctrain.train.times import ComputeTimers, EventClock, RankClock, StepClock
 
 SLOW_RANK = 2
 # Large against what computing takes here, so that a busy machine does not decide the test.
@@ -47,6 +50,42 @@ def test_a_slow_rank_shows_and_only_it(trial: Callable[..., Trial]) -> None:
     assert 2 * USUAL_SECONDS < median < 2 * SLOW_SECONDS, "two microbatches in each step"
     odd = [rank for rank, each in enumerate(times.compute_seconds) if each >= 1.2 * median]
     assert odd == [SLOW_RANK], times.compute_seconds
+
+
+def _one_reads_slowly() -> None:
+    real = TokenSamples.microbatches
+    slow = os.environ["RANK"] == "1"
+
+    def microbatches(self: TokenSamples, *place: Any) -> Iterator[Any]:
+        for batch in real(self, *place):
+            time.sleep(SLOW_SECONDS if slow else 0)
+            yield batch
+
+    TokenSamples.microbatches = microbatches
+
+
+@pytest.mark.parametrize("base", [GPT, MODULE_GPT, ZERO], ids=lambda base: base.get("engine", ""))
+def test_waiting_for_data_is_told_apart(base: dict[str, Any], trial: Callable[..., Trial]) -> None:
+    slow = trial(base, rank_times_interval_steps=3, train_steps=5, data_parallel_size=2)
+    assert slow.train(prepare=_one_reads_slowly) == [0] * 2
+    times = read_record(slow.run.rank_times, RankTimes)
+    assert times is not None
+    quick, waited = times.data_seconds
+    assert waited >= 2 * SLOW_SECONDS > 2 * quick, "two microbatches in each step"
+    others = times.compute_seconds, times.backward_seconds, times.optimizer_seconds
+    assert max(each[1] for each in others) < SLOW_SECONDS, times
+    assert times.compute_seconds[0] > 0 and times.optimizer_seconds[0] > 0
+    parts = (*others, times.data_seconds, times.rest_seconds)
+    for rank in range(2):
+        assert sum(each[rank] for each in parts) == pytest.approx(times.step_seconds[rank])
+    assert min(times.peak_memory_bytes) > 10**7 and len(times.reserved_memory_bytes) == 2
+
+
+def test_a_record_of_an_older_version_is_read() -> None:
+    old = RankTimes.model_validate_json(
+        '{"epoch":1,"first_step":2,"last_step":4,"time":0,"compute_seconds":[1,2],"nodes":["a","b"]}'
+    )
+    assert old.compute_seconds == (1, 2) and old.rest_seconds == old.data_seconds == ()
 
 
 def test_timing_changes_no_numbers(trial: Callable[..., Trial]) -> None:
@@ -96,17 +135,28 @@ class _Alone(Control):
         return self.work
 
 
+def test_steps_that_do_not_count_are_in_no_window() -> None:
+    told: list[RankTimes] = []
+    clock = RankClock(StepClock(), _Alone(), 0, ("n0",), 1, 3, told.append)
+    for step in range(1, 9):
+        clock.finished_step(step, 9.0 if step in (1, 3, 4) else 1.0, counts=step not in (3, 4))
+    assert [(one.first_step, one.last_step, one.step_seconds) for one in told] == [(2, 6, (1.0,))]
+
+
 def test_measuring_costs_next_to_nothing() -> None:
     """At most 0.1 % of a step of 100 ms with 16 microbatches, on a machine that does other work."""
-    timers = ComputeTimers()
-    clock = RankClock(timers.take_seconds, _Alone(), 0, ("n0",), 1, 10**9, lambda times: None)
+    inner = StepClock()
+    timers = ComputeTimers(inner)
+    clock = RankClock(inner, _Alone(), 0, ("n0",), 1, 10**9, lambda times: None)
+    batches = inner.reading(iter(range(10**6)))
     best = float("inf")
     for step in range(50):
         began_at = time.perf_counter()
         for _ in range(16):
             for name in ("forward-compute", "backward-compute"):
                 timers(name, log_level=2).start()
+                next(batches)
                 timers(name).stop()
-        clock.finished_step(step)
+        clock.finished_step(step, 0.1)
         best = min(best, time.perf_counter() - began_at)
     assert best <= 1e-3 * 0.1, best

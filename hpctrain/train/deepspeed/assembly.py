@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from hpctrain.engines.deepspeed import DeepSpeedConfig, ds_config
 from hpctrain.train.control import Control
-from hpctrain.train.data import open_data, sample_order
+from hpctrain.train.data import open_data, sample_order, timed
 from hpctrain.train.deepspeed import library
 from hpctrain.train.deepspeed.engine import ZeroEngine
 from hpctrain.train.deepspeed.flops import FlopsCounter
@@ -43,7 +43,8 @@ def build(job: Job, mesh: Mesh, control: Control) -> Parts:
         dist_init_required=False,
     )
     inner.train()
-    data = open_data(config, mesh.share, job.data_cache)
+    clock = StepClock()
+    data = timed(open_data(config, mesh.share, job.data_cache), clock)
     engine = ZeroEngine(
         config=config,
         mesh=mesh,
@@ -51,6 +52,6 @@ def build(job: Job, mesh: Mesh, control: Control) -> Parts:
         data=data,
         loss=loss_of(config),
         flops=FlopsCounter(module, config.flops_steps, job.run.flops if mesh.rank == 0 else None),
-        clock=StepClock(),
+        clock=clock,
     )
     return Parts(engine, Snapshot(engine, sample_order(config, data), control))

@@ -87,9 +87,10 @@ class ZeroEngine:
         for number, batch in enumerate(self.data.training.microbatches(first_sample)):
             with self.clock.computing(), self.flops.counting(self.finished_steps + 1, number):
                 loss_sum, count = self.loss(self.inner, self._fitting(batch))
-            self.inner.backward(loss_sum * scale, scale_wrt_gas=False)
-            if number < last:
-                self.inner.step()
+            with self.clock.timing("backward"):
+                self.inner.backward(loss_sum * scale, scale_wrt_gas=False)
+                if number < last:
+                    self.inner.step()
             totals += torch.stack([loss_sum.detach().float(), count.float()])
         return totals
 
@@ -132,6 +133,3 @@ class ZeroEngine:
         """Of the parts of the weights that this rank keeps, but for those on NVMe."""
         kept = [getattr(p, "ds_tensor", p).detach() for p in self.inner.module.parameters()]
         return are_finite([one for one in kept if one.numel()])
-
-    def take_compute_seconds(self) -> float:
-        return self.clock.take_seconds()

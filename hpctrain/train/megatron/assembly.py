@@ -12,7 +12,7 @@ cpu.install()
 
 from hpctrain.engines.megatron import MegatronConfig  # noqa: E402
 from hpctrain.train.control import Control  # noqa: E402
-from hpctrain.train.data import open_data  # noqa: E402
+from hpctrain.train.data import open_data, timed  # noqa: E402
 from hpctrain.train.engine import Parts  # noqa: E402
 from hpctrain.train.job import Job  # noqa: E402
 from hpctrain.train.launch import Launch  # noqa: E402
@@ -25,7 +25,7 @@ from hpctrain.train.megatron.optimizer import build_optimizer  # noqa: E402
 from hpctrain.train.megatron.snapshot import Snapshot  # noqa: E402
 from hpctrain.train.megatron.starting import start_from_weights  # noqa: E402
 from hpctrain.train.megatron.witness import install_witness  # noqa: E402
-from hpctrain.train.times import ComputeTimers  # noqa: E402
+from hpctrain.train.times import ComputeTimers, StepClock  # noqa: E402
 
 
 def join(config: MegatronConfig, launch: Launch) -> Mesh:
@@ -43,11 +43,11 @@ def build(job: Job, mesh: Mesh, control: Control) -> Parts:
     model = build_model(config, mesh, initialize=begins and config.pretrained is None)
     start_from_weights(config, model, loads=begins)
     optimizer = build_optimizer(config, model)
-    data = open_data(config, mesh.share, job.data_cache, needed=mesh.reads)
-    timers = ComputeTimers()
-    model.settings.timers = timers
+    clock = StepClock()
+    data = timed(open_data(config, mesh.share, job.data_cache, needed=mesh.reads), clock)
+    model.settings.timers = ComputeTimers(clock)
     runner = Pass(config, mesh, model)
     return Parts(
-        MegatronEngine(runner, optimizer, data, witness, timers),
+        MegatronEngine(runner, optimizer, data, witness, clock),
         Snapshot(config, model, optimizer, control),
     )

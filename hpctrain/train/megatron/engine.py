@@ -16,7 +16,7 @@ from hpctrain.train.megatron.forward import Pass
 from hpctrain.train.megatron.optimizer import Optimizer
 from hpctrain.train.megatron.witness import GradientWitness
 from hpctrain.train.numerics import are_finite
-from hpctrain.train.times import ComputeTimers
+from hpctrain.train.times import StepClock
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class MegatronEngine:
     optimizer: Optimizer
     data: Data
     witness: GradientWitness
-    timers: ComputeTimers
+    clock: StepClock
 
     @property
     def rejection(self) -> str | None:
@@ -56,6 +56,3 @@ class MegatronEngine:
         for chunk in self.runner.model.wrapped:
             parameters.extend(chunk.parameters())
         return are_finite(parameters)
-
-    def take_compute_seconds(self) -> float:
-        return self.timers.take_seconds()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from hpctrain.engines.native import NativeConfig
 from hpctrain.train.control import Control
-from hpctrain.train.data import open_data, sample_order
+from hpctrain.train.data import open_data, sample_order, timed
 from hpctrain.train.engine import Parts
 from hpctrain.train.job import Job
 from hpctrain.train.launch import Launch
@@ -32,7 +32,8 @@ def build(job: Job, mesh: Mesh, control: Control) -> Parts:
     # with LoRA a checkpoint holds what is learned only: the rest comes from where it came from
     initialize = job.resume_directory is None or config.lora is not None
     module = wrapped_module(config, mesh, initialize=initialize)
-    data = open_data(config, mesh.share, job.data_cache)
+    clock = StepClock()
+    data = timed(open_data(config, mesh.share, job.data_cache), clock)
     engine = NativeEngine(
         config=config,
         mesh=mesh,
@@ -40,7 +41,7 @@ def build(job: Job, mesh: Mesh, control: Control) -> Parts:
         optimizer=build_optimizer(config, module),
         data=data,
         loss=loss_of(config),
-        clock=StepClock(),
+        clock=clock,
     )
     module.train()
     return Parts(engine, Snapshot(engine, sample_order(config, data), control))

@@ -74,7 +74,8 @@ class NativeEngine:
             with self._summing(number == self.config.microbatches - 1):
                 with self.clock.computing(), self._precision():
                     loss_sum, count = self.loss(self.module, batch)
-                (loss_sum * scale).backward()
+                with self.clock.timing("backward"):
+                    (loss_sum * scale).backward()
             totals += torch.stack([loss_sum.detach().float(), count.float()])
         return totals
 
@@ -111,6 +112,3 @@ class NativeEngine:
     def weights_are_finite(self) -> bool:
         weights = [p.detach() for p in self.module.parameters()]
         return are_finite([p.to_local() if isinstance(p, DTensor) else p for p in weights])
-
-    def take_compute_seconds(self) -> float:
-        return self.clock.take_seconds()
