@@ -58,9 +58,9 @@ def _refuse_other_engines(spec: RunSpec, plan: Plan) -> None:
             f"--verify builds with megatron-core, the engine is {plan.engine}",
             hint="leave out --verify",
         )
-    if spec.model.family not in ("gpt", "llama"):
+    if spec.model.family not in ("gpt", "llama", "bert"):
         raise UsageError(
-            f"--verify builds gpt and llama models, the family is {spec.model.family}",
+            f"--verify builds gpt, llama and bert models, the family is {spec.model.family}",
             hint="leave out --verify",
         )
 

@@ -17,12 +17,13 @@ from hpctrain.spec.run import RecomputeModule, RunSpec
 
 
 class MegatronConfig(TrainConfig):
-    """A GPT or Llama on megatron-core: its shape, its layout and what is kept in memory."""
+    """A GPT, Llama or BERT on megatron-core: its shape, its layout and what is kept in memory."""
 
     engine: Literal["megatron", "megatron-lm"] = "megatron"
     # a directory that `hpctrain convert` has made; None: random weights
     pretrained: str | None = None
-    # model
+    # bert: guesses masked words, gpt: the next token
+    model_type: Literal["gpt", "bert"] = "gpt"
     num_layers: int
     hidden_size: int
     ffn_hidden_size: int
@@ -116,6 +117,7 @@ def model_fields(model: ModelSpec, padded_vocab: int, implementation: str) -> di
     """What a dense model needs; experts and latent attention have fields of their own."""
     return dict(
         pretrained=model.pretrained,
+        model_type="bert" if model.family == "bert" else "gpt",
         num_layers=model.layers,
         hidden_size=model.hidden,
         ffn_hidden_size=model.ffn_size,

@@ -20,8 +20,8 @@ from hpctrain.spec.run import MlaSpec, ModelSpec, MoeSpec
 # rank holds the same number of rows and the output matrix multiplication is aligned.
 VOCAB_MULTIPLE = 128
 
-# Sentence A or B, for the task of telling whether B follows A (Devlin et al. 2018, arXiv
-# 1810.04805, section 3.1); pretrain_bert.py of Megatron-LM has it by default (--bert-binary-head).
+# Embeddings of sentences A and B (Devlin et al. 2018, arXiv 1810.04805, section 3.2). Telling if
+# B follows A is not learned: no loss without it (Liu et al. 2019, arXiv 1907.11692, section 4.2).
 BERT_SEGMENTS = 2
 
 
@@ -168,27 +168,15 @@ def encoder_head_parameters(model: ModelSpec, rows: int) -> int:
 
     Classes of texts: a linear layer and one over the classes (BertForSequenceClassification with
     its pooler, DistilBertForSequenceClassification). Masked words of DistilBERT: a linear layer, a
-    norm and the output's bias. BERT's are counted as megatron-core has them, with the next
-    sentence: h^2 + 3h + 2 more than in BertForMaskedLM.
+    norm and the output's bias; BERT's are the same (BertForMaskedLM; megatron-core's
+    bert_lm_head.py).
     """
     if model.family not in ("bert", "distilbert"):
         return 0
     linear = model.hidden * model.hidden + model.hidden
     if model.classes is not None:
         return linear + model.classes * (model.hidden + 1)
-    if model.family == "distilbert":
-        return linear + norm_parameters(model) + rows
-    return bert_head_parameters(model) + rows
-
-
-def bert_head_parameters(model: ModelSpec) -> int:
-    """Heads of BertModel besides the output layer and its bias; all replicated over tp.
-
-    Masked words: a linear layer and a norm (models/bert/bert_lm_head.py). Next sentence: the
-    pooler and two outputs (pooler.py; bert_model.py, binary_head). All have biases.
-    """
-    linear = model.hidden * model.hidden + model.hidden
-    return 2 * linear + norm_parameters(model) + 2 * model.hidden + 2
+    return linear + norm_parameters(model) + rows
 
 
 def mtp_parameters(model: ModelSpec, tp: int, ep: int = 1) -> int:

@@ -61,6 +61,7 @@ def freedom_of(spec: RunSpec, profile: ClusterProfile) -> Freedom:
 def _auto_freedom(spec: RunSpec, profile: ClusterProfile) -> Freedom:
     gpus, layers = spec.resources.gpus, spec.model.layers
     axes = () if spec.model.reads_images else AXES[spec.engine.name]
+    splits_context = "cp" in axes and spec.model.causal  # megatron-core's BERT has none
     sizes = divisors(gpus)
     experts = spec.model.moe.experts if spec.model.moe else 1
     chunks = sorted({n for count in range(layers, layers + 3) for n in divisors(count)})
@@ -68,7 +69,7 @@ def _auto_freedom(spec: RunSpec, profile: ClusterProfile) -> Freedom:
         gpus=gpus,
         tp=tuple(n for n in sizes if n <= spec.model.heads) if "tp" in axes else (1,),
         pp=tuple(n for n in sizes if n <= layers + 2) if "pp" in axes else (1,),
-        cp=tuple(n for n in sizes if n <= spec.model.seq // 2) if "cp" in axes else (1,),
+        cp=tuple(n for n in sizes if n <= spec.model.seq // 2) if splits_context else (1,),
         ep=tuple(n for n in sizes if n <= experts) if "ep" in axes else (1,),
         vpp=tuple(n for n in chunks if n <= layers) if "vpp" in axes else (1,),
         micro_batches=micro_choices(spec),

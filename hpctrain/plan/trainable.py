@@ -16,7 +16,7 @@ TRAINED_ENGINES = ("megatron", "megatron-lm", "fsdp", "deepspeed", "ddp")
 TRAINED_PRECISIONS = ("bf16", "fp32")
 _MODULES = tuple(CLASSES)
 TRAINED_FAMILIES = {
-    "megatron": ("gpt", "llama"),
+    "megatron": ("gpt", "llama", "bert"),
     "megatron-lm": ("gpt", "llama"),
     "fsdp": _MODULES,
     "deepspeed": _MODULES,
@@ -31,6 +31,8 @@ _OFFLOADS = {
 }
 # Fields of `parallel` by which each engine splits a model when it trains.
 _AXES: dict[str, tuple[str, ...]] = {"fsdp": (), "deepspeed": (), "ddp": ()}
+
+_LEARNED_FROM_TOKENS = ("language_modeling", "masked_language_modeling")
 
 Found = list[tuple[str, str]]
 
@@ -91,13 +93,23 @@ def _of_megatron(spec: RunSpec) -> Found:
     if spec.model.mla is not None and spec.engine.implementation == "local":
         words = "latent attention needs TransformerEngine, megatron-core's own layers cannot do it"
         found.append(("engine.implementation", words))
-    for field, given in (
-        ("lora", spec.lora),
-        ("task", None if spec.learned_task == "language_modeling" else spec.task),
-    ):
+    learned = spec.model.classes is None and spec.learned_task in _LEARNED_FROM_TOKENS
+    for field, given in (("lora", spec.lora), ("task", None if learned else spec.learned_task)):
         if given is not None:
             words = f"{spec.engine.name} trains whole models from tokens: no `{field}`"
             found.append((field, words))
+    if spec.model.family == "bert":
+        found += _of_megatrons_bert(spec)
+    return found
+
+
+def _of_megatrons_bert(spec: RunSpec) -> Found:
+    found: Found = []
+    if spec.model.pretrained is not None:
+        found.append(("model.pretrained", "hpctrain converts no BERT to megatron-core"))
+    if spec.parallel != "auto" and spec.parallel.cp > 1:
+        words = "megatron-core's BERT has no context parallelism: say 1"
+        found.append(("parallel.cp", words))
     return found
 
 

@@ -149,6 +149,7 @@ def bert(case: dict[str, Any], config: TransformerConfig, chunk: int | None, **e
         max_sequence_length=case["seq"],
         share_embeddings_and_output_weights=case["tied"],
         position_embedding_type=case["positions"],
+        add_binary_head=False,
         vp_stage=chunk,
         **ends,
     )

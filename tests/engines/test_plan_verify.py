@@ -112,6 +112,7 @@ COUNTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         dict(pp=2, vpp=2, stages=(2, 3, 3, 0)),
     ),
     "deepseek": (DEEPSEEK, dict(tp=2, pp=4, vpp=2, ep=2)),
+    "bert": ({**GPT, "family": "bert"}, dict(tp=2, pp=2, vpp=2)),
 }
 
 
@@ -179,6 +180,8 @@ KEPT: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], float]] = 
     "unfused fp32": (BIG, dict(tp=2), dict(precision="fp32"), 0.02),
     "unfused fp32, dropout": ({**BIG, "dropout": 0.1}, dict(tp=2), dict(precision="fp32"), 0.005),
     "llama": ({**BIG, "family": "llama", "ffn": 2752, "kv_heads": 4}, dict(tp=2, pp=2), {}, 0.035),
+    # besides, what the head of masked words keeps: some s x h of the last stage
+    "bert": ({**BIG, "family": "bert"}, dict(tp=2, pp=2), {}, 0.08),
 }
 
 

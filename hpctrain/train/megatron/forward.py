@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 
 from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.train.data import Microbatch, Samples
+from hpctrain.train.megatron.bert import MaskedWords
 from hpctrain.train.megatron.mesh import Mesh
 from hpctrain.train.megatron.model import Model
 
@@ -31,11 +33,18 @@ class Pass:
     mesh: Mesh
     model: Model
 
+    @cached_property
+    def step(self) -> Any:
+        """What megatron-core's schedules call per microbatch (schedules.py, forward_step)."""
+        if self.config.model_type == "bert":
+            return MaskedWords(self.config, self.mesh.device, _Loss)
+        return forward_step
+
     def run(self, samples: Samples, consumed_samples: int, *, forward_only: bool) -> list[Any]:
         """Forward and, unless `forward_only`, backward; the reports of this rank's microbatches."""
         several = len(self.model.wrapped) > 1
         return get_forward_backward_func()(
-            forward_step_func=forward_step,
+            forward_step_func=self.step,
             data_iterator=self._iterators(samples, consumed_samples),
             model=self.model.wrapped if several else self.model.wrapped[0],
             num_microbatches=self.config.microbatches,
@@ -80,7 +89,7 @@ class Pass:
 def forward_step(
     iterator: Iterator[Microbatch | None], model: Any
 ) -> tuple[Any, Callable[[Any], tuple[Any, Any, Any]]]:
-    """What megatron-core's schedules call per microbatch (schedules.py, forward_step)."""
+    """One microbatch of a model that guesses the next token."""
     batch = next(iterator)
     if batch is None:
         return model(None, None, None, labels=None), _no_loss

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hpctrain.engines.megatron import MegatronConfig
+from hpctrain.train.megatron.bert import run_bert
 
 
 class LiveStorages(TorchDispatchMode):
@@ -81,7 +82,11 @@ def _forward(config: MegatronConfig, chunk: Any, tokens: int) -> Any:
         chunk.set_input_tensor(_received(config, tokens))
     batch = torch.zeros(config.micro_batch_size, tokens, dtype=torch.long)
     needed = batch if chunk.pre_process or chunk.post_process else None
-    graph = chunk(needed, needed, None, labels=batch if chunk.post_process else None).grad_fn
+    labels = batch if chunk.post_process else None
+    if config.model_type == "bert":
+        graph = run_bert(chunk, needed, labels, tuple(batch.shape), batch.device).grad_fn
+    else:
+        graph = chunk(needed, needed, None, labels=labels).grad_fn
     chunk.set_input_tensor(None)  # or the module would hold it, whether backward needs it or not
     return graph
 

@@ -1,4 +1,4 @@
-"""The GPT model of one rank: megatron-core's configuration, layers, and data-parallel wrapper.
+"""The model of one rank: megatron-core's configuration, layers, and data-parallel wrapper.
 
 Belongs here: from MegatronConfig to model chunks. Does not belong here: the optimizer, the data.
 """
@@ -35,6 +35,7 @@ from megatron.core.transformer.transformer_config import (
 
 from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.train.device import on_cpu
+from hpctrain.train.megatron.bert import build_bert
 from hpctrain.train.megatron.mesh import Mesh
 
 # Elements per gradient bucket; None leaves the choice to megatron-core (40 million and more).
@@ -54,7 +55,7 @@ _ACTIVATIONS = {
 
 @dataclass(frozen=True)
 class Model:
-    """`wrapped` are the data-parallel chunks to train, `bare` the same GPTModels to save."""
+    """`wrapped` are the data-parallel chunks to train, `bare` the same models to save."""
 
     settings: TransformerConfig
     wrapped: list[Any]
@@ -77,13 +78,14 @@ def build_model(config: MegatronConfig, mesh: Mesh, *, initialize: bool) -> Mode
 
 
 def build_chunks(config: MegatronConfig, settings: TransformerConfig) -> list[Any]:
-    """The GPTModels of this rank, in the order of its virtual stages, on the default device.
+    """The models of this rank, in the order of its virtual stages, on the default device.
 
     Reads the pipeline rank from megatron-core's parallel state, which must be initialised.
     """
     chunks = config.virtual_pipeline_model_parallel_size
     stages = range(chunks) if chunks else (None,)
-    return [_gpt(config, settings, stage) for stage in stages]
+    build = _bert if config.model_type == "bert" else _gpt
+    return [build(config, settings, stage) for stage in stages]
 
 
 def uses_transformer_engine(config: MegatronConfig) -> bool:
@@ -127,6 +129,8 @@ def transformer_settings(
         bf16=config.precision == "bf16",
         use_cpu_initialization=True,
         deterministic_mode=config.deterministic_mode,
+        # how many words are masked differs from microbatch to microbatch
+        calculate_per_token_loss=config.model_type == "bert",
         deallocate_pipeline_outputs=_may_free_while_sending(),
         **({} if initialize else _unset_weights()),
         **_parallel_settings(config),
@@ -297,6 +301,17 @@ def ddp_settings(config: MegatronConfig) -> DistributedDataParallelConfig:
 
 def _aligned_gather(config: MegatronConfig) -> bool:
     return config.overlap_param_gather and config.virtual_pipeline_model_parallel_size is not None
+
+
+def _bert(config: MegatronConfig, settings: TransformerConfig, stage: int | None) -> Any:
+    return build_bert(
+        config,
+        settings,
+        stage,
+        fused=uses_transformer_engine(config),
+        first=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+        last=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+    )
 
 
 def _gpt(config: MegatronConfig, settings: TransformerConfig, stage: int | None) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hpctrain.engines.module import ModuleConfig
+from hpctrain.engines.training import TrainConfig
 from hpctrain.errors import InvalidInputError, Problem
 
 # Devlin et al. 2018 (arXiv 1810.04805), section 3.1: of all words 15% are guessed; of these 80%
@@ -53,7 +53,7 @@ class Masking:
         return guessed, kind, torch.randint(self.vocab, (length,), generator=generator)
 
 
-def masking_of(config: ModuleConfig) -> Masking:
+def masking_of(config: TrainConfig) -> Masking:
     """By the run's tokenizer; without one (made-up data) the last token stands for the mask.
 
     Raises InvalidInputError for a tokenizer that has no [MASK].

@@ -254,7 +254,13 @@ def test_impossible_plans_are_refused_in_words(changes: dict[str, Any], words: l
         (dict(engine={"name": "fsdp"}, recompute="selective"), "recomputes whole blocks"),
         (dict(precision="fp8"), "not in fp8"),
         (dict(precision="fp16"), "not in fp16"),
-        (dict(model={**GPT_TINY, "family": "bert"}), "not bert"),
+        (dict(model={**GPT_TINY, "family": "distilbert"}), "not distilbert"),
+        (dict(model={**GPT_TINY, "family": "bert", "classes": 3}), "whole models from tokens"),
+        (dict(model={**GPT_TINY, "family": "bert", "pretrained": "/x"}), "converts no BERT"),
+        (
+            dict(model={**GPT_TINY, "family": "bert"}, gpus=2, parallel={"cp": 2}),
+            "no context parallelism",
+        ),
         (
             dict(
                 model={**SMALL, "mla": dict(kv_rank=64)},

@@ -142,12 +142,12 @@ def test_token_prediction_adds_a_layer_a_projection_and_norms() -> None:
 
 def test_bert_base() -> None:
     # 12 layers of 12 h^2 + 13 h; words, positions, segments; final norm; masked-word head
-    # h^2 + h, norm and output bias; pooler h^2 + h; two outputs. The encoder of the paper has
-    # 109,482,240 of these (with one norm behind the embeddings for the final one, and the pooler).
+    # h^2 + h, norm and output bias. The encoder of the paper has 109,482,240 of these (with one
+    # norm behind the embeddings for the final one, and its pooler, as large as the head's h^2 + h).
     h = 768
     encoder = 12 * (12 * h * h + 13 * h) + (30522 + 512 + 2) * h + 2 * h + h * h + h
     assert encoder == 109_482_240
-    heads = h * h + h + 2 * h + 30522 + 2 * h + 2
+    heads = 2 * h + 30522
     assert total_parameters(spec(BERT)) == encoder + heads
 
 
