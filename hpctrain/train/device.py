@@ -18,9 +18,15 @@ def on_cpu() -> bool:
     return not torch.cuda.is_available()
 
 
-def backend() -> str:
-    """The backend of torch.distributed for tensors on this rank's device."""
-    return "gloo" if on_cpu() else "nccl"
+def backend(*, host_tensors: bool = False) -> str:
+    """The backend of torch.distributed for tensors on this rank's device.
+
+    `host_tensors`: for those on the host, too. NCCL knows none, and weights that FSDP keeps there
+    are handed out and measured by collectives on them.
+    """
+    if on_cpu():
+        return "gloo"
+    return "cpu:gloo,cuda:nccl" if host_tensors else "nccl"
 
 
 def choose_device(launch: Launch) -> torch.device:

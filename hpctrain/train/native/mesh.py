@@ -43,7 +43,10 @@ def open_mesh(config: NativeConfig, launch: Launch) -> Mesh:
     device = choose_device(launch)
     timeout = timedelta(seconds=config.distributed_timeout_seconds)
     dist.init_process_group(
-        backend(), rank=launch.rank, world_size=launch.world_size, timeout=timeout
+        backend(host_tensors=config.cpu_offload),
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=timeout,
     )
     seed_dropout(config.seed, launch.rank)
     return Mesh(
