@@ -286,7 +286,7 @@ def _variables(spec: RunSpec, profile: ClusterProfile) -> tuple[Variable, ...]:
     site = [
         Variable(fabric.name, fabric.value, _one_line(fabric.reason))
         for fabric in profile.environment
-        if fabric.name not in own
+        if fabric.name not in own and fabric.concerns(spec.engine.name)
     ]
     return (
         *site,

@@ -15,6 +15,8 @@ from hpctrain.spec.document import Document
 from hpctrain.spec.megatron_lm import MEGATRON_LM_ENTRY, ArgumentName, ArgumentValue, first_wrong
 from hpctrain.units import ByteSize, Duration
 
+EngineName = Literal["megatron", "megatron-lm", "fsdp", "deepspeed", "ddp"]
+
 
 class DdpSpec(Document):
     """How DistributedDataParallel sums gradients."""
@@ -34,7 +36,7 @@ class DdpSpec(Document):
 class EngineSpec(Document):
     """What trains the model."""
 
-    name: Literal["megatron", "megatron-lm", "fsdp", "deepspeed", "ddp"] = Field(
+    name: EngineName = Field(
         "megatron", description="megatron: megatron-core; megatron-lm: somebody's own checkout"
     )
     implementation: Literal["auto", "local", "transformer_engine"] = Field(

@@ -12,6 +12,7 @@ from typing import Literal, Self, get_args
 from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_validator
 
 from hpctrain.spec.document import Document
+from hpctrain.spec.engine import EngineName
 from hpctrain.spec.run import Name, Precision, RunSpec, VariableName
 from hpctrain.units import Bandwidth, ByteSize, Duration, FlopRate
 
@@ -205,6 +206,13 @@ class FabricVariable(Document):
     name: VariableName = Field(description="Name of the variable")
     value: str = Field(description="Text, so put numbers in quotes")
     reason: str = Field(min_length=3, description="Why the site sets it")
+    engines: tuple[EngineName, ...] = Field(
+        (), description="Only for runs of these engines; default: for all"
+    )
+
+    def concerns(self, engine: EngineName) -> bool:
+        """True where the site sets it for runs of this engine."""
+        return not self.engines or engine in self.engines
 
 
 class SlurmProfile(Document):

@@ -176,7 +176,7 @@ def _train(job: Job, ending: _Ending) -> Outcome:
     check(job)
     _refuse_stale(job)
     _refuse_damaged(job)
-    os.environ.update(quiet_defaults() | flight_recorder(job.run, job.launch))
+    os.environ.update(quiet_defaults(job.config.engine) | flight_recorder(job.run, job.launch))
     if isinstance(job.config, MegatronLmConfig):
         return _supervise(job, ending)
     from hpctrain.train.startup import assemble  # torch and megatron-core come in here

@@ -93,6 +93,15 @@ def test_a_variable_of_the_spec_replaces_the_sites() -> None:
     assert script.count("export OMP_NUM_THREADS=") == 1 and "export OMP_NUM_THREADS=4" in script
 
 
+def test_a_variable_of_one_engine_is_not_in_scripts_of_others() -> None:
+    """Megatron wants kernels in launch order, with which FSDP overlaps less."""
+    line = "export CUDA_DEVICE_MAX_CONNECTIONS=1"
+    sharded = spec_with(engine={"name": "fsdp"}, parallel={"tp": 1, "pp": 1}, resources={"gpus": 4})
+    profile = profile_with().model_copy(update={"environment": A100.environment})
+    assert line in render(profile=profile) and line not in render(sharded, profile)
+    assert "export NCCL_DEBUG=WARN" in render(sharded, profile)
+
+
 def test_order_of_the_parts() -> None:
     profile = profile_with(software={"modules": {"load": ["cuda/12.4"]}})
     script = render(profile=profile)

@@ -58,8 +58,14 @@ def test_what_the_supervisor_tells() -> None:
 
 
 def test_the_user_may_choose_the_number_of_threads() -> None:
-    assert quiet_defaults({})["OMP_NUM_THREADS"] == "1"
-    assert "OMP_NUM_THREADS" not in quiet_defaults({"OMP_NUM_THREADS": "8"})
+    assert quiet_defaults("ddp", {})["OMP_NUM_THREADS"] == "1"
+    assert "OMP_NUM_THREADS" not in quiet_defaults("ddp", {"OMP_NUM_THREADS": "8"})
+
+
+def test_kernels_start_in_launch_order_where_megatron_needs_it() -> None:
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    assert quiet_defaults("megatron", {})[name] == "1"
+    assert name not in quiet_defaults("fsdp", {})
 
 
 def test_signals_are_remembered_and_do_not_kill() -> None:
