@@ -109,20 +109,9 @@ def _known_gpu(profile: Loaded[ClusterProfile]) -> Gpu | None:
 
 def refuse_untrainable(spec: Loaded[RunSpec], plan: Plan | None = None) -> None:
     """Raise InvalidInputError for what can be planned but not trained by hpctrain."""
-    problems = []
     found = untrainable_fields(spec.document) if plan is None else untrainable_layout(plan)
-    for field, words in found:
-        file, _, line = spec.origin.get(field, spec.file).rpartition(":")
-        known = bool(file) and line.isdecimal()
-        hint = "`hpctrain plan` can plan it; to submit, change this field"
-        problems.append(
-            Problem(
-                words,
-                file=file if known else spec.file,
-                line=int(line) if known else None,
-                hint=hint,
-            )
-        )
+    hint = "`hpctrain plan` can plan it; to submit, change this field"
+    problems = [spec.problem(field, f"`{field}`: {words}", hint) for field, words in found]
     if problems:
         raise InvalidInputError(problems)
 

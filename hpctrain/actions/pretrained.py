@@ -6,7 +6,6 @@ belong here: loading weights (see `hpctrain.train.models`), which imports torch.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from pathlib import Path
 
@@ -29,21 +28,12 @@ def check_pretrained(spec: Loaded[RunSpec]) -> None:
         staged = open_staged(Path(os.path.abspath(model.pretrained)))
         require_kind(staged, kind)
     except InvalidInputError as error:
-        placed = [
-            dataclasses.replace(found_at(spec, one.message), hint=one.hint)
-            for one in error.problems
-        ]
+        placed = [found_at(spec, one.message, one.hint) for one in error.problems]
         raise InvalidInputError(placed) from None
     if wrong := disagreements(model, staged.config):
         raise InvalidInputError([found_at(spec, words) for words in wrong])
 
 
-def found_at(spec: Loaded[RunSpec], words: str) -> Problem:
-    """A problem with the directory, at the line that names it."""
-    file, _, line = spec.origin.get(FIELD, spec.file).rpartition(":")
-    known = bool(file) and line.isdecimal()
-    return Problem(
-        f"`{FIELD}`: {words}",
-        file=file if known else spec.file,
-        line=int(line) if known else None,
-    )
+def found_at(spec: Loaded[RunSpec], words: str, hint: str | None = None) -> Problem:
+    """A problem with the directory, at the place that names it."""
+    return spec.problem(FIELD, f"`{FIELD}`: {words}", hint)

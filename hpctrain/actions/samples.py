@@ -53,19 +53,7 @@ def _unfit(spec: Loaded[RunSpec]) -> list[Problem]:
     if data.validation is not None:
         named.append(("data.validation", data.validation))
     return [
-        _placed(spec, field, problem)
+        spec.problem(field, f"`{field}`: {problem}", problem.hint)
         for field, path in named
         for problem in problems_of(Path(os.path.abspath(path)), expected)
     ]
-
-
-def _placed(spec: Loaded[RunSpec], field: str, problem: Problem) -> Problem:
-    """The same at the line of the spec that names the file."""
-    file, _, line = spec.origin.get(field, spec.file).rpartition(":")
-    known = bool(file) and line.isdecimal()
-    return Problem(
-        f"`{field}`: {problem}",
-        file=file if known else spec.file,
-        line=int(line) if known else None,
-        hint=problem.hint,
-    )

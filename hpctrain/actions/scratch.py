@@ -33,13 +33,6 @@ def with_scratch(document: RunSpec, spec: Loaded[RunSpec], site: ClusterProfile)
 
 
 def _no_directory(field: str, spec: Loaded[RunSpec], site: ClusterProfile) -> Problem:
-    file, _, line = spec.origin.get(field, spec.file).rpartition(":")
-    known = bool(file) and line.isdecimal()
     message = f"`{field}`: profile {site.name} has no file system of kind `local` to offload to"
     hint = "name a directory on each node's NVMe: `engine.deepspeed.nvme_path`"
-    return Problem(
-        message,
-        file=file if known else spec.file,
-        line=int(line) if known else None,
-        hint=hint,
-    )
+    return spec.problem(field, message, hint)

@@ -68,6 +68,19 @@ class EngineSpec(Document):
         return self
 
     @model_validator(mode="after")
+    def _ddp_is_asked(self) -> Self:
+        if self.name != "ddp" and self.ddp != DdpSpec():
+            message = f"these are settings of DDP, and {self.name} would not read them"
+            raise Contradiction(
+                ("engine", "ddp"), message, "remove them, or set `engine.name: ddp`"
+            )
+        if self.ddp.powersgd_rank != DdpSpec().powersgd_rank and self.ddp.hook != "powersgd":
+            message = "this is for PowerSGD, which is not the hook"
+            path = ("engine", "ddp", "powersgd_rank")
+            raise Contradiction(path, message, "remove it, or set `engine.ddp.hook: powersgd`")
+        return self
+
+    @model_validator(mode="after")
     def _megatron_lm_is_asked(self) -> Self:
         if self.name == "megatron-lm":
             self._check_checkout()

@@ -11,7 +11,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -45,13 +45,24 @@ class Loaded(Generic[DocumentT]):
 
     `file` is the base name only, so that no path of a user gets into records. `origin` maps the
     dotted path of every value that somebody wrote to `FILE:LINE` or `--set`; defaults are absent.
-    `digest` is the SHA-256 (hex) of the canonical JSON of the whole document.
+    `digest` is the SHA-256 (hex) of the canonical JSON of the whole document. `places` are for
+    messages to whoever has just named the file.
     """
 
     document: DocumentT
     file: str
     origin: Mapping[str, str]
     digest: str
+    places: Mapping[str, Place] = field(default_factory=dict)
+
+    def problem(self, path: str, message: str, hint: str | None = None) -> Problem:
+        """What is wrong with the value at a dotted path, or with its absence: at the place of the
+        value, else of the nearest part around it that was written."""
+        while path and path not in self.places:
+            path = path[: max(path.rfind("."), path.rfind("["), 0)]
+        if path:
+            return self.places[path].problem(message, hint)
+        return Problem(message, file=self.file, hint=hint)
 
 
 def load_run_spec(path: Path | str, overrides: Sequence[str] = ()) -> Loaded[RunSpec]:
@@ -155,7 +166,9 @@ def _load(model: type[DocumentT], path: Path | str, overrides: Sequence[str]) ->
     if document is None or problems:
         raise InvalidInputError(sorted(problems, key=_position))
     base = Path(file).name
-    return Loaded(document, base, _origins(parsed, base), document_digest(document))
+    return Loaded(
+        document, base, _origins(parsed, base), document_digest(document), _places(parsed)
+    )
 
 
 def _validate(model: type[DocumentT], parsed: Parsed) -> tuple[DocumentT | None, list[Problem]]:
@@ -184,6 +197,10 @@ def _origins(parsed: Parsed, base: str) -> Mapping[str, str]:
             if path
         }
     )
+
+
+def _places(parsed: Parsed) -> Mapping[str, Place]:
+    return MappingProxyType({dotted(path): place for path, place in parsed.values.items() if path})
 
 
 def _read(path: Path | str, file: str) -> str:

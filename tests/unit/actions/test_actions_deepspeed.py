@@ -72,7 +72,7 @@ def test_a_site_without_nvme_is_said(tmp_path: Path) -> None:
         prepare(file, "a100x64", LAYOUT, runs=tmp_path)
     (problem,) = caught.value.problems
     line = text.splitlines().index("  offload: nvme") + 1
-    assert (problem.file, problem.line) == ("spec.yaml", line)
+    assert (problem.file, problem.line, problem.column) == (str(file), line, 12)
     assert "no file system of kind `local`" in problem.message
     assert problem.hint is not None and "nvme_path" in problem.hint
 

@@ -72,7 +72,7 @@ def test_an_absent_model_is_named_with_its_line_and_how_to_stage_it(place: Path)
         check_data(prepared)
     (problem,) = caught.value.problems
     path = place / "weights" / "gpt2"
-    assert str(problem) == f"spec.yaml:10: `model.pretrained`: {path} does not exist"
+    assert str(problem) == f"spec.yaml:10:15: `model.pretrained`: {path} does not exist"
     assert f"hf download OWNER/MODEL --local-dir {path}" in (problem.hint or "")
 
 

@@ -168,7 +168,7 @@ def test_submit_refuses_what_plan_only_warns_about(override: str, words: str) ->
     outcome = hpctrain("submit", "-p", "a100x64", GPT175B, *options, "--dry-run")
     assert outcome.exit_code == 3 and outcome.stdout == ""
     (line,) = [line for line in outcome.stderr.splitlines() if line.startswith("error: ")]
-    assert words in line and "gpt175b.yaml" in line
+    assert words in line and f"--set {override}: " in line
 
 
 def test_the_least_memory_can_be_asked_for() -> None:

@@ -222,3 +222,16 @@ def test_loading_takes_little_time() -> None:
         load_run_spec(EXAMPLES[0])
         taken.append(time.process_time() - start)
     assert min(taken) < 0.06
+
+
+def test_a_problem_is_placed_at_the_value_or_what_is_around_it(tmp_path: Path) -> None:
+    file = tmp_path / "spec.yaml"
+    file.write_text(VALID)
+    loaded = load_run_spec(file, ["precision=fp32"])
+    at = str(file)
+    assert str(loaded.problem("optimizer.lr", "wrong")).startswith(f"{at}:")
+    assert loaded.problem("optimizer.lr", "wrong").line == loaded.places["optimizer.lr"].line
+    absent = loaded.problem("optimizer.offload", "missing", "add it")
+    assert (absent.line, absent.hint) == (loaded.places["optimizer"].line, "add it")
+    assert str(loaded.problem("precision", "wrong")) == "--set precision=fp32: wrong"
+    assert str(loaded.problem("evaluation.batches", "wrong")) == "spec.yaml: wrong"
