@@ -189,6 +189,7 @@ def _supervise_config(
     return SuperviseConfig(
         run_id=run_id,
         target_step=plan.batch.train_steps,
+        launcher=spec.launcher,
         continuation=profile.continuation,
         continuation_jobs=profile.continuation_jobs,
         failures_without_progress=spec.supervise.failures_without_progress,

@@ -21,7 +21,7 @@ def least_nodes(spec: RunSpec, plan: Plan) -> int:
     return spec.resources.min_nodes or most_nodes(spec, plan)
 
 
-def node_options(spec: RunSpec, plan: Plan, cpus_per_task: int) -> dict[str, str | None]:
+def node_options(spec: RunSpec, plan: Plan, cpus_per_gpu: int) -> dict[str, str | None]:
     """`--nodes`, tasks and CPUs.
 
     With a range of nodes there is no `--ntasks-per-node`: with it Slurm 22.05.8 may allocate the
@@ -31,11 +31,12 @@ def node_options(spec: RunSpec, plan: Plan, cpus_per_task: int) -> dict[str, str
     least, most = least_nodes(spec, plan), most_nodes(spec, plan)
     per_node = plan.nodes.gpus_per_node
     if least < most:
-        return {"nodes": f"{least}-{most}", "cpus-per-task": str(cpus_per_task * per_node)}
+        return {"nodes": f"{least}-{most}", "cpus-per-task": str(cpus_per_gpu * per_node)}
+    tasks = 1 if spec.launcher == "torchrun" else per_node
     return {
         "nodes": str(most),
-        "ntasks-per-node": str(per_node),
-        "cpus-per-task": str(cpus_per_task),
+        "ntasks-per-node": str(tasks),
+        "cpus-per-task": str(cpus_per_gpu * per_node // tasks),
     }
 
 

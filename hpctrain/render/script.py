@@ -22,6 +22,7 @@ from hpctrain.render.continuation import (
 )
 from hpctrain.render.nodes import node_options, node_problems, survives_node_failure
 from hpctrain.render.quoting import directive_value, sh
+from hpctrain.render.starting import Starting, starting
 from hpctrain.render.topology import topology_options
 from hpctrain.spec.profile import ClusterProfile, PartitionProfile
 from hpctrain.spec.run import RunSpec
@@ -77,6 +78,7 @@ class Script:
     directives: tuple[str, ...]
     modules: tuple[tuple[str, ...], ...]
     variables: tuple[Variable, ...]
+    starting: Starting
     continuation: str
     failures_without_progress: int
     supervisor: tuple[str, ...]
@@ -107,12 +109,13 @@ def build_script(spec: RunSpec, profile: ClusterProfile, plan: Plan, facts: Scri
         directives=_directives(spec, profile, plan, partition, facts.run_id),
         modules=_modules(profile),
         variables=_variables(spec, profile),
+        starting=starting(spec, plan),
         continuation=_continuation(profile),
         failures_without_progress=spec.supervise.failures_without_progress,
         supervisor=(python, "-m", "hpctrain.supervise", "--run-directory", "."),
         srun=_srun(spec, profile, plan),
         container_mounts=_container_mounts(profile),
-        trainer=_trainer(profile, python),
+        trainer=_trainer(profile, python, starting(spec, plan)),
     )
 
 
@@ -212,7 +215,8 @@ def _directives(
     run_id: str,
 ) -> tuple[str, ...]:
     limit = walltime(spec, profile, partition)
-    nodes = node_options(spec, plan, _cpus_per_task(spec, profile))
+    nodes = node_options(spec, plan, _cpus_per_gpu(spec, profile))
+    one_gpu_each = "ntasks-per-node" in nodes and spec.launcher == "srun"
     options: dict[str, str | None] = {
         "job-name": run_id,
         "comment": f"{COMMENT_PREFIX}{run_id}",
@@ -222,7 +226,7 @@ def _directives(
         "reservation": spec.resources.reservation,
         **topology_options(profile, plan, spec.resources.spare_nodes),
         **nodes,
-        **_gpu_request(profile, plan, counts_tasks="ntasks-per-node" in nodes),
+        **_gpu_request(profile, plan, counts_tasks=one_gpu_each),
         "mem": _memory(spec, profile),
         "time": limit.slurm(),
         "signal": f"B:USR1@{warning_seconds(spec, profile, plan, limit)}",
@@ -240,7 +244,7 @@ def _directives(
     return tuple(lines)
 
 
-def _cpus_per_task(spec: RunSpec, profile: ClusterProfile) -> int:
+def _cpus_per_gpu(spec: RunSpec, profile: ClusterProfile) -> int:
     """The spec's number, else a GPU's share of its node: Slurm's default of 1 would bind all
     threads of a rank (NCCL's, the data loader's) to one core."""
     return spec.resources.cpus_per_gpu or max(1, profile.nodes.cpus // profile.gpu.per_node)
@@ -296,11 +300,12 @@ def _variables(spec: RunSpec, profile: ClusterProfile) -> tuple[Variable, ...]:
 
 
 def _srun(spec: RunSpec, profile: ClusterProfile, plan: Plan) -> tuple[str, ...]:
+    start = starting(spec, plan)
     words = [
         "srun",
         f"--nodes={plan.nodes.nodes}",
-        f"--ntasks={plan.layout.world_size}",
-        f"--ntasks-per-node={plan.nodes.gpus_per_node}",
+        f"--ntasks={start.tasks}",
+        f"--ntasks-per-node={start.tasks_per_node}",
         "--distribution=block",
         "--export=ALL",
         "--mpi=none",
@@ -310,7 +315,7 @@ def _srun(spec: RunSpec, profile: ClusterProfile, plan: Plan) -> tuple[str, ...]
         "--wait=120",
     ]
     # Not inherited from sbatch since 22.05 (srun(1)).
-    words.append(f"--cpus-per-task={_cpus_per_task(spec, profile)}")
+    words.append(f"--cpus-per-task={_cpus_per_gpu(spec, profile) * start.gpus_per_task}")
     container = profile.software.container
     if container is not None and container.launcher == "pyxis":
         words.append(f"--container-image={container.image}")
@@ -338,9 +343,9 @@ _TRAINER_VARIABLES = (
 )
 
 
-def _trainer(profile: ClusterProfile, python: str) -> tuple[str, ...]:
+def _trainer(profile: ClusterProfile, python: str, start: Starting) -> tuple[str, ...]:
     container = profile.software.container
-    command = ("-m", "hpctrain.train", "train.json")
+    command = ("-m", *start.module, "train.json")
     if container is None:
         return (python, *command)
     if container.launcher == "pyxis":

@@ -23,7 +23,10 @@ from hpctrain.sandbox.processes import (
 
 @dataclass(frozen=True)
 class JobProcess:
-    """One process of a job; `step_id` and `rank` are None in the batch step."""
+    """One process of a job; `step_id` and `rank` are None in the batch step.
+
+    An agent that starts ranks has the number of its task for a rank.
+    """
 
     identity: ProcessId
     command_line: tuple[str, ...]
@@ -71,7 +74,8 @@ def _job_processes(slurm_conf: str, node_names: frozenset[str]) -> Iterator[JobP
         if environment.get("SLURM_CONF") == slurm_conf and job_id and node in node_names:
             step_id = environment.get("SLURM_STEP_ID")
             # The batch step has a SLURM_PROCID too, but it is no rank.
-            rank = environment.get("SLURM_PROCID") if step_id is not None else None
+            task = environment.get("RANK", environment.get("SLURM_PROCID"))
+            rank = task if step_id is not None else None
             yield JobProcess(
                 process.identity,
                 read_command_line(process.pid),

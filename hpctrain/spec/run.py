@@ -30,6 +30,7 @@ from hpctrain.units import ByteSize, Duration, TokenCount
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
 Precision = Literal["fp32", "fp16", "bf16", "fp8"]
+Launcher = Literal["srun", "torchrun"]
 RecomputeModule = Literal["core_attn", "mlp", "moe", "layernorm", "moe_act", "mla_up_proj"]
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
@@ -226,6 +227,11 @@ class RunSpec(Document):
     checkpoint: CheckpointSpec
     evaluation: EvaluationSpec = EvaluationSpec()
     engine: EngineSpec = EngineSpec()
+    launcher: Launcher = Field(
+        "srun",
+        description="What starts the ranks: srun itself, or below it torchelastic agents, one on "
+        "each node, as torchrun starts them",
+    )
     resources: ResourcesSpec
     environment: EnvironmentSpec = EnvironmentSpec()
     logging: LoggingSpec = LoggingSpec()

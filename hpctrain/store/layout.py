@@ -9,13 +9,14 @@ done.json                              the run has reached its target; nothing i
 control/                               requests of people and of the supervisor to the trainer
 epochs/                                one file per launch; the highest number owns the run
 exits/e000001/rank-000003.json         how a rank of a launch ended, in its own words
+exits/e000001/node-000001.json         ranks that failed below an agent (launcher: torchrun)
 stacks/e000001/rank-000003.txt         where each rank of a launch was when it hung
 ranks.json saves.jsonl skips.json      times of each rank, each save and its cost, data left out
 signatures.json                        the lines of logs and kernels that name a cause, and XIDs
 train-n000003.json                     the trainer's file for a launch on fewer nodes than planned
 ds_config.json ds_config-n000003.json  what DeepSpeed is told, for people and its own tools
 flops-0000012.txt                      what DeepSpeed's profiler has counted in a step
-logs/                                  slurm-JOB.out, JOB.RESTART/stepS-rankT.log
+logs/                                  slurm-JOB.out, JOB.RESTART/stepS-rankT.log, -nodeT.log
 checkpoints/                           iter_0000012/ and iter_0000012.partial-e000003/
 """
 
@@ -158,6 +159,10 @@ class RunLayout:
         """Logs of the ranks of one attempt; the job script makes the directory."""
         return self.logs / f"{job_id}.{restart_count}"
 
+    def rank_log(self, job_id: int, restart_count: int, step_id: int, rank: int) -> Path:
+        """As srun's `--output` names it in the job script: `step%s-rank%4t.log`."""
+        return self.attempt_logs(job_id, restart_count) / f"step{step_id}-rank{rank:04d}.log"
+
     @property
     def checkpoints(self) -> Path:
         return self.directory / "checkpoints"
@@ -168,6 +173,9 @@ class RunLayout:
 
     def exit_record(self, epoch: int, rank: int) -> Path:
         return self.exits / f"e{epoch:06d}" / f"rank-{rank:06d}.json"
+
+    def agent_record(self, epoch: int, node_rank: int) -> Path:
+        return self.exits / f"e{epoch:06d}" / f"node-{node_rank:06d}.json"
 
     def create(self) -> None:
         """Make the directory and its fixed sub-directories, private to the user (mode 700)."""

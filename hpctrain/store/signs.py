@@ -96,6 +96,25 @@ class ExitRecord(Record):
     consumed_samples: int | None = None
 
 
+class RankEnd(Record):
+    """How a process of a rank ended; a negative code is the signal that killed it."""
+
+    rank: int
+    code: int
+
+
+class AgentRecord(Record):
+    """What an agent saw when the first of its ranks had failed: all that had failed by then.
+
+    Below srun itself Slurm tells this (`srun: error: n1: task 3: Killed`).
+    """
+
+    epoch: int
+    node: str
+    time: float
+    ended: tuple[RankEnd, ...]
+
+
 class SaveRecord(Record):
     """One published checkpoint: seconds that training stood still for it, and until it counted."""
 
@@ -265,3 +284,12 @@ def read_exit_records(run: RunLayout, epoch: int) -> list[ExitRecord]:
         return []
     records = (read_record(path, ExitRecord) for path in sorted(directory.glob("rank-*.json")))
     return [record for record in records if record is not None]
+
+
+def read_agent_records(run: RunLayout, epoch: int) -> list[AgentRecord]:
+    """The records of one launch's agents, the earliest first."""
+    directory = run.agent_record(epoch, 0).parent
+    if not directory.is_dir():
+        return []
+    records = (read_record(path, AgentRecord) for path in sorted(directory.glob("node-*.json")))
+    return sorted((one for one in records if one is not None), key=lambda one: one.time)

@@ -12,6 +12,9 @@ from dataclasses import dataclass, replace
 
 from hpctrain.supervise.documents import LaunchShape, SuperviseConfig
 
+# Of `hpctrain.train.agent`: the nodes of the launch.
+_AGENT_OPTION = "--nnodes="
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -95,12 +98,18 @@ def place_command(argv: Sequence[str], placement: Placement) -> list[str]:
     if shape is None or not shape.train_config:
         return _with_nodelist(words, placement.nodes)
     words[-1] = shape.train_config
-    words = [_sized(word, shape) for word in words]
+    agents = any(word.startswith(_AGENT_OPTION) for word in words)
+    words = [_sized(word, shape, shape.nodes if agents else shape.tasks) for word in words]
     return _with_nodelist(words, placement.nodes)
 
 
-def _sized(word: str, shape: LaunchShape) -> str:
-    for option, value in (("--nodes=", shape.nodes), ("--ntasks=", shape.tasks)):
+def _sized(word: str, shape: LaunchShape, tasks: int) -> str:
+    """`tasks` of srun: ranks, or one agent per node that starts them."""
+    for option, value in (
+        ("--nodes=", shape.nodes),
+        ("--ntasks=", tasks),
+        (_AGENT_OPTION, shape.nodes),
+    ):
         if word.startswith(option):
             return f"{option}{value}"
     return word

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
@@ -40,6 +40,7 @@ class SuperviseConfig(Document):
     schema_version: Literal[1] = 1
     run_id: str
     target_step: int
+    launcher: Literal["srun", "torchrun"] = "srun"
     continuation: Literal["requeue", "chain", "singleton", "array", "none"]
     continuation_jobs: int = 8
     failures_without_progress: int
@@ -91,11 +92,15 @@ class RankExit:
 
 @dataclass(frozen=True)
 class TaskFailure:
-    """One `srun: error: NODE: task N: ...` line; srun prints them in the order of death."""
+    """One `srun: error: NODE: task N: ...` line; srun prints them in the order of death.
+
+    `at` is when it was read, in seconds since the epoch, 0 if unknown.
+    """
 
     node: str
     tasks: str
     what: str
+    at: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True)

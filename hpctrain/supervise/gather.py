@@ -10,11 +10,18 @@ import time
 from hpctrain.checkpoints.discover import checkpoints
 from hpctrain.errors import SlurmError
 from hpctrain.store.ledger import EventKind
-from hpctrain.store.signs import ExitRecord, Progress, read_exit_records, read_record
+from hpctrain.store.signs import (
+    ExitRecord,
+    Progress,
+    read_agent_records,
+    read_exit_records,
+    read_record,
+)
+from hpctrain.supervise.agents import failures_below_agents
 from hpctrain.supervise.causes import Cause
 from hpctrain.supervise.context import AttemptContext
 from hpctrain.supervise.control import Request, requested
-from hpctrain.supervise.documents import Evidence, Finding, JobFacts, RankExit
+from hpctrain.supervise.documents import Evidence, Finding, JobFacts, RankExit, TaskFailure
 from hpctrain.supervise.process import Launch
 from hpctrain.supervise.watch import LaunchWatch
 
@@ -43,7 +50,7 @@ def gather(context: AttemptContext, launch: Launch, watch: LaunchWatch) -> Evide
         hold_requested_by=_who(wish, "hold"),
         signals=context.signals.names,
         srun_exit_code=launch.poll(),
-        task_failures=launch.failures,
+        task_failures=_task_failures(context, launch, watch.epoch),
         notices=launch.notices,
         rank_exits=tuple(_rank_exit(record) for record in sorted(records, key=_ended_at)),
         job=None if done or watch.superseded else job_facts(context, patient=not wrong),
@@ -57,6 +64,13 @@ def gather(context: AttemptContext, launch: Launch, watch: LaunchWatch) -> Evide
         last_step=progress.step if progress and progress.epoch == watch.epoch else None,
         checkpoint_step=next(good, None),
     )
+
+
+def _task_failures(context: AttemptContext, launch: Launch, epoch: int) -> tuple[TaskFailure, ...]:
+    """Of ranks, by their numbers. Where srun's tasks are agents, these know about the ranks."""
+    if context.config.launcher == "srun":
+        return launch.failures
+    return failures_below_agents(read_agent_records(context.run_layout, epoch), launch.failures)
 
 
 def needs_a_look(evidence: Evidence) -> bool:

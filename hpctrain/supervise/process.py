@@ -12,8 +12,10 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import zlib
 from collections.abc import Mapping
+from dataclasses import replace
 from types import FrameType
 
 from hpctrain.supervise.classify import is_notice, read_task_failure
@@ -83,7 +85,7 @@ class Launch:
             self.waits_for_step = step_waits(line, self.waits_for_step)
             failure = read_task_failure(line)
             if failure is not None and failure.what != _YIELD_EXIT:
-                self._failures.append(failure)
+                self._failures.append(replace(failure, at=time.time()))
             elif is_notice(line):
                 self._notices.append(line.strip())
 

@@ -216,7 +216,8 @@ def _by_signal(evidence: Evidence) -> Verdict | None:
     if first.what.startswith("Aborted") and _echoes(evidence):
         return None  # a watchdog aborts its own rank
     rank = int(first.tasks) if first.tasks.isdigit() else None
-    reason = f"rank {first.tasks} on {first.node} was ended by a signal: {first.what}"
+    who = f"rank {first.tasks}" if first.tasks[:1].isdigit() else f"the {first.tasks}"
+    reason = f"{who} on {first.node} was ended by a signal: {first.what}"
     nodes = () if "[" in first.node else (first.node,)
     step = evidence.last_step
     return Verdict(Cause.CRASH, reason, _task_lines(evidence), rank, nodes=nodes, step=step)

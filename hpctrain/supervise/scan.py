@@ -27,7 +27,8 @@ from hpctrain.supervise.line_times import line_time
 from hpctrain.supervise.signatures import Match, Matcher, Signatures, Where
 
 UNREAD = "logs_unread"
-_RANK_LOG = re.compile(r"step(?P<step>\d{1,9})-rank(?P<rank>\d{1,9})\.log")
+# Of a rank, or of the agent of a node, which says why no rank has started.
+_LOG = re.compile(r"step(?P<step>\d{1,9})-(?:rank(?P<rank>\d{1,9})|node\d{1,9})\.log")
 # CSI and OSC sequences (ECMA-48): colours, and titles of terminals.
 _ANSI = re.compile(r"\x1b(?:\[[0-9;?]{0,40}[ -/]{0,4}[@-~]|\][^\x07\x1b]{0,200}(?:\x07|\x1b\\))")
 _LONGEST_EVIDENCE = 400
@@ -71,7 +72,7 @@ def newest_step(directory: Path) -> int:
         names = os.listdir(directory)
     except FileNotFoundError:
         return -1
-    return max((int(m["step"]) for m in map(_RANK_LOG.fullmatch, names) if m), default=-1)
+    return max((int(m["step"]) for m in map(_LOG.fullmatch, names) if m), default=-1)
 
 
 class Scanner:
@@ -138,7 +139,7 @@ class _Reading:
         self._scanner, self._directory, self._after_step = scanner, directory, after_step
         self._ranks, self._limits = ranks, limits
         self._lock = threading.Lock()
-        self._waiting: deque[tuple[int, str]] = deque()
+        self._waiting: deque[tuple[int | None, str]] = deque()
         self._found: list[Finding] = []
         self._total = self._done = 0
         self._listed = False
@@ -178,15 +179,21 @@ class _Reading:
             names = []
         except OSError:
             return
-        matches = [m for m in map(_RANK_LOG.fullmatch, names) if m]
+        matches = [m for m in map(_LOG.fullmatch, names) if m]
         step = max((int(m["step"]) for m in matches), default=-1)
-        files = [(int(m["rank"]), m[0]) for m in matches if int(m["step"]) == step]
-        ended_at = self._ranks.ended_at
-        files.sort(key=lambda one: (ended_at.get(one[0], float("inf")), one[0]))
+        files = [
+            (int(m["rank"]) if m["rank"] else None, m[0]) for m in matches if int(m["step"]) == step
+        ]
+        files.sort(key=self._order)
         with self._lock:
             self._waiting.extend(files if step > self._after_step else ())
             self._total = len(self._waiting)
             self._listed = True
+
+    def _order(self, file: tuple[int | None, str]) -> tuple[float, str]:
+        rank, name = file
+        unknown = float("inf")
+        return (unknown if rank is None else self._ranks.ended_at.get(rank, unknown)), name
 
     def _read_all(self) -> None:
         while True:
@@ -202,7 +209,7 @@ class _Reading:
                 self._found.extend(findings)
                 self._done += 1
 
-    def _read(self, rank: int, path: Path) -> list[Finding]:
+    def _read(self, rank: int | None, path: Path) -> list[Finding]:
         with path.open("rb") as stream:
             status = os.fstat(stream.fileno())
             start = max(0, status.st_size - self._limits.tail(self._total))
@@ -211,8 +218,9 @@ class _Reading:
         text = raw.decode("utf-8", errors="replace")
         if start:  # the first line is a torn one
             text = text.partition("\n")[2]
-        node = self._ranks.nodes.get(rank)
-        at = self._ranks.ended_at.get(rank, status.st_mtime)
+        known = -1 if rank is None else rank
+        node = self._ranks.nodes.get(known)
+        at = self._ranks.ended_at.get(known, status.st_mtime)
         return list(self._scanner._text(text, "rank", rank, node, at))
 
 

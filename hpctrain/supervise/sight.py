@@ -94,7 +94,9 @@ class Onlooker:
     def _read_outcomes(self) -> None:
         directory = self._run.exit_record(self._epoch, 0).parent
         for name in _names(directory):
-            if name not in self._outcomes and name.startswith("rank-"):
+            if name.startswith("node-"):
+                self._outcomes[name] = "crash"  # an agent writes only about ranks that failed
+            elif name not in self._outcomes and name.startswith("rank-"):
                 record = read_record(directory / name, ExitRecord)
                 if record is not None:
                     self._outcomes[name] = record.outcome

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -19,13 +20,25 @@ ROOT = Path(__file__).resolve().parents[2]
 PYTHON = "/opt/hpctrain/bin/python3"
 PROFILES = profile_names()
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.yaml"))
+# The same with agents of torchelastic, on a fixed number of nodes and on a range of them.
+AGENTS = {
+    "fixed": ("a100x64", "gpt1300m", ("launcher=torchrun",)),
+    "range": (
+        "h100x16",
+        "llama7b",
+        ("launcher=torchrun", "resources.gpus=32", "resources.min_nodes=2"),
+    ),
+}
 PAIRS = [(profile, example) for profile in PROFILES for example in EXAMPLES]
 
 
-def script_or_refusal(profile: str, example: str, runs: Path) -> tuple[str, str]:
+def script_or_refusal(
+    profile: str, example: str, runs: Path, overrides: Sequence[str] = ()
+) -> tuple[str, str]:
     """(kind of file, text)"""
+    spec = ROOT / "examples" / f"{example}.yaml"
     try:
-        prepared = prepare(ROOT / "examples" / f"{example}.yaml", profile, runs=runs, python=PYTHON)
+        prepared = prepare(spec, profile, overrides, runs=runs, python=PYTHON)
     except (DoesNotFitError, LimitError) as error:
         return "refused.txt", f"{type(error).__name__}\n{error}\nhint: {error.hint}\n"
     return "sbatch", prepared.script
@@ -38,6 +51,14 @@ def test_script(golden: Golden, tmp_path: Path, profile: str, example: str) -> N
     assert script_or_refusal(profile, example, tmp_path) == (kind, text), "same input, same bytes"
 
 
+@pytest.mark.parametrize("nodes", AGENTS)
+def test_script_with_agents(golden: Golden, tmp_path: Path, nodes: str) -> None:
+    profile, example, overrides = AGENTS[nodes]
+    kind, text = script_or_refusal(profile, example, tmp_path, overrides)
+    golden(f"agents/{nodes}--{profile}--{example}.{kind}", text)
+    assert kind == "sbatch"
+
+
 def test_no_golden_script_without_its_pair() -> None:
     """A profile or an example that is gone leaves no file behind, and no pair has two files."""
     found = sorted(path.name.split(".")[0] for path in (ROOT / "tests/golden/scripts").iterdir())
@@ -47,7 +68,9 @@ def test_no_golden_script_without_its_pair() -> None:
 def golden_scripts() -> list[Path]:
     found = sorted((ROOT / "tests/golden/scripts").glob("*.sbatch"))
     assert len(found) >= len(PROFILES), "the test has nothing to look at"
-    return found
+    agents = sorted((ROOT / "tests/golden/agents").iterdir())
+    assert len(agents) == len(AGENTS)
+    return [*found, *agents]
 
 
 def test_shellcheck_has_nothing_to_say() -> None:

@@ -45,7 +45,7 @@ FAULTY_TRAINER = Path(__file__).resolve().parent / "faults" / "faulty_trainer.py
 PROFILE = """
 name: rehearsal
 nodes: {{count: 4, cpus: 8, memory: 15GiB}}
-gpu: {{type: a100, per_node: 1, memory: 16GiB, reserved: 0B, peak: {{}}}}
+gpu: {{type: a100, per_node: {per_node}, memory: 16GiB, reserved: 0B, peak: {{}}}}
 nvlink: {{domain: 1, bandwidth: 10GB/s}}
 network: {{fabric: ethernet, nics_per_node: 1, nic_bandwidth: 10Gb/s, interface: lo}}
 filesystems:
@@ -339,6 +339,7 @@ class Stage:
         *overrides: str,
         planned: Sequence[PlannedFault] = (),
         continuation: str = "requeue",
+        gpus_per_node: int = 1,
     ) -> Rehearsal:
         """Submit the rehearsal's spec; `planned` faults strike inside of the trainer."""
         name = next(word for word in overrides if word.startswith("name=")).removeprefix("name=")
@@ -347,7 +348,8 @@ class Stage:
         spec, profile = place / "rehearsal.yaml", place / "profile.yaml"
         spec.write_text(SPEC)
         python = self._interpreter(place, planned)
-        profile.write_text(PROFILE.format(python=python, continuation=continuation))
+        text = PROFILE.format(python=python, continuation=continuation, per_node=gpus_per_node)
+        profile.write_text(text)
         prepared = prepare(spec, str(profile), overrides, runs=self.runs)
         submitted = submit(prepared, self.runs, self.slurm)
         run = find_run(self.runs, submitted.run_id)

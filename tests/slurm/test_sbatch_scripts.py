@@ -63,7 +63,7 @@ def test_sbatch_reads_hostile_values_as_they_are(
     """Without accounting any account is taken, so it comes back exactly as Slurm has read it."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "spec.yaml").write_text(SPEC)
-    usual = PROFILE.format(python=sys.executable, continuation="requeue")
+    usual = PROFILE.format(python=sys.executable, continuation="requeue", per_node=1)
     site = usual.replace("gpu_request: gres", f"gpu_request: gres\n  account: {_yaml(account)}")
     (tmp_path / "profile.yaml").write_text(site)
     prepared = prepare(tmp_path / "spec.yaml", str(tmp_path / "profile.yaml"), runs=tmp_path)

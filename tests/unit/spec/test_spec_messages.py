@@ -19,8 +19,8 @@ WRONG_VALUES = [
         "2:1: `tp`: unknown key | did you mean `parallel.tp`?"]),
     ("name: tiny", "name: tiny\nzzz: 8", [
         "2:1: `zzz`: unknown key | known here: batch, budget, checkpoint, data, engine, "
-        "environment, evaluation, logging, lora, model, name, optimizer, parallel, precision, "
-        "recompute, recompute_modules, resources, schedule, seed, supervise, task"]),
+        "environment, evaluation, launcher, logging, lora, model, name, optimizer, parallel, "
+        "precision, recompute, recompute_modules, resources, schedule, seed, supervise, task"]),
     ("name: tiny", "name: tiny\nParallel: {}", [
         "2:1: `Parallel`: unknown key | did you mean `parallel`?"]),
     ("name: tiny", "name: a b", [

@@ -102,5 +102,9 @@ def test_what_srun_is_told() -> None:
     assert fewer[:4] == ["srun", "--nodelist=n0,n3", "--nodes=2", "--ntasks=16"]
     assert fewer[-1] == "train-n000002.json"
     assert place_command(SRUN, Placement(None, ())) == list(SRUN)
+    agents = ["--nnodes=4", "--nproc-per-node=8"]
+    fewer = place_command([*SRUN[:-1], *agents, SRUN[-1]], Placement(shape(2), ("n0", "n3")))
+    assert fewer[:4] == ["srun", "--nodelist=n0,n3", "--nodes=2", "--ntasks=2"]
+    assert fewer[-3:] == ["--nnodes=2", "--nproc-per-node=8", "train-n000002.json"]
     beside = place_command(SRUN, Placement(shape(4), ("n0", "n1", "n2", "n4"), overlap=True))
     assert beside[:3] == ["srun", "--nodelist=n0,n1,n2,n4", "--overlap"]

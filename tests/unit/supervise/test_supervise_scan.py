@@ -55,6 +55,16 @@ def test_only_the_logs_of_the_newest_step_are_read(tmp_path: Path) -> None:
     }
 
 
+def test_the_log_of_an_agent_belongs_to_no_rank(tmp_path: Path) -> None:
+    """It says why ranks did not start, and then it is the only one of its step."""
+    log(tmp_path, 0, 0, f"{STALE}\n")
+    words = "DistNetworkError: The server socket has failed to bind to [::]:2 (errno: 98 - Address"
+    (tmp_path / "step1-node0000.log").write_text(f"torch.distributed.{words} already in use).\n")
+    assert newest_step(tmp_path) == 1
+    (found,) = SCANNER.logs(tmp_path, 0)
+    assert (found.cause, found.rank, found.node) == (Cause.PORT, None, None)
+
+
 def test_a_launch_that_has_left_no_logs_has_none(tmp_path: Path) -> None:
     log(tmp_path, 2, 0, f"{STALE}\n")
     assert SCANNER.logs(tmp_path, 2) == ()

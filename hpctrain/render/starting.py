@@ -1,0 +1,79 @@
+"""What srun starts: one task per GPU, or one torchelastic agent per node. Pure.
+
+Belongs here: the numbers of tasks, the words of the trainer's command and what the script says
+about both. Does not belong here: how an agent works (`hpctrain.train.agent`), and how many nodes a
+launch gets (`hpctrain.supervise.allocation`, which puts that number in for the planned one).
+"""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass
+
+from hpctrain.plan.documents import Plan
+from hpctrain.render.nodes import least_nodes
+from hpctrain.spec.run import RunSpec
+
+_WIDTH = 98
+
+
+@dataclass(frozen=True)
+class Starting:
+    """Tasks of a launch at the planned size and the module that each of them runs.
+
+    `logs_of` is what a task is, in the names of the logs that srun writes.
+    """
+
+    tasks: int
+    tasks_per_node: int
+    gpus_per_task: int
+    module: tuple[str, ...]
+    logs_of: str
+    words: str
+
+
+def starting(spec: RunSpec, plan: Plan) -> Starting:
+    """As `launcher` of the spec says."""
+    return _agents(spec, plan) if spec.launcher == "torchrun" else _ranks(plan)
+
+
+def _ranks(plan: Plan) -> Starting:
+    return Starting(
+        tasks=plan.layout.world_size,
+        tasks_per_node=plan.nodes.gpus_per_node,
+        gpus_per_task=1,
+        module=("hpctrain.train",),
+        logs_of="rank",
+        words="One task per GPU, no torchrun. Logs of each attempt and rank are kept apart.",
+    )
+
+
+def _agents(spec: RunSpec, plan: Plan) -> Starting:
+    nodes, gpus = plan.nodes.nodes, plan.nodes.gpus_per_node
+    return Starting(
+        tasks=nodes,
+        tasks_per_node=1,
+        gpus_per_task=gpus,
+        module=("hpctrain.train.agent", f"--nnodes={nodes}", f"--nproc-per-node={gpus}"),
+        logs_of="node",
+        words=_words_on_agents(spec, plan),
+    )
+
+
+def _words_on_agents(spec: RunSpec, plan: Plan) -> str:
+    nodes, gpus = plan.nodes.nodes, plan.nodes.gpus_per_node
+    least = min(least_nodes(spec, plan), nodes)
+    processes = f"{gpus} processes, one per GPU," if gpus > 1 else "one process"
+    range_ = (
+        f" A launch has {least} to {nodes} nodes: the supervisor puts the number into the options "
+        "of srun and agent."
+        if least < nodes
+        else ""
+    )
+    text = (
+        "One task per node: a torchelastic agent, as torchrun starts it. It starts "
+        f"{processes} and hands signals on to them; it never starts them again, for each launch "
+        f"is the supervisor's.{range_} Logs of each attempt are kept apart: of agents in "
+        "step*-node*.log, of ranks in step*-rank*.log."
+    )
+    return "\n# ".join(textwrap.wrap(text, _WIDTH))

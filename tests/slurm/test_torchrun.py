@@ -1,0 +1,99 @@
+"""`launcher: torchrun` on the real Slurm: preempted, killed, and with a node gone."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from rehearsal import STEPS, Rehearsal, Stage
+
+from hpctrain.actions.logs import rank_logs
+from hpctrain.actions.runs import RunFiles
+from hpctrain.actions.state import RunState
+from hpctrain.sandbox import faults
+from hpctrain.sandbox.job_processes import JobProcess
+from hpctrain.store.layout import RunLayout
+from hpctrain.store.ledger import EventKind
+from hpctrain.store.signs import lineage, read_agent_records, read_metrics
+from hpctrain.train import prefork
+
+# fp32, and sums over one or two halves of a batch in another order, over 60 steps of Adam.
+BOUND = 2e-5
+
+
+def test_a_preempted_and_killed_run_is_the_same_run(stage: Stage, reference: RunFiles) -> None:
+    """Two ranks below one agent, compared with two tasks on two nodes."""
+    words = ("name=agents", "launcher=torchrun", "resources.partition=brief")
+    rehearsal = stage.start(*words, gpus_per_node=2)
+    rehearsal.wait_for_step(12)
+    rehearsal.urgent_job()
+    rehearsal.wait(lambda: rehearsal.epoch == 2, "in its second launch")
+    rehearsal.wait_for_progress()
+    kill_worker(rehearsal, rank=1)
+    rehearsal.assert_done_exactly(reference)
+    assert rehearsal.causes == ["preempted", "crash", "done"], rehearsal.logs()
+    starts = rehearsal.events(EventKind.LAUNCH_STARTED)
+    assert [start.epoch for start in starts] == [1, 2, 3]
+    assert (starts[1].resume_step or 0) >= 12, "the ranks heard TERM through their agent, and saved"
+    killed = rehearsal.events(EventKind.LAUNCH_ENDED)[1]
+    assert killed.rank == 1, "the number of the rank, not of the agent"
+    assert killed.reason is not None and "Killed" in killed.reason
+    assert starts[2].resume_step == killed.checkpoint_step >= 20
+    told = read_agent_records(rehearsal.run.layout, 2)
+    assert [(end.rank, end.code) for end in told[0].ended] == [(1, -9)]
+    logs = [(path.parent.name, path.name) for path in rank_logs(rehearsal.run, 1)]
+    first, second = (f"{rehearsal.job_id}.{restarts}" for restarts in (0, 1))
+    assert logs == [  # between the last two the nodes were asked, by a step of its own
+        (first, "step0-rank0001.log"),
+        (second, "step0-rank0001.log"),
+        (second, "step2-rank0001.log"),
+    ]
+
+
+def test_a_run_goes_on_with_fewer_agents(stage: Stage, tmp_path: Path) -> None:
+    """One rank per node; what it trains is what one rank alone trains, but for the rounding."""
+    layout = ("parallel.pp=1", "resources.min_nodes=1", "model.dropout=0")
+    rehearsal = stage.start("name=range", "launcher=torchrun", *layout)
+    rehearsal.wait_for_checkpoint(10)
+    batch_node, other = rehearsal.nodes()
+    faults.crash_node(stage.sandbox, other)
+    row = rehearsal.wait_till_over()
+    assert row.state is RunState.DONE, rehearsal.logs()
+    assert rehearsal.attempts == 1, "no queue for a run that may shrink"
+    starts = rehearsal.events(EventKind.LAUNCH_STARTED)
+    assert [start.launch_nodes for start in starts] == [2, 1], rehearsal.logs()
+    ended = rehearsal.events(EventKind.LAUNCH_ENDED)[0]
+    assert ended.cause == "node_failure", rehearsal.logs()
+    assert starts[1].nodes == batch_node
+    assert starts[1].resume_step == ended.checkpoint_step >= 10
+    assert losses(rehearsal.run.layout) == pytest.approx(
+        alone(rehearsal, tmp_path), rel=0, abs=BOUND
+    )
+
+
+def kill_worker(rehearsal: Rehearsal, rank: int) -> None:
+    """The process of the rank; its agent stays."""
+    workers = [p for p in rehearsal.rank_processes(rank) if is_worker(p)]
+    assert len(workers) == 1, rehearsal.processes()
+    rehearsal.kill(workers)
+
+
+def is_worker(process: JobProcess) -> bool:
+    return "hpctrain.train" in process.command_line
+
+
+def alone(rehearsal: Rehearsal, place: Path) -> dict[int, float]:
+    """The losses of one process that trains the same batches from the beginning."""
+    run = RunLayout(place / "alone")
+    run.create()
+    shutil.copy(rehearsal.run.layout.train_config_for(1), run.train_config)
+    ranks = prefork.start(run.train_config, 1, run.logs / "ranks")
+    assert ranks.wait(120) == [0], ranks.log()
+    return losses(run)
+
+
+def losses(run: RunLayout) -> dict[int, float]:
+    found = {row.step: float.fromhex(row.loss_hex) for row in lineage(read_metrics(run))}
+    assert sorted(found) == list(range(1, STEPS + 1))
+    return found

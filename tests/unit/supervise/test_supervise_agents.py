@@ -1,0 +1,77 @@
+"""What srun says of agents, and what these say of their ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from supervise_facts import NOTHING
+
+from hpctrain.store.signs import AgentRecord, RankEnd
+from hpctrain.supervise.agents import failures_below_agents
+from hpctrain.supervise.causes import Cause
+from hpctrain.supervise.classify import classify
+from hpctrain.supervise.documents import TaskFailure
+
+T = 1_000_000.0
+
+
+def told(node: str, at: float, *ends: tuple[int, int]) -> AgentRecord:
+    ended = tuple(RankEnd(rank=rank, code=code) for rank, code in ends)
+    return AgentRecord(epoch=1, node=node, time=at, ended=ended)
+
+
+def srun(node: str, task: int, what: str, at: float) -> TaskFailure:
+    return TaskFailure(node, str(task), what, at)
+
+
+CODE_1 = "Exited with exit code 1"
+CASES = {
+    "a rank was killed, its agent left with 137, the supervisor ended the other": (
+        [told("n1", T, (9, -9))],
+        [srun("n1", 1, "Exited with exit code 137", T + 1), srun("n0", 0, "Killed", T + 9)],
+        [("n1", "9", "Killed"), ("n0", "agent", "Killed")],
+    ),
+    "a rank crashed and another node followed": (
+        [told("n0", T, (3, 1)), told("n1", T + 0.5, (8, 1), (9, -6))],
+        [srun("n0", 0, CODE_1, T + 1), srun("n1", 1, CODE_1, T + 1.5)],
+        [("n0", "3", CODE_1), ("n1", "8", CODE_1), ("n1", "9", "Aborted")],
+    ),
+    "an agent was killed, and srun says so after the ranks of another node": (
+        [told("n0", T, (0, 1))],
+        [srun("n1", 1, "Killed", T + 1)],
+        [("n1", "agent", "Killed"), ("n0", "0", CODE_1)],
+    ),
+    "an agent could not start its ranks": (
+        [],
+        [srun("n1", 1, CODE_1, T)],
+        [("n1", "agent", CODE_1)],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_failures_have_the_numbers_of_ranks(case: str) -> None:
+    records, said, expected = CASES[case]
+    found = failures_below_agents(records, said)
+    assert [(one.node, one.tasks, one.what) for one in found] == expected
+
+
+def test_the_verdict_names_the_rank_or_the_agent() -> None:
+    for case, reason, rank in (
+        (
+            "a rank was killed, its agent left with 137, the supervisor ended the other",
+            "rank 9 on n1 was ended by a signal: Killed",
+            9,
+        ),
+        (
+            "an agent was killed, and srun says so after the ranks of another node",
+            "the agent on n1 was ended by a signal: Killed",
+            None,
+        ),
+    ):
+        records, said, _ = CASES[case]
+        failures = failures_below_agents(records, said)
+        verdict = classify(replace(NOTHING, task_failures=failures))
+        assert (verdict.cause, verdict.reason, verdict.rank) == (Cause.CRASH, reason, rank)
+        assert verdict.nodes == ("n1",)

@@ -1,0 +1,109 @@
+"""What an agent does with signals: they reach the ranks that listen, and never end anybody."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from hpctrain.train.passing import PASSED_ON, Passing, catches
+from hpctrain.train.rank_log import VARIABLE, take_own_log
+from hpctrain.train.stop import STOP_SIGNALS
+
+# Deaf until the file `listen` exists; from then on every signal leaves its name in a file.
+RANK = """
+import os, pathlib, signal, time
+def heard(number, frame):
+    pathlib.Path("heard-" + signal.Signals(number).name).touch()
+pathlib.Path("started").touch()
+while not os.path.exists("listen"):
+    time.sleep(0.01)
+for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
+    signal.signal(number, heard)
+while not os.path.exists("leave"):
+    time.sleep(0.01)
+"""
+
+
+@pytest.fixture
+def rank(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", RANK], cwd=tmp_path)
+    until((tmp_path / "started").exists)
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture
+def passing() -> Iterator[Passing]:
+    before = {number: signal.getsignal(number) for number in PASSED_ON}
+    found = Passing()
+    found.install()
+    yield found
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def until(reached: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGQUIT"])
+def test_a_signal_waits_for_the_rank_to_listen(
+    name: str, passing: Passing, rank: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    os.kill(os.getpid(), signal.Signals[name])  # this process is the agent, and lives on
+    passing.hand_on([])
+    for _ in range(3):
+        passing.hand_on([rank.pid])
+    assert rank.poll() is None, "a rank that is still starting would have died"
+    (tmp_path / "listen").touch()
+    until(lambda: catches(rank.pid, signal.SIGQUIT))
+    passing.hand_on([rank.pid])
+    until((tmp_path / f"heard-{name}").exists)
+    (tmp_path / f"heard-{name}").unlink()
+    passing.hand_on([rank.pid])
+    (tmp_path / "leave").touch()
+    assert rank.wait(60) == 0
+    assert list(tmp_path.glob("heard-*")) == [], "once for each signal"
+    os.kill(os.getpid(), signal.Signals[name])
+    passing.hand_on([rank.pid])  # nobody is left
+
+
+def test_what_stops_a_rank_and_what_asks_for_stacks_is_passed_on() -> None:
+    assert set(PASSED_ON) == {*STOP_SIGNALS, signal.SIGQUIT}
+
+
+def test_a_rank_below_an_agent_writes_its_own_log(tmp_path: Path) -> None:
+    program = (
+        "import os, subprocess\n"
+        "from hpctrain.train.rank_log import take_own_log\n"
+        "take_own_log()\n"
+        "print('one', flush=True)\n"
+        "os.write(2, b'two\\n')\n"
+        "subprocess.run(['echo', 'three'])\n"
+    )
+    log = tmp_path / "step0-rank0003.log"
+    log.write_text("zero\n")
+    for name, said in ((log, ""), (tmp_path / "absent" / "log", "one\nthree\n")):
+        environment = {**os.environ, VARIABLE: str(name)}
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=environment, capture_output=True, text=True
+        )
+        assert (done.returncode, done.stdout) == (0, said)
+    assert log.read_text() == "zero\none\ntwo\nthree\n"
+
+
+def test_a_rank_of_srun_has_its_log_from_slurm() -> None:
+    before = os.fstat(1)
+    take_own_log({})
+    assert os.path.samestat(before, os.fstat(1))
