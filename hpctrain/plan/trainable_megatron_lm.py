@@ -35,10 +35,6 @@ def _of_saving(spec: RunSpec) -> Iterator[tuple[str, str]]:
     if checkpoint.every is not None:
         words = "Megatron-LM saves by steps, not by time: give `checkpoint.every_steps` instead"
         yield "checkpoint.every", words
-    if spec.logging.every_steps > 1:
-        # its printed lines are the only signs of progress, and silence counts as a hang
-        words = "the lines of Megatron-LM are its signs of life: say `logging.every_steps: 1`"
-        yield "logging.every_steps", words
     if rollback.spike is not None:
         words = "Megatron-LM does not leave at a loss spike: nothing would read `spike`"
         yield "supervise.rollback.spike", words

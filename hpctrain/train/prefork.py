@@ -95,20 +95,23 @@ def fork(
     shared = {
         "WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(free_port()),
         **(environment or {}),
     }
     pids = []
     for rank in range(world_size):
         pid = os.fork()
         if pid == 0:
-            _become(rank, logs, {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, work)
+            become(rank, logs, {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, work)
         pids.append(pid)
     return Ranks(logs, pids)
 
 
-def _become(rank: int, logs: Path, environment: dict[str, str], work: Callable[[], None]) -> None:
-    """In the child: never returns, whatever happens, or there would be two of the caller."""
+def become(rank: int, logs: Path, environment: dict[str, str], work: Callable[[], None]) -> None:
+    """In the child: never returns, whatever happens, or there would be two of the caller.
+
+    It gets these variables, and its output goes to the file of its rank.
+    """
     code = 1
     try:
         log = os.open(logs / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -130,7 +133,8 @@ def _become(rank: int, logs: Path, environment: dict[str, str], work: Callable[[
             os._exit(code)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A TCP port of this machine that nobody has at the moment."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

@@ -33,9 +33,11 @@ def prepared() -> Any:
     import torch
     from megatron.training import arguments
 
+    from hpctrain.train.megatron_lm.running import DETERMINISTIC_VARIABLES
+
     assert str(megatron.training.__file__).startswith(sys.argv[1])
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
-    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    os.environ.update(DETERMINISTIC_VARIABLES, CUDA_DEVICE_MAX_CONNECTIONS="1")
     return arguments
 
 

@@ -75,6 +75,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any], Places]] = {
         dict(parallel={}, model=dict(mla=LATENT, layers=4, mtp_layers=1)),
         FRESH,
     ),
+    "exact": ("gpt-tiny", "sandbox", dict(engine=dict(deterministic=True)), FRESH),
     "tiny": ("gpt-tiny", "sandbox", dict(engine=dict(implementation="local")), FRESH),
     "fp32": ("gpt-tiny", "sandbox", dict(data=dict(sources=()), optimizer=dict(distributed=False)),
              FRESH),

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from trial_runs import GPT, LIMIT_SECONDS, Trial, make_trial
+from megatron_lm_trials import LmTrial, make_lm_trial
+from trial_runs import LIMIT_SECONDS
 
-from hpctrain.checkpoints.discover import checkpoints, select_for_resume
-from hpctrain.checkpoints.manifest import checkpoint_name
+from hpctrain.checkpoints.discover import select_for_resume
 from hpctrain.checkpoints.publish import TRACKER_NAME, fence_off
 from hpctrain.store.epochs import claim_epoch
 from hpctrain.store.signs import (
@@ -23,51 +22,12 @@ from hpctrain.store.signs import (
     read_saves,
 )
 from hpctrain.train import prefork
-from hpctrain.train.stop import StopSignals
-
-HERE = Path(__file__).parent
-LM = dict(
-    GPT,
-    engine="megatron-lm",
-    checkout=str(HERE),
-    entry="pretrain_stand_in.py",
-    data_parallel_size=2,
-    save_interval_steps=2,
-    eval_interval_steps=3,
-)
-
-
-class LmTrial(Trial):
-    """A run whose ranks are forked without an engine of our own."""
-
-    def start(
-        self, *, resume: int | None = None, epoch: int = 0, wish: str = "", **_: Any
-    ) -> prefork.Ranks:
-        from hpctrain.train.entry import leave, main
-
-        def work() -> None:
-            stop = StopSignals()
-            stop.install()
-            leave(main([str(self.run.train_config)], stop))
-
-        environment = {
-            "HPCTRAIN_EPOCH": str(epoch),
-            "HPCTRAIN_RESUME": "" if resume is None else checkpoint_name(resume),
-            "STAND_IN": wish,
-        }
-        logs = self.run.logs / f"launch-{time.monotonic_ns()}"
-        return prefork.fork(work, self.world_size, logs, environment=environment)
-
-    @property
-    def good(self) -> list[int]:
-        return [one.step for one in checkpoints(self.run.checkpoints, "sha256") if one.good]
 
 
 @pytest.fixture
 def lm(tmp_path: Path) -> Callable[..., LmTrial]:
     def make(**changes: Any) -> LmTrial:
-        made = make_trial(tmp_path / "run", LM, **changes)
-        return LmTrial(made.run, made.config)
+        return make_lm_trial(tmp_path / "run", **changes)
 
     return make
 
@@ -105,6 +65,16 @@ def test_what_is_told_of_steps(lm: Callable[..., LmTrial]) -> None:
     progress = read_record(made.run.progress, Progress)
     assert progress is not None
     assert (progress.phase, progress.step, progress.target_step) == ("leaving", 6, 6)
+
+
+def test_the_log_gets_as_many_steps_as_the_spec_says(lm: Callable[..., LmTrial]) -> None:
+    made = lm(log_interval_steps=4, data_parallel_size=1)
+    ranks = made.start()
+    assert ranks.wait(LIMIT_SECONDS) == [0]
+    told = [line for line in ranks.log().splitlines() if "elapsed time per iteration" in line]
+    assert [line.split("iteration")[1].split("/")[0].strip() for line in told] == ["4"]
+    assert "saving checkpoint at iteration       2" in ranks.log()
+    assert [row.step for row in made.rows] == [1, 2, 3, 4, 5, 6]
 
 
 def ask_by_signal(number: int) -> Callable[[LmTrial, prefork.Ranks], None]:

@@ -16,6 +16,7 @@ from trial_runs import GPT, LLAMA, MODULE_GPT, MODULE_LLAMA, Trial, largest_diff
 from hpctrain.checkpoints.staged import open_staged
 from hpctrain.engines.conversion import shape_described
 from hpctrain.engines.documents import parse_train_config
+from hpctrain.errors import InvalidInputError
 from hpctrain.train.convert import megatron
 from hpctrain.train.convert.__main__ import convert
 from hpctrain.train.convert.directory import write_model
@@ -148,3 +149,22 @@ def assert_close_directories(one: Path, other: Path) -> None:
         rows = min(len(left[name]), len(right[name]))  # positions that were never read
         difference = (left[name][:rows] - right[name][:rows]).abs().max()
         assert difference <= 1e-3, name
+
+
+def test_what_is_no_model_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "checkpoints" / "iter_0000004").mkdir(parents=True)
+    (run / "train.json").write_text("{}")
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "file").touch()
+    wrong = {
+        run: "run: is a run",
+        run / "checkpoints" / "iter_0000004": "iter_0000004: ",
+        tmp_path / "none": "none does not exist",
+    }
+    for source, words in wrong.items():
+        with pytest.raises(InvalidInputError, match=words):
+            convert(source, tmp_path / "target")
+    with pytest.raises(InvalidInputError, match="there: exists already"):
+        convert(tmp_path / "none", tmp_path / "there")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "there"]

@@ -16,6 +16,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 
+from hpctrain.checkpoints.manifest import checkpoint_name
+from hpctrain.checkpoints.publish import published_steps
 from hpctrain.checkpoints.staged import open_staged
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.store.conversions import ConversionFailure, ConversionReport
@@ -24,6 +26,7 @@ from hpctrain.store.layout import RunLayout
 
 def convert(source: Path, target: Path) -> ConversionReport:
     """Raises InvalidInputError for what cannot be converted; then there is no TARGET."""
+    _refuse_run(RunLayout(source))
     run = RunLayout(source.parent.parent)
     with _becoming(target) as partial:
         if source.parent == run.checkpoints and run.train_config.exists():
@@ -35,6 +38,15 @@ def convert(source: Path, target: Path) -> ConversionReport:
 
             report = convert_staged(open_staged(source), partial)
     return report.model_copy(update={"target": str(target)})
+
+
+def _refuse_run(run: RunLayout) -> None:
+    """A run has many models: somebody must say which."""
+    if run.train_config.exists():
+        steps = published_steps(run.checkpoints)
+        newest = run.checkpoints / checkpoint_name(steps[-1]) if steps else "it has none yet"
+        hint = f"give one of its checkpoints: {newest}"
+        raise InvalidInputError([Problem("is a run", str(run.directory), hint=hint)])
 
 
 @contextlib.contextmanager

@@ -8,10 +8,11 @@ means. Does not belong here: records and exit codes (see `hpctrain.train.entry`)
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import runpy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -27,6 +28,13 @@ from hpctrain.train.megatron_lm.refused import refusals_named
 from hpctrain.train.megatron_lm.relay import Relay
 from hpctrain.train.megatron_lm.saves import Saves
 from hpctrain.train.megatron_lm.telling import Teller, write_progress
+
+# What arguments.py of core_v0.16 asserts with --deterministic-mode.
+DETERMINISTIC_VARIABLES = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "NCCL_ALGO": "Ring",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+}
 
 
 class StepKeeper(Protocol):
@@ -88,6 +96,9 @@ def _enter(config: MegatronLmConfig, launch: Launch) -> None:
     os.environ["RANK"] = str(launch.rank)
     os.environ["WORLD_SIZE"] = str(launch.world_size)
     os.environ["LOCAL_RANK"] = str(_visible_rank(launch))
+    if config.deterministic_mode:
+        for name, value in DETERMINISTIC_VARIABLES.items():
+            os.environ.setdefault(name, value)
     sys.path.insert(0, config.checkout)
 
 
@@ -139,11 +150,15 @@ def _execute(
     teller = Teller(job, job.config, resume_step) if speaks else None
     if teller is not None:
         keeper.step = lambda: teller.step
-    ears = [teller.hear] if teller is not None else []
-    ears += [saves.hear] if launch.leads else []
+
+    def hear(line: str) -> bool:
+        if launch.leads:
+            saves.hear(line)
+        return teller is None or teller.hear(line)
+
     sys.argv = [str(program), *words]
     gc.enable()  # `hpctrain.train.__main__` has switched it off for the start
-    with hearing(lambda line: _pass_on(line, ears)), Relay(job), refusals_named():
+    with hearing(hear), Relay(job), refusals_named():
         try:
             runpy.run_path(str(program), run_name="__main__")
         except SystemExit as error:
@@ -152,11 +167,14 @@ def _execute(
         finally:
             if teller is not None:
                 teller.close()
+            _end_children()
 
 
-def _pass_on(line: str, ears: Sequence[Callable[[str], None]]) -> None:
-    for hear in ears:
-        hear(line)
+def _end_children() -> None:
+    """The saver's queue and the data loader's workers are processes that would outlive a rank which
+    leaves without Python's own clearing up (`hpctrain.train.entry.leave`)."""
+    for child in multiprocessing.active_children():
+        child.kill()
 
 
 def _outcome(job: Job, saves: Saves, resume_step: int) -> tuple[Outcome, int]:

@@ -51,6 +51,8 @@ _LEAST_LOOK_SECONDS = 0.5
 # A rank that has digested nothing for so long will not do so any more.
 _PATIENCE_SECONDS = 120.0
 _PATIENCE_WITH_THE_DEAD_SECONDS = 5.0
+# How long the end of a launch waits for old checkpoints to be deleted; the next launch goes on.
+_RETIRE_SECONDS = 10.0
 # How long the end of a launch waits for its last checkpoint.
 _DEADLINE_SECONDS = 1800.0
 
@@ -74,6 +76,7 @@ class Saves:
         self._stalls = _Stalls()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="saves", daemon=True)
+        self._retiring: threading.Thread | None = None
 
     @property
     def newest_step(self) -> int | None:
@@ -108,6 +111,8 @@ class Saves:
             time.sleep(0.1)
         if self._job.launch.leads:
             shutil.rmtree(self.directory, ignore_errors=True)
+            if self._retiring is not None:
+                self._retiring.join(_RETIRE_SECONDS)
 
     def _given_up(self) -> bool:
         """Rank 0 leaves a record when it ends, and cannot publish any more then."""
@@ -187,8 +192,18 @@ class Saves:
         manifest = self._manifest(step, directory)
         publish(self._root, manifest, fence_of(self._job))
         append_save(self._job.run, self._stalls.record(manifest))
-        config = self._job.config
-        pinned = self._job.launch.pinned_steps
+        retiring = threading.Thread(
+            target=self._retire, args=(self._retiring,), name="retire", daemon=True
+        )
+        self._retiring = retiring
+        retiring.start()
+
+    def _retire(self, earlier: threading.Thread | None) -> None:
+        """Delete old checkpoints, after the deletion that an earlier one has begun: seconds on a
+        shared file system, in which the next save must be seen."""
+        if earlier is not None:
+            earlier.join()
+        config, pinned = self._job.config, self._job.launch.pinned_steps
         retire(self._root, config.keep_checkpoints, config.keep_every_steps, pinned)
 
     def _is_quiet(self, source: Path) -> bool:

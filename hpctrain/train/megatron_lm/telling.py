@@ -49,18 +49,22 @@ class Teller:
         self._phase: Phase = "starting"
         self._written_at = -math.inf
 
-    def hear(self, text: str) -> None:
-        """One line of the program's output."""
+    def hear(self, text: str) -> bool:
+        """One line of the program's output; False for one that the log need not have.
+
+        Steps are the only sign of life, so all are printed, and the log gets as many as it should.
+        """
         line = read_step(text)
         if line is not None:
             self._finished(self._means.of(line))
-            return
+            return line.step % self._config.log_interval_steps == 0
         evaluation = read_evaluation(text)
         if evaluation is not None and self._waiting is not None:
             step, loss = evaluation
             waiting, self._waiting = self._waiting, None
             self._record(waiting, loss if step == waiting.step else None)
             self._progress(self._after_evaluation(waiting.step), waiting)
+        return True
 
     def close(self) -> None:
         """The program has ended: nothing is waited for any more."""

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch.utils._triton import has_triton_package
+from torch.utils.data import DataLoader
 
 # Compute capability: what arguments.py asks a GPU for; from 10 on it asks less of the environment.
 _HOPPER = 9
@@ -29,6 +30,7 @@ def install() -> None:
     _newer_typing()
     _kernels()
     _no_second_program()
+    _loaders_draw_for_themselves()
     from hpctrain.train.megatron import cpu, fixes
 
     cpu.install()
@@ -70,6 +72,18 @@ def _no_second_program() -> None:
         return {key: value for key, value in data.items() if not key.startswith("init_main")}
 
     spawn.get_preparation_data = without_program
+
+
+def _loaders_draw_for_themselves() -> None:
+    """A loader draws a seed from the CPU's generator each time it is read from the start, so once
+    more in a resumed run; here dropout draws from the same generator, and on a GPU it does not."""
+    original = DataLoader.__init__
+
+    def init(self: Any, *given: Any, **keywords: Any) -> None:
+        keywords.setdefault("generator", torch.Generator().manual_seed(0))
+        original(self, *given, **keywords)
+
+    DataLoader.__init__ = init
 
 
 class _Anything:

@@ -194,6 +194,11 @@ def test_what_is_rendered_cannot_be_given() -> None:
     assert free - routing == defaults
 
 
+def test_every_step_is_printed() -> None:
+    """Megatron-LM's words are its only sign of life; the log gets as many as the spec says."""
+    assert given(told(logging=dict(every_steps=100)))["log-interval"] == "1"
+
+
 def test_a_trial_without_gpus() -> None:
     words = given(told("gpt-tiny", "sandbox"), on_cpu=True)
     assert (words["distributed-backend"], words["transformer-impl"]) == ("gloo", "local")

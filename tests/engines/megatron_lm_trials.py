@@ -1,0 +1,128 @@
+"""Runs of an external Megatron-LM, or of what stands in for it: making them, starting ranks."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from trial_runs import GPT, Trial, make_trial
+
+from hpctrain.checkpoints.discover import checkpoints
+from hpctrain.checkpoints.manifest import checkpoint_name
+from hpctrain.train import prefork
+from hpctrain.train.stop import StopSignals
+
+HERE = Path(__file__).parent
+LM = dict(
+    GPT,
+    engine="megatron-lm",
+    checkout=str(HERE),
+    entry="pretrain_stand_in.py",
+    data_parallel_size=2,
+    save_interval_steps=2,
+    eval_interval_steps=3,
+)
+# Unpacked by `make install`; it has `megatron.training`, and no program.
+PACKAGE = Path(sys.prefix, "megatron-lm")
+REAL = dict(
+    checkout=str(PACKAGE),
+    entry=os.path.relpath(HERE / "pretrain_package.py", PACKAGE),
+    eval_interval_steps=None,
+    dropout=0.1,
+)
+
+# A fresh interpreter that has imported what is slow, and nothing of megatron, forks the ranks.
+CLEAN = multiprocessing.get_context("forkserver")
+CLEAN.set_forkserver_preload(
+    ["torch._dynamo", "torch.distributed.tensor", "transformers.models.auto.tokenization_auto"]
+)
+
+
+class LmTrial(Trial):
+    """A run whose ranks are forked without an engine of our own."""
+
+    def start(
+        self, *, resume: int | None = None, epoch: int = 0, wish: str = "", **_: Any
+    ) -> prefork.Ranks:
+        environment = {**self._environment(resume, epoch), "STAND_IN": wish}
+        logs = self.run.logs / f"launch-{time.monotonic_ns()}"
+        return prefork.fork(
+            lambda: work(self.run.train_config), self.world_size, logs, environment=environment
+        )
+
+    def _environment(self, resume: int | None, epoch: int) -> dict[str, str]:
+        return {
+            "HPCTRAIN_EPOCH": str(epoch),
+            "HPCTRAIN_RESUME": "" if resume is None else checkpoint_name(resume),
+        }
+
+    @property
+    def good(self) -> list[int]:
+        return [one.step for one in checkpoints(self.run.checkpoints, "sha256") if one.good]
+
+
+class RealTrial(LmTrial):
+    """A run of a real Megatron-LM, whose ranks do not get the megatron-core of the tests."""
+
+    def start(self, *, resume: int | None = None, epoch: int = 0, **_: Any) -> prefork.Ranks:
+        logs = self.run.logs / f"launch-{time.monotonic_ns()}"
+        shared = {
+            **self._environment(resume, epoch),
+            "WORLD_SIZE": str(self.world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(prefork.free_port()),
+        }
+        logs.mkdir(parents=True)
+        given = [(self.run.train_config, rank, logs, shared) for rank in range(self.world_size)]
+        processes = [CLEAN.Process(target=rank_of_real, args=each) for each in given]
+        for process in processes:
+            process.start()
+        return CleanRanks(logs, [process.pid or 0 for process in processes], processes=processes)
+
+
+@dataclass
+class CleanRanks(prefork.Ranks):
+    """Ranks that somebody else has forked."""
+
+    processes: list[Any] = field(default_factory=list)
+
+    def _collect(self) -> None:
+        self.codes = {
+            rank: process.exitcode
+            for rank, process in enumerate(self.processes)
+            if process.exitcode is not None
+        }
+
+
+def rank_of_real(config: Path, rank: int, logs: Path, shared: dict[str, str]) -> None:
+    """In a process of its own, where multiprocessing is as srun would find it."""
+    multiprocessing.set_start_method("fork", force=True)
+    own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    prefork.become(rank, logs, shared | own, partial(work, config))
+
+
+def work(config: Path) -> None:
+    from hpctrain.train.entry import leave, main
+
+    stop = StopSignals()
+    stop.install()
+    leave(main([str(config)], stop))
+
+
+def make_real_trial(directory: Path, steps: int, save_every: int, **changes: Any) -> RealTrial:
+    """A run directory for the package of `make install`."""
+    length = dict(train_steps=steps, lr_decay_steps=steps, save_interval_steps=save_every)
+    made = make_trial(directory, {**LM, **REAL, **length}, **changes)
+    return RealTrial(made.run, made.config)
+
+
+def make_lm_trial(directory: Path, **changes: Any) -> LmTrial:
+    """A run directory for the stand-in, unless `checkout` and `entry` say otherwise."""
+    made = make_trial(directory, LM, **changes)
+    return LmTrial(made.run, made.config)

@@ -1,0 +1,103 @@
+"""A real Megatron-LM (PyPI's package of `megatron.training`) trains on CPUs under hpctrain.
+
+Its parser, loop, log lines, signal handler and checkpoints; only the loss and the mock data come
+from `pretrain_package`, because the package has no pretrain_gpt.py.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from megatron_lm_trials import PACKAGE, RealTrial, make_real_trial
+from trial_runs import LIMIT_SECONDS
+
+from hpctrain.checkpoints.manifest import checkpoint_name
+from hpctrain.store.epochs import claim_epoch
+from hpctrain.store.signs import DoneMarker, TrainerExit, read_record, read_saves
+
+pytestmark = pytest.mark.skipif(not PACKAGE.is_dir(), reason="`make install` unpacks it")
+STEPS = 24
+EVERY = 20
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> RealTrial:
+    """The run that nothing happens to: two data-parallel ranks, with dropout."""
+    made = make_real_trial(tmp_path_factory.mktemp("real") / "whole", STEPS, EVERY)
+    assert made.train() == [TrainerExit.DONE] * 2
+    return made
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> RealTrial:
+    """The same run, asked to leave by a USR2 on one rank after its third step."""
+    made = make_real_trial(tmp_path_factory.mktemp("real") / "stopped", STEPS, EVERY)
+    ranks = made.start(epoch=claim_epoch(made.run.epochs, "first"))
+    made.wait_for_step(3, ranks)
+    ranks.signal(signal.SIGUSR2, 1)
+    assert ranks.wait(LIMIT_SECONDS) == [TrainerExit.YIELDED] * 2, ranks.log()
+    return made
+
+
+def test_a_whole_run(whole: RealTrial) -> None:
+    assert whole.good == [STEPS, EVERY]
+    assert [row.step for row in whole.rows] == list(range(1, STEPS + 1))
+    assert whole.rows[0].loss == pytest.approx(5.57, abs=0.05), "ln 256 = 5.545"
+    assert whole.rows[-1].loss < whole.rows[0].loss - 0.3
+    assert all(row.grad_norm and row.learning_rate > 0 for row in whole.rows)
+    assert [row.consumed_samples for row in whole.rows[:3]] == [8, 16, 24]
+    saves = read_saves(whole.run)
+    assert [save.step for save in saves] == [EVERY, STEPS]
+    assert all(save.stall_seconds > 0 for save in saves)
+    done = read_record(whole.run.done, DoneMarker)
+    assert done is not None and done.checkpoint == checkpoint_name(STEPS)
+
+
+def test_nothing_outlives_a_launch(whole: RealTrial, stopped: RealTrial) -> None:
+    """megatron-core's saver has a process of its own, which knows nothing of how its rank ended."""
+    end = time.monotonic() + 30  # multiprocessing's own tracker takes a moment to see it
+    while left := [path for made in (whole, stopped) for path in writers(made)]:
+        assert time.monotonic() < end, [
+            Path(path.parents[1], "cmdline").read_text() for path in left
+        ]
+        time.sleep(0.1)
+
+
+def writers(made: RealTrial) -> list[Path]:
+    """Processes whose standard output is a log of this run."""
+    outputs = Path("/proc").glob("[0-9]*/fd/1")
+    return [path for path in outputs if str(made.run.directory) in os.path.realpath(path)]
+
+
+def test_resumed_as_if_nothing_had_happened(whole: RealTrial, stopped: RealTrial) -> None:
+    """Weights, Adam's state, samples, dropout and learning rate: digit by digit as printed."""
+    (step,) = stopped.good
+    assert stopped.rows[-1].step == step < EVERY, "it saved and left at once"
+    assert [(record.rank, record.outcome) for record in stopped.exits(1)] == [(0, "yielded")]
+    epoch = claim_epoch(stopped.run.epochs, "second")
+    assert stopped.train(resume=step, epoch=epoch) == [TrainerExit.DONE] * 2
+    assert [row.epoch for row in stopped.rows] == [1] * step + [epoch] * (STEPS - step)
+    # the second loss of a launch is computed from two rows (`OwnMeans`), not printed
+    computed = {2, step + 2}
+    for row, same in zip(stopped.rows, whole.rows, strict=True):
+        assert row.loss == pytest.approx(same.loss, rel=0, abs=3e-6 * (row.step in computed))
+        assert row.grad_norm == same.grad_norm
+        assert (row.learning_rate, row.consumed_samples) == (
+            same.learning_rate,
+            same.consumed_samples,
+        )
+
+
+def test_a_checkpoint_of_another_model_is_not_loaded(whole: RealTrial, tmp_path: Path) -> None:
+    """What Megatron-LM refuses to load ends the launch; nothing is trained from step 0."""
+    changes = dict(num_layers=2, pipeline_layer_split=((2,),), data_parallel_size=1)
+    made = make_real_trial(tmp_path / "other", STEPS, EVERY, **changes)
+    shutil.copytree(*(one.run.checkpoints / checkpoint_name(EVERY) for one in (whole, made)))
+    (code,) = made.train(resume=EVERY)
+    assert code in (TrainerExit.CRASH, TrainerExit.CONFIG_ERROR)
+    assert made.rows == [] and made.good == [EVERY]
