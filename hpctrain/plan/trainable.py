@@ -116,7 +116,7 @@ def _of_megatrons_bert(spec: RunSpec) -> Found:
 def _of_modules(spec: RunSpec) -> Found:
     """FSDP and DDP train Hugging Face's classes, which cannot have every shape."""
     engine = spec.engine.name
-    found = unrepresentable(spec)
+    found = [*unrepresentable(spec), *_unread(spec)]
     if spec.recompute == "selective":
         words = f"{engine} recomputes whole blocks or nothing: say `full` or `none`"
         found.append(("recompute", words))
@@ -127,6 +127,21 @@ def _of_modules(spec: RunSpec) -> Found:
     if spec.resources.min_nodes is not None and "nvme" in homes:
         words = "what DeepSpeed keeps on NVMe belongs to one number of ranks"
         found.append(("resources.min_nodes", words))
+    return found
+
+
+def _unread(spec: RunSpec) -> Found:
+    """Choices that only Megatron has: who makes one elsewhere must hear that it does nothing."""
+    found: Found = []
+    engine, optimizer = spec.engine.name, spec.optimizer
+    if spec.engine.implementation != "auto":
+        found.append(("engine.implementation", f"{engine} has one implementation: say `auto`"))
+    if not optimizer.overlap_grad_reduce and engine != "deepspeed":
+        words = f"{engine} always hides the gradient reduction: say `true`"
+        found.append(("optimizer.overlap_grad_reduce", words))
+    if not optimizer.overlap_param_gather:
+        words = f"{engine} decides itself when it gathers weights: say `true`"
+        found.append(("optimizer.overlap_param_gather", words))
     return found
 
 

@@ -252,6 +252,17 @@ def test_impossible_plans_are_refused_in_words(changes: dict[str, Any], words: l
     ("changes", "words"),
     [
         (dict(engine={"name": "fsdp"}, recompute="selective"), "recomputes whole blocks"),
+        (dict(engine={"name": "ddp", "implementation": "local"}), "has one implementation"),
+        (
+            dict(engine={"name": "fsdp"}, optimizer={"lr": 1e-3, "overlap_grad_reduce": False}),
+            "always hides the gradient reduction",
+        ),
+        (
+            dict(
+                engine={"name": "deepspeed"}, optimizer={"lr": 1e-3, "overlap_param_gather": False}
+            ),
+            "decides itself when",
+        ),
         (dict(precision="fp8"), "not in fp8"),
         (dict(precision="fp16"), "not in fp16"),
         (dict(model={**GPT_TINY, "family": "distilbert"}), "not distilbert"),
