@@ -104,6 +104,8 @@ class Mesh:
     low: Array = 0  # 1: matrix products of linear layers in 8 or 4 bits
     element_bytes: Array = 2
     gradient_bytes: Array = 4
+    summed_bytes: Array = 0  # per gradient that is sent to be summed; 0: as `gradient_bytes`
+    summed_inside: Array = 0  # the same inside a node, where that is more
     gather_bytes: Array = 2  # per parameter that the distributed optimizer sends out
 
     @property

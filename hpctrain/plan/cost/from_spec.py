@@ -171,7 +171,27 @@ def mesh_of(spec: RunSpec, columns: Columns) -> Mesh:
         low=int(spec.precision == "fp8"),
         element_bytes=ELEMENT_BYTES[spec.precision],
         gradient_bytes=GRADIENT_BYTES,
+        summed_bytes=summed_bytes(spec),
+        summed_inside=GRADIENT_BYTES if hook_of(spec) == "hierarchical" else 0,
     )
+
+
+def hook_of(spec: RunSpec) -> str:
+    """How DistributedDataParallel sums gradients; `none` for every other engine."""
+    return spec.engine.ddp.hook if spec.engine.name == "ddp" else "none"
+
+
+def summed_bytes(spec: RunSpec) -> float:
+    """Bytes of each gradient that goes through the slowest link.
+
+    PowerSGD sends two matrices of its rank in place of a square one (Vogels et al. 2019, arXiv
+    1905.13727, algorithm 1).
+    """
+    hook = hook_of(spec)
+    if hook == "powersgd":
+        thin = 2 * spec.engine.ddp.powersgd_rank / spec.model.hidden
+        return GRADIENT_BYTES * min(1.0, thin)
+    return GRADIENT_BYTES if hook == "none" else GRADIENT_BYTES / 2
 
 
 def machine_for(

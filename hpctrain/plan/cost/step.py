@@ -127,7 +127,11 @@ def _data_seconds(case: Case, parameters: Array, size: Array, stride: Array) -> 
     """(reduction of gradients, gathering of parameters); an all-reduce is both at once."""
     mesh = case.mesh
     size = np.where(parameters > 0, size, 1)  # a model without experts sends none
-    gradients = links.gather_seconds(case, mesh.gradient_bytes * parameters, size, stride)
+    each = np.where(np.asarray(mesh.summed_bytes) > 0, mesh.summed_bytes, mesh.gradient_bytes)
+    gradients = links.gather_seconds(case, each * parameters, size, stride)
+    node = links.members_inside(case, size, stride)
+    inside = links.gather_seconds(case, mesh.summed_inside * parameters, node, stride)
+    gradients = np.maximum(gradients, inside)
     gathered = links.gather_seconds(case, mesh.gather_bytes * parameters, size, stride)
     return gradients, np.where(np.asarray(mesh.zero) >= 1, gathered, gradients)
 

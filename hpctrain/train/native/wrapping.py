@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hpctrain.engines.native import NativeConfig
 from hpctrain.train.models.blocks import blocks_of
 from hpctrain.train.models.build import build_module
+from hpctrain.train.native.batch_norm import synchronized
 from hpctrain.train.native.hooks import register_hook
 from hpctrain.train.native.mesh import Mesh
 
@@ -41,9 +42,8 @@ def wrapped_module(config: NativeConfig, mesh: Mesh, *, initialize: bool) -> Any
 def _replicated(config: NativeConfig, mesh: Mesh, *, initialize: bool) -> Any:
     module = build_module(config, device=mesh.device, initialize=initialize)
     _recompute(config, module)
-    if config.ddp.sync_batchnorm and mesh.device.type == "cuda":
-        # torch/nn/modules/batchnorm.py: SyncBatchNorm takes tensors on a GPU only
-        module = torch.nn.SyncBatchNorm.convert_sync_batchnorm(module)
+    if config.ddp.sync_batchnorm and mesh.size > 1:
+        module = synchronized(module, mesh.device)
     wrapped = DistributedDataParallel(
         module,
         device_ids=[mesh.device] if mesh.device.type == "cuda" else None,

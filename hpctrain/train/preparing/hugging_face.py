@@ -7,13 +7,13 @@ Belongs here: loading it, and what ends and pads a text. Does not belong here: o
 from __future__ import annotations
 
 import hashlib
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.store.datasets import END_OF_DOCUMENT
+from hpctrain.train.models.library import alone, class_named
 from hpctrain.train.preparing.tokens import missing
 
 TOKENIZER_NAME = "tokenizer.json"
@@ -91,18 +91,16 @@ def load_hugging_face(path: Path) -> HuggingFaceTokenizer:
 
 
 def _load(path: Path) -> Any:
-    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
     try:
-        from transformers import AutoTokenizer, PreTrainedTokenizerFast
-        from transformers.utils import logging
+        automatic, fast = class_named("AutoTokenizer"), class_named("PreTrainedTokenizerFast")
     except ImportError as error:
         raise missing(error, "data") from error
-    logging.set_verbosity_error()
     try:
         if path.is_dir():
-            inner = AutoTokenizer.from_pretrained(str(path), local_files_only=True, use_fast=True)
+            with alone():  # a model's config.json beside it makes the library import its module
+                inner = automatic.from_pretrained(str(path), local_files_only=True, use_fast=True)
         else:
-            inner = PreTrainedTokenizerFast(tokenizer_file=str(path))
+            inner = fast(tokenizer_file=str(path))
     except Exception as error:  # the library raises bare Exception, and much else
         words = f"is no tokenizer that transformers can load: {error}"
         raise InvalidInputError([Problem(words, file=str(path))]) from error
