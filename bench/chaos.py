@@ -21,7 +21,7 @@ from bench.rehearsals import Rehearsal, Stage, own_stage
 
 from chaos import PATIENT, Storm, choose, nothing_left_behind, rage, steps_needed  # isort: skip
 
-from hpctrain.actions.compare import compare_runs
+from hpctrain.actions.bitwise import compare_runs
 from hpctrain.actions.goodput import goodput
 from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.state import RunState

@@ -14,15 +14,29 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.version import __version__
 
 if TYPE_CHECKING:
+    from hpctrain.actions.compare import compare, open_comparison, scale
     from hpctrain.actions.handle import Run, make_plan, open_run
     from hpctrain.actions.handle import submit_run as submit
     from hpctrain.actions.state import RunState
 
-__all__ = ["Run", "RunState", "__version__", "make_plan", "open_run", "submit"]
+__all__ = [
+    "Run",
+    "RunState",
+    "__version__",
+    "compare",
+    "make_plan",
+    "open_comparison",
+    "open_run",
+    "scale",
+    "submit",
+]
 
 _PLACES = {
     "Run": ("hpctrain.actions.handle", "Run"),
     "RunState": ("hpctrain.actions.state", "RunState"),
+    "compare": ("hpctrain.actions.compare", "compare"),
+    "scale": ("hpctrain.actions.compare", "scale"),
+    "open_comparison": ("hpctrain.actions.compare", "open_comparison"),
     "open_run": ("hpctrain.actions.handle", "open_run"),
     "make_plan": ("hpctrain.actions.handle", "make_plan"),
     "submit": ("hpctrain.actions.handle", "submit_run"),

@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from hpctrain.actions.compare import Comparison, compare_runs
+from hpctrain.actions.bitwise import BitwiseComparison, compare_runs
 from hpctrain.actions.data import DatasetRequest, prepare_dataset
 from hpctrain.actions.prepare import prepare
 from hpctrain.actions.runs import RunFiles, find_run
@@ -128,7 +128,7 @@ def is_recorded(run: RunFiles) -> bool:
     return kinds.count(EventKind.LAUNCH_ENDED) >= kinds.count(EventKind.LAUNCH_STARTED)
 
 
-def summarise(run: RunFiles, result: Comparison, rows: list[RunStatus]) -> int:
+def summarise(run: RunFiles, result: BitwiseComparison, rows: list[RunStatus]) -> int:
     """Print the attempts and the verdict."""
     table(
         ["ATTEMPT", "STEPS", "LOSS", "ENDED", "WHY"],

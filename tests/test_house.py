@@ -22,7 +22,7 @@ MODULES = sorted(p for p in PACKAGE.rglob("*.py") if "__pycache__" not in p.part
 TREES = {path: ast.parse(path.read_text(), str(path)) for path in MODULES}
 LONGEST_FILE, LONGEST_FUNCTION, NINE_OF_TEN_FUNCTIONS = 400, 60, 35
 
-PURE = ("plan", "engines", "render", "spec")
+PURE = ("plan", "engines", "render", "spec", "comparison")
 PURE_FILES = (
     *("supervise/documents.py", "supervise/classify.py", "supervise/policy.py"),
     *("supervise/signatures.py", "supervise/slurm_words.py", "supervise/fingerprint.py"),

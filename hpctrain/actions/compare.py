@@ -1,81 +1,147 @@
-"""Comparing two runs step by step, bit by bit: did an interruption change anything?"""
+"""`compare` and `scale`: several short runs of one spec, or what the planner says of them.
+
+    found = hpctrain.compare("gpt.yaml", "a100x1", engines="fsdp,deepspeed:zero2")
+    print(found.recommendation.sentences)
+
+Belongs here: the two verbs as functions. Does not belong here: how trials are planned
+(`trial_plans`), run (`trials`) and read (`trial_results`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from hpctrain.actions.runs import RunFiles
-from hpctrain.store.ledger import Event, EventKind
-from hpctrain.store.signs import StepMetrics, lineage, read_metrics
+from hpctrain.actions.runs import runs_directory
+from hpctrain.actions.trial_plans import Request, Subject, predicted_record, subject_of
+from hpctrain.actions.trial_results import predicted_comparison
+from hpctrain.actions.trials import POLL_SECONDS, Pursuit, Tell, look, start
+from hpctrain.comparison.documents import Comparison
+from hpctrain.comparison.trial_spec import FEWEST_STEPS, sizes
+from hpctrain.comparison.variants import parse_variants
+from hpctrain.errors import UsageError
+from hpctrain.slurm.client import SlurmClient
+from hpctrain.store.comparisons import ComparisonLayout
+from hpctrain.units import Duration
 
-
-@dataclass(frozen=True)
-class LaunchSummary:
-    """The steps that one launch has trained."""
-
-    number: int
-    first_step: int
-    last_step: int
-    first_loss: float
-    last_loss: float
-    cause: str
-    reason: str
+DEFAULT_STEPS = 20
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """`steps_lost` were trained more than once; `identical` covers every step that counts.
+class Manner:
+    """How trials are run and waited for; see `Pursuit`."""
 
-    Of a step that was trained more than once the last time counts (`store.signs.lineage`): what
-    went before may be what a roll back has taken out of the run.
+    at_a_time: int | None = None
+    wait: bool = True
+    keep_checkpoints: bool = False
+    poll_seconds: float = POLL_SECONDS
+    tell: Tell = lambda line: None
+
+
+def engines_request(
+    subject: Subject,
+    engines: str,
+    variants: Sequence[str],
+    steps: int = DEFAULT_STEPS,
+    walltime: Duration | None = None,
+) -> Request:
+    """What `--engines` and `--variant` ask for. Raises UsageError."""
+    parsed = parse_variants(engines, variants, subject.run.engine.name)
+    return Request("engines", parsed, _steps(steps), walltime=walltime)
+
+
+def sizes_request(
+    subject: Subject,
+    gpus: Sequence[int],
+    steps: int = DEFAULT_STEPS,
+    walltime: Duration | None = None,
+    *,
+    weak: bool = False,
+) -> Request:
+    """What `--gpus` and `--weak` ask for. Raises UsageError."""
+    return Request("sizes", sizes(subject.run, gpus, weak=weak), _steps(steps), weak, walltime)
+
+
+def _steps(steps: int) -> int:
+    if steps < FEWEST_STEPS:
+        raise UsageError(f"{steps} steps say nothing about a pace", hint="20 is the default")
+    return steps
+
+
+def predict(subject: Subject, request: Request) -> Comparison:
+    """The planner's word on every variant; no job, no file."""
+    return predicted_comparison(predicted_record(subject, request))
+
+
+def pursue(layout: ComparisonLayout, slurm: SlurmClient, manner: Manner) -> Comparison:
+    """Submit what is left to submit, and wait."""
+    return Pursuit(
+        layout,
+        slurm,
+        manner.tell,
+        at_a_time=manner.at_a_time,
+        wait=manner.wait,
+        keep_checkpoints=manner.keep_checkpoints,
+        poll_seconds=manner.poll_seconds,
+    ).run()
+
+
+def compare(
+    spec: str | Path,
+    profile: str,
+    *,
+    engines: str = "",
+    variants: Sequence[str] = (),
+    overrides: Sequence[str] = (),
+    steps: int = DEFAULT_STEPS,
+    predicted: bool = False,
+    runs: Path | None = None,
+    slurm: SlurmClient | None = None,
+    at_a_time: int | None = None,
+) -> Comparison:
+    """Run every variant for `steps` steps as a job and wait; `predicted`: ask the planner only.
+
+    Raises what `hpctrain compare` reports; a variant that fails is in the result.
     """
-
-    steps_compared: int
-    steps_lost: int
-    identical: bool
-    first_difference: str | None
-    launches: tuple[LaunchSummary, ...]
+    subject = subject_of(Path(spec), profile, overrides)
+    request = engines_request(subject, engines, variants, steps)
+    return _done(subject, request, predicted, runs, slurm, at_a_time)
 
 
-def compare_runs(reference: RunFiles, run: RunFiles) -> Comparison:
-    """Compare the losses of `run` with those of `reference`, both read from their metrics."""
-    expected = {row.step: row.loss_hex for row in lineage(read_metrics(reference.layout))}
-    rows = read_metrics(run.layout)
-    kept = lineage(rows)
-    steps = {row.step for row in kept}
-    difference = _first_difference(expected, kept)
-    return Comparison(
-        steps_compared=len(steps & expected.keys()),
-        steps_lost=len(rows) - len(kept),
-        identical=bool(expected) and steps == expected.keys() and difference is None,
-        first_difference=difference,
-        launches=tuple(_launches(rows, run.ledger.events())),
-    )
+def scale(
+    spec: str | Path,
+    profile: str,
+    *,
+    gpus: Sequence[int],
+    weak: bool = False,
+    overrides: Sequence[str] = (),
+    steps: int = DEFAULT_STEPS,
+    predicted: bool = False,
+    runs: Path | None = None,
+    slurm: SlurmClient | None = None,
+    at_a_time: int | None = None,
+) -> Comparison:
+    """The same spec on several numbers of GPUs: speed-up, efficiency, losses, where time goes."""
+    subject = subject_of(Path(spec), profile, overrides)
+    request = sizes_request(subject, gpus, steps, weak=weak)
+    return _done(subject, request, predicted, runs, slurm, at_a_time)
 
 
-def _first_difference(expected: dict[int, str], rows: Sequence[StepMetrics]) -> str | None:
-    for row in rows:
-        if row.loss_hex != expected.get(row.step):
-            return f"step {row.step}: {row.loss_hex} instead of {expected.get(row.step)}"
-    return None
+def _done(
+    subject: Subject,
+    request: Request,
+    predicted: bool,
+    runs: Path | None,
+    slurm: SlurmClient | None,
+    at_a_time: int | None,
+) -> Comparison:
+    if predicted:
+        return predict(subject, request)
+    layout = start(subject, request, runs_directory(runs))
+    return pursue(layout, slurm or SlurmClient(), Manner(at_a_time))
 
 
-def _launches(rows: Sequence[StepMetrics], events: Sequence[Event]) -> list[LaunchSummary]:
-    ends = {event.epoch: event for event in events if event.event is EventKind.LAUNCH_ENDED}
-    summaries = []
-    for number, epoch in enumerate(sorted({row.epoch for row in rows}), 1):
-        mine = [row for row in rows if row.epoch == epoch]
-        end = ends.get(epoch)
-        summaries.append(
-            LaunchSummary(
-                number=number,
-                first_step=mine[0].step,
-                last_step=mine[-1].step,
-                first_loss=float.fromhex(mine[0].loss_hex),
-                last_loss=float.fromhex(mine[-1].loss_hex),
-                cause=str(end.cause) if end else "lost",
-                reason=str(end.reason) if end else "no word of its supervisor",
-            )
-        )
-    return summaries
+def open_comparison(directory: str | Path, slurm: SlurmClient | None = None) -> Comparison:
+    """What is known now about the comparison in that directory; nothing is submitted."""
+    return look(ComparisonLayout(Path(directory).absolute()), slurm or SlurmClient())

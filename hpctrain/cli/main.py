@@ -24,6 +24,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "status": ("runs", "Show what runs are doing"),
     "describe": ("runs", "Tell the history of a run: attempts, causes, actions"),
     "goodput": ("goodput", "Show where the time of a run went, and what causes have cost"),
+    "compare": ("compare", "Run variants of a spec for a few steps each: which one to take"),
+    "scale": ("compare", "Run a spec on several numbers of GPUs: speed-up, where time goes"),
     "simulate": ("simulate", "Play a run with failures: choose interval, spares and budgets"),
     "logs": ("runs", "Show or follow the logs of a run"),
     "why": ("why", "Say why a run does what it does, and what happens next"),

@@ -46,7 +46,7 @@ def _value(parsed: Parsed, text: str, place: Place) -> Any:
         problem = read.problems[0]
         parsed.problems.append(place.problem(problem.message, problem.hint))
         return parsed
-    if isinstance(read.data, dict):
+    if isinstance(read.data, dict) and read.data:  # an empty one takes a section back to defaults
         hint = "set each key on its own, and quote text that contains `: `"
         parsed.problems.append(place.problem("expected one value, got a mapping", hint))
         return parsed

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hpctrain.actions.compare import Comparison, compare_runs
+from hpctrain.actions.bitwise import BitwiseComparison, compare_runs
 from hpctrain.actions.prepare import prepare
 from hpctrain.actions.runs import RunFiles, find_run
 from hpctrain.actions.state import RunState
@@ -273,7 +273,7 @@ class Rehearsal:
 
     # -- judging ---------------------------------------------------------------------------
 
-    def assert_done_exactly(self, reference: RunFiles, steps: int = STEPS) -> Comparison:
+    def assert_done_exactly(self, reference: RunFiles, steps: int = STEPS) -> BitwiseComparison:
         """Over, done, and every loss and all weights equal the uninterrupted run's, bit by bit."""
         row = self.wait_till_over()
         assert row.state is RunState.DONE, f"{row}\n{self.logs()}"

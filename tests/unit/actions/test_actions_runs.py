@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from fabricated_runs import LAUNCHED, STARTED, SUBMITTED, ended, fabricate, said
 
+from hpctrain.actions.bitwise import compare_runs
 from hpctrain.actions.cancel import cancel
-from hpctrain.actions.compare import compare_runs
 from hpctrain.actions.describe import describe
 from hpctrain.actions.logs import attempt_directories, follow, job_logs, rank_logs
 from hpctrain.actions.runs import all_runs, find_run, new_run_id, runs_directory

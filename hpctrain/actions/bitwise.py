@@ -1,0 +1,81 @@
+"""Two runs step by step, bit by bit: did an interruption change anything?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hpctrain.actions.runs import RunFiles
+from hpctrain.store.ledger import Event, EventKind
+from hpctrain.store.signs import StepMetrics, lineage, read_metrics
+
+
+@dataclass(frozen=True)
+class LaunchSummary:
+    """The steps that one launch has trained."""
+
+    number: int
+    first_step: int
+    last_step: int
+    first_loss: float
+    last_loss: float
+    cause: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class BitwiseComparison:
+    """`steps_lost` were trained more than once; `identical` covers every step that counts.
+
+    Of a step that was trained more than once the last time counts (`store.signs.lineage`): what
+    went before may be what a roll back has taken out of the run.
+    """
+
+    steps_compared: int
+    steps_lost: int
+    identical: bool
+    first_difference: str | None
+    launches: tuple[LaunchSummary, ...]
+
+
+def compare_runs(reference: RunFiles, run: RunFiles) -> BitwiseComparison:
+    """Compare the losses of `run` with those of `reference`, both read from their metrics."""
+    expected = {row.step: row.loss_hex for row in lineage(read_metrics(reference.layout))}
+    rows = read_metrics(run.layout)
+    kept = lineage(rows)
+    steps = {row.step for row in kept}
+    difference = _first_difference(expected, kept)
+    return BitwiseComparison(
+        steps_compared=len(steps & expected.keys()),
+        steps_lost=len(rows) - len(kept),
+        identical=bool(expected) and steps == expected.keys() and difference is None,
+        first_difference=difference,
+        launches=tuple(_launches(rows, run.ledger.events())),
+    )
+
+
+def _first_difference(expected: dict[int, str], rows: Sequence[StepMetrics]) -> str | None:
+    for row in rows:
+        if row.loss_hex != expected.get(row.step):
+            return f"step {row.step}: {row.loss_hex} instead of {expected.get(row.step)}"
+    return None
+
+
+def _launches(rows: Sequence[StepMetrics], events: Sequence[Event]) -> list[LaunchSummary]:
+    ends = {event.epoch: event for event in events if event.event is EventKind.LAUNCH_ENDED}
+    summaries = []
+    for number, epoch in enumerate(sorted({row.epoch for row in rows}), 1):
+        mine = [row for row in rows if row.epoch == epoch]
+        end = ends.get(epoch)
+        summaries.append(
+            LaunchSummary(
+                number=number,
+                first_step=mine[0].step,
+                last_step=mine[-1].step,
+                first_loss=float.fromhex(mine[0].loss_hex),
+                last_loss=float.fromhex(mine[-1].loss_hex),
+                cause=str(end.cause) if end else "lost",
+                reason=str(end.reason) if end else "no word of its supervisor",
+            )
+        )
+    return summaries

@@ -1,0 +1,206 @@
+"""Every variant of a comparison, planned: the trials that can run, and why others cannot.
+
+Belongs here: spec + variant -> plan and prepared run. Does not belong here: submitting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hpctrain.actions.prepare import (
+    Prepared,
+    load_inputs,
+    load_knowledge,
+    prepare,
+    refuse_untrainable,
+)
+from hpctrain.actions.pretrained import check_pretrained
+from hpctrain.actions.samples import check_samples
+from hpctrain.comparison.documents import (
+    ComparisonRecord,
+    Kind,
+    Predicted,
+    Price,
+    TrialRecord,
+)
+from hpctrain.comparison.trial_spec import trial_name, trial_overrides
+from hpctrain.comparison.variants import Variant
+from hpctrain.engines.training import TrainConfig
+from hpctrain.errors import DoesNotFitError, InvalidInputError, LimitError, UsageError
+from hpctrain.plan.documents import Plan
+from hpctrain.spec.loader import Loaded
+from hpctrain.spec.profile import ClusterProfile
+from hpctrain.spec.run import RunSpec
+from hpctrain.units import Duration
+
+# What one variant may be refused for without ending the comparison.
+REFUSALS = (InvalidInputError, DoesNotFitError, LimitError)
+DEFAULT_WALLTIME = Duration(1800)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is compared: a spec, a profile, overrides for all trials, and the documents of both."""
+
+    spec: Path
+    profile: str
+    overrides: tuple[str, ...]
+    loaded_spec: Loaded[RunSpec]
+    loaded_profile: Loaded[ClusterProfile]
+
+    @property
+    def run(self) -> RunSpec:
+        return self.loaded_spec.document
+
+    @property
+    def site(self) -> ClusterProfile:
+        return self.loaded_profile.document
+
+
+@dataclass(frozen=True)
+class Request:
+    """How the trials are run."""
+
+    kind: Kind
+    variants: tuple[Variant, ...]
+    steps: int
+    weak: bool = False
+    walltime: Duration | None = None
+
+
+def subject_of(spec: Path, profile: str, overrides: Sequence[str] = ()) -> Subject:
+    """Load spec and profile. Raises InvalidInputError with the problems of both."""
+    if str(spec) == "-":
+        raise UsageError("a spec on standard input can be read only once", hint="give a file")
+    return Subject(spec, profile, tuple(overrides), *load_inputs(spec, profile, overrides))
+
+
+def predicted_record(subject: Subject, request: Request) -> ComparisonRecord:
+    """Every variant as the planner sees it; nothing is written."""
+    trials = tuple(_predicted_trial(subject, variant) for variant in request.variants)
+    return comparison_record(subject, request, trials, None)
+
+
+def _predicted_trial(subject: Subject, variant: Variant) -> TrialRecord:
+    from hpctrain.plan.planner import make_plan  # with NumPy, which only planning needs
+
+    own = None
+    try:
+        own, loaded_profile = load_inputs(
+            subject.spec, subject.profile, (*subject.overrides, *variant.overrides)
+        )
+        refuse_untrainable(own)
+        plan = make_plan(own.document, subject.site, load_knowledge(loaded_profile))
+        refuse_untrainable(own, plan)
+    except REFUSALS as error:
+        return trial_record(variant, own.document if own else subject.run, refusal=error)
+    return trial_record(variant, own.document, plan=plan)
+
+
+def prepared_trial(
+    subject: Subject, request: Request, variant: Variant, runs: Path
+) -> tuple[TrialRecord, Prepared | None]:
+    """One trial, ready to be submitted, or the record of its refusal."""
+    own = None
+    try:
+        given = (*subject.overrides, *variant.overrides)
+        own = load_inputs(subject.spec, subject.profile, given)[0]
+        document = own.document
+        name = trial_name(subject.run.name, variant.name)
+        walltime = request.walltime or _walltime(document, subject.site)
+        short = trial_overrides(document, name, request.steps, walltime)
+        prepared = prepare(subject.spec, subject.profile, (*given, *short), runs=runs)
+        check_pretrained(prepared.spec)
+        check_samples(prepared.spec)
+    except REFUSALS as error:
+        return trial_record(variant, own.document if own else subject.run, refusal=error), None
+    record = trial_record(variant, document, plan=prepared.plan, run_id=prepared.run_id)
+    return record, replace(prepared, train=_timed_early(prepared.train, request.steps))
+
+
+def _timed_early(train: TrainConfig, steps: int) -> TrainConfig:
+    """Ranks tell their times twice: the first step is in no window, and rank 0 has the times of a
+    window one step after it."""
+    window_steps = max(1, (steps - 2) // 2)
+    return train.model_copy(update={"rank_times_interval_steps": window_steps})
+
+
+def _walltime(spec: RunSpec, profile: ClusterProfile) -> Duration:
+    """Half an hour, or less where the spec or the partition allows less: short jobs start early."""
+    partition = profile.slurm.partition(spec.resources.partition)
+    limits = (spec.resources.walltime, partition.max_walltime if partition else None)
+    return min([DEFAULT_WALLTIME, *(limit for limit in limits if limit)])
+
+
+def trial_record(
+    variant: Variant,
+    spec: RunSpec,
+    *,
+    plan: Plan | None = None,
+    run_id: str | None = None,
+    refusal: Exception | None = None,
+) -> TrialRecord:
+    """What is written down about one variant; `spec` is that of the whole run."""
+    return TrialRecord(
+        name=variant.name,
+        overrides=variant.overrides,
+        gpus=spec.resources.gpus,
+        global_batch=spec.batch.global_,
+        sample_length=1 if spec.model.reads_images else spec.model.seq,
+        train_steps=spec.train_steps,
+        precision=spec.precision,
+        run_id=run_id,
+        refusal=None if refusal is None else _first_words(refusal),
+        predicted=None if plan is None else _prediction(plan),
+    )
+
+
+def _prediction(plan: Plan) -> Predicted:
+    return Predicted(
+        layout=str(plan.layout),
+        zero=plan.zero,
+        offload=plan.offload,
+        recompute=plan.recompute,
+        micro_batch=plan.batch.micro_batch,
+        peak_bytes=plan.memory[plan.peak_stage].total_bytes,
+        step_seconds=plan.step_seconds,
+        parts=plan.prediction.parts if plan.prediction else None,
+    )
+
+
+def _first_words(error: Exception) -> str:
+    """The first problem, for a cell of a table; `hpctrain plan` shows all of them."""
+    if isinstance(error, InvalidInputError):
+        return str(error.problems[0]).splitlines()[0]
+    return str(error).splitlines()[0]
+
+
+def comparison_record(
+    subject: Subject, request: Request, trials: tuple[TrialRecord, ...], comparison_id: str | None
+) -> ComparisonRecord:
+    """The record of all of them."""
+    return ComparisonRecord(
+        kind=request.kind,
+        comparison_id=comparison_id,
+        run_name=subject.run.name,
+        profile_name=subject.site.name,
+        steps=request.steps,
+        weak=request.weak,
+        unit="images" if subject.run.model.reads_images else "tokens",
+        gpu_memory_bytes=round(subject.site.gpu.memory),
+        price_per_gpu_hour=_price(subject),
+        trials=trials,
+    )
+
+
+def _price(subject: Subject) -> Price | None:
+    """Of spot where the partition can be preempted, as the forecast takes it."""
+    prices = subject.site.prices
+    if prices is None:
+        return None
+    partition = subject.site.slurm.partition(subject.run.resources.partition)
+    taken_away = partition is not None and partition.preemption.mode != "off"
+    amount = prices.spot if taken_away and prices.spot else prices.on_demand
+    return amount, prices.currency

@@ -1,0 +1,155 @@
+"""What the run directories say about the trials of a comparison.
+
+Belongs here: reading, and putting figures, agreement and recommendation together. Does not belong
+here: what they mean (`hpctrain.comparison`), or asking Slurm.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hpctrain.actions.runs import RunFiles
+from hpctrain.actions.state import RunState
+from hpctrain.actions.status import RunStatus
+from hpctrain.comparison.agreement import agreement, bound_of
+from hpctrain.comparison.documents import (
+    Comparison,
+    ComparisonRecord,
+    Price,
+    Stability,
+    Trial,
+    TrialRecord,
+)
+from hpctrain.comparison.measure import Ranks, Step, measure, warm_up_steps
+from hpctrain.comparison.recommend import recommend
+from hpctrain.comparison.scaling import recommend_size, scale_points
+from hpctrain.store.layout import RunLayout
+from hpctrain.store.ledger import Event, EventKind
+from hpctrain.store.signs import RankTimes, StepMetrics, lineage, read_metrics, read_record
+from hpctrain.supervise.causes import FAILURE_CAUSES, FINAL_CAUSES, SCHEDULER_CAUSES
+
+REFUSED, PREDICTED = "REFUSED", "PREDICTED"
+
+
+def predicted_comparison(record: ComparisonRecord) -> Comparison:
+    """From the planner alone."""
+    return judged(record, [_without_run(one, record, PREDICTED) for one in record.trials])
+
+
+def read_comparison(
+    record: ComparisonRecord, runs: Path, rows: Mapping[str, RunStatus]
+) -> Comparison:
+    """From the run directories; `rows` is the status of each run by its id."""
+    trials = []
+    for one in record.trials:
+        if one.run_id is None:
+            trials.append(_without_run(one, record, REFUSED))
+        else:
+            run = RunFiles(RunLayout((runs / one.run_id).absolute()))
+            trials.append(_read_trial(one, record, run, rows[one.run_id]))
+    return judged(record, trials)
+
+
+def judged(record: ComparisonRecord, trials: Sequence[Trial]) -> Comparison:
+    """Agreement with the first that has trained, and what to take."""
+    measured = record.comparison_id is not None
+    agreed = _with_agreement(trials)
+    if record.kind == "sizes":
+        points = scale_points(agreed, measured=measured)
+        told = recommend_size(agreed, points, weak=record.weak)
+    else:
+        points = ()
+        told = recommend(agreed, record.gpu_memory_bytes, measured=measured)
+    return Comparison(record=record, trials=tuple(agreed), recommendation=told, points=points)
+
+
+def _without_run(one: TrialRecord, record: ComparisonRecord, state: str) -> Trial:
+    seconds = one.predicted.step_seconds if one.predicted else None
+    return Trial(
+        record=one,
+        state=REFUSED if one.refusal else state,
+        reason=one.refusal or "",
+        over=True,
+        **_costs(one, record, seconds),
+    )
+
+
+def _read_trial(one: TrialRecord, record: ComparisonRecord, run: RunFiles, row: RunStatus) -> Trial:
+    written = read_metrics(run.layout)
+    kept = lineage(written)
+    events = run.ledger.events()
+    steps = [_step(metrics) for metrics in kept]
+    measured = measure(steps, warm_up_steps(record.steps), one.global_batch, _ranks(run))
+    return Trial(
+        record=one,
+        state=row.state.value,
+        reason=row.reason,
+        over=row.state.over and not _waits(row, events),
+        measured=measured,
+        stability=_stability(events, len(written) - len(kept)),
+        losses=tuple((step.step, step.loss) for step in steps if math.isfinite(step.loss)),
+        step_times=tuple((step.step, step.seconds) for step in steps),
+        **_costs(one, record, measured.step_seconds.mean if measured else None),
+    )
+
+
+def _waits(row: RunStatus, events: Sequence[Event]) -> bool:
+    """It has not been submitted yet, and nobody has refused it."""
+    refused = any(event.event is EventKind.SUBMIT_FAILED for event in events)
+    return row.state is RunState.NOT_SUBMITTED and not refused
+
+
+def _step(row: StepMetrics) -> Step:
+    return Step(
+        step=row.step,
+        launch=row.epoch,
+        seconds=row.step_seconds,
+        loss=float.fromhex(row.loss_hex),
+        memory_bytes=row.memory_bytes,
+        eval_loss=row.eval_loss,
+    )
+
+
+def _ranks(run: RunFiles) -> Ranks | None:
+    told = read_record(run.layout.rank_times, RankTimes)
+    return None if told is None else Ranks(compute_seconds=told.compute_seconds)
+
+
+def _stability(events: Sequence[Event], steps_again: int) -> Stability:
+    ends = [str(e.cause) for e in events if e.event is EventKind.LAUNCH_ENDED]
+    return Stability(
+        launches=sum(e.event is EventKind.LAUNCH_STARTED for e in events),
+        failures=tuple(cause for cause in ends if cause in FAILURE_CAUSES | FINAL_CAUSES),
+        preemptions=sum(cause in SCHEDULER_CAUSES for cause in ends),
+        steps_again=steps_again,
+    )
+
+
+def _costs(
+    one: TrialRecord, record: ComparisonRecord, step_seconds: float | None
+) -> dict[str, float | Price | None]:
+    """Of the whole budget at this pace, training alone."""
+    if step_seconds is None:
+        return {}
+    gpu_hours = one.train_steps * step_seconds * one.gpus / 3600
+    price = record.price_per_gpu_hour
+    return {"gpu_hours": gpu_hours, "cost": (gpu_hours * price[0], price[1]) if price else None}
+
+
+def _with_agreement(trials: Sequence[Trial]) -> list[Trial]:
+    """Of those that train the same batches as the first; others have no common measure."""
+    first = next((trial for trial in trials if trial.losses), None)
+    if first is None:
+        return list(trials)
+    reference = dict(first.losses)
+    found = []
+    for trial in trials:
+        same_batch = trial.record.global_batch == first.record.global_batch
+        if trial is not first and trial.losses and same_batch:
+            bound = bound_of(trial.record.precision, first.record.precision)
+            told = agreement(first.name, reference, dict(trial.losses), bound)
+            trial = trial.model_copy(update={"agreement": told})
+        found.append(trial)
+    return found

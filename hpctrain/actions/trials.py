@@ -1,0 +1,186 @@
+"""Running the trials of a comparison: written down once, submitted as jobs, waited for.
+
+The run directories of all trials are complete before the record is written, and the record before
+the first sbatch. Whoever goes on later (`hpctrain compare DIRECTORY`) submits what has not been
+submitted and asks the ledgers about the rest, so that nothing runs twice. Belongs here: that
+order. Does not belong here: what is tried (`trial_plans`), what came of it (`trial_results`).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from hpctrain.actions.runs import RunFiles, new_run_id
+from hpctrain.actions.state import RunState
+from hpctrain.actions.status import RunStatus, statuses
+from hpctrain.actions.submit import submit_jobs, write_run_directory
+from hpctrain.actions.trial_plans import Request, Subject, comparison_record, prepared_trial
+from hpctrain.actions.trial_results import read_comparison
+from hpctrain.comparison.documents import Comparison, ComparisonRecord
+from hpctrain.durable import replace_text
+from hpctrain.errors import InvalidInputError, NoSuchRunError, Problem, SlurmRefusedError
+from hpctrain.slurm.client import SlurmClient
+from hpctrain.store.comparisons import ComparisonLayout
+from hpctrain.store.layout import RunLayout
+from hpctrain.store.ledger import EventKind
+
+POLL_SECONDS = 10.0
+# A job that Slurm has forgotten and whose supervisor has said nothing will not say anything more.
+_FORGOTTEN_SECONDS = 600.0
+Tell = Callable[[str], None]
+
+
+def start(subject: Subject, request: Request, runs: Path) -> ComparisonLayout:
+    """Write the runs of all trials and then the record; nothing is submitted yet."""
+    found = [prepared_trial(subject, request, variant, runs) for variant in request.variants]
+    for _, prepared in found:
+        if prepared is not None:
+            write_run_directory(prepared, runs)
+    digests = (subject.loaded_spec.digest, subject.loaded_profile.digest)
+    comparison_id = new_run_id(runs, f"compare-{subject.run.name}", *digests)
+    layout = ComparisonLayout((runs / comparison_id).absolute())
+    layout.directory.mkdir(parents=True, mode=0o700)
+    record = comparison_record(subject, request, tuple(one for one, _ in found), comparison_id)
+    replace_text(layout.record, record.model_dump_json(indent=1) + "\n", mode=0o600)
+    return layout
+
+
+def read_record_of(directory: Path) -> ComparisonRecord:
+    """The record of a comparison. Raises NoSuchRunError or InvalidInputError."""
+    path = ComparisonLayout(directory).record
+    try:
+        return ComparisonRecord.model_validate_json(path.read_bytes())
+    except FileNotFoundError as error:
+        hint = "a comparison is a directory with `comparison.json`, below that of the runs"
+        raise NoSuchRunError(f"no comparison in {directory}", hint=hint) from error
+    except (OSError, ValidationError) as error:
+        words = f"is no record of a comparison: {type(error).__name__}"
+        raise InvalidInputError([Problem(words, file=path.name)]) from error
+
+
+def look(layout: ComparisonLayout, slurm: SlurmClient) -> Comparison:
+    """Everything that is known now; at most one question to Slurm for all trials."""
+    record = read_record_of(layout.directory)
+    rows = {row.run_id: row for row in statuses(_run_files(layout, record), slurm)}
+    return read_comparison(record, layout.runs, rows)
+
+
+def _run_files(layout: ComparisonLayout, record: ComparisonRecord) -> list[RunFiles]:
+    ids = [one.run_id for one in record.trials if one.run_id is not None]
+    return [RunFiles(RunLayout((layout.runs / run_id).absolute())) for run_id in ids]
+
+
+@dataclass
+class Pursuit:
+    """Submits trials, at most `at_a_time` at once (None: all), and waits for them.
+
+    `tell` gets a line for every change of a trial. `wait` False: submit what may be and return.
+    """
+
+    layout: ComparisonLayout
+    slurm: SlurmClient
+    tell: Tell
+    at_a_time: int | None = None
+    wait: bool = True
+    keep_checkpoints: bool = False
+    poll_seconds: float = POLL_SECONDS
+    _lock: int | None = None
+    _watches: bool = False
+    _tried: set[str] = field(default_factory=set)
+    _told: dict[str, str] = field(default_factory=dict)
+    _silent_since: dict[str, float] = field(default_factory=dict)
+
+    def run(self) -> Comparison:
+        """Until every trial is over. Raises SlurmUnreachableError when nothing can be submitted;
+        whoever calls again goes on."""
+        try:
+            return self._pursue()
+        finally:
+            if self._lock is not None:
+                os.close(self._lock)
+
+    def _pursue(self) -> Comparison:
+        record = read_record_of(self.layout.directory)
+        names = {one.run_id: one.name for one in record.trials if one.run_id}
+        runs = {run.run_id: run for run in _run_files(self.layout, record)}
+        while True:
+            rows = {row.run_id: row for row in statuses(list(runs.values()), self.slurm)}
+            if self._is_mine() and self._submit(rows, runs):
+                continue  # ask again at once: some may have been refused
+            for run_id, row in rows.items():
+                self._tell_change(names[run_id], row)
+            if not self.wait or all(self._is_over(row) for row in rows.values()):
+                break
+            time.sleep(self.poll_seconds)  # squeue(1), PERFORMANCE: do not ask in a loop
+        found = read_comparison(record, self.layout.runs, rows)
+        if found.over and not self.keep_checkpoints:
+            for run in runs.values():
+                _drop_checkpoints(run)
+        return found
+
+    def _is_mine(self) -> bool:
+        """Whether this process submits: one at a time, and the next one when that has ended."""
+        if self._lock is None:
+            self._lock = self.layout.try_lock()
+            if self._lock is None and not self._watches:
+                self._watches = True
+                self.tell("another process submits these trials; this one watches")
+        return self._lock is not None
+
+    def _submit(self, rows: dict[str, RunStatus], runs: dict[str, RunFiles]) -> int:
+        """Submit what waits for it and has room; the number of trials that were tried."""
+        live = sum(not row.state.over for row in rows.values())
+        room = len(rows) if self.at_a_time is None else self.at_a_time - live
+        waiting = [run_id for run_id, row in rows.items() if self._waits(row)]
+        for run_id in waiting[: max(0, room)]:
+            self._tried.add(run_id)
+            self._submit_one(runs[run_id])
+        return len(waiting[: max(0, room)])
+
+    def _waits(self, row: RunStatus) -> bool:
+        return row.state is RunState.NOT_SUBMITTED and row.run_id not in self._tried
+
+    def _submit_one(self, run: RunFiles) -> None:
+        """A refusal is in the ledger and becomes the row of this trial."""
+        begun = any(event.event is EventKind.SUBMITTING for event in run.ledger.events())
+        known = self.slurm.live_jobs_named(run.run_id) if begun else ()
+        if known:  # sbatch had accepted it, but who asked did not live to write that down
+            run.ledger.append(EventKind.SUBMITTED, job_id=known[0])
+            return
+        try:
+            submit_jobs(run, self.slurm)
+        except SlurmRefusedError:
+            return
+
+    def _is_over(self, row: RunStatus) -> bool:
+        if row.state is RunState.NOT_SUBMITTED:
+            return row.run_id in self._tried
+        if row.state is not RunState.UNKNOWN:
+            self._silent_since.pop(row.run_id, None)
+            return row.state.over
+        since = self._silent_since.setdefault(row.run_id, time.monotonic())
+        return time.monotonic() - since > _FORGOTTEN_SECONDS
+
+    def _tell_change(self, name: str, row: RunStatus) -> None:
+        """One line when the state changes, and when the first step is done."""
+        words = "trains" if row.state is RunState.RUNNING and row.step else row.state.value.lower()
+        if self._told.get(name) == words or self._waits(row):
+            return
+        self._told[name] = words
+        reason = f": {row.reason}" if row.reason and self._is_over(row) else ""
+        job = f" (job {row.job_id}, {row.run_id})" if row.job_id else ""
+        self.tell(f"{name}: {words}{job}{reason}")
+
+
+def _drop_checkpoints(run: RunFiles) -> None:
+    """Nobody resumes a trial, and those of large models fill a quota."""
+    if run.layout.done.exists():
+        for path in run.layout.checkpoints.iterdir():
+            shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,283 @@
+"""`compare` and `scale`: several short runs of one spec side by side, or predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hpctrain.cli.options import ProfileName, json_option, runs_option, set_option, yes_option
+from hpctrain.cli.output import json_out, say, table
+from hpctrain.cli.plan import GpuCounts
+
+if TYPE_CHECKING:
+    from hpctrain.actions.trial_plans import Request, Subject
+    from hpctrain.comparison.documents import Comparison
+    from hpctrain.store.comparisons import ComparisonLayout
+    from hpctrain.units import Duration
+
+MakeRequest = Callable[["Subject"], "Request"]
+
+
+class Walltime(click.ParamType[Any]):
+    """`20min`, `00:20:00`"""
+
+    name = "duration"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Duration:
+        from hpctrain.units import Duration
+
+        try:
+            limit = Duration.accept(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+        if limit <= 0:
+            self.fail("must be above 0", param, ctx)
+        return limit
+
+
+_OPTIONS = (
+    click.option(
+        "--profile", "-p", type=ProfileName(), help="Cluster profile: name or file. For a new one."
+    ),
+    set_option,
+    click.option("--predict", is_flag=True, help="Ask the planner only: no job, no file."),
+    click.option(
+        "--steps",
+        type=click.IntRange(3),
+        default=20,
+        show_default=True,
+        metavar="N",
+        help="Optimizer steps of each trial.",
+    ),
+    click.option("--walltime", type=Walltime(), help="Limit of each trial.  [default: 30min]"),
+    click.option(
+        "--at-a-time",
+        type=click.IntRange(1),
+        metavar="N",
+        help="Jobs in the queue.  [default: all]",
+    ),
+    click.option("--no-wait", is_flag=True, help="Submit, show what is known, and leave."),
+    click.option("--keep-checkpoints", is_flag=True, help="Else those of finished trials go."),
+    click.option(
+        "--plot",
+        type=click.Path(path_type=Path, dir_okay=False),
+        metavar="FILE",
+        help="Where the plot goes.  [default: into the directory of the comparison]",
+    ),
+    runs_option,
+    yes_option,
+    json_option,
+)
+
+
+def trial_options(function: Any) -> Any:
+    """The options of both commands."""
+    for option in reversed(_OPTIONS):
+        function = option(function)
+    return function
+
+
+@click.command()
+@click.argument("spec", metavar="SPEC|DIRECTORY", type=click.Path(path_type=Path))
+@click.option(
+    "--engines",
+    default="",
+    metavar="ENGINE[:WORD][+WORD],...",
+    help="Such as fsdp,deepspeed:zero2,deepspeed:zero3+offload.",
+)
+@click.option(
+    "--variant",
+    "variants",
+    multiple=True,
+    metavar="'NAME: FIELD=VALUE,...'",
+    help="Anything else to try. May be repeated.",
+)
+@trial_options
+def compare(spec: Path, engines: str, variants: tuple[str, ...], **options: Any) -> None:
+    """Run variants of one spec for a few steps each, as Slurm jobs; then one table and one plot.
+
+    Memory, pace, spread, agreement of losses, stability, costs, and which one to take. Trials that
+    fail are rows with their reason. With the DIRECTORY of a comparison: show it, and go on with
+    what is not over.
+
+    \b
+    Examples:
+      hpctrain compare examples/gpt1300m.yaml -p a100x1 --engines fsdp,deepspeed:zero2 --predict
+      hpctrain compare examples/gpt1300m.yaml -p a100x1 --engines fsdp,deepspeed:zero3+offload
+      hpctrain compare llama.yaml -p a100x1 --engines fsdp --variant 'large: fsdp, batch.micro=4'
+      hpctrain compare runs/compare-gpt1300m-52c1
+    """
+    from hpctrain.actions.compare import engines_request
+
+    def request(subject: Subject) -> Request:
+        return engines_request(subject, engines, variants, options["steps"], options["walltime"])
+
+    _carry_out(spec, request, bool(engines or variants), options)
+
+
+@click.command()
+@click.argument("spec", metavar="SPEC|DIRECTORY", type=click.Path(path_type=Path))
+@click.option("--gpus", type=GpuCounts(), help="Numbers of GPUs: 1,2,4.")
+@click.option("--weak", is_flag=True, help="Let the batch grow with the GPUs; the lr does not.")
+@trial_options
+def scale(spec: Path, gpus: tuple[int, ...] | None, weak: bool, **options: Any) -> None:
+    """Run one spec on several numbers of GPUs for a few steps: speed-up, and where the time goes.
+
+    The global batch stays the same (strong scaling), so that every size trains the same steps and
+    the losses must agree with those of the smallest one.
+
+    \b
+    Examples:
+      hpctrain scale examples/gpt1300m.yaml -p a100x1 --gpus 2,4,8 --predict
+      hpctrain scale examples/gpt1300m.yaml -p a100x1 --gpus 1,2,4,8
+      hpctrain scale examples/gpt1300m.yaml -p a100x1 --gpus 1,2,4,8 --weak
+    """
+    from hpctrain.actions.compare import sizes_request
+
+    def request(subject: Subject) -> Request:
+        steps, walltime = options["steps"], options["walltime"]
+        return sizes_request(subject, gpus or (), steps, walltime, weak=weak)
+
+    _carry_out(spec, request, gpus is not None, options)
+
+
+def _carry_out(spec: Path, request: MakeRequest, asked: bool, options: dict[str, Any]) -> None:
+    """A new comparison, or one that exists."""
+    if spec.is_dir():
+        _refuse_with_directory(asked, options)
+        _check_plot(options)
+        _go_on(spec, options)
+        return
+    if options["profile"] is None or not asked:
+        what = "--profile" if options["profile"] is None else "what to compare"
+        raise click.UsageError(f"Missing {what}: a spec needs both (see the examples of --help).")
+    from hpctrain.actions.compare import predict
+    from hpctrain.actions.trial_plans import subject_of
+
+    _check_plot(options)
+    subject = subject_of(spec, options["profile"], options["overrides"])
+    asked_for = request(subject)
+    if options["predict"]:
+        _show(predict(subject, asked_for), options)
+        return
+    _start(subject, asked_for, options)
+
+
+def _refuse_with_directory(asked: bool, options: dict[str, Any]) -> None:
+    """What was asked for is written down in the directory."""
+    if asked or options["profile"] or options["overrides"] or options["predict"]:
+        raise click.UsageError("a comparison that exists has its variants, profile and fields")
+
+
+def _start(subject: Subject, request: Request, options: dict[str, Any]) -> None:
+    from hpctrain.actions import trials
+    from hpctrain.actions.runs import runs_directory
+    from hpctrain.cli.options import confirm
+
+    layout = trials.start(subject, request, runs_directory(options["runs"]))
+    record = trials.read_record_of(layout.directory)
+    for one in record.trials:
+        say(f"{one.name}: {'refused: ' + one.refusal if one.refusal else one.run_id}")
+    jobs = sum(one.run_id is not None for one in record.trials)
+    if jobs and not confirm(f"Submit {jobs} jobs?", yes=options["yes"]):
+        raise click.Abort
+    _pursue(layout, options)
+
+
+def _go_on(directory: Path, options: dict[str, Any]) -> None:
+    from hpctrain.actions.trials import read_record_of
+    from hpctrain.store.comparisons import ComparisonLayout
+
+    read_record_of(directory)  # before anything else is said
+    _pursue(ComparisonLayout(directory.absolute()), options)
+
+
+def _pursue(layout: ComparisonLayout, options: dict[str, Any]) -> None:
+    from hpctrain.actions.compare import Manner, pursue
+    from hpctrain.slurm.client import SlurmClient
+
+    manner = Manner(
+        options["at_a_time"], not options["no_wait"], options["keep_checkpoints"], tell=say
+    )
+    try:
+        found = pursue(layout, SlurmClient(), manner)
+    except KeyboardInterrupt:
+        say(f"the trials go on without you; `hpctrain compare {_short(layout)}` shows them")
+        raise
+    _show(found, options, layout)
+
+
+def _short(layout: ComparisonLayout) -> str:
+    """The directory as it would be typed here."""
+    here = Path.cwd()
+    inside = layout.directory.is_relative_to(here)
+    return str(layout.directory.relative_to(here) if inside else layout.directory)
+
+
+def _show(
+    found: Comparison, options: dict[str, Any], layout: ComparisonLayout | None = None
+) -> None:
+    if options["as_json"]:
+        json_out("comparison", found)
+    else:
+        _print(found)
+    _plot(found, options["plot"] or (layout.plot if layout and found.over else None))
+    if not found.over:
+        assert layout is not None
+        say(f"not over yet; `hpctrain compare {_short(layout)}` goes on")
+        return
+    _refuse_nothing(found)
+
+
+def _check_plot(options: dict[str, Any]) -> None:
+    if options["plot"] is not None:
+        from hpctrain.actions.comparison_plot import check_plot
+
+        check_plot(options["plot"])
+
+
+def _plot(found: Comparison, path: Path | None) -> None:
+    """Where there is something to draw, and matplotlib to draw it with."""
+    from hpctrain.actions.comparison_plot import can_plot, draw
+
+    if path is None or not any(trial.step_seconds or trial.peak_bytes for trial in found.trials):
+        return
+    if not can_plot():
+        say("no plot without matplotlib: pip install 'hpctrain[plots]'")
+        return
+    draw(found, path)
+    say(f"Plot  {path}")
+
+
+def _print(found: Comparison) -> None:
+    from hpctrain.cli import compare_text as text
+
+    click.echo(f"{text.heading(found)}\n")
+    sized = found.record.kind == "sizes"
+    tables = [text.scale_rows(found)] if sized else [text.predicted_rows(found)]
+    if found.measured:
+        tables = [text.scale_rows(found), text.share_rows(found)]
+        tables = tables if sized else [text.measured_rows(found), text.outcome_rows(found)]
+    for headers, rows in tables:
+        table(headers, rows)
+        click.echo()
+    for lines in (text.reason_lines(found), text.note_lines(found)):
+        if lines:
+            click.echo("\n".join(lines) + "\n")
+    if found.over:
+        click.echo("\n".join(text.recommendation_lines(found)))
+
+
+def _refuse_nothing(found: Comparison) -> None:
+    """Exit code 7 where no trial has worked, 4 where none can be planned."""
+    from hpctrain.errors import DoesNotFitError, RunFailedError
+
+    if found.measured and not any(trial.succeeded for trial in found.trials):
+        raise RunFailedError("no trial has worked: see the reasons above")
+    if not found.measured and all(trial.record.refusal for trial in found.trials):
+        raise DoesNotFitError("no variant can be planned: see the reasons above")

@@ -1,0 +1,197 @@
+"""A comparison in columns and sentences, at most 80 columns wide where names are short.
+
+Belongs here: cells and lines. Does not belong here: options (`compare`), judging
+(`hpctrain.comparison`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hpctrain.cli.output import or_dash
+from hpctrain.cli.plan_text import wrapped
+from hpctrain.comparison.documents import Comparison, ComparisonRecord, ScalePoint, Trial
+from hpctrain.comparison.recommend import short_number
+
+Rows = tuple[list[str], list[list[str]]]
+
+
+def heading(found: Comparison) -> str:
+    """What the tables are about."""
+    record = found.record
+    what = f"{record.run_name} on {record.profile_name}"
+    if not found.measured:
+        return f"{what}, as the planner predicts it"
+    return f"{what}, {record.steps} steps each ({record.comparison_id})"
+
+
+def predicted_rows(found: Comparison) -> Rows:
+    """Memory and time by the planner."""
+    headers = ["VARIANT", "ZERO", "REC", "MICRO", "GIB", "S/STEP", "SAMPLES/S"]
+    rows = []
+    for trial in found.trials:
+        told = trial.record.predicted
+        plan = ["-"] * 3
+        if told is not None:
+            plan = [str(told.zero), told.recompute[:4], str(told.micro_batch)]
+        pace = [_gib(trial.peak_bytes), _seconds(trial.step_seconds), _pace(trial)]
+        rows.append([trial.name, *plan, *pace, _cost(trial)])
+    return [*headers, _cost_header(found.record)], rows
+
+
+def measured_rows(found: Comparison) -> Rows:
+    """Memory and time as seen, what the planner had said of the memory beside it."""
+    headers = ["VARIANT", "GIB", "PLAN", "SAMPLES/S", "S/STEP", "P10..P90"]
+    rows = []
+    for trial in found.trials:
+        told = trial.record.predicted
+        planned = _gib(told.peak_bytes if told else None)
+        seen = _gib(trial.measured.peak_bytes if trial.measured else None)
+        rows.append([trial.name, seen, planned, *_times(trial), _cost(trial)])
+    return [*headers, _cost_header(found.record)], rows
+
+
+def _times(trial: Trial) -> list[str]:
+    if trial.measured is None:
+        return ["-", "-", "-"]
+    spread = trial.measured.step_seconds
+    between = f"{_seconds(spread.p10)}..{_seconds(spread.p90)}"
+    return [_pace(trial), _seconds(spread.median), between]
+
+
+def outcome_rows(found: Comparison) -> Rows:
+    """How each trial ended, and whether it trains the same model as the first."""
+    last = last_common_step(found.trials)
+    loss = "LOSS" if last is None else f"LOSS@{last}"
+    headers = ["VARIANT", "STATE", "STEPS", loss, "DIFF%", "LOSSES", "STARTS", "AGAIN"]
+    return headers, [_outcome(trial, found.trials, last) for trial in found.trials]
+
+
+def _outcome(trial: Trial, trials: Sequence[Trial], last: int | None) -> list[str]:
+    agreed, stable = trial.agreement, trial.stability
+    verdict = str(agreed.verdict) if agreed else None
+    if trial.losses and trial is next(one for one in trials if one.losses):
+        verdict = "reference"
+    return [
+        trial.name,
+        trial.state,
+        str(len(trial.losses)) if trial.losses else "-",
+        or_dash(_loss_at(trial, last)),
+        "-" if agreed is None else f"{100 * agreed.largest:.2g}",
+        or_dash(verdict),
+        "-" if stable is None else str(stable.launches),
+        "-" if stable is None else str(stable.steps_again),
+    ]
+
+
+def _loss_at(trial: Trial, step: int | None) -> str | None:
+    loss = dict(trial.losses).get(step) if step is not None else None
+    return None if loss is None else f"{loss:.4f}"
+
+
+def last_common_step(trials: Sequence[Trial]) -> int | None:
+    """The last step that every trial that trained at all has."""
+    steps = [{step for step, _ in trial.losses} for trial in trials if trial.losses]
+    common = set.intersection(*steps) if steps else set()
+    return max(common, default=None)
+
+
+def scale_rows(found: Comparison) -> Rows:
+    """Pace against the smallest size, and what the planner had said of the efficiency."""
+    headers = ["GPUS", "GIB", "SAMPLES/S", "S/STEP"]
+    headers += ["P10..P90", "SPEED-UP", "EFF%", "PLAN%"] if found.measured else ["SPEED-UP", "EFF%"]
+    rows = []
+    for trial in found.trials:
+        point = _point(found, trial)
+        times = _times(trial) if found.measured else [_pace(trial), _seconds(trial.step_seconds)]
+        shares = [_percent(point.efficiency if point else None)]
+        if found.measured:
+            shares.append(_percent(point.predicted_efficiency if point else None))
+        speedup = "-" if point is None or point.speedup is None else f"{point.speedup:.2f}"
+        row = [str(trial.record.gpus), _gib(trial.peak_bytes), *times, speedup, *shares]
+        rows.append([*row, _cost(trial)])
+    return [*headers, _cost_header(found.record)], rows
+
+
+def share_rows(found: Comparison) -> Rows:
+    """Where the step goes, and the losses, for each size."""
+    last = last_common_step(found.trials)
+    loss = "LOSS" if last is None else f"LOSS@{last}"
+    headers = ["GPUS", "STATE", "DATA%", "COMPUTE%", "UPDATE%", "OTHER%", "IMBALANCE%"]
+    rows = []
+    for trial in found.trials:
+        seen = trial.measured
+        parts = ["-"] * 5
+        if seen is not None and seen.shares is not None:
+            told, step = seen.shares, seen.step_seconds.mean
+            named = (told.data, told.compute, told.update, told.other, told.imbalance)
+            parts = [_percent(None if one is None else one / step) for one in named]
+        evaluated = seen.eval_loss if seen else None
+        accuracy = seen.eval_accuracy if seen else None
+        shown = [or_dash(_loss_at(trial, last)), _number(evaluated), _percent(accuracy)]
+        rows.append([str(trial.record.gpus), trial.state, *parts, *shown])
+    return [*headers, loss, "EVAL", "ACC%"], rows
+
+
+def _point(found: Comparison, trial: Trial) -> ScalePoint | None:
+    return next((one for one in found.points if one.gpus == trial.record.gpus), None)
+
+
+def reason_lines(found: Comparison) -> list[str]:
+    """Why trials have not worked."""
+    lines: list[str] = []
+    for trial in found.trials:
+        if trial.reason and not trial.succeeded:
+            lines += wrapped(f"{trial.name}: {trial.reason}", "", "  ")
+    return lines
+
+
+def recommendation_lines(found: Comparison) -> list[str]:
+    """The sentences of the recommendation."""
+    return [line for text in found.recommendation.sentences for line in wrapped(text, "- ", "  ")]
+
+
+def note_lines(found: Comparison) -> list[str]:
+    """What the reader of the tables must know."""
+    notes = []
+    seen = [trial.measured for trial in found.trials if trial.measured is not None]
+    if seen and not all(one.peak_of_all_ranks for one in seen):
+        notes.append("GIB of measured trials is the peak of rank 0.")
+    other = [one for one in found.trials if one.agreement]
+    if any(one.agreement and one.agreement.verdict == "other start" for one in other):
+        notes.append(
+            "LOSSES `other start`: the first step differs already, so first weights, samples or "
+            "dropout are others; compare where the losses go, not their digits."
+        )
+    return [line for note in notes for line in wrapped(note, "", "")]
+
+
+def _cost_header(record: ComparisonRecord) -> str:
+    return f"COST {record.price_per_gpu_hour[1]}" if record.price_per_gpu_hour else "GPU-H"
+
+
+def _cost(trial: Trial) -> str:
+    """Of the whole budget: money where the profile has prices, else GPU-hours."""
+    amount = trial.cost[0] if trial.cost else trial.gpu_hours
+    return "-" if amount is None else short_number(amount)
+
+
+def _pace(trial: Trial) -> str:
+    pace = trial.samples_per_second
+    return "-" if pace is None else short_number(pace)
+
+
+def _gib(count: int | None) -> str:
+    return "-" if count is None else f"{count / 2**30:.{1 if count >= 2**30 else 3}f}"
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.0f}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"

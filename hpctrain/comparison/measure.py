@@ -1,0 +1,117 @@
+"""Figures of one trial from the steps it has made. Pure.
+
+Belongs here: which steps count, and the sums over them. Does not belong here: reading them, or
+judging what they mean.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hpctrain.comparison.documents import Measured, Spread, TimeShares
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step. `launch` numbers the start of the trainer that has made it."""
+
+    step: int
+    launch: int
+    seconds: float
+    loss: float
+    memory_bytes: int
+    eval_loss: float | None = None
+    eval_accuracy: float | None = None
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """What the ranks have told: means per step in seconds, peaks in bytes; each by rank.
+
+    `compute_seconds` hold no waiting for other ranks, as far as the engine can tell; those of
+    `backward_seconds` do. Empty: not told.
+    """
+
+    compute_seconds: tuple[float, ...]
+    backward_seconds: tuple[float, ...] = ()
+    data_seconds: tuple[float, ...] = ()
+    update_seconds: tuple[float, ...] = ()
+    peak_bytes: tuple[int, ...] = ()
+
+
+def warm_up_steps(steps: int) -> int:
+    """Steps of a launch that say nothing about the pace: memory is found, kernels are chosen."""
+    return max(1, steps // 10)
+
+
+def counted_steps(rows: Sequence[Step], warm_up: int) -> list[Step]:
+    """Without the first steps of every launch; all but the very first if nothing else is left."""
+    seen: dict[int, int] = {}
+    counted = []
+    for row in rows:
+        seen[row.launch] = seen.get(row.launch, 0) + 1
+        if seen[row.launch] > warm_up:
+            counted.append(row)
+    return counted or list(rows[1:])
+
+
+def measure(
+    rows: Sequence[Step], warm_up: int, global_batch: int, ranks: Ranks | None
+) -> Measured | None:
+    """The figures; None as long as no step counts."""
+    counted = counted_steps(rows, warm_up)
+    if not counted:
+        return None
+    spread = spread_of([row.seconds for row in counted])
+    own_peak = max(row.memory_bytes for row in rows)
+    all_told = ranks is not None and bool(ranks.peak_bytes)
+    evaluated = [row for row in rows if row.eval_loss is not None]
+    return Measured(
+        steps=len(counted),
+        step_seconds=spread,
+        samples_per_second=global_batch / spread.mean,
+        peak_bytes=max((own_peak, *ranks.peak_bytes)) if ranks and all_told else own_peak,
+        peak_of_all_ranks=all_told,
+        shares=shares_of(spread.mean, ranks) if ranks else None,
+        eval_loss=evaluated[-1].eval_loss if evaluated else None,
+        eval_accuracy=evaluated[-1].eval_accuracy if evaluated else None,
+    )
+
+
+def spread_of(seconds: Sequence[float]) -> Spread:
+    """Quantiles by the nearest rank, so that each is a step that was really seen."""
+    ordered = sorted(seconds)
+
+    def quantile(share: float) -> float:
+        return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+    return Spread(
+        median=statistics.median(ordered),
+        p10=quantile(0.1),
+        p90=quantile(0.9),
+        mean=statistics.fmean(ordered),
+    )
+
+
+def shares_of(step_seconds: float, ranks: Ranks) -> TimeShares | None:
+    """Where the step goes; None where no rank has told."""
+    if not ranks.compute_seconds:
+        return None
+    own = statistics.fmean(ranks.compute_seconds)
+    compute = own + (_mean(ranks.backward_seconds) or 0.0)
+    data, update = _mean(ranks.data_seconds), _mean(ranks.update_seconds)
+    rest = step_seconds - compute - (data or 0.0) - (update or 0.0)
+    return TimeShares(
+        data=data,
+        compute=compute,
+        update=update,
+        other=max(0.0, rest),
+        imbalance=max(ranks.compute_seconds) - own,
+    )
+
+
+def _mean(seconds: Sequence[float]) -> float | None:
+    return statistics.fmean(seconds) if seconds else None

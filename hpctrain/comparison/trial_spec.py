@@ -1,0 +1,76 @@
+"""The short run of a spec: what is changed so that it lasts a few steps and else stays the same.
+
+Belongs here: the overrides. Does not belong here: applying them (`hpctrain.spec.overrides`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from hpctrain.comparison.variants import Variant
+from hpctrain.errors import UsageError
+from hpctrain.spec.run import RunSpec
+from hpctrain.units import Duration
+
+_LONGEST_NAME = 63  # of a run: spec.run.Name
+FEWEST_STEPS = 3  # one to warm up, two to speak of a spread
+
+
+def trial_name(run_name: str, variant: str) -> str:
+    """`gpt-fsdp-zero2`: what the run of a variant is called."""
+    word = re.sub(r"[^A-Za-z0-9]+", "-", variant).strip("-")
+    return f"{run_name[: _LONGEST_NAME - len(word) - 1]}-{word}"
+
+
+def trial_overrides(spec: RunSpec, name: str, steps: int, walltime: Duration) -> tuple[str, ...]:
+    """`steps` steps of `spec`, whose learning rate follows the schedule of the whole run.
+
+    One checkpoint at the end, which every run makes; evaluated once there if the spec evaluates.
+    A failure of the program is a result and not repeated; machines may fail as in any run.
+    """
+    decay_steps = spec.schedule.decay_steps or spec.train_steps
+    return (
+        f"name={name}",
+        f"budget.steps={steps}",
+        "budget.tokens=",
+        f"schedule.decay_steps={decay_steps}",
+        f"checkpoint.every_steps={steps}",
+        "checkpoint.every=",
+        "checkpoint.keep=1",
+        "checkpoint.keep_every_steps=",
+        *([f"evaluation.every_steps={steps}"] if spec.evaluation.every_steps else []),
+        f"resources.walltime={walltime}",
+        "resources.spare_nodes=0",
+        "resources.min_nodes=",
+        "supervise.failures_without_progress=1",
+        "supervise.budgets.host_oom=0",
+        "supervise.budgets.gpu_oom=0",
+        "supervise.budgets.data_loader=0",
+    )
+
+
+def sizes(spec: RunSpec, gpus: Sequence[int], *, weak: bool) -> tuple[Variant, ...]:
+    """The same spec on several numbers of GPUs, fewest first.
+
+    Strong scaling keeps the global batch, so that every size trains the same steps. `weak` keeps
+    the samples of a GPU: the batch grows with the GPUs, and the learning rate stays as it is.
+    Raises UsageError when a batch would not be whole.
+    """
+    return tuple(
+        Variant(f"gpus{count}", (f"resources.gpus={count}", *_batch(spec, count, weak)))
+        for count in sorted(set(gpus))
+    )
+
+
+def _batch(spec: RunSpec, gpus: int, weak: bool) -> tuple[str, ...]:
+    if not weak:
+        return ()
+    batch, of_gpus = spec.batch.global_, spec.resources.gpus
+    if batch * gpus % of_gpus:
+        raise UsageError(
+            f"--weak: {gpus} GPUs would get {batch} x {gpus}/{of_gpus} samples, which is no whole "
+            "number",
+            hint="`batch.global` is what `resources.gpus` of the spec train in one step",
+        )
+    return (f"batch.global={batch * gpus // of_gpus}",)

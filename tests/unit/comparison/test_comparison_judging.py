@@ -1,0 +1,170 @@
+"""What is concluded from figures: agreement of losses, what to take, how a run scales."""
+
+from __future__ import annotations
+
+import pytest
+from made_trials import MEMORY_BYTES, trial
+
+from hpctrain.comparison.agreement import agreement, bound_of
+from hpctrain.comparison.documents import Trial
+from hpctrain.comparison.measure import (
+    Ranks,
+    Step,
+    counted_steps,
+    measure,
+    spread_of,
+    warm_up_steps,
+)
+from hpctrain.comparison.recommend import is_tie, recommend
+from hpctrain.comparison.scaling import recommend_size, scale_points
+
+# -- agreement -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("losses", "precision", "verdict"),
+    [
+        ({1: 5.0, 2: 4.0}, "fp32", "same"),
+        ({1: 5.0, 2: 4.0003}, "fp32", "same"),
+        ({1: 5.0, 2: 4.002}, "fp32", "drifts"),
+        ({1: 5.0, 2: 4.002}, "bf16", "same"),
+        ({1: 5.0, 2: 4.1}, "bf16", "drifts"),
+        ({1: 5.1, 2: 4.1}, "bf16", "other start"),
+        ({2: 4.0, 3: 9.0}, "fp32", "same"),
+    ],
+)
+def test_losses_agree_within_rounding_or_they_do_not(
+    losses: dict[int, float], precision: str, verdict: str
+) -> None:
+    told = agreement("ddp", {1: 5.0, 2: 4.0}, losses, bound_of(precision, precision))
+    assert told is not None and told.verdict == verdict
+
+
+def test_without_a_common_step_nothing_is_said_about_agreement() -> None:
+    assert agreement("ddp", {1: 5.0}, {2: 5.0}, 0.1) is None
+
+
+def test_the_coarser_precision_counts() -> None:
+    assert bound_of("fp32", "bf16") == bound_of("bf16", "fp32") == bound_of("bf16", "bf16")
+    assert bound_of("fp32", "fp32") < bound_of("fp32", "bf16")
+
+
+# -- figures ---------------------------------------------------------------------------------
+
+
+def steps(*seconds: float, launch: int = 1, first: int = 1) -> list[Step]:
+    return [
+        Step(first + number, launch, value, 5.0, 100 + number)
+        for number, value in enumerate(seconds)
+    ]
+
+
+def test_the_first_steps_of_every_launch_do_not_count() -> None:
+    rows = [*steps(9.0, 1.0, 1.0), *steps(8.0, 2.0, launch=2, first=4)]
+    assert [row.seconds for row in counted_steps(rows, 1)] == [1.0, 1.0, 2.0]
+    assert [row.seconds for row in counted_steps(steps(9.0, 3.0), 5)] == [3.0]
+    assert measure(steps(9.0), 1, 8, None) is None, "one step says nothing"
+    assert [warm_up_steps(count) for count in (3, 20, 100)] == [1, 2, 10]
+
+
+def test_figures_of_a_trial() -> None:
+    told = measure(steps(9.0, 1.0, 2.0, 3.0), 1, 8, None)
+    assert told is not None
+    assert told.step_seconds.median == told.step_seconds.mean == 2.0
+    assert told.samples_per_second == 4.0 and told.steps == 3
+    assert told.peak_bytes == 103 and not told.peak_of_all_ranks and told.shares is None
+
+
+def test_quantiles_are_steps_that_were_seen() -> None:
+    spread = spread_of([float(number) for number in range(1, 11)])
+    assert (spread.p10, spread.median, spread.p90) == (1.0, 5.5, 9.0)
+    assert spread_of([2.0]).p10 == spread_of([2.0]).p90 == 2.0
+
+
+def test_ranks_say_where_the_step_goes() -> None:
+    ranks = Ranks((0.4, 0.6), (0.2, 0.2), (0.1, 0.3), (0.05, 0.05), (500, 900))
+    told = measure(steps(9.0, 1.0), 1, 8, ranks)
+    assert told is not None and told.shares is not None
+    shares = told.shares
+    assert shares.compute == pytest.approx(0.7) and shares.data == pytest.approx(0.2)
+    assert shares.update == pytest.approx(0.05) and shares.other == pytest.approx(0.05)
+    assert shares.imbalance == pytest.approx(0.1), "the slowest rank against the mean one"
+    assert told.peak_bytes == 900 and told.peak_of_all_ranks
+    old = measure(steps(9.0, 1.0), 1, 8, Ranks((0.4, 0.6)))
+    assert old is not None and old.shares is not None
+    assert old.shares.data is None and old.shares.other == pytest.approx(0.5)
+
+
+# -- recommendation --------------------------------------------------------------------------
+
+ROOMY, FAST = trial("roomy", 1.5, 20), trial("fast", 1.0, 40)
+
+
+@pytest.mark.parametrize(
+    ("trials", "choice", "words"),
+    [
+        ([ROOMY, FAST], "fast", ["fastest of 2", "roomy is 33 % slower and needs 20.0 GiB less"]),
+        ([FAST], "fast", ["the only one that works"]),
+        ([FAST, trial("full", 0.5, 78)], "fast", ["full is faster", "fills 98 % of the memory"]),
+        ([FAST, trial("frail", 0.5, failures=["crash"])], "fast", ["frail is faster", "(crash)"]),
+        (
+            [FAST, trial("odd", 0.5, drifts=True)],
+            "fast",
+            ["odd is faster", "drifts from the losses of first by 2 %", "rounding explains 0.4 %"],
+        ),
+        ([trial("full", 0.5, 78)], "full", ["None is without a flaw", "fills 98 %"]),
+        ([FAST, trial("near", 1.01, 20)], "fast", ["As fast within", "near (20.0 GiB less a GPU)"]),
+        ([FAST, trial("near", 1.01, 41)], "fast", ["near (about the same memory)"]),
+        ([FAST, trial("slow", 3.0, 40)], "fast", ["fastest of 2"]),
+        ([FAST, trial("dead", 0.1, state="FAILED")], "fast", ["the only one that works"]),
+        ([trial("dead", state="FAILED")], None, ["no variant has worked"]),
+    ],
+)
+def test_what_to_take_and_why(trials: list[Trial], choice: str | None, words: list[str]) -> None:
+    told = recommend(trials, MEMORY_BYTES, measured=True)
+    text = " ".join(told.sentences)
+    assert told.choice == choice, text
+    assert not [word for word in words if word not in text], text
+
+
+def test_a_slower_one_that_saves_nothing_is_not_praised() -> None:
+    told = recommend([FAST, trial("slow", 3.0, 39)], MEMORY_BYTES, measured=True)
+    assert len(told.sentences) == 1
+
+
+def test_ties_depend_on_how_much_the_steps_differ() -> None:
+    steady, other = trial("a", 1.0, jitter=0.01), trial("b", 1.1, jitter=0.01)
+    assert not is_tie(steady, other)
+    assert is_tie(trial("a", 1.0, jitter=0.6), trial("b", 1.1, jitter=0.6))
+
+
+# -- scaling ---------------------------------------------------------------------------------
+
+SIZES = [
+    trial("gpus1", 8.0, gpus=1, eval_loss=3.0),
+    trial("gpus2", 4.2, gpus=2, eval_loss=3.001),
+    trial("gpus4", 2.9, gpus=4),
+]
+
+
+def test_efficiency_is_against_the_smallest_that_has_worked() -> None:
+    points = scale_points(SIZES, measured=True)
+    assert [(p.gpus, p.baseline) for p in points] == [(1, 1), (2, 1), (4, 1)]
+    assert points[1].speedup == pytest.approx(8 / 4.2)
+    assert points[2].efficiency == pytest.approx(8 / 2.9 / 4)
+    assert points[1].eval_loss_difference == pytest.approx(0.001)
+    dead = [trial("gpus1", gpus=1, state="FAILED"), *SIZES[1:]]
+    later = scale_points(dead, measured=True)
+    assert [(p.gpus, p.baseline) for p in later] == [(2, 2), (4, 2)]
+    assert later[1].efficiency == pytest.approx(4.2 / 2.9 / 2)
+
+
+def test_the_largest_size_that_is_used_well() -> None:
+    told = recommend_size(SIZES, scale_points(SIZES, measured=True), weak=False)
+    assert told.choice == "gpus2"
+    text = " ".join(told.sentences)
+    assert "2 GPUs: 1.90 times the pace of 1, 95 % efficient." in text
+    assert "4 GPUs are used to 69 % only." in text and "Weak" not in text
+    weak = recommend_size(SIZES, scale_points(SIZES, measured=True), weak=True)
+    assert "learning rate" in weak.sentences[-1]
+    assert recommend_size([], (), weak=False).choice is None
