@@ -86,10 +86,10 @@ _PLAIN = (
     "optimizer.zero=",
     "optimizer.shard_gpus=",
     "optimizer.offload=none",
-    "engine.ddp.hook=none",
 )
 # What one engine only reads, and what takes it out of a spec: for another it would be refused.
 _OWN_SETTINGS = {
+    "ddp": ("engine.ddp={}",),
     "deepspeed": ("engine.deepspeed={}",),
     "megatron-lm": (
         "engine.checkout=",
@@ -97,6 +97,11 @@ _OWN_SETTINGS = {
         "engine.arguments={}",
     ),
 }
+_ONLY_MEGATRON = (
+    "engine.implementation=auto",
+    "optimizer.overlap_grad_reduce=true",
+    "optimizer.overlap_param_gather=true",
+)
 
 
 def parse_engines(text: str, own_engine: str) -> list[Variant]:
@@ -137,6 +142,7 @@ def _plain(engine: str, own_engine: str, found: Sequence[str]) -> list[str]:
         fields += [] if on_nvme else ["engine.deepspeed.nvme_path="]
     if engine in MODULES:  # an explicit layout: with `auto`, offload is an offer and no order
         fields += ["parallel=auto", "parallel.pp=1"]
+        fields += _ONLY_MEGATRON if own_engine in MEGATRON else ()
     elif own_engine in MODULES:
         fields.append("parallel=auto")
     if (engine in MODULES) != (own_engine in MODULES):

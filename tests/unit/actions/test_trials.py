@@ -1,0 +1,236 @@
+"""Trials on a stand-in for Slurm: submitted once, gone on with, refused, read."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hpctrain.actions import trials
+from hpctrain.actions.compare import Manner, compare, engines_request, open_comparison, pursue
+from hpctrain.actions.trial_plans import Request, Subject, subject_of
+from hpctrain.actions.trials import start
+from hpctrain.comparison.documents import Comparison
+from hpctrain.engines.documents import parse_train_config
+from hpctrain.errors import InvalidInputError, NoSuchRunError, SlurmUnreachableError
+from hpctrain.slurm.fake import FakeSlurm
+from hpctrain.slurm.states import JobState
+from hpctrain.store.comparisons import ComparisonLayout
+from hpctrain.store.layout import RunLayout
+from hpctrain.store.ledger import EventKind, Ledger
+from hpctrain.store.signs import DoneMarker, RankTimes, StepMetrics, append_metrics, write_record
+
+SPEC = """
+name: tiny
+model: {layers: 2, hidden: 64, heads: 4, vocab: 256, seq: 64}
+batch: {global: 8, micro: 2}
+budget: {steps: 3600}
+precision: fp32
+optimizer: {lr: 1e-3}
+recompute: none
+checkpoint: {every_steps: 10}
+engine: {name: ddp}
+resources: {gpus: 2}
+"""
+ENGINES = "ddp,fsdp"
+
+
+@pytest.fixture
+def subject(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Subject:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.yaml").write_text(SPEC)
+    return subject_of(Path("tiny.yaml"), "sandbox")
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody sleeps; a test that would wait for ever fails."""
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        assert len(slept) < 50, "waits for ever"
+
+    monkeypatch.setattr(trials.time, "sleep", sleep)
+
+
+def asked(subject: Subject, *variants: str, engines: str = ENGINES) -> Request:
+    return engines_request(subject, engines, variants, 6)
+
+
+def begun(subject: Subject, *variants: str, engines: str = ENGINES) -> ComparisonLayout:
+    return start(subject, asked(subject, *variants, engines=engines), Path("runs"))
+
+
+def submitted(layout: ComparisonLayout, slurm: FakeSlurm, **manner: object) -> Comparison:
+    wanted = {"wait": False, **manner}
+    return pursue(layout, slurm, Manner(**wanted))  # type: ignore[arg-type]
+
+
+def train(run: RunLayout, seconds: float, *, loss: float = 5.0, launch: int = 1) -> None:
+    """Six steps and a checkpoint, as the trainer would leave them."""
+    for step in range(1, 7):
+        value = loss - step / 10
+        row = StepMetrics(
+            step=step,
+            epoch=launch,
+            time=0.0,
+            loss=value,
+            loss_hex=value.hex(),
+            grad_norm=1.0,
+            learning_rate=1e-3,
+            step_seconds=seconds,
+            tokens_per_second=1.0,
+            mfu=None,
+            memory_bytes=2**30,
+            consumed_samples=8 * step,
+        )
+        append_metrics(run, row)
+    (run.checkpoints / "iter_0000006").mkdir()
+    write_record(run.done, DoneMarker(step=6, epoch=1, checkpoint="iter_0000006", time=0.0))
+
+
+def run_of(found: Comparison, name: str) -> RunLayout:
+    run_id = next(trial.record.run_id for trial in found.trials if trial.name == name)
+    return RunLayout(Path("runs").absolute() / str(run_id))
+
+
+def test_everything_is_on_disk_before_anything_is_submitted(subject: Subject) -> None:
+    layout = begun(subject, "huge: model.hidden=65536")
+    record = trials.read_record_of(layout.directory)
+    assert [one.run_id is None for one in record.trials] == [False, False, True]
+    assert "no layout fits" in str(record.trials[2].refusal)
+    for one in record.trials[:2]:
+        run = RunLayout(layout.runs / str(one.run_id))
+        assert run.script.exists() and one.train_steps == 3600 and one.predicted is not None
+        config = parse_train_config(run.train_config.read_text())
+        assert config.train_steps == 6 and config.lr_decay_steps == 3600
+        # the last window of two ends, and is told, before the run does
+        assert 1 + 2 * config.rank_times_interval_steps < 6
+    assert list(layout.runs.glob("*/ledger.jsonl")), "the trials are runs"
+    assert not (layout.directory / "ledger.jsonl").exists(), "the comparison is none"
+
+
+def test_a_second_call_submits_nothing_twice(subject: Subject) -> None:
+    slurm, layout = FakeSlurm(), begun(subject)
+    first = submitted(layout, slurm)
+    assert len(slurm.scripts) == 2 and not first.over
+    again = submitted(layout, slurm)
+    assert len(slurm.scripts) == 2 and [t.state for t in again.trials] == ["PENDING", "PENDING"]
+
+
+def test_few_at_a_time(subject: Subject) -> None:
+    slurm, layout = FakeSlurm(), begun(subject, engines="ddp,fsdp,ddp+recompute")
+    found = submitted(layout, slurm, at_a_time=2)
+    assert len(slurm.scripts) == 2
+    assert not found.trials[2].over, "it has still to be submitted"
+    train(run_of(found, "ddp"), 1.0)
+    slurm.records[1] = replace(slurm.records[1], state=JobState.COMPLETED)
+    submitted(layout, slurm, at_a_time=2)
+    assert len(slurm.scripts) == 3
+
+
+def test_a_crash_between_sbatch_and_the_ledger_is_healed(subject: Subject) -> None:
+    slurm, layout = FakeSlurm(), begun(subject, engines="ddp")
+    run = run_of(open_comparison(layout.directory, slurm), "ddp")  # type: ignore[arg-type]
+    Ledger(run.ledger).append(EventKind.SUBMITTING)
+    slurm.submit(run.script)
+    slurm.records[1] = replace(slurm.records[1], name=run.run_id)
+    found = submitted(layout, slurm)
+    assert len(slurm.scripts) == 1, "the job that Slurm has is taken over"
+    assert found.trials[0].state == "PENDING"
+
+
+def test_one_process_submits_and_another_watches(subject: Subject) -> None:
+    slurm, layout, lines = FakeSlurm(), begun(subject), list[str]()
+    lock = layout.try_lock()
+    assert lock is not None and layout.try_lock() is None
+    submitted(layout, slurm, tell=lines.append)
+    assert not slurm.scripts and "another process" in lines[0]
+    os.close(lock)
+    submitted(layout, slurm)
+    assert len(slurm.scripts) == 2
+
+
+def test_a_refusal_of_slurm_is_a_row_and_its_absence_an_error(subject: Subject) -> None:
+    slurm, layout = FakeSlurm(), begun(subject)
+    slurm.away = True
+    with pytest.raises(SlurmUnreachableError):
+        submitted(layout, slurm)
+    slurm.away, slurm.refusal = False, "Invalid account"
+    found = submitted(layout, slurm, wait=True)
+    assert found.over and {trial.state for trial in found.trials} == {"NOT SUBMITTED"}
+    assert "Invalid account" in found.trials[0].reason
+    slurm.refusal = ""
+    submitted(layout, slurm)
+    assert len(slurm.scripts) == 2, "the next call asks again"
+
+
+def test_results_are_read_from_the_runs(subject: Subject) -> None:
+    slurm, layout = FakeSlurm(), begun(subject, engines="ddp,fsdp,ddp+recompute")
+    found = submitted(layout, slurm)
+    train(run_of(found, "ddp"), 1.0)
+    train(run_of(found, "fsdp"), 2.0, loss=5.001)
+    ranks = RankTimes(
+        epoch=1, first_step=2, last_step=5, time=0, compute_seconds=(0.4, 0.6), nodes=("a", "b")
+    )
+    write_record(run_of(found, "ddp").rank_times, ranks)
+    broken = Ledger(run_of(found, "ddp+recompute").ledger)
+    broken.append(EventKind.LAUNCH_STARTED, epoch=1)
+    broken.append(EventKind.LAUNCH_ENDED, epoch=1, cause="gpu_oom")
+    broken.append(EventKind.ACTION, action="stop", exit_code=1, reason="out of memory")
+    slurm.records[3] = replace(slurm.records[3], state=JobState.FAILED)
+    over = submitted(layout, slurm, wait=True)
+    ddp, fsdp, oom = over.trials
+    assert [trial.state for trial in over.trials] == ["DONE", "DONE", "FAILED"]
+    assert ddp.samples_per_second == 8.0 and ddp.gpu_hours == 3600 * 1.0 * 2 / 3600
+    assert ddp.measured and ddp.measured.shares and ddp.measured.shares.imbalance > 0
+    assert fsdp.agreement and fsdp.agreement.verdict == "other start" and fsdp.agreement.steps == 6
+    assert oom.reason == "out of memory" and oom.stability
+    assert oom.stability.failures == ("gpu_oom",) and oom.measured is None
+    assert over.recommendation.choice == "ddp"
+    for name in ("ddp", "fsdp"):
+        assert not list(run_of(found, name).checkpoints.iterdir()), "nobody resumes a trial"
+
+
+def test_checkpoints_are_kept_on_request(subject: Subject) -> None:
+    slurm, layout = FakeSlurm(), begun(subject, engines="ddp")
+    found = submitted(layout, slurm)
+    train(run_of(found, "ddp"), 1.0)
+    submitted(layout, slurm, wait=True, keep_checkpoints=True)
+    assert list(run_of(found, "ddp").checkpoints.iterdir())
+
+
+def test_a_job_that_everybody_has_forgotten_is_not_waited_for(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm, layout = FakeSlurm(), begun(subject, engines="ddp")
+    submitted(layout, slurm)
+    del slurm.records[1]
+    now = iter(range(0, 100_000, 100))
+    monkeypatch.setattr(trials.time, "monotonic", lambda: float(next(now)))
+    found = submitted(layout, slurm, wait=True)
+    assert found.trials[0].state == "UNKNOWN" and not found.over
+
+
+def test_other_batches_have_no_common_measure(subject: Subject) -> None:
+    slurm, layout = FakeSlurm(), begun(subject, "large: batch.global=16", engines="ddp")
+    found = submitted(layout, slurm)
+    train(run_of(found, "ddp"), 1.0)
+    train(run_of(found, "large"), 1.0, loss=4.0)
+    assert submitted(layout, slurm).trials[1].agreement is None
+
+
+def test_a_prediction_leaves_no_file(subject: Subject) -> None:
+    found = compare("tiny.yaml", "a100x1", engines=ENGINES, predicted=True)
+    assert not Path("runs").exists() and found.over
+    assert all(trial.step_seconds and trial.gpu_hours for trial in found.trials)
+
+
+def test_mistakes_of_the_spec_itself_end_it(subject: Subject) -> None:
+    with pytest.raises(InvalidInputError, match="hiden"):
+        compare("tiny.yaml", "sandbox", engines=ENGINES, overrides=["model.hiden=1"])
+    with pytest.raises(NoSuchRunError):
+        open_comparison("nowhere", FakeSlurm())  # type: ignore[arg-type]
