@@ -162,4 +162,5 @@ def _row(metrics: StepMetrics) -> Row:
         metrics.step_seconds,
         metrics.tokens_per_second,
         metrics.mfu,
+        metrics.profiled,
     )

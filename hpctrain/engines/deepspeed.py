@@ -60,7 +60,7 @@ def deepspeed_config(
         reduce_bucket_elements=max(1, int(own.reduce_bucket) // element_bytes),
         gather_bucket_elements=max(1, int(own.gather_bucket) // element_bytes),
         communication_dtype=None if own.reduce_precision == "auto" else own.reduce_precision,
-        flops_steps=own.flops_steps,
+        flops_steps=spec.profile.chosen if spec.profile and spec.profile.flops else (),
     )
 
 

@@ -11,6 +11,7 @@ from typing import Literal
 
 from hpctrain.plan.documents import Plan
 from hpctrain.spec.document import Document
+from hpctrain.spec.profiling import ProfileSpec
 from hpctrain.spec.run import CheckpointSpec, RunSpec
 
 _FIRST_SAVE_SECONDS = 600.0
@@ -67,6 +68,8 @@ class TrainConfig(Document):
     loss_spike: float | None = None
     # steps between two looks at how long each rank computes
     rank_times_interval_steps: int = 20
+    # which steps of which ranks are traced
+    profile: ProfileSpec | None = None
     # for reporting: model FLOPs of one step and the GPU's dense peak in FLOP/s (None: unknown)
     model_flops_per_step: float
     peak_flops_per_gpu: float | None
@@ -140,6 +143,7 @@ def _io_fields(spec: RunSpec) -> dict[str, object]:
         keep_checkpoints=checkpoint.keep,
         keep_every_steps=checkpoint.keep_every_steps,
         log_interval_steps=spec.logging.every_steps,
+        profile=spec.profile,
         distributed_timeout_seconds=float(spec.engine.collective_timeout),
     )
 

@@ -45,9 +45,6 @@ class DeepSpeedSpec(Document):
     reduce_precision: Literal["auto", "fp32", "bf16"] = Field(
         "auto", description="In which gradients are summed over GPUs; auto: as computed"
     )
-    flops_steps: tuple[int, ...] = Field(
-        (), description="Steps whose FLOPs DeepSpeed's profiler counts, module by module"
-    )
 
 
 class Contradiction(ValueError):

@@ -21,6 +21,8 @@ from hpctrain.spec.engine import EngineSpec as EngineSpec
 from hpctrain.spec.model import MlaSpec as MlaSpec
 from hpctrain.spec.model import ModelSpec as ModelSpec
 from hpctrain.spec.model import MoeSpec as MoeSpec
+from hpctrain.spec.profiling import ProfileSpec as ProfileSpec
+from hpctrain.spec.profiling import profile_contradictions
 from hpctrain.spec.supervision import BudgetName as BudgetName
 from hpctrain.spec.supervision import RollbackSpec as RollbackSpec
 from hpctrain.spec.supervision import SuperviseSpec as SuperviseSpec
@@ -235,6 +237,9 @@ class RunSpec(Document):
     resources: ResourcesSpec
     environment: EnvironmentSpec = EnvironmentSpec()
     logging: LoggingSpec = LoggingSpec()
+    profile: ProfileSpec | None = Field(
+        None, description="Traces of chosen steps and ranks; absent: none"
+    )
     supervise: SuperviseSpec = SuperviseSpec()
     seed: int = Field(
         1234, ge=0, lt=2**31, description="Seed of initial weights, data order and dropout"
@@ -258,6 +263,23 @@ class RunSpec(Document):
         ):
             raise wrong
         return engine
+
+    @field_validator("profile")
+    @classmethod
+    def _profile_can_be_had(
+        cls, profile: ProfileSpec | None, info: ValidationInfo
+    ) -> ProfileSpec | None:
+        given = info.data
+        if profile is None or not given.keys() >= {"engine", "resources", "budget", "batch"}:
+            return profile
+        for wrong in profile_contradictions(
+            profile,
+            engine=given["engine"].name,
+            gpus=given["resources"].gpus,
+            steps=_steps(given["budget"], given["batch"], given.get("model")),
+        ):
+            raise wrong
+        return profile
 
     @model_validator(mode="after")
     def _warm_up_ends(self) -> Self:
@@ -291,8 +313,11 @@ class RunSpec(Document):
     @property
     def train_steps(self) -> int:
         """Optimizer steps of the whole budget; a token budget is rounded up to whole steps."""
-        if self.budget.steps is not None:
-            return self.budget.steps
-        assert self.budget.tokens is not None
-        tokens_per_step = self.batch.global_ * self.model.seq
-        return -(-round(self.budget.tokens) // tokens_per_step)
+        return _steps(self.budget, self.batch, self.model)
+
+
+def _steps(budget: BudgetSpec, batch: BatchSpec, model: ModelSpec | None) -> int:
+    if budget.steps is not None:
+        return budget.steps
+    assert budget.tokens is not None
+    return -(-round(budget.tokens) // (batch.global_ * (model.seq if model else 1)))

@@ -16,6 +16,7 @@ signatures.json                        the lines of logs and kernels that name a
 train-n000003.json                     the trainer's file for a launch on fewer nodes than planned
 ds_config.json ds_config-n000003.json  what DeepSpeed is told, for people and its own tools
 flops-0000012.txt                      what DeepSpeed's profiler has counted in a step
+traces/e000001-rank-000003-steps-10-12.json.gz  what happened in steps of a rank (`profile:`)
 logs/                                  slurm-JOB.out, JOB.RESTART/stepS-rankT.log, -nodeT.log
 checkpoints/                           iter_0000012/ and iter_0000012.partial-e000003/
 """
@@ -142,6 +143,15 @@ class RunLayout:
 
     def flops(self, step: int) -> Path:
         return self.directory / f"flops-{step:07d}.txt"
+
+    @property
+    def traces(self) -> Path:
+        return self.directory / "traces"
+
+    def trace(self, epoch: int, rank: int, first_step: int, last_step: int) -> Path:
+        """A Chrome trace of torch.profiler; Nsight's have other endings."""
+        name = f"e{epoch:06d}-rank-{rank:06d}-steps-{first_step}-{last_step}"
+        return self.traces / f"{name}.json.gz"
 
     @property
     def epochs(self) -> Path:

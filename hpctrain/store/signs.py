@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from hpctrain.durable import append_line, replace_text
 from hpctrain.store.layout import RunLayout
 
-Phase = Literal["starting", "loading", "training", "saving", "evaluating", "leaving"]
+Phase = Literal["starting", "loading", "training", "saving", "evaluating", "profiling", "leaving"]
 Outcome = Literal["done", "yielded", "config_error", "crash"]
 
 
@@ -59,7 +59,10 @@ class Progress(Record):
 
 
 class StepMetrics(Record):
-    """One optimizer step. `loss_hex` is the exact float64 (float.hex), for bitwise comparison."""
+    """One optimizer step. `loss_hex` is the exact float64 (float.hex), for bitwise comparison.
+
+    `profiled`: a profiler was at work, so that its time is not that of other steps.
+    """
 
     step: int
     epoch: int
@@ -74,6 +77,7 @@ class StepMetrics(Record):
     memory_bytes: int
     consumed_samples: int
     eval_loss: float | None = None
+    profiled: bool = False
 
 
 class ExitRecord(Record):

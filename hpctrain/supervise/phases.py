@@ -24,13 +24,14 @@ _WINDOW = 1000
 # for reasons of their own. The time-outs of the same project's reference job (setup 900, step 60,
 # checkpointing 300; examples/fault_tolerance/deployment/slurm/nvrx_singleton_array.sbatch), but a
 # step gets 90: an NFS client repeats a request that got lost only after 60 s (nfs(5), `timeo`).
-# An evaluation is many steps: twice a save.
+# An evaluation is many steps: twice a save. A trace of hundreds of MB is written as JSON.
 _FLOORS_SECONDS = {
     "starting": 900.0,
     "loading": 900.0,
     "training": 90.0,
     "saving": 300.0,
     "evaluating": 600.0,
+    "profiling": 900.0,
     "leaving": 300.0,
 }
 # srun says that it waits for resources of its step only after 60 to 70 s of silence

@@ -20,6 +20,7 @@ class Row:
     step_seconds: float
     tokens_per_second: float
     mfu: float | None
+    profiled: bool = False
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,14 @@ class Rates:
 def recent_rates(rows: Sequence[Row], window: int = 20) -> Rates:
     """Summarise the last `window` steps of the newest epoch.
 
-    The first step of a launch is left out when there are others: it includes warm-up.
+    The first step of a launch is left out when there are others: it includes warm-up; so are
+    steps at which a profiler was at work.
     """
     if not rows:
         return Rates(None, None, None, None)
     newest = [row for row in rows if row.epoch == rows[-1].epoch]
-    recent = (newest[1:] or newest)[-window:]
+    usual = [row for row in newest[1:] if not row.profiled]
+    recent = (usual or newest)[-window:]
     mfus = [row.mfu for row in recent if row.mfu is not None]
     return Rates(
         loss=rows[-1].loss,

@@ -31,6 +31,7 @@ from hpctrain.store.signs import (
 from hpctrain.train.faults import BadCheckpointError, cause_of
 from hpctrain.train.job import Job, read_config
 from hpctrain.train.launch import Launch, quiet_defaults, read_launch
+from hpctrain.train.nsight import become_recorded
 from hpctrain.train.preflight import check
 from hpctrain.train.stacks import StackDump, flight_recorder, open_stack_dump
 from hpctrain.train.stop import StopSignals
@@ -61,10 +62,17 @@ def main(arguments: list[str], stop: StopSignals) -> int:
         return TrainerExit.DONE
     ending = _Ending(run, launch)
     stacks = _open_stacks(run, launch)
-    code = ending.of(lambda: _train(Job(read_config(path), launch, run, stop), ending))
+    code = ending.of(lambda: _train(_job(path, launch, run, stop), ending))
     if stacks is not None:
         stacks.discard_if_unused()
     return code
+
+
+def _job(path: Path, launch: Launch, run: RunLayout, stop: StopSignals) -> Job:
+    """Does not return where this rank has to be started again below a profiler."""
+    config = read_config(path)
+    become_recorded(config, launch, run, os.environ)
+    return Job(config, launch, run, stop)
 
 
 def _open_stacks(run: RunLayout, launch: Launch) -> StackDump | None:

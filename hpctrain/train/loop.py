@@ -16,6 +16,7 @@ from hpctrain.train.faults import DivergedError
 from hpctrain.train.interval import SaveInterval
 from hpctrain.train.job import Job
 from hpctrain.train.numerics import LossWindow, what_is_not_finite
+from hpctrain.train.profiling import StepProfiler
 from hpctrain.train.report import Reporter, StepResult
 from hpctrain.train.request import SaveRequest
 from hpctrain.train.saver import Saver
@@ -40,6 +41,7 @@ class Loop:
     skips: Skips
     losses: LossWindow
     clock: RankClock
+    profiler: StepProfiler
     request: SaveRequest
 
     def run(self) -> Ending:
@@ -63,10 +65,13 @@ class Loop:
         except DivergedError:
             self.saver.leave()
             raise
+        finally:
+            self.profiler.leave()
         return "done" if self.position.step >= target else "yielded"
 
     def one_step(self) -> Agreement:
         """One optimizer step with everything that belongs to it."""
+        self.profiler.begin(self.position.step + 1)
         started_at = time.perf_counter()
         first = self.skips.next_sample(self.position.consumed_samples)
         update = self.engine.update(first, self._before_the_optimizer)
@@ -82,9 +87,11 @@ class Loop:
             grad_norm=None if update.grad_norm is None else float(update.grad_norm),
             learning_rate=update.learning_rate,
             step_seconds=time.perf_counter() - started_at,
+            profiled=self.profiler.covers(self.position.step),
         )
+        self.profiler.end(result.step)
         problem = self._problem(result, agreed)
-        self.clock.finished_step(result.step, result.step_seconds)
+        self.clock.finished_step(result.step, result.step_seconds, counts=not result.profiled)
         self.reporter.finished_step(result, None if problem else self._evaluate_if_due())
         if problem:
             raise DivergedError(result.step, first, loss, problem)

@@ -37,6 +37,7 @@ class StepResult:
     grad_norm: float | None
     learning_rate: float
     step_seconds: float
+    profiled: bool = False
 
 
 class Reporter:
@@ -147,6 +148,7 @@ def step_metrics(
         memory_bytes=peak_memory_bytes(),
         consumed_samples=result.consumed_samples,
         eval_loss=_finite(eval_loss),
+        profiled=result.profiled,
     )
 
 

@@ -23,6 +23,7 @@ from hpctrain.train.interval import SaveInterval
 from hpctrain.train.job import Job
 from hpctrain.train.loop import Loop
 from hpctrain.train.numerics import LossWindow, earlier_losses
+from hpctrain.train.profiling import step_profiler
 from hpctrain.train.report import Reporter
 from hpctrain.train.request import SaveRequest
 from hpctrain.train.saver import Saver
@@ -76,6 +77,7 @@ def assemble(job: Job, keeper: StepKeeper) -> Loop:
         skips=skips,
         losses=_losses(job, control, position),
         clock=_clock(job, control, parts.engine, reporter),
+        profiler=step_profiler(job, parts.engine.clock, reporter, control),
         request=SaveRequest(job.run.save_request, looks=job.launch.leads),
     )
 

@@ -28,6 +28,7 @@ PARTS: tuple[Part, ...] = get_args(Part)
 _TIMES = (*PARTS, "step")
 _COLUMNS = (*_TIMES, "peak_memory", "reserved_memory")
 _MEGATRON_PASSES = ("forward-compute", "backward-compute")
+_UNMARKED = contextlib.nullcontext()
 Item = TypeVar("Item")
 
 
@@ -104,14 +105,20 @@ class StepClock:
         kind: Callable[[], WallClock | EventClock] = WallClock if on_cpu() else EventClock
         self._clocks = {part: kind() for part in PARTS}
         self._computing = False
+        # shows the parts to a profiler while one is at work
+        self.mark: Callable[[str], contextlib.AbstractContextManager[Any]] | None = None
+        self._marked = contextlib.ExitStack()
 
     def start(self, part: Part = "compute") -> None:
+        if self.mark is not None:
+            self._marked.enter_context(self.mark(f"hpctrain: {part}"))
         self._clocks[part].start()
         self._computing = part == "compute"
 
     def stop(self, part: Part = "compute") -> None:
         self._clocks[part].stop()
         self._computing = False
+        self._marked.close()
 
     @contextlib.contextmanager
     def timing(self, part: Part) -> Iterator[None]:
@@ -133,13 +140,17 @@ class StepClock:
             if self._computing:
                 passes.stop()
             data.start()
-            item: Any = next(items, nothing)
+            with self._marking("data"):
+                item: Any = next(items, nothing)
             data.stop()
             if self._computing:
                 passes.start()
             if item is nothing:
                 return
             yield item
+
+    def _marking(self, part: Part) -> contextlib.AbstractContextManager[Any]:
+        return _UNMARKED if self.mark is None else self.mark(f"hpctrain: {part}")
 
     def take(self) -> dict[str, float]:
         """Seconds by part since the last call."""

@@ -48,7 +48,7 @@ WRONG = [
      "8:54: `engine.ddp.powersgd_rank`: this is for PowerSGD, which is not the hook"
      " | remove it, or set `engine.ddp.hook: powersgd`"),
     ("zero: 1", "engine: {name: deepspeed, deepspeed: {pin_memory: true}}\n",
-     "8:39: `engine.deepspeed.pin_memory`: unknown key | known here: adam, flops_steps, "
+     "8:39: `engine.deepspeed.pin_memory`: unknown key | known here: adam, "
      "gather_bucket, nvme_path, offload_parameters, reduce_bucket, reduce_precision"),
 ]  # fmt: skip
 

@@ -20,7 +20,8 @@ WRONG_VALUES = [
     ("name: tiny", "name: tiny\nzzz: 8", [
         "2:1: `zzz`: unknown key | known here: batch, budget, checkpoint, data, engine, "
         "environment, evaluation, launcher, logging, lora, model, name, optimizer, parallel, "
-        "precision, recompute, recompute_modules, resources, schedule, seed, supervise, task"]),
+        "precision, profile, recompute, recompute_modules, resources, schedule, seed, supervise, "
+        "task"]),
     ("name: tiny", "name: tiny\nParallel: {}", [
         "2:1: `Parallel`: unknown key | did you mean `parallel`?"]),
     ("name: tiny", "name: a b", [

@@ -9,7 +9,7 @@ from hpctrain.supervise.documents import SuperviseConfig
 from hpctrain.supervise.phases import Pulse, StallLimits
 
 CAP, SETUP_CAP = 600.0, 1800.0
-ALL_PHASES = ("starting", "loading", "training", "saving", "evaluating", "leaving")
+ALL_PHASES = ("starting", "loading", "training", "saving", "evaluating", "profiling", "leaving")
 
 
 def settings(**changes: object) -> SuperviseConfig:
@@ -67,7 +67,7 @@ def test_nothing_is_learned_from_four(phase: str) -> None:
     ("phase", "floor_seconds"),
     [
         *[("starting", 900.0), ("loading", 900.0), ("training", 90.0)],
-        *[("saving", 300.0), ("evaluating", 600.0), ("leaving", 300.0)],
+        *[("saving", 300.0), ("evaluating", 600.0), ("leaving", 300.0), ("profiling", 900.0)],
     ],
 )
 def test_the_floor_of_each_phase(phase: str, floor_seconds: float) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hpctrain.telemetry.rates import Rates, Row, recent_rates
 
 
@@ -26,6 +28,12 @@ def test_only_the_newest_launch_and_the_newest_steps_count() -> None:
     slow_start = [row(30, 50.0, epoch=2), *(row(s, 7.0, epoch=2) for s in range(31, 40)), *new[10:]]
     assert recent_rates([*old, *new]).step_seconds == 1.0
     assert recent_rates([*old, *slow_start], window=20).step_seconds == 1.0
+
+
+def test_a_profiler_makes_steps_slow_that_are_not() -> None:
+    rows = [row(1, 50.0), row(2, 2.0), replace(row(3, 90.0), profiled=True), row(4, 3.0)]
+    assert recent_rates(rows).step_seconds == 2.5
+    assert recent_rates(rows[2:3]).step_seconds == 90.0, "better than nothing"
 
 
 def test_mfu_is_a_median_of_what_is_known() -> None:

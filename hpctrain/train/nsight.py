@@ -1,0 +1,80 @@
+"""Starting a rank again under Nsight Systems, where the run's `profile` asks for it.
+
+`nsys` has to be the parent of what it records, and srun starts all ranks with one command: so a
+chosen rank takes its own place by `nsys profile ... the same command`. Belongs here: that command.
+Does not belong here: the calls between which it records (see `profiling`). Imports nothing heavy:
+it comes before torch.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+
+from hpctrain.engines.training import TrainConfig
+from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.store.layout import RunLayout
+from hpctrain.train.launch import Launch
+
+# Set below nsys, so that the rank does not start it once more.
+UNDER_NSIGHT = "HPCTRAIN_UNDER_NSIGHT"
+
+
+def nsight_command(
+    config: TrainConfig, launch: Launch, run: RunLayout, program: list[str]
+) -> list[str] | None:
+    """`program` below nsys; None if this rank is not to be recorded that way.
+
+    Nothing is recorded before cudaProfilerStart, and the end of the range leaves the program
+    running (nsys profile --help: --capture-range, --capture-range-end, --kill).
+    """
+    settings = config.profile
+    if settings is None or settings.tool != "nsys" or launch.rank not in settings.ranks:
+        return None
+    first, last = settings.windows[0]
+    report = run.trace(launch.epoch, launch.rank, first, last)
+    return [
+        "nsys",
+        "profile",
+        f"--output={report.with_name(report.name.removesuffix('.json.gz'))}",
+        "--force-overwrite=true",
+        "--trace=cuda,nvtx,cublas,cudnn",
+        "--sample=none",
+        "--cpuctxsw=none",
+        "--capture-range=cudaProfilerApi",
+        "--capture-range-end=stop",
+        "--kill=none",
+        *program,
+    ]
+
+
+def become_recorded(
+    config: TrainConfig, launch: Launch, run: RunLayout, environment: Mapping[str, str]
+) -> None:
+    """Go on as the same program below nsys; returns where there is nothing to do.
+
+    Raises InvalidInputError when nsys is not installed.
+    """
+    if environment.get(UNDER_NSIGHT):
+        return
+    program = [sys.executable, "-m", "hpctrain.train", str(run.train_config)]
+    command = nsight_command(config, launch, run, program)
+    if command is None:
+        return
+    found = shutil.which(command[0], path=environment.get("PATH"))
+    if found is None:
+        raise InvalidInputError(
+            [
+                Problem(
+                    f"profile.tool is nsys, and rank {launch.rank} on {launch.node} finds no "
+                    "`nsys` on its PATH",
+                    hint="load the module of Nsight Systems in the profile's `software.modules`, "
+                    "or set `profile.tool: torch`",
+                )
+            ]
+        )
+    run.traces.mkdir(exist_ok=True, mode=0o700)
+    sys.stdout.flush()
+    os.execve(found, command, {**environment, UNDER_NSIGHT: "1"})

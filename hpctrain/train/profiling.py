@@ -1,0 +1,208 @@
+"""Looking into chosen steps of chosen ranks while they train, for every engine alike.
+
+All ranks know which steps are looked into, so that all leave them out of what they tell about
+usual steps, and wait together while traces are written. Belongs here: when a profiler works, and
+where its trace goes. Does not belong here: DeepSpeed's count of FLOPs (its own room), starting a
+rank under Nsight Systems (`nsight`), reading traces (`hpctrain.diagnose`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from hpctrain.spec.profiling import ProfileSpec
+from hpctrain.train.control import Control
+from hpctrain.train.device import on_cpu
+from hpctrain.train.job import Job
+from hpctrain.train.report import Reporter
+from hpctrain.train.times import StepClock
+
+_BUSY_HINT = "is another profiler at work on this GPU?"
+
+
+class Tool(Protocol):
+    """Something that records one range of steps at a time."""
+
+    def prepare(self) -> None:
+        """Called before the step in front of the range, so that warming up is not recorded."""
+
+    def start(self) -> None: ...
+
+    def mark(self, name: str) -> contextlib.AbstractContextManager[Any]:
+        """A named stretch of time in what is recorded."""
+
+    def stop(self, path: Path) -> str:
+        """Stop and write to `path`; says what was written, or why nothing was."""
+
+    def discard(self) -> None:
+        """Stop and forget."""
+
+
+class TorchTrace:
+    """torch.profiler: a Chrome trace for each range of steps."""
+
+    def __init__(self, settings: ProfileSpec) -> None:
+        self._settings = settings
+        self._profiler: Any = None
+
+    def prepare(self) -> None:
+        settings = self._settings
+        kinds = [ProfilerActivity.CPU] if on_cpu() else [*_BOTH]
+        self._profiler = profile(
+            activities=kinds,
+            record_shapes=settings.shapes,
+            profile_memory=settings.allocations,
+            with_stack=settings.stacks,
+            acc_events=True,
+        )
+        self._profiler.prepare_trace()
+
+    def start(self) -> None:
+        if self._profiler is None:  # the launch began inside the range
+            self.prepare()
+        self._profiler.start_trace()
+
+    def mark(self, name: str) -> contextlib.AbstractContextManager[Any]:
+        return record_function(name)
+
+    def stop(self, path: Path) -> str:
+        profiler, self._profiler = self._profiler, None
+        profiler.stop_trace()
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # the name ends in .gz, by which torch knows that it is to compress
+        unfinished = path.with_name(f"unfinished-{path.name}")
+        profiler.export_chrome_trace(str(unfinished))
+        size, largest = unfinished.stat().st_size, int(self._settings.largest)
+        if size > largest:
+            unfinished.unlink()
+            return f"trace of {size} bytes not kept: profile.largest is {largest}"
+        unfinished.replace(path)
+        return f"trace {path.name} of {size} bytes"
+
+    def discard(self) -> None:
+        profiler, self._profiler = self._profiler, None
+        if profiler is not None:
+            with contextlib.suppress(RuntimeError):
+                profiler.stop_trace()
+
+
+_BOTH = (ProfilerActivity.CPU, ProfilerActivity.CUDA)
+
+
+class NsightRange:
+    """Nsight Systems, under which this rank was started: it records between these two calls."""
+
+    def prepare(self) -> None:
+        pass
+
+    def start(self) -> None:
+        torch.cuda.profiler.start()
+
+    def mark(self, name: str) -> contextlib.AbstractContextManager[Any]:
+        return torch.cuda.nvtx.range(name)
+
+    def stop(self, path: Path) -> str:
+        torch.cuda.profiler.stop()
+        return f"Nsight Systems writes {path.parent.name}"
+
+    def discard(self) -> None:
+        torch.cuda.profiler.stop()
+
+
+def tool_of(settings: ProfileSpec) -> Tool | None:
+    """What records; None where only FLOPs are counted."""
+    if settings.tool == "none":
+        return None
+    return NsightRange() if settings.tool == "nsys" else TorchTrace(settings)
+
+
+@dataclass
+class StepProfiler:
+    """Starts and stops a tool around the ranges of steps; `tool` None: not on this rank."""
+
+    windows: tuple[tuple[int, int], ...]
+    tool: Tool | None
+    path_of: Callable[[int, int], Path]
+    clock: StepClock
+    reporter: Reporter
+    control: Control
+    rank: int
+    _first: int | None = field(default=None, init=False)
+    _marks: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, init=False)
+
+    def covers(self, step: int) -> bool:
+        """True for steps whose times are not those of others, on all ranks."""
+        return any(first - 1 <= step <= last for first, last in self.windows)
+
+    def begin(self, step: int) -> None:
+        """Before a step."""
+        window = self._window(step)
+        if window is not None and self._first is None:
+            self._first = step
+            self.reporter.phase("profiling")
+            self._attempt(self._start)
+        elif self._window(step + 1) is not None and self._first is None:
+            self._attempt(lambda tool: tool.prepare())
+        if window is not None and self.tool is not None:
+            self._marks.enter_context(self.tool.mark(f"hpctrain: step {step}"))
+
+    def _start(self, tool: Tool) -> None:
+        tool.start()
+        self.clock.mark = tool.mark
+
+    def end(self, step: int) -> None:
+        """After it; with the last one of a range the trace is written while all ranks wait."""
+        self._marks.close()
+        window = self._window(step)
+        if window is None or step < window[1]:
+            return
+        first, self._first = self._first or window[0], None
+        self.clock.mark = None
+        self._attempt(lambda tool: self._say(tool.stop(self.path_of(first, step))))
+        self.control.barrier()
+        self.reporter.phase("training")
+
+    def leave(self) -> None:
+        """Training ends; a range that is not through is forgotten, for time may be short."""
+        self._marks.close()
+        self.clock.mark = None
+        if self._first is not None:
+            self._attempt(lambda tool: tool.discard())
+
+    def _attempt(self, work: Callable[[Tool], None]) -> None:
+        """A profiler that fails is said and given up: training matters more."""
+        if self.tool is None:
+            return
+        try:
+            work(self.tool)
+        except (OSError, RuntimeError, AssertionError) as error:
+            self.tool, self.clock.mark = None, None
+            self._say(f"profiling given up, {_BUSY_HINT} {type(error).__name__}: {error}")
+
+    def _say(self, words: str) -> None:
+        print(f"event=profile rank={self.rank} {words}", flush=True)
+
+    def _window(self, step: int) -> tuple[int, int] | None:
+        return next((one for one in self.windows if one[0] <= step <= one[1]), None)
+
+
+def step_profiler(job: Job, clock: StepClock, reporter: Reporter, control: Control) -> StepProfiler:
+    """The profiler of this rank, by the run's `profile`; without one it does nothing."""
+    settings, launch = job.config.profile, job.launch
+    chosen = settings is not None and launch.rank in settings.ranks
+    return StepProfiler(
+        windows=() if settings is None else settings.windows,
+        tool=tool_of(settings) if settings is not None and chosen else None,
+        path_of=lambda first, last: job.run.trace(launch.epoch, launch.rank, first, last),
+        clock=clock,
+        reporter=reporter,
+        control=control,
+        rank=launch.rank,
+    )

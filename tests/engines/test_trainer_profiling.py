@@ -1,0 +1,141 @@
+"""`profile:`: traces of chosen steps and ranks, which change nothing of the training."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deepspeed_trials import ZERO
+from trial_runs import GPT, MODULE_GPT, Trial
+
+from hpctrain.store.signs import ExitRecord, RankTimes, read_record
+from hpctrain.train.nsight import UNDER_NSIGHT, nsight_command
+
+FSDP = dict(MODULE_GPT, engine="fsdp", shard_size=2)
+TWO_STEPS = dict(steps=(3, 4, 6), ranks=(1,), shapes=True)
+
+
+def _names(path: Path) -> set[str]:
+    with gzip.open(path) as stream:
+        return {event.get("name", "") for event in json.load(stream)["traceEvents"]}
+
+
+@pytest.mark.parametrize(
+    "base", [GPT, MODULE_GPT, FSDP, ZERO], ids=["megatron", "ddp", "fsdp", "zero"]
+)
+def test_chosen_steps_are_traced_and_nothing_changes(
+    base: dict[str, Any], trial: Callable[..., Trial]
+) -> None:
+    both = dict(data_parallel_size=2, rank_times_interval_steps=1)
+    plain, traced = trial(base, **both), trial(base, **both, profile=TWO_STEPS)
+    assert plain.train() == traced.train() == [0, 0]
+    assert traced.exact == plain.exact
+    found = sorted(path.name for path in traced.run.traces.iterdir())
+    prefix = "e000000-rank-000001-steps"
+    assert found == [f"{prefix}-3-4.json.gz", f"{prefix}-6-6.json.gz"]
+    names = _names(traced.run.trace(0, 1, 3, 4))
+    assert {"hpctrain: step 3", "hpctrain: step 4", "hpctrain: data"} <= names
+    assert {"hpctrain: compute", "hpctrain: optimizer"} <= names
+    assert any(name.startswith("gloo:") for name in names), "what is sent shows"
+    assert [row.step for row in traced.rows if row.profiled] == [2, 3, 4, 5, 6]
+    assert read_record(traced.run.rank_times, RankTimes) is None, "no usual step was left"
+
+
+def test_a_trace_that_is_too_large_is_not_kept(trial: Callable[..., Trial]) -> None:
+    small = trial(MODULE_GPT, train_steps=3, profile=dict(steps=(2,), largest="100B"))
+    assert small.train() == [0]
+    assert list(small.run.traces.iterdir()) == []
+    said = "".join(path.read_text() for path in small.run.logs.rglob("*.log"))
+    assert "bytes not kept: profile.largest is 100" in said
+
+
+def test_what_fails_ends_the_profile_and_not_the_run(trial: Callable[..., Trial]) -> None:
+    """Here: a file lies where the directory of traces would be."""
+    broken = trial(MODULE_GPT, train_steps=3, profile=dict(steps=(2,)))
+    broken.run.traces.write_text("")
+    assert broken.train() == [0]
+    said = "".join(path.read_text() for path in broken.run.logs.rglob("*.log"))
+    assert "event=profile rank=0 profiling given up" in said and "FileExistsError" in said
+
+
+# -- Nsight Systems, of which there is none here: the command, and that it is what is started ----
+
+NSIGHT = dict(tool="nsys", start=2, count=2, ranks=(1,))
+PROGRAM = """#!/bin/sh
+printf '%s\\n' "$@" > "$NSIGHT_ARGUMENTS"
+while [ "$1" != -m ]; do last=$1; shift; done
+exec "$last" "$@"
+"""
+
+
+def _start(made: Trial, rank: int, **changes: str) -> subprocess.CompletedProcess[str]:
+    environment = {
+        "PATH": os.environ["PATH"],
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank),
+        "SLURM_NTASKS": "1",
+        "SLURMD_NODENAME": "n7",
+        "HPCTRAIN_EPOCH": "0",
+    }
+    command = [sys.executable, "-m", "hpctrain.train", str(made.run.train_config)]
+    return subprocess.run(
+        command, env=environment | changes, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_a_chosen_rank_takes_its_place_below_nsight(
+    trial: Callable[..., Trial], tmp_path: Path
+) -> None:
+    made = trial(MODULE_GPT, data_parallel_size=2, profile=NSIGHT)
+    program, arguments = tmp_path / "bin" / "nsys", tmp_path / "arguments"
+    program.parent.mkdir()
+    program.write_text(PROGRAM)
+    program.chmod(0o755)
+    path = f"{program.parent}:{os.environ['PATH']}"
+    assert _start(made, 1, PATH=path, NSIGHT_ARGUMENTS=str(arguments)).returncode == 78
+    record = read_record(made.run.exit_record(0, 1), ExitRecord)
+    assert record is not None, "the trainer has begun below nsys"
+    assert "needs 2 processes, but 1 were started" in str(record.message)
+    words = arguments.read_text().splitlines()
+    assert words == [
+        "profile",
+        f"--output={made.run.traces}/e000000-rank-000001-steps-2-3",
+        "--force-overwrite=true",
+        "--trace=cuda,nvtx,cublas,cudnn",
+        "--sample=none",
+        "--cpuctxsw=none",
+        "--capture-range=cudaProfilerApi",
+        "--capture-range-end=stop",
+        "--kill=none",
+        sys.executable,
+        "-m",
+        "hpctrain.train",
+        str(made.run.train_config),
+    ]
+    arguments.unlink()
+    _start(made, 0, PATH=path, NSIGHT_ARGUMENTS=str(arguments))
+    assert not arguments.exists(), "rank 0 was not chosen"
+
+
+def test_without_nsight_the_run_does_not_begin(trial: Callable[..., Trial]) -> None:
+    made = trial(MODULE_GPT, data_parallel_size=2, profile=NSIGHT)
+    ended = _start(made, 1, PATH="/nowhere")
+    assert ended.returncode == 78
+    record = read_record(made.run.exit_record(0, 1), ExitRecord)
+    assert record is not None and "finds no `nsys` on its PATH" in str(record.message)
+
+
+def test_no_rank_is_wrapped_for_torch(trial: Callable[..., Trial]) -> None:
+    from hpctrain.train.launch import Launch
+
+    made = trial(MODULE_GPT, profile=dict(steps=(2,)))
+    launch = Launch(rank=0, world_size=1, local_rank=0, node="n0", epoch=0, resume="")
+    assert nsight_command(made.config, launch, made.run, ["train"]) is None
+    assert UNDER_NSIGHT not in os.environ
