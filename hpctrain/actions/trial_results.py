@@ -109,12 +109,21 @@ def _step(row: StepMetrics) -> Step:
         loss=float.fromhex(row.loss_hex),
         memory_bytes=row.memory_bytes,
         eval_loss=row.eval_loss,
+        eval_accuracy=row.eval_accuracy,
     )
 
 
 def _ranks(run: RunFiles) -> Ranks | None:
     told = read_record(run.layout.rank_times, RankTimes)
-    return None if told is None else Ranks(compute_seconds=told.compute_seconds)
+    if told is None:
+        return None
+    return Ranks(
+        compute_seconds=told.compute_seconds,
+        backward_seconds=told.backward_seconds,
+        data_seconds=told.data_seconds,
+        update_seconds=told.optimizer_seconds,
+        peak_bytes=told.peak_memory_bytes,
+    )
 
 
 def _stability(events: Sequence[Event], steps_again: int) -> Stability:

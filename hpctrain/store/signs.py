@@ -77,6 +77,7 @@ class StepMetrics(Record):
     memory_bytes: int
     consumed_samples: int
     eval_loss: float | None = None
+    eval_accuracy: float | None = None
     profiled: bool = False
 
 

@@ -49,6 +49,21 @@ def mean_loss(totals: Any) -> float:
     return loss_sum / count if count else float("nan")
 
 
+@dataclass(frozen=True)
+class Evaluation:
+    """Means over the validation data; `accuracy` is of classes only, from 0 to 1."""
+
+    loss: float
+    accuracy: float | None = None
+
+
+def evaluated(totals: Any) -> Evaluation:
+    """From [sum of losses, number of them], for classes also how many were right."""
+    right = float(totals[2]) if len(totals) > 2 else None
+    count = float(totals[1])
+    return Evaluation(mean_loss(totals[:2]), right / count if right is not None and count else None)
+
+
 class Engine(Protocol):
     """The model, its optimizer and its data on this rank. All ranks call the same methods.
 
@@ -69,8 +84,8 @@ class Engine(Protocol):
         `before_step` is called between the backward passes and the optimizer's step.
         """
 
-    def evaluate(self) -> float | None:
-        """Mean loss on the validation data; None without any. Leaves no trace in the training."""
+    def evaluate(self) -> Evaluation | None:
+        """On the validation data; None without any. Leaves no trace in the training."""
 
     def weights_are_finite(self) -> bool:
         """Of this rank's weights."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hpctrain.train.control import Agreement, Control
-from hpctrain.train.engine import Engine, Position
+from hpctrain.train.engine import Engine, Evaluation, Position
 from hpctrain.train.faults import DivergedError
 from hpctrain.train.interval import SaveInterval
 from hpctrain.train.job import Job
@@ -129,14 +129,14 @@ class Loop:
         problem = what_is_not_finite(result.loss, result.grad_norm)
         return problem or self.losses.spike(result.loss)
 
-    def _evaluate_if_due(self) -> float | None:
+    def _evaluate_if_due(self) -> Evaluation | None:
         interval = self.job.config.eval_interval_steps
         if interval is None or self.position.step % interval:
             return None
         self.reporter.phase("evaluating")
-        loss = self.engine.evaluate()
+        found = self.engine.evaluate()
         self.reporter.phase("training")
-        return loss
+        return found
 
     def _save_if_due(self, agreed: Agreement) -> None:
         self.saver.poll(agreed.writer)

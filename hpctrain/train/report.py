@@ -22,6 +22,7 @@ from hpctrain.store.signs import (
     write_record,
 )
 from hpctrain.train.device import peak_memory_bytes
+from hpctrain.train.engine import Evaluation
 from hpctrain.train.job import Job
 
 _PROGRESS_SECONDS = 1.0
@@ -65,12 +66,12 @@ class Reporter:
     def resumed_from(self, step: int) -> None:
         self._step = self._checkpoint_step = step
 
-    def finished_step(self, result: StepResult, eval_loss: float | None) -> None:
+    def finished_step(self, result: StepResult, evaluation: Evaluation | None) -> None:
         """Record one step: a metrics row, sometimes progress, sometimes a log line."""
         self._step, self._last = result.step, result
         if not self._job.launch.leads:
             return
-        metrics = step_metrics(self._job.config, self._job.launch.epoch, result, eval_loss)
+        metrics = step_metrics(self._job.config, self._job.launch.epoch, result, evaluation)
         append_metrics(self._job.run, metrics)
         if time.monotonic() - self._written_at >= _PROGRESS_SECONDS:
             self._write_progress()
@@ -99,7 +100,11 @@ class Reporter:
             print(" ".join([f"event={event}", *words]), flush=True)
 
     def _log_step(self, metrics: StepMetrics) -> None:
-        optional = {"mfu": metrics.mfu, "eval_loss": metrics.eval_loss}
+        optional = {
+            "mfu": metrics.mfu,
+            "eval_loss": metrics.eval_loss,
+            "eval_accuracy": metrics.eval_accuracy,
+        }
         self.log(
             "step",
             step=f"{metrics.step}/{self._job.config.train_steps}",
@@ -130,7 +135,7 @@ class Reporter:
 
 
 def step_metrics(
-    config: TrainConfig, epoch: int, result: StepResult, eval_loss: float | None
+    config: TrainConfig, epoch: int, result: StepResult, evaluation: Evaluation | None
 ) -> StepMetrics:
     """The row of one step. MFU as in PaLM (Chowdhery et al. 2022, appendix B)."""
     tokens = config.global_batch_size * config.seq_length
@@ -147,7 +152,8 @@ def step_metrics(
         mfu=_mfu(config, result.step_seconds),
         memory_bytes=peak_memory_bytes(),
         consumed_samples=result.consumed_samples,
-        eval_loss=_finite(eval_loss),
+        eval_loss=_finite(evaluation.loss) if evaluation else None,
+        eval_accuracy=evaluation.accuracy if evaluation else None,
         profiled=result.profiled,
     )
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from dataset_specimens import (
     DISTILBERT,
     PACKED,
     VIT,
+    config_of,
     write_conversations,
     write_folder,
     write_pictures,
@@ -19,6 +22,8 @@ from dataset_specimens import (
 from trial_runs import Trial, largest_difference
 
 from hpctrain.store.signs import TrainerExit
+from hpctrain.train.engine import Evaluation, evaluated
+from hpctrain.train.models.tasks import loss_of
 
 ROUNDING = 5e-6
 TWO = dict(data_parallel_size=2, micro_batch_size=1)
@@ -53,11 +58,30 @@ def test_two_ranks_learn_what_one_does(
     assert sorted(evaluated) == [3, 6]
     for row in spread.rows:
         assert row.eval_loss == pytest.approx(evaluated.get(row.step), abs=1e-5)
+    right = [row.eval_accuracy for row in spread.rows if row.eval_loss is not None]
+    assert right == [row.eval_accuracy for row in alone.rows if row.eval_loss is not None]
+    assert all((one is None) == (kind == "packed") for one in right), "of classes only"
     if kind in RESUMED:
         resumed = trial(base, **settings)
         resumed.adopt(alone, 4)
         assert resumed.train(resume=4) == [0]
         assert resumed.exact == {step: row for step, row in alone.exact.items() if step > 4}
+
+
+class Guesses(torch.nn.Module):
+    """Says the same whatever it is shown."""
+
+    def forward(self, pixel_values: Any) -> Any:
+        return SimpleNamespace(logits=torch.tensor([[9.0, 0.0], [9.0, 0.0], [0.0, 9.0]]))
+
+
+def test_accuracy_is_the_share_of_classes_that_were_right() -> None:
+    loss, module = loss_of(config_of(VIT)), Guesses()
+    batch = SimpleNamespace(pixels=None, labels=torch.tensor([0, 1, 1]))
+    assert len(loss(module, batch)) == 2, "nobody asks while training"
+    found = evaluated(torch.stack([one.float() for one in loss(module.eval(), batch)]))
+    assert found.accuracy == pytest.approx(2 / 3) and found.loss == pytest.approx(3.0, abs=0.01)
+    assert evaluated(torch.tensor([6.0, 2.0])) == Evaluation(3.0, None)
 
 
 def test_data_that_are_made_up_can_be_learned(trial: Callable[..., Trial]) -> None:

@@ -25,7 +25,7 @@ from hpctrain.train.deepspeed.optimizer import (
     set_rate,
     undivided,
 )
-from hpctrain.train.engine import Update, mean_loss
+from hpctrain.train.engine import Evaluation, Update, evaluated
 from hpctrain.train.models.tasks import Loss
 from hpctrain.train.numerics import are_finite
 from hpctrain.train.schedule import learning_rate
@@ -94,7 +94,7 @@ class ZeroEngine:
             totals += torch.stack([loss_sum.detach().float(), count.float()])
         return totals
 
-    def evaluate(self) -> float | None:
+    def evaluate(self) -> Evaluation | None:
         """Without dropout, hence without drawing random numbers.
 
         The statistics of batch norms change with it (see `_share_statistics`), which no training
@@ -103,17 +103,17 @@ class ZeroEngine:
         samples, config = self.data.validation, self.config
         if samples is None:
             return None
-        totals = torch.zeros(2, device=self.mesh.device)
+        totals: Any = 0  # of as many numbers as the task tells
         self._share_statistics()
         self.inner.eval()
         with torch.no_grad():
             for number in range(config.eval_batches):
                 for batch in samples.microbatches(number * config.global_batch_size):
-                    both = self.loss(self.inner, self._fitting(batch))
-                    totals += torch.stack([one.float() for one in both])
+                    told = self.loss(self.inner, self._fitting(batch))
+                    totals = totals + torch.stack([one.float() for one in told])
         self.inner.train()
         dist.all_reduce(totals)
-        return mean_loss(totals)
+        return evaluated(totals)
 
     def _fitting(self, batch: Any) -> Any:
         """Images in the precision of the weights, which DeepSpeed keeps in bf16; words are numbers

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpctrain.train.data import Data
-from hpctrain.train.engine import Update
+from hpctrain.train.engine import Evaluation, Update
 from hpctrain.train.megatron.evaluate import evaluate
 from hpctrain.train.megatron.forward import Pass
 from hpctrain.train.megatron.optimizer import Optimizer
@@ -46,7 +46,7 @@ class MegatronEngine:
             self.optimizer.schedule.step(increment=1)
         return Update(self.runner.totals(reports), grad_norm, learning_rate)
 
-    def evaluate(self) -> float | None:
+    def evaluate(self) -> Evaluation | None:
         if self.data.validation is None:
             return None
         return evaluate(self.runner, self.data.validation)

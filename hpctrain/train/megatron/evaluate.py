@@ -12,11 +12,11 @@ from contextlib import contextmanager
 import torch
 
 from hpctrain.train.data import Samples
-from hpctrain.train.engine import mean_loss
+from hpctrain.train.engine import Evaluation, evaluated
 from hpctrain.train.megatron.forward import Pass
 
 
-def evaluate(runner: Pass, samples: Samples) -> float:
+def evaluate(runner: Pass, samples: Samples) -> Evaluation:
     """Mean loss over `eval_batches` global batches; all ranks must call this."""
     totals = torch.zeros(2, device=runner.mesh.device)
     config = runner.config
@@ -24,7 +24,7 @@ def evaluate(runner: Pass, samples: Samples) -> float:
         for number in range(config.eval_batches):
             first = number * config.global_batch_size
             totals += runner.totals(runner.run(samples, first, forward_only=True))
-    return mean_loss(totals)
+    return evaluated(totals)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import time
 from hpctrain.checkpoints.publish import published_steps
 from hpctrain.engines.megatron_lm import MegatronLmConfig
 from hpctrain.store.signs import Phase, Progress, append_metrics, write_record
+from hpctrain.train.engine import Evaluation
 from hpctrain.train.job import Job
 from hpctrain.train.megatron_lm.lines import OwnMeans, StepLine, read_evaluation, read_step
 from hpctrain.train.report import StepResult, step_metrics
@@ -103,7 +104,8 @@ class Teller:
             learning_rate=line.learning_rate,
             step_seconds=line.step_seconds,
         )
-        metrics = step_metrics(self._config, self._job.launch.epoch, result, eval_loss)
+        evaluation = None if eval_loss is None else Evaluation(eval_loss)
+        metrics = step_metrics(self._config, self._job.launch.epoch, result, evaluation)
         with contextlib.suppress(OSError):
             append_metrics(self._job.run, metrics)
 

@@ -15,11 +15,12 @@ from torch.nn import functional
 from hpctrain.engines.module import ModuleConfig
 from hpctrain.train.models.masking import Masking, masking_of
 
-Loss = Callable[[Any, Any], tuple[Any, Any]]
+Loss = Callable[[Any, Any], tuple[Any, ...]]
 
 
 def loss_of(config: ModuleConfig) -> Loss:
-    """A function of module and batch: (sum of losses, number of them), two fp32 scalars.
+    """A function of module and batch: (sum of losses, number of them), two fp32 scalars; for
+    classes, while the module evaluates, also how many were right.
 
     The batch has `tokens`, `labels`, `loss_mask` and `positions` [batch, sequence] for words,
     `labels` [batch] and either `pixels` [batch, colors, side, side] or `tokens` and
@@ -56,14 +57,19 @@ def _masked_words(masking: Masking) -> Loss:
     return loss
 
 
-def _classes_of_texts(module: Any, batch: Any) -> tuple[Any, Any]:
+def _classes_of_texts(module: Any, batch: Any) -> tuple[Any, ...]:
     logits = module(input_ids=batch.tokens, attention_mask=batch.attention_mask).logits
-    return masked_sum(logits, batch.labels, torch.ones_like(batch.labels))
+    return _judged_classes(module, logits, batch.labels)
 
 
-def _classes_of_images(module: Any, batch: Any) -> tuple[Any, Any]:
-    logits = module(pixel_values=batch.pixels).logits
-    return masked_sum(logits, batch.labels, torch.ones_like(batch.labels))
+def _classes_of_images(module: Any, batch: Any) -> tuple[Any, ...]:
+    return _judged_classes(module, module(pixel_values=batch.pixels).logits, batch.labels)
+
+
+def _judged_classes(module: Any, logits: Any, labels: Any) -> tuple[Any, ...]:
+    """logits [batch, classes], labels [batch]; nobody asks how many were right while training."""
+    both = masked_sum(logits, labels, torch.ones_like(labels))
+    return both if module.training else (*both, (logits.argmax(-1) == labels).sum())
 
 
 def masked_sum(logits: Any, labels: Any, mask: Any) -> tuple[Any, Any]:

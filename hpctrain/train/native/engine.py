@@ -18,14 +18,13 @@ from torch.distributed.tensor import DTensor
 
 from hpctrain.engines.native import NativeConfig
 from hpctrain.train.data import Data
-from hpctrain.train.engine import Update, mean_loss
+from hpctrain.train.engine import Evaluation, Update, evaluated
+from hpctrain.train.models.tasks import Loss
 from hpctrain.train.native.mesh import Mesh
 from hpctrain.train.native.optimizer import clip_gradients, scale_gradients, set_rate
 from hpctrain.train.numerics import are_finite
 from hpctrain.train.schedule import learning_rate
 from hpctrain.train.times import StepClock
-
-Loss = Callable[[Any, Any], tuple[Any, Any]]
 
 
 @dataclass
@@ -94,20 +93,21 @@ class NativeEngine:
         half = self.config.engine == "ddp" and self.config.precision == "bf16"
         return torch.autocast(self.mesh.device.type, torch.bfloat16, enabled=half)
 
-    def evaluate(self) -> float | None:
+    def evaluate(self) -> Evaluation | None:
         """Without dropout, hence without drawing random numbers."""
         samples, config = self.data.validation, self.config
         if samples is None:
             return None
-        totals = torch.zeros(2, device=self.mesh.device)
+        totals: Any = 0  # of as many numbers as the task tells
         self.module.eval()
         with torch.no_grad(), self._precision():
             for number in range(config.eval_batches):
                 for batch in samples.microbatches(number * config.global_batch_size):
-                    totals += torch.stack([one.float() for one in self.loss(self.module, batch)])
+                    told = self.loss(self.module, batch)
+                    totals = totals + torch.stack([one.float() for one in told])
         self.module.train()
         dist.all_reduce(totals)
-        return mean_loss(totals)
+        return evaluated(totals)
 
     def weights_are_finite(self) -> bool:
         weights = [p.detach() for p in self.module.parameters()]
