@@ -55,7 +55,7 @@ def slurm_conf(shape: SandboxShape, site: Site) -> str:
     blocks = (
         _identity(site),
         _files(site),
-        _processes(),
+        _processes(shape),
         _time_limits(shape),
         _scheduling(shape),
         _preemption(shape, site.version),
@@ -120,10 +120,10 @@ SlurmdLogFile={paths.log("slurmd-%n")}
 MailProg=/bin/true"""
 
 
-def _processes() -> str:
-    return """\
+def _processes(shape: SandboxShape) -> str:
+    return f"""\
 # Neither cgroups nor root are needed this way.
-ProctrackType=proctrack/linuxproc
+ProctrackType=proctrack/{shape.process_tracking}
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/linux
 MpiDefault=none

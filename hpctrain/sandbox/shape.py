@@ -52,8 +52,10 @@ class SandboxShape:
     """A whole sandbox; all nodes are alike. CPUs and memory may exceed those of this machine.
 
     `user_signal_on_preempt` makes a preemption send the job's own `--signal` at the start of the
-    grace period. `features` are of all nodes, in their order. Raises UsageError when the
-    parts do not fit together.
+    grace period. `features` are of all nodes, in their order. With `process_tracking: pgid` signals
+    reach the tasks of a step and not what these have started in sessions of their own, as with
+    proctrack/cgroup; linuxproc also finds these. Raises UsageError when the parts do not fit
+    together.
     """
 
     nodes: int
@@ -69,6 +71,7 @@ class SandboxShape:
     slurmd_timeout_seconds: int = 10
     requeue: bool = True
     accounting: Literal["none", "filetxt"] = "none"
+    process_tracking: Literal["linuxproc", "pgid"] = "linuxproc"
     node_prefix: str = "n"
     features: tuple[FeatureShape, ...] = ()
 

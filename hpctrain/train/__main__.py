@@ -10,12 +10,12 @@ import gc
 import sys
 
 if __name__ == "__main__":
-    from hpctrain.train.rank_log import take_own_log
+    from hpctrain.train.below_agent import settle_below_agent
     from hpctrain.train.stop import StopSignals
 
     stop = StopSignals()
     stop.install()
-    take_own_log()
+    settle_below_agent()
     # Importing torch makes a million objects that live for ever; `Loop.run` switches it on again.
     gc.disable()
 

@@ -21,8 +21,8 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 from hpctrain.store.signs import AgentRecord, RankEnd, TrainerExit, write_record
 from hpctrain.train.agent import Place
+from hpctrain.train.below_agent import LOG_VARIABLE
 from hpctrain.train.passing import Passing
-from hpctrain.train.rank_log import VARIABLE
 
 # The supervisor ends launches that do not come up (`supervise.setup_stall`); this is for others.
 _RENDEZVOUS_SECONDS = 3600
@@ -113,7 +113,7 @@ class RankLogs(LogsSpecs):
 
     def reify(self, envs: dict[int, dict[str, str]]) -> Any:
         for variables in envs.values():
-            variables[VARIABLE] = str(self._place.log_of(int(variables["RANK"])))
+            variables[LOG_VARIABLE] = str(self._place.log_of(int(variables["RANK"])))
         inherited = dict.fromkeys(envs, "")
         return LogsDest(stdouts=inherited, stderrs=inherited, error_files=inherited)
 

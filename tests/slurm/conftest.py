@@ -6,17 +6,15 @@ These tests fail, and do not skip, on a machine without Slurm: the message says 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rehearsal import STEPS, Stage, own_sandbox
+from rehearsal import STEPS, Stage, four_nodes, own_sandbox
 
 from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.state import RunState
 from hpctrain.sandbox.repair import repair
 from hpctrain.sandbox.sandbox import Sandbox
-from hpctrain.sandbox.shape import PartitionShape, default_shape
 from hpctrain.store.signs import read_metrics
 
 
@@ -30,14 +28,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def sandbox() -> Iterator[Sandbox]:
-    """4 nodes with 2 GPUs; `urgent` preempts `train` (20 s of grace), `brief` (6 s) and `sudden`
-    (none)."""
-    shape = default_shape(nodes=4, gpus_per_node=2)
-    others = (
-        PartitionShape("brief", preempt_mode="REQUEUE", grace_seconds=6),
-        PartitionShape("sudden", preempt_mode="REQUEUE", grace_seconds=0),
-    )
-    with own_sandbox(replace(shape, partitions=(*shape.partitions, *others))) as box:
+    with own_sandbox(four_nodes()) as box:
         yield box
 
 

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hpctrain.actions.bitwise import BitwiseComparison, compare_runs
@@ -31,7 +31,7 @@ from hpctrain.checkpoints.publish import published_steps
 from hpctrain.sandbox.faults import job_processes
 from hpctrain.sandbox.job_processes import JobProcess
 from hpctrain.sandbox.sandbox import Sandbox
-from hpctrain.sandbox.shape import SandboxShape
+from hpctrain.sandbox.shape import PartitionShape, SandboxShape, default_shape
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.store.ledger import Event, EventKind
 from hpctrain.store.signs import StepMetrics, read_metrics
@@ -92,6 +92,17 @@ if [ "$2" = hpctrain.train ] && [ -e {plan} ]; then
 fi
 exec {python} "$@"
 """
+
+
+def four_nodes() -> SandboxShape:
+    """4 nodes with 2 GPUs; `urgent` preempts `train` (20 s of grace), `brief` (6 s) and `sudden`
+    (none)."""
+    shape = default_shape(nodes=4, gpus_per_node=2)
+    others = (
+        PartitionShape("brief", preempt_mode="REQUEUE", grace_seconds=6),
+        PartitionShape("sudden", preempt_mode="REQUEUE", grace_seconds=0),
+    )
+    return replace(shape, partitions=(*shape.partitions, *others))
 
 
 @contextlib.contextmanager

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rehearsal import STEPS, Rehearsal, Stage
+from rehearsal import STEPS, Rehearsal, Stage, four_nodes, own_sandbox
 
 from hpctrain.actions.logs import rank_logs
 from hpctrain.actions.runs import RunFiles
@@ -22,10 +24,19 @@ from hpctrain.train import prefork
 BOUND = 2e-5
 
 
-def test_a_preempted_and_killed_run_is_the_same_run(stage: Stage, reference: RunFiles) -> None:
+@pytest.fixture
+def strict_stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    """On a Slurm whose signals reach tasks only, so that ranks hear what agents hand on."""
+    with own_sandbox(replace(four_nodes(), process_tracking="pgid")) as box:
+        yield Stage(box, tmp_path_factory.mktemp("strict"))
+
+
+def test_a_preempted_and_killed_run_is_the_same_run(
+    strict_stage: Stage, reference: RunFiles
+) -> None:
     """Two ranks below one agent, compared with two tasks on two nodes."""
     words = ("name=agents", "launcher=torchrun", "resources.partition=brief")
-    rehearsal = stage.start(*words, gpus_per_node=2)
+    rehearsal = strict_stage.start(*words, gpus_per_node=2)
     rehearsal.wait_for_step(12)
     rehearsal.urgent_job()
     rehearsal.wait(lambda: rehearsal.epoch == 2, "in its second launch")

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.train.below_agent import LOG_VARIABLE, settle_below_agent
 from hpctrain.train.passing import PASSED_ON, Passing, catches
-from hpctrain.train.rank_log import VARIABLE, take_own_log
 from hpctrain.train.stop import STOP_SIGNALS
 
 # Deaf until the file `listen` exists; from then on every signal leaves its name in a file.
@@ -86,8 +86,8 @@ def test_what_stops_a_rank_and_what_asks_for_stacks_is_passed_on() -> None:
 def test_a_rank_below_an_agent_writes_its_own_log(tmp_path: Path) -> None:
     program = (
         "import os, subprocess\n"
-        "from hpctrain.train.rank_log import take_own_log\n"
-        "take_own_log()\n"
+        "from hpctrain.train.below_agent import settle_below_agent\n"
+        "settle_below_agent()\n"
         "print('one', flush=True)\n"
         "os.write(2, b'two\\n')\n"
         "subprocess.run(['echo', 'three'])\n"
@@ -95,7 +95,7 @@ def test_a_rank_below_an_agent_writes_its_own_log(tmp_path: Path) -> None:
     log = tmp_path / "step0-rank0003.log"
     log.write_text("zero\n")
     for name, said in ((log, ""), (tmp_path / "absent" / "log", "one\nthree\n")):
-        environment = {**os.environ, VARIABLE: str(name)}
+        environment = {**os.environ, LOG_VARIABLE: str(name)}
         done = subprocess.run(
             [sys.executable, "-c", program], env=environment, capture_output=True, text=True
         )
@@ -105,5 +105,39 @@ def test_a_rank_below_an_agent_writes_its_own_log(tmp_path: Path) -> None:
 
 def test_a_rank_of_srun_has_its_log_from_slurm() -> None:
     before = os.fstat(1)
-    take_own_log({})
+    settle_below_agent({})
     assert os.path.samestat(before, os.fstat(1))
+
+
+# Starts a rank that would live for minutes, and is killed.
+AGENT = """
+import os, subprocess, sys
+program = (
+    "import time; from hpctrain.train.below_agent import settle_below_agent; "
+    "settle_below_agent(); print('settled', flush=True); time.sleep(300)"
+)
+rank = subprocess.Popen([sys.executable, "-c", program])
+print(rank.pid, flush=True)
+rank.wait()
+"""
+
+
+def test_a_rank_does_not_outlive_its_agent(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    environment = {**os.environ, LOG_VARIABLE: str(log)}
+    agent = subprocess.Popen(
+        [sys.executable, "-c", AGENT], env=environment, stdout=subprocess.PIPE, text=True
+    )
+    assert agent.stdout is not None
+    rank = int(agent.stdout.readline())
+    until(lambda: log.exists() and "settled" in log.read_text())
+    agent.kill()
+    agent.wait()
+    until(lambda: not is_alive(rank))
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return "(zombie)" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False

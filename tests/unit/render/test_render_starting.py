@@ -1,0 +1,91 @@
+"""One task per GPU, or one agent per node: what sbatch and srun are told, and what is said."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from specimen_scripts import PROFILE, PYTHON, profile_with, render, spec_with
+
+from hpctrain.spec.profile import ClusterProfile
+from hpctrain.spec.run import RunSpec
+
+TP2 = {"tp": 2, "pp": 1}
+FIXED = {"gpus": 4}
+RANGE = {"gpus": 4, "min_nodes": 1}
+LONG = {"per": "ntasks-per-node", "cpus": "cpus-per-task"}
+
+
+def told(resources: dict[str, object], launcher: str) -> RunSpec:
+    spec = spec_with(resources={"cpus_per_gpu": 3, **resources}, parallel=TP2)
+    return RunSpec.model_validate(
+        {**spec.model_dump(mode="json", by_alias=True), "launcher": launcher}
+    )
+
+
+def options(script: str) -> tuple[set[str], set[str]]:
+    """Options about nodes, tasks and CPUs: of sbatch, and of srun."""
+    wanted = re.compile(r"--(?:nodes|ntasks[a-z-]*|cpus-per-task)=(?:\S+)")
+    head, _, command = script.partition("  srun \\\n")
+    return set(wanted.findall(head)), set(wanted.findall(command))
+
+
+@pytest.mark.parametrize(
+    ("launcher", "resources", "of_sbatch", "of_srun"),
+    [
+        ("srun", FIXED, "nodes=2 ntasks-per-node=2 cpus=3", "nodes=2 ntasks=4 per=2 cpus=3"),
+        ("srun", RANGE, "nodes=1-2 cpus=6", "nodes=2 ntasks=4 per=2 cpus=3"),
+        ("torchrun", FIXED, "nodes=2 ntasks-per-node=1 cpus=6", "nodes=2 ntasks=2 per=1 cpus=6"),
+        ("torchrun", RANGE, "nodes=1-2 cpus=6", "nodes=2 ntasks=2 per=1 cpus=6"),
+    ],
+)
+def test_tasks(launcher: str, resources: dict[str, object], of_sbatch: str, of_srun: str) -> None:
+    expected = tuple(
+        {f"--{LONG.get(name, name)}={value}" for name, value in map(pair, words.split())}
+        for words in (of_sbatch, of_srun)
+    )
+    assert options(render(told(resources, launcher))) == expected
+
+
+def pair(word: str) -> tuple[str, str]:
+    name, _, value = word.partition("=")
+    return name, value
+
+
+def test_the_command_and_the_logs_of_agents() -> None:
+    script = render(told(RANGE, "torchrun"))
+    words = script.split("--output=")[-1]
+    assert words.startswith('"$HPCTRAIN_LOGS/step%s-node%4t.log" \\\n')
+    command = f"  {PYTHON} -m hpctrain.train.agent --nnodes=2 --nproc-per-node=2 train.json\n"
+    assert words.endswith(command)
+    assert "A launch has 1 to 2 nodes" in script and "no torchrun" not in script
+    assert "A launch has" not in render(told(FIXED, "torchrun"))
+
+
+def test_below_srun_nobody_speaks_of_agents() -> None:
+    script = render(told(RANGE, "srun"))
+    assert "# One task per GPU, no torchrun." in script
+    assert "step%s-rank%4t.log" in script
+    assert "agent" not in script and "--nnodes" not in script
+
+
+def test_a_spare_node_is_no_part_of_the_range() -> None:
+    script = render(told({**RANGE, "spare_nodes": 1}, "torchrun"))
+    assert "#SBATCH --nodes=1-3\n" in script
+    assert "A launch has 1 to 2 nodes" in script and "--nnodes=2 " in script
+
+
+def test_gpus_of_an_agent_are_those_of_its_node() -> None:
+    profile = profile_with(slurm={"gpu_request": "gpus-per-task"})
+    assert "#SBATCH --gpus-per-task=1\n" in render(told(FIXED, "srun"), profile)
+    script = render(told(FIXED, "torchrun"), profile)
+    assert "#SBATCH --gpus-per-node=2\n" in script and "gpus-per-task" not in script
+
+
+@pytest.mark.parametrize("launcher", ["pyxis", "apptainer"])
+def test_agents_run_in_the_container(launcher: str) -> None:
+    container = {"launcher": launcher, "image": "/images/train.sqsh", "python": "python3.11"}
+    values = PROFILE.model_dump(mode="json", by_alias=True)
+    values["software"] = {"container": container}
+    script = render(told(FIXED, "torchrun"), ClusterProfile.model_validate(values))
+    assert "python3.11 -m hpctrain.train.agent --nnodes=2 " in script
