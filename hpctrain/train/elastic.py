@@ -4,7 +4,7 @@ Rendezvous is the static one. The dynamic one (c10d) numbers nodes by host name,
 order of axes over nodes and links, and starts ranks again, in the same epoch and from the same old
 checkpoint, when a node comes late. How many nodes a launch has is the supervisor's choice.
 Belongs here: what torch's agent is told, and what it is made to do besides. Does not belong here:
-who this node is (see `agent`), or what a signal means to a rank.
+who this node is (see `place`), or what a signal means to a rank.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Signa
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from hpctrain.store.signs import AgentRecord, RankEnd, TrainerExit, write_record
-from hpctrain.train.agent import Place
 from hpctrain.train.below_agent import LOG_VARIABLE
 from hpctrain.train.passing import Passing
+from hpctrain.train.place import Place
 
 # The supervisor ends launches that do not come up (`supervise.setup_stall`); this is for others.
 _RENDEZVOUS_SECONDS = 3600

@@ -11,7 +11,7 @@ import pytest
 
 from hpctrain.errors import InvalidInputError
 from hpctrain.store.signs import TrainerExit
-from hpctrain.train.agent import read_place
+from hpctrain.train.place import read_place
 
 WORDS = ["--nnodes=2", "--nproc-per-node=8", "train-n000002.json"]
 TOLD = {
