@@ -119,6 +119,15 @@ def test_no_documents_for_validation_are_refused(blend: Blend, trial: Callable[.
     _refused(made, "validation")
 
 
+def test_a_share_that_is_rounded_to_no_document_is_refused(
+    tmp_path: Path, trial: Callable[..., Trial]
+) -> None:
+    """2 % of 13 documents are none: megatron-core would count epochs of nothing for ever."""
+    write_dataset(tmp_path / "few", 13, 0)
+    made = trial(data_blend=((1.0, str(tmp_path / "few")),), data_split="98,2,0")
+    _refused(made, "none of the 13", "validation")
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -8,6 +8,8 @@ microbatches. Does not belong here: other formats, what the model does with them
 
 from __future__ import annotations
 
+import struct
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,12 +28,15 @@ from megatron.core.tokenizers import MegatronTokenizer  # noqa: E402
 
 from hpctrain.engines.training import TrainConfig  # noqa: E402
 from hpctrain.errors import InvalidInputError, Problem  # noqa: E402
+from hpctrain.store.datasets import idx_path  # noqa: E402
 from hpctrain.train.datasets.batches import Microbatch  # noqa: E402
 from hpctrain.train.datasets.rows import check_vocabulary  # noqa: E402
 from hpctrain.train.datasets.share import Share  # noqa: E402
 from hpctrain.train.faults import DataError  # noqa: E402
 
 MOCK_SPLIT = "90,10,0"
+_PARTS = ("training", "validation", "test")
+_INDEX_HEAD = struct.Struct("<9sQBQ")  # magic, version, dtype, number of sequences
 _COLUMNS = ("tokens", "labels", "loss_mask", "position_ids")
 
 
@@ -84,11 +89,13 @@ def open_tokens(
     `horizons` are their numbers, the second one 0 without validation. Raises InvalidInputError
     when the split leaves nothing to read.
     """
+    settings = dataset_settings(config, cache)
+    _refuse_empty_parts(config, settings)
     builder = BlendedMegatronDatasetBuilder(
         GPTDataset if config.data_blend else MockGPTDataset,
         [*horizons, 0],
         lambda: needed or dist.get_rank() == 0,
-        dataset_settings(config, cache),
+        settings,
     )
     training, validation, _ = builder.build()
     if training is None:
@@ -103,10 +110,31 @@ def open_tokens(
     )
 
 
-def _empty(part: str, config: TrainConfig) -> InvalidInputError:
-    return InvalidInputError(
-        [Problem(f"data_split {config.data_split} leaves no documents for {part}")]
-    )
+def _refuse_empty_parts(config: TrainConfig, settings: GPTDatasetConfig) -> None:
+    """Raise InvalidInputError where a share is rounded to no document at all.
+
+    megatron-core would count epochs without end then (gpt_dataset.py, `_get_num_epochs`), also of
+    a part that nobody reads.
+    """
+    for _, prefix in config.data_blend:
+        count = _documents(idx_path(Path(prefix)))
+        for part, bounds in zip(_PARTS, settings.split_matrix or (), strict=True):
+            if bounds and round(bounds[0] * count) == round(bounds[1] * count):
+                raise _empty(part, config, f"none of the {count} documents of {prefix}")
+
+
+def _documents(index: Path) -> int:
+    """As the split counts them: sequences (megatron/core/datasets/indexed_dataset.py)."""
+    if not index.exists():
+        return sys.maxsize  # the builder says so
+    with index.open("rb") as file:
+        return int(_INDEX_HEAD.unpack(file.read(_INDEX_HEAD.size))[-1])
+
+
+def _empty(part: str, config: TrainConfig, what: str = "no documents") -> InvalidInputError:
+    words = f"data_split {config.data_split} leaves {what} for {part}"
+    hint = "give it a larger share, or 0 and evaluate nothing: `data.split: 90,10,0`, `100,0,0`"
+    return InvalidInputError([Problem(words, hint=hint)])
 
 
 def dataset_settings(config: TrainConfig, cache: Path) -> GPTDatasetConfig:
