@@ -44,7 +44,7 @@ chaos: install  ## N=100 faults at random in one long run; the same losses and w
 
 bench: install  ## Benchmarks; each prints ratios against a peer in the same run
 	@$(PYTHON) bench/login_node.py
-	@$(PYTHON) bench/trainer_overhead.py
+	@$(PYTHON) -m bench.overhead
 	@$(PYTHON) bench/planner_search.py
 	@$(PYTHON) -m bench.recovery
 	@$(PYTHON) -m bench.supervisor_cost

@@ -4,7 +4,7 @@ Two ranks (DP 2, gloo) hold one model and save it again and again, in turns sync
 beside training, in the same process on the same disk. Printed: the median stall of each, their
 ratio, and where the asynchronous stall goes. The first saves, which make plans, are not counted.
 
-    python bench/async_save.py [--hidden 512] [--layers 8] [--rounds 6] [--limit 0.5]
+    python -m bench.async_save [--hidden 512] [--layers 8] [--rounds 6] [--limit 0.5]
         [--sharding dp_reshardable]
 
 On a CPU the copy of the weights that a GPU makes is missing and the fork shares memory instead;
@@ -24,8 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trainer_overhead import CONFIG
-
+from bench.overhead.jobs import MEGATRON as CONFIG
 from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.signs import SaveRecord, read_saves

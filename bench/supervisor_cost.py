@@ -20,6 +20,7 @@ import sys
 import time
 from pathlib import Path
 
+from bench.pairs import ratio
 from bench.rehearsals import Rehearsal, Stage, own_stage
 from hpctrain.store.signs import read_metrics
 
@@ -109,28 +110,16 @@ def main() -> int:
         return report(size_bytes, share, calls_per_minute, ratios)
 
 
-def interval(values: list[float]) -> tuple[float, float]:
-    """The ranks between which the median lies with 95 %, whatever the distribution: n/2 -/+
-    1.96 sqrt(n)/2 (Conover 1999, Practical Nonparametric Statistics, section 3.2)."""
-    ordered, half = sorted(values), 0.98 * len(values) ** 0.5
-    low, high = len(values) / 2 - half, len(values) / 2 + half
-    return ordered[max(0, int(low))], ordered[min(len(values) - 1, int(high))]
-
-
 def report(size_bytes: int, share: float, calls_per_minute: float, ratios: list[float]) -> int:
-    ratio = statistics.median(ratios)
+    step = ratio(ratios)
     print(f"memory        {size_bytes / 1e6:6.1f} MB resident (limit {LIMIT_BYTES / 1e6:.0f})")
     print(f"CPU           {share * 100:6.2f} % of one core")
     print(
         f"calls         {calls_per_minute:6.2f} of Slurm per minute while it watches "
         f"(limit {LIMIT_CALLS_PER_MINUTE:.0f})"
     )
-    low, high = interval(ratios)
-    print(
-        f"step          {ratio:6.4f} with / without, median of {len(ratios)} pairs, "
-        f"between {low:.4f} and {high:.4f} (limit {LIMIT_RATIO})"
-    )
-    good = size_bytes <= LIMIT_BYTES and low <= LIMIT_RATIO
+    print(f"step          {step} with / without (limit {LIMIT_RATIO})")
+    good = size_bytes <= LIMIT_BYTES and step.low <= LIMIT_RATIO
     return 0 if good and calls_per_minute <= LIMIT_CALLS_PER_MINUTE else 1
 
 

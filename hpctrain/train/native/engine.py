@@ -21,7 +21,7 @@ from hpctrain.train.data import Data
 from hpctrain.train.engine import Evaluation, Update, evaluated
 from hpctrain.train.models.tasks import Loss
 from hpctrain.train.native.mesh import Mesh
-from hpctrain.train.native.optimizer import clip_gradients, scale_gradients, set_rate
+from hpctrain.train.native.optimizer import scale_and_clip, set_rate
 from hpctrain.train.numerics import are_finite
 from hpctrain.train.schedule import learning_rate
 from hpctrain.train.times import StepClock
@@ -52,8 +52,8 @@ class NativeEngine:
         totals = self._accumulate(first_sample)
         before_step()
         dist.all_reduce(totals)
-        scale_gradients(self.optimizer, self._nominal / totals[1].clamp(min=1))
-        norm = clip_gradients(self.optimizer, self.config.clip_grad)
+        factor = self._nominal / totals[1].clamp(min=1)
+        norm = scale_and_clip(self.optimizer, factor, self.config.clip_grad)
         set_rate(self.optimizer, rate)
         self.optimizer.step()
         self.finished_steps += 1

@@ -39,26 +39,24 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 @torch.no_grad()
-def scale_gradients(optimizer: torch.optim.Optimizer, factor: Any) -> None:
-    """Multiply all gradients by a number on their device, without waiting for it."""
-    gradients = [_local(gradient) for gradient in gradients_of(optimizer)]
-    if gradients:
-        torch._foreach_mul_(gradients, factor.to(gradients[0].device))
+def scale_and_clip(optimizer: torch.optim.Optimizer, factor: Any, limit: float) -> Any:
+    """Multiply all gradients by `factor`, and make them no longer than `limit` (0: leave it).
 
-
-@torch.no_grad()
-def clip_gradients(optimizer: torch.optim.Optimizer, limit: float) -> Any:
-    """The norm of all gradients over all ranks, before they are made no longer than `limit`.
-
-    `limit` 0: left as they are.
+    In one pass over memory and without waiting for the device. Returns the norm of all gradients
+    over all ranks, multiplied and not yet clipped.
     """
     gradients = gradients_of(optimizer)
     norm = torch.nn.utils.get_total_norm(gradients)
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
+    factor = factor.to(norm.device)
+    norm = norm * factor
     if limit > 0:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+        # as torch/nn/utils/clip_grad.py, _clip_grads_with_norm_
+        factor = factor * torch.clamp(limit / (norm + 1e-6), max=1.0)
+    parts = [_local(gradient) for gradient in gradients]
+    if parts:
+        torch._foreach_mul_(parts, factor.to(parts[0].device))
     return norm
 
 
