@@ -18,6 +18,7 @@ from hpctrain.actions import control
 from hpctrain.actions.cancel import cancel
 from hpctrain.actions.checkpoints import Shelf, shelf
 from hpctrain.actions.describe import RunStory, describe
+from hpctrain.actions.diagnose import Diagnosis, diagnose
 from hpctrain.actions.logs import job_logs, rank_logs
 from hpctrain.actions.prepare import load_inputs, load_knowledge, prepare
 from hpctrain.actions.runs import RunFiles, find_run, runs_directory
@@ -82,6 +83,10 @@ class Run:
     def why(self) -> Why:
         """The last verdict and action, the budgets, and what would happen next."""
         return why(self.files, self.slurm)
+
+    def diagnose(self, *, price: bool = True) -> Diagnosis:
+        """Where its steps and its memory go, what stands out, and what changes would bring."""
+        return diagnose(self.files, price=price)
 
     def checkpoints(self, *, verify: bool = False) -> Shelf:
         """The run's checkpoints; `verify` reads every byte of them."""

@@ -26,6 +26,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "goodput": ("goodput", "Show where the time of a run went, and what causes have cost"),
     "compare": ("compare", "Run variants of a spec for a few steps each: which one to take"),
     "scale": ("compare", "Run a spec on several numbers of GPUs: speed-up, where time goes"),
+    "diagnose": ("diagnose", "Say why a run is as fast as it is, and what to change first"),
     "simulate": ("simulate", "Play a run with failures: choose interval, spares and budgets"),
     "logs": ("runs", "Show or follow the logs of a run"),
     "why": ("why", "Say why a run does what it does, and what happens next"),

@@ -1,0 +1,39 @@
+"""`diagnose`: why a run is as fast as it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from hpctrain.cli.options import RunName, json_option, runs_option
+from hpctrain.cli.output import json_out
+
+
+@click.command()
+@click.argument("run", type=RunName())
+@click.option("--no-prices", is_flag=True, help="Do not ask the planner what changes would bring.")
+@runs_option
+@json_option
+def diagnose(run: str, no_prices: bool, runs: Path | None, as_json: bool) -> None:
+    """Say what a run's steps and its memory go into, what stands out, and what to change
+    first, by gain: data loading, communication, slow ranks, the pipeline, gradient
+    buckets, memory, saves, starts.
+
+    \b
+    Reads the run directory only: times of all ranks, metrics, saves, plan, and traces
+    where the spec asked for some, as with  --set profile.start=50 --set profile.count=2
+    Examples:
+      hpctrain diagnose gpt175b-7f3a
+      hpctrain diagnose gpt175b-7f3a --json
+    """
+    from hpctrain.actions.diagnose import diagnose as judge
+    from hpctrain.actions.runs import find_run, runs_directory
+    from hpctrain.cli.diagnose_text import diagnosis_lines
+
+    told = judge(find_run(runs_directory(runs), run), price=not no_prices)
+    if as_json:
+        json_out("diagnose", told)
+        return
+    for line in diagnosis_lines(told):
+        click.echo(line)

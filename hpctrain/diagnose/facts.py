@@ -1,0 +1,115 @@
+"""What is known of a run when it is judged; anything may be missing.
+
+Belongs here: these records and simple sums of them. Does not belong here: a judgement.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import median
+
+from hpctrain.plan.documents import Layout, Plan
+from hpctrain.spec.profile import ClusterProfile
+from hpctrain.spec.run import RunSpec
+from hpctrain.telemetry.traces import TraceSummary
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """Means per step of each rank in one window, in seconds; see `hpctrain.store.signs.RankTimes`.
+
+    All but `compute` and `nodes` are empty for a record of an older version.
+    """
+
+    epoch: int
+    first_step: int
+    last_step: int
+    nodes: tuple[str, ...]
+    compute: tuple[float, ...]
+    backward: tuple[float, ...] = ()
+    data: tuple[float, ...] = ()
+    optimizer: tuple[float, ...] = ()
+    step: tuple[float, ...] = ()
+    rest: tuple[float, ...] = ()
+    peak_bytes: tuple[int, ...] = ()
+    reserved_bytes: tuple[int, ...] = ()
+
+    @property
+    def source(self) -> str:
+        return f"ranks.json, steps {self.first_step} to {self.last_step}"
+
+    def named(self, rank: int) -> str:
+        node = self.nodes[rank] if rank < len(self.nodes) else ""
+        return f"rank {rank} on {node}" if node else f"rank {rank}"
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """Of the metrics: `usual` are the newest launch's steps without its first one and without
+    profiled ones, as (step, seconds); `lost` is what first steps took beyond the median."""
+
+    launches: int
+    usual: tuple[tuple[int, float], ...]
+    lost_seconds: float
+    all_seconds: float
+
+    @property
+    def median_seconds(self) -> float | None:
+        return median(seconds for _, seconds in self.usual) if self.usual else None
+
+
+@dataclass(frozen=True)
+class SaveFacts:
+    """How often training stood still for a save, and for how long in all."""
+
+    count: int
+    stall_seconds: float
+    asynchronous: bool
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What was submitted."""
+
+    spec: RunSpec
+    profile: ClusterProfile
+    plan: Plan
+
+    def network_per_gpu(self) -> float:
+        """Bytes per second of a GPU's share of its node's cards."""
+        network = self.profile.network
+        return network.nics_per_node * float(network.nic_bandwidth) / self.profile.gpu.per_node
+
+    @property
+    def gradient_bytes(self) -> int:
+        """On one GPU, where they are summed in fp32."""
+        return 4 * max(stage.parameters_per_gpu for stage in self.plan.stages)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Everything together."""
+
+    run_id: str
+    ranks: RankFacts | None = None
+    steps: StepFacts | None = None
+    saves: SaveFacts | None = None
+    planned: Planned | None = None
+    traces: tuple[TraceSummary, ...] = ()
+
+    @property
+    def step_seconds(self) -> float | None:
+        """A usual step: of the window of ranks, else of the metrics."""
+        if self.ranks is not None and self.ranks.step:
+            return median(self.ranks.step)
+        return self.steps.median_seconds if self.steps else None
+
+
+def stage_of(layout: Layout | None, rank: int) -> int:
+    """The pipeline stage of a rank; ranks count tp first, then cp, then by the layout's order."""
+    if layout is None or layout.pp == 1:
+        return 0
+    inner = layout.tp * layout.cp
+    if layout.order.endswith("-dp-pp"):
+        inner *= layout.dp
+    return rank // inner % layout.pp

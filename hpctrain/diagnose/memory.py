@@ -1,0 +1,136 @@
+"""Memory: how near the limit the fullest GPU is, what to change first, or what to do with room.
+
+Belongs here: that question, and the changes worth pricing. Does not belong here: their prices (the
+planner's, see `hpctrain.actions.diagnose`).
+"""
+
+from __future__ import annotations
+
+from hpctrain.diagnose.facts import Facts, Planned, RankFacts
+from hpctrain.diagnose.findings import Evidence, Finding, Remedy, fine, unknown
+from hpctrain.diagnose.waiting import NO_WINDOW, OLD_RECORD
+
+_NEAR, _ROOMY = 0.92, 0.6
+_FRAGMENTED = 0.15
+_GIB = 2**30
+
+
+def memory(facts: Facts) -> Finding:
+    """Whether memory is short, or lies idle where it could buy time."""
+    ranks, planned = facts.ranks, facts.planned
+    if ranks is None:
+        return unknown("memory", NO_WINDOW)
+    if not ranks.peak_bytes:
+        return unknown("memory", OLD_RECORD)
+    if max(ranks.reserved_bytes) == 0:
+        largest = max(ranks.peak_bytes) / _GIB
+        words = f"trained on CPUs, up to {largest:.2g} GiB per process: says nothing of a GPU"
+        return unknown("memory", words)
+    if planned is None:
+        return unknown("memory", "plan.json cannot be read, so the GPU's memory is not known")
+    limit = planned.plan.gpu_memory_bytes
+    worst = max(range(len(ranks.reserved_bytes)), key=lambda rank: ranks.reserved_bytes[rank])
+    share = ranks.reserved_bytes[worst] / limit
+    proof = _used(ranks, planned, worst)
+    if share >= _NEAR:
+        words = f"{ranks.named(worst)} has taken {share:.0%} of its GPU: the next peak may not fit"
+        remedies = (*_defragment(ranks, planned, worst), *_savings(planned))
+        return _yes(words, proof, remedies)
+    spending = _spending(planned) if share <= _ROOMY else ()
+    if spending:
+        words = f"at most {share:.0%} of a GPU is used, and what saves memory costs time"
+        return _yes(words, proof, spending)
+    return fine("memory", f"at most {share:.0%} of a GPU is used", proof)
+
+
+def _yes(words: str, proof: Evidence, remedies: tuple[Remedy, ...]) -> Finding:
+    return Finding(topic="memory", answer="yes", words=words, evidence=(proof,), remedies=remedies)
+
+
+def _used(ranks: RankFacts, planned: Planned, worst: int) -> Evidence:
+    plan = planned.plan
+    predicted = plan.memory[plan.peak_stage].total_bytes
+    taken, limit = ranks.reserved_bytes[worst] / _GIB, plan.gpu_memory_bytes / _GIB
+    words = (
+        f"{ranks.named(worst)}: {ranks.peak_bytes[worst] / _GIB:.4g} GiB allocated at most, "
+        f"{taken:.4g} GiB taken, of {limit:.4g} GiB; planned {predicted / _GIB:.4g} GiB"
+    )
+    return Evidence(words=words, source=f"{ranks.source}, plan.json")
+
+
+def _defragment(ranks: RankFacts, planned: Planned, worst: int) -> tuple[Remedy, ...]:
+    """PyTorch holds much more than it has handed out: pieces that fit nothing."""
+    unused = ranks.reserved_bytes[worst] - ranks.peak_bytes[worst]
+    name = "PYTORCH_CUDA_ALLOC_CONF"
+    if (
+        unused < _FRAGMENTED * planned.plan.gpu_memory_bytes
+        or name in planned.spec.environment.variables
+    ):
+        return ()
+    words = f"{unused / _GIB:.3g} GiB are taken and were never used at once: let segments grow"
+    change = f"environment.variables.{name}=expandable_segments:True"
+    return (Remedy(words=words, changes=(change,)),)
+
+
+def _savings(planned: Planned) -> tuple[Remedy, ...]:
+    """In the order in which they usually cost least; the prices then decide."""
+    spec, plan = planned.spec, planned.plan
+    found = []
+    if plan.batch.micro_batch > 1:
+        half = plan.batch.micro_batch // 2
+        found.append(Remedy(words="accumulate more, smaller microbatches",
+                            changes=(f"batch.micro={half}",)))  # fmt: skip
+    if spec.precision == "fp32":
+        found.append(Remedy(words="weights and activations in half precision",
+                            changes=("precision=bf16",)))  # fmt: skip
+    if plan.recompute == "none" and plan.engine.startswith("megatron"):
+        change = ("recompute=selective",)
+        found.append(Remedy(words="compute attention again in the backward pass", changes=change))
+    if plan.recompute != "full":
+        found.append(Remedy(words="compute all activations again", changes=("recompute=full",)))
+    found += [*_sharding(planned), *_offloading(planned)]
+    return tuple(found)
+
+
+def _sharding(planned: Planned) -> list[Remedy]:
+    plan = planned.plan
+    if plan.layout.dp == 1:
+        return []
+    if plan.engine == "ddp":
+        change = ("engine.name=fsdp",)
+        return [Remedy(words="shard weights, gradients and optimizer over ranks", changes=change)]
+    highest = 1 if plan.engine.startswith("megatron") else 3
+    if plan.zero >= highest:
+        return []
+    return [
+        Remedy(words=f"shard more (ZeRO {stage})", changes=(f"optimizer.zero={stage}",))
+        for stage in range(plan.zero + 1, highest + 1)
+    ]
+
+
+def _offloading(planned: Planned) -> list[Remedy]:
+    if planned.plan.offload != "none" or planned.plan.engine == "ddp":
+        return []
+    return [
+        Remedy(words="optimizer state in the host's memory", changes=("optimizer.offload=cpu",))
+    ]
+
+
+def _spending(planned: Planned) -> tuple[Remedy, ...]:
+    """What could be faster with more memory."""
+    spec, plan = planned.spec, planned.plan
+    found = []
+    if plan.offload != "none":
+        words = "keep the optimizer state on the GPU"
+        found.append(Remedy(words=words, changes=("optimizer.offload=none",)))
+    if plan.recompute != "none":
+        words = "keep all activations instead of computing them again"
+        found.append(Remedy(words=words, changes=("recompute=none",)))
+    if plan.batch.accumulation > 1 and plan.batch.accumulation % 2 == 0 and plan.layout.pp == 1:
+        words = "larger microbatches"
+        change = (f"batch.micro={2 * plan.batch.micro_batch}",)
+        found.append(Remedy(words=words, changes=change))
+    if plan.zero == 3 and spec.engine.name in ("fsdp", "deepspeed"):
+        words = "keep weights gathered between the passes"
+        found.append(Remedy(words=words, changes=("optimizer.zero=2",)))
+    return tuple(found)

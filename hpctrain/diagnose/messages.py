@@ -1,0 +1,209 @@
+"""Communication: what of it computing does not hide, along which axis, over which link.
+
+A trace tells it exactly; without one it is what passes take beyond what computing takes, and said
+to be an estimate. Belongs here: that question. Does not belong here: the pipeline's bubble
+(`pipeline`), the shape of gradient buckets (`buckets`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hpctrain.diagnose.facts import Facts, Planned, RankFacts
+from hpctrain.diagnose.findings import Evidence, Finding, Remedy, fine, unknown
+from hpctrain.diagnose.waiting import NO_WINDOW, OLD_RECORD
+from hpctrain.plan.documents import Axis
+
+_SHARE = 0.08
+_ESTIMATED_SHARE = 0.15
+# A backward pass does twice the work of a forward pass, three times with full recomputation.
+_BACKWARD, _BACKWARD_AGAIN = 2.0, 3.0
+_TO_TRACE = "a trace tells: `profile: {start: 50, count: 2}`"
+_FIELDS: dict[Axis, str] = {
+    "tp": "tensor_messages_seconds",
+    "cp": "context_messages_seconds",
+    "dp": "data_messages_seconds",
+    "pp": "pipeline_messages_seconds",
+}
+
+
+@dataclass(frozen=True)
+class _Exposed:
+    """Seconds of a step, and how they are known."""
+
+    seconds: float
+    step_seconds: float
+    evidence: Evidence
+    estimated: bool
+
+    @property
+    def share(self) -> float:
+        return self.seconds / self.step_seconds
+
+
+def communication(facts: Facts) -> Finding:
+    """Whether messages between ranks hold up a step, beyond waiting for a slow rank."""
+    if facts.planned is not None and facts.planned.plan.layout.world_size == 1:
+        return fine("communication", "there is one rank only")
+    exposed = _of_traces(facts) or _of_times(facts)
+    if exposed is None:
+        old = facts.ranks is not None and facts.step_seconds is None
+        return unknown("communication", f"{OLD_RECORD if old else NO_WINDOW}; {_TO_TRACE}")
+    proof = (exposed.evidence, *_planned_messages(facts.planned), *_rates(facts))
+    about = "about " if exposed.estimated else ""
+    if exposed.share < (_ESTIMATED_SHARE if exposed.estimated else _SHARE):
+        words = f"{about}{exposed.share:.0%} of a step is not hidden"
+        return fine("communication", words, *proof)
+    axis = _dominant(facts.planned)
+    where = "" if axis is None else f", mostly along {axis}"
+    more = [Remedy(words=_TO_TRACE)] if exposed.estimated else []
+    return Finding(
+        topic="communication",
+        answer="yes",
+        words=f"{about}{exposed.share:.0%} of a step is communication that nothing hides{where}",
+        evidence=proof,
+        remedies=(*_less_of_it(facts.planned, axis), *more),
+        gain_seconds=exposed.seconds,
+    )
+
+
+def _of_traces(facts: Facts) -> _Exposed | None:
+    """The rank that waits least for others; what the others have more is waiting for it."""
+    told = [one for one in facts.traces if one.messages or one.communication_seconds]
+    if not told:
+        return None
+    one = min(told, key=lambda trace: trace.exposed_seconds)
+    words = (
+        f"rank {one.rank}: {one.communication_seconds:.4g} s of messages in a step of "
+        f"{one.step_seconds:.4g} s, {one.exposed_seconds:.4g} s of them while nothing was computed"
+    )
+    return _Exposed(
+        one.exposed_seconds, one.step_seconds, Evidence(words=words, source=one.file), False
+    )
+
+
+def _of_times(facts: Facts) -> _Exposed | None:
+    ranks, step = facts.ranks, facts.step_seconds
+    if ranks is None or step is None or not ranks.rest:
+        return None
+    if max(ranks.backward) > 0:
+        return _behind_backward(facts, ranks, step)
+    seconds = max(0.0, min(ranks.rest) - bubble_seconds(facts))
+    words = f"{min(ranks.rest):.4g} s of {step:.4g} s are neither passes, data nor optimizer"
+    return _Exposed(seconds, step, Evidence(words=words, source=ranks.source), True)
+
+
+def _behind_backward(facts: Facts, ranks: RankFacts, step: float) -> _Exposed:
+    """What backward passes take beyond their work, on the rank that waits least."""
+    again = facts.planned is not None and facts.planned.plan.recompute == "full"
+    times = _BACKWARD_AGAIN if again else _BACKWARD
+    left = [b - times * f for b, f in zip(ranks.backward, ranks.compute, strict=True)]
+    rank = min(range(len(left)), key=left.__getitem__)
+    words = (
+        f"rank {rank}: backward passes take {ranks.backward[rank]:.4g} s, forward passes "
+        f"{ranks.compute[rank]:.4g} s; without messages about {times:g} times as long is usual"
+    )
+    evidence = Evidence(words=words, source=ranks.source)
+    return _Exposed(max(0.0, left[rank]), step, evidence, True)
+
+
+def bubble_seconds(facts: Facts) -> float:
+    """(p - 1) / v microbatches of computing: Narayanan et al. 2021 (arXiv 2104.04473), 2.2."""
+    if facts.planned is None or facts.ranks is None:
+        return 0.0
+    layout, batch = facts.planned.plan.layout, facts.planned.plan.batch
+    computing = sum(facts.ranks.compute) / len(facts.ranks.compute)
+    return computing * (layout.pp - 1) / (layout.vpp * batch.accumulation)
+
+
+def _planned_messages(planned: Planned | None) -> tuple[Evidence, ...]:
+    """Predicted seconds of each axis, where its ranks are, and the link that they use."""
+    if planned is None or planned.plan.prediction is None:
+        return ()
+    parts, spans = planned.plan.prediction.parts, _spans(planned)
+    found = [
+        f"{axis} {planned_seconds:.3g} s {spans[axis]}"
+        for axis, name in _FIELDS.items()
+        if axis in spans and (planned_seconds := getattr(parts, name)) > 0
+    ]
+    links = (
+        f"links per GPU: NVLink {planned.profile.nvlink.bandwidth:.3g} B/s, "
+        if planned.profile.nvlink
+        else "links per GPU: "
+    )
+    gradients = f"; gradients in fp32: {planned.gradient_bytes / 1e9:.3g} GB per GPU"
+    words = f"predicted, not hidden: {', '.join(found) or 'nothing'}; {links}network "
+    words += f"{planned.network_per_gpu():.3g} B/s{gradients}"
+    return (Evidence(words=words, source="plan.json, profile.yaml"),)
+
+
+def _spans(planned: Planned) -> dict[Axis, str]:
+    return {one.axis: one.span for one in planned.plan.placements if one.size > 1}
+
+
+def _rates(facts: Facts) -> tuple[Evidence, ...]:
+    """Bytes per second of the largest messages of a trace, beside the network's."""
+    sent = [
+        (message.size_bytes, message.size_bytes / message.seconds, trace.file)
+        for trace in facts.traces
+        for message in trace.messages
+        if message.size_bytes and message.seconds > 0
+    ]
+    if not sent:
+        return ()
+    size, fastest, file = max(sent)
+    words = f"the largest message, {size} B, goes at up to {fastest:.3g} B/s"
+    return (Evidence(words=words, source=file),)
+
+
+def _dominant(planned: Planned | None) -> Axis | None:
+    """The axis with most predicted messages; without a prediction the only one there is."""
+    if planned is None:
+        return None
+    spans = _spans(planned)
+    if planned.plan.prediction is None:
+        return next(iter(spans)) if len(spans) == 1 else None
+    parts = planned.plan.prediction.parts
+    known = {axis: getattr(parts, _FIELDS[axis]) for axis in spans}
+    best = max(known, key=lambda axis: known[axis], default=None)
+    return best if best is not None and known[best] > 0 else next(iter(spans), None)
+
+
+def _less_of_it(planned: Planned | None, axis: Axis | None) -> list[Remedy]:
+    if planned is None or axis is None:
+        return []
+    if axis != "dp":
+        words = f"have the planner lay out the axes anew: {axis} is {_spans(planned)[axis]}"
+        return [Remedy(words=words, changes=("parallel=auto",))]
+    spec, plan = planned.spec, planned.plan
+    across = _spans(planned)["dp"] in ("across nodes", "across islands")
+    found = []
+    if not spec.optimizer.overlap_grad_reduce and plan.engine in (
+        "megatron",
+        "megatron-lm",
+        "deepspeed",
+    ):
+        words = "sum gradients while the backward pass goes on"
+        found.append(Remedy(words=words, changes=("optimizer.overlap_grad_reduce=true",)))
+    if plan.engine == "ddp" and spec.engine.ddp.hook == "none":
+        hook = "hierarchical" if across and plan.nodes.gpus_per_node > 1 else "bf16"
+        words = "send fewer bytes: half precision, or in full within nodes and half between them"
+        found.append(Remedy(words=words, changes=(f"engine.ddp.hook={hook}",)))
+    if (
+        plan.engine == "fsdp"
+        and across
+        and plan.nodes.gpus_per_node > 1
+        and plan.shard_gpus is None
+    ):
+        words = "shard within a node, with copies across nodes (HSDP)"
+        change = f"optimizer.shard_gpus={plan.nodes.gpus_per_node}"
+        found.append(Remedy(words=words, changes=(change,)))
+    if plan.engine == "deepspeed" and spec.engine.deepspeed.reduce_precision == "auto":
+        change = "engine.deepspeed.reduce_precision=bf16"
+        found.append(Remedy(words="sum gradients in half precision", changes=(change,)))
+    if plan.zero == 3 and plan.engine in ("fsdp", "deepspeed"):
+        words = "keep weights gathered between the passes, for more memory"
+        found.append(Remedy(words=words, changes=("optimizer.zero=2",)))
+    larger = 2 * spec.batch.global_
+    words = "sum gradients half as often: a larger batch, which changes what is learned"
+    return [*found, Remedy(words=words, changes=(f"batch.global={larger}",))]

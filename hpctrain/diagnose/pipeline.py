@@ -1,0 +1,80 @@
+"""The pipeline's bubble, and stages that are not equally long.
+
+Belongs here: that question. Does not belong here: messages (`messages`).
+"""
+
+from __future__ import annotations
+
+from statistics import median
+
+from hpctrain.diagnose.facts import Facts, stage_of
+from hpctrain.diagnose.findings import Evidence, Finding, Remedy, fine, unknown
+from hpctrain.diagnose.messages import bubble_seconds
+from hpctrain.diagnose.waiting import NO_WINDOW, OLD_RECORD
+from hpctrain.plan.documents import Plan
+
+_SHARE = 0.08
+_UNEQUAL = 1.1
+
+
+def pipeline(facts: Facts) -> Finding:
+    """Whether stages wait for each other."""
+    if facts.planned is None:
+        return unknown("pipeline", "plan.json cannot be read")
+    plan, ranks, step = facts.planned.plan, facts.ranks, facts.step_seconds
+    if plan.layout.pp == 1:
+        return fine("pipeline", "there is no pipeline")
+    if ranks is None or step is None:
+        return unknown("pipeline", NO_WINDOW)
+    if not ranks.rest:
+        return unknown("pipeline", OLD_RECORD)
+    stages = _stage_seconds(facts)
+    unequal = max(stages) - sum(stages) / len(stages)
+    bubble = min(bubble_seconds(facts) + unequal, median(ranks.rest))
+    told = ", ".join(f"{seconds:.3g}" for seconds in stages)
+    proof = (
+        Evidence(words=f"stages compute {told} s", source=ranks.source),
+        Evidence(
+            words=f"(pp - 1) / (vpp x microbatches) = {plan.layout.pp - 1} / ({plan.layout.vpp} x "
+            f"{plan.batch.accumulation}) of the computing",
+            source="plan.json",
+        ),
+    )
+    if bubble < _SHARE * step:
+        return fine("pipeline", f"about {bubble / step:.0%} of a step", *proof)
+    return Finding(
+        topic="pipeline",
+        answer="yes",
+        words=f"stages stand still for about {bubble / step:.0%} of a step",
+        evidence=proof,
+        remedies=tuple(_shorter(plan, stages)),
+        gain_seconds=bubble,
+    )
+
+
+def _stage_seconds(facts: Facts) -> list[float]:
+    """The middle rank of each stage."""
+    assert facts.planned is not None and facts.ranks is not None
+    by_stage: dict[int, list[float]] = {}
+    for rank, seconds in enumerate(facts.ranks.compute):
+        by_stage.setdefault(stage_of(facts.planned.plan.layout, rank), []).append(seconds)
+    return [median(by_stage[stage]) for stage in sorted(by_stage)]
+
+
+def _shorter(plan: Plan, stages: list[float]) -> list[Remedy]:
+    found = []
+    if plan.batch.micro_batch > 1:
+        half = plan.batch.micro_batch // 2
+        words = "smaller microbatches, hence more of them"
+        found.append(Remedy(words=words, changes=(f"batch.micro={half}",)))
+    layers = sum(sum(stage.chunk_layers) for stage in plan.stages)
+    if plan.engine == "megatron" and layers % (2 * plan.layout.vpp * plan.layout.pp) == 0:
+        layout = plan.layout
+        changes = [f"parallel.{name}={getattr(layout, name)}" for name in ("tp", "pp", "cp", "ep")]
+        words = "interleave: more chunks of the model per stage"
+        found.append(Remedy(words=words, changes=(*changes, f"parallel.vpp={2 * layout.vpp}")))
+    if max(stages) > _UNEQUAL * sum(stages) / len(stages):
+        words = "give the longest stage fewer layers"
+        found.append(Remedy(words=f"{words} (`parallel.stages`), or let the planner lay out anew",
+                            changes=("parallel=auto",)))  # fmt: skip
+    return found or [Remedy(words="let the planner lay out anew", changes=("parallel=auto",))]
