@@ -135,8 +135,8 @@ def _others_wait(ranks: RankFacts, worst: int) -> tuple[Evidence, ...]:
         return ()
     waits = [b + r for b, r in zip(ranks.backward, ranks.rest, strict=True)]
     words = (
-        f"backward passes and the rest: {waits[worst]:.4g} s there, {median(waits):.4g} s in the "
-        "middle, of which the others wait"
+        f"the others wait for it: their backward passes and the rest take {median(waits):.4g} s, "
+        f"its own {waits[worst]:.4g} s"
     )
     return (Evidence(words=words, source=ranks.source),) if median(waits) > waits[worst] else ()
 

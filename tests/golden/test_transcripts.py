@@ -19,6 +19,7 @@ from fabricated_runs import (
     said,
 )
 from golden_files import Golden
+from judged_runs import GIB, has_saved, has_trained, has_window, submitted
 
 import hpctrain as package
 from hpctrain.slurm.fake import FakeSlurm
@@ -108,6 +109,35 @@ def test_each_class_of_error(golden: Golden, here: Path, slurm: FakeSlurm) -> No
         assert outcome.exit_code == code, outcome.transcript()
         assert outcome.stdout == "" or code == 7, "stdout is for data"
     golden("transcripts/errors.txt", "\n".join(texts))
+
+
+def test_diagnose(golden: Golden, here: Path) -> None:
+    """A run with much to say, one that is well, one that has not begun."""
+    runs = here / "runs"
+    slow, ranks = submitted(runs, "gpt1300m", "a100x64")
+    has_trained(slow.layout, [30.0] + [7.2] * 60)
+    has_saved(slow.layout, [9.0] * 4)
+    has_window(
+        slow.layout,
+        ranks,
+        4,
+        compute_seconds=[1.6] * (ranks - 1) + [2.0],
+        backward_seconds=[4.5] * (ranks - 1) + [4.1],
+        data_seconds=0.6,
+        step_seconds=7.2,
+        reserved_memory_bytes=78 * GIB,
+    )
+    good, ranks = submitted(runs, "gpt1300m", "a100x64", ["name=good"])
+    has_trained(good.layout, [6.0] * 60)
+    has_saved(good.layout, [0.2] * 4)
+    well = dict(compute_seconds=1.9, backward_seconds=3.9, step_seconds=6.0)
+    has_window(good.layout, ranks, 4, **well, reserved_memory_bytes=65 * GIB)
+    young, _ = submitted(runs, "gpt1300m", "a100x64", ["name=young"])
+    texts = [hpctrain("diagnose", run.run_id) for run in (slow, good, young)]
+    assert [text.exit_code for text in texts] == [0, 0, 2]
+    for line in texts[0].stdout.splitlines():
+        assert len(line) <= 80, line
+    golden("transcripts/diagnose.txt", "\n".join(without_place(text, here) for text in texts))
 
 
 def test_a_bug_is_told_without_traceback(

@@ -410,13 +410,14 @@ def test_json_of_every_command_that_has_it(here: Path, slurm: FakeSlurm) -> None
     job = slurm.submit("#!/bin/sh\n")
     slurm.records[job.job_id] = replace(slurm.records[job.job_id], state=JobState.FAILED)
     stopped = [*SUBMITTED, STARTED, *ended("crash", "boom", "stop")]
-    fabricate(here / "runs", "gpt-tiny-7f3a", stopped)
+    fabricate(here / "runs", "gpt-tiny-7f3a", stopped, steps=3)
     examples = {
         "plan": GPT175B,
         "submit": [*TINY, "-y"],
         "resubmit": ["gpt-tiny-7f3a", "-y"],
         "status": ["-a"],
         "describe": ["gpt-tiny-7f3a"],
+        "diagnose": ["gpt-tiny-7f3a"],
         "profiles": ["a100x64"],
         "watch": [],
         "why": ["gpt-tiny-7f3a"],

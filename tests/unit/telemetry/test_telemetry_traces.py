@@ -53,10 +53,8 @@ def written(
     directory: Path, events: list[Any], name: str = NAME, *, cut: int | None = None
 ) -> Path:
     path = directory / name
-    text = json.dumps(
-        {"schemaVersion": 1, "distributedInfo": {"pg_config": []}, "traceEvents": events, "x": 1},
-        indent=1,
-    )
+    before = {"schemaVersion": 1, "distributedInfo": {"pg_config": []}}
+    text = json.dumps({**before, "traceEvents": events, "traceName": "x"}, indent=1)
     data = gzip.compress(text.encode())
     path.write_bytes(data[:cut])
     return path
