@@ -55,8 +55,9 @@ def told(engine: str, found: Found, limit: float) -> bool:
     sure = "" if step.high <= limit or step.low > limit else "  (not sure)"
     print(
         f"{engine:12}{statistics.median(bare.wall) * 1000:8.1f} ms bare"
-        f"{statistics.median(ours.wall) * 1000:8.1f} ms hpctrain"
-        f"  ratio {step}  CPU {cpu.median:.4f}{sure}",
+        f"{statistics.median(ours.wall) * 1000:8.1f} ms hpctrain  ratio {step}{sure}",
+        f"{'':12}{'CPU time of rank 0':>40}  ratio {cpu}",
+        sep="\n",
         flush=True,
     )
     return step.low <= limit

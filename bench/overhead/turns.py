@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 BARE, OURS = "bare", "hpctrain"
-STEPS_PER_TURN = 2
-LEAST_PAIRS = 10
-_WARM_UP_ROUNDS = 3
+STEPS_PER_TURN = 1
+LEAST_PAIRS = 16
+_WARM_UP_ROUNDS = 4
 
 
 @dataclass

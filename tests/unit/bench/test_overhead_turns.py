@@ -22,8 +22,8 @@ def test_both_have_as_many_turns_and_come_first_as_often() -> None:
     kinds, turns = kinds_of(seconds=30.0, round_seconds=1.0)
     assert {len(took.wall) for took in turns.found.values()} == {30}
     assert {len(took.cpu) for took in turns.found.values()} == {30}
-    assert len(kinds) == (30 + 3) * 2 * STEPS_PER_TURN, "three rounds warm up"
-    first = kinds[3 * 2 * STEPS_PER_TURN :: 2 * STEPS_PER_TURN]
+    assert len(kinds) == (30 + 4) * 2 * STEPS_PER_TURN, "four rounds warm up"
+    first = kinds[4 * 2 * STEPS_PER_TURN :: 2 * STEPS_PER_TURN]
     assert Counter(first) == {BARE: 15, OURS: 15}
 
 
