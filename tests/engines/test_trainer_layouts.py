@@ -36,7 +36,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2 vpp2 dp2 overlap": {**VPP2, **DP2, **OVERLAP},
     "tp2 sp pp2": {**TP2, **SP, **PP2},
     "tp2 pp2 dp2, pipelines near": {**TP2, **PP2, **DP2, **PIPELINES_NEAR},
-    "uneven 3+1": {**PP2, "pipeline_layer_split": ((3,), (1,))},
+    # the middle stage reads nothing
+    "uneven pp3": dict(
+        pipeline_model_parallel_size=3,
+        pipeline_layer_split=((2,), (1,), (1,)),
+        eval_interval_steps=4,
+    ),
     "uneven vpp2": {**VPP2, "pipeline_layer_split": ((1, 0), (2, 1))},
 }
 

@@ -98,11 +98,11 @@ def open_tokens(
         settings,
     )
     training, validation, _ = builder.build()
-    if training is None:
+    if needed and training is None:
         raise _empty("training", config)
-    if validation is None and horizons[1]:
+    if needed and validation is None and horizons[1]:
         raise _empty("validation", config)
-    if not needed:
+    if not needed:  # a stage in the middle of a pipeline; rank 0 has built an index of its own
         training = validation = None
     return (
         TokenSamples(training, config, share, horizons[0]),
