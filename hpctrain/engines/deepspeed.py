@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from hpctrain.engines.module import ModuleConfig, module_fields
-from hpctrain.plan.documents import Offload, Plan
+from hpctrain.plan.documents import DEFAULT_ORDER, Offload, Order, Plan
 from hpctrain.spec.run import RunSpec
 
 _ELEMENT_BYTES = {"fp32": 4, "bf16": 2}
@@ -37,10 +37,23 @@ class DeepSpeedConfig(ModuleConfig):
     communication_dtype: Literal["fp32", "bf16"] | None = None
     # steps whose FLOPs are counted, module by module
     flops_steps: tuple[int, ...] = ()
+    # transformer layers of each stage of a pipeline, the first stage first; empty: no pipeline
+    pipeline_stages: tuple[int, ...] = ()
+    # axes from the nearest ranks to the farthest: of one stage or of one pipeline
+    parallel_order: Order = DEFAULT_ORDER
+
+    @property
+    def pipelines_near(self) -> bool:
+        return bool(self.pipeline_stages) and self.parallel_order != DEFAULT_ORDER
+
+    @property
+    def world_size(self) -> int:
+        return self.data_parallel_size * max(1, len(self.pipeline_stages))
 
     @property
     def layout_words(self) -> str:
-        return f"dp {self.data_parallel_size} · ZeRO {self.zero_stage}"
+        pipeline = f"pp {len(self.pipeline_stages)} · " if self.pipeline_stages else ""
+        return f"{pipeline}dp {self.data_parallel_size} · ZeRO {self.zero_stage}"
 
 
 def deepspeed_config(
@@ -61,7 +74,15 @@ def deepspeed_config(
         gather_bucket_elements=max(1, int(own.gather_bucket) // element_bytes),
         communication_dtype=None if own.reduce_precision == "auto" else own.reduce_precision,
         flops_steps=spec.profile.chosen if spec.profile and spec.profile.flops else (),
+        pipeline_stages=_stages(plan),
+        parallel_order=plan.layout.order,
     )
+
+
+def _stages(plan: Plan) -> tuple[int, ...]:
+    if plan.layout.pp == 1:
+        return ()
+    return tuple(sum(stage.chunk_layers) for stage in plan.stages)
 
 
 def ds_config(config: DeepSpeedConfig) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from hpctrain.plan.order import ORDERS
 from hpctrain.plan.placement import stays_inside
 from hpctrain.plan.sharding import AXES, offload_choices, shard_choices, zero_choices
 from hpctrain.plan.stages import Split
+from hpctrain.plan.trainable_deepspeed import untrainable_in_a_pipeline
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import ParallelSpec, RunSpec
 
@@ -60,9 +61,8 @@ def freedom_of(spec: RunSpec, profile: ClusterProfile) -> Freedom:
 
 def _auto_freedom(spec: RunSpec, profile: ClusterProfile) -> Freedom:
     gpus, layers = spec.resources.gpus, spec.model.layers
-    axes = () if spec.model.reads_images else AXES[spec.engine.name]
+    axes, sizes = _axes(spec), divisors(gpus)
     splits_context = "cp" in axes and spec.model.causal  # megatron-core's BERT has none
-    sizes = divisors(gpus)
     experts = spec.model.moe.experts if spec.model.moe else 1
     chunks = sorted({n for count in range(layers, layers + 3) for n in divisors(count)})
     return Freedom(
@@ -80,6 +80,15 @@ def _auto_freedom(spec: RunSpec, profile: ClusterProfile) -> Freedom:
         orders=tuple(range(len(ORDERS))),
         uneven=True,
     )
+
+
+def _axes(spec: RunSpec) -> tuple[str, ...]:
+    """Along which a search may split the model; for DeepSpeed those that can be trained, too."""
+    if spec.model.reads_images:
+        return ()
+    if spec.engine.name == "deepspeed":
+        return () if any(untrainable_in_a_pipeline(spec)) else ("pp",)
+    return AXES[spec.engine.name]
 
 
 def _explicit_freedom(spec: RunSpec, profile: ClusterProfile, parallel: ParallelSpec) -> Freedom:
@@ -108,7 +117,7 @@ def hint_freedom(spec: RunSpec, profile: ClusterProfile, gpus: int) -> Freedom:
     recomputation, and no vpp instead of the given one. The rest stays as the spec says."""
     explicit = spec.parallel if spec.parallel != "auto" else ParallelSpec()
     domain, sizes = profile.nvlink.domain, divisors(gpus)
-    axes = () if spec.model.reads_images else AXES[spec.engine.name]
+    axes = _axes(spec)
     near = [tp for tp in tensor_sizes(spec.model) if stays_inside(1, tp, gpus, domain)]
     micro = () if spec.batch.micro == "auto" else (spec.batch.micro,)
     return Freedom(
@@ -138,7 +147,9 @@ def _expert_choices(
 
 
 def recompute_choices(spec: RunSpec) -> tuple[int, ...]:
-    """Positions in RECOMPUTES: for `auto` all that the engine can do."""
+    """Positions in RECOMPUTES: for `auto` all that the engine can do; a ResNet has no blocks."""
+    if spec.recompute == "auto" and spec.model.family == "resnet":
+        return (RECOMPUTES.index("none"),)
     if spec.recompute == "auto":
         whole_blocks = spec.engine.name in ("fsdp", "ddp", "deepspeed")
         known = [one for one in RECOMPUTES if not (whole_blocks and one == "selective")]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from hpctrain.plan.documents import Plan
 from hpctrain.plan.readable import unreadable
 from hpctrain.plan.representable import CLASSES, unrepresentable
+from hpctrain.plan.trainable_deepspeed import untrainable_by_deepspeed
 from hpctrain.plan.trainable_megatron_lm import untrainable_by_megatron_lm
 from hpctrain.spec.run import RunSpec
 
@@ -30,7 +31,7 @@ _OFFLOADS = {
     "ddp": ("none",),
 }
 # Fields of `parallel` by which each engine splits a model when it trains.
-_AXES: dict[str, tuple[str, ...]] = {"fsdp": (), "deepspeed": (), "ddp": ()}
+_AXES: dict[str, tuple[str, ...]] = {"fsdp": (), "deepspeed": ("pp",), "ddp": ()}
 
 _LEARNED_FROM_TOKENS = ("language_modeling", "masked_language_modeling")
 
@@ -123,10 +124,8 @@ def _of_modules(spec: RunSpec) -> Found:
     if spec.resources.min_nodes is not None and spec.engine.ddp.hook == "powersgd":
         words = "PowerSGD's memory of past errors belongs to one number of ranks"
         found.append(("engine.ddp.hook", words))
-    homes = (spec.optimizer.offload, spec.engine.deepspeed.offload_parameters)
-    if spec.resources.min_nodes is not None and "nvme" in homes:
-        words = "what DeepSpeed keeps on NVMe belongs to one number of ranks"
-        found.append(("resources.min_nodes", words))
+    if engine == "deepspeed":
+        found += untrainable_by_deepspeed(spec)
     return found
 
 

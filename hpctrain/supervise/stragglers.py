@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median_low
+from typing import Any
 
 from hpctrain.store.signs import RankTimes
 
@@ -106,10 +107,17 @@ def read_stages(train_config: Path) -> StageOf:
     """
     try:
         config = json.loads(train_config.read_bytes())
-        stages = int(config["pipeline_model_parallel_size"])
-        inner = int(config["tensor_model_parallel_size"]) * int(config["context_parallel_size"])
+        stages, inner = _sizes(config)
         if str(config.get("parallel_order", _DEFAULT_ORDER)).endswith("-dp-pp"):
             inner *= int(config["data_parallel_size"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return one_stage
     return lambda rank: rank // inner % stages if inner > 0 and stages > 0 else 0
+
+
+def _sizes(config: dict[str, Any]) -> tuple[int, int]:
+    """(stages, neighbouring ranks with the same samples), by the words of either engine."""
+    if "pipeline_stages" in config:
+        return max(1, len(config["pipeline_stages"])), 1
+    inner = int(config["tensor_model_parallel_size"]) * int(config["context_parallel_size"])
+    return int(config["pipeline_model_parallel_size"]), inner

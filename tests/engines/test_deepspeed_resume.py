@@ -40,8 +40,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Trial]:
         dict(zero_stage=1, model=WITH_DROPOUT, async_save=True),
         dict(zero_stage=3, model=WITH_DROPOUT, async_save=True),
         dict(zero_stage=3, precision="bf16", offload_optimizer="cpu", lora=dict(rank=4)),
+        dict(model=WITH_DROPOUT, pipeline_stages=(1, 1), async_save=True),
     ],
-    ids=["stage 1", "stage 3", "lora in bf16, optimizer on the host"],
+    ids=["stage 1", "stage 3", "lora in bf16, optimizer on the host", "pipeline"],
 )
 def test_a_resume_is_exact(
     changes: dict[str, Any], trial: Callable[..., Trial], tmp_path: Any
@@ -49,7 +50,7 @@ def test_a_resume_is_exact(
     whole = trained(tmp_path / "whole", **changes)
     resumed = trial(ZERO, **changes)
     resumed.adopt(whole, 2)
-    assert resumed.train(resume=2) == [0, 0]
+    assert resumed.train(resume=2) == [0] * resumed.world_size
     assert resumed.exact == {step: row for step, row in whole.exact.items() if step > 2}
 
 
@@ -96,6 +97,11 @@ REFUSED: dict[str, tuple[int, dict[str, Any], str]] = {
         "was saved at ZeRO stage 1, and stage 3 cannot read it",
     ),
     "another precision": (1, dict(precision="bf16", zero_stage=2), "was saved in fp32"),
+    "another layout": (
+        1,
+        dict(data_parallel_size=1, pipeline_stages=(1, 1)),
+        "was saved by 2 ranks, no pipeline; there are 2, stages of 1+1 layers",
+    ),
     "another order of samples": (1, dict(seed=7), "seed was 1234 and is now 7"),
 }
 

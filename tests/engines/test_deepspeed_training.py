@@ -69,6 +69,39 @@ def test_divided_weights_of_other_kinds(
     assert loss <= ROUNDING and norm <= 10 * ROUNDING
 
 
+PIPELINES: dict[str, dict[str, Any]] = {
+    # the embedding of the first stage is the output layer of the last one
+    "tied": dict(data_parallel_size=1),
+    "two replicas, recomputed": dict(data_parallel_size=2, activation_checkpointing=True),
+    "pipelines on neighbours": dict(data_parallel_size=2, parallel_order="tp-cp-ep-pp-dp"),
+}
+
+
+@pytest.mark.parametrize("kind", PIPELINES)
+def test_two_stages_are_one_model(kind: str, trial: Callable[..., Trial], gpt: Trial) -> None:
+    spread = trial(ZERO, **PIPELINES[kind], pipeline_stages=(1, 1))
+    assert spread.train() == [0] * spread.world_size
+    loss, norm = largest_difference(spread, gpt, 1)
+    assert loss <= ROUNDING and norm <= 10 * ROUNDING
+
+
+def test_stages_of_llama(trial: Callable[..., Trial], tmp_path: Path) -> None:
+    """Uneven ones, one of which reads nothing; with rotary angles and a mask of each block's own.
+    In bf16 near enough."""
+    model = {**PLAIN_LLAMA["model"], "layers": 4}
+    plain = alone(tmp_path / "alone", dict(PLAIN_LLAMA, model=model, eval_interval_steps=6))
+    stages = dict(ZERO, model=model, pipeline_stages=(1, 2, 1), data_parallel_size=1)
+    for precision, bound in (("fp32", ROUNDING), ("bf16", 2e-3)):
+        spread = trial(stages, precision=precision, eval_interval_steps=6)
+        assert spread.train() == [0, 0, 0]
+        assert largest_difference(spread, plain, 1)[0] <= bound
+        assert evaluated(spread) == pytest.approx(evaluated(plain), abs=bound)
+
+
+def evaluated(trial: Trial) -> dict[int, float]:
+    return {row.step: row.eval_loss for row in trial.rows if row.eval_loss is not None}
+
+
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory: pytest.TempPathFactory) -> Trial:
     return alone(tmp_path_factory.mktemp("alone") / "bert", MASKED)
@@ -112,9 +145,14 @@ def test_evaluation_and_counted_flops_change_nothing(
     assert "GPT2LMHeadModel" in counted and not spread.run.flops(2).exists()
 
 
-def test_gradients_that_are_not_finite_end_the_run(trial: Callable[..., Trial]) -> None:
-    """At stage 2 DeepSpeed leaves the step out without a word; the run must not go on."""
-    broken = trial(ZERO, zero_stage=2, lr=1e30, min_lr=0.0, lr_warmup_steps=0)
+@pytest.mark.parametrize(
+    "changes", [dict(zero_stage=2), dict(pipeline_stages=(1, 1), data_parallel_size=1)]
+)
+def test_gradients_that_are_not_finite_end_the_run(
+    changes: dict[str, Any], trial: Callable[..., Trial]
+) -> None:
+    """DeepSpeed leaves the step out without a word; the run must not go on."""
+    broken = trial(ZERO, **changes, lr=1e30, min_lr=0.0, lr_warmup_steps=0)
     codes = broken.train()
     assert 0 not in codes
     assert {record.cause for record in broken.exits()} == {"diverged"}

@@ -85,12 +85,20 @@ def compare_weights(before: dict[str, Any], after: dict[str, Any]) -> None:
             assert not difference.any(), name
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_weights_of_zero_are_put_together(
-    stage: int, trial: Callable[..., Trial], tmp_path: Path
+PARTS: dict[str, dict[str, Any]] = {
+    "stage 0": dict(zero_stage=0),
+    "stage 1": dict(zero_stage=1),
+    "stage 3": dict(zero_stage=3),
+    "pipeline": dict(pipeline_stages=(1, 1), data_parallel_size=1),
+}
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_weights_of_deepspeed_are_put_together(
+    kind: str, trial: Callable[..., Trial], tmp_path: Path
 ) -> None:
     alone = trial(PLAIN, **SHORT)
-    spread = trial(ZERO, **SHORT, zero_stage=stage)
+    spread = trial(ZERO, **SHORT, **PARTS[kind])
     assert alone.train() == [0]
     assert spread.train() == [0, 0]
     wanted, found = (

@@ -15,6 +15,7 @@ from hpctrain.checkpoints.discover import inspect
 from hpctrain.checkpoints.manifest import step_of
 from hpctrain.checkpoints.staged import CONFIG_NAME
 from hpctrain.engines.conversion import unexportable
+from hpctrain.engines.deepspeed import DeepSpeedConfig
 from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.engines.module import ModuleConfig
 from hpctrain.engines.shape import shape_of
@@ -78,7 +79,7 @@ def _of_module(config: ModuleConfig, checkpoint: Path, target: Path) -> Conversi
 
 def _load(config: ModuleConfig, module: Any, checkpoint: Path) -> None:
     if config.engine == "deepspeed":
-        _load_deepspeed(module, checkpoint)
+        _load_deepspeed(config, module, checkpoint)
     else:
         _load_distributed(module, checkpoint)
 
@@ -95,11 +96,18 @@ def _load_distributed(module: Any, checkpoint: Path) -> None:
     dcp.load({"model": state}, storage_reader=reader, no_dist=True)
 
 
-def _load_deepspeed(module: Any, checkpoint: Path) -> None:
+def _load_deepspeed(config: ModuleConfig, module: Any, checkpoint: Path) -> None:
     """By DeepSpeed's own reader of its files (utils/zero_to_fp32.py): weights in fp32.
 
-    Without ZeRO there are none that it knows, and the weights are whole in one file.
+    Without ZeRO there are none that it knows, and the weights are whole in one file; a pipeline
+    has a file for each layer, in the precision of the training.
     """
+    assert isinstance(config, DeepSpeedConfig)
+    if config.pipeline_stages:
+        from hpctrain.train.deepspeed.stages import load_layers
+
+        load_layers(config, module, checkpoint)
+        return
     if any(checkpoint.glob("zero_pp_rank_*_optim_states.pt")):
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 

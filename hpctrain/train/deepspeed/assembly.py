@@ -5,6 +5,8 @@ Belongs here: the order of building. Does not belong here: how anything is built
 
 from __future__ import annotations
 
+from typing import Any
+
 from hpctrain.engines.deepspeed import DeepSpeedConfig, ds_config
 from hpctrain.train.control import Control
 from hpctrain.train.data import open_data, sample_order, timed
@@ -12,8 +14,9 @@ from hpctrain.train.deepspeed import library
 from hpctrain.train.deepspeed.engine import ZeroEngine
 from hpctrain.train.deepspeed.flops import FlopsCounter
 from hpctrain.train.deepspeed.mesh import Mesh, open_mesh
-from hpctrain.train.deepspeed.module import placed_module
+from hpctrain.train.deepspeed.module import placed_module, staged_module
 from hpctrain.train.deepspeed.optimizer import parameter_groups
+from hpctrain.train.deepspeed.pipeline import PipelineEngine
 from hpctrain.train.deepspeed.snapshot import Snapshot
 from hpctrain.train.engine import Parts
 from hpctrain.train.job import Job
@@ -33,9 +36,40 @@ def build(job: Job, mesh: Mesh, control: Control) -> Parts:
     assert isinstance(config, DeepSpeedConfig)
     if not config.torch_adam:
         library.refuse_without_adam()
+    kind = _pipeline if config.pipeline_stages else _whole
+    engine = kind(job, config, mesh)
+    return Parts(engine, Snapshot(engine, sample_order(config, engine.data), control))
+
+
+def _whole(job: Job, config: DeepSpeedConfig, mesh: Mesh) -> ZeroEngine:
     # with LoRA a checkpoint holds what is learned only: the rest comes from where it came from
     initialize = job.resume_directory is None or config.lora is not None
     module = placed_module(config, mesh, initialize=initialize)
+    clock = StepClock()
+    return ZeroEngine(
+        config=config,
+        mesh=mesh,
+        inner=_initialized(config, module),
+        data=timed(open_data(config, mesh.share, job.data_cache), clock),
+        loss=loss_of(config),
+        flops=FlopsCounter(module, config.flops_steps, job.run.flops if mesh.rank == 0 else None),
+        clock=clock,
+    )
+
+
+def _pipeline(job: Job, config: DeepSpeedConfig, mesh: Mesh) -> PipelineEngine:
+    module = staged_module(config, initialize=job.resume_directory is None)
+    clock = StepClock()
+    return PipelineEngine(
+        config=config,
+        mesh=mesh,
+        inner=_initialized(config, module),
+        data=timed(open_data(config, mesh.share, job.data_cache, needed=mesh.reads), clock),
+        clock=clock,
+    )
+
+
+def _initialized(config: DeepSpeedConfig, module: Any) -> Any:
     inner = library.initialize(
         model=module,
         model_parameters=parameter_groups(config, module),
@@ -43,15 +77,4 @@ def build(job: Job, mesh: Mesh, control: Control) -> Parts:
         dist_init_required=False,
     )
     inner.train()
-    clock = StepClock()
-    data = timed(open_data(config, mesh.share, job.data_cache), clock)
-    engine = ZeroEngine(
-        config=config,
-        mesh=mesh,
-        inner=inner,
-        data=data,
-        loss=loss_of(config),
-        flops=FlopsCounter(module, config.flops_steps, job.run.flops if mesh.rank == 0 else None),
-        clock=clock,
-    )
-    return Parts(engine, Snapshot(engine, sample_order(config, data), control))
+    return inner

@@ -1,4 +1,4 @@
-"""The process groups of one rank: every rank reads samples of its own.
+"""The process groups of one rank, and its place among stages and replicas.
 
 Belongs here: torch.distributed, seeding, and what DeepSpeed reads from the environment. Does not
 belong here: what is computed.
@@ -23,16 +23,29 @@ from hpctrain.train.launch import Launch
 
 @dataclass(frozen=True)
 class Mesh:
-    """Where this rank computes; `control` is a gloo group of all ranks for agreements."""
+    """Where this rank computes; `control` is a gloo group of all ranks for agreements.
+
+    `stage` of a pipeline, and `replica`: which of the `replicas` of this stage. Without a pipeline
+    all ranks are of one stage.
+    """
 
     device: torch.device
     rank: int
     size: int
+    stages: int
+    stage: int
+    replica: int
     control: Any
 
     @property
     def share(self) -> Share:
-        return Share(self.rank, self.size, self.device)
+        """Replicas read samples of their own, stages of one pipeline the same."""
+        return Share(self.replica, self.size // self.stages, self.device)
+
+    @property
+    def reads(self) -> bool:
+        """True on the stages that embed tokens or compute the loss."""
+        return self.stage in (0, self.stages - 1)
 
 
 def open_mesh(config: DeepSpeedConfig, launch: Launch) -> Mesh:
@@ -45,12 +58,24 @@ def open_mesh(config: DeepSpeedConfig, launch: Launch) -> Mesh:
     _tell_deepspeed(launch, device)
     library.join(timeout)
     seed_dropout(config.seed, launch.rank)
+    stages = max(1, len(config.pipeline_stages))
+    stage, replica = place_of(launch.rank, launch.world_size // stages, stages, config)
     return Mesh(
         device=device,
         rank=launch.rank,
         size=launch.world_size,
+        stages=stages,
+        stage=stage,
+        replica=replica,
         control=dist.new_group(backend="gloo", timeout=timeout),
     )
+
+
+def place_of(rank: int, replicas: int, stages: int, config: DeepSpeedConfig) -> tuple[int, int]:
+    """(stage, replica), as `stages.topology_of` tells DeepSpeed."""
+    if config.pipelines_near:
+        return rank % stages, rank // stages
+    return rank // replicas, rank % replicas
 
 
 def _tell_deepspeed(launch: Launch, device: torch.device) -> None:

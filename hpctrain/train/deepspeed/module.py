@@ -1,4 +1,4 @@
-"""The module on this rank: whole on its device, or in parts from the start (ZeRO stage 3).
+"""The module on this rank: whole, in parts from the start (ZeRO stage 3), or one stage of it.
 
 Belongs here: weights and where they are put. Does not belong here: the model itself (see
 `hpctrain.train.models`).
@@ -13,7 +13,10 @@ import torch
 import torch.distributed as dist
 
 from hpctrain.engines.deepspeed import DeepSpeedConfig, ds_config
+from hpctrain.train.deepspeed.library import silence
 from hpctrain.train.deepspeed.mesh import Mesh
+from hpctrain.train.deepspeed.pipeline import mean_of_words
+from hpctrain.train.deepspeed.stages import Stages
 from hpctrain.train.models.build import build_module
 
 
@@ -26,10 +29,22 @@ def placed_module(config: DeepSpeedConfig, mesh: Mesh, *, initialize: bool) -> A
         module = build_module(config, device=mesh.device, initialize=initialize)
     else:
         module = _partitioned(config, mesh, initialize=initialize)
-    if config.activation_checkpointing:
-        # transformers/modeling_utils.py: blocks keep their inputs only; names of weights stay
-        module.gradient_checkpointing_enable({"use_reentrant": False})
+    _recompute(config, module)
     return module
+
+
+def staged_module(config: DeepSpeedConfig, *, initialize: bool) -> Any:
+    """The layers of this rank's stage; the others are dropped before anything is on a GPU."""
+    module = build_module(config, device=torch.device("cpu"), initialize=initialize)
+    _recompute(config, module)
+    with silence():
+        return Stages(config, module, mean_of_words)
+
+
+def _recompute(config: DeepSpeedConfig, module: Any) -> None:
+    """transformers/modeling_utils.py: blocks keep their inputs only; names of weights stay."""
+    if config.activation_checkpointing:
+        module.gradient_checkpointing_enable({"use_reentrant": False})
 
 
 def _partitioned(config: DeepSpeedConfig, mesh: Mesh, *, initialize: bool) -> Any:

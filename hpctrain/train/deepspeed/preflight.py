@@ -33,6 +33,21 @@ def deepspeed_problems(config: DeepSpeedConfig, run: RunLayout) -> Iterator[Prob
     if config.nvme_path is not None:
         yield from _nvme_problems(home, Path(config.nvme_path))
     yield from _changed_files(config, run)
+    yield from _pipeline_problems(config)
+
+
+def _pipeline_problems(config: DeepSpeedConfig) -> Iterator[Problem]:
+    """What `hpctrain.plan.trainable` has refused already, unless somebody wrote the file."""
+    if not config.pipeline_stages:
+        return
+    if sum(config.pipeline_stages) != config.model.layers:
+        stages = " + ".join(map(str, config.pipeline_stages))
+        yield Problem(f"stages of {stages} layers are not the model's {config.model.layers}")
+    fits = config.zero_stage == 1 and config.model.family in ("gpt", "llama")
+    plain = config.task == "language_modeling" and config.data_format == "tokens"
+    if not fits or not plain or config.lora is not None or config.flops_steps:
+        what = "whole GPTs and Llamas from tokens, at ZeRO stage 1, without counting FLOPs"
+        yield Problem(f"DeepSpeed's pipeline trains {what}")
 
 
 def _package() -> Path | None:

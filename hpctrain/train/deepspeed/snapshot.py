@@ -24,10 +24,12 @@ from hpctrain.train.deepspeed.engine import ZeroEngine
 from hpctrain.train.deepspeed.library import silence
 from hpctrain.train.deepspeed.mesh import seed_dropout
 from hpctrain.train.deepspeed.optimizer import settle
-from hpctrain.train.deepspeed.universal import converted, refuse_what_cannot_move
+from hpctrain.train.deepspeed.pipeline import PipelineEngine
+from hpctrain.train.deepspeed.universal import converted, refuse_what_cannot_move, stages_layout
 from hpctrain.train.engine import Form, Position, Writing
 from hpctrain.train.resuming import check_sample_order, damage_named
 
+AnyEngine = ZeroEngine | PipelineEngine
 _ABOUT = "about.json"
 _SWAPPED = "offloaded_tensors"
 
@@ -51,7 +53,7 @@ class Snapshot:
 
     form = Form(leader_files=(_ABOUT,), shards="*.pt")
 
-    def __init__(self, engine: ZeroEngine, order: dict[str, Any], control: Control) -> None:
+    def __init__(self, engine: AnyEngine, order: dict[str, Any], control: Control) -> None:
         self._engine = engine
         self._order = order
         self._control = control
@@ -63,12 +65,13 @@ class Snapshot:
 
     def estimated_bytes(self, control: Control) -> int:
         """Weights as they are trained, an fp32 copy of them, and two moments of 4 bytes each."""
-        weights = self._engine.inner.module.parameters()
-        each = 2 if self._engine.config.precision == "bf16" else 4
-        return sum(
+        config, weights = self._engine.config, self._engine.inner.module.parameters()
+        each = 2 if config.precision == "bf16" else 4
+        here = sum(
             getattr(one, "ds_numel", one.numel()) * (each + 12 * one.requires_grad)
             for one in weights
         )
+        return int(control.total(here) / config.data_parallel_size)
 
     def plan(self, position: Position, directory: Path) -> Writing:
         rank = self._engine.mesh.rank
@@ -122,6 +125,7 @@ class Snapshot:
             world_size=self._engine.mesh.size,
             zero_stage=config.zero_stage,
             precision=config.precision,
+            stages_layout=stages_layout(config),
             on_nvme="nvme" in (config.offload_optimizer, config.offload_parameters),
         )
 

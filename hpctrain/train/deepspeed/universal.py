@@ -48,10 +48,24 @@ def refuse_what_cannot_move(
     if about["precision"] != config.precision:
         message = f"was saved in {about['precision']}, and the run is in {config.precision} now"
         raise InvalidInputError([Problem(message, str(directory), hint="submit a new run")])
+    before, here = about["stages_layout"], stages_layout(config)
+    if before != here or (config.pipeline_stages and about["world_size"] != ranks):
+        # files are by layer, but what the optimizer has is by rank and stage
+        message = f"was saved by {about['world_size']} ranks, {before}; there are {ranks}, {here}"
+        hint = "a checkpoint of a pipeline goes on with the same layout only"
+        raise InvalidInputError([Problem(message, str(directory), hint=hint)])
     if about["on_nvme"] and about["world_size"] != ranks:
         message = f"its state on NVMe belongs to {about['world_size']} ranks, and there are {ranks}"
         hint = "go on with as many ranks, or train with `offload: cpu` to be able to change them"
         raise InvalidInputError([Problem(message, str(directory), hint=hint)])
+
+
+def stages_layout(config: DeepSpeedConfig) -> str:
+    """Where the layers are, in words."""
+    if not config.pipeline_stages:
+        return "no pipeline"
+    near = "pipelines" if config.pipelines_near else "stages"
+    return f"stages of {'+'.join(map(str, config.pipeline_stages))} layers, {near} on neighbours"
 
 
 def converted(directory: Path, control: Control, rank: int) -> Path:

@@ -57,6 +57,13 @@ def test_the_stage_that_the_planner_chose_stays(tmp_path: Path) -> None:
     assert isinstance(size.train, DeepSpeedConfig) and size.train.zero_stage == 3
 
 
+def test_a_pipeline_can_be_submitted(tmp_path: Path) -> None:
+    found = prepared(tmp_path, "parallel.pp=2", "optimizer.zero=1")
+    assert isinstance(found.train, DeepSpeedConfig)
+    assert found.train.pipeline_stages == (2, 2)
+    assert found.supervise.shapes[0].tasks == found.train.world_size == 4
+
+
 def test_nvme_is_the_site_s_unless_the_spec_names_a_directory(tmp_path: Path) -> None:
     site = prepared(tmp_path, *NVME).train
     own = prepared(tmp_path, *NVME, "engine.deepspeed.nvme_path=/nvme").train
@@ -80,7 +87,10 @@ def test_a_site_without_nvme_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (("parallel.pp=2", "optimizer.zero=1"), "trains deepspeed without pp, the plan has pp 2"),
+        (("parallel.tp=2",), "trains deepspeed without tp, the plan has tp 2"),
+        (("parallel.pp=2", "optimizer.offload=cpu"), "with the optimizer's state on the GPU"),
+        (("parallel.pp=2", "lora.rank=4"), "trains whole models"),
+        (("parallel.pp=2", "resources.min_nodes=1"), "belongs to one number of ranks"),
         (("resources.gpus=4", "resources.min_nodes=1", *NVME), "one number of ranks"),
         (("recompute=selective",), "recomputes whole blocks or nothing"),
     ],

@@ -120,5 +120,15 @@ def test_both_documents_survive_their_files() -> None:
     assert json.loads(json.dumps(ds_config(config))) == ds_config(config), "plain values only"
 
 
+def test_a_pipeline_has_the_plan_s_stages() -> None:
+    config = told("parallel.pp=2", "resources.gpus=16")
+    assert config.pipeline_stages == (16, 16)
+    assert (config.data_parallel_size, config.world_size) == (8, 16)
+    assert config.layout_words == "pp 2 · dp 8 · ZeRO 1"
+    assert not config.pipelines_near
+    assert told("parallel.pp=2", "parallel.order=tp-cp-ep-pp-dp").pipelines_near
+    assert told().pipeline_stages == ()
+
+
 def test_layout_in_words() -> None:
     assert told("optimizer.zero=2", "resources.gpus=16").layout_words == "dp 16 · ZeRO 2"

@@ -24,6 +24,7 @@ from hpctrain.plan.search_columns import columns_of, spread_layers
 from hpctrain.plan.search_freedom import COUNTED, freedom_of
 from hpctrain.plan.search_rank import NEAR_TIE, pareto, preferred
 from hpctrain.plan.sharding import axis_problems, sharding_problems
+from hpctrain.plan.trainable_deepspeed import untrainable_by_deepspeed
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import ParallelSpec, RunSpec
 
@@ -61,7 +62,8 @@ SPECS: dict[str, dict[str, Any]] = {
     "fsdp": dict(
         model={**SMALL, "seq": 24}, gpus=16, batch=32, micro="auto", engine={"name": "fsdp"}
     ),
-    "deepspeed": dict(
+    "deepspeed": dict(model=SMALL, gpus=8, batch=32, engine={"name": "deepspeed"}),
+    "deepspeed, offloaded": dict(
         model=SMALL,
         gpus=8,
         batch=32,
@@ -108,6 +110,11 @@ def parallels(spec: RunSpec) -> list[ParallelSpec]:
     return [parallel for parallel in written if parallel is not None]
 
 
+def can_be_trained(spec: RunSpec) -> bool:
+    assert spec.parallel != "auto"
+    return spec.parallel.tp == 1 and not any(untrainable_by_deepspeed(spec))
+
+
 def _split(spec: RunSpec, axes: dict[str, int]) -> ParallelSpec | None:
     """The first way of splitting the layers, in words of the spec."""
     layers, chunks = spec.model.layers, axes["pp"] * axes["vpp"]
@@ -126,6 +133,9 @@ def by_loops(spec: RunSpec, profile: ClusterProfile) -> list[Candidate]:
     micros = [2**n for n in range(12) if batch % 2**n == 0]
     for parallel in parallels(spec):
         if layout_problems(spec, parallel) or world_problems(parallel, gpus, profile):
+            continue
+        told = spec.model_copy(update={"parallel": parallel})
+        if spec.engine.name == "deepspeed" and not can_be_trained(told):
             continue
         layout = layout_of(parallel, gpus)
         for micro in micros if spec.batch.micro == "auto" else [spec.batch.micro]:

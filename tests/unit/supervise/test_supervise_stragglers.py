@@ -139,6 +139,17 @@ def test_stages_of_a_layout(tmp_path: Path, order: str | None, expected: list[in
     assert [stage_of(rank) for rank in range(8)] == expected
 
 
+def test_stages_of_deepspeed(tmp_path: Path) -> None:
+    path = tmp_path / "train.json"
+    expected = {"tp-cp-ep-dp-pp": [0, 0, 1, 1], "tp-cp-ep-pp-dp": [0, 1, 0, 1]}
+    for order, stages in expected.items():
+        config = dict(pipeline_stages=[2, 1], data_parallel_size=2, parallel_order=order)
+        path.write_text(json.dumps(config))
+        assert [read_stages(path)(rank) for rank in range(4)] == stages
+    path.write_text(json.dumps(dict(pipeline_stages=[], data_parallel_size=4)))
+    assert [read_stages(path)(rank) for rank in range(4)] == [0, 0, 0, 0]
+
+
 @pytest.mark.parametrize(
     "text", ["", "[1]", "{}", '{"pipeline_model_parallel_size": null}', "\x00", None]
 )

@@ -88,3 +88,20 @@ def test_a_changed_file_is_not_silently_left_unread(installed: Path, tmp_path: P
     fewer = run.ds_config_for(1)
     fewer.write_text(json.dumps(ds_config(DeepSpeedConfig(**GOOD))))
     assert problems(tmp_path) == [], "this launch is of the other size"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (dict(pipeline_stages=(1, 2)), "stages of 1 + 2 layers are not the model's 2"),
+        (dict(zero_stage=2), "DeepSpeed's pipeline trains whole GPTs"),
+        (dict(lora=dict(rank=4)), "DeepSpeed's pipeline trains whole GPTs"),
+    ],
+)
+def test_a_pipeline_that_cannot_be(
+    installed: Path, tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    given = {**dict(zero_stage=1, pipeline_stages=(1, 1)), **changes}
+    (line,) = problems(tmp_path, **given)
+    assert words in line
+    assert problems(tmp_path, zero_stage=1, pipeline_stages=(1, 1)) == []

@@ -1,0 +1,48 @@
+"""What hpctrain cannot train with DeepSpeed, out of all that can be planned for it.
+
+Belongs here: one sentence for each. Does not belong here: what DeepSpeed's settings exclude among
+themselves (`hpctrain.spec.deepspeed`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hpctrain.spec.run import RunSpec
+
+
+def untrainable_by_deepspeed(spec: RunSpec) -> Iterator[tuple[str, str]]:
+    """(dotted path of the field, what the trainer lacks).
+
+    Of `parallel: auto` nothing is said: the planner chooses what can be trained.
+    """
+    homes = (spec.optimizer.offload, spec.engine.deepspeed.offload_parameters)
+    if spec.resources.min_nodes is not None and "nvme" in homes:
+        words = "what DeepSpeed keeps on NVMe belongs to one number of ranks"
+        yield "resources.min_nodes", words
+    if spec.parallel != "auto" and spec.parallel.pp > 1:
+        yield from untrainable_in_a_pipeline(spec)
+
+
+def untrainable_in_a_pipeline(spec: RunSpec) -> Iterator[tuple[str, str]]:
+    """Its layers are those of GPT-2 and Llama, its loss is the mean over all words, and what its
+    optimizer saves belongs to a rank and a stage (`hpctrain.train.deepspeed.pipeline`)."""
+    trains = "a pipeline of DeepSpeed's trains"
+    if spec.model.family not in ("gpt", "llama"):
+        yield "model.family", f"{trains} gpt and llama, not {spec.model.family}"
+    if spec.learned_task != "language_modeling":
+        yield "task", f"{trains} language_modeling, not {spec.learned_task}"
+    if spec.data.format != "tokens":
+        yield "data.format", f"{trains} on tokens, not on {spec.data.format}"
+    if spec.lora is not None:
+        yield "lora", f"{trains} whole models: no `lora`"
+    if spec.optimizer.offload != "none":
+        words = f"{trains} with the optimizer's state on the GPU, not on {spec.optimizer.offload}"
+        yield "optimizer.offload", words
+    if spec.optimizer.zero == 0 or not spec.optimizer.distributed:
+        yield "optimizer.zero", f"{trains} at ZeRO stage 1"
+    if spec.profile is not None and spec.profile.flops:
+        yield "profile.flops", "FLOPs of a pipeline's stages are not counted"
+    if spec.resources.min_nodes is not None:
+        words = "a checkpoint of a pipeline of DeepSpeed's belongs to one number of ranks"
+        yield "resources.min_nodes", words
