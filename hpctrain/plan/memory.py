@@ -15,10 +15,10 @@ from hpctrain.plan.candidate import Candidate
 from hpctrain.plan.cost.composition import Blocks
 from hpctrain.plan.cost.from_spec import (
     ELEMENT_BYTES,
-    GRADIENT_BYTES,
-    OPTIMIZER_BYTES,
     Knowledge,
     case_of,
+    gradient_bytes,
+    optimizer_bytes,
 )
 from hpctrain.plan.cost.memory import Stage as CostStage
 from hpctrain.plan.cost.memory import StageMemory, stage_memory
@@ -91,11 +91,11 @@ def _exact(
     experts = stage_expert_parameters(spec.model, candidate.layout, candidate.split, stage.index)
     dense = stage.parameters_per_gpu - experts
     held = ELEMENT_BYTES[spec.precision] + int(spec.precision == "fp8")  # and an 8-bit copy
-    state = 0 if candidate.offload else OPTIMIZER_BYTES[spec.precision]
+    state = 0 if candidate.offload else optimizer_bytes(spec)
     return MemoryBreakdown(
         weights_bytes=held * shards(candidate, 3).part(dense, experts),
-        gradients_bytes=GRADIENT_BYTES * shards(candidate, 2).part(dense, experts),
-        optimizer_bytes=state * shards(candidate, 1).part(dense, experts),
+        gradients_bytes=round(gradient_bytes(spec) * shards(candidate, 2).part(dense, experts)),
+        optimizer_bytes=round(state * shards(candidate, 1).part(dense, experts)),
         activations_bytes=round(estimate["activations"]),
         logits_bytes=round(estimate["logits"]),
         buffers_bytes=round(estimate["buffers"]),

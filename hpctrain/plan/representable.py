@@ -60,7 +60,7 @@ Found = Iterator[tuple[str, str]]
 
 def unrepresentable(spec: RunSpec) -> list[tuple[str, str]]:
     """(dotted path of the field, why no class of Hugging Face has it); empty when one has."""
-    return [*unrepresentable_model(spec.model), *_task(spec), *_lora(spec)]
+    return [*unrepresentable_model(spec.model), *_task(spec), *_lora(spec), *_blocks(spec)]
 
 
 def unrepresentable_model(model: ModelSpec) -> list[tuple[str, str]]:
@@ -128,6 +128,11 @@ def _lora(spec: RunSpec) -> Found:
         listed = ", ".join(sorted(unknown))
         words = f"a {family} has no linear layers {listed}; it has {', '.join(layers)}"
         yield "lora.targets", words
+
+
+def _blocks(spec: RunSpec) -> Found:
+    if spec.model.family == "resnet" and spec.recompute == "full":
+        yield "recompute", "a resnet has no blocks to compute again: say `none`"
 
 
 _CHECKS: tuple[Callable[[ModelSpec], Found], ...] = (_fixed, _gated, _heads, _megatrons)

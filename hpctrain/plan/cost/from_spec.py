@@ -16,6 +16,7 @@ from hpctrain.plan.cost.case import Case, Machine, Mesh, Shape, Software
 from hpctrain.plan.cost.constants import calibration_of, machine_of, software_of
 from hpctrain.plan.order import ORDERS
 from hpctrain.plan.parameters import BERT_SEGMENTS
+from hpctrain.plan.tuning import learned_share
 from hpctrain.spec.calibration import Calibration, SoftwareCalibration
 from hpctrain.spec.catalogue import Gpu
 from hpctrain.spec.profile import ClusterProfile
@@ -40,6 +41,7 @@ GRADIENT_BYTES = 4  # one fp32 buffer (DistributedDataParallelConfig.grad_reduce
 # Two fp32 moments of Adam; 16-bit weights have an fp32 main copy besides
 # (megatron/core/optimizer/optimizer.py, Float16OptimizerWithFloat16Params and FP32Optimizer).
 OPTIMIZER_BYTES = {"fp32": 8, "fp16": 12, "bf16": 12, "fp8": 12}
+MOMENT_BYTES = 8
 # What selective recomputation computes again: Megatron's names, and those of a case.
 AGAIN_FIELDS: dict[RecomputeModule, str] = {
     "core_attn": "again_core",
@@ -170,9 +172,9 @@ def mesh_of(spec: RunSpec, columns: Columns) -> Mesh:
         pipeline_outside=near.astype(float),
         low=int(spec.precision == "fp8"),
         element_bytes=ELEMENT_BYTES[spec.precision],
-        gradient_bytes=GRADIENT_BYTES,
+        gradient_bytes=gradient_bytes(spec),
         summed_bytes=summed_bytes(spec),
-        summed_inside=GRADIENT_BYTES if hook_of(spec) == "hierarchical" else 0,
+        summed_inside=gradient_bytes(spec) if hook_of(spec) == "hierarchical" else 0,
     )
 
 
@@ -190,8 +192,8 @@ def summed_bytes(spec: RunSpec) -> float:
     hook = hook_of(spec)
     if hook == "powersgd":
         thin = 2 * spec.engine.ddp.powersgd_rank / spec.model.hidden
-        return GRADIENT_BYTES * min(1.0, thin)
-    return GRADIENT_BYTES if hook == "none" else GRADIENT_BYTES / 2
+        return gradient_bytes(spec) * min(1.0, thin)
+    return gradient_bytes(spec) / (1 if hook == "none" else 2)
 
 
 def machine_for(
@@ -219,9 +221,26 @@ def software_for(spec: RunSpec, profile: ClusterProfile, knowledge: Knowledge | 
         base,
         flash=int(uses_flash_attention(spec)),
         dp_overlap=data_overlap(spec, calibration, base),
-        main_bytes=OPTIMIZER_BYTES[spec.precision],
+        main_bytes=optimizer_bytes(spec),
         context_bytes=float(profile.gpu.reserved),
     )
+
+
+def gradient_bytes(spec: RunSpec) -> float:
+    """For each parameter; what is frozen (LoRA) has no gradient."""
+    return GRADIENT_BYTES * learned_share(spec)
+
+
+def optimizer_bytes(spec: RunSpec) -> float:
+    """For each parameter; what is frozen has no moments.
+
+    It has an fp32 main copy where the module itself is in fp32 (FSDP, DDP). DeepSpeed keeps the
+    module in bf16, and such copies for what its optimizer is given, only.
+    """
+    learned = learned_share(spec)
+    main = OPTIMIZER_BYTES[spec.precision] - MOMENT_BYTES
+    copied = learned if spec.engine.name == "deepspeed" else 1.0
+    return main * copied + MOMENT_BYTES * learned
 
 
 def data_overlap(spec: RunSpec, calibration: Calibration | None, base: Software) -> float:

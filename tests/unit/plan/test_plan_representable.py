@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from hpctrain.plan.documents import RECOMPUTES
 from hpctrain.plan.parameters import model_flops_per_step, total_parameters
 from hpctrain.plan.representable import TASKS, unrepresentable
+from hpctrain.plan.search_freedom import recompute_choices
 from hpctrain.spec.model import ModelSpec
 from hpctrain.spec.run import RunSpec
 
@@ -105,6 +107,13 @@ def test_what_no_class_has_is_named(
 def test_convolutions_take_no_lora() -> None:
     spec = run(SHAPES["resnet"], lora={})
     assert [field for field, _ in unrepresentable(spec)] == ["lora"]
+
+
+def test_convolutions_are_not_computed_again() -> None:
+    spec = run(SHAPES["resnet"], recompute="full")
+    assert [field for field, _ in unrepresentable(spec)] == ["recompute"]
+    assert recompute_choices(run(SHAPES["resnet"])) == (RECOMPUTES.index("none"),)
+    assert len(recompute_choices(run(SHAPES["vit"]))) == 2
 
 
 # https://huggingface.co/distilbert/distilbert-base-uncased and google-bert/bert-base-uncased, as
