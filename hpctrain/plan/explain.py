@@ -20,7 +20,7 @@ from hpctrain.plan.documents import (
     SearchCounts,
 )
 from hpctrain.plan.memory import TIGHT_SHARE, candidate_peak
-from hpctrain.plan.parameters import VOCAB_MULTIPLE, pad_vocab
+from hpctrain.plan.parameters import pad_vocab, vocab_multiple
 from hpctrain.plan.placement import stays_inside
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec
@@ -108,9 +108,10 @@ def reasons(facts: Facts) -> tuple[str, ...]:
         lines.append(f"sequence_parallel divides norms and dropout by tp {layout.tp} as well.")
     if layout.vpp > 1 and layout.pp == 2:
         lines.append("vpp with pp 2 needs overlapped stage-to-stage transfers; they are on.")
-    padded = pad_vocab(spec.model.vocab, layout.tp)
+    multiple = vocab_multiple(spec)
+    padded = pad_vocab(spec.model.vocab, layout.tp, multiple)
     if padded != spec.model.vocab and not spec.model.reads_images:
-        step = VOCAB_MULTIPLE * layout.tp
+        step = multiple * layout.tp
         lines.append(f"vocab {spec.model.vocab} is padded to {padded}, a multiple of {step}.")
     return tuple(lines)
 

@@ -20,7 +20,7 @@ from hpctrain.plan.islands import (
     slow_links,
     wraps_outside,
 )
-from hpctrain.plan.parameters import expert_tp
+from hpctrain.plan.parameters import expert_tp, vocab_multiple
 from hpctrain.plan.placement import strides
 from hpctrain.plan.stages import build_stage, stage_expert_parameters
 from hpctrain.spec.profile import ClusterProfile
@@ -117,7 +117,9 @@ def step_traffic(spec: RunSpec, candidate: Candidate) -> Traffic:
     moved = _GRADIENT_BYTES + (element if spec.optimizer.distributed else _GRADIENT_BYTES)
     pairs = [
         (
-            build_stage(model, layout, candidate.split, index).parameters_per_gpu,
+            build_stage(
+                model, layout, candidate.split, index, vocab_multiple(spec)
+            ).parameters_per_gpu,
             stage_expert_parameters(model, layout, candidate.split, index),
         )
         for index in sorted({0, layout.pp // 2, layout.pp - 1})

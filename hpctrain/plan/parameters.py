@@ -13,21 +13,29 @@ from __future__ import annotations
 from hpctrain.plan import vision
 from hpctrain.plan.flops import linear_parameters as linear_parameters
 from hpctrain.plan.flops import model_flops_per_step as model_flops_per_step
-from hpctrain.spec.run import MlaSpec, ModelSpec, MoeSpec
+from hpctrain.spec.run import MlaSpec, ModelSpec, MoeSpec, RunSpec
 
 # Megatron-LM pads the vocabulary to a multiple of this times tp
 # (`make_vocab_size_divisible_by`, megatron/training/arguments.py, default 128), so that every
 # rank holds the same number of rows and the output matrix multiplication is aligned.
 VOCAB_MULTIPLE = 128
+# Engines that train Hugging Face's classes, whose tables have as many rows as there are words.
+_UNPADDED = ("fsdp", "deepspeed", "ddp")
 
 # Embeddings of sentences A and B (Devlin et al. 2018, arXiv 1810.04805, section 3.2). Telling if
 # B follows A is not learned: no loss without it (Liu et al. 2019, arXiv 1907.11692, section 4.2).
 BERT_SEGMENTS = 2
 
 
-def pad_vocab(vocab: int, tp: int) -> int:
-    """Rows of the embedding table as the engine builds it: a multiple of 128 x tp."""
-    step = VOCAB_MULTIPLE * tp
+def vocab_multiple(spec: RunSpec) -> int:
+    """What the rows of an embedding table on each rank are a multiple of."""
+    padded = spec.engine.name not in _UNPADDED or spec.model.reads_images
+    return VOCAB_MULTIPLE if padded else 1
+
+
+def pad_vocab(vocab: int, tp: int, multiple: int = VOCAB_MULTIPLE) -> int:
+    """Rows of the embedding table as the engine builds it: a multiple of `multiple` x tp."""
+    step = multiple * tp
     return -(-vocab // step) * step
 
 
@@ -129,7 +137,7 @@ def layer_parameters(model: ModelSpec, tp: int, ep: int = 1, layer: int | None =
     return parameters + shared + expert_parameters(model, tp, ep)
 
 
-def embedding_parameters(model: ModelSpec, tp: int) -> int:
+def embedding_parameters(model: ModelSpec, tp: int, multiple: int = VOCAB_MULTIPLE) -> int:
     """Word embeddings split over tp by rows; learned positions (seq x h) replicated.
 
     BERT has an embedding for each of two segments besides (tokentype_embeddings). A ViT has its
@@ -137,7 +145,7 @@ def embedding_parameters(model: ModelSpec, tp: int) -> int:
     """
     if model.reads_images:
         return vision.stem_parameters(model)
-    words = pad_vocab(model.vocab, tp) // tp * model.hidden
+    words = pad_vocab(model.vocab, tp, multiple) // tp * model.hidden
     return words + _other_embeddings(model)
 
 
@@ -147,7 +155,9 @@ def _other_embeddings(model: ModelSpec) -> int:
     return (rows + (BERT_SEGMENTS if model.family == "bert" else 0)) * model.hidden
 
 
-def output_parameters(model: ModelSpec, tp: int, with_embedding: bool) -> int:
+def output_parameters(
+    model: ModelSpec, tp: int, with_embedding: bool, multiple: int = VOCAB_MULTIPLE
+) -> int:
     """Final norm, output matrix (no bias in GPTModel), and the heads of BERT.
 
     A tied model has no output matrix of its own where the embedding is on the same GPU; behind a
@@ -157,7 +167,7 @@ def output_parameters(model: ModelSpec, tp: int, with_embedding: bool) -> int:
     if model.reads_images:
         return vision.head_parameters(model)
     shared = bool(model.tied) and with_embedding
-    rows = pad_vocab(model.vocab, tp) // tp
+    rows = pad_vocab(model.vocab, tp, multiple) // tp
     matrix = 0 if shared else rows * model.hidden
     heads = encoder_head_parameters(model, rows)
     return norm_parameters(model) + heads + (0 if model.classes else matrix)

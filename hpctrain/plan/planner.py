@@ -27,7 +27,12 @@ from hpctrain.plan.limits import (
 )
 from hpctrain.plan.memory import candidate_memory
 from hpctrain.plan.order import OrderChoice, choose_order, order_problems
-from hpctrain.plan.parameters import model_flops_per_step, pad_vocab, total_parameters
+from hpctrain.plan.parameters import (
+    model_flops_per_step,
+    pad_vocab,
+    total_parameters,
+    vocab_multiple,
+)
 from hpctrain.plan.placement import place_axes
 from hpctrain.plan.prediction import predict
 from hpctrain.plan.search import Found, search
@@ -240,9 +245,9 @@ def _assemble(
         zero=candidate.zero,
         shard_gpus=candidate.shard_gpus,
         offload=spec.optimizer.offload if candidate.offload else "none",
-        padded_vocab=pad_vocab(model.vocab, layout.tp),
+        padded_vocab=pad_vocab(model.vocab, layout.tp, vocab_multiple(spec)),
         parameters=total_parameters(model),
-        stages=build_stages(model, layout, candidate.split),
+        stages=build_stages(model, layout, candidate.split, vocab_multiple(spec)),
         memory=memory,
         gpu_memory_bytes=int(profile.gpu.memory),
         placements=placements,

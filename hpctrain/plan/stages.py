@@ -13,6 +13,7 @@ from itertools import accumulate
 from hpctrain.plan.divisors import divisors, nearest, or_list
 from hpctrain.plan.documents import Layout, Stage
 from hpctrain.plan.parameters import (
+    VOCAB_MULTIPLE,
     embedding_parameters,
     expert_parameters,
     layer_parameters,
@@ -90,19 +91,31 @@ def stage_layers(split: Split, pp: int, index: int) -> tuple[range, ...]:
     return tuple(range(starts[n], starts[n + 1]) for n in range(index, len(split), pp))
 
 
-def build_stages(model: ModelSpec, layout: Layout, split: Split) -> tuple[Stage, ...]:
+def build_stages(
+    model: ModelSpec, layout: Layout, split: Split, vocab_multiple: int = VOCAB_MULTIPLE
+) -> tuple[Stage, ...]:
     """The pipeline stages with their chunks and exact parameters per GPU."""
-    return tuple(build_stage(model, layout, split, index) for index in range(layout.pp))
+    stages = range(layout.pp)
+    return tuple(build_stage(model, layout, split, index, vocab_multiple) for index in stages)
 
 
-def build_stage(model: ModelSpec, layout: Layout, split: Split, index: int) -> Stage:
-    """Pipeline stage `index`: every pp-th virtual stage, starting with its own number."""
+def build_stage(
+    model: ModelSpec,
+    layout: Layout,
+    split: Split,
+    index: int,
+    vocab_multiple: int = VOCAB_MULTIPLE,
+) -> Stage:
+    """Pipeline stage `index`: every pp-th virtual stage, starting with its own number.
+
+    `vocab_multiple`: see `parameters.vocab_multiple`.
+    """
     return Stage(
         index=index,
         chunk_layers=split[index :: layout.pp],
         embedding=index == 0,
         loss=index == layout.pp - 1,
-        parameters_per_gpu=_stage_parameters(model, layout, split, index),
+        parameters_per_gpu=_stage_parameters(model, layout, split, index, vocab_multiple),
     )
 
 
@@ -117,7 +130,9 @@ def stage_expert_parameters(model: ModelSpec, layout: Layout, split: Split, inde
     return with_experts * expert_parameters(model, layout.tp, layout.ep)
 
 
-def _stage_parameters(model: ModelSpec, layout: Layout, split: Split, index: int) -> int:
+def _stage_parameters(
+    model: ModelSpec, layout: Layout, split: Split, index: int, vocab_multiple: int
+) -> int:
     if model.family == "resnet":
         assert layout.pp == layout.tp == 1, "a ResNet is planned with data parallelism only"
         return total_parameters(model)
@@ -125,7 +140,7 @@ def _stage_parameters(model: ModelSpec, layout: Layout, split: Split, index: int
     dense, with_experts = _kinds_of_layers(model, stage_layers(split, layout.pp, index))
     layers = dense * layer_parameters(model, tp, ep, 0)
     layers += with_experts * layer_parameters(model, tp, ep, None)
-    return layers + _end_parameters(model, layout, split, index)
+    return layers + _end_parameters(model, layout, split, index, vocab_multiple)
 
 
 def _kinds_of_layers(model: ModelSpec, chunks: tuple[range, ...]) -> tuple[int, int]:
@@ -135,7 +150,9 @@ def _kinds_of_layers(model: ModelSpec, chunks: tuple[range, ...]) -> tuple[int, 
     return dense, sum(map(len, chunks)) - dense
 
 
-def _end_parameters(model: ModelSpec, layout: Layout, split: Split, index: int) -> int:
+def _end_parameters(
+    model: ModelSpec, layout: Layout, split: Split, index: int, vocab_multiple: int
+) -> int:
     """Embedding, final norm, output and token prediction, as far as they are on this stage.
 
     Token prediction is on the last stage, with a copy of the embedding (GPTModel: `pre_process or
@@ -144,9 +161,9 @@ def _end_parameters(model: ModelSpec, layout: Layout, split: Split, index: int) 
     first, last = index == 0, index == layout.pp - 1
     parameters = 0
     if first or (last and model.mtp_layers):
-        parameters += embedding_parameters(model, layout.tp)
+        parameters += embedding_parameters(model, layout.tp, vocab_multiple)
     if last:
-        parameters += output_parameters(model, layout.tp, with_embedding=first)
+        parameters += output_parameters(model, layout.tp, first, vocab_multiple)
         parameters += mtp_parameters(model, layout.tp, layout.ep)
     norm_is_here = index == _final_norm_stage(model, layout, split)
     return parameters + (int(norm_is_here) - int(last)) * norm_parameters(model)

@@ -15,8 +15,13 @@ from trial_runs import MODULE_GPT
 
 from hpctrain.engines.documents import parse_train_config
 from hpctrain.errors import InvalidInputError
-from hpctrain.plan.parameters import total_parameters
+from hpctrain.plan.layout import layout_of
+from hpctrain.plan.parameters import total_parameters, vocab_multiple
 from hpctrain.plan.representable import LINEAR_LAYERS
+from hpctrain.plan.stages import build_stages
+from hpctrain.plan.tuning import learned_parameters
+from hpctrain.spec.run import ParallelSpec, RunSpec
+from hpctrain.spec.tuning import LoraSpec
 from hpctrain.train.convert.directory import write_model
 from hpctrain.train.models.blocks import blocks_of
 from hpctrain.train.models.build import build_module
@@ -80,7 +85,7 @@ def test_a_model_is_what_was_planned_and_learns_with_every_weight(name: str) -> 
     config = config_of(name)
     module = build_module(config, device=CPU)
     count = sum(one.numel() for one in module.parameters())
-    assert count == total_parameters(config.model)
+    assert count == total_parameters(config.model) == planned(config)
     assert len(blocks_of(module)) == (0 if "resnet" in name else config.model.layers)
     assert module.training and {one.dtype for one in module.parameters()} == {torch.float32}
     loss, number = loss_of(config)(module, batch_of(config))
@@ -88,6 +93,57 @@ def test_a_model_is_what_was_planned_and_learns_with_every_weight(name: str) -> 
     assert loss.dtype == number.dtype == torch.float32 and loss.isfinite()
     # DistributedDataParallel waits for the gradient of every weight
     assert [one for one, p in module.named_parameters() if p.grad is None] == []
+
+
+def planned(config: Any) -> int:
+    """Of the plan for one GPU: rows of embeddings are not padded, as Megatron's are."""
+    spec = spec_of(config)
+    split = (config.model.layers,)
+    (stage,) = build_stages(config.model, layout_of(ParallelSpec(), 1), split, vocab_multiple(spec))
+    return stage.parameters_per_gpu
+
+
+def spec_of(config: Any) -> RunSpec:
+    return RunSpec.model_validate(
+        dict(
+            name="counted",
+            model=config.model,
+            task=config.task,
+            lora=config.lora,
+            batch={"global": 8, "micro": 1},
+            budget=dict(steps=4),
+            optimizer=dict(lr=1e-4),
+            checkpoint=dict(every_steps=2),
+            engine=dict(name="ddp"),
+            resources=dict(gpus=1),
+        )
+    )
+
+
+TUNED = [
+    *(("all", name) for name in SHAPES if "resnet" not in name),
+    (("c_attn",), "gpt"),
+    (("q_proj", "v_proj"), "llama"),
+    (("dense",), "bert, classes"),
+]
+
+
+@pytest.mark.parametrize(("targets", "name"), TUNED)
+def test_what_lora_learns_is_what_was_planned(targets: Any, name: str) -> None:
+    config = config_of(name, lora=dict(rank=2, targets=targets))
+    module = build_module(config, device=META)
+    learned = sum(one.numel() for one in module.parameters() if one.requires_grad)
+    assert learned == learned_parameters(spec_of(config))
+
+
+def test_a_llama_of_7_billion_is_tuned_as_planned() -> None:
+    shape = dict(family="llama", layers=32, hidden=4096, ffn=11008, heads=32, vocab=32000, seq=2048)
+    config = config_of("llama", model={**shape, "kv_heads": None, "head_dim": None, "bias": False})
+    config = config.model_copy(update=dict(lora=LoraSpec(rank=16)))
+    module = build_module(config, device=META)
+    sizes = [(one.numel(), one.requires_grad) for one in module.parameters()]
+    assert sum(size for size, learns in sizes if learns) == 39_976_960
+    assert sum(size for size, learns in sizes if not learns) == planned(config) == 6_738_415_616
 
 
 @pytest.mark.parametrize("layers", DEEPER)

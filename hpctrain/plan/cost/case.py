@@ -30,7 +30,7 @@ class Shape:
     layers: Array  # what pipeline stages are made of
     hidden: Array
     seq: Array
-    vocab: Array  # before padding
+    vocab: Array  # before padding to `vocab_multiple` rows per rank
     attention_blocks: Array
     heads: Array
     kv_heads: Array
@@ -66,6 +66,7 @@ class Shape:
     rope: Array = 0
     rms_norm: Array = 0
     dropout: Array = 0
+    vocab_multiple: Array = 128  # Megatron-LM, make_vocab_size_divisible_by
 
     @property
     def mlp_width(self) -> Array:

@@ -15,7 +15,7 @@ from hpctrain.plan import vision
 from hpctrain.plan.cost.case import Case, Machine, Mesh, Shape, Software
 from hpctrain.plan.cost.constants import calibration_of, machine_of, software_of
 from hpctrain.plan.order import ORDERS
-from hpctrain.plan.parameters import BERT_SEGMENTS
+from hpctrain.plan.parameters import BERT_SEGMENTS, vocab_multiple
 from hpctrain.plan.tuning import learned_share
 from hpctrain.spec.calibration import Calibration, SoftwareCalibration
 from hpctrain.spec.catalogue import Gpu
@@ -73,7 +73,8 @@ def case_of(
     """
     software = software_for(spec, profile, knowledge)
     machine = machine_for(spec, profile, knowledge) or NO_MACHINE
-    return Case(shape_of(spec.model), mesh_of(spec, columns), machine, software)
+    shape = replace(shape_of(spec.model), vocab_multiple=vocab_multiple(spec))
+    return Case(shape, mesh_of(spec, columns), machine, software)
 
 
 def shape_of(model: ModelSpec) -> Shape:

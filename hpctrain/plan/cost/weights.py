@@ -19,8 +19,6 @@ from hpctrain.plan.cost.composition import (
     prediction_blocks,
 )
 
-VOCAB_MULTIPLE = 128  # Megatron-LM, make_vocab_size_divisible_by
-
 
 @dataclass(frozen=True)
 class Weights:
@@ -89,7 +87,7 @@ def mamba_weights(case: Case) -> Array:
 
 def table_weights(case: Case) -> Array:
     """One table of embeddings on one rank."""
-    step = VOCAB_MULTIPLE * case.mesh.tp
+    step = case.shape.vocab_multiple * case.mesh.tp
     return np.ceil(case.shape.vocab / step) * step / case.mesh.tp * case.shape.hidden
 
 
