@@ -30,7 +30,6 @@ MASKED: dict[str, Any] = dict(
 HOST = dict(offload_optimizer="cpu", offload_parameters="cpu")
 KINDS: dict[str, dict[str, Any]] = {
     "stage 0": dict(zero_stage=0),
-    "stage 1": dict(zero_stage=1),
     "stage 2, overlapped": dict(zero_stage=2, overlap_comm=True),
     "stage 2, optimizer on the host": dict(zero_stage=2, offload_optimizer="cpu"),
     "stage 3, all on the host": dict(zero_stage=3, **HOST),
@@ -70,8 +69,6 @@ def test_divided_weights_of_other_kinds(
 
 
 PIPELINES: dict[str, dict[str, Any]] = {
-    # the embedding of the first stage is the output layer of the last one
-    "tied": dict(data_parallel_size=1),
     "two replicas, recomputed": dict(data_parallel_size=2, activation_checkpointing=True),
     "pipelines on neighbours": dict(data_parallel_size=2, parallel_order="tp-cp-ep-pp-dp"),
 }

@@ -35,7 +35,6 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, Any]]
 
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "ddp": (MODULE_GPT, dict(TWO, ddp=dict(bucket="1B"))),
-    "full": (FSDP, dict(TWO, shard_size=2)),
     "gradients and optimizer": (LLAMA_FSDP, dict(TWO, shard_size=2, reshard_after_forward=False)),
     "recomputed, offloaded": (
         FSDP,

@@ -1,0 +1,129 @@
+"""Every engine of Hugging Face's classes, on two processes, against a loop of plain PyTorch.
+
+The loop is written out below: neither the trainer nor any engine is in it. It has the same first
+weights (transformers draws them from the seed) and the same samples. Whatever else an engine can
+do is compared with one process in its own tests.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed_trials import PLAIN, ZERO
+from torch.nn import functional
+from trial_runs import Trial, make_trial
+
+from hpctrain.train.data import open_data
+from hpctrain.train.datasets.share import Share
+from hpctrain.train.models.library import class_named
+
+# A loss near 5.5 is a multiple of 2^-21 = 4.8e-7 in fp32. Other ranks add up in another order,
+# which moves it by one or two of these at each step, and AdamW hands that on to the next steps: ten
+# after six steps are rounding, and a wrong gradient is off by thousands. Norms by share: a sum of
+# 100,000 squares. Seen: 7.2e-7, and 1.2e-6 of a norm.
+LOSS_TOLERANCE = 10 * 2.0**-21
+NORM_TOLERANCE = 1e-5
+STEPS, BATCH, SEQUENCE, RATE = 6, 8, 32, 3e-3
+SAME: dict[str, Any] = dict(
+    train_steps=STEPS, lr=RATE, lr_warmup_steps=0, lr_decay_style="constant", seed=4321
+)
+TWO: dict[str, Any] = dict(PLAIN, data_parallel_size=2)
+FSDP: dict[str, Any] = dict(TWO, engine="fsdp", shard_size=2)
+TABLE: dict[str, dict[str, Any]] = {
+    "ddp": TWO,
+    "fsdp": FSDP,
+    "fsdp, gradients and optimizer only": dict(FSDP, reshard_after_forward=False),
+    "deepspeed, ZeRO 1": dict(ZERO, zero_stage=1),
+    "deepspeed, ZeRO 2": dict(ZERO, zero_stage=2),
+    "deepspeed, ZeRO 3": dict(ZERO, zero_stage=3),
+    "deepspeed, two stages": dict(ZERO, pipeline_stages=(1, 1), data_parallel_size=1),
+}
+
+
+def the_model() -> Any:
+    """PLAIN's shape by transformers' own names."""
+    settings = class_named("GPT2Config")(
+        vocab_size=250,
+        n_positions=SEQUENCE,
+        n_embd=64,
+        n_layer=2,
+        n_head=4,
+        n_inner=128,
+        activation_function="gelu",
+        layer_norm_epsilon=1e-5,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
+    torch.manual_seed(SAME["seed"])
+    return class_named("GPT2LMHeadModel")(settings)
+
+
+def plain_loop(model: Any, samples: Any) -> list[tuple[float, float]]:
+    """(loss, norm of the gradient) of each step."""
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [dict(params=decayed, weight_decay=0.1), dict(params=others, weight_decay=0.0)]
+    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=1e-8)
+    told = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        mean = 0.0
+        for batch in samples.microbatches(step * BATCH):
+            logits = model(input_ids=batch.tokens).logits
+            total = functional.cross_entropy(
+                logits.flatten(0, 1), batch.labels.flatten(), reduction="sum"
+            )
+            loss = total / (BATCH * SEQUENCE)
+            loss.backward()
+            mean += float(loss)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        told.append((mean, float(norm)))
+    return told
+
+
+def alone(directory: Path) -> None:
+    """In a process of its own, for megatron-core's samples want a process group."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    config = make_trial(directory / "run", PLAIN, **SAME).config
+    data = open_data(config, Share(0, 1, torch.device("cpu")), directory / "cache")
+    told = plain_loop(the_model().train(), data.training)
+    (directory / "told.json").write_text(json.dumps(told))
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, float]]:
+    directory = tmp_path_factory.mktemp("plain")
+    process = multiprocessing.get_context("fork").Process(target=alone, args=(directory,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    told = [(loss, norm) for loss, norm in json.loads((directory / "told.json").read_text())]
+    assert told[-1][0] < told[0][0] - 0.1, "it learns, so that each step depends on the ones before"
+    return told
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_two_processes_learn_what_one_does(
+    name: str, trial: Callable[..., Trial], plain: list[tuple[float, float]]
+) -> None:
+    spread = trial(TABLE[name], **SAME)
+    assert spread.train() == [0, 0]
+    assert [row.step for row in spread.rows] == list(range(1, STEPS + 1))
+    losses = [abs(spread.losses[n] - loss) for n, (loss, _) in enumerate(plain, start=1)]
+    norms = [
+        abs((row.grad_norm or 0) / norm - 1)
+        for row, (_, norm) in zip(spread.rows, plain, strict=True)
+    ]
+    seen = f"{name}: losses off by up to {max(losses):.1e}, norms by a share of {max(norms):.1e}"
+    print(seen)
+    assert max(losses) <= LOSS_TOLERANCE and max(norms) <= NORM_TOLERANCE, seen
