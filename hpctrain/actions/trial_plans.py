@@ -25,7 +25,7 @@ from hpctrain.comparison.documents import (
     Price,
     TrialRecord,
 )
-from hpctrain.comparison.trial_spec import trial_name, trial_overrides
+from hpctrain.comparison.trial_spec import training_digest, trial_name, trial_overrides
 from hpctrain.comparison.variants import Variant
 from hpctrain.engines.training import TrainConfig
 from hpctrain.errors import DoesNotFitError, InvalidInputError, LimitError, UsageError
@@ -151,6 +151,7 @@ def trial_record(
         sample_length=1 if spec.model.reads_images else spec.model.seq,
         train_steps=spec.train_steps,
         precision=spec.precision,
+        training=training_digest(spec),
         run_id=run_id,
         refusal=None if refusal is None else _first_words(refusal),
         predicted=None if plan is None else _prediction(plan),

@@ -13,7 +13,7 @@ from pathlib import Path
 from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.state import RunState
 from hpctrain.actions.status import RunStatus
-from hpctrain.comparison.agreement import agreement, bound_of
+from hpctrain.comparison.agreement import agreement_of
 from hpctrain.comparison.documents import (
     Comparison,
     ComparisonRecord,
@@ -122,6 +122,7 @@ def _ranks(run: RunFiles) -> Ranks | None:
         backward_seconds=told.backward_seconds,
         data_seconds=told.data_seconds,
         update_seconds=told.optimizer_seconds,
+        step_seconds=told.step_seconds,
         peak_bytes=told.peak_memory_bytes,
     )
 
@@ -148,17 +149,10 @@ def _costs(
 
 
 def _with_agreement(trials: Sequence[Trial]) -> list[Trial]:
-    """Of those that train the same batches as the first; others have no common measure."""
+    """With that of the first that has trained."""
     first = next((trial for trial in trials if trial.losses), None)
-    if first is None:
-        return list(trials)
-    reference = dict(first.losses)
     found = []
     for trial in trials:
-        same_batch = trial.record.global_batch == first.record.global_batch
-        if trial is not first and trial.losses and same_batch:
-            bound = bound_of(trial.record.precision, first.record.precision)
-            told = agreement(first.name, reference, dict(trial.losses), bound)
-            trial = trial.model_copy(update={"agreement": told})
-        found.append(trial)
+        told = None if first is None or trial is first else agreement_of(first, trial)
+        found.append(trial.model_copy(update={"agreement": told}))
     return found

@@ -245,7 +245,8 @@ def _plot(found: Comparison, path: Path | None) -> None:
     """Where there is something to draw, and matplotlib to draw it with."""
     from hpctrain.actions.comparison_plot import can_plot, draw
 
-    if path is None or not any(trial.step_seconds or trial.peak_bytes for trial in found.trials):
+    told = [trial.measured if found.measured else trial.peak_bytes for trial in found.trials]
+    if path is None or not any(told):
         return
     if not can_plot():
         say("no plot without matplotlib: pip install 'hpctrain[plots]'")

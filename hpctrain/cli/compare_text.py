@@ -13,6 +13,12 @@ from hpctrain.cli.plan_text import wrapped
 from hpctrain.comparison.documents import Comparison, ComparisonRecord, ScalePoint, Trial
 from hpctrain.comparison.recommend import short_number
 
+_VERDICTS = {
+    "other run": "LOSSES `other run`: another model, batch, optimizer, seed or data, or first "
+    "weights that Megatron draws itself; compare where the losses go, not their digits.",
+    "other start": "LOSSES `other start`: the first step differs already, as with dropout; "
+    "compare where the losses go, not their digits.",
+}
 Rows = tuple[list[str], list[list[str]]]
 
 
@@ -77,11 +83,15 @@ def _outcome(trial: Trial, trials: Sequence[Trial], last: int | None) -> list[st
         trial.state,
         str(len(trial.losses)) if trial.losses else "-",
         or_dash(_loss_at(trial, last)),
-        "-" if agreed is None else f"{100 * agreed.largest:.2g}",
+        "-" if agreed is None else _difference(100 * agreed.largest),
         or_dash(verdict),
         "-" if stable is None else str(stable.launches),
         "-" if stable is None else str(stable.steps_again),
     ]
+
+
+def _difference(percent: float) -> str:
+    return f"{percent:.2g}" if percent < 10 else f"{percent:.0f}"
 
 
 def _loss_at(trial: Trial, step: int | None) -> str | None:
@@ -123,7 +133,7 @@ def share_rows(found: Comparison) -> Rows:
         seen = trial.measured
         parts = ["-"] * 5
         if seen is not None and seen.shares is not None:
-            told, step = seen.shares, seen.step_seconds.mean
+            told, step = seen.shares, seen.shares.step
             named = (told.data, told.compute, told.update, told.other, told.imbalance)
             parts = [_percent(None if one is None else one / step) for one in named]
         evaluated = seen.eval_loss if seen else None
@@ -157,12 +167,8 @@ def note_lines(found: Comparison) -> list[str]:
     seen = [trial.measured for trial in found.trials if trial.measured is not None]
     if seen and not all(one.peak_of_all_ranks for one in seen):
         notes.append("GIB of measured trials is the peak of rank 0.")
-    other = [one for one in found.trials if one.agreement]
-    if any(one.agreement and one.agreement.verdict == "other start" for one in other):
-        notes.append(
-            "LOSSES `other start`: the first step differs already, so first weights, samples or "
-            "dropout are others; compare where the losses go, not their digits."
-        )
+    verdicts = {one.agreement.verdict for one in found.trials if one.agreement}
+    notes += [text for verdict, text in _VERDICTS.items() if verdict in verdicts]
     return [line for note in notes for line in wrapped(note, "", "")]
 
 

@@ -6,8 +6,9 @@ Belongs here: the bound and the verdict. Does not belong here: figures of time o
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
-from hpctrain.comparison.documents import Agreement
+from hpctrain.comparison.documents import Agreement, Trial
 
 # What rounding explains, relative to the loss. bf16 has 8 significant bits (2**-8 = 0.0039), and
 # losses of engines that round at other places were seen 0.004 apart at a loss of 5.5, those of one
@@ -21,23 +22,36 @@ def bound_of(precision: str, other: str) -> float:
     return max(_BOUNDS.get(precision, _COARSE_BOUND), _BOUNDS.get(other, _COARSE_BOUND))
 
 
+def agreement_of(first: Trial, other: Trial) -> Agreement | None:
+    """How the losses of `other` agree with those of `first`; None without a common step."""
+    bound = bound_of(first.record.precision, other.record.precision)
+    same = first.record.training == other.record.training
+    return agreement(first.name, dict(first.losses), dict(other.losses), bound, same=same)
+
+
 def agreement(
-    name: str, reference: Mapping[int, float], losses: Mapping[int, float], bound: float
+    name: str,
+    reference: Mapping[int, float],
+    losses: Mapping[int, float],
+    bound: float,
+    *,
+    same: bool = True,
 ) -> Agreement | None:
-    """How `losses` agree with those of the `reference`, by step; None without a common step."""
+    """The same for losses by step; `same`: both train the same, so that they should agree."""
     common = sorted(reference.keys() & losses.keys())
     if not common:
         return None
     differences = [_relative(losses[step], reference[step]) for step in common]
-    largest = max(differences)
+    verdict: Literal["same", "other run", "other start", "drifts"] = "same"
+    if max(differences) > bound:
+        verdict = "drifts" if differences[0] <= bound else "other start"
+        verdict = verdict if same else "other run"
     return Agreement(
         reference=name,
         steps=len(common),
-        largest=largest,
+        largest=max(differences),
         bound=bound,
-        verdict=(
-            "same" if largest <= bound else "other start" if differences[0] > bound else "drifts"
-        ),
+        verdict=verdict,
     )
 
 

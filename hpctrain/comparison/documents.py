@@ -29,7 +29,11 @@ class Predicted(Document):
 
 
 class TrialRecord(Document):
-    """One variant. `run_id` is absent where there is nothing to run; `refusal` says why."""
+    """One variant. `run_id` is absent where there is nothing to run; `refusal` says why.
+
+    `training` is a digest of everything that decides which numbers are computed: two trials with
+    the same one must have the same losses but for rounding.
+    """
 
     name: str
     overrides: tuple[str, ...]
@@ -38,6 +42,7 @@ class TrialRecord(Document):
     sample_length: int  # tokens of a sample, 1 for images
     train_steps: int  # of the whole run, to which costs are extrapolated
     precision: str
+    training: str
     run_id: str | None = None
     refusal: str | None = None
     predicted: Predicted | None = None
@@ -87,6 +92,10 @@ class TimeShares(Document):
     other: float
     imbalance: float
 
+    @property
+    def step(self) -> float:
+        return (self.data or 0.0) + self.compute + (self.update or 0.0) + self.other
+
 
 class Measured(Document):
     """Figures of the steps that a trial has made, the first ones of a launch left out.
@@ -117,15 +126,17 @@ class Agreement(Document):
     """How near the losses are to those of the `reference`.
 
     `largest` is the largest relative difference over the `steps` that both have; `bound` is what
-    rounding explains at the coarser precision of the two. `verdict`: `other start` where the first
-    step already differs by more, so that weights, samples or dropout are others.
+    rounding explains at the coarser precision of the two. Beyond it, `verdict` is
+    `other run` where something else is trained (another model, batch, seed, or first weights of
+    another kind of engine), `other start` where the first step already differs (dropout, other
+    samples), else `drifts`.
     """
 
     reference: str
     steps: int
     largest: float
     bound: float
-    verdict: Literal["same", "other start", "drifts"]
+    verdict: Literal["same", "other run", "other start", "drifts"]
 
 
 class Trial(Document):
@@ -182,6 +193,19 @@ class Recommendation(Document):
     sentences: tuple[str, ...]
 
 
+class LostTime(Document):
+    """Seconds of a step beyond what the smallest size promises for this share of its work.
+
+    `messages`: sent and waited for, with what smaller pieces of work cost; what is not `data` or
+    `imbalance`.
+    """
+
+    total: float
+    data: float
+    imbalance: float
+    messages: float
+
+
 class ScalePoint(Document):
     """One number of GPUs against the `baseline`, the smallest that has worked.
 
@@ -194,7 +218,9 @@ class ScalePoint(Document):
     speedup: float | None
     efficiency: float | None
     predicted_efficiency: float | None
+    lost: LostTime | None
     eval_loss_difference: float | None
+    eval_accuracy_difference: float | None
 
 
 class Comparison(Document):

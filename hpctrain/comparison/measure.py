@@ -39,6 +39,7 @@ class Ranks:
     backward_seconds: tuple[float, ...] = ()
     data_seconds: tuple[float, ...] = ()
     update_seconds: tuple[float, ...] = ()
+    step_seconds: tuple[float, ...] = ()
     peak_bytes: tuple[int, ...] = ()
 
 
@@ -103,7 +104,8 @@ def shares_of(step_seconds: float, ranks: Ranks) -> TimeShares | None:
     own = statistics.fmean(ranks.compute_seconds)
     compute = own + (_mean(ranks.backward_seconds) or 0.0)
     data, update = _mean(ranks.data_seconds), _mean(ranks.update_seconds)
-    rest = step_seconds - compute - (data or 0.0) - (update or 0.0)
+    # of the same window, where the ranks have told it
+    rest = (_mean(ranks.step_seconds) or step_seconds) - compute - (data or 0.0) - (update or 0.0)
     return TimeShares(
         data=data,
         compute=compute,

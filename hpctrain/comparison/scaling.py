@@ -8,8 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hpctrain.comparison.documents import Recommendation, ScalePoint, Trial
+from hpctrain.comparison.documents import LostTime, Recommendation, ScalePoint, Trial
 
+_WEAK = [
+    "Weak scaling: the batch grows with the GPUs and the learning rate of the spec does not, so "
+    "losses of two sizes belong to different runs."
+]
 _GOOD = 0.8  # below that the last GPUs give less than most sites accept
 
 
@@ -42,8 +46,24 @@ def _point(trial: Trial, first: Trial) -> ScalePoint:
         speedup=speedup,
         efficiency=speedup / growth,
         predicted_efficiency=predicted / base / growth if predicted and base else None,
-        eval_loss_difference=_evaluated_apart(trial, first),
+        lost=lost_time(trial, first) if trial is not first else None,
+        eval_loss_difference=_apart(trial, first, "eval_loss"),
+        eval_accuracy_difference=_apart(trial, first, "eval_accuracy"),
     )
+
+
+def lost_time(trial: Trial, first: Trial) -> LostTime | None:
+    """Why a step takes longer than its share of the work of the `first`; None: not told."""
+    own, base = trial.measured, first.measured
+    if own is None or base is None or own.shares is None or base.shares is None:
+        return None
+    share = trial.record.global_batch / trial.record.gpus
+    share /= first.record.global_batch / first.record.gpus
+    total = max(0.0, own.step_seconds.mean - share * base.step_seconds.mean)
+    data = max(0.0, (own.shares.data or 0.0) - share * (base.shares.data or 0.0))
+    data = min(data, total)
+    imbalance = min(own.shares.imbalance, total - data)
+    return LostTime(total=total, data=data, imbalance=imbalance, messages=total - data - imbalance)
 
 
 def _predicted_pace(trial: Trial) -> float | None:
@@ -53,11 +73,9 @@ def _predicted_pace(trial: Trial) -> float | None:
     return trial.record.global_batch / predicted.step_seconds
 
 
-def _evaluated_apart(trial: Trial, first: Trial) -> float | None:
-    own, base = trial.measured, first.measured
-    if own is None or base is None or own.eval_loss is None or base.eval_loss is None:
-        return None
-    return own.eval_loss - base.eval_loss
+def _apart(trial: Trial, first: Trial, figure: str) -> float | None:
+    own, base = (getattr(one.measured, figure, None) for one in (trial, first))
+    return None if own is None or base is None else float(own - base)
 
 
 def recommend_size(
@@ -80,9 +98,37 @@ def recommend_size(
         worst = min(poor, key=lambda point: point.gpus)
         efficiency = 100 * (worst.efficiency or 0)
         sentences.append(f"{gpu_count(worst.gpus)} are used to {efficiency:.0f} % only.")
-    if weak:
-        sentences.append(
-            "Weak scaling: the batch grows with the GPUs and the learning rate of the spec does "
-            "not, so losses of two sizes belong to different runs."
-        )
+    largest = max(points, key=lambda point: point.gpus)
+    sentences += [_lost(largest)] if largest.lost and largest.lost.total > 0 else []
+    sentences += _WEAK if weak else _same_losses(trials)
     return Recommendation(choice=names[best.gpus], sentences=tuple(sentences))
+
+
+def _lost(point: ScalePoint) -> str:
+    lost = point.lost
+    assert lost is not None
+    named = {
+        "messages and waiting for them": lost.messages,
+        "imbalance between ranks": lost.imbalance,
+        "waiting for data": lost.data,
+    }
+    largest_first = sorted(named.items(), key=lambda item: -item[1])
+    parts = ", ".join(
+        f"{100 * seconds / lost.total:.0f} % {name}" for name, seconds in largest_first
+    )
+    return f"{gpu_count(point.gpus)} lose {lost.total:.2g} s a step against linear: {parts}."
+
+
+def _same_losses(trials: Sequence[Trial]) -> list[str]:
+    """Strong scaling trains the same steps; more GPUs must not change what is learned."""
+    told = [trial for trial in trials if trial.agreement is not None]
+    if not told:
+        return []
+    worst = max(told, key=lambda trial: trial.agreement.largest if trial.agreement else 0.0)
+    agreed = worst.agreement
+    assert agreed is not None
+    apart = f"{100 * agreed.largest:.2g} %"
+    if all(trial.agreement and trial.agreement.verdict == "same" for trial in told):
+        return [f"All sizes learn the same: losses are at most {apart} apart."]
+    explained = f"{100 * agreed.bound:.2g} %"
+    return [f"Losses of {gpu_count(worst.record.gpus)} are {apart} apart; rounding: {explained}."]

@@ -5,16 +5,22 @@ Belongs here: the overrides. Does not belong here: applying them (`hpctrain.spec
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections.abc import Sequence
 
-from hpctrain.comparison.variants import Variant
+from hpctrain.comparison.variants import MEGATRON, Variant
 from hpctrain.errors import UsageError
 from hpctrain.spec.run import RunSpec
 from hpctrain.units import Duration
 
 _LONGEST_NAME = 63  # of a run: spec.run.Name
 FEWEST_STEPS = 3  # one to warm up, two to speak of a spread
+# Of the optimizer, what decides about numbers; the rest is where they are kept.
+_OPTIMIZER_NUMBERS = {
+    *("name", "lr", "min_lr", "beta1", "beta2", "epsilon", "weight_decay", "clip_grad")
+}
 
 
 def trial_name(run_name: str, variant: str) -> str:
@@ -48,6 +54,26 @@ def trial_overrides(spec: RunSpec, name: str, steps: int, walltime: Duration) ->
         "supervise.budgets.gpu_oom=0",
         "supervise.budgets.data_loader=0",
     )
+
+
+def training_digest(spec: RunSpec) -> str:
+    """The same for two specs that compute the same numbers but for rounding.
+
+    Sharding, offload, recomputation, micro-batches and precision round differently and no more.
+    Megatron draws other first weights than the classes of transformers.
+    """
+    parts = {
+        "weights": "megatron" if spec.engine.name in MEGATRON else "transformers",
+        "batch": spec.batch.global_,
+        "task": spec.learned_task,
+        "seed": spec.seed,
+        "model": spec.model.model_dump(mode="json"),
+        "lora": spec.lora and spec.lora.model_dump(mode="json"),
+        "data": spec.data.model_dump(mode="json"),
+        "optimizer": spec.optimizer.model_dump(mode="json", include=_OPTIMIZER_NUMBERS),
+        "schedule": spec.schedule.model_dump(mode="json"),
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def sizes(spec: RunSpec, gpus: Sequence[int], *, weak: bool) -> tuple[Variant, ...]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from trained_trials import SPEC, train
 
 from hpctrain.actions import trials
 from hpctrain.actions.compare import Manner, compare, engines_request, open_comparison, pursue
@@ -20,20 +21,8 @@ from hpctrain.slurm.states import JobState
 from hpctrain.store.comparisons import ComparisonLayout
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import EventKind, Ledger
-from hpctrain.store.signs import DoneMarker, RankTimes, StepMetrics, append_metrics, write_record
+from hpctrain.store.signs import RankTimes, write_record
 
-SPEC = """
-name: tiny
-model: {layers: 2, hidden: 64, heads: 4, vocab: 256, seq: 64}
-batch: {global: 8, micro: 2}
-budget: {steps: 3600}
-precision: fp32
-optimizer: {lr: 1e-3}
-recompute: none
-checkpoint: {every_steps: 10}
-engine: {name: ddp}
-resources: {gpus: 2}
-"""
 ENGINES = "ddp,fsdp"
 
 
@@ -67,29 +56,6 @@ def begun(subject: Subject, *variants: str, engines: str = ENGINES) -> Compariso
 def submitted(layout: ComparisonLayout, slurm: FakeSlurm, **manner: object) -> Comparison:
     wanted = {"wait": False, **manner}
     return pursue(layout, slurm, Manner(**wanted))  # type: ignore[arg-type]
-
-
-def train(run: RunLayout, seconds: float, *, loss: float = 5.0, launch: int = 1) -> None:
-    """Six steps and a checkpoint, as the trainer would leave them."""
-    for step in range(1, 7):
-        value = loss - step / 10
-        row = StepMetrics(
-            step=step,
-            epoch=launch,
-            time=0.0,
-            loss=value,
-            loss_hex=value.hex(),
-            grad_norm=1.0,
-            learning_rate=1e-3,
-            step_seconds=seconds,
-            tokens_per_second=1.0,
-            mfu=None,
-            memory_bytes=2**30,
-            consumed_samples=8 * step,
-        )
-        append_metrics(run, row)
-    (run.checkpoints / "iter_0000006").mkdir()
-    write_record(run.done, DoneMarker(step=6, epoch=1, checkpoint="iter_0000006", time=0.0))
 
 
 def run_of(found: Comparison, name: str) -> RunLayout:
@@ -215,12 +181,13 @@ def test_a_job_that_everybody_has_forgotten_is_not_waited_for(
     assert found.trials[0].state == "UNKNOWN" and not found.over
 
 
-def test_other_batches_have_no_common_measure(subject: Subject) -> None:
+def test_other_batches_are_another_run(subject: Subject) -> None:
     slurm, layout = FakeSlurm(), begun(subject, "large: batch.global=16", engines="ddp")
     found = submitted(layout, slurm)
     train(run_of(found, "ddp"), 1.0)
     train(run_of(found, "large"), 1.0, loss=4.0)
-    assert submitted(layout, slurm).trials[1].agreement is None
+    told = submitted(layout, slurm).trials[1].agreement
+    assert told is not None and told.verdict == "other run"
 
 
 def test_a_prediction_leaves_no_file(subject: Subject) -> None:

@@ -19,6 +19,7 @@ def record(name: str, *, gpus: int = 8, global_batch: int = 64) -> TrialRecord:
         sample_length=128,
         train_steps=1000,
         precision="bf16",
+        training="same",
         run_id=f"run-{name}",
     )
 

@@ -6,7 +6,7 @@ import pytest
 from made_trials import MEMORY_BYTES, trial
 
 from hpctrain.comparison.agreement import agreement, bound_of
-from hpctrain.comparison.documents import Trial
+from hpctrain.comparison.documents import TimeShares, Trial
 from hpctrain.comparison.measure import (
     Ranks,
     Step,
@@ -16,7 +16,7 @@ from hpctrain.comparison.measure import (
     warm_up_steps,
 )
 from hpctrain.comparison.recommend import is_tie, recommend
-from hpctrain.comparison.scaling import recommend_size, scale_points
+from hpctrain.comparison.scaling import lost_time, recommend_size, scale_points
 
 # -- agreement -------------------------------------------------------------------------------
 
@@ -38,6 +38,13 @@ def test_losses_agree_within_rounding_or_they_do_not(
 ) -> None:
     told = agreement("ddp", {1: 5.0, 2: 4.0}, losses, bound_of(precision, precision))
     assert told is not None and told.verdict == verdict
+
+
+def test_what_trains_something_else_need_not_agree() -> None:
+    told = agreement("ddp", {1: 5.0, 2: 4.0}, {1: 5.0, 2: 3.0}, 1e-4, same=False)
+    assert told is not None and told.verdict == "other run"
+    told = agreement("ddp", {1: 5.0}, {1: 5.0}, 1e-4, same=False)
+    assert told is not None and told.verdict == "same"
 
 
 def test_without_a_common_step_nothing_is_said_about_agreement() -> None:
@@ -82,7 +89,7 @@ def test_quantiles_are_steps_that_were_seen() -> None:
 
 
 def test_ranks_say_where_the_step_goes() -> None:
-    ranks = Ranks((0.4, 0.6), (0.2, 0.2), (0.1, 0.3), (0.05, 0.05), (500, 900))
+    ranks = Ranks((0.4, 0.6), (0.2, 0.2), (0.1, 0.3), (0.05, 0.05), (1.0, 1.0), (500, 900))
     told = measure(steps(9.0, 1.0), 1, 8, ranks)
     assert told is not None and told.shares is not None
     shares = told.shares
@@ -168,3 +175,40 @@ def test_the_largest_size_that_is_used_well() -> None:
     weak = recommend_size(SIZES, scale_points(SIZES, measured=True), weak=True)
     assert "learning rate" in weak.sentences[-1]
     assert recommend_size([], (), weak=False).choice is None
+
+
+def test_what_is_lost_against_linear() -> None:
+    one = with_shares(trial("gpus1", 8.0, gpus=1), data=0.4, imbalance=0.0)
+    four = with_shares(trial("gpus4", 3.0, gpus=4), data=0.3, imbalance=0.2)
+    lost = lost_time(four, one)
+    assert lost is not None
+    assert lost.total == pytest.approx(1.0), "a quarter of the work is two seconds"
+    assert lost.data == pytest.approx(0.2) and lost.imbalance == pytest.approx(0.2)
+    assert lost.messages == pytest.approx(0.6)
+    faster = lost_time(with_shares(trial("gpus4", 1.0, gpus=4), data=0.0, imbalance=0.5), one)
+    assert faster is not None and faster.total == faster.imbalance == faster.messages == 0.0
+    told = recommend_size([one, four], scale_points([one, four], measured=True), weak=False)
+    assert "4 GPUs lose 1 s a step against linear: 60 % messages" in " ".join(told.sentences)
+    assert lost_time(trial("gpus4", gpus=4), one) is None
+
+
+def with_shares(made: Trial, *, data: float, imbalance: float) -> Trial:
+    assert made.measured is not None
+    step = made.measured.step_seconds.mean
+    shares = TimeShares(data=data, compute=step - data, update=0.0, other=0.0, imbalance=imbalance)
+    return made.model_copy(update={"measured": made.measured.model_copy(update={"shares": shares})})
+
+
+@pytest.mark.parametrize(
+    ("losses", "words"),
+    [
+        ({1: 5.0, 2: 4.0}, "All sizes learn the same: losses are at most 0 % apart."),
+        ({1: 5.0, 2: 4.4}, "Losses of 2 GPUs are 10 % apart; rounding: 0.4 %."),
+    ],
+)
+def test_more_gpus_must_not_change_what_is_learned(losses: dict[int, float], words: str) -> None:
+    told = agreement("gpus1", {1: 5.0, 2: 4.0}, losses, bound_of("bf16", "bf16"))
+    two = trial("gpus2", 4.0, gpus=2).model_copy(update={"agreement": told})
+    sizes = [trial("gpus1", 8.0, gpus=1), two]
+    said = recommend_size(sizes, scale_points(sizes, measured=True), weak=False).sentences
+    assert said[-1] == words

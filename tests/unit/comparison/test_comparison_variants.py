@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.actions.prepare import load_inputs
-from hpctrain.comparison.trial_spec import sizes, trial_name, trial_overrides
+from hpctrain.comparison.trial_spec import sizes, training_digest, trial_name, trial_overrides
 from hpctrain.comparison.variants import (
     ENGINES,
     WORDS,
@@ -174,6 +174,23 @@ def test_what_does_not_evaluate_does_not_begin_to() -> None:
     short = loaded(GPT1300M, *trial_overrides(whole, "gpt-a", 20, Duration(600)))
     assert short.evaluation.every_steps == 500, "the override of the user comes with the trial"
     assert "evaluation.every_steps=20" not in trial_overrides(whole, "gpt-a", 20, Duration(600))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "same"),
+    [
+        (engine_overrides("deepspeed:zero3+offload+recompute+micro1", "fsdp"), True),
+        (("precision=fp32", "resources.gpus=4"), True),
+        (("seed=7",), False),
+        (("optimizer.lr=1e-4",), False),
+        (("batch.global=256",), False),
+        (("model.layers=12",), False),
+        (engine_overrides("megatron", "fsdp"), False),
+    ],
+)
+def test_which_trials_must_have_the_same_losses(overrides: tuple[str, ...], same: bool) -> None:
+    digests = {training_digest(loaded(GPT1300M, *more)) for more in ((), overrides)}
+    assert (len(digests) == 1) is same
 
 
 def test_names_of_trials_are_names_of_runs() -> None:
