@@ -34,7 +34,6 @@ REAL = dict(
     checkout=str(PACKAGE),
     entry=os.path.relpath(HERE / "pretrain_package.py", PACKAGE),
     eval_interval_steps=None,
-    dropout=0.1,
 )
 
 # A fresh interpreter that has imported what is slow, and nothing of megatron, forks the ranks.

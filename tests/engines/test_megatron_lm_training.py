@@ -27,7 +27,7 @@ EVERY = 20
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> RealTrial:
-    """The run that nothing happens to: two data-parallel ranks, with dropout."""
+    """The run that nothing happens to: two data-parallel ranks."""
     made = make_real_trial(tmp_path_factory.mktemp("real") / "whole", STEPS, EVERY)
     assert made.train() == [TrainerExit.DONE] * 2
     return made
@@ -75,7 +75,8 @@ def writers(made: RealTrial) -> list[Path]:
 
 
 def test_resumed_as_if_nothing_had_happened(whole: RealTrial, stopped: RealTrial) -> None:
-    """Weights, Adam's state, samples, dropout and learning rate: digit by digit as printed."""
+    """Weights, Adam's state, samples and learning rate: digit by digit as printed. With dropout:
+    tests/slurm/test_megatron_lm_on_slurm.py."""
     (step,) = stopped.good
     assert stopped.rows[-1].step == step < EVERY, "it saved and left at once"
     assert [(record.rank, record.outcome) for record in stopped.exits(1)] == [(0, "yielded")]
@@ -91,6 +92,17 @@ def test_resumed_as_if_nothing_had_happened(whole: RealTrial, stopped: RealTrial
             same.learning_rate,
             same.consumed_samples,
         )
+
+
+def test_resumed_on_fewer_ranks(whole: RealTrial, tmp_path: Path) -> None:
+    """The state of Adam, which two ranks have shared, is one rank's now."""
+    made = make_real_trial(tmp_path / "alone", STEPS, EVERY, data_parallel_size=1)
+    made.adopt(whole, EVERY)
+    assert made.train(resume=EVERY) == [TrainerExit.DONE]
+    for row, same in zip(made.rows, whole.rows[EVERY:], strict=True):
+        # fp32 sums in another order, printed with seven digits
+        assert row.loss == pytest.approx(same.loss, rel=0, abs=5e-6)
+        assert row.grad_norm == pytest.approx(same.grad_norm, rel=0, abs=2e-3)
 
 
 def test_a_checkpoint_of_another_model_is_not_loaded(whole: RealTrial, tmp_path: Path) -> None:
