@@ -22,6 +22,9 @@ WRONG_VALUES = [
         "environment, evaluation, launcher, logging, lora, model, name, optimizer, parallel, "
         "precision, profile, recompute, recompute_modules, resources, schedule, seed, supervise, "
         "task"]),
+    ("name: tiny", "name: tiny\nlauncher: torchrum", [
+        "2:11: `launcher`: expected `srun` or `torchrun`, got `torchrum`"
+        " | did you mean `torchrun`?"]),
     ("name: tiny", "name: tiny\nParallel: {}", [
         "2:1: `Parallel`: unknown key | did you mean `parallel`?"]),
     ("name: tiny", "name: a b", [
