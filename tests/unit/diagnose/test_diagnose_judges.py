@@ -104,7 +104,8 @@ TABLE: dict[str, Row] = {
         ("all ranks on n2 are slow, up to 1.40 times",)),
     "a slow rank lets others wait in backward": (
         imbalance, lambda: facts(compute=(0.3, 0.4, 0.3, 0.3), backward=(0.8, 0.7, 0.8, 0.8)),
-        "yes", ("rank 1 on n0 takes 1.33", "the others wait for it", "take 0.89 s, its own 0.79 s")),
+        "yes",
+        ("rank 1 on n0 takes 1.33", "the others wait for it", "take 0.89 s, its own 0.79 s")),
     "equal ranks": (imbalance, lambda: facts(), "no", ("at most 0% above",)),
     "one rank": (imbalance, lambda: facts(count=1), "no", ("one rank only",)),
     "stages differ by design": (
