@@ -23,15 +23,21 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 @pytest.mark.parametrize(
     ("profile", "examples"),
     [
-        ("a100x64", ("gpt175b", "llama7b", "gpt-tiny")),
+        ("a100x64", ("gpt175b/full", "llama7b", "gpt-tiny")),
         ("gb200nvl72", ("llama7b", "gpt-tiny")),
-        ("a100x1", ("llama7b", "gpt-tiny")),
-        ("islands10b", ("llama7b", "gpt-tiny")),
+        ("a100x1", ("digits/full", "gpt1300m-one-node/full", "llama7b", "resnet50-ddp/full")),
+        ("islands10b", ("gpt10b-islands/full", "llama7b", "gpt-tiny")),
+        ("h100x16", ("gpt130b/full", "moe/full")),
+        ("bert-4nodes", ("bert-4nodes/full",)),
+        ("llama7b-spot", ("llama7b-spot/full",)),
+        ("two-nodes-tp-pp", ("two-nodes-tp-pp/full",)),
     ],
 )
 def test_a_controller_in_the_shape_of_the_cluster_accepts_the_scripts(
     profile: str, examples: tuple[str, ...], tmp_path: Path
 ) -> None:
+    own = EXAMPLES / profile / "profile.yaml"
+    profile = str(own) if own.exists() else profile
     document = load_profile(find_profile(profile)).document
     with own_sandbox(shape_from_profile(document)) as box:
         slurm = SlurmClient({**os.environ, **box.environment()})
