@@ -28,6 +28,7 @@ NVME = (
 SPECS: dict[str, tuple[str, ...]] = {
     "stage 0": ("optimizer.zero=0", "precision=fp32", "model.layers=4"),
     "stage 1": ("optimizer.zero=1",),
+    "stages of a pipeline": ("optimizer.zero=1", "parallel.pp=4"),
     "stage 2": ("optimizer.zero=2", "optimizer.overlap_grad_reduce=false"),
     "stage 2, host": ("optimizer.zero=2", "optimizer.offload=cpu"),
     "stage 3": ("optimizer.zero=3", "engine.deepspeed.reduce_precision=fp32"),
@@ -66,7 +67,8 @@ def test_deepspeed_takes_it(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = taken(config, monkeypatch)
     zero = theirs.zero_config
     half = config.precision == "bf16"
-    assert (zero.stage, theirs.world_size) == (config.zero_stage, 16)
+    assert (zero.stage, config.world_size) == (config.zero_stage, 16)
+    assert theirs.world_size == config.data_parallel_size == (4 if config.pipeline_stages else 16)
     assert theirs.gradient_accumulation_steps == config.microbatches
     assert theirs.train_micro_batch_size_per_gpu == config.micro_batch_size
     assert theirs.gradient_clipping == config.clip_grad

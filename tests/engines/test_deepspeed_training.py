@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,8 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from deepspeed_trials import PLAIN, PLAIN_LLAMA, ROUNDING, ZERO, alone, words_of
 from trial_runs import Trial, largest_difference
+
+from hpctrain.engines.deepspeed import DeepSpeedConfig
+from hpctrain.engines.documents import parse_train_config
+from hpctrain.plan.layout import layout_of
+from hpctrain.plan.stages import build_stages
+from hpctrain.spec.run import ParallelSpec
+from hpctrain.train.models.build import build_module
 
 if importlib.util.find_spec("deepspeed") is None:
     pytest.skip("needs the deepspeed extra", allow_module_level=True)
@@ -97,6 +106,30 @@ def test_stages_of_llama(trial: Callable[..., Trial], tmp_path: Path) -> None:
 
 def evaluated(trial: Trial) -> dict[int, float]:
     return {row.step: row.eval_loss for row in trial.rows if row.eval_loss is not None}
+
+
+def test_stages_have_the_weights_that_were_planned() -> None:
+    """Of a tied model the words are on the first stage and on the last one."""
+    from hpctrain.train.deepspeed.stages import cuts_of, layers_of
+
+    layout, split = layout_of(ParallelSpec(pp=2), 2), (1, 1)
+    for base in (ZERO, {**ZERO, "model": PLAIN_LLAMA["model"]}):
+        config = parse_train_config(json.dumps({**base, "pipeline_stages": split}))
+        assert isinstance(config, DeepSpeedConfig)
+        module = build_module(config, device=torch.device("meta"))
+        layers, before = layers_of(config, module)
+        first, middle, end = cuts_of(split, before, len(layers))
+        for stage, part in zip(
+            build_stages(config.model, layout, split, vocab_multiple=1),
+            (layers[first:middle], layers[middle:end]),
+            strict=True,
+        ):
+            assert count(part) == stage.parameters_per_gpu
+
+
+def count(layers: list[Any]) -> int:
+    built = [one if isinstance(one, torch.nn.Module) else one.build() for one in layers]
+    return sum(p.numel() for p in {p for layer in built for p in layer.parameters()})
 
 
 @pytest.fixture(scope="module")

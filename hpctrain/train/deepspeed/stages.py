@@ -28,7 +28,7 @@ class Stages(PipelineModule):
 
     def __init__(self, config: DeepSpeedConfig, module: Any, loss: Any) -> None:
         layers, before = layers_of(config, module)
-        self._cuts = _cuts(config.pipeline_stages, before, len(layers))
+        self._cuts = cuts_of(config.pipeline_stages, before, len(layers))
         super().__init__(layers, topology=topology_of(config), loss_fn=loss)
         # asked for while building only, and they would keep the other stages' weights alive
         self._layer_specs: list[Any] = []
@@ -47,7 +47,7 @@ def topology_of(config: DeepSpeedConfig) -> ProcessTopology:
     return ProcessTopology(axes, [sizes[axis] for axis in axes])
 
 
-def _cuts(blocks: tuple[int, ...], before: int, layers: int) -> list[int]:
+def cuts_of(blocks: tuple[int, ...], before: int, layers: int) -> list[int]:
     """Where each stage begins, and the end: what is before the blocks goes to the first stage,
     what is behind them to the last."""
     cuts = [0]

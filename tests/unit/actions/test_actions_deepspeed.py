@@ -87,7 +87,10 @@ def test_a_site_without_nvme_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (("parallel.tp=2",), "trains deepspeed without tp, the plan has tp 2"),
+        (
+            ("parallel.tp=2",),
+            "without tp, and DeepSpeed itself splits no GPT-2 so: engine megatron",
+        ),
         (("parallel.pp=2", "optimizer.offload=cpu"), "with the optimizer's state on the GPU"),
         (("parallel.pp=2", "lora.rank=4"), "trains whole models"),
         (("parallel.pp=2", "resources.min_nodes=1"), "belongs to one number of ranks"),
