@@ -16,6 +16,8 @@ from hpctrain.train import prefork
 ENGINES = {
     "ddp": ("engine.name=ddp", "parallel.pp=1"),
     "fsdp": ("engine.name=fsdp", "parallel.pp=1"),
+    "deepspeed": ("engine.name=deepspeed", "parallel.pp=1", "optimizer.zero=2"),
+    "stages": ("engine.name=deepspeed", "parallel.pp=2", "optimizer.zero=1"),
 }
 
 
