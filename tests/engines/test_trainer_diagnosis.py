@@ -1,0 +1,117 @@
+"""Runs that are slow for a reason that was put into them: the diagnosis names it first."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trial_runs import Trial
+
+from hpctrain.actions.diagnose import diagnose
+from hpctrain.actions.prepare import prepare
+from hpctrain.actions.runs import RunFiles
+from hpctrain.actions.submit import write_run_directory
+from hpctrain.diagnose.findings import Finding
+from hpctrain.train.datasets.tokens import TokenSamples
+
+# Large against what everything else takes here, so that a busy machine does not decide.
+SLOW_SECONDS = 0.15
+SPEC = """\
+name: small
+model: {family: gpt, layers: 2, hidden: 64, heads: 4, vocab: 250, seq: 32, tied: true}
+batch: {global: 8, micro: 2}
+budget: {steps: 5}
+optimizer: {lr: 1e-3}
+checkpoint: {every_steps: 100}
+precision: fp32
+engine: {name: ddp}
+resources: {gpus: 2}
+"""
+# Nearly all weights are the embedding: much to send, little to compute.
+WIDE = ["model.vocab=30000", "model.hidden=256", "model.seq=8", "batch.global=2", "batch.micro=1"]
+TRACED = ["profile.start=3", "profile.count=2", "profile.ranks=[0, 1]", "profile.shapes=true"]
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Callable[..., Trial]:
+    """A run directory as `submit` makes it, with windows of three steps."""
+
+    def make(*changes: str) -> Trial:
+        (tmp_path / "small.yaml").write_text(SPEC)
+        prepared = prepare(tmp_path / "small.yaml", "sandbox", changes, runs=tmp_path / "runs")
+        layout = write_run_directory(prepared, tmp_path / "runs")
+        config = prepared.train.model_copy(update={"rank_times_interval_steps": 3})
+        layout.train_config.write_text(config.model_dump_json())
+        return Trial(layout, config)
+
+    return make
+
+
+def _findings(made: Trial) -> tuple[Finding, ...]:
+    return diagnose(RunFiles(made.run)).findings
+
+
+def _read_slowly() -> None:
+    real = TokenSamples.microbatches
+
+    def microbatches(self: TokenSamples, *place: Any) -> Iterator[Any]:
+        for batch in real(self, *place):
+            time.sleep(SLOW_SECONDS)
+            yield batch
+
+    TokenSamples.microbatches = microbatches
+
+
+def test_a_slow_loader_is_found(small: Callable[..., Trial]) -> None:
+    slow = small()
+    assert slow.train(prepare=_read_slowly) == [0, 0]
+    first = _findings(slow)[0]
+    assert (first.topic, first.answer) == ("data", "yes"), first
+    assert "every rank waits" in first.words
+    assert first.gain_seconds is not None and first.gain_seconds >= 2 * SLOW_SECONDS
+
+
+def _compute_slowly() -> None:
+    from hpctrain.train.native import assembly
+
+    if os.environ["RANK"] != "1":
+        return
+    real = assembly.loss_of
+
+    def loss_of(config: Any) -> Any:
+        def slow(*both: Any) -> Any:
+            time.sleep(SLOW_SECONDS)
+            return real(config)(*both)
+
+        return slow
+
+    assembly.loss_of = loss_of
+
+
+def test_a_slow_rank_is_found_and_not_its_peer_that_waits(small: Callable[..., Trial]) -> None:
+    slow = small()
+    assert slow.train(prepare=_compute_slowly) == [0, 0]
+    found = {one.topic: one for one in _findings(slow)}
+    first = _findings(slow)[0]
+    assert (first.topic, first.answer) == ("imbalance", "yes"), first
+    assert first.words.startswith("rank 1 ")
+    assert found["data"].answer == "no"
+    assert found["communication"].answer == "no", "the slow rank itself waits for nobody"
+
+
+def test_a_trace_tells_what_is_sent(small: Callable[..., Trial]) -> None:
+    wide = small(*WIDE, *TRACED)
+    assert wide.train() == [0, 0]
+    told = diagnose(RunFiles(wide.run))
+    found = {one.topic: one for one in told.findings}
+    sent, buckets = found["communication"], found["buckets"]
+    assert sent.answer == "yes" and sent.evidence[0].source.startswith("e000000-rank-00000")
+    assert "while nothing was computed" in sent.evidence[0].words
+    assert any("engine.ddp.hook=bf16" in one.changes for one in sent.remedies), sent
+    assert "messages of gradients in a step" in buckets.evidence[0].words
+    read = [one.words for one in told.read if one.file.startswith("traces/")]
+    assert [words.split(",")[0] for words in read] == ["rank 0", "rank 1"]
