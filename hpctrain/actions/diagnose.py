@@ -115,7 +115,7 @@ def gather(run: RunFiles) -> tuple[Facts, tuple[Read, ...]]:
         run_id=run.run_id,
         ranks=None if times is None else _ranks(times),
         steps=_steps(rows),
-        saves=_saves(saves, planned),
+        saves=_saves(saves, {(row.epoch, row.step) for row in _last_rows(rows)}, planned),
         planned=planned,
         traces=tuple(traces),
     )
@@ -184,8 +184,15 @@ def _steps(rows: Sequence[StepMetrics]) -> StepFacts | None:
     )
 
 
-def _saves(saves: Sequence[SaveRecord], planned: Planned | None) -> SaveFacts | None:
-    stalls = [save.stall_seconds for save in saves]
+def _last_rows(rows: Sequence[StepMetrics]) -> list[StepMetrics]:
+    """The last step of each launch."""
+    return list({row.epoch: row for row in rows}.values())
+
+
+def _saves(
+    saves: Sequence[SaveRecord], last: set[tuple[int, int]], planned: Planned | None
+) -> SaveFacts | None:
+    stalls = [save.stall_seconds for save in saves if (save.epoch, save.step) not in last]
     if not stalls:
         return None
     asynchronous = planned is None or planned.spec.checkpoint.asynchronous

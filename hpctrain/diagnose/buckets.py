@@ -53,7 +53,8 @@ def _is_gradients(message: Message) -> bool:
 def _by_trace(planned: Planned, trace: TraceSummary, sent: list[Message], size: int) -> Finding:
     last, step = sent[-1], trace.step_seconds
     known = [one.size_bytes for one in sent if one.size_bytes is not None]
-    sizes = f", {min(known) / _MIB:.3g} to {max(known) / _MIB:.3g} MiB" if known else ""
+    bounds = [f"{one / _MIB:.3g}" for one in sorted({min(known), max(known)})] if known else []
+    sizes = f", {' to '.join(bounds)} MiB" if bounds else ""
     proof = Evidence(
         words=f"{len(sent)} messages of gradients in a step{sizes}; of the last one "
         f"{last.exposed_seconds:.4g} s of {last.seconds:.4g} s are hidden by nothing "
@@ -61,7 +62,8 @@ def _by_trace(planned: Planned, trace: TraceSummary, sent: list[Message], size: 
         source=trace.file,
     )
     if last.exposed_seconds < _SHARE * step and len(sent) <= _TOO_MANY:
-        return fine("buckets", f"{len(sent)} buckets, the last one hardly shows", proof)
+        number = "one bucket, which" if len(sent) == 1 else f"{len(sent)} buckets, the last one"
+        return fine("buckets", f"{number} hardly shows", proof)
     if len(sent) > _TOO_MANY:
         words = f"{len(sent)} messages are so many that each one's start counts"
         gain = None

@@ -25,8 +25,8 @@ def saves(facts: Facts) -> Finding:
     whole = steps.all_seconds + told.stall_seconds
     share = told.stall_seconds / whole
     proof = Evidence(
-        words=f"{told.count} saves stopped training for {told.stall_seconds:.4g} s in all, steps "
-        f"took {steps.all_seconds:.4g} s",
+        words=f"saves while training: {told.count}, {told.stall_seconds:.4g} s of standing still "
+        f"in all; steps took {steps.all_seconds:.4g} s",
         source="saves.jsonl, metrics.jsonl",
     )
     if share < _SHARE:

@@ -60,7 +60,8 @@ class StepFacts:
 
 @dataclass(frozen=True)
 class SaveFacts:
-    """How often training stood still for a save, and for how long in all."""
+    """How often training stood still for a save, and for how long in all; not the save with
+    which a launch ends."""
 
     count: int
     stall_seconds: float

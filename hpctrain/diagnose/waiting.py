@@ -94,7 +94,8 @@ def imbalance(facts: Facts) -> Finding:
     if len(factors) == 1:
         return fine("imbalance", "there is one rank only")
     if factors[worst] < _SLOW_FACTOR or excess < _SLOW_SHARE * step:
-        return fine("imbalance", f"at most {factors[worst] - 1:.0%} above the middle", proof)
+        words = f"at most {factors[worst] - 1:.0%} above the middle, {excess / step:.1%} of a step"
+        return fine("imbalance", words, proof)
     slow = [rank for rank, factor in enumerate(factors) if factor >= _SLOW_FACTOR]
     return Finding(
         topic="imbalance",

@@ -31,8 +31,6 @@ precision: fp32
 engine: {name: ddp}
 resources: {gpus: 2}
 """
-# Nearly all weights are the embedding: much to send, little to compute.
-WIDE = ["model.vocab=30000", "model.hidden=256", "model.seq=8", "batch.global=2", "batch.micro=1"]
 TRACED = ["profile.start=3", "profile.count=2", "profile.ranks=[0, 1]", "profile.shapes=true"]
 
 
@@ -103,15 +101,34 @@ def test_a_slow_rank_is_found_and_not_its_peer_that_waits(small: Callable[..., T
     assert found["communication"].answer == "no", "the slow rank itself waits for nobody"
 
 
-def test_a_trace_tells_what_is_sent(small: Callable[..., Trial]) -> None:
-    wide = small(*WIDE, *TRACED)
-    assert wide.train() == [0, 0]
-    told = diagnose(RunFiles(wide.run))
+def _send_slowly() -> None:
+    """A slow link: a pause where DDP sends a bucket, shown as gloo shows its messages."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+    from torch.profiler import record_function
+
+    from hpctrain.train.native import wrapping
+
+    def send(state: Any, bucket: Any) -> Any:
+        with record_function("gloo:all_reduce"):
+            time.sleep(SLOW_SECONDS)
+        return allreduce_hook(state, bucket)
+
+    # DDP wants real types as annotations, or none
+    wrapping.register_hook = lambda config, wrapped: wrapped.register_comm_hook(
+        None, lambda state, bucket: send(state, bucket)
+    )
+
+
+def test_a_slow_link_is_found_by_a_trace(small: Callable[..., Trial]) -> None:
+    slow = small(*TRACED)
+    assert slow.train(prepare=_send_slowly) == [0, 0]
+    told = diagnose(RunFiles(slow.run))
+    assert told.findings[0].topic == "communication"
     found = {one.topic: one for one in told.findings}
     sent, buckets = found["communication"], found["buckets"]
     assert sent.answer == "yes" and sent.evidence[0].source.startswith("e000000-rank-00000")
     assert "while nothing was computed" in sent.evidence[0].words
     assert any("engine.ddp.hook=bf16" in one.changes for one in sent.remedies), sent
-    assert "messages of gradients in a step" in buckets.evidence[0].words
+    assert "messages of gradients in a step, 0.451 MiB" in buckets.evidence[0].words
     read = [one.words for one in told.read if one.file.startswith("traces/")]
     assert [words.split(",")[0] for words in read] == ["rank 0", "rank 1"]
