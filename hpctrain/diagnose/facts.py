@@ -35,6 +35,13 @@ class RankFacts:
     reserved_bytes: tuple[int, ...] = ()
 
     @property
+    def passes(self) -> tuple[float, ...]:
+        """Forward and backward passes of each rank."""
+        if not self.backward:
+            return self.compute
+        return tuple(f + b for f, b in zip(self.compute, self.backward, strict=True))
+
+    @property
     def source(self) -> str:
         return f"ranks.json, steps {self.first_step} to {self.last_step}"
 

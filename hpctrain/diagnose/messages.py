@@ -86,7 +86,8 @@ def _of_times(facts: Facts) -> _Exposed | None:
     ranks, step = facts.ranks, facts.step_seconds
     if ranks is None or step is None or not ranks.rest:
         return None
-    if max(ranks.backward) > 0:
+    pipelined = facts.planned is not None and facts.planned.plan.layout.pp > 1
+    if max(ranks.backward) > 0 and not pipelined:  # a pipeline sums gradients after its passes
         return _behind_backward(facts, ranks, step)
     seconds = max(0.0, min(ranks.rest) - bubble_seconds(facts))
     words = f"{min(ranks.rest):.4g} s of {step:.4g} s are neither passes, data nor optimizer"
@@ -112,7 +113,7 @@ def bubble_seconds(facts: Facts) -> float:
     if facts.planned is None or facts.ranks is None:
         return 0.0
     layout, batch = facts.planned.plan.layout, facts.planned.plan.batch
-    computing = sum(facts.ranks.compute) / len(facts.ranks.compute)
+    computing = sum(facts.ranks.passes) / len(facts.ranks.passes)
     return computing * (layout.pp - 1) / (layout.vpp * batch.accumulation)
 
 

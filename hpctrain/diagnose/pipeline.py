@@ -56,7 +56,7 @@ def _stage_seconds(facts: Facts) -> list[float]:
     """The middle rank of each stage."""
     assert facts.planned is not None and facts.ranks is not None
     by_stage: dict[int, list[float]] = {}
-    for rank, seconds in enumerate(facts.ranks.compute):
+    for rank, seconds in enumerate(facts.ranks.passes):
         by_stage.setdefault(stage_of(facts.planned.plan.layout, rank), []).append(seconds)
     return [median(by_stage[stage]) for stage in sorted(by_stage)]
 

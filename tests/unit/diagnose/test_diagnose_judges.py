@@ -146,6 +146,11 @@ TABLE: dict[str, Row] = {
         lambda: Facts("run", ranks=ranks(512, 8, step=1.6, rest=0.5), planned=planned(
             "batch.global=64", "batch.micro=1", **PP)),
         "yes", ("stages stand still for about", "(pp - 1) / (vpp x microbatches)")),
+    "a pipeline with backward passes of its own": (
+        pipeline,
+        lambda: Facts("run", ranks=ranks(512, 8, compute=0.5, backward=0.5, step=1.6, rest=0.5),
+                      planned=planned("batch.global=64", "batch.micro=1", **PP)),
+        "yes", ("stages stand still for about 31%",)),
     "a short bubble": (
         pipeline,
         lambda: Facts("run", ranks=ranks(512, 8, rest=0.05), planned=planned(**PP)),
