@@ -150,7 +150,7 @@ TABLE: dict[str, Row] = {
         pipeline,
         lambda: Facts("run", ranks=ranks(512, 8, compute=0.5, backward=0.5, step=1.6, rest=0.5),
                       planned=planned("batch.global=64", "batch.micro=1", **PP)),
-        "yes", ("stages stand still for about 31%",)),
+        "yes", ("stages stand still for about 18%", "stages compute 1, 1",)),
     "a short bubble": (
         pipeline,
         lambda: Facts("run", ranks=ranks(512, 8, rest=0.05), planned=planned(**PP)),
