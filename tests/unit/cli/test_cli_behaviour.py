@@ -425,6 +425,8 @@ def test_json_of_every_command_that_has_it(here: Path, slurm: FakeSlurm) -> None
         "checkpoints": ["gpt-tiny-7f3a"],
         "nodes": ["--cluster", "a100x64"],
         "simulate": ["--gpus", "512", "--trials", "2"],
+        "compare": [*TINY, "--engines", "ddp,fsdp", "--predict"],
+        "scale": [*TINY, "--gpus", "1,2", "--set", "parallel=auto", "--predict"],
     }
     # tests/unit/actions/test_data.py, tests/engines
     elsewhere = {"data prepare", "data show", "data verify", "convert"}
