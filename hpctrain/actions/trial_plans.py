@@ -88,9 +88,7 @@ def _predicted_trial(subject: Subject, variant: Variant) -> TrialRecord:
 
     own = None
     try:
-        own, loaded_profile = load_inputs(
-            subject.spec, subject.profile, (*subject.overrides, *variant.overrides)
-        )
+        own, loaded_profile = load_inputs(subject.spec, subject.profile, _given(subject, variant))
         refuse_untrainable(own)
         plan = make_plan(own.document, subject.site, load_knowledge(loaded_profile))
         refuse_untrainable(own, plan)
@@ -105,7 +103,7 @@ def prepared_trial(
     """One trial, ready to be submitted, or the record of its refusal."""
     own = None
     try:
-        given = (*subject.overrides, *variant.overrides)
+        given = _given(subject, variant)
         own = load_inputs(subject.spec, subject.profile, given)[0]
         document = own.document
         name = trial_name(subject.run.name, variant.name)
@@ -125,6 +123,12 @@ def _timed_early(train: TrainConfig, steps: int) -> TrainConfig:
     window one step after it."""
     window_steps = max(1, (steps - 2) // 2)
     return train.model_copy(update={"rank_times_interval_steps": window_steps})
+
+
+def _given(subject: Subject, variant: Variant) -> tuple[str, ...]:
+    """Overrides of one variant. Traces of the spec would slow some steps, and the FLOPs of one
+    engine are refused for another: only a variant that asks for them has any."""
+    return (*subject.overrides, "profile=", *variant.overrides)
 
 
 def _walltime(spec: RunSpec, profile: ClusterProfile) -> Duration:

@@ -14,6 +14,7 @@ _WEAK = [
     "Weak scaling: the batch grows with the GPUs and the learning rate of the spec does not, so "
     "losses of two sizes belong to different runs."
 ]
+_TOO_GOOD = 1.1  # caches explain a few per cent
 _GOOD = 0.8  # below that the last GPUs give less than most sites accept
 
 
@@ -93,6 +94,8 @@ def recommend_size(
         if best.gpus != best.baseline
         else f"{gpu_count(best.gpus)}: no larger size is {100 * _GOOD:.0f} % efficient."
     ]
+    if any((point.efficiency or 0) > _TOO_GOOD for point in points):
+        sentences.append("More than linear: the smallest size was disturbed; run it again.")
     poor = [p for p in points if p.gpus > best.gpus]
     if poor:
         worst = min(poor, key=lambda point: point.gpus)
@@ -100,7 +103,7 @@ def recommend_size(
         sentences.append(f"{gpu_count(worst.gpus)} are used to {efficiency:.0f} % only.")
     largest = max(points, key=lambda point: point.gpus)
     sentences += [_lost(largest)] if largest.lost and largest.lost.total > 0 else []
-    sentences += _WEAK if weak else _same_losses(trials)
+    sentences += _WEAK if weak else [*_same_losses(trials), *_same_accuracy(points)]
     return Recommendation(choice=names[best.gpus], sentences=tuple(sentences))
 
 
@@ -132,3 +135,11 @@ def _same_losses(trials: Sequence[Trial]) -> list[str]:
         return [f"All sizes learn the same: losses are at most {apart} apart."]
     explained = f"{100 * agreed.bound:.2g} %"
     return [f"Losses of {gpu_count(worst.record.gpus)} are {apart} apart; rounding: {explained}."]
+
+
+def _same_accuracy(points: Sequence[ScalePoint]) -> list[str]:
+    apart = [p.eval_accuracy_difference for p in points if p.eval_accuracy_difference is not None]
+    if not apart:
+        return []
+    largest = 100 * max(abs(difference) for difference in apart)
+    return [f"Accuracies are within {largest:.2g} points of {gpu_count(points[0].baseline)}."]

@@ -18,6 +18,7 @@ from hpctrain.engines.documents import parse_train_config
 from hpctrain.errors import InvalidInputError, NoSuchRunError, SlurmUnreachableError
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.states import JobState
+from hpctrain.spec.loader import load_run_spec
 from hpctrain.store.comparisons import ComparisonLayout
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import EventKind, Ledger
@@ -77,6 +78,15 @@ def test_everything_is_on_disk_before_anything_is_submitted(subject: Subject) ->
         assert 1 + 2 * config.rank_times_interval_steps < 6
     assert list(layout.runs.glob("*/ledger.jsonl")), "the trials are runs"
     assert not (layout.directory / "ledger.jsonl").exists(), "the comparison is none"
+
+
+def test_traces_of_the_spec_are_left_out(subject: Subject) -> None:
+    traced = subject_of(Path("tiny.yaml"), "sandbox", ["profile.steps=[30]"])
+    layout = start(traced, asked(traced, "traced: profile.steps=[3]"), Path("runs"))
+    record = trials.read_record_of(layout.directory)
+    specs = [layout.runs / str(one.run_id) / "spec.yaml" for one in record.trials]
+    profiles = [load_run_spec(spec).document.profile for spec in specs]
+    assert [one and one.steps for one in profiles] == [None, None, (3,)]
 
 
 def test_a_second_call_submits_nothing_twice(subject: Subject) -> None:

@@ -55,6 +55,19 @@ def test_predictions_fit_into_80_columns_and_need_no_slurm(slurm: FakeSlurm) -> 
     assert told["trials"][0]["gpu_hours"] > 0 and not Path("runs").exists()
 
 
+def test_the_document_shows_what_is_printed_now() -> None:
+    root = Path(__file__).resolve().parents[3]
+    spec = str(root / "examples/gpt1300m-one-node/full.yaml")
+    engines = "fsdp,ddp,deepspeed:zero3+offload,megatron"
+    printed = done("compare", "-p", "a100x1", spec, "--engines", engines, "--predict").stdout
+    document = (root / "docs/comparing.md").read_text()
+    assert f"--engines {engines} --predict\n{printed}```" in document
+    from hpctrain.comparison.variants import WORDS
+
+    words = {word.text.replace("#", "N") for word in WORDS} - {"zero1", "zero2"}
+    assert not [word for word in words if f"`{word}`" not in document], "a word nobody can find"
+
+
 def test_sizes_are_predicted_against_the_smallest() -> None:
     text = done("scale", GPT, "-p", "a100x1", "--gpus", "8,2,4", "--predict").stdout
     assert not [line for line in text.splitlines() if len(line) > 80]

@@ -177,6 +177,27 @@ def test_the_largest_size_that_is_used_well() -> None:
     assert recommend_size([], (), weak=False).choice is None
 
 
+def test_more_than_linear_is_doubted() -> None:
+    sizes = [trial("gpus1", 8.0, gpus=1), trial("gpus2", 3.0, gpus=2)]
+    told = recommend_size(sizes, scale_points(sizes, measured=True), weak=False)
+    assert "run it again" in " ".join(told.sentences)
+
+
+def test_accuracy_is_against_the_smallest_size() -> None:
+    sizes = [with_accuracy(trial("gpus1", 8.0, gpus=1), 0.9)]
+    sizes.append(with_accuracy(trial("gpus2", 4.0, gpus=2), 0.88))
+    points = scale_points(sizes, measured=True)
+    assert points[1].eval_accuracy_difference == pytest.approx(-0.02)
+    said = recommend_size(sizes, points, weak=False).sentences
+    assert said[-1] == "Accuracies are within 2 points of 1 GPU."
+
+
+def with_accuracy(made: Trial, accuracy: float) -> Trial:
+    assert made.measured is not None
+    told = made.measured.model_copy(update={"eval_accuracy": accuracy})
+    return made.model_copy(update={"measured": told})
+
+
 def test_what_is_lost_against_linear() -> None:
     one = with_shares(trial("gpus1", 8.0, gpus=1), data=0.4, imbalance=0.0)
     four = with_shares(trial("gpus4", 3.0, gpus=4), data=0.3, imbalance=0.2)
