@@ -78,7 +78,11 @@ class TorchTrace:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         # the name ends in .gz, by which torch knows that it is to compress
         unfinished = path.with_name(f"unfinished-{path.name}")
-        profiler.export_chrome_trace(str(unfinished))
+        try:
+            profiler.export_chrome_trace(str(unfinished))
+        except BaseException:
+            unfinished.unlink(missing_ok=True)
+            raise
         size, largest = unfinished.stat().st_size, int(self._settings.largest)
         if size > largest:
             unfinished.unlink()
