@@ -12,6 +12,7 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 from hpctrain.engines.training import TrainConfig
 from hpctrain.errors import InvalidInputError, Problem
@@ -51,15 +52,21 @@ def nsight_command(
 
 
 def become_recorded(
-    config: TrainConfig, launch: Launch, run: RunLayout, environment: Mapping[str, str]
+    path: Path,
+    config: TrainConfig,
+    launch: Launch,
+    run: RunLayout,
+    environment: Mapping[str, str],
 ) -> None:
     """Go on as the same program below nsys; returns where there is nothing to do.
+
+    `path` is the file that `config` was read from, which is another one on fewer nodes.
 
     Raises InvalidInputError when nsys is not installed.
     """
     if environment.get(UNDER_NSIGHT):
         return
-    program = [sys.executable, "-m", "hpctrain.train", str(run.train_config)]
+    program = [sys.executable, "-m", "hpctrain.train", str(path)]
     command = nsight_command(config, launch, run, program)
     if command is None:
         return

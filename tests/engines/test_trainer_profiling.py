@@ -75,6 +75,13 @@ exec "$last" "$@"
 """
 
 
+def fewer_nodes(made: Trial) -> Path:
+    """The file of a launch that is not the planned one."""
+    path = made.run.directory / "train-n1.json"
+    path.write_text(made.run.train_config.read_text())
+    return path
+
+
 def _start(made: Trial, rank: int, **changes: str) -> subprocess.CompletedProcess[str]:
     environment = {
         "PATH": os.environ["PATH"],
@@ -84,7 +91,7 @@ def _start(made: Trial, rank: int, **changes: str) -> subprocess.CompletedProces
         "SLURMD_NODENAME": "n7",
         "HPCTRAIN_EPOCH": "0",
     }
-    command = [sys.executable, "-m", "hpctrain.train", str(made.run.train_config)]
+    command = [sys.executable, "-m", "hpctrain.train", str(fewer_nodes(made))]
     return subprocess.run(
         command, env=environment | changes, capture_output=True, text=True, timeout=120, check=False
     )
@@ -117,7 +124,7 @@ def test_a_chosen_rank_takes_its_place_below_nsight(
         sys.executable,
         "-m",
         "hpctrain.train",
-        str(made.run.train_config),
+        str(fewer_nodes(made)),
     ]
     arguments.unlink()
     _start(made, 0, PATH=path, NSIGHT_ARGUMENTS=str(arguments))
