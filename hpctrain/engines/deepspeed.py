@@ -70,7 +70,10 @@ def deepspeed_config(
         nvme_path=own.nvme_path if uses_nvme else None,
         torch_adam=own.adam == "torch" or (own.adam == "auto" and plan.offload == "none"),
         overlap_comm=spec.optimizer.overlap_grad_reduce and plan.layout.dp > 1,
-        reduce_bucket_elements=max(1, int(own.reduce_bucket) // element_bytes),
+        # DeepSpeed fills memory of this size in every step, however few gradients there are
+        reduce_bucket_elements=max(
+            1, min(int(own.reduce_bucket) // element_bytes, plan.parameters)
+        ),
         gather_bucket_elements=max(1, int(own.gather_bucket) // element_bytes),
         communication_dtype=None if own.reduce_precision == "auto" else own.reduce_precision,
         flops_steps=spec.profile.chosen if spec.profile and spec.profile.flops else (),

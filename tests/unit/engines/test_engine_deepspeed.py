@@ -130,5 +130,11 @@ def test_a_pipeline_has_the_plan_s_stages() -> None:
     assert told().pipeline_stages == ()
 
 
+def test_a_bucket_is_not_larger_than_the_model() -> None:
+    tiny = told("model.layers=1", "model.hidden=64", "model.ffn=64", "model.heads=1")
+    assert tiny.reduce_bucket_elements < 10**7
+    assert told().reduce_bucket_elements == 200 * 2**20 // 2
+
+
 def test_layout_in_words() -> None:
     assert told("optimizer.zero=2", "resources.gpus=16").layout_words == "dp 16 · ZeRO 2"
