@@ -49,9 +49,9 @@ class NativeEngine:
         """Forward, backward, optimizer."""
         rate = learning_rate(self.config, self.finished_steps)
         self.optimizer.zero_grad(set_to_none=True)
-        totals = self._accumulate(first_sample)
+        totals, summed = self._accumulate(first_sample)
         before_step()
-        dist.all_reduce(totals)
+        summed.wait()
         factor = self._nominal / totals[1].clamp(min=1)
         norm = scale_and_clip(self.optimizer, factor, self.config.clip_grad)
         set_rate(self.optimizer, rate)
@@ -65,18 +65,24 @@ class NativeEngine:
         where everything counts (pretraining) it is the same number."""
         return float(self.config.global_batch_size * self.config.labels_per_sample)
 
-    def _accumulate(self, first_sample: int) -> Any:
-        """Gradients of all microbatches, averaged over ranks with the last; [losses, count]."""
-        totals = torch.zeros(2, device=self.mesh.device)
-        scale = self.mesh.size / self._nominal
+    def _accumulate(self, first_sample: int) -> tuple[Any, Any]:
+        """Gradients of all microbatches, averaged over ranks with the last.
+
+        Returns [losses, count] and what to wait for until they are sums over all ranks: these are
+        taken beside the last backward pass.
+        """
+        totals, summed = torch.zeros(2, device=self.mesh.device), None
+        scale, last = self.mesh.size / self._nominal, self.config.microbatches - 1
         for number, batch in enumerate(self.data.training.microbatches(first_sample)):
-            with self._summing(number == self.config.microbatches - 1):
+            with self._summing(number == last):
                 with self.clock.computing(), self._precision():
                     loss_sum, count = self.loss(self.module, batch)
+                totals += torch.stack([loss_sum.detach().float(), count.float()])
+                if number == last:
+                    summed = dist.all_reduce(totals, async_op=True)
                 with self.clock.timing("backward"):
                     (loss_sum * scale).backward()
-            totals += torch.stack([loss_sum.detach().float(), count.float()])
-        return totals
+        return totals, summed
 
     @contextlib.contextmanager
     def _summing(self, last: bool) -> Any:
