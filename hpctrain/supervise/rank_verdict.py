@@ -13,10 +13,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hpctrain.supervise.causes import FINAL_CAUSES, Cause
-from hpctrain.supervise.documents import Evidence, Finding, RankExit, Verdict
+from hpctrain.supervise.documents import Evidence, Finding, RankExit, TaskFailure, Verdict
 from hpctrain.supervise.fingerprint import fingerprint
 from hpctrain.supervise.phases import LAUNCHING
-from hpctrain.supervise.roots import NEVER, Candidate, candidates, is_echo
+from hpctrain.supervise.roots import NEVER, Candidate, candidates, own_crashes
 from hpctrain.supervise.scheduler_verdict import noticed
 from hpctrain.supervise.slurm_words import (
     exit_code,
@@ -41,6 +41,9 @@ _HOLD_UP = frozenset(
 )
 # Echoes that say what has failed go before those that only say that a peer is gone.
 _VAGUE_ECHOES = {Cause.HANG: 1, Cause.CRASH: 2}
+# How much later a kill may be told of than what fails because of it: on busy nodes slurmstepd and
+# agents notice late. Less than ranks live that survive a failed one (`watch`).
+_TOLD_LATE_SECONDS = 3.0
 # More suspects than these are no suspects: what many nodes see is not the fault of one.
 _MOST_SUSPECTS = 2
 
@@ -210,11 +213,9 @@ def _never_launched(evidence: Evidence) -> Verdict | None:
 
 def _by_signal(evidence: Evidence) -> Verdict | None:
     """A rank that was killed leaves no record, so srun's first line about a death comes first."""
-    if not evidence.task_failures or exit_code(evidence.task_failures[0]) is not None:
+    first = _first_kill(evidence)
+    if first is None:
         return None
-    first = evidence.task_failures[0]
-    if first.what.startswith("Aborted") and _echoes(evidence):
-        return None  # a watchdog aborts its own rank
     rank = int(first.tasks) if first.tasks.isdigit() else None
     who = f"rank {first.tasks}" if first.tasks[:1].isdigit() else f"the {first.tasks}"
     reason = f"{who} on {first.node} was ended by a signal: {first.what}"
@@ -223,10 +224,28 @@ def _by_signal(evidence: Evidence) -> Verdict | None:
     return Verdict(Cause.CRASH, reason, _task_lines(evidence), rank, nodes=nodes, step=step)
 
 
+def _first_kill(evidence: Evidence) -> TaskFailure | None:
+    """The death that came first, if it was by a signal; or one that came next to it, if all that
+    ranks say is that others are gone. A watchdog that aborts its own rank has killed nobody."""
+    deaths = evidence.task_failures
+    if not deaths:
+        return None
+    if exit_code(deaths[0]) is None:
+        return None if _is_abort(deaths[0]) and _echoes(evidence) else deaths[0]
+    if not evidence.rank_exits or own_crashes(evidence):
+        return None
+    kills = (one for one in deaths if exit_code(one) is None and not _is_abort(one))
+    return next((one for one in kills if one.at - deaths[0].at < _TOLD_LATE_SECONDS), None)
+
+
+def _is_abort(failure: TaskFailure) -> bool:
+    return failure.what.startswith("Aborted")
+
+
 def _by_crash(evidence: Evidence) -> Verdict | None:
     """The first rank that failed for a reason of its own, though nobody knows which."""
     crashes = [exit_ for exit_ in evidence.rank_exits if exit_.outcome == "crash"]
-    own = [exit_ for exit_ in crashes if not is_echo(exit_, evidence.findings)]
+    own = own_crashes(evidence)
     if not own:
         return None
     root = min(own, key=_order_of_end)

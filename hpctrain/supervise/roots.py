@@ -53,7 +53,7 @@ def candidates(evidence: Evidence) -> list[Candidate]:
 def _from_findings(evidence: Evidence) -> list[Candidate]:
     known = {exit_.rank: exit_ for exit_ in evidence.rank_exits}
     everywhere = _common_at_start(evidence)
-    nobody_else = not _own_crashes(evidence)
+    nobody_else = not own_crashes(evidence)
     found = []
     for finding in evidence.findings:
         exit_ = known.get(finding.rank) if finding.rank is not None else None
@@ -93,7 +93,8 @@ def _is_backed(cause: Cause, finding: Finding, exit_: RankExit | None, nobody_el
     return _says(exit_, finding)
 
 
-def _own_crashes(evidence: Evidence) -> list[RankExit]:
+def own_crashes(evidence: Evidence) -> list[RankExit]:
+    """Ranks that failed for a reason of their own."""
     crashes = [exit_ for exit_ in evidence.rank_exits if exit_.outcome == "crash"]
     return [exit_ for exit_ in crashes if not is_echo(exit_, evidence.findings)]
 

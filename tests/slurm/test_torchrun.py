@@ -54,7 +54,7 @@ def test_a_preempted_and_killed_run_is_the_same_run(
     assert killed.reason is not None and "Killed" in killed.reason
     assert starts[2].resume_step == killed.checkpoint_step >= 20
     told = read_agent_records(rehearsal.run.layout, 2)
-    assert [(end.rank, end.code) for end in told[0].ended] == [(1, -9)]
+    assert (1, -9) in [(end.rank, end.code) for end in told[0].ended]  # the other may be gone too
     logs = [(path.parent.name, path.name) for path in rank_logs(rehearsal.run, 1)]
     first, second = (f"{rehearsal.job_id}.{restarts}" for restarts in (0, 1))
     assert logs == [  # between the last two the nodes were asked, by a step of its own

@@ -11,7 +11,7 @@ from hpctrain.store.signs import AgentRecord, RankEnd
 from hpctrain.supervise.agents import failures_below_agents
 from hpctrain.supervise.causes import Cause
 from hpctrain.supervise.classify import classify
-from hpctrain.supervise.documents import TaskFailure
+from hpctrain.supervise.documents import Finding, RankExit, TaskFailure
 
 T = 1_000_000.0
 
@@ -75,3 +75,34 @@ def test_the_verdict_names_the_rank_or_the_agent() -> None:
         verdict = classify(replace(NOTHING, task_failures=failures))
         assert (verdict.cause, verdict.reason, verdict.rank) == (Cause.CRASH, reason, rank)
         assert verdict.nodes == ("n1",)
+
+
+PEER_GONE = "Connection closed by a remote worker"
+OWN_ERROR = "the loss is a list"
+
+
+def left(rank: int, node: str, words: str) -> RankExit:
+    return RankExit(rank=rank, node=node, outcome="crash", message=words, ended_at=T)
+
+
+def echo(rank: int) -> Finding:
+    return Finding("peer_gone", Cause.CRASH, "cascade", f"RuntimeError: {PEER_GONE}", rank=rank)
+
+
+@pytest.mark.parametrize(
+    ("words", "ended", "later", "rank"),
+    [
+        (PEER_GONE, [(0, 1), (1, -9)], (2, 1), 1),  # both were gone when the agent looked
+        (PEER_GONE, [(0, 1)], (1, -9), 1),  # the agent of the killed rank looked later
+        (PEER_GONE, [(0, 1)], (1, -6), 0),  # a watchdog that gives up kills nobody else
+        (OWN_ERROR, [(0, 1), (1, -11)], (2, 1), 0),  # ranks may fall over what a crash leaves
+    ],
+)
+def test_a_kill_that_is_told_late_goes_before_what_follows_from_it(
+    words: str, ended: list[tuple[int, int]], later: tuple[int, int], rank: int
+) -> None:
+    failures = failures_below_agents([told("n0", T, *ended), told("n1", T + 0.5, later)], ())
+    exits = (left(0, "n0", words),)
+    facts = replace(NOTHING, task_failures=failures, rank_exits=exits, findings=(echo(0),))
+    verdict = classify(facts)
+    assert (verdict.cause, verdict.rank) == (Cause.CRASH, rank)
