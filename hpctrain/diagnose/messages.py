@@ -22,6 +22,7 @@ _TO_TRACE = "a trace tells: `profile: {start: 50, count: 2}`"
 _FIELDS: dict[Axis, str] = {
     "tp": "tensor_messages_seconds",
     "cp": "context_messages_seconds",
+    "ep": "expert_messages_seconds",
     "dp": "data_messages_seconds",
     "pp": "pipeline_messages_seconds",
 }

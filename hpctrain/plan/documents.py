@@ -11,7 +11,7 @@ from typing import Literal, get_args
 from hpctrain.spec.document import Document
 from hpctrain.spec.run import Precision
 
-Axis = Literal["tp", "cp", "dp", "pp"]
+Axis = Literal["tp", "cp", "ep", "dp", "pp"]
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTES: tuple[Recompute, ...] = get_args(Recompute)
 Engine = Literal["megatron", "megatron-lm", "fsdp", "deepspeed", "ddp"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from hpctrain.plan.documents import Axis, AxisPlacement, Layout, NodeRequest, Span
 from hpctrain.plan.islands import crossing, on_islands, slow_links, used_islands
 from hpctrain.plan.limits import node_request
+from hpctrain.plan.parameters import expert_tp
 from hpctrain.spec.profile import ClusterProfile
 
 
@@ -36,17 +37,21 @@ def axes(layout: Layout) -> tuple[Axis, ...]:
 def place_axes(
     layout: Layout, profile: ClusterProfile, request: NodeRequest | None = None
 ) -> tuple[AxisPlacement, ...]:
-    """Placement of tp, cp, dp and pp, nearest first; `request` says on which islands."""
+    """Placement of tp, cp, dp and pp, and of ep where there is one; `request` says on which
+    islands. In the order of the layout."""
     if request is None:
         request = on_islands(node_request(layout.world_size, profile.gpu.per_node), profile)
+    found = strides(layout)
+    if layout.ep > 1:  # the nearest of the experts' own mesh, but for tp inside of experts
+        found["ep"] = expert_tp(layout.tp, layout.ep)
     return tuple(
         AxisPlacement(
             axis=axis,
             size=getattr(layout, axis),
-            stride=stride,
-            span=_span(stride, getattr(layout, axis), layout.world_size, profile, request),
+            stride=found[axis],
+            span=_span(found[axis], getattr(layout, axis), layout.world_size, profile, request),
         )
-        for axis, stride in strides(layout).items()
+        for axis in sorted(found, key=layout.order.split("-").index)
     )
 
 

@@ -34,17 +34,20 @@ class Starting:
 
 def starting(spec: RunSpec, plan: Plan) -> Starting:
     """As `launcher` of the spec says."""
-    return _agents(spec, plan) if spec.launcher == "torchrun" else _ranks(plan)
+    return _agents(spec, plan) if spec.launcher == "torchrun" else _ranks(spec, plan)
 
 
-def _ranks(plan: Plan) -> Starting:
+def _ranks(spec: RunSpec, plan: Plan) -> Starting:
     return Starting(
         tasks=plan.layout.world_size,
         tasks_per_node=plan.nodes.gpus_per_node,
         gpus_per_task=1,
         module=("hpctrain.train",),
         logs_of="rank",
-        words="One task per GPU, no torchrun. Logs of each attempt and rank are kept apart.",
+        words=_wrapped(
+            f"One task per GPU, no torchrun.{_range_of_nodes(spec, plan, 'srun')} "
+            "Logs of each attempt and rank are kept apart."
+        ),
     )
 
 
@@ -61,19 +64,27 @@ def _agents(spec: RunSpec, plan: Plan) -> Starting:
 
 
 def _words_on_agents(spec: RunSpec, plan: Plan) -> str:
-    nodes, gpus = plan.nodes.nodes, plan.nodes.gpus_per_node
-    least = min(least_nodes(spec, plan), nodes)
+    gpus = plan.nodes.gpus_per_node
     processes = f"{gpus} processes, one per GPU," if gpus > 1 else "one process"
-    range_ = (
-        f" A launch has {least} to {nodes} nodes: the supervisor puts the number into the options "
-        "of srun and agent."
-        if least < nodes
-        else ""
-    )
-    text = (
+    return _wrapped(
         "One task per node: a torchelastic agent, as torchrun starts it. It starts "
         f"{processes} and hands signals on to them; it never starts them again, for each launch "
-        f"is the supervisor's.{range_} Logs of each attempt are kept apart: of agents in "
-        "step*-node*.log, of ranks in step*-rank*.log."
+        f"is the supervisor's.{_range_of_nodes(spec, plan, 'srun and agent')} Logs of each attempt "
+        "are kept apart: of agents in step*-node*.log, of ranks in step*-rank*.log."
     )
+
+
+def _range_of_nodes(spec: RunSpec, plan: Plan, programs: str) -> str:
+    """Why the numbers that the script shows are not always those of a launch."""
+    nodes = plan.nodes.nodes
+    least = min(least_nodes(spec, plan), nodes)
+    if least == nodes:
+        return ""
+    return (
+        f" A launch has {least} to {nodes} nodes: the supervisor puts the number into the options "
+        f"of {programs}."
+    )
+
+
+def _wrapped(text: str) -> str:
     return "\n# ".join(textwrap.wrap(text, _WIDTH))

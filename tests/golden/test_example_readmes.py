@@ -65,8 +65,8 @@ def readme(example: str) -> Path:
 def printed_by(one: Shown, place: pytest.MonkeyPatch) -> list[str]:
     place.chdir(ROOT)
     words = shlex.split(one.command)
-    predicts = words[1] == "plan" or "--predict" in words
-    assert words[0] == "hpctrain" and predicts, f"only plans are quoted, not {one.command}"
+    predicts = words[1] in ("plan", "simulate") or "--predict" in words
+    assert words[0] == "hpctrain" and predicts, f"only predictions are quoted, not {one.command}"
     done = hpctrain(*words[1:])
     assert done.exit_code in (0, 4), done.transcript()
     return [line.rstrip() for line in (done.stdout + done.stderr).splitlines()]

@@ -253,9 +253,10 @@ class Rehearsal:
 
     # -- hurting ---------------------------------------------------------------------------
 
-    def urgent_job(self, seconds: int = 2) -> None:
-        """A job that takes all nodes away."""
-        options = "-J urgent -p urgent -N4 --exclusive -t 2 -o /dev/null"
+    def urgent_job(self, seconds: int = 2, nodes: Sequence[str] = ()) -> None:
+        """A job that takes these nodes away, or all four."""
+        which = f"-N{len(nodes)} -w {','.join(nodes)}" if nodes else "-N4"
+        options = f"-J urgent -p urgent {which} --exclusive -t 20 -o /dev/null"
         self.slurm.submit(f"#!/bin/sh\n#SBATCH {options}\nsleep {seconds}\n")
 
     def processes(self) -> tuple[JobProcess, ...]:

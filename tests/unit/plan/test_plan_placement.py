@@ -7,8 +7,10 @@ from hpctrain.plan.documents import Layout
 from hpctrain.plan.placement import place_axes, stays_inside
 
 
-def placed(tp: int, pp: int, dp: int, cp: int = 1, **shape: int) -> dict[str, tuple[int, str]]:
-    layout = Layout(tp=tp, pp=pp, vpp=1, cp=cp, dp=dp, sequence_parallel=False)
+def placed(
+    tp: int, pp: int, dp: int, cp: int = 1, ep: int = 1, **shape: int
+) -> dict[str, tuple[int, str]]:
+    layout = Layout(tp=tp, pp=pp, vpp=1, cp=cp, dp=dp, ep=ep, sequence_parallel=False)
     return {
         placement.axis: (placement.stride, placement.span)
         for placement in place_axes(layout, cluster(**shape))
@@ -22,6 +24,15 @@ def test_strides_follow_the_rank_order_tp_cp_dp_pp() -> None:
         "dp": (8, "across nodes"),
         "pp": (64, "across nodes"),
     }
+
+
+@pytest.mark.parametrize(("ep", "span"), [(8, "inside a node"), (16, "across nodes")])
+def test_experts_are_nearest_in_a_mesh_of_their_own(ep: int, span: str) -> None:
+    """Not tp inside of experts, hence neighbours: mesh.py hands 1 to megatron-core with ep."""
+    found = placed(tp=2, dp=16, pp=2, ep=ep)
+    assert list(found) == ["tp", "cp", "ep", "dp", "pp"]
+    assert found["ep"] == (1, span)
+    assert "ep" not in placed(tp=2, dp=16, pp=2)
 
 
 @pytest.mark.parametrize(
