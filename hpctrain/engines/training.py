@@ -14,6 +14,7 @@ from hpctrain.spec.document import Document
 from hpctrain.spec.profiling import ProfileSpec
 from hpctrain.spec.run import CheckpointSpec, RunSpec
 
+_TIMES_INTERVAL_STEPS = 20
 _FIRST_SAVE_SECONDS = 600.0
 
 
@@ -67,7 +68,7 @@ class TrainConfig(Document):
     # end the launch when a loss is so many median absolute deviations above the median; None: never
     loss_spike: float | None = None
     # steps between two looks at how long each rank computes
-    rank_times_interval_steps: int = 20
+    rank_times_interval_steps: int = _TIMES_INTERVAL_STEPS
     # which steps of which ranks are traced
     profile: ProfileSpec | None = None
     # for reporting: model FLOPs of one step and the GPU's dense peak in FLOP/s (None: unknown)
@@ -123,7 +124,14 @@ def _training_fields(spec: RunSpec, plan: Plan) -> dict[str, object]:
         adam_eps=optimizer.epsilon,
         weight_decay=optimizer.weight_decay,
         clip_grad=optimizer.clip_grad,
+        rank_times_interval_steps=_times_interval(plan.batch.train_steps),
     )
+
+
+def _times_interval(train_steps: int) -> int:
+    """Short runs tell the times and nodes of their ranks, too: a window begins after the first
+    step, and is told one step after its last."""
+    return max(1, min(_TIMES_INTERVAL_STEPS, train_steps - 2))
 
 
 def _io_fields(spec: RunSpec) -> dict[str, object]:

@@ -77,3 +77,10 @@ def test_rank_grid_covers_all_gpus() -> None:
 def test_the_document_survives_its_file() -> None:
     config = told("gpt175b", "a100x64")
     assert MegatronConfig.model_validate_json(config.model_dump_json()) == config
+
+
+@pytest.mark.parametrize(("steps", "interval"), [(60, 20), (12, 10), (2, 1)])
+def test_short_runs_tell_the_times_of_their_ranks_too(steps: int, interval: int) -> None:
+    """The first step is in no window, and a window is told a step after its last."""
+    config = told("gpt-tiny", "sandbox", f"budget.steps={steps}", "schedule.warmup_steps=0")
+    assert config.rank_times_interval_steps == interval
