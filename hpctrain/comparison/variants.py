@@ -76,7 +76,7 @@ WORDS = (
     Word("bf16", ENGINES, ("precision=bf16",)),
     Word("fp32", ENGINES, ("precision=fp32",)),
     Word("micro#", ENGINES, ("batch.micro=#",)),
-    Word("tp#", MEGATRON, ("parallel.tp=#",)),
+    Word("tp#", _MESH, ("parallel.tp=#",)),
     Word("pp#", _MESH, ("parallel.pp=#",)),
     Word("cp#", MEGATRON, ("parallel.cp=#",)),
 )

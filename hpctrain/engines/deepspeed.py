@@ -39,6 +39,8 @@ class DeepSpeedConfig(ModuleConfig):
     flops_steps: tuple[int, ...] = ()
     # transformer layers of each stage of a pipeline, the first stage first; empty: no pipeline
     pipeline_stages: tuple[int, ...] = ()
+    # ranks that split each weight, next to each other
+    tensor_parallel: int = 1
     # axes from the nearest ranks to the farthest: of one stage or of one pipeline
     parallel_order: Order = DEFAULT_ORDER
 
@@ -48,12 +50,14 @@ class DeepSpeedConfig(ModuleConfig):
 
     @property
     def world_size(self) -> int:
-        return self.data_parallel_size * max(1, len(self.pipeline_stages))
+        stages = max(1, len(self.pipeline_stages))
+        return self.tensor_parallel * stages * self.data_parallel_size
 
     @property
     def layout_words(self) -> str:
+        tensors = f"tp {self.tensor_parallel} · " if self.tensor_parallel > 1 else ""
         pipeline = f"pp {len(self.pipeline_stages)} · " if self.pipeline_stages else ""
-        return f"{pipeline}dp {self.data_parallel_size} · ZeRO {self.zero_stage}"
+        return f"{tensors}{pipeline}dp {self.data_parallel_size} · ZeRO {self.zero_stage}"
 
 
 def deepspeed_config(
@@ -78,6 +82,7 @@ def deepspeed_config(
         communication_dtype=None if own.reduce_precision == "auto" else own.reduce_precision,
         flops_steps=spec.profile.chosen if spec.profile and spec.profile.flops else (),
         pipeline_stages=_stages(plan),
+        tensor_parallel=plan.layout.tp,
         parallel_order=plan.layout.order,
     )
 
@@ -108,6 +113,11 @@ def ds_config(config: DeepSpeedConfig) -> dict[str, Any]:
         settings["bf16"] = dict(enabled=True)
         # microbatches add up in fp32, as with the other engines
         settings["data_types"] = dict(grad_accum_dtype="fp32")
+    if config.tensor_parallel > 1 and not config.pipeline_stages:
+        # of a pipeline the trainer tells DeepSpeed all axes at once (train/deepspeed/stages.py)
+        settings["tensor_parallel"] = dict(
+            autotp_size=config.tensor_parallel, vocab_parallel_lm_head=True
+        )
     if config.communication_dtype is not None:
         settings["communication_data_type"] = config.communication_dtype
     return settings

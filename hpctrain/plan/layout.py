@@ -32,6 +32,13 @@ def uses_sequence_parallel(parallel: ParallelSpec) -> bool:
     return parallel.sequence_parallel
 
 
+def settled(spec: RunSpec, parallel: ParallelSpec) -> ParallelSpec:
+    """With what the engine leaves no choice about: DeepSpeed has no sequence parallelism."""
+    if spec.engine.name == "deepspeed":
+        return parallel.model_copy(update={"sequence_parallel": False})
+    return parallel
+
+
 def layout_of(parallel: ParallelSpec, gpus: int) -> Layout:
     """The mesh of an explicit layout; dp takes all GPUs that the other axes leave."""
     return Layout(

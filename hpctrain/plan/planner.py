@@ -17,7 +17,7 @@ from hpctrain.plan.divisors import powers_of_two_below
 from hpctrain.plan.documents import Goal, NodeRequest, Plan
 from hpctrain.plan.explain import Facts, memory_refusal, proposal, reasons, warnings
 from hpctrain.plan.islands import island_warnings, on_islands, slow_links, used_islands
-from hpctrain.plan.layout import layout_of, layout_problems, world_problems
+from hpctrain.plan.layout import layout_of, layout_problems, settled, world_problems
 from hpctrain.plan.limits import (
     allowed_gpus,
     limit_problems,
@@ -105,7 +105,7 @@ def _problems(spec: RunSpec, profile: ClusterProfile) -> list[str]:
     problems = size_problems(gpus, profile)
     if spec.parallel == "auto":
         return problems + sharding_problems(spec)
-    parallel = spec.parallel
+    parallel = settled(spec, spec.parallel)
     problems += sharding_problems(spec) + layout_problems(spec, parallel)
     worlds = world_problems(parallel, gpus, profile)
     if worlds:

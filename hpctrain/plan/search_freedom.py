@@ -5,17 +5,18 @@ Belongs here: reading that off a spec. Does not belong here: combining the value
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hpctrain.plan.batch import micro_choices
 from hpctrain.plan.divisors import divisors
 from hpctrain.plan.documents import DEFAULT_ORDER, RECOMPUTES
-from hpctrain.plan.layout import tensor_sizes
+from hpctrain.plan.layout import settled, tensor_sizes
 from hpctrain.plan.order import ORDERS
 from hpctrain.plan.placement import stays_inside
 from hpctrain.plan.sharding import AXES, offload_choices, shard_choices, zero_choices
 from hpctrain.plan.stages import Split
-from hpctrain.plan.trainable_deepspeed import untrainable_in_a_pipeline
+from hpctrain.plan.trainable_deepspeed import untrainable_in_a_pipeline, untrainable_in_tensors
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import ParallelSpec, RunSpec
 
@@ -67,7 +68,7 @@ def _auto_freedom(spec: RunSpec, profile: ClusterProfile) -> Freedom:
     chunks = sorted({n for count in range(layers, layers + 3) for n in divisors(count)})
     return Freedom(
         gpus=gpus,
-        tp=tuple(n for n in sizes if n <= spec.model.heads) if "tp" in axes else (1,),
+        tp=_tensor_choices(spec, sizes) if "tp" in axes else (1,),
         pp=tuple(n for n in sizes if n <= layers + 2) if "pp" in axes else (1,),
         cp=tuple(n for n in sizes if n <= spec.model.seq // 2) if splits_context else (1,),
         ep=tuple(n for n in sizes if n <= experts) if "ep" in axes else (1,),
@@ -78,6 +79,7 @@ def _auto_freedom(spec: RunSpec, profile: ClusterProfile) -> Freedom:
         offloads=offload_choices(spec),
         shards=shard_choices(spec, profile.nvlink.domain),
         orders=tuple(range(len(ORDERS))),
+        sequence_parallel=_sequence_parallel(spec),
         uneven=True,
     )
 
@@ -87,8 +89,21 @@ def _axes(spec: RunSpec) -> tuple[str, ...]:
     if spec.model.reads_images:
         return ()
     if spec.engine.name == "deepspeed":
-        return () if any(untrainable_in_a_pipeline(spec)) else ("pp",)
+        refused = {"tp": untrainable_in_tensors(spec), "pp": untrainable_in_a_pipeline(spec)}
+        return tuple(axis for axis, words in refused.items() if not any(words))
     return AXES[spec.engine.name]
+
+
+def _tensor_choices(spec: RunSpec, sizes: Iterable[int]) -> tuple[int, ...]:
+    """For DeepSpeed, whose layers copy no key/value heads, only what divides these."""
+    model = spec.model
+    whole = spec.engine.name == "deepspeed"
+    return tuple(n for n in sizes if n <= model.heads and not (whole and model.key_value_heads % n))
+
+
+def _sequence_parallel(spec: RunSpec) -> bool | None:
+    asked = ParallelSpec() if spec.parallel == "auto" else spec.parallel
+    return settled(spec, asked).sequence_parallel
 
 
 def _explicit_freedom(spec: RunSpec, profile: ClusterProfile, parallel: ParallelSpec) -> Freedom:
@@ -106,7 +121,7 @@ def _explicit_freedom(spec: RunSpec, profile: ClusterProfile, parallel: Parallel
         offloads=offload_choices(spec),
         shards=shard_choices(spec, profile.nvlink.domain),
         orders=tuple(range(len(ORDERS))) if order == "auto" else (ORDERS.index(order),),
-        sequence_parallel=parallel.sequence_parallel,
+        sequence_parallel=_sequence_parallel(spec),
         counted=((parallel.count_embedding, parallel.count_loss),),
         stages=parallel.stages,
     )
@@ -122,7 +137,7 @@ def hint_freedom(spec: RunSpec, profile: ClusterProfile, gpus: int) -> Freedom:
     micro = () if spec.batch.micro == "auto" else (spec.batch.micro,)
     return Freedom(
         gpus=gpus,
-        tp=tuple(tp for tp in near if gpus % tp == 0) if "tp" in axes else (1,),
+        tp=_tensor_choices(spec, (n for n in near if gpus % n == 0)) if "tp" in axes else (1,),
         pp=tuple(n for n in sizes if n <= spec.model.layers + 2) if "pp" in axes else (1,),
         cp=(explicit.cp,),
         ep=_expert_choices(spec, explicit, sizes),
@@ -133,7 +148,7 @@ def hint_freedom(spec: RunSpec, profile: ClusterProfile, gpus: int) -> Freedom:
         offloads=offload_choices(spec),
         shards=(spec.optimizer.shard_gpus or 0,),
         orders=(ORDERS.index(DEFAULT_ORDER),),
-        sequence_parallel=explicit.sequence_parallel,
+        sequence_parallel=_sequence_parallel(spec),
     )
 
 

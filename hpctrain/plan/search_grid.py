@@ -215,6 +215,9 @@ def _expanded(spec: RunSpec, freedom: Freedom, found: Structures, rows: Whole) -
     once = both | (grid[-1].ravel() == freedom.orders[0])
     fine = once & _batch_rule(spec, found, row, micro) & _order_rule(found, row, order)
     fine &= _sharding_rules(found, row, zero, offload, shard)
+    if spec.engine.name == "deepspeed" and spec.parallel == "auto":
+        # what the trainer can (`trainable_deepspeed.untrainable_in_tensors`)
+        fine &= (zero < 3) | (found.tp[row] == 1)
     kept = [axis[fine].astype(np.int32) for axis in (micro, recompute, zero, offload, shard, order)]
     return _columns(spec, found, row[fine], *kept)
 

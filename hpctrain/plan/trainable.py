@@ -31,7 +31,7 @@ _OFFLOADS = {
     "ddp": ("none",),
 }
 # Fields of `parallel` by which each engine splits a model when it trains.
-_AXES: dict[str, tuple[str, ...]] = {"fsdp": (), "deepspeed": ("pp",), "ddp": ()}
+_AXES: dict[str, tuple[str, ...]] = {"fsdp": (), "deepspeed": ("tp", "pp"), "ddp": ()}
 
 _LEARNED_FROM_TOKENS = ("language_modeling", "masked_language_modeling")
 

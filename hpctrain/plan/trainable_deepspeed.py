@@ -23,11 +23,26 @@ def untrainable_by_deepspeed(spec: RunSpec) -> Iterator[tuple[str, str]]:
     if spec.parallel == "auto":
         return
     if spec.parallel.tp > 1:
-        # module_inject/auto_tp.py of DeepSpeed 0.19.8, see docs/deepspeed.md for what was tried
-        words = "hpctrain trains deepspeed without tp, and DeepSpeed itself splits no GPT-2 so"
-        yield "parallel.tp", f"{words}: engine megatron has tp"
+        yield from untrainable_in_tensors(spec)
+        if spec.model.key_value_heads % spec.parallel.tp:
+            words = f"each rank has whole key/value heads of the {spec.model.key_value_heads}"
+            yield "parallel.tp", f"{words}, which {spec.parallel.tp} does not divide"
     if spec.parallel.pp > 1:
         yield from untrainable_in_a_pipeline(spec)
+
+
+def untrainable_in_tensors(spec: RunSpec) -> Iterator[tuple[str, str]]:
+    """DeepSpeed's layers take the place of a Llama's linear ones, whose weights are learned
+    (`hpctrain.train.deepspeed.tensors`); GPT-2 has Conv1D in their place, which
+    module_inject/auto_tp.py of DeepSpeed 0.19.8 does not support."""
+    splits = "with DeepSpeed hpctrain splits weights over tp"
+    if spec.model.family != "llama":
+        words = f"{splits} for a llama, not for a {spec.model.family}"
+        yield "model.family", f"{words}: engine megatron has tp for gpt, llama and bert"
+    if spec.lora is not None:
+        yield "lora", f"{splits} for whole models: no `lora`"
+    if spec.optimizer.zero == 3:
+        yield "optimizer.zero", f"{splits} at ZeRO stages 0, 1 and 2: stage 3 divides them itself"
 
 
 def untrainable_in_a_pipeline(spec: RunSpec) -> Iterator[tuple[str, str]]:

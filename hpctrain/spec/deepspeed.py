@@ -64,6 +64,7 @@ def contradictions(
     offload: Home,
     precision: str,
     pp: int,
+    sequence_parallel: bool = False,
 ) -> Iterator[Contradiction]:
     """What DeepSpeed cannot do together, or would leave out without a word.
 
@@ -80,6 +81,11 @@ def contradictions(
         # runtime/pipe/engine.py asserts it, for a pipeline accumulates over microbatches
         message = f"ZeRO stage {stage} cannot be combined with pp {pp}"
         yield Contradiction(("optimizer", "zero"), message, "use stage 1, or pp 1")
+    if sequence_parallel:
+        # module_inject/layers.py: what goes into its layers is whole on every rank
+        message = "DeepSpeed does not split norms over tp"
+        where = ("parallel", "sequence_parallel")
+        yield Contradiction(where, message, "remove it, or train with `engine.name: megatron`")
 
 
 def _of_the_optimizer(stage: int | None, offload: Home) -> Iterator[Contradiction]:

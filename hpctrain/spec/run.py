@@ -106,7 +106,9 @@ class ParallelSpec(Document):
     order: Literal["auto", "tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"] = Field(
         "auto", description="Axes from the nearest ranks to the farthest (Megatron's order)"
     )
-    sequence_parallel: bool | None = Field(None, description="Default: on when tp > 1")
+    sequence_parallel: bool | None = Field(
+        None, description="Default: on when tp > 1, but for DeepSpeed, which has none"
+    )
     stages: tuple[int, ...] | None = Field(
         None, description="Transformer layers of each stage (pp x vpp numbers) for uneven splits"
     )
@@ -260,6 +262,7 @@ class RunSpec(Document):
             offload=optimizer.offload,
             precision=given["precision"],
             pp=1 if parallel == "auto" else parallel.pp,
+            sequence_parallel=parallel != "auto" and bool(parallel.sequence_parallel),
         ):
             raise wrong
         return engine

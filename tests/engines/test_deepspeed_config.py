@@ -29,6 +29,8 @@ SPECS: dict[str, tuple[str, ...]] = {
     "stage 0": ("optimizer.zero=0", "precision=fp32", "model.layers=4"),
     "stage 1": ("optimizer.zero=1",),
     "stages of a pipeline": ("optimizer.zero=1", "parallel.pp=4"),
+    "weights split over two": ("optimizer.zero=2", "parallel.tp=2"),
+    "tp, pp and dp": ("optimizer.zero=1", "parallel.pp=2", "parallel.tp=2"),
     "stage 2": ("optimizer.zero=2", "optimizer.overlap_grad_reduce=false"),
     "stage 2, host": ("optimizer.zero=2", "optimizer.offload=cpu"),
     "stage 3": ("optimizer.zero=3", "engine.deepspeed.reduce_precision=fp32"),
@@ -68,7 +70,10 @@ def test_deepspeed_takes_it(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     zero = theirs.zero_config
     half = config.precision == "bf16"
     assert (zero.stage, config.world_size) == (config.zero_stage, 16)
-    assert theirs.world_size == config.data_parallel_size == (4 if config.pipeline_stages else 16)
+    places = config.tensor_parallel * max(1, len(config.pipeline_stages))
+    assert theirs.world_size == config.data_parallel_size == 16 // places
+    split = config.tensor_parallel if not config.pipeline_stages else 1
+    assert theirs.tensor_parallel_config.autotp_size == (split if split > 1 else 0)
     assert theirs.gradient_accumulation_steps == config.microbatches
     assert theirs.train_micro_batch_size_per_gpu == config.micro_batch_size
     assert theirs.gradient_clipping == config.clip_grad

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from deepspeed_trials import ROUNDING, ZERO, trained, words_of
+from deepspeed_trials import PLAIN_LLAMA, ROUNDING, ZERO, trained, words_of
 from trial_runs import Trial, largest_difference
 
 from hpctrain.checkpoints.manifest import checkpoint_name, read_manifest, what_is_wrong
@@ -17,6 +17,7 @@ from hpctrain.store.signs import TrainerExit
 if importlib.util.find_spec("deepspeed") is None:
     pytest.skip("needs the deepspeed extra", allow_module_level=True)
 
+SPLIT: dict[str, Any] = dict(model=PLAIN_LLAMA["model"], tensor_parallel=2)
 WITH_DROPOUT = {**ZERO["model"], "dropout": 0.1}
 
 
@@ -41,8 +42,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Trial]:
         dict(zero_stage=3, model=WITH_DROPOUT, async_save=True),
         dict(zero_stage=3, precision="bf16", offload_optimizer="cpu", lora=dict(rank=4)),
         dict(model=WITH_DROPOUT, pipeline_stages=(1, 1), async_save=True),
+        dict(SPLIT, zero_stage=2, data_parallel_size=1, async_save=True),
+        dict(SPLIT, pipeline_stages=(1, 1), data_parallel_size=1, precision="bf16"),
     ],
-    ids=["stage 1", "stage 3", "lora in bf16, optimizer on the host", "pipeline"],
+    ids=["stage 1", "stage 3", "lora in bf16, optimizer on the host", "pipeline", "tp", "tp x pp"],
 )
 def test_a_resume_is_exact(
     changes: dict[str, Any], trial: Callable[..., Trial], tmp_path: Any
@@ -68,6 +71,21 @@ def test_other_ranks_go_on_within_rounding(
     assert loss <= ROUNDING and norm <= 10 * ROUNDING
     assert "re-seeded:_saved_with_2_ranks" in words_of(moved)
     assert (moved.run.checkpoints / checkpoint_name(2) / "universal").is_dir(), "made once"
+
+
+@pytest.mark.parametrize(("before", "now"), [(2, 1), (1, 2)])
+def test_another_tp_goes_on_within_rounding(
+    before: int, now: int, trial: Callable[..., Trial], tmp_path: Any
+) -> None:
+    """A tied weight, biases, and words that two do not divide; ranks are as many as before."""
+    model = {**PLAIN_LLAMA["model"], "vocab": 251, "tied": True, "bias": True}
+    changes: dict[str, Any] = dict(model=model, vocab_size=251)
+    source = trained(tmp_path, **changes, tensor_parallel=before, data_parallel_size=now)
+    moved = trial(ZERO, **changes, tensor_parallel=now, data_parallel_size=before)
+    moved.adopt(source, 2)
+    assert moved.train(resume=2) == [0, 0]
+    loss, norm = largest_difference(moved, source, 3)
+    assert loss <= ROUNDING and norm <= 10 * ROUNDING
 
 
 def test_a_checkpoint_is_whole_and_has_nothing_beside_it(saved: Callable[[int], Trial]) -> None:

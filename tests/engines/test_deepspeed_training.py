@@ -15,6 +15,7 @@ import torch
 from deepspeed_trials import PLAIN, PLAIN_LLAMA, ROUNDING, ZERO, alone, words_of
 from trial_runs import Trial, largest_difference
 
+from hpctrain.checkpoints.manifest import checkpoint_name
 from hpctrain.engines.deepspeed import DeepSpeedConfig
 from hpctrain.engines.documents import parse_train_config
 from hpctrain.plan.layout import layout_of
@@ -102,6 +103,48 @@ def test_stages_of_llama(trial: Callable[..., Trial], tmp_path: Path) -> None:
         assert spread.train() == [0, 0, 0]
         assert largest_difference(spread, plain, 1)[0] <= bound
         assert evaluated(spread) == pytest.approx(evaluated(plain), abs=bound)
+
+
+def test_weights_split_over_ranks(trial: Callable[..., Trial], tmp_path: Path) -> None:
+    """In both kinds of pipelines and without: words that two ranks share unevenly and that are one
+    weight at both ends, and biases. In bf16 near enough."""
+    model = {**PLAIN_LLAMA["model"], "vocab": 251, "tied": True, "bias": True}
+    base: dict[str, Any] = dict(model=model, vocab_size=251, eval_interval_steps=3)
+    plain = alone(tmp_path / "alone", {**PLAIN, **base})
+    split = {**ZERO, **base, "tensor_parallel": 2, "data_parallel_size": 1}
+    for changes, bound in (
+        (dict(zero_stage=2, activation_checkpointing=True, flops_steps=(3,)), ROUNDING),
+        (dict(pipeline_stages=(1, 1)), ROUNDING),
+        (dict(precision="bf16"), 2e-3),
+    ):
+        spread = trial(split, **changes)
+        assert spread.train() == [0] * spread.world_size
+        assert largest_difference(spread, plain, 1)[0] <= bound
+        assert evaluated(spread) == pytest.approx(evaluated(plain), abs=bound)
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (2, 2)])
+def test_ranks_have_the_weights_that_were_planned(
+    tp: int, pp: int, trial: Callable[..., Trial]
+) -> None:
+    """As many as the manifest's files of each place say, not a rank's word for it."""
+    model = PLAIN_LLAMA["model"]
+    stages = (1,) * pp if pp > 1 else ()
+    changes: dict[str, Any] = dict(model=model, pipeline_stages=stages, tensor_parallel=tp)
+    made = trial(ZERO, **changes, data_parallel_size=1, train_steps=1)
+    assert made.train() == [0] * tp * pp
+    planned = build_stages(
+        made.config.model, layout_of(ParallelSpec(tp=tp, pp=pp), tp * pp), (2 // pp,) * pp, 1
+    )
+    checkpoint = made.run.checkpoints / checkpoint_name(1)
+    for stage in planned:
+        for rank in range(tp):
+            state = (
+                checkpoint / f"zero_pp_rank_0_mp_rank_{stage.index * tp + rank:02d}_optim_states.pt"
+            )
+            told = torch.load(state, weights_only=False)["optimizer_state_dict"]
+            held = sum(one.numel() for one in told["single_partition_of_fp32_groups"])
+            assert held == stage.parameters_per_gpu
 
 
 def evaluated(trial: Trial) -> dict[int, float]:

@@ -1,4 +1,4 @@
-"""Every engine of Hugging Face's classes, on two processes, against a loop of plain PyTorch.
+"""Every engine of Hugging Face's classes, on several processes, against a loop of plain PyTorch.
 
 The loop is written out below: neither the trainer nor any engine is in it. It has the same first
 weights (transformers draws them from the seed) and the same samples. Whatever else an engine can
@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import multiprocessing
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed_trials import PLAIN, ZERO
+from deepspeed_trials import PLAIN, PLAIN_LLAMA, ZERO
 from torch.nn import functional
 from trial_runs import Trial, make_trial
 
@@ -36,6 +37,7 @@ SAME: dict[str, Any] = dict(
 )
 TWO: dict[str, Any] = dict(PLAIN, data_parallel_size=2)
 FSDP: dict[str, Any] = dict(TWO, engine="fsdp", shard_size=2)
+TENSORS: dict[str, Any] = dict(ZERO, model=PLAIN_LLAMA["model"], tensor_parallel=2)
 TABLE: dict[str, dict[str, Any]] = {
     "ddp": TWO,
     "fsdp": FSDP,
@@ -44,10 +46,16 @@ TABLE: dict[str, dict[str, Any]] = {
     "deepspeed, ZeRO 2": dict(ZERO, zero_stage=2),
     "deepspeed, ZeRO 3": dict(ZERO, zero_stage=3),
     "deepspeed, two stages": dict(ZERO, pipeline_stages=(1, 1), data_parallel_size=1),
+    "deepspeed, tp 2, ZeRO 0": dict(TENSORS, zero_stage=0, data_parallel_size=1),
+    "deepspeed, tp 2 x dp 2, ZeRO 2": dict(TENSORS, zero_stage=2),
+    "deepspeed, tp 2 x pp 2 x dp 2": dict(
+        TENSORS, pipeline_stages=(1, 1), parallel_order="tp-cp-ep-pp-dp"
+    ),
 }
+Told = list[tuple[float, float]]
 
 
-def the_model() -> Any:
+def the_gpt() -> Any:
     """PLAIN's shape by transformers' own names."""
     settings = class_named("GPT2Config")(
         vocab_size=250,
@@ -66,7 +74,24 @@ def the_model() -> Any:
     return class_named("GPT2LMHeadModel")(settings)
 
 
-def plain_loop(model: Any, samples: Any) -> list[tuple[float, float]]:
+def the_llama() -> Any:
+    """PLAIN_LLAMA's shape: two queries for each key, and an output layer of its own."""
+    settings = class_named("LlamaConfig")(
+        vocab_size=250,
+        max_position_embeddings=SEQUENCE,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=128,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )
+    torch.manual_seed(SAME["seed"])
+    return class_named("LlamaForCausalLM")(settings)
+
+
+def plain_loop(model: Any, samples: Any) -> Told:
     """(loss, norm of the gradient) of each step."""
     decayed = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]
@@ -90,39 +115,50 @@ def plain_loop(model: Any, samples: Any) -> list[tuple[float, float]]:
     return told
 
 
-def alone(directory: Path) -> None:
+def alone(directory: Path, family: str) -> None:
     """In a process of its own, for megatron-core's samples want a process group."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     config = make_trial(directory / "run", PLAIN, **SAME).config
     data = open_data(config, Share(0, 1, torch.device("cpu")), directory / "cache")
-    told = plain_loop(the_model().train(), data.training)
+    model = the_gpt() if family == "gpt" else the_llama()
+    told = plain_loop(model.train(), data.training)
     (directory / "told.json").write_text(json.dumps(told))
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, float]]:
-    directory = tmp_path_factory.mktemp("plain")
-    process = multiprocessing.get_context("fork").Process(target=alone, args=(directory,))
-    process.start()
-    process.join(60)
-    assert process.exitcode == 0
-    told = [(loss, norm) for loss, norm in json.loads((directory / "told.json").read_text())]
-    assert told[-1][0] < told[0][0] - 0.1, "it learns, so that each step depends on the ones before"
-    return told
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Told]:
+    """What the loop has told of a family; each runs once."""
+
+    @cache
+    def of_family(family: str) -> Told:
+        directory = tmp_path_factory.mktemp(family)
+        process = multiprocessing.get_context("fork").Process(
+            target=alone, args=(directory, family)
+        )
+        process.start()
+        process.join(60)
+        assert process.exitcode == 0
+        told = [(loss, norm) for loss, norm in json.loads((directory / "told.json").read_text())]
+        learns = told[-1][0] < told[0][0] - 0.1
+        assert learns, "so that each step depends on the ones before"
+        return told
+
+    return of_family
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_two_processes_learn_what_one_does(
-    name: str, trial: Callable[..., Trial], plain: list[tuple[float, float]]
+def test_several_processes_learn_what_one_does(
+    name: str, trial: Callable[..., Trial], plain: Callable[[str], Told]
 ) -> None:
     spread = trial(TABLE[name], **SAME)
-    assert spread.train() == [0, 0]
+    assert spread.train() == [0] * spread.world_size
     assert [row.step for row in spread.rows] == list(range(1, STEPS + 1))
-    losses = [abs(spread.losses[n] - loss) for n, (loss, _) in enumerate(plain, start=1)]
+    one = plain(spread.config.model.family)
+    losses = [abs(spread.losses[n] - loss) for n, (loss, _) in enumerate(one, start=1)]
     norms = [
         abs((row.grad_norm or 0) / norm - 1)
-        for row, (_, norm) in zip(spread.rows, plain, strict=True)
+        for row, (_, norm) in zip(spread.rows, one, strict=True)
     ]
     seen = f"{name}: losses off by up to {max(losses):.1e}, norms by a share of {max(norms):.1e}"
     print(seen)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from deepspeed_trials import PLAIN, ZERO
+from deepspeed_trials import PLAIN, PLAIN_LLAMA, ZERO
 from safetensors.torch import load_file
 from trial_runs import MODULE_GPT, MODULE_LLAMA, Trial, largest_difference
 
@@ -90,6 +90,8 @@ PARTS: dict[str, dict[str, Any]] = {
     "stage 1": dict(zero_stage=1),
     "stage 3": dict(zero_stage=3),
     "pipeline": dict(pipeline_stages=(1, 1), data_parallel_size=1),
+    "tp": dict(tensor_parallel=2, data_parallel_size=1),
+    "tp x pp": dict(tensor_parallel=2, pipeline_stages=(1, 1), data_parallel_size=1),
 }
 
 
@@ -97,10 +99,11 @@ PARTS: dict[str, dict[str, Any]] = {
 def test_weights_of_deepspeed_are_put_together(
     kind: str, trial: Callable[..., Trial], tmp_path: Path
 ) -> None:
-    alone = trial(PLAIN, **SHORT)
-    spread = trial(ZERO, **SHORT, **PARTS[kind])
+    model = (PLAIN_LLAMA if kind.startswith("tp") else PLAIN)["model"]
+    alone = trial(PLAIN, **SHORT, model=model)
+    spread = trial(ZERO, **SHORT, **PARTS[kind], model=model)
     assert alone.train() == [0]
-    assert spread.train() == [0, 0]
+    assert spread.train() == [0] * spread.world_size
     wanted, found = (
         exported(one, 4, tmp_path / str(number)) for number, one in enumerate((alone, spread))
     )

@@ -99,8 +99,9 @@ def _load_distributed(module: Any, checkpoint: Path) -> None:
 def _load_deepspeed(config: ModuleConfig, module: Any, checkpoint: Path) -> None:
     """By DeepSpeed's own reader of its files (utils/zero_to_fp32.py): weights in fp32.
 
-    Without ZeRO there are none that it knows, and the weights are whole in one file; a pipeline
-    has a file for each layer, in the precision of the training.
+    Without ZeRO there are none that it knows, and the weights are whole in one file; where ranks
+    split weights it knows not how, and each has a file; a pipeline has one for each layer. These
+    are in the precision of the training.
     """
     assert isinstance(config, DeepSpeedConfig)
     if config.pipeline_stages:
@@ -108,15 +109,24 @@ def _load_deepspeed(config: ModuleConfig, module: Any, checkpoint: Path) -> None
 
         load_layers(config, module, checkpoint)
         return
-    if any(checkpoint.glob("zero_pp_rank_*_optim_states.pt")):
+    if config.tensor_parallel > 1:
+        from hpctrain.train.deepspeed.tensors import joined
+
+        parts = [_weights_in(one) for one in sorted(checkpoint.glob("mp_rank_*_model_states.pt"))]
+        state = joined(module.state_dict(), parts)
+    elif any(checkpoint.glob("zero_pp_rank_*_optim_states.pt")):
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
         state = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint.parent), checkpoint.name)
     else:
-        whole = checkpoint / "mp_rank_00_model_states.pt"
-        state = torch.load(whole, map_location="cpu", weights_only=False)["module"]
+        state = _weights_in(checkpoint / "mp_rank_00_model_states.pt")
     _refuse_incomplete(module, set(state), checkpoint)
     module.load_state_dict(state, strict=False)
+
+
+def _weights_in(path: Path) -> dict[str, Any]:
+    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=False)["module"]
+    return state
 
 
 def _refuse_incomplete(module: Any, found: set[str], checkpoint: Path) -> None:

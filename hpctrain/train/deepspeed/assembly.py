@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from deepspeed.utils import groups
+
 from hpctrain.engines.deepspeed import DeepSpeedConfig, ds_config
 from hpctrain.train.control import Control
 from hpctrain.train.data import open_data, sample_order, timed
@@ -18,6 +20,7 @@ from hpctrain.train.deepspeed.module import placed_module, staged_module
 from hpctrain.train.deepspeed.optimizer import parameter_groups
 from hpctrain.train.deepspeed.pipeline import PipelineEngine
 from hpctrain.train.deepspeed.snapshot import Snapshot
+from hpctrain.train.deepspeed.tensors import words_of
 from hpctrain.train.engine import Parts
 from hpctrain.train.job import Job
 from hpctrain.train.launch import Launch
@@ -49,16 +52,16 @@ def _whole(job: Job, config: DeepSpeedConfig, mesh: Mesh) -> ZeroEngine:
     return ZeroEngine(
         config=config,
         mesh=mesh,
-        inner=_initialized(config, module),
+        inner=_initialized(config, module, mpu=groups if mesh.tensors is not None else None),
         data=timed(open_data(config, mesh.share, job.data_cache), clock),
-        loss=loss_of(config),
+        loss=loss_of(config, words_of(mesh.tensors, config.vocab_size)),
         flops=FlopsCounter(module, config.flops_steps, job.run.flops if mesh.rank == 0 else None),
         clock=clock,
     )
 
 
 def _pipeline(job: Job, config: DeepSpeedConfig, mesh: Mesh) -> PipelineEngine:
-    module = staged_module(config, initialize=job.resume_directory is None)
+    module = staged_module(config, mesh, initialize=job.resume_directory is None)
     clock = StepClock()
     return PipelineEngine(
         config=config,
@@ -69,11 +72,14 @@ def _pipeline(job: Job, config: DeepSpeedConfig, mesh: Mesh) -> PipelineEngine:
     )
 
 
-def _initialized(config: DeepSpeedConfig, module: Any) -> Any:
+def _initialized(config: DeepSpeedConfig, module: Any, mpu: Any = None) -> Any:
+    """`mpu`: whom DeepSpeed asks for groups; without one all ranks are replicas, and a pipeline
+    brings its own."""
     inner = library.initialize(
         model=module,
         model_parameters=parameter_groups(config, module),
         config=ds_config(config),
+        mpu=mpu,
         dist_init_required=False,
     )
     inner.train()

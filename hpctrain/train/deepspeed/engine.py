@@ -8,61 +8,44 @@ how the module is placed, what DeepSpeed's optimizers differ in.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from hpctrain.engines.deepspeed import DeepSpeedConfig
-from hpctrain.train.data import Data
+from hpctrain.train.deepspeed.built import Built
 from hpctrain.train.deepspeed.flops import FlopsCounter
-from hpctrain.train.deepspeed.mesh import Mesh
 from hpctrain.train.deepspeed.optimizer import (
     divide_gradients,
     norm_after_step,
     norm_before_step,
-    set_rate,
     undivided,
 )
 from hpctrain.train.engine import Evaluation, Update, evaluated
 from hpctrain.train.models.tasks import Loss
-from hpctrain.train.numerics import are_finite
-from hpctrain.train.schedule import learning_rate
-from hpctrain.train.times import StepClock
 
 
-@dataclass
-class ZeroEngine:
-    """All parts on one rank; `hpctrain.train.engine.Engine` says the rest.
+@dataclass(kw_only=True)
+class ZeroEngine(Built):
+    """`hpctrain.train.engine.Engine` says what it does; `inner` is a DeepSpeedEngine."""
 
-    `inner` is a DeepSpeedEngine. `finished_steps` decides the learning rate; whoever loads a
-    checkpoint sets it.
-    """
-
-    config: DeepSpeedConfig
-    mesh: Mesh
-    inner: Any
-    data: Data
     loss: Loss
     flops: FlopsCounter
-    clock: StepClock
-    finished_steps: int = 0
-    # gradients are divided among ranks while they are summed: the norm tells, for all
-    rejection: str | None = field(default=None, init=False)
 
     def update(self, first_sample: int, before_step: Callable[[], None]) -> Update:
         """Forward, backward, optimizer."""
-        rate = learning_rate(self.config, self.finished_steps)
-        set_rate(self.inner, rate)
+        rate = self.next_rate()
         undivided(self.inner)
         totals = self._accumulate(first_sample)
         before_step()
-        dist.all_reduce(totals)
+        dist.all_reduce(totals, group=self.mesh.data)
         share = max(1.0, float(totals[1])) / self._nominal
         if share != 1.0:
             divide_gradients(self.inner, share)
-        norm = norm_before_step(self.inner) if self.config.zero_stage == 0 else None
+        norm = (
+            norm_before_step(self.inner, self.mesh.tensors) if self.config.zero_stage == 0 else None
+        )
         self.inner.step()
         if norm is None:
             norm = norm_after_step(self.inner)
@@ -82,7 +65,7 @@ class ZeroEngine:
         all but the last microbatch only counts them.
         """
         totals = torch.zeros(2, device=self.mesh.device)
-        scale = self.mesh.size / self._nominal
+        scale = self.mesh.replicas / self._nominal
         last = self.config.microbatches - 1
         for number, batch in enumerate(self.data.training.microbatches(first_sample)):
             with self.clock.computing(), self.flops.counting(self.finished_steps + 1, number):
@@ -112,7 +95,7 @@ class ZeroEngine:
                     told = self.loss(self.inner, self._fitting(batch))
                     totals = totals + torch.stack([one.float() for one in told])
         self.inner.train()
-        dist.all_reduce(totals)
+        dist.all_reduce(totals, group=self.mesh.data)
         return evaluated(totals)
 
     def _fitting(self, batch: Any) -> Any:
@@ -128,8 +111,3 @@ class ZeroEngine:
             if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
                 for buffer in module.buffers(recurse=False):
                     dist.broadcast(buffer, src=0)
-
-    def weights_are_finite(self) -> bool:
-        """Of the parts of the weights that this rank keeps, but for those on NVMe."""
-        kept = [getattr(p, "ds_tensor", p).detach() for p in self.inner.module.parameters()]
-        return are_finite([one for one in kept if one.numel()])

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.utils import groups
 
 from hpctrain.engines.deepspeed import DeepSpeedConfig
 from hpctrain.train.data import Share
@@ -26,21 +27,26 @@ class Mesh:
     """Where this rank computes; `control` is a gloo group of all ranks for agreements.
 
     `stage` of a pipeline, and `replica`: which of the `replicas` of this stage. Without a pipeline
-    all ranks are of one stage.
+    all ranks are of one stage. `tensors`: the group that splits each weight, `data` the one that
+    adds up gradients without a pipeline; None where that is nobody, or everybody.
     """
 
     device: torch.device
     rank: int
     size: int
+    replicas: int
     stages: int
     stage: int
     replica: int
     control: Any
+    tensors: Any
+    data: Any
 
     @property
     def share(self) -> Share:
-        """Replicas read samples of their own, stages of one pipeline the same."""
-        return Share(self.replica, self.size // self.stages, self.device)
+        """Replicas read samples of their own; stages of one pipeline, and ranks that split a
+        weight, the same."""
+        return Share(self.replica, self.replicas, self.device)
 
     @property
     def reads(self) -> bool:
@@ -57,25 +63,39 @@ def open_mesh(config: DeepSpeedConfig, launch: Launch) -> Mesh:
     )
     _tell_deepspeed(launch, device)
     library.join(timeout)
-    seed_dropout(config.seed, launch.rank)
+    seed_dropout(config, config.seed, launch.rank)
+    tensors, data = _tensor_groups(config)
     stages = max(1, len(config.pipeline_stages))
-    stage, replica = place_of(launch.rank, launch.world_size // stages, stages, config)
+    stage, replica = place_of(launch.rank, config)
     return Mesh(
         device=device,
         rank=launch.rank,
         size=launch.world_size,
+        replicas=config.data_parallel_size,
         stages=stages,
         stage=stage,
         replica=replica,
         control=dist.new_group(backend="gloo", timeout=timeout),
+        tensors=tensors,
+        data=data,
     )
 
 
-def place_of(rank: int, replicas: int, stages: int, config: DeepSpeedConfig) -> tuple[int, int]:
+def place_of(rank: int, config: DeepSpeedConfig) -> tuple[int, int]:
     """(stage, replica), as `stages.topology_of` tells DeepSpeed."""
+    stages, replicas = max(1, len(config.pipeline_stages)), config.data_parallel_size
+    place = rank // config.tensor_parallel  # neighbours split a weight
     if config.pipelines_near:
-        return rank % stages, rank // stages
-    return rank // replicas, rank % replicas
+        return place % stages, place // stages
+    return place // replicas, place % replicas
+
+
+def _tensor_groups(config: DeepSpeedConfig) -> tuple[Any, Any]:
+    """Made by DeepSpeed, which asks its module `groups` for them later, where it is the `mpu`."""
+    if config.tensor_parallel == 1:
+        return None, None
+    groups._init_tp_mesh_device(tensor_model_parallel_size=config.tensor_parallel)
+    return groups.get_tensor_model_parallel_group(), groups.get_data_parallel_group()
 
 
 def _tell_deepspeed(launch: Launch, device: torch.device) -> None:
@@ -86,6 +106,6 @@ def _tell_deepspeed(launch: Launch, device: torch.device) -> None:
     os.environ["LOCAL_RANK"] = str(launch.local_rank if device.index is None else device.index)
 
 
-def seed_dropout(seed: int, rank: int) -> None:
-    """Ranks read different samples, so each draws masks of its own."""
-    torch.manual_seed(seed + rank)
+def seed_dropout(config: DeepSpeedConfig, seed: int, rank: int) -> None:
+    """Ranks that read different samples draw masks of their own."""
+    torch.manual_seed(seed + rank // config.tensor_parallel)

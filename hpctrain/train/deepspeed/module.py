@@ -15,8 +15,9 @@ import torch.distributed as dist
 from hpctrain.engines.deepspeed import DeepSpeedConfig, ds_config
 from hpctrain.train.deepspeed.library import silence
 from hpctrain.train.deepspeed.mesh import Mesh
-from hpctrain.train.deepspeed.pipeline import mean_of_words
+from hpctrain.train.deepspeed.pipeline import mean_of
 from hpctrain.train.deepspeed.stages import Stages
+from hpctrain.train.deepspeed.tensors import split, words_of
 from hpctrain.train.models.build import build_module
 
 
@@ -25,7 +26,9 @@ def placed_module(config: DeepSpeedConfig, mesh: Mesh, *, initialize: bool) -> A
 
     `initialize` False: weights stay unset, for a checkpoint will be loaded.
     """
-    if config.zero_stage < 3:
+    if mesh.tensors is not None:
+        module = _split(config, mesh, initialize=initialize).to(mesh.device)
+    elif config.zero_stage < 3:
         module = build_module(config, device=mesh.device, initialize=initialize)
     else:
         module = _partitioned(config, mesh, initialize=initialize)
@@ -33,12 +36,20 @@ def placed_module(config: DeepSpeedConfig, mesh: Mesh, *, initialize: bool) -> A
     return module
 
 
-def staged_module(config: DeepSpeedConfig, *, initialize: bool) -> Any:
+def staged_module(config: DeepSpeedConfig, mesh: Mesh, *, initialize: bool) -> Any:
     """The layers of this rank's stage; the others are dropped before anything is on a GPU."""
-    module = build_module(config, device=torch.device("cpu"), initialize=initialize)
+    module = _split(config, mesh, initialize=initialize)
     _recompute(config, module)
     with silence():
-        return Stages(config, module, mean_of_words)
+        return Stages(config, module, mean_of(words_of(mesh.tensors, config.vocab_size)))
+
+
+def _split(config: DeepSpeedConfig, mesh: Mesh, *, initialize: bool) -> Any:
+    """Built on the host, whole; of weights that are split only this rank's part stays."""
+    module = build_module(config, device=torch.device("cpu"), initialize=initialize)
+    if mesh.tensors is not None:
+        split(module, mesh.tensors)
+    return module
 
 
 def _recompute(config: DeepSpeedConfig, module: Any) -> None:

@@ -10,6 +10,8 @@ import math
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from deepspeed.runtime.utils import is_model_parallel_parameter
 
 from hpctrain.engines.deepspeed import DeepSpeedConfig
 
@@ -79,10 +81,19 @@ def undivided(engine: Any) -> None:
         optimizer.override_loss_scale(1.0)
 
 
-def norm_before_step(engine: Any) -> Any:
-    """Stage 0: of the summed gradients, which every rank has; later it is too late."""
-    gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
-    return torch.nn.utils.get_total_norm(gradients)
+def norm_before_step(engine: Any, tensors: Any) -> Any:
+    """Stage 0: of the summed gradients, which every rank has; later it is too late.
+
+    `tensors`: the group that splits weights, so that each rank has a part of some gradients.
+    """
+    learned = [p for p in engine.module.parameters() if p.grad is not None]
+    if tensors is None:
+        return torch.nn.utils.get_total_norm([p.grad for p in learned])
+    parts = [p.grad for p in learned if is_model_parallel_parameter(p)]
+    others = [p.grad for p in learned if not is_model_parallel_parameter(p)]
+    squares = torch.nn.utils.get_total_norm(parts).square()
+    dist.all_reduce(squares, group=tensors)
+    return (squares + torch.nn.utils.get_total_norm(others).square()).sqrt()
 
 
 def norm_after_step(engine: Any) -> float:

@@ -8,50 +8,39 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass
 
-from hpctrain.engines.deepspeed import DeepSpeedConfig
-from hpctrain.train.data import Data, Samples
-from hpctrain.train.deepspeed.mesh import Mesh
-from hpctrain.train.deepspeed.optimizer import norm_after_step, set_rate
+from hpctrain.train.data import Samples
+from hpctrain.train.deepspeed.built import Built
+from hpctrain.train.deepspeed.optimizer import norm_after_step
 from hpctrain.train.engine import Evaluation, Update
-from hpctrain.train.models.tasks import masked_sum
-from hpctrain.train.numerics import are_finite
-from hpctrain.train.schedule import learning_rate
-from hpctrain.train.times import Part, StepClock
+from hpctrain.train.models.tasks import WordLosses
+from hpctrain.train.times import Part
 
 
-def mean_of_words(logits: Any, labels: Any) -> Any:
-    """The loss of a microbatch; `labels` are the words and their weights.
+def mean_of(words: WordLosses) -> Callable[[Any, Any], Any]:
+    """The loss of a microbatch from logits and labels; these are the words and their weights.
 
     DeepSpeed takes the mean over microbatches and replicas, which is the mean over all words as
     long as each microbatch has as many: `preflight` lets nothing else have a pipeline.
     """
-    loss_sum, count = masked_sum(logits, *labels)
-    return loss_sum / count.clamp(min=1)
+
+    def mean(logits: Any, labels: Any) -> Any:
+        loss_sum, count = words(logits, *labels)
+        return loss_sum / count.clamp(min=1)
+
+    return mean
 
 
-@dataclass
-class PipelineEngine:
-    """All parts on one rank; `hpctrain.train.engine.Engine` says the rest. `inner` is DeepSpeed's
-    engine of the same name."""
-
-    config: DeepSpeedConfig
-    mesh: Mesh
-    inner: Any
-    data: Data
-    clock: StepClock
-    finished_steps: int = 0
-    # gradients are divided among ranks while they are summed: the norm tells, for all
-    rejection: str | None = field(default=None, init=False)
+class PipelineEngine(Built):
+    """`hpctrain.train.engine.Engine` says what it does; `inner` is DeepSpeed's engine of the same
+    name."""
 
     def update(self, first_sample: int, before_step: Callable[[], None]) -> Update:
-        rate = learning_rate(self.config, self.finished_steps)
-        set_rate(self.inner, rate)
+        rate = self.next_rate()
         with self._calling(before_step), self._timing():
             mean = self.inner.train_batch(self._batches(self.data.training, first_sample))
         self.finished_steps += 1
@@ -110,6 +99,3 @@ class PipelineEngine:
             for number in range(config.eval_batches)
         ]
         return Evaluation(float(torch.stack([one.double().reshape(()) for one in means]).mean()))
-
-    def weights_are_finite(self) -> bool:
-        return are_finite([p.detach() for p in self.inner.module.parameters()])

@@ -33,7 +33,19 @@ def deepspeed_problems(config: DeepSpeedConfig, run: RunLayout) -> Iterator[Prob
     if config.nvme_path is not None:
         yield from _nvme_problems(home, Path(config.nvme_path))
     yield from _changed_files(config, run)
+    yield from _tensor_problems(config)
     yield from _pipeline_problems(config)
+
+
+def _tensor_problems(config: DeepSpeedConfig) -> Iterator[Problem]:
+    """As `_pipeline_problems`."""
+    tp, model = config.tensor_parallel, config.model
+    if tp == 1:
+        return
+    if model.family != "llama" or config.zero_stage == 3 or config.lora is not None:
+        yield Problem("weights are split over tp for whole Llamas, at ZeRO stages 0, 1 and 2")
+    elif any(size % tp for size in (model.heads, model.key_value_heads, model.ffn_size)):
+        yield Problem(f"tp {tp} divides not all of heads, key/value heads and columns of the MLP")
 
 
 def _pipeline_problems(config: DeepSpeedConfig) -> Iterator[Problem]:

@@ -124,6 +124,7 @@ class Snapshot:
             sample_order=self._order,
             world_size=self._engine.mesh.size,
             zero_stage=config.zero_stage,
+            tensor_parallel=config.tensor_parallel,
             precision=config.precision,
             stages_layout=stages_layout(config),
             on_nvme="nvme" in (config.offload_optimizer, config.offload_parameters),
@@ -133,7 +134,8 @@ class Snapshot:
         """The checkpoint itself, or what it was converted to for other ranks."""
         config, size = self._engine.config, self._engine.mesh.size
         refuse_what_cannot_move(config, size, about, directory)
-        same = (about["world_size"], about["zero_stage"]) == (size, config.zero_stage)
+        was = (about["world_size"], about["zero_stage"], about.get("tensor_parallel", 1))
+        same = was == (size, config.zero_stage, config.tensor_parallel)
         moves = config.zero_stage > 0 and not same
         # read at loading only (runtime/engine.py, load_universal_checkpoint)
         self._engine.inner._config.load_universal_checkpoint = moves
@@ -142,7 +144,7 @@ class Snapshot:
     def _set_random(self, directory: Path, saved_ranks: int, at: Position) -> str | None:
         mesh, config = self._engine.mesh, self._engine.config
         if saved_ranks != mesh.size:
-            seed_dropout(config.seed + at.step, mesh.rank)
+            seed_dropout(config, config.seed + at.step, mesh.rank)
             return f"random state re-seeded: saved with {saved_ranks} ranks, now {mesh.size}"
         with damage_named(directory):
             kept = torch.load(directory / _random_name(mesh.rank), weights_only=True)

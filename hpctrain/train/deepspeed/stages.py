@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.module_inject.layers import VocabParallelEmbedding
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import nn
 
 from hpctrain.engines.deepspeed import DeepSpeedConfig
+from hpctrain.train.deepspeed.tensors import entering, joined
 from hpctrain.train.models.library import alone
 
 _WORDS = "words"
@@ -44,6 +46,9 @@ def topology_of(config: DeepSpeedConfig) -> ProcessTopology:
     """Neighbouring ranks differ along the last axis (runtime/pipe/topology.py)."""
     sizes = {"pipe": len(config.pipeline_stages), "data": config.data_parallel_size}
     axes = ["data", "pipe"] if config.pipelines_near else ["pipe", "data"]
+    if config.tensor_parallel > 1:
+        sizes["model"] = config.tensor_parallel
+        axes.append("model")
     return ProcessTopology(axes, [sizes[axis] for axis in axes])
 
 
@@ -83,10 +88,11 @@ def load_layers(config: DeepSpeedConfig, module: Any, checkpoint: Path) -> None:
     for number, layer in enumerate(layers):
         if isinstance(layer, TiedLayerSpec) and layer.forward_fn is not None:
             continue  # the second use of a weight, kept with the first one
-        kept = checkpoint / f"layer_{number:02d}-model_states.pt"
-        state = torch.load(kept, map_location="cpu", weights_only=True)
+        # of each rank that splits weights, in their order; else there is one
+        kept = sorted(checkpoint.glob(f"layer_{number:02d}-*model_states.pt"))
+        parts = [torch.load(one, map_location="cpu", weights_only=True) for one in kept]
         whole = layer.build() if isinstance(layer, TiedLayerSpec) else layer
-        whole.load_state_dict(state)
+        whole.load_state_dict(joined(whole.state_dict(), parts))
 
 
 class _Words(nn.Module):
@@ -100,6 +106,8 @@ class _Words(nn.Module):
 
 def _words_again(words: _Words, hidden: Any) -> Any:
     """The output layer that shares its weight with the embedding."""
+    if isinstance(words.table, VocabParallelEmbedding):
+        hidden = entering(words.table.mp_group, hidden)
     return nn.functional.linear(hidden, words.table.weight)
 
 

@@ -45,6 +45,13 @@ def refuse_what_cannot_move(
         message = f"was saved at ZeRO stage {saved}, and stage {now} cannot read it"
         hint = f"set `optimizer.zero: {saved}`; only stages 1 and 2 read each other's checkpoints"
         raise InvalidInputError([Problem(message, str(directory), hint=hint)])
+    tensors = about.get("tensor_parallel", 1)
+    if saved == 0 and tensors != config.tensor_parallel:
+        message = (
+            f"was saved at ZeRO stage 0 with tp {tensors}, and there is {config.tensor_parallel}"
+        )
+        hint = "go on with as many; at stages 1 and 2 another tp can go on"
+        raise InvalidInputError([Problem(message, str(directory), hint=hint)])
     if about["precision"] != config.precision:
         message = f"was saved in {about['precision']}, and the run is in {config.precision} now"
         raise InvalidInputError([Problem(message, str(directory), hint="submit a new run")])
@@ -65,7 +72,9 @@ def stages_layout(config: DeepSpeedConfig) -> str:
     if not config.pipeline_stages:
         return "no pipeline"
     near = "pipelines" if config.pipelines_near else "stages"
-    return f"stages of {'+'.join(map(str, config.pipeline_stages))} layers, {near} on neighbours"
+    tensors = f"tp {config.tensor_parallel}, " if config.tensor_parallel > 1 else ""
+    layers = "+".join(map(str, config.pipeline_stages))
+    return f"{tensors}stages of {layers} layers, {near} on neighbours"
 
 
 def converted(directory: Path, control: Control, rank: int) -> Path:

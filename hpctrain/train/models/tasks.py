@@ -16,11 +16,15 @@ from hpctrain.engines.module import ModuleConfig
 from hpctrain.train.models.masking import Masking, masking_of
 
 Loss = Callable[[Any, Any], tuple[Any, ...]]
+# logits, labels, mask -> (sum of losses, number of them), as `masked_sum`
+WordLosses = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 
-def loss_of(config: ModuleConfig) -> Loss:
+def loss_of(config: ModuleConfig, words: WordLosses | None = None) -> Loss:
     """A function of module and batch: (sum of losses, number of them), two fp32 scalars; for
     classes, while the module evaluates, also how many were right.
+
+    `words` takes the place of `masked_sum` where a rank has a part of each word's logits only.
 
     The batch has `tokens`, `labels`, `loss_mask` and `positions` [batch, sequence] for words,
     `labels` [batch] and either `pixels` [batch, colors, side, side] or `tokens` and
@@ -30,23 +34,23 @@ def loss_of(config: ModuleConfig) -> Loss:
         return _classes_of_images if config.model.reads_images else _classes_of_texts
     if config.task == "masked_language_modeling":
         return _masked_words(masking_of(config))
-    return _packed_words if config.data_format == "packed" else _next_words
+    return _next_words(words or masked_sum, packed=config.data_format == "packed")
 
 
-def _next_words(module: Any, batch: Any) -> tuple[Any, Any]:
-    """Labels are the tokens that follow; GPTDataset has shifted them already."""
-    logits = module(input_ids=batch.tokens, use_cache=False).logits
-    return masked_sum(logits, batch.labels, batch.loss_mask)
+def _next_words(words: WordLosses, *, packed: bool) -> Loss:
+    """Labels are the tokens that follow; GPTDataset has shifted them already.
 
-
-def _packed_words(module: Any, batch: Any) -> tuple[Any, Any]:
-    """Several texts in one sequence: positions begin again with each, and none sees another.
-
+    `packed`: several texts in one sequence. Positions begin again with each, and none sees another:
     transformers finds the borders by the positions when there is no mask
     (masking_utils.py, find_packed_sequence_indices).
     """
-    logits = module(input_ids=batch.tokens, position_ids=batch.positions, use_cache=False).logits
-    return masked_sum(logits, batch.labels, batch.loss_mask)
+
+    def loss(module: Any, batch: Any) -> tuple[Any, Any]:
+        places = dict(position_ids=batch.positions) if packed else {}
+        logits = module(input_ids=batch.tokens, use_cache=False, **places).logits
+        return words(logits, batch.labels, batch.loss_mask)
+
+    return loss
 
 
 def _masked_words(masking: Masking) -> Loss:

@@ -102,6 +102,18 @@ def test_weights_elsewhere_mean_stage_three() -> None:
     assert plan.zero == 3
 
 
+def test_weights_split_over_ranks() -> None:
+    """Said in DeepSpeed's own words, but behind a pipeline, whose axes it is told all at once."""
+    config = told("parallel.tp=4", "resources.gpus=16")
+    assert (config.world_size, config.data_parallel_size, config.tensor_parallel) == (16, 4, 4)
+    assert config.layout_words == "tp 4 · dp 4 · ZeRO 1"
+    assert ds_config(config)["tensor_parallel"]["autotp_size"] == 4
+    staged = told("parallel.tp=2", "parallel.pp=2", "resources.gpus=16")
+    assert staged.layout_words == "tp 2 · pp 2 · dp 4 · ZeRO 1"
+    assert "tensor_parallel" not in ds_config(staged)
+    assert "tensor_parallel" not in ds_config(told())
+
+
 def test_adamw() -> None:
     optimizer = ds_config(told())["optimizer"]
     assert optimizer["type"] == "AdamW" and optimizer["params"]["adam_w_mode"]

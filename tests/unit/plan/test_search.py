@@ -17,7 +17,7 @@ from hpctrain.plan.cost.from_spec import case_of
 from hpctrain.plan.cost.memory import peak_bytes
 from hpctrain.plan.cost.step import step_seconds
 from hpctrain.plan.documents import RECOMPUTES
-from hpctrain.plan.layout import layout_of, layout_problems, world_problems
+from hpctrain.plan.layout import layout_of, layout_problems, settled, world_problems
 from hpctrain.plan.order import ORDERS, order_problems
 from hpctrain.plan.search import Found, search
 from hpctrain.plan.search_columns import columns_of, spread_layers
@@ -63,6 +63,13 @@ SPECS: dict[str, dict[str, Any]] = {
         model={**SMALL, "seq": 24}, gpus=16, batch=32, micro="auto", engine={"name": "fsdp"}
     ),
     "deepspeed": dict(model=SMALL, gpus=8, batch=32, engine={"name": "deepspeed"}),
+    # key/value heads that tp 4 would have to copy, and a sequence that it does not divide
+    "deepspeed, shared heads": dict(
+        model={**SMALL, "kv_heads": 2, "seq": 1023},
+        gpus=8,
+        batch=16,
+        engine={"name": "deepspeed"},
+    ),
     "deepspeed, offloaded": dict(
         model=SMALL,
         gpus=8,
@@ -107,12 +114,12 @@ def parallels(spec: RunSpec) -> list[ParallelSpec]:
         if (vpp > 1 and pp == 1) or not whole or (ep > 1 and spec.model.moe is None):
             continue
         written.append(_split(spec, dict(tp=tp, pp=pp, cp=cp, ep=ep, vpp=vpp)))
-    return [parallel for parallel in written if parallel is not None]
+    return [settled(spec, parallel) for parallel in written if parallel is not None]
 
 
 def can_be_trained(spec: RunSpec) -> bool:
     assert spec.parallel != "auto"
-    return spec.parallel.tp == 1 and not any(untrainable_by_deepspeed(spec))
+    return not any(untrainable_by_deepspeed(spec))
 
 
 def _split(spec: RunSpec, axes: dict[str, int]) -> ParallelSpec | None:
@@ -158,6 +165,8 @@ def _details(spec: RunSpec, parallel: ParallelSpec, micro: int, dp: int) -> list
     for zero, offload, shard, order, how in product(zeros, offloads, shards, orders, recomputes):
         if zero > 1 and parallel.pp > 1:
             continue  # DeepSpeed: no pipeline with sharded gradients
+        if zero == 3 and parallel.tp > 1 and engine == "deepspeed":
+            continue  # `trainable_deepspeed.untrainable_in_tensors`
         if shard and (dp * parallel.cp % shard or shard > dp * parallel.cp):
             continue
         written = parallel.model_copy(update={"order": order})

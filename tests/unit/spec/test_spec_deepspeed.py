@@ -32,6 +32,9 @@ WRONG = [
     ("zero: 2", "parallel: {pp: 2}\n" + ENGINE,
      "5:29: `optimizer.zero`: ZeRO stage 2 cannot be combined with pp 2"
      " | use stage 1, or pp 1"),
+    ("zero: 1", "parallel: {tp: 2, sequence_parallel: true}\n" + ENGINE,
+     "8:38: `parallel.sequence_parallel`: DeepSpeed does not split norms over tp"
+     " | remove it, or train with `engine.name: megatron`"),
     ("zero: 2", "engine: {name: deepspeed, deepspeed: {offload_parameters: cpu}}\n",
      "8:59: `engine.deepspeed.offload_parameters`: weights leave the GPU at ZeRO stage 3 only, "
      "not at 2 | set `optimizer.zero: 3`"),
