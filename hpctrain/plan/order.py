@@ -110,7 +110,7 @@ def step_traffic(spec: RunSpec, candidate: Candidate) -> Traffic:
     A ring of n ranks moves (n - 1) / n of the tensor over each of its links in a reduce-scatter
     and again in an all-gather (Thakur, Rabenseifner and Gropp 2005). Gradients are fp32; with the
     distributed optimizer the all-gather moves weights instead (ZeRO-1, arXiv 1910.02054, 7.1).
-    A message is [s b / c, h], split by t with sequence parallelism, and per rank.
+    A message is [s b / c, h], split by t with sequence parallelism and by DeepSpeed, and per rank.
     """
     layout, model = candidate.layout, spec.model
     element = 4 if spec.precision == "fp32" else 2
@@ -127,7 +127,7 @@ def step_traffic(spec: RunSpec, candidate: Candidate) -> Traffic:
     whole, experts = max(pairs)
     replicas, copies = layout.dp * layout.cp, _expert_copies(layout)
     tokens = candidate.micro_batch * model.seq / layout.cp
-    split = layout.tp if layout.sequence_parallel else 1
+    split = layout.tp if layout.sequence_parallel or spec.engine.name == "deepspeed" else 1
     return Traffic(
         dense_ring_bytes=moved * (whole - experts) * (replicas - 1) / replicas,
         expert_ring_bytes=moved * experts * (copies - 1) / copies,

@@ -25,8 +25,9 @@ def untrainable_by_deepspeed(spec: RunSpec) -> Iterator[tuple[str, str]]:
     if spec.parallel.tp > 1:
         yield from untrainable_in_tensors(spec)
         if spec.model.key_value_heads % spec.parallel.tp:
-            words = f"each rank has whole key/value heads of the {spec.model.key_value_heads}"
-            yield "parallel.tp", f"{words}, which {spec.parallel.tp} does not divide"
+            heads, tp = spec.model.key_value_heads, spec.parallel.tp
+            words = "with DeepSpeed each rank of tp has whole key/value heads"
+            yield "parallel.tp", f"{words}: {heads} of them cannot be divided by {tp}"
     if spec.parallel.pp > 1:
         yield from untrainable_in_a_pipeline(spec)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,11 @@ from trial_runs import Trial, largest_difference
 
 from hpctrain.checkpoints.manifest import checkpoint_name, read_manifest, what_is_wrong
 from hpctrain.checkpoints.publish import TRACKER_NAME
+from hpctrain.engines.deepspeed import DeepSpeedConfig
+from hpctrain.engines.documents import parse_train_config
+from hpctrain.errors import InvalidInputError
 from hpctrain.store.signs import TrainerExit
+from hpctrain.train.deepspeed.universal import refuse_what_cannot_move
 
 if importlib.util.find_spec("deepspeed") is None:
     pytest.skip("needs the deepspeed extra", allow_module_level=True)
@@ -73,15 +79,12 @@ def test_other_ranks_go_on_within_rounding(
     assert (moved.run.checkpoints / checkpoint_name(2) / "universal").is_dir(), "made once"
 
 
-@pytest.mark.parametrize(("before", "now"), [(2, 1), (1, 2)])
-def test_another_tp_goes_on_within_rounding(
-    before: int, now: int, trial: Callable[..., Trial], tmp_path: Any
-) -> None:
+def test_another_tp_goes_on_within_rounding(trial: Callable[..., Trial], tmp_path: Path) -> None:
     """A tied weight, biases, and words that two do not divide; ranks are as many as before."""
     model = {**PLAIN_LLAMA["model"], "vocab": 251, "tied": True, "bias": True}
     changes: dict[str, Any] = dict(model=model, vocab_size=251)
-    source = trained(tmp_path, **changes, tensor_parallel=before, data_parallel_size=now)
-    moved = trial(ZERO, **changes, tensor_parallel=now, data_parallel_size=before)
+    source = trained(tmp_path / "source", **changes, tensor_parallel=2, data_parallel_size=1)
+    moved = trial(ZERO, **changes)
     moved.adopt(source, 2)
     assert moved.train(resume=2) == [0, 0]
     loss, norm = largest_difference(moved, source, 3)
@@ -133,6 +136,17 @@ def test_what_cannot_go_on_is_said(
     other.adopt(saved(stage), 2)
     assert other.train(resume=2) == [TrainerExit.CONFIG_ERROR] * 2
     assert words in words_of(other)
+
+
+def test_without_zero_weights_stay_split_as_they_were(tmp_path: Path) -> None:
+    """Its optimizer's state has no universal form, and DeepSpeed would not say what is wrong."""
+    config = parse_train_config(json.dumps({**ZERO, **SPLIT, "zero_stage": 0}))
+    assert isinstance(config, DeepSpeedConfig)
+    about = dict(zero_stage=0, world_size=4, tensor_parallel=2, precision="fp32", on_nvme=False)
+    about["stages_layout"] = "no pipeline"
+    refuse_what_cannot_move(config, 2, about, tmp_path)
+    with pytest.raises(InvalidInputError, match="at ZeRO stage 0 with tp 4, not 2"):
+        refuse_what_cannot_move(config, 4, {**about, "tensor_parallel": 4}, tmp_path)
 
 
 def test_state_on_nvme_stays_with_its_ranks(

@@ -222,6 +222,8 @@ def software_for(spec: RunSpec, profile: ClusterProfile, knowledge: Knowledge | 
         base,
         flash=int(uses_flash_attention(spec)),
         dp_overlap=data_overlap(spec, calibration, base),
+        # runtime/pipe/engine.py: `pipe_partitioned` and `grad_partitioned` are on
+        scatter_gather=1.0 if spec.engine.name == "deepspeed" else base.scatter_gather,
         main_bytes=optimizer_bytes(spec),
         context_bytes=float(profile.gpu.reserved),
     )

@@ -1,7 +1,7 @@
 """Weights split over the ranks of a tensor parallel group, by DeepSpeed's own layers.
 
-DeepSpeed finds the layers of some models itself (AutoTP), but leaves the words whole on every rank,
-and takes no pipeline. Here its layers are put in by the names that a Llama has, with or without a
+DeepSpeed finds the layers of some models itself (AutoTP), but gathers the logits of all words, and
+takes no pipeline. Here its layers are put in by the names that a Llama has, with or without a
 pipeline: blocks as Shoeybi et al. 2019 (arXiv 1909.08053, section 3) split them, words by rows, and
 a loss that knows its own part of the words. Belongs here: splitting, that loss, and joining what a
 checkpoint has of each rank. Does not belong here: groups (see `mesh`).

@@ -47,9 +47,7 @@ def refuse_what_cannot_move(
         raise InvalidInputError([Problem(message, str(directory), hint=hint)])
     tensors = about.get("tensor_parallel", 1)
     if saved == 0 and tensors != config.tensor_parallel:
-        message = (
-            f"was saved at ZeRO stage 0 with tp {tensors}, and there is {config.tensor_parallel}"
-        )
+        message = f"was saved at ZeRO stage 0 with tp {tensors}, not {config.tensor_parallel}"
         hint = "go on with as many; at stages 1 and 2 another tp can go on"
         raise InvalidInputError([Problem(message, str(directory), hint=hint)])
     if about["precision"] != config.precision:

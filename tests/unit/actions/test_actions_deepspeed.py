@@ -90,7 +90,7 @@ def test_a_site_without_nvme_is_said(tmp_path: Path) -> None:
         (("parallel.tp=2",), "for a llama, not for a gpt: engine megatron has tp"),
         (("parallel.tp=2", "lora.rank=4"), "splits weights over tp for whole models"),
         (("parallel.tp=2", "optimizer.zero=3"), "at ZeRO stages 0, 1 and 2"),
-        (("parallel.tp=4", "model.kv_heads=2"), "has whole key/value heads of the 2"),
+        (("parallel.tp=4", "model.kv_heads=2"), "2 of them cannot be divided by 4"),
         (("parallel.pp=2", "optimizer.offload=cpu"), "with the optimizer's state on the GPU"),
         (("parallel.pp=2", "lora.rank=4"), "trains whole models"),
         (("parallel.pp=2", "resources.min_nodes=1"), "belongs to one number of ranks"),
