@@ -10,11 +10,17 @@ import pytest
 
 from hpctrain.engines.deepspeed import DeepSpeedConfig, ds_config
 from hpctrain.engines.documents import parse_train_config, train_config
+from hpctrain.plan.documents import Plan
 from hpctrain.plan.planner import make_plan
 from hpctrain.spec.loader import find_profile, load_profile, load_run_spec
 
 ROOT = Path(__file__).resolve().parents[3]
 PLAIN = ("engine.name=deepspeed", "recompute=none", "optimizer.zero=1")
+
+
+def plan_of(*overrides: str) -> Plan:
+    spec = load_run_spec(ROOT / "examples" / "llama7b.yaml", (*PLAIN, *overrides)).document
+    return make_plan(spec, load_profile(find_profile("a100x64")).document)
 
 
 def told(*overrides: str, example: str = "llama7b", profile: str = "a100x64") -> DeepSpeedConfig:
@@ -108,6 +114,7 @@ def test_weights_split_over_ranks() -> None:
     assert (config.world_size, config.data_parallel_size, config.tensor_parallel) == (16, 4, 4)
     assert config.layout_words == "tp 4 · dp 4 · ZeRO 1"
     assert ds_config(config)["tensor_parallel"]["autotp_size"] == 4
+    assert not plan_of("parallel.tp=4").layout.sequence_parallel, "norms are whole on every rank"
     staged = told("parallel.tp=2", "parallel.pp=2", "resources.gpus=16")
     assert staged.layout_words == "tp 2 · pp 2 · dp 4 · ZeRO 1"
     assert "tensor_parallel" not in ds_config(staged)
