@@ -118,6 +118,6 @@ def read_stages(train_config: Path) -> StageOf:
 def _sizes(config: dict[str, Any]) -> tuple[int, int]:
     """(stages, neighbouring ranks with the same samples), by the words of either engine."""
     if "pipeline_stages" in config:
-        return max(1, len(config["pipeline_stages"])), 1
+        return max(1, len(config["pipeline_stages"])), int(config.get("tensor_parallel", 1))
     inner = int(config["tensor_model_parallel_size"]) * int(config["context_parallel_size"])
     return int(config["pipeline_model_parallel_size"]), inner

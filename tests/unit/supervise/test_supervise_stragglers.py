@@ -146,6 +146,9 @@ def test_stages_of_deepspeed(tmp_path: Path) -> None:
         config = dict(pipeline_stages=[2, 1], data_parallel_size=2, parallel_order=order)
         path.write_text(json.dumps(config))
         assert [read_stages(path)(rank) for rank in range(4)] == stages
+        path.write_text(json.dumps({**config, "tensor_parallel": 2}))
+        pairs = [stage for stage in stages for _ in range(2)]
+        assert [read_stages(path)(rank) for rank in range(8)] == pairs
     path.write_text(json.dumps(dict(pipeline_stages=[], data_parallel_size=4)))
     assert [read_stages(path)(rank) for rank in range(4)] == [0, 0, 0, 0]
 

@@ -90,6 +90,17 @@ def test_a_changed_file_is_not_silently_left_unread(installed: Path, tmp_path: P
     assert problems(tmp_path) == [], "this launch is of the other size"
 
 
+def test_weights_that_cannot_be_split(installed: Path, tmp_path: Path) -> None:
+    llama = dict(GOOD["model"], family="llama", kv_heads=2, ffn=128)
+    split: dict[str, Any] = dict(model=llama, tensor_parallel=2, zero_stage=2)
+    assert problems(tmp_path, **split) == []
+    for changes in (dict(zero_stage=3), dict(lora=dict(rank=4)), dict(model=GOOD["model"])):
+        (line,) = problems(tmp_path, **{**split, **changes})
+        assert "weights are split over tp for whole Llamas" in line
+    (line,) = problems(tmp_path, **{**split, "tensor_parallel": 4})
+    assert "tp 4 divides not all of heads" in line
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
