@@ -160,6 +160,7 @@ class Evidence:
 
     `lost_nodes` did not answer a probe after the launch (`probed`), or Slurm says they are down.
     `step_remains`: Slurm has not ended the step, so something of it may still run somewhere.
+    `nodes` are those of the launch in the order of its ranks, if that is known.
     `resume_step` is where the launch began, `last_step` the last finished step it told of,
     `checkpoint_step` the newest verified checkpoint.
     """
@@ -183,6 +184,7 @@ class Evidence:
     lost_nodes: tuple[str, ...] = ()
     step_remains: bool = False
     world_size: int = 0
+    nodes: tuple[str, ...] = ()
     resume_step: int = 0
     last_step: int | None = None
     checkpoint_step: int | None = None

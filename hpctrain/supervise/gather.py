@@ -23,6 +23,7 @@ from hpctrain.supervise.context import AttemptContext
 from hpctrain.supervise.control import Request, requested
 from hpctrain.supervise.documents import Evidence, Finding, JobFacts, RankExit, TaskFailure
 from hpctrain.supervise.process import Launch
+from hpctrain.supervise.slurm_words import exit_code
 from hpctrain.supervise.watch import LaunchWatch
 
 # A controller that restarts is away for seconds to minutes; the job loses nothing by waiting,
@@ -50,7 +51,7 @@ def gather(context: AttemptContext, launch: Launch, watch: LaunchWatch) -> Evide
         hold_requested_by=_who(wish, "hold"),
         signals=context.signals.names,
         srun_exit_code=launch.poll(),
-        task_failures=_task_failures(context, launch, watch.epoch),
+        task_failures=_task_failures(context, launch, watch),
         notices=launch.notices,
         rank_exits=tuple(_rank_exit(record) for record in sorted(records, key=_ended_at)),
         job=None if done or watch.superseded else job_facts(context, patient=not wrong),
@@ -60,17 +61,26 @@ def gather(context: AttemptContext, launch: Launch, watch: LaunchWatch) -> Evide
         step_remains=watch.step_remains,
         findings=_storage(watch.storage_stalled_seconds),
         world_size=watch.tasks,
+        nodes=watch.nodes,
         resume_step=watch.resume_step,
         last_step=progress.step if progress and progress.epoch == watch.epoch else None,
         checkpoint_step=next(good, None),
     )
 
 
-def _task_failures(context: AttemptContext, launch: Launch, epoch: int) -> tuple[TaskFailure, ...]:
-    """Of ranks, by their numbers. Where srun's tasks are agents, these know about the ranks."""
+def _task_failures(
+    context: AttemptContext, launch: Launch, watch: LaunchWatch
+) -> tuple[TaskFailure, ...]:
+    """Of ranks, by their numbers. Where srun's tasks are agents, these know about the ranks.
+
+    What was killed after we began to end the step was killed by us.
+    """
+    by_others = [
+        one for one in launch.failures if one.at < watch.killed_at or exit_code(one) is not None
+    ]
     if context.config.launcher == "srun":
-        return launch.failures
-    return failures_below_agents(read_agent_records(context.run_layout, epoch), launch.failures)
+        return tuple(by_others)
+    return failures_below_agents(read_agent_records(context.run_layout, watch.epoch), by_others)
 
 
 def needs_a_look(evidence: Evidence) -> bool:

@@ -21,6 +21,7 @@ from hpctrain.supervise.scheduler_verdict import noticed
 from hpctrain.supervise.slurm_words import (
     exit_code,
     launch_failures,
+    lost_step,
     nodes_named,
     why_not_launched,
 )
@@ -57,6 +58,7 @@ def by_ranks(evidence: Evidence) -> Verdict | None:
         _root,
         _hang,
         _never_launched,
+        _lost_step,
         _by_signal,
         _by_crash,
         _by_silent_end,
@@ -209,6 +211,18 @@ def _never_launched(evidence: Evidence) -> Verdict | None:
     nodes = () if cause is Cause.CONTROLLER_AWAY else nodes_named(lines)
     reason = f"srun could not start the step: {lines[0]}"
     return Verdict(cause, reason, lines[:3], nodes=nodes)
+
+
+def _lost_step(evidence: Evidence) -> Verdict | None:
+    """The slurmstepd of a node is gone; srun kills the tasks of all others."""
+    place = lost_step(evidence.notices)
+    if place is None:
+        return None
+    known = evidence.nodes[place : place + 1]
+    where = known[0] if known else f"node {place} of the launch"
+    reason = f"the slurmstepd of {where} is gone, and srun ended the step"
+    lines = (*evidence.notices[-2:], *_task_lines(evidence))
+    return Verdict(Cause.CRASH, reason, lines, nodes=known, step=evidence.last_step)
 
 
 def _by_signal(evidence: Evidence) -> Verdict | None:

@@ -25,9 +25,13 @@ _AWAY = r"Unable to contact slurm controller|Socket timed out on send/recv opera
 _PROLOG = re.compile(r"[Pp]rolog (?:error|fail)|launch[_ ]failed[_ ]requeued[_ ]held")
 _LAUNCH_FAILURES = re.compile(r"Unable to create step|Task launch for .* failed|launch failed")
 _OUT_OF_MEMORY = re.compile(r"oom.kill")
+# src/api/step_launch.c, _check_io_timeout: the slurmstepd of a node is gone. Its number is that
+# within the step.
+_STEP_GONE = re.compile(r"error: Aborting, .*missing step on node (\d+)")
 _CONTROLLER_AWAY = re.compile(_AWAY)
 _NOTICE = re.compile(
     rf"\*\*\* (?:STEP|JOB) |Node failure on |error: .*(?:{_LAUNCH_FAILURES.pattern})|oom.kill"
+    rf"|{_STEP_GONE.pattern}"
     rf"|error: .*(?:{_AWAY})|error: .*{_PROLOG.pattern}"
 )
 _TASK = re.compile(
@@ -70,6 +74,12 @@ def why_not_launched(lines: tuple[str, ...]) -> Cause:
     if lines and all(_CONTROLLER_AWAY.search(line) for line in lines):
         return Cause.CONTROLLER_AWAY
     return Cause.LAUNCH_FAILURE
+
+
+def lost_step(lines: Iterable[str]) -> int | None:
+    """The place in the launch, from 0, of the node whose slurmstepd is gone, as srun says."""
+    found = (match for line in lines if (match := _STEP_GONE.search(line)))
+    return next((int(match[1]) for match in found), None)
 
 
 def out_of_memory(lines: Iterable[str]) -> tuple[str, ...]:

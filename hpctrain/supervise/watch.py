@@ -37,8 +37,9 @@ _WORD_SECONDS = 1.0
 _LAST_WORDS_SECONDS = 8.0
 # How long srun may take to notice that all ranks have left (a dead slurmstepd never tells it).
 _LEAVING_SECONDS = 15.0
-# Time kept for the verdict and the requeue out of KillWait.
-_VERDICT_SECONDS = 2.0
+# Time kept for the verdict and the requeue out of KillWait: half of it, which is for ranks that do
+# not leave, but no more than one answer of a busy controller takes. They may go on meanwhile.
+_LEAST_VERDICT_SECONDS, _VERDICT_SECONDS = 2.0, 8.0
 _FINAL_READING_SECONDS = 0.2
 
 
@@ -65,7 +66,8 @@ class LaunchWatch:
     the order of its ranks (empty: all of the job), `stage_of` gives a rank's pipeline stage (None:
     as the trainer's file for so many ranks says).
     Afterwards: `superseded`, `started`, `stall` (with the odd ranks), `slow_ranks`,
-    `step_remains`, and `storage_stalled_seconds`, for how long the run directory did not answer.
+    `step_remains`, `storage_stalled_seconds`, for how long the run directory did not answer, and
+    `killed_at`, when we began to kill what was left of the step (seconds since the epoch).
     """
 
     def __init__(
@@ -88,7 +90,8 @@ class LaunchWatch:
         self.stall: Stall | None = None
         self.storage_stalled_seconds = 0.0
         self.step_remains = False
-        self.tasks = tasks
+        self.killed_at = float("inf")
+        self.tasks, self.nodes = tasks, tuple(nodes)
         self._stage_of = stage_of or _stages(context, tasks)
         self._experience = experience or Experience.of(context)
         self._experience.stragglers.launched()
@@ -182,7 +185,8 @@ class LaunchWatch:
         """After the final TERM there are KillWait seconds, and the verdict needs some of them."""
         if self._final_at is None:
             return False
-        left = self.context.config.kill_wait_seconds - _VERDICT_SECONDS
+        seconds = self.context.config.kill_wait_seconds
+        left = seconds - min(max(seconds / 2, _LEAST_VERDICT_SECONDS), _VERDICT_SECONDS)
         return time.monotonic() - self._final_at >= max(left, 0.5)
 
     def _is_ending(self) -> bool:
@@ -336,6 +340,7 @@ class LaunchWatch:
 
     def _end_step(self) -> None:
         """Kill what is left of the step (srun may be dead and its tasks alive), then srun."""
+        self.killed_at = time.time()
         deadline = time.monotonic() + self.context.config.kill_wait_seconds + 10
         while self._steps.kill():
             self.step_remains = time.monotonic() >= deadline

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from rehearsal import STEPS, Stage, four_nodes, own_sandbox
+from rehearsal import PATIENCE_SECONDS, STEPS, Stage, four_nodes, own_sandbox
 
 from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.state import RunState
@@ -36,7 +36,7 @@ def sandbox() -> Iterator[Sandbox]:
 def clean_slate(sandbox: Sandbox) -> Iterator[None]:
     """After each test: no jobs, no dead or frozen daemon, every node idle."""
     yield
-    repair(sandbox)
+    repair(sandbox, PATIENCE_SECONDS)
 
 
 @pytest.fixture(scope="session")

@@ -40,6 +40,8 @@ STEPS = 60
 SAVE_EVERY_STEPS = 10
 # Two test processes share two cores, and a node that died is missed after tens of seconds.
 PATIENCE_SECONDS = 300.0
+# What is left for the last words of a supervisor when Slurm ends its job.
+KILL_WAIT_SECONDS = 10
 FAULTY_TRAINER = Path(__file__).resolve().parent / "faults" / "faulty_trainer.py"
 
 PROFILE = """
@@ -54,7 +56,7 @@ slurm:
   gpu_request: gres
   exclusive: false
   all_memory: false
-  kill_wait: 5s
+  kill_wait: {kill_wait}s
   partitions:
     - {{name: train, default: true, preemption: {{mode: requeue, grace: 20s}}}}
     - {{name: brief, preemption: {{mode: requeue, grace: 6s}}}}
@@ -78,7 +80,7 @@ recompute: none
 checkpoint: {{every_steps: {SAVE_EVERY_STEPS}, keep: 3}}
 engine: {{deterministic: true}}
 resources: {{gpus: 2, walltime: 00:30:00}}
-supervise: {{stall: 30s, setup_stall: 90s}}
+supervise: {{stall: 5min, setup_stall: 5min, learn_stalls: false}}
 """
 
 # The interpreter that the profile names: only the trainer of a rehearsal with planned faults is
@@ -94,6 +96,18 @@ exec {python} "$@"
 """
 
 
+def profile_text(
+    shape: SandboxShape, python: str, continuation: str = "requeue", gpus_per_node: int = 1
+) -> str:
+    """The profile of rehearsals on such a sandbox."""
+    return PROFILE.format(
+        python=python,
+        continuation=continuation,
+        per_node=gpus_per_node,
+        kill_wait=shape.kill_wait_seconds,
+    )
+
+
 def four_nodes() -> SandboxShape:
     """4 nodes with 2 GPUs; `urgent` preempts `train` (20 s of grace), `brief` (6 s) and `sudden`
     (none)."""
@@ -102,7 +116,11 @@ def four_nodes() -> SandboxShape:
         PartitionShape("brief", preempt_mode="REQUEUE", grace_seconds=6),
         PartitionShape("sudden", preempt_mode="REQUEUE", grace_seconds=0),
     )
-    return replace(shape, partitions=(*shape.partitions, *others))
+    return replace(
+        shape,
+        partitions=(*shape.partitions, *others),
+        kill_wait_seconds=KILL_WAIT_SECONDS,
+    )
 
 
 @contextlib.contextmanager
@@ -127,6 +145,7 @@ class PlannedFault:
 
     `step` 0 is the start of the process, before torch is imported; otherwise it is done when that
     optimizer step begins.
+
     """
 
     epoch: int
@@ -139,6 +158,19 @@ class PlannedFault:
     seconds: float = 0.0
 
 
+def held(epoch: int, step: int, rank: int = 1, do: str = "sleep") -> tuple[PlannedFault, ...]:
+    """The launch waits at this step, and has published its checkpoints before.
+
+    For tests that do something to a run at its midst: else 60 steps may be over while this machine
+    holds up the test. `sleep`: until the rank is killed; `await_warning`: until it is asked to
+    leave. Ranks that wait take no part in a save, so it is ended before.
+    """
+    return (
+        PlannedFault(epoch=epoch, rank=-1, step=step, do="settle"),
+        PlannedFault(epoch=epoch, rank=rank, step=step, do=do),
+    )
+
+
 @dataclass
 class Rehearsal:
     """One run on a sandbox, and what can be done to it."""
@@ -147,6 +179,7 @@ class Rehearsal:
     slurm: SlurmClient
     run: RunFiles
     job_id: int
+    place: Path | None = None
     judged: list[dict[str, object]] = field(default_factory=list)
 
     # -- looking ---------------------------------------------------------------------------
@@ -174,11 +207,12 @@ class Rehearsal:
         """The steps that one launch has trained."""
         return [row for row in read_metrics(self.run.layout) if row.epoch == epoch]
 
-    def nodes(self) -> list[str]:
-        """The nodes of the job, in Slurm's order; the batch node is the first."""
-        record = self.slurm.show_job(self.job_id)
-        assert record is not None and record.node_list, self.logs()
-        return self.slurm.hostnames(record.node_list)
+    def nodes(self, attempt: int = -1) -> list[str]:
+        """The nodes of an attempt, the newest by default, in Slurm's order; the batch node is the
+        first. As the ledger has them: the job may be in the queue again already."""
+        started = self.events(EventKind.ATTEMPT_STARTED)[attempt]
+        assert started.nodes, self.logs()
+        return list(self.slurm.hostnames(started.nodes))
 
     def logs(self) -> str:
         """Everything that was logged, for the message of a failed assertion."""
@@ -228,6 +262,12 @@ class Rehearsal:
             f"a checkpoint of step {step}",
         )
 
+    def wait_till_remembered(self) -> None:
+        """slurmctld has written its state since this attempt began, else it would forget that."""
+        began_at = self.events(EventKind.ATTEMPT_STARTED)[-1].time
+        state = self.sandbox.paths.state / "job_state"
+        self.wait(lambda: state.stat().st_mtime > began_at + 1, "in the state of slurmctld")
+
     def wait_for_progress(self) -> int:
         """Until the newest launch has saved and trained on; returns its number."""
         self.wait(lambda: bool(self.events(EventKind.LAUNCH_STARTED)), "launched")
@@ -253,6 +293,11 @@ class Rehearsal:
 
     # -- hurting ---------------------------------------------------------------------------
 
+    def say(self, word: str) -> None:
+        """To ranks that wait for it: see `await_word` in `faults/faulty_trainer.py`."""
+        assert self.place is not None
+        (self.place / f"said-{word}").touch()
+
     def urgent_job(self, seconds: int = 2, nodes: Sequence[str] = ()) -> None:
         """A job that takes these nodes away, or all four."""
         which = f"-N{len(nodes)} -w {','.join(nodes)}" if nodes else "-N4"
@@ -267,6 +312,10 @@ class Rehearsal:
 
     def kill_rank(self, rank: int, signal_number: int = signal.SIGKILL) -> None:
         self.kill(self.rank_processes(rank), signal_number)
+
+    def freeze(self) -> None:
+        """All ranks stand still until Slurm has them go on, which it does to warn them."""
+        self.kill([p for p in self.processes() if p.rank is not None], signal.SIGSTOP)
 
     def kill_srun(self) -> None:
         """Both processes of the srun that runs the trainer; not one that probes a node."""
@@ -331,6 +380,9 @@ def final_weights(run: RunFiles) -> dict[str, str]:
     return shards
 
 
+NO_ROOM = "#!/bin/sh\n#SBATCH -p urgent -N4 --exclusive -t 30 -o /dev/null\nexec sleep 1800\n"
+
+
 @dataclass(frozen=True)
 class Stage:
     """Where rehearsals are put on: a sandbox, a directory, a profile and a spec."""
@@ -360,12 +412,20 @@ class Stage:
         spec, profile = place / "rehearsal.yaml", place / "profile.yaml"
         spec.write_text(SPEC)
         python = self._interpreter(place, planned)
-        text = PROFILE.format(python=python, continuation=continuation, per_node=gpus_per_node)
-        profile.write_text(text)
+        shape = self.sandbox.shape
+        profile.write_text(profile_text(shape, str(python), continuation, gpus_per_node))
         prepared = prepare(spec, str(profile), overrides, runs=self.runs)
         submitted = submit(prepared, self.runs, self.slurm)
         run = find_run(self.runs, submitted.run_id)
-        return Rehearsal(self.sandbox, self.slurm, run, submitted.job_id)
+        return Rehearsal(self.sandbox, self.slurm, run, submitted.job_id, place)
+
+    def fill(self) -> None:
+        """All nodes are taken until the test is over: what is submitted then waits."""
+        job_id = self.slurm.submit(NO_ROOM).job_id
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not ((job := self.slurm.show_job(job_id)) and job.state.is_running):
+            assert time.monotonic() < deadline, f"never started: {job}"
+            time.sleep(0.2)
 
     def _interpreter(self, place: Path, planned: Sequence[PlannedFault]) -> Path:
         plan, python = place / "faults.json", place / "python"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from rehearsal import Rehearsal, Stage
+from rehearsal import PlannedFault, Rehearsal, Stage, held
 
 from hpctrain.actions.cancel import cancel
 from hpctrain.actions.runs import RunFiles
@@ -39,7 +39,8 @@ def jobs_that_began(rehearsal: Rehearsal) -> list[int]:
 def test_the_next_job_goes_on_after_a_preemption(
     mode: str, stage: Stage, reference: RunFiles
 ) -> None:
-    rehearsal = stage.start(f"name={mode}", continuation=mode)
+    planned = held(1, 14, do="await_warning")
+    rehearsal = stage.start(f"name={mode}", continuation=mode, planned=planned)
     rehearsal.wait_for_checkpoint(10)
     waiting = [job for job in live_jobs(rehearsal) if job.state.is_pending]
     assert waiting, "somebody waits behind the job that runs"
@@ -69,8 +70,12 @@ def test_scancel_of_the_running_job_ends_the_run(mode: str, stage: Stage) -> Non
 
 def test_a_chain_whose_supervisor_dies_with_its_cancelled_job_ends_too(stage: Stage) -> None:
     """Nobody is left to end the chain, so its next job has to."""
-    rehearsal = stage.start("name=killed", "budget.steps=4000", continuation="chain")
-    rehearsal.wait_for_step(1)
+    deaf = (  # ranks that left would let the supervisor speak before it is killed
+        PlannedFault(epoch=1, rank=-1, do="hear_nothing"),
+        PlannedFault(epoch=1, rank=1, step=3, do="sleep"),
+    )
+    rehearsal = stage.start("name=killed", continuation="chain", planned=deaf)
+    rehearsal.wait_for_step(2)
     supervisors = [p for p in rehearsal.processes() if "hpctrain.supervise" in p.command_line]
     stage.slurm.cancel(running(rehearsal).job_id)
     rehearsal.kill(supervisors)  # before it has understood the TERM

@@ -28,7 +28,7 @@ def prepare(
         env={**os.environ, **stage.sandbox.environment(), "SBATCH_PARTITION": "nonsense"},
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=600,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from rehearsal import STEPS, Stage
+from rehearsal import STEPS, Stage, held
 
 from hpctrain.actions.state import RunState
 from hpctrain.sandbox import faults
@@ -13,11 +13,10 @@ from hpctrain.store.signs import lineage, read_metrics
 
 
 def test_a_run_goes_on_with_fewer_nodes(stage: Stage) -> None:
-    rehearsal = stage.start("name=elastic", "parallel.pp=1", "resources.min_nodes=1")
+    shrinking = ("parallel.pp=1", "resources.min_nodes=1")
+    rehearsal = stage.start("name=elastic", *shrinking, planned=held(1, 14))
     rehearsal.wait_for_checkpoint(10)
-    record = rehearsal.slurm.show_job(rehearsal.job_id)
-    assert record is not None and record.node_list
-    batch_node, other = rehearsal.slurm.hostnames(record.node_list)
+    batch_node, other = rehearsal.nodes()
     faults.crash_node(stage.sandbox, other)
     row = rehearsal.wait_till_over()
     assert row.state is RunState.DONE, rehearsal.logs()

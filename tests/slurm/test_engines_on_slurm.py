@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from rehearsal import STEPS, Rehearsal, Stage
+from rehearsal import PATIENCE_SECONDS, STEPS, PlannedFault, Rehearsal, Stage
 
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import EventKind
@@ -23,13 +23,14 @@ ENGINES = {
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_preempted_run_is_the_same_run(engine: str, stage: Stage, tmp_path: Path) -> None:
-    rehearsal = stage.start(f"name={engine}", "resources.partition=brief", *ENGINES[engine])
+    planned = (PlannedFault(epoch=1, rank=1, step=13, do="await_warning"),)
+    rehearsal = stage.start(f"name={engine}", *ENGINES[engine], planned=planned)
     rehearsal.wait_for_step(12)
     rehearsal.urgent_job()
     row = rehearsal.wait_till_over()
     assert rehearsal.causes == ["preempted", "done"], f"{row}\n{rehearsal.logs()}"
-    resumed = rehearsal.events(EventKind.LAUNCH_STARTED)[1].resume_step or 0
-    assert resumed >= 12, "the ranks saved and left within the grace"
+    resumed = rehearsal.events(EventKind.LAUNCH_STARTED)[1].resume_step
+    assert resumed == 13, "the ranks saved and left within the grace"
     assert losses(rehearsal.run.layout) == undisturbed(rehearsal, tmp_path), rehearsal.logs()
 
 
@@ -39,7 +40,7 @@ def undisturbed(rehearsal: Rehearsal, place: Path) -> dict[int, str]:
     run.create()
     shutil.copy(rehearsal.run.layout.train_config, run.train_config)
     ranks = prefork.start(run.train_config, 2, run.logs / "ranks")
-    assert ranks.wait(120) == [0, 0], ranks.log()
+    assert ranks.wait(PATIENCE_SECONDS) == [0, 0], ranks.log()
     return losses(run)
 
 

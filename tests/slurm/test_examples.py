@@ -177,9 +177,8 @@ def test_fine_tunes_lose_their_nodes_and_go_on(place: Place) -> None:
     full, lora = runs["llama7b-spot"], runs["llama7b-spot 2"]
     lora.wait(lambda: lora.attempts > 0, "started")
     last = list(lora.nodes())
-    full.wait_for_step(STEPS_BEFORE)
+    hold_up(full, lora)
     full.urgent_job(FOR_EVER_SECONDS, [f"n{i}" for i in range(4) if f"n{i}" not in last])
-    lora.wait_for_step(STEPS_BEFORE)
     lora.urgent_job(nodes=last)
     for run in (full, lora):
         rows = trained(run)
@@ -192,6 +191,20 @@ def test_fine_tunes_lose_their_nodes_and_go_on(place: Place) -> None:
     of_all, of_thin = last_checkpoint(full), last_checkpoint(lora)
     assert (plan_of(full).layout.world_size, of_all.world_size) == (4, 2), "shards of four ranks"
     assert of_thin.total_bytes < of_all.total_bytes / 3, "thin matrices only"
+
+
+def hold_up(*runs: Rehearsal) -> None:
+    """Each stands still after some steps, lest it is over before its nodes are wanted."""
+    going = list(runs)
+
+    def all_stand_still() -> bool:
+        for run in tuple(going):
+            if any(row.step >= STEPS_BEFORE for row in read_metrics(run.run.layout)):
+                run.freeze()
+                going.remove(run)
+        return not going
+
+    runs[0].wait(all_stand_still, f"at step {STEPS_BEFORE}", PATIENCE_SECONDS)
 
 
 def last_checkpoint(rehearsal: Rehearsal) -> Manifest:

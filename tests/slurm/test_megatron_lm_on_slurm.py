@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from rehearsal import Rehearsal, Stage
+from rehearsal import PATIENCE_SECONDS, Rehearsal, Stage
 
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import EventKind
@@ -36,6 +36,7 @@ WORDS = (
 def test_a_preempted_run_is_the_same_run(stage: Stage, tmp_path: Path) -> None:
     rehearsal = stage.start("name=checkout", *WORDS)
     rehearsal.wait_for_step(5)
+    rehearsal.freeze()  # lest it is over before the nodes are wanted
     rehearsal.urgent_job()
     row = rehearsal.wait_till_over()
     assert rehearsal.causes == ["preempted", "done"], f"{row}\n{rehearsal.logs()}"
@@ -67,6 +68,6 @@ def undisturbed(rehearsal: Rehearsal, place: Path) -> RunLayout:
             ranks.append(
                 subprocess.Popen(words, env={**os.environ, **shared, **own}, stdout=log, stderr=log)
             )
-    logs = "".join(path.read_text() for path in run.logs.glob("*.log"))
-    assert [one.wait(120) for one in ranks] == [0, 0], logs
+    codes = [one.wait(PATIENCE_SECONDS) for one in ranks]
+    assert codes == [0, 0], "".join(path.read_text() for path in run.logs.glob("*.log"))
     return run

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from rehearsal import PROFILE, SPEC, own_sandbox
+from rehearsal import SPEC, own_sandbox, profile_text
 
 from hpctrain.actions.prepare import prepare
 from hpctrain.actions.submit import check
@@ -69,7 +69,7 @@ def test_sbatch_reads_hostile_values_as_they_are(
     """Without accounting any account is taken, so it comes back exactly as Slurm has read it."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "spec.yaml").write_text(SPEC)
-    usual = PROFILE.format(python=sys.executable, continuation="requeue", per_node=1)
+    usual = profile_text(sandbox.shape, sys.executable)
     site = usual.replace("gpu_request: gres", f"gpu_request: gres\n  account: {_yaml(account)}")
     (tmp_path / "profile.yaml").write_text(site)
     prepared = prepare(tmp_path / "spec.yaml", str(tmp_path / "profile.yaml"), runs=tmp_path)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rehearsal import Rehearsal, Stage
+from rehearsal import PATIENCE_SECONDS, Rehearsal, Stage
 
 from hpctrain.actions import control
 from hpctrain.actions.describe import describe
@@ -20,7 +20,7 @@ def test_a_run_is_saved_held_resumed_stopped_and_resumed(stage: Stage) -> None:
     run, slurm = rehearsal.run, rehearsal.slurm
     asked_at_step = control.step_now(run.layout)
     control.save(run, slurm, reason="before the demo")
-    saved = control.wait_for_save(run, slurm, asked_at_step, 120.0)
+    saved = control.wait_for_save(run, slurm, asked_at_step, PATIENCE_SECONDS)
     assert saved > asked_at_step and rehearsal.epoch == 1, "training goes on"
 
     control.hold(run, slurm, reason="budget meeting")
@@ -36,19 +36,20 @@ def test_a_run_is_saved_held_resumed_stopped_and_resumed(stage: Stage) -> None:
     rehearsal.wait_for_step(held + 3, epoch=2)
 
     run.layout.stop_request.touch()  # as any member of the team can
-    row = rehearsal.wait_until(lambda row: row.state.over, "stopped")
+    row = rehearsal.wait_till_over()
     assert row.state is RunState.STOPPED, f"{row}\n{rehearsal.logs()}"
     stopped = step_of_the_end(rehearsal)
     assert control.stop(run, slurm).changed is False
 
     job_id = control.resume(run, slurm).job_id
-    assert job_id not in (None, rehearsal.job_id)
+    assert job_id is not None and job_id != rehearsal.job_id
+    rehearsal.job_id = job_id
     rehearsal.wait(lambda: rehearsal.epoch == 3, "submitted again")
     assert rehearsal.events(EventKind.RESUME)[-1].resume_step == stopped
     rehearsal.wait_for_step(stopped + 3, epoch=3)
 
     control.stop(run, slurm, now=True)
-    row = rehearsal.wait_until(lambda row: row.state.over, "stopped at once")
+    row = rehearsal.wait_till_over()
     assert row.state is RunState.STOPPED, f"{row}\n{rehearsal.logs()}"
     assert published_steps(run.layout.checkpoints)[-1] == stopped, "it was told not to save"
     assert list(run.layout.control.iterdir()) == []

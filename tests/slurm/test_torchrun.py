@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -69,6 +70,7 @@ def test_a_run_goes_on_with_fewer_agents(stage: Stage, tmp_path: Path) -> None:
     layout = ("parallel.pp=1", "resources.min_nodes=1", "model.dropout=0")
     rehearsal = stage.start("name=range", "launcher=torchrun", *layout)
     rehearsal.wait_for_checkpoint(10)
+    rehearsal.kill_rank(1, signal.SIGSTOP)  # lest the run is over before its node is gone
     batch_node, other = rehearsal.nodes()
     faults.crash_node(stage.sandbox, other)
     row = rehearsal.wait_till_over()

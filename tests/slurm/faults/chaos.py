@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rehearsal import SAVE_EVERY_STEPS, Rehearsal
+from rehearsal import SAVE_EVERY_STEPS, PlannedFault, Rehearsal
 from survival import flip_a_byte, newest_verified
 
 from hpctrain.actions.requests import ask
@@ -103,8 +103,7 @@ def batch_node_crashed(rehearsal: Rehearsal, dice: random.Random) -> None:
 
 def controller_restarted(rehearsal: Rehearsal, dice: random.Random) -> None:
     """Away for some seconds, with a rank that dies meanwhile."""
-    started_at = rehearsal.events(EventKind.ATTEMPT_STARTED)[-1].time
-    time.sleep(max(0.0, started_at + 6 - time.time()))  # slurmctld saves its state every 5 s
+    rehearsal.wait_till_remembered()
     faults.kill_controller(rehearsal.sandbox)
     rank_killed(rehearsal, dice)
     time.sleep(dice.uniform(1, 8))
@@ -198,6 +197,14 @@ def steps_needed(chosen: list[Chosen], tail_steps: int = _TAIL_STEPS) -> int:
     return -(-last // SAVE_EVERY_STEPS) * SAVE_EVERY_STEPS
 
 
+def gates(chosen: list[Chosen]) -> list[PlannedFault]:
+    """A run that is short waits a few steps later for each fault, lest it is over before."""
+    return [
+        PlannedFault(epoch=0, rank=1, step=fault.step + 2, do="await_word", text=str(number))
+        for number, fault in enumerate(chosen)
+    ]
+
+
 def rage(
     rehearsal: Rehearsal,
     chosen: list[Chosen],
@@ -206,12 +213,13 @@ def rage(
 ) -> Storm:
     """Bring about all faults, one after the other, and wait until the run trains again."""
     storm = Storm()
-    for fault in chosen:
+    for number, fault in enumerate(chosen):
         rehearsal.wait_for_step(fault.step)
         _settle(rehearsal)
         time.sleep(dice.uniform(0, 0.3))
         epoch, began_at = rehearsal.epoch, time.monotonic()
         FAULTS[fault.name][0](rehearsal, dice)
+        rehearsal.say(str(number))
         rehearsal.wait(
             lambda epoch=epoch: any(r.epoch > epoch for r in read_metrics(rehearsal.run.layout)),
             f"training again after: {fault.name}",

@@ -67,10 +67,26 @@ def sleep(fault: Fault) -> None:
 
 def await_warning(fault: Fault) -> None:
     """A step that lasts until somebody asks this rank to leave."""
+    _wait_for(lambda: False)
+
+
+def await_word(fault: Fault) -> None:
+    """This step and those after it wait until the test says `text`, or somebody wants a save."""
+    word, request = PLAN.with_name(f"said-{fault['text']}"), Path("control/save")
+    _wait_for(lambda: word.exists() or request.exists())
+
+
+def _wait_for(reached: Callable[[], bool]) -> None:
+    """Or until this rank is asked to leave."""
     request = Path("control/stop")
-    deadline = time.monotonic() + 120
-    while not (STOP.requested or request.exists()) and time.monotonic() < deadline:
+    deadline = time.monotonic() + 3600
+    while not (reached() or STOP.requested or request.exists()) and time.monotonic() < deadline:
         time.sleep(0.05)
+
+
+def settle(fault: Fault) -> None:
+    """On all ranks: no save is under way when the step begins."""
+    LOOPS[-1].saver.finish()
 
 
 def import_nothing(fault: Fault) -> None:
@@ -85,7 +101,7 @@ def die_of_term(fault: Fault) -> None:
 
 def hear_nothing(fault: Fault) -> None:
     """Neither signals nor files make this rank leave."""
-    import_trainer()
+    import_loop()
     from hpctrain.train import loop
 
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
@@ -101,7 +117,7 @@ def take_port(fault: Fault) -> None:
 
 def publish_slowly(fault: Fault) -> None:
     """From now on, wait between a checkpoint's last byte and its publication."""
-    import_trainer()
+    import_loop()
     from hpctrain.train import publisher
 
     real = publisher.publish
@@ -115,7 +131,7 @@ def publish_slowly(fault: Fault) -> None:
 
 def poison(fault: Fault) -> None:
     """The batch that begins after so many samples gives a loss that is no number."""
-    import_trainer()
+    import_megatron()
     from hpctrain.train.megatron.engine import MegatronEngine
 
     real = MegatronEngine.update
@@ -129,6 +145,8 @@ def poison(fault: Fault) -> None:
 
 
 STOP = StopSignals()
+PLAN = Path(sys.argv[1])
+LOOPS: list[Any] = []
 _KEPT: list[Any] = []
 DEEDS: dict[str, Callable[[Fault], None]] = {
     "leave": leave,
@@ -137,6 +155,8 @@ DEEDS: dict[str, Callable[[Fault], None]] = {
     "kernel": kernel,
     "sleep": sleep,
     "await_warning": await_warning,
+    "await_word": await_word,
+    "settle": settle,
     "import_nothing": import_nothing,
     "die_of_term": die_of_term,
     "hear_nothing": hear_nothing,
@@ -149,24 +169,32 @@ DEEDS: dict[str, Callable[[Fault], None]] = {
 # -- when ----------------------------------------------------------------------------------------
 
 
-def import_trainer() -> None:
-    """As the entry point does it: the CPU layer comes before anything of megatron-core."""
+def import_loop() -> None:
+    """As the entry point does it, and nothing of an engine."""
     from hpctrain.train.launch import quiet_defaults
 
     os.environ.update(quiet_defaults())
+    from hpctrain.train import loop  # noqa: F401
+
+
+def import_megatron() -> None:
+    """The CPU layer comes before anything of megatron-core."""
+    import_loop()
     from hpctrain.train.megatron import assembly  # noqa: F401
 
 
 def strike_at_steps(faults: list[Fault]) -> None:
     """Have the loop stumble when a planned step begins."""
-    import_trainer()
+    import_loop()
     from hpctrain.train.loop import Loop
 
     real = Loop.one_step
 
     def one_step(loop: Any) -> Any:
+        LOOPS[:] = [loop]
+        step = loop.position.step + 1
         for fault in faults:
-            if fault["step"] == loop.position.step + 1:
+            if fault["step"] == step or (fault["do"] == "await_word" and fault["step"] < step):
                 DEEDS[fault["do"]](fault)
         return real(loop)
 
@@ -174,10 +202,10 @@ def strike_at_steps(faults: list[Fault]) -> None:
 
 
 def main() -> None:
-    plan, arguments = Path(sys.argv[1]), sys.argv[2:]
+    arguments = sys.argv[2:]
     STOP.install()
     gc.disable()  # as the entry point does
-    faults = planned(plan)
+    faults = planned(PLAN)
     for fault in faults:
         if not fault["step"]:
             DEEDS[fault["do"]](fault)

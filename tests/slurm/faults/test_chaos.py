@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from chaos import PATIENT, choose, nothing_left_behind, rage, steps_needed
+from chaos import PATIENT, choose, gates, nothing_left_behind, rage, steps_needed
 from rehearsal import STEPS, Stage
 from survival import Fault, Survival
 
@@ -17,7 +17,8 @@ def test_a_short_storm_loses_nothing(stage: Stage, reference: RunFiles, survival
     dice = random.Random(11)
     chosen = choose(5, dice, QUICK, mean_gap_steps=4)
     assert steps_needed(chosen) <= STEPS
-    rehearsal = stage.start("name=chaos", *PATIENT)
+    waiting = "supervise.stall=5min"
+    rehearsal = stage.start("name=chaos", *PATIENT, waiting, planned=gates(chosen))
     storm = rage(rehearsal, chosen, dice)
     assert not storm.wrong, f"{storm.wrong}\n{rehearsal.logs()}"
     result = rehearsal.assert_done_exactly(reference)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rehearsal import Rehearsal, Stage
+from rehearsal import Rehearsal, Stage, held
 from survival import Fault, Survival
 
 from hpctrain.actions.runs import RunFiles
@@ -24,7 +24,7 @@ def test_a_run_that_may_not_be_requeued_is_submitted_again(
     stage: Stage, tmp_path: Path, reference: RunFiles, survival: Survival
 ) -> None:
     own = Stage(stage.sandbox, tmp_path)
-    rehearsal = own.start("name=orphan", continuation="none")
+    rehearsal = own.start("name=orphan", continuation="none", planned=held(1, 14))
     epoch = rehearsal.wait_for_progress()
     faults.crash_node(stage.sandbox, rehearsal.nodes()[0])
     rehearsal.wait_till_over()

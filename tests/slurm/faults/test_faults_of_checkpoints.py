@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from rehearsal import PlannedFault, Stage
+from rehearsal import PlannedFault, Stage, held
 from survival import Fault, Survival, flip_a_byte
 
 from hpctrain.actions.runs import RunFiles
@@ -22,7 +22,7 @@ def test_damaged_and_unfinished_checkpoints_are_left_out(
     stage: Stage, reference: RunFiles, survival: Survival
 ) -> None:
     planned = (
-        PlannedFault(epoch=1, rank=1, step=55, do="sleep"),
+        *held(1, 55),
         PlannedFault(epoch=2, rank=0, do="publish_slowly", seconds=120),
         PlannedFault(epoch=2, rank=0, step=24, do="leave", code=1),
     )

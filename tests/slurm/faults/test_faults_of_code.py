@@ -52,7 +52,10 @@ def test_out_of_memory_late_is_tried_once_more(
     stage: Stage, reference: RunFiles, survival: Survival
 ) -> None:
     """Launch 1 had made progress, so launch 2 is free; launch 3 is the one retry."""
-    planned = (PlannedFault(epoch=0, rank=1, step=15, do="fail", text=OUT_OF_MEMORY),)
+    planned = (
+        PlannedFault(epoch=0, rank=-1, step=15, do="settle"),
+        PlannedFault(epoch=0, rank=1, step=15, do="fail", text=OUT_OF_MEMORY),
+    )
     rehearsal = stage.start("name=memory", planned=planned)
     fault = Fault(28, "CUDA out of memory at step 15, after a checkpoint of step 10")
     survival.recovered(rehearsal, fault, cause="gpu_oom", action="relaunch", epoch=1)

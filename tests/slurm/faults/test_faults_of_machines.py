@@ -25,10 +25,13 @@ NCCL_TIMEOUT = (
 
 
 def xid(epoch: int, rank: int, step: int, code: int, words: str) -> tuple[PlannedFault, ...]:
-    """The kernel of the rank's node says this, then the rank dies."""
+    """The kernel of the rank's node says this, then the rank dies.
+
+    A step later: ranks that both say something have both said it before one of them dies.
+    """
     text = XID.format(code=code, words=words)
     return (
-        PlannedFault(epoch=epoch, rank=rank, step=step, do="kernel", text=text),
+        PlannedFault(epoch=epoch, rank=rank, step=step - 1, do="kernel", text=text),
         PlannedFault(epoch=epoch, rank=rank, step=step, do="leave", code=1),
     )
 
@@ -40,7 +43,7 @@ def test_xids_are_told_apart_and_broken_nodes_are_left(
         *xid(1, rank=1, step=13, code=63, words="Row remapping event"),
         *xid(2, rank=0, step=23, code=94, words="Contained ECC error"),
         *xid(3, rank=1, step=33, code=13, words="Graphics Exception"),
-        PlannedFault(epoch=4, rank=0, step=43, do="say", text=NCCL_TIMEOUT),
+        PlannedFault(epoch=4, rank=0, step=42, do="say", text=NCCL_TIMEOUT),
         *xid(4, rank=1, step=43, code=79, words="GPU has fallen off the bus."),
         *xid(5, rank=0, step=53, code=79, words="GPU has fallen off the bus."),
         *xid(5, rank=1, step=53, code=79, words="GPU has fallen off the bus."),
@@ -53,9 +56,8 @@ def test_xids_are_told_apart_and_broken_nodes_are_left(
     contained = survival.recovered(rehearsal, fault, cause="gpu_error", action="relaunch", epoch=2)
     fault = Fault(26, "XID 13 (graphics exception), then the rank leaves")
     program = survival.recovered(rehearsal, fault, cause="gpu_error", action="relaunch", epoch=3)
-    assert (contained.end.node, program.end.node) == tuple(rehearsal.nodes()), rehearsal.logs()
-    rehearsal.wait_for_step(41, epoch=4)
-    broken = rehearsal.nodes()[1]
+    batch, broken = rehearsal.nodes(attempt=0)
+    assert (contained.end.node, program.end.node) == (batch, broken), rehearsal.logs()
     fault = Fault(27, "XID 79 on one node, an NCCL timeout on the other")
     lost = survival.recovered(rehearsal, fault, cause="gpu_error", action="requeue", epoch=4)
     assert lost.end.node == broken and lost.end.hard, lost.end

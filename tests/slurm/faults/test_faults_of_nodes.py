@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rehearsal import PlannedFault, Stage
+from rehearsal import PlannedFault, Stage, held
 from survival import BY_SLURM, Fault, Survival
 
 from hpctrain.actions.runs import RunFiles
@@ -15,7 +15,7 @@ def test_nodes_that_die_are_left_for_others(
     stage: Stage, reference: RunFiles, survival: Survival
 ) -> None:
     """First a node with ranks only, then the batch node with the supervisor."""
-    rehearsal = stage.start("name=nodes")
+    rehearsal = stage.start("name=nodes", planned=(*held(1, 14), *held(2, 24, rank=0)))
     rehearsal.wait_for_progress()
     lost = rehearsal.nodes()[1]
     faults.crash_node(stage.sandbox, lost)
@@ -61,7 +61,8 @@ def test_a_dead_slurmd_with_living_ranks_cannot_publish(
 def test_a_drained_node_is_used_to_the_end_and_then_left(
     stage: Stage, reference: RunFiles, survival: Survival
 ) -> None:
-    rehearsal = stage.start("name=drained")
+    planned = (*held(1, 14), *held(2, 24, do="await_warning"))
+    rehearsal = stage.start("name=drained", planned=planned)
     rehearsal.wait_for_progress()
     drained = rehearsal.nodes()[1]
     rehearsal.sandbox.command(
@@ -81,7 +82,7 @@ def test_a_drained_node_is_used_to_the_end_and_then_left(
 def test_a_spare_node_takes_the_place_of_a_dead_one(
     stage: Stage, reference: RunFiles, survival: Survival
 ) -> None:
-    rehearsal = stage.start("name=spare", "resources.spare_nodes=1")
+    rehearsal = stage.start("name=spare", "resources.spare_nodes=1", planned=held(1, 14))
     rehearsal.wait_for_progress()
     lost = rehearsal.nodes()[1]
     faults.crash_node(stage.sandbox, lost)

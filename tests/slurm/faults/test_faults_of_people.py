@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from rehearsal import PlannedFault, Rehearsal, Stage
+from rehearsal import PlannedFault, Rehearsal, Stage, held
 from survival import Fault, Survival
 
 from hpctrain.actions.cancel import cancel
@@ -21,7 +21,8 @@ _BEYOND_REQUEUE_SECONDS = 9.0
 def test_requeued_held_and_cancelled_by_people(
     stage: Stage, reference: RunFiles, survival: Survival
 ) -> None:
-    rehearsal = stage.start("name=people")
+    planned = [held(launch, 4 + 10 * launch, do="await_warning") for launch in (1, 2, 3)]
+    rehearsal = stage.start("name=people", planned=[one for pair in planned for one in pair])
     rehearsal.wait_for_progress()
     control(rehearsal, "requeue")
     fault = Fault(35, "an administrator requeues the job")

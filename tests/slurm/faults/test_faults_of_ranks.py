@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 
-from rehearsal import PlannedFault, Stage
+from rehearsal import PlannedFault, Stage, held
 from survival import Fault, Survival
 
 from hpctrain.actions.runs import RunFiles
@@ -20,6 +20,8 @@ def test_ranks_that_die_are_named_and_relaunched_in_place(
         PlannedFault(epoch=1, rank=0, do="take_port"),
         PlannedFault(epoch=2, rank=1, step=13, do="leave", code=3),
         PlannedFault(epoch=3, rank=0, step=23, do="leave", code=85),
+        *held(4, 34),
+        *held(5, 44),
     )
     rehearsal = stage.start(
         "name=ranks",
@@ -54,6 +56,7 @@ def test_hangs_are_told_from_slow_saves_and_the_odd_rank_is_named(
 ) -> None:
     planned = (
         PlannedFault(epoch=1, rank=0, step=5, do="publish_slowly", seconds=20),
+        *held(1, 14),
         PlannedFault(epoch=2, rank=1, step=25, do="sleep"),
     )
     rehearsal = stage.start(
@@ -81,11 +84,11 @@ def test_a_dead_slurmstepd_is_noticed(
     stage: Stage, reference: RunFiles, survival: Survival
 ) -> None:
     """Slurm notices nothing: srun would wait for ever for the tasks of that node."""
-    planned = (PlannedFault(epoch=1, rank=1, step=14, do="sleep"),)
-    rehearsal = stage.start("name=stepd", planned=planned)
-    rehearsal.wait_for_checkpoint(10)
-    rehearsal.wait_for_step(13)
-    faults.kill_stepd(stage.sandbox, rehearsal.nodes()[1])
+    rehearsal = stage.start("name=stepd", planned=held(1, 14))
+    rehearsal.wait_for_progress()
+    gone = rehearsal.nodes()[1]
+    faults.kill_stepd(stage.sandbox, gone)
     fault = Fault(20, "the slurmstepd of the second node is killed; its rank lives on")
-    survival.recovered(rehearsal, fault, cause="crash", action=("requeue", "relaunch"))
+    found = survival.recovered(rehearsal, fault, cause="crash", action=("requeue", "relaunch"))
+    assert found.end.node == gone and "slurmstepd" in (found.end.reason or ""), found.end
     rehearsal.assert_done_exactly(reference)

@@ -12,11 +12,14 @@ from hpctrain.store.ledger import EventKind
 def test_the_time_limit_is_met_in_time_and_one_that_is_too_short_is_named(
     stage: Stage, reference: RunFiles, survival: Survival
 ) -> None:
-    planned = (PlannedFault(epoch=1, rank=1, step=13, do="await_warning"),)
+    planned = (
+        PlannedFault(epoch=1, rank=1, step=13, do="await_warning"),
+        PlannedFault(epoch=2, rank=1, step=24, do="await_warning"),
+        PlannedFault(epoch=3, rank=-1, do="await_warning"),  # before it has begun to train
+    )
     rehearsal = stage.start(
         "name=limit",
         "supervise.failures_without_progress=1",
-        "supervise.stall=4min",  # a rank waits for Slurm's warning meanwhile
         planned=planned,
     )
     rehearsal.wait_for_step(12)

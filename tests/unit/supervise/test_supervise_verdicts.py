@@ -682,6 +682,30 @@ def test_a_place_of_hanging_is_a_fingerprint() -> None:
     assert hung("read (data.py:81)", 301) != hung("all_reduce (dist.py:81)", 301)
 
 
+def test_a_rank_that_follows_another_is_not_named_though_srun_hears_of_it_first() -> None:
+    left = "srun: error: n0: task 0: Exited with exit code 1"
+    killed = "srun: error: n1: task 2: Killed"
+    for lines in ([left, killed], [killed, left]):
+        verdict = classify(Story(resets(0), srun=lines).evidence())
+        assert (verdict.rank, verdict.nodes) == (2, ("n1",)), (lines, verdict)
+    own = Story([End(0, "ValueError: bad batch")], srun=[left, killed])
+    assert classify(own.evidence()).rank == 0
+
+
+def test_a_slurmstepd_that_is_gone_is_named_and_not_whom_srun_has_killed() -> None:
+    lines = (
+        "srun: error: _server_write write failed: Bad file descriptor",
+        "srun: error: Aborting, io error and missing step on node 1",
+        "srun: error: n0: task 0: Killed",
+        "srun: error: Timed out waiting for job step to complete",
+    )
+    verdict = classify(Story(srun=lines).evidence(nodes=("n0", "n5")))
+    assert (verdict.cause, verdict.rank, verdict.nodes) == (Cause.CRASH, None, ("n5",))
+    assert verdict.reason == "the slurmstepd of n5 is gone, and srun ended the step"
+    verdict = classify(Story(srun=lines).evidence())
+    assert "node 1 of the launch" in verdict.reason and not verdict.nodes
+
+
 def test_what_is_no_failure_has_no_fingerprint() -> None:
     for name in ("preemption, said only in the log of a rank", "deadline of the job"):
         assert classify(ROWS[name][0]).fingerprint == ""

@@ -481,6 +481,24 @@ def test_the_supervisor_is_light() -> None:
     assert int(answer[0]) < 60, "MiB"
 
 
+def test_whom_we_have_killed_has_not_failed(stage: Stage) -> None:
+    """A rank that has said why it fails may take longer to leave than it is waited for."""
+    context = stage.supervisor().context
+    words = ("n0: task 0: Killed", "n1: task 1: Exited with exit code 1")
+    program = (
+        f"import sys; sys.stderr.write({''.join(f'srun: error: {w}{chr(10)}' for w in words)!r})"
+    )
+    launch = Launch([sys.executable, "-c", program], os.environ)
+    launch.process.wait(20)
+    launch.finish_reading()
+    seen = LaunchWatch(context, launch, 1)
+    failures = gather.gather(context, launch, seen).task_failures
+    assert [failure.tasks for failure in failures] == ["0", "1"]
+    seen.killed_at = 0.0
+    failures = gather.gather(context, launch, seen).task_failures
+    assert [failure.tasks for failure in failures] == ["1"]
+
+
 def test_records_are_read_in_the_order_of_their_ends(stage: Stage) -> None:
     for rank, ended_at in ((0, 9.0), (1, 3.0)):
         values = {"epoch": 1, "rank": rank, "node": "n0", "outcome": "crash", "step": 1}
