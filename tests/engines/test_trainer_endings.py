@@ -6,13 +6,14 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
-from trial_runs import LIMIT_SECONDS, Trial
+from trial_runs import LIMIT_SECONDS, Trial, held_at
 
 from hpctrain.checkpoints.manifest import checkpoint_name
 from hpctrain.checkpoints.publish import published_steps
-from hpctrain.store.epochs import claim_epoch
+from hpctrain.store.epochs import claim_epoch, current_epoch
 from hpctrain.store.signs import DoneMarker, Progress, TrainerExit, read_record
 from hpctrain.train import writer
 
@@ -42,7 +43,7 @@ def test_a_finished_run_is_not_run_again(gpt_reference: Trial) -> None:
 def test_stop_saves_and_the_resume_is_exact(how: str, trial: Callable[..., Trial]) -> None:
     """The signal goes to rank 1 only: all ranks must leave after the same step."""
     stopped = trial(async_save=True, save_interval_steps=3, **LONG, **DP2)
-    ranks = stopped.start()
+    ranks = stopped.start(prepare=held_at(8, _is_asked_to_stop))
     stopped.wait_for_step(2, ranks)
     if how == "stop file":
         stopped.run.stop_request.touch()
@@ -63,6 +64,10 @@ def test_stop_saves_and_the_resume_is_exact(how: str, trial: Callable[..., Trial
         assert whole.train() == [0, 0]
         assert stopped.exact == whole.exact
         assert len(whole.exact) == len(stopped.rows) == 16
+
+
+def _is_asked_to_stop(loop: Any) -> bool:
+    return bool(loop.job.stop.requested or loop.job.run.stop_request.exists())
 
 
 def test_signal_during_start_up(trial: Callable[..., Trial]) -> None:
@@ -101,7 +106,7 @@ def _stop_after_first_update() -> None:
 def test_a_stale_launch_publishes_nothing(trial: Callable[..., Trial]) -> None:
     stale = trial(save_interval_steps=12, **LONG, **DP2)
     assert claim_epoch(stale.run.epochs, "first") == 1
-    ranks = stale.start(epoch=1)
+    ranks = stale.start(epoch=1, prepare=held_at(8, _is_superseded))
     stale.wait_for_step(1, ranks)
     assert claim_epoch(stale.run.epochs, "second") == 2
     assert ranks.wait(LIMIT_SECONDS) == [CRASHED, CRASHED], ranks.log()
@@ -113,9 +118,13 @@ def test_a_stale_launch_publishes_nothing(trial: Callable[..., Trial]) -> None:
     assert "stale epoch" in (stale.exits(epoch=1)[0].message or "")
 
 
+def _is_superseded(loop: Any) -> bool:
+    return current_epoch(loop.job.run.epochs) > 1
+
+
 def test_a_killed_rank_ends_the_others(trial: Callable[..., Trial]) -> None:
     killed = trial(**LONG, **DP2)
-    ranks = killed.start()
+    ranks = killed.start(prepare=held_at(8, lambda loop: False))
     killed.wait_for_step(2, ranks)
     ranks.signal(signal.SIGKILL, 1)
     assert ranks.wait(LIMIT_SECONDS) == [CRASHED, -signal.SIGKILL]

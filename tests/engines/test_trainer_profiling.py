@@ -93,7 +93,7 @@ def _start(made: Trial, rank: int, **changes: str) -> subprocess.CompletedProces
     }
     command = [sys.executable, "-m", "hpctrain.train", str(fewer_nodes(made))]
     return subprocess.run(
-        command, env=environment | changes, capture_output=True, text=True, timeout=120, check=False
+        command, env=environment | changes, capture_output=True, text=True, timeout=300, check=False
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trial_runs import LIMIT_SECONDS, Trial
+from trial_runs import LIMIT_SECONDS, Trial, held_at
 
 from hpctrain.checkpoints.manifest import checkpoint_name, read_manifest
 from hpctrain.checkpoints.publish import published_steps
@@ -36,9 +36,11 @@ def _wait_for_log(ranks: prefork.Ranks, word: str) -> None:
 @pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
 def test_a_save_on_request(async_save: bool, trial: Callable[..., Trial]) -> None:
     asked = trial(async_save=async_save, train_steps=40, lr_decay_steps=40, **DP2)
-    ranks = asked.start()
+    go_on = asked.run.directory / "go-on"
+    ranks = asked.start(prepare=held_at(20, lambda loop: go_on.exists()))
     asked.wait_for_step(2, ranks)
     asked.run.save_request.touch()
+    go_on.touch()
     _wait_for_log(ranks, "event=save_requested")
     assert ranks.wait(LIMIT_SECONDS) == [0, 0], ranks.log()
     assert not asked.run.save_request.exists()
@@ -47,24 +49,47 @@ def test_a_save_on_request(async_save: bool, trial: Callable[..., Trial]) -> Non
     assert ranks.log().count("event=save_requested") == 1
 
 
-def _slow_writers(seconds: float = 0.7) -> None:
+def _slow_writers(seconds: float = 0.7, after: Path | None = None) -> None:
+    """So many seconds late, counted from the moment when `after` is there."""
     real = writer.write_rank_digests
 
     def slowly(directory: Path, rank: int, names: list[str]) -> None:
+        end = time.monotonic() + LIMIT_SECONDS
+        while after is not None and not after.exists() and time.monotonic() < end:
+            time.sleep(0.01)
         time.sleep(seconds)
         real(directory, rank, names)
 
     writer.write_rank_digests = slowly
 
 
+def _writes_until(path: Path) -> None:
+    """The first save lasts until half a second after `path` is there. Training waits for the first
+    request at its second step, and is slow while it saves, lest it ends before."""
+    _slow_writers(0.5, after=path)
+    held_at(2, lambda loop: loop.job.run.save_request.exists(), rank=0)()
+    from hpctrain.train.loop import Loop
+
+    real = Loop.one_step
+
+    def one_step(self: Any) -> Any:
+        if self.saver.busy:
+            time.sleep(0.1)
+        return real(self)
+
+    Loop.one_step = one_step  # type: ignore[method-assign]
+
+
 def test_a_request_during_a_save_is_kept_until_after_it(trial: Callable[..., Trial]) -> None:
     """It asks for the state of now, which the save under way does not have."""
     asked = trial(async_save=True, train_steps=120, lr_decay_steps=120)
-    ranks = asked.start(prepare=lambda: _slow_writers(3.0))
+    twice = asked.run.directory / "twice"
+    ranks = asked.start(prepare=lambda: _writes_until(twice))
     asked.wait_for_step(1, ranks)
     asked.run.save_request.touch()
     _wait_for_log(ranks, "event=save_requested")
     asked.run.save_request.touch()
+    twice.touch()
     assert ranks.wait(LIMIT_SECONDS) == [0], ranks.log()
     assert ranks.log().count("event=save_requested") == 2
     lines = [line.split()[0] for line in ranks.log().splitlines()]
@@ -80,17 +105,32 @@ def test_a_request_during_a_save_is_kept_until_after_it(trial: Callable[..., Tri
     assert not asked.run.save_request.exists()
 
 
+def _writes_until_the_next(path: Path) -> None:
+    """The first save lasts until 0.7 s after the second one wants to begin."""
+    from hpctrain.train.saver import Saver
+
+    real = Saver.begin
+
+    def begin(self: Saver, position: Any) -> None:
+        if self.busy:
+            path.touch()
+        real(self, position)
+
+    Saver.begin = begin  # type: ignore[method-assign]
+    _slow_writers(after=path)
+
+
 def test_each_save_is_written_down(trial: Callable[..., Trial]) -> None:
     made = trial(save_interval_steps=2, async_save=True, **DP2)
-    assert made.train(prepare=_slow_writers) == [0, 0]
+    next_begins = made.run.directory / "next-begins"
+    assert made.train(prepare=lambda: _writes_until_the_next(next_begins)) == [0, 0]
     saves = read_saves(made.run)
     assert [save.step for save in saves] == [2, 4, 6]
     for save in saves:
         manifest = read_manifest(made.run.checkpoints / checkpoint_name(save.step))
         assert manifest is not None and save.size_bytes == manifest.total_bytes
         assert save.publish_seconds > 0.7
-    waited = saves[1].stall_seconds  # for the save before, which its writers delay
-    assert waited > saves[0].stall_seconds
+    assert saves[1].stall_seconds > 0.7, "for the save before, which its writers delay"
     assert made.run.saves.stat().st_mode & 0o777 == 0o600
 
 

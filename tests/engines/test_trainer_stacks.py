@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
-from trial_runs import LIMIT_SECONDS, Trial
+from trial_runs import LIMIT_SECONDS, Trial, held_at
 
 from hpctrain.store.epochs import claim_epoch
 from hpctrain.store.signs import TrainerExit
@@ -33,11 +34,12 @@ def _running(ranks: prefork.Ranks) -> Iterator[prefork.Ranks]:
 
 
 def _dump(path: Path, word: str, ranks: prefork.Ranks) -> str:
-    """The dump, once it holds `word`."""
-    end = time.monotonic() + 15
+    """The dump, once it holds `word`; ranks that had not come there are asked again."""
+    end = time.monotonic() + LIMIT_SECONDS
     while not path.exists() or word not in path.read_text():
         assert time.monotonic() < end, ranks.log()
-        time.sleep(0.02)
+        ranks.signal(signal.SIGQUIT)
+        time.sleep(0.5)
     return path.read_text()
 
 
@@ -67,8 +69,6 @@ def test_stacks_of_ranks_that_are_stuck(trial: Callable[..., Trial]) -> None:
     ranks = stuck.start(prepare=_hold_the_lock, epoch=1)
     with _running(ranks):
         stuck.wait_for_step(1, ranks)
-        time.sleep(0.5)
-        ranks.signal(signal.SIGQUIT)
         waiting = _dump(stuck.run.stack_dump(1, 0), "loop.py", ranks)
         holding = _dump(stuck.run.stack_dump(1, 1), "in hold", ranks)
     header, _, body = waiting.partition("\n")
@@ -78,7 +78,7 @@ def test_stacks_of_ranks_that_are_stuck(trial: Callable[..., Trial]) -> None:
     assert "distributed" in body, "rank 0 is in a collective"
     assert holding.startswith("rank=1 ")
     lines = holding.splitlines()
-    (held,) = [number for number, line in enumerate(lines) if line.endswith("in hold")]
+    held = next(number for number, line in enumerate(lines) if line.endswith("in hold"))
     assert "most recent call first" in lines[held - 1], "innermost first"
     mode = stuck.run.stack_dump(1, 1).stat().st_mode & 0o777
     assert mode == 0o600
@@ -86,7 +86,7 @@ def test_stacks_of_ranks_that_are_stuck(trial: Callable[..., Trial]) -> None:
 
 def test_a_dump_disturbs_nothing_and_unused_files_go(trial: Callable[..., Trial]) -> None:
     asked = trial(**DP2)
-    ranks = asked.start()
+    ranks = asked.start(prepare=held_at(3, _has_given_its_stack))
     asked.wait_for_step(1, ranks)
     ranks.signal(signal.SIGQUIT, 1)
     assert ranks.wait(LIMIT_SECONDS) == [0, 0], ranks.log()
@@ -95,6 +95,11 @@ def test_a_dump_disturbs_nothing_and_unused_files_go(trial: Callable[..., Trial]
     quiet = trial(**DP2)
     assert quiet.train() == [0, 0]
     assert asked.exact == quiet.exact
+
+
+def _has_given_its_stack(loop: Any) -> bool:
+    path = loop.job.run.stack_dump(0, 1)
+    return path.exists() and "most recent call first" in path.read_text()
 
 
 def _writer_sleeps() -> None:
@@ -128,9 +133,11 @@ def test_without_a_file_training_goes_on(trial: Callable[..., Trial]) -> None:
     made = trial()
     made.run.stacks.rmdir()
     made.run.stacks.write_text("in the way")
-    ranks = made.start()
+    asked = made.run.directory / "asked"
+    ranks = made.start(prepare=held_at(3, lambda loop: asked.exists(), rank=0))
     made.wait_for_step(1, ranks)
     ranks.signal(signal.SIGQUIT)  # must not end it either
+    asked.touch()
     assert ranks.wait(LIMIT_SECONDS) == [TrainerExit.DONE], ranks.log()
     assert "stacks cannot be written" in ranks.log()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,8 +18,8 @@ from hpctrain.train.megatron import forward
 from hpctrain.train.times import ComputeTimers, EventClock, RankClock, StepClock
 
 SLOW_RANK = 2
-# Large against what computing takes here, so that a busy machine does not decide the test.
-USUAL_SECONDS, SLOW_SECONDS = 0.05, 0.1
+# Large against what computing takes here (milliseconds), so that a busy machine does not decide.
+USUAL_SECONDS, SLOW_SECONDS = 0.05, 0.3
 TP1_PP2_DP2 = dict(
     pipeline_model_parallel_size=2, pipeline_layer_split=((2,), (2,)), data_parallel_size=2
 )
@@ -46,10 +45,10 @@ def test_a_slow_rank_shows_and_only_it(trial: Callable[..., Trial]) -> None:
     assert times is not None
     assert (times.epoch, times.first_step, times.last_step) == (0, 2, 4)
     assert len(times.nodes) == 4 and all(times.nodes)
-    median = statistics.median(times.compute_seconds)
-    assert 2 * USUAL_SECONDS < median < 2 * SLOW_SECONDS, "two microbatches in each step"
-    odd = [rank for rank, each in enumerate(times.compute_seconds) if each >= 1.2 * median]
-    assert odd == [SLOW_RANK], times.compute_seconds
+    others = list(times.compute_seconds)
+    its_own = others.pop(SLOW_RANK)
+    assert min(others) > 2 * USUAL_SECONDS, "two microbatches in each step"
+    assert max(others) < 2 * SLOW_SECONDS < its_own, times.compute_seconds
 
 
 def _one_reads_slowly() -> None:
@@ -144,13 +143,18 @@ def test_steps_that_do_not_count_are_in_no_window() -> None:
 
 
 def test_measuring_costs_next_to_nothing() -> None:
-    """At most 0.1 % of a step of 100 ms with 16 microbatches, on a machine that does other work."""
+    """In a step with 16 microbatches as much as two thousand calls of an empty function, which are
+    0.1 % of a step of 100 ms."""
     inner = StepClock()
     timers = ComputeTimers(inner)
     clock = RankClock(inner, _Alone(), 0, ("n0",), 1, 10**9, lambda times: None)
     batches = inner.reading(iter(range(10**6)))
-    best = float("inf")
+    best = yardstick = float("inf")
     for step in range(50):
+        began_at = time.perf_counter()
+        for _ in range(1000):
+            _nothing()
+        yardstick = min(yardstick, time.perf_counter() - began_at)
         began_at = time.perf_counter()
         for _ in range(16):
             for name in ("forward-compute", "backward-compute"):
@@ -159,4 +163,8 @@ def test_measuring_costs_next_to_nothing() -> None:
                 timers(name).stop()
         clock.finished_step(step, 0.1)
         best = min(best, time.perf_counter() - began_at)
-    assert best <= 1e-3 * 0.1, best
+    assert best <= 2 * yardstick, (best, yardstick)
+
+
+def _nothing() -> None:
+    pass

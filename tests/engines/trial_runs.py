@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from hpctrain.store.layout import RunLayout
 from hpctrain.store.signs import ExitRecord, StepMetrics, read_exit_records, read_metrics
 from hpctrain.train import prefork
 
-LIMIT_SECONDS = 120.0
+LIMIT_SECONDS = 300.0
 
 GPT: dict[str, Any] = dict(
     run_name="tiny",
@@ -177,6 +178,27 @@ class Trial:
         while not any(row.step >= step for row in self.rows):
             assert time.monotonic() < end, ranks.log()
             time.sleep(0.02)
+
+
+def held_at(step: int, released: Callable[[Any], bool], rank: int = 1) -> Callable[[], None]:
+    """A `prepare`: this rank begins the step when its loop is `released`, and the others wait for
+    it. For tests that do something to a run at its midst, which would be over in no time."""
+
+    def prepare() -> None:
+        from hpctrain.train.loop import Loop
+
+        real = Loop.one_step
+
+        def one_step(self: Any) -> Any:
+            end = time.monotonic() + LIMIT_SECONDS
+            here = self.position.step + 1 == step and os.environ["RANK"] == str(rank)
+            while here and not released(self) and time.monotonic() < end:
+                time.sleep(0.01)
+            return real(self)
+
+        Loop.one_step = one_step  # type: ignore[method-assign]
+
+    return prepare
 
 
 def make_trial(directory: Path, base: dict[str, Any] = GPT, **changes: Any) -> Trial:

@@ -29,7 +29,7 @@ def test_a_hanging_command_ends_with_the_time_limit_and_is_killed(tmp_path: Path
     started = time.monotonic()
     with pytest.raises(SlurmUnreachableError, match=r"`squeue --states=all` within 0\.5 s"):
         SlurmClient(environment, timeout_seconds=0.5).jobs([1])
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 50
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
 

@@ -60,7 +60,7 @@ def test_an_orphan_that_holds_the_pipe_does_not_hold_the_supervisor(tmp_path: Pa
         running.process.wait(20)
         started = time.monotonic()
         running.finish_reading(0.3)
-        assert 0.25 < time.monotonic() - started < 5
+        assert 0.25 < time.monotonic() - started < 25
         assert len(running.failures) == 1
     finally:
         os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)

@@ -423,7 +423,7 @@ def test_in_the_final_stage_slurm_is_asked_once(stage: Stage) -> None:
     context.signals._arrived.append("TERM")
     started = time.monotonic()
     assert gather.job_facts(context, patient=True) is None
-    assert time.monotonic() - started < 0.2
+    assert time.monotonic() - started < 3
 
 
 def test_an_hour_of_watching_costs_little(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -479,6 +479,21 @@ def test_the_supervisor_is_light() -> None:
     ).stdout.split()
     assert len(answer) == 1, f"imports {answer[:-1]}"
     assert int(answer[0]) < 60, "MiB"
+
+
+@pytest.mark.parametrize(
+    ("kill_wait", "waited"), [(30.0, 22.0), (10.0, 5.0), (3.0, 1.0), (1.0, 0.5)]
+)
+def test_of_the_final_seconds_some_are_kept_for_the_verdict(
+    scene: Scene, kill_wait: float, waited: float
+) -> None:
+    scene.stage.configure(config().model_copy(update={"kill_wait_seconds": kill_wait}))
+    scene.watch = scene.resumed_at(0)
+    scene.watch._final_at = scene.clock.now
+    scene.clock.now += waited - 0.1
+    assert not scene.watch._time_is_up()
+    scene.clock.now += 0.2
+    assert scene.watch._time_is_up()
 
 
 def test_whom_we_have_killed_has_not_failed(stage: Stage) -> None:
