@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rehearsal import PlannedFault, Stage, held
+from rehearsal import Stage, held
 from survival import BY_SLURM, Fault, Survival
 
 from hpctrain.actions.runs import RunFiles
@@ -35,18 +35,13 @@ def test_nodes_that_die_are_left_for_others(
 def test_a_dead_slurmd_with_living_ranks_cannot_publish(
     stage: Stage, reference: RunFiles, survival: Survival
 ) -> None:
-    """The zombie: Slurm requeues the job while the ranks of the dead slurmd still run.
-
-    They go on in the middle of a step when the next launch has long begun, and come to a save.
-    """
-    planned = (PlannedFault(epoch=1, rank=1, step=14, do="sleep", seconds=45),)
-    rehearsal = stage.start("name=zombie", planned=planned)
-    rehearsal.wait_for_checkpoint(10)
-    rehearsal.wait_for_step(13)
+    """The zombie: Slurm requeues the job while supervisor and ranks of the dead slurmd live."""
+    rehearsal = stage.start("name=zombie", planned=held(1, 14))
+    rehearsal.wait_for_progress()
     node = rehearsal.nodes()[0]
     zombies = {process.pid for process in rehearsal.processes() if process.rank is not None}
     faults.kill_slurmd(stage.sandbox, node)
-    fault = Fault(13, "the slurmd of the batch node dies, and its ranks wake up after the requeue")
+    fault = Fault(13, "the slurmd of the batch node dies, and its ranks live on")
     survival.recovered(rehearsal, fault, cause="node_failure", action=BY_SLURM, epoch=1)
     rehearsal.wait(
         lambda: not zombies & {process.pid for process in rehearsal.processes()},
