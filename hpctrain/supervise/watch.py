@@ -340,9 +340,10 @@ class LaunchWatch:
 
     def _end_step(self) -> None:
         """Kill what is left of the step (srun may be dead and its tasks alive), then srun."""
-        self.killed_at = time.time()
+        began_at = time.time()
         deadline = time.monotonic() + self.context.config.kill_wait_seconds + 10
         while self._steps.kill():
+            self.killed_at = began_at
             self.step_remains = time.monotonic() >= deadline
             if self.step_remains:
                 break

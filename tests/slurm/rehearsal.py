@@ -131,7 +131,7 @@ def own_sandbox(shape: SandboxShape) -> Iterator[Sandbox]:
     box = None
     try:
         box = Sandbox.create(parent / "s", shape)
-        box.up()
+        box.up(PATIENCE_SECONDS)
         yield box
     finally:
         if box is not None:
