@@ -68,6 +68,7 @@ environment:
   - {{name: OMP_NUM_THREADS, value: "1", reason: ranks share the cores of this machine}}
 """
 
+# All checkpoints are kept: a test that is held up still finds the one that was resumed from.
 SPEC = f"""
 name: rehearsal
 model: {{layers: 2, hidden: 64, heads: 4, vocab: 256, seq: 64, dropout: 0.1}}
@@ -77,7 +78,7 @@ precision: fp32
 optimizer: {{lr: 1e-3}}
 parallel: {{pp: 2}}
 recompute: none
-checkpoint: {{every_steps: {SAVE_EVERY_STEPS}, keep: 3}}
+checkpoint: {{every_steps: {SAVE_EVERY_STEPS}, keep: 20}}
 engine: {{deterministic: true}}
 resources: {{gpus: 2, walltime: 00:30:00}}
 supervise: {{stall: 5min, setup_stall: 5min, learn_stalls: false}}

@@ -50,7 +50,8 @@ def test_a_dead_slurmd_with_living_ranks_cannot_publish(
     rehearsal.assert_done_exactly(reference)
     found = checkpoints(rehearsal.run.layout.checkpoints, "sha256")
     assert all(one.good for one in found), rehearsal.logs()
-    assert {one.manifest.epoch for one in found if one.manifest} == {2}, rehearsal.logs()
+    later = [one.manifest.epoch for one in found if one.manifest and one.step > 10]
+    assert set(later) == {2}, rehearsal.logs()
 
 
 def test_a_drained_node_is_used_to_the_end_and_then_left(
