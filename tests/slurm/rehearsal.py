@@ -140,6 +140,23 @@ def own_sandbox(shape: SandboxShape) -> Iterator[Sandbox]:
         shutil.rmtree(parent, ignore_errors=True)
 
 
+def wait_till_remembered(sandbox: Sandbox) -> None:
+    """Until slurmctld has written its state, which it does 5 s after a change, and can be killed.
+
+    Else it would forget a job and give its number to the next one, which the node that knows the
+    first refuses: it is drained, and the next test waits for it in vain.
+    """
+    name = f"remembered-{time.time_ns()}"
+    options = ("--parsable", "--hold", "--output=/dev/null", f"--job-name={name}", "--wrap=true")
+    job_id = sandbox.command("sbatch", *options).strip()
+    state = sandbox.paths.state / "job_state"
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not (state.exists() and name.encode() in state.read_bytes()):
+        assert time.monotonic() < deadline, "slurmctld does not write its state"
+        time.sleep(0.1)
+    sandbox.command("scancel", job_id)
+
+
 @dataclass(frozen=True)
 class PlannedFault:
     """What one rank of one launch does to itself; see `faults/faulty_trainer.py`.
@@ -262,12 +279,6 @@ class Rehearsal:
             lambda: max(published_steps(self.run.layout.checkpoints), default=0) >= step,
             f"a checkpoint of step {step}",
         )
-
-    def wait_till_remembered(self) -> None:
-        """slurmctld has written its state since this attempt began, else it would forget that."""
-        began_at = self.events(EventKind.ATTEMPT_STARTED)[-1].time
-        state = self.sandbox.paths.state / "job_state"
-        self.wait(lambda: state.stat().st_mtime > began_at + 1, "in the state of slurmctld")
 
     def wait_for_progress(self) -> int:
         """Until the newest launch has saved and trained on; returns its number."""

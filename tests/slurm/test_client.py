@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rehearsal import wait_till_remembered
 
 from hpctrain.errors import SlurmRefusedError, SlurmUnreachableError
 from hpctrain.sandbox.faults import kill_controller, restart_controller
@@ -239,9 +240,7 @@ def test_configuration_and_partitions(slurm: SlurmClient, sandbox: Sandbox) -> N
 
 def test_without_a_controller_nothing_is_known(slurm: SlurmClient, sandbox: Sandbox) -> None:
     job_id = running(slurm)
-    running_since = time.time()
-    state = sandbox.paths.state / "job_state"  # what is not in it yet would be forgotten
-    assert eventually(lambda: state.stat().st_mtime > running_since)
+    wait_till_remembered(sandbox)
     kill_controller(sandbox)
     for ask in (slurm.jobs, slurm.history):
         with pytest.raises(SlurmUnreachableError, match="Unable to contact"):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from rehearsal import PATIENCE_SECONDS
+from rehearsal import PATIENCE_SECONDS, wait_till_remembered
 
 from hpctrain.sandbox import faults
 from hpctrain.sandbox.sandbox import Sandbox
@@ -105,6 +105,7 @@ def test_a_hung_node_is_lost_at_the_deadline(job: Job, sandbox: Sandbox) -> None
 
 
 def test_without_a_controller_nobody_is_lost(job: Job, sandbox: Sandbox) -> None:
+    wait_till_remembered(sandbox)
     faults.kill_controller(sandbox)
     result = job.probe()
     assert result.trouble and result.lost == ()

@@ -15,6 +15,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
+from rehearsal import wait_till_remembered
 
 from hpctrain.errors import SlurmError, UsageError
 from hpctrain.sandbox import faults
@@ -127,8 +128,7 @@ def test_a_rebooted_node_needs_a_resume(sandbox: Sandbox) -> None:
 def test_a_killed_controller_comes_back_and_keeps_the_job(sandbox: Sandbox) -> None:
     job_id = submit(sandbox, wrap="sleep 300")
     await_state(sandbox, job_id, "RUNNING")
-    running_since = time.time()
-    await_true(lambda: (sandbox.paths.state / "job_state").stat().st_mtime > running_since)
+    wait_till_remembered(sandbox)
     faults.kill_controller(sandbox)
     assert sandbox.health() == "partial"
     faults.restart_controller(sandbox)
@@ -164,6 +164,7 @@ def test_a_frozen_node_stands_still_until_it_is_thawed(sandbox: Sandbox) -> None
 
 def test_repair_revives_what_was_killed(sandbox: Sandbox) -> None:
     submit(sandbox, "-N4", wrap="srun sleep 300")
+    wait_till_remembered(sandbox)
     faults.kill_slurmd(sandbox, "n2")
     faults.kill_controller(sandbox)
     repair(sandbox)

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rehearsal import SAVE_EVERY_STEPS, PlannedFault, Rehearsal
+from rehearsal import SAVE_EVERY_STEPS, PlannedFault, Rehearsal, wait_till_remembered
 from survival import flip_a_byte, newest_verified
 
 from hpctrain.actions.requests import ask
@@ -103,7 +103,7 @@ def batch_node_crashed(rehearsal: Rehearsal, dice: random.Random) -> None:
 
 def controller_restarted(rehearsal: Rehearsal, dice: random.Random) -> None:
     """Away for some seconds, with a rank that dies meanwhile."""
-    rehearsal.wait_till_remembered()
+    wait_till_remembered(rehearsal.sandbox)
     faults.kill_controller(rehearsal.sandbox)
     rank_killed(rehearsal, dice)
     time.sleep(dice.uniform(1, 8))

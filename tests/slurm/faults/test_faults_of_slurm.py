@@ -6,7 +6,7 @@ import os
 import time
 from pathlib import Path
 
-from rehearsal import Rehearsal, Stage, held
+from rehearsal import Rehearsal, Stage, held, wait_till_remembered
 from survival import Fault, Survival
 
 from hpctrain.actions.runs import RunFiles
@@ -24,7 +24,7 @@ def test_a_controller_that_is_away_disturbs_nothing(
     """A rank dies meanwhile: whether that was a crash is known when Slurm answers again."""
     rehearsal = stage.start("name=controller", planned=held(1, 14, rank=0))
     epoch = rehearsal.wait_for_progress()
-    rehearsal.wait_till_remembered()
+    wait_till_remembered(stage.sandbox)
     faults.kill_controller(stage.sandbox)
     rehearsal.kill_rank(0)
     nobody_concludes_anything(rehearsal, tmp_path)
