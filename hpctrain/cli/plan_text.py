@@ -15,7 +15,7 @@ _COMPONENTS = ("weights", "gradients", "optimizer", "activations", "logits", "bu
 _HEADERS = ("WEIGHT", "GRAD", "OPTIM", "ACTIV", "LOGITS", "BUFFER")
 _WIDTH, _INDENT = 80, 10
 _TIE = "\N{NO-BREAK SPACE}"  # textwrap breaks at ASCII white space only
-_TIED = re.compile(r"(?<=\d) (?=(?:%|d|h|min|s|ms|[KMGT]iB|B|GPUs|x|nodes?)\b|%)|(?<=·) ")
+_TIED = re.compile(r"(?<=\d) (?=(?:%|d|h|min|s|ms|[KMGT]iB|B|GPUs?|x|nodes?)\b|%)|(?<=·) ")
 _AXIS = re.compile(r"\b(tp|pp|vpp|cp|ep|dp|micro|recompute|stage|zero|order) (?=\S)")
 
 
@@ -25,9 +25,8 @@ def plan_lines(plan: Plan) -> list[str]:
     return [
         *entry(
             "Plan",
-            f"{plan.run_name} -> {plan.profile_name} ({_nodes(plan)} x "
-            f"{plan.nodes.gpus_per_node} GPUs), engine {plan.engine}, "
-            f"{short_count(plan.parameters)} parameters",
+            f"{plan.run_name} -> {plan.profile_name} ({plan.nodes}), "
+            f"engine {plan.engine}, {short_count(plan.parameters)} parameters",
         ),
         *entry("Layout", f"{plan.layout} ({_spans(plan)})"),
         *entry(
@@ -76,11 +75,6 @@ def short_count(count: int) -> str:
         if count >= scale:
             return f"{count / scale:.4g}{suffix}"
     return str(count)
-
-
-def _nodes(plan: Plan) -> str:
-    count = plan.nodes.nodes
-    return f"{count} node" if count == 1 else f"{count} nodes"
 
 
 def _spans(plan: Plan) -> str:

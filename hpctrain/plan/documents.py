@@ -109,6 +109,12 @@ class NodeRequest(Document):
     gpus_per_node: int
     island_nodes: tuple[int, ...] = ()  # of each island, in the profile's order; empty: no islands
 
+    def __str__(self) -> str:
+        """`1 node x 8 GPUs`"""
+        nodes = "node" if self.nodes == 1 else "nodes"
+        gpus = "GPU" if self.gpus_per_node == 1 else "GPUs"
+        return f"{self.nodes} {nodes} x {self.gpus_per_node} {gpus}"
+
 
 class StepParts(Document):
     """Where the seconds of one step go, on the slowest stage; they add up to the step."""

@@ -98,8 +98,8 @@ def build_script(spec: RunSpec, profile: ClusterProfile, plan: Plan, facts: Scri
     _checked_variables(variable.name for variable in profile.environment)
     _refuse_contradictions(spec, profile, plan, partition)
     return Script(
-        title=f"{_one_line(spec.name)} on {profile.name}: {plan.nodes.nodes} nodes x "
-        f"{plan.nodes.gpus_per_node} GPUs, {plan.engine}, {plan.batch.train_steps} steps",
+        title=f"{_one_line(spec.name)} on {profile.name}: {plan.nodes}, "
+        f"{plan.engine}, {plan.batch.train_steps} steps",
         version=__version__,
         run_id=facts.run_id,
         spec_digest=facts.spec_digest[:12],
