@@ -134,6 +134,7 @@ def _optimizer(config: DeepSpeedConfig) -> dict[str, Any]:
             weight_decay=config.weight_decay,
             torch_adam=config.torch_adam,
             adam_w_mode=True,
+            **(dict(fused=True) if config.torch_adam else {}),
         ),
     )
 

@@ -30,6 +30,8 @@ def build_optimizer(config: NativeConfig, module: Any) -> torch.optim.AdamW:
         betas=(config.adam_beta1, config.adam_beta2),
         eps=config.adam_eps,
         weight_decay=config.weight_decay,
+        # one pass over memory, and no copies: the others take four bytes for each weight once more
+        fused=True,
     )
 
 
