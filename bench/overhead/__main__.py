@@ -1,12 +1,12 @@
 """What the trainer costs: its step against the least loop that trains with the same engine.
 
-For each engine both run in the same processes (gloo) on the same model, optimizer and samples, in
-short turns. Printed: the median step of each; the median over neighbouring turns of the ratio, with
-the interval that holds the true one with 95 %; and the same ratio of the CPU time of rank 0, which
-does most and which other programs of this machine disturb less. Exit code 1 when a ratio of steps
-is above the limit beyond doubt: the whole interval.
+For each engine both run in the same processes (gloo, or one on a GPU) on the same model, optimizer
+and samples, in short turns. Printed: the median step of each; the median over neighbouring turns of
+the ratio, with the interval that holds the true one with 95 %; and the same ratio of the CPU time
+of rank 0, which does most and which other programs of this machine disturb less. Exit code 1 when a
+ratio of steps is above the limit beyond doubt: the whole interval.
 
-    python -m bench.overhead [ENGINE ...] [--seconds 25] [--limit 1.02]
+    python -m bench.overhead [ENGINE ...] [--seconds 25] [--limit 1.02] [--gpu]
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-from bench.overhead.jobs import JOBS, MEGATRON_LM
+from bench.overhead.jobs import JOBS, MEGATRON_LM, on_one_gpu
 from bench.overhead.ranks import SECONDS_FILE, measure
 from bench.overhead.turns import BARE, OURS, Found, read_found
 from bench.pairs import Ratio, ratio
@@ -68,7 +68,10 @@ def main() -> int:
     parser.add_argument("engines", nargs="*", metavar="ENGINE", help=", ".join(JOBS))
     parser.add_argument("--seconds", type=float, default=25.0, help="for each engine")
     parser.add_argument("--limit", type=float, default=1.02)
+    parser.add_argument("--gpu", action="store_true", help="one process on the GPU of this machine")
     options = parser.parse_args()
+    if options.gpu:
+        JOBS.update({engine: on_one_gpu(config) for engine, config in JOBS.items()})
     if unknown := set(options.engines) - set(JOBS):
         parser.error(f"no such engine: {', '.join(sorted(unknown))}")
     good = True

@@ -12,6 +12,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_
 
@@ -63,12 +64,19 @@ def _ddp(loop: Loop, engine: Any, samples: Any) -> None:
     total = 0.0
     for last, batch in _batches(loop, samples):
         with contextlib.nullcontext() if last else engine.module.no_sync():
-            loss = _mean_loss(engine.module, batch) / loop.job.config.microbatches
+            with _autocast(loop, batch):
+                loss = _mean_loss(engine.module, batch) / loop.job.config.microbatches
             loss.backward()
         total += loss.detach()
     clip_grad_norm_(engine.module.parameters(), loop.job.config.clip_grad)
     engine.optimizer.step()
     assert float(total) > 0
+
+
+def _autocast(loop: Loop, batch: Any) -> Any:
+    """DDP keeps weights in fp32 and lets operations choose."""
+    half = loop.job.config.precision == "bf16"
+    return torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=half)
 
 
 def _deepspeed(loop: Loop, engine: Any, samples: Any) -> None:
@@ -91,4 +99,4 @@ def _batches(loop: Loop, samples: Any) -> Iterator[tuple[bool, Any]]:
 
 def _mean_loss(module: Any, batch: Any) -> Any:
     logits = module(input_ids=batch.tokens, use_cache=False).logits
-    return functional.cross_entropy(logits.flatten(0, -2), batch.labels.flatten())
+    return functional.cross_entropy(logits.float().flatten(0, -2), batch.labels.flatten())

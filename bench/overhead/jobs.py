@@ -1,4 +1,5 @@
-"""The job that each engine trains: one small GPT, data made up, in fp32 on CPUs.
+"""The job that each engine trains: one small GPT, data made up, in fp32 on CPUs; on a GPU one of
+355 million weights in bf16 (GPT-3 medium: Brown et al. 2020, arXiv:2005.14165, table 2.1).
 
 Belongs here: documents for the trainer, as a plan would fill them. Does not belong here: measuring.
 """
@@ -126,5 +127,41 @@ JOBS: dict[str, TrainConfig] = {
     ),
     "megatron-lm": _parsed(_MEGATRON_LM),
 }
+
+_ON_GPU: dict[str, Any] = dict(
+    precision="bf16",
+    seq_length=1024,
+    vocab_size=50257,
+    micro_batch_size=8,
+    global_batch_size=16,
+    data_parallel_size=1,
+    peak_flops_per_gpu=None,
+)
+_MEGATRON_ON_GPU: dict[str, Any] = dict(
+    _ON_GPU,
+    num_layers=24,
+    hidden_size=1024,
+    ffn_hidden_size=4096,
+    num_attention_heads=16,
+    num_query_groups=16,
+    kv_channels=64,
+    padded_vocab_size=50304,
+    tensor_model_parallel_size=1,
+    pipeline_model_parallel_size=1,
+    pipeline_layer_split=((24,),),
+)
+
+
+def on_one_gpu(config: TrainConfig) -> TrainConfig:
+    """The same engine with a job that keeps one GPU busy."""
+    shape = dict(family="gpt", layers=24, hidden=1024, ffn=4096, heads=16, vocab=50257, seq=1024)
+    if config.engine.startswith("megatron"):
+        own: dict[str, Any] = _MEGATRON_ON_GPU
+    else:
+        own = dict(_ON_GPU, model=shape)
+    sharded = dict(shard_size=1) if config.engine == "fsdp" else {}
+    return _parsed({**config.model_dump(mode="json"), **own, **sharded})
+
+
 assert isinstance(JOBS["megatron"], MegatronConfig)
 MEGATRON: MegatronConfig = JOBS["megatron"]

@@ -29,7 +29,8 @@ PRINTED_ALONE = 10
 
 
 def agreed(own: float) -> float:
-    mean = torch.tensor([own], dtype=torch.float64)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    mean = torch.tensor([own], dtype=torch.float64, device=device)
     dist.all_reduce(mean)
     return float(mean[0]) / dist.get_world_size()
 

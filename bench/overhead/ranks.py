@@ -45,11 +45,20 @@ def _with_our_loop(job: Job, seconds: float) -> None:
     loop = startup.assemble(job, _Keeper())
     steps: dict[str, Callable[[], Any]] = {BARE: bare_step(loop), OURS: loop.one_step}
     ranks = job.config.world_size
-    turns = Turns(seconds, loop.control.barrier, lambda own: loop.control.total(own) / ranks)
+    turns = Turns(seconds, lambda: _meet(loop), lambda own: loop.control.total(own) / ranks)
     for kind in turns:
         steps[kind]()
     if job.launch.leads:
         write_found(job.run.directory / SECONDS_FILE, turns.found)
+    loop.control.barrier()
+
+
+def _meet(loop: Any) -> None:
+    """All ranks have done what they were given, and so have their GPUs."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     loop.control.barrier()
 
 

@@ -104,6 +104,13 @@ def resnet_convolutions(model: ModelSpec) -> Iterator[Convolution]:
             inputs = width * (BOTTLENECK_EXPANSION if bottleneck else 1)
 
 
+def resnet_kept(model: ModelSpec) -> int:
+    """Numbers of two bytes that the backward pass needs of one image: what each convolution puts
+    out, what the batch norm makes of it, and where the pooling's maxima were (eight bytes each)."""
+    pooled = STEM_FEATURES * halved(halved(model.image)) ** 2
+    return sum(2 * one.outputs * one.side**2 for one in resnet_convolutions(model)) + 4 * pooled
+
+
 def basic_block(inputs: int, width: int, before: int, side: int) -> list[Convolution]:
     """Two 3x3 convolutions, the first with the stride; `before` is the side of the input."""
     block = [Convolution(inputs, width, 3, side), Convolution(width, width, 3, side)]

@@ -180,8 +180,10 @@ class Software:
     dummy_gradients: Array = 1  # 16-bit copies of one layer's weights that backward leaves behind
     turned_copy: Array = 0  # 1: queries and keys are kept before and after rotation
     norm_bytes: Array = 0  # per element that a norm keeps beyond its input; eager ones keep fp32
+    gate_copy: Array = 0  # 1: a gated MLP keeps its gate before and after the activation
     checkpoint_copies: Array = 1  # tensors [T, h] that a fully recomputed layer keeps
     logit_bytes: Array = 4  # per logit at the peak: fp32 softmax
+    loss_first: Array = 0  # 1: the loss's tensors are gone before a layer is computed again
     slack: Array = 1.0  # allocator's share on top of activations and buffers
     context_bytes: Array = 0.0  # CUDA context, NCCL, libraries: outside the allocator
 

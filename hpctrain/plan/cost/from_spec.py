@@ -14,6 +14,7 @@ from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.plan import vision
 from hpctrain.plan.cost.case import Case, Machine, Mesh, Shape, Software
 from hpctrain.plan.cost.constants import calibration_of, machine_of, software_of
+from hpctrain.plan.cost.modules import eager
 from hpctrain.plan.order import ORDERS
 from hpctrain.plan.parameters import BERT_SEGMENTS, vocab_multiple
 from hpctrain.plan.tuning import learned_share
@@ -129,14 +130,13 @@ def resnet_shape(model: ModelSpec) -> Shape:
     """A ResNet as MLP blocks with its weights, its multiplications and its activations.
 
     Of T positions, hidden size h and MLP size f, L blocks have 2 L h f weights, make T times as
-    many multiplications and keep 2 T L (h + f) numbers (`memory.mlp_block_bytes`). A ResNet keeps
-    of every convolution its output and what the batch norm makes of it. h and f are the roots of
-    x^2 - (h + f) x + h f. Good enough to plan data parallelism, which needs no more.
+    many multiplications and keep 2 T L (h + f) numbers (`memory.mlp_kept`), which are those of
+    `vision.resnet_kept`. h and f are the roots of x^2 - (h + f) x + h f. Good enough to plan data parallelism, which needs no more.
     """
     layers = list(vision.resnet_convolutions(model))
     weights = vision.resnet_parameters(model)
     positions = vision.resnet_multiplications(model) / weights
-    kept = 2 * sum(one.outputs * one.side**2 for one in layers)
+    kept = vision.resnet_kept(model)
     total, product = kept / (2 * positions * len(layers)), weights / (2 * len(layers))
     root = sqrt(max(0.0, total**2 / 4 - product))
     ffn = total / 2 + root
@@ -218,7 +218,7 @@ def software_for(spec: RunSpec, profile: ClusterProfile, knowledge: Knowledge | 
     """The engine's generation, with what spec and profile say of it."""
     calibration = knowledge.calibration if knowledge else None
     base = software_of(engine_calibration(spec, calibration)) if calibration else PLAIN
-    return replace(
+    said = replace(
         base,
         flash=int(uses_flash_attention(spec)),
         dp_overlap=data_overlap(spec, calibration, base),
@@ -227,6 +227,7 @@ def software_for(spec: RunSpec, profile: ClusterProfile, knowledge: Knowledge | 
         main_bytes=optimizer_bytes(spec),
         context_bytes=float(profile.gpu.reserved),
     )
+    return replace(said, **eager(spec))
 
 
 def gradient_bytes(spec: RunSpec) -> float:
@@ -264,7 +265,7 @@ def engine_calibration(spec: RunSpec, calibration: Calibration) -> SoftwareCalib
 
 
 def uses_flash_attention(spec: RunSpec) -> bool:
-    """True when attention is computed without s x s tensors.
+    """True when Megatron's attention is computed without s x s tensors.
 
     `implementation: auto` counts as TransformerEngine: clusters with GPUs have it, and where it
     is missing (the sandbox) models are tiny. fp32 has no flash kernel.

@@ -211,7 +211,9 @@ def core_attention_bytes(case: Case) -> Array:
 def mlp_kept(case: Case) -> Kept:
     """One MLP block: eq. 2's 19 s b h for f = 4h; recomputed, its input alone stays."""
     shape, mesh = case.shape, case.mesh
-    inside = mesh.element_bytes * tokens(case) * (shape.mlp_width + 1) * shape.ffn / mesh.tp
+    copies = case.software.gate_copy * shape.gated
+    inside = mesh.element_bytes * tokens(case) * (shape.mlp_width + 1 + copies) * shape.ffn
+    inside = inside / mesh.tp
     whole = (2 + _mask(case)) * outside_bytes(case) + inside
     return Kept(whole, mesh.again_mlp * (whole - outside_bytes(case)))
 
@@ -287,6 +289,8 @@ def activation_bytes(case: Case, stage: Stage) -> Array:
     kept = kept_bytes(case, stage.blocks)
     layers = np.maximum(stage.blocks.layers, 1e-9)
     working = np.maximum(blocks_bytes(case, stage.blocks, whole=True) - kept, 0.0) / layers
+    before = case.software.loss_first * logit_bytes(case) * stage.loss
+    working = np.maximum(working - before, 0.0)
     start = stage.embedding * np.minimum(case.mesh.pp, case.mesh.accumulation)
     ends = (start + 2 * stage.loss) * outside_bytes(case)
     extra = stage.loss * kept_bytes(case, prediction_blocks(case))

@@ -1,0 +1,1 @@
+"""The planner against one real GPU (`python -m bench.one_gpu`)."""

@@ -1,0 +1,58 @@
+"""What Hugging Face's classes keep in memory where Megatron's fused kernels do not.
+
+Read off transformers' models and torch's operations, and compared with what their forward and
+backward passes hold (tests/engines/test_kept_by_modules.py). Belongs here: the constants of a
+`Software` that follow from the model and its precision. Does not belong here: formulas of bytes
+(see `memory`), time.
+"""
+
+from __future__ import annotations
+
+from hpctrain.spec.model import ModelSpec
+from hpctrain.spec.run import RunSpec
+
+ENGINES = ("fsdp", "deepspeed", "ddp")
+# Per logit, in fp32 whatever the precision: log-probabilities, their gradient, and that of the
+# logits (train/models/tasks.py, masked_sum; torch/_decomp: _log_softmax_backward_data).
+_LOGIT_BYTES = 12.0
+# x / rms(x) in fp32 (modeling_llama.py, LlamaRMSNorm), which its product with the weight keeps.
+_RMS_BYTES = 4.0
+# torch.autocast leaves what is added up between blocks in fp32, where bf16 was counted.
+_STREAM_BYTES = 2.0
+# It makes a bf16 copy of its input for each product: of queries, keys and values, of gate and up.
+_COPY_BYTES = 2.0
+
+
+def eager(spec: RunSpec) -> dict[str, float]:
+    """Fields of `Software` for an engine that trains these classes; empty for others.
+
+    Attention is torch's fused kernel in any precision.
+    """
+    if spec.engine.name not in ENGINES or spec.model.family == "resnet":
+        return {}
+    return dict(
+        flash=1.0,
+        gate_copy=1.0,
+        logit_bytes=_LOGIT_BYTES,
+        loss_first=1.0,
+        norm_bytes=_norm_bytes(spec.model, autocast=uses_autocast(spec)),
+    )
+
+
+def uses_autocast(spec: RunSpec) -> bool:
+    """DDP keeps weights in fp32 and lets each operation choose its precision."""
+    return spec.engine.name == "ddp" and spec.precision == "bf16"
+
+
+def _norm_bytes(model: ModelSpec, *, autocast: bool) -> float:
+    """Per element of a block's input, in the mean of an attention and an MLP block."""
+    inside = _RMS_BYTES if model.norm == "rmsnorm" else 0.0
+    if not autocast:
+        return inside
+    copies = (_products_of_attention(model) - 1 + int(model.gated)) / 2
+    return inside + _STREAM_BYTES + _COPY_BYTES * copies
+
+
+def _products_of_attention(model: ModelSpec) -> int:
+    """Of the same input: GPT-2 has one matrix for queries, keys and values."""
+    return 1 if model.family == "gpt" else 3
