@@ -131,7 +131,8 @@ def resnet_shape(model: ModelSpec) -> Shape:
 
     Of T positions, hidden size h and MLP size f, L blocks have 2 L h f weights, make T times as
     many multiplications and keep 2 T L (h + f) numbers (`memory.mlp_kept`), which are those of
-    `vision.resnet_kept`. h and f are the roots of x^2 - (h + f) x + h f. Good enough to plan data parallelism, which needs no more.
+    `vision.resnet_kept`. h and f are the roots of x^2 - (h + f) x + h f. Good
+    enough to plan data parallelism, which needs no more.
     """
     layers = list(vision.resnet_convolutions(model))
     weights = vision.resnet_parameters(model)
