@@ -16,6 +16,7 @@ from hpctrain.plan.order import ORDERS
 from hpctrain.plan.placement import stays_inside
 from hpctrain.plan.sharding import AXES, offload_choices, shard_choices, zero_choices
 from hpctrain.plan.stages import Split
+from hpctrain.plan.trainable import TRAINED_AXES
 from hpctrain.plan.trainable_deepspeed import untrainable_in_a_pipeline, untrainable_in_tensors
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import ParallelSpec, RunSpec
@@ -85,13 +86,13 @@ def _auto_freedom(spec: RunSpec, profile: ClusterProfile) -> Freedom:
 
 
 def _axes(spec: RunSpec) -> tuple[str, ...]:
-    """Along which a search may split the model; for DeepSpeed those that can be trained, too."""
+    """Along which a search may split the model: those that can be trained, too."""
     if spec.model.reads_images:
         return ()
     if spec.engine.name == "deepspeed":
         refused = {"tp": untrainable_in_tensors(spec), "pp": untrainable_in_a_pipeline(spec)}
         return tuple(axis for axis, words in refused.items() if not any(words))
-    return AXES[spec.engine.name]
+    return TRAINED_AXES.get(spec.engine.name, AXES[spec.engine.name])
 
 
 def _tensor_choices(spec: RunSpec, sizes: Iterable[int]) -> tuple[int, ...]:

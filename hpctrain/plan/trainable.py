@@ -31,7 +31,7 @@ _OFFLOADS = {
     "ddp": ("none",),
 }
 # Fields of `parallel` by which each engine splits a model when it trains.
-_AXES: dict[str, tuple[str, ...]] = {"fsdp": (), "deepspeed": ("tp", "pp"), "ddp": ()}
+TRAINED_AXES: dict[str, tuple[str, ...]] = {"fsdp": (), "deepspeed": ("tp", "pp"), "ddp": ()}
 
 _LEARNED_FROM_TOKENS = ("language_modeling", "masked_language_modeling")
 
@@ -58,13 +58,13 @@ def untrainable_fields(spec: RunSpec) -> Found:
 
 def untrainable_layout(plan: Plan) -> Found:
     """The same for what the planner has chosen: axes that can be priced, but not trained."""
-    if plan.engine not in _AXES:
+    if plan.engine not in TRAINED_AXES:
         return []
     chosen = {"tp": plan.layout.tp, "pp": plan.layout.pp, "cp": plan.layout.cp}
     return [
         ("parallel", f"hpctrain trains {plan.engine} without {axis}, the plan has {axis} {size}")
         for axis, size in chosen.items()
-        if size > 1 and axis not in _AXES[plan.engine]
+        if size > 1 and axis not in TRAINED_AXES[plan.engine]
     ]
 
 

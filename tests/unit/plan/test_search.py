@@ -119,6 +119,8 @@ def parallels(spec: RunSpec) -> list[ParallelSpec]:
 
 def can_be_trained(spec: RunSpec) -> bool:
     assert spec.parallel != "auto"
+    if spec.engine.name == "fsdp":
+        return spec.parallel.tp == spec.parallel.cp == 1
     return not any(untrainable_by_deepspeed(spec))
 
 
@@ -142,7 +144,7 @@ def by_loops(spec: RunSpec, profile: ClusterProfile) -> list[Candidate]:
         if layout_problems(spec, parallel) or world_problems(parallel, gpus, profile):
             continue
         told = spec.model_copy(update={"parallel": parallel})
-        if spec.engine.name == "deepspeed" and not can_be_trained(told):
+        if spec.engine.name in ("deepspeed", "fsdp") and not can_be_trained(told):
             continue
         layout = layout_of(parallel, gpus)
         for micro in micros if spec.batch.micro == "auto" else [spec.batch.micro]:
