@@ -147,14 +147,14 @@ def wait_till_remembered(sandbox: Sandbox) -> None:
     first refuses: it is drained, and the next test waits for it in vain.
     """
     name = f"remembered-{time.time_ns()}"
-    options = ("--parsable", "--hold", "--output=/dev/null", f"--job-name={name}", "--wrap=true")
-    job_id = sandbox.command("sbatch", *options).strip()
+    slurm = SlurmClient({**os.environ, **sandbox.environment()})
+    job_id = slurm.submit("#!/bin/sh\n", ("--hold", f"--job-name={name}")).job_id
     state = sandbox.paths.state / "job_state"
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not (state.exists() and name.encode() in state.read_bytes()):
         assert time.monotonic() < deadline, "slurmctld does not write its state"
         time.sleep(0.1)
-    sandbox.command("scancel", job_id)
+    slurm.cancel(job_id)
 
 
 @dataclass(frozen=True)
