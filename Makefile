@@ -9,7 +9,7 @@ WORKERS ?= 3
 # Faults of `make chaos`, and the storm: the same seed gives the same faults at the same steps.
 N ?= 100
 SEED ?= 1
-.PHONY: help install demo test unit lint golden reliability chaos bench sandbox-down clean
+.PHONY: help install demo test unit lint golden reliability chaos bench gpu sandbox-down clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -48,6 +48,11 @@ bench: install  ## Benchmarks; each prints ratios against a peer in the same run
 	@$(PYTHON) bench/planner_search.py
 	@$(PYTHON) -m bench.recovery
 	@$(PYTHON) -m bench.supervisor_cost
+
+gpu:  ## On a machine with a GPU, with the Python that sees it: PYTHON=python3
+	@$(PYTHON) -m pytest tests/gpu -n 4
+	@$(PYTHON) -m bench.overhead --gpu
+	@$(PYTHON) -m bench.one_gpu
 
 sandbox-down: install  ## Take down the sandbox of an interrupted demo
 	@.venv/bin/hpctrain sandbox down --directory .demo/sandbox
