@@ -18,6 +18,10 @@ ENGINES = {
     "fsdp": ("engine.name=fsdp", "parallel.pp=1"),
     "deepspeed": ("engine.name=deepspeed", "parallel.pp=1", "optimizer.zero=2"),
     "stages": ("engine.name=deepspeed", "parallel.pp=2", "optimizer.zero=1"),
+    "tensors": (
+        *("engine.name=deepspeed", "parallel.pp=1", "parallel.tp=2", "optimizer.zero=1"),
+        *("model.family=llama", "model.dropout=0", "model.ffn=128"),
+    ),
 }
 
 
