@@ -117,7 +117,7 @@ def run_facts(spec: RunSpec, profile: ClusterProfile, plan: Plan) -> RunFacts | 
         step_seconds=plan.step_seconds,
         gpus=plan.layout.world_size,
         nodes=plan.nodes.nodes,
-        parameters=plan.parameters,
+        parameters=plan.learned,
         tokens_per_step=plan.batch.tokens_per_step,
         train_steps=plan.batch.train_steps,
         walltime=_walltime(spec, profile),

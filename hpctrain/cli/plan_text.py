@@ -25,8 +25,8 @@ def plan_lines(plan: Plan) -> list[str]:
     return [
         *entry(
             "Plan",
-            f"{plan.run_name} -> {plan.profile_name} ({plan.nodes}), "
-            f"engine {plan.engine}, {short_count(plan.parameters)} parameters",
+            f"{plan.run_name} -> {plan.profile_name} ({plan.nodes}), engine {plan.engine}, "
+            f"{short_count(plan.parameters)} parameters{_learned(plan)}",
         ),
         *entry("Layout", f"{plan.layout} ({_spans(plan)})"),
         *entry(
@@ -38,6 +38,11 @@ def plan_lines(plan: Plan) -> list[str]:
         *(_step_lines(plan, plan.prediction) if plan.prediction else []),
         *entry("Run", _run(plan)),
     ]
+
+
+def _learned(plan: Plan) -> str:
+    learned = plan.learned_parameters
+    return "" if learned is None else f", {short_count(learned)} of them learn"
 
 
 def continuation_lines(spec: RunSpec, profile: ClusterProfile) -> list[str]:

@@ -91,7 +91,8 @@ class Planned:
     @property
     def gradient_bytes(self) -> int:
         """On one GPU, where they are summed in fp32."""
-        return 4 * max(stage.parameters_per_gpu for stage in self.plan.stages)
+        most = max(stage.parameters_per_gpu for stage in self.plan.stages)
+        return round(4 * most * self.plan.learned / self.plan.parameters)
 
 
 @dataclass(frozen=True)

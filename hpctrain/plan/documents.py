@@ -170,7 +170,11 @@ class SearchCounts(Document):
 
 
 class Plan(Document):
-    """Everything that was decided for one spec on one profile."""
+    """Everything that was decided for one spec on one profile.
+
+    `parameters`: of the whole model, each once, and LoRA's thin matrices; `learned_parameters`:
+    how many of them learn (and are in checkpoints), where that is not all.
+    """
 
     schema_version: Literal[1] = 1
     run_name: str
@@ -187,6 +191,7 @@ class Plan(Document):
     offload: Offload = "none"
     padded_vocab: int
     parameters: int
+    learned_parameters: int | None = None
     stages: tuple[Stage, ...]
     memory: tuple[MemoryBreakdown, ...]
     gpu_memory_bytes: int
@@ -198,6 +203,11 @@ class Plan(Document):
     model_flops_per_step: float
     reasons: tuple[str, ...]
     warnings: tuple[str, ...] = ()
+
+    @property
+    def learned(self) -> int:
+        """Parameters with a gradient, which checkpoints hold."""
+        return self.parameters if self.learned_parameters is None else self.learned_parameters
 
     @property
     def peak_stage(self) -> int:

@@ -23,9 +23,10 @@ from hpctrain.plan.cost.from_spec import (
 from hpctrain.plan.cost.memory import Stage as CostStage
 from hpctrain.plan.cost.memory import StageMemory, stage_memory
 from hpctrain.plan.documents import MemoryBreakdown, Stage
-from hpctrain.plan.parameters import expert_tp, vocab_multiple
+from hpctrain.plan.parameters import expert_tp
 from hpctrain.plan.search_columns import columns_of
-from hpctrain.plan.stages import build_stages, stage_expert_parameters, stage_layers
+from hpctrain.plan.stages import stage_expert_parameters, stage_layers
+from hpctrain.plan.tuning import held_stages
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import ModelSpec, RunSpec
 
@@ -48,7 +49,7 @@ def candidate_memory(
     spec: RunSpec, profile: ClusterProfile, knowledge: Knowledge | None, candidate: Candidate
 ) -> tuple[MemoryBreakdown, ...]:
     """Memory of every stage."""
-    stages = build_stages(spec.model, candidate.layout, candidate.split, vocab_multiple(spec))
+    stages = held_stages(spec, candidate.layout, candidate.split)
     case = case_of(spec, profile, knowledge, columns_of(candidate))
     estimate = _at(stage_memory(case, _cost_stages(spec.model, candidate)), len(stages))
     return tuple(

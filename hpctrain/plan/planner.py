@@ -28,9 +28,7 @@ from hpctrain.plan.limits import (
 from hpctrain.plan.memory import candidate_memory
 from hpctrain.plan.order import OrderChoice, choose_order, order_problems
 from hpctrain.plan.parameters import (
-    model_flops_per_step,
     pad_vocab,
-    total_parameters,
     vocab_multiple,
 )
 from hpctrain.plan.placement import place_axes
@@ -40,8 +38,13 @@ from hpctrain.plan.search_freedom import freedom_of
 from hpctrain.plan.search_hints import larger_fit, nearest_fits, roomiest
 from hpctrain.plan.search_rank import preferred
 from hpctrain.plan.sharding import sharding_problems
-from hpctrain.plan.stages import build_stages
 from hpctrain.plan.trainable import untrainable
+from hpctrain.plan.tuning import (
+    flops_per_step,
+    held_parameters,
+    held_stages,
+    learned_parameters,
+)
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import ParallelSpec, RunSpec
 
@@ -246,8 +249,9 @@ def _assemble(
         shard_gpus=candidate.shard_gpus,
         offload=spec.optimizer.offload if candidate.offload else "none",
         padded_vocab=pad_vocab(model.vocab, layout.tp, vocab_multiple(spec)),
-        parameters=total_parameters(model),
-        stages=build_stages(model, layout, candidate.split, vocab_multiple(spec)),
+        parameters=held_parameters(spec),
+        learned_parameters=learned_parameters(spec) if spec.lora else None,
+        stages=held_stages(spec, layout, candidate.split),
         memory=memory,
         gpu_memory_bytes=int(profile.gpu.memory),
         placements=placements,
@@ -255,7 +259,7 @@ def _assemble(
         prediction=prediction,
         unit="images" if model.reads_images else "tokens",
         search=found.counts,
-        model_flops_per_step=model_flops_per_step(model, spec.batch.global_),
+        model_flops_per_step=flops_per_step(spec),
         reasons=(*reasons(facts), *ordered.reasons),
         warnings=(*warnings(facts), *island_warnings(nodes, profile), *untrainable(spec)),
     )

@@ -20,6 +20,7 @@ from hpctrain.plan.flops import (
 from hpctrain.plan.search_columns import Columns, columns_of
 from hpctrain.plan.search_islands import crossed_islands, shown_seconds, uplink_seconds
 from hpctrain.plan.stages import Split
+from hpctrain.plan.tuning import flops_per_step
 from hpctrain.spec.catalogue import Gpu
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import ModelSpec, RunSpec
@@ -67,7 +68,7 @@ def step_parts(
 def _prediction(spec: RunSpec, gpu: Gpu, candidate: Candidate, parts: StepParts) -> Prediction:
     gpus, seconds = candidate.layout.world_size, parts.total_seconds
     peak = peak_flops(gpu, spec.precision)
-    flops = model_flops_per_step(spec.model, spec.batch.global_)
+    flops = flops_per_step(spec)
     again = recomputed_flops(spec.model, spec.batch.global_, candidate.recompute)
     tokens = spec.batch.global_ * spec.model.seq
     whole = seconds * spec.train_steps

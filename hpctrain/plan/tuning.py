@@ -1,7 +1,8 @@
 """How much of a model learns: everything, or with LoRA thin matrices beside linear layers.
 
-Exact for peft 0.21 (an engine test counts). Belongs here: counting. Does not belong here: bytes
-(see `memory`), which layers there are to choose from (`representable`).
+Exact for peft 0.21 (an engine test counts). Belongs here: counting, of parameters and operations.
+Does not belong here: bytes (see `memory`), which layers there are to choose from
+(`representable`).
 
 Letters: h hidden, a heads, k kv heads, d head size, f ffn, r rank.
 """
@@ -10,7 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hpctrain.plan.parameters import total_parameters
+from hpctrain.plan import vision
+from hpctrain.plan.documents import Layout, Stage
+from hpctrain.plan.flops import linear_parameters, model_flops_per_step
+from hpctrain.plan.parameters import total_parameters, vocab_multiple
+from hpctrain.plan.stages import Split, build_stages
 from hpctrain.spec.model import ModelSpec
 from hpctrain.spec.run import RunSpec
 from hpctrain.spec.tuning import LoraSpec
@@ -24,18 +29,55 @@ def learned_parameters(spec: RunSpec) -> int:
     model = spec.model
     if spec.lora is None:
         return total_parameters(model)
-    thin = sum(
-        spec.lora.rank * (inputs + outputs) for _, inputs, outputs in _adapted(model, spec.lora)
-    )
     head = _head(model) if spec.learned_task == "classification" else 0
-    return model.layers * thin + head
+    return model.layers * thin_parameters(spec) + head
+
+
+def thin_parameters(spec: RunSpec) -> int:
+    """What LoRA adds to each layer: two matrices, inputs x r and r x outputs, beside each linear
+    layer that it adapts; 0 where everything is learned."""
+    if spec.lora is None:
+        return 0
+    return spec.lora.rank * sum(
+        inputs + outputs for _, inputs, outputs in _adapted(spec.model, spec.lora)
+    )
+
+
+def held_parameters(spec: RunSpec) -> int:
+    """The model's, each once, and the thin matrices beside them."""
+    return total_parameters(spec.model) + spec.model.layers * thin_parameters(spec)
 
 
 def learned_share(spec: RunSpec) -> float:
-    """Of all parameters; with LoRA thin matrices count as a part of the model."""
+    """Of all parameters, thin matrices included."""
+    return learned_parameters(spec) / held_parameters(spec)
+
+
+def held_stages(spec: RunSpec, layout: Layout, split: Split) -> tuple[Stage, ...]:
+    """The pipeline stages with everything that one GPU holds.
+
+    Thin matrices count whole on every tensor parallel rank: nobody trains them split.
+    """
+    stages = build_stages(spec.model, layout, split, vocab_multiple(spec))
+    return tuple(_with_thin(stage, thin_parameters(spec)) for stage in stages)
+
+
+def _with_thin(stage: Stage, thin: int) -> Stage:
+    held = stage.parameters_per_gpu + thin * sum(stage.chunk_layers)
+    return stage.model_copy(update=dict(parameters_per_gpu=held))
+
+
+def flops_per_step(spec: RunSpec) -> float:
+    """As `flops.model_flops_per_step`; with LoRA without what the mathematics does not ask for:
+    gradients of frozen weights, one of three products. Thin matrices have all three."""
+    model, batch = spec.model, spec.batch.global_
+    whole = model_flops_per_step(model, batch)
     if spec.lora is None:
-        return 1.0
-    return learned_parameters(spec) / total_parameters(spec.model)
+        return whole
+    ends = vision.end_multiplications(model) if model.family == "vit" else 0
+    frozen = 2 * (linear_parameters(model) * model.seq + ends)
+    thin = 6 * model.layers * thin_parameters(spec) * model.seq
+    return whole + float((thin - frozen) * batch)
 
 
 def _adapted(model: ModelSpec, lora: LoraSpec) -> Iterator[Layer]:

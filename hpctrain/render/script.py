@@ -201,7 +201,7 @@ def warning_seconds(spec: RunSpec, profile: ClusterProfile, plan: Plan, limit: D
     Slack of Slurm + twice the time to write one checkpoint + a minute for the running step, but
     never more than half of the limit, or the job would be warned before it has trained.
     """
-    checkpoint_bytes = plan.parameters * _CHECKPOINT_BYTES_PER_PARAMETER
+    checkpoint_bytes = plan.learned * _CHECKPOINT_BYTES_PER_PARAMETER
     slowest = min(float(filesystem.write_bandwidth) for filesystem in profile.filesystems)
     wanted = _SIGNAL_SLACK_SECONDS + 2 * checkpoint_bytes / slowest + 60
     return max(1, min(round(wanted / 10) * 10, round(float(limit) / 2), 65535))

@@ -16,10 +16,9 @@ from trial_runs import MODULE_GPT
 from hpctrain.engines.documents import parse_train_config
 from hpctrain.errors import InvalidInputError
 from hpctrain.plan.layout import layout_of
-from hpctrain.plan.parameters import total_parameters, vocab_multiple
+from hpctrain.plan.parameters import total_parameters
 from hpctrain.plan.representable import LINEAR_LAYERS
-from hpctrain.plan.stages import build_stages
-from hpctrain.plan.tuning import learned_parameters
+from hpctrain.plan.tuning import held_parameters, held_stages, learned_parameters
 from hpctrain.spec.run import ParallelSpec, RunSpec
 from hpctrain.spec.tuning import LoraSpec
 from hpctrain.train.convert.directory import write_model
@@ -97,9 +96,8 @@ def test_a_model_is_what_was_planned_and_learns_with_every_weight(name: str) -> 
 
 def planned(config: Any) -> int:
     """Of the plan for one GPU: rows of embeddings are not padded, as Megatron's are."""
-    spec = spec_of(config)
     split = (config.model.layers,)
-    (stage,) = build_stages(config.model, layout_of(ParallelSpec(), 1), split, vocab_multiple(spec))
+    (stage,) = held_stages(spec_of(config), layout_of(ParallelSpec(), 1), split)
     return stage.parameters_per_gpu
 
 
@@ -128,12 +126,15 @@ TUNED = [
 ]
 
 
+@pytest.mark.parametrize("rank", [2, 5])
 @pytest.mark.parametrize(("targets", "name"), TUNED)
-def test_what_lora_learns_is_what_was_planned(targets: Any, name: str) -> None:
-    config = config_of(name, lora=dict(rank=2, targets=targets))
+def test_what_lora_learns_is_what_was_planned(targets: Any, name: str, rank: int) -> None:
+    config = config_of(name, lora=dict(rank=rank, targets=targets))
     module = build_module(config, device=META)
     learned = sum(one.numel() for one in module.parameters() if one.requires_grad)
     assert learned == learned_parameters(spec_of(config))
+    held = sum(one.numel() for one in module.parameters())
+    assert held == planned(config) == held_parameters(spec_of(config))
 
 
 def test_a_llama_of_7_billion_is_tuned_as_planned() -> None:
@@ -143,7 +144,8 @@ def test_a_llama_of_7_billion_is_tuned_as_planned() -> None:
     module = build_module(config, device=META)
     sizes = [(one.numel(), one.requires_grad) for one in module.parameters()]
     assert sum(size for size, learns in sizes if learns) == 39_976_960
-    assert sum(size for size, learns in sizes if not learns) == planned(config) == 6_738_415_616
+    assert sum(size for size, learns in sizes if not learns) == 6_738_415_616
+    assert sum(size for size, _ in sizes) == planned(config)
 
 
 @pytest.mark.parametrize("layers", DEEPER)

@@ -58,10 +58,22 @@ def split_tokens(case: Case) -> Array:
 
 
 def linear(case: Case, rows: Array, n: Array, k: Array) -> Passes:
-    """A linear layer [rows, k] -> [rows, n]: one product forward, two of the same size back."""
+    """A linear layer [rows, k] -> [rows, n]: one product forward, two of the same size back.
+
+    Of frozen weights (LoRA) nobody needs the gradient, which is the second.
+    """
     forward = product_seconds(case, rows, n, k)
-    backward = product_seconds(case, rows, k, n) + product_seconds(case, k, n, rows)
-    return Passes(forward, backward)
+    learns = np.asarray(case.shape.learned) >= 1
+    of_weights = np.where(learns, product_seconds(case, k, n, rows), 0.0)
+    return Passes(forward, product_seconds(case, rows, k, n) + of_weights)
+
+
+def thin_matrices(case: Case) -> Passes:
+    """All of LoRA's matrices of one layer: as one product with as many weights."""
+    shape = case.shape
+    learned = replace(case, shape=replace(shape, learned=1))
+    rank = np.maximum(shape.thin_rank, 1)
+    return linear(learned, tokens(case), rank, shape.thin / rank).times(np.asarray(shape.thin) > 0)
 
 
 def streaming(case: Case, forward_bytes: Array) -> Passes:

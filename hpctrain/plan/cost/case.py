@@ -67,6 +67,9 @@ class Shape:
     rms_norm: Array = 0
     dropout: Array = 0
     vocab_multiple: Array = 128  # Megatron-LM, make_vocab_size_divisible_by
+    thin: Array = 0  # weights of LoRA's matrices in one layer
+    thin_rank: Array = 0
+    learned: Array = 1  # share of all weights with a gradient; below 1 the layers' own are frozen
 
     @property
     def mlp_width(self) -> Array:

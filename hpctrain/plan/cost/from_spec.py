@@ -17,7 +17,7 @@ from hpctrain.plan.cost.constants import calibration_of, machine_of, software_of
 from hpctrain.plan.cost.modules import eager
 from hpctrain.plan.order import ORDERS
 from hpctrain.plan.parameters import BERT_SEGMENTS, vocab_multiple
-from hpctrain.plan.tuning import learned_share
+from hpctrain.plan.tuning import learned_share, thin_parameters
 from hpctrain.spec.calibration import Calibration, SoftwareCalibration
 from hpctrain.spec.catalogue import Gpu
 from hpctrain.spec.profile import ClusterProfile
@@ -74,7 +74,13 @@ def case_of(
     """
     software = software_for(spec, profile, knowledge)
     machine = machine_for(spec, profile, knowledge) or NO_MACHINE
-    shape = replace(shape_of(spec.model), vocab_multiple=vocab_multiple(spec))
+    shape = replace(
+        shape_of(spec.model),
+        vocab_multiple=vocab_multiple(spec),
+        thin=thin_parameters(spec),
+        thin_rank=spec.lora.rank if spec.lora else 0,
+        learned=learned_share(spec),
+    )
     return Case(shape, mesh_of(spec, columns), machine, software)
 
 

@@ -88,23 +88,25 @@ class _Kinds:
     mlp: Turn
     moe: Turn
     mamba: Turn
+    thin: Turn
     start: Turn
     end: Turn
 
     @classmethod
     def of(cls, case: Case) -> _Kinds:
-        attention, mlp, moe, mamba = (
+        each = (
             _attention_turn(case),
             _mlp_turn(case),
             _moe_turn(case),
             _mamba_turn(case),
+            _thin_turn(case),
         )
         head = _plain(case, block.output_layer(case), 0.0)
-        plain = cls(case, attention, mlp, moe, mamba, head, head)
+        plain = cls(case, *each, head, head)
         ahead = plain.turn(prediction_blocks(case))
         predicted = ahead + head.times(1 + case.shape.mtp_layers)
         start = _plain(case, block.embedding(case), 0.0)
-        return cls(case, attention, mlp, moe, mamba, start, predicted)
+        return cls(case, *each, start, predicted)
 
     def turn(self, blocks: Blocks) -> Turn:
         """A group of layers."""
@@ -115,6 +117,7 @@ class _Kinds:
             + self.mlp.times(blocks.mlp)
             + self.moe.times(blocks.moe)
             + self.mamba.times(blocks.mamba)
+            + self.thin.times(blocks.layers)
             + launches
         )
 
@@ -175,3 +178,9 @@ def _mamba_turn(case: Case) -> Turn:
     passes = block.mamba(case)
     again, messages = _again(case, passes, 0.0)
     return _plain(case, passes, again) + Turn(0.0, 0.0, 0.0, messages, 0.0, 0.0)
+
+
+def _thin_turn(case: Case) -> Turn:
+    passes = block.thin_matrices(case)
+    again, _ = _again(case, passes, 0.0)
+    return _plain(case, passes, again)

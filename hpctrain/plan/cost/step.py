@@ -175,9 +175,10 @@ def optimizer_seconds(case: Case, weights: Weights) -> Array:
     sharded = np.asarray(mesh.zero) >= 1
     own = weights.dense / np.where(sharded, mesh.replicas, 1)
     own = own + weights.routed / np.where(sharded, mesh.expert_replicas, 1)
-    at_rest = ADAM_TRAFFIC * own / (machine.memory_bandwidth * machine.memory_efficiency)
-    moved = (mesh.gradient_bytes + mesh.element_bytes) * own / machine.host_bandwidth
-    on_host = moved + ADAM_TRAFFIC * own / machine.host_memory_bandwidth
+    learned = own * case.shape.learned  # bytes of gradients and state are averages over all
+    sent = mesh.gradient_bytes * own + mesh.element_bytes * learned
+    on_host = sent / machine.host_bandwidth + ADAM_TRAFFIC * learned / machine.host_memory_bandwidth
+    at_rest = ADAM_TRAFFIC * learned / (machine.memory_bandwidth * machine.memory_efficiency)
     drives = 2 * case.software.main_bytes * own / machine.nvme_bandwidth
     away = on_host + np.where(np.asarray(mesh.offload) > 1, drives, 0.0)
     return np.where(np.asarray(mesh.offload) > 0, away, at_rest)

@@ -99,6 +99,7 @@ def block_weights(case: Case, blocks: Blocks) -> Weights:
         + blocks.mlp * mlp_weights(case)
         + blocks.moe * fixed
         + blocks.mamba * mamba_weights(case)
+        + blocks.layers * case.shape.thin
     )
     return Weights(dense, blocks.moe * routed)
 

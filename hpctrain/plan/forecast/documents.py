@@ -21,7 +21,7 @@ class RunFacts(Document):
     step_seconds: float = Field(gt=0, allow_inf_nan=False, description="One optimizer step")
     gpus: int = Field(ge=1, description="GPUs that compute")
     nodes: int = Field(ge=1, description="Nodes that they are on; all must work")
-    parameters: int = Field(ge=1, description="Of the model, each counted once")
+    parameters: int = Field(ge=1, description="That learn, each counted once: a checkpoint's")
     tokens_per_step: int = Field(ge=1, description="Global batch x sequence length")
     train_steps: int = Field(ge=1, description="Optimizer steps of the whole run")
     checkpoint_bytes_per_parameter: float | None = Field(

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
+from planner_knowledge import knowledge_of
 
+from hpctrain.plan.candidate import candidate_of
+from hpctrain.plan.cost.from_spec import case_of
+from hpctrain.plan.cost.weights import weights_of
 from hpctrain.plan.documents import Plan
-from hpctrain.plan.parameters import total_parameters
+from hpctrain.plan.parameters import linear_parameters, model_flops_per_step, total_parameters
 from hpctrain.plan.planner import make_plan
-from hpctrain.plan.tuning import learned_parameters, learned_share
+from hpctrain.plan.search_columns import columns_of
+from hpctrain.plan.tuning import (
+    flops_per_step,
+    held_parameters,
+    learned_parameters,
+    learned_share,
+)
 from hpctrain.spec.loader import find_profile, load_profile
-from hpctrain.spec.run import RunSpec
+from hpctrain.spec.run import ParallelSpec, RunSpec
 
 LLAMA_7B: dict[str, Any] = dict(
     family="llama", layers=32, hidden=4096, ffn=11008, heads=32, vocab=32000, seq=2048
@@ -55,12 +66,49 @@ def planned(**fields: Any) -> Plan:
 
 
 def test_frozen_weights_have_no_gradients_and_no_moments() -> None:
-    share = learned_share(spec(lora={}))
     tuned = planned(lora={}).memory[0]
-    weights = total_parameters(spec().model)  # 32000 is a multiple of 128
+    thin = 39_976_960
+    weights = total_parameters(spec().model) + thin  # 32000 is a multiple of 128
     assert tuned.weights_bytes == 2 * weights
-    assert tuned.gradients_bytes == round(4 * share * weights)
-    assert tuned.optimizer_bytes == round((4 + 8 * share) * weights)
+    assert tuned.gradients_bytes == 4 * thin
+    assert tuned.optimizer_bytes == 4 * weights + 8 * thin
+
+
+def test_the_plan_counts_thin_matrices_and_what_learns() -> None:
+    tuned = planned(lora=dict(rank=8, targets=("q_proj", "v_proj")))
+    assert tuned.parameters == 6_738_415_616 + 4_194_304
+    assert tuned.parameters == tuned.stages[0].parameters_per_gpu
+    assert tuned.learned == tuned.learned_parameters == 4_194_304
+
+
+def test_the_search_counts_what_the_plan_counts() -> None:
+    tuned = spec(lora=dict(rank=64))
+    columns = columns_of(candidate_of(tuned, ParallelSpec(), 8, 1, "full"))
+    case = case_of(tuned, load_profile(find_profile("a100x64")).document, None, columns)
+    assert float(np.max(weights_of(case).dense)) == pytest.approx(held_parameters(tuned), rel=1e-5)
+
+
+def test_frozen_weights_need_two_products_of_three() -> None:
+    model, tuned = spec().model, spec(lora={})
+    whole = model_flops_per_step(model, 8)
+    tokens = 8 * model.seq
+    expected = whole - 2 * linear_parameters(model) * tokens + 6 * 39_976_960 * tokens
+    assert flops_per_step(tuned) == expected
+    assert flops_per_step(spec()) == whole
+    assert planned(lora={}).model_flops_per_step == expected
+
+
+def test_a_step_of_tuning_is_shorter_by_the_gradients_of_frozen_weights() -> None:
+    larger = dict(engine=dict(name="fsdp"), resources=dict(gpus=64), batch={"global": 64})
+    whole, tuned = predicted(**larger), predicted(**larger, lora={})
+    assert 0.6 < tuned / whole < 0.85
+
+
+def predicted(**fields: Any) -> float:
+    profile = load_profile(find_profile("a100x64")).document
+    plan = make_plan(spec(**fields), profile, knowledge_of(profile))
+    assert plan.prediction is not None
+    return plan.prediction.parts.compute_seconds
 
 
 def test_a_model_of_7_billion_is_tuned_where_it_could_not_be_trained() -> None:
