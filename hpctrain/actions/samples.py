@@ -7,14 +7,18 @@ Belongs here: which files a spec names. Does not belong here: what is looked at 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
+from hpctrain.actions.data import DatasetDescription, describe_dataset
 from hpctrain.engines.hugging_face import classes_of
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.spec.loader import Loaded
 from hpctrain.spec.run import RunSpec
-from hpctrain.store.datasets import bin_path, idx_path
+from hpctrain.store.archives import read_heads
+from hpctrain.store.datasets import COLUMNS, bin_path, idx_path, npz_path
 from hpctrain.store.prepared import Expected, problems_of
+from hpctrain.store.shares import HINT, parts_without_documents, parts_without_rows
 
 _HINT = "`hpctrain data prepare` makes them from text; paths count from here"
 
@@ -22,7 +26,9 @@ _HINT = "`hpctrain data prepare` makes them from text; paths count from here"
 def check_samples(spec: Loaded[RunSpec]) -> None:
     """Raise InvalidInputError for everything that would end the job as soon as it starts."""
     data = spec.document.data
-    problems = _missing(spec) if data.format == "tokens" else _unfit(spec)
+    tokens = data.format == "tokens"
+    problems = _missing(spec) if tokens else _unfit(spec)
+    problems = problems or list(_empty_documents(spec) if tokens else _empty_rows(spec))
     if data.tokenizer and not os.path.exists(data.tokenizer):
         problems.append(_missing_file(spec, os.path.abspath(data.tokenizer)))
     if problems:
@@ -57,3 +63,37 @@ def _unfit(spec: Loaded[RunSpec]) -> list[Problem]:
         for field, path in named
         for problem in problems_of(Path(os.path.abspath(path)), expected)
     ]
+
+
+def _empty_documents(spec: Loaded[RunSpec]) -> Iterator[Problem]:
+    """Shares of `data.split` that are rounded to no document of a source."""
+    split = spec.document.data.split
+    for source in spec.document.data.sources:
+        count = _sequences(Path(os.path.abspath(source.path)))
+        for part in parts_without_documents(split, count) if count else ():
+            words = f"leaves none of the {count} documents of {source.path} for {part}"
+            yield spec.problem("data.split", f"`data.split` {split} {words}", HINT)
+
+
+def _sequences(prefix: Path) -> int:
+    """What Megatron's split counts; 0 for an index that is not Megatron's, as forks have them."""
+    try:
+        found = describe_dataset(prefix)
+    except InvalidInputError:
+        return 0
+    return found.sequences if isinstance(found, DatasetDescription) else 0
+
+
+def _empty_rows(spec: Loaded[RunSpec]) -> Iterator[Problem]:
+    """Parts that are read, and that get no sample; folders of images are not counted here."""
+    data = spec.document.data
+    files = [npz_path(Path(os.path.abspath(source.path))) for source in data.sources]
+    if data.validation is not None or not files or not all(file.is_file() for file in files):
+        return
+    column = next(iter(COLUMNS[data.format]))
+    count = sum(read_heads(file)[column].rows for file in files)
+    read = ("training", "validation") if spec.document.evaluation.every_steps else ("training",)
+    for part in parts_without_rows(data.split, count):
+        if part in read:
+            words = f"leaves none of {count} samples for {part}"
+            yield spec.problem("data.split", f"`data.split` {data.split} {words}", HINT)

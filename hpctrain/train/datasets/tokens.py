@@ -29,13 +29,13 @@ from megatron.core.tokenizers import MegatronTokenizer  # noqa: E402
 from hpctrain.engines.training import TrainConfig  # noqa: E402
 from hpctrain.errors import InvalidInputError, Problem  # noqa: E402
 from hpctrain.store.datasets import idx_path  # noqa: E402
+from hpctrain.store.shares import HINT, parts_without_documents  # noqa: E402
 from hpctrain.train.datasets.batches import Microbatch  # noqa: E402
 from hpctrain.train.datasets.rows import check_vocabulary  # noqa: E402
 from hpctrain.train.datasets.share import Share  # noqa: E402
 from hpctrain.train.faults import DataError  # noqa: E402
 
 MOCK_SPLIT = "90,10,0"
-_PARTS = ("training", "validation", "test")
 _INDEX_HEAD = struct.Struct("<9sQBQ")  # magic, version, dtype, number of sequences
 _COLUMNS = ("tokens", "labels", "loss_mask", "position_ids")
 
@@ -90,7 +90,7 @@ def open_tokens(
     when the split leaves nothing to read.
     """
     settings = dataset_settings(config, cache)
-    _refuse_empty_parts(config, settings)
+    _refuse_empty_parts(config)
     builder = BlendedMegatronDatasetBuilder(
         GPTDataset if config.data_blend else MockGPTDataset,
         [*horizons, 0],
@@ -110,17 +110,15 @@ def open_tokens(
     )
 
 
-def _refuse_empty_parts(config: TrainConfig, settings: GPTDatasetConfig) -> None:
+def _refuse_empty_parts(config: TrainConfig) -> None:
     """Raise InvalidInputError where a share is rounded to no document at all.
 
-    megatron-core would count epochs without end then (gpt_dataset.py, `_get_num_epochs`), also of
-    a part that nobody reads.
+    `submit` has said so before, if it could read the index.
     """
     for _, prefix in config.data_blend:
         count = _documents(idx_path(Path(prefix)))
-        for part, bounds in zip(_PARTS, settings.split_matrix or (), strict=True):
-            if bounds and round(bounds[0] * count) == round(bounds[1] * count):
-                raise _empty(part, config, f"none of the {count} documents of {prefix}")
+        for part in parts_without_documents(config.data_split, count):
+            raise _empty(part, config, f"none of the {count} documents of {prefix}")
 
 
 def _documents(index: Path) -> int:
@@ -133,8 +131,7 @@ def _documents(index: Path) -> int:
 
 def _empty(part: str, config: TrainConfig, what: str = "no documents") -> InvalidInputError:
     words = f"data_split {config.data_split} leaves {what} for {part}"
-    hint = "give it a larger share, or 0 and evaluate nothing: `data.split: 90,10,0`, `100,0,0`"
-    return InvalidInputError([Problem(words, hint=hint)])
+    return InvalidInputError([Problem(words, hint=HINT)])
 
 
 def dataset_settings(config: TrainConfig, cache: Path) -> GPTDatasetConfig:
