@@ -1,9 +1,10 @@
 """Megatron-LM's own loop, in turns with hpctrain reading its words along and without.
 
 hpctrain has no loop around Megatron-LM's. What it adds to a step is that every step is printed,
-read, and made a row of metrics: in the turns without it lines go straight to the log, and one step
-of ten is printed, as when somebody runs Megatron-LM alone. Two threads that look for files twice a
-second run all the time. Belongs here: those turns. Does not belong here: a model, data (see
+read, and made a row of metrics, and that the parts of a step are measured on every rank: in the
+turns without it lines go straight to the log, one step of ten is printed, as when somebody runs
+Megatron-LM alone, and nothing is measured. Two threads that look for files twice a second run all
+the time. Belongs here: those turns. Does not belong here: a model, data (see
 `tests/engines/pretrain_package.py`).
 """
 
@@ -47,7 +48,8 @@ def in_turns() -> None:
             _leave(turns)
         sys.stdout = heard if kind == OURS else heard._stream  # type: ignore[attr-defined]
         get_args().log_interval = 1 if kind == OURS else PRINTED_ALONE
-        return original(*given, **keywords)
+        step = original if kind == OURS else original.__wrapped__
+        return step(*given, **keywords)
 
     training.train_step = train_step
 

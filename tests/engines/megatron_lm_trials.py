@@ -35,6 +35,8 @@ REAL = dict(
     entry=os.path.relpath(HERE / "pretrain_package.py", PACKAGE),
     eval_interval_steps=None,
 )
+# The same program without what hpctrain measures it by.
+UNMEASURED = os.path.relpath(HERE / "pretrain_unmeasured.py", PACKAGE)
 
 # A fresh interpreter that has imported what is slow, and nothing of megatron, forks the ranks.
 CLEAN = multiprocessing.get_context("forkserver")

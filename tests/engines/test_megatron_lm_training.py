@@ -13,12 +13,12 @@ import time
 from pathlib import Path
 
 import pytest
-from megatron_lm_trials import PACKAGE, RealTrial, make_real_trial
+from megatron_lm_trials import PACKAGE, UNMEASURED, RealTrial, make_real_trial
 from trial_runs import LIMIT_SECONDS
 
 from hpctrain.checkpoints.manifest import checkpoint_name
 from hpctrain.store.epochs import claim_epoch
-from hpctrain.store.signs import DoneMarker, TrainerExit, read_record, read_saves
+from hpctrain.store.signs import DoneMarker, RankTimes, TrainerExit, read_record, read_saves
 
 pytestmark = pytest.mark.skipif(not PACKAGE.is_dir(), reason="`make install` unpacks it")
 STEPS = 24
@@ -28,15 +28,19 @@ EVERY = 20
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> RealTrial:
     """The run that nothing happens to: two data-parallel ranks."""
-    made = make_real_trial(tmp_path_factory.mktemp("real") / "whole", STEPS, EVERY)
+    made = make_real_trial(
+        tmp_path_factory.mktemp("real") / "whole", STEPS, EVERY, rank_times_interval_steps=5
+    )
     assert made.train() == [TrainerExit.DONE] * 2
     return made
 
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> RealTrial:
-    """The same run, asked to leave by a USR2 on one rank after its third step."""
-    made = make_real_trial(tmp_path_factory.mktemp("real") / "stopped", STEPS, EVERY)
+    """The same run, not measured, asked to leave by a USR2 on one rank after its third step."""
+    made = make_real_trial(
+        tmp_path_factory.mktemp("real") / "stopped", STEPS, EVERY, entry=UNMEASURED
+    )
     ranks = made.start(epoch=claim_epoch(made.run.epochs, "first"))
     made.wait_for_step(3, ranks)
     ranks.signal(signal.SIGUSR2, 1)
@@ -58,6 +62,20 @@ def test_a_whole_run(whole: RealTrial) -> None:
     assert done is not None and done.checkpoint == checkpoint_name(STEPS)
 
 
+def test_the_time_of_each_rank(whole: RealTrial, stopped: RealTrial) -> None:
+    """By Megatron-LM's own timers, which its log level keeps silent."""
+    times = read_record(whole.run.rank_times, RankTimes)
+    assert times is not None
+    assert (times.first_step, times.last_step) == (17, 21), "the first step warms up"
+    assert len(times.compute_seconds) == len(times.nodes) == 2
+    parts = (times.compute_seconds, times.data_seconds, times.optimizer_seconds)
+    for step, compute, data, optimizer in zip(times.step_seconds, *parts, strict=True):
+        assert compute > data > 0 and optimizer > 0
+        assert 0.3 * step < compute + data + optimizer <= step
+    assert min(times.peak_memory_bytes) > 50e6
+    assert not stopped.run.rank_times.exists(), "its program undoes what measures it"
+
+
 def test_nothing_outlives_a_launch(whole: RealTrial, stopped: RealTrial) -> None:
     """megatron-core's saver has a process of its own, which knows nothing of how its rank ended."""
     end = time.monotonic() + 300  # multiprocessing's own tracker takes a moment to see it
@@ -75,8 +93,8 @@ def writers(made: RealTrial) -> list[Path]:
 
 
 def test_resumed_as_if_nothing_had_happened(whole: RealTrial, stopped: RealTrial) -> None:
-    """Weights, Adam's state, samples and learning rate: digit by digit as printed. With dropout:
-    tests/slurm/test_megatron_lm_on_slurm.py."""
+    """Weights, Adam's state, samples and learning rate: digit by digit as printed, and as in a
+    run that is measured. With dropout: tests/slurm/test_megatron_lm_on_slurm.py."""
     (step,) = stopped.good
     assert stopped.rows[-1].step == step < EVERY, "it saved and left at once"
     assert [(record.rank, record.outcome) for record in stopped.exits(1)] == [(0, "yielded")]

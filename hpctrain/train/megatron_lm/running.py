@@ -158,7 +158,9 @@ def _execute(
 
     sys.argv = [str(program), *words]
     gc.enable()  # `hpctrain.train.__main__` has switched it off for the start
-    with hearing(hear), Relay(job), refusals_named():
+    from hpctrain.train.megatron_lm.measuring import measuring  # brings in torch
+
+    with hearing(hear), Relay(job), refusals_named(), measuring(job):
         try:
             runpy.run_path(str(program), run_name="__main__")
         except SystemExit as error:
