@@ -46,6 +46,8 @@ POPEN = ("slurm/process.py", "supervise/process.py", "sandbox/processes.py")
 POPEN = (*POPEN, "supervise/probe.py")
 # A converter that runs while its rank goes on answering the others.
 POPEN = (*POPEN, "train/deepspeed/universal.py")
+# A profiler that lives as long as the rank below it.
+POPEN = (*POPEN, "train/above_nsight.py")
 
 
 def name(path: Path) -> str:

@@ -22,7 +22,7 @@ def settle_below_agent(environment: Mapping[str, str] = os.environ) -> None:
     path = environment.get(LOG_VARIABLE)
     if path:
         _take_own_log(path)
-        _die_with_agent()
+        die_with_parent()
 
 
 def _take_own_log(path: str) -> None:
@@ -37,7 +37,7 @@ def _take_own_log(path: str) -> None:
     os.close(descriptor)
 
 
-def _die_with_agent() -> None:
+def die_with_parent() -> None:
     """A rank without its agent hears no signal and would keep its GPU (prctl(2)): only some of
     Slurm's ways to track processes find it after that."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

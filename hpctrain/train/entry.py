@@ -69,9 +69,9 @@ def main(arguments: list[str], stop: StopSignals) -> int:
 
 
 def _job(path: Path, launch: Launch, run: RunLayout, stop: StopSignals) -> Job:
-    """Does not return where this rank has to be started again below a profiler."""
+    """Does not return where this rank has to be started below a profiler."""
     config = read_config(path)
-    become_recorded(path, config, launch, run, os.environ)
+    become_recorded(path, config, launch, run, os.environ, stop.name)
     return Job(config, launch, run, stop)
 
 

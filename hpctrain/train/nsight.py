@@ -1,9 +1,9 @@
 """Starting a rank again under Nsight Systems, where the run's `profile` asks for it.
 
 `nsys` has to be the parent of what it records, and srun starts all ranks with one command: so a
-chosen rank takes its own place by `nsys profile ... the same command`. Belongs here: that command.
-Does not belong here: the calls between which it records (see `profiling`). Imports nothing heavy:
-it comes before torch.
+chosen rank starts `nsys profile ... the same command`, and is the task above it from then on.
+Belongs here: that command. Does not belong here: being the task (see `above_nsight`), the calls
+between which nsys records (see `profiling`). Imports nothing heavy: it comes before torch.
 """
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ from pathlib import Path
 from hpctrain.engines.training import TrainConfig
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.store.layout import RunLayout
+from hpctrain.train.above_nsight import record, tell_task
 from hpctrain.train.launch import Launch
-
-# Set below nsys, so that the rank does not start it once more.
-UNDER_NSIGHT = "HPCTRAIN_UNDER_NSIGHT"
 
 
 def nsight_command(
@@ -57,14 +55,16 @@ def become_recorded(
     launch: Launch,
     run: RunLayout,
     environment: Mapping[str, str],
+    arrived: str | None = None,
 ) -> None:
-    """Go on as the same program below nsys; returns where there is nothing to do.
+    """Have the same program run below nsys, and end as it does; returns where nothing is to do.
 
-    `path` is the file that `config` was read from, which is another one on fewer nodes.
+    `path` is the file that `config` was read from, which is another one on fewer nodes; `arrived`
+    the stop signal that has come already.
 
     Raises InvalidInputError when nsys is not installed.
     """
-    if environment.get(UNDER_NSIGHT):
+    if tell_task(environment):
         return
     program = [sys.executable, "-m", "hpctrain.train", str(path)]
     command = nsight_command(config, launch, run, program)
@@ -84,4 +84,4 @@ def become_recorded(
         )
     run.traces.mkdir(exist_ok=True, mode=0o700)
     sys.stdout.flush()
-    os.execve(found, command, {**environment, UNDER_NSIGHT: "1"})
+    os._exit(record([found, *command[1:]], environment, arrived))

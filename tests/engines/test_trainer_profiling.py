@@ -16,7 +16,8 @@ from deepspeed_trials import ZERO
 from trial_runs import GPT, MODULE_GPT, Trial
 
 from hpctrain.store.signs import ExitRecord, RankTimes, read_record
-from hpctrain.train.nsight import UNDER_NSIGHT, nsight_command
+from hpctrain.train.above_nsight import UNDER_NSIGHT
+from hpctrain.train.nsight import nsight_command
 
 FSDP = dict(MODULE_GPT, engine="fsdp", shard_size=2)
 TWO_STEPS = dict(steps=(3, 4, 6), ranks=(1,), shapes=True)
