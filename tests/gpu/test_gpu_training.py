@@ -32,6 +32,8 @@ def test_a_gpu_learns_what_a_cpu_learns(engine: dict[str, Any], tmp_path: Path) 
 
 
 def test_a_run_in_bf16_goes_on_bit_by_bit(engine: dict[str, Any], tmp_path: Path) -> None:
+    if engine.get("zero_stage") == 0:
+        engine = dict(engine, zero_stage=1)  # DeepSpeed has no fp32 copies at stage 0
     exact: dict[str, Any] = dict(
         precision="bf16", deterministic_mode=True, save_interval_steps=SAVED
     )
