@@ -62,7 +62,9 @@ CASES: dict[str, tuple[dict[str, Any], float]] = {
 }
 
 
-def planned(directory: Path, document: dict[str, Any]) -> tuple[Plan, ModuleConfig]:
+def planned(
+    directory: Path, document: dict[str, Any], profile: str = "a100x1"
+) -> tuple[Plan, ModuleConfig]:
     whole = dict(
         name="kept",
         batch={"global": 32, "micro": 32},
@@ -74,7 +76,7 @@ def planned(directory: Path, document: dict[str, Any]) -> tuple[Plan, ModuleConf
     )
     path = directory / "spec.yaml"
     path.write_text(json.dumps({**whole, **document}))
-    option = plan_option(load(path, "a100x1"), "time")
+    option = plan_option(load(path, profile), "time")
     assert option.decision is not None, option.refusal
     config = train_config(option.decision.spec, option.decision.plan, None)
     assert isinstance(config, ModuleConfig)

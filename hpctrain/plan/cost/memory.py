@@ -301,7 +301,8 @@ def logit_bytes(case: Case) -> Array:
     """Logits at the peak: the fp32 softmax that backward turns into the gradient, in place."""
     shape, mesh = case.shape, case.mesh
     heads = 1 + shape.mtp_layers
-    return heads * case.software.logit_bytes * tokens(case) * shape.vocab / mesh.tp
+    more = np.where(np.asarray(mesh.tp) > 1, case.software.split_logit_bytes, 0)
+    return heads * (case.software.logit_bytes + more) * tokens(case) * shape.vocab / mesh.tp
 
 
 def transient_bytes(case: Case, stage: Stage) -> Array:

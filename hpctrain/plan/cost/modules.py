@@ -15,6 +15,9 @@ ENGINES = ("fsdp", "deepspeed", "ddp")
 # Per logit, in fp32 whatever the precision: log-probabilities, their gradient, and that of the
 # logits (train/models/tasks.py, masked_sum; torch/_decomp: _log_softmax_backward_data).
 _LOGIT_BYTES = 12.0
+# Where ranks share them, the bf16 ones are still there beside three of fp32: themselves, less their
+# maximum, and exponentials (deepspeed/sequence/cross_entropy.py, _VocabParallelCrossEntropy).
+_SPLIT_BYTES = 2.0
 # x / rms(x) in fp32 (modeling_llama.py, LlamaRMSNorm), which its product with the weight keeps.
 _RMS_BYTES = 4.0
 # torch.autocast leaves what is added up between blocks in fp32, where bf16 was counted.
@@ -34,6 +37,7 @@ def eager(spec: RunSpec) -> dict[str, float]:
         flash=1.0,
         gate_copy=1.0,
         logit_bytes=_LOGIT_BYTES,
+        split_logit_bytes=0.0 if spec.precision == "fp32" else _SPLIT_BYTES,
         loss_first=1.0,
         norm_bytes=_norm_bytes(spec.model, autocast=uses_autocast(spec)),
     )

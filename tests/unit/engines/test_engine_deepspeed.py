@@ -121,6 +121,14 @@ def test_weights_split_over_ranks() -> None:
     assert "tensor_parallel" not in ds_config(told())
 
 
+def test_memory_of_logits_that_ranks_share() -> None:
+    """14 bytes each were counted for a Llama in bf16 at tp 2, and 12 where a rank has them all."""
+    for tp, each in ((1, 12), (2, 14)):
+        plan = plan_of(f"parallel.tp={tp}")
+        logits = plan.batch.micro_batch * 4096 * 32000 // tp
+        assert plan.memory[0].logits_bytes == each * logits
+
+
 def test_adamw() -> None:
     optimizer = ds_config(told())["optimizer"]
     assert optimizer["type"] == "AdamW" and optimizer["params"]["adam_w_mode"]
