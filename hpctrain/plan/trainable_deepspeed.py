@@ -47,8 +47,8 @@ def untrainable_in_tensors(spec: RunSpec) -> Iterator[tuple[str, str]]:
 
 
 def untrainable_in_a_pipeline(spec: RunSpec) -> Iterator[tuple[str, str]]:
-    """Its layers are those of GPT-2 and Llama, its loss is the mean over all words, and what its
-    optimizer saves belongs to a rank and a stage (`hpctrain.train.deepspeed.pipeline`)."""
+    """Its layers are those of GPT-2 and Llama, and its loss is the mean over all words
+    (`hpctrain.train.deepspeed.pipeline`)."""
     trains = "a pipeline of DeepSpeed's trains"
     if spec.model.family not in ("gpt", "llama"):
         yield "model.family", f"{trains} gpt and llama, not {spec.model.family}"
@@ -65,6 +65,3 @@ def untrainable_in_a_pipeline(spec: RunSpec) -> Iterator[tuple[str, str]]:
         yield "optimizer.zero", f"{trains} at ZeRO stage 1"
     if spec.profile is not None and spec.profile.flops:
         yield "profile.flops", "FLOPs of a pipeline's stages are not counted"
-    if spec.resources.min_nodes is not None:
-        words = "a checkpoint of a pipeline of DeepSpeed's belongs to one number of ranks"
-        yield "resources.min_nodes", words

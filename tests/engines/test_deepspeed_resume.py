@@ -118,11 +118,6 @@ REFUSED: dict[str, tuple[int, dict[str, Any], str]] = {
         "was saved at ZeRO stage 1, and stage 3 cannot read it",
     ),
     "another precision": (1, dict(precision="bf16", zero_stage=2), "was saved in fp32"),
-    "another layout": (
-        1,
-        dict(data_parallel_size=1, pipeline_stages=(1, 1)),
-        "was saved by 2 ranks, no pipeline; there are 2, stages of 1+1 layers",
-    ),
     "another order of samples": (1, dict(seed=7), "seed was 1234 and is now 7"),
 }
 

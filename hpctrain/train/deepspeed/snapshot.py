@@ -4,8 +4,8 @@
 checkpoint's directory as DeepSpeed would put them there, so that its own tools read them
 (`zero_to_fp32`, `ds_to_universal`); beside them each rank's random state and, for people,
 `about.json`. No file `latest` is written or believed. Belongs here: what is in a checkpoint and
-putting a loaded one back. Does not belong here: another number of ranks (see `universal`),
-processes and publishing (see `hpctrain.train.saver`).
+putting a loaded one back. Does not belong here: another layout (see `universal`), processes and
+publishing (see `hpctrain.train.saver`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,13 @@ from hpctrain.train.deepspeed.library import silence
 from hpctrain.train.deepspeed.mesh import seed_dropout
 from hpctrain.train.deepspeed.optimizer import settle
 from hpctrain.train.deepspeed.pipeline import PipelineEngine
-from hpctrain.train.deepspeed.universal import converted, refuse_what_cannot_move, stages_layout
+from hpctrain.train.deepspeed.universal import (
+    converted,
+    names_as_saved,
+    placing,
+    refuse_what_cannot_move,
+    stages_layout,
+)
 from hpctrain.train.engine import Form, Position, Writing
 from hpctrain.train.resuming import check_sample_order, damage_named
 
@@ -105,7 +111,8 @@ class Snapshot:
             about = json.loads((directory / _ABOUT).read_text())
         check_sample_order(self._order, about["sample_order"], directory)
         source = self._source(about, directory)
-        with damage_named(directory), silence():
+        names = names_as_saved(engine.config, engine.inner.optimizer, about["stages_layout"])
+        with names, damage_named(directory), silence():
             engine.inner.load_checkpoint(
                 str(source.parent),
                 tag=source.name,
@@ -114,7 +121,7 @@ class Snapshot:
         settle(engine.config, engine.inner, self._decays)
         position = Position(about["step"], about["consumed_samples"])
         engine.finished_steps = position.step
-        return position, self._set_random(directory, about["world_size"], position)
+        return position, self._set_random(directory, about, position)
 
     def _about(self, position: Position) -> dict[str, Any]:
         config = self._engine.config
@@ -122,30 +129,40 @@ class Snapshot:
             step=position.step,
             consumed_samples=position.consumed_samples,
             sample_order=self._order,
-            world_size=self._engine.mesh.size,
+            **self._layout(),
             zero_stage=config.zero_stage,
-            tensor_parallel=config.tensor_parallel,
             precision=config.precision,
-            stages_layout=stages_layout(config),
             on_nvme="nvme" in (config.offload_optimizer, config.offload_parameters),
         )
 
     def _source(self, about: dict[str, Any], directory: Path) -> Path:
-        """The checkpoint itself, or what it was converted to for other ranks."""
+        """The checkpoint itself, or what it was converted to for another layout."""
         config, size = self._engine.config, self._engine.mesh.size
         refuse_what_cannot_move(config, size, about, directory)
-        was = (about["world_size"], about["zero_stage"], about.get("tensor_parallel", 1))
-        same = was == (size, config.zero_stage, config.tensor_parallel)
+        same = about["zero_stage"] == config.zero_stage and self._is_at_home(about)
         moves = config.zero_stage > 0 and not same
         # read at loading only (runtime/engine.py, load_universal_checkpoint)
         self._engine.inner._config.load_universal_checkpoint = moves
         return converted(directory, self._control, self._engine.mesh.rank) if moves else directory
 
-    def _set_random(self, directory: Path, saved_ranks: int, at: Position) -> str | None:
+    def _is_at_home(self, about: dict[str, Any]) -> bool:
+        """True if each rank does what it did."""
+        return placing(about) == placing(self._layout())
+
+    def _layout(self) -> dict[str, Any]:
+        config = self._engine.config
+        return dict(
+            world_size=self._engine.mesh.size,
+            tensor_parallel=config.tensor_parallel,
+            stages_layout=stages_layout(config),
+        )
+
+    def _set_random(self, directory: Path, about: dict[str, Any], at: Position) -> str | None:
         mesh, config = self._engine.mesh, self._engine.config
-        if saved_ranks != mesh.size:
+        if not self._is_at_home(about):
             seed_dropout(config, config.seed + at.step, mesh.rank)
-            return f"random state re-seeded: saved with {saved_ranks} ranks, now {mesh.size}"
+            words = f"saved with {placing(about)}, now {placing(self._layout())}"
+            return f"random state re-seeded: {words}"
         with damage_named(directory):
             kept = torch.load(directory / _random_name(mesh.rank), weights_only=True)
         torch.set_rng_state(kept["cpu"])

@@ -8,12 +8,21 @@ Does not belong here: training with it (see `pipeline`).
 from __future__ import annotations
 
 import importlib
+import re
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed.module_inject.layers import VocabParallelEmbedding
+from deepspeed.checkpoint.constants import (
+    PIPELINE_REPLICATED_PARAMETER_PATTERNS,
+    UNIVERSAL_CHECKPOINT_INFO,
+)
+from deepspeed.module_inject.layers import (
+    VocabParallelEmbedding,
+    collect_autotp_universal_checkpoint_info,
+)
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import nn
@@ -23,6 +32,8 @@ from hpctrain.train.deepspeed.tensors import entering, joined
 from hpctrain.train.models.library import alone
 
 _WORDS = "words"
+# runtime/pipe/module.py, _build: where weights are that several layers share
+_TIED = f"tied_modules.{_WORDS}"
 
 
 class Stages(PipelineModule):
@@ -31,9 +42,11 @@ class Stages(PipelineModule):
     def __init__(self, config: DeepSpeedConfig, module: Any, loss: Any) -> None:
         layers, before = layers_of(config, module)
         self._cuts = cuts_of(config.pipeline_stages, before, len(layers))
+        told = _told_to_converter(config, module)
         super().__init__(layers, topology=topology_of(config), loss_fn=loss)
         # asked for while building only, and they would keep the other stages' weights alive
         self._layer_specs: list[Any] = []
+        setattr(self, UNIVERSAL_CHECKPOINT_INFO, told)
 
     def _partition_layers(self, method: str = "") -> None:
         """In the place of DeepSpeed's own ways to cut."""
@@ -84,15 +97,49 @@ def layers_of(config: DeepSpeedConfig, module: Any) -> tuple[list[Any], int]:
 def load_layers(config: DeepSpeedConfig, module: Any, checkpoint: Path) -> None:
     """The weights of `module` from the files of all stages (runtime/pipe/module.py,
     save_state_dict); the layers are its own, so that it is filled with them."""
-    layers, _ = layers_of(config, module)
-    for number, layer in enumerate(layers):
-        if isinstance(layer, TiedLayerSpec) and layer.forward_fn is not None:
-            continue  # the second use of a weight, kept with the first one
+    for number, _, layer in _whole_layers(config, module):
         # of each rank that splits weights, in their order; else there is one
         kept = sorted(checkpoint.glob(f"layer_{number:02d}-*model_states.pt"))
         parts = [torch.load(one, map_location="cpu", weights_only=True) for one in kept]
-        whole = layer.build() if isinstance(layer, TiedLayerSpec) else layer
-        whole.load_state_dict(joined(whole.state_dict(), parts))
+        layer.load_state_dict(joined(layer.state_dict(), parts))
+
+
+def names_in_stages(config: DeepSpeedConfig, module: Any) -> dict[str, str]:
+    """How a pipeline calls each weight of `module`; a layer has one number wherever it is cut."""
+    own = {weight: name for name, weight in module.named_parameters()}
+    return {
+        own[weight]: f"{prefix}.{name}"
+        for _, prefix, layer in _whole_layers(config, module)
+        for name, weight in layer.named_parameters()
+    }
+
+
+def _told_to_converter(config: DeepSpeedConfig, module: Any) -> dict[str, Any]:
+    """For checkpoint/ds_to_universal.py, which asks the first stage about the weights of all.
+
+    First and last stage both save what they share, each divided among its ranks in its own way: it
+    would mix the parts. And how weights are split over ranks, by their names in the pipeline.
+    """
+    told: dict[str, Any] = {PIPELINE_REPLICATED_PARAMETER_PATTERNS: [re.escape(_TIED)]}
+    if config.tensor_parallel == 1:
+        return told
+    named = nn.Module()
+    for _, prefix, layer in _whole_layers(config, module):
+        *outer, last = prefix.split(".")
+        for name in outer:
+            named.add_module(name, nn.Module())
+        named.get_submodule(".".join(outer)).add_module(last, layer)
+    return {**collect_autotp_universal_checkpoint_info(named), **told}
+
+
+def _whole_layers(config: DeepSpeedConfig, module: Any) -> Iterator[tuple[int, str, Any]]:
+    """(number, what its weights' names begin with, the layer); shared weights once."""
+    layers, _ = layers_of(config, module)
+    for number, layer in enumerate(layers):
+        if not isinstance(layer, TiedLayerSpec):
+            yield number, str(number), layer
+        elif layer.forward_fn is None:  # else the second use of a weight, kept with the first one
+            yield number, _TIED, layer.build()
 
 
 class _Words(nn.Module):

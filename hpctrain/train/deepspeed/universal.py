@@ -1,29 +1,36 @@
-"""Going on with another number of ranks, by DeepSpeed's universal checkpoints.
+"""Going on with other ranks or other stages, by DeepSpeed's universal checkpoints.
 
-DeepSpeed's files hold what each rank had; another number of ranks cannot read them. Its converter
-makes one file per weight of them, once: what it has made stays in the checkpoint's directory, below
-`universal/`, until the checkpoint is retired. Belongs here: converting, and what cannot be
-converted. Does not belong here: loading (see `snapshot`).
+DeepSpeed's files hold what each rank had; another layout cannot read them. Its converter makes one
+file per weight of them, once: what it has made stays in the checkpoint's directory, below
+`universal/`, until the checkpoint is retired. Belongs here: converting, what cannot be converted,
+and what weights are called there. Does not belong here: loading (see `snapshot`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from hpctrain.checkpoints.manifest import file_problem, read_rank_digests, write_rank_digests
 from hpctrain.engines.deepspeed import DeepSpeedConfig
 from hpctrain.errors import CheckpointError, InvalidInputError, Problem
 from hpctrain.train.control import Control
+from hpctrain.train.deepspeed.stages import names_in_stages
 from hpctrain.train.faults import BadCheckpointError, is_full
+from hpctrain.train.models.build import build_module
 from hpctrain.train.room import NoSpaceError
 
+_NO_PIPELINE = "no pipeline"
 _NAME = "universal"
 _PARTIAL = "universal.partial"
 _POLL_SECONDS = 0.2
@@ -53,12 +60,6 @@ def refuse_what_cannot_move(
     if about["precision"] != config.precision:
         message = f"was saved in {about['precision']}, and the run is in {config.precision} now"
         raise InvalidInputError([Problem(message, str(directory), hint="submit a new run")])
-    before, here = about["stages_layout"], stages_layout(config)
-    if before != here or (config.pipeline_stages and about["world_size"] != ranks):
-        # files are by layer, but what the optimizer has is by rank and stage
-        message = f"was saved by {about['world_size']} ranks, {before}; there are {ranks}, {here}"
-        hint = "a checkpoint of a pipeline goes on with the same layout only"
-        raise InvalidInputError([Problem(message, str(directory), hint=hint)])
     if about["on_nvme"] and about["world_size"] != ranks:
         message = f"its state on NVMe belongs to {about['world_size']} ranks, and there are {ranks}"
         hint = "go on with as many ranks, or train with `offload: cpu` to be able to change them"
@@ -68,11 +69,37 @@ def refuse_what_cannot_move(
 def stages_layout(config: DeepSpeedConfig) -> str:
     """Where the layers are, in words."""
     if not config.pipeline_stages:
-        return "no pipeline"
+        return _NO_PIPELINE
     near = "pipelines" if config.pipelines_near else "stages"
-    tensors = f"tp {config.tensor_parallel}, " if config.tensor_parallel > 1 else ""
     layers = "+".join(map(str, config.pipeline_stages))
-    return f"{tensors}stages of {layers} layers, {near} on neighbours"
+    return f"stages of {layers} layers, {near} on neighbours"
+
+
+def placing(layout: dict[str, Any]) -> str:
+    """What each rank has, in words, from what a checkpoint tells about itself."""
+    tensors = layout.get("tensor_parallel", 1)
+    words = [f"tp {tensors}"] * (tensors > 1) + [layout["stages_layout"]]
+    return f"{layout['world_size']} ranks ({', '.join(words)})"
+
+
+@contextlib.contextmanager
+def names_as_saved(config: DeepSpeedConfig, optimizer: Any, saved_layout: str) -> Iterator[None]:
+    """Weights have their model's names, or in a pipeline those of its layers: for a while, those
+    of `saved_layout`, by which runtime/base_optimizer.py looks for their files."""
+    in_stages = saved_layout != _NO_PIPELINE
+    if in_stages == bool(config.pipeline_stages):
+        yield
+        return
+    module = build_module(config, device=torch.device("meta"), initialize=False)
+    saved = names_in_stages(config, module)
+    if not in_stages:
+        saved = {here: there for there, here in saved.items()}
+    own = optimizer.param_names
+    optimizer.param_names = {weight: saved[name] for weight, name in own.items()}
+    try:
+        yield
+    finally:
+        optimizer.param_names = own
 
 
 def converted(directory: Path, control: Control, rank: int) -> Path:

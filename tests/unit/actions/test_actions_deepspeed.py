@@ -64,6 +64,22 @@ def test_a_pipeline_can_be_submitted(tmp_path: Path) -> None:
     assert found.supervise.shapes[0].tasks == found.train.world_size == 4
 
 
+def test_a_pipeline_shrinks_by_replicas(tmp_path: Path) -> None:
+    """Fewer nodes train the same stages: only as many copies of them as there is room for."""
+    sizes = ("resources.gpus=8", "resources.min_nodes=1", "batch.micro=1")
+    found = prepared(tmp_path, *sizes, "parallel.pp=2", "optimizer.zero=1")
+    knowledge = load_knowledge(found.profile)
+    smaller = smaller_sizes(
+        found.spec.document, found.profile.document, found.plan, knowledge, None
+    )
+    configs = [one.train for one in smaller]
+    assert all(isinstance(one, DeepSpeedConfig) for one in configs)
+    assert [(one.pipeline_stages, one.data_parallel_size) for one in configs] == [  # type: ignore[attr-defined]
+        ((2, 2), 2),
+        ((2, 2), 1),
+    ]
+
+
 def test_nvme_is_the_site_s_unless_the_spec_names_a_directory(tmp_path: Path) -> None:
     site = prepared(tmp_path, *NVME).train
     own = prepared(tmp_path, *NVME, "engine.deepspeed.nvme_path=/nvme").train
@@ -93,7 +109,6 @@ def test_a_site_without_nvme_is_said(tmp_path: Path) -> None:
         (("parallel.tp=4", "model.kv_heads=2"), "2 of them cannot be divided by 4"),
         (("parallel.pp=2", "optimizer.offload=cpu"), "with the optimizer's state on the GPU"),
         (("parallel.pp=2", "lora.rank=4"), "trains whole models"),
-        (("parallel.pp=2", "resources.min_nodes=1"), "belongs to one number of ranks"),
         (("resources.gpus=4", "resources.min_nodes=1", *NVME), "one number of ranks"),
         (("recompute=selective",), "recomputes whole blocks or nothing"),
     ],

@@ -1,0 +1,54 @@
+"""A checkpoint of DeepSpeed's pipeline goes on with other stages, other replicas, or none."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deepspeed_trials import PLAIN, PLAIN_LLAMA, ROUNDING, ZERO, trained, words_of
+from trial_runs import Trial, largest_difference
+
+from hpctrain.checkpoints.manifest import checkpoint_name
+
+if importlib.util.find_spec("deepspeed") is None:
+    pytest.skip("needs the deepspeed extra", allow_module_level=True)
+
+# Three blocks. The words' weight is on the first stage and on the last one, where it is so large
+# that both ranks have a part of it; on the first one rank has all.
+GPT3: dict[str, Any] = dict(ZERO, model={**PLAIN["model"], "layers": 3, "vocab": 1000})
+LLAMA_BF16: dict[str, Any] = dict(ZERO, model=PLAIN_LLAMA["model"], precision="bf16")
+BF16_ROUNDING = 2e-3
+
+
+def gone_on(moved: Trial, source: Trial, step: int) -> Trial:
+    """From a checkpoint of `source` to the end."""
+    moved.adopt(source, step)
+    assert moved.train(resume=step) == [0] * moved.world_size
+    assert "random_state_re-seeded" in words_of(moved)
+    return moved
+
+
+def test_stages_are_cut_anew_and_joined(trial: Callable[..., Trial], tmp_path: Path) -> None:
+    source = trained(tmp_path / "saved", **{**GPT3, "pipeline_stages": (2, 1)})
+    joined = gone_on(trial(GPT3, zero_stage=2, save_interval_steps=2), source, 2)
+    # converted once: this one finds it in the checkpoint
+    longer = trial(GPT3, data_parallel_size=1, pipeline_stages=(1, 1, 1))
+    gone_on(longer, joined, 2)
+    divided = trial(GPT3, data_parallel_size=1, pipeline_stages=(1, 2))
+    gone_on(divided, joined, 4)
+    for moved, first_step in ((joined, 3), (longer, 3), (divided, 5)):
+        loss, norm = largest_difference(moved, source, first_step)
+        assert loss <= ROUNDING and norm <= 10 * ROUNDING, moved.config.layout_words
+
+
+def test_weights_in_bf16_go_on_from_those_in_fp32(
+    trial: Callable[..., Trial], tmp_path: Path
+) -> None:
+    """By another optimizer class of DeepSpeed's; a Llama has an output layer of its own."""
+    source = trained(tmp_path / "saved", **{**LLAMA_BF16, "pipeline_stages": (1, 1)})
+    alone = gone_on(trial(LLAMA_BF16, data_parallel_size=1), source, 2)
+    assert largest_difference(alone, source, 3)[0] <= BF16_ROUNDING
+    assert (alone.run.checkpoints / checkpoint_name(2) / "universal").is_dir()
