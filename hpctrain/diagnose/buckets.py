@@ -25,6 +25,9 @@ def buckets(facts: Facts) -> Finding:
     if planned is None:
         return unknown("buckets", "plan.json cannot be read")
     size = _bucket_bytes(planned)
+    if planned.plan.engine == "deepspeed" and planned.plan.layout.pp > 1:
+        # runtime/pipe/engine.py, _exec_reduce_grads
+        return fine("buckets", "a pipeline of DeepSpeed's sums gradients after its passes")
     if size is None:
         return fine("buckets", f"{planned.plan.engine} has no size of buckets to choose here")
     if planned.plan.layout.dp == 1:

@@ -180,11 +180,8 @@ def _less_of_it(planned: Planned | None, axis: Axis | None) -> list[Remedy]:
     spec, plan = planned.spec, planned.plan
     across = _spans(planned)["dp"] in ("across nodes", "across islands")
     found = []
-    if not spec.optimizer.overlap_grad_reduce and plan.engine in (
-        "megatron",
-        "megatron-lm",
-        "deepspeed",
-    ):
+    overlaps = ("megatron", "megatron-lm", *(["deepspeed"] if plan.layout.pp == 1 else []))
+    if not spec.optimizer.overlap_grad_reduce and plan.engine in overlaps:
         words = "sum gradients while the backward pass goes on"
         found.append(Remedy(words=words, changes=("optimizer.overlap_grad_reduce=true",)))
     if plan.engine == "ddp" and spec.engine.ddp.hook == "none":

@@ -73,7 +73,11 @@ def deepspeed_config(
         offload_parameters=own.offload_parameters,
         nvme_path=own.nvme_path if uses_nvme else None,
         torch_adam=own.adam == "torch" or (own.adam == "auto" and plan.offload == "none"),
-        overlap_comm=spec.optimizer.overlap_grad_reduce and plan.layout.dp > 1,
+        # behind a pipeline DeepSpeed sums gradients after all passes (runtime/engine.py,
+        # _configure_zero_optimizer)
+        overlap_comm=(
+            spec.optimizer.overlap_grad_reduce and plan.layout.dp > 1 and plan.layout.pp == 1
+        ),
         # DeepSpeed fills memory of this size in every step, however few gradients there are
         reduce_bucket_elements=max(
             1, min(int(own.reduce_bucket) // element_bytes, plan.parameters)

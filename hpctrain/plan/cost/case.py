@@ -176,6 +176,7 @@ class Software:
     layer_overhead: Array  # seconds per layer, microbatch and pass
     step_overhead: Array  # seconds per step
     straggling: Array  # extra share of a step per doubling of nodes
+    late_sums: Array = 0  # 1: behind a pipeline gradients are summed after all passes, in the open
     zero_bubble: Array = 0  # 1: ZB-1p, 2: ZB-2p (Qi et al. 2023, arXiv 2401.10241)
     fused_loss: Array = 0  # 1: fused cross entropy, no fp32 copy of the logits
     expert_overhead: Array = 0.0  # seconds per MoE layer, microbatch and pass

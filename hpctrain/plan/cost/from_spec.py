@@ -229,6 +229,8 @@ def software_for(spec: RunSpec, profile: ClusterProfile, knowledge: Knowledge | 
         base,
         flash=int(uses_flash_attention(spec)),
         dp_overlap=data_overlap(spec, calibration, base),
+        # runtime/engine.py, _configure_zero_optimizer: no `overlap_comm` behind a pipeline
+        late_sums=int(spec.engine.name == "deepspeed"),
         # runtime/pipe/engine.py: `pipe_partitioned` and `grad_partitioned` are on
         scatter_gather=1.0 if spec.engine.name == "deepspeed" else base.scatter_gather,
         main_bytes=optimizer_bytes(spec),

@@ -116,7 +116,8 @@ def data_messages(case: Case, weights: Weights, stages: Stages) -> Array:
         case, weights.routed, mesh.expert_replicas, mesh.ep * mesh.expert_tp * outside
     )
     gradients, parameters = dense[0] + routed[0], dense[1] + routed[1]
-    hidden = np.minimum(overlap * gradients, overlap * stages.last_backward)
+    in_time = overlap * (1 - (np.asarray(mesh.pp) > 1) * np.asarray(case.software.late_sums))
+    hidden = np.minimum(in_time * gradients, in_time * stages.last_backward)
     hidden_gather = np.minimum(overlap * parameters, overlap * stages.first_forward)
     once = (gradients - hidden) + (parameters - hidden_gather)
     every = np.asarray(mesh.zero) + (np.asarray(mesh.pp) == 1) >= 3

@@ -26,6 +26,7 @@ EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 GIB, MIB = 2**30, 2**20
 DDP = ("engine.name=ddp", "precision=fp32", "resources.gpus=16", "model.layers=4")
 ZERO2 = ("engine.name=deepspeed", "optimizer.zero=2", "resources.gpus=16")
+STAGES = (*ZERO2, "optimizer.zero=1", "parallel.pp=2", "parallel.tp=1")
 HALF = "engine.ddp.bucket=1GiB"
 
 
@@ -177,6 +178,10 @@ TABLE: dict[str, Row] = {
         buckets,
         lambda: Facts("run", planned=planned(*ZERO2, "engine.deepspeed.reduce_bucket=1MiB")),
         "yes", ("engine.deepspeed.reduce_bucket=",)),
+    "buckets behind a pipeline of DeepSpeed": (
+        buckets,
+        lambda: Facts("run", planned=planned(*STAGES, "engine.deepspeed.reduce_bucket=1MiB")),
+        "no", ("sums gradients after its passes",)),
     "no buckets": (buckets, lambda: facts(), "no", ("no size of buckets",)),
     "memory is nearly full": (
         memory, lambda: facts(reserved_bytes=(60 * GIB, 60 * GIB, 78 * GIB, 60 * GIB)), "yes",
@@ -228,6 +233,18 @@ def test_each_question(case: str) -> None:
         assert each in said(finding), said(finding)
     assert (finding.gain_seconds is not None) <= (answer == "yes")
     assert bool(finding.remedies) == (answer == "yes"), "who says yes says what to do"
+
+
+def test_nothing_is_advised_that_deepspeed_leaves_out_in_a_pipeline() -> None:
+    """It sums gradients behind all passes there, whatever `overlap_comm` says."""
+    apart = "optimizer.overlap_grad_reduce=false"
+    waiting = facts(rest=1.0, step=2.2)
+    assert apart.replace("false", "true") in said(
+        communication(replace(waiting, planned=planned(*ZERO2, apart)))
+    )
+    staged = planned(*STAGES, apart, "batch.global=64")
+    finding = communication(replace(waiting, planned=staged))
+    assert finding.answer == "yes" and "overlap_grad_reduce" not in said(finding)
 
 
 def test_the_first_finding_is_the_one_with_most_to_gain() -> None:

@@ -70,6 +70,7 @@ def test_buckets_are_bytes_in_the_spec_and_elements_for_deepspeed() -> None:
 def test_overlap_is_the_spec_s() -> None:
     assert zero_of()["overlap_comm"]
     assert not zero_of("optimizer.overlap_grad_reduce=false")["overlap_comm"]
+    assert not zero_of("parallel.pp=2")["overlap_comm"], "DeepSpeed would leave it out and say so"
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -175,6 +175,13 @@ class TestDataParallel:
         found = data_messages(one, WEIGHTS, stages(backward=0.02, forward=0.01))
         assert found == pytest.approx(all_of_it - 0.5 * (0.02 + 0.01))
 
+    @pytest.mark.parametrize("pp", [1, 2])
+    def test_deepspeed_hides_no_gradients_behind_a_pipeline(self, pp: int) -> None:
+        late, usual = (case(dp=8, pp=pp, dp_overlap=1, late_sums=is_late) for is_late in (1, 0))
+        apart = data_messages(late, WEIGHTS, stages(backward=0.02, forward=0.01))
+        usual_apart = data_messages(usual, WEIGHTS, stages(backward=0.02, forward=0.01))
+        assert apart - usual_apart == pytest.approx(0.02 if pp == 2 else 0)
+
     def test_zero_3_gathers_twice_and_reduces_in_every_microbatch(self) -> None:
         # Rajbhandari et al. 2020, section 7.2.2: 2 + 2 + 4 bytes of 8e9 parameters
         one = case(dp=8, zero=3, accumulation=4)
