@@ -49,7 +49,9 @@ def held_parameters(spec: RunSpec) -> int:
 
 
 def learned_share(spec: RunSpec) -> float:
-    """Of all parameters, thin matrices included."""
+    """Of all parameters, thin matrices included. Asked for each layout that is looked at."""
+    if spec.lora is None:
+        return 1.0
     return learned_parameters(spec) / held_parameters(spec)
 
 
