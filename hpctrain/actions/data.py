@@ -236,6 +236,7 @@ def verify_dataset(prefix: Path) -> VerifiedDataset:
     """
     expected = _digests(prefix)
     if not expected:
+        _refuse_missing(prefix)
         hint = "datasets of older versions and of others have none; prepare it again"
         problem = Problem("has no digests to compare with", file=str(prefix), hint=hint)
         raise InvalidInputError([problem])
@@ -247,6 +248,14 @@ def verify_dataset(prefix: Path) -> VerifiedDataset:
     if problems:
         raise InvalidInputError(problems)
     return VerifiedDataset(prefix=str(prefix), files=tuple(path.name for path in expected))
+
+
+def _refuse_missing(prefix: Path) -> None:
+    """Raise InvalidInputError where there is no dataset of that name at all."""
+    if not any(path.is_file() for path in (idx_path(prefix), npz_path(prefix))):
+        message = "does not exist"
+        hint = f"neither {idx_path(prefix).name} nor {npz_path(prefix).name} is there"
+        raise InvalidInputError([Problem(message, file=str(prefix), hint=hint)])
 
 
 def _digests(prefix: Path) -> dict[Path, str]:

@@ -135,12 +135,12 @@ class RankTimes(Record):
     """Where the time of each rank went in a window of steps; replaced by rank 0 after each window.
 
     By rank, in seconds, the mean per step; on a GPU by its own clock. The parts do not overlap.
-    `compute_seconds`: megatron-core: forward and backward passes, without waiting for other
-    pipeline stages and for gradients; other engines: forward passes, of FSDP and ZeRO stage 3
-    with waiting for weights. `backward_seconds`: other engines: backward passes, with waiting for
-    gradients to be summed (0 with megatron-core). `data_seconds`: waiting for the next batch.
-    `optimizer_seconds`: from the last backward pass to the end of the update, with the sums over
-    ranks that belong to it. What is left of `step_seconds` is `rest_seconds`.
+    `compute_seconds`: megatron-core, also in Megatron-LM: forward and backward passes, without
+    waiting for other pipeline stages and for gradients; other engines: forward passes, of FSDP and
+    ZeRO stage 3 with waiting for weights. `backward_seconds`: other engines: backward passes, with
+    waiting for gradients to be summed (0 with megatron-core). `data_seconds`: waiting for the next
+    batch. `optimizer_seconds`: from the last backward pass to the end of the update, with the sums
+    over ranks that belong to it. What is left of `step_seconds` is `rest_seconds`.
 
     `peak_memory_bytes`, `reserved_memory_bytes`: since the launch began, allocated by PyTorch and
     taken by it from the GPU; on a CPU the peak resident set, and 0. Windows leave out the first

@@ -17,13 +17,25 @@ from hpctrain.engines.kept import planned_kept_bytes
 from hpctrain.engines.megatron import megatron_config
 from hpctrain.engines.verification import Verification, compare
 from hpctrain.plan.batch import batch_split
+from hpctrain.plan.cost.from_spec import Knowledge
 from hpctrain.plan.documents import NodeRequest, Plan, Stage
 from hpctrain.plan.layout import layout_of, layout_problems
 from hpctrain.plan.parameters import pad_vocab
+from hpctrain.plan.planner import make_plan
 from hpctrain.plan.stages import build_stages, split_layers
+from hpctrain.spec.catalogue import cluster_gpu
+from hpctrain.spec.loader import (
+    find_profile,
+    load_calibration,
+    load_catalogue,
+    load_profile,
+    load_run_spec,
+)
 from hpctrain.spec.run import ParallelSpec, RunSpec
+from hpctrain.train.megatron import verify
 from hpctrain.train.megatron.verify import build
 
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 GPT = dict(layers=8, hidden=64, heads=8, vocab=300, seq=64)
 LLAMA = dict(family="llama", layers=8, hidden=64, ffn=176, heads=8, kv_heads=4, vocab=500, seq=64)
 EXPERTS = dict(experts=8, top_k=2, ffn=48)
@@ -206,6 +218,26 @@ def test_what_is_not_measured_is_said() -> None:
     assert [stage.measured_kept_bytes for stage in found.stages] == [None]
     assert found.stages[0].planned_kept_bytes is None
     assert any("not measured" in remark for remark in found.remarks)
+
+
+# -- examples/, at full size -------------------------------------------------------------------
+
+FULL = [("gpt130b", "h100x16"), ("gpt175b", "a100x64"), ("moe", "h100x16")]
+
+
+@pytest.mark.parametrize(("example", "cluster"), FULL)
+def test_examples_are_planned_as_they_are_built(
+    example: str, cluster: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All stages, with the layout that is planned; what they keep takes too long to measure."""
+    monkeypatch.setattr(verify, "_why_not_measured", lambda config: "counted only")
+    spec = load_run_spec(EXAMPLES / example / "full.yaml").document
+    profile = load_profile(find_profile(cluster)).document
+    knowledge = Knowledge(cluster_gpu(load_catalogue(), profile), load_calibration())
+    plan = make_plan(spec, profile, knowledge)
+    found = compare(plan, planned_kept_bytes(spec, plan), build(megatron_config(spec, plan, None)))
+    assert found.equal, [(s.planned_parameters, s.built_parameters) for s in found.stages]
+    assert len(found.stages) == plan.layout.pp
 
 
 # -- the process -----------------------------------------------------------------------------

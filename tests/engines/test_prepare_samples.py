@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import gzip
+import json
+import shutil
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +26,7 @@ from prepared_specimens import (
 
 from hpctrain.store.prepared import Expected, problems_of
 from hpctrain.train import prepare_data
+from hpctrain.train.preparing.hugging_face import digest_of
 from hpctrain.train.preparing.packing import best_fit
 
 
@@ -266,12 +271,48 @@ def test_a_tokenizer_that_is_not_there(
     problem = wrong(capsys, 3, path, *options, "--tokenizer", tmp_path / "empty")
     assert problem["file"].endswith("empty/tokenizer.json")
     assert "nothing is downloaded" in problem["hint"]
+    problem = wrong(capsys, 3, path, *options, "--tokenizer", tmp_path / "nowhere")
+    assert problem["file"].endswith("nowhere") and "nothing is downloaded" in problem["hint"]
     (tmp_path / "tokenizer.json").write_text("{")
     problem = wrong(capsys, 3, path, *options, "--tokenizer", tmp_path / "tokenizer.json")
     assert "is no tokenizer that transformers can load" in problem["message"]
     alone = tokenizer / "tokenizer.json"  # without what says which token ends a text
     problem = wrong(capsys, 3, path, *options, "--tokenizer", alone)
     assert "has no token that ends a text" in problem["message"]
+
+
+# torchvision as it is where it was built for another torch.
+BESIDE_A_MODEL = """
+import json, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from hpctrain.train.preparing.hugging_face import digest_of, load_hugging_face
+found = load_hugging_face(Path(sys.argv[1]))
+loaded = sorted(name for name in sys.modules if name.startswith("transformers.models.llama"))
+print(json.dumps([found.encode(["some words", "more"]), found.vocab_size, found.end, loaded]))
+"""
+
+
+def test_a_tokenizer_beside_a_model(tmp_path: Path, tokenizer: Path) -> None:
+    """config.json makes transformers import the model's module, and packages along with it."""
+    whole = tmp_path / "model"
+    shutil.copytree(tokenizer, whole)
+    shape = dict(model_type="llama", hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    config = dict(shape, architectures=["LlamaForCausalLM"], vocab_size=999)
+    (whole / "config.json").write_text(json.dumps(config))
+    (tmp_path / "broken" / "torchvision").mkdir(parents=True)
+    (tmp_path / "broken" / "torchvision" / "__init__.py").write_text("raise RuntimeError('ABI')")
+    command = [sys.executable, "-c", BESIDE_A_MODEL, str(whole), str(tmp_path / "broken")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    ids, vocab_size, end, modules = json.loads(done.stdout)
+    words = loaded(tokenizer)
+    expected = [
+        words(text, add_special_tokens=False)["input_ids"] for text in ("some words", "more")
+    ]
+    assert (ids, vocab_size, end) == (expected, len(words), words.eos_token)
+    assert modules, "the case that is meant: the model's module was imported"
+    assert digest_of(whole) == digest_of(tokenizer), "the model decides about no token"
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def _bytes_of(file: Path) -> bytes:
         return file.read_bytes()
     except OSError as error:
         hint = None
-        if file.name == TOKENIZER_NAME and not file.exists():
+        if not file.exists():
             hint = (
                 "stage the tokenizer before, on a node with internet: "
                 "`AutoTokenizer.from_pretrained(MODEL).save_pretrained(DIRECTORY)` in Python; "

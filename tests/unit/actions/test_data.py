@@ -192,6 +192,15 @@ def test_arrays_are_described_by_their_heads(tmp_path: Path) -> None:
         assert found.sidecar is not None and found.npz_bytes == path.stat().st_size
 
 
+def test_a_dataset_that_is_not_there_cannot_be_verified(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="books: does not exist") as caught:
+        verify_dataset(tmp_path / "books")
+    assert caught.value.problems[0].hint == "neither books.idx nor books.npz is there"
+    write_pair(tmp_path / "books", [2], [0, 1])
+    with pytest.raises(InvalidInputError, match="has no digests to compare with"):
+        verify_dataset(tmp_path / "books")
+
+
 def test_what_was_changed_is_found_by_its_digest(tmp_path: Path) -> None:
     path = samples(tmp_path)
     assert verify_dataset(tmp_path / "digits").files == ("digits.npz",)

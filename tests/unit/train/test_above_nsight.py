@@ -12,11 +12,9 @@ from pathlib import Path
 
 import pytest
 
-# As nsys does: it starts the program as a child, and what it is sent stays with it.
+# As nsys does it starts the program as a child. A signal that reaches it ends it.
 PROFILER = """
-import signal, subprocess, sys
-for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
-    signal.signal(number, signal.SIG_IGN)
+import subprocess, sys
 sys.exit(subprocess.run(sys.argv[1:]).returncode)
 """
 RANK = """
