@@ -24,6 +24,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 PICTURE_SIDE = 32
+PICTURES_SHARE = 3  # every third: 599 pictures, so that one is a sixth of a point of accuracy
 VALIDATION_SHARE = 5  # every fifth sample
 
 
@@ -33,8 +34,8 @@ def pictures(directory: Path) -> None:
     from sklearn.datasets import load_digits
 
     digits = load_digits()
-    for number in range(400):
-        share = "val" if number % VALIDATION_SHARE == 0 else "train"
+    for number in range(len(digits.target)):
+        share = "val" if number % PICTURES_SHARE == 0 else "train"
         home = directory / share / f"digit-{digits.target[number]}"
         home.mkdir(parents=True, exist_ok=True)
         picture = Image.fromarray((digits.images[number] * 15.9).astype("uint8"))

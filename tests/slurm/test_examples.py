@@ -33,9 +33,10 @@ BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 # Other partial sums of fp32 numbers, over 60 steps.
 ROUNDING = 1e-5
 ONE_PICTURE = 1 / 320
-# Of 64 pictures after ten steps of a ResNet: where a gradient is rounding alone, Adam's first
-# updates are as large as anywhere, so runs part from the third step on.
-SAME_ACCURACY = 0.15
+# Of 576 pictures. Rounding does not stay rounding for 30 steps: where a gradient is next to nothing,
+# Adam makes as much of it as anywhere. With several seeds runs ended 0.3 to 1.6 points apart. Batch
+# statistics of each rank alone do not show here (1 point), but in the first loss (0.02).
+SAME_ACCURACY = 0.03
 STEPS_BEFORE = 15  # a fine-tune's, until its nodes are taken
 FOR_EVER_SECONDS = 1000
 PATIENCE_SECONDS = 600.0
@@ -155,8 +156,7 @@ def test_pictures_are_learned_alike_by_one_process_and_by_several(place: Place) 
     for one, other in zip(resnet[:2], alone[:2], strict=True):
         assert abs(loss_of(one) - loss_of(other)) <= ROUNDING, "batch statistics of all ranks"
     accuracies = [rows[-1].eval_accuracy or 0.0 for rows in (resnet, alone)]
-    print(accuracies)
-    assert min(accuracies) > 0.3, accuracies
+    assert min(accuracies) > 0.9, accuracies
     assert abs(accuracies[0] - accuracies[1]) <= SAME_ACCURACY, accuracies
 
 
