@@ -33,7 +33,7 @@ BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 # Other partial sums of fp32 numbers, over 60 steps.
 ROUNDING = 1e-5
 ONE_PICTURE = 1 / 320
-# Of 576 pictures. Rounding does not stay rounding for 30 steps: where a gradient is next to nothing,
+# Of 576 pictures. Rounding does not stay rounding for 30 steps: where a gradient is almost nothing,
 # Adam makes as much of it as anywhere. With several seeds runs ended 0.3 to 1.6 points apart. Batch
 # statistics of each rank alone do not show here (1 point), but in the first loss (0.02).
 SAME_ACCURACY = 0.03
