@@ -23,6 +23,7 @@ from pathlib import Path
 
 from hpctrain.train.below_agent import die_with_parent
 from hpctrain.train.passing import Passing
+from hpctrain.train.stop import StopSignals
 
 # For the rank below nsys: the file that it writes its process id into.
 UNDER_NSIGHT = "HPCTRAIN_UNDER_NSIGHT"
@@ -42,16 +43,16 @@ def tell_task(environment: Mapping[str, str]) -> bool:
     return True
 
 
-def record(command: list[str], environment: Mapping[str, str], arrived: str | None) -> int:
+def record(command: list[str], environment: Mapping[str, str], stop: StopSignals) -> int:
     """Run `command`, whose program is the rank, to its end; its exit code, or 128 and the number of
     the signal that killed it.
 
-    `arrived`: the name of a stop signal that this process has got before, for the rank, too.
+    `stop` has caught signals until now: what has come before is for the rank, too.
     """
     passing = Passing()
     passing.install()
-    if arrived is not None:
-        os.kill(os.getpid(), signal.Signals[arrived])
+    if stop.name is not None:
+        os.kill(os.getpid(), signal.Signals[stop.name])
     directory = Path(tempfile.mkdtemp(prefix="hpctrain-nsight-"))
     try:
         code = _follow(command, environment, directory / "rank", passing)

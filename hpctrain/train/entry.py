@@ -71,7 +71,7 @@ def main(arguments: list[str], stop: StopSignals) -> int:
 def _job(path: Path, launch: Launch, run: RunLayout, stop: StopSignals) -> Job:
     """Does not return where this rank has to be started below a profiler."""
     config = read_config(path)
-    become_recorded(path, config, launch, run, os.environ, stop.name)
+    become_recorded(path, config, launch, run, os.environ, stop)
     return Job(config, launch, run, stop)
 
 

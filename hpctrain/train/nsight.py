@@ -19,6 +19,7 @@ from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.store.layout import RunLayout
 from hpctrain.train.above_nsight import record, tell_task
 from hpctrain.train.launch import Launch
+from hpctrain.train.stop import StopSignals
 
 
 def nsight_command(
@@ -55,12 +56,12 @@ def become_recorded(
     launch: Launch,
     run: RunLayout,
     environment: Mapping[str, str],
-    arrived: str | None = None,
+    stop: StopSignals,
 ) -> None:
     """Have the same program run below nsys, and end as it does; returns where nothing is to do.
 
-    `path` is the file that `config` was read from, which is another one on fewer nodes; `arrived`
-    the stop signal that has come already.
+    `path` is the file that `config` was read from, which is another one on fewer nodes; `stop` has
+    caught signals until now.
 
     Raises InvalidInputError when nsys is not installed.
     """
@@ -84,4 +85,4 @@ def become_recorded(
         )
     run.traces.mkdir(exist_ok=True, mode=0o700)
     sys.stdout.flush()
-    os._exit(record([found, *command[1:]], environment, arrived))
+    os._exit(record([found, *command[1:]], environment, stop))

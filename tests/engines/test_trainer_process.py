@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
-from trial_runs import LIMIT_SECONDS, Trial
+from trial_runs import LIMIT_SECONDS, MODULE_GPT, Trial
 
 from hpctrain.store.signs import TrainerExit
 
@@ -116,3 +118,32 @@ def test_no_launcher(trial: Callable[..., Trial]) -> None:
     )
     assert done.returncode == TrainerExit.CONFIG_ERROR
     assert done.stderr == "none of RANK, SLURM_PROCID is set: start this with srun\n"
+
+
+# It starts the program as a child, and would die of a signal.
+_PROFILER = """#!/bin/sh
+while [ "$1" != -m ]; do program=$1; shift; done
+"$program" "$@"
+"""
+
+
+def test_a_rank_below_nsight_stops_when_slurm_says_so(
+    trial: Callable[..., Trial], tmp_path: Path
+) -> None:
+    """Its task is signalled, before nsys is there, and hands that on once the rank listens."""
+    window = dict(tool="nsys", start=4, count=2, ranks=(0,))
+    made = trial(MODULE_GPT, profile=window, train_steps=400, lr_decay_steps=400)
+    profiler = tmp_path / "bin" / "nsys"
+    profiler.parent.mkdir()
+    profiler.write_text(_PROFILER)
+    profiler.chmod(0o755)
+    path = f"{profiler.parent}:{os.environ['PATH']}"
+    task = _start(["-m", "hpctrain.train"], made.run.train_config, 0, 1, PATH=path)
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while not made.run.traces.is_dir():  # right before nsys is started
+        assert time.monotonic() < deadline and task.poll() is None
+        time.sleep(0.01)
+    task.send_signal(signal.SIGUSR2)
+    output = task.communicate(timeout=LIMIT_SECONDS)
+    assert task.returncode == TrainerExit.YIELDED, output
+    assert [record.outcome for record in made.exits()] == ["yielded"]

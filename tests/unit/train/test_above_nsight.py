@@ -42,9 +42,10 @@ from hpctrain.train.stop import StopSignals
 stop = StopSignals()
 stop.install()
 profiler, rank, arrived = sys.argv[1:]
+stop.name = arrived or stop.name
 command = [sys.executable, profiler, sys.executable, rank]
 open("task", "w").close()
-os._exit(record(command, os.environ, arrived or None))
+os._exit(record(command, os.environ, stop))
 """
 
 
