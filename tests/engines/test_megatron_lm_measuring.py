@@ -142,11 +142,13 @@ def test_timers_that_do_not_pair_are_left_alone(tmp_path: Path) -> None:
     assert training.timers("optimizer").running, "its own timers do what they did"
 
 
+LOGGED = LOOP[LOOP.index("def training_log") :]
 OTHERWISE = [
     ("def training_log", "def another_log"),
     ("losses, iteration", "losses, number"),
     ("megatron.core.timers", "megatron.training.own_timers"),
     ("forward-compute", "forward"),
+    (LOGGED, "import functools\ntraining_log = functools.partial(lambda *given: 7.0)"),
 ]
 
 

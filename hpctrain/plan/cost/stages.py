@@ -181,6 +181,8 @@ def _mamba_turn(case: Case) -> Turn:
 
 
 def _thin_turn(case: Case) -> Turn:
+    if not np.any(case.shape.thin):
+        return Turn(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     passes = block.thin_matrices(case)
     again, _ = _again(case, passes, 0.0)
     return _plain(case, passes, again)

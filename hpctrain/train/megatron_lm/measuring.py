@@ -144,10 +144,9 @@ class _Steps:
         self._began_at = 0.0
 
     def follow_timers(self, module: ModuleType) -> None:
-        timers = getattr(module, "Timers", None)
-        if timers is None:
+        timers, original = _method(module, "Timers", "__call__")
+        if original is None:
             return
-        original = timers.__call__
 
         @functools.wraps(original)
         def call(group: Any, name: str, *given: Any, **keywords: Any) -> Any:
@@ -162,10 +161,9 @@ class _Steps:
 
     def follow_reading(self, module: ModuleType) -> None:
         """Programs without a timer around making a batch still read by this."""
-        reader = getattr(module, "RerunDataIterator", None)
-        if reader is None:
+        reader, original = _method(module, "RerunDataIterator", "__next__")
+        if original is None:
             return
-        original = reader.__next__
 
         @functools.wraps(original)
         def read(iterator: Any) -> Any:
@@ -183,7 +181,7 @@ class _Steps:
     def follow_steps(self, module: ModuleType) -> None:
         train_step: Any = getattr(module, "train_step", None)
         training_log: Any = getattr(module, "training_log", None)
-        if train_step is None or training_log is None:
+        if not (inspect.isfunction(train_step) and inspect.isfunction(training_log)):
             return
         shape = inspect.signature(training_log)
         if "iteration" not in shape.parameters:
@@ -235,6 +233,13 @@ class _Steps:
         """Nothing is told of a program whose passes no timer bounds."""
         if all(times.compute_seconds):
             write_record(self._job.run.rank_times, times, durable=False)
+
+
+def _method(module: ModuleType, kind: str, name: str) -> tuple[Any, Any]:
+    """A class and a method that it has itself; None in the place of what is not there."""
+    found = getattr(module, kind, None)
+    method = vars(found).get(name) if inspect.isclass(found) else None
+    return found, method if inspect.isfunction(method) else None
 
 
 def _capturing() -> bool:
