@@ -18,7 +18,9 @@ if importlib.util.find_spec("deepspeed") is None:
 
 # Three blocks. The words' weight is on the first stage and on the last one, where it is so large
 # that both ranks have a part of it; on the first one rank has all.
-GPT3: dict[str, Any] = dict(ZERO, model={**PLAIN["model"], "layers": 3, "vocab": 1000})
+GPT3: dict[str, Any] = dict(
+    ZERO, vocab_size=1000, model={**PLAIN["model"], "layers": 3, "vocab": 1000}
+)
 LLAMA_BF16: dict[str, Any] = dict(ZERO, model=PLAIN_LLAMA["model"], precision="bf16")
 BF16_ROUNDING = 2e-3
 
@@ -47,8 +49,10 @@ def test_stages_are_cut_anew_and_joined(trial: Callable[..., Trial], tmp_path: P
 def test_weights_in_bf16_go_on_from_those_in_fp32(
     trial: Callable[..., Trial], tmp_path: Path
 ) -> None:
-    """By another optimizer class of DeepSpeed's; a Llama has an output layer of its own."""
-    source = trained(tmp_path / "saved", **{**LLAMA_BF16, "pipeline_stages": (1, 1)})
+    """By another optimizer class of DeepSpeed's, and joined of two ranks' parts on each stage; a
+    Llama has an output layer of its own."""
+    divided = dict(pipeline_stages=(1, 1), tensor_parallel=2, data_parallel_size=1)
+    source = trained(tmp_path / "saved", **{**LLAMA_BF16, **divided})
     alone = gone_on(trial(LLAMA_BF16, data_parallel_size=1), source, 2)
     assert largest_difference(alone, source, 3)[0] <= BF16_ROUNDING
     assert (alone.run.checkpoints / checkpoint_name(2) / "universal").is_dir()
