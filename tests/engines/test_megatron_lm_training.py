@@ -16,6 +16,8 @@ import pytest
 from megatron_lm_trials import PACKAGE, UNMEASURED, RealTrial, make_real_trial
 from trial_runs import LIMIT_SECONDS
 
+from hpctrain.actions.diagnose import diagnose
+from hpctrain.actions.runs import RunFiles
 from hpctrain.checkpoints.manifest import checkpoint_name
 from hpctrain.store.epochs import claim_epoch
 from hpctrain.store.signs import DoneMarker, RankTimes, TrainerExit, read_record, read_saves
@@ -74,6 +76,10 @@ def test_the_time_of_each_rank(whole: RealTrial, stopped: RealTrial) -> None:
         assert 0.3 * step < compute + data + optimizer <= step
     assert min(times.peak_memory_bytes) > 50e6
     assert not stopped.run.rank_times.exists(), "its program undoes what measures it"
+    asked = ("data", "communication", "imbalance")
+    for made, told in ((whole, True), (stopped, False)):
+        answers = {one.topic: one.answer for one in diagnose(RunFiles(made.run)).findings}
+        assert {answers[topic] != "unknown" for topic in asked} == {told}, answers
 
 
 def test_nothing_outlives_a_launch(whole: RealTrial, stopped: RealTrial) -> None:
