@@ -66,22 +66,24 @@ def test_engines_are_compared_and_failures_are_rows(
         "huge: model.hidden=65536",
         "broken: environment.variables.GLOO_SOCKET_IFNAME=nowhere0",
     ]
-    layout = begun(subject, engines_request(subject, "ddp,fsdp", variants, STEPS), tmp_path)
+    engines = "ddp,fsdp,deepspeed:pp2"
+    layout = begun(subject, engines_request(subject, engines, variants, STEPS), tmp_path)
     # somebody submits and closes the laptop; the second call goes on with the same jobs
     lines: list[str] = []
     pursue(layout, stage.slurm, Manner(wait=False))
     found = pursue(layout, stage.slurm, Manner(poll_seconds=0.5, tell=lines.append))
     trials = by_name(found)
     states = {name: trial.state for name, trial in trials.items()}
-    wanted = {"ddp": "DONE", "fsdp": "DONE", "huge": "REFUSED", "broken": "FAILED"}
+    wanted = dict.fromkeys(engines.split(","), "DONE") | {"huge": "REFUSED", "broken": "FAILED"}
     assert states == wanted, f"{lines}\n{run_logs(layout)}"
     assert "no layout fits" in trials["huge"].reason
     assert "nowhere0" in trials["broken"].reason and trials["broken"].stability
     assert trials["broken"].stability.launches == 1, "a crash of a trial is a result"
-    fsdp = trials["fsdp"]
-    assert fsdp.agreement and fsdp.agreement.verdict == "same" and fsdp.agreement.steps == STEPS
-    assert fsdp.measured and fsdp.measured.peak_bytes > 2**20 and fsdp.measured.shares
-    assert found.recommendation.choice in ("ddp", "fsdp")
+    for name in ("fsdp", "deepspeed:pp2"):
+        agreement, measured = trials[name].agreement, trials[name].measured
+        assert agreement and agreement.verdict == "same" and agreement.steps == STEPS
+        assert measured and measured.peak_bytes > 2**20 and measured.shares
+    assert found.recommendation.choice in engines.split(",")
     for trial in trials.values():
         assert trial.record.run_id is None or submissions(layout, trial) == 1
     draw(found, layout.plot)
