@@ -79,9 +79,7 @@ def deepspeed_config(
             spec.optimizer.overlap_grad_reduce and plan.layout.dp > 1 and plan.layout.pp == 1
         ),
         # DeepSpeed fills memory of this size in every step, however few gradients there are
-        reduce_bucket_elements=max(
-            1, min(int(own.reduce_bucket) // element_bytes, plan.parameters)
-        ),
+        reduce_bucket_elements=max(1, min(int(own.reduce_bucket) // element_bytes, plan.learned)),
         gather_bucket_elements=max(1, int(own.gather_bucket) // element_bytes),
         communication_dtype=None if own.reduce_precision == "auto" else own.reduce_precision,
         flops_steps=spec.profile.chosen if spec.profile and spec.profile.flops else (),
