@@ -7,7 +7,9 @@ here: starting and waiting. Does not belong here: a launcher for users (srun is 
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -134,10 +136,16 @@ def become(rank: int, logs: Path, environment: dict[str, str], work: Callable[[]
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nobody has at the moment."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """A TCP port of this machine that nobody has at the moment.
+
+    Below the ephemeral ports of Linux (ip_local_port_range starts at 32768), so that no outgoing
+    connection takes it before rank 0 listens; at random, so that two launches take two.
+    """
+    while True:
+        port = secrets.randbelow(20_000) + 12_000
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
 def run(arguments: list[str]) -> int:
