@@ -12,15 +12,15 @@ from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import EventKind
 from hpctrain.store.signs import read_metrics
 from hpctrain.train import prefork
+from hpctrain.train.job import read_config
 
 ENGINES = {
     "ddp": ("engine.name=ddp", "parallel.pp=1"),
     "fsdp": ("engine.name=fsdp", "parallel.pp=1"),
     "deepspeed": ("engine.name=deepspeed", "parallel.pp=1", "optimizer.zero=2"),
-    "stages": ("engine.name=deepspeed", "parallel.pp=2", "optimizer.zero=1"),
-    "tensors": (
-        *("engine.name=deepspeed", "parallel.pp=1", "parallel.tp=2", "optimizer.zero=1"),
-        *("model.family=llama", "model.dropout=0", "model.ffn=128"),
+    "deepspeed in 3D": (
+        *("engine.name=deepspeed", "parallel.pp=2", "parallel.tp=2", "optimizer.zero=1"),
+        *("model.family=llama", "model.dropout=0", "model.ffn=128", "resources.gpus=4"),
     ),
 }
 
@@ -28,7 +28,8 @@ ENGINES = {
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_preempted_run_is_the_same_run(engine: str, stage: Stage, tmp_path: Path) -> None:
     planned = (PlannedFault(epoch=1, rank=1, step=13, do="await_warning"),)
-    rehearsal = stage.start(f"name={engine}", *ENGINES[engine], planned=planned)
+    name, gpus = engine.replace(" ", "-").lower(), 2 if "3D" in engine else 1
+    rehearsal = stage.start(f"name={name}", *ENGINES[engine], planned=planned, gpus_per_node=gpus)
     rehearsal.wait_for_step(12)
     rehearsal.urgent_job()
     row = rehearsal.wait_till_over()
@@ -39,12 +40,13 @@ def test_a_preempted_run_is_the_same_run(engine: str, stage: Stage, tmp_path: Pa
 
 
 def undisturbed(rehearsal: Rehearsal, place: Path) -> dict[int, str]:
-    """The losses of the same train.json on two processes of this machine, without Slurm."""
+    """The losses of the same train.json on as many processes of this machine, without Slurm."""
     run = RunLayout(place / "undisturbed")
     run.create()
     shutil.copy(rehearsal.run.layout.train_config, run.train_config)
-    ranks = prefork.start(run.train_config, 2, run.logs / "ranks")
-    assert ranks.wait(PATIENCE_SECONDS) == [0, 0], ranks.log()
+    size = read_config(run.train_config).world_size
+    ranks = prefork.start(run.train_config, size, run.logs / "ranks")
+    assert ranks.wait(PATIENCE_SECONDS) == [0] * size, ranks.log()
     return losses(run)
 
 

@@ -8,6 +8,7 @@ here: those processes. Does not belong here: what is read.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import multiprocessing
 import os
@@ -98,7 +99,10 @@ class Ahead:
         shut_down = getattr(self._items, "_shutdown_workers", None)
         self._items = None
         if shut_down is not None:
-            shut_down()
+            # torch's handler of SIGCHLD raises where it finds a process that has been killed
+            # (torch/utils/data/_utils/signal_handling.py): whoever closes needs it no more
+            with contextlib.suppress(RuntimeError):
+                shut_down()
 
 
 @dataclass(frozen=True)

@@ -282,14 +282,14 @@ def test_a_hung_file_system_does_not_hold_signals(stage: Stage, held: Held) -> N
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    supervisor = stage.supervisor(f"{TRAINING} sleep:9")
+    supervisor = stage.supervisor(f"{TRAINING} sleep:60")
     supervisor.context.signals.install()
     launch = Launch(supervisor.launcher.argv, environment())
     ours = LaunchWatch(supervisor.context, launch, 1)
     stage.once(lambda: ours.started, hang)
     started = time.monotonic()
     ours.wait()
-    assert time.monotonic() - started < 8
+    assert time.monotonic() - started < 50
     assert (JOB_ID, "0", "USR2") in stage.slurm.signals
     assert [e.signal for e in stage.events(EventKind.SIGNAL)] == ["USR1", "TERM"]
     assert ours.stall is None

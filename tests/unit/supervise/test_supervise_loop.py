@@ -169,10 +169,10 @@ def test_cancelled_by_scancel(stage: Stage) -> None:
 
     stage.once_training(cancelled)
     started = time.monotonic()
-    assert stage.play("progress:3 sleep:9") == 1
+    assert stage.play("progress:3 sleep:60") == 1
     assert (stage.causes, stage.actions) == (["cancelled"], ["stop"])
     # KillWait is 3 s here: the verdict must be in the ledger before KILL comes.
-    assert time.monotonic() - started < 8
+    assert time.monotonic() - started < 50
 
 
 def test_cancelled_by_hpctrain_while_the_trainer_leaves(stage: Stage) -> None:
@@ -282,8 +282,8 @@ def test_silence_is_a_hang_and_the_step_is_ended(stage: Stage) -> None:
 def test_survivors_of_a_failed_rank_are_ended(stage: Stage) -> None:
     (stage.layout.directory / "died").write_text("srun: error: n1: task 1: Killed\n")
     started = time.monotonic()
-    assert stage.play("progress:3 lines:died sleep:9", "done") == 0
-    assert time.monotonic() - started < 8
+    assert stage.play("progress:3 lines:died sleep:60", "done") == 0
+    assert time.monotonic() - started < 50
     assert stage.causes == ["crash", "done"]
     assert stage.events(EventKind.LAUNCH_ENDED)[0].rank == 1
 
