@@ -25,9 +25,11 @@ _AWAY = r"Unable to contact slurm controller|Socket timed out on send/recv opera
 _PROLOG = re.compile(r"[Pp]rolog (?:error|fail)|launch[_ ]failed[_ ]requeued[_ ]held")
 _LAUNCH_FAILURES = re.compile(r"Unable to create step|Task launch for .* failed|launch failed")
 _OUT_OF_MEMORY = re.compile(r"oom.kill")
-# src/api/step_launch.c, _check_io_timeout: the slurmstepd of a node is gone. Its number is that
-# within the step.
-_STEP_GONE = re.compile(r"error: Aborting, .*missing step on node (\d+)")
+# src/api/step_launch.c: the slurmstepd of a node is gone, as srun finds out by asking (the step is
+# missing) or by waiting (_check_io_timeout), whichever is first. The number is that within the step.
+_STEP_GONE = re.compile(
+    r"error: (?:Aborting, .*missing step on|Cannot communicate with) node (\d+)"
+)
 _CONTROLLER_AWAY = re.compile(_AWAY)
 _NOTICE = re.compile(
     rf"\*\*\* (?:STEP|JOB) |Node failure on |error: .*(?:{_LAUNCH_FAILURES.pattern})|oom.kill"

@@ -692,10 +692,17 @@ def test_a_rank_that_follows_another_is_not_named_though_srun_hears_of_it_first(
     assert classify(own.evidence()).rank == 0
 
 
-def test_a_slurmstepd_that_is_gone_is_named_and_not_whom_srun_has_killed() -> None:
+@pytest.mark.parametrize(
+    "told",
+    [
+        "srun: error: Aborting, io error and missing step on node 1",
+        "srun: error: Cannot communicate with node 1.  Aborting job.",
+    ],
+)
+def test_a_slurmstepd_that_is_gone_is_named_and_not_whom_srun_has_killed(told: str) -> None:
     lines = (
         "srun: error: _server_write write failed: Bad file descriptor",
-        "srun: error: Aborting, io error and missing step on node 1",
+        told,
         "srun: error: n0: task 0: Killed",
         "srun: error: Timed out waiting for job step to complete",
     )
