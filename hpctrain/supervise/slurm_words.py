@@ -26,7 +26,7 @@ _PROLOG = re.compile(r"[Pp]rolog (?:error|fail)|launch[_ ]failed[_ ]requeued[_ ]
 _LAUNCH_FAILURES = re.compile(r"Unable to create step|Task launch for .* failed|launch failed")
 _OUT_OF_MEMORY = re.compile(r"oom.kill")
 # src/api/step_launch.c: the slurmstepd of a node is gone, as srun finds out by asking (the step is
-# missing) or by waiting (_check_io_timeout), whichever is first. The number is that within the step.
+# missing) or by waiting (_check_io_timeout), whichever is first. Its number is that in the step.
 _STEP_GONE = re.compile(
     r"error: (?:Aborting, .*missing step on|Cannot communicate with) node (\d+)"
 )
