@@ -37,9 +37,9 @@ class ZeroEngine(Built):
         """Forward, backward, optimizer."""
         rate = self.next_rate()
         undivided(self.inner)
-        totals = self._accumulate(first_sample)
+        totals, summed = self._accumulate(first_sample)
         before_step()
-        dist.all_reduce(totals, group=self.mesh.data)
+        summed.wait()
         share = max(1.0, float(totals[1])) / self._nominal
         if share != 1.0:
             divide_gradients(self.inner, share)
@@ -58,24 +58,27 @@ class ZeroEngine(Built):
         where everything counts (pretraining) it is the same number."""
         return float(self.config.global_batch_size * self.config.labels_per_sample)
 
-    def _accumulate(self, first_sample: int) -> Any:
-        """Gradients of all microbatches; [losses, count] of this rank.
+    def _accumulate(self, first_sample: int) -> tuple[Any, Any]:
+        """Gradients of all microbatches; [losses, count], and what to wait for until they are sums
+        over all ranks: these are taken beside the last backward pass.
 
         DeepSpeed takes the mean over ranks, and here no mean over microbatches. Its `step` after
         all but the last microbatch only counts them.
         """
-        totals = torch.zeros(2, device=self.mesh.device)
+        totals, summed = torch.zeros(2, device=self.mesh.device), None
         scale = self.mesh.replicas / self._nominal
         last = self.config.microbatches - 1
         for number, batch in enumerate(self.data.training.microbatches(first_sample)):
             with self.clock.computing(), self.flops.counting(self.finished_steps + 1, number):
                 loss_sum, count = self.loss(self.inner, self._fitting(batch))
+            totals += torch.stack([loss_sum.detach().float(), count.float()])
+            if number == last:
+                summed = dist.all_reduce(totals, group=self.mesh.data, async_op=True)
             with self.clock.timing("backward"):
                 self.inner.backward(loss_sum * scale, scale_wrt_gas=False)
                 if number < last:
                     self.inner.step()
-            totals += torch.stack([loss_sum.detach().float(), count.float()])
-        return totals
+        return totals, summed
 
     def evaluate(self) -> Evaluation | None:
         """Without dropout, hence without drawing random numbers.
