@@ -103,7 +103,7 @@ def ds_config(config: DeepSpeedConfig) -> dict[str, Any]:
         gradient_accumulation_steps=config.microbatches,
         gradient_clipping=config.clip_grad,
         optimizer=_optimizer(config),
-        # PyTorch's AdamW on offloaded state is slower than DeepSpeed's, and needs no compiler
+        # DeepSpeed would refuse PyTorch's AdamW on offloaded state, which needs no compiler
         zero_force_ds_cpu_optimizer=False,
         zero_optimization=_zero(config),
         # the run's manifest says which checkpoint counts; all ranks are told its name
