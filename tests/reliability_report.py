@@ -1,6 +1,6 @@
-"""docs/reliability.md: its table is what a run of tests/slurm/faults has seen.
+"""docs/reliability.md: its tables are what a run of tests/slurm/faults has seen.
 
-Belongs here: gathering the entries of all tests (of all workers of xdist) and writing the table
+Belongs here: gathering the entries of all tests (of all workers of xdist) and writing each table
 between two marks of the document. Does not belong here: asserting anything.
 """
 
@@ -15,7 +15,12 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT = ROOT / "docs" / "reliability.md"
 FAULTS = ROOT / "tests" / "slurm" / "faults"
-BEGIN, END = "<!-- written by the test run -->", "<!-- end of what the test run writes -->"
+# Where each table begins in the document, and the first row of the fault table that is in it.
+BEGINS = {
+    "<!-- written by the test run -->": 1,
+    "<!-- written by the test run, second table -->": 51,
+}
+END = "<!-- end of what the test run writes -->"
 HEAD = (
     "#",
     "fault",
@@ -63,9 +68,10 @@ def _function(report_id: str) -> str:
 
 def known_rows() -> list[list[str]]:
     """The rows that the document has now, as cells."""
-    between = DOCUMENT.read_text().partition(BEGIN)[2].partition(END)[0]
-    rows = [line[2:-2].split(" | ") for line in between.splitlines() if line.startswith("| ")]
-    return [row for row in rows if row[0].isdigit()]
+    text = DOCUMENT.read_text()
+    between = [text.partition(begin)[2].partition(END)[0] for begin in BEGINS]
+    lines = [line for part in between for line in part.splitlines() if line.startswith("| ")]
+    return [row for row in (line[2:-2].split(" | ") for line in lines) if row[0].isdigit()]
 
 
 def test_of(row: list[str]) -> str:
@@ -85,13 +91,20 @@ def declared_tests() -> set[str]:
 
 
 def write_table(rows: Iterable[list[str]]) -> None:
-    """Replace the table, ordered by row of the fault table and then by test."""
+    """Replace the tables, ordered by row of the fault table and then by test."""
     text = DOCUMENT.read_text()
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
     ordered = sorted(rows, key=lambda row: (int(row[0]), row[-1]))
-    lines = [_line(cells) for cells in (HEAD, ["---"] * len(HEAD), *ordered)]
-    DOCUMENT.write_text("\n".join([f"{before}{BEGIN}", *lines, f"{END}{after}"]))
+    for begin, first in BEGINS.items():
+        own = [row for row in ordered if first == _first_row_of_table(int(row[0]))]
+        before, _, rest = text.partition(begin)
+        _, _, after = rest.partition(END)
+        lines = [_line(cells) for cells in (HEAD, ["---"] * len(HEAD), *own)]
+        text = "\n".join([f"{before}{begin}", *lines, f"{END}{after}"])
+    DOCUMENT.write_text(text)
+
+
+def _first_row_of_table(row: int) -> int:
+    return max(first for first in BEGINS.values() if first <= row)
 
 
 def _cells(entry: Entry) -> list[str]:

@@ -46,7 +46,11 @@ class EventKind(StrEnum):
 
 
 class Event(Record):
-    """One line of the ledger. `time` is seconds since the epoch; steps are optimizer steps."""
+    """One line of the ledger. `time` is seconds since the epoch; steps are optimizer steps.
+
+    `cluster`: Slurm's ClusterName, where an event is about a job; None in ledgers of older
+    versions.
+    """
 
     event: EventKind
     time: float
@@ -77,6 +81,7 @@ class Event(Record):
     delay_seconds: float | None = None
     factor: float | None = None
     successor_of: int | None = None
+    cluster: str | None = None
 
 
 class Ledger:

@@ -17,12 +17,13 @@ from hpctrain.supervise.documents import ActionKind
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of the job by Slurm."""
+    """One start of the job by Slurm; `cluster` is Slurm's ClusterName, None if not told."""
 
     job_id: int
     restart_count: int
     nodes: str
     node: str
+    cluster: str | None = None
 
     def __str__(self) -> str:
         return f"{self.job_id}.{self.restart_count}"
@@ -36,6 +37,7 @@ def attempt_from(environment: Mapping[str, str]) -> Attempt:
             restart_count=int(environment.get("SLURM_RESTART_COUNT") or 0),
             nodes=environment["SLURM_JOB_NODELIST"],
             node=environment.get("SLURMD_NODENAME", ""),
+            cluster=environment.get("SLURM_CLUSTER_NAME") or None,
         )
     except (KeyError, ValueError) as error:
         raise UsageError(

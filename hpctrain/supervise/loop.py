@@ -124,7 +124,7 @@ class Supervisor:
         lost = unfinished_attempt(events, self.context.attempt)
         verdict = self._close_lost(lost, events) if lost is not None else None
         attempt = self.context.attempt
-        self.context.note(EventKind.ATTEMPT_STARTED, nodes=attempt.nodes)
+        self.context.note(EventKind.ATTEMPT_STARTED, nodes=attempt.nodes, cluster=attempt.cluster)
         say(f"attempt {attempt} of run {self.context.config.run_id} on {attempt.nodes}")
         return verdict
 
