@@ -53,7 +53,7 @@ def config_files(shape: SandboxShape, site: Site) -> tuple[ConfigFile, ...]:
 def slurm_conf(shape: SandboxShape, site: Site) -> str:
     """The main file, one subject after the other."""
     blocks = (
-        _identity(site),
+        _identity(shape, site),
         _files(site),
         _processes(shape),
         _time_limits(shape),
@@ -91,10 +91,10 @@ def _switch(switch: SwitchShape) -> str:
 _CGROUP_CONF = "CgroupPlugin=disabled\n"
 
 
-def _identity(site: Site) -> str:
+def _identity(shape: SandboxShape, site: Site) -> str:
     return f"""\
 # Made by `hpctrain sandbox`; written anew by every start.
-ClusterName=sandbox
+ClusterName={shape.cluster_name}
 SlurmctldHost=localhost(127.0.0.1)
 SlurmctldPort={site.ports.controller}
 # Only this user is served: without root a slurmd cannot become anybody else.

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from another_user import public_directory
+from other_cluster import OtherCluster, other_shape
 from rehearsal import PATIENCE_SECONDS, STEPS, Stage, four_nodes, own_sandbox
 
 from hpctrain.actions.runs import RunFiles
@@ -43,6 +45,26 @@ def clean_slate(sandbox: Sandbox) -> Iterator[None]:
 def stage(sandbox: Sandbox, tmp_path_factory: pytest.TempPathFactory) -> Stage:
     """A place to start rehearsals at."""
     return Stage(sandbox, tmp_path_factory.mktemp("stage"))
+
+
+@pytest.fixture(scope="session")
+def _second_sandbox() -> Iterator[Sandbox]:
+    with own_sandbox(other_shape()) as box:
+        yield box
+
+
+@pytest.fixture
+def other_cluster(_second_sandbox: Sandbox) -> Iterator[OtherCluster]:
+    """Another Slurm beside `sandbox`, whose clients see the same runs."""
+    yield OtherCluster(_second_sandbox)
+    repair(_second_sandbox, PATIENCE_SECONDS)
+
+
+@pytest.fixture
+def public_stage(sandbox: Sandbox) -> Iterator[Stage]:
+    """A stage whose directory other users of this machine may enter."""
+    with public_directory() as place:
+        yield Stage(sandbox, place)
 
 
 @pytest.fixture(scope="session")

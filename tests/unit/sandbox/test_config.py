@@ -41,6 +41,14 @@ def test_what_trials_have_taught_is_in_the_file() -> None:
     assert found["SlurmctldPort"] == "20000"
 
 
+def test_two_sandboxes_may_be_two_clusters() -> None:
+    named = [
+        slurm_conf(replace(default_shape(), cluster_name=n), site()) for n in ("here", "there")
+    ]
+    assert [keys(text)["ClusterName"] for text in named] == ["here", "there"]
+    assert keys(slurm_conf(default_shape(), site()))["ClusterName"] == "sandbox"
+
+
 def test_nothing_refers_to_the_slurm_of_the_system() -> None:
     text = "".join(file.text for file in config_files(default_shape(), site()))
     assert "/etc" not in text
