@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -34,6 +35,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--write-reliability",
         action="store_true",
         help="Write the table of docs/reliability.md from what tests/slurm/faults see.",
+    )
+    parser.addoption(
+        "--slurm",
+        type=Path,
+        metavar="DIRECTORY",
+        help="Run tests/slurm on the Slurm that scripts/slurm-from-debian has unpacked there.",
     )
 
 

@@ -49,6 +49,12 @@ def test_two_sandboxes_may_be_two_clusters() -> None:
     assert keys(slurm_conf(default_shape(), site()))["ClusterName"] == "sandbox"
 
 
+def test_plugins_lie_beside_an_unpacked_slurm() -> None:
+    unpacked = replace(site(), plugins=Path("/newer/plugins"))
+    assert keys(slurm_conf(default_shape(), unpacked))["PluginDir"] == "/newer/plugins"
+    assert "PluginDir" not in slurm_conf(default_shape(), site())
+
+
 def test_nothing_refers_to_the_slurm_of_the_system() -> None:
     text = "".join(file.text for file in config_files(default_shape(), site()))
     assert "/etc" not in text
