@@ -28,6 +28,7 @@ from hpctrain.sandbox.processes import (
     open_files,
     read_environment,
 )
+from hpctrain.sandbox.reconfigure import raise_job_ids
 from hpctrain.sandbox.repair import repair
 from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.sandbox.shape import PartitionShape, SandboxShape, SwitchShape, default_shape
@@ -233,8 +234,16 @@ def test_a_crashed_node_sends_the_job_back_into_the_queue(directory: Path) -> No
     assert box.node_states()["n1"].startswith("down")
 
 
-def test_down_leaves_neither_process_nor_directory(directory: Path) -> None:
-    box = create_sandbox(directory, default_shape(nodes=2))
+@pytest.fixture(params=["installed", "newer"])
+def either_slurm(request: pytest.FixtureRequest) -> Path | None:
+    """The Slurm of this machine (None), then a newer one."""
+    return None if request.param == "installed" else request.getfixturevalue("newer_slurm")
+
+
+def test_down_leaves_neither_process_nor_directory(
+    directory: Path, either_slurm: Path | None
+) -> None:
+    box = create_sandbox(directory, default_shape(nodes=2), either_slurm)
     box.up()
     # One that leaves its session and ignores the polite signals, and ranks without environment.
     stubborn = (
@@ -251,6 +260,31 @@ def test_down_leaves_neither_process_nor_directory(directory: Path) -> None:
     assert processes_of(directory) == []
     assert not [one for one in all_processes() if holds_a_log_of(directory, one.pid)]
     assert not directory.exists()
+
+
+def test_daemons_are_known_after_a_change_of_the_configuration(
+    directory: Path, either_slurm: Path | None
+) -> None:
+    """Since 23.11 `scontrol reconfigure` replaces them by new processes."""
+    box = create_sandbox(directory, default_shape(nodes=2), either_slurm)
+    box.up()
+    job_id = submit(box, "-N2", wrap="srun sleep 300")
+    await_ranks(box, job_id, 2)
+    raise_job_ids(box, 4711)
+    assert box.health() == "up"
+    assert submit(box, wrap="true") == "4711"
+    faults.crash_node(box, "n1")
+    assert {p.node for p in faults.job_processes(box, job_id)} == {"n0"}
+    assert [daemon.name for daemon in box.status().daemons if not daemon.alive] == ["slurmd-n1"]
+
+
+def test_clients_of_a_newer_sandbox_are_newer_too(directory: Path, newer_slurm: Path) -> None:
+    box = Sandbox.create(directory, default_shape(nodes=1), newer_slurm)
+    box.up()
+    assert box.state.version >= (24, 5)
+    assert run(box, "sh", "-c", "command -v squeue").strip() == f"{newer_slurm}/bin/squeue"
+    assert run(box, "srun", "squeue", "--version") == run(box, "sinfo", "--version")
+    assert Sandbox.open(directory).programs.version == box.state.version
 
 
 def test_a_kept_sandbox_comes_up_again_elsewhere(directory: Path) -> None:
