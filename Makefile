@@ -47,8 +47,8 @@ slurm-24: install  ## The rehearsals on Slurm 24.11 of Debian trixie, unpacked i
 		tests/slurm/test_team_control.py tests/slurm/test_continuation.py \
 		tests/slurm/test_two_clusters.py
 
-chaos: install  ## N=100 faults at random in one long run; the same losses and weights in the end
-	@$(PYTHON) -m bench.chaos --faults $(N) --seed $(SEED)
+chaos: install  ## N=100 faults of both tables at random, three runs at a time, and three questions
+	@$(PYTHON) -m bench.chaos --strikes $(N) --seed $(SEED)
 
 bench: install  ## Benchmarks; each prints ratios against a peer in the same run
 	@$(PYTHON) bench/login_node.py

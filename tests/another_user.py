@@ -81,6 +81,21 @@ class AnotherUser:
         """`hpctrain ARGUMENTS`, typed by this user."""
         return self.call(command, *arguments)
 
+    @contextlib.contextmanager
+    def attending(self) -> Iterator[Bystander]:
+        """The same, for a caller that is about to start threads: nobody may fork after that."""
+        context = get_context("fork")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=self._attend, args=(theirs, ours), daemon=True)
+        process.start()
+        theirs.close()
+        try:
+            yield Bystander(self, ours)
+        finally:
+            ours.close()
+            process.join(timeout=5)
+            process.kill()
+
     def allow(self, path: Path, rights: str) -> None:
         """As the README says it: `setfacl -m u:USER:RIGHTS PATH`. Skips the test without it."""
         if shutil.which("setfacl") is None:
@@ -106,6 +121,15 @@ class AnotherUser:
         except BaseException as error:
             answer.send((None, f"{type(error).__name__}: {error}"))
 
+    def _attend(self, questions: Connection, ours: Connection) -> None:
+        """Answers one command after the other until the other end is closed."""
+        ours.close()
+        _import_what_root_hides()
+        self._become()
+        with contextlib.suppress(EOFError):
+            while True:
+                questions.send(command(*questions.recv()))
+
     def _become(self) -> None:
         """For good: this process is of no use to root any more."""
         os.setgroups([])
@@ -118,11 +142,23 @@ class AnotherUser:
         )
 
 
-def another_account() -> pwd.struct_passwd:
-    """Skips the test, with the reason, where we cannot become anybody else."""
-    if os.geteuid() != 0:
-        pytest.skip("only root can become another user")
-    return pwd.getpwnam(NAME)
+@dataclass(frozen=True)
+class Bystander:
+    """Another user in a process that waits for commands to type; one caller at a time."""
+
+    user: AnotherUser
+    _pipe: Connection
+
+    def hpctrain(self, *arguments: str) -> Outcome:
+        """`hpctrain ARGUMENTS`, typed by this user."""
+        self._pipe.send(arguments)
+        assert self._pipe.poll(_PATIENCE_SECONDS), f"{self.user.name} got no answer"
+        return self._pipe.recv()  # type: ignore[no-any-return]
+
+
+def another_user_or_none() -> AnotherUser | None:
+    """Only root can become another user."""
+    return AnotherUser(pwd.getpwnam(NAME)) if os.geteuid() == 0 else None
 
 
 @contextlib.contextmanager

@@ -53,6 +53,14 @@ class OtherCluster:
         self._wait_for(job_id, wanted)
         return given
 
+    def take_id(self, job_id: int) -> bool:
+        """As `innocent_job`, without waiting for its start; False if the id has gone by already."""
+        next_id = int(self.slurm.config().get("NEXT_JOB_ID"))
+        if next_id > job_id:
+            return False
+        raise_job_ids(self.sandbox, job_id)
+        return self.slurm.submit(_INNOCENT).job_id == job_id
+
     def job(self, job_id: int) -> JobRecord | None:
         """What this cluster says of a job; None when it knows none of that id."""
         return self.slurm.show_job(job_id)

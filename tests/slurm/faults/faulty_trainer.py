@@ -109,6 +109,33 @@ def hear_nothing(fault: Fault) -> None:
     loop.file_exists = lambda path: False
 
 
+def miss_a_file(fault: Fault) -> None:
+    """What the check at the start says where the data are not to be seen, as on a node on which
+    their file system is not mounted."""
+    from hpctrain.errors import InvalidInputError, Problem
+    from hpctrain.train import entry
+
+    def check(job: Any) -> None:
+        raise InvalidInputError([Problem(f"{fault['text']} does not exist")])
+
+    entry.check = check
+
+
+def pace(fault: Fault) -> None:
+    """Steps take longer, and evaluations ten times as much longer, as those of a larger model."""
+    time.sleep(fault["seconds"])
+    loop = LOOPS[-1]
+    if not hasattr(loop, "unhurried"):
+        real = loop.engine.evaluate
+
+        def evaluate() -> Any:
+            time.sleep(fault["seconds"] * 10)
+            return real()
+
+        object.__setattr__(loop.engine, "evaluate", evaluate)
+        loop.unhurried = True
+
+
 def take_port(fault: Fault) -> None:
     """Listen where rank 0 is about to."""
     taken = socket.create_server(("", int(os.environ["MASTER_PORT"])))
@@ -156,6 +183,8 @@ DEEDS: dict[str, Callable[[Fault], None]] = {
     "sleep": sleep,
     "await_warning": await_warning,
     "await_word": await_word,
+    "pace": pace,
+    "miss_a_file": miss_a_file,
     "settle": settle,
     "import_nothing": import_nothing,
     "die_of_term": die_of_term,
@@ -164,6 +193,10 @@ DEEDS: dict[str, Callable[[Fault], None]] = {
     "publish_slowly": publish_slowly,
     "poison": poison,
 }
+
+
+# What is done at all later steps, too.
+LASTING = ("await_word", "pace")
 
 
 # -- when ----------------------------------------------------------------------------------------
@@ -194,7 +227,7 @@ def strike_at_steps(faults: list[Fault]) -> None:
         LOOPS[:] = [loop]
         step = loop.position.step + 1
         for fault in faults:
-            if fault["step"] == step or (fault["do"] == "await_word" and fault["step"] < step):
+            if fault["step"] == step or (fault["do"] in LASTING and fault["step"] < step):
                 DEEDS[fault["do"]](fault)
         return real(loop)
 
