@@ -10,6 +10,7 @@ import math
 import time
 from dataclasses import dataclass
 
+from hpctrain.checkpoints.manifest import step_of
 from hpctrain.engines.training import TrainConfig
 from hpctrain.store.signs import (
     Phase,
@@ -47,9 +48,10 @@ class Reporter:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._phase: Phase = "starting"
-        self._step = 0
+        # A run that goes on is not at its beginning while its checkpoint is being loaded.
+        self._checkpoint_step = step_of(job.launch.resume)
+        self._step = self._checkpoint_step or 0
         self._last: StepResult | None = None
-        self._checkpoint_step: int | None = None
         self._written_at = -math.inf
 
     @property
