@@ -216,7 +216,7 @@ def test_a_job_whose_client_died_is_found_by_its_comment(tmp_path: Path) -> None
     run = fabricate(tmp_path, entries=SUBMITTED[:2])
     mark = {"comment": run_comment(run.run_id), "work_directory": str(run.layout.directory)}
     slurm.records[4] = JobRecord(4, state=JobState.RUNNING, name=run.run_id, **mark)
-    elsewhere = {**mark, "work_directory": "/home/somebody/runs/gpt-tiny-7f3a"}
+    elsewhere = {**mark, "work_directory": "/scratch/else/runs/gpt-tiny-7f3a"}
     slurm.records[5] = JobRecord(5, state=JobState.RUNNING, name=run.run_id, **elsewhere)
     row = statuses([run], slurm)[0]  # type: ignore[arg-type]
     assert (row.state, row.job_id) == (RunState.RUNNING, 4)
