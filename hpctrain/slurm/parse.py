@@ -208,8 +208,10 @@ def submitted(stdout: str, stderr: str = "") -> SubmittedJob:
 def test_only_answer(text: str) -> TestOnlyAnswer:
     """The sentence of `sbatch --test-only`; its fields stay None when it is worded otherwise."""
     sentence = text.strip()
+    # 26.05 has a stray word in it: `to start at 2026-11-22T01:21:19 a using 2 processors`.
     match = re.search(
-        r"to start at (\S+) using (\d+) processors on (?:nodes )?(\S*) in partition (\S+)", sentence
+        r"to start at (\S+)(?: a)? using (\d+) processors on (?:nodes )?(\S*) in partition (\S+)",
+        sentence,
     )
     if match is None:
         return TestOnlyAnswer(sentence)

@@ -206,9 +206,10 @@ def test_submitted_job_with_and_without_cluster() -> None:
         p.submitted("Submitted batch job 14\n")
 
 
-def test_test_only_sentence() -> None:
+@pytest.mark.parametrize("stray", ["", " a"], ids=["22.05 and 24.11", "26.05"])
+def test_test_only_sentence(stray: str) -> None:
     answer = p.test_only_answer(
-        "sbatch: Job 7 to start at 3387-11-28T16:21:10 using 2 processors on nodes n[0-1]"
+        f"sbatch: Job 7 to start at 3387-11-28T16:21:10{stray} using 2 processors on nodes n[0-1]"
         " in partition train\n"
     )
     assert (answer.start_time_text, answer.processors) == ("3387-11-28T16:21:10", 2)
