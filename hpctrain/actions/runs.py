@@ -50,7 +50,7 @@ class RunFiles:
         if self.unreadable:
             raise UsageError(
                 f"run `{self.run_id}` {self.unreadable}",
-                hint="its owner can share it: see "Sharing a run" in the README",
+                hint="its owner can share it: section Teams of the README says how",
             )
 
 
