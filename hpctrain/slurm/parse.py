@@ -31,7 +31,7 @@ UNIT, RECORD = "\x1f", "\x1e"
 SQUEUE_FIELDS = (
     *("JobID", "State", "Reason", "NodeList", "RestartCnt", "PreemptTime", "StartTime", "EndTime"),
     *("SubmitTime", "TimeLimit", "Partition", "Account", "exit_code", "Requeue", "ArrayJobID"),
-    *("NumNodes", "Name", "Comment"),
+    *("NumNodes", "Cluster", "WorkDir", "Name", "Comment"),
 )
 STEP_FIELDS = ("StepID", "StepState", "StepName")
 NODE_FIELDS = ("NodeList", "StateLong")
@@ -100,6 +100,8 @@ def _squeue_job(row: list[str]) -> JobRecord:
         comment=_told(cell["Comment"]),
         array_job_id=_number(cell["ArrayJobID"]),
         node_count=_number(cell["NumNodes"]),
+        cluster=_told(cell["Cluster"]),
+        work_directory=_told(cell["WorkDir"]),
         source="squeue",
     )
 
@@ -142,6 +144,7 @@ def _sacct_job(row: list[str]) -> JobRecord:
         exit_signal=signal,
         comment=_told(cell["Comment"]),
         array_job_id=_number(cell["JobID"]),
+        cluster=_told(cell["Cluster"]),
         source="sacct",
     )
 

@@ -260,7 +260,7 @@ def test_after_a_cancelled_job_the_next_one_leaves_and_ends_the_others(
     assert "cancelled runs stay cancelled" in (must_leave(context) or "")
     assert slurm.records[7].state is JobState.CANCELLED
     last = context.ledger.events()[-1]
-    assert (last.event, last.job_id) == (EventKind.CANCEL_REQUESTED, 5)
+    assert (last.event, last.job_id) == (EventKind.CANCELLED, 5)
 
 
 def test_after_a_job_that_has_stopped_the_run_the_next_one_leaves(
