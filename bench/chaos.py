@@ -24,7 +24,7 @@ from pathlib import Path
 from bench.rehearsals import Stage, own_sandbox
 
 import storm_report  # isort: skip
-from another_user import Bystander, another_user_or_none, public_directory  # isort: skip
+from another_user import another_user_attending, public_directory  # isort: skip
 from other_cluster import OtherCluster, other_shape  # isort: skip
 from storm import EVALUATIONS, Struck, draw, rage, steps_for  # isort: skip
 from storm_witness import Witness  # isort: skip
@@ -33,7 +33,6 @@ from targets import Field, Target  # isort: skip
 
 from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.state import RunState
-from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.sandbox.shape import SandboxShape, default_shape
 
 STRIKES_PER_RUN = 17
@@ -97,7 +96,7 @@ def _field(at_a_time: int, slurm: Path | None) -> Iterator[Field]:
         public_directory() as place,
         own_sandbox(_shape(at_a_time), slurm) as sandbox,
         own_sandbox(other_shape(), slurm) as there,
-        _bystander(sandbox) as bystander,
+        another_user_attending(sandbox) as bystander,
     ):
         if bystander is None:
             _say("not rehearsed: another user, for only root can become one")
@@ -113,16 +112,6 @@ def _shape(at_a_time: int) -> SandboxShape:
         partitions=(train, *shape.partitions[1:]),
         slurmd_timeout_seconds=_SLURMD_TIMEOUT_SECONDS,
     )
-
-
-@contextlib.contextmanager
-def _bystander(sandbox: Sandbox) -> Iterator[Bystander | None]:
-    user = another_user_or_none()
-    if user is None:
-        yield None
-        return
-    with user.client_of(sandbox).attending() as bystander:
-        yield bystander
 
 
 def undisturbed(stage: Stage, steps: int) -> RunFiles:

@@ -162,6 +162,17 @@ def another_user_or_none() -> AnotherUser | None:
 
 
 @contextlib.contextmanager
+def another_user_attending(sandbox: Sandbox) -> Iterator[Bystander | None]:
+    """Another user of this sandbox who waits for commands to type; None where there is none."""
+    user = another_user_or_none()
+    if user is None:
+        yield None
+        return
+    with user.client_of(sandbox).attending() as bystander:
+        yield bystander
+
+
+@contextlib.contextmanager
 def public_directory() -> Iterator[Path]:
     """A directory that everybody may enter; those of pytest are closed to others."""
     place = Path(tempfile.mkdtemp(prefix="ht-", dir="/tmp"))

@@ -90,6 +90,7 @@ def public_stage(sandbox: Sandbox) -> Iterator[Stage]:
     """A stage whose directory other users of this machine may enter."""
     with public_directory() as place:
         yield Stage(sandbox, place)
+    sandbox.directory.chmod(0o700)  # `AnotherUser.client_of` opens it
 
 
 @pytest.fixture(scope="session")
