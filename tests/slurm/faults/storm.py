@@ -364,17 +364,11 @@ class _Passage:
     def _finish(self) -> None:
         """Done, or cancelled as it was asked to be, and out of the queue."""
         target = self.target
-        if self.fate.ordeal.cancelled and not target.done:
-            gone = await_condition(lambda: not target.live_jobs() or target.done, _PATIENCE_SECONDS)
-            if not gone:
-                self.fate.wrong.append("was cancelled and stays in the queue")
-        else:
+        if not self.fate.ordeal.cancelled:
             self._until(lambda: target.done, "done")
-            await_condition(lambda: not target.live_jobs(), _PATIENCE_SECONDS)
+        if not await_condition(target.has_left, _PATIENCE_SECONDS):
+            self.fate.wrong.append(f"is over and still in the queue: {target.live_jobs()}")
         self._care()
-        left = target.live_jobs()
-        if left:
-            self.fate.wrong.append(f"is over and still in the queue: {left}")
 
     # -- taking down -------------------------------------------------------------------------------
 

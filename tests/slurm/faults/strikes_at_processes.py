@@ -57,7 +57,7 @@ def supervisor_killed(target: Target) -> None:
     """The job is over then; its owner, or `watch --act` from cron, submits the run again."""
     target.did(DeedKind.SUPERVISOR_KILLED)
     _send(target, _supervisor(target), signal.SIGKILL)
-    target.until(lambda: not target.live_jobs())
+    target.until(target.has_left)
     if target.dice.random() < 0.5:
         target.hpctrain("resume")
     else:

@@ -77,7 +77,7 @@ def _stop(target: Target) -> None:
 
 
 def _resume_when_over(target: Target) -> None:
-    assert target.until(lambda: not target.live_jobs() or target.done, _SEEN_SECONDS), (
+    assert target.until(lambda: target.has_left() or target.done, _SEEN_SECONDS), (
         "it was asked to stop and does not"
     )
     _resume(target)
@@ -119,7 +119,7 @@ def _take_out(target: Target, job: str) -> None:
 def client_killed_in_sbatch(target: Target) -> None:
     """Slurm has taken the job, and nobody lives to write down its id."""
     _stop(target)
-    target.until(lambda: not target.live_jobs() or target.done, _SEEN_SECONDS)
+    target.until(lambda: target.has_left() or target.done, _SEEN_SECONDS)
     if target.done:
         return
     target.did(DeedKind.RESUMED)

@@ -247,12 +247,20 @@ class Target:
         return None if seen is None else [job for job in seen if job.comment == words]
 
     def live_jobs(self) -> list[QueuedJob]:
+        """Those that hold nodes or will."""
+        return [job for job in self._jobs_for_sure() if job.is_live]
+
+    def has_left(self) -> bool:
+        """No job of the run waits, runs or is just ending."""
+        return not any(job.is_live or job.state == "COMPLETING" for job in self._jobs_for_sure())
+
+    def _jobs_for_sure(self) -> list[QueuedJob]:
         """Asked again until Slurm answers."""
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while (found := self.jobs()) is None:
             assert time.monotonic() < deadline, "slurmctld does not answer"
             time.sleep(0.5)
-        return [job for job in found if job.is_live]
+        return found
 
     def follow(self) -> None:
         """Look up which job trains now, so that strikes find its processes."""
