@@ -19,6 +19,8 @@ from hpctrain.slurm.records import JobRecord
 
 NAME = "elsewhere"
 _PATIENCE_SECONDS = 120.0
+# Jobs of one core that run at a time on two nodes of eight.
+_ROOM = 12
 _INNOCENT = "#!/bin/sh\n#SBATCH -N1 -J innocent -o /dev/null -t 60\nexec sleep 3600\n"
 
 
@@ -46,20 +48,29 @@ class OtherCluster:
 
         `options` are sbatch's, such as `--hold`: a job that waits.
         """
-        raise_job_ids(self.sandbox, job_id)
+        if int(self.slurm.config().get("NEXT_JOB_ID")) < job_id:
+            raise_job_ids(self.sandbox, job_id)
         given = self.slurm.submit(_INNOCENT, options).job_id
         assert given == job_id, f"this cluster is at job {given} already, and {job_id} was wanted"
         wanted = "is_pending" if "--hold" in options else "is_running"
+        # A change of the configuration while it starts would requeue it.
         self._wait_for(job_id, wanted)
         return given
 
     def take_id(self, job_id: int) -> bool:
-        """As `innocent_job`, without waiting for its start; False if the id has gone by already."""
+        """A stranger's job with this id, unless the ids here have passed it: then False.
+
+        The first ones run, later ones are held, so that there is always room for one that runs.
+        """
         next_id = int(self.slurm.config().get("NEXT_JOB_ID"))
         if next_id > job_id:
             return False
-        raise_job_ids(self.sandbox, job_id)
-        return self.slurm.submit(_INNOCENT).job_id == job_id
+        options = ["--hold"] if self._running() >= _ROOM else []
+        self.innocent_job(job_id, *options)
+        return True
+
+    def _running(self) -> int:
+        return len(self.sandbox.command("squeue", "--noheader", "--states=RUNNING").splitlines())
 
     def job(self, job_id: int) -> JobRecord | None:
         """What this cluster says of a job; None when it knows none of that id."""

@@ -104,7 +104,7 @@ def falsehoods(
     said: Statement, before: Truth, after: Truth, deeds: Sequence[Deed], *, here: bool = True
 ) -> list[Falsehood]:
     """What is not so in one row of `hpctrain status`. `here`: asked on the run's own cluster."""
-    if not (before.present and after.present):
+    if not (before.present and after.present) or _was_away(before, after, deeds):
         return []
     claims = [*_of_deeds(said, after, deeds)]
     if after.time - before.time <= _LONGEST_LOOK_SECONDS:
@@ -112,6 +112,12 @@ def falsehoods(
         claims += _of_training(said, before, after)
     told = json.dumps({key: value for key, value in said.items() if value is not None})
     return [Falsehood(str(said["run_id"]), claim, told) for claim in claims]
+
+
+def _was_away(before: Truth, after: Truth, deeds: Sequence[Deed]) -> bool:
+    """There was nothing to read for a part of the time."""
+    away = (deed for deed in deeds if deed.kind is DeedKind.DIRECTORY_AWAY)
+    return any(deed.time <= after.time and deed.until >= before.time for deed in away)
 
 
 def _of_state(said: Statement, before: Truth, after: Truth, *, here: bool) -> list[str]:

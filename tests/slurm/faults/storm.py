@@ -43,7 +43,7 @@ PATIENT = (
     "supervise.failures_without_progress=100000",
     "supervise.storm_failures=100000",
     "supervise.stall=15s",
-    "supervise.setup_stall=60s",
+    "supervise.setup_stall=45s",
     *(f"supervise.budgets.{cause}=100000" for cause in get_args(BudgetName)),
 )
 EVALUATIONS = ("evaluation.every_steps=35", "evaluation.batches=2")

@@ -14,7 +14,7 @@ from targets import DeedKind, Target
 
 from hpctrain.sandbox import faults
 from hpctrain.sandbox.job_processes import JobProcess
-from hpctrain.sandbox.processes import all_processes, find_process
+from hpctrain.sandbox.processes import all_processes, find_process, send
 
 _SEEN_SECONDS = 60.0
 
@@ -76,19 +76,19 @@ def writer_stopped(target: Target) -> None:
     """The process that writes the checkpoint of one rank hangs in the storage client."""
     rank = target.dice.randrange(2)
     (target.directory / "control" / "save").touch()
-    writers: list[int] = []
-
-    def caught() -> bool:
-        """Stopped as soon as it is there: it lives for a tenth of a second."""
-        for process in target.rehearsal.rank_processes(rank):
-            if process.pid not in _tops(target.rehearsal.rank_processes(rank)):
-                os.kill(process.pid, signal.SIGSTOP)
-                writers.append(process.pid)
-        return bool(writers)
-
     deadline = time.monotonic() + _SEEN_SECONDS
-    while not caught():
+    while not _stop_a_writer(target, rank):
         assert time.monotonic() < deadline, "no writer was ever seen"
+
+
+def _stop_a_writer(target: Target, rank: int) -> bool:
+    """At once when it is there: it lives for a tenth of a second."""
+    processes = target.rehearsal.rank_processes(rank)
+    tops = _tops(processes)
+    writers = [one for one in processes if one.pid not in tops]
+    send([one.identity for one in writers], signal.SIGSTOP)
+    found = (find_process(one.pid) for one in writers)
+    return any(one is not None and one.state == "T" for one in found)
 
 
 def _rank(target: Target, rank: int) -> list[JobProcess]:

@@ -99,6 +99,13 @@ def test_what_was_so_before_or_after_may_be_said(said: dict[str, Any], now: dict
     assert claims(said, **now) == []
 
 
+def test_nothing_is_compared_while_the_directory_is_away() -> None:
+    said = {**SAID, "state": "FAILED"}
+    away = Deed(DeedKind.DIRECTORY_AWAY, 99.0, 100.1)
+    assert falsehoods(said, BEFORE, AFTER, [away]) == []
+    assert falsehoods(said, BEFORE, AFTER, [replace(away, until=99.5)]) != []
+
+
 def test_silence_of_slurm_excuses_the_state_and_not_the_marker() -> None:
     silent = replace(BEFORE, jobs=None)
     for state, wrong in (("UNKNOWN", 0), ("RUNNING", 0), ("DONE", 1), ("CANCELLED", 1)):
