@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from another_user import AnotherUser, public_directory
 from fabricated_runs import LAUNCHED, STARTED, SUBMITTED, ended, fabricate, said
 
 from hpctrain.actions.bitwise import compare_runs
@@ -298,6 +299,48 @@ def test_comparison(tmp_path: Path) -> None:
     assert not result.identical and result.first_difference is None, "a step is missing"
     nothing = fabricate(tmp_path, "nothing")
     assert not compare_runs(nothing, nothing).identical, "no steps prove nothing"
+
+
+# -- runs that cannot be read ------------------------------------------------------------------
+
+
+def test_a_damaged_run_hides_no_other(tmp_path: Path) -> None:
+    good = fabricate(tmp_path, "good-0001")
+    bad = fabricate(tmp_path, "bad-0002")
+    bad.layout.ledger.unlink()
+    bad.layout.ledger.mkdir()
+    (tmp_path / "file").touch()
+    (tmp_path / "no-run").mkdir()
+    found = all_runs(tmp_path)
+    assert [(run.run_id, bool(run.unreadable)) for run in found] == [
+        ("bad-0002", True),
+        ("good-0001", False),
+    ]
+    rows = statuses(found, FakeSlurm())  # type: ignore[arg-type]
+    assert rows[0].reason == "is damaged: ledger.jsonl is no file" and not rows[0].readable
+    assert find_run(tmp_path, "good") == good
+    with pytest.raises(UsageError, match="run `bad-0002` is damaged"):
+        find_run(tmp_path, "bad-0002")
+
+
+def test_runs_of_somebody_else_hide_no_other(another_user: AnotherUser) -> None:
+    with public_directory() as runs:
+        fabricate(runs, "closed-0001")
+        closed = fabricate(runs, "half-open-0002")
+        closed.layout.directory.chmod(0o755)
+        closed.layout.ledger.chmod(0o600)
+        fabricate(runs, "shared-0003").layout.directory.chmod(0o755)
+        seen = another_user.call(seen_in, runs)
+        denied = "cannot be read: Permission denied; it belongs to root"
+        assert seen[:2] == [("closed-0001", denied), ("half-open-0002", denied)]
+        assert seen[2] == ("shared-0003", "Slurm does not know the job any more")
+        listed = another_user.hpctrain("status", "--runs", str(runs))
+        assert listed.exit_code == 0 and "2 runs cannot be read" in listed.stderr
+
+
+def seen_in(runs: Path) -> list[tuple[str, str]]:
+    rows = statuses(all_runs(runs), FakeSlurm())  # type: ignore[arg-type]
+    return [(row.run_id, row.reason) for row in rows]
 
 
 # -- status ----------------------------------------------------------------------------------
