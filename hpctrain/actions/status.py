@@ -27,7 +27,8 @@ _RECENT_STEPS = 21
 
 
 class RunStatus(BaseModel):
-    """One row of `hpctrain status`; times in seconds, None when unknown."""
+    """One row of `hpctrain status`; times in seconds, None when unknown. `readable` is False for a
+    run that this user may not read or whose ledger is damaged."""
 
     model_config = ConfigDict(frozen=True, defer_build=True)
 
@@ -46,6 +47,7 @@ class RunStatus(BaseModel):
     updated_seconds_ago: float | None = None
     eta_seconds: float | None = None
     stale: bool = False
+    readable: bool = True
 
 
 def statuses(runs: Sequence[RunFiles], slurm: SlurmClient) -> list[RunStatus]:
@@ -64,11 +66,15 @@ def statuses(runs: Sequence[RunFiles], slurm: SlurmClient) -> list[RunStatus]:
     open_runs = [run for run in runs if run.run_id in events and not run.layout.done.exists()]
     jobs = _with_past(slurm, find_jobs(open_runs, slurm, events), events)
     return [
-        RunStatus(run_id=run.run_id, state=RunState.UNKNOWN, reason=unreadable[run.run_id])
+        _unreadable(run, unreadable[run.run_id])
         if run.run_id in unreadable
         else _status(run, events[run.run_id], jobs.get(run.run_id))
         for run in runs
     ]
+
+
+def _unreadable(run: RunFiles, why: str) -> RunStatus:
+    return RunStatus(run_id=run.run_id, state=RunState.UNKNOWN, reason=why, readable=False)
 
 
 def _with_past(

@@ -73,6 +73,10 @@ def _collect(
     rows = statuses(found[-last:] if last else found, SlurmClient())
     if names or show_all or last:
         return rows
+    hidden = sum(not row.readable for row in rows)
+    if hidden:
+        say(f"{hidden} {'run' if hidden == 1 else 'runs'} cannot be read; `-a` shows whose")
+    rows = [row for row in rows if row.readable]
     newest_finished = [row for row in rows if row.state.over][-1:]
     return [row for row in rows if not row.state.over or row in newest_finished]
 

@@ -15,6 +15,12 @@ from pathlib import Path
 from hpctrain.store.ledger import Event, EventKind
 
 _RECORDED = (EventKind.SUBMITTED, EventKind.ADOPTED)
+_SUBMISSION = (
+    EventKind.SUBMITTING,
+    EventKind.SUBMITTED,
+    EventKind.ADOPTED,
+    EventKind.SUBMIT_FAILED,
+)
 _CANCELS = (EventKind.CANCEL_REQUESTED, EventKind.CANCEL_FAILED, EventKind.CANCELLED)
 
 
@@ -81,6 +87,12 @@ def cluster_of(events: Sequence[Event]) -> str | None:
     """ClusterName of the Slurm that has the newest jobs; None if the ledger does not tell."""
     told = (event.cluster for event in reversed(generation(events)) if event.cluster)
     return next(told, None)
+
+
+def being_submitted(events: Sequence[Event]) -> bool:
+    """A client has called sbatch and has not recorded an answer."""
+    words = [event.event for event in events if event.event in _SUBMISSION]
+    return bool(words) and words[-1] is EventKind.SUBMITTING
 
 
 def cancel_requested(events: Sequence[Event]) -> bool:

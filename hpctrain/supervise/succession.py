@@ -16,6 +16,7 @@ from hpctrain.errors import SlurmError
 from hpctrain.slurm.records import JobRecord
 from hpctrain.slurm.states import JobState
 from hpctrain.store.jobs import (
+    being_submitted,
     cancel_requested,
     cluster_of,
     generation,
@@ -101,7 +102,7 @@ def adopt_own_job(context: AttemptContext) -> None:
     recent = generation(events)
     last = next((e for e in reversed(recent) if e.event is EventKind.ACTION), None)
     over = cancel_requested(events) or (last is not None and last.action in _ENDS)
-    earlier = [] if over else job_ids(recent)
+    earlier = [] if over or being_submitted(events) else job_ids(recent)
     context.ledger.append(
         EventKind.ADOPTED,
         job_id=context.attempt.submitted_id,

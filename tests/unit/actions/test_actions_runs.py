@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from another_user import AnotherUser, public_directory
 from fabricated_runs import LAUNCHED, STARTED, SUBMITTED, ended, fabricate, said
 
 from hpctrain.actions.bitwise import compare_runs
@@ -26,6 +27,7 @@ from hpctrain.slurm.states import JobState
 from hpctrain.store.jobs import cancel_requested, run_comment
 from hpctrain.store.ledger import EventKind
 from hpctrain.store.signs import append_metrics, read_metrics
+from hpctrain.supervise.run_jobs import identity_of, select_jobs
 
 # -- names -----------------------------------------------------------------------------------
 
@@ -227,6 +229,29 @@ def test_a_job_whose_client_died_is_found_by_its_comment(tmp_path: Path) -> None
     assert kinds[-3:-1] == [EventKind.ADOPTED, EventKind.CANCEL_REQUESTED]
 
 
+def test_a_second_submission_is_refused_while_an_unrecorded_job_waits(tmp_path: Path) -> None:
+    slurm = FakeSlurm()
+    run = fabricate(tmp_path, entries=SUBMITTED[:2])
+    mark = {"comment": run_comment(run.run_id), "work_directory": str(run.layout.directory)}
+    slurm.records[4] = JobRecord(4, state=JobState.PENDING, name=run.run_id, **mark)
+    with pytest.raises(UsageError, match="has job 4 in state PENDING"):
+        resubmit(run, slurm)  # type: ignore[arg-type]
+    assert run.ledger.events()[-1].event is EventKind.ADOPTED and len(slurm.records) == 1
+
+
+def test_two_clusters_in_one_answer_are_told_apart(tmp_path: Path) -> None:
+    """With SLURM_CLUSTERS=alpha,beta squeue prints the jobs of both."""
+    entries = (*SUBMITTED[:2], said(EventKind.SUBMITTED, job_id=1, cluster="alpha"), STARTED)
+    run = fabricate(tmp_path, entries=entries)
+    ours = JobRecord(1, state=JobState.RUNNING, name=run.run_id, cluster="alpha")
+    theirs = replace(ours, state=JobState.CANCELLED, cluster="beta")
+    for records, wanted in (((theirs, ours), (ours,)), ((theirs,), ())):
+        found = select_jobs(
+            identity_of(run.layout.directory), run.ledger.events(), records, "alpha"
+        )
+        assert found.jobs == wanted and found.elsewhere is None
+
+
 def test_a_job_that_was_started_by_hand_is_cancelled_too(tmp_path: Path) -> None:
     """`scontrol requeuehold 1; sbatch job.sbatch`: the ledger knows job 14 from its start only."""
     slurm = FakeSlurm()
@@ -298,6 +323,48 @@ def test_comparison(tmp_path: Path) -> None:
     assert not result.identical and result.first_difference is None, "a step is missing"
     nothing = fabricate(tmp_path, "nothing")
     assert not compare_runs(nothing, nothing).identical, "no steps prove nothing"
+
+
+# -- runs that cannot be read ------------------------------------------------------------------
+
+
+def test_a_damaged_run_hides_no_other(tmp_path: Path) -> None:
+    good = fabricate(tmp_path, "good-0001")
+    bad = fabricate(tmp_path, "bad-0002")
+    bad.layout.ledger.unlink()
+    bad.layout.ledger.mkdir()
+    (tmp_path / "file").touch()
+    (tmp_path / "no-run").mkdir()
+    found = all_runs(tmp_path)
+    assert [(run.run_id, bool(run.unreadable)) for run in found] == [
+        ("bad-0002", True),
+        ("good-0001", False),
+    ]
+    rows = statuses(found, FakeSlurm())  # type: ignore[arg-type]
+    assert rows[0].reason == "is damaged: ledger.jsonl is no file" and not rows[0].readable
+    assert find_run(tmp_path, "good") == good
+    with pytest.raises(UsageError, match="run `bad-0002` is damaged"):
+        find_run(tmp_path, "bad-0002")
+
+
+def test_runs_of_somebody_else_hide_no_other(another_user: AnotherUser) -> None:
+    with public_directory() as runs:
+        fabricate(runs, "closed-0001")
+        closed = fabricate(runs, "half-open-0002")
+        closed.layout.directory.chmod(0o755)
+        closed.layout.ledger.chmod(0o600)
+        fabricate(runs, "shared-0003").layout.directory.chmod(0o755)
+        seen = another_user.call(seen_in, runs)
+        denied = "cannot be read: Permission denied; it belongs to root"
+        assert seen[:2] == [("closed-0001", denied), ("half-open-0002", denied)]
+        assert seen[2] == ("shared-0003", "Slurm does not know the job any more")
+        listed = another_user.hpctrain("status", "--runs", str(runs))
+        assert listed.exit_code == 0 and "2 runs cannot be read" in listed.stderr
+
+
+def seen_in(runs: Path) -> list[tuple[str, str]]:
+    rows = statuses(all_runs(runs), FakeSlurm())  # type: ignore[arg-type]
+    return [(row.run_id, row.reason) for row in rows]
 
 
 # -- status ----------------------------------------------------------------------------------
