@@ -26,6 +26,7 @@ from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import Event, EventKind
 from hpctrain.supervise.context import AttemptContext, say
 from hpctrain.supervise.documents import ActionKind
+from hpctrain.supervise.requeue import exclude
 
 _POLL_SECONDS = 2.0
 _FORGOTTEN = "Invalid job id specified"
@@ -94,6 +95,20 @@ def end_succession(context: AttemptContext) -> None:
     if words:
         context.note(EventKind.OBSERVED, reason=words)
         say(words)
+
+
+def exclude_from_successors(context: AttemptContext, nodes: Sequence[str]) -> str:
+    """Keep the jobs of this generation that wait in the queue away from `nodes`.
+
+    Returns what came of it, in words; raises nothing.
+    """
+    slurm, ids = context.slurm, submitted_ids(generation(context.ledger.events()))
+    try:
+        waiting = [one for one in slurm.jobs(ids).values() if one.state is JobState.PENDING]
+    except SlurmError as error:
+        return f"{', '.join(nodes)} could not be excluded: {error}"
+    words = (f"job {one.job_id}: {exclude(slurm, one.job_id, nodes)}" for one in waiting)
+    return "; ".join(words) or "no job waits that could be kept away from them"
 
 
 def _cancel_waiting(slurm: SlurmClient, ids: Sequence[int]) -> str:
