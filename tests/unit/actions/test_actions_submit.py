@@ -104,10 +104,13 @@ def test_refused_by_slurm(prepared: Prepared, tmp_path: Path) -> None:
 def test_two_submissions_of_one_spec_are_two_runs(prepared: Prepared, tmp_path: Path) -> None:
     slurm = FakeSlurm()
     submit(prepared, tmp_path / "runs", slurm)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="exists already"):
-        submit(prepared, tmp_path / "runs", slurm)  # type: ignore[arg-type]
-    again = prepare(TINY, "sandbox", runs=tmp_path / "runs")
-    assert submit(again, tmp_path / "runs", slurm).run_id != prepared.run_id  # type: ignore[arg-type]
+    again = submit(prepared, tmp_path / "runs", slurm)  # type: ignore[arg-type]
+    assert again.run_id != prepared.run_id
+    layout = RunLayout(again.directory)
+    config = SuperviseConfig.model_validate_json(layout.supervise_config.read_bytes())
+    script = layout.script.read_text()
+    assert config.run_id == again.run_id
+    assert prepared.run_id not in script and f"--comment=hpctrain:{again.run_id}" in script
 
 
 def test_missing_data_is_found_before_anything_is_written(
