@@ -27,6 +27,7 @@ from hpctrain.slurm.states import JobState
 from hpctrain.store.jobs import cancel_requested, run_comment
 from hpctrain.store.ledger import EventKind
 from hpctrain.store.signs import append_metrics, read_metrics
+from hpctrain.supervise.run_jobs import identity_of, select_jobs
 
 # -- names -----------------------------------------------------------------------------------
 
@@ -226,6 +227,29 @@ def test_a_job_whose_client_died_is_found_by_its_comment(tmp_path: Path) -> None
     assert slurm.records[5].state is JobState.RUNNING, "of another directory of runs"
     kinds = [event.event for event in run.ledger.events()]
     assert kinds[-3:-1] == [EventKind.ADOPTED, EventKind.CANCEL_REQUESTED]
+
+
+def test_a_second_submission_is_refused_while_an_unrecorded_job_waits(tmp_path: Path) -> None:
+    slurm = FakeSlurm()
+    run = fabricate(tmp_path, entries=SUBMITTED[:2])
+    mark = {"comment": run_comment(run.run_id), "work_directory": str(run.layout.directory)}
+    slurm.records[4] = JobRecord(4, state=JobState.PENDING, name=run.run_id, **mark)
+    with pytest.raises(UsageError, match="has job 4 in state PENDING"):
+        resubmit(run, slurm)  # type: ignore[arg-type]
+    assert run.ledger.events()[-1].event is EventKind.ADOPTED and len(slurm.records) == 1
+
+
+def test_two_clusters_in_one_answer_are_told_apart(tmp_path: Path) -> None:
+    """With SLURM_CLUSTERS=alpha,beta squeue prints the jobs of both."""
+    entries = (*SUBMITTED[:2], said(EventKind.SUBMITTED, job_id=1, cluster="alpha"), STARTED)
+    run = fabricate(tmp_path, entries=entries)
+    ours = JobRecord(1, state=JobState.RUNNING, name=run.run_id, cluster="alpha")
+    theirs = replace(ours, state=JobState.CANCELLED, cluster="beta")
+    for records, wanted in (((theirs, ours), (ours,)), ((theirs,), ())):
+        found = select_jobs(
+            identity_of(run.layout.directory), run.ledger.events(), records, "alpha"
+        )
+        assert found.jobs == wanted and found.elsewhere is None
 
 
 def test_a_job_that_was_started_by_hand_is_cancelled_too(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from fabricated_runs import SUBMITTED, fabricate
 
 from hpctrain.actions.prepare import Prepared, load_inputs, prepare, profile_search_path
-from hpctrain.actions.runs import RunFiles
+from hpctrain.actions.runs import RunFiles, all_runs
 from hpctrain.actions.submit import check, resubmit, submit, write_run_directory
 from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.errors import (
@@ -169,3 +169,28 @@ def test_overrides_reach_every_document(tmp_path: Path) -> None:
     assert changed.train.train_steps == changed.supervise.target_step == 7
     assert changed.run_id.startswith("other-") and changed.run_id in changed.script
     assert json.loads(changed.plan.model_dump_json())["batch"]["train_steps"] == 7
+
+
+def test_an_sbatch_without_an_answer_may_have_been_accepted(
+    prepared: Prepared, tmp_path: Path
+) -> None:
+    """The controller took the job, and the client's time was up."""
+
+    class Late(FakeSlurm):
+        def submit(self, script: Path | str, extra_args: Sequence[str] = ()) -> SubmittedJob:
+            super().submit(script, extra_args)
+            raise SlurmUnreachableError("no answer within 20 s")
+
+    class Silent(FakeSlurm):
+        def submit(self, script: Path | str, extra_args: Sequence[str] = ()) -> SubmittedJob:
+            raise SlurmUnreachableError("no answer within 20 s")
+
+    late = submit(prepared, tmp_path / "runs", Late())  # type: ignore[arg-type]
+    assert late.job_id == 1
+    last = RunFiles(RunLayout(late.directory)).ledger.events()[-1]
+    assert (last.event, last.job_id) == (EventKind.ADOPTED, 1)
+    with pytest.raises(SlurmUnreachableError):
+        submit(prepared, tmp_path / "other", Silent())  # type: ignore[arg-type]
+    (run,) = all_runs(tmp_path / "other")
+    last = run.ledger.events()[-1]
+    assert (last.event, last.answered) == (EventKind.SUBMIT_FAILED, False)

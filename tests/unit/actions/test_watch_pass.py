@@ -293,7 +293,8 @@ def test_a_slow_step_is_a_young_sign_of_life(tmp_path: Path) -> None:
         epoch=1, phase="training", step=20, target_step=60, time=time.time() - 200, step_seconds=60
     )
     write_record(run.layout.progress, progress)
-    assert watch(tmp_path, Slurm().client, act=True, grace_seconds=0).seen == ()
+    slurm = Slurm(job(JobState.NODE_FAIL))
+    assert watch(tmp_path, slurm.client, act=True, grace_seconds=0).seen == ()
 
 
 def test_a_job_whose_client_died_gets_its_line_in_the_ledger(tmp_path: Path) -> None:
