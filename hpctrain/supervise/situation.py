@@ -98,6 +98,7 @@ def _evidence(context: AttemptContext, allocation: Allocation, ended: Ended) -> 
     witness = _witness(context)
     progressed = evidence is not None and (evidence.checkpoint_step or 0) > evidence.resume_step
     lost = evidence.lost_nodes if evidence is not None else ()
+    names_lost_nodes = verdict.cause is Cause.NODE_FAILURE and bool(verdict.nodes)
     found = blame(
         witness,
         cause=str(verdict.cause),
@@ -106,7 +107,7 @@ def _evidence(context: AttemptContext, allocation: Allocation, ended: Ended) -> 
         job_nodes=allocation.nodes,
         hard=verdict.hard,
         lost=lost,
-        planned=_planned(context, {*verdict.nodes, *lost}),
+        planned=_planned(context, {*verdict.nodes, *lost}) if lost or names_lost_nodes else (),
         kind=_KINDS.get(verdict.suspicion),
         short_launch=verdict.suspicion is Suspicion.CAUSE and not progressed,
     )
@@ -132,7 +133,12 @@ def _evidence(context: AttemptContext, allocation: Allocation, ended: Ended) -> 
 
 
 def _planned(context: AttemptContext, nodes: Collection[str]) -> frozenset[str]:
-    """Those of `nodes` that administrators are taking out of service; none if Slurm is silent."""
+    """Those of `nodes` that administrators are taking out of service.
+
+    None if Slurm is silent, or ends the job: then every second is needed to put it back.
+    """
+    if context.signals.final:
+        return frozenset()
     try:
         states = context.slurm.node_states(nodes)
     except SlurmError:
