@@ -35,6 +35,9 @@ SQUEUE_FIELDS = (
 )
 STEP_FIELDS = ("StepID", "StepState", "StepName")
 NODE_FIELDS = ("NodeList", "StateLong")
+# sinfo(1): maintenance reservation, reboot requested, reboot issued; `scontrol reboot ASAP` drains.
+_PLANNED_MARKS = frozenset("$@^")
+_PLANNED_STATES = ("drain", "maint", "reboot")
 # The last field must be one that cannot hold a newline: it ends the record.
 SACCT_FIELDS = (
     *("JobIDRaw", "State", "Reason", "NodeList", "Start", "End", "Submit", "Timelimit"),
@@ -165,9 +168,15 @@ def node_states(text: str) -> tuple[NodeState, ...]:
     """
     found = {}
     for node, word in table(text, len(NODE_FIELDS)):
-        state = word.lower().rstrip("*~#!%$@^-")
-        found[node] = NodeState(node, state, "*" not in word)
+        found[node] = node_state(node, word)
     return tuple(found.values())
+
+
+def node_state(node: str, word: str) -> NodeState:
+    """The state that sinfo prints as `word`, such as `allocated`, `down*` or `mixed@`."""
+    state = word.lower().rstrip("*~#!%$@^-")
+    planned = bool(_PLANNED_MARKS & set(word)) or state.startswith(_PLANNED_STATES)
+    return NodeState(node, state, "*" not in word, planned)
 
 
 def exit_status(text: str) -> tuple[int, int]:

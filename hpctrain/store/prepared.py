@@ -38,7 +38,7 @@ def problems_of(path: Path, expected: Expected) -> list[Problem]:
     file = npz_path(path)
     if not file.is_file():
         hint = PREPARE.format(format=expected.format)
-        return [Problem("does not exist", str(file), hint=hint)]
+        return [Problem("does not exist", str(file), hint=hint, node_dependent=True)]
     try:
         heads = read_heads(file)
     except InvalidInputError as error:
@@ -70,7 +70,7 @@ def _folder_problems(root: Path, expected: Expected) -> Iterator[Problem]:
     try:
         found = len(class_directories(root))
     except OSError as error:
-        yield Problem(f"cannot be read: {error.strerror}", str(root))
+        yield Problem(f"cannot be read: {error.strerror}", str(root), node_dependent=True)
         return
     if found == 0:
         hint = "images lie in one directory per class: DIRECTORY/CLASS/IMAGE"

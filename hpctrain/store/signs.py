@@ -85,7 +85,8 @@ class ExitRecord(Record):
     """How one rank of one launch ended. Ranks that were killed leave none.
 
     `step` is the last finished step; with the cause "diverged" the step that diverged, and
-    `consumed_samples` says how many samples had been consumed before it.
+    `consumed_samples` says how many samples had been consumed before it. `node_dependent`: what
+    is wrong may be so on this node only, such as a file that is missing there.
     """
 
     epoch: int
@@ -99,6 +100,7 @@ class ExitRecord(Record):
     traceback: str | None = None
     cause: str | None = None
     consumed_samples: int | None = None
+    node_dependent: bool = False
 
 
 class RankEnd(Record):

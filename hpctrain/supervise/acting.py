@@ -15,7 +15,7 @@ from hpctrain.supervise.documents import Action, ActionKind, Verdict
 from hpctrain.supervise.policy import STOPPED_EXIT_CODE
 from hpctrain.supervise.requeue import exclude, hold, requeue
 from hpctrain.supervise.rollback import leave_out
-from hpctrain.supervise.succession import end_succession
+from hpctrain.supervise.succession import end_succession, exclude_from_successors
 
 _ENDS_THE_RUN = (ActionKind.FINISH, ActionKind.STOP, ActionKind.HOLD)
 
@@ -40,6 +40,10 @@ def act(context: AttemptContext, action: Action, verdict: Verdict | None = None)
         _end(context, action, verdict)
     if action.kind is ActionKind.REQUEUE:
         return _answered(context, action, *requeue(context.slurm, context.job_id))
+    if action.kind is ActionKind.LEAVE and action.exclude:
+        words = exclude_from_successors(context, action.exclude)
+        context.note(EventKind.ACTION_RESULT, action=action.kind, reason=words)
+        say(f"{action.kind}: {words}")
     if action.kind is ActionKind.HOLD:
         return _answered(context, action, *hold(context.slurm, context.job_id))
     return action.exit_code

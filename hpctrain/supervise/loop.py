@@ -42,7 +42,8 @@ from hpctrain.supervise.policy import STOPPED_EXIT_CODE, decide
 from hpctrain.supervise.postmortem import Prober, ask_nodes
 from hpctrain.supervise.process import Signals
 from hpctrain.supervise.run_jobs import identity_of
-from hpctrain.supervise.situation import allocation_of, assess
+from hpctrain.supervise.situation import allocation_of, assess, blame_lost_attempt
+from hpctrain.supervise.step_ids import use_up_step_ids
 from hpctrain.supervise.succession import adopt_own_job, ensure_successor, must_leave
 
 _SLURM_TIMEOUT_SECONDS = 8.0
@@ -103,6 +104,7 @@ class Supervisor:
         if action is not None:
             return act(self.context, action)
         ensure_successor(self.context)
+        use_up_step_ids(self.context, self.launcher.environment)
         allocation = allocation_of(self.context)
         while True:
             ended = self._launch(allocation)
@@ -140,7 +142,9 @@ class Supervisor:
             cause=cause,
             reason=reason,
         )
-        return Verdict(cause, reason)
+        verdict = Verdict(cause, reason)
+        blame_lost_attempt(self.context, lost, verdict)
+        return verdict
 
     def _why_lost(self, lost: Event, events: list[Event]) -> tuple[Cause, str]:
         """Of another job Slurm may still know how it ended; of our own we are the next attempt."""
@@ -193,6 +197,7 @@ class Supervisor:
         probe = ended.probe
         if probe is not None and not probe.trouble:
             allocation = allocation.with_lost(probe.unfit)
+        allocation = allocation.without(verdict.unfit_nodes)
         situation = assess(self.context, allocation, verdict, ended)
         action = decide(verdict, self._history(), situation, config)
         doubtful = probe.doubtful if probe is not None else ()

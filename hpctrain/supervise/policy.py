@@ -4,8 +4,9 @@
 Principles: a user's cancel and a user's mistake stop at once; what the scheduler does costs
 nothing; every other cause has a budget of its own, which progress fills up again; nodes are kept
 while enough of them are good, because a queue costs hours and a relaunch seconds; what could do
-harm (avoiding nodes, going back) is only said until the spec allows it; "unknown" never does
-anything that could lose work.
+harm (avoiding nodes, going back) is only said until the spec allows it, but a node on which this
+run cannot work as it is (unfit) is left in any case; "unknown" never does anything that could lose
+work.
 """
 
 from __future__ import annotations
@@ -174,10 +175,8 @@ def _go_on_later(verdict: Verdict, situation: Situation, config: SuperviseConfig
         )
     if config.continuation == "none":
         return _stop(f"{verdict.reason}; this site does not requeue: `hpctrain resume` goes on")
-    return Action(
-        ActionKind.LEAVE,
-        f"{verdict.reason}: the next job of the {_CHAINS[config.continuation]} resumes",
-    )
+    words = f"{verdict.reason}: the next job of the {_CHAINS[config.continuation]} resumes"
+    return _avoiding(Action(ActionKind.LEAVE, words), situation, config)
 
 
 _CHAINS = {"chain": "chain", "singleton": "singletons", "array": "array"}
@@ -209,7 +208,8 @@ def _must_change_nodes(verdict: Verdict, situation: Situation, config: Supervise
 
 def _too_few(situation: Situation) -> str:
     good = situation.healthy_nodes
-    return f"{good} of {situation.allocated_nodes} nodes answer, {situation.least_nodes} are needed"
+    what = "are fit" if situation.unfit else "answer"
+    return f"{good} of {situation.allocated_nodes} nodes {what}, {situation.least_nodes} are needed"
 
 
 def _where(verdict: Verdict, situation: Situation, config: SuperviseConfig) -> str:
@@ -258,14 +258,17 @@ def _weather(history: History, situation: Situation, config: SuperviseConfig, co
 
 
 def _avoiding(action: Action, situation: Situation, config: SuperviseConfig) -> Action:
-    """With the nodes that the node ledger says to avoid, or the word that they would be."""
-    if not situation.exclude:
-        return action
+    """Without the nodes that are unfit for this run, and those that the node ledger says to avoid;
+    where the spec does not allow the latter, with the word that they would be."""
     if config.exclude_nodes == "act":
-        return replace(action, exclude=situation.exclude)
-    nodes = ", ".join(situation.exclude)
+        exclude = tuple(dict.fromkeys((*situation.exclude, *situation.unfit)))
+        return replace(action, exclude=exclude)
+    action = replace(action, exclude=situation.unfit)
+    others = [node for node in situation.exclude if node not in situation.unfit]
+    if not others:
+        return action
     why = f" ({situation.why_exclude})" if situation.why_exclude else ""
-    return replace(action, observed=(*action.observed, f"would avoid {nodes}{why}"))
+    return replace(action, observed=(*action.observed, f"would avoid {', '.join(others)}{why}"))
 
 
 def _stop(reason: str) -> Action:

@@ -28,7 +28,7 @@ from hpctrain.store.signs import (
     read_record,
     write_record,
 )
-from hpctrain.train.faults import BadCheckpointError, cause_of
+from hpctrain.train.faults import BadCheckpointError, cause_of, is_node_dependent
 from hpctrain.train.job import Job, read_config
 from hpctrain.train.launch import Launch, quiet_defaults, read_launch
 from hpctrain.train.nsight import become_recorded
@@ -115,18 +115,23 @@ class _Ending:
         try:
             return self._good(work())
         except InvalidInputError as error:
-            return self._bad("config_error", str(error), None)
+            node_dependent = error.node_dependent
+            return self._bad("config_error", str(error), None, node_dependent=node_dependent)
         except StaleEpochError as error:
             return self._bad("crash", f"stale epoch: {error}", None)
         except HpctrainError as error:
-            return self._bad("crash", str(error), None, error)
+            return self._crash(error, str(error), None)
         except BaseException as error:
-            return self._bad("crash", _in_one_line(error), traceback.format_exc(), error)
+            return self._crash(error, _in_one_line(error), traceback.format_exc())
 
     def _good(self, outcome: Outcome) -> int:
         if self._launch.leads:
             self._record(outcome, None, None)
         return _CODES[outcome]
+
+    def _crash(self, error: BaseException, message: str, trace: str | None) -> int:
+        node_dependent = is_node_dependent(error, self._run.checkpoints)
+        return self._bad("crash", message, trace, error, node_dependent=node_dependent)
 
     def _bad(
         self,
@@ -134,13 +139,16 @@ class _Ending:
         message: str,
         trace: str | None,
         error: BaseException | None = None,
+        *,
+        node_dependent: bool = False,
     ) -> int:
         message = self._stale_or(message) if outcome == "crash" else message
         stale = message.startswith("stale epoch")
         cause = "superseded" if stale else cause_of(error) if error is not None else None
         code = _CODES_OF_CAUSES.get(cause or "", _CODES[outcome])
-        self._record(outcome, message, trace, cause, getattr(error, "consumed_samples", None))
-        if outcome == "config_error" and not self._launch.leads:
+        consumed_samples = getattr(error, "consumed_samples", None)
+        self._record(outcome, message, trace, cause, consumed_samples, node_dependent)
+        if outcome == "config_error" and not node_dependent and not self._launch.leads:
             return code  # every rank found the same: rank 0 says it
         rank = f"rank {self._launch.rank} on {self._launch.node}"
         return _say(f"{trace or ''}{rank}: {outcome}: {message}", code)
@@ -159,6 +167,7 @@ class _Ending:
         trace: str | None,
         cause: str | None = None,
         consumed_samples: int | None = None,
+        node_dependent: bool = False,
     ) -> None:
         record = ExitRecord(
             epoch=self._launch.epoch,
@@ -172,6 +181,7 @@ class _Ending:
             traceback=trace,
             cause=cause,
             consumed_samples=consumed_samples,
+            node_dependent=node_dependent,
         )
         try:
             write_record(self._run.exit_record(record.epoch, record.rank), record)

@@ -10,10 +10,11 @@ import errno
 import pickle
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 from hpctrain.checkpoints.publish import StaleEpochError
 from hpctrain.errors import CheckpointError, HpctrainError
-from hpctrain.train.room import NoSpaceError
+from hpctrain.train.room import NoSpaceError, exhausted
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 # rerun_state_machine.py: what megatron-core ends a process with that has computed a result twice
@@ -66,6 +67,19 @@ def is_full(error: BaseException) -> bool:
     if isinstance(error, OSError) and error.errno in _FULL:
         return True
     return isinstance(error, OSError | RuntimeError) and bool(_FULL_WORDS.search(str(error)))
+
+
+def is_node_dependent(error: BaseException, checkpoints: Path) -> bool:
+    """True if ranks on other nodes may not have met the error: a disk of this node is full.
+
+    Not that of `checkpoints`, which all nodes share, nor a quota, which a user has on such a disk.
+    """
+    for one in _chain(error):
+        if isinstance(one, NoSpaceError):
+            return False
+        if isinstance(one, OSError) and one.errno == errno.ENOSPC:
+            return not exhausted(checkpoints)
+    return False
 
 
 def is_damage(error: BaseException) -> bool:

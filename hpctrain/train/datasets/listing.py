@@ -35,7 +35,8 @@ def list_images(root: Path) -> Listing:
         classes = class_directories(root)
         found = [_images_of(root, name) for name in classes]
     except OSError as error:
-        problem = Problem(f"cannot be read: {error.strerror}", str(root))
+        words = f"cannot be read: {error.strerror}"
+        problem = Problem(words, str(root), node_dependent=True)
         raise InvalidInputError([problem]) from error
     empty = [name for name, files in zip(classes, found, strict=True) if not files]
     if empty or not classes:

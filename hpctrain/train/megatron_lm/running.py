@@ -78,7 +78,8 @@ def _program(config: MegatronLmConfig) -> Path:
     program = Path(config.checkout, config.entry)
     if not program.is_file():
         hint = "set `engine.checkout` to a directory that every node, and the container, sees"
-        raise InvalidInputError([Problem("no such program", str(program), hint=hint)])
+        missing = Problem("no such program", str(program), hint=hint, node_dependent=True)
+        raise InvalidInputError([missing])
     return program
 
 

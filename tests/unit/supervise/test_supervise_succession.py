@@ -30,6 +30,7 @@ from hpctrain.supervise.succession import (
     adopt_own_job,
     end_succession,
     ensure_successor,
+    exclude_from_successors,
     must_leave,
 )
 
@@ -415,6 +416,18 @@ def test_no_job_of_somebody_else_is_cancelled_or_waited_for(
         assert must_leave(context) is None
         end_succession(context)
         assert slurm.records[6].state is state
+
+
+def test_jobs_that_wait_are_kept_away_from_nodes(tmp_path: Path, slurm: FakeSlurm) -> None:
+    """Not our own, which runs, and nobody else's."""
+    context = attempt(tmp_path, slurm)
+    assert "no job waits" in exclude_from_successors(context, ("n1",))
+    context.ledger.append(EventKind.SUBMITTED, job_id=6, successor_of=5)
+    slurm.records[6] = job(6, JobState.PENDING, name="r1", comment="hpctrain:r1")
+    slurm.records[7] = job(7, JobState.PENDING, name="innocent", comment="of somebody")
+    assert exclude_from_successors(context, ("n1", "n2")) == "job 6: without n1, n2"
+    excluded = {job_id: one.exclude_nodes for job_id, one in slurm.records.items()}
+    assert excluded[6] == "n1,n2" and not excluded[5] and not excluded[7]
 
 
 # -- an end without a word -------------------------------------------------------------------

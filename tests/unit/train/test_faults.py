@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import pickle
+from pathlib import Path
 
 import pytest
 
 from hpctrain.checkpoints.publish import StaleEpochError
 from hpctrain.errors import CheckpointError
 from hpctrain.supervise.causes import Cause
+from hpctrain.train import faults
 from hpctrain.train.faults import (
     BadCheckpointError,
     DataError,
     DivergedError,
     cause_of,
     is_damage,
+    is_node_dependent,
 )
 from hpctrain.train.room import NoSpaceError
 
@@ -90,3 +94,24 @@ def test_a_lost_neighbour_is_no_damaged_checkpoint() -> None:
         assert not is_damage(error)
         assert not is_damage(CheckpointException(EOFError(), error))
     assert not is_damage(CheckpointException())
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "/tmp/x"), True),
+        (NoSpaceError("no room for a checkpoint"), False),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), False),
+        (OSError(errno.EIO, "Input/output error"), False),
+        (ValueError("bad batch"), False),
+    ],
+)
+def test_a_full_disk_of_one_node_is_told_from_that_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, expected: bool
+) -> None:
+    assert is_node_dependent(error, tmp_path) is expected
+    wrapped = RuntimeError("while saving")
+    wrapped.__cause__ = error
+    assert is_node_dependent(wrapped, tmp_path) is expected
+    monkeypatch.setattr(faults, "exhausted", lambda path: path == tmp_path)
+    assert not is_node_dependent(error, tmp_path), "the disk that is full is the run's own"
