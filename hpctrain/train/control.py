@@ -20,8 +20,9 @@ class WriterState(IntEnum):
 
     FINISHED = 0
     RUNNING = 1
-    FAILED = 2
-    NO_SPACE = 3
+    AWAY = 2  # the run directory is out of reach; what was written may not count
+    FAILED = 3
+    NO_SPACE = 4
 
 
 @dataclass(frozen=True)

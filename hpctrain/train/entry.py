@@ -17,8 +17,8 @@ from typing import NoReturn
 from hpctrain.checkpoints.manifest import checkpoint_name, read_manifest, what_is_wrong
 from hpctrain.checkpoints.publish import StaleEpochError
 from hpctrain.engines.megatron_lm import MegatronLmConfig
+from hpctrain.engines.training import TrainConfig
 from hpctrain.errors import CheckpointError, HpctrainError, InvalidInputError, Problem
-from hpctrain.store.epochs import current_epoch
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.signs import (
     DoneMarker,
@@ -26,6 +26,7 @@ from hpctrain.store.signs import (
     Outcome,
     TrainerExit,
     read_record,
+    write_exit_record,
     write_record,
 )
 from hpctrain.train.faults import BadCheckpointError, cause_of
@@ -35,7 +36,10 @@ from hpctrain.train.nsight import become_recorded
 from hpctrain.train.preflight import check
 from hpctrain.train.stacks import StackDump, flight_recorder, open_stack_dump
 from hpctrain.train.stop import StopSignals
+from hpctrain.train.storage import fence_of, is_present, outlast, stale_or
 
+# How long the record of a rank that ends waits for the run directory: Slurm may be ending the job.
+_LAST_WORD_SECONDS = 10.0
 _CODES: dict[Outcome, TrainerExit] = {
     "done": TrainerExit.DONE,
     "yielded": TrainerExit.YIELDED,
@@ -70,9 +74,19 @@ def main(arguments: list[str], stop: StopSignals) -> int:
 
 def _job(path: Path, launch: Launch, run: RunLayout, stop: StopSignals) -> Job:
     """Does not return where this rank has to be started below a profiler."""
-    config = read_config(path)
+    config = _read_config(path, launch, run)
     become_recorded(path, config, launch, run, os.environ, stop)
     return Job(config, launch, run, stop)
+
+
+def _read_config(path: Path, launch: Launch, run: RunLayout) -> TrainConfig:
+    """In a supervised launch the file was there: if it is missing, its directory is away."""
+
+    def read() -> TrainConfig:
+        run.require()
+        return read_config(path)
+
+    return outlast(run, read) if launch.epoch else read_config(path)
 
 
 def _open_stacks(run: RunLayout, launch: Launch) -> StackDump | None:
@@ -116,12 +130,18 @@ class _Ending:
             return self._good(work())
         except InvalidInputError as error:
             return self._bad("config_error", str(error), None)
-        except StaleEpochError as error:
-            return self._bad("crash", f"stale epoch: {error}", None)
-        except HpctrainError as error:
-            return self._bad("crash", str(error), None, error)
+        except Exception as error:
+            return self._crashed(stale_or(error, self._run, self._launch))
         except BaseException as error:
-            return self._bad("crash", _in_one_line(error), traceback.format_exc(), error)
+            return self._crashed(error)
+
+    def _crashed(self, error: BaseException) -> int:
+        if isinstance(error, StaleEpochError):
+            return self._bad("crash", f"stale epoch: {error}", None, error)
+        if isinstance(error, HpctrainError):
+            return self._bad("crash", str(error), None, error)
+        trace = "".join(traceback.format_exception(error))
+        return self._bad("crash", _in_one_line(error), trace, error)
 
     def _good(self, outcome: Outcome) -> int:
         if self._launch.leads:
@@ -135,9 +155,7 @@ class _Ending:
         trace: str | None,
         error: BaseException | None = None,
     ) -> int:
-        message = self._stale_or(message) if outcome == "crash" else message
-        stale = message.startswith("stale epoch")
-        cause = "superseded" if stale else cause_of(error) if error is not None else None
+        cause = self._cause(error) if error is not None else None
         code = _CODES_OF_CAUSES.get(cause or "", _CODES[outcome])
         self._record(outcome, message, trace, cause, getattr(error, "consumed_samples", None))
         if outcome == "config_error" and not self._launch.leads:
@@ -145,12 +163,10 @@ class _Ending:
         rank = f"rank {self._launch.rank} on {self._launch.node}"
         return _say(f"{trace or ''}{rank}: {outcome}: {message}", code)
 
-    def _stale_or(self, message: str) -> str:
-        """A newer launch takes the files of this one away, which shows as all kinds of errors."""
-        owner = current_epoch(self._run.epochs)
-        if owner == self._launch.epoch or message.startswith("stale epoch"):
-            return message
-        return f"stale epoch: epoch {owner} owns the run, not {self._launch.epoch}; {message}"
+    def _cause(self, error: BaseException) -> str | None:
+        """Where the error itself does not tell, a run directory that is away is the reason."""
+        cause = cause_of(error)
+        return "storage" if cause is None and not is_present(self._run) else cause
 
     def _record(
         self,
@@ -174,16 +190,17 @@ class _Ending:
             consumed_samples=consumed_samples,
         )
         try:
-            write_record(self._run.exit_record(record.epoch, record.rank), record)
+            outlast(self._run, lambda: write_exit_record(self._run, record), _LAST_WORD_SECONDS)
         except OSError as error:
             _say(f"the exit record could not be written: {error}", TrainerExit.CRASH)
 
 
 def _train(job: Job, ending: _Ending) -> Outcome:
     """Everything from the first check to the done marker."""
-    check(job)
-    _refuse_stale(job)
-    _refuse_damaged(job)
+    if job.launch.epoch:
+        _refuse_stale(job)
+    _twice(job, lambda: check(job), InvalidInputError)
+    _twice(job, lambda: _refuse_damaged(job), BadCheckpointError)
     os.environ.update(quiet_defaults(job.config.engine) | flight_recorder(job.run, job.launch))
     if isinstance(job.config, MegatronLmConfig):
         return _supervise(job, ending)
@@ -196,7 +213,7 @@ def _train(job: Job, ending: _Ending) -> Outcome:
         loop.saver.abandon()
         raise
     if outcome == "done" and job.launch.leads:
-        _mark_done(job, loop.position.step)
+        outlast(job.run, lambda: _mark_done(job, loop.position.step))
     loop.control.barrier()
     return outcome
 
@@ -207,14 +224,25 @@ def _supervise(job: Job, ending: _Ending) -> Outcome:
 
     outcome, step = run(job, ending)
     if outcome == "done" and job.launch.leads:
-        _mark_done(job, step)
+        outlast(job.run, lambda: _mark_done(job, step))
     return outcome
 
 
 def _refuse_stale(job: Job) -> None:
-    owner = current_epoch(job.run.epochs)
-    if owner != job.launch.epoch:
-        raise StaleEpochError(f"epoch {owner} owns the run, not {job.launch.epoch}")
+    """The epoch of this launch may reach this node late: nfs(5), attributes are cached for up to
+    acdirmax = 60 s. Until then the directory is one of before."""
+    outlast(job.run, fence_of(job.run, job.launch).check)
+
+
+def _twice(job: Job, refuse: Callable[[], None], refusal: type[HpctrainError]) -> None:
+    """A refusal ends the run for good: it has to stand while the run directory is there, too."""
+    try:
+        refuse()
+    except refusal:
+        if is_present(job.run) and not job.launch.epoch:
+            raise
+        outlast(job.run, job.run.require)
+        refuse()
 
 
 def _refuse_damaged(job: Job) -> None:

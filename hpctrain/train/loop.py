@@ -62,11 +62,13 @@ class Loop:
                 agreed = self.one_step()
                 stopping, trained = agreed.stop, True
             self._save_the_end(trained)
+            self.reporter.close()
         except DivergedError:
             self.saver.leave()
             raise
         finally:
             self.profiler.leave()
+            self.reporter.flush()
         return "done" if self.position.step >= target else "yielded"
 
     def one_step(self) -> Agreement:
@@ -143,6 +145,7 @@ class Loop:
         config = self.job.config
         by_steps = config.save_interval_steps
         due = agreed.save or (by_steps is not None and self.position.step % by_steps == 0)
+        due = due or (self.saver.owed and not self.saver.busy)
         at_the_end = agreed.stop or self.position.step >= config.train_steps
         if due and not at_the_end:
             self._save(wait=not config.async_save)
@@ -155,6 +158,9 @@ class Loop:
         if self.request.done():
             self.reporter.log("save_requested", step=self.position.step)
         if wait:
+            self.saver.finish()
+        while wait and self.saver.owed:
+            self.saver.begin(self.position)
             self.saver.finish()
         self.reporter.phase("training")
 
