@@ -38,8 +38,8 @@ def of_gone(look: Look) -> list[Sighting]:
     if last is not None and last.action in _OVER:
         return []
     for job in look.jobs:
-        if job.state in (JobState.CANCELLED, JobState.DEADLINE):
-            words = f"job {job.job_id} ended as {job.state.name}: cancelled runs stay cancelled"
+        if job.state is JobState.CANCELLED:
+            words = f"job {job.job_id} ended as CANCELLED: cancelled runs stay cancelled"
             return [Sighting(look.run_id, Symptom.CANCELLED, Remedy.NOTE, words, job.job_id)]
     newest = counted(look.jobs)
     gone_time = (newest.end_time if newest else None) or recent[-1].time

@@ -40,6 +40,9 @@ SACCT_FIELDS = (
     *("JobIDRaw", "State", "Reason", "NodeList", "Start", "End", "Submit", "Timelimit"),
     *("Partition", "Account", "ExitCode", "Comment", "JobName", "JobID", "Cluster"),
 )
+_MARKS = "*~#!%$@^-"
+_LEAVING_MARKS = frozenset("@^%!")
+_LEAVING_STATES = ("reboot", "powering_down", "power_down")
 _NOTHING = frozenset({"", "(null)", "N/A", "NONE", "None", "Unknown", "None assigned"})
 # In lower case; a tuple and not a regular expression, whose compilation costs 2 ms of each import.
 _UNREACHABLE = (
@@ -162,8 +165,10 @@ def node_states(text: str) -> tuple[NodeState, ...]:
     """
     found = {}
     for node, word in table(text, len(NODE_FIELDS)):
-        state = word.lower().rstrip("*~#!%$@^-")
-        found[node] = NodeState(node, state, "*" not in word)
+        state = word.lower().rstrip(_MARKS)
+        marks = set(word.lower()[len(state) :])
+        leaving = bool(marks & _LEAVING_MARKS) or state.startswith(_LEAVING_STATES)
+        found[node] = NodeState(node, state, "*" not in marks, leaving)
     return tuple(found.values())
 
 

@@ -127,12 +127,14 @@ class StepRecord:
 class NodeState:
     """What the controller says about a node: `allocated`, `down`, `draining`, ... (sinfo(1)).
 
-    `responding` is False while its slurmd does not answer (the `*` of sinfo).
+    `responding` is False while its slurmd does not answer (the `*` of sinfo), `leaving` is True
+    while somebody has it rebooted or powered down (`@`, `^`, `%`, `!`).
     """
 
     node: str
     state: str
     responding: bool = True
+    leaving: bool = False
 
     @property
     def is_down(self) -> bool:

@@ -31,6 +31,18 @@ def claim_epoch(epochs: Path, claimant: str) -> int:
     begin again.
     """
     epoch = current_epoch(epochs) + 1
-    while not create_exclusive(epochs / f"{epoch:06d}.json", claimant):
+    while not create_exclusive(epochs / f"{epoch:06d}{_SUFFIX}", claimant):
         epoch += 1
     return epoch
+
+
+def is_superseded(epochs: Path, epoch: int, claimant: str) -> bool:
+    """True if somebody else has taken an epoch beyond `epoch`.
+
+    A claim whose caller was told that it had failed may have gone through: one in the name of
+    `claimant` supersedes nobody. Raises OSError when the epochs cannot be read.
+    """
+    newest = current_epoch(epochs)
+    if newest <= epoch:
+        return False
+    return (epochs / f"{newest:06d}{_SUFFIX}").read_text() != claimant

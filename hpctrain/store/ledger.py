@@ -143,6 +143,10 @@ class BufferedLedger(Ledger):
         """The lines that are not in the file yet, oldest first."""
         return self._buffer.waiting
 
+    def waiting_events(self) -> list[Event]:
+        """What waits, as events."""
+        return _readable("\n".join(self.waiting).encode())
+
     def flush(self) -> OSError | None:
         """Write what waits; returns the error that keeps it from the file."""
         return self._buffer.flush()

@@ -85,7 +85,9 @@ class ExitRecord(Record):
     """How one rank of one launch ended. Ranks that were killed leave none.
 
     `step` is the last finished step; with the cause "diverged" the step that diverged, and
-    `consumed_samples` says how many samples had been consumed before it.
+    `consumed_samples` says how many samples had been consumed before it. `signal` names the one
+    that has asked this rank to leave, such as SIGTERM. Of ranks that leave well only rank 0 has a
+    record; its `signalled_ranks` are those that got a signal, the first 64 of them.
     """
 
     epoch: int
@@ -99,6 +101,8 @@ class ExitRecord(Record):
     traceback: str | None = None
     cause: str | None = None
     consumed_samples: int | None = None
+    signal: str | None = None
+    signalled_ranks: tuple[int, ...] = ()
 
 
 class RankEnd(Record):

@@ -94,6 +94,7 @@ def examine(
         evidence,
         probed=not probe.trouble,
         lost_nodes=probe.lost,
+        leaving_nodes=() if probe.trouble else probe.leaving,
         findings=(*evidence.findings, *find_lines(context, evidence, traces, probe)),
     )
     return Postmortem(found, probe)

@@ -31,11 +31,14 @@ from hpctrain.supervise.node_checks import (
     check_kernel,
     check_ports,
     check_shared_memory,
+    check_shutdown,
 )
 
 CHECK_SECONDS = 4.0
 # The first word of each line, for `answers`.
 MARK = "hpctrain-node "
+# The check that tells a node which is on its way out.
+SHUTDOWN = "shutdown"
 # srun passes on what a task writes in pieces of 1 KiB (src/common/io_hdr.h, SLURM_IO_MAX_MSG_LEN);
 # longer lines of several nodes could be mixed.
 _LONGEST_LINE = 900
@@ -83,6 +86,7 @@ def _all_checks(order: Order) -> list[tuple[str, Report]]:
     node = node_name()
     checks: list[tuple[str, Callable[[Report], None]]] = [
         ("run directory", lambda report: check_directory(report, order.run_directory, node)),
+        (SHUTDOWN, lambda report: check_shutdown(report, CHECK_SECONDS)),
         ("shared memory", check_shared_memory),
         ("GPUs", lambda report: check_gpus(report, order.gpus, CHECK_SECONDS)),
         ("fabric", check_ports),

@@ -6,6 +6,7 @@ here: deciding (`policy`), weighing what is in the ledger of nodes (`hpctrain.no
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from hpctrain.checkpoints.discover import checkpoints
 from hpctrain.errors import SlurmError
 from hpctrain.nodes.blame import Avoid, Witness, blame, blame_problem, nodes_to_avoid
 from hpctrain.nodes.record import EvidenceKind, NodeEvidence, NodeLedger
+from hpctrain.store.jobs import generation, started_ids, successor_ids
 from hpctrain.supervise.allocation import Allocation, full_nodes, least_nodes
 from hpctrain.supervise.answers import ProbeResult
 from hpctrain.supervise.causes import FAILURE_CAUSES
@@ -49,8 +51,9 @@ def assess(
         _blame(context, allocation, ended)
     probe = ended.probe if ended is not None else None
     avoid = _avoid(context, allocation, probe)
+    keeps = evidence is None or keeps_nodes(evidence)
     return Situation(
-        keeps_nodes=evidence is None or keeps_nodes(evidence),
+        keeps_nodes=keeps and not context.signals.final,
         allocated_nodes=len(allocation.nodes),
         healthy_nodes=len(allocation.healthy),
         needed_nodes=full_nodes(config, allocation),
@@ -59,12 +62,32 @@ def assess(
         exclude_here=tuple(node for node in avoid.here if node in allocation.healthy),
         why_exclude=avoid.why,
         good_checkpoints=_good_checkpoints(context),
+        followed=_is_followed(context),
+        storage_away=context.ledger.flush() is not None,
+        restarts=context.attempt.restart_count,
     )
 
 
 def _good_checkpoints(context: AttemptContext) -> tuple[int, ...]:
-    found = checkpoints(context.run_layout.checkpoints)
-    return tuple(one.step for one in found if one.good)[:_GOOD_CHECKPOINTS]
+    with contextlib.suppress(OSError):
+        found = checkpoints(context.run_layout.checkpoints)
+        return tuple(one.step for one in found if one.good)[:_GOOD_CHECKPOINTS]
+    return ()
+
+
+def _is_followed(context: AttemptContext) -> bool:
+    """Where Slurm does not requeue: another job of the run waits for this one to end. True where
+    the ledger cannot tell."""
+    config = context.config
+    if config.continuation not in ("chain", "singleton", "array"):
+        return True
+    try:
+        events = context.ledger.events()
+    except OSError:
+        return True
+    if config.continuation == "chain":
+        return bool(successor_ids(events, context.job_id))
+    return len(started_ids(generation(events))) < config.continuation_jobs
 
 
 def _ledger(context: AttemptContext) -> NodeLedger | None:

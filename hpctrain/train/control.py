@@ -92,6 +92,13 @@ class Control:
         """True if all ranks say yes."""
         return self.total(float(not yes)) == 0
 
+    def who(self, yes: bool) -> tuple[int, ...]:
+        """The ranks that say yes, in their order."""
+        vector = torch.zeros(dist.get_world_size(self._group), dtype=torch.int32)
+        vector[dist.get_rank(self._group)] = int(yes)
+        self.start_sum(vector).wait()
+        return tuple(int(rank) for rank in vector.nonzero().flatten())
+
     def everywhere(self, text: str) -> list[str]:
         """The text of each rank, by rank."""
         texts: list[str] = [""] * dist.get_world_size(self._group)

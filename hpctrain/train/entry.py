@@ -64,7 +64,7 @@ def main(arguments: list[str], stop: StopSignals) -> int:
     run = RunLayout(path.parent)
     if read_record(run.done, DoneMarker) is not None:
         return TrainerExit.DONE
-    ending = _Ending(run, launch)
+    ending = _Ending(run, launch, stop)
     stacks = _open_stacks(run, launch)
     code = ending.of(lambda: _train(_job(path, launch, run, stop), ending))
     if stacks is not None:
@@ -120,9 +120,11 @@ def _config_path(arguments: list[str]) -> Path:
 class _Ending:
     """Turns what happens into an exit code and an exit record of this rank."""
 
-    def __init__(self, run: RunLayout, launch: Launch) -> None:
+    def __init__(self, run: RunLayout, launch: Launch, stop: StopSignals) -> None:
         self._run = run
         self._launch = launch
+        self._stop = stop
+        self.signalled_ranks: tuple[int, ...] = ()
         self.step: Callable[[], int] = lambda: 0
 
     def of(self, work: Callable[[], Outcome]) -> int:
@@ -188,6 +190,8 @@ class _Ending:
             traceback=trace,
             cause=cause,
             consumed_samples=consumed_samples,
+            signal=self._stop.name,
+            signalled_ranks=self.signalled_ranks,
         )
         try:
             outlast(self._run, lambda: write_exit_record(self._run, record), _LAST_WORD_SECONDS)
@@ -209,6 +213,7 @@ def _train(job: Job, ending: _Ending) -> Outcome:
     loop = assemble(job, ending)
     try:
         outcome = loop.run()
+        ending.signalled_ranks = loop.signalled_ranks
     except BaseException:
         loop.saver.abandon()
         raise

@@ -25,6 +25,9 @@ from hpctrain.train.stop import file_exists
 from hpctrain.train.times import RankClock
 
 Ending = Literal["done", "yielded"]
+_MOST_SIGNALLED = 64
+# The supervisor sends USR2 to hand on a wish to stop.
+_NOT_FROM_OUTSIDE = (None, "SIGUSR2")
 
 
 @dataclass
@@ -43,6 +46,7 @@ class Loop:
     clock: RankClock
     profiler: StepProfiler
     request: SaveRequest
+    signalled_ranks: tuple[int, ...] = ()
 
     def run(self) -> Ending:
         """Train until the target step or until a rank was asked to stop; saves before it ends.
@@ -61,6 +65,10 @@ class Loop:
             while self.position.step < target and not stopping:
                 agreed = self.one_step()
                 stopping, trained = agreed.stop, True
+            if stopping:
+                # Whom a signal has reached is what tells a node that shuts down from the others.
+                signalled = self.control.who(self.job.stop.name not in _NOT_FROM_OUTSIDE)
+                self.signalled_ranks = signalled[:_MOST_SIGNALLED]
             self._save_the_end(trained)
             self.reporter.close()
         except DivergedError:
