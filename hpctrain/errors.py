@@ -10,7 +10,8 @@
     |  `- SlurmUnreachableError   5   no answer within the time limit, or no Slurm at all
     |- NoSuchRunError             6
     |- RunFailedError             7   the run that was waited for has failed
-    `- CheckpointError            7   checkpoints exist, but none of them can be used
+    |- CheckpointError            7   checkpoints exist, but none of them can be used
+    `- StorageError               7   the run directory cannot be used at the moment (an OSError)
 
 Belongs here: exceptions and the position of a problem in a file. Does not belong here: printing
 or exiting (only `hpctrain.cli` does that). Imports nothing of ours.
@@ -112,5 +113,14 @@ class RunFailedError(HpctrainError):
 
 class CheckpointError(HpctrainError):
     """Checkpoints exist but none can be used, so starting from step 0 would lose work silently."""
+
+    exit_code = 7
+
+
+class StorageError(HpctrainError, OSError):
+    """The run directory is away, or is not what it was: a fault of storage, which may pass.
+
+    Also an OSError, so that whoever waits for storage handles both alike.
+    """
 
     exit_code = 7

@@ -6,6 +6,7 @@ something that could not be used: starting from step 0 would lose work silently.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -85,13 +86,15 @@ def select_for_resume(root: Path, level: VerifyLevel, at_most_step: int | None =
     `at_most_step` rolls back: the newest good one of at most that step is chosen, and once it is
     found, all newer ones go into quarantine too, so that their steps can be saved again.
     Raises CheckpointError when there are (or were) checkpoints but no good one is left; with
-    `at_most_step` nothing newer is moved then.
+    `at_most_step` nothing newer is moved then. Raises OSError when the directory is away, which
+    is not the same as a directory without checkpoints.
     """
     rejected: list[Checkpoint] = []
+    os.listdir(root)
     for step in reversed(published_steps(root)):
         if at_most_step is not None and step > at_most_step:
             continue
-        candidate = inspect(root / checkpoint_name(step), step, level)
+        candidate = _inspect_twice(root, step, level)
         if candidate.good:
             newer = _move_newer(root, step) if at_most_step is not None else ()
             return Selection(candidate, tuple(rejected), newer)
@@ -105,6 +108,15 @@ def select_for_resume(root: Path, level: VerifyLevel, at_most_step: int | None =
             hint=f"look into {root / QUARANTINE_NAME}; to start over on purpose, submit a new run",
         )
     return Selection(None, ())
+
+
+def _inspect_twice(root: Path, step: int, level: VerifyLevel) -> Checkpoint:
+    """One that seems bad is looked at again: the directory may just have been away."""
+    candidate = inspect(root / checkpoint_name(step), step, level)
+    if candidate.good:
+        return candidate
+    os.listdir(root)
+    return inspect(root / checkpoint_name(step), step, level)
 
 
 def _move_newer(root: Path, step: int) -> tuple[int, ...]:

@@ -43,6 +43,9 @@ SACCT_FIELDS = (
     *("JobIDRaw", "State", "Reason", "NodeList", "Start", "End", "Submit", "Timelimit"),
     *("Partition", "Account", "ExitCode", "Comment", "JobName", "JobID", "Cluster"),
 )
+_MARKS = "*~#!%$@^-"
+_LEAVING_MARKS = frozenset("@^%!")
+_LEAVING_STATES = ("reboot", "powering_down", "power_down")
 _NOTHING = frozenset({"", "(null)", "N/A", "NONE", "None", "Unknown", "None assigned"})
 # In lower case; a tuple and not a regular expression, whose compilation costs 2 ms of each import.
 _UNREACHABLE = (
@@ -174,9 +177,11 @@ def node_states(text: str) -> tuple[NodeState, ...]:
 
 def node_state(node: str, word: str) -> NodeState:
     """The state that sinfo prints as `word`, such as `allocated`, `down*` or `mixed@`."""
-    state = word.lower().rstrip("*~#!%$@^-")
-    planned = bool(_PLANNED_MARKS & set(word)) or state.startswith(_PLANNED_STATES)
-    return NodeState(node, state, "*" not in word, planned)
+    state = word.lower().rstrip(_MARKS)
+    marks = set(word.lower()[len(state) :])
+    planned = bool(_PLANNED_MARKS & marks) or state.startswith(_PLANNED_STATES)
+    leaving = bool(_LEAVING_MARKS & marks) or state.startswith(_LEAVING_STATES)
+    return NodeState(node, state, "*" not in marks, planned, leaving)
 
 
 def exit_status(text: str) -> tuple[int, int]:

@@ -169,12 +169,14 @@ class NodeState:
 
     `responding` is False while its slurmd does not answer (the `*` of sinfo). `planned`: it is on
     its way out of service or being rebooted because an administrator, or Slurm, wants it so.
+    `leaving`: somebody has it rebooted or powered down (`@`, `^`, `%`, `!`).
     """
 
     node: str
     state: str
     responding: bool = True
     planned: bool = False
+    leaving: bool = False
 
     @property
     def is_down(self) -> bool:

@@ -16,6 +16,7 @@ from hpctrain.units import Duration
 BudgetName = Literal[
     "node_failure",
     "prolog_failure",
+    "external_signal",
     "launch_failure",
     "crash",
     "hang",

@@ -23,8 +23,11 @@ checkpoints/                           iter_0000012/ and iter_0000012.partial-e0
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
+
+from hpctrain.errors import StorageError
 
 
 @dataclass(frozen=True)
@@ -186,6 +189,34 @@ class RunLayout:
 
     def agent_record(self, epoch: int, node_rank: int) -> Path:
         return self.exits / f"e{epoch:06d}" / f"node-{node_rank:06d}.json"
+
+    def require(self) -> None:
+        """Raise OSError unless the run's own directory is there and can be looked into.
+
+        A mount that is gone leaves an empty place, and whatever is made there hides the real one:
+        a directory is the run's if it holds what was written into it when it was submitted.
+        """
+        for path in (self.supervise_config, self.train_config):
+            try:
+                os.stat(path)
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            return
+        raise StorageError(
+            f"{self.directory} is away: it holds neither {self.supervise_config.name} nor "
+            f"{self.train_config.name}"
+        )
+
+    def make_directory(self, directory: Path) -> None:
+        """Make a directory below the run's, and what is missing in between.
+
+        Raises OSError, and makes nothing, when the run's directory is away.
+        """
+        self.require()
+        made = self.directory
+        for name in directory.relative_to(self.directory).parts:
+            made /= name
+            made.mkdir(exist_ok=True, mode=0o700)
 
     def create(self) -> None:
         """Make the directory and its fixed sub-directories, private to the user (mode 700)."""

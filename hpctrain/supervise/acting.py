@@ -25,6 +25,7 @@ def act(context: AttemptContext, action: Action, verdict: Verdict | None = None)
     context.note(
         EventKind.ACTION,
         action=action.kind,
+        cause=verdict.cause if verdict is not None else None,
         reason=action.reason,
         excluded=action.exclude,
         delay_seconds=action.delay_seconds or None,
@@ -38,6 +39,8 @@ def act(context: AttemptContext, action: Action, verdict: Verdict | None = None)
         _go_back(context, action, verdict)
     if action.kind in _ENDS_THE_RUN:
         _end(context, action, verdict)
+    if action.kind is ActionKind.STOP:
+        say(f"run {context.config.run_id} is over: {action.reason}")
     if action.kind is ActionKind.REQUEUE:
         return _answered(context, action, *requeue(context.slurm, context.job_id))
     if action.kind is ActionKind.LEAVE and action.exclude:
@@ -63,12 +66,28 @@ def _answered(context: AttemptContext, action: Action, done: bool, answer: str) 
 
 
 def _end(context: AttemptContext, action: Action, verdict: Verdict | None) -> None:
-    """No successor may start; a job that Slurm has requeued must not come back."""
+    """No successor may start; a job that Slurm has requeued, or will, must not come back."""
     clear_followed_requests(context.run_layout)
     end_succession(context)
+    if action.kind is not ActionKind.HOLD and context.config.continuation == "requeue":
+        _forbid_requeue(context, action)
     if action.kind is ActionKind.STOP and verdict is not None and verdict.already_requeued:
         with contextlib.suppress(SlurmError):
             context.slurm.cancel(context.job_id)
+
+
+def _forbid_requeue(context: AttemptContext, action: Action) -> None:
+    """From Slurm 24.05 on a job that leaves in a grace period is requeued whatever its exit code.
+
+    scontrol(1), Requeue: its owner may switch that off while it runs. What Slurm does not hear now
+    the next start finds in the ledger (`comeback`).
+    """
+    try:
+        context.slurm.update_job(context.job_id, requeue=False)
+    except SlurmError as error:
+        words = f"Slurm may start the job again: {error}"
+        context.note(EventKind.ACTION_RESULT, action=action.kind, reason=words)
+        say(words)
 
 
 def _go_back(context: AttemptContext, action: Action, verdict: Verdict | None) -> None:

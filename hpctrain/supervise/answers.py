@@ -14,13 +14,13 @@ from typing import Any
 
 from hpctrain.nodes.blame import is_singular
 from hpctrain.supervise.documents import UnfitNode
-from hpctrain.supervise.preflight import INPUTS, MARK, RUN_DIRECTORY
+from hpctrain.supervise.preflight import INPUTS, MARK, RUN_DIRECTORY, SHUTDOWN
 
 # munge refuses credentials at 300 s (munged(8), --max-ttl); the answer itself takes some seconds.
 _LARGEST_SKEW_SECONDS = 60.0
 _UNFINISHED = "checks"
 # A node that fails one of these cannot take part in a launch.
-_INDISPENSABLE = frozenset({RUN_DIRECTORY, INPUTS, _UNFINISHED})
+_INDISPENSABLE = frozenset({RUN_DIRECTORY, INPUTS, SHUTDOWN, _UNFINISHED})
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,8 @@ class ProbeResult:
 
     `lost` did not answer although others did, are down, or have left the job; `why_lost` has the
     reason for each of them, in the same order. `trouble` is set when nothing could be found out:
-    then nobody is lost. `drained` are those that Slurm takes out of service once the job has left.
+    then nobody is lost. `drained` are those that Slurm takes out of service once the job has left,
+    `leaving` those that are being shut down or rebooted while they still answer.
     """
 
     asked: tuple[str, ...] = ()
@@ -82,6 +83,7 @@ class ProbeResult:
     lost: tuple[str, ...] = ()
     why_lost: tuple[str, ...] = ()
     drained: tuple[str, ...] = ()
+    leaving: tuple[str, ...] = ()
     trouble: str = ""
     seconds: float = 0.0
 
@@ -150,6 +152,7 @@ class ProbeResult:
         lost = zip(self.lost, self.why_lost, strict=True)
         return (
             *(f"{node}: {why}" for node, why in lost),
+            *(f"{node}: it is being shut down or rebooted" for node in self.leaving),
             *(f"{one.node}: {'; '.join(map(str, one.problems))}" for one in self.broken),
             *(f"on most nodes: {text}" for text in self.shared),
         )

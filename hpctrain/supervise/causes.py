@@ -16,10 +16,12 @@ class Cause(StrEnum):
     YIELDED = "yielded"
     PREEMPTED = "preempted"
     TIME_LIMIT = "time_limit"
+    DEADLINE = "deadline"
     NODE_FAILURE = "node_failure"
     PROLOG_FAILURE = "prolog_failure"
     REQUEUED = "requeued"
     CANCELLED = "cancelled"
+    EXTERNAL_SIGNAL = "external_signal"
     LAUNCH_FAILURE = "launch_failure"
     CRASH = "crash"
     HANG = "hang"
@@ -72,9 +74,13 @@ RUN_CAUSES = frozenset(
         Cause.UNKNOWN,
     }
 )
+# What somebody does to a run without a word: a signal that neither a request nor a record of Slurm
+# explains (a node that shuts down, a health checker, a controller that died with what it knew).
+UNEXPLAINED_CAUSES = frozenset({Cause.EXTERNAL_SIGNAL})
 # What no retry helps against.
 FINAL_CAUSES = frozenset(
     {
+        Cause.DEADLINE,
         Cause.DISK_FULL,
         Cause.BAD_CHECKPOINT,
         Cause.CONFIG_ERROR,
@@ -83,4 +89,4 @@ FINAL_CAUSES = frozenset(
         Cause.YIELDED,
     }
 )
-FAILURE_CAUSES = MACHINE_CAUSES | RUN_CAUSES
+FAILURE_CAUSES = MACHINE_CAUSES | RUN_CAUSES | UNEXPLAINED_CAUSES

@@ -81,7 +81,8 @@ class RankExit:
     """How one rank says that it ended; `cause` is the trainer's own word for it, if it has one.
 
     `ended_at` is in seconds since the epoch, 0 if unknown. `node_dependent`: what it names may be
-    wrong on its node only.
+    wrong on its node only. `signal` names the one that has asked this rank to leave, such as
+    SIGTERM; `signalled_ranks` (of rank 0) are all that got one.
     """
 
     rank: int
@@ -92,6 +93,8 @@ class RankExit:
     step: int = 0
     ended_at: float = 0.0
     node_dependent: bool = False
+    signal: str | None = None
+    signalled_ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,8 @@ class TaskFailure:
 
 @dataclass(frozen=True)
 class JobFacts:
-    """What Slurm says about the job at the end of a launch."""
+    """What Slurm says about the job at the end of a launch; a job that Slurm just signals is
+    RUNNING."""
 
     state: str
     reason: str
@@ -170,9 +174,11 @@ class Stall:
 class Evidence:
     """Everything known when a launch has ended. `job` is None when Slurm did not answer.
 
-    `lost_nodes` did not answer a probe after the launch (`probed`), or Slurm says they are down.
-    `unfit_nodes` failed a check of the probe that most others passed, without which no launch can
-    run; `common_problems` are failures of such checks on most nodes alike.
+    `signals` are those that the supervisor got while the launch ran. `lost_nodes` did not answer a
+    probe after the launch (`probed`), or Slurm says they are down; `leaving_nodes` answer and are
+    being shut down or rebooted. `unfit_nodes` failed a check of the probe that most others passed,
+    without which no launch can run; `common_problems` are failures of such checks on most nodes
+    alike.
     `step_remains`: Slurm has not ended the step, so something of it may still run somewhere.
     `nodes` are those of the launch in the order of its ranks, if that is known.
     `resume_step` is where the launch began, `last_step` the last finished step it told of,
@@ -198,6 +204,7 @@ class Evidence:
     lost_nodes: tuple[str, ...] = ()
     unfit_nodes: tuple[UnfitNode, ...] = ()
     common_problems: tuple[str, ...] = ()
+    leaving_nodes: tuple[str, ...] = ()
     step_remains: bool = False
     world_size: int = 0
     nodes: tuple[str, ...] = ()
@@ -257,7 +264,9 @@ class Situation:
     smallest. `exclude` are nodes of the cluster that the node ledger says to avoid, `exclude_here`
     those of them that are healthy ones of the allocation, and `why_exclude` has the words.
     `unfit` are nodes of the cluster on which this run cannot work as they are.
-    `good_checkpoints` are steps, newest first.
+    `good_checkpoints` are steps, newest first. `followed`: where Slurm does not requeue, another
+    job of the run is there to go on. `storage_away`: the ledger cannot be written at the moment.
+    `restarts` is how often Slurm has started this job before.
     """
 
     keeps_nodes: bool = True
@@ -270,6 +279,9 @@ class Situation:
     why_exclude: str = ""
     unfit: tuple[str, ...] = ()
     good_checkpoints: tuple[int, ...] = ()
+    followed: bool = True
+    storage_away: bool = False
+    restarts: int = 0
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ acting (`acting`).
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from hpctrain.checkpoints.discover import Checkpoint, checkpoints, select_for_re
 from hpctrain.checkpoints.publish import fence_off
 from hpctrain.errors import CheckpointError, SlurmError
 from hpctrain.store.epochs import claim_epoch
+from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import EventKind
 from hpctrain.store.signs import Progress, read_record
 from hpctrain.supervise.allocation import Placement, place_command
@@ -57,6 +59,7 @@ class Launcher:
         self.ask_nodes = ask
         self.launches = 0
         self.epoch = 0
+        self.name = f"{context.attempt} on {context.attempt.node}"
         self._experience: Experience | None = None
         self._seen: frozenset[KernelLine] = frozenset()
 
@@ -67,7 +70,8 @@ class Launcher:
         """
         context = self.context
         run = context.run_layout
-        self.epoch = claim_epoch(run.epochs, f"{context.attempt} on {context.attempt.node}")
+        run.require()
+        self.epoch = claim_epoch(run.epochs, self.name)
         fence_off(run.checkpoints, self.epoch)
         clear_stale_requests(run)
         try:
@@ -174,7 +178,6 @@ class Launcher:
     def _note_end(self, verdict: Verdict, resume_step: int, code: int | None) -> None:
         run = self.context.run_layout
         progress = read_record(run.progress, Progress)
-        good = (c.step for c in checkpoints(run.checkpoints) if c.good)
         self.context.note(
             EventKind.LAUNCH_ENDED,
             epoch=self.epoch,
@@ -189,7 +192,14 @@ class Launcher:
             hard=verdict.hard,
             resume_step=resume_step,
             last_step=progress.step if progress and progress.epoch == self.epoch else None,
-            checkpoint_step=next(good, None),
+            checkpoint_step=newest_good(run),
             exit_code=code,
         )
         say(f"launch {self.launches} ended: {verdict.cause}: {verdict.reason}")
+
+
+def newest_good(run: RunLayout) -> int | None:
+    """The step of the newest good checkpoint; None if there is none to be seen."""
+    with contextlib.suppress(OSError):
+        return next((one.step for one in checkpoints(run.checkpoints) if one.good), None)
+    return None

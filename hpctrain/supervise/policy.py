@@ -2,7 +2,9 @@
 (`hpctrain why`) and simulated (`hpctrain simulate`).
 
 Principles: a user's cancel and a user's mistake stop at once; what the scheduler does costs
-nothing; every other cause has a budget of its own, which progress fills up again; nodes are kept
+nothing; every other cause, a signal that nobody explains among them, has a budget of its own, which
+progress fills up again; a run that is over without being done and without having been asked to end
+leaves with a code that is not 0; nodes are kept
 while enough of them are good, because a queue costs hours and a relaunch seconds; what could do
 harm (avoiding nodes, going back) is only said until the spec allows it, but a node on which this
 run cannot work as it is (unfit) is left in any case; "unknown" never does anything that could lose
@@ -26,7 +28,8 @@ from hpctrain.supervise.numerics import decide_numerics
 
 STOPPED_EXIT_CODE = 1
 # Retries without a new checkpoint, where they differ from `failures_without_progress` - 1.
-# A node is lost by no fault of the run, and the next attempt has another one: five. Storage and
+# A node is lost by no fault of the run, and the next attempt has another one: five; so it is with a
+# signal that nobody explains, before which the run was saved. Storage and
 # ports are shared with others and recover: five; so does a GPU or a link, on which the largest
 # runs fail several times between two checkpoints (docs/simulation.md). Memory that is full at one
 # place of the data is full there again: one (NVRx gives "may recover" one retry,
@@ -34,6 +37,7 @@ STOPPED_EXIT_CODE = 1
 RETRIES = {
     Cause.NODE_FAILURE: 5,
     Cause.PROLOG_FAILURE: 5,
+    Cause.EXTERNAL_SIGNAL: 5,
     Cause.GPU_ERROR: 5,
     Cause.FABRIC: 5,
     Cause.STORAGE: 5,
@@ -129,7 +133,13 @@ def _spent(
     if cause not in FAILURE_CAUSES or cause is Cause.DIVERGED:
         return None
     count = history.of(cause)
-    if budget is not None and count > budget:
+    spent = budget is not None and count > budget
+    if cause is Cause.STORAGE and situation.storage_away:
+        stormy = history.recent_failures >= config.storm_failures
+        elsewhere = _elsewhere(verdict, situation, config) if spent or stormy else None
+        if elsewhere is not None:
+            return elsewhere
+    if spent:
         return _stop(f"{_failures(count, cause)} without a new checkpoint: {verdict.reason}")
     if history.failures_without_progress >= limit_of_all(config):
         return _stop(
@@ -137,6 +147,19 @@ def _spent(
             f"checkpoint, the last: {verdict.reason}"
         )
     return None
+
+
+def _elsewhere(verdict: Verdict, situation: Situation, config: SuperviseConfig) -> Action | None:
+    """What cannot be written from here can perhaps be from other nodes. Nothing of it is in the
+    ledger then, so Slurm's own count of starts takes the place of the budget."""
+    budget = budget_of(Cause.STORAGE, config)
+    if config.continuation != "requeue" or budget is None:
+        return None
+    if situation.restarts >= budget:
+        times = f"started {situation.restarts + 1} times"
+        return _stop(f"{verdict.reason}: {times} without a ledger that can be written")
+    reason = f"{verdict.reason}: other nodes may reach it, so the next attempt tries"
+    return Action(ActionKind.REQUEUE, reason)
 
 
 def limit_of_all(config: SuperviseConfig) -> int:
@@ -175,8 +198,12 @@ def _go_on_later(verdict: Verdict, situation: Situation, config: SuperviseConfig
         )
     if config.continuation == "none":
         return _stop(f"{verdict.reason}; this site does not requeue: `hpctrain resume` goes on")
-    words = f"{verdict.reason}: the next job of the {_CHAINS[config.continuation]} resumes"
-    return _avoiding(Action(ActionKind.LEAVE, words), situation, config)
+    chain = _CHAINS[config.continuation]
+    if situation.followed:
+        words = f"{verdict.reason}: the next job of the {chain} resumes"
+        return _avoiding(Action(ActionKind.LEAVE, words), situation, config)
+    reason = f"{verdict.reason}; no job of the {chain} is left: `hpctrain resubmit` goes on"
+    return Action(ActionKind.LEAVE, reason, STOPPED_EXIT_CODE)
 
 
 _CHAINS = {"chain": "chain", "singleton": "singletons", "array": "array"}

@@ -101,6 +101,7 @@ def examine(
         lost_nodes=probe.lost,
         unfit_nodes=() if probe.trouble else probe.unfit_with_reason,
         common_problems=() if probe.trouble else probe.shared_blocking,
+        leaving_nodes=() if probe.trouble else probe.leaving,
         findings=(*evidence.findings, *find_lines(context, evidence, traces, probe)),
     )
     return Postmortem(found, probe)

@@ -32,13 +32,14 @@ from hpctrain.supervise.node_checks import (
     check_kernel,
     check_ports,
     check_shared_memory,
+    check_shutdown,
 )
 
 CHECK_SECONDS = 4.0
 # The first word of each line, for `answers`.
 MARK = "hpctrain-node "
-# Checks that a node has to pass.
-RUN_DIRECTORY, INPUTS = "run directory", "inputs"
+# Checks that a node has to pass; the last one tells a node which is on its way out.
+RUN_DIRECTORY, INPUTS, SHUTDOWN = "run directory", "inputs", "shutdown"
 # srun passes on what a task writes in pieces of 1 KiB (src/common/io_hdr.h, SLURM_IO_MAX_MSG_LEN);
 # longer lines of several nodes could be mixed.
 _LONGEST_LINE = 900
@@ -92,6 +93,7 @@ def _all_checks(order: Order) -> list[tuple[str, Report]]:
     checks: list[tuple[str, Callable[[Report], None]]] = [
         (RUN_DIRECTORY, lambda report: check_directory(report, order.run_directory, node)),
         (INPUTS, lambda report: check_inputs(report, order.settings)),
+        (SHUTDOWN, lambda report: check_shutdown(report, CHECK_SECONDS)),
         ("shared memory", check_shared_memory),
         ("GPUs", lambda report: check_gpus(report, order.gpus, CHECK_SECONDS)),
         ("fabric", check_ports),

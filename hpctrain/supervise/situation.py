@@ -24,6 +24,7 @@ from hpctrain.nodes.blame import (
     unfit_nodes,
 )
 from hpctrain.nodes.record import KINDS, EvidenceKind, NodeEvidence, NodeLedger
+from hpctrain.store.jobs import generation, started_ids, successor_ids
 from hpctrain.store.ledger import Event
 from hpctrain.supervise.allocation import Allocation, full_nodes, least_nodes
 from hpctrain.supervise.answers import ProbeResult
@@ -62,8 +63,9 @@ def assess(
         _blame(context, allocation, ended)
     probe = ended.probe if ended is not None else None
     avoid = _avoid(context, allocation, probe)
+    keeps = evidence is None or keeps_nodes(evidence)
     return Situation(
-        keeps_nodes=evidence is None or keeps_nodes(evidence),
+        keeps_nodes=keeps and not context.signals.final,
         allocated_nodes=len(allocation.nodes),
         healthy_nodes=len(allocation.healthy),
         needed_nodes=full_nodes(config, allocation),
@@ -73,12 +75,32 @@ def assess(
         why_exclude=avoid.why,
         unfit=_unfit(context, allocation, verdict, probe),
         good_checkpoints=_good_checkpoints(context),
+        followed=_is_followed(context),
+        storage_away=context.ledger.flush() is not None,
+        restarts=context.attempt.restart_count,
     )
 
 
 def _good_checkpoints(context: AttemptContext) -> tuple[int, ...]:
-    found = checkpoints(context.run_layout.checkpoints)
-    return tuple(one.step for one in found if one.good)[:_GOOD_CHECKPOINTS]
+    with contextlib.suppress(OSError):
+        found = checkpoints(context.run_layout.checkpoints)
+        return tuple(one.step for one in found if one.good)[:_GOOD_CHECKPOINTS]
+    return ()
+
+
+def _is_followed(context: AttemptContext) -> bool:
+    """Where Slurm does not requeue: another job of the run waits for this one to end. True where
+    the ledger cannot tell."""
+    config = context.config
+    if config.continuation not in ("chain", "singleton", "array"):
+        return True
+    try:
+        events = context.ledger.events()
+    except OSError:
+        return True
+    if config.continuation == "chain":
+        return bool(successor_ids(events, context.job_id))
+    return len(started_ids(generation(events))) < config.continuation_jobs
 
 
 def _ledger(context: AttemptContext) -> NodeLedger | None:

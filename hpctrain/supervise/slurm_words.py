@@ -31,10 +31,12 @@ _OUT_OF_MEMORY = re.compile(r"oom.kill")
 _STEP_GONE = re.compile(
     r"error: (?:Aborting, .*missing step on|Cannot communicate with) node (\d+)"
 )
+# src/srun/libsrun/allocate.c and launch: srun itself got a signal that ends it and its step.
+_TOLD_TO_END = re.compile(r"srun: forcing job termination")
 _CONTROLLER_AWAY = re.compile(_AWAY)
 _NOTICE = re.compile(
     rf"\*\*\* (?:STEP|JOB) |Node failure on |error: .*(?:{_LAUNCH_FAILURES.pattern})|oom.kill"
-    rf"|{_STEP_GONE.pattern}"
+    rf"|{_STEP_GONE.pattern}|{_TOLD_TO_END.pattern}"
     rf"|error: .*(?:{_AWAY})|error: .*{_PROLOG.pattern}"
 )
 _TASK = re.compile(
@@ -93,6 +95,11 @@ def lost_step(lines: Iterable[str]) -> int | None:
     """The place in the launch, from 0, of the node whose slurmstepd is gone, as srun says."""
     found = (match for line in lines if (match := _STEP_GONE.search(line)))
     return next((int(match[1]) for match in found), None)
+
+
+def srun_was_told_to_end(lines: Iterable[str]) -> bool:
+    """True if srun ended its step because somebody sent it a signal."""
+    return any(_TOLD_TO_END.search(line) for line in lines)
 
 
 def out_of_memory(lines: Iterable[str]) -> tuple[str, ...]:

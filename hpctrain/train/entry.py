@@ -17,8 +17,8 @@ from typing import NoReturn
 from hpctrain.checkpoints.manifest import checkpoint_name, read_manifest, what_is_wrong
 from hpctrain.checkpoints.publish import StaleEpochError
 from hpctrain.engines.megatron_lm import MegatronLmConfig
+from hpctrain.engines.training import TrainConfig
 from hpctrain.errors import CheckpointError, HpctrainError, InvalidInputError, Problem
-from hpctrain.store.epochs import current_epoch
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.signs import (
     DoneMarker,
@@ -26,6 +26,7 @@ from hpctrain.store.signs import (
     Outcome,
     TrainerExit,
     read_record,
+    write_exit_record,
     write_record,
 )
 from hpctrain.train.faults import BadCheckpointError, cause_of, is_node_dependent
@@ -35,7 +36,10 @@ from hpctrain.train.nsight import become_recorded
 from hpctrain.train.preflight import check
 from hpctrain.train.stacks import StackDump, flight_recorder, open_stack_dump
 from hpctrain.train.stop import StopSignals
+from hpctrain.train.storage import fence_of, is_present, outlast, stale_or
 
+# How long the record of a rank that ends waits for the run directory: Slurm may be ending the job.
+_LAST_WORD_SECONDS = 10.0
 _CODES: dict[Outcome, TrainerExit] = {
     "done": TrainerExit.DONE,
     "yielded": TrainerExit.YIELDED,
@@ -60,7 +64,7 @@ def main(arguments: list[str], stop: StopSignals) -> int:
     run = RunLayout(path.parent)
     if read_record(run.done, DoneMarker) is not None:
         return TrainerExit.DONE
-    ending = _Ending(run, launch)
+    ending = _Ending(run, launch, stop)
     stacks = _open_stacks(run, launch)
     code = ending.of(lambda: _train(_job(path, launch, run, stop), ending))
     if stacks is not None:
@@ -70,9 +74,19 @@ def main(arguments: list[str], stop: StopSignals) -> int:
 
 def _job(path: Path, launch: Launch, run: RunLayout, stop: StopSignals) -> Job:
     """Does not return where this rank has to be started below a profiler."""
-    config = read_config(path)
+    config = _read_config(path, launch, run)
     become_recorded(path, config, launch, run, os.environ, stop)
     return Job(config, launch, run, stop)
+
+
+def _read_config(path: Path, launch: Launch, run: RunLayout) -> TrainConfig:
+    """In a supervised launch the file was there: if it is missing, its directory is away."""
+
+    def read() -> TrainConfig:
+        run.require()
+        return read_config(path)
+
+    return outlast(run, read) if launch.epoch else read_config(path)
 
 
 def _open_stacks(run: RunLayout, launch: Launch) -> StackDump | None:
@@ -106,32 +120,36 @@ def _config_path(arguments: list[str]) -> Path:
 class _Ending:
     """Turns what happens into an exit code and an exit record of this rank."""
 
-    def __init__(self, run: RunLayout, launch: Launch) -> None:
+    def __init__(self, run: RunLayout, launch: Launch, stop: StopSignals) -> None:
         self._run = run
         self._launch = launch
+        self._stop = stop
+        self.signalled_ranks: tuple[int, ...] = ()
         self.step: Callable[[], int] = lambda: 0
 
     def of(self, work: Callable[[], Outcome]) -> int:
         try:
             return self._good(work())
         except InvalidInputError as error:
-            node_dependent = error.node_dependent
-            return self._bad("config_error", str(error), None, node_dependent=node_dependent)
-        except StaleEpochError as error:
-            return self._bad("crash", f"stale epoch: {error}", None)
-        except HpctrainError as error:
-            return self._crash(error, str(error), None)
+            return self._bad("config_error", str(error), None, node_dependent=error.node_dependent)
+        except Exception as error:
+            return self._crashed(stale_or(error, self._run, self._launch))
         except BaseException as error:
-            return self._crash(error, _in_one_line(error), traceback.format_exc())
+            return self._crashed(error)
+
+    def _crashed(self, error: BaseException) -> int:
+        if isinstance(error, StaleEpochError):
+            return self._bad("crash", f"stale epoch: {error}", None, error)
+        here = is_node_dependent(error, self._run.checkpoints)
+        if isinstance(error, HpctrainError):
+            return self._bad("crash", str(error), None, error, node_dependent=here)
+        trace = "".join(traceback.format_exception(error))
+        return self._bad("crash", _in_one_line(error), trace, error, node_dependent=here)
 
     def _good(self, outcome: Outcome) -> int:
         if self._launch.leads:
             self._record(outcome, None, None)
         return _CODES[outcome]
-
-    def _crash(self, error: BaseException, message: str, trace: str | None) -> int:
-        node_dependent = is_node_dependent(error, self._run.checkpoints)
-        return self._bad("crash", message, trace, error, node_dependent=node_dependent)
 
     def _bad(
         self,
@@ -142,9 +160,7 @@ class _Ending:
         *,
         node_dependent: bool = False,
     ) -> int:
-        message = self._stale_or(message) if outcome == "crash" else message
-        stale = message.startswith("stale epoch")
-        cause = "superseded" if stale else cause_of(error) if error is not None else None
+        cause = self._cause(error) if error is not None else None
         code = _CODES_OF_CAUSES.get(cause or "", _CODES[outcome])
         consumed_samples = getattr(error, "consumed_samples", None)
         self._record(outcome, message, trace, cause, consumed_samples, node_dependent)
@@ -153,12 +169,10 @@ class _Ending:
         rank = f"rank {self._launch.rank} on {self._launch.node}"
         return _say(f"{trace or ''}{rank}: {outcome}: {message}", code)
 
-    def _stale_or(self, message: str) -> str:
-        """A newer launch takes the files of this one away, which shows as all kinds of errors."""
-        owner = current_epoch(self._run.epochs)
-        if owner == self._launch.epoch or message.startswith("stale epoch"):
-            return message
-        return f"stale epoch: epoch {owner} owns the run, not {self._launch.epoch}; {message}"
+    def _cause(self, error: BaseException) -> str | None:
+        """Where the error itself does not tell, a run directory that is away is the reason."""
+        cause = cause_of(error)
+        return "storage" if cause is None and not is_present(self._run) else cause
 
     def _record(
         self,
@@ -182,18 +196,21 @@ class _Ending:
             cause=cause,
             consumed_samples=consumed_samples,
             node_dependent=node_dependent,
+            signal=self._stop.name,
+            signalled_ranks=self.signalled_ranks,
         )
         try:
-            write_record(self._run.exit_record(record.epoch, record.rank), record)
+            outlast(self._run, lambda: write_exit_record(self._run, record), _LAST_WORD_SECONDS)
         except OSError as error:
             _say(f"the exit record could not be written: {error}", TrainerExit.CRASH)
 
 
 def _train(job: Job, ending: _Ending) -> Outcome:
     """Everything from the first check to the done marker."""
-    check(job)
-    _refuse_stale(job)
-    _refuse_damaged(job)
+    if job.launch.epoch:
+        _refuse_stale(job)
+    _twice(job, lambda: check(job), InvalidInputError)
+    _twice(job, lambda: _refuse_damaged(job), BadCheckpointError)
     os.environ.update(quiet_defaults(job.config.engine) | flight_recorder(job.run, job.launch))
     if isinstance(job.config, MegatronLmConfig):
         return _supervise(job, ending)
@@ -202,11 +219,12 @@ def _train(job: Job, ending: _Ending) -> Outcome:
     loop = assemble(job, ending)
     try:
         outcome = loop.run()
+        ending.signalled_ranks = loop.signalled_ranks
     except BaseException:
         loop.saver.abandon()
         raise
     if outcome == "done" and job.launch.leads:
-        _mark_done(job, loop.position.step)
+        outlast(job.run, lambda: _mark_done(job, loop.position.step))
     loop.control.barrier()
     return outcome
 
@@ -217,14 +235,25 @@ def _supervise(job: Job, ending: _Ending) -> Outcome:
 
     outcome, step = run(job, ending)
     if outcome == "done" and job.launch.leads:
-        _mark_done(job, step)
+        outlast(job.run, lambda: _mark_done(job, step))
     return outcome
 
 
 def _refuse_stale(job: Job) -> None:
-    owner = current_epoch(job.run.epochs)
-    if owner != job.launch.epoch:
-        raise StaleEpochError(f"epoch {owner} owns the run, not {job.launch.epoch}")
+    """The epoch of this launch may reach this node late: nfs(5), attributes are cached for up to
+    acdirmax = 60 s. Until then the directory is one of before."""
+    outlast(job.run, fence_of(job.run, job.launch).check)
+
+
+def _twice(job: Job, refuse: Callable[[], None], refusal: type[HpctrainError]) -> None:
+    """A refusal ends the run for good: it has to stand while the run directory is there, too."""
+    try:
+        refuse()
+    except refusal:
+        if is_present(job.run) and not job.launch.epoch:
+            raise
+        outlast(job.run, job.run.require)
+        refuse()
 
 
 def _refuse_damaged(job: Job) -> None:

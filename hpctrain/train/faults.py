@@ -9,14 +9,14 @@ from __future__ import annotations
 import errno
 import pickle
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 from hpctrain.checkpoints.publish import StaleEpochError
-from hpctrain.errors import CheckpointError, HpctrainError
+from hpctrain.durable import FULL_ERRNOS
+from hpctrain.errors import CheckpointError, HpctrainError, StorageError
 from hpctrain.train.room import NoSpaceError, exhausted
+from hpctrain.train.storage import chain
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 # rerun_state_machine.py: what megatron-core ends a process with that has computed a result twice
 _MEGATRON_EXITS: dict[object, str] = {16: "suspect_numerics", 17: "diverged"}
 # How a full disk reads when only the text of an error has crossed a process or a library.
@@ -53,7 +53,7 @@ def cause_of(error: BaseException) -> str | None:
 
     Looks through the chain of exceptions, the outermost first.
     """
-    for one in _chain(error):
+    for one in chain(error):
         cause = _own_cause(one)
         if cause is not None:
             return cause
@@ -64,7 +64,7 @@ def is_full(error: BaseException) -> bool:
     """True if the file system or a quota is full."""
     if isinstance(error, NoSpaceError):
         return True
-    if isinstance(error, OSError) and error.errno in _FULL:
+    if isinstance(error, OSError) and error.errno in FULL_ERRNOS:
         return True
     return isinstance(error, OSError | RuntimeError) and bool(_FULL_WORDS.search(str(error)))
 
@@ -74,7 +74,7 @@ def is_node_dependent(error: BaseException, checkpoints: Path) -> bool:
 
     Not that of `checkpoints`, which all nodes share, nor a quota, which a user has on such a disk.
     """
-    for one in _chain(error):
+    for one in chain(error):
         if isinstance(one, NoSpaceError):
             return False
         if isinstance(one, OSError) and one.errno == errno.ENOSPC:
@@ -101,6 +101,8 @@ def _own_cause(error: BaseException) -> str | None:
     kind = type(error).__name__
     if isinstance(error, StaleEpochError):
         return "superseded"
+    if isinstance(error, StorageError):
+        return "storage"
     if is_full(error):
         return "disk_full"
     if isinstance(error, BadCheckpointError):
@@ -118,12 +120,3 @@ def _own_cause(error: BaseException) -> str | None:
     if isinstance(error, OSError | RuntimeError) and _PORT_WORDS.search(str(error)):
         return "port"
     return None
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    one: BaseException | None = error
-    while one is not None and id(one) not in seen:
-        seen.add(id(one))
-        yield one
-        one = one.__cause__ or one.__context__

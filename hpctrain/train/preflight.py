@@ -85,7 +85,7 @@ def _skip_problems(path: Path) -> tuple[Problem, ...]:
 def _resume_problems(job: Job) -> Iterator[Problem]:
     """Never start at step 0 beside checkpoints, never resume from what is not one."""
     published = published_steps(job.run.checkpoints)
-    if job.launch.epoch == 0 and current_epoch(job.run.epochs) != 0:
+    if job.launch.epoch == 0 and job.run.epochs.is_dir() and current_epoch(job.run.epochs) != 0:
         yield Problem("HPCTRAIN_EPOCH is not set, but the run has launches with epochs")
     if not job.launch.resume:
         if published:

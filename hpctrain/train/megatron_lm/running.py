@@ -28,6 +28,7 @@ from hpctrain.train.megatron_lm.refused import refusals_named
 from hpctrain.train.megatron_lm.relay import Relay
 from hpctrain.train.megatron_lm.saves import Saves
 from hpctrain.train.megatron_lm.telling import Teller, write_progress
+from hpctrain.train.storage import outlast
 
 # What arguments.py of core_v0.16 asserts with --deterministic-mode.
 DETERMINISTIC_VARIABLES = {
@@ -186,6 +187,7 @@ def _outcome(job: Job, saves: Saves, resume_step: int) -> tuple[Outcome, int]:
     if job.launch.leads:
         write_progress(job, "leaving", saves.newest_step or resume_step)
     saves.finish()
+    outlast(job.run, job.run.require)
     steps = published_steps(job.run.checkpoints)
     newest = steps[-1] if steps else 0
     if newest >= job.config.train_steps:

@@ -2,21 +2,43 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hpctrain.checkpoints import discover
 from hpctrain.checkpoints.discover import checkpoints, select_for_resume
-from hpctrain.checkpoints.manifest import MANIFEST_NAME
-from hpctrain.checkpoints.publish import TRACKER_NAME
+from hpctrain.checkpoints.manifest import MANIFEST_NAME, Manifest
+from hpctrain.checkpoints.publish import TRACKER_NAME, published_steps
 from hpctrain.errors import CheckpointError
 
 
 def test_nothing_saved_is_a_fresh_start(shelf: Any) -> None:
     assert select_for_resume(shelf.root, "auto").checkpoint is None
-    assert select_for_resume(shelf.root / "absent", "auto").checkpoint is None
     shelf.write(4)  # a save that did not finish is no checkpoint
     assert select_for_resume(shelf.root, "auto").checkpoint is None
+
+
+def test_a_directory_that_is_away_is_no_fresh_start(shelf: Any) -> None:
+    with pytest.raises(FileNotFoundError):
+        select_for_resume(shelf.root / "absent", "auto")
+
+
+def test_a_checkpoint_that_was_out_of_reach_for_a_moment_is_not_rejected(
+    shelf: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shelf.save(2, 4)
+    real, looks = discover.read_manifest, []
+
+    def away_at_first(directory: Path) -> Manifest | None:
+        looks.append(directory)
+        return None if len(looks) == 1 else real(directory)
+
+    monkeypatch.setattr(discover, "read_manifest", away_at_first)
+    selection = select_for_resume(shelf.root, "auto")
+    assert selection.checkpoint is not None and selection.checkpoint.step == 4
+    assert selection.rejected == () and published_steps(shelf.root) == [2, 4]
 
 
 @pytest.mark.parametrize("tracker", ["2", "999", "garbage", "", None])

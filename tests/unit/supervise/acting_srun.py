@@ -21,7 +21,8 @@ PATIENCE_SECONDS = 20.0
 
 
 def write(path: Path, **values: object) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.parent != RUN:
+        path.parent.mkdir(exist_ok=True)
     temporary = path.with_suffix(".new")
     temporary.write_text(json.dumps(values))
     temporary.replace(path)
@@ -106,6 +107,8 @@ def play(word: str) -> None:
     elif name == "await-stop":
         wait_for(RUN / "control/stop")
         time.sleep(0.15)  # the end of a step is not there at once
+        leave("yielded", 75)
+    elif name == "leave":
         leave("yielded", 75)
     elif name == "await":
         wait_for(RUN / value)

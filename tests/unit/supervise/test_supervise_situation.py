@@ -13,7 +13,7 @@ from hpctrain.nodes.record import KINDS, EvidenceKind, NodeEvidence, NodeLedger
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.store.layout import RunLayout
-from hpctrain.store.ledger import EventKind, Ledger
+from hpctrain.store.ledger import BufferedLedger, EventKind
 from hpctrain.supervise.allocation import Allocation
 from hpctrain.supervise.answers import NodeAnswer, NodeProblem, ProbeResult
 from hpctrain.supervise.attempt import Attempt
@@ -41,7 +41,7 @@ class Site:
             run_layout=layout,
             config=config().model_copy(update=settings),
             attempt=Attempt(5, 1, "n[0-1]", "n0"),
-            ledger=Ledger(layout.ledger),
+            ledger=BufferedLedger(layout),
             slurm=cast(SlurmClient, self.slurm),
             signals=Signals(),
         )

@@ -271,6 +271,7 @@ EPOCH = 7
 def run(tmp_path: Path) -> RunLayout:
     layout = RunLayout(tmp_path / "r1")
     layout.create()
+    layout.train_config.touch()
     return layout
 
 
