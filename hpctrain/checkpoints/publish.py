@@ -83,7 +83,7 @@ def _complete(partial: Path, manifest: Manifest) -> None:
     try:
         for file in manifest.files:
             fsync_file(partial / file.name)
-        replace_text(partial / MANIFEST_NAME, manifest.model_dump_json(indent=1))
+        replace_text(partial / MANIFEST_NAME, manifest.sealed().model_dump_json(indent=1))
     except FileNotFoundError as error:
         if not partial.is_dir():
             raise _taken_away(manifest) from error
