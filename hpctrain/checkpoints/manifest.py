@@ -44,9 +44,9 @@ class FileDigest(BaseModel):
 class Manifest(BaseModel):
     """Everything that says what a checkpoint is.
 
-    `file_count` and `list_sha256` seal the list of files (see `sealed`); manifests of older versions
-    have neither. `writers[i]` is the rank that wrote `files[i]`, empty if that is not known: readers
-    share out their work by it.
+    `file_count` and `list_sha256` seal the list of files (see `sealed`); manifests of older
+    versions have neither. `writers[i]` is the rank that wrote `files[i]`, empty if that is not
+    known: ranks that compare digests share their work by it.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")

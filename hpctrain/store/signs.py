@@ -85,7 +85,9 @@ class ExitRecord(Record):
     """How one rank of one launch ended. Ranks that were killed leave none.
 
     `step` is the last finished step; with the cause "diverged" the step that diverged, and
-    `consumed_samples` says how many samples had been consumed before it.
+    `consumed_samples` says how many samples had been consumed before it. `loading_step` is the
+    checkpoint whose loading failed in this rank, for no reason that a machine could have; None
+    otherwise.
     """
 
     epoch: int
@@ -99,6 +101,7 @@ class ExitRecord(Record):
     traceback: str | None = None
     cause: str | None = None
     consumed_samples: int | None = None
+    loading_step: int | None = None
 
 
 class RankEnd(Record):

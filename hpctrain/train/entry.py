@@ -14,7 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from hpctrain.checkpoints.manifest import checkpoint_name, read_manifest, what_is_wrong
+from hpctrain.checkpoints.manifest import (
+    Manifest,
+    checkpoint_name,
+    read_manifest,
+    what_is_wrong,
+)
 from hpctrain.checkpoints.publish import StaleEpochError
 from hpctrain.engines.megatron_lm import MegatronLmConfig
 from hpctrain.errors import CheckpointError, HpctrainError, InvalidInputError, Problem
@@ -28,7 +33,13 @@ from hpctrain.store.signs import (
     read_record,
     write_record,
 )
-from hpctrain.train.faults import BadCheckpointError, cause_of
+from hpctrain.train.digest_check import DigestCheck, start_digest_check
+from hpctrain.train.faults import (
+    BadCheckpointError,
+    UnreadableCheckpointError,
+    blames_checkpoint,
+    cause_of,
+)
 from hpctrain.train.job import Job, read_config
 from hpctrain.train.launch import Launch, quiet_defaults, read_launch
 from hpctrain.train.nsight import become_recorded
@@ -110,6 +121,7 @@ class _Ending:
         self._run = run
         self._launch = launch
         self.step: Callable[[], int] = lambda: 0
+        self.loading_step: int | None = None
 
     def of(self, work: Callable[[], Outcome]) -> int:
         try:
@@ -139,7 +151,7 @@ class _Ending:
         stale = message.startswith("stale epoch")
         cause = "superseded" if stale else cause_of(error) if error is not None else None
         code = _CODES_OF_CAUSES.get(cause or "", _CODES[outcome])
-        self._record(outcome, message, trace, cause, getattr(error, "consumed_samples", None))
+        self._record(outcome, message, trace, cause, error)
         if outcome == "config_error" and not self._launch.leads:
             return code  # every rank found the same: rank 0 says it
         rank = f"rank {self._launch.rank} on {self._launch.node}"
@@ -158,7 +170,7 @@ class _Ending:
         message: str | None,
         trace: str | None,
         cause: str | None = None,
-        consumed_samples: int | None = None,
+        error: BaseException | None = None,
     ) -> None:
         record = ExitRecord(
             epoch=self._launch.epoch,
@@ -171,25 +183,32 @@ class _Ending:
             message=message,
             traceback=trace,
             cause=cause,
-            consumed_samples=consumed_samples,
+            consumed_samples=getattr(error, "consumed_samples", None),
+            loading_step=self._unloadable_step(error),
         )
         try:
             write_record(self._run.exit_record(record.epoch, record.rank), record)
         except OSError as error:
             _say(f"the exit record could not be written: {error}", TrainerExit.CRASH)
 
+    def _unloadable_step(self, error: BaseException | None) -> int | None:
+        """The checkpoint that was being loaded, if the error speaks against it."""
+        if error is None or not blames_checkpoint(error):
+            return None
+        return self.loading_step
+
 
 def _train(job: Job, ending: _Ending) -> Outcome:
     """Everything from the first check to the done marker."""
     check(job)
     _refuse_stale(job)
-    _refuse_damaged(job)
+    digests = _refuse_damaged(job)
     os.environ.update(quiet_defaults(job.config.engine) | flight_recorder(job.run, job.launch))
     if isinstance(job.config, MegatronLmConfig):
-        return _supervise(job, ending)
+        return _supervise(job, ending, digests)
     from hpctrain.train.startup import assemble  # torch and megatron-core come in here
 
-    loop = assemble(job, ending)
+    loop = assemble(job, ending, digests)
     try:
         outcome = loop.run()
     except BaseException:
@@ -201,11 +220,11 @@ def _train(job: Job, ending: _Ending) -> Outcome:
     return outcome
 
 
-def _supervise(job: Job, ending: _Ending) -> Outcome:
+def _supervise(job: Job, ending: _Ending, digests: DigestCheck | None) -> Outcome:
     """Have somebody's own program train."""
     from hpctrain.train.megatron_lm.running import run
 
-    outcome, step = run(job, ending)
+    outcome, step = run(job, ending, digests)
     if outcome == "done" and job.launch.leads:
         _mark_done(job, step)
     return outcome
@@ -217,13 +236,30 @@ def _refuse_stale(job: Job) -> None:
         raise StaleEpochError(f"epoch {owner} owns the run, not {job.launch.epoch}")
 
 
-def _refuse_damaged(job: Job) -> None:
-    """Names and sizes only; whoever chose the checkpoint has read its content."""
+def _refuse_damaged(job: Job) -> DigestCheck | None:
+    """Compare names and sizes now, and begin to compare this rank's share of the content."""
     directory = job.resume_directory
-    if directory is not None:
-        problem = what_is_wrong(directory, read_manifest(directory), deep=False)
-        if problem is not None:
-            raise BadCheckpointError(f"cannot resume from {directory.name}: {problem}")
+    if directory is None:
+        return None
+    manifest = read_manifest(directory)
+    problem = what_is_wrong(directory, manifest, deep=False)
+    if problem is not None:
+        where = f"rank {job.launch.rank} on {job.launch.node}"
+        words = f"{where} cannot resume from {directory.name}: {problem}"
+        unreadable = manifest is None or _cannot_read(directory, manifest)
+        raise UnreadableCheckpointError(words) if unreadable else BadCheckpointError(words)
+    return start_digest_check(directory, job.launch.rank, job.launch.world_size, job.launch.node)
+
+
+def _cannot_read(directory: Path, manifest: Manifest) -> bool:
+    """True if a listed file is not there for this rank: its node's fault, as long as the supervisor
+    has just seen all of them."""
+    try:
+        for file in manifest.files:
+            (directory / file.name).stat()
+    except OSError:
+        return True
+    return False
 
 
 def _mark_done(job: Job, step: int) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from damaged_checkpoints import vouch
 from deepspeed_trials import PLAIN_LLAMA, ROUNDING, ZERO, trained, words_of
 from trial_runs import Trial, largest_difference
 
@@ -152,7 +153,8 @@ def test_state_on_nvme_stays_with_its_ranks(
     about = one.run.checkpoints / checkpoint_name(2) / "about.json"
     text = about.read_text()
     assert '"on_nvme": false' in text
-    about.write_text(text.replace('"on_nvme": false', '"on_nvme":  true'))  # of the same size
+    about.write_text(text.replace('"on_nvme": false', '"on_nvme": true'))
+    vouch(about.parent)
     assert one.train(resume=2) == [TrainerExit.CONFIG_ERROR]
     assert "its state on NVMe belongs to 2 ranks, and there are 1" in words_of(one)
 

@@ -104,7 +104,7 @@ class Snapshot:
         """Load everything from `directory`; a remark if the random state could not be kept.
 
         Raises InvalidInputError when the checkpoint belongs to another order of samples or cannot
-        go on with these ranks, BadCheckpointError when its files are damaged.
+        go on with these ranks, LoadFailedError when its files are damaged.
         """
         engine = self._engine
         with damage_named(directory):

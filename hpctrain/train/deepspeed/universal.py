@@ -26,7 +26,7 @@ from hpctrain.engines.deepspeed import DeepSpeedConfig
 from hpctrain.errors import CheckpointError, InvalidInputError, Problem
 from hpctrain.train.control import Control
 from hpctrain.train.deepspeed.stages import names_in_stages
-from hpctrain.train.faults import BadCheckpointError, is_full
+from hpctrain.train.faults import LoadFailedError, is_full
 from hpctrain.train.models.build import build_module
 from hpctrain.train.room import NoSpaceError
 
@@ -106,7 +106,7 @@ def converted(directory: Path, control: Control, rank: int) -> Path:
     """The universal checkpoint made of `directory`; rank 0 makes it if it is not there yet.
 
     All ranks must call this; they ask rank 0 again and again instead of waiting in one collective
-    operation, whose time limit a large checkpoint would exceed. Raises BadCheckpointError where
+    operation, whose time limit a large checkpoint would exceed. Raises LoadFailedError where
     the files are damaged, NoSpaceError where what is made of them finds no room, CheckpointError.
     """
     target = directory / _NAME
@@ -125,7 +125,7 @@ def converted(directory: Path, control: Control, rank: int) -> Path:
 def _kind_of(told: str) -> type[CheckpointError]:
     if is_full(RuntimeError(told)):
         return NoSpaceError
-    return BadCheckpointError if _DAMAGE_WORDS.search(told) else CheckpointError
+    return LoadFailedError if _DAMAGE_WORDS.search(told) else CheckpointError
 
 
 class _Converter:
