@@ -144,6 +144,7 @@ def _rank_exit(record: ExitRecord) -> RankExit:
         cause=record.cause,
         step=record.step,
         ended_at=record.time,
+        loading_step=record.loading_step,
     )
 
 

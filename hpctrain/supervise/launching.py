@@ -23,8 +23,9 @@ from hpctrain.supervise.classify import classify
 from hpctrain.supervise.context import AttemptContext, say
 from hpctrain.supervise.control import clear_stale_requests
 from hpctrain.supervise.documents import Evidence, Verdict
+from hpctrain.supervise.fresh_start import decisions_of, why_fresh_start
 from hpctrain.supervise.gather import gather
-from hpctrain.supervise.past import pending_rollback, pinned_steps
+from hpctrain.supervise.past import pinned_steps
 from hpctrain.supervise.postmortem import Prober, Traces, ask_nodes, examine, newest_logged_step
 from hpctrain.supervise.process import Launch, free_port
 from hpctrain.supervise.stragglers import SlowRank
@@ -73,7 +74,11 @@ class Launcher:
         try:
             start = self._select_checkpoint()
         except CheckpointError as error:
-            return Ended(Verdict(Cause.BAD_CHECKPOINT, str(error)))
+            words = f"{error}; {error.hint}" if error.hint else str(error)
+            return self._not_begun(Verdict(Cause.BAD_CHECKPOINT, words))
+        except OSError as error:
+            words = f"{error.filename or run.checkpoints}: {error.strerror or error}"
+            return self._not_begun(Verdict(Cause.STORAGE, words))
         resume_step = start.step if start else 0
         self.launches += 1
         context.note(
@@ -87,6 +92,11 @@ class Launcher:
         ended, exit_code = self._watch(placement, start, job_nodes)
         self._note_end(ended.verdict, resume_step, exit_code)
         return ended
+
+    def _not_begun(self, verdict: Verdict) -> Ended:
+        """No rank was started; it counts like a launch, or it would be tried for ever."""
+        self._note_end(verdict, None, None)
+        return Ended(verdict)
 
     def _watch(
         self, placement: Placement, start: Checkpoint | None, job_nodes: Sequence[str]
@@ -129,21 +139,25 @@ class Launcher:
 
     def _select_checkpoint(self) -> Checkpoint | None:
         context = self.context
-        at_most_step = pending_rollback(context.ledger.events())
+        events = context.ledger.events()
         root, level = context.run_layout.checkpoints, context.config.verify
-        selection = select_for_resume(root, level, at_most_step=at_most_step)
+        selection = select_for_resume(root, level, decisions_of(events))
         for bad in selection.rejected:
             context.note(
-                EventKind.CHECKPOINT_REJECTED, checkpoint_step=bad.step, reason=bad.problem
+                EventKind.CHECKPOINT_REJECTED,
+                checkpoint_step=bad.step,
+                cause=Cause.BAD_CHECKPOINT,
+                reason=bad.problem,
             )
             say(f"checkpoint of step {bad.step} rejected: {bad.problem}")
         found = selection.checkpoint
-        context.note(
-            EventKind.RESUME,
-            resume_step=found.step if found else 0,
-            reason=f"from verified checkpoint {found.directory.name}" if found else "fresh start",
+        words = (
+            why_fresh_start(context.run_layout, events)
+            if found is None
+            else f"from verified checkpoint {found.directory.name}"
         )
-        say(f"resume from step {found.step}" if found else "fresh start from step 0")
+        context.note(EventKind.RESUME, resume_step=found.step if found else 0, reason=words)
+        say(f"resume from step {found.step}" if found else f"{words}, from step 0")
         return found
 
     def _environment(self, placement: Placement, start: Checkpoint | None) -> dict[str, str]:
@@ -171,7 +185,7 @@ class Launcher:
         except SlurmError:
             return first
 
-    def _note_end(self, verdict: Verdict, resume_step: int, code: int | None) -> None:
+    def _note_end(self, verdict: Verdict, resume_step: int | None, code: int | None) -> None:
         run = self.context.run_layout
         progress = read_record(run.progress, Progress)
         good = (c.step for c in checkpoints(run.checkpoints) if c.good)

@@ -1,9 +1,10 @@
 """What ranks and machines say about the end of a launch. Pure.
 
-Order of trust: a wrong setting (the trainer's own word); nodes that are lost; broken hardware; the
-earliest root over all ranks, which a kernel or slurmstepd that kills for memory precedes, because a
-killed rank leaves no word; the hang that the supervisor has seen; tasks that could not start; what
-srun says of the first task that died; what follows from failures of others; exit codes.
+Order of trust: a wrong setting (the trainer's own word); a checkpoint that is proven to have
+changed; nodes that are lost; broken hardware; the earliest root over all ranks, which a kernel or
+slurmstepd that kills for memory precedes, because a killed rank leaves no word; the hang that the
+supervisor has seen; tasks that could not start; what srun says of the first task that died; what
+follows from failures of others; exit codes.
 Belongs here: choosing among these. Does not belong here: finding lines (`scan`), the scheduler
 (`scheduler_verdict`).
 """
@@ -54,6 +55,7 @@ def by_ranks(evidence: Evidence) -> Verdict | None:
     judges = (
         _wrong_setting,
         _replaced,
+        _damaged,
         _lost_nodes,
         _root,
         _hang,
@@ -93,6 +95,18 @@ def _replaced(evidence: Evidence) -> Verdict | None:
     return None
 
 
+def _damaged(evidence: Evidence) -> Verdict | None:
+    """A rank has compared the content of the checkpoint with what was written."""
+    for exit_ in evidence.rank_exits:
+        if exit_.cause == Cause.BAD_CHECKPOINT:
+            lines = (f"rank {exit_.rank} on {exit_.node}: {exit_.message}",)
+            step = evidence.resume_step or None
+            return Verdict(
+                Cause.BAD_CHECKPOINT, exit_.message, lines, exit_.rank, checkpoint_step=step
+            )
+    return None
+
+
 def _lost_nodes(evidence: Evidence) -> Verdict | None:
     if evidence.lost_nodes:
         reason = f"nodes do not answer: {', '.join(evidence.lost_nodes[:8])}"
@@ -129,12 +143,22 @@ def _root(evidence: Evidence) -> Verdict | None:
     root = found[0]
     if root.cause is Cause.CRASH and root.tier == 2:
         return None
+    if root.cause is Cause.LOAD_FAILED and _first_kill(evidence) is not None:
+        return None  # a rank that was killed may be why others could not load
     nodes, hard = _suspects(root, found)
     where = f"rank {root.rank} on {root.node}" if root.rank is not None else root.node
     reason = f"{where or 'the launch'}: {_sentence(root)}"
     lines = tuple(dict.fromkeys(map(_shown, found)))
+    loaded = evidence.resume_step if root.cause is Cause.LOAD_FAILED else 0
     return Verdict(
-        root.cause, reason, lines[:3], root.rank, nodes=nodes, hard=hard, step=_step(root, evidence)
+        root.cause,
+        reason,
+        lines[:3],
+        root.rank,
+        nodes=nodes,
+        hard=hard,
+        step=_step(root, evidence),
+        checkpoint_step=loaded or None,
     )
 
 

@@ -94,7 +94,7 @@ def test_suspects_of_a_verdict(cause: str, reason: str, hard: bool, kind: Eviden
 INNOCENT = [
     *(FINAL_CAUSES | SCHEDULER_CAUSES),
     *(Cause.DONE, Cause.UNKNOWN, Cause.GPU_OOM, Cause.HOST_OOM, Cause.DATA_LOADER, Cause.DIVERGED),
-    *(Cause.PORT, Cause.SUPERSEDED, Cause.SUPERVISOR_LOST),
+    *(Cause.PORT, Cause.SUPERSEDED, Cause.SUPERVISOR_LOST, Cause.LOAD_FAILED),
 ]
 
 
