@@ -22,6 +22,7 @@ from hpctrain.supervise.causes import Cause
 from hpctrain.supervise.classify import classify
 from hpctrain.supervise.context import AttemptContext, say
 from hpctrain.supervise.control import clear_stale_requests
+from hpctrain.supervise.data_check import data_problem
 from hpctrain.supervise.documents import Evidence, Verdict
 from hpctrain.supervise.fresh_start import decisions_of, why_fresh_start
 from hpctrain.supervise.gather import gather
@@ -72,6 +73,9 @@ class Launcher:
         fence_off(run.checkpoints, self.epoch)
         clear_stale_requests(run)
         try:
+            changed = data_problem(context)
+            if changed is not None:
+                return self._not_begun(changed)
             start = self._select_checkpoint()
         except CheckpointError as error:
             words = f"{error}; {error.hint}" if error.hint else str(error)
