@@ -9,6 +9,7 @@ Does not belong here: reading (see `hpctrain.train.digest_check`).
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 
 from hpctrain.checkpoints.manifest import FileDigest, Manifest
 
@@ -23,12 +24,26 @@ def files_of_rank(manifest: Manifest, rank: int, world_size: int) -> tuple[FileD
 
 def deal(manifest: Manifest, world_size: int) -> tuple[tuple[FileDigest, ...], ...]:
     """The files of each rank. Ranks of another number than the writers' get neighbouring files."""
-    limit_bytes = _MOST_SHARES * manifest.total_bytes / world_size
+    known = len(manifest.writers) == len(manifest.files)
+    writers = manifest.writers if known else (-1,) * len(manifest.files)
+    homes = [writer * world_size // max(manifest.world_size, 1) for writer in writers]
+    return _dealt(list(zip(manifest.files, homes, strict=True)), world_size)
+
+
+def even_share(files: Sequence[FileDigest], rank: int, world_size: int) -> tuple[FileDigest, ...]:
+    """The same for files that no rank has at home."""
+    return _dealt([(file, -1) for file in files], world_size)[rank]
+
+
+def _dealt(
+    files: Sequence[tuple[FileDigest, int]], world_size: int
+) -> tuple[tuple[FileDigest, ...], ...]:
+    """`files` with the rank that each should go to, -1 for any."""
+    limit_bytes = _MOST_SHARES * sum(file.size_bytes for file, _ in files) / world_size
     dealt: list[list[FileDigest]] = [[] for _ in range(world_size)]
     bytes_of = [0] * world_size
     left: list[FileDigest] = []
-    for file, writer in _largest_first(manifest):
-        home = writer * world_size // max(manifest.world_size, 1)
+    for file, home in sorted(files, key=_largest_first):
         fits = 0 <= home < world_size and bytes_of[home] + file.size_bytes <= limit_bytes
         if fits:
             dealt[home].append(file)
@@ -44,12 +59,8 @@ def deal(manifest: Manifest, world_size: int) -> tuple[tuple[FileDigest, ...], .
     return tuple(tuple(sorted(files, key=_size, reverse=True)) for files in dealt)
 
 
-def _largest_first(manifest: Manifest) -> list[tuple[FileDigest, int]]:
-    """With the rank that wrote each; -1 where the manifest does not tell."""
-    known = len(manifest.writers) == len(manifest.files)
-    writers = manifest.writers if known else (-1,) * len(manifest.files)
-    pairs = zip(manifest.files, writers, strict=True)
-    return sorted(pairs, key=lambda pair: (-pair[0].size_bytes, pair[0].name))
+def _largest_first(pair: tuple[FileDigest, int]) -> tuple[int, str]:
+    return (-pair[0].size_bytes, pair[0].name)
 
 
 def _size(file: FileDigest) -> int:

@@ -143,7 +143,9 @@ class Snapshot:
         moves = config.zero_stage > 0 and not same
         # read at loading only (runtime/engine.py, load_universal_checkpoint)
         self._engine.inner._config.load_universal_checkpoint = moves
-        return converted(directory, self._control, self._engine.mesh.rank) if moves else directory
+        if not moves:
+            return directory
+        return converted(directory, self._control, self._engine.mesh.rank, size)
 
     def _is_at_home(self, about: dict[str, Any]) -> bool:
         """True if each rank does what it did."""
