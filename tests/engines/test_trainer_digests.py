@@ -55,6 +55,20 @@ def test_a_flipped_byte_is_found_before_the_first_step(
     assert f"{shard} has other content than was written" in message
 
 
+def test_what_breaks_the_loader_is_told_by_its_digest(trial: Callable[..., Trial]) -> None:
+    """The loader fails before the ranks agree, with words that could mean anything."""
+    whole = trial(GPT, train_steps=3, save_interval_steps=2)
+    assert whole.train() == [0]
+    hurt = trial(GPT, train_steps=3)
+    hurt.adopt(whole, 2)
+    shard = next((hurt.run.checkpoints / checkpoint_name(2)).glob("*.distcp"))
+    shard.write_bytes(bytes(shard.stat().st_size))
+    assert hurt.train(resume=2) == [CRASHED]
+    (record,) = hurt.exits()
+    assert record.cause == "bad_checkpoint", record
+    assert f"{shard.name} has other content than was written" in (record.message or "")
+
+
 def test_the_good_checkpoint_is_loaded_as_ever(trial: Callable[..., Trial]) -> None:
     """All of it was read, by two ranks, each file once; and the losses are exact."""
     base, changes, _ = ENGINES["fsdp"]
