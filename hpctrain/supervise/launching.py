@@ -95,11 +95,14 @@ class Launcher:
         )
         ended, exit_code = self._watch(placement, start, job_nodes)
         self._note_end(ended.verdict, resume_step, exit_code)
+        say(f"launch {self.launches} ended: {ended.verdict.cause}: {ended.verdict.reason}")
         return ended
 
     def _not_begun(self, verdict: Verdict) -> Ended:
-        """No rank was started; it counts like a launch, or it would be tried for ever."""
+        """No rank was started. It is written down like the end of a launch, because budgets count
+        these."""
         self._note_end(verdict, None, None)
+        say(f"nothing was launched: {verdict.cause}: {verdict.reason}")
         return Ended(verdict)
 
     def _watch(
@@ -196,7 +199,7 @@ class Launcher:
         self.context.note(
             EventKind.LAUNCH_ENDED,
             epoch=self.epoch,
-            launch=self.launches,
+            launch=self.launches if resume_step is not None else None,
             cause=verdict.cause,
             reason=verdict.reason,
             evidence=verdict.evidence,
@@ -210,4 +213,3 @@ class Launcher:
             checkpoint_step=next(good, None),
             exit_code=code,
         )
-        say(f"launch {self.launches} ended: {verdict.cause}: {verdict.reason}")

@@ -16,7 +16,7 @@ from hpctrain.nodes.blame import Avoid, Witness, blame, blame_problem, nodes_to_
 from hpctrain.nodes.record import EvidenceKind, NodeEvidence, NodeLedger
 from hpctrain.supervise.allocation import Allocation, full_nodes, least_nodes
 from hpctrain.supervise.answers import ProbeResult
-from hpctrain.supervise.causes import FAILURE_CAUSES
+from hpctrain.supervise.causes import FAILURE_CAUSES, Cause
 from hpctrain.supervise.context import AttemptContext, say
 from hpctrain.supervise.documents import Situation, Verdict
 from hpctrain.supervise.gather import keeps_nodes
@@ -78,6 +78,8 @@ def _blame(context: AttemptContext, allocation: Allocation, ended: Ended) -> Non
     ledger = _ledger(context)
     if ledger is None or ended.verdict.cause not in FAILURE_CAUSES:
         return
+    if ended.verdict.cause is Cause.STORAGE and ended.evidence is None:
+        return  # nothing was launched: no node has been tried
     try:
         ledger.append(_evidence(context, allocation, ended))
     except OSError as error:

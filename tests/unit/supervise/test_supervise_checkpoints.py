@@ -301,3 +301,13 @@ def test_proof_of_a_rank_costs_one_launch(stage: Stage) -> None:
     assert starts == [0, 20, 10]
     reason = (stage.layout.checkpoints / "quarantine/iter_0000020.reason").read_text()
     assert "shard has other content than was written" in reason
+
+
+def test_no_node_is_blamed_when_nothing_was_launched(stage: Stage, tmp_path: Path) -> None:
+    book = tmp_path / "nodes.jsonl"
+    changes = {"budgets": {"storage": 1}, "node_ledger": str(book), "cluster": "c"}
+    stage.configure(config().model_copy(update=changes))
+    stage.layout.checkpoints.rmdir()
+    assert stage.play("done") == 1
+    assert stage.causes == ["storage"] * 2
+    assert not book.exists()
