@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from hpctrain.actions import requests
 from hpctrain.actions.acceptances import Acceptance, accept
 from hpctrain.actions.requests import RequestKind
+from hpctrain.actions.run_jobs import jobs_of, record_found
 from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.state import RunState
 from hpctrain.actions.status import statuses
@@ -26,7 +27,6 @@ from hpctrain.errors import RunFailedError, SlurmError, SlurmUnreachableError, U
 from hpctrain.plan.documents import Plan
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.records import JobRecord
-from hpctrain.store.jobs import submitted_ids
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import EventKind
 from hpctrain.store.signs import Progress, read_record
@@ -57,7 +57,7 @@ class _Queue:
 
     @property
     def active(self) -> JobRecord | None:
-        """The job that holds nodes."""
+        """The job that holds nodes, or of which nobody knows whether it does."""
         return next((job for job in self.jobs if not job.state.is_pending), None)
 
     @property
@@ -269,12 +269,15 @@ def _refuse_to_accept(run: RunFiles, acceptance: Acceptance) -> None:
 
 
 def _queue(run: RunFiles, slurm: SlurmClient) -> _Queue:
-    """The run's jobs that have not ended, in one query."""
-    try:
-        found = slurm.jobs(submitted_ids(run.ledger.events()))
-    except SlurmUnreachableError:
-        return _Queue((), answered=False)
-    return _Queue(tuple(job for job in found.values() if not job.state.is_ended))
+    """The run's jobs that have not ended, in one query; those that nobody has recorded are.
+
+    Raises UsageError if they are on another cluster.
+    """
+    found = jobs_of(run, slurm)
+    if found.unrecorded:
+        with contextlib.suppress(PermissionError):  # a colleague's ledger: status finds them, too
+            record_found(run, found)
+    return _Queue(found.live, answered=found.answered)
 
 
 def _name(run: RunFiles) -> str:

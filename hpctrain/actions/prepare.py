@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +32,7 @@ from hpctrain.spec.loader import (
 )
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import DataSource, RunSpec
+from hpctrain.store.jobs import run_comment
 from hpctrain.supervise.catalogue import load_signatures
 from hpctrain.supervise.documents import RollbackSettings, SuperviseConfig
 
@@ -45,7 +46,10 @@ PROFILE_PATH_VARIABLE = "HPCTRAIN_PROFILE_PATH"
 
 @dataclass(frozen=True)
 class Prepared:
-    """A job that is ready to be submitted; `script` is the exact text, `signatures` is JSON."""
+    """A job that is ready to be submitted; `script` is the exact text, `signatures` is JSON.
+
+    `facts` and `template_directory` are what the script was rendered with.
+    """
 
     run_id: str
     spec: Loaded[RunSpec]
@@ -54,6 +58,8 @@ class Prepared:
     train: TrainConfig
     supervise: SuperviseConfig
     script: str
+    facts: ScriptFacts
+    template_directory: Path | None = None
     smaller: tuple[SizedConfig, ...] = ()
     signatures: str = ""
 
@@ -135,7 +141,9 @@ def prepare(
     plan = make_plan(document, site, knowledge)
     refuse_untrainable(loaded_spec, plan)
     run_id = new_run_id(runs, document.name, loaded_spec.digest, loaded_profile.digest)
-    facts = ScriptFacts(run_id, loaded_spec.digest, loaded_profile.digest, python)
+    facts = ScriptFacts(
+        run_id, run_comment(run_id), loaded_spec.digest, loaded_profile.digest, python
+    )
     peak = site.gpu.peak.get(plan.precision)
     absolute = with_scratch(_with_absolute_paths(document), loaded_spec, site)
     peak_flops = float(peak) if peak else None
@@ -148,8 +156,25 @@ def prepare(
         train=train_config(absolute, plan, peak_flops),
         supervise=_supervise_config(run_id, document, site, plan, runs, smaller),
         script=render_script(build_script(document, site, plan, facts), template_directory),
+        facts=facts,
+        template_directory=template_directory,
         smaller=smaller,
         signatures=load_signatures(profile_search_path()).to_json(),
+    )
+
+
+def with_free_run_id(prepared: Prepared, runs: Path) -> Prepared:
+    """The same job under the next free run id: two submits of one spec may choose the same one."""
+    document, site = prepared.spec.document, prepared.profile.document
+    run_id = new_run_id(runs, document.name, prepared.spec.digest, prepared.profile.digest)
+    facts = replace(prepared.facts, run_id=run_id, comment=run_comment(run_id))
+    script = build_script(document, site, prepared.plan, facts)
+    return replace(
+        prepared,
+        run_id=run_id,
+        facts=facts,
+        supervise=prepared.supervise.model_copy(update={"run_id": run_id}),
+        script=render_script(script, prepared.template_directory),
     )
 
 

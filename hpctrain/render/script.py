@@ -29,7 +29,6 @@ from hpctrain.spec.run import RunSpec
 from hpctrain.units import Duration
 from hpctrain.version import __version__
 
-COMMENT_PREFIX = "hpctrain:"
 _LOG = "logs/slurm-%j.out"
 # Passed on from the submitting shell, so that nothing else of it reaches the job.
 _INHERITED = ("HOME", "LANG", "PATH", "USER")
@@ -56,9 +55,10 @@ class Variable:
 
 @dataclass(frozen=True)
 class ScriptFacts:
-    """What rendering needs beyond spec, profile and plan."""
+    """What rendering needs beyond spec, profile and plan; `comment` is that of the job."""
 
     run_id: str
+    comment: str
     spec_digest: str
     profile_digest: str
     python: str
@@ -106,7 +106,7 @@ def build_script(spec: RunSpec, profile: ClusterProfile, plan: Plan, facts: Scri
         profile_name=profile.name,
         profile_digest=facts.profile_digest[:12],
         layout=_layout(plan),
-        directives=_directives(spec, profile, plan, partition, facts.run_id),
+        directives=_directives(spec, profile, plan, partition, facts),
         modules=_modules(profile),
         variables=_variables(spec, profile),
         starting=starting(spec, plan),
@@ -212,14 +212,14 @@ def _directives(
     profile: ClusterProfile,
     plan: Plan,
     partition: PartitionProfile,
-    run_id: str,
+    facts: ScriptFacts,
 ) -> tuple[str, ...]:
     limit = walltime(spec, profile, partition)
     nodes = node_options(spec, plan, _cpus_per_gpu(spec, profile))
     one_gpu_each = "ntasks-per-node" in nodes and spec.launcher == "srun"
     options: dict[str, str | None] = {
-        "job-name": run_id,
-        "comment": f"{COMMENT_PREFIX}{run_id}",
+        "job-name": facts.run_id,
+        "comment": facts.comment,
         "account": spec.resources.account or profile.slurm.account,
         "partition": partition.name,
         "qos": spec.resources.qos or profile.slurm.qos,

@@ -31,7 +31,7 @@ UNIT, RECORD = "\x1f", "\x1e"
 SQUEUE_FIELDS = (
     *("JobID", "State", "Reason", "NodeList", "RestartCnt", "PreemptTime", "StartTime", "EndTime"),
     *("SubmitTime", "TimeLimit", "Partition", "Account", "exit_code", "Requeue", "ArrayJobID"),
-    *("NumNodes", "Name", "Comment"),
+    *("NumNodes", "Cluster", "WorkDir", "Name", "Comment"),
 )
 STEP_FIELDS = ("StepID", "StepState", "StepName")
 NODE_FIELDS = ("NodeList", "StateLong")
@@ -100,6 +100,8 @@ def _squeue_job(row: list[str]) -> JobRecord:
         comment=_told(cell["Comment"]),
         array_job_id=_number(cell["ArrayJobID"]),
         node_count=_number(cell["NumNodes"]),
+        cluster=_told(cell["Cluster"]),
+        work_directory=_told(cell["WorkDir"]),
         source="squeue",
     )
 
@@ -142,6 +144,7 @@ def _sacct_job(row: list[str]) -> JobRecord:
         exit_signal=signal,
         comment=_told(cell["Comment"]),
         array_job_id=_number(cell["JobID"]),
+        cluster=_told(cell["Cluster"]),
         source="sacct",
     )
 
@@ -205,8 +208,10 @@ def submitted(stdout: str, stderr: str = "") -> SubmittedJob:
 def test_only_answer(text: str) -> TestOnlyAnswer:
     """The sentence of `sbatch --test-only`; its fields stay None when it is worded otherwise."""
     sentence = text.strip()
+    # 26.05 has a stray word in it: `to start at 2026-11-22T01:21:19 a using 2 processors`.
     match = re.search(
-        r"to start at (\S+) using (\d+) processors on (?:nodes )?(\S*) in partition (\S+)", sentence
+        r"to start at (\S+)(?: a)? using (\d+) processors on (?:nodes )?(\S*) in partition (\S+)",
+        sentence,
     )
     if match is None:
         return TestOnlyAnswer(sentence)

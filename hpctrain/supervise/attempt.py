@@ -17,13 +17,22 @@ from hpctrain.supervise.documents import ActionKind
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of the job by Slurm; `cluster` is Slurm's ClusterName, None if not told."""
+    """One start of the job by Slurm; `cluster` is Slurm's ClusterName, None if not told.
+
+    `array_job_id`: of an element of a job array the id of the whole.
+    """
 
     job_id: int
     restart_count: int
     nodes: str
     node: str
     cluster: str | None = None
+    array_job_id: int | None = None
+
+    @property
+    def submitted_id(self) -> int:
+        """The id that sbatch has printed."""
+        return self.array_job_id or self.job_id
 
     def __str__(self) -> str:
         return f"{self.job_id}.{self.restart_count}"
@@ -38,6 +47,7 @@ def attempt_from(environment: Mapping[str, str]) -> Attempt:
             nodes=environment["SLURM_JOB_NODELIST"],
             node=environment.get("SLURMD_NODENAME", ""),
             cluster=environment.get("SLURM_CLUSTER_NAME") or None,
+            array_job_id=int(environment.get("SLURM_ARRAY_JOB_ID") or 0) or None,
         )
     except (KeyError, ValueError) as error:
         raise UsageError(

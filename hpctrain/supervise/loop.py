@@ -41,8 +41,9 @@ from hpctrain.supervise.past import history
 from hpctrain.supervise.policy import STOPPED_EXIT_CODE, decide
 from hpctrain.supervise.postmortem import Prober, ask_nodes
 from hpctrain.supervise.process import Signals
+from hpctrain.supervise.run_jobs import identity_of
 from hpctrain.supervise.situation import allocation_of, assess
-from hpctrain.supervise.succession import ensure_successor, must_leave
+from hpctrain.supervise.succession import adopt_own_job, ensure_successor, must_leave
 
 _SLURM_TIMEOUT_SECONDS = 8.0
 
@@ -69,6 +70,7 @@ class Supervisor:
         )
         self.launcher = Launcher(self.context, argv, environment, ask)
         self.guard = Guard(self.context)
+        self._identity = identity_of(run_layout.directory)
 
     def run(self) -> int:
         """Supervise this attempt to its end; returns the exit code of the job.
@@ -95,6 +97,7 @@ class Supervisor:
         words = self._why_leave()
         if words is not None:
             return act(self.context, Action(ActionKind.LEAVE, words))
+        adopt_own_job(self.context)
         lost = self._open_attempt()
         action = self._why_not_begin(lost)
         if action is not None:
@@ -144,9 +147,12 @@ class Supervisor:
         context = self.context
         if lost.job_id is not None and lost.job_id != context.job_id:
             with contextlib.suppress(SlurmError):
-                found = why_ended(context.slurm.jobs([lost.job_id]).get(lost.job_id), begun=True)
-                if found is not None:
-                    return found
+                record = context.slurm.jobs([lost.job_id]).get(lost.job_id)
+                own = record is not None and lost.cluster in (None, record.cluster)
+                if record is not None and own and self._identity.confirms(record):
+                    found = why_ended(record, begun=True)
+                    if found is not None:
+                        return found
         return why_lost(lost, events, context.attempt)
 
     def _why_not_begin(self, lost: Verdict | None) -> Action | None:

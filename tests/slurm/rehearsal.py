@@ -124,14 +124,28 @@ def four_nodes() -> SandboxShape:
     )
 
 
+_chosen_slurm: Path | None = None
+
+
+def choose_slurm(directory: Path | None) -> None:
+    """All sandboxes from now on have the Slurm that lies there; None is the one of this machine."""
+    global _chosen_slurm
+    _chosen_slurm = directory and directory.resolve()
+
+
+def create_sandbox(directory: Path, shape: SandboxShape, slurm: Path | None = None) -> Sandbox:
+    """A sandbox with the Slurm that was chosen for all, or with another one."""
+    return Sandbox.create(directory, shape, slurm or _chosen_slurm)
+
+
 @contextlib.contextmanager
-def own_sandbox(shape: SandboxShape) -> Iterator[Sandbox]:
+def own_sandbox(shape: SandboxShape, slurm: Path | None = None) -> Iterator[Sandbox]:
     """A sandbox that is gone afterwards, whatever happens."""
     # A short name, so that sockets fit into it; pytest's own directories are long.
     parent = Path(tempfile.mkdtemp(prefix="ht-", dir="/tmp"))
     box = None
     try:
-        box = Sandbox.create(parent / "s", shape)
+        box = create_sandbox(parent / "s", shape, slurm)
         box.up(PATIENCE_SECONDS)
         yield box
     finally:

@@ -117,7 +117,7 @@ def test_templates_of_the_site_win(tmp_path: Path) -> None:
     (tmp_path / "sbatch").mkdir()
     template = tmp_path / "sbatch/megatron.sbatch.j2"
     template.write_text("#!/bin/bash\n# {{ script.run_id }} {{ script.trainer[0] | sh }}\n")
-    facts = ScriptFacts("r-0000", "a" * 64, "b" * 64, "/a b/python")
+    facts = ScriptFacts("r-0000", "hpctrain:r-0000", "a" * 64, "b" * 64, "/a b/python")
     script = build_script(SPEC, PROFILE, make_plan(SPEC, PROFILE), facts)
     assert render_script(script, tmp_path) == "#!/bin/bash\n# r-0000 '/a b/python'\n"
     for mistake in ("{{ script.no_such_thing }}", "{% if %}", "{{ 1 | no_such_filter }}"):
