@@ -15,6 +15,7 @@ from hpctrain.units import Duration
 # Causes of `hpctrain.supervise.causes` with a budget of their own.
 BudgetName = Literal[
     "node_failure",
+    "load_failed",
     "prolog_failure",
     "external_signal",
     "launch_failure",

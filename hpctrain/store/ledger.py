@@ -49,6 +49,8 @@ class EventKind(StrEnum):
     SLOW_RANK = "slow_rank"
     ROLLED_BACK = "rolled_back"
     PROBED = "probed"
+    FRESH_START_ACCEPTED = "fresh_start_accepted"
+    DATA_ACCEPTED = "data_accepted"
     WATCH = "watch"
 
 

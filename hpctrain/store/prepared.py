@@ -17,6 +17,7 @@ from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.store.archives import ArrayHead, read_heads
 from hpctrain.store.datasets import COLUMNS, SamplesSidecar, npz_path, sidecar_path
 
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
 PREPARE = "`hpctrain data prepare --format {format}` makes it"
 
 
@@ -64,6 +65,11 @@ def class_directories(root: Path) -> list[str]:
     """
     with os.scandir(root) as entries:
         return sorted(one.name for one in entries if one.is_dir() and one.name[0] != ".")
+
+
+def is_image(name: str) -> bool:
+    """True if a file of this name counts in a folder of images."""
+    return name.lower().endswith(IMAGE_SUFFIXES)
 
 
 def _folder_problems(root: Path, expected: Expected) -> Iterator[Problem]:

@@ -86,9 +86,11 @@ class ExitRecord(Record):
 
     `step` is the last finished step; with the cause "diverged" the step that diverged, and
     `consumed_samples` says how many samples had been consumed before it. `node_dependent`: what
-    is wrong may be so on this node only, such as a file that is missing there. `signal` names the
-    one that has asked this rank to leave, such as SIGTERM. Of ranks that leave well only rank 0 has
-    a record; its `signalled_ranks` are those that got a signal, the first 64 of them.
+    is wrong may be so on this node only, such as a file that is missing there. `loading_step` is
+    the checkpoint whose loading failed in this rank, for no reason that a machine could have; None
+    otherwise. `signal` names the one that has asked this rank to leave, such as SIGTERM. Of ranks
+    that leave well only rank 0 has a record; its `signalled_ranks` are those that got a signal, the
+    first 64 of them.
     """
 
     epoch: int
@@ -105,6 +107,7 @@ class ExitRecord(Record):
     node_dependent: bool = False
     signal: str | None = None
     signalled_ranks: tuple[int, ...] = ()
+    loading_step: int | None = None
 
 
 class RankEnd(Record):

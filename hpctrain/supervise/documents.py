@@ -81,8 +81,9 @@ class RankExit:
     """How one rank says that it ended; `cause` is the trainer's own word for it, if it has one.
 
     `ended_at` is in seconds since the epoch, 0 if unknown. `node_dependent`: what it names may be
-    wrong on its node only. `signal` names the one that has asked this rank to leave, such as
-    SIGTERM; `signalled_ranks` (of rank 0) are all that got one.
+    wrong on its node only. `loading_step` is the checkpoint that it could not load, if no machine
+    was why. `signal` names the one that has asked this rank to leave, such as SIGTERM;
+    `signalled_ranks` (of rank 0) are all that got one.
     """
 
     rank: int
@@ -95,6 +96,7 @@ class RankExit:
     node_dependent: bool = False
     signal: str | None = None
     signalled_ranks: tuple[int, ...] = ()
+    loading_step: int | None = None
 
 
 @dataclass(frozen=True)
@@ -235,6 +237,7 @@ class Verdict:
     that their hardware is at fault beyond doubt.
     `fingerprint` is equal for failures that are the same (class and place of the error, without
     addresses and numbers that change). `step` is the step at which it happened, if known.
+    `checkpoint_step` is the checkpoint that is at fault, for the causes about one.
     """
 
     cause: Cause
@@ -248,6 +251,7 @@ class Verdict:
     step: int | None = None
     hold: bool = False
     suspicion: Suspicion = Suspicion.CAUSE
+    checkpoint_step: int | None = None
 
     @property
     def unfit_nodes(self) -> tuple[str, ...]:
@@ -289,8 +293,9 @@ class Action:
     """What is done about a verdict and why.
 
     `exclude` are nodes that the next launch avoids; `rollback_to` is the checkpoint step to go
-    back to, with `skip_steps` batches left out. `observed` says what would have been done had the
-    spec allowed it.
+    back to, with `skip_steps` batches left out. `rejected_step` is a checkpoint that no launch uses
+    any more; it is kept in quarantine. `observed` says what would have been done had the spec
+    allowed it.
     """
 
     kind: ActionKind
@@ -300,6 +305,7 @@ class Action:
     exclude: tuple[str, ...] = ()
     rollback_to: int | None = None
     skip_steps: int = 0
+    rejected_step: int | None = None
     observed: tuple[str, ...] = ()
 
 
@@ -310,7 +316,9 @@ class History:
     Counted since the last launch that brought a new checkpoint: `failures_without_progress` all
     failures, `time_limits_without_progress`, `by_cause` each cause, `same_fingerprint` those in a
     row like the present one. `recent_failures` are all within the storm window, with or without
-    progress. `anomalies_at_step` are earlier ones of numerics at the present step.
+    progress. `anomalies_at_step` are earlier ones of numerics at the present step,
+    `failed_loads` those in which the checkpoint of the present launch could not be loaded, the
+    present one included.
     """
 
     failures_without_progress: int
@@ -320,6 +328,7 @@ class History:
     recent_failures: int = 0
     anomalies_at_step: int = 0
     ever_progressed: bool = False
+    failed_loads: int = 0
 
     def of(self, cause: Cause) -> int:
         """Launches without progress that ended by this cause."""

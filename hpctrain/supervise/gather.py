@@ -184,6 +184,7 @@ def _rank_exit(record: ExitRecord) -> RankExit:
         node_dependent=record.node_dependent,
         signal=record.signal,
         signalled_ranks=record.signalled_ranks,
+        loading_step=record.loading_step,
     )
 
 

@@ -25,6 +25,7 @@ from hpctrain.supervise.documents import (
     Verdict,
 )
 from hpctrain.supervise.numerics import decide_numerics
+from hpctrain.supervise.unusable_checkpoint import decide_checkpoint
 
 STOPPED_EXIT_CODE = 1
 # Retries without a new checkpoint, where they differ from `failures_without_progress` - 1.
@@ -47,6 +48,8 @@ RETRIES = {
     Cause.DATA_LOADER: 1,
     Cause.DIVERGED: 1,
     Cause.SUSPECT_NUMERICS: 1,
+    # Two tries for each of two checkpoints: when both cannot be loaded, something else is wrong.
+    Cause.LOAD_FAILED: 3,
 }
 # All causes together: a run that fails in ever new ways is stopped, too.
 _ALL_CAUSES_FACTOR = 4
@@ -75,7 +78,7 @@ def decide(
     verdict: Verdict, history: History, situation: Situation, config: SuperviseConfig
 ) -> Action:
     """The action for one verdict. `history` includes the launch that the verdict is about."""
-    for rule in (_ended, _final, _spent, _numerics):
+    for rule in (_ended, _spent_loading, _checkpoint, _final, _spent, _numerics):
         action = rule(verdict, history, situation, config)
         if action is not None:
             return action
@@ -99,6 +102,29 @@ def _ended(
     if verdict.cause is Cause.YIELDED:
         return Action(ActionKind.STOP, f"{verdict.reason}; go on with `hpctrain resume`")
     return None
+
+
+def _checkpoint(
+    verdict: Verdict, history: History, situation: Situation, config: SuperviseConfig
+) -> Action | None:
+    action = decide_checkpoint(verdict, history, situation, config)
+    if action is None or action.kind is not ActionKind.RELAUNCH:
+        return action
+    if verdict.already_requeued:
+        return replace(action, kind=ActionKind.LEAVE)
+    if not situation.keeps_nodes:
+        later = _go_on_later(verdict, situation, config)
+        return replace(action, kind=later.kind, exit_code=later.exit_code)
+    return action
+
+
+def _spent_loading(
+    verdict: Verdict, history: History, situation: Situation, config: SuperviseConfig
+) -> Action | None:
+    """Before stepping back once more: it does not help."""
+    if verdict.cause is not Cause.LOAD_FAILED:
+        return None
+    return _spent(verdict, history, situation, config)
 
 
 def _final(

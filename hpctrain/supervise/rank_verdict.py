@@ -1,7 +1,7 @@
 """What ranks and machines say about the end of a launch. Pure.
 
 Order of trust: a wrong setting (the trainer's own word, with that of all nodes where it depends on
-the node); nodes that are lost; broken hardware; the
+the node); a checkpoint that is proven to have changed; nodes that are lost; broken hardware; the
 earliest root over all ranks, which a kernel or slurmstepd that kills for memory precedes, because a
 killed rank leaves no word; the hang that the supervisor has seen; tasks that could not start; what
 srun says of the first task that died; what follows from failures of others; exit codes.
@@ -65,6 +65,7 @@ def by_ranks(evidence: Evidence) -> Verdict | None:
     judges = (
         _wrong_setting,
         _replaced,
+        _damaged,
         _lost_nodes,
         _root,
         _hang,
@@ -150,6 +151,18 @@ def _replaced(evidence: Evidence) -> Verdict | None:
     return None
 
 
+def _damaged(evidence: Evidence) -> Verdict | None:
+    """A rank has compared the content of the checkpoint with what was written."""
+    for exit_ in evidence.rank_exits:
+        if exit_.cause == Cause.BAD_CHECKPOINT:
+            lines = (f"rank {exit_.rank} on {exit_.node}: {exit_.message}",)
+            step = evidence.resume_step or None
+            return Verdict(
+                Cause.BAD_CHECKPOINT, exit_.message, lines, exit_.rank, checkpoint_step=step
+            )
+    return None
+
+
 def _lost_nodes(evidence: Evidence) -> Verdict | None:
     if evidence.lost_nodes:
         reason = f"nodes do not answer: {', '.join(evidence.lost_nodes[:8])}"
@@ -189,12 +202,22 @@ def _root(evidence: Evidence) -> Verdict | None:
     elsewhere = _of_some_nodes(_node_dependent(root.cause, evidence), evidence)
     if elsewhere is not None:
         return elsewhere
+    if root.cause is Cause.LOAD_FAILED and _first_kill(evidence) is not None:
+        return None  # a rank that was killed may be why others could not load
     nodes, hard = _suspects(root, found)
     where = f"rank {root.rank} on {root.node}" if root.rank is not None else root.node
     reason = f"{where or 'the launch'}: {_sentence(root)}"
     lines = tuple(dict.fromkeys(map(_shown, found)))
+    loaded = evidence.resume_step if root.cause is Cause.LOAD_FAILED else 0
     return Verdict(
-        root.cause, reason, lines[:3], root.rank, nodes=nodes, hard=hard, step=_step(root, evidence)
+        root.cause,
+        reason,
+        lines[:3],
+        root.rank,
+        nodes=nodes,
+        hard=hard,
+        step=_step(root, evidence),
+        checkpoint_step=loaded or None,
     )
 
 

@@ -111,8 +111,11 @@ def _ledger(context: AttemptContext) -> NodeLedger | None:
 def _blame(context: AttemptContext, allocation: Allocation, ended: Ended) -> None:
     """Write down what the launch says about nodes."""
     ledger = _ledger(context)
-    if ledger is not None and ended.verdict.cause in FAILURE_CAUSES:
-        _append(ledger, _evidence(context, allocation, ended))
+    if ledger is None or ended.verdict.cause not in FAILURE_CAUSES:
+        return
+    if ended.verdict.cause is Cause.STORAGE and ended.evidence is None:
+        return  # nothing was launched: no node has been tried
+    _append(ledger, _evidence(context, allocation, ended))
 
 
 def _evidence(context: AttemptContext, allocation: Allocation, ended: Ended) -> list[NodeEvidence]:

@@ -12,9 +12,14 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
-from hpctrain.checkpoints.manifest import checkpoint_name, read_manifest, what_is_wrong
+from hpctrain.checkpoints.manifest import (
+    Manifest,
+    checkpoint_name,
+    read_manifest,
+    what_is_wrong,
+)
 from hpctrain.checkpoints.publish import StaleEpochError
 from hpctrain.engines.megatron_lm import MegatronLmConfig
 from hpctrain.engines.training import TrainConfig
@@ -29,7 +34,14 @@ from hpctrain.store.signs import (
     write_exit_record,
     write_record,
 )
-from hpctrain.train.faults import BadCheckpointError, cause_of, is_node_dependent
+from hpctrain.train.digest_check import DigestCheck, start_digest_check
+from hpctrain.train.faults import (
+    BadCheckpointError,
+    UnreadableCheckpointError,
+    blames_checkpoint,
+    cause_of,
+    is_node_dependent,
+)
 from hpctrain.train.job import Job, read_config
 from hpctrain.train.launch import Launch, quiet_defaults, read_launch
 from hpctrain.train.nsight import become_recorded
@@ -40,6 +52,7 @@ from hpctrain.train.storage import fence_of, is_present, outlast, stale_or
 
 # How long the record of a rank that ends waits for the run directory: Slurm may be ending the job.
 _LAST_WORD_SECONDS = 10.0
+_Checked = TypeVar("_Checked")
 _CODES: dict[Outcome, TrainerExit] = {
     "done": TrainerExit.DONE,
     "yielded": TrainerExit.YIELDED,
@@ -126,6 +139,7 @@ class _Ending:
         self._stop = stop
         self.signalled_ranks: tuple[int, ...] = ()
         self.step: Callable[[], int] = lambda: 0
+        self.loading_step: int | None = None
 
     def of(self, work: Callable[[], Outcome]) -> int:
         try:
@@ -162,8 +176,7 @@ class _Ending:
     ) -> int:
         cause = self._cause(error) if error is not None else None
         code = _CODES_OF_CAUSES.get(cause or "", _CODES[outcome])
-        consumed_samples = getattr(error, "consumed_samples", None)
-        self._record(outcome, message, trace, cause, consumed_samples, node_dependent)
+        self._record(outcome, message, trace, cause, error, node_dependent)
         if outcome == "config_error" and not node_dependent and not self._launch.leads:
             return code  # every rank found the same: rank 0 says it
         rank = f"rank {self._launch.rank} on {self._launch.node}"
@@ -180,7 +193,7 @@ class _Ending:
         message: str | None,
         trace: str | None,
         cause: str | None = None,
-        consumed_samples: int | None = None,
+        error: BaseException | None = None,
         node_dependent: bool = False,
     ) -> None:
         record = ExitRecord(
@@ -194,8 +207,9 @@ class _Ending:
             message=message,
             traceback=trace,
             cause=cause,
-            consumed_samples=consumed_samples,
+            consumed_samples=getattr(error, "consumed_samples", None),
             node_dependent=node_dependent,
+            loading_step=self._unloadable_step(error),
             signal=self._stop.name,
             signalled_ranks=self.signalled_ranks,
         )
@@ -204,19 +218,27 @@ class _Ending:
         except OSError as error:
             _say(f"the exit record could not be written: {error}", TrainerExit.CRASH)
 
+    def _unloadable_step(self, error: BaseException | None) -> int | None:
+        """The checkpoint that was being loaded, if the error speaks against it."""
+        if error is None or not blames_checkpoint(error):
+            return None
+        return self.loading_step
+
 
 def _train(job: Job, ending: _Ending) -> Outcome:
     """Everything from the first check to the done marker."""
     if job.launch.epoch:
         _refuse_stale(job)
     _twice(job, lambda: check(job), InvalidInputError)
-    _twice(job, lambda: _refuse_damaged(job), BadCheckpointError)
+    digests = _twice(
+        job, lambda: _refuse_damaged(job), BadCheckpointError, UnreadableCheckpointError
+    )
     os.environ.update(quiet_defaults(job.config.engine) | flight_recorder(job.run, job.launch))
     if isinstance(job.config, MegatronLmConfig):
-        return _supervise(job, ending)
+        return _supervise(job, ending, digests)
     from hpctrain.train.startup import assemble  # torch and megatron-core come in here
 
-    loop = assemble(job, ending)
+    loop = assemble(job, ending, digests)
     try:
         outcome = loop.run()
         ending.signalled_ranks = loop.signalled_ranks
@@ -229,11 +251,11 @@ def _train(job: Job, ending: _Ending) -> Outcome:
     return outcome
 
 
-def _supervise(job: Job, ending: _Ending) -> Outcome:
+def _supervise(job: Job, ending: _Ending, digests: DigestCheck | None) -> Outcome:
     """Have somebody's own program train."""
     from hpctrain.train.megatron_lm.running import run
 
-    outcome, step = run(job, ending)
+    outcome, step = run(job, ending, digests)
     if outcome == "done" and job.launch.leads:
         outlast(job.run, lambda: _mark_done(job, step))
     return outcome
@@ -245,24 +267,43 @@ def _refuse_stale(job: Job) -> None:
     outlast(job.run, fence_of(job.run, job.launch).check)
 
 
-def _twice(job: Job, refuse: Callable[[], None], refusal: type[HpctrainError]) -> None:
+def _twice(
+    job: Job, check_once: Callable[[], _Checked], *refusals: type[HpctrainError]
+) -> _Checked:
     """A refusal ends the run for good: it has to stand while the run directory is there, too."""
     try:
-        refuse()
-    except refusal:
+        return check_once()
+    except refusals:
         if is_present(job.run) and not job.launch.epoch:
             raise
         outlast(job.run, job.run.require)
-        refuse()
+        return check_once()
 
 
-def _refuse_damaged(job: Job) -> None:
-    """Names and sizes only; whoever chose the checkpoint has read its content."""
+def _refuse_damaged(job: Job) -> DigestCheck | None:
+    """Compare names and sizes now, and begin to compare this rank's share of the content."""
     directory = job.resume_directory
-    if directory is not None:
-        problem = what_is_wrong(directory, read_manifest(directory), deep=False)
-        if problem is not None:
-            raise BadCheckpointError(f"cannot resume from {directory.name}: {problem}")
+    if directory is None:
+        return None
+    manifest = read_manifest(directory)
+    problem = what_is_wrong(directory, manifest, deep=False)
+    if problem is not None:
+        where = f"rank {job.launch.rank} on {job.launch.node}"
+        words = f"{where} cannot resume from {directory.name}: {problem}"
+        unreadable = manifest is None or _cannot_read(directory, manifest)
+        raise UnreadableCheckpointError(words) if unreadable else BadCheckpointError(words)
+    return start_digest_check(directory, job.launch.rank, job.launch.world_size, job.launch.node)
+
+
+def _cannot_read(directory: Path, manifest: Manifest) -> bool:
+    """True if a listed file is not there for this rank: its node's fault, as long as the supervisor
+    has just seen all of them."""
+    try:
+        for file in manifest.files:
+            (directory / file.name).stat()
+    except OSError:
+        return True
+    return False
 
 
 def _mark_done(job: Job, step: int) -> None:

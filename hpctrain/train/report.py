@@ -103,6 +103,11 @@ class Reporter:
         self._step = self._step if step is None else step
         self._write_progress()
 
+    def still_here(self) -> None:
+        """Within a phase that lasts: a sign of life, at most about once a second."""
+        if time.monotonic() - self._written_at >= _PROGRESS_SECONDS:
+            self._write_progress()
+
     def resumed_from(self, step: int) -> None:
         self._step = self._checkpoint_step = step
 

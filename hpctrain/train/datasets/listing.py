@@ -12,9 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from hpctrain.errors import InvalidInputError, Problem
-from hpctrain.store.prepared import class_directories
-
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
+from hpctrain.store.prepared import IMAGE_SUFFIXES, class_directories, is_image
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,7 @@ def _images_of(root: Path, name: str) -> list[str]:
         os.path.relpath(os.path.join(directory, file), root)
         for directory, _, files in os.walk(root / name, onerror=_raise)
         for file in files
-        if file.lower().endswith(IMAGE_SUFFIXES)
+        if is_image(file)
     )
 
 

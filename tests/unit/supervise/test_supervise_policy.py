@@ -459,4 +459,5 @@ def test_the_budgets_are_those_of_the_documents() -> None:
         "data_loader": 1,
         "diverged": 1,
         "suspect_numerics": 1,
+        "load_failed": 3,
     }

@@ -34,6 +34,7 @@ class Site:
     def __init__(self, directory: Path) -> None:
         layout = RunLayout(directory / "r1")
         layout.create()
+        layout.supervise_config.touch()
         self.slurm = FakeSlurm()
         self.nodes = NodeLedger(directory / "nodes.jsonl")
         settings = {"node_ledger": str(self.nodes.path), "cluster": "c", "cluster_nodes": 4}
