@@ -90,7 +90,7 @@ def _chattr(change: str, directory: Path) -> int:
 def byte_flipped(target: Target) -> None:
     """The newest checkpoint rots while the job waits in the queue."""
     target.field.slurm("scontrol", "requeue", str(target.rehearsal.job_id))
-    target.until(lambda: all(job.state == "PENDING" for job in target.live_jobs()), _SEEN_SECONDS)
+    target.until(target.only_waits, _SEEN_SECONDS)  # the ranks have written their last one
     found = checkpoints(target.rehearsal.run.layout.checkpoints)
     if len(found) > 1:  # a run whose only checkpoint is bad rightly stops
         shards = sorted(found[0].directory.glob("*.distcp"))

@@ -254,6 +254,11 @@ class Target:
         """No job of the run waits, runs or is just ending."""
         return not any(job.is_live or job.state == "COMPLETING" for job in self._jobs_for_sure())
 
+    def only_waits(self) -> bool:
+        """A job of the run waits, and nothing of it is left on the nodes."""
+        states = {job.state for job in self._jobs_for_sure()}
+        return "PENDING" in states and not states & {"RUNNING", "COMPLETING", "CONFIGURING"}
+
     def _jobs_for_sure(self) -> list[QueuedJob]:
         """Asked again until Slurm answers."""
         deadline = time.monotonic() + _PATIENCE_SECONDS
