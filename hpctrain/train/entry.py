@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from hpctrain.checkpoints.manifest import checkpoint_name, read_manifest, what_is_wrong
+from hpctrain.checkpoints.manifest import checkpoint_name, read_manifest, step_of, what_is_wrong
 from hpctrain.checkpoints.publish import StaleEpochError
 from hpctrain.engines.megatron_lm import MegatronLmConfig
 from hpctrain.errors import CheckpointError, HpctrainError, InvalidInputError, Problem
@@ -25,6 +25,7 @@ from hpctrain.store.signs import (
     ExitRecord,
     Outcome,
     TrainerExit,
+    read_exit_records,
     read_record,
     write_record,
 )
@@ -34,7 +35,8 @@ from hpctrain.train.launch import Launch, quiet_defaults, read_launch
 from hpctrain.train.nsight import become_recorded
 from hpctrain.train.preflight import check
 from hpctrain.train.stacks import StackDump, flight_recorder, open_stack_dump
-from hpctrain.train.stop import StopSignals
+from hpctrain.train.startup_stop import StartupStop
+from hpctrain.train.stop import StopSignals, file_exists
 
 _CODES: dict[Outcome, TrainerExit] = {
     "done": TrainerExit.DONE,
@@ -60,7 +62,7 @@ def main(arguments: list[str], stop: StopSignals) -> int:
     run = RunLayout(path.parent)
     if read_record(run.done, DoneMarker) is not None:
         return TrainerExit.DONE
-    ending = _Ending(run, launch)
+    ending = _Ending(run, launch, stop)
     stacks = _open_stacks(run, launch)
     code = ending.of(lambda: _train(_job(path, launch, run, stop), ending))
     if stacks is not None:
@@ -106,10 +108,50 @@ def _config_path(arguments: list[str]) -> Path:
 class _Ending:
     """Turns what happens into an exit code and an exit record of this rank."""
 
-    def __init__(self, run: RunLayout, launch: Launch) -> None:
+    def __init__(self, run: RunLayout, launch: Launch, stop: StopSignals) -> None:
         self._run = run
         self._launch = launch
-        self.step: Callable[[], int] = lambda: 0
+        self._stop = stop
+        self._startup = StartupStop(stop, self._is_asked_to_stop, self._leave_startup)
+        self._begun = False
+        self.step: Callable[[], int] = lambda: step_of(launch.resume) or 0
+        self.asked: Callable[[], bool] = lambda: False
+
+    def starting(self) -> None:
+        """Until `begin`, a stop ends this rank without waiting for any other."""
+        self._startup.begin()
+
+    def begin(self) -> None:
+        """All ranks have started: from now on they agree on when to stop."""
+        self._startup.end()
+        self._begun = True
+
+    def _is_asked_to_stop(self) -> bool:
+        """A signal to this rank, or the stop file, which rank 0 looks for."""
+        if self._stop.requested or self.asked():
+            return True
+        return self._launch.leads and file_exists(self._run.stop_request)
+
+    def _leave_startup(self) -> NoReturn:
+        """Not by `leave`: the main thread may be anywhere, also within a write to a stream."""
+        self._record_left_startup()
+        os._exit(TrainerExit.YIELDED)
+
+    def _record_left_startup(self) -> int:
+        how = self._stop.name or "control/stop"
+        self._record("yielded", f"asked to stop ({how}) before its first step", None)
+        return TrainerExit.YIELDED
+
+    def _is_leaving_startup(self) -> bool:
+        """Whether this rank was asked to stop before its first step, or others were and have left:
+        what fails then fails because ranks are gone.
+        """
+        if self._begun:
+            return False
+        if self._is_asked_to_stop():
+            return True
+        records = read_exit_records(self._run, self._launch.epoch)
+        return any(record.outcome == "yielded" for record in records)
 
     def of(self, work: Callable[[], Outcome]) -> int:
         try:
@@ -121,9 +163,14 @@ class _Ending:
         except HpctrainError as error:
             return self._bad("crash", str(error), None, error)
         except BaseException as error:
+            if cause_of(error) is None and self._is_leaving_startup():
+                self._startup.end()
+                _say(f"while the launch is stopping: {_in_one_line(error)}", TrainerExit.YIELDED)
+                return self._record_left_startup()
             return self._bad("crash", _in_one_line(error), traceback.format_exc(), error)
 
     def _good(self, outcome: Outcome) -> int:
+        self._startup.end()
         if self._launch.leads:
             self._record(outcome, None, None)
         return _CODES[outcome]
@@ -135,6 +182,7 @@ class _Ending:
         trace: str | None,
         error: BaseException | None = None,
     ) -> int:
+        self._startup.end()
         message = self._stale_or(message) if outcome == "crash" else message
         stale = message.startswith("stale epoch")
         cause = "superseded" if stale else cause_of(error) if error is not None else None
@@ -181,6 +229,7 @@ class _Ending:
 
 def _train(job: Job, ending: _Ending) -> Outcome:
     """Everything from the first check to the done marker."""
+    ending.starting()
     check(job)
     _refuse_stale(job)
     _refuse_damaged(job)

@@ -10,8 +10,10 @@ import math
 import time
 from dataclasses import dataclass
 
+from hpctrain.checkpoints.manifest import step_of
 from hpctrain.engines.training import TrainConfig
 from hpctrain.store.signs import (
+    EvaluationMetrics,
     Phase,
     Progress,
     RankTimes,
@@ -47,7 +49,7 @@ class Reporter:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._phase: Phase = "starting"
-        self._step = 0
+        self._step = step_of(job.launch.resume) or 0
         self._last: StepResult | None = None
         self._checkpoint_step: int | None = None
         self._written_at = -math.inf
@@ -63,6 +65,11 @@ class Reporter:
         self._step = self._step if step is None else step
         self._write_progress()
 
+    def still_working(self) -> None:
+        """Renew the sign of life within a long phase, about once a second."""
+        if time.monotonic() - self._written_at >= _PROGRESS_SECONDS:
+            self._write_progress()
+
     def resumed_from(self, step: int) -> None:
         self._step = self._checkpoint_step = step
 
@@ -73,10 +80,23 @@ class Reporter:
             return
         metrics = step_metrics(self._job.config, self._job.launch.epoch, result, evaluation)
         append_metrics(self._job.run, metrics)
-        if time.monotonic() - self._written_at >= _PROGRESS_SECONDS:
-            self._write_progress()
+        self.still_working()
         if result.step % self._job.config.log_interval_steps == 0:
             self._log_step(metrics)
+
+    def made_up_evaluation(self, evaluation: Evaluation) -> None:
+        """Record the evaluation of the resumed step, which an earlier launch has trained."""
+        if not self._job.launch.leads:
+            return
+        metrics = EvaluationMetrics(
+            step=self._step,
+            epoch=self._job.launch.epoch,
+            time=time.time(),
+            eval_loss=_finite(evaluation.loss),
+            eval_accuracy=evaluation.accuracy,
+        )
+        append_metrics(self._job.run, metrics)
+        self.log("evaluation", step=self._step, eval_loss=evaluation.loss)
 
     def published(self, save: SaveRecord) -> None:
         """A checkpoint counts; only rank 0 is told."""

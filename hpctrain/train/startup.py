@@ -19,6 +19,7 @@ from hpctrain.engines.training import TrainConfig
 from hpctrain.store.signs import SaveRecord, read_saves
 from hpctrain.train.control import Control
 from hpctrain.train.engine import Engine, Position, Room, Snapshot
+from hpctrain.train.evaluating import evaluation_is_missing, is_evaluated
 from hpctrain.train.interval import SaveInterval
 from hpctrain.train.job import Job
 from hpctrain.train.loop import Loop
@@ -36,10 +37,14 @@ warnings.filterwarnings("ignore", module=r"(torch|megatron)\b.*")
 _ROOMS = {"megatron": "megatron", "fsdp": "native", "ddp": "native", "deepspeed": "deepspeed"}
 
 
-class StepKeeper(Protocol):
-    """Who wants to know the last finished step, for the record of how the rank ended."""
+class Keeper(Protocol):
+    """Who keeps what the record of how the rank ended needs: the last finished step, and whether
+    the start is over."""
 
     step: Callable[[], int]
+
+    def begin(self) -> None:
+        """All ranks have started: from now on they agree on when to stop."""
 
 
 def room_of(config: TrainConfig) -> Room:
@@ -48,7 +53,7 @@ def room_of(config: TrainConfig) -> Room:
     return cast(Room, importlib.import_module(f"hpctrain.train.{name}.assembly"))
 
 
-def assemble(job: Job, keeper: StepKeeper) -> Loop:
+def assemble(job: Job, keeper: Keeper) -> Loop:
     """Build everything on this rank; all ranks must call this."""
     room = room_of(job.config)
     _settle(job.config, leads=job.launch.leads)
@@ -79,6 +84,8 @@ def assemble(job: Job, keeper: StepKeeper) -> Loop:
         clock=_clock(job, control, parts.engine, reporter),
         profiler=step_profiler(job, parts.engine.clock, reporter, control),
         request=SaveRequest(job.run.save_request, looks=job.launch.leads),
+        owes_evaluation=_owes_evaluation(job, control, position),
+        on_begin=keeper.begin,
     )
 
 
@@ -98,6 +105,15 @@ def _losses(job: Job, control: Control, position: Position) -> LossWindow:
         words = " ".join(loss.hex() for loss in earlier_losses(job.run, position.step))
     words = control.from_leader(words) or ""
     return LossWindow(limit, [float.fromhex(word) for word in words.split()])
+
+
+def _owes_evaluation(job: Job, control: Control, position: Position) -> bool:
+    """Whether the launch that saved the checkpoint left the evaluation of its last step."""
+    if not is_evaluated(job.config, position.step):
+        return False
+    leads = job.launch.leads
+    missing = "missing" if leads and evaluation_is_missing(job.run, position.step) else None
+    return control.from_leader(missing) is not None
 
 
 def _clock(job: Job, control: Control, engine: Engine, reporter: Reporter) -> RankClock:

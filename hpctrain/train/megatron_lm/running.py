@@ -27,6 +27,7 @@ from hpctrain.train.megatron_lm.hearing import hearing
 from hpctrain.train.megatron_lm.refused import refusals_named
 from hpctrain.train.megatron_lm.relay import Relay
 from hpctrain.train.megatron_lm.saves import Saves
+from hpctrain.train.megatron_lm.stopping import Stopping
 from hpctrain.train.megatron_lm.telling import Teller, write_progress
 
 # What arguments.py of core_v0.16 asserts with --deterministic-mode.
@@ -37,13 +38,18 @@ DETERMINISTIC_VARIABLES = {
 }
 
 
-class StepKeeper(Protocol):
-    """Who wants to know the last finished step, for the record of how the rank ended."""
+class Keeper(Protocol):
+    """Who keeps what the record of how the rank ended needs: the last finished step, and whether
+    the start is over. `asked` tells of stops that only the program has received."""
 
     step: Callable[[], int]
+    asked: Callable[[], bool]
+
+    def begin(self) -> None:
+        """The program trains, or looks for stops itself."""
 
 
-def run(job: Job, keeper: StepKeeper) -> tuple[Outcome, int]:
+def run(job: Job, keeper: Keeper) -> tuple[Outcome, int]:
     """Train until Megatron-LM ends; how that was, and the step of its last checkpoint.
 
     Raises InvalidInputError for what is wrong with the checkout or its arguments; anything that
@@ -137,7 +143,7 @@ def _places(job: Job, saves: Saves, resume_step: int) -> Places:
 
 def _execute(
     job: Job,
-    keeper: StepKeeper,
+    keeper: Keeper,
     saves: Saves,
     program: Path,
     words: tuple[str, ...],
@@ -160,7 +166,17 @@ def _execute(
     gc.enable()  # `hpctrain.train.__main__` has switched it off for the start
     from hpctrain.train.megatron_lm.measuring import measuring  # brings in torch
 
-    with hearing(hear), Relay(job), refusals_named(), measuring(job):
+    stopping = Stopping(lambda: relay.wished, keeper.begin)
+    keeper.asked = stopping.has_received
+
+    def understood() -> None:
+        """From here on the program saves and leaves after its next step, unless a stop that comes
+        before its first one can be told apart."""
+        if not stopping.follows_steps:
+            keeper.begin()
+
+    relay = Relay(job, understood)
+    with hearing(hear), relay, refusals_named(), measuring(job), stopping.following():
         try:
             runpy.run_path(str(program), run_name="__main__")
         except SystemExit as error:
