@@ -55,6 +55,7 @@ def cancel(
     """
     if run.layout.done.exists():
         raise UsageError(f"run `{run.run_id}` is done: there is nothing to cancel")
+    run.refuse_unless_writable("cancel")
     live = _live(run, slurm)
     if not live:
         return _nothing_to_cancel(run, slurm)

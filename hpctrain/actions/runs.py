@@ -54,6 +54,17 @@ class RunFiles:
             )
 
 
+    def refuse_unless_writable(self, verb: str) -> None:
+        """Raises UsageError for a run whose ledger this user may not write into: its jobs are
+        somebody else's, and only their owner can end or submit them."""
+        if not os.access(self.layout.ledger, os.W_OK):
+            whose = _whose(self.layout.directory).removeprefix("; it ")
+            raise UsageError(
+                f"you cannot {verb} run `{self.run_id}`, which {whose or 'you may only read'}",
+                hint=f"`hpctrain stop {self.run_id}` asks the run itself, if you may steer it",
+            )
+
+
 def all_runs(runs: Path) -> list[RunFiles]:
     """Every run under `runs`, newest ledger last. Directories without a ledger are not runs.
 

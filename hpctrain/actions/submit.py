@@ -168,6 +168,7 @@ def resubmit(run: RunFiles, slurm: SlurmClient) -> Submitted:
     """
     if run.layout.done.exists():
         raise RunFailedError(f"run `{run.run_id}` is done: there is nothing left to train")
+    run.refuse_unless_writable("submit")
     found = jobs_of(run, slurm)
     if not found.answered:
         raise SlurmUnreachableError(f"Slurm does not tell whether run `{run.run_id}` has a job")

@@ -117,8 +117,19 @@ class _Survey:
     unreadable: list[str] = field(default_factory=list)
 
 
+def watch_directory(runs: Path) -> Path:
+    """Where passes keep their lock and heartbeat; a team that shares `runs` has one for each user,
+    because nobody looks after the runs of somebody else."""
+    common = runs / WATCH_DIRECTORY
+    try:
+        foreign = common.stat().st_uid != os.getuid()
+    except OSError:
+        foreign = False
+    return runs / f"{WATCH_DIRECTORY}-{user_name()}" if foreign else common
+
+
 def heartbeat_path(runs: Path) -> Path:
-    return runs / WATCH_DIRECTORY / "heartbeat.json"
+    return watch_directory(runs) / "heartbeat.json"
 
 
 def watch(
@@ -351,7 +362,7 @@ def _remedy(run: RunFiles, sighting: Sighting, slurm: SlurmClient) -> str:
 def _only_one(runs: Path) -> Iterator[None]:
     """Hold the lock of `runs`. The kernel frees it when its process ends in any way (flock(2)),
     on NFS for other hosts, too, so it is never stale."""
-    directory = runs / WATCH_DIRECTORY
+    directory = watch_directory(runs)
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:

@@ -28,6 +28,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpctrain.durable import make_private_directory
 from hpctrain.errors import StorageError
 
 
@@ -222,7 +223,7 @@ class RunLayout:
         made = self.directory
         for name in directory.relative_to(self.directory).parts:
             made /= name
-            made.mkdir(exist_ok=True, mode=0o700)
+            make_private_directory(made)
 
     def create(self) -> None:
         """Make the directory and its fixed sub-directories, private to the user (mode 700)."""

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from hpctrain.durable import make_private_directory
 from hpctrain.engines.training import TrainConfig
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.store.layout import RunLayout
@@ -84,6 +85,6 @@ def become_recorded(
                 )
             ]
         )
-    run.traces.mkdir(exist_ok=True, mode=0o700)
+    make_private_directory(run.traces)
     sys.stdout.flush()
     os._exit(record([found, *command[1:]], environment, stop))

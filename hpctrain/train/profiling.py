@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from hpctrain.durable import make_private_directory
 from hpctrain.spec.profiling import ProfileSpec
 from hpctrain.train.control import Control
 from hpctrain.train.device import on_cpu
@@ -75,7 +76,7 @@ class TorchTrace:
     def stop(self, path: Path) -> str:
         profiler, self._profiler = self._profiler, None
         profiler.stop_trace()
-        path.parent.mkdir(exist_ok=True, mode=0o700)
+        make_private_directory(path.parent)
         # the name ends in .gz, by which torch knows that it is to compress
         unfinished = path.with_name(f"unfinished-{path.name}")
         try:

@@ -13,6 +13,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
+from another_user import AnotherUser
 from command_line import hpctrain
 from other_cluster import OtherCluster, client_of
 from rehearsal import PlannedFault, Rehearsal, Stage
@@ -251,3 +252,51 @@ def test_a_path_that_slurm_reads_as_a_pattern(
         StageElsewhere(stage.sandbox, tmp_path, refused).start("name=backslash")
     assert not all_runs(refused)
     survival.shown(Fault(70, "one with a backslash"), action="refused before the queue")
+
+
+def test_a_colleague_sees_and_steers_what_was_shared(
+    public_stage: Stage, another_user: AnotherUser, reference: RunFiles, survival: Survival
+) -> None:
+    """With exactly the two lines of the README's section Teams."""
+    rehearsal = public_stage.start("name=shared", planned=waiting_at(14))
+    rehearsal.wait_for_step(13)
+    run, runs = rehearsal.run, str(public_stage.runs)
+    ada = another_user.client_of(public_stage.sandbox)
+    hidden = ada.hpctrain("status", "--runs", runs)
+    assert hidden.exit_code == 0 and "1 run cannot be read" in hidden.stderr, hidden.transcript()
+    listed = ada.hpctrain("status", "-a", "--runs", runs)
+    assert listed.exit_code == 0 and "it belongs to" in listed.stdout, listed.transcript()
+    for verb in ("describe", "stop", "why"):
+        refused = ada.hpctrain(verb, run.run_id, "--runs", runs)
+        assert refused.exit_code == 2 and "Permission denied" in refused.stderr
+
+    directory = run.layout.directory
+    share(another_user, directory, f"u:{ada.name}:rX,d:u:{ada.name}:rX", "-R")
+    share(another_user, run.layout.control, f"u:{ada.name}:rwx,d:u:{ada.name}:rw")
+    seen = ada.hpctrain("status", run.run_id, "--runs", runs)
+    assert seen.exit_code == 0 and "RUNNING" in seen.stdout, seen.transcript()
+    for verb in ("cancel", "resubmit"):
+        refused = ada.hpctrain(verb, run.run_id, "-y", "--runs", runs)
+        assert refused.exit_code == 2 and "which belongs to" in refused.stderr, refused.transcript()
+    asked = ada.hpctrain("stop", run.run_id, "--reason", "lunch", "--runs", runs)
+    assert asked.exit_code == 0, asked.transcript()
+    rehearsal.say("go")
+    row = rehearsal.wait_till_over()
+    assert row.state is RunState.STOPPED and ada.name in row.reason, rehearsal.logs()
+
+    rehearsal.job_id = resubmit(run, rehearsal.slurm).job_id
+    rehearsal.assert_done_exactly(reference)
+    for words in (("describe",), ("why",), ("logs",), ("logs", "--rank", "0"), ("goodput",)):
+        told = ada.hpctrain(words[0], run.run_id, *words[1:], "--runs", runs)
+        assert told.exit_code == 0, told.transcript()
+        assert "cannot be read" not in told.stderr, told.transcript()
+    everything = [path for path in directory.rglob("*") if "checkpoints" not in path.parts]
+    closed = [path for path in everything if not another_user.call(os.access, path, os.R_OK)]
+    assert not closed, "what the run wrote later is hidden"
+    words = "a colleague without rights, then with the README's two lines: status, stop, logs"
+    survival.shown(Fault(59, words), action="a row with its reason; asked, it stops", identical=60)
+
+
+def share(user: AnotherUser, path: Path, rule: str, *options: str) -> None:
+    user.allow(path, "x")  # skips where there are no ACLs
+    subprocess.run(["setfacl", *options, "-m", rule, str(path)], check=True, timeout=60)
