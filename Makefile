@@ -54,6 +54,7 @@ bench: install  ## Benchmarks; each prints ratios against a peer in the same run
 	@$(PYTHON) bench/login_node.py
 	@$(PYTHON) -m bench.overhead
 	@$(PYTHON) bench/planner_search.py
+	@$(PYTHON) -m bench.digests_while_loading
 	@$(PYTHON) -m bench.recovery
 	@$(PYTHON) -m bench.supervisor_cost
 

@@ -1,14 +1,38 @@
 """Files that survive a crash: atomic replacement, durable appends, exclusive creation.
 
 Belongs here: the few system-call sequences that make a file either whole or absent on a shared
-file system. Does not belong here: what the files mean (see `store` and `checkpoints`).
+file system, and which errors say that the file system itself is at fault. Does not belong here:
+what the files mean (see `store` and `checkpoints`).
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+# Errors by which a file system says that nothing more can be written to it.
+FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
+# Errors by which a file system says that it cannot be reached or used, whatever the file: nfs(5)
+# (soft mounts, stale handles), Lustre after an eviction (EIO, ESHUTDOWN), a read-only remount.
+_FAULT_ERRNOS = frozenset(
+    {
+        *(errno.EIO, errno.EROFS, errno.ESTALE, errno.ESHUTDOWN, errno.ENOTCONN, errno.ETIMEDOUT),
+        *(errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ECONNREFUSED),
+        *(errno.ECONNRESET, errno.ECOMM, errno.EREMOTEIO, errno.ENODEV, errno.ENXIO),
+        *(errno.ENOLCK, errno.EKEYEXPIRED),
+    }
+)
+# How far back a retry looks for lines that an earlier try has written before it failed.
+_LOOK_BACK_BYTES = 1 << 16
+
+
+def is_storage_fault(error: BaseException) -> bool:
+    """True if the error says that a file system cannot be used, and not that one file is missing
+    or that the disk is full."""
+    return isinstance(error, OSError) and error.errno in _FAULT_ERRNOS
 
 
 def fsync_directory(directory: Path) -> None:
@@ -42,12 +66,16 @@ def replace_text(path: Path, text: str, *, mode: int = 0o644, durable: bool = Tr
         fsync_directory(path.parent)
 
 
-def append_line(path: Path, line: str, *, mode: int = 0o644, durable: bool = True) -> None:
+def append_line(
+    path: Path, line: str, *, mode: int = 0o644, durable: bool = True, create: bool = True
+) -> None:
     """Append one line; a torn last line of a crashed writer is closed first, so it stays alone.
 
-    O_APPEND makes the position atomic for writers on one host; `durable` adds an fsync.
+    O_APPEND makes the position atomic for writers on one host; `durable` adds an fsync. Without
+    `create` a missing file is an error.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, mode)
+    flags = os.O_RDWR | os.O_APPEND | (os.O_CREAT if create else 0)
+    descriptor = os.open(path, flags, mode)
     try:
         prefix = "" if _ends_with_newline(descriptor) else "\n"
         _write_all(descriptor, f"{prefix}{line}\n".encode())
@@ -55,6 +83,85 @@ def append_line(path: Path, line: str, *, mode: int = 0o644, durable: bool = Tru
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+class LineBuffer:
+    """Appends lines to one file, in order, and keeps them in memory while that fails.
+
+    `mode` and `durable` as for `append_line`. At most `most_lines` are kept. Before the file is
+    made anew `may_create` is called, which raises OSError where the file must not be made. Safe to
+    use from several threads.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        may_create: Callable[[], None],
+        mode: int = 0o644,
+        durable: bool = True,
+        most_lines: int = 100_000,
+    ) -> None:
+        self.path = path
+        self._may_create = may_create
+        self._mode, self._durable, self._most_lines = mode, durable, most_lines
+        self._waiting: list[str] = []
+        self._tried = False
+        self._lock = threading.Lock()
+
+    @property
+    def waiting(self) -> tuple[str, ...]:
+        """The lines that are not in the file yet, oldest first."""
+        return tuple(self._waiting)
+
+    def append(self, line: str) -> OSError | None:
+        """Write what waits and then `line`; returns the error that kept them from the file.
+
+        Raises that error when more than `most_lines` wait.
+        """
+        with self._lock:
+            self._waiting.append(line)
+            error = self._write()
+            if error is not None and len(self._waiting) > self._most_lines:
+                raise error
+            return error
+
+    def flush(self) -> OSError | None:
+        """Write what waits; returns the error that keeps it from the file."""
+        with self._lock:
+            return self._write()
+
+    def _write(self) -> OSError | None:
+        if not self._waiting:
+            return None
+        try:
+            # A try that failed may have written all the same: fsync(2) can fail after write(2).
+            lines = self._missing() if self._tried else self._waiting
+            if lines:
+                self._append("\n".join(lines))
+        except OSError as error:
+            self._tried = True
+            return error
+        self._waiting, self._tried = [], False
+        return None
+
+    def _append(self, text: str) -> None:
+        try:
+            append_line(self.path, text, durable=self._durable, create=False)
+        except FileNotFoundError:
+            self._may_create()
+            append_line(self.path, text, mode=self._mode, durable=self._durable)
+
+    def _missing(self) -> Sequence[str]:
+        try:
+            with self.path.open("rb") as stream:
+                needed = sum(len(line.encode()) + 1 for line in self._waiting)
+                size = stream.seek(0, os.SEEK_END)
+                stream.seek(max(0, size - needed - _LOOK_BACK_BYTES))
+                written = set(stream.read().splitlines())
+        except FileNotFoundError:
+            return self._waiting
+        return [line for line in self._waiting if line.encode() not in written]
 
 
 def create_exclusive(path: Path, text: str, *, mode: int = 0o644) -> bool:

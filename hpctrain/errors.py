@@ -10,7 +10,8 @@
     |  `- SlurmUnreachableError   5   no answer within the time limit, or no Slurm at all
     |- NoSuchRunError             6
     |- RunFailedError             7   the run that was waited for has failed
-    `- CheckpointError            7   checkpoints exist, but none of them can be used
+    |- CheckpointError            7   checkpoints exist, but none of them can be used
+    `- StorageError               7   the run directory cannot be used at the moment (an OSError)
 
 Belongs here: exceptions and the position of a problem in a file. Does not belong here: printing
 or exiting (only `hpctrain.cli` does that). Imports nothing of ours.
@@ -23,13 +24,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong in a file; `line` and `column` are 1-based, None when unknown."""
+    """One thing that is wrong in a file; `line` and `column` are 1-based, None when unknown.
+
+    `node_dependent`: another node may not have it (a file that is missing, software that is not
+    installed); False for what the settings themselves say, which are equal on all nodes.
+    """
 
     message: str
     file: str | None = None
     line: int | None = None
     column: int | None = None
     hint: str | None = None
+    node_dependent: bool = False
 
     def __str__(self) -> str:
         parts = [str(part) for part in (self.file, self.line, self.column) if part is not None]
@@ -60,6 +66,11 @@ class InvalidInputError(HpctrainError):
     def __init__(self, problems: list[Problem] | tuple[Problem, ...]) -> None:
         self.problems = tuple(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
+
+    @property
+    def node_dependent(self) -> bool:
+        """True if another node may have none of the problems."""
+        return all(problem.node_dependent for problem in self.problems)
 
 
 class DoesNotFitError(HpctrainError):
@@ -102,5 +113,14 @@ class RunFailedError(HpctrainError):
 
 class CheckpointError(HpctrainError):
     """Checkpoints exist but none can be used, so starting from step 0 would lose work silently."""
+
+    exit_code = 7
+
+
+class StorageError(HpctrainError, OSError):
+    """The run directory is away, or is not what it was: a fault of storage, which may pass.
+
+    Also an OSError, so that whoever waits for storage handles both alike.
+    """
 
     exit_code = 7

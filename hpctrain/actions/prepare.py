@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpctrain.actions.inputs import input_paths
 from hpctrain.actions.runs import new_run_id
 from hpctrain.actions.scratch import with_scratch
 from hpctrain.actions.shapes import SizedConfig, shapes_of, smaller_sizes
@@ -148,13 +149,15 @@ def prepare(
     absolute = with_scratch(_with_absolute_paths(document), loaded_spec, site)
     peak_flops = float(peak) if peak else None
     smaller = smaller_sizes(absolute, site, plan, knowledge, peak_flops)
+    train = train_config(absolute, plan, peak_flops)
+    supervise = _supervise_config(run_id, document, site, plan, runs, smaller)
     return Prepared(
         run_id=run_id,
         spec=loaded_spec,
         profile=loaded_profile,
         plan=plan,
-        train=train_config(absolute, plan, peak_flops),
-        supervise=_supervise_config(run_id, document, site, plan, runs, smaller),
+        train=train,
+        supervise=supervise.model_copy(update={"inputs": input_paths(train)}),
         script=render_script(build_script(document, site, plan, facts), template_directory),
         facts=facts,
         template_directory=template_directory,

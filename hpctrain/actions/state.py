@@ -154,11 +154,11 @@ def _stopped_by_supervisor(events: Sequence[Event]) -> Judged | None:
     if stops[-1].exit_code == 0:  # as somebody asked, perhaps before any launch
         return Judged(RunState.STOPPED, stops[-1].reason or "")
     ends = [event for event in recent if event.event is EventKind.LAUNCH_ENDED]
-    cause = ends[-1].cause if ends else None
+    cause = stops[-1].cause or (ends[-1].cause if ends else None)
     if cause == Cause.CANCELLED:
-        return Judged(RunState.CANCELLED, ends[-1].reason or "")
+        return Judged(RunState.CANCELLED, ends[-1].reason or "" if ends else "")
     if cause == Cause.YIELDED:
-        return Judged(RunState.STOPPED, ends[-1].reason or "")
+        return Judged(RunState.STOPPED, ends[-1].reason or "" if ends else "")
     return Judged(RunState.FAILED, stops[-1].reason or "")
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from hpctrain.actions.prepare import Prepared, with_free_run_id
 from hpctrain.actions.pretrained import check_pretrained
 from hpctrain.actions.requests import take_back
+from hpctrain.actions.run_data import record_data
 from hpctrain.actions.run_jobs import find_jobs, jobs_of, record_found
 from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.samples import check_samples
@@ -54,6 +55,7 @@ def submit(prepared: Prepared, runs: Path, slurm: SlurmClient) -> Submitted:
     check_data(prepared)
     _refuse_shared_name(prepared, slurm)
     run = RunFiles(_own_directory(prepared, runs))
+    record_data(run.layout)
     job_id = submit_jobs(run, slurm)
     return Submitted(run.run_id, job_id, run.layout.directory)
 

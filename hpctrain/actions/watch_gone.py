@@ -40,8 +40,8 @@ def of_gone(look: Look) -> list[Sighting]:
     if last is not None and last.action in _OVER:
         return _failed(look, recent, last)
     for job in look.jobs:
-        if job.state in (JobState.CANCELLED, JobState.DEADLINE):
-            words = f"job {job.job_id} ended as {job.state.name}: cancelled runs stay cancelled"
+        if job.state is JobState.CANCELLED:
+            words = f"job {job.job_id} ended as CANCELLED: cancelled runs stay cancelled"
             return [Sighting(look.run_id, Symptom.CANCELLED, Remedy.NOTE, words, job.job_id)]
     if look.now < look.alive_until:
         return []  # it trains, whatever this Slurm knows

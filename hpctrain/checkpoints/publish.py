@@ -26,7 +26,7 @@ from hpctrain.checkpoints.manifest import (
     what_is_wrong,
 )
 from hpctrain.durable import fsync_directory, fsync_file, replace_text
-from hpctrain.errors import CheckpointError
+from hpctrain.errors import CheckpointError, StorageError
 
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
 QUARANTINE_NAME = "quarantine"
@@ -39,16 +39,25 @@ class StaleEpochError(CheckpointError):
 
 @dataclass(frozen=True)
 class Fence:
-    """Who is publishing, and how to ask who owns the run now."""
+    """Who is publishing, and how to ask who owns the run now (raises OSError: nobody can tell)."""
 
     epoch: int
     current_epoch: Callable[[], int]
 
     def check(self) -> None:
-        """Raise StaleEpochError unless this launch still owns the run."""
+        """Return only if this launch owns the run.
+
+        Raises StaleEpochError when a newer launch does. Raises OSError when nobody can tell: the
+        epochs cannot be read, or they do not reach up to this launch, which has taken its own.
+        """
         owner = self.current_epoch()
-        if owner != self.epoch:
+        if owner > self.epoch:
             raise StaleEpochError(f"launch epoch {self.epoch} is stale: epoch {owner} owns the run")
+        if owner < self.epoch:
+            raise StorageError(
+                f"the newest launch in the run directory is {owner}, and this is launch "
+                f"{self.epoch}: the directory is not what it was"
+            )
 
 
 def publish(root: Path, manifest: Manifest, fence: Fence) -> Path:
@@ -57,21 +66,29 @@ def publish(root: Path, manifest: Manifest, fence: Fence) -> Path:
     Writes the manifest, flushes everything, renames the directory and then points Megatron's
     tracker file to it. A good checkpoint of the same step that is already there is kept.
     Raises StaleEpochError when a newer launch owns the run, CheckpointError when the files are
-    not as the manifest says.
+    not as the manifest says, and OSError when the file system keeps it from being done: then it
+    can be called again, and goes on where it was.
     """
     partial = root / partial_name(manifest.step, manifest.epoch)
     final = root / checkpoint_name(manifest.step)
     fence.check()
-    _complete(partial, manifest)
-    fence.check()
-    _clear_the_way(root, final)
-    if final.exists():
-        shutil.rmtree(partial)
-        return final
-    _rename_or_stale(partial, final, manifest)
+    if not _is_renamed(root, partial, final, manifest):
+        _complete(partial, manifest, fence)
+        fence.check()
+        _clear_the_way(root, final)
+        if final.exists():
+            shutil.rmtree(partial, ignore_errors=True)  # what stays, the next launch deletes
+            return final
+        _rename(partial, final, manifest, fence)
     fsync_directory(root)
     point_tracker_to(root, manifest.step)
     return final
+
+
+def _is_renamed(root: Path, partial: Path, final: Path, manifest: Manifest) -> bool:
+    """An earlier call has done so, and has failed after that."""
+    os.stat(root)
+    return not partial.exists() and read_manifest(final) == manifest.sealed()
 
 
 def point_tracker_to(root: Path, step: int) -> None:
@@ -79,26 +96,29 @@ def point_tracker_to(root: Path, step: int) -> None:
     replace_text(root / TRACKER_NAME, str(step))
 
 
-def _complete(partial: Path, manifest: Manifest) -> None:
+def _complete(partial: Path, manifest: Manifest, fence: Fence) -> None:
     try:
         for file in manifest.files:
             fsync_file(partial / file.name)
-        replace_text(partial / MANIFEST_NAME, manifest.model_dump_json(indent=1))
+        replace_text(partial / MANIFEST_NAME, manifest.sealed().model_dump_json(indent=1))
     except FileNotFoundError as error:
         if not partial.is_dir():
-            raise _taken_away(manifest) from error
+            raise _gone(manifest, fence) from error
         raise CheckpointError(f"step {manifest.step} lacks {error.filename}") from error
 
 
-def _taken_away(manifest: Manifest) -> StaleEpochError:
-    return StaleEpochError(f"the files of step {manifest.step} were taken away by a newer launch")
+def _gone(manifest: Manifest, fence: Fence) -> CheckpointError:
+    """The files of a save are gone: taken by a newer launch, with the whole directory (raises
+    OSError), or by somebody else."""
+    fence.check()
+    return CheckpointError(f"the files of step {manifest.step} are gone, and nobody says why")
 
 
-def _rename_or_stale(partial: Path, final: Path, manifest: Manifest) -> None:
+def _rename(partial: Path, final: Path, manifest: Manifest, fence: Fence) -> None:
     try:
         os.rename(partial, final)
     except FileNotFoundError as error:
-        raise _taken_away(manifest) from error
+        raise _gone(manifest, fence) from error
     problem = what_is_wrong(final, read_manifest(final), deep=False)
     if problem is not None:
         raise CheckpointError(f"{final.name} is not complete right after saving: {problem}")
@@ -170,7 +190,8 @@ def retire(
 
 
 def published_steps(root: Path) -> list[int]:
-    """Steps of all published checkpoint directories, ascending, good or not."""
+    """Steps of all published checkpoint directories, ascending, good or not; none where there is
+    no such directory. Raises OSError when it cannot be listed."""
     steps = (step_of(path.name) for path in root.iterdir()) if root.is_dir() else iter(())
     return sorted(step for step in steps if step is not None)
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpctrain.errors import SlurmRefusedError, SlurmUnreachableError
+from hpctrain.slurm.parse import node_state
 from hpctrain.slurm.records import (
     JobRecord,
     NodeState,
@@ -111,7 +112,7 @@ class FakeSlurm:
 
     def node_states(self, nodes: Collection[str]) -> dict[str, NodeState]:
         self._present()
-        return {node: NodeState(node, self.node_words.get(node, "allocated")) for node in nodes}
+        return {node: node_state(node, self.node_words.get(node, "allocated")) for node in nodes}
 
     def node_address(self, node: str) -> str:
         self._present()

@@ -35,11 +35,17 @@ SQUEUE_FIELDS = (
 )
 STEP_FIELDS = ("StepID", "StepState", "StepName")
 NODE_FIELDS = ("NodeList", "StateLong")
+# sinfo(1): maintenance reservation, reboot requested, reboot issued; `scontrol reboot ASAP` drains.
+_PLANNED_MARKS = frozenset("$@^")
+_PLANNED_STATES = ("drain", "maint", "reboot")
 # The last field must be one that cannot hold a newline: it ends the record.
 SACCT_FIELDS = (
     *("JobIDRaw", "State", "Reason", "NodeList", "Start", "End", "Submit", "Timelimit"),
     *("Partition", "Account", "ExitCode", "Comment", "JobName", "JobID", "Cluster"),
 )
+_MARKS = "*~#!%$@^-"
+_LEAVING_MARKS = frozenset("@^%!")
+_LEAVING_STATES = ("reboot", "powering_down", "power_down")
 _NOTHING = frozenset({"", "(null)", "N/A", "NONE", "None", "Unknown", "None assigned"})
 # In lower case; a tuple and not a regular expression, whose compilation costs 2 ms of each import.
 _UNREACHABLE = (
@@ -165,9 +171,17 @@ def node_states(text: str) -> tuple[NodeState, ...]:
     """
     found = {}
     for node, word in table(text, len(NODE_FIELDS)):
-        state = word.lower().rstrip("*~#!%$@^-")
-        found[node] = NodeState(node, state, "*" not in word)
+        found[node] = node_state(node, word)
     return tuple(found.values())
+
+
+def node_state(node: str, word: str) -> NodeState:
+    """The state that sinfo prints as `word`, such as `allocated`, `down*` or `mixed@`."""
+    state = word.lower().rstrip(_MARKS)
+    marks = set(word.lower()[len(state) :])
+    planned = bool(_PLANNED_MARKS & marks) or state.startswith(_PLANNED_STATES)
+    leaving = bool(_LEAVING_MARKS & marks) or state.startswith(_LEAVING_STATES)
+    return NodeState(node, state, "*" not in marks, planned, leaving)
 
 
 def exit_status(text: str) -> tuple[int, int]:

@@ -167,12 +167,16 @@ class StepRecord:
 class NodeState:
     """What the controller says about a node: `allocated`, `down`, `draining`, ... (sinfo(1)).
 
-    `responding` is False while its slurmd does not answer (the `*` of sinfo).
+    `responding` is False while its slurmd does not answer (the `*` of sinfo). `planned`: it is on
+    its way out of service or being rebooted because an administrator, or Slurm, wants it so.
+    `leaving`: somebody has it rebooted or powered down (`@`, `^`, `%`, `!`).
     """
 
     node: str
     state: str
     responding: bool = True
+    planned: bool = False
+    leaving: bool = False
 
     @property
     def is_down(self) -> bool:

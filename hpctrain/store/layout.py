@@ -6,6 +6,7 @@ ledger.jsonl                           append-only events: the single truth abou
 metrics.jsonl                          one object per optimizer step
 progress.json                          the trainer's last sign of life
 done.json                              the run has reached its target; nothing is to be run
+data.json                              which bytes the run trains on, to notice that they changed
 control/                               requests of people and of the supervisor to the trainer
 epochs/                                one file per launch; the highest number owns the run
 exits/e000001/rank-000003.json         how a rank of a launch ended, in its own words
@@ -23,8 +24,11 @@ checkpoints/                           iter_0000012/ and iter_0000012.partial-e0
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
+
+from hpctrain.errors import StorageError
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,11 @@ class RunLayout:
     @property
     def progress(self) -> Path:
         return self.directory / "progress.json"
+
+    @property
+    def data_identity(self) -> Path:
+        """Which bytes the run trains on."""
+        return self.directory / "data.json"
 
     @property
     def done(self) -> Path:
@@ -186,6 +195,34 @@ class RunLayout:
 
     def agent_record(self, epoch: int, node_rank: int) -> Path:
         return self.exits / f"e{epoch:06d}" / f"node-{node_rank:06d}.json"
+
+    def require(self) -> None:
+        """Raise OSError unless the run's own directory is there and can be looked into.
+
+        A mount that is gone leaves an empty place, and whatever is made there hides the real one:
+        a directory is the run's if it holds what was written into it when it was submitted.
+        """
+        for path in (self.supervise_config, self.train_config):
+            try:
+                os.stat(path)
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            return
+        raise StorageError(
+            f"{self.directory} is away: it holds neither {self.supervise_config.name} nor "
+            f"{self.train_config.name}"
+        )
+
+    def make_directory(self, directory: Path) -> None:
+        """Make a directory below the run's, and what is missing in between.
+
+        Raises OSError, and makes nothing, when the run's directory is away.
+        """
+        self.require()
+        made = self.directory
+        for name in directory.relative_to(self.directory).parts:
+            made /= name
+            made.mkdir(exist_ok=True, mode=0o700)
 
     def create(self) -> None:
         """Make the directory and its fixed sub-directories, private to the user (mode 700)."""

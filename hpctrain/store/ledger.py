@@ -1,8 +1,8 @@
 """The ledger: one append-only file of events per run, the single truth about its attempts.
 
 An entry is written and flushed *before* the action it announces, because many actions (a requeue,
-a cancel) end the process that takes them. Belongs here: the event format, appending and reading.
-Does not belong here: deciding anything.
+a cancel) end the process that takes them. Belongs here: the event format, appending and reading,
+also while the file cannot be reached. Does not belong here: deciding anything.
 """
 
 from __future__ import annotations
@@ -13,8 +13,12 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from hpctrain.durable import append_line
+from hpctrain.durable import LineBuffer, append_line
+from hpctrain.store.layout import RunLayout
 from hpctrain.store.signs import Record
+
+# A supervisor writes a few lines for each launch: this is more than all of its budgets allow.
+_MOST_LINES = 10_000
 
 
 class EventKind(StrEnum):
@@ -45,6 +49,8 @@ class EventKind(StrEnum):
     SLOW_RANK = "slow_rank"
     ROLLED_BACK = "rolled_back"
     PROBED = "probed"
+    FRESH_START_ACCEPTED = "fresh_start_accepted"
+    DATA_ACCEPTED = "data_accepted"
     WATCH = "watch"
 
 
@@ -97,9 +103,11 @@ class Ledger:
     def append(self, kind: EventKind, **fields: object) -> Event:
         """Write one event durably and return it."""
         event = Event.model_validate({"event": kind, "time": time.time(), **fields})
-        line = event.model_dump_json(exclude_defaults=True)
-        append_line(self.path, line, mode=0o600)
+        self._write(event.model_dump_json(exclude_defaults=True))
         return event
+
+    def _write(self, line: str) -> None:
+        append_line(self.path, line, mode=0o600)
 
     def events(self) -> list[Event]:
         """All readable events in the order written; a torn line of a crashed writer is left out."""
@@ -117,6 +125,71 @@ class Ledger:
             stream.seek(start)
             data = stream.read()
         return _readable(data.partition(b"\n")[2] if start else data), start == 0
+
+
+class BufferedLedger(Ledger):
+    """The ledger of a run whose directory may be away for a while: nothing of it is lost.
+
+    Events that cannot be written wait in memory, in their order and with their times, and are
+    written as soon as the file can be reached again. While it cannot be read, `events` answers
+    with what was read last and what was appended since. At most `most_lines` wait; beyond them
+    `append` raises OSError.
+    """
+
+    def __init__(self, run: RunLayout, most_lines: int = _MOST_LINES) -> None:
+        super().__init__(run.ledger)
+        self._buffer = LineBuffer(
+            run.ledger, may_create=run.require, mode=0o600, most_lines=most_lines
+        )
+        self._require = run.require
+        self._known: bytes | None = None
+
+    @property
+    def waiting(self) -> tuple[str, ...]:
+        """The lines that are not in the file yet, oldest first."""
+        return self._buffer.waiting
+
+    def waiting_events(self) -> list[Event]:
+        """What waits, as events."""
+        return _readable("\n".join(self.waiting).encode())
+
+    def flush(self) -> OSError | None:
+        """Write what waits; returns the error that keeps it from the file."""
+        return self._buffer.flush()
+
+    def events(self) -> list[Event]:
+        """All events, written or waiting.
+
+        Raises OSError when the file cannot be read and never could be: without the past of a run
+        nothing can be decided about it.
+        """
+        self._buffer.flush()
+        # First what waits: a line that is written in between is then seen once or twice, not never.
+        waiting = self.waiting
+        written = self._read()
+        lines = set(written.splitlines())
+        late = [line for line in waiting if line.encode() not in lines]
+        return _readable(b"\n".join([written, *(line.encode() for line in late)]))
+
+    def _read(self) -> bytes:
+        try:
+            self._known = self.path.read_bytes()
+        except FileNotFoundError:
+            self._known = self._without_file()
+        except OSError:
+            if self._known is None:
+                raise
+        return self._known
+
+    def _without_file(self) -> bytes:
+        """A run that has written nothing yet, unless its whole directory is away."""
+        if self._known is None:
+            self._require()
+            return b""
+        return self._known
+
+    def _write(self, line: str) -> None:
+        self._buffer.append(line)
 
 
 def _readable(data: bytes) -> list[Event]:

@@ -85,7 +85,12 @@ class ExitRecord(Record):
     """How one rank of one launch ended. Ranks that were killed leave none.
 
     `step` is the last finished step; with the cause "diverged" the step that diverged, and
-    `consumed_samples` says how many samples had been consumed before it.
+    `consumed_samples` says how many samples had been consumed before it. `node_dependent`: what
+    is wrong may be so on this node only, such as a file that is missing there. `loading_step` is
+    the checkpoint whose loading failed in this rank, for no reason that a machine could have; None
+    otherwise. `signal` names the one that has asked this rank to leave, such as SIGTERM. Of ranks
+    that leave well only rank 0 has a record; its `signalled_ranks` are those that got a signal, the
+    first 64 of them.
     """
 
     epoch: int
@@ -99,6 +104,10 @@ class ExitRecord(Record):
     traceback: str | None = None
     cause: str | None = None
     consumed_samples: int | None = None
+    node_dependent: bool = False
+    signal: str | None = None
+    signalled_ranks: tuple[int, ...] = ()
+    loading_step: int | None = None
 
 
 class RankEnd(Record):
@@ -216,9 +225,22 @@ def read_record(path: Path, kind: type[RecordT]) -> RecordT | None:
 
 
 def write_record(path: Path, record: Record, *, durable: bool = True) -> None:
-    """Replace `path` atomically; makes its directory if needed."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    """Replace `path` atomically. Raises OSError when its directory is away."""
     replace_text(path, record.model_dump_json(), mode=0o600, durable=durable)
+
+
+def write_exit_record(run: RunLayout, record: ExitRecord) -> None:
+    """Leave the record of how a rank has ended; makes the directory of its launch."""
+    path = run.exit_record(record.epoch, record.rank)
+    run.make_directory(path.parent)
+    write_record(path, record)
+
+
+def write_agent_record(run: RunLayout, node_rank: int, record: AgentRecord) -> None:
+    """Leave the record of an agent; makes the directory of its launch."""
+    path = run.agent_record(record.epoch, node_rank)
+    run.make_directory(path.parent)
+    write_record(path, record)
 
 
 def append_metrics(run: RunLayout, metrics: StepMetrics) -> None:

@@ -26,8 +26,13 @@ def main() -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, early)
     try:
         run_directory, argv = parse(sys.argv[1:])
+        from hpctrain.slurm.client import SlurmClient
+        from hpctrain.store.layout import RunLayout
         from hpctrain.supervise.loop import Supervisor
+        from hpctrain.supervise.settings import end_without_settings, settings_come
 
+        if not settings_come(RunLayout(run_directory).supervise_config, early):
+            return end_without_settings(os.environ, SlurmClient(shielded=True))
         return Supervisor(run_directory, argv, os.environ).run()
     except HpctrainError as error:
         print(f"hpctrain: error: {error}", file=sys.stderr)

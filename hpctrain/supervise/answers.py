@@ -13,13 +13,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hpctrain.nodes.blame import is_singular
-from hpctrain.supervise.preflight import MARK
+from hpctrain.supervise.documents import UnfitNode
+from hpctrain.supervise.preflight import INPUTS, MARK, RUN_DIRECTORY, SHUTDOWN
 
 # munge refuses credentials at 300 s (munged(8), --max-ttl); the answer itself takes some seconds.
 _LARGEST_SKEW_SECONDS = 60.0
 _UNFINISHED = "checks"
 # A node that fails one of these cannot take part in a launch.
-_INDISPENSABLE = frozenset({"run directory", _UNFINISHED})
+_INDISPENSABLE = frozenset({RUN_DIRECTORY, INPUTS, SHUTDOWN, _UNFINISHED})
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,8 @@ class ProbeResult:
 
     `lost` did not answer although others did, are down, or have left the job; `why_lost` has the
     reason for each of them, in the same order. `trouble` is set when nothing could be found out:
-    then nobody is lost. `drained` are those that Slurm takes out of service once the job has left.
+    then nobody is lost. `drained` are those that Slurm takes out of service once the job has left,
+    `leaving` those that are being shut down or rebooted while they still answer.
     """
 
     asked: tuple[str, ...] = ()
@@ -81,6 +83,7 @@ class ProbeResult:
     lost: tuple[str, ...] = ()
     why_lost: tuple[str, ...] = ()
     drained: tuple[str, ...] = ()
+    leaving: tuple[str, ...] = ()
     trouble: str = ""
     seconds: float = 0.0
 
@@ -115,10 +118,23 @@ class ProbeResult:
         return tuple(node for node in self.asked if node in gone | (answered - usable))
 
     @property
+    def unfit_with_reason(self) -> tuple[UnfitNode, ...]:
+        """The nodes that answer and have a fault that blocks, with the first such fault."""
+        blocking = ((one, [p for p in one.problems if p.blocks]) for one in self.broken)
+        return tuple(UnfitNode(one.node, str(faults[0])) for one, faults in blocking if faults)
+
+    @property
     def shared(self) -> tuple[str, ...]:
         """What is wrong on most nodes alike, so that another node would not help."""
-        texts = (str(p) for one in self.answers for p in one.problems if p not in self._own(one))
-        return tuple(dict.fromkeys(texts))
+        return tuple(dict.fromkeys(map(str, self._shared())))
+
+    @property
+    def shared_blocking(self) -> tuple[str, ...]:
+        """What of it keeps launches from running."""
+        return tuple(dict.fromkeys(str(problem) for problem in self._shared() if problem.blocks))
+
+    def _shared(self) -> tuple[NodeProblem, ...]:
+        return tuple(p for one in self.answers for p in one.problems if p not in self._own(one))
 
     @property
     def kernel_lines(self) -> tuple[KernelLine, ...]:
@@ -136,6 +152,7 @@ class ProbeResult:
         lost = zip(self.lost, self.why_lost, strict=True)
         return (
             *(f"{node}: {why}" for node, why in lost),
+            *(f"{node}: it is being shut down or rebooted" for node in self.leaving),
             *(f"{one.node}: {'; '.join(map(str, one.problems))}" for one in self.broken),
             *(f"on most nodes: {text}" for text in self.shared),
         )

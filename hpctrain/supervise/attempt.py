@@ -84,9 +84,10 @@ def why_lost(lost: Event, events: Sequence[Event], current: Attempt) -> tuple[Ca
     """The cause of an attempt that ended without a word from its supervisor."""
     later = events[events.index(lost) :]
     said = [e.signal for e in later if e.event is EventKind.SIGNAL and _key(e) == _key(lost)]
-    # Only TERM is Slurm's; a lost node's kernel may still send HUP to what is left there.
+    # A lost node's kernel may still send HUP to what is left there.
     if "TERM" in said:
-        return Cause.UNKNOWN, "ended by Slurm with signal TERM, before it could say why"
+        words = "its supervisor got signal TERM and ended before it could say why"
+        return Cause.EXTERNAL_SIGNAL, words
     if lost.job_id == current.job_id and current.restart_count > (lost.restart_count or 0):
         return (
             Cause.NODE_FAILURE,

@@ -16,10 +16,12 @@ class Cause(StrEnum):
     YIELDED = "yielded"
     PREEMPTED = "preempted"
     TIME_LIMIT = "time_limit"
+    DEADLINE = "deadline"
     NODE_FAILURE = "node_failure"
     PROLOG_FAILURE = "prolog_failure"
     REQUEUED = "requeued"
     CANCELLED = "cancelled"
+    EXTERNAL_SIGNAL = "external_signal"
     LAUNCH_FAILURE = "launch_failure"
     CRASH = "crash"
     HANG = "hang"
@@ -34,6 +36,8 @@ class Cause(StrEnum):
     DIVERGED = "diverged"
     SUSPECT_NUMERICS = "suspect_numerics"
     BAD_CHECKPOINT = "bad_checkpoint"
+    LOAD_FAILED = "load_failed"
+    DATA_CHANGED = "data_changed"
     CONFIG_ERROR = "config_error"
     USER_ERROR = "user_error"
     CONTROLLER_AWAY = "controller_away"
@@ -69,18 +73,24 @@ RUN_CAUSES = frozenset(
         Cause.HOST_OOM,
         Cause.DATA_LOADER,
         Cause.DIVERGED,
+        Cause.LOAD_FAILED,
         Cause.UNKNOWN,
     }
 )
+# What somebody does to a run without a word: a signal that neither a request nor a record of Slurm
+# explains (a node that shuts down, a health checker, a controller that died with what it knew).
+UNEXPLAINED_CAUSES = frozenset({Cause.EXTERNAL_SIGNAL})
 # What no retry helps against.
 FINAL_CAUSES = frozenset(
     {
+        Cause.DEADLINE,
         Cause.DISK_FULL,
         Cause.BAD_CHECKPOINT,
+        Cause.DATA_CHANGED,
         Cause.CONFIG_ERROR,
         Cause.USER_ERROR,
         Cause.CANCELLED,
         Cause.YIELDED,
     }
 )
-FAILURE_CAUSES = MACHINE_CAUSES | RUN_CAUSES
+FAILURE_CAUSES = MACHINE_CAUSES | RUN_CAUSES | UNEXPLAINED_CAUSES

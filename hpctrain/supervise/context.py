@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.store.layout import RunLayout
-from hpctrain.store.ledger import EventKind, Ledger
+from hpctrain.store.ledger import BufferedLedger, EventKind
 from hpctrain.supervise.attempt import Attempt
 from hpctrain.supervise.documents import SuperviseConfig
 from hpctrain.supervise.past import mean_time_to_failure
@@ -22,7 +22,7 @@ class AttemptContext:
     run_layout: RunLayout
     config: SuperviseConfig
     attempt: Attempt
-    ledger: Ledger
+    ledger: BufferedLedger
     slurm: SlurmClient
     signals: Signals
 
@@ -35,7 +35,7 @@ class AttemptContext:
         return mean_time_to_failure(self.ledger.events(), self.config.mttf_seconds)
 
     def note(self, kind: EventKind, **fields: object) -> None:
-        """Append an event of this attempt to the ledger."""
+        """Append an event of this attempt to the ledger; one that cannot be written now waits."""
         attempt = self.attempt
         self.ledger.append(
             kind, job_id=attempt.job_id, restart_count=attempt.restart_count, **fields

@@ -46,7 +46,10 @@ def ask_trainer_to_leave(run: RunLayout, reason: str) -> None:
 
 
 def requested(run: RunLayout) -> Request | None:
-    """The strongest request of a person that stands now."""
+    """The strongest request of a person that stands now.
+
+    Raises OSError when the file system does not tell whether there is one.
+    """
     kinds: tuple[tuple[Path, Kind], ...] = (
         (run.stop_now_request, "stop-now"),
         (run.hold_request, "hold"),
@@ -83,13 +86,17 @@ def _owner(path: Path) -> str:
 
 
 def _read(path: Path) -> str | None:
-    """The first printable words of a file, None if there is none; never follows a link."""
+    """The first printable words of a file, None if there is none; never follows a link.
+
+    A file that exists is a request, whatever it is and whoever may read it.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         return None
     except OSError:
-        return ""  # it exists, and that is the request
+        os.lstat(path)  # a file system that is away has no requests in it
+        return ""
     try:
         text = os.read(descriptor, 4 * _LONGEST_WORDS).decode(errors="replace")
     except OSError:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hpctrain.supervise.context import AttemptContext, say
-from hpctrain.supervise.gather import job_facts
+from hpctrain.supervise.job_facts import job_facts
 from hpctrain.supervise.requeue import requeue
 from hpctrain.supervise.sight import in_time
 

@@ -11,41 +11,61 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from hpctrain.errors import InvalidInputError, Problem, SlurmError
+from hpctrain.durable import FULL_ERRNOS
+from hpctrain.errors import SlurmError
 from hpctrain.slurm.client import SlurmClient
-from hpctrain.store.epochs import current_epoch
+from hpctrain.store.epochs import is_superseded
+from hpctrain.store.jobs import generation
 from hpctrain.store.layout import RunLayout
-from hpctrain.store.ledger import Event, EventKind, Ledger
+from hpctrain.store.ledger import BufferedLedger, Event, EventKind
 from hpctrain.supervise.acting import act
 from hpctrain.supervise.allocation import Allocation, place
 from hpctrain.supervise.attempt import attempt_from, unfinished_attempt, why_lost
-from hpctrain.supervise.causes import Cause
+from hpctrain.supervise.causes import FINAL_CAUSES, Cause
+from hpctrain.supervise.classify import classify
+from hpctrain.supervise.comeback import came_back
 from hpctrain.supervise.context import AttemptContext, say
 from hpctrain.supervise.control import Request, requested
 from hpctrain.supervise.documents import (
     Action,
     ActionKind,
+    Evidence,
     History,
-    SuperviseConfig,
+    Situation,
     Verdict,
 )
-from hpctrain.supervise.gather import job_facts
+from hpctrain.supervise.gather import between_launches
 from hpctrain.supervise.guard import Guard
+from hpctrain.supervise.job_facts import still_ours
 from hpctrain.supervise.launching import Ended, Launcher
 from hpctrain.supervise.lost import why_ended
 from hpctrain.supervise.past import history
-from hpctrain.supervise.policy import STOPPED_EXIT_CODE, decide
-from hpctrain.supervise.postmortem import Prober, ask_nodes
+from hpctrain.supervise.policy import decide
+from hpctrain.supervise.postmortem import (
+    Prober,
+    Traces,
+    ask_nodes,
+    examine,
+    newest_logged_step,
+)
 from hpctrain.supervise.process import Signals
 from hpctrain.supervise.run_jobs import identity_of
-from hpctrain.supervise.situation import allocation_of, assess
+from hpctrain.supervise.settings import read_supervise_config
+from hpctrain.supervise.situation import allocation_of, assess, blame_lost_attempt
+from hpctrain.supervise.step_ids import use_up_step_ids
+from hpctrain.supervise.storage import outlast
 from hpctrain.supervise.succession import adopt_own_job, ensure_successor, must_leave
 
+__all__ = ["Supervisor", "read_supervise_config"]
+
 _SLURM_TIMEOUT_SECONDS = 8.0
+# Between two faults of storage of which the second came before anything was done about the first.
+_FAULT_PAUSE_SECONDS = 1.0
 
 
 class Supervisor:
@@ -64,13 +84,16 @@ class Supervisor:
             run_layout=run_layout,
             config=read_supervise_config(run_layout.supervise_config),
             attempt=attempt_from(environment),
-            ledger=Ledger(run_layout.ledger),
+            ledger=BufferedLedger(run_layout),
             slurm=slurm or SlurmClient(timeout_seconds=_SLURM_TIMEOUT_SECONDS, shielded=True),
             signals=Signals(),
         )
         self.launcher = Launcher(self.context, argv, environment, ask)
+        self.ask_nodes = ask
         self.guard = Guard(self.context)
         self._identity = identity_of(run_layout.directory)
+        self._begun = self._opened = False
+        self._lost: tuple[Event, Verdict] | None = None
 
     def run(self) -> int:
         """Supervise this attempt to its end; returns the exit code of the job.
@@ -86,50 +109,102 @@ class Supervisor:
 
     def _work(self) -> int:
         try:
-            return self._supervise()
+            code = self._supervise()
         except Exception as error:
-            reason = f"the supervisor itself failed: {type(error).__name__}: {error}"
-            with contextlib.suppress(OSError):  # a full disk may be why it failed
-                act(self.context, Action(ActionKind.STOP, reason, STOPPED_EXIT_CODE))
-            raise
+            traceback.print_exc()
+            code = self._failed(error)
+        self._last_words()
+        return code
+
+    def _failed(self, error: Exception) -> int:
+        """A mistake of ours proves nothing about the run: the next attempt may get past it."""
+        reason = f"the supervisor itself failed: {type(error).__name__}: {error}"
+        verdict = Verdict(Cause.SUPERVISOR_LOST, reason)
+        self._note_end(verdict)
+        situation = replace(self._plain_situation(), keeps_nodes=False)
+        return act(self.context, decide(verdict, self._history(), situation, self.context.config))
+
+    def _last_words(self) -> None:
+        """What the ledger could not take is at least in the job's log."""
+        context = self.context
+        with contextlib.suppress(OSError):
+            outlast(context, self._flush)
+        for line in context.ledger.waiting:
+            say(f"not in the ledger: {line}")
+
+    def _flush(self) -> None:
+        error = self.context.ledger.flush()
+        if error is not None:
+            raise error
 
     def _supervise(self) -> int:
-        words = self._why_leave()
-        if words is not None:
-            return act(self.context, Action(ActionKind.LEAVE, words))
-        adopt_own_job(self.context)
-        lost = self._open_attempt()
-        action = self._why_not_begin(lost)
-        if action is not None:
-            return act(self.context, action)
-        ensure_successor(self.context)
-        allocation = allocation_of(self.context)
+        """Launch after launch. Whatever fails by a fault of storage is an end like others."""
+        allocation, ended = allocation_of(self.context), None
         while True:
-            ended = self._launch(allocation)
-            allocation, action = self._decide(allocation, ended)
-            exit_code = act(self.context, action, ended.verdict)
+            try:
+                if ended is None and not self._begun:
+                    action = self._begin()
+                    if action is not None:
+                        return act(self.context, action)
+                    self._begun = True
+                ended = ended or self._launch(allocation)
+                allocation, action = self._decide(allocation, ended)
+                exit_code = act(self.context, action, ended.verdict)
+            except OSError as error:
+                ended = self._end_by_storage(error)
+                time.sleep(_FAULT_PAUSE_SECONDS)
+                continue
             if action.kind is not ActionKind.RELAUNCH:
                 return exit_code
             self._pause(action.delay_seconds)
-            forbidden = self._why_not_again()
-            if forbidden is not None:
-                return act(self.context, forbidden)
+            ended = self._interrupted(allocation)
+
+    def _end_by_storage(self, error: OSError) -> Ended:
+        cause = Cause.DISK_FULL if error.errno in FULL_ERRNOS else Cause.STORAGE
+        verdict = Verdict(cause, f"the run directory cannot be used: {error}")
+        self._note_end(verdict)
+        return Ended(verdict)
+
+    def _note_end(self, verdict: Verdict) -> None:
+        """An end that no launch has noted itself."""
+        self.context.note(
+            EventKind.LAUNCH_ENDED,
+            epoch=self.launcher.epoch or None,
+            launch=self.launcher.launches or None,
+            cause=verdict.cause,
+            reason=verdict.reason,
+        )
+        say(f"{verdict.cause}: {verdict.reason}")
 
     # -- before the first launch -----------------------------------------------------------
 
-    def _why_leave(self) -> str | None:
-        """Another job of the run lives or was cancelled: this one has no say, not even a start."""
-        return None if self.context.run_layout.done.exists() else must_leave(self.context)
+    def _begin(self) -> Action | None:
+        """Open the attempt; what is done instead of launching, if so. Can be called again after an
+        OSError."""
+        context = self.context
+        context.run_layout.require()
+        words = None if context.run_layout.done.exists() else must_leave(context)
+        if words is not None:
+            return Action(ActionKind.LEAVE, words)
+        if not self._opened:
+            adopt_own_job(context)
+            self._open_attempt()
+        action = self._why_not_begin()
+        if action is None:
+            ensure_successor(context)
+            use_up_step_ids(context, self.launcher.environment)
+        return action
 
-    def _open_attempt(self) -> Verdict | None:
+    def _open_attempt(self) -> None:
         """Open this attempt in the ledger, and close one that has left no word."""
         events = self.context.ledger.events()
         lost = unfinished_attempt(events, self.context.attempt)
-        verdict = self._close_lost(lost, events) if lost is not None else None
+        if lost is not None:
+            self._lost = lost, self._close_lost(lost, events)
         attempt = self.context.attempt
         self.context.note(EventKind.ATTEMPT_STARTED, nodes=attempt.nodes, cluster=attempt.cluster)
+        self._opened = True
         say(f"attempt {attempt} of run {self.context.config.run_id} on {attempt.nodes}")
-        return verdict
 
     def _close_lost(self, lost: Event, events: list[Event]) -> Verdict:
         cause, reason = self._why_lost(lost, events)
@@ -140,7 +215,9 @@ class Supervisor:
             cause=cause,
             reason=reason,
         )
-        return Verdict(cause, reason)
+        verdict = Verdict(cause, reason)
+        blame_lost_attempt(self.context, lost, verdict)
+        return verdict
 
     def _why_lost(self, lost: Event, events: list[Event]) -> tuple[Cause, str]:
         """Of another job Slurm may still know how it ended; of our own we are the next attempt."""
@@ -155,24 +232,33 @@ class Supervisor:
                         return found
         return why_lost(lost, events, context.attempt)
 
-    def _why_not_begin(self, lost: Verdict | None) -> Action | None:
-        """The run is done, a person wants it to stop, or attempts are lost again and again without
-        a new checkpoint."""
+    def _why_not_begin(self) -> Action | None:
+        """The run is done, a person wants it to stop, it was stopped and nobody has asked for it
+        since, or attempts are lost again and again without a new checkpoint."""
         context = self.context
         if context.run_layout.done.exists():
             return Action(ActionKind.FINISH, "the run was done before this attempt")
         wish = requested(context.run_layout)
         if wish is not None:
             return self._as_wished(wish)
-        if lost is not None:
-            situation = assess(context, allocation_of(context), lost)
-            action = decide(lost, self._history(), situation, context.config)
-            return action if action.kind is ActionKind.STOP else None
+        stopped = came_back(context)
+        if stopped is not None:
+            return stopped
+        if self._lost is not None:
+            start, verdict = self._lost
+            situation = assess(context, allocation_of(context), verdict)
+            action = decide(verdict, self._history(), situation, context.config)
+            # A new submission is a person's word against what ended an earlier job for good.
+            asked_since = start not in generation(context.ledger.events())
+            if action.kind is ActionKind.STOP and not (
+                asked_since and verdict.cause in FINAL_CAUSES
+            ):
+                return action
         return None
 
     def _as_wished(self, wish: Request) -> Action:
-        words = f"asked to {wish.kind} by {wish.by} before this attempt"
-        verdict = Verdict(Cause.YIELDED, words, hold=wish.kind == "hold")
+        verdict = _wish(wish)
+        verdict = replace(verdict, reason=f"{verdict.reason} before this attempt")
         situation = assess(self.context, allocation_of(self.context), verdict)
         return decide(verdict, self._history(), situation, self.context.config)
 
@@ -192,36 +278,79 @@ class Supervisor:
         config, verdict = self.context.config, ended.verdict
         probe = ended.probe
         if probe is not None and not probe.trouble:
-            allocation = allocation.with_lost(probe.unfit)
+            leaving = probe.leaving if verdict.cause is Cause.NODE_FAILURE else ()
+            allocation = allocation.with_lost({*probe.unfit, *leaving})
+        allocation = allocation.without(verdict.unfit_nodes)
         situation = assess(self.context, allocation, verdict, ended)
         action = decide(verdict, self._history(), situation, config)
         doubtful = probe.doubtful if probe is not None else ()
         return allocation.avoiding({*action.exclude, *doubtful}), action
 
     def _history(self) -> History:
-        window_seconds = self.context.config.storm_window_seconds
-        return history(self.context.ledger.events(), window_seconds)
+        """Without a ledger that was ever read, only what this attempt has seen itself counts."""
+        try:
+            events = self.context.ledger.events()
+        except OSError:
+            events = self.context.ledger.waiting_events()
+        return history(events, self.context.config.storm_window_seconds)
+
+    def _plain_situation(self) -> Situation:
+        return Situation(restarts=self.context.attempt.restart_count)
+
+    # -- between two launches --------------------------------------------------------------
 
     def _pause(self, delay_seconds: float) -> None:
         """Wait before a relaunch, but not when the job is being ended or somebody asks."""
         deadline = time.monotonic() + delay_seconds
         while time.monotonic() < deadline and not self.context.signals.final:
-            if requested(self.context.run_layout) is not None:
+            if self._request() is not None:
                 break
             time.sleep(0.1)
 
-    def _why_not_again(self) -> Action | None:
-        """A supervisor that outlived its attempt must not take the run from its successor."""
-        if self.context.signals.final:
-            facts = job_facts(self.context, patient=False)
-            if facts is None or facts.state != "RUNNING":
-                return Action(ActionKind.LEAVE, "the job is being ended", STOPPED_EXIT_CODE)
-            reason = f"signal {self.context.signals.names[-1]}, which did not come from Slurm"
-            return Action(ActionKind.STOP, f"the supervisor got {reason}", STOPPED_EXIT_CODE)
-        if current_epoch(self.context.run_layout.epochs) > self.launcher.epoch:
-            return Action(ActionKind.LEAVE, "a newer launch of this run has taken over")
-        wish = requested(self.context.run_layout)
-        return self._as_wished(wish) if wish is not None else None
+    def _request(self) -> Request | None:
+        try:
+            return requested(self.context.run_layout)
+        except OSError:
+            return None  # the next launch finds out
+
+    def _interrupted(self, allocation: Allocation) -> Ended | None:
+        """What has come between, if anything: then it is decided again what to do.
+
+        A supervisor that outlived its attempt must not take the run from its successor.
+        """
+        context = self.context
+        signals, count = context.signals.take(), len(context.signals.names)
+        for name in signals:
+            context.note(EventKind.SIGNAL, signal=name)
+        if context.signals.final:
+            evidence = between_launches(context, signals)
+            return self._after_signal(evidence, count, allocation)
+        try:
+            if is_superseded(context.run_layout.epochs, self.launcher.epoch, self.launcher.name):
+                words = "a newer launch of this run has taken over"
+                return Ended(Verdict(Cause.SUPERSEDED, words))
+        except OSError:
+            return None  # the next launch finds out
+        wish = self._request()
+        return Ended(_wish(wish)) if wish is not None else None
+
+    def _after_signal(self, evidence: Evidence, count: int, allocation: Allocation) -> Ended:
+        """Slurm says why it came, or did not send it: then the nodes are asked."""
+        probe = None
+        if still_ours(self.context, evidence.job):
+            self.context.signals.dismiss(count)
+            traces = Traces(time.time(), newest_logged_step(self.context))
+            nodes = allocation.nodes
+            asked = examine(self.context, evidence, nodes, traces, self.ask_nodes)
+            evidence, probe = asked.evidence, asked.probe
+        verdict = classify(evidence)
+        say(f"{verdict.cause}: {verdict.reason}")
+        return Ended(verdict, evidence, probe)
+
+
+def _wish(wish: Request) -> Verdict:
+    words = f"asked to {wish.kind} by {wish.by}"
+    return Verdict(Cause.YIELDED, words, hold=wish.kind == "hold")
 
 
 class _Worker(threading.Thread):
@@ -245,13 +374,3 @@ class _Worker(threading.Thread):
             raise self._error
         assert self._code is not None, "asked before it has ended"
         return self._code
-
-
-def read_supervise_config(path: Path) -> SuperviseConfig:
-    """The supervisor's own file. Raises InvalidInputError when it cannot be read."""
-    try:
-        return SuperviseConfig.model_validate_json(path.read_bytes())
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not a supervise.json"
-        problem = Problem(f"cannot be read: {reason}", str(path))
-        raise InvalidInputError([problem]) from error

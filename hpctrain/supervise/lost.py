@@ -1,26 +1,14 @@
 """What Slurm's last word about a job says of an attempt whose supervisor left none. Pure.
 
-Belongs here: states of ended jobs, as causes. Does not belong here: launches that have evidence of
-their own (`classify`), asking Slurm.
+Belongs here: ended jobs whose supervisor says nothing. Does not belong here: what states mean
+(`job_end`), launches that have evidence of their own (`classify`), asking Slurm.
 """
 
 from __future__ import annotations
 
 from hpctrain.slurm.records import JobRecord
-from hpctrain.slurm.states import JobState
 from hpctrain.supervise.causes import Cause
-
-# squeue(1), JOB STATE CODES.
-_CAUSES = {
-    JobState.PREEMPTED: (Cause.PREEMPTED, "preempted"),
-    JobState.NODE_FAIL: (Cause.NODE_FAILURE, "one of its nodes failed"),
-    JobState.BOOT_FAIL: (Cause.NODE_FAILURE, "its nodes did not boot"),
-    JobState.TIMEOUT: (Cause.TIME_LIMIT, "it reached its time limit"),
-    JobState.OUT_OF_MEMORY: (Cause.HOST_OOM, "it was out of memory"),
-    JobState.CANCELLED: (Cause.CANCELLED, "it was cancelled"),
-    JobState.DEADLINE: (Cause.CANCELLED, "it reached the deadline that its user had set"),
-    JobState.REVOKED: (Cause.CANCELLED, "another cluster has taken it"),
-}
+from hpctrain.supervise.job_end import cause_of_end, words_of
 
 
 def why_ended(job: JobRecord | None, *, begun: bool) -> tuple[Cause, str] | None:
@@ -31,9 +19,9 @@ def why_ended(job: JobRecord | None, *, begun: bool) -> tuple[Cause, str] | None
     """
     if job is None or not job.state.is_ended:
         return None
-    if job.state in _CAUSES:
-        cause, words = _CAUSES[job.state]
-        return cause, f"job {job.job_id} left no word: {words}"
+    cause = cause_of_end(job.state)
+    if cause is not None:
+        return cause, f"job {job.job_id} left no word: {words_of(cause)}"
     how = f"signal {job.exit_signal}" if job.exit_signal else f"exit code {job.exit_code or 0}"
     if begun:
         return Cause.SUPERVISOR_LOST, f"the supervisor of job {job.job_id} was lost ({how})"

@@ -1,4 +1,4 @@
-"""The checks of one node: run directory, shared memory, GPUs, fabric, the kernel's log.
+"""The checks of one node: shutdown, run directory, shared memory, GPUs, fabric, the kernel's log.
 
 Each takes a `Report` and writes into it. Standard library only. Belongs here: looking. Does not
 belong here: time limits (`preflight`), or judging by comparison (`answers`).
@@ -7,6 +7,7 @@ belong here: time limits (`preflight`), or judging by comparison (`answers`).
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -22,6 +23,11 @@ _TRIAL_BYTES = 4096
 # PyTorch's data loaders and NCCL keep their buffers here; with less than this they fail at once.
 _LEAST_SHARED_BYTES = 64 * 2**20
 _SHARED_MEMORY = Path("/dev/shm")
+# sd_booted(3): the machine runs systemd if this directory is there.
+_SYSTEMD = Path("/run/systemd/system")
+_SCHEDULED_SHUTDOWN = Path("/run/systemd/shutdown/scheduled")
+# A launch that begins so shortly before it is not worth it.
+_SOON_SECONDS = 600.0
 _INFINIBAND = Path("/sys/class/infiniband")
 _MOST_KERNEL_LINES = 40
 _MOST_KERNEL_BYTES = 2**20
@@ -60,6 +66,34 @@ class Report:
         self.problems.append(Fault(text, hard, gpu))
 
 
+# -- on its way out --------------------------------------------------------------------------
+
+
+def check_shutdown(report: Report, timeout_seconds: float) -> None:
+    """A node that shuts down sends TERM to everything on it, long before Slurm misses it.
+
+    systemctl(1), is-system-running: `stopping` while the manager is shutting down.
+    """
+    if not _SYSTEMD.is_dir():
+        return
+    if _answer(["systemctl", "is-system-running"], timeout_seconds / 2) == "stopping":
+        report.problem("the machine is being shut down")
+        return
+    seconds = _seconds_to_shutdown()
+    if seconds is not None and seconds < _SOON_SECONDS:
+        report.problem("a shutdown of the machine is scheduled within minutes")
+
+
+def _seconds_to_shutdown() -> float | None:
+    """shutdown(8) leaves its plan in a file; USEC is in microseconds since the epoch."""
+    try:
+        plan = _SCHEDULED_SHUTDOWN.read_text()
+    except OSError:
+        return None
+    match = re.search(r"^USEC=(\d+)", plan, re.MULTILINE)
+    return int(match[1]) / 1e6 - time.time() if match else None
+
+
 # -- storage and memory ----------------------------------------------------------------------
 
 
@@ -83,6 +117,31 @@ def check_directory(report: Report, directory: Path, node: str) -> None:
     space = os.statvfs(directory)
     report.facts["free_bytes"] = space.f_bavail * space.f_frsize
     report.facts["free_inodes"] = space.f_favail
+
+
+def check_inputs(report: Report, settings: Path | None) -> None:
+    """Look for every file and directory that the run reads, and whether it may be read.
+
+    `settings` lists them; where it cannot be read, the check of the run directory says so.
+    """
+    try:
+        inputs = json.loads(settings.read_bytes()).get("inputs", []) if settings else []
+    except (OSError, ValueError):
+        return
+    missing = [(path, reason) for path in inputs if (reason := _why_unreadable(path)) is not None]
+    if missing:
+        path, reason = missing[0]
+        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        report.problem(f"cannot read {path}: {reason}{more}")
+
+
+def _why_unreadable(path: str) -> str | None:
+    """stat(2) asks the server of a network file system; access(2) asks for this user."""
+    try:
+        os.stat(path)
+    except OSError as error:
+        return f"[Errno {error.errno}] {error.strerror}"
+    return None if os.access(path, os.R_OK) else "no permission"
 
 
 def check_shared_memory(report: Report) -> None:
@@ -236,6 +295,17 @@ def _hooked_lines(hook: str, timeout_seconds: float) -> list[str]:
     with path.open("rb") as stream:
         stream.seek(max(0, stream.seek(0, 2) - _MOST_KERNEL_BYTES))
         return stream.read().decode(errors="replace").splitlines()
+
+
+def _answer(argv: list[str], timeout_seconds: float) -> str:
+    """The one word that a program prints, whatever its exit code; empty if it gives none."""
+    try:
+        done = subprocess.run(
+            argv, capture_output=True, text=True, timeout=timeout_seconds, stdin=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip()
 
 
 def _output(argv: list[str], timeout_seconds: float) -> list[str]:

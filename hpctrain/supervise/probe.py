@@ -28,7 +28,8 @@ from pathlib import Path
 from hpctrain.errors import SlurmError
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.environment import for_queries
-from hpctrain.supervise.answers import Answers, ProbeResult
+from hpctrain.supervise.answers import Answers, NodeAnswer, ProbeResult
+from hpctrain.supervise.preflight import SHUTDOWN
 
 STEP_NAME = "hpctrain-probe"
 _POLL_SECONDS = 0.05
@@ -45,11 +46,15 @@ _READING_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class Question:
-    """What each node is asked: see `preflight`. `since` is seconds since the epoch."""
+    """What each node is asked: see `preflight`. `since` is seconds since the epoch.
+
+    `settings` is the run's `supervise.json`, which lists its `inputs`; None: do not look for them.
+    """
 
     run_directory: Path
     since: float = 0.0
     gpus: int = 0
+    settings: Path | None = None
     python: str = sys.executable
 
     @property
@@ -59,6 +64,7 @@ class Question:
             f"--run-directory={self.run_directory}",
             f"--since={self.since:.3f}",
             f"--gpus={self.gpus}",
+            *((f"--settings={self.settings}",) if self.settings is not None else ()),
         )
 
 
@@ -114,11 +120,13 @@ def _condemned(asked: Sequence[str], answers: Answers) -> list[str]:
 
 @dataclass(frozen=True)
 class _Look:
-    """Nodes that cannot be asked and why, those silent to Slurm, those on their way out."""
+    """Nodes that cannot be asked and why, those silent to Slurm, those on their way out, and those
+    that Slurm has rebooted or powered down."""
 
     gone: Mapping[str, str]
     silent: frozenset[str]
     drained: tuple[str, ...]
+    leaving: frozenset[str]
 
 
 def _look(slurm: SlurmClient, job_id: int, nodes: Sequence[str]) -> _Look:
@@ -132,7 +140,8 @@ def _look(slurm: SlurmClient, job_id: int, nodes: Sequence[str]) -> _Look:
             gone[node] = f"Slurm says that it is {one.state}"
     silent = frozenset(node for node, one in states.items() if not one.responding)
     drained = tuple(node for node in nodes if node in states and "drain" in states[node].state)
-    return _Look(gone, silent, drained)
+    leaving = frozenset(node for node, one in states.items() if one.leaving)
+    return _Look(gone, silent, drained, leaving)
 
 
 def _result(nodes: Sequence[str], look: _Look, probe: _Probe, seconds: float) -> ProbeResult:
@@ -153,9 +162,15 @@ def _result(nodes: Sequence[str], look: _Look, probe: _Probe, seconds: float) ->
         lost=tuple(missing),
         why_lost=tuple(reasons[node] for node in missing),
         drained=look.drained,
+        leaving=tuple(node for node in nodes if node in look.leaving or node in _leaving(answers)),
         trouble=trouble,
         seconds=seconds,
     )
+
+
+def _leaving(answers: Sequence[NodeAnswer]) -> frozenset[str]:
+    """Those that say themselves that they are being shut down."""
+    return frozenset(one.node for one in answers if any(p.check == SHUTDOWN for p in one.problems))
 
 
 # -- asking ----------------------------------------------------------------------------------

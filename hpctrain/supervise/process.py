@@ -30,11 +30,16 @@ _STEP_WAITS = re.compile(r"step creation (?:temporarily|still) disabled|configur
 _STEP_CREATED = re.compile(r"[Ss]tep created")
 
 
+_FINAL = frozenset({"TERM", "INT", "HUP"})
+
+
 class Signals:
     """Remembers which signals have arrived; the handlers do nothing else."""
 
     def __init__(self) -> None:
         self._arrived: list[str] = []
+        self._dismissed = 0
+        self._taken = 0
 
     def install(self) -> None:
         """Catch what Slurm sends to a batch script, and what a person at a terminal sends.
@@ -56,7 +61,16 @@ class Signals:
     @property
     def final(self) -> bool:
         """True once the job is being ended: only KillWait seconds are left."""
-        return any(name in ("TERM", "INT", "HUP") for name in self._arrived)
+        return any(name in _FINAL for name in self._arrived[self._dismissed :])
+
+    def take(self) -> tuple[str, ...]:
+        """The signals that nobody has taken yet."""
+        taken, self._taken = self._taken, len(self._arrived)
+        return tuple(self._arrived[taken : self._taken])
+
+    def dismiss(self, count: int) -> None:
+        """The first `count` signals were not Slurm's: nobody ends the job."""
+        self._dismissed = max(self._dismissed, count)
 
 
 class Launch:

@@ -8,28 +8,10 @@ from __future__ import annotations
 
 from hpctrain.supervise.causes import Cause
 from hpctrain.supervise.documents import Evidence, JobFacts, TaskFailure, Verdict
-from hpctrain.supervise.slurm_words import exit_code, nodes_named, reason_of
+from hpctrain.supervise.job_end import CAUSES_OF_STATES, cause_of_end, words_of
+from hpctrain.supervise.slurm_words import exit_code, nodes_named, reason_of, srun_was_told_to_end
 
-# slurm(1) squeue, JOB STATE CODES; what is running or starting is not among them.
-_ENDING_STATES = frozenset(
-    {
-        *("COMPLETING", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL"),
-        *("OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL"),
-    }
-)
-_CAUSES_OF_STATES = {
-    "TIMEOUT": Cause.TIME_LIMIT,
-    "DEADLINE": Cause.TIME_LIMIT,
-    "NODE_FAIL": Cause.NODE_FAILURE,
-    "BOOT_FAIL": Cause.NODE_FAILURE,
-    "OUT_OF_MEMORY": Cause.HOST_OOM,
-}
-_CAUSES_OF_REASONS = {
-    "TimeLimit": Cause.TIME_LIMIT,
-    "NodeDown": Cause.NODE_FAILURE,
-    "NodeFail": Cause.NODE_FAILURE,
-    "Prolog": Cause.PROLOG_FAILURE,
-}
+_ENDING_STATES = frozenset({"COMPLETING", *CAUSES_OF_STATES})
 # src/common/slurm_protocol_defs.c, job_state_reason_string: a prolog failed, the job is held
 _PROLOG_HELD = "launch_failed_requeued_held"
 _HOLDERS = {
@@ -59,24 +41,38 @@ def by_slurm(evidence: Evidence) -> Verdict | None:
 
 
 def by_requests(evidence: Evidence) -> Verdict | None:
-    """The trainer left because somebody asked it to: Slurm by a signal, or a person."""
+    """The trainer left because somebody asked it to: Slurm by a signal, or a person.
+
+    A signal that nobody explains is no request: see `left_unexplained`.
+    """
     if evidence.job is not None and evidence.job.preempt_time:
         return _in_grace(evidence, evidence.job)
     wish = _wished(evidence)
     if not _asked_to_leave(evidence):
+        if not _only_ended_by_others(evidence):
+            return None
         # `stop --now` ends the step without a word of the ranks.
-        return wish if _only_ended_by_others(evidence) else None
+        return wish or _ended_from_outside(evidence)
     if "USR1" in evidence.signals:
         reason = "the time limit is near: the trainer saved and left"
         return Verdict(Cause.TIME_LIMIT, reason, ("signal USR1 from Slurm",))
-    if wish is not None:
-        return wish
-    if evidence.job is None:
-        return None
-    return Verdict(
-        Cause.YIELDED,
-        "a signal asked the trainer to stop, and Slurm records no preemption",
-        _job_lines(evidence, evidence.job),
+    return wish or _signalled(evidence, "the trainer saved and left")
+
+
+def left_unexplained(evidence: Evidence) -> bool:
+    """The ranks left because of a signal, and neither a request nor Slurm says why it was sent.
+
+    Nodes that go down in good order send such a signal before Slurm knows of it, and so does a
+    controller that dies before it has saved what it did.
+    """
+    explained = evidence.job is not None and (
+        evidence.job.preempt_time or by_slurm(evidence) is not None
+    )
+    return (
+        _asked_to_leave(evidence)
+        and "USR1" not in evidence.signals
+        and _wished(evidence) is None
+        and not explained
     )
 
 
@@ -87,19 +83,6 @@ def noticed(evidence: Evidence) -> Cause | None:
         return cause
     said = (f for f in evidence.findings if f.signature.startswith("slurm_") and f.role == "root")
     return next((f.cause for f in said if f.cause in _SIGNED_BY_SLURM), None)
-
-
-def words_of(cause: Cause) -> str:
-    """A cause of the scheduler as part of a sentence."""
-    return {
-        Cause.PREEMPTED: "preempted by a job of higher priority",
-        Cause.TIME_LIMIT: "the time limit is reached",
-        Cause.NODE_FAILURE: "a node failed",
-        Cause.PROLOG_FAILURE: "the prolog failed on a node",
-        Cause.HOST_OOM: "the memory of the job is used up",
-        Cause.REQUEUED: "requeued by its owner or an administrator",
-        Cause.CANCELLED: "cancelled",
-    }.get(cause, str(cause))
 
 
 def _requeued(evidence: Evidence, job: JobFacts) -> Verdict:
@@ -136,13 +119,56 @@ def _by_last_words(evidence: Evidence) -> Verdict | None:
 
 
 def _ended_by_slurm(evidence: Evidence, job: JobFacts) -> Verdict:
-    cause = _CAUSES_OF_REASONS.get(_reason(job)) or _CAUSES_OF_STATES.get(job.state)
-    if cause is None:
-        cause = Cause.PREEMPTED if job.state == "PREEMPTED" else noticed(evidence)
-    cause = cause or Cause.CANCELLED
+    cause = cause_of_end(job.state, _reason(job)) or noticed(evidence) or Cause.CANCELLED
     nodes = _failed_nodes(evidence) if cause is Cause.NODE_FAILURE else ()
     reason = f"Slurm ends the job: {words_of(cause)}"
     return Verdict(cause, reason, _job_lines(evidence, job), nodes=nodes)
+
+
+def _signalled(evidence: Evidence, what_followed: str) -> Verdict | None:
+    """A signal that nobody explains. Nodes that are lost or leaving explain it after all."""
+    lines = _job_lines(evidence, evidence.job) if evidence.job is not None else ()
+    told = _told(evidence)
+    if evidence.lost_nodes:
+        return None
+    if evidence.leaving_nodes:
+        reason = f"{', '.join(evidence.leaving_nodes[:8])} is being shut down: {what_followed}"
+        nodes = evidence.leaving_nodes
+        return Verdict(Cause.NODE_FAILURE, reason, (*told, *lines), nodes=nodes)
+    who = told[0] if told else "a rank got a signal"
+    reason = f"{who}, which neither a request nor Slurm explains: {what_followed}"
+    return Verdict(Cause.EXTERNAL_SIGNAL, reason, (*told[1:], *lines))
+
+
+def _told(evidence: Evidence) -> tuple[str, ...]:
+    """Who got a signal; `evidence.signals` are the supervisor's own."""
+    ranks = sorted({rank for exit_ in evidence.rank_exits for rank in exit_.signalled_ranks})
+    nodes = {rank: node for rank in ranks if (node := node_of_rank(evidence, rank)) is not None}
+    told = [f"the supervisor got {name}" for name in dict.fromkeys(evidence.signals)]
+    if ranks:
+        numbers = ", ".join(map(str, ranks[:8])) + (" and more" if len(ranks) > 8 else "")
+        where = ", ".join(dict.fromkeys(nodes.values()))
+        whose = f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"
+        told.append(f"{whose}{f' on {where}' if where else ''} got a signal")
+    return tuple(told)
+
+
+def node_of_rank(evidence: Evidence, rank: int) -> str | None:
+    """Slurm gives each node its ranks in a row (srun(1), --distribution=block, its default)."""
+    nodes, size = evidence.nodes, evidence.world_size
+    if not nodes or not size or size % len(nodes) or rank >= size:
+        return None
+    return nodes[rank // (size // len(nodes))]
+
+
+def _ended_from_outside(evidence: Evidence) -> Verdict | None:
+    """The ranks were killed with their srun, or the supervisor was told to end and they were not:
+    by somebody else than Slurm, which still calls the job running."""
+    if evidence.job is None or evidence.job.state != "RUNNING":
+        return None
+    if srun_was_told_to_end(evidence.notices) or {"TERM", "INT", "HUP"} & set(evidence.signals):
+        return _signalled(evidence, "the step ended without a last save")
+    return None
 
 
 def _wished(evidence: Evidence) -> Verdict | None:

@@ -67,6 +67,7 @@ class Onlooker:
         `closely`: also look for a save in flight; `rank_times`: also read those.
         """
         run, epoch = self._run, self._epoch
+        run.require()
         progress = self._progress()
         self._read_outcomes()
         return Sight(
@@ -132,17 +133,18 @@ class Looker:
 
     def __init__(self, look: Callable[[bool, bool], Sight]) -> None:
         self.busy = False
+        self.fault: OSError | None = None
         self._look = look
         self._asked: SimpleQueue[tuple[bool, bool] | None] = SimpleQueue()
-        self._seen: SimpleQueue[Sight | None] = SimpleQueue()
+        self._seen: SimpleQueue[Sight | OSError] = SimpleQueue()
         threading.Thread(target=self._serve, daemon=True, name="looker").start()
 
     def _serve(self) -> None:
         while (wanted := self._asked.get()) is not None:
             try:
                 self._seen.put(self._look(*wanted))
-            except OSError:
-                self._seen.put(None)
+            except OSError as error:
+                self._seen.put(error)
 
     def ask(self, *, closely: bool, rank_times: bool) -> None:
         """Begin a look; not while one is under way."""
@@ -151,13 +153,14 @@ class Looker:
         self._asked.put((closely, rank_times))
 
     def answer(self, wait_seconds: float = 0.0) -> Sight | None:
-        """What was seen; None while the look goes on (`busy`), and when it has failed."""
+        """What was seen; None while the look goes on (`busy`), and when it has failed (`fault`)."""
         try:
-            sight = self._seen.get(block=wait_seconds > 0, timeout=wait_seconds or None)
+            seen = self._seen.get(block=wait_seconds > 0, timeout=wait_seconds or None)
         except Empty:
             return None
         self.busy = False
-        return sight
+        self.fault = seen if isinstance(seen, OSError) else None
+        return None if isinstance(seen, OSError) else seen
 
     def close(self) -> None:
         """End the thread, as soon as its last look has ended."""

@@ -9,6 +9,7 @@ follows from them (`scheduler_verdict`, `rank_verdict`).
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Iterable
 
 from hpctrain.supervise.causes import Cause
@@ -30,10 +31,12 @@ _OUT_OF_MEMORY = re.compile(r"oom.kill")
 _STEP_GONE = re.compile(
     r"error: (?:Aborting, .*missing step on|Cannot communicate with) node (\d+)"
 )
+# src/srun/libsrun/allocate.c and launch: srun itself got a signal that ends it and its step.
+_TOLD_TO_END = re.compile(r"srun: forcing job termination")
 _CONTROLLER_AWAY = re.compile(_AWAY)
 _NOTICE = re.compile(
     rf"\*\*\* (?:STEP|JOB) |Node failure on |error: .*(?:{_LAUNCH_FAILURES.pattern})|oom.kill"
-    rf"|{_STEP_GONE.pattern}"
+    rf"|{_STEP_GONE.pattern}|{_TOLD_TO_END.pattern}"
     rf"|error: .*(?:{_AWAY})|error: .*{_PROLOG.pattern}"
 )
 _TASK = re.compile(
@@ -41,6 +44,16 @@ _TASK = re.compile(
     r"(?P<what>Exited with exit code \d+|[A-Z][A-Za-z ()]+)"
 )
 _CODE = re.compile(r"Exited with exit code (\d+)")
+# What people and programs send to a process; the other signals a process brings on itself.
+_SENT_SIGNALS = frozenset(
+    {
+        *(signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT),
+        *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGXCPU),
+    }
+)
+_SENT_WORDS = frozenset(filter(None, map(signal.strsignal, _SENT_SIGNALS)))
+# bash(1), EXIT STATUS: a command that signal N ends has the code 128 + N.
+_SIGNAL_CODE = 128
 _FAILED_NODE = re.compile(r"(?:Node failure|failed) on (?:node )?([^\s,:*\[]+)")
 
 
@@ -84,6 +97,11 @@ def lost_step(lines: Iterable[str]) -> int | None:
     return next((int(match[1]) for match in found), None)
 
 
+def srun_was_told_to_end(lines: Iterable[str]) -> bool:
+    """True if srun ended its step because somebody sent it a signal."""
+    return any(_TOLD_TO_END.search(line) for line in lines)
+
+
 def out_of_memory(lines: Iterable[str]) -> tuple[str, ...]:
     """The lines by which slurmstepd says that the kernel killed tasks for their memory."""
     return tuple(line for line in lines if _OUT_OF_MEMORY.search(line))
@@ -93,6 +111,14 @@ def nodes_named(lines: Iterable[str]) -> tuple[str, ...]:
     """The single nodes that such lines blame, in their order; lists like n[0-1] are left out."""
     found = (match[1] for line in lines if (match := _FAILED_NODE.search(line)))
     return tuple(dict.fromkeys(found))
+
+
+def killed_from_outside(failure: TaskFailure) -> bool:
+    """True if the task was ended by a signal that another process has sent (signal(7))."""
+    code = exit_code(failure)
+    if code is None:
+        return failure.what in _SENT_WORDS
+    return code - _SIGNAL_CODE in _SENT_SIGNALS
 
 
 def exit_code(failure: TaskFailure) -> int | None:

@@ -31,6 +31,7 @@ from hpctrain.store.ledger import Event, EventKind
 from hpctrain.store.signs import Progress, read_record
 from hpctrain.supervise.context import AttemptContext, say
 from hpctrain.supervise.documents import ActionKind
+from hpctrain.supervise.requeue import exclude
 from hpctrain.supervise.run_jobs import RunJobs, identity_of, select_jobs
 
 _POLL_SECONDS = 2.0
@@ -125,6 +126,20 @@ def end_succession(context: AttemptContext) -> None:
     if words:
         context.note(EventKind.OBSERVED, reason=words)
         say(words)
+
+
+def exclude_from_successors(context: AttemptContext, nodes: Sequence[str]) -> str:
+    """Keep the jobs of the run that wait in the queue away from `nodes`.
+
+    Returns what came of it, in words; raises nothing.
+    """
+    try:
+        waiting = _jobs_of_run(context, context.ledger.events()).waiting
+    except SlurmError as error:
+        return f"{', '.join(nodes)} could not be excluded: {error}"
+    ids = dict.fromkeys(job.submitted_id for job in waiting)
+    words = (f"job {job_id}: {exclude(context.slurm, job_id, nodes)}" for job_id in ids)
+    return "; ".join(words) or "no job waits that could be kept away from them"
 
 
 def _cancel_waiting(context: AttemptContext) -> str:

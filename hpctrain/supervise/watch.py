@@ -8,6 +8,8 @@ controller that hangs keeps signals from being handled.
 
 from __future__ import annotations
 
+import math
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +20,8 @@ from hpctrain.supervise import dumps
 from hpctrain.supervise.audit import audit
 from hpctrain.supervise.context import AttemptContext, say
 from hpctrain.supervise.control import Request, ask_trainer_to_leave
-from hpctrain.supervise.documents import Stall
+from hpctrain.supervise.documents import JobFacts, Stall
+from hpctrain.supervise.job_facts import job_facts, still_ours
 from hpctrain.supervise.phases import Pulse, StallLimits
 from hpctrain.supervise.process import Launch
 from hpctrain.supervise.sight import Looker, Onlooker, Sight, in_time, past_step_seconds
@@ -41,6 +44,9 @@ _LEAVING_SECONDS = 15.0
 # not leave, but no more than one answer of a busy controller takes. They may go on meanwhile.
 _LEAST_VERDICT_SECONDS, _VERDICT_SECONDS = 2.0, 8.0
 _FINAL_READING_SECONDS = 0.2
+# How long before the end of a launch a fault of storage may have been to have ended it: ranks wait
+# for their run directory before they give up, and need some time to say so.
+_FAULT_COUNTS_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -65,9 +71,10 @@ class LaunchWatch:
     `tasks` is the number of ranks (0: as many as show themselves), `nodes` those of the launch in
     the order of its ranks (empty: all of the job), `stage_of` gives a rank's pipeline stage (None:
     as the trainer's file for so many ranks says).
-    Afterwards: `superseded`, `started`, `stall` (with the odd ranks), `slow_ranks`,
-    `step_remains`, `storage_stalled_seconds`, for how long the run directory did not answer, and
-    `killed_at`, when we began to kill what was left of the step (seconds since the epoch).
+    Afterwards: `superseded`, `started`, `stall` (with the odd ranks), `slow_ranks`, `signals` (that
+    came meanwhile), `step_remains`, `storage_stalled_seconds`, for how long the run directory did
+    not answer, `storage_fault`, the error that kept us from reading it at the end, and `killed_at`,
+    when we began to kill what was left of the step (seconds since the epoch).
     """
 
     def __init__(
@@ -103,7 +110,10 @@ class LaunchWatch:
         self._seen_at = now
         self._stalled_before_seconds = 0.0
         self._next_look = self._next_rank_times = now
-        self._handled_signals = 0
+        self.signals: tuple[str, ...] = ()
+        self.storage_fault: OSError | None = None
+        self._fault_at = -math.inf
+        self._told: _SlurmsWord | None = None
         self._final_at: float | None = None
         self._failed_at: float | None = None
         self._left_at: float | None = None
@@ -131,9 +141,12 @@ class LaunchWatch:
                 break
             time.sleep(_POLL_SECONDS)
         looker.close()
+        if time.monotonic() - self._fault_at > _FAULT_COUNTS_SECONDS:
+            self.storage_fault = None
         # While srun is alive its pipe stays open: no use in waiting for the end of it.
         self.launch.finish_reading(_FINAL_READING_SECONDS if self.launch.poll() is None else 2.0)
         self._handle_signals()
+        self._hear_slurm(_WORD_SECONDS)
         if not self.context.signals.final:
             self._end_step()
         if self.stall is not None:
@@ -142,14 +155,28 @@ class LaunchWatch:
     # -- signals and requests --------------------------------------------------------------
 
     def _handle_signals(self) -> None:
-        names = self.context.signals.names
-        for name in names[self._handled_signals :]:
+        for name in self.context.signals.take():
+            self.signals = (*self.signals, name)
             self._note(EventKind.SIGNAL, signal=name)
             if name == "USR1":
                 self._ask_to_leave("Slurm's warning signal USR1")
             elif self._final_at is None:
                 self._final_at = time.monotonic()
-        self._handled_signals = len(names)
+                self._told = _SlurmsWord(self.context)
+        self._hear_slurm()
+
+    def _hear_slurm(self, wait_seconds: float = 0.0) -> None:
+        """A final signal with which Slurm has nothing to do ends nothing: the run is saved, for
+        whoever sent it may do more, and then goes on."""
+        told, self._told = self._told, None
+        if told is None or not told.comes(wait_seconds):
+            self._told = told
+            return
+        if still_ours(self.context, told.facts):
+            self.context.signals.dismiss(told.signals_before)
+            self._final_at = None
+            self._ask_to_leave(f"signal {self.signals[-1]}, which Slurm did not send")
+            self._say(f"signal {self.signals[-1]} did not come from Slurm, which runs the job on")
 
     def _ask_to_leave(self, reason: str) -> None:
         """Both ways at once: a file survives a lost signal, a signal beats a cached file name.
@@ -209,7 +236,7 @@ class LaunchWatch:
             return False
         sight = looker.answer()
         if sight is None:
-            self._count_held_look(now)
+            self._count_held_look(now, None if looker.busy else looker.fault)
             return False
         if not self._judge(sight, now):
             return False
@@ -222,8 +249,10 @@ class LaunchWatch:
             self._next_rank_times = now + _RANK_TIMES_SECONDS
         looker.ask(closely=self._pulse.is_late(now), rank_times=rank_times)
 
-    def _count_held_look(self, now: float) -> None:
+    def _count_held_look(self, now: float, fault: OSError | None) -> None:
         """The run directory does not answer, or only with errors."""
+        if fault is not None:
+            self.storage_fault, self._fault_at = fault, now
         gap_seconds = now - self._seen_at
         if gap_seconds > _LOOK_SECONDS + _HELD_SECONDS:
             self.storage_stalled_seconds = self._stalled_before_seconds + gap_seconds
@@ -362,6 +391,28 @@ class LaunchWatch:
             time.sleep(_POLL_SECONDS)
         self.launch.kill()
         self.launch.finish_reading(_FINAL_READING_SECONDS)
+
+
+class _SlurmsWord:
+    """What Slurm says about our job, asked in a thread: a controller may take its time.
+
+    `signals_before` is how many signals had arrived when it was asked.
+    """
+
+    def __init__(self, context: AttemptContext) -> None:
+        self.signals_before = len(context.signals.names)
+        self.facts: JobFacts | None = None
+        self._context = context
+        self._thread = threading.Thread(target=self._ask, daemon=True, name="slurms-word")
+        self._thread.start()
+
+    def _ask(self) -> None:
+        self.facts = job_facts(self._context, patient=False)
+
+    def comes(self, wait_seconds: float) -> bool:
+        """True once Slurm has answered, or has not for too long."""
+        self._thread.join(wait_seconds)
+        return not self._thread.is_alive()
 
 
 def _stages(context: AttemptContext, tasks: int) -> StageOf:

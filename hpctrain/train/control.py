@@ -20,8 +20,9 @@ class WriterState(IntEnum):
 
     FINISHED = 0
     RUNNING = 1
-    FAILED = 2
-    NO_SPACE = 3
+    AWAY = 2  # the run directory is out of reach; what was written may not count
+    FAILED = 3
+    NO_SPACE = 4
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,13 @@ class Control:
     def all_agree(self, yes: bool) -> bool:
         """True if all ranks say yes."""
         return self.total(float(not yes)) == 0
+
+    def who(self, yes: bool) -> tuple[int, ...]:
+        """The ranks that say yes, in their order."""
+        vector = torch.zeros(dist.get_world_size(self._group), dtype=torch.int32)
+        vector[dist.get_rank(self._group)] = int(yes)
+        self.start_sum(vector).wait()
+        return tuple(int(rank) for rank in vector.nonzero().flatten())
 
     def everywhere(self, text: str) -> list[str]:
         """The text of each rank, by rank."""

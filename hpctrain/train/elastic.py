@@ -19,7 +19,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from hpctrain.store.signs import AgentRecord, RankEnd, TrainerExit, write_record
+from hpctrain.store.signs import AgentRecord, RankEnd, TrainerExit, write_agent_record
 from hpctrain.train.below_agent import LOG_VARIABLE
 from hpctrain.train.passing import Passing
 from hpctrain.train.place import Place
@@ -136,6 +136,6 @@ def _rendezvous(place: Place) -> Any:
 def _write(place: Place, ended: tuple[RankEnd, ...]) -> None:
     record = AgentRecord(epoch=place.epoch, node=place.node, time=time.time(), ended=ended)
     try:
-        write_record(place.run.agent_record(place.epoch, place.node_rank), record)
+        write_agent_record(place.run, place.node_rank, record)
     except OSError as error:
         print(f"the record of this node could not be written: {error}", file=sys.stderr)

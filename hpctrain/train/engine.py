@@ -129,7 +129,7 @@ class Snapshot(Protocol):
     def restore(self, directory: Path) -> tuple[Position, str | None]:
         """Load everything; a remark if something could not be kept as it was.
 
-        Raises InvalidInputError when the checkpoint belongs to another run, BadCheckpointError
+        Raises InvalidInputError when the checkpoint belongs to another run, LoadFailedError
         when its files are damaged.
         """
 

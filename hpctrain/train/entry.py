@@ -12,13 +12,18 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
-from hpctrain.checkpoints.manifest import checkpoint_name, read_manifest, what_is_wrong
+from hpctrain.checkpoints.manifest import (
+    Manifest,
+    checkpoint_name,
+    read_manifest,
+    what_is_wrong,
+)
 from hpctrain.checkpoints.publish import StaleEpochError
 from hpctrain.engines.megatron_lm import MegatronLmConfig
+from hpctrain.engines.training import TrainConfig
 from hpctrain.errors import CheckpointError, HpctrainError, InvalidInputError, Problem
-from hpctrain.store.epochs import current_epoch
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.signs import (
     DoneMarker,
@@ -26,16 +31,28 @@ from hpctrain.store.signs import (
     Outcome,
     TrainerExit,
     read_record,
+    write_exit_record,
     write_record,
 )
-from hpctrain.train.faults import BadCheckpointError, cause_of
+from hpctrain.train.digest_check import DigestCheck, start_digest_check
+from hpctrain.train.faults import (
+    BadCheckpointError,
+    UnreadableCheckpointError,
+    blames_checkpoint,
+    cause_of,
+    is_node_dependent,
+)
 from hpctrain.train.job import Job, read_config
 from hpctrain.train.launch import Launch, quiet_defaults, read_launch
 from hpctrain.train.nsight import become_recorded
 from hpctrain.train.preflight import check
 from hpctrain.train.stacks import StackDump, flight_recorder, open_stack_dump
 from hpctrain.train.stop import StopSignals
+from hpctrain.train.storage import fence_of, is_present, outlast, stale_or
 
+# How long the record of a rank that ends waits for the run directory: Slurm may be ending the job.
+_LAST_WORD_SECONDS = 10.0
+_Checked = TypeVar("_Checked")
 _CODES: dict[Outcome, TrainerExit] = {
     "done": TrainerExit.DONE,
     "yielded": TrainerExit.YIELDED,
@@ -60,7 +77,7 @@ def main(arguments: list[str], stop: StopSignals) -> int:
     run = RunLayout(path.parent)
     if read_record(run.done, DoneMarker) is not None:
         return TrainerExit.DONE
-    ending = _Ending(run, launch)
+    ending = _Ending(run, launch, stop)
     stacks = _open_stacks(run, launch)
     code = ending.of(lambda: _train(_job(path, launch, run, stop), ending))
     if stacks is not None:
@@ -70,9 +87,19 @@ def main(arguments: list[str], stop: StopSignals) -> int:
 
 def _job(path: Path, launch: Launch, run: RunLayout, stop: StopSignals) -> Job:
     """Does not return where this rank has to be started below a profiler."""
-    config = read_config(path)
+    config = _read_config(path, launch, run)
     become_recorded(path, config, launch, run, os.environ, stop)
     return Job(config, launch, run, stop)
+
+
+def _read_config(path: Path, launch: Launch, run: RunLayout) -> TrainConfig:
+    """In a supervised launch the file was there: if it is missing, its directory is away."""
+
+    def read() -> TrainConfig:
+        run.require()
+        return read_config(path)
+
+    return outlast(run, read) if launch.epoch else read_config(path)
 
 
 def _open_stacks(run: RunLayout, launch: Launch) -> StackDump | None:
@@ -106,22 +133,32 @@ def _config_path(arguments: list[str]) -> Path:
 class _Ending:
     """Turns what happens into an exit code and an exit record of this rank."""
 
-    def __init__(self, run: RunLayout, launch: Launch) -> None:
+    def __init__(self, run: RunLayout, launch: Launch, stop: StopSignals) -> None:
         self._run = run
         self._launch = launch
+        self._stop = stop
+        self.signalled_ranks: tuple[int, ...] = ()
         self.step: Callable[[], int] = lambda: 0
+        self.loading_step: int | None = None
 
     def of(self, work: Callable[[], Outcome]) -> int:
         try:
             return self._good(work())
         except InvalidInputError as error:
-            return self._bad("config_error", str(error), None)
-        except StaleEpochError as error:
-            return self._bad("crash", f"stale epoch: {error}", None)
-        except HpctrainError as error:
-            return self._bad("crash", str(error), None, error)
+            return self._bad("config_error", str(error), None, node_dependent=error.node_dependent)
+        except Exception as error:
+            return self._crashed(stale_or(error, self._run, self._launch))
         except BaseException as error:
-            return self._bad("crash", _in_one_line(error), traceback.format_exc(), error)
+            return self._crashed(error)
+
+    def _crashed(self, error: BaseException) -> int:
+        if isinstance(error, StaleEpochError):
+            return self._bad("crash", f"stale epoch: {error}", None, error)
+        here = is_node_dependent(error, self._run.checkpoints)
+        if isinstance(error, HpctrainError):
+            return self._bad("crash", str(error), None, error, node_dependent=here)
+        trace = "".join(traceback.format_exception(error))
+        return self._bad("crash", _in_one_line(error), trace, error, node_dependent=here)
 
     def _good(self, outcome: Outcome) -> int:
         if self._launch.leads:
@@ -134,23 +171,21 @@ class _Ending:
         message: str,
         trace: str | None,
         error: BaseException | None = None,
+        *,
+        node_dependent: bool = False,
     ) -> int:
-        message = self._stale_or(message) if outcome == "crash" else message
-        stale = message.startswith("stale epoch")
-        cause = "superseded" if stale else cause_of(error) if error is not None else None
+        cause = self._cause(error) if error is not None else None
         code = _CODES_OF_CAUSES.get(cause or "", _CODES[outcome])
-        self._record(outcome, message, trace, cause, getattr(error, "consumed_samples", None))
-        if outcome == "config_error" and not self._launch.leads:
+        self._record(outcome, message, trace, cause, error, node_dependent)
+        if outcome == "config_error" and not node_dependent and not self._launch.leads:
             return code  # every rank found the same: rank 0 says it
         rank = f"rank {self._launch.rank} on {self._launch.node}"
         return _say(f"{trace or ''}{rank}: {outcome}: {message}", code)
 
-    def _stale_or(self, message: str) -> str:
-        """A newer launch takes the files of this one away, which shows as all kinds of errors."""
-        owner = current_epoch(self._run.epochs)
-        if owner == self._launch.epoch or message.startswith("stale epoch"):
-            return message
-        return f"stale epoch: epoch {owner} owns the run, not {self._launch.epoch}; {message}"
+    def _cause(self, error: BaseException) -> str | None:
+        """Where the error itself does not tell, a run directory that is away is the reason."""
+        cause = cause_of(error)
+        return "storage" if cause is None and not is_present(self._run) else cause
 
     def _record(
         self,
@@ -158,7 +193,8 @@ class _Ending:
         message: str | None,
         trace: str | None,
         cause: str | None = None,
-        consumed_samples: int | None = None,
+        error: BaseException | None = None,
+        node_dependent: bool = False,
     ) -> None:
         record = ExitRecord(
             epoch=self._launch.epoch,
@@ -171,59 +207,103 @@ class _Ending:
             message=message,
             traceback=trace,
             cause=cause,
-            consumed_samples=consumed_samples,
+            consumed_samples=getattr(error, "consumed_samples", None),
+            node_dependent=node_dependent,
+            loading_step=self._unloadable_step(error),
+            signal=self._stop.name,
+            signalled_ranks=self.signalled_ranks,
         )
         try:
-            write_record(self._run.exit_record(record.epoch, record.rank), record)
+            outlast(self._run, lambda: write_exit_record(self._run, record), _LAST_WORD_SECONDS)
         except OSError as error:
             _say(f"the exit record could not be written: {error}", TrainerExit.CRASH)
+
+    def _unloadable_step(self, error: BaseException | None) -> int | None:
+        """The checkpoint that was being loaded, if the error speaks against it."""
+        if error is None or not blames_checkpoint(error):
+            return None
+        return self.loading_step
 
 
 def _train(job: Job, ending: _Ending) -> Outcome:
     """Everything from the first check to the done marker."""
-    check(job)
-    _refuse_stale(job)
-    _refuse_damaged(job)
+    if job.launch.epoch:
+        _refuse_stale(job)
+    _twice(job, lambda: check(job), InvalidInputError)
+    digests = _twice(
+        job, lambda: _refuse_damaged(job), BadCheckpointError, UnreadableCheckpointError
+    )
     os.environ.update(quiet_defaults(job.config.engine) | flight_recorder(job.run, job.launch))
     if isinstance(job.config, MegatronLmConfig):
-        return _supervise(job, ending)
+        return _supervise(job, ending, digests)
     from hpctrain.train.startup import assemble  # torch and megatron-core come in here
 
-    loop = assemble(job, ending)
+    loop = assemble(job, ending, digests)
     try:
         outcome = loop.run()
+        ending.signalled_ranks = loop.signalled_ranks
     except BaseException:
         loop.saver.abandon()
         raise
     if outcome == "done" and job.launch.leads:
-        _mark_done(job, loop.position.step)
+        outlast(job.run, lambda: _mark_done(job, loop.position.step))
     loop.control.barrier()
     return outcome
 
 
-def _supervise(job: Job, ending: _Ending) -> Outcome:
+def _supervise(job: Job, ending: _Ending, digests: DigestCheck | None) -> Outcome:
     """Have somebody's own program train."""
     from hpctrain.train.megatron_lm.running import run
 
-    outcome, step = run(job, ending)
+    outcome, step = run(job, ending, digests)
     if outcome == "done" and job.launch.leads:
-        _mark_done(job, step)
+        outlast(job.run, lambda: _mark_done(job, step))
     return outcome
 
 
 def _refuse_stale(job: Job) -> None:
-    owner = current_epoch(job.run.epochs)
-    if owner != job.launch.epoch:
-        raise StaleEpochError(f"epoch {owner} owns the run, not {job.launch.epoch}")
+    """The epoch of this launch may reach this node late: nfs(5), attributes are cached for up to
+    acdirmax = 60 s. Until then the directory is one of before."""
+    outlast(job.run, fence_of(job.run, job.launch).check)
 
 
-def _refuse_damaged(job: Job) -> None:
-    """Names and sizes only; whoever chose the checkpoint has read its content."""
+def _twice(
+    job: Job, check_once: Callable[[], _Checked], *refusals: type[HpctrainError]
+) -> _Checked:
+    """A refusal ends the run for good: it has to stand while the run directory is there, too."""
+    try:
+        return check_once()
+    except refusals:
+        if is_present(job.run) and not job.launch.epoch:
+            raise
+        outlast(job.run, job.run.require)
+        return check_once()
+
+
+def _refuse_damaged(job: Job) -> DigestCheck | None:
+    """Compare names and sizes now, and begin to compare this rank's share of the content."""
     directory = job.resume_directory
-    if directory is not None:
-        problem = what_is_wrong(directory, read_manifest(directory), deep=False)
-        if problem is not None:
-            raise BadCheckpointError(f"cannot resume from {directory.name}: {problem}")
+    if directory is None:
+        return None
+    manifest = read_manifest(directory)
+    problem = what_is_wrong(directory, manifest, deep=False)
+    if problem is not None:
+        where = f"rank {job.launch.rank} on {job.launch.node}"
+        words = f"{where} cannot resume from {directory.name}: {problem}"
+        unreadable = manifest is None or _cannot_read(directory, manifest)
+        raise UnreadableCheckpointError(words) if unreadable else BadCheckpointError(words)
+    return start_digest_check(directory, job.launch.rank, job.launch.world_size, job.launch.node)
+
+
+def _cannot_read(directory: Path, manifest: Manifest) -> bool:
+    """True if a listed file is not there for this rank: its node's fault, as long as the supervisor
+    has just seen all of them."""
+    try:
+        for file in manifest.files:
+            (directory / file.name).stat()
+    except OSError:
+        return True
+    return False
 
 
 def _mark_done(job: Job, step: int) -> None:

@@ -25,6 +25,9 @@ from hpctrain.train.stop import file_exists
 from hpctrain.train.times import RankClock
 
 Ending = Literal["done", "yielded"]
+_MOST_SIGNALLED = 64
+# The supervisor sends USR2 to hand on a wish to stop.
+_NOT_FROM_OUTSIDE = (None, "SIGUSR2")
 
 
 @dataclass
@@ -43,6 +46,7 @@ class Loop:
     clock: RankClock
     profiler: StepProfiler
     request: SaveRequest
+    signalled_ranks: tuple[int, ...] = ()
 
     def run(self) -> Ending:
         """Train until the target step or until a rank was asked to stop; saves before it ends.
@@ -61,12 +65,18 @@ class Loop:
             while self.position.step < target and not stopping:
                 agreed = self.one_step()
                 stopping, trained = agreed.stop, True
+            if stopping:
+                # Whom a signal has reached is what tells a node that shuts down from the others.
+                signalled = self.control.who(self.job.stop.name not in _NOT_FROM_OUTSIDE)
+                self.signalled_ranks = signalled[:_MOST_SIGNALLED]
             self._save_the_end(trained)
+            self.reporter.close()
         except DivergedError:
             self.saver.leave()
             raise
         finally:
             self.profiler.leave()
+            self.reporter.flush()
         return "done" if self.position.step >= target else "yielded"
 
     def one_step(self) -> Agreement:
@@ -143,6 +153,7 @@ class Loop:
         config = self.job.config
         by_steps = config.save_interval_steps
         due = agreed.save or (by_steps is not None and self.position.step % by_steps == 0)
+        due = due or (self.saver.owed and not self.saver.busy)
         at_the_end = agreed.stop or self.position.step >= config.train_steps
         if due and not at_the_end:
             self._save(wait=not config.async_save)
@@ -155,6 +166,9 @@ class Loop:
         if self.request.done():
             self.reporter.log("save_requested", step=self.position.step)
         if wait:
+            self.saver.finish()
+        while wait and self.saver.owed:
+            self.saver.begin(self.position)
             self.saver.finish()
         self.reporter.phase("training")
 

@@ -80,6 +80,7 @@ def become_recorded(
                     "`nsys` on its PATH",
                     hint="load the module of Nsight Systems in the profile's `software.modules`, "
                     "or set `profile.tool: torch`",
+                    node_dependent=True,
                 )
             ]
         )

@@ -1,6 +1,7 @@
 """What a user may have got wrong, found before torch is imported and before any rank waits.
 
-Every rank runs these checks on the same files, so all of them leave with the same message.
+Every rank runs these checks on the same files, so all of them leave with the same message, unless
+a node has not what the others have: a `Problem` that may be so says that it is `node_dependent`.
 Belongs here: checks of the configuration, the data files and the run directory. Does not belong
 here: whether a checkpoint's content is good (see `hpctrain.checkpoints`), plans and their memory.
 """
@@ -84,7 +85,7 @@ def _skip_problems(path: Path) -> tuple[Problem, ...]:
 def _resume_problems(job: Job) -> Iterator[Problem]:
     """Never start at step 0 beside checkpoints, never resume from what is not one."""
     published = published_steps(job.run.checkpoints)
-    if job.launch.epoch == 0 and current_epoch(job.run.epochs) != 0:
+    if job.launch.epoch == 0 and job.run.epochs.is_dir() and current_epoch(job.run.epochs) != 0:
         yield Problem("HPCTRAIN_EPOCH is not set, but the run has launches with epochs")
     if not job.launch.resume:
         if published:
@@ -99,6 +100,8 @@ def _resume_problems(job: Job) -> Iterator[Problem]:
     if step is None:
         yield Problem(f"HPCTRAIN_RESUME is not a checkpoint's name: {job.launch.resume!r}")
     elif not directory.is_dir():
-        yield Problem("the checkpoint to resume from does not exist", str(directory))
+        words = "the checkpoint to resume from does not exist"
+        yield Problem(words, str(directory), node_dependent=True)
     elif read_manifest(directory) is None:
-        yield Problem("the checkpoint to resume from has no readable manifest", str(directory))
+        words = "the checkpoint to resume from has no readable manifest"
+        yield Problem(words, str(directory), node_dependent=True)

@@ -75,7 +75,7 @@ class TorchTrace:
     def stop(self, path: Path) -> str:
         profiler, self._profiler = self._profiler, None
         profiler.stop_trace()
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path.parent.mkdir(exist_ok=True, mode=0o700)
         # the name ends in .gz, by which torch knows that it is to compress
         unfinished = path.with_name(f"unfinished-{path.name}")
         try:

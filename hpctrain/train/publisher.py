@@ -8,6 +8,7 @@ thread. Does not belong here: what makes a checkpoint good and the fencing proto
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from pathlib import Path
@@ -18,22 +19,22 @@ from hpctrain.checkpoints.manifest import (
     digest_file,
     read_manifest,
     read_rank_digests,
+    read_writers,
 )
 from hpctrain.checkpoints.publish import (
-    Fence,
     StaleEpochError,
     publish,
     published_steps,
     retire,
 )
-from hpctrain.errors import CheckpointError
-from hpctrain.store.epochs import current_epoch
+from hpctrain.errors import CheckpointError, HpctrainError, StorageError
 from hpctrain.train.control import WriterState
 from hpctrain.train.engine import Form, Position
 from hpctrain.train.faults import is_full
 from hpctrain.train.job import Job
 from hpctrain.train.room import NoSpaceError
 from hpctrain.train.skips import Skips
+from hpctrain.train.storage import fence_of, outlast, stale_or
 
 # How long the end of a launch waits for old checkpoints to be deleted; the next launch goes on.
 _RETIRE_SECONDS = 10.0
@@ -67,29 +68,31 @@ class Publisher:
             self._thread.join(_RETIRE_SECONDS)
 
     def _run(self, position: Position, directory: Path) -> None:
-        try:
-            manifest = self._manifest(position, directory)
-            publish(self._job.run.checkpoints, manifest, fence_of(self._job))
-        except Exception as error:
-            self.problem = self._told(error)
-            self.state = WriterState.NO_SPACE if is_full(error) else WriterState.FAILED
-            return
-        self.published, self.published_at = manifest, time.monotonic()
-        self.state = WriterState.FINISHED
-        self._retire_old()
+        job, made = self._job, list[Manifest]()
 
-    def _told(self, error: Exception) -> str:
-        """Kind and message; the files of a stale launch are taken away while it publishes, which
-        shows as all kinds of errors."""
-        launch = self._job.launch
-        owner = current_epoch(self._job.run.epochs)
-        if isinstance(error, StaleEpochError):
-            return f"stale: {error}"
-        if owner != launch.epoch:
-            return f"stale: launch epoch {launch.epoch} is stale: epoch {owner} owns the run"
-        kind = "full" if is_full(error) else "failed"
+        def make_it_count() -> None:
+            if not made:
+                made.append(self._manifest(position, directory))
+            publish(job.run.checkpoints, made[0], fence_of(job.run, job.launch))
+
+        try:
+            outlast(job.run, make_it_count)
+        except Exception as error:
+            self._fail(stale_or(error, job.run, job.launch))
+            return
+        self.published, self.published_at = made[0], time.monotonic()
+        self.state = WriterState.FINISHED
+        with contextlib.suppress(OSError):  # left to the next checkpoint
+            self._retire_old()
+
+    def _fail(self, error: Exception) -> None:
+        """The state is for all ranks, the problem for those that raise it: see `raise_problem`."""
+        kind = _KINDS.get(type(error), "failed")
+        state = WriterState.FAILED
+        if kind == "failed" and is_full(error):
+            kind, state = "full", WriterState.NO_SPACE
         known = isinstance(error, CheckpointError | OSError | ValueError)
-        return f"{kind}: {error if known else repr(error)}"
+        self.problem, self.state = f"{kind}: {error if known else repr(error)}", state
 
     def _manifest(self, position: Position, directory: Path) -> Manifest:
         config = self._job.config
@@ -99,6 +102,7 @@ class Publisher:
         if missing:
             raise CheckpointError(f"no digest was left for {', '.join(sorted(missing))}")
         own = tuple(digest_file(directory, name) for name in self._form.leader_files)
+        writers = read_writers(directory)
         return Manifest(
             step=position.step,
             epoch=self._job.launch.epoch,
@@ -107,6 +111,7 @@ class Publisher:
             world_size=self._job.launch.world_size,
             consumed_samples=position.consumed_samples,
             time=time.time(),
+            writers=(*(0 for _ in own), *(writers[file.name] for file in shards)),
             files=own + shards,
         )
 
@@ -132,9 +137,12 @@ class Publisher:
 def raise_problem(problem: str) -> None:
     """Raise on every rank what the publisher of rank 0 has told."""
     kind, _, message = problem.partition(": ")
-    raise {"stale": StaleEpochError, "full": NoSpaceError}.get(kind, CheckpointError)(message)
+    raise _ERRORS.get(kind, CheckpointError)(message)
 
 
-def fence_of(job: Job) -> Fence:
-    """The right to publish: this launch's epoch is still the highest of the run."""
-    return Fence(job.launch.epoch, lambda: current_epoch(job.run.epochs))
+_ERRORS: dict[str, type[HpctrainError]] = {
+    "stale": StaleEpochError,
+    "away": StorageError,
+    "full": NoSpaceError,
+}
+_KINDS: dict[type[Exception], str] = {StaleEpochError: "stale", StorageError: "away"}

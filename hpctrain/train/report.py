@@ -1,7 +1,9 @@
 """What rank 0 says while it works: progress, step metrics, log lines. Other ranks say nothing.
 
-Belongs here: writing the run's signs of life, cheaply enough for every step. Does not belong
-here: measuring (see `loop`), and how a rank ended (see `entry`).
+While the run directory is away training goes on: rows of metrics wait in memory and none is lost,
+progress is written when it can be again. Belongs here: writing the run's signs of life, cheaply
+enough for every step. Does not belong here: measuring (see `loop`), and how a rank ended (see
+`entry`).
 """
 
 from __future__ import annotations
@@ -9,22 +11,25 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from hpctrain.checkpoints.manifest import step_of
+from hpctrain.durable import FULL_ERRNOS, LineBuffer
 from hpctrain.engines.training import TrainConfig
+from hpctrain.store.layout import RunLayout
 from hpctrain.store.signs import (
     Phase,
     Progress,
     RankTimes,
+    Record,
     SaveRecord,
     StepMetrics,
-    append_metrics,
-    append_save,
     write_record,
 )
 from hpctrain.train.device import peak_memory_bytes
 from hpctrain.train.engine import Evaluation
 from hpctrain.train.job import Job
+from hpctrain.train.storage import outlast
 
 _PROGRESS_SECONDS = 1.0
 
@@ -42,11 +47,44 @@ class StepResult:
     profiled: bool = False
 
 
+class Rows:
+    """Records that are appended to one file, none of which is lost while it cannot be written."""
+
+    def __init__(self, run: RunLayout, path: Path) -> None:
+        self._run = run
+        self._lines = LineBuffer(path, may_create=run.require, mode=0o600, durable=False)
+
+    def append(self, record: Record) -> None:
+        """Write the record now or later. Raises OSError when the disk is full."""
+        _raise_if_full(self._lines.append(record.model_dump_json()))
+
+    def flush(self) -> OSError | None:
+        """Write what waits; returns the error that keeps it from the file."""
+        return self._lines.flush()
+
+    def close(self) -> None:
+        """Write what waits, if need be after a while. Raises OSError when that is not to be."""
+
+        def write() -> None:
+            error = self.flush()
+            if error is not None:
+                raise error
+
+        outlast(self._run, write)
+
+
+def _raise_if_full(error: OSError | None) -> None:
+    if error is not None and error.errno in FULL_ERRNOS:
+        raise error
+
+
 class Reporter:
     """Signs of life of a launch; does nothing on other ranks than 0."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
+        self._metrics = Rows(job.run, job.run.metrics)
+        self._saves = Rows(job.run, job.run.saves)
         self._phase: Phase = "starting"
         # A run that goes on is not at its beginning while its checkpoint is being loaded.
         self._checkpoint_step = step_of(job.launch.resume)
@@ -65,6 +103,11 @@ class Reporter:
         self._step = self._step if step is None else step
         self._write_progress()
 
+    def still_here(self) -> None:
+        """Within a phase that lasts: a sign of life, at most about once a second."""
+        if time.monotonic() - self._written_at >= _PROGRESS_SECONDS:
+            self._write_progress()
+
     def resumed_from(self, step: int) -> None:
         self._step = self._checkpoint_step = step
 
@@ -74,7 +117,7 @@ class Reporter:
         if not self._job.launch.leads:
             return
         metrics = step_metrics(self._job.config, self._job.launch.epoch, result, evaluation)
-        append_metrics(self._job.run, metrics)
+        self._metrics.append(metrics)
         if time.monotonic() - self._written_at >= _PROGRESS_SECONDS:
             self._write_progress()
         if result.step % self._job.config.log_interval_steps == 0:
@@ -83,7 +126,7 @@ class Reporter:
     def published(self, save: SaveRecord) -> None:
         """A checkpoint counts; only rank 0 is told."""
         self._checkpoint_step = save.step
-        append_save(self._job.run, save)
+        self._saves.append(save)
         self.log(
             "checkpoint",
             step=save.step,
@@ -93,7 +136,17 @@ class Reporter:
         self._write_progress()
 
     def rank_times(self, times: RankTimes) -> None:
-        write_record(self._job.run.rank_times, times, durable=False)
+        self._replace(self._job.run.rank_times, times)
+
+    def flush(self) -> None:
+        """Write what waits, if that can be done at once."""
+        self._metrics.flush()
+        self._saves.flush()
+
+    def close(self) -> None:
+        """All steps of this launch are in the files when this returns. Raises OSError if not."""
+        self._metrics.close()
+        self._saves.close()
 
     def log(self, event: str, **values: object) -> None:
         """One `key=value` line on stdout."""
@@ -133,7 +186,17 @@ class Reporter:
             loss=_finite(last.loss) if last else None,
             checkpoint_step=self._checkpoint_step,
         )
-        write_record(self._job.run.progress, progress, durable=False)
+        if not self._replace(self._job.run.progress, progress):
+            self._written_at = -math.inf  # with the next step
+
+    def _replace(self, path: Path, record: Record) -> bool:
+        """False if it could not be written, as long as the disk is not full."""
+        try:
+            write_record(path, record, durable=False)
+        except OSError as error:
+            _raise_if_full(error)
+            return False
+        return True
 
 
 def step_metrics(

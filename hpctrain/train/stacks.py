@@ -29,7 +29,6 @@ class StackDump:
     """The open dump file of this rank; SIGQUIT appends the stacks of all threads to it."""
 
     def __init__(self, path: Path, header: str) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
         self._path = path
         self._descriptor = os.open(path, flags, 0o600)
@@ -48,7 +47,9 @@ class StackDump:
 def open_stack_dump(run: RunLayout, launch: Launch) -> StackDump:
     """Open this rank's dump file and take over SIGQUIT. Raises OSError if it cannot be made."""
     header = f"rank={launch.rank} node={launch.node} pid={os.getpid()} epoch={launch.epoch}\n"
-    return StackDump(run.stack_dump(launch.epoch, launch.rank), header)
+    path = run.stack_dump(launch.epoch, launch.rank)
+    run.make_directory(path.parent)
+    return StackDump(path, header)
 
 
 def ignore_requests() -> None:

@@ -15,10 +15,13 @@ from typing import Protocol, cast
 
 import torch
 
+from hpctrain.checkpoints.manifest import step_of
 from hpctrain.engines.training import TrainConfig
 from hpctrain.store.signs import SaveRecord, read_saves
 from hpctrain.train.control import Control
+from hpctrain.train.digest_check import DigestCheck
 from hpctrain.train.engine import Engine, Position, Room, Snapshot
+from hpctrain.train.faults import blames_checkpoint
 from hpctrain.train.interval import SaveInterval
 from hpctrain.train.job import Job
 from hpctrain.train.loop import Loop
@@ -37,9 +40,11 @@ _ROOMS = {"megatron": "megatron", "fsdp": "native", "ddp": "native", "deepspeed"
 
 
 class StepKeeper(Protocol):
-    """Who wants to know the last finished step, for the record of how the rank ended."""
+    """What a rank is at, for the record of how it ended: the last finished step, and the step of
+    the checkpoint while it is being loaded."""
 
     step: Callable[[], int]
+    loading_step: int | None
 
 
 def room_of(config: TrainConfig) -> Room:
@@ -48,8 +53,11 @@ def room_of(config: TrainConfig) -> Room:
     return cast(Room, importlib.import_module(f"hpctrain.train.{name}.assembly"))
 
 
-def assemble(job: Job, keeper: StepKeeper) -> Loop:
-    """Build everything on this rank; all ranks must call this."""
+def assemble(job: Job, keeper: StepKeeper, digests: DigestCheck | None = None) -> Loop:
+    """Build everything on this rank; all ranks must call this.
+
+    `digests` reads the checkpoint meanwhile: no rank returns before all of it is as it was written.
+    """
     room = room_of(job.config)
     _settle(job.config, leads=job.launch.leads)
     reporter = Reporter(job)
@@ -59,7 +67,7 @@ def assemble(job: Job, keeper: StepKeeper) -> Loop:
     control = Control(mesh.control)
     skips = _skips(job, control)
     parts = room.build(job, mesh, control)
-    position = _position(job, parts.snapshot, reporter)
+    position = _position(job, parts.snapshot, reporter, keeper, digests, control)
     interval = SaveInterval(job.config, job.launch.mttf_seconds, read_saves(job.run))
 
     def published(save: SaveRecord) -> None:
@@ -112,14 +120,31 @@ def _clock(job: Job, control: Control, engine: Engine, reporter: Reporter) -> Ra
     )
 
 
-def _position(job: Job, snapshot: Snapshot, reporter: Reporter) -> Position:
-    """Step 0, or what the checkpoint says."""
+def _position(
+    job: Job,
+    snapshot: Snapshot,
+    reporter: Reporter,
+    keeper: StepKeeper,
+    digests: DigestCheck | None,
+    control: Control,
+) -> Position:
+    """Step 0, or what the checkpoint says; raises BadCheckpointError on all ranks if a digest of
+    any of its files differs."""
     directory = job.resume_directory
     if directory is None:
         reporter.log("start", step=0, world_size=job.launch.world_size)
         return Position(0, 0)
     reporter.phase("loading")
-    position, remark = snapshot.restore(directory)
+    keeper.loading_step = step_of(directory.name)
+    try:
+        position, remark = snapshot.restore(directory)
+    except BaseException as error:  # torch's CheckpointException is no Exception
+        if digests is not None and blames_checkpoint(error):
+            digests.explain()
+        raise
+    if digests is not None:
+        digests.agree(control, waiting=reporter.still_here)
+    keeper.loading_step = None
     reporter.resumed_from(position.step)
     reporter.log("resume", step=position.step, checkpoint=directory.name)
     if remark is not None:

@@ -21,16 +21,20 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoints.manifest import write_rank_digests
+from hpctrain.store.layout import RunLayout
 from hpctrain.train.control import WriterState
 from hpctrain.train.engine import Writing
 from hpctrain.train.faults import is_full
 from hpctrain.train.room import exhausted
 from hpctrain.train.stacks import ignore_requests
+from hpctrain.train.storage import is_away, lost_in
 
 # A writer that is not through by then is stuck: a shared file system that no longer answers.
 DEADLINE_SECONDS = 1800.0
-# The process's exit code when the disk is full.
+_DYING_SECONDS = 10.0
+# The process's exit codes when the disk is full, and when the run directory is away (EX_IOERR).
 _NO_SPACE_EXIT = 28
+_AWAY_EXIT = 74
 
 
 class ResultFile:
@@ -58,8 +62,9 @@ class ResultFile:
 class Writer:
     """At most one writing process of this rank."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, run: RunLayout) -> None:
         self._rank = rank
+        self._run = run
         self._results = ResultFile()
         self._process: Any = None
         self._started_at = 0.0
@@ -73,7 +78,9 @@ class Writer:
             return
         context = multiprocessing.get_context("fork")
         self._process = context.Process(
-            target=_write, args=(self._rank, writing.write, directory, self._results), daemon=True
+            target=_write,
+            args=(self._rank, self._run, writing.write, directory, self._results),
+            daemon=True,
         )
         with _no_stacks_of_the_child():
             self._process.start()
@@ -105,13 +112,20 @@ class Writer:
         return self._results.get()
 
     def abandon(self) -> None:
-        """Kill the process, if there is one, when the launch ends without its checkpoint."""
-        if self._process is not None and self._process.is_alive():
+        """Kill the process, if there is one, and forget it: its checkpoint will not be."""
+        if self._process is not None:
             self._process.kill()
-            self._process.join()
+            self._process.join(_DYING_SECONDS)
+            if not self._process.is_alive():  # else a dead file system holds it
+                self._process.close()
+            self._process = None
 
 
-_STATES = {0: WriterState.FINISHED, _NO_SPACE_EXIT: WriterState.NO_SPACE}
+_STATES = {
+    0: WriterState.FINISHED,
+    _NO_SPACE_EXIT: WriterState.NO_SPACE,
+    _AWAY_EXIT: WriterState.AWAY,
+}
 
 
 @contextlib.contextmanager
@@ -125,7 +139,11 @@ def _no_stacks_of_the_child() -> Iterator[None]:
 
 
 def _write(
-    rank: int, write: Callable[[], tuple[list[str], Any]], directory: Path, results: ResultFile
+    rank: int,
+    run: RunLayout,
+    write: Callable[[], tuple[list[str], Any]],
+    directory: Path,
+    results: ResultFile,
 ) -> None:
     """In the forked process: write this rank's files, digest them, report."""
     ignore_requests()
@@ -137,4 +155,10 @@ def _write(
         results.put(told)
     except Exception as error:
         results.put(f"{type(error).__name__}: {error}")
-        sys.exit(_NO_SPACE_EXIT if is_full(error) or exhausted(directory) else 1)
+        sys.exit(_exit_code(error, run, directory))
+
+
+def _exit_code(error: Exception, run: RunLayout, directory: Path) -> int:
+    if is_full(error) or exhausted(directory):
+        return _NO_SPACE_EXIT
+    return _AWAY_EXIT if lost_in(directory, error) or is_away(error, run) else 1

@@ -7,6 +7,7 @@ means. Does not belong here: records and exit codes (see `hpctrain.train.entry`)
 
 from __future__ import annotations
 
+import functools
 import gc
 import multiprocessing
 import os
@@ -14,20 +15,24 @@ import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from types import ModuleType
+from typing import Any, Protocol
 
 from hpctrain.checkpoints.manifest import step_of
 from hpctrain.checkpoints.publish import TRACKER_NAME, point_tracker_to, published_steps
 from hpctrain.engines.megatron_lm import MegatronLmConfig, Places, arguments
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.store.signs import Outcome
+from hpctrain.train.digest_check import DigestCheck
 from hpctrain.train.job import Job
 from hpctrain.train.launch import Launch
 from hpctrain.train.megatron_lm.hearing import hearing
+from hpctrain.train.megatron_lm.on_import import changed_on_import
 from hpctrain.train.megatron_lm.refused import refusals_named
 from hpctrain.train.megatron_lm.relay import Relay
 from hpctrain.train.megatron_lm.saves import Saves
 from hpctrain.train.megatron_lm.telling import Teller, write_progress
+from hpctrain.train.storage import outlast
 
 # What arguments.py of core_v0.16 asserts with --deterministic-mode.
 DETERMINISTIC_VARIABLES = {
@@ -38,16 +43,19 @@ DETERMINISTIC_VARIABLES = {
 
 
 class StepKeeper(Protocol):
-    """Who wants to know the last finished step, for the record of how the rank ended."""
+    """What a rank is at, for the record of how it ended: the last finished step, and the step of
+    the checkpoint while it is being loaded."""
 
     step: Callable[[], int]
+    loading_step: int | None
 
 
-def run(job: Job, keeper: StepKeeper) -> tuple[Outcome, int]:
+def run(job: Job, keeper: StepKeeper, digests: DigestCheck | None = None) -> tuple[Outcome, int]:
     """Train until Megatron-LM ends; how that was, and the step of its last checkpoint.
 
-    Raises InvalidInputError for what is wrong with the checkout or its arguments; anything that
-    Megatron-LM raises comes through, SystemExit 16 and 17 among it.
+    Raises InvalidInputError for what is wrong with the checkout or its arguments,
+    BadCheckpointError where `digests` finds this rank's share of the checkpoint changed; anything
+    that Megatron-LM raises comes through, SystemExit 16 and 17 among it.
     """
     config = job.config
     assert isinstance(config, MegatronLmConfig)
@@ -60,6 +68,9 @@ def run(job: Job, keeper: StepKeeper) -> tuple[Outcome, int]:
     _enter(config, job.launch)
     saves = Saves(job)
     words = arguments(config, _places(job, saves, resume_step), on_cpu=_without_gpu(config))
+    if digests is not None:
+        # Before the program's own process groups: no rank can make a step without this one.
+        digests.wait()
     saves.start()
     try:
         _execute(job, keeper, saves, program, words, resume_step)
@@ -78,7 +89,8 @@ def _program(config: MegatronLmConfig) -> Path:
     program = Path(config.checkout, config.entry)
     if not program.is_file():
         hint = "set `engine.checkout` to a directory that every node, and the container, sees"
-        raise InvalidInputError([Problem("no such program", str(program), hint=hint)])
+        missing = Problem("no such program", str(program), hint=hint, node_dependent=True)
+        raise InvalidInputError([missing])
     return program
 
 
@@ -160,7 +172,10 @@ def _execute(
     gc.enable()  # `hpctrain.train.__main__` has switched it off for the start
     from hpctrain.train.megatron_lm.measuring import measuring  # brings in torch
 
-    with hearing(hear), Relay(job), refusals_named(), measuring(job):
+    loading = changed_on_import(
+        {"megatron.training.checkpointing": _noting_loads(keeper, resume_step)}
+    )
+    with hearing(hear), Relay(job), refusals_named(), measuring(job), loading:
         try:
             runpy.run_path(str(program), run_name="__main__")
         except SystemExit as error:
@@ -170,6 +185,30 @@ def _execute(
             if teller is not None:
                 teller.close()
             _end_children()
+
+
+def _noting_loads(keeper: StepKeeper, resume_step: int) -> Callable[[ModuleType], None]:
+    """Have `keeper` know when the program is loading the checkpoint; a fork without this function
+    loads as ever."""
+
+    def change(module: ModuleType) -> None:
+        load = getattr(module, "load_checkpoint", None)
+        if load is None or not resume_step:
+            return
+
+        @functools.wraps(load)
+        def load_noted(*arguments: Any, **keywords: Any) -> Any:
+            keeper.loading_step = resume_step  # stays so if this raises
+            loaded = load(*arguments, **keywords)
+            keeper.loading_step = None
+            return loaded
+
+        # The loop has a name of its own for it, if it was imported before.
+        for user in (module, sys.modules.get("megatron.training.training")):
+            if getattr(user, "load_checkpoint", None) is load:
+                vars(user).update(load_checkpoint=load_noted)
+
+    return change
 
 
 def _end_children() -> None:
@@ -185,6 +224,7 @@ def _outcome(job: Job, saves: Saves, resume_step: int) -> tuple[Outcome, int]:
     if job.launch.leads:
         write_progress(job, "leaving", saves.newest_step or resume_step)
     saves.finish()
+    outlast(job.run, job.run.require)
     steps = published_steps(job.run.checkpoints)
     newest = steps[-1] if steps else 0
     if newest >= job.config.train_steps:

@@ -31,17 +31,16 @@ from hpctrain.checkpoints.manifest import (
 )
 from hpctrain.checkpoints.publish import (
     TRACKER_NAME,
-    StaleEpochError,
     publish,
     published_steps,
     retire,
 )
 from hpctrain.errors import CheckpointError
-from hpctrain.store.epochs import current_epoch
-from hpctrain.store.signs import SaveRecord, append_save
+from hpctrain.store.signs import SaveRecord
 from hpctrain.train.job import Job
 from hpctrain.train.megatron_lm.lines import read_saved, read_saving
-from hpctrain.train.publisher import fence_of
+from hpctrain.train.report import Rows
+from hpctrain.train.storage import fence_of, outlast, stale_or
 
 # torch's file_system writer names a rank's files `__RANK_NUMBER.distcp`.
 _SHARD = re.compile(r"__(\d+)_\d+\.distcp")
@@ -68,6 +67,7 @@ class Saves:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._root = job.run.checkpoints
+        self._rows = Rows(job.run, job.run.saves)
         self.directory = self._root / saving_name(job.launch.epoch)
         self.problem: Exception | None = None
         self._digested: set[str] = set()
@@ -85,7 +85,7 @@ class Saves:
 
     def start(self) -> None:
         if self._job.launch.leads:
-            self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            outlast(self._job.run, lambda: self._job.run.make_directory(self.directory))
         self._thread.start()
 
     def hear(self, text: str) -> None:
@@ -100,6 +100,7 @@ class Saves:
         self._stop()
         deadline = time.monotonic() + _DEADLINE_SECONDS
         while True:
+            outlast(self._job.run, self._job.run.require)  # else nothing seems to be left to do
             given_up = self._given_up() or time.monotonic() > deadline
             if self._all_published():
                 break
@@ -110,6 +111,7 @@ class Saves:
                 raise CheckpointError(f"rank 0 did not publish what {self.directory} holds")
             time.sleep(0.1)
         if self._job.launch.leads:
+            self._rows.close()
             shutil.rmtree(self.directory, ignore_errors=True)
             if self._retiring is not None:
                 self._retiring.join(_RETIRE_SECONDS)
@@ -143,20 +145,11 @@ class Saves:
                 return
 
     def _look(self) -> None:
+        work = self._publish_saved if self._job.launch.leads else self._digest_own
         try:
-            if self._job.launch.leads:
-                self._publish_saved()
-            else:
-                self._digest_own()
+            outlast(self._job.run, work)
         except Exception as error:
-            self.problem = self._stale_or(error)
-
-    def _stale_or(self, error: Exception) -> Exception:
-        """A newer launch takes this one's files away, which shows as all kinds of errors."""
-        owner, epoch = current_epoch(self._job.run.epochs), self._job.launch.epoch
-        if owner == epoch or isinstance(error, StaleEpochError):
-            return error
-        return StaleEpochError(f"launch epoch {epoch} is stale: epoch {owner} owns the run")
+            self.problem = stale_or(error, self._job.run, self._job.launch)
 
     def _newest_saved(self) -> int | None:
         """What the tracker of this launch names; None before its first save."""
@@ -189,9 +182,14 @@ class Saves:
             return
         directory = self._root / partial_name(step, self._job.launch.epoch)
         os.rename(source, directory)
-        manifest = self._manifest(step, directory)
-        publish(self._root, manifest, fence_of(self._job))
-        append_save(self._job.run, self._stalls.record(manifest))
+        self._finish_publishing(step, directory)
+
+    def _finish_publishing(self, step: int, directory: Path) -> None:
+        """Once it has its partial name nobody else looks for it, so this is done to the end."""
+        run, launch = self._job.run, self._job.launch
+        manifest = outlast(run, lambda: self._manifest(step, directory))
+        outlast(run, lambda: publish(self._root, manifest, fence_of(run, launch)))
+        self._rows.append(self._stalls.record(manifest))
         retiring = threading.Thread(
             target=self._retire, args=(self._retiring,), name="retire", daemon=True
         )
@@ -214,6 +212,7 @@ class Saves:
 
     def _manifest(self, step: int, directory: Path) -> Manifest:
         config = self._job.config
+        files = self._all_digests(directory)
         return Manifest(
             step=step,
             epoch=self._job.launch.epoch,
@@ -222,7 +221,8 @@ class Saves:
             world_size=self._job.launch.world_size,
             consumed_samples=step * config.global_batch_size,
             time=time.time(),
-            files=self._all_digests(directory),
+            writers=tuple(_owner(file.name) or 0 for file in files),
+            files=files,
         )
 
     def _all_digests(self, directory: Path) -> tuple[FileDigest, ...]:
@@ -296,7 +296,7 @@ def _owner(name: str) -> int | None:
 def _awaited(directory: Path, names: set[str], patience_seconds: float) -> dict[str, FileDigest]:
     """What other ranks digest, until that is all of `names` or nothing more comes.
 
-    Raises StaleEpochError when a newer launch takes the directory away.
+    Raises FileNotFoundError when the directory is taken away, by a newer launch or by a fault.
     """
     known: dict[str, FileDigest] = {}
     progress_at = time.monotonic()
@@ -305,8 +305,7 @@ def _awaited(directory: Path, names: set[str], patience_seconds: float) -> dict[
         if len(found) > len(known):
             progress_at = time.monotonic()
         known = found
-        if not directory.is_dir():
-            raise StaleEpochError(f"{directory.name} was taken away by a newer launch")
+        os.stat(directory)
         if names - known.keys():
             time.sleep(0.1)
     return known

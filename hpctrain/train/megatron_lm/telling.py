@@ -12,19 +12,24 @@ import time
 
 from hpctrain.checkpoints.publish import published_steps
 from hpctrain.engines.megatron_lm import MegatronLmConfig
-from hpctrain.store.signs import Phase, Progress, append_metrics, write_record
+from hpctrain.store.signs import Phase, Progress, write_record
 from hpctrain.train.engine import Evaluation
 from hpctrain.train.job import Job
 from hpctrain.train.megatron_lm.lines import OwnMeans, StepLine, read_evaluation, read_step
-from hpctrain.train.report import StepResult, step_metrics
+from hpctrain.train.report import Rows, StepResult, step_metrics
 
 _PROGRESS_SECONDS = 1.0
 
 
 def write_progress(job: Job, phase: Phase, step: int, last: StepLine | None = None) -> None:
     """One sign of life. A file system that is away for a moment must not end a step."""
+    with contextlib.suppress(OSError):
+        write_record(job.run.progress, _progress(job, phase, step, last), durable=False)
+
+
+def _progress(job: Job, phase: Phase, step: int, last: StepLine | None) -> Progress:
     steps = published_steps(job.run.checkpoints)
-    progress = Progress(
+    return Progress(
         epoch=job.launch.epoch,
         phase=phase,
         step=step,
@@ -34,8 +39,6 @@ def write_progress(job: Job, phase: Phase, step: int, last: StepLine | None = No
         loss=last.loss if last and math.isfinite(last.loss) else None,
         checkpoint_step=steps[-1] if steps else None,
     )
-    with contextlib.suppress(OSError):
-        write_record(job.run.progress, progress, durable=False)
 
 
 class Teller:
@@ -44,6 +47,7 @@ class Teller:
     def __init__(self, job: Job, config: MegatronLmConfig, resume_step: int) -> None:
         self.step = resume_step
         self._job = job
+        self._rows = Rows(job.run, job.run.metrics)
         self._config = config
         self._means = OwnMeans()
         self._waiting: StepLine | None = None
@@ -68,8 +72,10 @@ class Teller:
         return True
 
     def close(self) -> None:
-        """The program has ended: nothing is waited for any more."""
+        """The program has ended: nothing more is waited for, except for the run directory."""
         self._flush()
+        with contextlib.suppress(OSError):
+            self._rows.close()
 
     def _finished(self, line: StepLine) -> None:
         """A row waits where an evaluation follows, whose loss belongs into it."""
@@ -107,7 +113,7 @@ class Teller:
         evaluation = None if eval_loss is None else Evaluation(eval_loss)
         metrics = step_metrics(self._config, self._job.launch.epoch, result, evaluation)
         with contextlib.suppress(OSError):
-            append_metrics(self._job.run, metrics)
+            self._rows.append(metrics)
 
     def _progress(self, phase: Phase, line: StepLine) -> None:
         now = time.monotonic()

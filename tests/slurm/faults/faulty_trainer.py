@@ -47,6 +47,26 @@ def fail(fault: Fault) -> None:
     raise RuntimeError(fault["text"])
 
 
+def misspell(fault: Fault) -> None:
+    """A mistake in the code of the user that one rank alone comes to."""
+    json.no_such_name  # type: ignore[attr-defined]  # noqa: B018
+
+
+def stop_writer(fault: Fault) -> None:
+    """From now on the process that writes this rank's part of a checkpoint never ends it, as one
+    does not whose storage client does not answer."""
+    import_loop()
+    from hpctrain.train import writer
+
+    real = writer.write_rank_digests
+
+    def stopped(*arguments: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return real(*arguments)
+
+    writer.write_rank_digests = stopped
+
+
 def say(fault: Fault) -> None:
     if fault["text"]:
         print(fault["text"], file=sys.stderr, flush=True)
@@ -178,6 +198,8 @@ _KEPT: list[Any] = []
 DEEDS: dict[str, Callable[[Fault], None]] = {
     "leave": leave,
     "fail": fail,
+    "misspell": misspell,
+    "stop_writer": stop_writer,
     "say": say,
     "kernel": kernel,
     "sleep": sleep,

@@ -341,7 +341,6 @@ ENDED_BY_ITS_USER: list[tuple[str, Look]] = [
             continuation="chain",
         ),
     ),
-    ("its own deadline", look(BEGUN, job(JobState.DEADLINE))),
 ]
 
 
@@ -352,6 +351,13 @@ def test_what_a_user_has_ended_is_only_noted(seen: Look) -> None:
     """Slurm forgets within minutes, and what it has forgotten looks lost."""
     found = only(seen)
     assert (found.symptom, found.remedy) == (Symptom.CANCELLED, Remedy.NOTE)
+
+
+def test_a_deadline_is_told_and_is_no_cancel() -> None:
+    """Slurm would end the job again at once, and nobody has cancelled anything."""
+    found = only(look(BEGUN, job(JobState.DEADLINE)))
+    assert (found.symptom, found.remedy) == (Symptom.ORPHANED, Remedy.TELL)
+    assert "deadline given to sbatch" in found.words and "hpctrain resume" in found.words
 
 
 @pytest.mark.parametrize("seen", [row[1] for row in LEFT_ALONE], ids=[row[0] for row in LEFT_ALONE])

@@ -19,7 +19,7 @@ from hpctrain.checkpoints.publish import (
     quarantine,
     retire,
 )
-from hpctrain.errors import CheckpointError
+from hpctrain.errors import CheckpointError, StorageError
 
 
 def names(root: Path) -> list[str]:
@@ -30,7 +30,7 @@ def test_a_checkpoint_appears_with_its_manifest_and_the_tracker(shelf: Any) -> N
     manifest = shelf.write(4)
     assert published_steps(shelf.root) == []
     directory = publish(shelf.root, manifest, Fence(1, lambda: 1))
-    assert read_manifest(directory) == manifest
+    assert read_manifest(directory) == manifest.sealed()
     assert (shelf.root / TRACKER_NAME).read_text() == "4"
     assert names(shelf.root) == ["iter_0000004", TRACKER_NAME]
 
@@ -54,11 +54,60 @@ def test_a_newer_launch_that_comes_in_between_wins(shelf: Any, passed_checks: in
         asked += 1
         if asked == passed_checks:
             assert fence_off(shelf.root, 2) == [partial_name(4, 1)]
-        return 1
+        return 1 if asked <= passed_checks else 2
 
-    with pytest.raises(StaleEpochError, match="taken away by a newer launch"):
+    with pytest.raises(StaleEpochError, match="epoch 2 owns the run"):
         publish(shelf.root, manifest, Fence(1, current_epoch))
     assert names(shelf.root) == []
+
+
+def test_epochs_that_do_not_reach_up_to_this_launch_are_a_fault_of_storage(shelf: Any) -> None:
+    """A directory that is away, an older one at its place: no word about who owns the run."""
+    manifest = shelf.write(4, epoch=2)
+
+    def away() -> int:
+        raise FileNotFoundError(2, "No such file or directory", "epochs")
+
+    for current_epoch, error in ((lambda: 1, StorageError), (away, FileNotFoundError)):
+        with pytest.raises(error) as caught:
+            publish(shelf.root, manifest, Fence(2, current_epoch))
+        assert not isinstance(caught.value, StaleEpochError)
+    assert publish(shelf.root, manifest, Fence(2, lambda: 2)).name == "iter_0000004"
+
+
+@pytest.mark.parametrize("name", ["fsync_file", "fsync_directory", "point_tracker_to", "os.rename"])
+def test_publishing_goes_on_where_a_fault_of_storage_has_ended_it(
+    shelf: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    manifest = shelf.write(4)
+    with monkeypatch.context() as broken:
+
+        def fail(*_: object) -> None:
+            raise OSError(116, "Stale file handle")
+
+        broken.setattr(f"hpctrain.checkpoints.publish.{name}", fail)
+        with pytest.raises(OSError, match="Stale file handle"):
+            publish(shelf.root, manifest, Fence(1, lambda: 1))
+    publish(shelf.root, manifest, Fence(1, lambda: 1))
+    assert names(shelf.root) == ["iter_0000004", TRACKER_NAME]
+    assert (shelf.root / TRACKER_NAME).read_text() == "4"
+
+
+def test_files_that_are_gone_with_the_whole_directory_were_taken_by_nobody(shelf: Any) -> None:
+    manifest = shelf.write(4)
+    away = shelf.root.with_name("away")
+
+    def taken() -> int:
+        if shelf.root.exists():
+            shelf.root.rename(away)
+            return 1
+        raise FileNotFoundError(2, "No such file or directory", "epochs")
+
+    with pytest.raises(FileNotFoundError):
+        publish(shelf.root, manifest, Fence(1, taken))
+    assert not shelf.root.exists()
+    away.rename(shelf.root)
+    publish(shelf.root, manifest, Fence(1, lambda: 1))
 
 
 def test_fence_off_leaves_published_and_own_ones(shelf: Any) -> None:

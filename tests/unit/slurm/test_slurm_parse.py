@@ -198,6 +198,27 @@ def test_node_states(word: str, state: str, responding: bool, down: bool) -> Non
     assert (one.node, one.state, one.responding, one.is_down) == ("n7", state, responding, down)
 
 
+@pytest.mark.parametrize(
+    ("word", "planned"),
+    [
+        ("draining", True),
+        ("drained*", True),
+        ("maint", True),
+        ("reboot^", True),
+        ("allocated@", True),
+        ("down^", True),
+        ("mixed$", True),
+        ("allocated", False),
+        ("down*", False),
+        ("idle~", False),
+        ("planned-", False),
+    ],
+)
+def test_nodes_that_somebody_is_taking_out_of_service(word: str, planned: bool) -> None:
+    """sinfo(1): `@` and `^` are reboots that scontrol has asked for, `$` is maintenance."""
+    assert p.node_state("n7", word).planned is planned
+
+
 def test_submitted_job_with_and_without_cluster() -> None:
     assert p.submitted("14\n").job_id == 14
     job = p.submitted("14;big\n", "sbatch: be nice\n")

@@ -8,6 +8,8 @@ from multiprocessing.queues import SimpleQueue
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
+import pytest
+
 from hpctrain.store.epochs import claim_epoch, current_epoch
 
 FORK = multiprocessing.get_context("fork")
@@ -27,6 +29,7 @@ def test_two_processes_never_get_the_same_epoch(tmp_path: Path) -> None:
     start = FORK.Barrier(2)
     result: SimpleQueue[tuple[str, list[int]]] = FORK.SimpleQueue()
     directory = tmp_path / "epochs"
+    directory.mkdir()
     racers = [FORK.Process(target=claim_many, args=(directory, n, start, result)) for n in "ab"]
     for racer in racers:
         racer.start()
@@ -41,9 +44,19 @@ def test_two_processes_never_get_the_same_epoch(tmp_path: Path) -> None:
     assert len(os.listdir(directory)) == 80
 
 
+def test_a_directory_that_is_away_says_nothing_and_is_not_made_anew(tmp_path: Path) -> None:
+    """Counting from 1 again would give the run to a launch that has no right to it."""
+    with pytest.raises(FileNotFoundError):
+        current_epoch(tmp_path / "absent")
+    with pytest.raises(FileNotFoundError):
+        claim_epoch(tmp_path / "absent", "somebody")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_highest_number_owns_whatever_lies_about(tmp_path: Path) -> None:
-    assert current_epoch(tmp_path / "absent") == 0
     directory = tmp_path / "epochs"
+    directory.mkdir()
+    assert current_epoch(directory) == 0
     assert claim_epoch(directory, "first") == 1
     (directory / "000007.json").write_text("somebody")
     (directory / ".000099.json.node.1.2.tmp").write_text("a writer that died")

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from hpctrain.errors import StorageError
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.signs import (
+    AgentRecord,
     DoneMarker,
     ExitRecord,
     Progress,
@@ -24,6 +26,8 @@ from hpctrain.store.signs import (
     read_metrics,
     read_record,
     read_saves,
+    write_agent_record,
+    write_exit_record,
     write_record,
 )
 
@@ -120,12 +124,35 @@ def test_a_record_comes_back_and_is_private(run: RunLayout) -> None:
 
 def test_exit_records_are_in_rank_order_and_of_one_launch(run: RunLayout) -> None:
     assert read_exit_records(run, 1) == []
+    run.train_config.touch()
     for rank in (11, 2, 0):
-        write_record(run.exit_record(1, rank), exit_record(rank))
-    write_record(run.exit_record(2, 5), exit_record(5, epoch=2))
+        write_exit_record(run, exit_record(rank))
+    write_exit_record(run, exit_record(5, epoch=2))
     run.exit_record(1, 3).write_text('{"epoch": 1, "ra')
     assert [record.rank for record in read_exit_records(run, 1)] == [0, 2, 11]
     assert [record.rank for record in read_exit_records(run, 2)] == [5]
+
+
+def test_nothing_is_made_anew_where_a_run_has_vanished(run: RunLayout) -> None:
+    """A ghost at its path would keep the real directory from coming back, and hold records that
+    nobody reads."""
+    run.train_config.touch()
+    run.directory.rename(run.directory.with_name("elsewhere"))
+    agent = AgentRecord(epoch=1, node="n0", time=1.0, ended=())
+    progress = Progress(epoch=1, phase="training", step=3, target_step=9, time=1.0)
+    for write in (
+        lambda: write_exit_record(run, exit_record(0)),
+        lambda: write_agent_record(run, 0, agent),
+        lambda: write_record(run.progress, progress),
+        lambda: run.make_directory(run.stacks / "e000001"),
+    ):
+        with pytest.raises(OSError, match=r"away|No such file"):
+            write()
+    assert not run.directory.exists()
+    run.directory.mkdir()  # an empty mount point is no run directory either
+    with pytest.raises(StorageError, match=r"neither supervise\.json nor train\.json"):
+        write_exit_record(run, exit_record(0))
+    assert list(run.directory.iterdir()) == []
 
 
 def test_records_cannot_be_changed() -> None:

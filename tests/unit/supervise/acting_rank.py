@@ -48,6 +48,7 @@ def one_step() -> None:
 
 signal.signal(signal.SIGQUIT, signal.SIG_IGN)
 path = layout.stack_dump(int(EPOCH), int(RANK))
+layout.make_directory(path.parent)
 dump = StackDump(path, f"rank={RANK} node={NODE} pid={os.getpid()} epoch={EPOCH}\n")
 for _ in range(2):  # as data loaders and writers of checkpoints do
     threading.Thread(target=time.sleep, args=(100,), daemon=True).start()

@@ -21,7 +21,8 @@ PATIENCE_SECONDS = 20.0
 
 
 def write(path: Path, **values: object) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.parent != RUN:
+        path.parent.mkdir(exist_ok=True)
     temporary = path.with_suffix(".new")
     temporary.write_text(json.dumps(values))
     temporary.replace(path)
@@ -32,7 +33,7 @@ def progress(step: int, phase: str = "training", clock_seconds: float = 0.0) -> 
     write(RUN / "progress.json", epoch=EPOCH, phase=phase, step=step, target_step=100, time=now)
 
 
-def leave(outcome: str, code: int, message: str = "") -> None:
+def leave(outcome: str, code: int, message: str = "", **more: object) -> None:
     write(
         RUN / f"exits/e{EPOCH:06d}/rank-000000.json",
         epoch=EPOCH,
@@ -43,6 +44,7 @@ def leave(outcome: str, code: int, message: str = "") -> None:
         exit_code=code,
         time=time.time(),
         message=message,
+        **more,
     )
     if code:
         print(f"srun: error: n0: task 0: Exited with exit code {code}", file=sys.stderr)
@@ -107,6 +109,8 @@ def play(word: str) -> None:
         wait_for(RUN / "control/stop")
         time.sleep(0.15)  # the end of a step is not there at once
         leave("yielded", 75)
+    elif name == "leave":
+        leave("yielded", 75)
     elif name == "await":
         wait_for(RUN / value)
     elif name == "done":
@@ -116,6 +120,13 @@ def play(word: str) -> None:
         leave("config_error", 78, "no such data set")
     elif name == "crash":
         leave("crash", 1, "ValueError: bad batch")
+    elif name == "unloadable":
+        leave("crash", 1, "KeyError: 'optimizer'", loading_step=int(value))
+    elif name == "changed":
+        words = (
+            f"cannot resume from iter_{int(value):07d}: shard has other content than was written"
+        )
+        leave("crash", 1, words, loading_step=int(value), cause="bad_checkpoint")
     elif name == "exit":
         sys.exit(int(value))
     else:

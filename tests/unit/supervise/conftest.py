@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from supervise_stage import Stage
 
-from hpctrain.supervise import gather, policy, requeue, watch
+from hpctrain.supervise import job_facts, loop, policy, requeue, storage, watch
 
 
 @pytest.fixture
@@ -21,7 +21,9 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "_LAST_WORDS_SECONDS", 0.1)
     monkeypatch.setattr(watch, "_LEAVING_SECONDS", 0.3)
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    for module in (gather, requeue):
+    monkeypatch.setattr(policy, "_SLOW_FIRST_DELAY_SECONDS", 0.02)
+    monkeypatch.setattr(loop, "_FAULT_PAUSE_SECONDS", 0.01)
+    for module in (job_facts, requeue, storage):
         monkeypatch.setattr(module, "_PATIENCE_SECONDS", 0.3)
         monkeypatch.setattr(module, "_RETRY_SECONDS", 0.02)
 

@@ -95,7 +95,7 @@ def test_the_same_restart_count_of_another_job_is_another_attempt() -> None:
     [
         (attempt(1), [STARTED], Cause.NODE_FAILURE),
         (attempt(0, job_id=6), [STARTED], Cause.SUPERVISOR_LOST),
-        (attempt(1), [STARTED, event("signal", signal="TERM")], Cause.UNKNOWN),
+        (attempt(1), [STARTED, event("signal", signal="TERM")], Cause.EXTERNAL_SIGNAL),
         (attempt(1), [event("signal", signal="TERM"), STARTED], Cause.NODE_FAILURE),
         (attempt(2), [STARTED, event("signal", 1, signal="TERM")], Cause.NODE_FAILURE),
     ],
@@ -103,4 +103,4 @@ def test_the_same_restart_count_of_another_job_is_another_attempt() -> None:
 def test_why_an_attempt_was_lost(current: Attempt, events: list[Event], cause: Cause) -> None:
     found, reason = why_lost(STARTED, events, current)
     assert found is cause
-    assert ("TERM" in reason) == (cause is Cause.UNKNOWN)
+    assert ("TERM" in reason) == (cause is Cause.EXTERNAL_SIGNAL)

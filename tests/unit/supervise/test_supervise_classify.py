@@ -30,6 +30,7 @@ NODE_FAILURE = (
 REQUEUE = (
     "slurmstepd: error: *** JOB 5 ON n0 CANCELLED AT 2026-03-01T10:00:00 DUE TO JOB REQUEUE ***"
 )
+FORCED = "srun: forcing job termination"
 NO_REASON = "slurmstepd: error: *** STEP 5.0 ON n0 CANCELLED AT 2026-03-01T10:00:00 ***"
 SRUN_NODE_FAILURE = "srun: error: Node failure on n1"
 NO_STEP = "srun: error: Unable to create step for job 5: Requested nodes are busy"
@@ -187,9 +188,50 @@ ROWS: dict[str, tuple[Evidence, Cause]] = {
     ),
     "left after a signal that Slurm knows nothing of": (
         seen(NOTHING, rank_exits=YIELDED, srun_exit_code=75),
+        Cause.EXTERNAL_SIGNAL,
+    ),
+    "left, nobody says why": (seen(SILENT, rank_exits=YIELDED), Cause.EXTERNAL_SIGNAL),
+    "left, and a node is lost": (
+        seen(NOTHING, rank_exits=YIELDED, lost_nodes=("n1",), probed=True),
+        Cause.NODE_FAILURE,
+    ),
+    "left, and a node is being rebooted": (
+        seen(NOTHING, rank_exits=YIELDED, leaving_nodes=("n1",), probed=True),
+        Cause.NODE_FAILURE,
+    ),
+    "the supervisor is told to end, and the ranks leave": (
+        seen(NOTHING, rank_exits=YIELDED, signals=("TERM",)),
+        Cause.EXTERNAL_SIGNAL,
+    ),
+    "the supervisor is told to end, and the ranks train on": (
+        replace(NOTHING, srun_exit_code=None, signals=("TERM",)),
+        Cause.EXTERNAL_SIGNAL,
+    ),
+    "all on the batch node are told to end, srun among them": (
+        seen(NOTHING, FORCED, "srun: error: n0: tasks 0-1: Killed", signals=("TERM",)),
+        Cause.EXTERNAL_SIGNAL,
+    ),
+    "srun is told to end": (
+        seen(NOTHING, FORCED, "srun: error: n0: tasks 0-1: Killed"),
+        Cause.EXTERNAL_SIGNAL,
+    ),
+    "srun is told to end by somebody who has asked before": (
+        seen(NOTHING, FORCED, KILLED, stop_requested_by="ann"),
         Cause.YIELDED,
     ),
-    "left, nobody says why": (seen(SILENT, rank_exits=YIELDED), Cause.UNKNOWN),
+    "srun is told to end with the job": (
+        seen(NOTHING, FORCED, KILLED, job=job("COMPLETING"), signals=("TERM",)),
+        Cause.CANCELLED,
+    ),
+    "srun is told to end after a rank has failed": (
+        seen(NOTHING, FORCED, KILLED, rank_exits=exits("crash ValueError: bad batch")),
+        Cause.CRASH,
+    ),
+    "the deadline of the job comes": (
+        seen(NOTHING, KILLED, job=job("COMPLETING", "DeadLine"), signals=("TERM",)),
+        Cause.DEADLINE,
+    ),
+    "another cluster takes the job": (seen(NOTHING, job=job("REVOKED")), Cause.SUPERSEDED),
     # The run's own faults.
     "wrong setting": (
         seen(

@@ -280,6 +280,7 @@ def test_a_hung_file_system_does_not_hold_signals(stage: Stage, held: Held) -> N
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGUSR1)
         time.sleep(0.3)
+        stage.slurm.change(state=JobState.COMPLETING)
         os.kill(os.getpid(), signal.SIGTERM)
 
     supervisor = stage.supervisor(f"{TRAINING} sleep:60")

@@ -18,6 +18,7 @@ from hpctrain.slurm.records import RequeueAnswer, StepRecord
 from hpctrain.slurm.states import JobState
 from hpctrain.store.epochs import claim_epoch
 from hpctrain.store.ledger import EventKind, Ledger
+from hpctrain.supervise.answers import NodeAnswer, ProbeResult
 from hpctrain.supervise.control import ask_trainer_to_leave
 
 
@@ -178,12 +179,25 @@ def test_cancelled_by_scancel(stage: Stage) -> None:
 def test_cancelled_by_hpctrain_while_the_trainer_leaves(stage: Stage) -> None:
     def cancelled() -> None:
         Ledger(stage.layout.ledger).append(EventKind.CANCEL_REQUESTED, job_id=JOB_ID, user="ann")
+        stage.slurm.change(state=JobState.COMPLETING)
         os.kill(os.getpid(), signal.SIGUSR1)
 
     stage.slurm.change(preempt_time=1.0)
     stage.once_training(cancelled)
     assert stage.play("progress:3 await-stop") == 1
     assert (stage.causes, stage.actions) == (["cancelled"], ["stop"])
+
+
+def test_a_cancel_that_never_reached_slurm_ends_nothing(stage: Stage) -> None:
+    """The controller was away when the user asked; a crash days later is a crash."""
+
+    def asked() -> None:
+        Ledger(stage.layout.ledger).append(EventKind.CANCEL_REQUESTED, job_id=JOB_ID, user="ann")
+        (stage.layout.directory / "go").touch()
+
+    stage.once_training(asked)
+    assert stage.play("progress:3 await:go crash", "done") == 0
+    assert stage.causes == ["crash", "done"]
 
 
 @pytest.mark.parametrize("job_id", [JOB_ID, JOB_ID - 1])
@@ -194,7 +208,9 @@ def test_a_cancel_of_before_this_attempt_is_over(stage: Stage, job_id: int) -> N
     assert stage.causes == ["crash", "done"]
 
 
-def test_ended_while_it_waits_for_a_relaunch(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancelled_while_it_waits_for_a_relaunch(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("hpctrain.supervise.policy._FIRST_DELAY_SECONDS", 30.0)
 
     def cancelled() -> None:
@@ -203,19 +219,100 @@ def test_ended_while_it_waits_for_a_relaunch(stage: Stage, monkeypatch: pytest.M
 
     stage.once(lambda: stage.actions, cancelled)
     assert stage.play("crash", "done") == 1
-    assert stage.actions == ["relaunch", "leave"]
+    assert stage.actions == ["relaunch", "stop"]
     assert stage.causes == ["crash"]
+    assert stage.events(EventKind.ACTION)[-1].cause == "cancelled"
+    assert [e.signal for e in stage.events(EventKind.SIGNAL)] == ["TERM"]
 
 
-def test_a_supervisor_that_somebody_ends_says_so_and_starts_no_second_srun(stage: Stage) -> None:
+def test_the_time_limit_comes_while_it_waits_for_a_relaunch(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody has asked for an end: Slurm takes the requeue of a job that it is ending."""
+    monkeypatch.setattr("hpctrain.supervise.policy._FIRST_DELAY_SECONDS", 30.0)
+
+    def over() -> None:
+        stage.slurm.change(state=JobState.COMPLETING, reason="TimeLimit")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    stage.once(lambda: stage.actions, over)
+    assert stage.play("crash", "done") == 0
+    assert stage.actions == ["relaunch", "requeue"]
+
+
+WELL = ProbeResult(answers=(NodeAnswer("n0", ended=True),))
+LOST = ProbeResult(
+    answers=(NodeAnswer("n1", ended=True),), lost=("n0",), why_lost=("no answer within 20 s",)
+)
+LEAVING = ProbeResult(answers=(NodeAnswer("n0", ended=True),), leaving=("n0",))
+
+
+def test_a_signal_that_nobody_explains_ends_nothing(stage: Stage) -> None:
+    """Of the supervisor alone: Slurm calls the job running and all nodes are well, so the run is
+    saved and goes on in place."""
+    stage.probe = WELL
     stage.signal_once_training(signal.SIGTERM)
-    try:
-        assert stage.play("progress:3 sleep:9", "done") == 1
-        assert stage.actions == ["relaunch", "stop"]
-        assert "signal TERM, which did not come" in str(stage.events(EventKind.ACTION)[-1].reason)
-        assert len(stage.causes) == 1
-    finally:
-        stage.slurm.kill_step(JOB_ID, "0")
+    assert stage.play("progress:3 save:20 await-stop", "done") == 0
+    assert stage.causes == ["external_signal", "done"]
+    assert stage.actions == ["relaunch", "finish"]
+    assert (JOB_ID, "0", "USR2") in stage.slurm.signals, "the ranks were asked to save"
+    assert "the supervisor got TERM" in str(stage.events(EventKind.LAUNCH_ENDED)[0].reason)
+    assert [e.signal for e in stage.events(EventKind.SIGNAL)] == ["TERM"]
+    assert stage.slurm.actions_at_requeue == []
+
+
+def test_ranks_that_leave_and_nobody_says_why(stage: Stage) -> None:
+    stage.probe = WELL
+    assert stage.play("progress:3 leave", "done") == 0
+    assert (stage.causes, stage.actions) == (["external_signal", "done"], ["relaunch", "finish"])
+
+
+def test_signals_without_progress_have_a_budget(stage: Stage) -> None:
+    stage.configure(config().model_copy(update={"storm_failures": 99}))
+    stage.probe = WELL
+    assert stage.play(*["progress:3 leave"] * 6) == 1
+    assert stage.causes == ["external_signal"] * 6
+    assert stage.actions == ["relaunch"] * 5 + ["stop"]
+
+
+@pytest.mark.parametrize("answer", [LOST, LEAVING], ids=["lost", "leaving"])
+def test_a_signal_of_a_node_that_goes_down(stage: Stage, answer: ProbeResult) -> None:
+    stage.probe = answer
+    assert stage.play("progress:3 leave", "done") == 0
+    assert (stage.causes, stage.actions) == (["node_failure"], ["requeue"])
+    ended = stage.events(EventKind.LAUNCH_ENDED)[0]
+    assert ended.node == "n0" and "n0" in str(ended.reason)
+
+
+def test_a_signal_between_two_launches(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hpctrain.supervise.policy._FIRST_DELAY_SECONDS", 30.0)
+    stage.probe = WELL
+
+    def sent() -> None:
+        monkeypatch.setattr("hpctrain.supervise.policy._FIRST_DELAY_SECONDS", 0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    stage.once(lambda: stage.actions, sent)
+    assert stage.play("crash", "done") == 0
+    assert stage.actions == ["relaunch", "relaunch", "finish"]
+    assert [e.cause for e in stage.events(EventKind.ACTION)][1] == "external_signal"
+
+
+def test_a_signal_and_a_controller_that_is_away(stage: Stage) -> None:
+    """Slurm may be ending the job: nothing is launched, and the queue is all that is left."""
+
+    def away() -> None:
+        stage.slurm.away = True
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def back() -> None:
+        stage.slurm.away = False
+
+    stage.once_training(away)
+    stage.once(lambda: len(stage.slurm.actions_at_requeue) >= 2, back)
+    assert stage.play("progress:3 sleep:0.5 leave", "done") == 0
+    assert stage.actions == ["requeue"]
+    assert [e.reason for e in stage.events(EventKind.ACTION_RESULT)] == ["done"]
 
 
 def test_superseded_by_a_newer_launch(stage: Stage) -> None:
@@ -263,6 +360,7 @@ def test_a_bad_checkpoint_stops_before_anything_is_launched(stage: Stage) -> Non
 def test_a_bad_checkpoint_with_a_good_one_before_it(stage: Stage) -> None:
     stage.play("save:10 save:20 crash", "config")
     (stage.layout.checkpoints / "iter_0000020/shard").write_bytes(b"WEIGHTS")
+    stage.slurm.change(submit_time=time.time() + 3600)
     assert stage.supervisor("", "", "done", restart_count=1).run() == 0
     assert [e.resume_step for e in stage.events(EventKind.RESUME)] == [0, 20, 10]
     rejected = stage.events(EventKind.CHECKPOINT_REJECTED)
@@ -387,24 +485,40 @@ def test_srun_that_cannot_be_run_uses_up_the_budget(stage: Stage) -> None:
     assert "No such file" in str(stage.events(EventKind.LAUNCH_ENDED)[0].reason)
 
 
-def test_a_fault_of_the_supervisor_is_in_the_ledger(
+def test_a_full_disk_stops_before_anything_is_launched(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("hpctrain.supervise.launching.fence_off", full)
-    with pytest.raises(OSError, match="No space"):
-        stage.play("done")
-    assert stage.actions == ["stop"]
+    assert stage.play("done") == 1
+    assert (stage.causes, stage.actions) == (["disk_full"], ["stop"])
     assert "No space left on device" in str(stage.events(EventKind.ACTION)[0].reason)
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[1]", None])
-def test_unreadable_settings(stage: Stage, text: str | None) -> None:
-    stage.layout.supervise_config.unlink()
-    if text is not None:
-        stage.layout.supervise_config.write_text(text)
+def test_a_mistake_of_the_supervisor_ends_no_run(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The next attempt may get past it; a budget keeps it from going on for ever."""
+
+    def wrong(*_: object) -> None:
+        raise ValueError("a bug of ours")
+
+    monkeypatch.setattr("hpctrain.supervise.launching.fence_off", wrong)
+    assert stage.play("done") == 0
+    assert (stage.causes, stage.actions) == (["supervisor_lost"], ["requeue"])
+    assert "ValueError: a bug of ours" in str(stage.events(EventKind.ACTION)[0].reason)
+    assert "Traceback" in capsys.readouterr().err
+    for restart in (1, 2):
+        stage.slurm.change(state=JobState.RUNNING)
+        code = stage.supervisor("done", restart_count=restart).run()
+    assert (code, stage.actions) == (1, ["requeue", "requeue", "stop"])
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]"])
+def test_wrong_settings(stage: Stage, text: str) -> None:
+    stage.layout.supervise_config.write_text(text)
     with pytest.raises(InvalidInputError, match=r"supervise\.json"):
         stage.supervisor("done")
 

@@ -49,6 +49,7 @@ def first(cause: Cause, situation: Situation = HERE, settings: SuperviseConfig |
         (Cause.SUPERSEDED, ActionKind.LEAVE, 0),
         (Cause.YIELDED, ActionKind.STOP, 0),
         (Cause.CANCELLED, ActionKind.STOP, 1),
+        (Cause.DEADLINE, ActionKind.STOP, 1),
         (Cause.CONFIG_ERROR, ActionKind.STOP, 1),
         (Cause.USER_ERROR, ActionKind.STOP, 1),
         (Cause.BAD_CHECKPOINT, ActionKind.STOP, 1),
@@ -210,6 +211,29 @@ def test_avoiding_nodes_is_only_said_until_it_is_allowed() -> None:
     assert (requeued.kind, requeued.exclude) == (ActionKind.REQUEUE, ("n3",))
 
 
+def test_a_node_that_is_unfit_for_the_run_is_left_whatever_the_spec_says() -> None:
+    """It was shown that the run cannot work there, not only suspected."""
+    lacking = Situation(
+        allocated_nodes=2,
+        healthy_nodes=1,
+        needed_nodes=2,
+        least_nodes=2,
+        exclude=("n1", "n7"),
+        why_exclude="failed a check",
+        unfit=("n1",),
+    )
+    action = first(Cause.NODE_FAILURE, lacking)
+    assert (action.kind, action.exclude) == (ActionKind.REQUEUE, ("n1",))
+    assert action.observed == ("would avoid n7 (failed a check)",)
+    assert "1 of 2 nodes are fit, 2 are needed" in action.reason
+    acted = first(Cause.NODE_FAILURE, lacking, site(exclude_nodes="act"))
+    assert (acted.exclude, acted.observed) == (("n1", "n7"), ())
+    chained = first(Cause.NODE_FAILURE, lacking, site("chain"))
+    assert (chained.kind, chained.exclude) == (ActionKind.LEAVE, ("n1",))
+    spare = first(Cause.NODE_FAILURE, replace(lacking, allocated_nodes=3, healthy_nodes=2))
+    assert spare.kind is ActionKind.RELAUNCH and "with a spare node" in spare.reason
+
+
 def test_broken_hardware_without_a_spare_is_left_only_when_that_is_allowed() -> None:
     full = Situation(allocated_nodes=4, healthy_nodes=4, needed_nodes=4, least_nodes=4)
     full = replace(full, exclude=("n3",), exclude_here=("n3",))
@@ -307,6 +331,58 @@ def test_every_cause_has_an_answer_and_unknown_loses_nothing() -> None:
             assert action.kind is not ActionKind.REQUEUE
 
 
+@pytest.mark.parametrize("name", ["chain", "singleton", "array"])
+def test_the_last_job_of_a_chain_does_not_leave_as_if_all_were_well(name: str) -> None:
+    """Exit code 0 is COMPLETED for Slurm, and nobody gets a mail."""
+    alone = replace(GONE, followed=False)
+    action = first(Cause.TIME_LIMIT, alone, site(name))
+    assert (action.kind, action.exit_code) == (ActionKind.LEAVE, 1)
+    assert "no job of the" in action.reason and "hpctrain resubmit" in action.reason
+
+
+@pytest.mark.parametrize(
+    ("count", "restarts", "name", "kind"),
+    [
+        (5, 0, "requeue", ActionKind.RELAUNCH),
+        (6, 0, "requeue", ActionKind.REQUEUE),
+        (6, 4, "requeue", ActionKind.REQUEUE),
+        (6, 5, "requeue", ActionKind.STOP),
+        (6, 0, "chain", ActionKind.STOP),
+        (6, 0, "none", ActionKind.STOP),
+    ],
+)
+def test_a_directory_that_only_this_node_cannot_reach(
+    count: int, restarts: int, name: str, kind: ActionKind
+) -> None:
+    """The ledger cannot count then; Slurm does."""
+    away = replace(HERE, storage_away=True, restarts=restarts)
+    verdict = Verdict(Cause.STORAGE, "the run directory is away")
+    action = decide(verdict, past(Cause.STORAGE, count), away, site(name))
+    assert action.kind is kind
+    assert (action.exit_code == 0) is (kind is not ActionKind.STOP)
+    stormy = past(Cause.STORAGE, 5, recent_failures=5)
+    if name == "requeue":
+        stopped = decide(verdict, stormy, away, site(name)).kind is ActionKind.STOP
+        assert stopped is (restarts >= 5), "storms have no budget of their own"
+
+
+def test_every_end_that_nobody_asked_for_fails_the_job() -> None:
+    """Slurm says FAILED and sends its mail; 0 is for done, as asked, and what goes on."""
+    flags = itertools.product(Cause, (0, 10**6), SITES, (HERE, GONE), (False, True))
+    for cause, count, name, situation, followed in flags:
+        action = decide(
+            Verdict(cause, "because"),
+            past(cause, count),
+            replace(situation, followed=followed),
+            site(name),
+        )
+        asked = cause is Cause.YIELDED
+        if action.kind is ActionKind.STOP:
+            assert (action.exit_code == 0) is asked, (cause, name)
+        if action.kind is ActionKind.LEAVE and cause is not Cause.SUPERSEDED:
+            assert (action.exit_code == 0) is followed, (cause, name)
+
+
 def test_what_is_held_is_held_where_slurm_can() -> None:
     verdict = Verdict(Cause.YIELDED, "asked to hold by ada", hold=True)
     assert decide(verdict, past(Cause.YIELDED, 1), HERE, site()).kind is ActionKind.HOLD
@@ -373,6 +449,7 @@ def test_the_budgets_are_those_of_the_documents() -> None:
     assert {str(cause): retries for cause, retries in RETRIES.items()} == {
         "node_failure": 5,
         "prolog_failure": 5,
+        "external_signal": 5,
         "gpu_error": 5,
         "fabric": 5,
         "storage": 5,
@@ -382,4 +459,5 @@ def test_the_budgets_are_those_of_the_documents() -> None:
         "data_loader": 1,
         "diverged": 1,
         "suspect_numerics": 1,
+        "load_failed": 3,
     }

@@ -146,9 +146,13 @@ def test_a_warning_before_the_supervisor_is_up_does_not_kill_it(tmp_path: Path) 
         "sys.argv = ['x', '--run-directory', '/nonexistent', '--', 'srun']\n"
         "import runpy; runpy.run_module('hpctrain.supervise', run_name='__main__')\n"
     )
-    ended = subprocess.run([sys.executable, gate], capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 3, ended.stderr
-    assert "supervise.json" in ended.stderr
+    job = {"SLURM_JOB_ID": "5", "SLURM_JOB_NODELIST": "n0", "PATH": str(tmp_path)}
+    ended = subprocess.run(
+        [sys.executable, gate], capture_output=True, text=True, timeout=60, env=job
+    )
+    assert ended.returncode == 1, ended.stderr
+    assert "supervise.json cannot be read" in ended.stderr
+    assert "stop: the run directory is away" in ended.stderr.splitlines()[-1]
 
 
 def test_ports_lie_below_the_ephemeral_range() -> None:

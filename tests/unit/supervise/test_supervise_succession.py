@@ -18,7 +18,7 @@ from hpctrain.slurm.records import JobRecord, SubmittedJob
 from hpctrain.slurm.states import JobState
 from hpctrain.store.jobs import cancel_requested, generation, job_ids
 from hpctrain.store.layout import RunLayout
-from hpctrain.store.ledger import EventKind, Ledger
+from hpctrain.store.ledger import BufferedLedger, EventKind
 from hpctrain.store.signs import Progress, write_record
 from hpctrain.supervise import succession
 from hpctrain.supervise.attempt import Attempt
@@ -30,6 +30,7 @@ from hpctrain.supervise.succession import (
     adopt_own_job,
     end_succession,
     ensure_successor,
+    exclude_from_successors,
     must_leave,
 )
 
@@ -55,8 +56,9 @@ def attempt(
     layout = RunLayout(directory / "r1")
     if not layout.directory.exists():
         layout.create()
+        layout.supervise_config.write_text("{}")
         layout.script.write_text("#!/bin/sh\n")
-    ledger = Ledger(layout.ledger)
+    ledger = BufferedLedger(layout)
     context = AttemptContext(
         run_layout=layout,
         config=config().model_copy(update={"continuation": mode}),
@@ -417,6 +419,18 @@ def test_no_job_of_somebody_else_is_cancelled_or_waited_for(
         assert slurm.records[6].state is state
 
 
+def test_jobs_that_wait_are_kept_away_from_nodes(tmp_path: Path, slurm: FakeSlurm) -> None:
+    """Not our own, which runs, and nobody else's."""
+    context = attempt(tmp_path, slurm)
+    assert "no job waits" in exclude_from_successors(context, ("n1",))
+    context.ledger.append(EventKind.SUBMITTED, job_id=6, successor_of=5)
+    slurm.records[6] = job(6, JobState.PENDING, name="r1", comment="hpctrain:r1")
+    slurm.records[7] = job(7, JobState.PENDING, name="innocent", comment="of somebody")
+    assert exclude_from_successors(context, ("n1", "n2")) == "job 6: without n1, n2"
+    excluded = {job_id: one.exclude_nodes for job_id, one in slurm.records.items()}
+    assert excluded[6] == "n1,n2" and not excluded[5] and not excluded[7]
+
+
 # -- an end without a word -------------------------------------------------------------------
 
 
@@ -425,11 +439,12 @@ def test_no_job_of_somebody_else_is_cancelled_or_waited_for(
     [
         (JobState.PREEMPTED, True, Cause.PREEMPTED, "preempted"),
         (JobState.NODE_FAIL, True, Cause.NODE_FAILURE, "one of its nodes failed"),
-        (JobState.BOOT_FAIL, False, Cause.NODE_FAILURE, "did not boot"),
+        (JobState.BOOT_FAIL, False, Cause.NODE_FAILURE, "one of its nodes failed"),
         (JobState.TIMEOUT, True, Cause.TIME_LIMIT, "time limit"),
         (JobState.OUT_OF_MEMORY, True, Cause.HOST_OOM, "out of memory"),
         (JobState.CANCELLED, True, Cause.CANCELLED, "cancelled"),
-        (JobState.DEADLINE, True, Cause.CANCELLED, "deadline"),
+        (JobState.DEADLINE, True, Cause.DEADLINE, "deadline given to sbatch"),
+        (JobState.REVOKED, True, Cause.SUPERSEDED, "another cluster"),
         (JobState.FAILED, True, Cause.SUPERVISOR_LOST, "exit code 3"),
         (JobState.FAILED, False, Cause.LAUNCH_FAILURE, "before its supervisor began (exit code 3)"),
         (JobState.COMPLETED, True, Cause.SUPERVISOR_LOST, "exit code 3"),

@@ -61,7 +61,7 @@ ROWS: dict[str, tuple[Evidence, Cause]] = {
         ).evidence(),
         Cause.PREEMPTED,
     ),
-    "deadline of the job": (Story().evidence(job=job("DEADLINE")), Cause.TIME_LIMIT),
+    "deadline of the job": (Story().evidence(job=job("DEADLINE")), Cause.DEADLINE),
     "node did not boot": (Story().evidence(job=job("BOOT_FAIL")), Cause.NODE_FAILURE),
     "the whole job killed for memory": (
         Story().evidence(job=job("OUT_OF_MEMORY")), Cause.HOST_OOM,
@@ -714,8 +714,7 @@ def test_a_slurmstepd_that_is_gone_is_named_and_not_whom_srun_has_killed(told: s
 
 
 def test_what_is_no_failure_has_no_fingerprint() -> None:
-    for name in ("preemption, said only in the log of a rank", "deadline of the job"):
-        assert classify(ROWS[name][0]).fingerprint == ""
+    assert classify(ROWS["preemption, said only in the log of a rank"][0]).fingerprint == ""
 
 
 def test_lines_of_evidence_are_few_and_short() -> None:

@@ -23,6 +23,7 @@ from hpctrain.store.signs import (
     RankTimes,
     StepMetrics,
     append_metrics,
+    write_exit_record,
     write_record,
 )
 from hpctrain.supervise import gather, watch
@@ -244,7 +245,7 @@ def test_times_without_an_answer_add_up(scene: Scene) -> None:
     scene.says("training", 1)
     for seconds, in_all in ((6, 0), (20, 20), (100, 120), (30, 150)):
         scene.clock.now += seconds
-        scene.watch._count_held_look(scene.clock.now)
+        scene.watch._count_held_look(scene.clock.now, None)
         assert not scene.looks()
         assert scene.watch.storage_stalled_seconds == in_all
     assert not scene.silent(48), "the time between two looks counts, the rest of the 150 s not"
@@ -254,7 +255,7 @@ def test_times_without_an_answer_add_up(scene: Scene) -> None:
 def record(scene: Scene, rank: int, outcome: str) -> None:
     values = {"epoch": 3, "rank": rank, "node": "n0", "outcome": outcome, "step": 1}
     ended = ExitRecord.model_validate({**values, "exit_code": 0, "time": 1.0})
-    write_record(scene.stage.layout.exit_record(3, rank), ended)
+    write_exit_record(scene.stage.layout, ended)
 
 
 def test_the_ranks_that_survive_get_time_for_their_last_words(scene: Scene) -> None:
@@ -517,8 +518,8 @@ def test_whom_we_have_killed_has_not_failed(stage: Stage) -> None:
 def test_records_are_read_in_the_order_of_their_ends(stage: Stage) -> None:
     for rank, ended_at in ((0, 9.0), (1, 3.0)):
         values = {"epoch": 1, "rank": rank, "node": "n0", "outcome": "crash", "step": 1}
-        write_record(
-            stage.layout.exit_record(1, rank),
+        write_exit_record(
+            stage.layout,
             ExitRecord.model_validate({**values, "exit_code": 1, "time": ended_at}),
         )
     context = stage.supervisor().context

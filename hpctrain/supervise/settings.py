@@ -1,0 +1,79 @@
+"""Reading what the supervisor is told (`supervise.json`), also when its directory comes up late.
+
+Belongs here: reading, waiting, and what is left to do without any settings. Does not belong here:
+what the settings mean (`documents`).
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from hpctrain.errors import InvalidInputError, Problem, SlurmError, StorageError
+from hpctrain.slurm.client import SlurmClient
+from hpctrain.supervise.attempt import attempt_from
+from hpctrain.supervise.causes import Cause
+from hpctrain.supervise.context import say
+from hpctrain.supervise.documents import SuperviseConfig
+from hpctrain.supervise.policy import RETRIES, STOPPED_EXIT_CODE
+
+# As often and as long as the policy tries again after a fault of storage.
+_TRIES = RETRIES[Cause.STORAGE] + 1
+_PAUSE_SECONDS = 30.0
+
+
+def read_supervise_config(path: Path) -> SuperviseConfig:
+    """The supervisor's own file.
+
+    Raises StorageError when it cannot be read, InvalidInputError when it is no such file.
+    """
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise StorageError(f"{path} cannot be read: {error.strerror}") from error
+    try:
+        return SuperviseConfig.model_validate_json(text)
+    except ValueError as error:
+        problem = Problem("cannot be read: not a supervise.json", str(path))
+        raise InvalidInputError([problem]) from error
+
+
+def settings_come(path: Path, signals: Collection[signal.Signals]) -> bool:
+    """Wait for the file, which was there when the job was submitted; False if it does not come.
+
+    `signals` are blocked. One that arrives ends the waiting: the job may be about to end.
+    """
+    for tries_left in reversed(range(_TRIES)):
+        try:
+            read_supervise_config(path)
+        except StorageError as error:
+            say(f"storage: {error}; {tries_left} more tries, {_PAUSE_SECONDS:.0f} s apart")
+            if signal.sigtimedwait(signals, _PAUSE_SECONDS if tries_left else 0) is not None:
+                return False
+        else:
+            return True
+    return False
+
+
+def end_without_settings(environment: Mapping[str, str], slurm: SlurmClient) -> int:
+    """End a job that has no settings to decide by; returns its exit code.
+
+    Other nodes may reach the run directory. Slurm takes a requeue only of a job that was submitted
+    with one (sbatch(1), --requeue), and its own count of starts is the budget. A job that Slurm
+    does not call running is left alone: it may be cancelled.
+    """
+    attempt = attempt_from(environment)
+    if attempt.restart_count >= RETRIES[Cause.STORAGE]:
+        say(f"stop: started {attempt.restart_count + 1} times without reaching the run directory")
+        return STOPPED_EXIT_CODE
+    try:
+        job = slurm.jobs([attempt.job_id]).get(attempt.job_id)
+    except SlurmError:
+        job = None
+    if job is None or not job.state.is_running:
+        say("stop: the run directory is away, and Slurm does not say that the job is to run on")
+        return STOPPED_EXIT_CODE
+    answer = slurm.requeue(attempt.job_id)
+    say(f"requeue: {answer.result.value}: other nodes may reach the run directory")
+    return 0 if answer.will_run_again else STOPPED_EXIT_CODE

@@ -1,0 +1,100 @@
+"""A ledger whose file is away for a while: nothing of it is lost, doubled, or written elsewhere."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from hpctrain.store.layout import RunLayout
+from hpctrain.store.ledger import BufferedLedger, EventKind, Ledger
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunLayout:
+    layout = RunLayout(tmp_path / "run")
+    layout.create()
+    layout.supervise_config.write_text("{}")
+    return layout
+
+
+def reasons(ledger: Ledger) -> list[str | None]:
+    return [event.reason for event in ledger.events()]
+
+
+def test_lines_wait_in_their_order_and_with_their_times(run: RunLayout) -> None:
+    ledger = BufferedLedger(run)
+    ledger.append(EventKind.OBSERVED, reason="first")
+    assert reasons(ledger) == ["first"]
+    away = run.directory.with_name("away")
+    run.directory.rename(away)
+    second = ledger.append(EventKind.OBSERVED, reason="second")
+    third = ledger.append(EventKind.OBSERVED, reason="third")
+    assert not run.directory.exists(), "a ghost of the run"
+    assert reasons(ledger) == ["first", "second", "third"], "history counts what waits, too"
+    assert len(ledger.waiting) == 2
+    away.rename(run.directory)
+    fourth = ledger.append(EventKind.OBSERVED, reason="fourth")
+    assert ledger.waiting == ()
+    assert Ledger(run.ledger).events()[1:] == [second, third, fourth]
+    assert os.stat(run.ledger).st_mode & 0o777 == 0o600
+
+
+def test_reading_is_enough_to_write_what_waits(run: RunLayout) -> None:
+    ledger = BufferedLedger(run)
+    ledger.append(EventKind.OBSERVED, reason="first")
+    assert reasons(ledger) == ["first"]
+    kept = run.directory / "kept"
+    run.ledger.rename(kept)
+    run.ledger.mkdir()
+    ledger.append(EventKind.OBSERVED, reason="second")
+    assert reasons(ledger) == ["first", "second"]
+    assert ledger.flush() is not None
+    run.ledger.rmdir()
+    kept.rename(run.ledger)
+    assert reasons(ledger) == ["first", "second"]
+    assert reasons(Ledger(run.ledger)) == ["first", "second"]
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_a_line_is_there_once_whether_or_not_the_failed_try_has_written_it(
+    run: RunLayout, monkeypatch: pytest.MonkeyPatch, written: bool
+) -> None:
+    """fsync(2) may fail after write(2) has gone through."""
+    ledger = BufferedLedger(run)
+    ledger.append(EventKind.OBSERVED, reason="first")
+    name = "fsync" if written else "write"
+    with monkeypatch.context() as broken:
+
+        def fail(*_: object) -> int:
+            raise OSError(5, "Input/output error")
+
+        broken.setattr(f"hpctrain.durable.os.{name}", fail)
+        ledger.append(EventKind.OBSERVED, reason="second")
+        assert len(ledger.waiting) == 1
+        assert reasons(ledger) == ["first", "second"]
+    assert reasons(ledger) == ["first", "second"]
+    assert reasons(Ledger(run.ledger)) == ["first", "second"]
+
+
+def test_a_past_that_could_never_be_read_is_not_taken_for_none(run: RunLayout) -> None:
+    assert BufferedLedger(run).events() == [], "a run that has written nothing"
+    run.ledger.mkdir()
+    with pytest.raises(IsADirectoryError):
+        BufferedLedger(run).events()
+    run.directory.rename(run.directory.with_name("away"))
+    ledger = BufferedLedger(run)
+    with pytest.raises(OSError, match="is away"):
+        ledger.events()
+    ledger.append(EventKind.OBSERVED, reason="all the same")
+    assert not run.directory.exists()
+
+
+def test_memory_is_bounded(run: RunLayout) -> None:
+    ledger = BufferedLedger(run, most_lines=3)
+    run.directory.rename(run.directory.with_name("away"))
+    for _ in range(3):
+        ledger.append(EventKind.OBSERVED)
+    with pytest.raises(OSError, match="is away"):
+        ledger.append(EventKind.OBSERVED)
