@@ -44,6 +44,9 @@ class _Keeper:
     step: Callable[[], int]
     loading_step: int | None = None
 
+    def begin(self) -> None:
+        """Nobody stops this launch."""
+
 
 def settings(hidden: int, layers: int, sharding: str) -> MegatronConfig:
     """The model of the overhead benchmark in another size, on two data-parallel ranks."""

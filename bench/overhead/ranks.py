@@ -27,6 +27,9 @@ class _Keeper:
     step: Callable[[], int]
     loading_step: int | None = None
 
+    def begin(self) -> None:
+        """Nobody stops this launch."""
+
 
 def measure(engine: str, directory: Path, seconds: float) -> None:
     """On each rank; rank 0 leaves the seconds per step of each turn in the run's directory."""

@@ -18,6 +18,7 @@ from hpctrain.checkpoints.manifest import (
     Manifest,
     checkpoint_name,
     read_manifest,
+    step_of,
     what_is_wrong,
 )
 from hpctrain.checkpoints.publish import StaleEpochError
@@ -30,6 +31,7 @@ from hpctrain.store.signs import (
     ExitRecord,
     Outcome,
     TrainerExit,
+    read_exit_records,
     read_record,
     write_exit_record,
     write_record,
@@ -47,7 +49,8 @@ from hpctrain.train.launch import Launch, quiet_defaults, read_launch
 from hpctrain.train.nsight import become_recorded
 from hpctrain.train.preflight import check
 from hpctrain.train.stacks import StackDump, flight_recorder, open_stack_dump
-from hpctrain.train.stop import StopSignals
+from hpctrain.train.startup_stop import StartupStop
+from hpctrain.train.stop import StopSignals, file_exists
 from hpctrain.train.storage import fence_of, is_present, outlast, stale_or
 
 # How long the record of a rank that ends waits for the run directory: Slurm may be ending the job.
@@ -137,9 +140,48 @@ class _Ending:
         self._run = run
         self._launch = launch
         self._stop = stop
+        self._startup = StartupStop(stop, self._is_asked_to_stop, self._leave_startup)
+        self._begun = False
         self.signalled_ranks: tuple[int, ...] = ()
-        self.step: Callable[[], int] = lambda: 0
+        self.step: Callable[[], int] = lambda: step_of(launch.resume) or 0
         self.loading_step: int | None = None
+        self.asked: Callable[[], bool] = lambda: False
+
+    def starting(self) -> None:
+        """Until `begin`, a stop ends this rank without waiting for any other."""
+        self._startup.begin()
+
+    def begin(self) -> None:
+        """All ranks have started: from now on they agree on when to stop."""
+        self._startup.end()
+        self._begun = True
+
+    def _is_asked_to_stop(self) -> bool:
+        """A signal to this rank, or the stop file, which rank 0 looks for."""
+        if self._stop.requested or self.asked():
+            return True
+        return self._launch.leads and file_exists(self._run.stop_request)
+
+    def _leave_startup(self) -> NoReturn:
+        """Not by `leave`: the main thread may be anywhere, also within a write to a stream."""
+        self._record_left_startup()
+        os._exit(TrainerExit.YIELDED)
+
+    def _record_left_startup(self) -> int:
+        how = self._stop.name or "control/stop"
+        self._record("yielded", f"asked to stop ({how}) before its first step", None)
+        return TrainerExit.YIELDED
+
+    def _is_leaving_startup(self) -> bool:
+        """Whether this rank was asked to stop before its first step, or others were and have left:
+        what fails then fails because ranks are gone.
+        """
+        if self._begun:
+            return False
+        if self._is_asked_to_stop():
+            return True
+        records = read_exit_records(self._run, self._launch.epoch)
+        return any(record.outcome == "yielded" for record in records)
 
     def of(self, work: Callable[[], Outcome]) -> int:
         try:
@@ -157,10 +199,15 @@ class _Ending:
         here = is_node_dependent(error, self._run.checkpoints)
         if isinstance(error, HpctrainError):
             return self._bad("crash", str(error), None, error, node_dependent=here)
+        if cause_of(error) is None and self._is_leaving_startup():
+            self._startup.end()
+            _say(f"while the launch is stopping: {_in_one_line(error)}", TrainerExit.YIELDED)
+            return self._record_left_startup()
         trace = "".join(traceback.format_exception(error))
         return self._bad("crash", _in_one_line(error), trace, error, node_dependent=here)
 
     def _good(self, outcome: Outcome) -> int:
+        self._startup.end()
         if self._launch.leads:
             self._record(outcome, None, None)
         return _CODES[outcome]
@@ -174,6 +221,7 @@ class _Ending:
         *,
         node_dependent: bool = False,
     ) -> int:
+        self._startup.end()
         cause = self._cause(error) if error is not None else None
         code = _CODES_OF_CAUSES.get(cause or "", _CODES[outcome])
         self._record(outcome, message, trace, cause, error, node_dependent)
@@ -227,6 +275,7 @@ class _Ending:
 
 def _train(job: Job, ending: _Ending) -> Outcome:
     """Everything from the first check to the done marker."""
+    ending.starting()
     if job.launch.epoch:
         _refuse_stale(job)
     _twice(job, lambda: check(job), InvalidInputError)

@@ -161,11 +161,14 @@ class StepProfiler:
         tool.start()
         self.clock.mark = tool.mark
 
-    def end(self, step: int) -> None:
-        """After it; with the last one of a range the trace is written while all ranks wait."""
+    def end(self, step: int, *, stopping: bool = False) -> None:
+        """After it; with the last one of a range the trace is written while all ranks wait.
+
+        When the launch is `stopping`, writing would take the time of the last save: see `leave`.
+        """
         self._marks.close()
         window = self._window(step)
-        if window is None or step < window[1]:
+        if window is None or step < window[1] or stopping:
             return
         first, self._first = self._first or window[0], None
         self.clock.mark = None

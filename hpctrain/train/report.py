@@ -18,6 +18,7 @@ from hpctrain.durable import FULL_ERRNOS, LineBuffer
 from hpctrain.engines.training import TrainConfig
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.signs import (
+    EvaluationMetrics,
     Phase,
     Progress,
     RankTimes,
@@ -103,8 +104,8 @@ class Reporter:
         self._step = self._step if step is None else step
         self._write_progress()
 
-    def still_here(self) -> None:
-        """Within a phase that lasts: a sign of life, at most about once a second."""
+    def still_working(self) -> None:
+        """Renew the sign of life within a long phase, about once a second."""
         if time.monotonic() - self._written_at >= _PROGRESS_SECONDS:
             self._write_progress()
 
@@ -118,10 +119,23 @@ class Reporter:
             return
         metrics = step_metrics(self._job.config, self._job.launch.epoch, result, evaluation)
         self._metrics.append(metrics)
-        if time.monotonic() - self._written_at >= _PROGRESS_SECONDS:
-            self._write_progress()
+        self.still_working()
         if result.step % self._job.config.log_interval_steps == 0:
             self._log_step(metrics)
+
+    def made_up_evaluation(self, evaluation: Evaluation) -> None:
+        """Record the evaluation of the resumed step, which an earlier launch has trained."""
+        if not self._job.launch.leads:
+            return
+        metrics = EvaluationMetrics(
+            step=self._step,
+            epoch=self._job.launch.epoch,
+            time=time.time(),
+            eval_loss=_finite(evaluation.loss),
+            eval_accuracy=evaluation.accuracy,
+        )
+        self._metrics.append(metrics)
+        self.log("evaluation", step=self._step, eval_loss=evaluation.loss)
 
     def published(self, save: SaveRecord) -> None:
         """A checkpoint counts; only rank 0 is told."""

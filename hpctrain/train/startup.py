@@ -21,6 +21,7 @@ from hpctrain.store.signs import SaveRecord, read_saves
 from hpctrain.train.control import Control
 from hpctrain.train.digest_check import DigestCheck
 from hpctrain.train.engine import Engine, Position, Room, Snapshot
+from hpctrain.train.evaluating import evaluation_is_missing, is_evaluated
 from hpctrain.train.faults import blames_checkpoint
 from hpctrain.train.interval import SaveInterval
 from hpctrain.train.job import Job
@@ -39,12 +40,15 @@ warnings.filterwarnings("ignore", module=r"(torch|megatron)\b.*")
 _ROOMS = {"megatron": "megatron", "fsdp": "native", "ddp": "native", "deepspeed": "deepspeed"}
 
 
-class StepKeeper(Protocol):
-    """What a rank is at, for the record of how it ended: the last finished step, and the step of
-    the checkpoint while it is being loaded."""
+class Keeper(Protocol):
+    """Who keeps what the record of how the rank ended needs: the last finished step, the step of
+    the checkpoint while it is being loaded, and whether the start is over."""
 
     step: Callable[[], int]
     loading_step: int | None
+
+    def begin(self) -> None:
+        """All ranks have started: from now on they agree on when to stop."""
 
 
 def room_of(config: TrainConfig) -> Room:
@@ -53,7 +57,7 @@ def room_of(config: TrainConfig) -> Room:
     return cast(Room, importlib.import_module(f"hpctrain.train.{name}.assembly"))
 
 
-def assemble(job: Job, keeper: StepKeeper, digests: DigestCheck | None = None) -> Loop:
+def assemble(job: Job, keeper: Keeper, digests: DigestCheck | None = None) -> Loop:
     """Build everything on this rank; all ranks must call this.
 
     `digests` reads the checkpoint meanwhile: no rank returns before all of it is as it was written.
@@ -87,6 +91,8 @@ def assemble(job: Job, keeper: StepKeeper, digests: DigestCheck | None = None) -
         clock=_clock(job, control, parts.engine, reporter),
         profiler=step_profiler(job, parts.engine.clock, reporter, control),
         request=SaveRequest(job.run.save_request, looks=job.launch.leads),
+        owes_evaluation=_owes_evaluation(job, control, position),
+        on_begin=keeper.begin,
     )
 
 
@@ -108,6 +114,15 @@ def _losses(job: Job, control: Control, position: Position) -> LossWindow:
     return LossWindow(limit, [float.fromhex(word) for word in words.split()])
 
 
+def _owes_evaluation(job: Job, control: Control, position: Position) -> bool:
+    """Whether the launch that saved the checkpoint left the evaluation of its last step."""
+    if not is_evaluated(job.config, position.step):
+        return False
+    leads = job.launch.leads
+    missing = "missing" if leads and evaluation_is_missing(job.run, position.step) else None
+    return control.from_leader(missing) is not None
+
+
 def _clock(job: Job, control: Control, engine: Engine, reporter: Reporter) -> RankClock:
     return RankClock(
         clock=engine.clock,
@@ -124,7 +139,7 @@ def _position(
     job: Job,
     snapshot: Snapshot,
     reporter: Reporter,
-    keeper: StepKeeper,
+    keeper: Keeper,
     digests: DigestCheck | None,
     control: Control,
 ) -> Position:
@@ -143,7 +158,7 @@ def _position(
             digests.explain()
         raise
     if digests is not None:
-        digests.agree(control, waiting=reporter.still_here)
+        digests.agree(control, waiting=reporter.still_working)
     keeper.loading_step = None
     reporter.resumed_from(position.step)
     reporter.log("resume", step=position.step, checkpoint=directory.name)

@@ -31,6 +31,7 @@ from hpctrain.train.megatron_lm.on_import import changed_on_import
 from hpctrain.train.megatron_lm.refused import refusals_named
 from hpctrain.train.megatron_lm.relay import Relay
 from hpctrain.train.megatron_lm.saves import Saves
+from hpctrain.train.megatron_lm.stopping import Stopping
 from hpctrain.train.megatron_lm.telling import Teller, write_progress
 from hpctrain.train.storage import outlast
 
@@ -42,15 +43,20 @@ DETERMINISTIC_VARIABLES = {
 }
 
 
-class StepKeeper(Protocol):
-    """What a rank is at, for the record of how it ended: the last finished step, and the step of
-    the checkpoint while it is being loaded."""
+class Keeper(Protocol):
+    """Who keeps what the record of how the rank ended needs: the last finished step, the step of
+    the checkpoint while it is being loaded, and whether the start is over. `asked` tells of stops
+    that only the program has received."""
 
     step: Callable[[], int]
     loading_step: int | None
+    asked: Callable[[], bool]
+
+    def begin(self) -> None:
+        """The program trains, or looks for stops itself."""
 
 
-def run(job: Job, keeper: StepKeeper, digests: DigestCheck | None = None) -> tuple[Outcome, int]:
+def run(job: Job, keeper: Keeper, digests: DigestCheck | None = None) -> tuple[Outcome, int]:
     """Train until Megatron-LM ends; how that was, and the step of its last checkpoint.
 
     Raises InvalidInputError for what is wrong with the checkout or its arguments,
@@ -149,7 +155,7 @@ def _places(job: Job, saves: Saves, resume_step: int) -> Places:
 
 def _execute(
     job: Job,
-    keeper: StepKeeper,
+    keeper: Keeper,
     saves: Saves,
     program: Path,
     words: tuple[str, ...],
@@ -175,7 +181,18 @@ def _execute(
     loading = changed_on_import(
         {"megatron.training.checkpointing": _noting_loads(keeper, resume_step)}
     )
-    with hearing(hear), Relay(job), refusals_named(), measuring(job), loading:
+    stopping = Stopping(lambda: relay.wished, keeper.begin)
+    keeper.asked = stopping.has_received
+
+    def understood() -> None:
+        """From here on the program saves and leaves after its next step, unless a stop that comes
+        before its first one can be told apart."""
+        if not stopping.follows_steps:
+            keeper.begin()
+
+    relay = Relay(job, understood)
+    following = stopping.following()
+    with hearing(hear), relay, refusals_named(), measuring(job), loading, following:
         try:
             runpy.run_path(str(program), run_name="__main__")
         except SystemExit as error:
@@ -187,7 +204,7 @@ def _execute(
             _end_children()
 
 
-def _noting_loads(keeper: StepKeeper, resume_step: int) -> Callable[[ModuleType], None]:
+def _noting_loads(keeper: Keeper, resume_step: int) -> Callable[[ModuleType], None]:
     """Have `keeper` know when the program is loading the checkpoint; a fork without this function
     loads as ever."""
 
