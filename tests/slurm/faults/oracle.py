@@ -69,7 +69,6 @@ def look(targets: Sequence[Target]) -> dict[str, Truth]:
 
 def _look_at(target: Target, seen: tuple[QueuedJob, ...] | None) -> Truth:
     words = f"hpctrain:{target.run_id}"
-    progress = _json(target.directory / "progress.json")
     return Truth(
         time=time.time(),
         jobs=None if seen is None else tuple(job for job in seen if job.comment == words),
@@ -77,7 +76,7 @@ def _look_at(target: Target, seen: tuple[QueuedJob, ...] | None) -> Truth:
         done=target.done,
         row=target.newest_row(),
         resume_step=_resume_step(target.directory / "ledger.jsonl"),
-        progress_time=progress.get("time"),
+        progress_time=target.progress().get("time"),
         checkpoint=max(published_steps(target.directory / "checkpoints"), default=0),
     )
 
@@ -91,13 +90,6 @@ def _resume_step(ledger: Path) -> int:
                 with contextlib.suppress(ValueError):
                     found = json.loads(line).get("resume_step") or 0
     return found
-
-
-def _json(path: Path) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError):
-        found = json.loads(path.read_text())
-        return found if isinstance(found, dict) else {}
-    return {}
 
 
 def falsehoods(

@@ -237,18 +237,16 @@ class _Passage:
     # -- one strike --------------------------------------------------------------------------------
 
     def _come_to(self, chosen: Chosen) -> bool:
-        """The newest launch has trained up to the step; False when the run is over."""
+        """The step is trained, and the newest launch has begun to train: a fault before that
+        strikes the one before, too. False when the run is over."""
         target = self.target
 
         def there() -> bool:
             row = target.newest_row()
-            return row is not None and row.step >= chosen.step and self._trains(row)
+            come = row is not None and row.step >= chosen.step
+            return come and target.trained_epoch == target.rehearsal.epoch
 
         return self._until(there, f"at step {chosen.step}") and not target.done
-
-    def _trains(self, row: Row) -> bool:
-        """The newest launch has trained a step: a fault before that strikes the one before, too."""
-        return row.epoch == self.target.rehearsal.epoch
 
     def _throw(self, chosen: Chosen, number: int) -> None:
         target, strike = self.target, chosen.strike
@@ -272,12 +270,10 @@ class _Passage:
         self._take_down(chosen, before, time.monotonic() - began_at)
 
     def _recovered(self, strike: Strike, before: int, struck_at: Row | None) -> bool:
-        row = self.target.newest_row()
-        if row is None:
-            return False
-        if row.epoch > before:
+        if self.target.trained_epoch > before:
             return True
-        went_on = struck_at is None or row.step > struck_at.step
+        row = self.target.newest_row()
+        went_on = row is not None and (struck_at is None or row.step > struck_at.step)
         return strike.after is After.PROGRESS and went_on
 
     def _care(self) -> None:

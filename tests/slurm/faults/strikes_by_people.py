@@ -7,7 +7,6 @@ here. Belongs here: verbs and sbatch by hand. Does not belong here: administrato
 
 from __future__ import annotations
 
-import json
 import shutil
 import signal
 import time
@@ -32,7 +31,7 @@ def stopped(target: Target) -> None:
 
 
 def stopped_in_an_evaluation(target: Target) -> None:
-    target.until(lambda: _phase(target) == "evaluating", _EVALUATION_SECONDS)
+    target.until(lambda: target.progress().get("phase") == "evaluating", _EVALUATION_SECONDS)
     _stop(target)
     _resume_when_over(target)
 
@@ -87,13 +86,6 @@ def _resume(target: Target) -> None:
     if not target.done:
         _accepted(target, target.hpctrain("resume"))
         target.did(DeedKind.RESUMED)
-
-
-def _phase(target: Target) -> str:
-    try:
-        return str(json.loads((target.directory / "progress.json").read_text()).get("phase"))
-    except (OSError, ValueError):
-        return ""
 
 
 # -- submitting ---------------------------------------------------------------------------------

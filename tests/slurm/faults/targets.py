@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 from another_user import Bystander
 from command_line import Outcome
@@ -235,6 +236,21 @@ class Target:
                 found = json.loads(line)
                 return Row(found["epoch"], found["step"], found["time"])
         return None
+
+    @property
+    def trained_epoch(self) -> int:
+        """The newest launch that has begun to train; 0 before the first."""
+        row = self.newest_row()
+        progress = self.progress()
+        training = progress.get("phase") in ("training", "evaluating", "saving")
+        return max(row.epoch if row else 0, int(progress["epoch"]) if training else 0)
+
+    def progress(self) -> dict[str, Any]:
+        """The trainer's last sign of life; empty without one."""
+        with contextlib.suppress(OSError, ValueError):
+            found = json.loads((self.directory / "progress.json").read_text())
+            return found if isinstance(found, dict) else {}
+        return {}
 
     @property
     def done(self) -> bool:

@@ -46,7 +46,14 @@ def test_a_short_storm_is_exact_ends_as_asked_and_is_told_truly(
         field = Field(public_stage, other_cluster, bystander)
         with Witness(field, lambda: list(targets)) as witness:
             fates = rage(
-                field, ordeals, _steps(), at_a_time=_RUNS, gates=True, joined=targets.append
+                field,
+                ordeals,
+                _steps(),
+                at_a_time=_RUNS,
+                gates=True,
+                # Ranks that wait at a gate do not hang.
+                overrides=("supervise.stall=5min",),
+                joined=targets.append,
             )
         report = conclude(field, fates, evaluated, witness, _steps())
     logs = "\n".join(target.rehearsal.logs() for target in targets)
