@@ -173,16 +173,16 @@ class Saver:
         return self._wait_for_other_writers()
 
     def _wait_for_own_writer(self) -> WriterState:
-        return self._agree_or_rest(self._writer.state())
+        return self._agree_or_rest()
 
     def _wait_for_other_writers(self) -> WriterState:
-        return self._agree_or_rest(self._writer.state())
+        return self._agree_or_rest()
 
     def _wait_for_publisher(self) -> WriterState:
-        return self._agree_or_rest(self.writer_state)
+        return self._agree_or_rest()
 
-    def _agree_or_rest(self, own: WriterState) -> WriterState:
-        agreed = self._control.worst_writer(own)
+    def _agree_or_rest(self) -> WriterState:
+        agreed = self._control.worst_writer(self.writer_state)
         if agreed is WriterState.RUNNING:
             time.sleep(_POLL_SECONDS)
         return agreed

@@ -37,6 +37,7 @@ class Site:
         layout.supervise_config.touch()
         self.slurm = FakeSlurm()
         self.nodes = NodeLedger(directory / "nodes.jsonl")
+        layout.supervise_config.write_text("{}")  # by it a run directory is known to be there
         settings = {"node_ledger": str(self.nodes.path), "cluster": "c", "cluster_nodes": 4}
         self.context = AttemptContext(
             run_layout=layout,
