@@ -204,6 +204,7 @@ class Verdict:
     `nodes` are the suspects, `hard` says that their hardware is at fault beyond doubt.
     `fingerprint` is equal for failures that are the same (class and place of the error, without
     addresses and numbers that change). `step` is the step at which it happened, if known.
+    `broken_allocation`: nothing can be launched with what Slurm has given this job.
     """
 
     cause: Cause
@@ -216,6 +217,7 @@ class Verdict:
     fingerprint: str = ""
     step: int | None = None
     hold: bool = False
+    broken_allocation: bool = False
 
 
 @dataclass(frozen=True)
