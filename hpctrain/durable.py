@@ -20,9 +20,8 @@ FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
 _FAULT_ERRNOS = frozenset(
     {
         *(errno.EIO, errno.EROFS, errno.ESTALE, errno.ESHUTDOWN, errno.ENOTCONN, errno.ETIMEDOUT),
-        *(errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ECONNREFUSED),
-        *(errno.ECONNRESET, errno.ECOMM, errno.EREMOTEIO, errno.ENODEV, errno.ENXIO),
-        *(errno.ENOLCK, errno.EKEYEXPIRED),
+        *(errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ECOMM, errno.EREMOTEIO),
+        *(errno.ENODEV, errno.ENXIO, errno.ENOLCK, errno.EKEYEXPIRED),
     }
 )
 # How far back a retry looks for lines that an earlier try has written before it failed.

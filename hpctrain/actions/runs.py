@@ -53,7 +53,6 @@ class RunFiles:
                 hint="its owner can share it: section Teams of the README says how",
             )
 
-
     def refuse_unless_writable(self, verb: str) -> None:
         """Raises UsageError for a run whose ledger this user may not write into: its jobs are
         somebody else's, and only their owner can end or submit them."""

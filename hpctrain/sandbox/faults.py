@@ -13,7 +13,7 @@ from __future__ import annotations
 import signal
 import time
 
-from hpctrain.errors import SlurmUnreachableError, UsageError
+from hpctrain.errors import SlurmError, SlurmUnreachableError, UsageError
 from hpctrain.sandbox.daemons import slurmd_name, step_daemons
 from hpctrain.sandbox.job_processes import JobProcess, find_job_processes, processes_of_nodes
 from hpctrain.sandbox.processes import ProcessId, await_condition, kill, send
@@ -24,6 +24,7 @@ _CONTROLLER_TIMEOUT_SECONDS = 30.0
 # slurmctld calls a node rebooted when it booted after its last message, in whole seconds: one that
 # comes back within the same second passes for never gone.
 _BOOT_SECONDS = 2.0
+_SHUTDOWN_SECONDS = 30.0
 _PROLOG = "prolog"
 
 
@@ -43,6 +44,18 @@ def freeze_node(sandbox: Sandbox, node: str) -> None:
 def thaw_node(sandbox: Sandbox, node: str) -> None:
     """Let a frozen node go on."""
     send(_everything_on(sandbox, node), signal.SIGCONT)
+
+
+def shut_down_node(sandbox: Sandbox, node: str) -> None:
+    """What an orderly shutdown begins with: TERM to every process on the node, slurmd among them.
+
+    systemd sends KILL to what is left 90 s later (systemd-system.conf(5), DefaultTimeoutStopSec):
+    `crash_node`. `restart_node` with `rebooted` completes a reboot.
+    """
+    send(_everything_on(sandbox, node), signal.SIGTERM)
+    daemon = slurmd_name(_known(sandbox, node))
+    if not await_condition(lambda: not sandbox.daemon_is_alive(daemon), _SHUTDOWN_SECONDS):
+        raise SlurmError(f"the slurmd of {node} was asked to end and lives on")
 
 
 def kill_slurmd(sandbox: Sandbox, node: str) -> None:

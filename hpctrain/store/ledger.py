@@ -14,6 +14,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from hpctrain.durable import LineBuffer, append_line
+from hpctrain.errors import StorageError
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.signs import Record
 
@@ -139,7 +140,7 @@ class BufferedLedger(Ledger):
     def __init__(self, run: RunLayout, most_lines: int = _MOST_LINES) -> None:
         super().__init__(run.ledger)
         self._buffer = LineBuffer(
-            run.ledger, may_create=run.require, mode=0o600, most_lines=most_lines
+            run.ledger, may_create=self._may_create, mode=0o600, most_lines=most_lines
         )
         self._require = run.require
         self._known: bytes | None = None
@@ -170,6 +171,12 @@ class BufferedLedger(Ledger):
         lines = set(written.splitlines())
         late = [line for line in waiting if line.encode() not in lines]
         return _readable(b"\n".join([written, *(line.encode() for line in late)]))
+
+    def _may_create(self) -> None:
+        """Only the first line makes the file: one that has held lines is not begun anew."""
+        self._require()
+        if self._known:
+            raise StorageError(f"{self.path} is gone, and it had been there")
 
     def _read(self) -> bytes:
         try:

@@ -238,6 +238,7 @@ class Verdict:
     `fingerprint` is equal for failures that are the same (class and place of the error, without
     addresses and numbers that change). `step` is the step at which it happened, if known.
     `checkpoint_step` is the checkpoint that is at fault, for the causes about one.
+    `broken_allocation`: nothing can be launched with what Slurm has given this job.
     """
 
     cause: Cause
@@ -252,6 +253,7 @@ class Verdict:
     hold: bool = False
     suspicion: Suspicion = Suspicion.CAUSE
     checkpoint_step: int | None = None
+    broken_allocation: bool = False
 
     @property
     def unfit_nodes(self) -> tuple[str, ...]:

@@ -84,7 +84,7 @@ def decide(
             return action
     if verdict.already_requeued:
         return Action(ActionKind.LEAVE, "Slurm has requeued the job already")
-    if verdict.cause in SCHEDULER_CAUSES or not situation.keeps_nodes:
+    if verdict.cause in SCHEDULER_CAUSES or verdict.broken_allocation or not situation.keeps_nodes:
         return _go_on_later(verdict, situation, config)
     return _retry(verdict, history, situation, config)
 

@@ -30,6 +30,7 @@ from hpctrain.supervise.roots import NEVER, Candidate, candidates, own_crashes
 from hpctrain.supervise.scheduler_verdict import noticed
 from hpctrain.supervise.slurm_words import (
     exit_code,
+    is_broken_allocation,
     killed_from_outside,
     launch_failures,
     lost_step,
@@ -302,7 +303,8 @@ def _never_launched(evidence: Evidence) -> Verdict | None:
     cause = why_not_launched(lines)
     nodes = () if cause is Cause.CONTROLLER_AWAY else nodes_named(lines)
     reason = f"srun could not start the step: {lines[0]}"
-    return Verdict(cause, reason, lines[:3], nodes=nodes)
+    broken = is_broken_allocation(lines)
+    return Verdict(cause, reason, lines[:3], nodes=nodes, broken_allocation=broken)
 
 
 def _lost_step(evidence: Evidence) -> Verdict | None:

@@ -25,6 +25,9 @@ _REASONS = (
 _AWAY = r"Unable to contact slurm controller|Socket timed out on send/recv operation"
 _PROLOG = re.compile(r"[Pp]rolog (?:error|fail)|launch[_ ]failed[_ ]requeued[_ ]held")
 _LAUNCH_FAILURES = re.compile(r"Unable to create step|Task launch for .* failed|launch failed")
+# A job that was requeued while one of its nodes was dead starts without its GPUs: slurmctld says
+# "node offset invalid (0 >= 0)", and no step can be created until it is requeued again (22.05.8).
+_BROKEN_ALLOCATION = re.compile(r"Invalid generic resource \(gres\) specification")
 _OUT_OF_MEMORY = re.compile(r"oom.kill")
 # src/api/step_launch.c: the slurmstepd of a node is gone, as srun finds out by asking (the step is
 # missing) or by waiting (_check_io_timeout), whichever is first. Its number is that in the step.
@@ -89,6 +92,11 @@ def why_not_launched(lines: tuple[str, ...]) -> Cause:
     if lines and all(_CONTROLLER_AWAY.search(line) for line in lines):
         return Cause.CONTROLLER_AWAY
     return Cause.LAUNCH_FAILURE
+
+
+def is_broken_allocation(lines: Iterable[str]) -> bool:
+    """True if Slurm says that the job does not have what it was given: another allocation has."""
+    return any(_BROKEN_ALLOCATION.search(line) for line in lines)
 
 
 def lost_step(lines: Iterable[str]) -> int | None:

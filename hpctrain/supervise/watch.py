@@ -133,7 +133,7 @@ class LaunchWatch:
     def wait(self) -> None:
         """Return when srun has ended, or when waiting any longer would lose the last word."""
         run = self.context.run_layout
-        looker = Looker(self._onlooker.look)
+        looker = Looker(self._write_and_look)
         in_time(lambda: dumps.forget_old_dumps(run, self.epoch), _WORD_SECONDS)
         while self.launch.poll() is None:
             self._handle_signals()
@@ -224,6 +224,11 @@ class LaunchWatch:
     def _note(self, kind: EventKind, **fields: object) -> None:
         """A word into the ledger, unless the file system keeps us waiting for too long."""
         in_time(lambda: self.context.note(kind, epoch=self.epoch, **fields), _WORD_SECONDS)
+
+    def _write_and_look(self, closely: bool, rank_times: bool) -> Sight:
+        """In the looker's thread: events that had to wait are written as soon as they can be."""
+        self.context.ledger.flush()
+        return self._onlooker.look(closely, rank_times)
 
     # -- looking ---------------------------------------------------------------------------
 

@@ -51,7 +51,7 @@ from hpctrain.train.preflight import check
 from hpctrain.train.stacks import StackDump, flight_recorder, open_stack_dump
 from hpctrain.train.startup_stop import StartupStop
 from hpctrain.train.stop import StopSignals, file_exists
-from hpctrain.train.storage import fence_of, is_present, outlast, stale_or
+from hpctrain.train.storage import failed_below, fence_of, is_present, outlast, stale_or
 
 # How long the record of a rank that ends waits for the run directory: Slurm may be ending the job.
 _LAST_WORD_SECONDS = 10.0
@@ -231,9 +231,9 @@ class _Ending:
         return _say(f"{trace or ''}{rank}: {outcome}: {message}", code)
 
     def _cause(self, error: BaseException) -> str | None:
-        """Where the error itself does not tell, a run directory that is away is the reason."""
+        """Where the error alone does not tell, it may be about a run directory that is away."""
         cause = cause_of(error)
-        return "storage" if cause is None and not is_present(self._run) else cause
+        return "storage" if cause is None and failed_below(self._run, error) else cause
 
     def _record(
         self,

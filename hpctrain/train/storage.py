@@ -44,7 +44,19 @@ def lost_in(directory: Path, error: BaseException) -> bool:
     """True if a file below `directory`, which this rank is just writing, cannot be found: only
     with the whole directory can it have gone."""
     missing = (one for one in chain(error) if isinstance(one, FileNotFoundError) and one.filename)
-    return any(Path(os.fsdecode(one.filename)).is_relative_to(directory) for one in missing)
+    return any(_is_below(directory, one.filename) for one in missing)
+
+
+def failed_below(run: RunLayout, error: BaseException) -> bool:
+    """True if the error is about a file of the run, and the run directory is out of reach: what
+    else fails meanwhile, such as a connection, has other reasons."""
+    own = [one for one in chain(error) if isinstance(one, OSError) and one.filename]
+    ours = [one for one in own if _is_below(run.directory, one.filename)]
+    return bool(ours) and (not is_present(run) or any(map(is_storage_fault, ours)))
+
+
+def _is_below(directory: Path, name: str | bytes) -> bool:
+    return Path(os.fsdecode(name)).is_relative_to(directory)
 
 
 def is_present(run: RunLayout) -> bool:

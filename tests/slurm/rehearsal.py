@@ -349,14 +349,15 @@ class Rehearsal:
         """All ranks stand still until Slurm has them go on, which it does to warn them."""
         self.kill([p for p in self.processes() if p.rank is not None], signal.SIGSTOP)
 
-    def kill_srun(self) -> None:
+    def kill_srun(self, signal_number: int = signal.SIGKILL) -> None:
         """Both processes of the srun that runs the trainer; not one that probes a node."""
         found = self.processes()
         sruns = [p for p in found if os.path.basename(p.command_line[0]) == "srun"]
-        self.kill([p for p in sruns if "hpctrain.train" in p.command_line])
+        self.kill([p for p in sruns if "hpctrain.train" in p.command_line], signal_number)
 
-    def kill_supervisor(self) -> None:
-        self.kill([p for p in self.processes() if "hpctrain.supervise" in p.command_line])
+    def kill_supervisor(self, signal_number: int = signal.SIGKILL) -> None:
+        supervisors = [p for p in self.processes() if "hpctrain.supervise" in p.command_line]
+        self.kill(supervisors, signal_number)
 
     def kill(self, processes: list[JobProcess], signal_number: int = signal.SIGKILL) -> None:
         assert processes, f"nobody to kill\n{self.logs()}"

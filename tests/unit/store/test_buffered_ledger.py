@@ -91,6 +91,20 @@ def test_a_past_that_could_never_be_read_is_not_taken_for_none(run: RunLayout) -
     assert not run.directory.exists()
 
 
+def test_a_ledger_that_is_gone_is_not_begun_anew(run: RunLayout) -> None:
+    """Whoever took it away may bring it back, and would write over what was begun."""
+    ledger = BufferedLedger(run)
+    ledger.append(EventKind.OBSERVED, reason="first")
+    assert reasons(ledger) == ["first"]
+    kept = run.directory / "kept"
+    run.ledger.rename(kept)
+    ledger.append(EventKind.OBSERVED, reason="second")
+    assert not run.ledger.exists() and reasons(ledger) == ["first", "second"]
+    kept.rename(run.ledger)
+    assert ledger.flush() is None
+    assert reasons(Ledger(run.ledger)) == ["first", "second"]
+
+
 def test_memory_is_bounded(run: RunLayout) -> None:
     ledger = BufferedLedger(run, most_lines=3)
     run.directory.rename(run.directory.with_name("away"))

@@ -304,6 +304,15 @@ def test_the_cause(name: str) -> None:
     assert verdict.reason
 
 
+def test_a_job_without_its_gpus_needs_another_allocation() -> None:
+    """As Slurm 22.05.8 starts one that was requeued while one of its nodes was dead."""
+    words = "Invalid generic resource (gres) specification"
+    line = f"srun: error: Unable to create step for job 2: {words}"
+    verdict = classify(seen(NOTHING, line, started=False))
+    assert (verdict.cause, verdict.broken_allocation) == (Cause.LAUNCH_FAILURE, True)
+    assert not classify(seen(NOTHING, NO_STEP, started=False)).broken_allocation
+
+
 def test_a_requeue_by_slurm_is_not_repeated_and_only_that_one() -> None:
     requeued = {name for name, row in ROWS.items() if classify(row[0]).already_requeued}
     assert requeued == {

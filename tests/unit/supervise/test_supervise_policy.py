@@ -74,6 +74,14 @@ def test_without_the_nodes_the_next_attempt_goes_on(cause: Cause) -> None:
         assert (action.kind, action.exit_code) == (ActionKind.LEAVE, 0)
 
 
+def test_nothing_is_launched_again_with_an_allocation_that_is_broken() -> None:
+    verdict = Verdict(Cause.LAUNCH_FAILURE, "no step", broken_allocation=True)
+    kinds = [
+        decide(verdict, past(Cause.LAUNCH_FAILURE, count), HERE, site()).kind for count in (1, 2, 3)
+    ]
+    assert kinds == [ActionKind.REQUEUE, ActionKind.REQUEUE, ActionKind.STOP]
+
+
 @pytest.mark.parametrize("cause", sorted(SCHEDULER_CAUSES))
 def test_how_each_kind_of_site_goes_on(cause: Cause) -> None:
     queued = Verdict(cause, "because", already_requeued=True)

@@ -12,7 +12,14 @@ from hpctrain.store.epochs import claim_epoch
 from hpctrain.store.layout import RunLayout
 from hpctrain.train import storage
 from hpctrain.train.launch import Launch
-from hpctrain.train.storage import fence_of, is_away, lost_in, outlast, stale_or
+from hpctrain.train.storage import (
+    failed_below,
+    fence_of,
+    is_away,
+    lost_in,
+    outlast,
+    stale_or,
+)
 
 
 @pytest.fixture
@@ -61,6 +68,20 @@ def test_a_file_that_is_missing_where_we_write_has_gone_with_its_directory(tmp_p
     assert lost_in(ours, missing) and lost_in(ours, behind(RuntimeError("save"), missing))
     assert not lost_in(other, missing)
     assert not lost_in(ours, FileNotFoundError(2, "No such file or directory"))
+
+
+def test_only_what_is_about_a_file_of_the_run_has_failed_for_its_directory(run: RunLayout) -> None:
+    """A peer that is lost while the directory is away is a peer that is lost."""
+    ours = FileNotFoundError(2, "No such file or directory", str(run.checkpoints / "iter_1"))
+    stale = OSError(116, "Stale file handle", str(run.metrics))
+    others = FileNotFoundError(2, "No such file or directory", str(run.directory.parent / "data"))
+    reset = ConnectionResetError(104, "Connection reset by peer")
+    assert not failed_below(run, ours), "missing in a directory that is there"
+    assert failed_below(run, behind(RuntimeError("load"), stale))
+    run.directory.rename(run.directory.with_name("elsewhere"))
+    assert failed_below(run, behind(RuntimeError("load"), ours))
+    for error in (others, reset, RuntimeError("Connection closed by peer")):
+        assert not failed_below(run, error)
 
 
 def test_what_fails_while_the_directory_is_away_is_done_when_it_is_back(run: RunLayout) -> None:

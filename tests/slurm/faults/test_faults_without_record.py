@@ -1,0 +1,128 @@
+"""Signals that Slurm has not sent, or has forgotten: saved, looked at, and gone on."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from pathlib import Path
+
+from rehearsal import PlannedFault, Rehearsal, Stage, held, wait_till_remembered
+from survival import BY_SLURM, Fault, Survival
+
+from hpctrain.actions.runs import RunFiles
+from hpctrain.sandbox import faults
+from hpctrain.sandbox.sandbox import Sandbox
+from hpctrain.store.ledger import EventKind
+
+
+def test_signals_that_nobody_admits_to_end_nothing(
+    stage: Stage, reference: RunFiles, survival: Survival
+) -> None:
+    """To one rank, to the supervisor, to srun; the nodes are well, so the run goes on in place."""
+    planned = (
+        *held(1, 13, do="await_warning"),
+        *held(2, 23, do="await_warning"),
+        *held(3, 33),
+    )
+    rehearsal = stage.start("name=signals", planned=planned)
+    rehearsal.wait_for_step(12, 1)
+    rehearsal.kill_rank(1, signal.SIGTERM)
+    fault = Fault(51, "TERM to one rank, from nobody knows where")
+    saved = survival.recovered(rehearsal, fault, cause="external_signal", action="relaunch")
+    assert (saved.resumed_step, saved.lost_steps) == (13, 0), rehearsal.logs()
+    assert f"rank 1 on {rehearsal.nodes()[1]} got a signal" in str(saved.end.reason)
+    rehearsal.wait_for_step(22, 2)
+    rehearsal.kill_supervisor(signal.SIGTERM)
+    fault = Fault(51, "TERM to the supervisor alone")
+    saved = survival.recovered(
+        rehearsal, fault, cause="external_signal", action="relaunch", epoch=2
+    )
+    assert (saved.resumed_step, saved.lost_steps) == (23, 0), rehearsal.logs()
+    rehearsal.wait_for_step(32, 3)
+    rehearsal.kill_srun(signal.SIGTERM)
+    fault = Fault(51, "TERM to srun, which kills the ranks at once")
+    killed = survival.recovered(
+        rehearsal, fault, cause="external_signal", action="relaunch", epoch=3
+    )
+    assert killed.resumed_step == 30, rehearsal.logs()
+    rehearsal.assert_done_exactly(reference)
+    assert rehearsal.attempts == 1, "no queue for a signal of nobody"
+    assert rehearsal.events(EventKind.PROBED), "the nodes are asked"
+
+
+def waits_for(word: str, step: int) -> tuple[PlannedFault, ...]:
+    """Every launch waits at this step, with its saves ended, until it is asked to leave or the
+    test says the word."""
+    return (
+        PlannedFault(epoch=0, rank=-1, step=step, do="settle"),
+        PlannedFault(epoch=0, rank=1, step=step, do="await_word", text=word),
+    )
+
+
+def test_nodes_that_reboot_in_good_order_are_node_failures(
+    stage: Stage, reference: RunFiles, survival: Survival
+) -> None:
+    """First the node without the supervisor, whose rank saves; then the batch node, on which srun
+    ends the step before anything can be saved.
+
+    A job that is requeued while one of its nodes is dead starts without its GPUs (22.05.8), which
+    costs one more requeue.
+    """
+    planned = (*waits_for("once", 13), *waits_for("twice", 23))
+    rehearsal = stage.start("name=reboots", planned=planned)
+    rehearsal.wait_for_step(12)
+    epoch, other = rehearsal.epoch, rehearsal.nodes()[1]
+    faults.shut_down_node(stage.sandbox, other)
+    rehearsal.say("once")
+    fault = Fault(52, "a node without the batch script is shut down (TERM to all, slurmd too)")
+    saved = survival.recovered(
+        rehearsal, fault, cause="node_failure", action="requeue", epoch=epoch
+    )
+    assert saved.end.node == other and saved.lost_steps == 0, rehearsal.logs()
+    faults.crash_node(stage.sandbox, other)
+    faults.restart_node(stage.sandbox, other, rebooted=True)
+    rehearsal.wait_for_step(22)
+    epoch, batch = rehearsal.epoch, rehearsal.nodes()[0]
+    faults.shut_down_node(stage.sandbox, batch)
+    rehearsal.say("twice")
+    fault = Fault(52, "the batch node is shut down, and with it supervisor and srun")
+    survival.recovered(rehearsal, fault, cause="node_failure", action=BY_SLURM, epoch=epoch)
+    faults.crash_node(stage.sandbox, batch)
+    faults.restart_node(stage.sandbox, batch, rebooted=True)
+    rehearsal.assert_done_exactly(reference)
+    assert batch not in rehearsal.nodes()
+
+
+def test_a_preemption_that_the_controller_has_forgotten(
+    stage: Stage, reference: RunFiles, survival: Survival
+) -> None:
+    """slurmctld saves its state every 5 s: what it did last is not in it."""
+    rehearsal = stage.start("name=forgotten", planned=held(1, 13, do="await_warning"))
+    rehearsal.wait_for_step(12, 1)
+    wait_till_remembered(stage.sandbox)
+    kept = keep_state(stage.sandbox, stage.directory / "state")
+    rehearsal.urgent_job()
+    rehearsal.wait(lambda: is_being_preempted(rehearsal), "preempted")
+    faults.kill_controller(stage.sandbox)
+    bring_back_state(stage.sandbox, kept)
+    faults.restart_controller(stage.sandbox)
+    fault = Fault(53, "slurmctld dies after it has begun to preempt, and comes back without that")
+    saved = survival.recovered(rehearsal, fault, cause="external_signal", action="relaunch")
+    assert (saved.resumed_step, saved.lost_steps) == (13, 0), rehearsal.logs()
+    rehearsal.assert_done_exactly(reference)
+    assert rehearsal.attempts == 1, rehearsal.logs()
+
+
+def is_being_preempted(rehearsal: Rehearsal) -> bool:
+    job = rehearsal.slurm.show_job(rehearsal.job_id)
+    return job is not None and job.preempt_time is not None
+
+
+def keep_state(sandbox: Sandbox, place: Path) -> Path:
+    shutil.copytree(sandbox.paths.state, place)
+    return place
+
+
+def bring_back_state(sandbox: Sandbox, kept: Path) -> None:
+    shutil.rmtree(sandbox.paths.state)
+    shutil.copytree(kept, sandbox.paths.state)
