@@ -176,7 +176,7 @@ def _execute(
             keeper.begin()
 
     relay = Relay(job, understood)
-    with hearing(hear), relay, refusals_named(), measuring(job), stopping.following():
+    with hearing(hear), relay, refusals_named(), stopping.following(), measuring(job):
         try:
             runpy.run_path(str(program), run_name="__main__")
         except SystemExit as error:
