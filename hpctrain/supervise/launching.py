@@ -28,6 +28,7 @@ from hpctrain.supervise.past import pending_rollback, pinned_steps
 from hpctrain.supervise.postmortem import Prober, Traces, ask_nodes, examine, newest_logged_step
 from hpctrain.supervise.process import Launch, free_port
 from hpctrain.supervise.stragglers import SlowRank
+from hpctrain.supervise.time_limit import Outlook
 from hpctrain.supervise.watch import Experience, LaunchWatch
 
 
@@ -58,14 +59,18 @@ class Launcher:
         self.launches = 0
         self.epoch = 0
         self._experience: Experience | None = None
+        self._outlook: Outlook | None = None
         self._seen: frozenset[KernelLine] = frozenset()
 
-    def launch(self, placement: Placement, job_nodes: Sequence[str]) -> Ended:
+    def launch(
+        self, placement: Placement, job_nodes: Sequence[str], outlook: Outlook | None = None
+    ) -> Ended:
         """Run the trainer once on `placement`, from the newest checkpoint that is not given up.
 
-        `job_nodes` are all nodes of the job; they are asked if the launch fails.
+        `job_nodes` are all nodes of the job; they are asked if the launch fails. `outlook` is what
+        Slurm has just said about the time limit.
         """
-        context = self.context
+        context, self._outlook = self.context, outlook
         run = context.run_layout
         self.epoch = claim_epoch(run.epochs, f"{context.attempt} on {context.attempt.node}")
         fence_off(run.checkpoints, self.epoch)
@@ -125,6 +130,7 @@ class Launcher:
             experience=self._experience,
             tasks=placement.shape.tasks if placement.shape else 0,
             nodes=placement.nodes or job_nodes,
+            outlook=self._outlook,
         )
 
     def _select_checkpoint(self) -> Checkpoint | None:
@@ -170,6 +176,16 @@ class Launcher:
             return self.context.slurm.node_address(first)
         except SlurmError:
             return first
+
+    def note_not_begun(self, verdict: Verdict) -> None:
+        """The attempt ends without a launch."""
+        self.context.note(
+            EventKind.LAUNCH_ENDED,
+            cause=verdict.cause,
+            reason=verdict.reason,
+            evidence=verdict.evidence,
+        )
+        say(f"nothing is launched: {verdict.cause}: {verdict.reason}")
 
     def _note_end(self, verdict: Verdict, resume_step: int, code: int | None) -> None:
         run = self.context.run_layout
