@@ -14,12 +14,16 @@ from hpctrain.store.ledger import Event, EventKind
 from hpctrain.supervise.causes import Cause
 from hpctrain.supervise.documents import ActionKind
 
+# slurm.h: INFINITE and NO_VAL are 0xffffffff and 0xfffffffe.
+_NO_TIME = 0xFFFFFFFE
+
 
 @dataclass(frozen=True)
 class Attempt:
     """One start of the job by Slurm; `cluster` is Slurm's ClusterName, None if not told.
 
-    `array_job_id`: of an element of a job array the id of the whole.
+    `array_job_id`: of an element of a job array the id of the whole. `end_time`: its time limit
+    when it started, in seconds since the epoch; None before Slurm 24.05.
     """
 
     job_id: int
@@ -28,6 +32,7 @@ class Attempt:
     node: str
     cluster: str | None = None
     array_job_id: int | None = None
+    end_time: float | None = None
 
     @property
     def submitted_id(self) -> int:
@@ -48,12 +53,18 @@ def attempt_from(environment: Mapping[str, str]) -> Attempt:
             node=environment.get("SLURMD_NODENAME", ""),
             cluster=environment.get("SLURM_CLUSTER_NAME") or None,
             array_job_id=int(environment.get("SLURM_ARRAY_JOB_ID") or 0) or None,
+            end_time=_seconds(environment.get("SLURM_JOB_END_TIME", "")),
         )
     except (KeyError, ValueError) as error:
         raise UsageError(
             f"the supervisor runs inside a Slurm job, but {error} is missing or wrong",
             hint="submit the script with `hpctrain submit` or `sbatch`",
         ) from error
+
+
+def _seconds(text: str) -> float | None:
+    """Seconds since the epoch; None for what is no such number, such as NO_VAL for no limit."""
+    return float(text) if text.isdigit() and int(text) < _NO_TIME else None
 
 
 def unfinished_attempt(events: Sequence[Event], current: Attempt) -> Event | None:

@@ -36,6 +36,8 @@ class SuperviseConfig(Document):
     only. `budgets` holds the spec's own numbers only (see `policy.BUDGETS` for the others).
     `mttf_seconds` is the expected time between failures of the whole run, before it has had any.
     `inputs` are the files and directories that every node must be able to read.
+    `warning_seconds` is how long before the time limit Slurm warns, which is what a stop may take;
+    0 if nobody has told.
     """
 
     schema_version: Literal[1] = 1
@@ -48,6 +50,7 @@ class SuperviseConfig(Document):
     stall_seconds: float
     setup_stall_seconds: float
     kill_wait_seconds: float
+    warning_seconds: float = 0.0
     verify: Literal["auto", "size", "sha256"]
     cluster: str = ""
     budgets: dict[str, int] = Field(default_factory=dict)
@@ -184,7 +187,9 @@ class Evidence:
     `step_remains`: Slurm has not ended the step, so something of it may still run somewhere.
     `nodes` are those of the launch in the order of its ranks, if that is known.
     `resume_step` is where the launch began, `last_step` the last finished step it told of,
-    `checkpoint_step` the newest verified checkpoint.
+    `checkpoint_step` the newest verified checkpoint. `left_startup`: the supervisor has ended the
+    step, because a stop was asked before any step was trained. `limit_near`: the time limit is
+    near, and Slurm's own warning has not come.
     """
 
     done: bool
@@ -213,6 +218,8 @@ class Evidence:
     resume_step: int = 0
     last_step: int | None = None
     checkpoint_step: int | None = None
+    left_startup: bool = False
+    limit_near: bool = False
 
 
 class Suspicion(StrEnum):

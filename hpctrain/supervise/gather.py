@@ -74,6 +74,8 @@ def _gather(context: AttemptContext, launch: Launch, watch: LaunchWatch) -> Evid
         resume_step=watch.resume_step,
         last_step=progress.step if progress and progress.epoch == watch.epoch else None,
         checkpoint_step=next(good, None),
+        left_startup=watch.left_startup,
+        limit_near=watch.limit_near,
     )
 
 
@@ -144,7 +146,7 @@ def needs_a_look(evidence: Evidence) -> bool:
     """True if something has failed, so that logs, kernels and nodes have to be asked why."""
     if evidence.done or evidence.superseded or evidence.cancel_requested:
         return False
-    if evidence.stop_requested_by or evidence.hold_requested_by:
+    if evidence.stop_requested_by or evidence.hold_requested_by or evidence.left_startup:
         return False
     left_well = bool(evidence.rank_exits) and all(
         rank.outcome in _GOOD_OUTCOMES for rank in evidence.rank_exits

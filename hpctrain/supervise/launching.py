@@ -32,6 +32,7 @@ from hpctrain.supervise.past import pinned_steps
 from hpctrain.supervise.postmortem import Prober, Traces, ask_nodes, examine, newest_logged_step
 from hpctrain.supervise.process import Launch, free_port
 from hpctrain.supervise.stragglers import SlowRank
+from hpctrain.supervise.time_limit import Outlook
 from hpctrain.supervise.watch import Experience, LaunchWatch
 
 
@@ -63,14 +64,18 @@ class Launcher:
         self.epoch = 0
         self.name = f"{context.attempt} on {context.attempt.node}"
         self._experience: Experience | None = None
+        self._outlook: Outlook | None = None
         self._seen: frozenset[KernelLine] = frozenset()
 
-    def launch(self, placement: Placement, job_nodes: Sequence[str]) -> Ended:
+    def launch(
+        self, placement: Placement, job_nodes: Sequence[str], outlook: Outlook | None = None
+    ) -> Ended:
         """Run the trainer once on `placement`, from the newest checkpoint that is not given up.
 
-        `job_nodes` are all nodes of the job; they are asked if the launch fails.
+        `job_nodes` are all nodes of the job; they are asked if the launch fails. `outlook` is what
+        Slurm has just said about the time limit.
         """
-        context = self.context
+        context, self._outlook = self.context, outlook
         run = context.run_layout
         run.require()
         self.epoch = claim_epoch(run.epochs, self.name)
@@ -146,6 +151,7 @@ class Launcher:
             experience=self._experience,
             tasks=placement.shape.tasks if placement.shape else 0,
             nodes=placement.nodes or job_nodes,
+            outlook=self._outlook,
         )
 
     def _select_checkpoint(self) -> Checkpoint | None:

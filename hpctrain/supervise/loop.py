@@ -60,6 +60,7 @@ from hpctrain.supervise.situation import allocation_of, assess, blame_lost_attem
 from hpctrain.supervise.step_ids import use_up_step_ids
 from hpctrain.supervise.storage import outlast
 from hpctrain.supervise.succession import adopt_own_job, ensure_successor, must_leave
+from hpctrain.supervise.time_limit import Outlook, look_ahead, why_no_launch
 
 __all__ = ["Supervisor", "read_supervise_config"]
 
@@ -147,7 +148,12 @@ class Supervisor:
                     if action is not None:
                         return act(self.context, action)
                     self._begun = True
-                ended = ended or self._launch(allocation)
+                if ended is None:
+                    outlook = look_ahead(self.context)
+                    forbidden = self._why_not_now(outlook)
+                    if forbidden is not None:
+                        return act(self.context, forbidden)
+                    ended = self._launch(allocation, outlook)
                 allocation, action = self._decide(allocation, ended)
                 exit_code = act(self.context, action, ended.verdict)
             except OSError as error:
@@ -264,14 +270,14 @@ class Supervisor:
 
     # -- launch after launch ---------------------------------------------------------------
 
-    def _launch(self, allocation: Allocation) -> Ended:
+    def _launch(self, allocation: Allocation, outlook: Outlook | None) -> Ended:
         placement = place(self.context.config, allocation)
         if placement is None:
             words = f"{len(allocation.healthy)} of {len(allocation.nodes)} nodes answer"
             return Ended(Verdict(Cause.NODE_FAILURE, words))
         # The step of a lost node stays in Slurm's list until it gives the node up.
         placement = replace(placement, overlap=bool(allocation.lost))
-        return self.launcher.launch(placement, allocation.nodes)
+        return self.launcher.launch(placement, allocation.nodes, outlook)
 
     def _decide(self, allocation: Allocation, ended: Ended) -> tuple[Allocation, Action]:
         """What follows, and the nodes that are left for it."""
@@ -299,10 +305,24 @@ class Supervisor:
 
     # -- between two launches --------------------------------------------------------------
 
+    def _why_not_now(self, outlook: Outlook | None) -> Action | None:
+        """Too little time is left for a launch: the next attempt has more.
+
+        An attempt that has not launched anything counts as one that met its time limit, so that a
+        limit that is too short for any launch is named in the end.
+        """
+        verdict = why_no_launch(self.context, outlook)
+        if verdict is None:
+            return None
+        if self.launcher.launches == 0:
+            self._note_end(verdict)
+        situation = assess(self.context, allocation_of(self.context), verdict)
+        return decide(verdict, self._history(), situation, self.context.config)
+
     def _pause(self, delay_seconds: float) -> None:
-        """Wait before a relaunch, but not when the job is being ended or somebody asks."""
+        """Wait before a relaunch, but not once a signal has come or somebody asks."""
         deadline = time.monotonic() + delay_seconds
-        while time.monotonic() < deadline and not self.context.signals.final:
+        while time.monotonic() < deadline and not self.context.signals.names:
             if self._request() is not None:
                 break
             time.sleep(0.1)

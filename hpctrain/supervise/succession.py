@@ -193,7 +193,7 @@ def must_leave(context: AttemptContext) -> str | None:
             return _leave_cancelled(context, cancelled)
         words = reason_to_leave(context.job_id, jobs)
         ending = [job for job in jobs.values() if job.state is JobState.COMPLETING]
-        if words or not ending or time.monotonic() >= deadline:
+        if words or not ending or time.monotonic() >= deadline or context.signals.final:
             break
         time.sleep(_POLL_SECONDS)
     return words

@@ -30,6 +30,7 @@ from hpctrain.store.signs import (
     DoneMarker,
     ExitRecord,
     Outcome,
+    Progress,
     TrainerExit,
     read_exit_records,
     read_record,
@@ -162,8 +163,16 @@ class _Ending:
             return True
         return self._launch.leads and file_exists(self._run.stop_request)
 
-    def _leave_startup(self) -> NoReturn:
-        """Not by `leave`: the main thread may be anywhere, also within a write to a stream."""
+    def _leave_startup(self) -> None:
+        """Not by `leave`: the main thread may be anywhere, also within a write to a stream.
+
+        Returns if a step of this launch has been trained after all, which is not to be lost: a
+        program of somebody else's may not have let us know.
+        """
+        progress, resumed = read_record(self._run.progress, Progress), step_of(self._launch.resume)
+        ours = progress is not None and progress.epoch == self._launch.epoch
+        if progress is not None and ours and progress.step > (resumed or 0):
+            return
         self._record_left_startup()
         os._exit(TrainerExit.YIELDED)
 

@@ -27,8 +27,9 @@ class StartupStop:
     """Calls `leave` in a thread some seconds after a stop was asked for, until `end` is called.
 
     `stop` has caught signals until now, `asked` tells of other ways to ask; it is called several
-    times a second. `leave` does not return. Code that keeps Python's global lock for long keeps the
-    thread from running; the supervisor ends the step then (see `hpctrain.supervise.watch`).
+    times a second. `leave` ends the process, or returns if a step has been trained. Code that keeps
+    Python's global lock for long keeps the thread from running; the supervisor ends the step then
+    (see `hpctrain.supervise.watch`).
     """
 
     def __init__(

@@ -192,7 +192,7 @@ def _execute(
 
     relay = Relay(job, understood)
     following = stopping.following()
-    with hearing(hear), relay, refusals_named(), measuring(job), loading, following:
+    with hearing(hear), relay, refusals_named(), following, measuring(job), loading:
         try:
             runpy.run_path(str(program), run_name="__main__")
         except SystemExit as error:
