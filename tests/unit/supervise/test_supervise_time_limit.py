@@ -256,11 +256,11 @@ def test_a_failure_in_a_start_that_is_asked_to_stop_costs_no_budget(warned: Stag
     warned.once((warned.layout.directory / "srun.pid").exists, lambda: asked(warned, "USR1"))
 
     def yielded() -> None:
-        from hpctrain.store.signs import ExitRecord, write_record
+        from hpctrain.store.signs import ExitRecord, write_exit_record
 
         values: dict[str, Any] = dict(epoch=1, rank=1, node="n0", outcome="yielded", step=0)
         record = ExitRecord(**values, exit_code=75, time=1.0)
-        write_record(warned.layout.exit_record(1, 1), record)
+        write_exit_record(warned.layout, record)
 
     warned.once(lambda: warned.layout.stop_request.exists(), yielded)
     assert warned.play("progress:0 await:control/stop sleep:0.3 crash") == 0
