@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import shutil
 import signal
+import time
 from pathlib import Path
 
 from rehearsal import PlannedFault, Rehearsal, Stage, held, wait_till_remembered
 from survival import BY_SLURM, Fault, Survival
 
 from hpctrain.actions.runs import RunFiles
+from hpctrain.actions.watch import watch
+from hpctrain.actions.watch_look import Remedy
 from hpctrain.sandbox import faults
 from hpctrain.sandbox.sandbox import Sandbox
+from hpctrain.slurm.states import JobState
 from hpctrain.store.ledger import EventKind
 
 
@@ -126,3 +130,36 @@ def keep_state(sandbox: Sandbox, place: Path) -> Path:
 def bring_back_state(sandbox: Sandbox, kept: Path) -> None:
     shutil.rmtree(sandbox.paths.state)
     shutil.copytree(kept, sandbox.paths.state)
+
+
+def test_a_deadline_is_no_cancel_and_no_reason_to_submit_again(
+    tmp_path: Path, sandbox: Sandbox, reference: RunFiles, survival: Survival
+) -> None:
+    """Slurm 22.05.8 cuts the time limit of a job that runs, and ends one that waits: a requeued job
+    has no supervisor that could say anything."""
+    own = Stage(sandbox, tmp_path)
+    rehearsal = own.start("name=deadline", planned=held(1, 13, do="await_warning"))
+    rehearsal.wait_for_step(12)
+    rehearsal.sandbox.command("scontrol", "requeue", str(rehearsal.job_id))
+    rehearsal.wait(lambda: state_of(rehearsal) is JobState.PENDING, "in the queue again")
+    deadline = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + 2))
+    rehearsal.sandbox.command(
+        "scontrol", "update", f"JobId={rehearsal.job_id}", f"Deadline={deadline}"
+    )
+    rehearsal.wait(lambda: state_of(rehearsal) is JobState.DEADLINE, "ended by its deadline")
+    (seen,) = watch(own.runs, rehearsal.slurm, act=True, grace_seconds=0).seen
+    assert (seen.remedy, seen.outcome) == (Remedy.TELL, "told"), seen
+    assert "deadline" in seen.reason and "cancelled" not in seen.reason, seen
+    assert rehearsal.events(EventKind.CANCEL_REQUESTED) == [], rehearsal.logs()
+    assert rehearsal.attempts == 1
+    survival.shown(
+        Fault(75, "the requeued job reaches its deadline in the queue, and `watch --act` looks"),
+        cause="deadline",
+        action="none: told, neither cancelled nor submitted again",
+        identical=rehearsal.assert_same_so_far(reference),
+    )
+
+
+def state_of(rehearsal: Rehearsal) -> JobState | None:
+    job = rehearsal.slurm.show_job(rehearsal.job_id)
+    return job.state if job is not None else None

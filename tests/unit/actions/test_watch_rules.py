@@ -353,9 +353,12 @@ def test_what_a_user_has_ended_is_only_noted(seen: Look) -> None:
     assert (found.symptom, found.remedy) == (Symptom.CANCELLED, Remedy.NOTE)
 
 
-def test_a_deadline_is_told_and_is_no_cancel() -> None:
-    """Slurm would end the job again at once, and nobody has cancelled anything."""
-    found = only(look(BEGUN, job(JobState.DEADLINE)))
+@pytest.mark.parametrize("requeued", [False, True])
+def test_a_deadline_is_told_and_is_no_cancel(requeued: bool) -> None:
+    """Slurm would end the job again at once, and nobody has cancelled anything. Slurm 22.05.8 gives
+    this state to jobs that wait, such as one that was requeued for its time limit."""
+    said = (*BEGUN, *ended("time_limit", "it reached its time limit", "requeue"))
+    found = only(look(said if requeued else BEGUN, job(JobState.DEADLINE, restart_count=1)))
     assert (found.symptom, found.remedy) == (Symptom.ORPHANED, Remedy.TELL)
     assert "deadline given to sbatch" in found.words and "hpctrain resume" in found.words
 
