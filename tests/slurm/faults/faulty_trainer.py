@@ -148,9 +148,9 @@ def pace(fault: Fault) -> None:
     if not hasattr(loop, "unhurried"):
         real = loop.engine.evaluate
 
-        def evaluate() -> Any:
+        def evaluate(*arguments: Any, **keywords: Any) -> Any:
             time.sleep(fault["seconds"] * 10)
-            return real()
+            return real(*arguments, **keywords)
 
         object.__setattr__(loop.engine, "evaluate", evaluate)
         loop.unhurried = True
