@@ -22,7 +22,8 @@ from hpctrain.engines.training import TrainConfig
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.plan.documents import Plan
 from hpctrain.plan.trainable import untrainable_fields, untrainable_layout
-from hpctrain.render.script import ScriptFacts, build_script, render_script
+from hpctrain.render.script import ScriptFacts, build_script, render_script, walltime
+from hpctrain.render.warning_lead import warning_lead
 from hpctrain.spec.loader import (
     Loaded,
     find_profile,
@@ -224,6 +225,7 @@ def _supervise_config(
         stall_seconds=float(spec.supervise.stall),
         setup_stall_seconds=float(spec.supervise.setup_stall),
         kill_wait_seconds=float(profile.slurm.kill_wait),
+        warning_seconds=_warning_seconds(spec, profile, plan),
         verify=spec.checkpoint.verify,
         cluster=profile.name,
         budgets={str(cause): count for cause, count in spec.supervise.budgets.items()},
@@ -239,6 +241,14 @@ def _supervise_config(
         node_ledger=str(runs.absolute() / NODE_LEDGER_NAME),
         mttf_seconds=node_mtbf_seconds(profile) / plan.nodes.nodes,
     )
+
+
+def _warning_seconds(spec: RunSpec, profile: ClusterProfile, plan: Plan) -> float:
+    """As the script asks of Slurm."""
+    partition = profile.slurm.partition(spec.resources.partition)
+    assert partition is not None, "the planner has checked the partition"
+    limit = walltime(spec, profile, partition)
+    return float(warning_lead(spec, profile, plan, limit).seconds)
 
 
 def _rollback(spec: RunSpec) -> RollbackSettings:

@@ -20,6 +20,7 @@ from pathlib import Path
 from hpctrain.checkpoints.manifest import checkpoint_name, partial_name
 from hpctrain.errors import CheckpointError, StorageError
 from hpctrain.store.signs import SaveRecord
+from hpctrain.train import storage
 from hpctrain.train.control import Control, WriterState
 from hpctrain.train.engine import Position, Snapshot, Writing
 from hpctrain.train.faults import is_full
@@ -27,7 +28,7 @@ from hpctrain.train.job import Job
 from hpctrain.train.publisher import Publisher, raise_problem
 from hpctrain.train.room import Need, NoSpaceError, check_room, exhausted, newest_size
 from hpctrain.train.skips import Skips
-from hpctrain.train.storage import PATIENCE_SECONDS, is_away, lost_in
+from hpctrain.train.storage import is_away, lost_in
 from hpctrain.train.writer import Writer
 
 _POLL_SECONDS = 0.01
@@ -193,7 +194,7 @@ class Saver:
         directory = root / partial_name(step, self._job.launch.epoch)
         if self._estimate_bytes is None:
             self._estimate_bytes = self._snapshot.estimated_bytes(self._control)
-        deadline = time.monotonic() + PATIENCE_SECONDS
+        deadline = time.monotonic() + storage.PATIENCE_SECONDS
         while True:
             problem = None
             if self._job.launch.leads:

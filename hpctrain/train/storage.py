@@ -69,12 +69,14 @@ def is_present(run: RunLayout) -> bool:
 
 
 def outlast(
-    run: RunLayout, work: Callable[[], _Result], patience_seconds: float = PATIENCE_SECONDS
+    run: RunLayout, work: Callable[[], _Result], patience_seconds: float | None = None
 ) -> _Result:
     """Do `work`, again and again while the run directory is away.
 
-    Raises what `work` raises for any other reason, and StorageError after `patience_seconds`.
+    Raises what `work` raises for any other reason, and StorageError after `patience_seconds`
+    (default: `PATIENCE_SECONDS`).
     """
+    patience_seconds = PATIENCE_SECONDS if patience_seconds is None else patience_seconds
     deadline = time.monotonic() + patience_seconds
     second_looks = _SECOND_LOOKS
     while True:

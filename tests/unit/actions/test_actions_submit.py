@@ -77,6 +77,7 @@ def test_what_lies_in_the_run_directory(prepared: Prepared, tmp_path: Path) -> N
     assert [path for _, path in train.data_blend] == [str(tmp_path / "data/text")]
     config = SuperviseConfig.model_validate_json(layout.supervise_config.read_bytes())
     assert (config.run_id, config.target_step) == (layout.run_id, 60)
+    assert f"--signal=B:USR1@{config.warning_seconds:.0f}\n" in prepared.script
     (event,) = RunFiles(layout).ledger.events()
     assert event.script_sha256 == hashlib.sha256(prepared.script.encode()).hexdigest()
 

@@ -9,9 +9,8 @@ from specimen_scripts import PROFILE, ROOT, SPEC, profile_with, render, spec_wit
 
 from hpctrain.errors import InvalidInputError
 from hpctrain.plan.planner import make_plan
-from hpctrain.render.script import ScriptFacts, build_script, render_script, warning_seconds
+from hpctrain.render.script import ScriptFacts, build_script, render_script
 from hpctrain.spec.loader import find_profile, load_profile, load_run_spec
-from hpctrain.units import Duration
 
 A100 = load_profile(find_profile("a100x64")).document
 GPT175B = load_run_spec(ROOT / "examples/gpt175b.yaml").document
@@ -78,14 +77,6 @@ def test_time_limit_is_the_tightest_there_is() -> None:
     assert "--time=1-00:00:00" in directives(render(spec)), "without any limit: a day"
     short = profile_with(limits={"max_walltime": "02:00:00"})
     assert "--time=02:00:00" in directives(render(spec, short))
-
-
-def test_the_warning_leaves_time_for_two_checkpoints() -> None:
-    """174.6e9 parameters x 14 bytes at 100 GB/s are 24.4 s each; 60 s of slack, 60 s for a step."""
-    plan = make_plan(GPT175B, A100)
-    assert warning_seconds(GPT175B, A100, plan, Duration(86400)) == 170
-    assert warning_seconds(GPT175B, A100, plan, Duration(100)) == 50, "never more than half"
-    assert warning_seconds(GPT175B, A100, plan, Duration(1)) >= 1
 
 
 def test_a_variable_of_the_spec_replaces_the_sites() -> None:

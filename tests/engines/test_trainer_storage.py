@@ -1,0 +1,135 @@
+"""A run directory that is away while the real trainer trains, saves and publishes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trial_runs import LIMIT_SECONDS, Trial, held_at
+
+from hpctrain.checkpoints.discover import checkpoints
+from hpctrain.store.signs import TrainerExit, read_saves
+from hpctrain.train import publisher, storage, writer
+
+DP2 = dict(data_parallel_size=2)
+
+
+def away(run: Path) -> Path:
+    return run.with_name(f"{run.name}.away")
+
+
+def brings_back(run: Path, after_seconds: float) -> threading.Thread:
+    """Wait until the directory has been moved away, then some seconds, then move it back."""
+
+    def bring_back() -> None:
+        end = time.monotonic() + LIMIT_SECONDS
+        while not away(run).exists() and time.monotonic() < end:
+            time.sleep(0.01)
+        time.sleep(after_seconds)
+        assert not run.exists(), f"made anew: {sorted(run.rglob('*'))}"
+        away(run).rename(run)
+
+    thread = threading.Thread(target=bring_back)
+    thread.start()
+    return thread
+
+
+def once(module: Any, name: str, run: Path, rank: int) -> Callable[[], None]:
+    """A `prepare`: the directory goes away when this rank calls the function for the first time."""
+
+    def prepare() -> None:
+        import os
+
+        real = getattr(module, name)
+
+        def with_the_directory_gone(*arguments: Any) -> Any:
+            # a file of its own name, for a writer is a process that forgets
+            done = run.with_name(f"{run.name}.done")
+            if os.environ["RANK"] == str(rank) and not done.exists():
+                done.touch()
+                run.rename(away(run))
+            return real(*arguments)
+
+        setattr(module, name, with_the_directory_gone)
+
+    return prepare
+
+
+def assert_exact(hurt: Trial, reference: Trial) -> None:
+    assert hurt.losses == reference.losses
+    assert [row.step for row in hurt.rows] == sorted(hurt.losses), "no row lost, none doubled"
+    assert all(one.good for one in checkpoints(hurt.run.checkpoints, "sha256"))
+    steps = [save.step for save in read_saves(hurt.run)]
+    assert steps == sorted(set(steps)) and steps[-1] == 6
+
+
+def test_rows_wait_while_training_goes_on(
+    trial: Callable[..., Trial], gpt_reference: Trial
+) -> None:
+    hurt = trial()
+    released = hurt.run.directory.with_name("released")
+    ranks = hurt.start(prepare=held_at(2, lambda loop: released.exists(), rank=0))
+    hurt.wait_for_step(1, ranks)
+    back = brings_back(hurt.run.directory, 1.5)
+    hurt.run.directory.rename(away(hurt.run.directory))
+    released.touch()
+    assert ranks.wait(LIMIT_SECONDS) == [0], ranks.log()
+    back.join()
+    assert_exact(hurt, gpt_reference)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "changes"),
+    [(writer, "write_rank_digests", {}), (publisher, "publish", {"async_save": True})],
+    ids=["writer", "publisher"],
+)
+def test_a_save_that_loses_its_directory_is_made_again(
+    trial: Callable[..., Trial],
+    gpt_reference: Trial,
+    module: Any,
+    name: str,
+    changes: dict[str, bool],
+) -> None:
+    hurt = trial(save_interval_steps=2, **changes)
+    run = hurt.run.directory
+    back = brings_back(run, 1.5)
+    assert hurt.train(prepare=once(module, name, run, 0)) == [0]
+    back.join()
+    assert_exact(hurt, gpt_reference)
+    assert 2 in {save.step for save in read_saves(hurt.run)} or changes
+
+
+def test_a_save_whose_files_one_rank_has_lost_is_made_again_by_all(
+    trial: Callable[..., Trial],
+) -> None:
+    whole = trial(**DP2)
+    assert whole.train() == [0, 0]
+    hurt = trial(save_interval_steps=2, async_save=True, **DP2)
+    run = hurt.run.directory
+    back = brings_back(run, 1.5)
+    ranks = hurt.start(prepare=once(writer, "write_rank_digests", run, 1))
+    assert ranks.wait(LIMIT_SECONDS) == [0, 0], ranks.log()
+    back.join()
+    assert_exact(hurt, whole)
+    assert "event=save_put_off checkpoint=iter_0000002" in ranks.log()
+
+
+def test_one_that_is_away_for_too_long_is_a_fault_of_storage(trial: Callable[..., Trial]) -> None:
+    """Not a newer launch, and no crash of the program: the supervisor waits and tries again."""
+    hurt = trial(save_interval_steps=2, **DP2)
+    run = hurt.run.directory
+
+    def prepare() -> None:
+        storage.PATIENCE_SECONDS = 1.0
+        once(publisher, "publish", run, 0)()
+
+    back = brings_back(run, 5.0)
+    assert hurt.train(prepare=prepare) == [TrainerExit.CRASH] * 2
+    back.join()
+    records = hurt.exits()
+    assert [record.cause for record in records] == ["storage", "storage"]
+    assert all("was away" in (record.message or "") for record in records)
