@@ -91,7 +91,11 @@ class FakeSlurm:
 
     def node_states(self, nodes: Collection[str]) -> dict[str, NodeState]:
         self._present()
-        return {node: NodeState(node, self.node_words.get(node, "allocated")) for node in nodes}
+        words = {node: self.node_words.get(node, "allocated") for node in nodes}
+        return {
+            node: NodeState(node, word.rstrip("@^"), leaving=word.endswith(("@", "^")))
+            for node, word in words.items()
+        }
 
     def node_address(self, node: str) -> str:
         self._present()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, cast
 
@@ -20,8 +21,10 @@ from hpctrain.supervise import succession
 from hpctrain.supervise.attempt import Attempt
 from hpctrain.supervise.causes import Cause
 from hpctrain.supervise.context import AttemptContext
+from hpctrain.supervise.documents import Verdict
 from hpctrain.supervise.lost import why_ended
 from hpctrain.supervise.process import Signals
+from hpctrain.supervise.situation import allocation_of, assess
 from hpctrain.supervise.succession import end_succession, ensure_successor, must_leave
 
 Mode = Literal["requeue", "chain", "singleton", "array", "none"]
@@ -321,6 +324,38 @@ def test_silence_of_slurm_and_being_alone_keep_nobody_from_training(
             raise AssertionError("a run with one job needs no question")
 
     assert must_leave(attempt(tmp_path / "other", NeverAsked())) is None
+
+
+@pytest.mark.parametrize(
+    ("mode", "submitted", "started", "followed"),
+    [
+        ("chain", [(6, 5)], [5], True),
+        ("chain", [], [5], False),
+        ("chain", [(6, 4)], [5], False),
+        ("singleton", [(6, 0), (7, 0)], [5], True),
+        ("singleton", [(6, 0), (7, 0)], [5, 6, 7], False),
+        ("array", [], [5, 6], True),
+        ("array", [], [5, 6, 7], False),
+        ("requeue", [], [5], True),
+        ("none", [], [5], True),
+    ],
+)
+def test_whether_another_job_goes_on(
+    tmp_path: Path,
+    slurm: FakeSlurm,
+    mode: Mode,
+    submitted: list[tuple[int, int]],
+    started: list[int],
+    followed: bool,
+) -> None:
+    context = attempt(tmp_path, slurm, mode)
+    context = replace(context, config=context.config.model_copy(update={"continuation_jobs": 3}))
+    for job_id, after in submitted:
+        context.ledger.append(EventKind.SUBMITTED, job_id=job_id, successor_of=after or 5)
+    for job_id in started[1:]:
+        context.ledger.append(EventKind.ATTEMPT_STARTED, job_id=job_id)
+    allocation = allocation_of(context)
+    assert assess(context, allocation, Verdict(Cause.TIME_LIMIT, "x")).followed is followed
 
 
 # -- an end without a word -------------------------------------------------------------------
