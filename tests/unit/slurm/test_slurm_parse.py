@@ -219,6 +219,29 @@ def test_nodes_that_somebody_is_taking_out_of_service(word: str, planned: bool) 
     assert p.node_state("n7", word).planned is planned
 
 
+@pytest.mark.parametrize(
+    ("word", "leaving"),
+    [
+        ("mixed", False),
+        ("draining", False),
+        ("allocated*", False),
+        ("mixed-", False),
+        ("reserved$", False),
+        ("draining@", True),
+        ("allocated^", True),
+        ("mixed*^", True),
+        ("idle%", True),
+        ("idle!", True),
+        ("reboot_issued", True),
+        ("powering_down", True),
+    ],
+)
+def test_nodes_on_their_way_out(word: str, leaving: bool) -> None:
+    text = f"NODELIST{p.UNIT}STATE{p.RECORD}\nn7{p.UNIT}{word}{p.RECORD}\n"
+    (one,) = p.node_states(text)
+    assert one.leaving is leaving
+
+
 def test_submitted_job_with_and_without_cluster() -> None:
     assert p.submitted("14\n").job_id == 14
     job = p.submitted("14;big\n", "sbatch: be nice\n")

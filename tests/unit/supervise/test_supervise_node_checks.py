@@ -61,6 +61,42 @@ def test_the_rename_is_part_of_it(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [".preflight-n1.done"]
 
 
+@pytest.mark.parametrize(
+    ("state", "in_seconds", "words"),
+    [
+        ("running", None, ""),
+        ("degraded", None, ""),
+        ("stopping", None, "the machine is being shut down"),
+        ("running", 300, "a shutdown of the machine is scheduled within minutes"),
+        ("running", 86400, ""),
+    ],
+)
+def test_a_machine_that_shuts_down(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    state: str,
+    in_seconds: int | None,
+    words: str,
+) -> None:
+    """The files and the word of systemd, which is not on every machine."""
+    plan, program = tmp_path / "scheduled", tmp_path / "systemctl"
+    program.write_text(f"#!/bin/sh\necho {state}\n[ {state} = running ]\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(node_checks, "_SYSTEMD", tmp_path)
+    monkeypatch.setattr(node_checks, "_SCHEDULED_SHUTDOWN", plan)
+    if in_seconds is not None:
+        at_usec = int((time.time() + in_seconds) * 1e6)
+        plan.write_text(f"USEC={at_usec}\nWARN_WALL=1\nMODE=reboot\n")
+    report = Report()
+    node_checks.check_shutdown(report, 4.0)
+    assert [problem.text for problem in report.problems] == ([words] if words else [])
+    monkeypatch.setattr(node_checks, "_SYSTEMD", tmp_path / "absent")
+    elsewhere = Report()
+    node_checks.check_shutdown(elsewhere, 4.0)
+    assert elsewhere.problems == []
+
+
 def test_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     report = Report()
     check_shared_memory(report)

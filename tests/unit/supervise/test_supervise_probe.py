@@ -270,6 +270,15 @@ def test_a_drained_node_stays_in_use(theatre: Theatre) -> None:
     assert (result.usable, result.drained) == (NODES, ("n1",))
 
 
+@pytest.mark.parametrize("word", ["draining@", "allocated^"])
+def test_a_node_that_slurm_has_rebooted_is_leaving(theatre: Theatre, word: str) -> None:
+    """It answers and can be used: whether that matters depends on what has happened."""
+    theatre.slurm.node_words["n1"] = word
+    result = theatre.probe()
+    assert (result.usable, result.leaving) == (NODES, ("n1",))
+    assert "n1: it is being shut down or rebooted" in result.words()
+
+
 def test_without_a_controller_nobody_is_asked_or_lost(theatre: Theatre) -> None:
     theatre.slurm.away = True
     result = theatre.probe()
