@@ -133,7 +133,7 @@ def _of_state(said: Statement, before: Truth, after: Truth, *, here: bool) -> li
     same = {job.job_id for job in before.live} & {job.job_id for job in after.live}
     if state in _OVER and state != "DONE" and same:
         claims.append(f"said to be {state} while job {min(same)} runs or waits")
-    states = {job.state for job in (*before.jobs, *after.jobs)}
+    states = {job.state for job in (*before.jobs, *after.jobs)} | _passed(before, after)
     if state == "RUNNING" and not states & {"RUNNING", "COMPLETING", "CONFIGURING", "SIGNALING"}:
         claims.append("said to be RUNNING without a job that holds nodes")
     if state == "PENDING" and not states & {"PENDING", "COMPLETING"}:
@@ -144,6 +144,20 @@ def _of_state(said: Statement, before: Truth, after: Truth, *, here: bool) -> li
     if state in ("RUNNING", "PENDING") and own and said["job_id"] not in own:
         claims.append(f"said to be job {said['job_id']}, which is not of this run")
     return claims
+
+
+def _passed(before: Truth, after: Truth) -> set[str]:
+    """States that a job went through between the looks: it waits before it runs, and runs before it
+    ends."""
+    earlier = {job.job_id: job for job in before.jobs or ()}
+    passed = set()
+    for job in after.jobs or ():
+        was = earlier.get(job.job_id)
+        if was is None and job.state != "PENDING":
+            passed.add("PENDING")
+        if (was is None or was.state == "PENDING") and not job.is_live:
+            passed.add("RUNNING")
+    return passed
 
 
 def _of_training(said: Statement, before: Truth, after: Truth, *, written: bool) -> list[str]:
