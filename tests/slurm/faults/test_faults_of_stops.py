@@ -99,7 +99,8 @@ def test_stops_in_starts_saves_and_pauses_are_heard_at_once(
     rehearsal = stage.start(
         "name=stopping",
         "supervise.failures_without_progress=1",
-        "supervise.budgets={storage: 1, time_limit: 4}",
+        "supervise.budgets.storage=1",
+        "supervise.budgets.time_limit=4",
         planned=STARTS_AND_PAUSES,
     )
     asked = (
@@ -116,11 +117,13 @@ def test_stops_in_starts_saves_and_pauses_are_heard_at_once(
     control.resume(rehearsal.run, rehearsal.slurm)
     rehearsal.wait_for_step(12, epoch=4)
     warn(rehearsal)
-    fault = Fault(74, "warned of the time limit while a checkpoint is published")
-    saved = survival.recovered(rehearsal, fault, cause="time_limit", action="requeue", epoch=4)
-    assert (saved.resumed_step, saved.lost_steps) == (13, 0), rehearsal.logs()
+    action = end_of(rehearsal, 4, "time_limit")
     assert published_steps(rehearsal.run.layout.checkpoints)[:2] == [10, 13], "each of them once"
+    words = "warned of the time limit while a checkpoint of step 10 is published, at step 13"
+    facts = dict(resumed_step=13, lost_steps=0)
+    survival.shown(Fault(74, words), cause="time_limit", action=action, **facts)
     wait_for_start(rehearsal, 5)
+    assert rehearsal.events(EventKind.LAUNCH_STARTED)[-1].resume_step == 13, rehearsal.logs()
     warn(rehearsal)
     action = end_of(rehearsal, 5, "time_limit")
     words = "warned of the time limit while a checkpoint is loaded"
