@@ -136,7 +136,7 @@ def miss_a_file(fault: Fault) -> None:
     from hpctrain.train import entry
 
     def check(job: Any) -> None:
-        raise InvalidInputError([Problem(f"{fault['text']} does not exist")])
+        raise InvalidInputError([Problem(f"{fault['text']} does not exist", node_dependent=True)])
 
     entry.check = check
 
