@@ -114,6 +114,7 @@ def test_stops_in_starts_saves_and_pauses_are_heard_at_once(
         action = end_of(rehearsal, epoch, cause)
         assert not rehearsal.rows(epoch), rehearsal.logs()
         survival.shown(Fault(74, words), cause=cause, action=action)
+    rehearsal.wait_until(lambda row: "held" in row.reason, "held")
     control.resume(rehearsal.run, rehearsal.slurm)
     rehearsal.wait_for_step(12, epoch=4)
     warn(rehearsal)
