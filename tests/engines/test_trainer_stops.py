@@ -358,6 +358,32 @@ def test_the_stop_file_ends_a_start(
     _assert_left_the_start(starting, ranks)
 
 
+def test_a_launch_that_ends_while_it_writes_an_index_leaves_no_half_of_it(
+    trial: Callable[..., Trial], tmp_path: Path
+) -> None:
+    """megatron-core would take it for a complete one, in each launch that follows."""
+
+    def prepare() -> None:
+        from numpy.lib import format
+
+        real = format.write_array
+
+        def write_array(file: Any, array: Any, *given: Any, **keywords: Any) -> None:
+            if "sample_index" in str(file.name):
+                real(file, array[:1], *given, **keywords)
+                file.flush()
+                os._exit(9)
+            real(file, array, *given, **keywords)
+
+        format.write_array = write_array
+
+    ended = trial(data_cache=str(tmp_path / "cache"))
+    assert ended.train(prepare=prepare) == [9]
+    assert list((tmp_path / "cache").glob("*document_index.npy"))
+    assert not list((tmp_path / "cache").glob("*-sample_index.npy"))
+    assert ended.train() == [0]
+
+
 def test_an_error_in_a_start_that_nobody_stops_is_a_crash(trial: Callable[..., Trial]) -> None:
     def prepare() -> None:
         from hpctrain.train import entry

@@ -31,6 +31,7 @@ from hpctrain.errors import InvalidInputError, Problem  # noqa: E402
 from hpctrain.store.datasets import idx_path  # noqa: E402
 from hpctrain.store.shares import HINT, parts_without_documents  # noqa: E402
 from hpctrain.train.datasets.batches import Microbatch  # noqa: E402
+from hpctrain.train.datasets.index_cache import complete_files  # noqa: E402
 from hpctrain.train.datasets.rows import check_vocabulary  # noqa: E402
 from hpctrain.train.datasets.share import Share  # noqa: E402
 from hpctrain.train.faults import DataError  # noqa: E402
@@ -97,7 +98,8 @@ def open_tokens(
         lambda: needed or dist.get_rank() == 0,
         settings,
     )
-    training, validation, _ = builder.build()
+    with complete_files():
+        training, validation, _ = builder.build()
     if needed and training is None:
         raise _empty("training", config)
     if needed and validation is None and horizons[1]:

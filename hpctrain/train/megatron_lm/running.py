@@ -176,6 +176,7 @@ def _execute(
 
     sys.argv = [str(program), *words]
     gc.enable()  # `hpctrain.train.__main__` has switched it off for the start
+    from hpctrain.train.datasets.index_cache import complete_files  # brings in NumPy
     from hpctrain.train.megatron_lm.measuring import measuring  # brings in torch
 
     loading = changed_on_import(
@@ -191,8 +192,15 @@ def _execute(
             keeper.begin()
 
     relay = Relay(job, understood)
-    following = stopping.following()
-    with hearing(hear), relay, refusals_named(), following, measuring(job), loading:
+    with (
+        hearing(hear),
+        relay,
+        refusals_named(),
+        complete_files(),
+        stopping.following(),
+        measuring(job),
+        loading,
+    ):
         try:
             runpy.run_path(str(program), run_name="__main__")
         except SystemExit as error:
