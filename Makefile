@@ -9,10 +9,10 @@ WORKERS ?= 3
 # Faults of `make chaos`, and the storm: the same seed gives the same faults at the same steps.
 N ?= 100
 SEED ?= 1
-.PHONY: help install demo test unit lint golden reliability chaos bench gpu sandbox-down clean
+.PHONY: help install demo test unit lint golden reliability slurm-24 chaos bench gpu sandbox-down clean
 
 help:  ## Show the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
 
 install:  ## Slurm and munge from the distribution, .venv with pinned packages, .venv/bin/hpctrain
 	@sh scripts/setup
@@ -30,7 +30,7 @@ lint: install  ## Style, types, architecture contracts, shell scripts
 	@$(PYTHON) -m ruff check . && $(PYTHON) -m ruff format --check .
 	@$(PYTHON) -m mypy
 	@.venv/bin/lint-imports --config setup.cfg --no-cache
-	@.venv/bin/shellcheck scripts/setup scripts/make .ci/run
+	@.venv/bin/shellcheck scripts/setup scripts/make scripts/slurm-from-debian .ci/run
 
 golden: install  ## Write the golden scripts and transcripts anew; review the diff
 	@$(PYTHON) -m pytest tests/golden --write-golden
@@ -39,13 +39,22 @@ reliability: install  ## Break runs on purpose on a real Slurm and write docs/re
 	@OMP_NUM_THREADS=1 $(PYTHON) -m pytest -p no:rerunfailures -n $(WORKERS) --dist worksteal \
 		tests/slurm/faults --write-reliability
 
-chaos: install  ## N=100 faults at random in one long run; the same losses and weights in the end
-	@$(PYTHON) -m bench.chaos --faults $(N) --seed $(SEED)
+slurm-24: install  ## The rehearsals on Slurm 24.11 of Debian trixie, unpacked into .slurm/trixie
+	@scripts/slurm-from-debian trixie .slurm/trixie
+	@OMP_NUM_THREADS=1 $(PYTHON) -m pytest -rR -n $(WORKERS) --dist worksteal \
+		--slurm .slurm/trixie tests/slurm/faults tests/slurm/test_client.py \
+		tests/slurm/test_sandbox.py tests/slurm/test_hold_release.py tests/slurm/test_watch.py \
+		tests/slurm/test_team_control.py tests/slurm/test_continuation.py \
+		tests/slurm/test_two_clusters.py
+
+chaos: install  ## N=100 faults of both tables at random, three runs at a time, and three questions
+	@$(PYTHON) -m bench.chaos --strikes $(N) --seed $(SEED)
 
 bench: install  ## Benchmarks; each prints ratios against a peer in the same run
 	@$(PYTHON) bench/login_node.py
 	@$(PYTHON) -m bench.overhead
 	@$(PYTHON) bench/planner_search.py
+	@$(PYTHON) -m bench.digests_while_loading
 	@$(PYTHON) -m bench.recovery
 	@$(PYTHON) -m bench.supervisor_cost
 
@@ -58,4 +67,4 @@ sandbox-down: install  ## Take down the sandbox of an interrupted demo
 	@.venv/bin/hpctrain sandbox down --directory .demo/sandbox
 
 clean:  ## Remove everything that the targets above have made
-	rm -rf .venv .demo .pytest_cache .mypy_cache .ruff_cache data
+	rm -rf .venv .demo .slurm .pytest_cache .mypy_cache .ruff_cache data

@@ -42,6 +42,10 @@ WARM_UP_SAVES = 3
 
 class _Keeper:
     step: Callable[[], int]
+    loading_step: int | None = None
+
+    def begin(self) -> None:
+        """Nobody stops this launch."""
 
 
 def settings(hidden: int, layers: int, sharding: str) -> MegatronConfig:

@@ -1,115 +1,147 @@
-"""Many faults at random in one long run: is it the same run in the end?
+"""Faults of both tables at random, several runs at a time: exact, ended as asked, told truly?
 
-A small Megatron job trains twice on a real Slurm: once undisturbed, once under N faults (a seeded
-Poisson process over its steps). Printed: every fault with what it cost, the account of the wall
-time, and the verdict. Exit code 1 unless all losses and the final weights are equal bit by bit,
-every launch resumed from the newest verified checkpoint, and the account adds up.
+Small Megatron jobs train on a real Slurm under N strikes (seeded; each run has dice of its own):
+once undisturbed, then several at a time, beside another cluster with the same job ids and a user
+who may not read the runs. All the while `hpctrain status` is asked, here and there. Printed:
+every strike with what it cost, the account of the wall time of each run, and three answers. Exit
+code 1 unless all losses and the final weights are equal bit by bit, nothing ended that nobody had
+ended, nothing was left behind, and no statement was false.
 
-    python -m bench.chaos [--faults 100] [--seed 1]
+    python -m bench.chaos [--strikes 100] [--seed 1] [--at-a-time 3] [--only NAME]...
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
-import random
-import statistics
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
-from bench.rehearsals import Rehearsal, Stage, own_stage
+from bench.rehearsals import Stage, own_sandbox
 
-from chaos import PATIENT, Storm, choose, nothing_left_behind, rage, steps_needed  # isort: skip
+import storm_report  # isort: skip
+from another_user import another_user_attending, public_directory  # isort: skip
+from other_cluster import OtherCluster, other_shape  # isort: skip
+from storm import EVALUATIONS, Struck, draw, rage, steps_for  # isort: skip
+from storm_witness import Witness  # isort: skip
+from strikes import BY_NAME, CANCELS  # isort: skip
+from targets import Field, Target  # isort: skip
 
-from hpctrain.actions.bitwise import compare_runs
-from hpctrain.actions.goodput import goodput
 from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.state import RunState
-from hpctrain.store.ledger import EventKind
+from hpctrain.sandbox.shape import SandboxShape, default_shape
 
-# Between the supervisor's last word and the clock of the account.
-_CLOCK_SECONDS = 2.0
+STRIKES_PER_RUN = 17
+# A tenth of a second: 2 cores train three runs without keeping each other waiting.
+PACE_SECONDS = 0.08
+# Slurm misses a node after twice this; what is shorter than a busy machine's pauses misses all.
+_SLURMD_TIMEOUT_SECONDS = 8
+_GRACE_SECONDS = 6
 
 
 def main() -> int:
-    """Run the storm; 0 only if nothing was lost."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--faults", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", action="append", default=[], help="this kind of fault only")
-    options = parser.parse_args()
+    """Run the storm; 0 only if nothing was wrong."""
+    options = _parsed()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    dice = random.Random(options.seed)
-    chosen = choose(options.faults, dice, tuple(options.only))
-    steps = steps_needed(chosen, tail_steps=400)
-    print(f"{options.faults} faults over {steps} steps, seed {options.seed}", flush=True)
-    with own_stage() as stage:
-        reference = undisturbed(stage, steps)
+    runs = options.runs or max(1, round(options.strikes / STRIKES_PER_RUN))
+    ordeals = draw(options.strikes, options.seed, runs=runs, names=tuple(options.only))
+    steps = steps_for(-(-options.strikes // runs))
+    _say(f"{options.strikes} strikes on {runs} runs of {steps} steps, seed {options.seed}")
+    with _field(options.at_a_time, options.slurm) as field:
+        reference = undisturbed(field.stage, steps)
         began_at = time.monotonic()
-        rehearsal = stage.start("name=chaos", f"budget.steps={steps}", *PATIENT)
-        storm = rage(rehearsal, chosen, dice, tell=print_one)
-        return conclude(rehearsal, reference, storm, steps, time.monotonic() - began_at)
+        targets: list[Target] = []
+        with Witness(field, lambda: list(targets)) as witness:
+            fates = rage(
+                field,
+                ordeals,
+                steps,
+                at_a_time=options.at_a_time,
+                pace_seconds=PACE_SECONDS,
+                joined=targets.append,
+                tell=print_one,
+            )
+        report = storm_report.conclude(field, fates, reference, witness, steps)
+        _say(f"wall time {time.monotonic() - began_at:.0f} s")
+        for line in report.lines:
+            _say(line)
+        for words in report.wrong:
+            _say(f"WRONG: {words}")
+        if report.wrong and options.keep:
+            _keep(field.stage, options.keep)
+        return 1 if report.wrong else 0
+
+
+def _parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--strikes", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--at-a-time", type=int, default=3, help="runs at a time")
+    parser.add_argument("--runs", type=int, help="runs in all; default: one for 17 strikes")
+    parser.add_argument("--slurm", type=Path, help="the directory of an unpacked Slurm")
+    parser.add_argument("--keep", type=Path, help="copy the runs there if something was wrong")
+    known = sorted(set(BY_NAME) - {strike.name for strike in CANCELS})
+    parser.add_argument("--only", action="append", default=[], choices=known, metavar="NAME")
+    return parser.parse_args()
+
+
+@contextlib.contextmanager
+def _field(at_a_time: int, slurm: Path | None) -> Iterator[Field]:
+    """Two Slurms, and a user who may not read what the other one writes."""
+    with (
+        public_directory() as place,
+        own_sandbox(_shape(at_a_time), slurm) as sandbox,
+        own_sandbox(other_shape(), slurm) as there,
+        another_user_attending(sandbox) as bystander,
+    ):
+        if bystander is None:
+            _say("not rehearsed: another user, for only root can become one")
+        yield Field(Stage(sandbox, place), OtherCluster(there), bystander)
+
+
+def _shape(at_a_time: int) -> SandboxShape:
+    """Two nodes for each run, one that may be down, and one more."""
+    shape = default_shape(nodes=3 * at_a_time + 1, gpus_per_node=1)
+    train = replace(shape.partitions[0], grace_seconds=_GRACE_SECONDS)
+    return replace(
+        shape,
+        partitions=(train, *shape.partitions[1:]),
+        slurmd_timeout_seconds=_SLURMD_TIMEOUT_SECONDS,
+    )
 
 
 def undisturbed(stage: Stage, steps: int) -> RunFiles:
     """The same run without any fault."""
     began_at = time.monotonic()
-    rehearsal = stage.start("name=undisturbed", f"budget.steps={steps}")
-    row = rehearsal.wait_until(lambda row: row.state.over, "over", patience_of(steps))
+    rehearsal = stage.start("name=undisturbed", f"budget.steps={steps}", *EVALUATIONS)
+    row = rehearsal.wait_until(lambda row: row.state.over, "over", 300.0 + steps)
     assert row.state is RunState.DONE, row
-    print(f"undisturbed: {time.monotonic() - began_at:.0f} s", flush=True)
+    _say(f"undisturbed: {time.monotonic() - began_at:.0f} s")
     return rehearsal.run
 
 
-def patience_of(steps: int) -> float:
-    return 300.0 + steps
-
-
-def print_one(number: int, struck: object) -> None:
-    print(f"{number:4} {struck}", flush=True)
-
-
-def conclude(
-    rehearsal: Rehearsal, reference: RunFiles, storm: Storm, steps: int, seconds: float
-) -> int:
-    """The end of the run, the comparison, the account; prints all and returns the exit code."""
-    rehearsal.wait_until(lambda row: row.state.over, "over", patience_of(steps))
-    result = compare_runs(reference, rehearsal.run)
-    wrong = list(storm.wrong) + nothing_left_behind(rehearsal)
-    wrong += rehearsal.differences(reference)
-    lost = sum(one.lost_steps for one in storm.struck)
-    recoveries = sorted(one.seconds for one in storm.struck)
-    print(f"faults survived: {len(storm.struck)}; launches ended by cause: {dict(storm.causes())}")
-    print(f"steps compared: {result.steps_compared} of {steps}; trained again: {lost}")
-    print(
-        f"seconds from fault to first new step: median {statistics.median(recoveries):.1f}, "
-        f"mean {statistics.mean(recoveries):.1f}, longest {recoveries[-1]:.1f}"
+def print_one(struck: Struck) -> None:
+    went_on = "" if struck.resumed_step is None else f", resumed at {struck.resumed_step}"
+    causes = ", ".join(struck.causes) or "-"
+    _say(
+        f"{struck.run_id:14} {struck.step:5} {struck.name:32} {causes}{went_on}, "
+        f"{struck.lost_steps} lost, {struck.seconds:.1f} s"
     )
-    wrong += print_account(rehearsal, steps)
-    print(f"wall time {seconds:.0f} s")
-    for words in wrong:
-        print(f"WRONG: {words}")
-    print(f"losses and weights identical, nothing lost: {'no' if wrong else 'yes'}")
-    return 1 if wrong else 0
 
 
-def print_account(rehearsal: Rehearsal, steps: int) -> list[str]:
-    """Where the wall time went; what is wrong with the sum, if anything."""
-    told = goodput(rehearsal.run)
-    for category, seconds in sorted(told.seconds.items(), key=lambda pair: -pair[1]):
-        if seconds:
-            print(f"  {category:12} {seconds:8.1f} s {seconds / told.wall_seconds:7.1%}")
-    added = sum(told.seconds.values())
-    events = rehearsal.run.ledger.events()
-    submitted_at = next(e.time for e in events if e.event is EventKind.SUBMITTED)
-    elapsed = events[-1].time - submitted_at
-    print(f"  {'sum':12} {added:8.1f} s; first submission to last word {elapsed:.1f} s")
-    wrong = []
-    if max(abs(added - told.wall_seconds), abs(added - elapsed)) > _CLOCK_SECONDS:
-        wrong.append(f"the account has {added:.1f} s, the ledger {elapsed:.1f} s")
-    if told.kept_steps != steps:
-        wrong.append(f"the account keeps {told.kept_steps} steps of {steps}")
-    return wrong
+def _keep(stage: Stage, place: Path) -> None:
+    import shutil
+
+    shutil.copytree(stage.directory, place, dirs_exist_ok=True, symlinks=True)
+    _say(f"the runs are in {place}")
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-_SLURM_TESTS = Path(__file__).resolve().parents[1] / "tests" / "slurm"
-sys.path[:0] = [str(_SLURM_TESTS), str(_SLURM_TESTS / "faults")]
+_TESTS = Path(__file__).resolve().parents[1] / "tests"
+_SLURM_TESTS = _TESTS / "slurm"
+sys.path[:0] = [str(_TESTS), str(_SLURM_TESTS), str(_SLURM_TESTS / "faults")]
 
 from rehearsal import Rehearsal as Rehearsal  # noqa: E402
 from rehearsal import Stage as Stage  # noqa: E402

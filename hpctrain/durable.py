@@ -34,6 +34,24 @@ def is_storage_fault(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in _FAULT_ERRNOS
 
 
+def shared_mode(directory: Path, mode: int) -> int:
+    """The mode for something new in `directory`: private, or shared like the directory itself.
+
+    Whoever shares a directory of theirs (chmod(1), setfacl(1)) means what will be in it, too, and
+    the group bits of a new file's mode mask the entries that it inherits (acl(5), OBJECT CREATION
+    AND DEFAULT ACLs). So a private mode gets those group bits of the directory that match its own
+    bits for the owner. Other modes stay as they are.
+    """
+    if mode & 0o077:
+        return mode
+    return mode | (os.stat(directory).st_mode & (mode >> 3) & 0o070)
+
+
+def make_private_directory(directory: Path) -> None:
+    """Make one directory, private or shared like the one it is in; no error if it is there."""
+    directory.mkdir(exist_ok=True, mode=shared_mode(directory.parent, 0o700))
+
+
 def fsync_directory(directory: Path) -> None:
     """Make renames and creations inside `directory` durable (fsync(2), NOTES)."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
@@ -73,8 +91,13 @@ def append_line(
     O_APPEND makes the position atomic for writers on one host; `durable` adds an fsync. Without
     `create` a missing file is an error.
     """
-    flags = os.O_RDWR | os.O_APPEND | (os.O_CREAT if create else 0)
-    descriptor = os.open(path, flags, mode)
+    flags = os.O_RDWR | os.O_APPEND
+    try:
+        descriptor = os.open(path, flags)
+    except FileNotFoundError:
+        if not create:
+            raise
+        descriptor = os.open(path, flags | os.O_CREAT, shared_mode(path.parent, mode))
     try:
         prefix = "" if _ends_with_newline(descriptor) else "\n"
         _write_all(descriptor, f"{prefix}{line}\n".encode())
@@ -188,7 +211,8 @@ def _temporary(path: Path) -> Path:
 
 
 def _write_new(path: Path, text: str, *, mode: int, durable: bool) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, mode)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+    descriptor = os.open(path, flags, shared_mode(path.parent, mode))
     try:
         _write_all(descriptor, text.encode())
         if durable:

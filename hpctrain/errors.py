@@ -24,13 +24,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong in a file; `line` and `column` are 1-based, None when unknown."""
+    """One thing that is wrong in a file; `line` and `column` are 1-based, None when unknown.
+
+    `node_dependent`: another node may not have it (a file that is missing, software that is not
+    installed); False for what the settings themselves say, which are equal on all nodes.
+    """
 
     message: str
     file: str | None = None
     line: int | None = None
     column: int | None = None
     hint: str | None = None
+    node_dependent: bool = False
 
     def __str__(self) -> str:
         parts = [str(part) for part in (self.file, self.line, self.column) if part is not None]
@@ -61,6 +66,11 @@ class InvalidInputError(HpctrainError):
     def __init__(self, problems: list[Problem] | tuple[Problem, ...]) -> None:
         self.problems = tuple(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
+
+    @property
+    def node_dependent(self) -> bool:
+        """True if another node may have none of the problems."""
+        return all(problem.node_dependent for problem in self.problems)
 
 
 class DoesNotFitError(HpctrainError):

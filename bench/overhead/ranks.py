@@ -25,6 +25,10 @@ SECONDS_VARIABLE, RESULT_VARIABLE = "BENCH_SECONDS", "BENCH_RESULT"
 
 class _Keeper:
     step: Callable[[], int]
+    loading_step: int | None = None
+
+    def begin(self) -> None:
+        """Nobody stops this launch."""
 
 
 def measure(engine: str, directory: Path, seconds: float) -> None:

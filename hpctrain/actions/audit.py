@@ -15,6 +15,11 @@ from hpctrain.store.ledger import Event, EventKind
 from hpctrain.store.signs import SaveRecord
 from hpctrain.supervise.documents import ActionKind
 
+# What a person has accepted, in the words of the command line.
+_ACCEPTED = {
+    EventKind.FRESH_START_ACCEPTED: "resume --from-scratch",
+    EventKind.DATA_ACCEPTED: "resume --accept-data",
+}
 _ENDS = frozenset({ActionKind.STOP, ActionKind.FINISH, ActionKind.HOLD})
 
 
@@ -33,11 +38,11 @@ class AskedStory(BaseModel):
 
 
 def asked(events: Sequence[Event], saves: Sequence[SaveRecord]) -> list[AskedStory]:
-    """All requests in the order of the ledger."""
+    """All requests, and what was accepted, in the order of the ledger."""
     return [
         _story(event, events[number + 1 :], saves)
         for number, event in enumerate(events)
-        if event.event is EventKind.CONTROL
+        if event.event is EventKind.CONTROL or event.event in _ACCEPTED
     ]
 
 
@@ -46,7 +51,7 @@ def _story(event: Event, later: Sequence[Event], saves: Sequence[SaveRecord]) ->
     return AskedStory(
         asked_time=event.time,
         user=event.user,
-        action=event.action or "",
+        action=_ACCEPTED.get(event.event, event.action or ""),
         reason=event.reason,
         answer=answer,
         answer_seconds=None if time is None else max(0.0, time - event.time),
@@ -56,6 +61,8 @@ def _story(event: Event, later: Sequence[Event], saves: Sequence[SaveRecord]) ->
 def _answer(
     event: Event, later: Sequence[Event], saves: Sequence[SaveRecord]
 ) -> tuple[float, str] | None:
+    if event.event in _ACCEPTED:
+        return event.time, "; ".join(event.evidence) or f"{event.last_step or 0:,} steps given up"
     if event.action == TAKE_BACK:
         return event.time, "withdrawn"
     return _saved(event, saves) if event.action == "save" else _done(event.action or "", later)

@@ -1,57 +1,160 @@
-"""Cancelling a run so that it stays cancelled.
+"""Cancelling a run so that it stays cancelled, and saying truly what became of it.
 
-First the ledger, then `Requeue=0` (otherwise a supervisor that is just requeueing the job could
-bring it back), then scancel: the jobs that wait before the one that runs, or they would follow it.
+First Slurm is asked which jobs are the run's: an id alone may be somebody else's job. Then the
+ledger announces it, so that a supervisor that is being ended knows why; then `Requeue=0` (otherwise
+a supervisor that is just requeueing its job could bring it back), then scancel: the jobs that wait
+before the one that runs, or they would follow it. An announcement that Slurm did not follow is
+taken back, or it would be followed at the next crash.
 """
 
 from __future__ import annotations
 
 import contextlib
-import getpass
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from hpctrain.actions.requests import user_name
+from hpctrain.actions.run_jobs import jobs_of, record_found
 from hpctrain.actions.runs import RunFiles
-from hpctrain.actions.state import last_job_id
-from hpctrain.errors import SlurmRefusedError, UsageError
+from hpctrain.actions.state import RunState
+from hpctrain.actions.status import statuses
+from hpctrain.errors import SlurmError, SlurmRefusedError, SlurmUnreachableError, UsageError
 from hpctrain.slurm.client import SlurmClient
-from hpctrain.store.jobs import generation, started_ids, submitted_ids
+from hpctrain.slurm.records import JobRecord
+from hpctrain.slurm.states import JobState
 from hpctrain.store.ledger import EventKind
+
+# A controller that has accepted scancel shows COMPLETING or CANCELLED within one pass.
+_CONFIRM_SECONDS = 5.0
+_POLL_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
 class Cancelled:
-    """The jobs that were told to end; `job_id` is the one that counts."""
+    """The jobs that were told to end; `job_id` is the one that counts, None if there was none.
+
+    `already`: the run was cancelled before, so nothing was done. `still` are jobs that Slurm still
+    shows as running or waiting.
+    """
 
     run_id: str
-    job_id: int
+    job_id: int | None = None
     job_ids: tuple[int, ...] = ()
+    already: bool = False
+    still: tuple[int, ...] = ()
 
 
-def cancel(run: RunFiles, slurm: SlurmClient) -> Cancelled:
-    """Cancel the run's jobs. Raises UsageError without any, SlurmError when Slurm refuses."""
-    job_id = _job_to_name(run)
-    if job_id is None or run.layout.done.exists():
-        state = "is done" if run.layout.done.exists() else "was never submitted"
-        raise UsageError(f"run `{run.run_id}` {state}: there is nothing to cancel")
-    run.ledger.append(EventKind.CANCEL_REQUESTED, job_id=job_id, user=getpass.getuser())
-    with contextlib.suppress(SlurmRefusedError):  # a job that has ended cannot be updated
-        slurm.update_job(job_id, requeue=False)
-    ids: list[int] = []
-    # A job may have submitted its successor while we cancelled the others.
-    while more := [one for one in _job_ids(run) if one not in ids]:
-        slurm.cancel_all(more, pending_only=True)
-        slurm.cancel_all(more)
-        ids.extend(more)
-    return Cancelled(run.run_id, job_id, tuple(ids))
+def cancel(
+    run: RunFiles, slurm: SlurmClient, *, sleep: Callable[[float], None] = time.sleep
+) -> Cancelled:
+    """Cancel the run's jobs.
+
+    Raises UsageError for a run that has nothing to cancel or whose jobs are on another cluster,
+    SlurmUnreachableError or SlurmRefusedError when nothing, or not everything, was cancelled.
+    """
+    if run.layout.done.exists():
+        raise UsageError(f"run `{run.run_id}` is done: there is nothing to cancel")
+    run.refuse_unless_writable("cancel")
+    live = _live(run, slurm)
+    if not live:
+        return _nothing_to_cancel(run, slurm)
+    told = _announce(run, live)
+    try:
+        # A job may have submitted its successor while we cancelled the others.
+        while more := [job for job in live if job.submitted_id not in told.cancelled]:
+            told.cancel(more, slurm)
+            live = _live(run, slurm)
+    except SlurmError as error:
+        raise _failed(run, slurm, live, told.cancelled, error) from error
+    still = _unconfirmed(run, slurm, tuple(told.cancelled), sleep)
+    if not still:
+        run.ledger.append(EventKind.CANCELLED, job_id=told.job_id, user=user_name())
+    return Cancelled(run.run_id, told.job_id, tuple(told.cancelled), still=still)
 
 
-def _job_to_name(run: RunFiles) -> int | None:
-    """The job that began last, whose supervisor looks for a cancel of its own id, else the newest
-    that waits."""
-    events = run.ledger.events()
-    begun = started_ids(generation(events))
-    return begun[-1] if begun else last_job_id(events)
+class _Announced:
+    """A cancel that the ledger knows: which jobs Slurm has accepted to end so far."""
+
+    def __init__(self, job_id: int) -> None:
+        self.job_id = job_id
+        self.cancelled: list[int] = []
+
+    def cancel(self, jobs: list[JobRecord], slurm: SlurmClient) -> None:
+        for job in jobs:
+            with contextlib.suppress(SlurmRefusedError):  # a job that has just ended
+                slurm.update_job(job.job_id, requeue=False)
+        ids = list(dict.fromkeys(job.submitted_id for job in jobs))
+        slurm.cancel_all(ids, pending_only=True)
+        slurm.cancel_all(ids)
+        self.cancelled += ids
 
 
-def _job_ids(run: RunFiles) -> list[int]:
-    return submitted_ids(generation(run.ledger.events()))
+def _announce(run: RunFiles, live: list[JobRecord]) -> _Announced:
+    """One line for each job: every supervisor looks for a cancel of its own job."""
+    active = [job for job in live if job.state.is_active]
+    ordered = [*(job for job in live if job not in active), *active]
+    for job in ordered:
+        run.ledger.append(EventKind.CANCEL_REQUESTED, job_id=job.job_id, user=user_name())
+    return _Announced(ordered[-1].job_id)
+
+
+def _live(run: RunFiles, slurm: SlurmClient) -> list[JobRecord]:
+    found = jobs_of(run, slurm)
+    if not found.answered:
+        raise SlurmUnreachableError(
+            f"Slurm does not answer, so nothing of run `{run.run_id}` was cancelled",
+            hint=f"try again, or `hpctrain stop {run.run_id}`: the run itself follows that",
+        )
+    record_found(run, found)
+    ending = (JobState.COMPLETING,)
+    return [job for job in found.live if job.state not in ending or job.requeue]
+
+
+def _nothing_to_cancel(run: RunFiles, slurm: SlurmClient) -> Cancelled:
+    row = statuses([run], slurm)[0]
+    if row.state is RunState.CANCELLED:
+        return Cancelled(run.run_id, already=True)
+    if row.state is RunState.RUNNING:  # it is just ending, and will not be requeued
+        return Cancelled(run.run_id, row.job_id, already=True)
+    reason = f": {row.reason}" if row.reason else ""
+    raise UsageError(
+        f"run `{run.run_id}` is {row.state}, so there is nothing to cancel{reason}",
+        hint=f"`hpctrain resume {run.run_id}` would go on with it",
+    )
+
+
+def _failed(
+    run: RunFiles,
+    slurm: SlurmClient,
+    live: list[JobRecord],
+    cancelled: list[int],
+    error: SlurmError,
+) -> SlurmError:
+    """Take the announcement back where Slurm has followed none of it."""
+    if not cancelled:
+        for job in live:
+            with contextlib.suppress(SlurmError):
+                slurm.update_job(job.job_id, requeue=job.requeue)
+            run.ledger.append(
+                EventKind.CANCEL_FAILED, job_id=job.job_id, user=user_name(), reason=str(error)
+            )
+        words = f"nothing of run `{run.run_id}` was cancelled: {error}"
+    else:
+        ids = ", ".join(map(str, cancelled))
+        words = f"run `{run.run_id}`: job {ids} was cancelled, others perhaps not: {error}"
+    kind = SlurmRefusedError if isinstance(error, SlurmRefusedError) else SlurmUnreachableError
+    return kind(words, hint=f"`hpctrain cancel {run.run_id}` again")
+
+
+def _unconfirmed(
+    run: RunFiles, slurm: SlurmClient, asked_for: tuple[int, ...], sleep: Callable[[float], None]
+) -> tuple[int, ...]:
+    """Jobs that Slurm has not begun to end within a few seconds, as far as it tells."""
+    deadline = time.monotonic() + _CONFIRM_SECONDS
+    while True:
+        found = jobs_of(run, slurm)
+        going = [job for job in found.live if job.state is not JobState.COMPLETING]
+        if (found.answered and not going) or time.monotonic() >= deadline:
+            return tuple(job.job_id for job in going) if found.answered else asked_for
+        sleep(_POLL_SECONDS)

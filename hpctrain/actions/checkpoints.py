@@ -11,7 +11,8 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
@@ -24,9 +25,11 @@ from hpctrain.checkpoints.publish import QUARANTINE_NAME
 from hpctrain.checkpoints.verify import Verified, verify_all
 from hpctrain.engines.documents import parse_train_config
 from hpctrain.engines.training import TrainConfig
+from hpctrain.errors import CheckpointError
 from hpctrain.plan.forecast.intervals import daly_seconds
 from hpctrain.store.epochs import current_epoch
 from hpctrain.store.layout import RunLayout
+from hpctrain.store.ledger import Event
 from hpctrain.store.signs import (
     SaveRecord,
     SkipList,
@@ -35,7 +38,7 @@ from hpctrain.store.signs import (
     tail_metrics,
 )
 from hpctrain.supervise.documents import SuperviseConfig
-from hpctrain.supervise.past import mean_time_to_failure
+from hpctrain.supervise.past import loaded_instead, mean_time_to_failure, pending_rejections
 
 # The first save of a launch is slower, and single ones meet a busy file system.
 _MEASURED_SAVES = 5
@@ -142,16 +145,25 @@ def shelf(
     progress: Callable[[Verified], None] | None = None,
     now: float | None = None,
 ) -> Shelf:
-    """Look at the checkpoints of a run; `verify` reads every byte with `workers` threads."""
+    """Look at the checkpoints of a run; `verify` reads every byte with `workers` threads.
+
+    Raises CheckpointError when their directory is not there.
+    """
     now = time.time() if now is None else now
     root = run.layout.checkpoints
+    if not root.is_dir():
+        raise CheckpointError(
+            f"{root} is not there", hint="a file system that is not mounted, or somebody deleted it"
+        )
     found = verify_all(root, "sha256", workers, progress) if verify else inspect_all(root)
+    events = run.ledger.events()
+    found = _with_rejections(found, pending_rejections(events))
     saves = read_saves(run.layout)
     config = _train_config(run.layout)
     return Shelf(
         run_id=run.run_id,
         directory=str(root),
-        rows=tuple(_rows(found, saves, _reasons(run.layout, found, config), now)),
+        rows=tuple(_rows(found, saves, _reasons(run.layout, found, config, events), now)),
         unfinished=tuple(_unfinished(run.layout, now)),
         quarantined=tuple(_quarantined(root)),
         room=_room(root, found),
@@ -190,8 +202,23 @@ def _rows(
     return rows
 
 
+def _with_rejections(
+    found: Sequence[Checkpoint], rejections: Mapping[int, str]
+) -> list[Checkpoint]:
+    """With what the supervisor has given up, and the next launch will put aside."""
+    return [
+        replace(one, problem=f"given up: {rejections[one.step]}")
+        if one.good and one.step in rejections
+        else one
+        for one in found
+    ]
+
+
 def _reasons(
-    layout: RunLayout, found: Sequence[Checkpoint], config: TrainConfig | None
+    layout: RunLayout,
+    found: Sequence[Checkpoint],
+    config: TrainConfig | None,
+    events: Sequence[Event],
 ) -> dict[int, list[str]]:
     """Why retention leaves each one, as `hpctrain.checkpoints.publish.retire` is told; without
     the trainer's file nothing is known to go."""
@@ -204,6 +231,9 @@ def _reasons(
     for step in good:
         if every and step % every == 0:
             reasons[step].append(f"every {every:,} steps")
+    loaded = loaded_instead(events)
+    if loaded in good:
+        reasons[loaded].append("loads, where a newer one was given up")
     for step in _before_skipped(layout, found):
         reasons[step].append("before data left out")
     for step in good:

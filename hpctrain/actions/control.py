@@ -15,7 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hpctrain.actions import requests
+from hpctrain.actions.acceptances import Acceptance, accept
 from hpctrain.actions.requests import RequestKind
+from hpctrain.actions.run_jobs import jobs_of, record_found
 from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.state import RunState
 from hpctrain.actions.status import statuses
@@ -25,7 +27,6 @@ from hpctrain.errors import RunFailedError, SlurmError, SlurmUnreachableError, U
 from hpctrain.plan.documents import Plan
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.records import JobRecord
-from hpctrain.store.jobs import submitted_ids
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import EventKind
 from hpctrain.store.signs import Progress, read_record
@@ -56,7 +57,7 @@ class _Queue:
 
     @property
     def active(self) -> JobRecord | None:
-        """The job that holds nodes."""
+        """The job that holds nodes, or of which nobody knows whether it does."""
         return next((job for job in self.jobs if not job.state.is_pending), None)
 
     @property
@@ -129,28 +130,40 @@ def hold(run: RunFiles, slurm: SlurmClient, *, reason: str = "") -> Answer:
     return _said(run, f"asked run {_name(run)} to hold", then, _HOW_TO_GO_ON, queue=queue)
 
 
-def resume(run: RunFiles, slurm: SlurmClient, *, reason: str = "") -> Answer:
+def resume(
+    run: RunFiles,
+    slurm: SlurmClient,
+    *,
+    reason: str = "",
+    acceptance: Acceptance | None = None,
+) -> Answer:
     """Have a held, stopped or failed run go on; requests that nobody has followed are taken back.
 
-    A held job is released, a run that is over is submitted again. Raises UsageError when the run
-    is done or Slurm's administrators hold it, SlurmUnreachableError without an answer of Slurm.
+    A held job is released, a run that is over is submitted again. `acceptance` is what a person
+    accepts for it, which goes into the ledger first. Raises UsageError when the run is done or
+    Slurm's administrators hold it, or when there is nothing to accept, SlurmUnreachableError
+    without an answer of Slurm.
     """
+    acceptance = acceptance or Acceptance()
     _refuse_if_done(run, "resume")
     queue = _queue(run, slurm)
     if not queue.answered:
         raise SlurmUnreachableError("Slurm does not say whether the run is held or has stopped")
     held = [job for job in queue.jobs if is_held(job)]
     if queue.jobs and not held:
+        _refuse_to_accept(run, acceptance)
         return _take_back(run, queue, reason)
+    accepted = accept(run, acceptance, reason)
     requests.note(run, "resume", reason, queue.job_id)
     requests.take_back(run.layout)
     if not queue.jobs:
         submitted = resubmit(run, slurm)
-        words = f"Resubmitted run {_name(run)} as job {submitted.job_id}"
-        return Answer(run.run_id, words, job_id=submitted.job_id)
+        words = f"resubmitted run {_name(run)} as job {submitted.job_id}"
+        return Answer(run.run_id, _said(run, words, *accepted).words, job_id=submitted.job_id)
     for job in held:
         slurm.release(job.job_id)
-    return _said(run, f"released run {_name(run)}: it waits for its turn", queue=queue)
+    words = f"released run {_name(run)}: it waits for its turn"
+    return _said(run, words, *accepted, queue=queue)
 
 
 def save(run: RunFiles, slurm: SlurmClient, *, reason: str = "") -> Answer:
@@ -247,13 +260,24 @@ def _refuse_if_done(run: RunFiles, verb: str) -> None:
         raise UsageError(f"run {_name(run)} is done: there is nothing to {verb}")
 
 
+def _refuse_to_accept(run: RunFiles, acceptance: Acceptance) -> None:
+    if acceptance.anything:
+        raise UsageError(
+            f"run {_name(run)} has a job in the queue, which would go on as it is",
+            hint=f"`hpctrain stop {run.run_id}` first",
+        )
+
+
 def _queue(run: RunFiles, slurm: SlurmClient) -> _Queue:
-    """The run's jobs that have not ended, in one query."""
-    try:
-        found = slurm.jobs(submitted_ids(run.ledger.events()))
-    except SlurmUnreachableError:
-        return _Queue((), answered=False)
-    return _Queue(tuple(job for job in found.values() if not job.state.is_ended))
+    """The run's jobs that have not ended, in one query; those that nobody has recorded are.
+
+    Raises UsageError if they are on another cluster.
+    """
+    found = jobs_of(run, slurm)
+    if found.unrecorded:
+        with contextlib.suppress(PermissionError):  # a colleague's ledger: status finds them, too
+            record_found(run, found)
+    return _Queue(found.live, answered=found.answered)
 
 
 def _name(run: RunFiles) -> str:

@@ -117,7 +117,7 @@ def _attempt(events: list[Event], later: list[Event]) -> AttemptStory:
 
 
 def _is_of(event: Event, start: Event) -> bool:
-    if event.event is EventKind.SUBMITTED or event.job_id is None:
+    if event.event in (EventKind.SUBMITTED, EventKind.ADOPTED) or event.job_id is None:
         return True
     return (event.job_id, event.restart_count) == (start.job_id, start.restart_count)
 

@@ -35,7 +35,9 @@ EVENTUALITIES: dict[Cause, str] = {
     Cause.SUSPECT_NUMERICS: "a result cannot be reproduced",
     Cause.DIVERGED: "the loss is not finite or jumps",
     Cause.DISK_FULL: "the disk is full",
+    Cause.LOAD_FAILED: "a checkpoint cannot be loaded",
     Cause.BAD_CHECKPOINT: "no checkpoint can be used",
+    Cause.DATA_CHANGED: "the data have changed",
     Cause.CONFIG_ERROR: "the trainer refuses its settings",
     Cause.USER_ERROR: "the code has an error",
 }

@@ -23,11 +23,13 @@ from hpctrain.telemetry.timeline import Mark, MarkKind, Save, Step, timeline
 
 _KINDS = {
     EventKind.SUBMITTED: MarkKind.SUBMITTED,
+    EventKind.ADOPTED: MarkKind.SUBMITTED,
     EventKind.ATTEMPT_STARTED: MarkKind.ATTEMPT_STARTED,
     EventKind.ATTEMPT_LOST: MarkKind.ATTEMPT_LOST,
     EventKind.LAUNCH_STARTED: MarkKind.LAUNCH_STARTED,
     EventKind.LAUNCH_ENDED: MarkKind.LAUNCH_ENDED,
     EventKind.CANCEL_REQUESTED: MarkKind.CANCELLED,
+    EventKind.CANCELLED: MarkKind.CANCELLED,
 }
 # A job that leaves a chain is followed by the next job of the chain, which waits in the queue.
 _ACTIONS = {
@@ -131,7 +133,7 @@ def _mark(event: Event) -> Mark | None:
 def _is_over(events: Sequence[Event]) -> bool:
     """The last word of the supervisor was a stop, and nobody has submitted the run since."""
     for event in reversed(events):
-        if event.event in (EventKind.SUBMITTED, EventKind.ATTEMPT_STARTED):
+        if event.event in (EventKind.SUBMITTED, EventKind.ADOPTED, EventKind.ATTEMPT_STARTED):
             return False
         if event.event is EventKind.ACTION:
             return event.action in (ActionKind.STOP, ActionKind.HOLD, ActionKind.FINISH)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.actions import control
+from hpctrain.actions.acceptances import Acceptance
 from hpctrain.actions.cancel import cancel
 from hpctrain.actions.checkpoints import Shelf, shelf
 from hpctrain.actions.describe import RunStory, describe
@@ -100,9 +101,18 @@ class Run:
         """Have the run save, leave its nodes and wait in the queue; returns what was done."""
         return control.hold(self.files, self.slurm, reason=reason).words
 
-    def resume(self, *, reason: str = "") -> str:
-        """Have a held, stopped or failed run go on; returns what was done."""
-        return control.resume(self.files, self.slurm, reason=reason).words
+    def resume(
+        self, *, reason: str = "", from_scratch: bool = False, accept_data: bool = False
+    ) -> str:
+        """Have a held, stopped or failed run go on; returns what was done.
+
+        `from_scratch` gives up all steps where checkpoints are gone or of no use, `accept_data`
+        goes on with data that changed; both go into the ledger. Raises UsageError where there is
+        nothing to accept.
+        """
+        acceptance = Acceptance(from_scratch=from_scratch, data=accept_data)
+        answer = control.resume(self.files, self.slurm, reason=reason, acceptance=acceptance)
+        return answer.words
 
     def save(self, *, reason: str = "", timeout_seconds: float | None = None) -> int:
         """Have the run save a checkpoint and wait until it counts; returns its step.

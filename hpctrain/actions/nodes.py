@@ -28,6 +28,7 @@ class NodeRow(BaseModel):
 
     `kind` and `reason` are of the heaviest evidence, `last_time` of the newest (seconds since the
     epoch). `avoided`: runs that may exclude nodes do so; `spared`: bad enough, but too many are.
+    `admin_hint`: only where machines alone can be the reason, or several programs have met it.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -111,7 +112,7 @@ def _rows(
             spared=one.node in avoid.dropped,
             runs=tuple(dict.fromkeys(seen.run_id for seen in one.evidence)),
             gpus=tuple(dict.fromkeys(seen.gpu for seen in one.evidence if seen.gpu)),
-            admin_hint=drain_command(one) if one.is_bad else None,
+            admin_hint=drain_command(one) if one.is_bad and one.is_proven else None,
         )
         for one in scores(evidence, cluster, now)
     ]

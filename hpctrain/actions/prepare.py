@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpctrain.actions.inputs import input_paths
 from hpctrain.actions.runs import new_run_id
 from hpctrain.actions.scratch import with_scratch
 from hpctrain.actions.shapes import SizedConfig, shapes_of, smaller_sizes
@@ -21,7 +22,8 @@ from hpctrain.engines.training import TrainConfig
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.plan.documents import Plan
 from hpctrain.plan.trainable import untrainable_fields, untrainable_layout
-from hpctrain.render.script import ScriptFacts, build_script, render_script
+from hpctrain.render.script import ScriptFacts, build_script, render_script, walltime
+from hpctrain.render.warning_lead import warning_lead
 from hpctrain.spec.loader import (
     Loaded,
     find_profile,
@@ -32,6 +34,7 @@ from hpctrain.spec.loader import (
 )
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import DataSource, RunSpec
+from hpctrain.store.jobs import run_comment
 from hpctrain.supervise.catalogue import load_signatures
 from hpctrain.supervise.documents import RollbackSettings, SuperviseConfig
 
@@ -45,7 +48,10 @@ PROFILE_PATH_VARIABLE = "HPCTRAIN_PROFILE_PATH"
 
 @dataclass(frozen=True)
 class Prepared:
-    """A job that is ready to be submitted; `script` is the exact text, `signatures` is JSON."""
+    """A job that is ready to be submitted; `script` is the exact text, `signatures` is JSON.
+
+    `facts` and `template_directory` are what the script was rendered with.
+    """
 
     run_id: str
     spec: Loaded[RunSpec]
@@ -54,6 +60,8 @@ class Prepared:
     train: TrainConfig
     supervise: SuperviseConfig
     script: str
+    facts: ScriptFacts
+    template_directory: Path | None = None
     smaller: tuple[SizedConfig, ...] = ()
     signatures: str = ""
 
@@ -135,21 +143,42 @@ def prepare(
     plan = make_plan(document, site, knowledge)
     refuse_untrainable(loaded_spec, plan)
     run_id = new_run_id(runs, document.name, loaded_spec.digest, loaded_profile.digest)
-    facts = ScriptFacts(run_id, loaded_spec.digest, loaded_profile.digest, python)
+    facts = ScriptFacts(
+        run_id, run_comment(run_id), loaded_spec.digest, loaded_profile.digest, python
+    )
     peak = site.gpu.peak.get(plan.precision)
     absolute = with_scratch(_with_absolute_paths(document), loaded_spec, site)
     peak_flops = float(peak) if peak else None
     smaller = smaller_sizes(absolute, site, plan, knowledge, peak_flops)
+    train = train_config(absolute, plan, peak_flops)
+    supervise = _supervise_config(run_id, document, site, plan, runs, smaller)
     return Prepared(
         run_id=run_id,
         spec=loaded_spec,
         profile=loaded_profile,
         plan=plan,
-        train=train_config(absolute, plan, peak_flops),
-        supervise=_supervise_config(run_id, document, site, plan, runs, smaller),
+        train=train,
+        supervise=supervise.model_copy(update={"inputs": input_paths(train)}),
         script=render_script(build_script(document, site, plan, facts), template_directory),
+        facts=facts,
+        template_directory=template_directory,
         smaller=smaller,
         signatures=load_signatures(profile_search_path()).to_json(),
+    )
+
+
+def with_free_run_id(prepared: Prepared, runs: Path) -> Prepared:
+    """The same job under the next free run id: two submits of one spec may choose the same one."""
+    document, site = prepared.spec.document, prepared.profile.document
+    run_id = new_run_id(runs, document.name, prepared.spec.digest, prepared.profile.digest)
+    facts = replace(prepared.facts, run_id=run_id, comment=run_comment(run_id))
+    script = build_script(document, site, prepared.plan, facts)
+    return replace(
+        prepared,
+        run_id=run_id,
+        facts=facts,
+        supervise=prepared.supervise.model_copy(update={"run_id": run_id}),
+        script=render_script(script, prepared.template_directory),
     )
 
 
@@ -196,6 +225,7 @@ def _supervise_config(
         stall_seconds=float(spec.supervise.stall),
         setup_stall_seconds=float(spec.supervise.setup_stall),
         kill_wait_seconds=float(profile.slurm.kill_wait),
+        warning_seconds=_warning_seconds(spec, profile, plan),
         verify=spec.checkpoint.verify,
         cluster=profile.name,
         budgets={str(cause): count for cause, count in spec.supervise.budgets.items()},
@@ -211,6 +241,14 @@ def _supervise_config(
         node_ledger=str(runs.absolute() / NODE_LEDGER_NAME),
         mttf_seconds=node_mtbf_seconds(profile) / plan.nodes.nodes,
     )
+
+
+def _warning_seconds(spec: RunSpec, profile: ClusterProfile, plan: Plan) -> float:
+    """As the script asks of Slurm."""
+    partition = profile.slurm.partition(spec.resources.partition)
+    assert partition is not None, "the planner has checked the partition"
+    limit = walltime(spec, profile, partition)
+    return float(warning_lead(spec, profile, plan, limit).seconds)
 
 
 def _rollback(spec: RunSpec) -> RollbackSettings:

@@ -6,6 +6,7 @@ Belongs here: which directory is meant. Does not belong here: Slurm or the state
 from __future__ import annotations
 
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,9 +24,13 @@ def runs_directory(given: Path | None = None) -> Path:
 
 @dataclass(frozen=True)
 class RunFiles:
-    """One run directory and its ledger."""
+    """One run directory and its ledger.
+
+    `unreadable` says why nothing can be read, in words; it is empty for a run that can be read.
+    """
 
     layout: RunLayout
+    unreadable: str = ""
 
     @property
     def run_id(self) -> str:
@@ -35,26 +40,85 @@ class RunFiles:
     def ledger(self) -> Ledger:
         return Ledger(self.layout.ledger)
 
+    @property
+    def owner_id(self) -> int:
+        """The user id whose jobs the run has: that of the owner of its directory."""
+        return self.layout.directory.stat().st_uid
+
+    def refuse_unreadable(self) -> None:
+        """Raises UsageError for a run that cannot be read."""
+        if self.unreadable:
+            raise UsageError(
+                f"run `{self.run_id}` {self.unreadable}",
+                hint="its owner can share it: section Teams of the README says how",
+            )
+
+    def refuse_unless_writable(self, verb: str) -> None:
+        """Raises UsageError for a run whose ledger this user may not write into: its jobs are
+        somebody else's, and only their owner can end or submit them."""
+        if not os.access(self.layout.ledger, os.W_OK):
+            whose = _whose(self.layout.directory).removeprefix("; it ")
+            raise UsageError(
+                f"you cannot {verb} run `{self.run_id}`, which {whose or 'you may only read'}",
+                hint=f"`hpctrain stop {self.run_id}` asks the run itself, if you may steer it",
+            )
+
 
 def all_runs(runs: Path) -> list[RunFiles]:
-    """Every run under `runs`, newest ledger last. Directories without a ledger are not runs."""
-    if not runs.is_dir():
+    """Every run under `runs`, newest ledger last. Directories without a ledger are not runs.
+
+    Runs that this user may not read, and those whose ledger is damaged, come first, each with the
+    reason: they hide none of the others.
+    """
+    try:
+        with os.scandir(runs) as entries:
+            names = [entry.name for entry in entries if entry.is_dir()]
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    found = [RunFiles(RunLayout(path)) for path in runs.iterdir() if path.is_dir()]
-    with_ledger = [run for run in found if run.layout.ledger.exists()]
-    return sorted(with_ledger, key=lambda run: (run.layout.ledger.stat().st_mtime_ns, run.run_id))
+    except OSError as error:
+        raise UsageError(f"{runs} cannot be read: {error.strerror}") from error
+    found = [_look_at(RunLayout(runs / name)) for name in names if not name.startswith(".")]
+    return [run for _, run in sorted((one for one in found if one), key=lambda one: one[0])]
+
+
+def _look_at(layout: RunLayout) -> tuple[tuple[int, str], RunFiles] | None:
+    """A run and what it is sorted by; None for a directory that is no run."""
+    try:
+        found = layout.ledger.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        run = RunFiles(layout, f"cannot be read: {error.strerror}{_whose(layout.directory)}")
+        return (0, layout.run_id), run
+    if not stat.S_ISREG(found.st_mode):
+        return (0, layout.run_id), RunFiles(layout, "is damaged: ledger.jsonl is no file")
+    if not os.access(layout.ledger, os.R_OK):
+        words = f"cannot be read: Permission denied{_whose(layout.directory)}"
+        return (0, layout.run_id), RunFiles(layout, words)
+    return (found.st_mtime_ns, layout.run_id), RunFiles(layout)
+
+
+def _whose(directory: Path) -> str:
+    import pwd
+
+    try:
+        return f"; it belongs to {pwd.getpwuid(directory.stat().st_uid).pw_name}"
+    except (OSError, KeyError):
+        return ""
 
 
 def find_run(runs: Path, name: str) -> RunFiles:
     """The run of that id, or the only one whose id starts with `name`.
 
-    Raises NoSuchRunError (with the nearest ids) or UsageError when the prefix is ambiguous.
+    Raises NoSuchRunError (with the nearest ids) or UsageError when the prefix is ambiguous or the
+    run cannot be read.
     """
     runs_found = all_runs(runs)
     exact = [run for run in runs_found if run.run_id == name]
     # An empty name, as of an unset shell variable, is no prefix: `cancel` would take any run.
     matches = exact or [run for run in runs_found if name and run.run_id.startswith(name)]
     if len(matches) == 1:
+        matches[0].refuse_unreadable()
         return matches[0]
     if matches:
         ids = ", ".join(f"`{run.run_id}`" for run in matches)
@@ -79,6 +143,6 @@ def new_run_id(runs: Path, name: str, *digests: str) -> str:
     for number in range(65536):
         text = "\n".join((name, *digests, str(number)))
         run_id = f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:4]}"
-        if not (runs / run_id).exists():
+        if not os.path.lexists(runs / run_id):
             return run_id
     raise UsageError(f"no free run id is left for `{name}` in {runs}", hint="rename the run")

@@ -11,10 +11,21 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from hpctrain.slurm.records import JobRecord
-from hpctrain.store.jobs import generation, submitted_ids
+from hpctrain.store.jobs import (
+    cancel_confirmed,
+    cancel_requested,
+    generation,
+    started_ids,
+    submitted_ids,
+)
 from hpctrain.store.ledger import Event, EventKind
 from hpctrain.supervise.causes import Cause
 from hpctrain.supervise.documents import ActionKind
+
+_SUBMISSION = (EventKind.SUBMITTING, EventKind.SUBMITTED, EventKind.SUBMIT_FAILED)
+# slurmd's error 4021 (it could not open the log of the batch script) is kept as if it were a wait
+# status, where it reads as signal 53; seen with 22.05.8 and 24.11.5.
+_NO_LOG_SIGNAL = 53
 
 
 class RunState(StrEnum):
@@ -49,13 +60,12 @@ def judge(
     done: bool,
     queued: JobRecord | None,
     asked: bool,
-    past: JobRecord | None,
+    elsewhere: str | None = None,
 ) -> Judged:
     """Decide the state of one run.
 
-    `queued` is the job in squeue that counts (see `counted`), `past` what accounting or the
-    controller's memory says about a job that is not there any more; `asked` is False when Slurm
-    could not be asked.
+    `queued` is the job that counts (see `counted`), as squeue or accounting knows it; `asked` is
+    False when Slurm could not be asked, `elsewhere` the cluster that would have to be asked.
     """
     if done:
         return Judged(RunState.DONE)
@@ -64,13 +74,29 @@ def judge(
     stopped = _stopped_by_supervisor(events)
     if stopped is not None:
         return stopped
-    if any(event.event is EventKind.CANCEL_REQUESTED for event in _since_submission(events)):
+    if cancel_confirmed(events):
         return Judged(RunState.CANCELLED, "by its user")
-    if last_job_id(events) is None:
+    if last_job_id(events) is None and (asked or _has_no_job(events)):
         return _never_submitted(events)
     if not asked:
-        return Judged(RunState.UNKNOWN, "Slurm does not answer")
-    return _after_the_queue(past or queued)
+        return Judged(RunState.UNKNOWN, _why_not_asked(events, elsewhere))
+    if cancel_requested(events):
+        return Judged(RunState.CANCELLED, "by its user")
+    return _after_the_queue(queued)
+
+
+def _why_not_asked(events: Sequence[Event], elsewhere: str | None) -> str:
+    """Silence of Slurm confirms nothing, a cancel that was announced included."""
+    words = f"its jobs are on cluster {elsewhere}" if elsewhere else "Slurm does not answer"
+    if cancel_requested(events):
+        return f"{words}, so nobody knows whether the cancel was done"
+    return words
+
+
+def _has_no_job(events: Sequence[Event]) -> bool:
+    """Nobody has called sbatch, or Slurm itself has said no to the newest submission."""
+    words = [event for event in events if event.event in _SUBMISSION]
+    return not words or (words[-1].event is EventKind.SUBMIT_FAILED and words[-1].answered)
 
 
 def counted(jobs: Collection[JobRecord]) -> JobRecord | None:
@@ -89,7 +115,7 @@ def _last_to_run(job: JobRecord) -> tuple[bool, float, int]:
 
 def last_job_id(events: Sequence[Event]) -> int | None:
     """The job id of the newest submission, a successor's included."""
-    return next(reversed(submitted_ids(events)), None)
+    return next(reversed(submitted_ids(events) or started_ids(events)), None)
 
 
 def _since_submission(events: Sequence[Event]) -> list[Event]:
@@ -150,6 +176,9 @@ def _after_the_queue(job: JobRecord | None) -> Judged:
     name = job.state.name
     if name == "CANCELLED":
         return Judged(RunState.CANCELLED, "cancelled in Slurm")
+    if job.exit_signal == _NO_LOG_SIGNAL:
+        words = "Slurm could not write the job's log: is the run directory there on its nodes?"
+        return Judged(RunState.FAILED, words)
     if job.exit_signal:
         return Judged(
             RunState.FAILED,

@@ -6,19 +6,20 @@ Belongs here: asking, and putting the answers together. Does not belong here: ta
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from pydantic import BaseModel, ConfigDict
 
+from hpctrain.actions.run_jobs import find_jobs, with_past
 from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.state import Judged, RunState, counted, judge, last_job_id
 from hpctrain.errors import SlurmError
 from hpctrain.slurm.client import SlurmClient
-from hpctrain.slurm.records import JobRecord, by_submission
-from hpctrain.store.jobs import generation, submitted_ids
+from hpctrain.store.jobs import generation, job_ids
 from hpctrain.store.ledger import Event, EventKind
 from hpctrain.store.signs import Progress, StepMetrics, read_record, tail_metrics
 from hpctrain.supervise.documents import SuperviseConfig
+from hpctrain.supervise.run_jobs import RunJobs
 from hpctrain.telemetry.rates import Row, recent_rates
 
 # What `recent_rates` looks at, and the first step of a launch, which it leaves out.
@@ -26,93 +27,84 @@ _RECENT_STEPS = 21
 
 
 class RunStatus(BaseModel):
-    """One row of `hpctrain status`; times in seconds, None when unknown."""
+    """One row of `hpctrain status`; times in seconds, None when unknown. `readable` is False for a
+    run that this user may not read or whose ledger is damaged."""
 
     model_config = ConfigDict(frozen=True, defer_build=True)
 
     run_id: str
     state: RunState
     reason: str
-    job_id: int | None
-    attempts: int
-    step: int | None
-    target_step: int | None
-    loss: float | None
-    step_seconds: float | None
-    tokens_per_second: float | None
-    mfu: float | None
-    checkpoint_step: int | None
-    updated_seconds_ago: float | None
-    eta_seconds: float | None
-    stale: bool
+    job_id: int | None = None
+    attempts: int = 0
+    step: int | None = None
+    target_step: int | None = None
+    loss: float | None = None
+    step_seconds: float | None = None
+    tokens_per_second: float | None = None
+    mfu: float | None = None
+    checkpoint_step: int | None = None
+    updated_seconds_ago: float | None = None
+    eta_seconds: float | None = None
+    stale: bool = False
+    readable: bool = True
 
 
 def statuses(runs: Sequence[RunFiles], slurm: SlurmClient) -> list[RunStatus]:
-    """The status of each run, in the given order; at most one squeue and one look back."""
-    events = {run.run_id: run.ledger.events() for run in runs}
-    ids = {
-        run.run_id: _ids(events[run.run_id]) if not run.layout.done.exists() else [] for run in runs
-    }
-    queued, past, asked = _ask(slurm, ids)
+    """The status of each run, in the given order; at most one squeue and one look back.
+
+    A run that cannot be read has a row that says so.
+    """
+    events: dict[str, list[Event]] = {}
+    unreadable = {run.run_id: run.unreadable for run in runs if run.unreadable}
+    for run in runs:
+        if run.run_id not in unreadable:
+            try:
+                events[run.run_id] = run.ledger.events()
+            except OSError as error:
+                unreadable[run.run_id] = f"cannot be read: {error.strerror}"
+    open_runs = [run for run in runs if run.run_id in events and not run.layout.done.exists()]
+    jobs = _with_past(slurm, find_jobs(open_runs, slurm, events), events)
     return [
-        _status(
-            run,
-            events[run.run_id],
-            _counted(ids[run.run_id], queued),
-            asked,
-            _counted(ids[run.run_id], past),
-        )
+        _unreadable(run, unreadable[run.run_id])
+        if run.run_id in unreadable
+        else _status(run, events[run.run_id], jobs.get(run.run_id))
         for run in runs
     ]
 
 
-def _ids(events: Sequence[Event]) -> list[int]:
-    """The jobs since the run was last submitted, or submitted again."""
-    return submitted_ids(generation(events))
+def _unreadable(run: RunFiles, why: str) -> RunStatus:
+    return RunStatus(run_id=run.run_id, state=RunState.UNKNOWN, reason=why, readable=False)
 
 
-Jobs = dict[int, list[JobRecord]]
-
-
-def _ask(slurm: SlurmClient, ids: dict[str, list[int]]) -> tuple[Jobs, Jobs, bool]:
-    """(jobs in the queue, jobs of the past, whether Slurm answered at all), by submitted id.
-
-    The past of a run that has a job in the queue is of no interest.
-    """
-    asked_for = [job_id for of_run in ids.values() for job_id in of_run]
-    if not asked_for:
-        return {}, {}, True
-    try:
-        queued = by_submission(slurm.jobs(asked_for).values())
-    except SlurmError:
-        return {}, {}, False
-    gone = [
+def _with_past(
+    slurm: SlurmClient, jobs: dict[str, RunJobs], events: Mapping[str, Sequence[Event]]
+) -> dict[str, RunJobs]:
+    """With what accounting knows about runs of which squeue knows no job, in one query."""
+    gone = {
         job_id
-        for of_run in ids.values()
-        if not any(job_id in queued for job_id in of_run)
-        for job_id in of_run
-    ]
+        for run_id, found in jobs.items()
+        if found.answered and not found.jobs
+        for job_id in job_ids(generation(events[run_id]))
+    }
     try:
-        past = by_submission(slurm.history(gone).values()) if gone else {}
+        past = slurm.past_jobs(gone)
     except SlurmError:
-        past = {}
-    return queued, past, True
+        return jobs
+    return {run_id: with_past(jobs[run_id], run_id, events[run_id], past) for run_id in jobs}
 
 
-def _counted(ids: Sequence[int], jobs: Jobs) -> JobRecord | None:
-    """The job of one run that says what it is doing."""
-    return counted([job for job_id in ids for job in jobs.get(job_id, [])])
-
-
-def _status(
-    run: RunFiles,
-    events: Sequence[Event],
-    queued: JobRecord | None,
-    asked: bool,
-    past: JobRecord | None,
-) -> RunStatus:
-    done = run.layout.done.exists()
-    judged = judge(events, done=done, queued=queued, asked=asked, past=past)
+def _status(run: RunFiles, events: Sequence[Event], found: RunJobs | None) -> RunStatus:
+    """`found` is None for a run that is done: nobody was asked."""
+    jobs = found or RunJobs()
+    queued = counted(jobs.jobs)
+    judged = judge(
+        events,
+        done=found is None,
+        queued=queued,
+        asked=jobs.answered,
+        elsewhere=jobs.elsewhere,
+    )
     progress = read_record(run.layout.progress, Progress)
     config = _config(run)
     rates = recent_rates([_row(metrics) for metrics in tail_metrics(run.layout, _RECENT_STEPS)])

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from hpctrain.actions.run_jobs import find_jobs, record_found
 from hpctrain.actions.runs import RunFiles, new_run_id
 from hpctrain.actions.state import RunState
 from hpctrain.actions.status import RunStatus, statuses
@@ -30,6 +31,7 @@ from hpctrain.slurm.client import SlurmClient
 from hpctrain.store.comparisons import ComparisonLayout
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import EventKind
+from hpctrain.supervise.run_jobs import RunJobs
 
 POLL_SECONDS = 10.0
 # A job that Slurm has forgotten and whose supervisor has said nothing will not say anything more.
@@ -150,9 +152,9 @@ class Pursuit:
     def _submit_one(self, run: RunFiles) -> None:
         """A refusal is in the ledger and becomes the row of this trial."""
         begun = any(event.event is EventKind.SUBMITTING for event in run.ledger.events())
-        known = self.slurm.live_jobs_named(run.run_id) if begun else ()
-        if known:  # sbatch had accepted it, but who asked did not live to write that down
-            run.ledger.append(EventKind.SUBMITTED, job_id=known[0])
+        found = find_jobs([run], self.slurm)[run.run_id] if begun else RunJobs()
+        if found.unrecorded:  # sbatch had accepted it, but its client did not live to record that
+            record_found(run, found)
             return
         try:
             submit_jobs(run, self.slurm)

@@ -21,6 +21,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from hpctrain.actions.requests import user_name
+from hpctrain.actions.run_jobs import find_jobs, jobs_of, record_found, with_past
 from hpctrain.actions.runs import RunFiles, all_runs
 from hpctrain.actions.submit import submit_jobs
 from hpctrain.actions.watch_look import Look, Remedy, Sighting, Symptom, told_already
@@ -28,14 +29,14 @@ from hpctrain.actions.watch_rules import sightings
 from hpctrain.durable import replace_text
 from hpctrain.errors import HpctrainError, SlurmError, UsageError
 from hpctrain.slurm.client import SlurmClient
-from hpctrain.slurm.records import JobRecord, by_submission
-from hpctrain.store.jobs import generation, submitted_ids
+from hpctrain.store.jobs import generation, job_ids
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import Event, EventKind
 from hpctrain.store.signs import Progress, read_record
 from hpctrain.supervise.control import requested
 from hpctrain.supervise.documents import ActionKind, SuperviseConfig
 from hpctrain.supervise.loop import read_supervise_config
+from hpctrain.supervise.run_jobs import RunJobs
 
 # Between the end of a job and the pass that calls its run orphaned: the last line of its ledger
 # may reach this host late (nfs(5): attributes are cached for up to acregmax = 60 s), and a person
@@ -44,6 +45,8 @@ GRACE_SECONDS = 120.0
 WATCH_DIRECTORY = ".watch"
 # Of a ledger this much is read first; it mostly reaches back to the newest submission.
 _TAIL_BYTES = 16384
+# So many signs of life may be late before a trainer counts as silent.
+_SIGNS_MISSED = 5
 
 
 class Seen(BaseModel):
@@ -62,7 +65,8 @@ class Seen(BaseModel):
 
 class Pass(BaseModel):
     """What a pass has seen; `pass_time` in seconds since the epoch. `complete` is False when Slurm
-    or a ledger kept silent."""
+    or a ledger kept silent; `slurm_silent` says that it was Slurm. `elsewhere` counts runs whose
+    jobs are on another cluster, which a pass there looks after."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -71,7 +75,9 @@ class Pass(BaseModel):
     runs: int
     open_runs: int
     complete: bool
+    elsewhere: int = 0
     blind_because: tuple[str, ...] = ()
+    slurm_silent: bool = False
     seen: tuple[Seen, ...] = ()
 
     @property
@@ -94,11 +100,12 @@ class Heartbeat(BaseModel):
 
 @dataclass(frozen=True)
 class _Open:
-    """A run that is not over for all its directory says."""
+    """A run that is not done; `over` if its supervisor has ended it for good."""
 
     run: RunFiles
     events: Sequence[Event]
     ledger_bytes: int
+    over: bool
 
 
 @dataclass
@@ -110,8 +117,19 @@ class _Survey:
     unreadable: list[str] = field(default_factory=list)
 
 
+def watch_directory(runs: Path) -> Path:
+    """Where passes keep their lock and heartbeat; a team that shares `runs` has one for each user,
+    because nobody looks after the runs of somebody else."""
+    common = runs / WATCH_DIRECTORY
+    try:
+        foreign = common.stat().st_uid != os.getuid()
+    except OSError:
+        foreign = False
+    return runs / f"{WATCH_DIRECTORY}-{user_name()}" if foreign else common
+
+
 def heartbeat_path(runs: Path) -> Path:
-    return runs / WATCH_DIRECTORY / "heartbeat.json"
+    return watch_directory(runs) / "heartbeat.json"
 
 
 def watch(
@@ -130,7 +148,8 @@ def watch(
         survey = _survey(runs)
         jobs, silence = _ask(slurm, survey.open)
         blind = (*survey.unreadable, *([silence] if silence else []))
-        found = [] if silence else _look_at_all(survey.open, jobs, grace_seconds)
+        here = [one for one in survey.open if not silence and not jobs[one.run.run_id].elsewhere]
+        found = _look_at_all(here, jobs, grace_seconds)
         seen = tuple(
             _deal_with(one, sighting, slurm, act=act)
             for one, sighting in found
@@ -140,9 +159,11 @@ def watch(
         pass_time=time.time(),
         act=act,
         runs=survey.runs,
-        open_runs=len(survey.open),
+        open_runs=sum(not one.over for one in survey.open),
         complete=not blind,
+        elsewhere=0 if silence else len(survey.open) - len(here),
         blind_because=blind,
+        slurm_silent=bool(silence),
         seen=seen,
     )
     if result.complete:
@@ -156,9 +177,12 @@ def watch(
 def _survey(runs: Path) -> _Survey:
     survey = _Survey()
     for run in all_runs(runs):
-        if run.layout.ledger.stat().st_uid != os.getuid():
+        if run.owner_id != os.getuid():
             continue  # nobody may requeue or release the jobs of somebody else
         survey.runs += 1
+        if run.unreadable:
+            survey.unreadable.append(f"run {run.run_id} {run.unreadable}")
+            continue
         if run.layout.done.exists():
             continue
         try:
@@ -172,54 +196,60 @@ def _survey(runs: Path) -> _Survey:
 
 
 def _read(run: RunFiles) -> _Open | None:
-    """The end of the ledger, back to the newest submission; None for a run that is over."""
+    """The end of the ledger, back to the newest submission; None for a run that nobody has
+    submitted."""
     size_bytes = run.layout.ledger.stat().st_size
     events, whole = run.ledger.last_events(_TAIL_BYTES)
     if not whole and not generation(events):
         events = run.ledger.events()
     recent = generation(events)
-    words = [e for e in recent if e.event in (EventKind.ACTION, EventKind.ATTEMPT_STARTED)]
-    if not recent or (words and words[-1].action in (ActionKind.STOP, ActionKind.FINISH)):
+    if not any(event.event is EventKind.SUBMITTING for event in events) and not recent:
         return None
-    return _Open(run, events, size_bytes)
+    words = [e for e in recent if e.event in (EventKind.ACTION, EventKind.ATTEMPT_STARTED)]
+    over = bool(words) and words[-1].action in (ActionKind.STOP, ActionKind.FINISH)
+    return _Open(run, events, size_bytes, over)
 
 
-def _ask(
-    slurm: SlurmClient, opened: Sequence[_Open]
-) -> tuple[dict[int, list[JobRecord]], str | None]:
-    """Jobs by the id that sbatch has printed, and why nothing is known, if so."""
-    ids = {job_id for one in opened for job_id in submitted_ids(generation(one.events))}
-    if not ids:
-        return {}, None
+def _ask(slurm: SlurmClient, opened: Sequence[_Open]) -> tuple[dict[str, RunJobs], str | None]:
+    """The jobs of each run, by run id, and why nothing is known, if so."""
+    events = {one.run.run_id: one.events for one in opened}
     try:
-        jobs = by_submission(slurm.jobs(ids).values())
-        gone = ids - jobs.keys()
-        if gone and slurm.accounting_enabled():
-            jobs = {**by_submission(slurm.history(gone).values()), **jobs}
+        found = find_jobs([one.run for one in opened], slurm, events, silent=False)
+        gone = {
+            job_id
+            for one in opened
+            if not one.over and not found[one.run.run_id].jobs
+            for job_id in job_ids(generation(one.events))
+        }
+        past = slurm.past_jobs(gone)
     except SlurmError as error:
         return {}, f"Slurm does not tell: {error}"
-    return jobs, None
+    return {
+        run_id: with_past(found[run_id], run_id, events[run_id], past) for run_id in found
+    }, None
 
 
 def _look_at_all(
-    opened: Sequence[_Open], jobs: dict[int, list[JobRecord]], grace_seconds: float
+    opened: Sequence[_Open], jobs: dict[str, RunJobs], grace_seconds: float
 ) -> list[tuple[_Open, Sighting]]:
     found: list[tuple[_Open, Sighting]] = []
     for one in opened:
-        ids = submitted_ids(generation(one.events))
-        mine = tuple(job for job_id in ids for job in jobs.get(job_id, []))
+        mine = jobs[one.run.run_id]
         config = _config(one.run.layout)
         if config is None:
             continue
+        progress = read_record(one.run.layout.progress, Progress)
         look = Look(
             run_id=one.run.run_id,
             events=one.events,
             config=config,
-            jobs=mine,
+            jobs=mine.jobs,
             now=time.time(),
             grace_seconds=grace_seconds,
-            signs_time=_newest_sign(one),
+            signs_time=_newest_sign(one, progress),
             asked_by=_asked_by(one.run.layout),
+            unrecorded=mine.unrecorded,
+            alive_until=_alive_until(progress, grace_seconds),
         )
         news = (sighting for sighting in _judged(look, one) if not told_already(look, sighting))
         found.extend((one, sighting) for sighting in news)
@@ -235,8 +265,16 @@ def _judged(look: Look, one: _Open) -> list[Sighting]:
     return sightings(whole)
 
 
-def _newest_sign(one: _Open) -> float | None:
-    progress = read_record(one.run.layout.progress, Progress)
+def _alive_until(progress: Progress | None, grace_seconds: float) -> float:
+    """Until when a trainer that gave this sign of life may be silent: it gives one in each step,
+    but no more than one in a second. A trainer that leaves is not alive any more."""
+    if progress is None or progress.phase == "leaving":
+        return 0.0
+    pace_seconds = _SIGNS_MISSED * max(1.0, progress.step_seconds or 0.0)
+    return progress.time + max(grace_seconds, pace_seconds)
+
+
+def _newest_sign(one: _Open, progress: Progress | None) -> float | None:
     times = [event.time for event in one.events if event.event is not EventKind.WATCH]
     return max([*times, progress.time] if progress else times, default=None)
 
@@ -285,7 +323,7 @@ def _act(one: _Open, sighting: Sighting, slurm: SlurmClient) -> tuple[str, str]:
             cause=lost.cause,
             reason=lost.reason,
         )
-    kind = EventKind.CANCEL_REQUESTED if sighting.remedy is Remedy.NOTE else EventKind.WATCH
+    kind = EventKind.CANCELLED if sighting.remedy is Remedy.NOTE else EventKind.WATCH
     ledger.append(
         kind,
         job_id=sighting.job_id,
@@ -305,6 +343,9 @@ def _remedy(run: RunFiles, sighting: Sighting, slurm: SlurmClient) -> str:
     job_id = sighting.job_id
     if sighting.remedy is Remedy.RESUBMIT:
         return f"submitted as job {submit_jobs(run, slurm)}"
+    if sighting.remedy is Remedy.ADOPT:
+        record_found(run, jobs_of(run, slurm))
+        return f"job {job_id}"
     assert job_id is not None, "all other remedies are about a job"
     if sighting.remedy is Remedy.RELEASE:
         slurm.release(job_id)
@@ -321,7 +362,7 @@ def _remedy(run: RunFiles, sighting: Sighting, slurm: SlurmClient) -> str:
 def _only_one(runs: Path) -> Iterator[None]:
     """Hold the lock of `runs`. The kernel frees it when its process ends in any way (flock(2)),
     on NFS for other hosts, too, so it is never stale."""
-    directory = runs / WATCH_DIRECTORY
+    directory = watch_directory(runs)
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:

@@ -28,6 +28,8 @@ from hpctrain.supervise.documents import ActionKind, Verdict
 from hpctrain.supervise.lost import why_ended
 
 _OVER = (ActionKind.FINISH, ActionKind.STOP, ActionKind.HOLD)
+# A run that failed is told for so long, unless somebody was told before.
+_FAILED_SECONDS = 7 * 86400.0
 _CHAINS = ("chain", "singleton", "array")
 
 
@@ -36,11 +38,13 @@ def of_gone(look: Look) -> list[Sighting]:
     recent = generation(look.events)
     last = _last_word(recent)
     if last is not None and last.action in _OVER:
-        return []
+        return _failed(look, recent, last)
     for job in look.jobs:
         if job.state is JobState.CANCELLED:
             words = f"job {job.job_id} ended as CANCELLED: cancelled runs stay cancelled"
             return [Sighting(look.run_id, Symptom.CANCELLED, Remedy.NOTE, words, job.job_id)]
+    if look.now < look.alive_until:
+        return []  # it trains, whatever this Slurm knows
     newest = counted(look.jobs)
     gone_time = (newest.end_time if newest else None) or recent[-1].time
     if look.now - gone_time < look.grace_seconds:
@@ -51,6 +55,19 @@ def of_gone(look: Look) -> list[Sighting]:
         return [_unfollowed(look, last) if _all_known(look, last) else _orphan(look, None, None)]
     ended = why_ended(newest, begun=True) or _killed_in_silence(recent)
     return [_orphan(look, newest, ended)]
+
+
+def _failed(look: Look, recent: Sequence[Event], last: Event) -> list[Sighting]:
+    """A run that is over without being done, though nobody has asked for that."""
+    if last.action != ActionKind.STOP or not last.exit_code:
+        return []
+    ends = [event for event in recent if event.event is EventKind.LAUNCH_ENDED]
+    if ends and ends[-1].cause in (Cause.CANCELLED, Cause.YIELDED):
+        return []
+    if look.now - last.time > _FAILED_SECONDS:
+        return []
+    words = f"it has stopped and is not done: {last.reason}"
+    return [tell(look, Symptom.FAILED, words, last.job_id)]
 
 
 def _last_word(recent: Sequence[Event]) -> Event | None:

@@ -35,17 +35,21 @@ class Symptom(StrEnum):
     STALLED = "stalled"
     STORM = "storm"
     CANCELLED = "cancelled"
+    FAILED = "failed"
+    UNRECORDED = "unrecorded job"
 
 
 class Remedy(StrEnum):
     """What is done about it. TELL is nothing but words for a person, NOTE a line in the ledger
-    about what a person has done, because Slurm forgets it (MinJobAge)."""
+    about what a person has done, because Slurm forgets it (MinJobAge), ADOPT a line about a job
+    that the ledger does not know."""
 
     RESUBMIT = "resubmit"
     RELEASE = "release"
     START_NOW = "start now"
     CLEAR_EXCLUDED = "clear excluded nodes"
     TAKE_FEWER = "take fewer nodes"
+    ADOPT = "record it"
     TELL = "tell"
     NOTE = "note"
 
@@ -55,8 +59,10 @@ class Look:
     """Everything that is known of one run at one moment; times in seconds since the epoch.
 
     `events` reach back at least to the newest submission. `jobs` are those of that generation
-    which Slurm knows, ended ones included. `signs_time` is the newest sign of life of trainer or
-    supervisor, `asked_by` a person's request that stands (`control/`).
+    which Slurm knows, ended ones included; `unrecorded` those of them that the ledger does not
+    know. `signs_time` is the newest sign of life of trainer or supervisor, `alive_until` when the
+    next one of the trainer is due at the latest, `asked_by` a person's request that stands
+    (`control/`).
     """
 
     run_id: str
@@ -67,6 +73,8 @@ class Look:
     grace_seconds: float
     signs_time: float | None = None
     asked_by: str | None = None
+    unrecorded: tuple[JobRecord, ...] = ()
+    alive_until: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -43,10 +43,10 @@ _MISSING = ("Resources", "Priority", "ReqNodeNotAvail", "Nodes required", "Parti
 
 def sightings(look: Look) -> list[Sighting]:
     """What is wrong with the run; empty when all is well, or when a person wants it so."""
+    if look.unrecorded:
+        return [_unrecorded(look, look.unrecorded[0])]
     if not generation(look.events) or cancel_requested(look.events) or look.asked_by:
         return []
-    if any(not _is_of_run(job, look) for job in look.jobs):
-        return [tell(look, Symptom.VANISHED, "another job has its job id now")]
     live = [job for job in look.jobs if not job.state.is_ended]
     active = [job for job in live if job.state.is_active]
     if any(job.state is JobState.UNKNOWN for job in look.jobs):
@@ -58,10 +58,9 @@ def sightings(look: Look) -> list[Sighting]:
     return of_gone(look)
 
 
-def _is_of_run(job: JobRecord, look: Look) -> bool:
-    """Job ids begin again at 1 when a controller loses its state: name or comment tells."""
-    comment = job.comment or ""
-    return job.name in (None, look.run_id) or comment.endswith(f":{look.run_id}")
+def _unrecorded(look: Look, job: JobRecord) -> Sighting:
+    words = f"job {job.job_id} has the comment of this run, and its ledger does not know the job"
+    return Sighting(look.run_id, Symptom.UNRECORDED, Remedy.ADOPT, words, job.job_id)
 
 
 # -- a job runs --------------------------------------------------------------------------------

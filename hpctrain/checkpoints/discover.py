@@ -6,8 +6,10 @@ something that could not be used: starting from step 0 would lose work silently.
 
 from __future__ import annotations
 
+import errno
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -27,7 +29,10 @@ from hpctrain.checkpoints.publish import (
 from hpctrain.errors import CheckpointError
 
 VerifyLevel = Literal["auto", "size", "sha256"]
-AUTO_DEEP_LIMIT_BYTES = 64 * 2**30
+# Read before the launch in about a second, which spares the launch if a byte has changed. Above
+# that one reader keeps all nodes waiting, and the ranks compare digests while they load anyway.
+AUTO_DEEP_LIMIT_BYTES = 2**30
+HOW_TO_START_OVER = "`hpctrain resume --from-scratch` starts at step 0 on purpose"
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,7 @@ class Checkpoint:
 
 
 def inspect(directory: Path, step: int, level: VerifyLevel) -> Checkpoint:
-    """Check one checkpoint; `auto` reads everything up to 64 GiB, above that sizes only."""
+    """Check one checkpoint; `auto` reads everything up to 1 GiB, above that sizes only."""
     manifest = read_manifest(directory)
     deep = reads_content(manifest, level)
     problem = what_is_wrong(directory, manifest, deep=deep)
@@ -80,17 +85,50 @@ class Selection:
     rolled_back: tuple[int, ...] = ()
 
 
-def select_for_resume(root: Path, level: VerifyLevel, at_most_step: int | None = None) -> Selection:
+@dataclass(frozen=True)
+class Decisions:
+    """What people and supervisors have decided about the checkpoints of a run.
+
+    `at_most_step` rolls back. `rejected` maps steps that no launch may use any more to the reason.
+    `from_scratch` is the reason for a start at step 0 that a person wants now. `loss_accepted`: a
+    person has accepted one before, so what was put aside by then proves nothing.
+    """
+
+    at_most_step: int | None = None
+    rejected: Mapping[int, str] = field(default_factory=dict)
+    from_scratch: str | None = None
+    loss_accepted: bool = False
+
+
+def select_for_resume(
+    root: Path, level: VerifyLevel, decisions: Decisions | None = None
+) -> Selection:
     """The newest good checkpoint; newer bad ones go into quarantine with the reason.
 
-    `at_most_step` rolls back: the newest good one of at most that step is chosen, and once it is
-    found, all newer ones go into quarantine too, so that their steps can be saved again.
+    With `at_most_step` the newest good one of at most that step is chosen, and once it is found,
+    all newer ones go into quarantine too, so that their steps can be saved again. With
+    `from_scratch` all go there, and none is chosen.
+
     Raises CheckpointError when there are (or were) checkpoints but no good one is left; with
-    `at_most_step` nothing newer is moved then. Raises OSError when the directory is away, which
-    is not the same as a directory without checkpoints.
+    `at_most_step` nothing newer is moved then. Raises OSError when `root` is not there, which is no
+    proof that it holds nothing: a file system may not be mounted.
     """
+    decisions = decisions or Decisions()
+    if not root.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "the directory of checkpoints is not there", root)
+    for step, reason in decisions.rejected.items():
+        _put_aside(root, step, reason)
+    if decisions.from_scratch is not None:
+        for step in reversed(published_steps(root)):
+            _put_aside(root, step, decisions.from_scratch)
+        (root / TRACKER_NAME).unlink(missing_ok=True)
+        return Selection(None, ())
+    return _newest_good(root, level, decisions)
+
+
+def _newest_good(root: Path, level: VerifyLevel, decisions: Decisions) -> Selection:
     rejected: list[Checkpoint] = []
-    os.listdir(root)
+    at_most_step = decisions.at_most_step
     for step in reversed(published_steps(root)):
         if at_most_step is not None and step > at_most_step:
             continue
@@ -100,12 +138,13 @@ def select_for_resume(root: Path, level: VerifyLevel, at_most_step: int | None =
             return Selection(candidate, tuple(rejected), newer)
         quarantine(root, candidate.directory, candidate.problem or "")
         rejected.append(candidate)
-    if rejected or _something_was_published(root):
+    known = not decisions.loss_accepted and _something_was_published(root)
+    if rejected or known or published_steps(root):
         limit = "" if at_most_step is None else f" of step {at_most_step} or before"
         raise CheckpointError(
             f"no good checkpoint{limit} is left in {root}, so a start from step 0 would lose work"
             + "".join(f"; step {bad.step}: {bad.problem}" for bad in rejected),
-            hint=f"look into {root / QUARANTINE_NAME}; to start over on purpose, submit a new run",
+            hint=f"look into {root / QUARANTINE_NAME}; {HOW_TO_START_OVER}",
         )
     return Selection(None, ())
 
@@ -117,6 +156,12 @@ def _inspect_twice(root: Path, step: int, level: VerifyLevel) -> Checkpoint:
         return candidate
     os.listdir(root)
     return inspect(root / checkpoint_name(step), step, level)
+
+
+def _put_aside(root: Path, step: int, reason: str) -> None:
+    directory = root / checkpoint_name(step)
+    if directory.is_dir():
+        quarantine(root, directory, reason)
 
 
 def _move_newer(root: Path, step: int) -> tuple[int, ...]:
@@ -133,4 +178,4 @@ def _something_was_published(root: Path) -> bool:
     """True if anything says that there is or once was a published checkpoint."""
     shelf = root / QUARANTINE_NAME
     quarantined = shelf.is_dir() and any(path.is_dir() for path in shelf.iterdir())
-    return quarantined or (root / TRACKER_NAME).exists() or bool(published_steps(root))
+    return quarantined or (root / TRACKER_NAME).exists()

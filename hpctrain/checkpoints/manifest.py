@@ -3,13 +3,16 @@
 A checkpoint directory counts only when it holds `manifest.json` and everything that the manifest
 lists is on disk: same names, same sizes and, in a deep check, same SHA-256. megatron-core does not
 notice flipped bytes in a shard, so the digests are ours. They are written by the ranks that wrote
-the files, so that no single process has to read the whole checkpoint.
+the files, so that no single process has to read the whole checkpoint. The manifest carries a digest
+of its own list, so that a list that lost entries is not taken for a smaller checkpoint.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -23,6 +26,9 @@ _NAME = re.compile(r"iter_(\d{7,})")
 _PARTIAL_NAME = re.compile(r"iter_\d{7,}\.partial-e(\d{6,})")
 _SAVING_NAME = re.compile(r"\.saving-e(\d{6,})")
 _READ_BYTES = 1 << 22
+# Files that torch.distributed.checkpoint and megatron-core look up by name when they load: one that
+# is there and not listed was listed once (torch/distributed/checkpoint/filesystem.py).
+_NEEDED_TO_LOAD = re.compile(r"\.metadata|__\d+_\d+\.distcp")
 
 
 class FileDigest(BaseModel):
@@ -36,7 +42,12 @@ class FileDigest(BaseModel):
 
 
 class Manifest(BaseModel):
-    """Everything that says what a checkpoint is."""
+    """Everything that says what a checkpoint is.
+
+    `file_count` and `list_sha256` seal the list of files (see `sealed`); manifests of older
+    versions have neither. `writers[i]` is the rank that wrote `files[i]`, empty if that is not
+    known: ranks that compare digests share their work by it.
+    """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -48,11 +59,33 @@ class Manifest(BaseModel):
     world_size: int
     consumed_samples: int
     time: float
+    file_count: int | None = None
+    list_sha256: str | None = None
+    writers: tuple[int, ...] = ()
     files: tuple[FileDigest, ...]
 
     @property
     def total_bytes(self) -> int:
         return sum(file.size_bytes for file in self.files)
+
+    def sealed(self) -> Manifest:
+        """The same manifest with the digest of its own list, as it is written to disk."""
+        seal = {"file_count": len(self.files), "list_sha256": self._list_sha256()}
+        return self.model_copy(update=seal)
+
+    def why_not_whole(self) -> str | None:
+        """What shows that the manifest itself has changed since it was written; None if nothing."""
+        if self.file_count is not None and self.file_count != len(self.files):
+            return f"{MANIFEST_NAME} lists {len(self.files)} of {self.file_count} files"
+        if self.list_sha256 is not None and self.list_sha256 != self._list_sha256():
+            return f"{MANIFEST_NAME} is not as it was written (its own SHA-256 differs)"
+        return None
+
+    def _list_sha256(self) -> str:
+        """Over what decides what is loaded, in a text that later versions can make, too."""
+        head = f"{self.step} {self.epoch} {self.world_size} {self.consumed_samples}"
+        lines = (f"{file.sha256} {file.size_bytes} {file.name}" for file in self.files)
+        return hashlib.sha256("\n".join([head, *lines]).encode()).hexdigest()
 
 
 class RankDigests(BaseModel):
@@ -117,11 +150,20 @@ def write_rank_digests(directory: Path, rank: int, names: list[str]) -> None:
 
 def read_rank_digests(directory: Path) -> tuple[FileDigest, ...]:
     """All digests left by the ranks, by name. Raises OSError, ValidationError if unreadable."""
-    digests: dict[str, FileDigest] = {}
-    for path in sorted((directory / DIGESTS_DIRECTORY).glob("rank-*.json")):
-        for file in RankDigests.model_validate_json(path.read_bytes()).files:
-            digests[file.name] = file
+    digests = {file.name: file for _, file in _left_by_ranks(directory)}
     return tuple(digests[name] for name in sorted(digests))
+
+
+def read_writers(directory: Path) -> dict[str, int]:
+    """The rank that wrote each file, by name. Raises OSError, ValidationError if unreadable."""
+    return {file.name: rank for rank, file in _left_by_ranks(directory)}
+
+
+def _left_by_ranks(directory: Path) -> Iterator[tuple[int, FileDigest]]:
+    for path in sorted((directory / DIGESTS_DIRECTORY).glob("rank-*.json")):
+        rank = int(path.stem.removeprefix("rank-"))
+        for file in RankDigests.model_validate_json(path.read_bytes()).files:
+            yield rank, file
 
 
 def read_manifest(directory: Path) -> Manifest | None:
@@ -143,11 +185,28 @@ def what_is_wrong(directory: Path, manifest: Manifest | None, *, deep: bool) -> 
         return f"the manifest is of step {manifest.step}"
     if not manifest.files:
         return "the manifest lists no files"
+    problem = manifest.why_not_whole() or _unlisted_problem(directory, manifest)
+    if problem is not None:
+        return problem
     for file in manifest.files:
         problem = file_problem(directory, file, deep=deep)
         if problem is not None:
             return problem
     return None
+
+
+def _unlisted_problem(directory: Path, manifest: Manifest) -> str | None:
+    """Shards that the engine would load and that nobody has digested."""
+    listed = {file.name for file in manifest.files}
+    try:
+        names = sorted(os.listdir(directory))
+    except OSError as error:
+        return f"{directory.name} cannot be read: {error.strerror}"
+    unlisted = [name for name in names if _NEEDED_TO_LOAD.fullmatch(name) and name not in listed]
+    if not unlisted:
+        return None
+    more = f" and {len(unlisted) - 1} more" if len(unlisted) > 1 else ""
+    return f"{unlisted[0]}{more} is there, and {MANIFEST_NAME} does not list it"
 
 
 def file_problem(directory: Path, file: FileDigest, *, deep: bool) -> str | None:

@@ -88,7 +88,7 @@ def publish(root: Path, manifest: Manifest, fence: Fence) -> Path:
 def _is_renamed(root: Path, partial: Path, final: Path, manifest: Manifest) -> bool:
     """An earlier call has done so, and has failed after that."""
     os.stat(root)
-    return not partial.exists() and read_manifest(final) == manifest
+    return not partial.exists() and read_manifest(final) == manifest.sealed()
 
 
 def point_tracker_to(root: Path, step: int) -> None:
@@ -100,7 +100,7 @@ def _complete(partial: Path, manifest: Manifest, fence: Fence) -> None:
     try:
         for file in manifest.files:
             fsync_file(partial / file.name)
-        replace_text(partial / MANIFEST_NAME, manifest.model_dump_json(indent=1))
+        replace_text(partial / MANIFEST_NAME, manifest.sealed().model_dump_json(indent=1))
     except FileNotFoundError as error:
         if not partial.is_dir():
             raise _gone(manifest, fence) from error

@@ -113,7 +113,8 @@ def require_kind(staged: Staged, kind: Kind) -> None:
 
 
 def _missing(path: Path, words: str) -> InvalidInputError:
-    return _problem(words, _HINT.format(path=path))
+    hint = _HINT.format(path=path)
+    return InvalidInputError([Problem(words, hint=hint, node_dependent=True)])
 
 
 def _problem(words: str, hint: str) -> InvalidInputError:

@@ -52,7 +52,7 @@ def verify_all(
     """Check all published checkpoints, newest first; moves and changes nothing.
 
     With `sha256` every byte of every file is read, by `workers` threads over the files of all
-    checkpoints; `auto` reads only checkpoints of up to 64 GiB. `progress` is called after each
+    checkpoints; `auto` reads only checkpoints of up to 1 GiB. `progress` is called after each
     file, never by two threads at once.
     """
     found = [(step, root / checkpoint_name(step)) for step in reversed(published_steps(root))]

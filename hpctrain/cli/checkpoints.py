@@ -91,10 +91,7 @@ def _fail(seen: Shelf) -> None:
     good = next((row.step for row in seen.rows if row.problem is None), None)
     hint = "no checkpoint is good" if good is None else f"the newest good one is step {good:,}"
     if any((row.size_bytes or 0) > AUTO_DEEP_LIMIT_BYTES for row in seen.bad):
-        hint += (
-            f"; above {short_bytes(AUTO_DEEP_LIMIT_BYTES)} a launch compares sizes only, unless "
-            "the spec says `checkpoint.verify: sha256`"
-        )
+        hint += "; a launch would find it when its ranks load it, and step back"
     raise CheckpointError(words, hint=hint)
 
 

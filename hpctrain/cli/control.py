@@ -111,20 +111,31 @@ def hold(run: str, reason: str, runs: Path | None) -> None:
 
 @click.command()
 @click.argument("run", type=RunName())
+@click.option(
+    "--from-scratch",
+    is_flag=True,
+    help="Checkpoints are gone or of no use: give up all steps and start at step 0.",
+)
+@click.option("--accept-data", is_flag=True, help="Go on although the data have changed.")
 @reason_option
 @runs_option
-def resume(run: str, reason: str, runs: Path | None) -> None:
+def resume(run: str, from_scratch: bool, accept_data: bool, reason: str, runs: Path | None) -> None:
     """Have a held, stopped or failed run go on from its newest checkpoint.
 
     \b
     A held job is released, a run that is over is submitted again. Requests that
-    nobody has followed yet are taken back.
+    nobody has followed yet are taken back. What is accepted goes into the ledger.
     Examples:
       hpctrain resume gpt175b-7f3a
+      hpctrain resume gpt175b-7f3a --accept-data --reason "typos corrected"
+      hpctrain resume gpt175b-7f3a --from-scratch --reason "scratch was purged"
     """
     from hpctrain.actions import control
+    from hpctrain.actions.acceptances import Acceptance
 
-    _tell(control.resume(_found(run, runs), _slurm(), reason=reason))
+    acceptance = Acceptance(from_scratch=from_scratch, data=accept_data)
+    found = _found(run, runs)
+    _tell(control.resume(found, _slurm(), reason=reason, acceptance=acceptance))
 
 
 def _found(run: str, runs: Path | None) -> RunFiles:

@@ -73,6 +73,10 @@ def _collect(
     rows = statuses(found[-last:] if last else found, SlurmClient())
     if names or show_all or last:
         return rows
+    hidden = sum(not row.readable for row in rows)
+    if hidden:
+        say(f"{hidden} {'run' if hidden == 1 else 'runs'} cannot be read; `-a` shows whose")
+    rows = [row for row in rows if row.readable]
     newest_finished = [row for row in rows if row.state.over][-1:]
     return [row for row in rows if not row.state.over or row in newest_finished]
 
@@ -232,7 +236,15 @@ def cancel(run: str, runs: Path | None, yes: bool) -> None:
     if not confirm(f"Cancel run `{found.run_id}`?", yes=yes):
         raise click.Abort
     cancelled = action.cancel(found, SlurmClient())
-    say(f"Cancelled run `{cancelled.run_id}` ({_jobs(cancelled.job_id, cancelled.job_ids)})")
+    if cancelled.already or cancelled.job_id is None:
+        say(f"Run `{cancelled.run_id}` was cancelled already")
+        return
+    jobs = _jobs(cancelled.job_id, cancelled.job_ids)
+    if cancelled.still:
+        say(f"Told Slurm to cancel run `{cancelled.run_id}` ({jobs}), and it has not ended yet:")
+        say(f"`hpctrain status {cancelled.run_id}` shows when it has")
+        return
+    say(f"Cancelled run `{cancelled.run_id}` ({jobs})")
 
 
 def _jobs(job_id: int, job_ids: tuple[int, ...]) -> str:

@@ -31,6 +31,7 @@ def sandbox() -> None:
     Examples:
       hpctrain sandbox up
       hpctrain sandbox up --profile a100x64
+      hpctrain sandbox up --slurm DIRECTORY
       eval "$(hpctrain sandbox env)"; sinfo
       hpctrain sandbox down
     """
@@ -47,19 +48,25 @@ def sandbox() -> None:
     help="Take nodes, GPUs, partitions and switches from this profile.",
 )
 @click.option(
+    "--slurm",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    help="Use the Slurm that `scripts/slurm-from-debian` has unpacked there.",
+)
+@click.option(
     "--timeout",
     type=click.FloatRange(1),
     default=90.0,
     show_default=True,
     help="Seconds to wait for the nodes.",
 )
-def up(directory: Path, profile: str, timeout: float) -> None:
+def up(directory: Path, profile: str, slurm: Path | None, timeout: float) -> None:
     """Start it and wait until every node is ready.
 
     \b
     Examples:
       hpctrain sandbox up
       hpctrain sandbox up --profile a100x64 --directory /tmp/big
+      hpctrain sandbox up --slurm .slurm/trixie --directory /tmp/newer
     """
     import time
 
@@ -75,12 +82,14 @@ def up(directory: Path, profile: str, timeout: float) -> None:
     try:
         box = Sandbox.open(directory)
     except UsageError:
-        box = Sandbox.create(directory, shape)
+        box = Sandbox.create(directory, shape, slurm)
+    hint = f"`hpctrain sandbox down -d {shlex.quote(str(directory))}` first"
     if box.shape != shape:
         raise UsageError(
-            f"the sandbox in {directory} has another shape than profile `{profile}`",
-            hint=f"`hpctrain sandbox down -d {shlex.quote(str(directory))}` first",
+            f"the sandbox in {directory} has another shape than profile `{profile}`", hint
         )
+    if slurm is not None and box.state.slurm != slurm.resolve():
+        raise UsageError(f"the sandbox in {directory} has another Slurm than {slurm}", hint)
     box.up(timeout)
     seconds = time.monotonic() - began
     say(f"Slurm with {shape.nodes} nodes x {shape.gpus_per_node} GPUs is up ({seconds:.1f} s)")

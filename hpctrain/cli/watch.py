@@ -138,7 +138,7 @@ def _raise_if_blind_or_failed(result: Pass) -> None:
 
     if not result.complete:
         words = "; ".join(result.blind_because)
-        kind = SlurmUnreachableError if "Slurm" in words else HpctrainError
+        kind = SlurmUnreachableError if result.slurm_silent else HpctrainError
         raise kind(f"this pass has not seen everything: {words}", hint="no heartbeat was written")
     if result.failed:
         raise SlurmError("not everything could be done")
@@ -151,7 +151,8 @@ def _say_all_well(result: Pass) -> None:
     import sys
 
     if sys.stderr.isatty():
-        say(f"{result.runs} runs, {result.open_runs} of them not over: nothing to do")
+        elsewhere = f", {result.elsewhere} on other clusters" if result.elsewhere else ""
+        say(f"{result.runs} runs, {result.open_runs} of them not over{elsewhere}: nothing to do")
 
 
 def _check(path: Path, max_age_seconds: float) -> None:

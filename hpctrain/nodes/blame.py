@@ -85,6 +85,8 @@ def blame(
     job_nodes: Sequence[str],
     hard: bool = False,
     lost: Collection[str] = (),
+    planned: Collection[str] = (),
+    kind: EvidenceKind | None = None,
     short_launch: bool = False,
     gpu: str | None = None,
 ) -> tuple[NodeEvidence, ...]:
@@ -92,19 +94,25 @@ def blame(
 
     `cause` and `reason` are the verdict's, `nodes` its suspects, `hard` that their hardware is
     broken beyond doubt, `job_nodes` all nodes of the launch, `lost` those that do not answer any
-    more, `short_launch` that it failed without a new checkpoint. Where most of the nodes are lost
-    at once, something between them is broken and nobody is blamed.
+    more, `kind` what the suspects are blamed for (None: what the cause says), `short_launch` that
+    the launch failed without a new checkpoint. Where most of the nodes are lost at once, something
+    between them is broken and nobody is blamed; nor is a node for being lost that administrators
+    have taken out of service (`planned`).
     """
     gone = [node for node in _names(lost) if is_singular(lost, job_nodes)]
-    found = [witness.says(EvidenceKind.LOST, node, f"{cause}: {reason}") for node in gone]
-    kind = _kind(cause, reason, hard=hard)
+    kind = kind or _kind(cause, reason, hard=hard)
     suspects = [node for node in _names(nodes) if node not in gone]
     if kind is EvidenceKind.LOST and not is_singular([*suspects, *gone], job_nodes):
         suspects = []
+    if kind is EvidenceKind.LOST:
+        suspects = [node for node in suspects if node not in planned]
+    missed = [node for node in gone if node not in planned]
+    found = [witness.says(EvidenceKind.LOST, node, f"{cause}: {reason}") for node in missed]
     if kind is not None:
         found += [witness.says(kind, node, reason, gpu=gpu) for node in suspects]
     if short_launch and cause in _BY_CAUSE:
-        found += _smear(witness, reason, job_nodes, {one.node for one in found})
+        named = {one.node for one in found} | set(planned)
+        found += _smear(witness, reason, job_nodes, named)
     return tuple(found)
 
 
@@ -167,12 +175,31 @@ class NodeScore:
     """The weights that count now against one node, and the evidence behind them, oldest first."""
 
     node: str
-    score: float
+    weights: tuple[float, ...]
     evidence: tuple[NodeEvidence, ...]
+
+    @property
+    def score(self) -> float:
+        return sum(self.weights)
 
     @property
     def is_bad(self) -> bool:
         return self.score >= EXCLUDE_SCORE - _EPSILON
+
+    @property
+    def is_proven(self) -> bool:
+        """Bad by what only machines do, or by what several programs have met independently.
+
+        Runs of one name are one program: what it does to a node again and again is its own doing.
+        """
+        machine, by_program = 0.0, defaultdict[str, float](float)
+        for one, weight in zip(self.evidence, self.weights, strict=True):
+            if KINDS[one.kind].of_machine:
+                machine += weight
+            else:
+                program = program_of(one.run_id)
+                by_program[program] = max(by_program[program], weight)
+        return machine + sum(by_program.values()) >= EXCLUDE_SCORE - _EPSILON
 
     @property
     def runs(self) -> int:
@@ -226,11 +253,31 @@ def _score(node: str, seen: Sequence[NodeEvidence], now: float) -> NodeScore:
         counted.pop(same, None)
         counted[same] = one
     current = tuple(one for one in counted.values() if weight_now(one, now) > 0)
-    return NodeScore(node, sum(weight_now(one, now) for one in current), current)
+    return NodeScore(node, tuple(weight_now(one, now) for one in current), current)
+
+
+def program_of(run_id: str) -> str:
+    """The name that people gave to the runs of one program: run ids are `NAME-xxxx`."""
+    return run_id.rpartition("-")[0] or run_id
 
 
 def _worst_first(one: NodeScore) -> tuple[float, str]:
     return -one.score, one.node
+
+
+def unfit_nodes(
+    evidence: Sequence[NodeEvidence], cluster: str, run_id: str, now: float
+) -> tuple[str, ...]:
+    """Nodes that have failed a check of this run within a day, and were not forgiven since."""
+    own = [one for one in evidence if one.run_id == run_id or one.kind is EvidenceKind.FORGIVEN]
+    return tuple(
+        score.node
+        for score in scores(own, cluster, now)
+        if any(
+            one.kind is EvidenceKind.UNHEALTHY and weight >= EXCLUDE_SCORE - _EPSILON
+            for one, weight in zip(score.evidence, score.weights, strict=True)
+        )
+    )
 
 
 # -- deciding --------------------------------------------------------------------------------
@@ -268,7 +315,7 @@ def nodes_to_avoid(
     """
     bad = [one for one in scores(evidence, cluster, now, homes) if one.is_bad]
     bad.sort(key=lambda one: (-one.score, one.node not in allocated, one.node))
-    limit = _limit(usable_nodes, needed_nodes, cap)
+    limit = most_avoidable(usable_nodes, needed_nodes, cap)
     kept, dropped = bad[:limit], bad[limit:]
     return Avoid(
         nodes=tuple(one.node for one in kept),
@@ -278,7 +325,8 @@ def nodes_to_avoid(
     )
 
 
-def _limit(usable_nodes: int, needed_nodes: int, cap: int | None) -> int:
+def most_avoidable(usable_nodes: int, needed_nodes: int, cap: int | None = None) -> int:
+    """How many nodes a job of `needed_nodes` may avoid, out of `usable_nodes` (0: unknown)."""
     if cap is None:
         cap = max(_LEAST_CAP, int(usable_nodes * _CAPPED_SHARE))
     if usable_nodes <= 0:

@@ -7,7 +7,9 @@ Sources of the weights: a hard error of the hardware stands alone, because NVIDI
 XIDs (docs.nvidia.com/deploy/xid-errors) asks for a reset or a repair after 48, 64, 74, 79 and 95
 and calls 94 contained; ByteRobust (arXiv 2509.16293) and Meta (arXiv 2410.21680, "lemon nodes")
 find that nodes which fail once for such a reason fail again, and that a few nodes cause most of
-the failures. Weights of soft evidence are chosen so that it takes several independent hints.
+the failures. Weights of soft evidence are chosen so that it takes several independent hints. An
+exception of the program, a setting that is wrong, and memory that the program has used up are no
+evidence against a node at all.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ class EvidenceKind(StrEnum):
     GPU_ERROR_CONTAINED = "gpu_error_contained"
     GPU_ERROR = "gpu_error"
     FIRST_FAILED = "first_failed"
+    SIGNALLED = "signalled"
     ODD_STACK = "odd_stack"
     SLOW = "slow"
     SHORT_ATTEMPT = "short_attempt"
@@ -51,28 +54,41 @@ class KindFacts:
     """Weight (100 excludes a node), half-life, and whether the same again by one run adds up.
 
     A state that each probe finds again (`repeats` False) is one piece of evidence per run and GPU.
+    `of_machine`: only a machine can be the reason. Without it a program may be: then the same
+    from one program, however often, does not suffice for a word to the administrators.
     """
 
     weight: float
     half_life_seconds: float
     words: str
     repeats: bool = True
+    of_machine: bool = False
+
+
+def _machine(weight: float, half_life_seconds: float, words: str) -> KindFacts:
+    return KindFacts(weight, half_life_seconds, words, repeats=False, of_machine=True)
 
 
 KINDS: dict[EvidenceKind, KindFacts] = {
     # XID 48, 64, 74, 79, 95, failed row remapping, a GPU that is missing.
-    EvidenceKind.HARDWARE: KindFacts(100, _HARD_SECONDS, "broken hardware", repeats=False),
-    EvidenceKind.LOST: KindFacts(100, _SOFT_SECONDS, "did not answer", repeats=False),
-    EvidenceKind.PROLOG: KindFacts(100, _SOFT_SECONDS, "its prolog failed", repeats=False),
+    EvidenceKind.HARDWARE: _machine(100, _HARD_SECONDS, "broken hardware"),
+    EvidenceKind.LOST: _machine(100, _SOFT_SECONDS, "did not answer"),
+    EvidenceKind.PROLOG: _machine(100, _SOFT_SECONDS, "its prolog failed"),
     # A check failed on this node and not on the others: one without which nothing can run, such as
     # writing into the run directory, or one that a launch may survive, such as a fabric port.
-    EvidenceKind.UNHEALTHY: KindFacts(100, _SOFT_SECONDS, "failed a check", repeats=False),
-    EvidenceKind.DOUBTFUL: KindFacts(50, _SOFT_SECONDS, "failed a check", repeats=False),
+    EvidenceKind.UNHEALTHY: _machine(100, _SOFT_SECONDS, "failed a check"),
+    EvidenceKind.DOUBTFUL: _machine(50, _SOFT_SECONDS, "failed a check"),
     # XID 94: the GPU goes on, but two on one node within a week are no chance.
-    EvidenceKind.GPU_ERROR_CONTAINED: KindFacts(50, _HARD_SECONDS, "contained GPU error"),
+    EvidenceKind.GPU_ERROR_CONTAINED: KindFacts(
+        50, _HARD_SECONDS, "contained GPU error", of_machine=True
+    ),
     # XID 13, 31 and the like: the program as a rule, the node when it comes twice on one.
     EvidenceKind.GPU_ERROR: KindFacts(50, _SOFT_SECONDS, "GPU error"),
     EvidenceKind.FIRST_FAILED: KindFacts(30, _SOFT_SECONDS, "its rank failed first"),
+    # KILL, TERM and the like without a line of any kernel: what people do to their own processes.
+    EvidenceKind.SIGNALLED: KindFacts(
+        10, _SOFT_SECONDS, "its rank was killed, and no kernel says why", repeats=False
+    ),
     EvidenceKind.ODD_STACK: KindFacts(30, _SOFT_SECONDS, "odd one out in a hang"),
     EvidenceKind.SLOW: KindFacts(10, _SOFT_SECONDS, "slow rank", repeats=False),
     # Divided by the number of nodes of the job: a failed job of 64 nodes says nothing about one.

@@ -24,25 +24,21 @@ from hpctrain.render.nodes import node_options, node_problems, survives_node_fai
 from hpctrain.render.quoting import directive_value, sh
 from hpctrain.render.starting import Starting, starting
 from hpctrain.render.topology import topology_options
+from hpctrain.render.warning_lead import warning_lead
 from hpctrain.spec.profile import ClusterProfile, PartitionProfile
 from hpctrain.spec.run import RunSpec
 from hpctrain.units import Duration
 from hpctrain.version import __version__
 
-COMMENT_PREFIX = "hpctrain:"
 _LOG = "logs/slurm-%j.out"
 # Passed on from the submitting shell, so that nothing else of it reaches the job.
 _INHERITED = ("HOME", "LANG", "PATH", "USER")
-# sbatch(1), --signal: the signal may come up to 60 s early; Slurm checks every 30 s.
-_SIGNAL_SLACK_SECONDS = 60
 # bash(1), Shell Variables; `export UID=0` would end the job after its time in the queue.
 _READ_ONLY = frozenset({"BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID"})
 # What a site may tell the supervisor (see `hpctrain.supervise.preflight`).
 _SITE_HOOKS = frozenset({"HPCTRAIN_KERNEL_LOG"})
 # sbatch(1), --export: [ALL,]<variables>, NIL or NONE. A variable of that name would open the gate.
 _EXPORT_WORDS = frozenset({"ALL", "NIL", "NONE"})
-# Bytes per parameter of a checkpoint: bf16 weights + fp32 master weights and two moments.
-_CHECKPOINT_BYTES_PER_PARAMETER = 14
 
 
 @dataclass(frozen=True)
@@ -56,9 +52,10 @@ class Variable:
 
 @dataclass(frozen=True)
 class ScriptFacts:
-    """What rendering needs beyond spec, profile and plan."""
+    """What rendering needs beyond spec, profile and plan; `comment` is that of the job."""
 
     run_id: str
+    comment: str
     spec_digest: str
     profile_digest: str
     python: str
@@ -79,6 +76,7 @@ class Script:
     modules: tuple[tuple[str, ...], ...]
     variables: tuple[Variable, ...]
     starting: Starting
+    warning: str
     continuation: str
     failures_without_progress: int
     supervisor: tuple[str, ...]
@@ -97,6 +95,7 @@ def build_script(spec: RunSpec, profile: ClusterProfile, plan: Plan, facts: Scri
     _checked_variables((*spec.environment.variables, *spec.environment.inherit))
     _checked_variables(variable.name for variable in profile.environment)
     _refuse_contradictions(spec, profile, plan, partition)
+    limit = walltime(spec, profile, partition)
     return Script(
         title=f"{_one_line(spec.name)} on {profile.name}: {plan.nodes}, "
         f"{plan.engine}, {plan.batch.train_steps} steps",
@@ -106,10 +105,11 @@ def build_script(spec: RunSpec, profile: ClusterProfile, plan: Plan, facts: Scri
         profile_name=profile.name,
         profile_digest=facts.profile_digest[:12],
         layout=_layout(plan),
-        directives=_directives(spec, profile, plan, partition, facts.run_id),
+        directives=_directives(spec, profile, plan, partition, facts),
         modules=_modules(profile),
         variables=_variables(spec, profile),
         starting=starting(spec, plan),
+        warning=_comment(warning_lead(spec, profile, plan, limit).words + "."),
         continuation=_continuation(profile),
         failures_without_progress=spec.supervise.failures_without_progress,
         supervisor=(python, "-m", "hpctrain.supervise", "--run-directory", "."),
@@ -133,14 +133,16 @@ def _refuse_contradictions(
 
 
 def _continuation(profile: ClusterProfile) -> str:
-    """The sentence about it in the script, whose lines are no longer than 100 characters."""
-    return "\n# ".join(
-        textwrap.wrap(
-            f"Continuation {profile.continuation}, from profile {profile.name}: after preemption, "
-            f"time limit and node failure {continuation_words(profile)}.",
-            98,
-        )
+    """The sentence about it in the script."""
+    return _comment(
+        f"Continuation {profile.continuation}, from profile {profile.name}: after preemption, "
+        f"time limit and node failure {continuation_words(profile)}."
     )
+
+
+def _comment(sentence: str) -> str:
+    """In lines no longer than 100 characters, as the template continues comments."""
+    return "\n# ".join(textwrap.wrap(sentence, 98))
 
 
 def _layout(plan: Plan) -> str:
@@ -195,31 +197,19 @@ def walltime(spec: RunSpec, profile: ClusterProfile, partition: PartitionProfile
     return min(limits, default=Duration(86400))
 
 
-def warning_seconds(spec: RunSpec, profile: ClusterProfile, plan: Plan, limit: Duration) -> int:
-    """How long before the time limit Slurm should warn (sbatch(1), --signal).
-
-    Slack of Slurm + twice the time to write one checkpoint + a minute for the running step, but
-    never more than half of the limit, or the job would be warned before it has trained.
-    """
-    checkpoint_bytes = plan.learned * _CHECKPOINT_BYTES_PER_PARAMETER
-    slowest = min(float(filesystem.write_bandwidth) for filesystem in profile.filesystems)
-    wanted = _SIGNAL_SLACK_SECONDS + 2 * checkpoint_bytes / slowest + 60
-    return max(1, min(round(wanted / 10) * 10, round(float(limit) / 2), 65535))
-
-
 def _directives(
     spec: RunSpec,
     profile: ClusterProfile,
     plan: Plan,
     partition: PartitionProfile,
-    run_id: str,
+    facts: ScriptFacts,
 ) -> tuple[str, ...]:
     limit = walltime(spec, profile, partition)
     nodes = node_options(spec, plan, _cpus_per_gpu(spec, profile))
     one_gpu_each = "ntasks-per-node" in nodes and spec.launcher == "srun"
     options: dict[str, str | None] = {
-        "job-name": run_id,
-        "comment": f"{COMMENT_PREFIX}{run_id}",
+        "job-name": facts.run_id,
+        "comment": facts.comment,
         "account": spec.resources.account or profile.slurm.account,
         "partition": partition.name,
         "qos": spec.resources.qos or profile.slurm.qos,
@@ -229,7 +219,7 @@ def _directives(
         **_gpu_request(profile, plan, counts_tasks=one_gpu_each),
         "mem": _memory(spec, profile),
         "time": limit.slurm(),
-        "signal": f"B:USR1@{warning_seconds(spec, profile, plan, limit)}",
+        "signal": f"B:USR1@{warning_lead(spec, profile, plan, limit).seconds}",
         "open-mode": "append",
         "output": "logs/slurm-%A_%a.out" if profile.continuation == "array" else _LOG,
         **continuation_options(profile),

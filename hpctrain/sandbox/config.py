@@ -10,6 +10,7 @@ the key in the generated file, for whoever opens it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from hpctrain.sandbox.paths import SandboxPaths
 from hpctrain.sandbox.ports import Ports
@@ -29,12 +30,17 @@ class ConfigFile:
 
 @dataclass(frozen=True)
 class Site:
-    """What the text needs to know besides the shape; `version` is that of Slurm: (22, 5)."""
+    """What the text needs to know besides the shape.
+
+    `version` is that of Slurm: (22, 5). `plugins` is where its plugins lie, unless that is compiled
+    in.
+    """
 
     paths: SandboxPaths
     ports: Ports
     user: str
     version: tuple[int, int]
+    plugins: Path | None = None
 
 
 def config_files(shape: SandboxShape, site: Site) -> tuple[ConfigFile, ...]:
@@ -53,7 +59,7 @@ def config_files(shape: SandboxShape, site: Site) -> tuple[ConfigFile, ...]:
 def slurm_conf(shape: SandboxShape, site: Site) -> str:
     """The main file, one subject after the other."""
     blocks = (
-        _identity(site),
+        _identity(shape, site),
         _files(site),
         _processes(shape),
         _time_limits(shape),
@@ -91,10 +97,10 @@ def _switch(switch: SwitchShape) -> str:
 _CGROUP_CONF = "CgroupPlugin=disabled\n"
 
 
-def _identity(site: Site) -> str:
+def _identity(shape: SandboxShape, site: Site) -> str:
     return f"""\
 # Made by `hpctrain sandbox`; written anew by every start.
-ClusterName=sandbox
+ClusterName={shape.cluster_name}
 SlurmctldHost=localhost(127.0.0.1)
 SlurmctldPort={site.ports.controller}
 # Only this user is served: without root a slurmd cannot become anybody else.
@@ -109,8 +115,9 @@ CommunicationParameters=NoCtldInAddrAny,NoInAddrAny"""
 
 def _files(site: Site) -> str:
     paths = site.paths
+    plugins = f"PluginDir={site.plugins}\n" if site.plugins else ""
     return f"""\
-StateSaveLocation={paths.state}
+{plugins}StateSaveLocation={paths.state}
 SlurmdSpoolDir={paths.spool}/%n
 SlurmctldPidFile={paths.pid_file("slurmctld")}
 SlurmdPidFile={paths.pid_file("slurmd-%n")}

@@ -15,12 +15,10 @@ from hpctrain.errors import SlurmError
 from hpctrain.sandbox.paths import SandboxPaths
 from hpctrain.sandbox.processes import (
     Process,
-    ProcessId,
     all_processes,
     await_condition,
     end,
     find_process,
-    is_alive,
     kill,
     open_files,
     read_command_line,
@@ -75,7 +73,11 @@ class Launcher:
         return [self._await(name, argv) for name, argv in zip(names, commands, strict=True)]
 
     def _slurmd_argv(self, node: str) -> list[str]:
-        return [self.programs["slurmd"], "-N", node, "-f", str(self.paths.slurm_conf)]
+        argv = [self.programs["slurmd"], "-N", node, "-f", str(self.paths.slurm_conf)]
+        if self.programs.plugins is None:
+            return argv
+        # slurmd(8): the path of slurmstepd is compiled in as well.
+        return [*argv, "-d", self.programs["slurmstepd"]]
 
     def _start(self, name: str, argv: list[str]) -> DaemonRecord:
         self._launch(name, argv)
@@ -88,20 +90,28 @@ class Launcher:
         call(argv, environment, directory=self.paths.directory)
 
     def _await(self, name: str, argv: list[str]) -> DaemonRecord:
-        pid_file = self.paths.pid_file(name)
         await_condition(
-            lambda: _read_identity(pid_file) is not None or not _runs(argv),
+            lambda: read_record(self.paths, name) is not None or not _runs(argv),
             _START_TIMEOUT_SECONDS,
         )
-        identity = _read_identity(pid_file)
-        if identity is None:
+        record = read_record(self.paths, name)
+        if record is None:
             raise SlurmError(f"{name} did not start: {log_tail(self.paths.log(name))}")
-        return DaemonRecord(name, identity)
+        return record
 
 
 def slurmd_name(node: str) -> str:
     """The name of the daemon of one node."""
     return f"slurmd-{node}"
+
+
+def read_record(paths: SandboxPaths, name: str) -> DaemonRecord | None:
+    """The living daemon that its PID file names; None while there is none."""
+    with contextlib.suppress(OSError, ValueError):
+        process = find_process(int(paths.pid_file(name).read_text()))
+        if process is not None:
+            return DaemonRecord(name, process.identity)
+    return None
 
 
 def log_tail(log: Path) -> str:
@@ -115,12 +125,23 @@ def log_tail(log: Path) -> str:
 
 def sandbox_daemons(paths: SandboxPaths) -> tuple[Process, ...]:
     """Every living daemon of this sandbox, also those that no record names."""
-    conf = str(paths.slurm_conf)
     return tuple(
         process
         for process in all_processes()
-        if process.name.startswith(_DAEMON_NAMES)
-        and read_environment(process.pid).get("SLURM_CONF") == conf
+        if process.name.startswith(_DAEMON_NAMES) and _belongs_to(paths, process)
+    )
+
+
+def _belongs_to(paths: SandboxPaths, process: Process) -> bool:
+    """By its environment, or by the log that it holds open.
+
+    Since 24.11 a slurmstepd writes its title over its environment: /proc shows no SLURM_CONF then.
+    """
+    if read_environment(process.pid).get("SLURM_CONF") == str(paths.slurm_conf):
+        return True
+    logs = f"{paths.log('slurmd').parent}/"
+    return process.name.startswith("slurmstepd") and any(
+        name.startswith(logs) for name in open_files(process.pid)
     )
 
 
@@ -149,14 +170,6 @@ def stop_daemons(paths: SandboxPaths, records: Iterable[DaemonRecord]) -> None:
     # A slurmd that was just starting a step may have left one more.
     kill(daemon.identity for daemon in sandbox_daemons(paths) if daemon.identity not in munged)
     end(munged, _STOP_GRACE_SECONDS)
-
-
-def _read_identity(pid_file: Path) -> ProcessId | None:
-    with contextlib.suppress(OSError, ValueError):
-        process = find_process(int(pid_file.read_text()))
-        if process is not None and is_alive(process.identity):
-            return process.identity
-    return None
 
 
 def _runs(argv: list[str]) -> bool:

@@ -17,6 +17,7 @@ from hpctrain.errors import SlurmError, SlurmUnreachableError, UsageError
 from hpctrain.sandbox.daemons import slurmd_name, step_daemons
 from hpctrain.sandbox.job_processes import JobProcess, find_job_processes, processes_of_nodes
 from hpctrain.sandbox.processes import ProcessId, await_condition, kill, send
+from hpctrain.sandbox.reconfigure import set_option
 from hpctrain.sandbox.sandbox import Sandbox
 
 _CONTROLLER_TIMEOUT_SECONDS = 30.0
@@ -92,22 +93,15 @@ def break_prolog(sandbox: Sandbox, node: str) -> None:
     script = sandbox.directory / _PROLOG
     script.write_text(f'#!/bin/sh\n[ "$SLURMD_NODENAME" != {_known(sandbox, node)} ]\n')
     script.chmod(0o700)
-    _configure(sandbox, f"Prolog={script}\n")
+    set_option(sandbox, "Prolog", str(script))
 
 
 def mend_prolog(sandbox: Sandbox) -> None:
     """No prolog any more; nothing to do when none was broken."""
     script = sandbox.directory / _PROLOG
     if script.exists():
-        _configure(sandbox, "")
+        set_option(sandbox, "Prolog", None)
         script.unlink()
-
-
-def _configure(sandbox: Sandbox, prolog: str) -> None:
-    conf = sandbox.paths.slurm_conf
-    lines = conf.read_text().splitlines(keepends=True)
-    conf.write_text("".join([*(one for one in lines if not one.startswith("Prolog=")), prolog]))
-    sandbox.command("scontrol", "reconfigure")
 
 
 def kill_controller(sandbox: Sandbox) -> None:

@@ -10,13 +10,14 @@ import os
 import re
 import shutil
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hpctrain.errors import SlurmError, SlurmUnreachableError
+from hpctrain.errors import SlurmError, SlurmUnreachableError, UsageError
 
 INSTALL_HINT = "sudo apt-get install slurmctld slurmd slurm-client munge"
 _NAMES = ("slurmctld", "slurmd", "scontrol", "sinfo", "squeue", "scancel", "munged", "munge")
+UNPACK_HINT = "unpack one with: scripts/slurm-from-debian SUITE DIRECTORY"
 # Ordinary users often lack the directories that hold the daemons.
 _SYSTEM_DIRECTORIES = ("/usr/sbin", "/usr/local/sbin", "/sbin")
 _INHERITED = ("PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH")
@@ -25,25 +26,44 @@ _CALL_TIMEOUT_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Programs:
-    """Full paths by name, the search path that finds them, and the version, e.g. (22, 5)."""
+    """Full paths by name, the search path that finds them, and the version, e.g. (22, 5).
+
+    `plugins` is the directory of Slurm's plugins where it is not the one that is compiled in.
+    """
 
     by_name: dict[str, str]
     search_path: str
     version: tuple[int, int]
+    plugins: Path | None = None
 
     def __getitem__(self, name: str) -> str:
         return self.by_name[name]
 
 
-def find_programs() -> Programs:
-    """Look up every program a sandbox needs. Raises SlurmUnreachableError when one is missing."""
-    search_path = _search_path(os.environ.get("PATH", os.defpath))
-    found = {name: shutil.which(name, path=search_path) for name in _NAMES}
-    if missing := [name for name, path in found.items() if path is None]:
+def find_programs(unpacked: Path | None = None) -> Programs:
+    """Look up every program a sandbox needs: in `unpacked`, or where this machine has them.
+
+    `unpacked` is a directory made by scripts/slurm-from-debian; it goes first on the search path.
+    Raises SlurmUnreachableError when a program is missing, UsageError when `unpacked` holds no
+    Slurm.
+    """
+    system_path = _search_path(os.environ.get("PATH", os.defpath))
+    if unpacked is None:
+        return _found_on(system_path, system_path)
+    own, plugins = unpacked / "bin", unpacked / "plugins"
+    if not plugins.is_dir():
+        raise UsageError(f"{unpacked} holds no unpacked Slurm", UNPACK_HINT)
+    programs = _found_on(str(own), f"{own}{os.pathsep}{system_path}", "slurmstepd")
+    return replace(programs, plugins=plugins)
+
+
+def _found_on(path: str, search_path: str, *more: str) -> Programs:
+    found = {name: shutil.which(name, path=path) for name in (*_NAMES, *more)}
+    if missing := [name for name, program in found.items() if program is None]:
         raise SlurmUnreachableError(
             f"a sandbox needs Slurm and munge; not found here: {', '.join(missing)}", INSTALL_HINT
         )
-    by_name = {name: path for name, path in found.items() if path is not None}
+    by_name = {name: program for name, program in found.items() if program is not None}
     answer = call([by_name["slurmctld"], "-V"], {"PATH": search_path})
     return Programs(by_name, search_path, parse_version(answer))
 

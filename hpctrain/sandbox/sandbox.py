@@ -76,18 +76,21 @@ class Sandbox:
         self.directory = Path(os.path.realpath(directory))
 
     @classmethod
-    def create(cls, directory: Path, shape: SandboxShape) -> Sandbox:
+    def create(cls, directory: Path, shape: SandboxShape, slurm: Path | None = None) -> Sandbox:
         """Make the directory (mode 700) and write down the shape; nothing is started.
 
+        `slurm` is a directory with another Slurm than the installed one (see `find_programs`).
         Raises UsageError when something is there already, SlurmUnreachableError when Slurm or
         munge is not installed.
         """
         sandbox = cls(directory)
         sandbox._check_vacant()
-        version = sandbox.programs.version
+        slurm = None if slurm is None else Path(os.path.realpath(slurm))
+        version = find_programs(slurm).version
         sandbox._make_directory()
         sockets = default_sockets(sandbox.directory)
-        state = SandboxState(shape, sockets, find_ports(shape.nodes), version)
+        ports = find_ports(shape.nodes)
+        state = SandboxState(shape, sockets, ports, version, slurm=slurm)
         write_state(SandboxPaths(sandbox.directory, sockets), state)
         return sandbox
 
@@ -100,7 +103,7 @@ class Sandbox:
 
     @cached_property
     def programs(self) -> Programs:
-        return find_programs()
+        return find_programs(self.state.slurm)
 
     @property
     def state(self) -> SandboxState:
@@ -258,7 +261,7 @@ class Sandbox:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         _write_key(paths.munge_key)
         _link_devices(paths.devices, state.shape.gpus_per_node)
-        site = Site(paths, state.ports, _user_name(), state.version)
+        site = Site(paths, state.ports, _user_name(), state.version, self.programs.plugins)
         for file in config_files(state.shape, site):
             (self.directory / file.name).write_text(file.text)
 

@@ -6,6 +6,7 @@ the words of slurm.conf (see `config`), or where the sandbox lies (see `paths`).
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -54,7 +55,8 @@ class SandboxShape:
     `user_signal_on_preempt` makes a preemption send the job's own `--signal` at the start of the
     grace period. `features` are of all nodes, in their order. With `process_tracking: pgid` signals
     reach the tasks of a step and not what these have started in sessions of their own, as with
-    proctrack/cgroup; linuxproc also finds these. Raises UsageError when the parts do not fit
+    proctrack/cgroup; linuxproc also finds these. `cluster_name` is Slurm's ClusterName: two
+    sandboxes that share a file system need two. Raises UsageError when the parts do not fit
     together.
     """
 
@@ -74,9 +76,11 @@ class SandboxShape:
     process_tracking: Literal["linuxproc", "pgid"] = "linuxproc"
     node_prefix: str = "n"
     features: tuple[FeatureShape, ...] = ()
+    cluster_name: str = "sandbox"
 
     def __post_init__(self) -> None:
         _check_numbers(self)
+        _check_cluster_name(self.cluster_name)
         _check_partitions(self.partitions)
         _check_switches(self.switches, self.node_names)
 
@@ -129,6 +133,12 @@ def _check_numbers(shape: SandboxShape) -> None:
         raise UsageError("the features of a sandbox must be those of all its nodes")
     if shape.preempt_type == "none" and shape.user_signal_on_preempt:
         raise UsageError("a sandbox without preemption cannot signal it")
+
+
+def _check_cluster_name(name: str) -> None:
+    # slurm.conf(5): Slurm writes the name in lower case, whatever the file says.
+    if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", name):
+        raise UsageError(f"`{name}` is no name of a cluster: lower-case letters, digits, - and _")
 
 
 def _check_partitions(partitions: tuple[PartitionShape, ...]) -> None:

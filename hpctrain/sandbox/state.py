@@ -31,13 +31,17 @@ class DaemonRecord:
 
 @dataclass(frozen=True)
 class SandboxState:
-    """`sockets` is the directory of sockets and spool; `version` is that of Slurm."""
+    """`sockets` is the directory of sockets and spool; `version` is that of Slurm.
+
+    `slurm` is the directory of an unpacked Slurm; None is that of the machine.
+    """
 
     shape: SandboxShape
     sockets: Path
     ports: Ports
     version: tuple[int, int]
     daemons: tuple[DaemonRecord, ...] = ()
+    slurm: Path | None = None
     format: int = _FORMAT
 
     def with_daemon(self, record: DaemonRecord) -> tuple[DaemonRecord, ...]:

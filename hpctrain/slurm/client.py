@@ -57,7 +57,7 @@ class SlurmClient:
         self._timeout_seconds = timeout_seconds
         self._shielded = shielded
         self._run = run
-        self._accounting: bool | None = None
+        self._settled: SlurmConfig | None = None
 
     # Submitting ---------------------------------------------------------------------------------
 
@@ -99,6 +99,18 @@ class SlurmClient:
         wanted = frozenset(ids)
         return {job_id: record for job_id, record in found.items() if record.belongs_to(wanted)}
 
+    def jobs_of_users(self, user_ids: Collection[int]) -> dict[int, JobRecord]:
+        """All jobs of these users that the controller knows, in one query; see `jobs`.
+
+        As dear as asking for several ids, for which squeue reads all jobs and then filters them.
+        """
+        if not user_ids:
+            return {}
+        argv = ["squeue", "--states=all", f"--user={_joined(user_ids)}"]
+        argv.append(f"--Format={parse.long_format(parse.SQUEUE_FIELDS)}")
+        text = _answered(argv, self._ask(argv))
+        return _parsed("squeue", lambda: parse.jobs_from_squeue(text))
+
     def live_jobs_named(self, name: str) -> tuple[int, ...]:
         """Ids of this user's jobs of that name that wait or run: `singleton` waits for them."""
         argv = ["squeue", "--me", f"--name={name}", f"--Format={parse.long_format(('JobID',))}"]
@@ -133,6 +145,10 @@ class SlurmClient:
         argv.append(f"--format={','.join(parse.SACCT_FIELDS)}")
         text = _answered(argv, self._ask(argv))
         return _parsed("sacct", lambda: parse.jobs_from_sacct(text))
+
+    def past_jobs(self, ids: Collection[int]) -> dict[int, JobRecord]:
+        """As `history`, for ids that squeue does not know: only accounting can tell more."""
+        return self.history(ids) if ids and self.accounting_enabled() else {}
 
     def steps(self, job_id: int) -> tuple[StepRecord, ...]:
         """The live steps of a job; empty for a job without any and for an unknown job."""
@@ -177,9 +193,18 @@ class SlurmClient:
 
     def accounting_enabled(self) -> bool:
         """Whether sacct can answer; asked once per client."""
-        if self._accounting is None:
-            self._accounting = self.config().accounting_enabled
-        return self._accounting
+        return self._unchanging().accounting_enabled
+
+    def cluster_name(self) -> str | None:
+        """ClusterName of the Slurm that is asked, None if it does not tell; asked once per
+        client."""
+        return self._unchanging().cluster_name or None
+
+    def _unchanging(self) -> SlurmConfig:
+        """The configuration, for values that stay the same while a controller lives."""
+        if self._settled is None:
+            self._settled = self.config()
+        return self._settled
 
     def partitions(self) -> tuple[PartitionRecord, ...]:
         """All partitions that this user may see."""

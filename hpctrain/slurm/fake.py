@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpctrain.errors import SlurmRefusedError, SlurmUnreachableError
+from hpctrain.slurm.parse import node_state
 from hpctrain.slurm.records import (
     JobRecord,
     NodeState,
@@ -51,8 +52,20 @@ class FakeSlurm:
         job_id = max(self.records, default=0) + 1
         self.scripts[job_id] = script.read_text() if isinstance(script, Path) else script
         self.options[job_id] = list(extra_args)
+        said = dict(re.findall(r"^#SBATCH --(job-name|comment)=(\S+)$", self.scripts[job_id], re.M))
+        for option in extra_args:
+            name, _, value = option.removeprefix("--").partition("=")
+            said[name] = value
         self.records[job_id] = JobRecord(
-            job_id, state=JobState.PENDING, restart_count=0, requeue=True, source="fake"
+            job_id,
+            state=JobState.PENDING,
+            restart_count=0,
+            requeue=True,
+            name=said.get("job-name"),
+            comment=said.get("comment"),
+            work_directory=said.get("chdir"),
+            cluster=self.cluster_name(),
+            source="fake",
         )
         return SubmittedJob(job_id)
 
@@ -66,6 +79,11 @@ class FakeSlurm:
         self._present()
         return {i: record for i, record in self.records.items() if record.belongs_to(ids)}
 
+    def jobs_of_users(self, user_ids: Collection[int]) -> dict[int, JobRecord]:
+        """All jobs: there is one user only."""
+        self._present()
+        return dict(self.records)
+
     def live_jobs_named(self, name: str) -> tuple[int, ...]:
         self._present()
         live = (record for record in self.records.values() if not record.state.is_ended)
@@ -76,6 +94,9 @@ class FakeSlurm:
 
     def history(self, ids: Collection[int]) -> dict[int, JobRecord]:
         return self.jobs(ids)
+
+    def past_jobs(self, ids: Collection[int]) -> dict[int, JobRecord]:
+        return self.history(ids) if ids and self.accounting_enabled() else {}
 
     def steps(self, job_id: int) -> tuple[StepRecord, ...]:
         self._present()
@@ -91,11 +112,7 @@ class FakeSlurm:
 
     def node_states(self, nodes: Collection[str]) -> dict[str, NodeState]:
         self._present()
-        words = {node: self.node_words.get(node, "allocated") for node in nodes}
-        return {
-            node: NodeState(node, word.rstrip("@^"), leaving=word.endswith(("@", "^")))
-            for node, word in words.items()
-        }
+        return {node: node_state(node, self.node_words.get(node, "allocated")) for node in nodes}
 
     def node_address(self, node: str) -> str:
         self._present()
@@ -107,6 +124,9 @@ class FakeSlurm:
 
     def accounting_enabled(self) -> bool:
         return self.config().accounting_enabled
+
+    def cluster_name(self) -> str | None:
+        return self.config().cluster_name or None
 
     def partitions(self) -> tuple[PartitionRecord, ...]:
         self._present()

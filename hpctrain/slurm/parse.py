@@ -31,10 +31,13 @@ UNIT, RECORD = "\x1f", "\x1e"
 SQUEUE_FIELDS = (
     *("JobID", "State", "Reason", "NodeList", "RestartCnt", "PreemptTime", "StartTime", "EndTime"),
     *("SubmitTime", "TimeLimit", "Partition", "Account", "exit_code", "Requeue", "ArrayJobID"),
-    *("NumNodes", "Name", "Comment"),
+    *("NumNodes", "Cluster", "WorkDir", "Name", "Comment"),
 )
 STEP_FIELDS = ("StepID", "StepState", "StepName")
 NODE_FIELDS = ("NodeList", "StateLong")
+# sinfo(1): maintenance reservation, reboot requested, reboot issued; `scontrol reboot ASAP` drains.
+_PLANNED_MARKS = frozenset("$@^")
+_PLANNED_STATES = ("drain", "maint", "reboot")
 # The last field must be one that cannot hold a newline: it ends the record.
 SACCT_FIELDS = (
     *("JobIDRaw", "State", "Reason", "NodeList", "Start", "End", "Submit", "Timelimit"),
@@ -103,6 +106,8 @@ def _squeue_job(row: list[str]) -> JobRecord:
         comment=_told(cell["Comment"]),
         array_job_id=_number(cell["ArrayJobID"]),
         node_count=_number(cell["NumNodes"]),
+        cluster=_told(cell["Cluster"]),
+        work_directory=_told(cell["WorkDir"]),
         source="squeue",
     )
 
@@ -145,6 +150,7 @@ def _sacct_job(row: list[str]) -> JobRecord:
         exit_signal=signal,
         comment=_told(cell["Comment"]),
         array_job_id=_number(cell["JobID"]),
+        cluster=_told(cell["Cluster"]),
         source="sacct",
     )
 
@@ -165,11 +171,17 @@ def node_states(text: str) -> tuple[NodeState, ...]:
     """
     found = {}
     for node, word in table(text, len(NODE_FIELDS)):
-        state = word.lower().rstrip(_MARKS)
-        marks = set(word.lower()[len(state) :])
-        leaving = bool(marks & _LEAVING_MARKS) or state.startswith(_LEAVING_STATES)
-        found[node] = NodeState(node, state, "*" not in marks, leaving)
+        found[node] = node_state(node, word)
     return tuple(found.values())
+
+
+def node_state(node: str, word: str) -> NodeState:
+    """The state that sinfo prints as `word`, such as `allocated`, `down*` or `mixed@`."""
+    state = word.lower().rstrip(_MARKS)
+    marks = set(word.lower()[len(state) :])
+    planned = bool(_PLANNED_MARKS & marks) or state.startswith(_PLANNED_STATES)
+    leaving = bool(_LEAVING_MARKS & marks) or state.startswith(_LEAVING_STATES)
+    return NodeState(node, state, "*" not in marks, planned, leaving)
 
 
 def exit_status(text: str) -> tuple[int, int]:
@@ -210,8 +222,10 @@ def submitted(stdout: str, stderr: str = "") -> SubmittedJob:
 def test_only_answer(text: str) -> TestOnlyAnswer:
     """The sentence of `sbatch --test-only`; its fields stay None when it is worded otherwise."""
     sentence = text.strip()
+    # 26.05 has a stray word in it: `to start at 2026-11-22T01:21:19 a using 2 processors`.
     match = re.search(
-        r"to start at (\S+) using (\d+) processors on (?:nodes )?(\S*) in partition (\S+)", sentence
+        r"to start at (\S+)(?: a)? using (\d+) processors on (?:nodes )?(\S*) in partition (\S+)",
+        sentence,
     )
     if match is None:
         return TestOnlyAnswer(sentence)

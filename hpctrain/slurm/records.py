@@ -6,6 +6,7 @@ did not tell. Belongs here: shapes. Does not belong here: parsing (`parse`) or a
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -21,7 +22,8 @@ class JobRecord:
     `exit_code` and `exit_signal` belong to the batch script and are only told for ended jobs.
     `time_limit_seconds` is infinite for UNLIMITED. `exclude_nodes` is Slurm's hostlist, "" for
     none. `array_job_id` is the id that sbatch has printed: that of the whole array for an element
-    of one, else `job_id`. `node_count` of a pending job is the least it asks for. `source` names
+    of one, else `job_id`. `node_count` of a pending job is the least it asks for. `cluster` is
+    Slurm's ClusterName, `work_directory` where the script runs (sbatch(1), --chdir). `source` names
     the command that was asked.
     """
 
@@ -45,6 +47,8 @@ class JobRecord:
     comment: str | None = None
     array_job_id: int | None = None
     node_count: int | None = None
+    cluster: str | None = None
+    work_directory: str | None = None
     source: str = ""
 
     @property
@@ -55,6 +59,42 @@ class JobRecord:
     def belongs_to(self, ids: Collection[int]) -> bool:
         """It is one of these jobs, or an element of one that is an array."""
         return self.job_id in ids or self.submitted_id in ids
+
+
+@dataclass(frozen=True)
+class JobIdentity:
+    """What tells the jobs of one run from all others: words that their script gives to sbatch.
+
+    `name` and `comment` are those of the script; `directories` are spellings of the run directory.
+    """
+
+    name: str
+    comment: str
+    directories: frozenset[str] = frozenset()
+
+    def confirms(self, job: JobRecord) -> bool:
+        """True if a job whose id is in the ledger has the name or the comment of the run.
+
+        A controller that lost its state gives an id away again, and another cluster has a job of
+        that id, too. Sites may add words to a comment (job_submit plugins), and accounting may not
+        keep it. A record that tells neither name nor comment is taken for the run's.
+        """
+        if job.name is None and job.comment is None:
+            return True
+        return job.name == self.name or self._is_marked(job)
+
+    def finds(self, job: JobRecord) -> bool:
+        """True if a job whose id nobody has recorded has the comment and the directory of the run:
+        two directories of runs may hold runs of the same id."""
+        if not self._is_marked(job):
+            return False
+        directory = job.work_directory
+        return directory is None or not self.directories.isdisjoint(
+            {directory, os.path.realpath(directory)}
+        )
+
+    def _is_marked(self, job: JobRecord) -> bool:
+        return self.comment in (job.comment or "").split()
 
 
 def by_submission(jobs: Iterable[JobRecord]) -> dict[int, list[JobRecord]]:
@@ -127,13 +167,15 @@ class StepRecord:
 class NodeState:
     """What the controller says about a node: `allocated`, `down`, `draining`, ... (sinfo(1)).
 
-    `responding` is False while its slurmd does not answer (the `*` of sinfo), `leaving` is True
-    while somebody has it rebooted or powered down (`@`, `^`, `%`, `!`).
+    `responding` is False while its slurmd does not answer (the `*` of sinfo). `planned`: it is on
+    its way out of service or being rebooted because an administrator, or Slurm, wants it so.
+    `leaving`: somebody has it rebooted or powered down (`@`, `^`, `%`, `!`).
     """
 
     node: str
     state: str
     responding: bool = True
+    planned: bool = False
     leaving: bool = False
 
     @property

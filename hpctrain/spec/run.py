@@ -141,7 +141,9 @@ class CheckpointSpec(Document):
     keep_every_steps: int | None = Field(None, ge=1, description="Keep these steps for good")
     asynchronous: bool = Field(True, description="Write in the background while training goes on")
     verify: Literal["auto", "size", "sha256"] = Field(
-        "auto", description="Check before resuming; auto: sha256 up to 64GiB, above that sizes"
+        "auto",
+        description="Read before the ranks start, which compare all digests as they load; size: "
+        "names and sizes, sha256: everything, auto: everything up to 1GiB",
     )
 
     @model_validator(mode="after")

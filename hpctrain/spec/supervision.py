@@ -15,6 +15,7 @@ from hpctrain.units import Duration
 # Causes of `hpctrain.supervise.causes` with a budget of their own.
 BudgetName = Literal[
     "node_failure",
+    "load_failed",
     "prolog_failure",
     "external_signal",
     "launch_failure",
@@ -83,6 +84,8 @@ class SuperviseSpec(Document):
         1.2, gt=1, description="Report a rank that computes so many times longer than the median"
     )
     exclude_nodes: Literal["observe", "act"] = Field(
-        "observe", description="observe: only say which nodes to avoid; act: avoid them"
+        "observe",
+        description="observe: only say which suspected nodes to avoid; act: avoid them. Nodes on "
+        "which the run cannot work as they are, are left in any case",
     )
     rollback: RollbackSpec = RollbackSpec()

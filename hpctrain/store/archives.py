@@ -53,7 +53,8 @@ def read_heads(path: Path) -> dict[str, ArrayHead]:
             names = [one for one in archive.infolist() if one.filename.endswith(_SUFFIX)]
             return {one.filename.removesuffix(_SUFFIX): _head(archive, raw, one) for one in names}
     except OSError as error:
-        problem = Problem(f"cannot be read: {error.strerror or error}", file=str(path))
+        words = f"cannot be read: {error.strerror or error}"
+        problem = Problem(words, file=str(path), node_dependent=True)
         raise InvalidInputError([problem]) from error
     except (zipfile.BadZipFile, ValueError, SyntaxError, EOFError, struct.error) as error:
         hint = "numpy.savez writes one; a file that was cut off lacks the directory at its end"

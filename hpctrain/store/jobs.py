@@ -3,32 +3,72 @@
 A run that Slurm does not requeue goes on in a new job each time: a successor that waits behind the
 running one (chain), or jobs that were submitted together (singletons, the elements of an array).
 All jobs since somebody last submitted the run are one **generation**; what is said about earlier
-ones does not count any more. Belongs here: reading that. Does not belong here: what Slurm says
-about the jobs, or making them.
+ones does not count any more. Belongs here: reading that, and the words by which Slurm's records of
+these jobs are recognised. Does not belong here: what Slurm says about the jobs, or making them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from hpctrain.store.ledger import Event, EventKind
 
+_RECORDED = (EventKind.SUBMITTED, EventKind.ADOPTED)
+_SUBMISSION = (
+    EventKind.SUBMITTING,
+    EventKind.SUBMITTED,
+    EventKind.ADOPTED,
+    EventKind.SUBMIT_FAILED,
+)
+_CANCELS = (EventKind.CANCEL_REQUESTED, EventKind.CANCEL_FAILED, EventKind.CANCELLED)
+
+
+def run_comment(run_id: str) -> str:
+    """The comment of all jobs of a run (sbatch(1), --comment): it finds those that nobody has
+    recorded."""
+    return f"hpctrain:{run_id}"
+
+
+def sbatch_options(directory: Path, *, array: bool = False) -> list[str]:
+    """What sbatch has to be told about the run directory besides the script.
+
+    Slurm reads `%` in the whole path of a log as a pattern, also in the directory (sbatch(1),
+    FILENAME PATTERN): a job below such a directory would die at once, with signal 53.
+    """
+    options = [f"--chdir={directory}"]
+    if "%" in str(directory):
+        name = "slurm-%A_%a.out" if array else "slurm-%j.out"
+        options.append(f"--output={str(directory).replace('%', '%%')}/logs/{name}")
+    return options
+
 
 def generation(events: Sequence[Event]) -> list[Event]:
-    """The events from the newest submission of the run on, that one included; empty before it."""
-    for number in range(len(events) - 1, -1, -1):
-        if _begins_generation(events[number]):
-            return list(events[number:])
-    return []
+    """The events from the newest submission of the run on, that one included; empty before it.
 
-
-def _begins_generation(event: Event) -> bool:
-    return event.event is EventKind.SUBMITTED and event.successor_of is None
+    A job that was started by hand is a submission, too, and so is one whose client died before it
+    could record the job. A job that has begun before its client recorded it is one submission.
+    """
+    begin: int | None = None
+    begun: set[int | None] = set()  # jobs whose client has not recorded them yet
+    for number, event in enumerate(events):
+        if event.event is EventKind.SUBMITTING:
+            begun.clear()
+        elif event.event in _RECORDED:
+            if event.successor_of is None and event.job_id not in begun:
+                begin = number
+            begun.discard(event.job_id)
+        elif event.event is EventKind.ATTEMPT_STARTED and begin is None:
+            begin = number
+            begun.add(event.job_id)
+        if event.event is EventKind.ADOPTED:
+            begun.add(event.job_id)
+    return [] if begin is None else list(events[begin:])
 
 
 def submitted_ids(events: Sequence[Event]) -> list[int]:
-    """The ids that sbatch has given, oldest first; of an array the one id of the whole."""
-    found = (event.job_id for event in events if event.event is EventKind.SUBMITTED)
+    """The ids of recorded jobs, oldest first; of an array the one id of the whole."""
+    found = (event.job_id for event in events if event.event in _RECORDED)
     return [job_id for job_id in found if job_id is not None]
 
 
@@ -38,9 +78,36 @@ def started_ids(events: Sequence[Event]) -> list[int]:
     return list(dict.fromkeys(job_id for job_id in found if job_id is not None))
 
 
+def job_ids(events: Sequence[Event]) -> list[int]:
+    """The ids of all jobs that were recorded or have begun; see `submitted_ids`, `started_ids`."""
+    return list(dict.fromkeys([*submitted_ids(events), *started_ids(events)]))
+
+
+def cluster_of(events: Sequence[Event]) -> str | None:
+    """ClusterName of the Slurm that has the newest jobs; None if the ledger does not tell."""
+    told = (event.cluster for event in reversed(generation(events)) if event.cluster)
+    return next(told, None)
+
+
+def being_submitted(events: Sequence[Event]) -> bool:
+    """A client has called sbatch and has not recorded an answer."""
+    words = [event.event for event in events if event.event in _SUBMISSION]
+    return bool(words) and words[-1] is EventKind.SUBMITTING
+
+
 def cancel_requested(events: Sequence[Event]) -> bool:
-    """Somebody has cancelled the newest generation."""
-    return any(event.event is EventKind.CANCEL_REQUESTED for event in generation(events))
+    """Somebody has cancelled the newest generation, or has announced it and not taken it back."""
+    return _last_cancel(events) in (EventKind.CANCEL_REQUESTED, EventKind.CANCELLED)
+
+
+def cancel_confirmed(events: Sequence[Event]) -> bool:
+    """The newest generation is cancelled, and Slurm itself has confirmed that."""
+    return _last_cancel(events) is EventKind.CANCELLED
+
+
+def _last_cancel(events: Sequence[Event]) -> EventKind | None:
+    cancels = [event.event for event in generation(events) if event.event in _CANCELS]
+    return cancels[-1] if cancels else None
 
 
 def successor_ids(events: Sequence[Event], job_id: int) -> list[int]:

@@ -6,6 +6,7 @@ ledger.jsonl                           append-only events: the single truth abou
 metrics.jsonl                          one object per optimizer step
 progress.json                          the trainer's last sign of life
 done.json                              the run has reached its target; nothing is to be run
+data.json                              which bytes the run trains on, to notice that they changed
 control/                               requests of people and of the supervisor to the trainer
 epochs/                                one file per launch; the highest number owns the run
 exits/e000001/rank-000003.json         how a rank of a launch ended, in its own words
@@ -27,6 +28,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpctrain.durable import make_private_directory
 from hpctrain.errors import StorageError
 
 
@@ -75,6 +77,11 @@ class RunLayout:
     @property
     def progress(self) -> Path:
         return self.directory / "progress.json"
+
+    @property
+    def data_identity(self) -> Path:
+        """Which bytes the run trains on."""
+        return self.directory / "data.json"
 
     @property
     def done(self) -> Path:
@@ -216,7 +223,7 @@ class RunLayout:
         made = self.directory
         for name in directory.relative_to(self.directory).parts:
             made /= name
-            made.mkdir(exist_ok=True, mode=0o700)
+            make_private_directory(made)
 
     def create(self) -> None:
         """Make the directory and its fixed sub-directories, private to the user (mode 700)."""

@@ -29,6 +29,7 @@ class EventKind(StrEnum):
     SUBMITTING = "submitting"
     SUBMITTED = "submitted"
     SUBMIT_FAILED = "submit_failed"
+    ADOPTED = "adopted"
     ATTEMPT_STARTED = "attempt_started"
     ATTEMPT_LOST = "attempt_lost"
     RESUME = "resume"
@@ -40,6 +41,8 @@ class EventKind(StrEnum):
     ACTION = "action"
     ACTION_RESULT = "action_result"
     CANCEL_REQUESTED = "cancel_requested"
+    CANCEL_FAILED = "cancel_failed"
+    CANCELLED = "cancelled"
     ATTEMPT_ENDED = "attempt_ended"
     CONTROL = "control"
     OBSERVED = "observed"
@@ -47,6 +50,8 @@ class EventKind(StrEnum):
     SLOW_RANK = "slow_rank"
     ROLLED_BACK = "rolled_back"
     PROBED = "probed"
+    FRESH_START_ACCEPTED = "fresh_start_accepted"
+    DATA_ACCEPTED = "data_accepted"
     WATCH = "watch"
 
 
@@ -54,7 +59,7 @@ class Event(Record):
     """One line of the ledger. `time` is seconds since the epoch; steps are optimizer steps.
 
     `cluster`: Slurm's ClusterName, where an event is about a job; None in ledgers of older
-    versions.
+    versions. `answered` is False for a submission without an answer: Slurm may have the job.
     """
 
     event: EventKind
@@ -87,6 +92,7 @@ class Event(Record):
     factor: float | None = None
     successor_of: int | None = None
     cluster: str | None = None
+    answered: bool = True
 
 
 class Ledger:

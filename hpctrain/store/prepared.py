@@ -17,6 +17,7 @@ from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.store.archives import ArrayHead, read_heads
 from hpctrain.store.datasets import COLUMNS, SamplesSidecar, npz_path, sidecar_path
 
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
 PREPARE = "`hpctrain data prepare --format {format}` makes it"
 
 
@@ -38,7 +39,7 @@ def problems_of(path: Path, expected: Expected) -> list[Problem]:
     file = npz_path(path)
     if not file.is_file():
         hint = PREPARE.format(format=expected.format)
-        return [Problem("does not exist", str(file), hint=hint)]
+        return [Problem("does not exist", str(file), hint=hint, node_dependent=True)]
     try:
         heads = read_heads(file)
     except InvalidInputError as error:
@@ -66,11 +67,16 @@ def class_directories(root: Path) -> list[str]:
         return sorted(one.name for one in entries if one.is_dir() and one.name[0] != ".")
 
 
+def is_image(name: str) -> bool:
+    """True if a file of this name counts in a folder of images."""
+    return name.lower().endswith(IMAGE_SUFFIXES)
+
+
 def _folder_problems(root: Path, expected: Expected) -> Iterator[Problem]:
     try:
         found = len(class_directories(root))
     except OSError as error:
-        yield Problem(f"cannot be read: {error.strerror}", str(root))
+        yield Problem(f"cannot be read: {error.strerror}", str(root), node_dependent=True)
         return
     if found == 0:
         hint = "images lie in one directory per class: DIRECTORY/CLASS/IMAGE"

@@ -81,13 +81,30 @@ class StepMetrics(Record):
     profiled: bool = False
 
 
+class EvaluationMetrics(Record):
+    """The evaluation of a step that an earlier launch has trained.
+
+    That launch was asked to stop before the evaluation was complete. The line stands in the file of
+    the step metrics; readers get the values in the row of the step.
+    """
+
+    step: int
+    epoch: int
+    time: float
+    eval_loss: float | None
+    eval_accuracy: float | None
+
+
 class ExitRecord(Record):
     """How one rank of one launch ended. Ranks that were killed leave none.
 
     `step` is the last finished step; with the cause "diverged" the step that diverged, and
-    `consumed_samples` says how many samples had been consumed before it. `signal` names the one
-    that has asked this rank to leave, such as SIGTERM. Of ranks that leave well only rank 0 has a
-    record; its `signalled_ranks` are those that got a signal, the first 64 of them.
+    `consumed_samples` says how many samples had been consumed before it. `node_dependent`: what
+    is wrong may be so on this node only, such as a file that is missing there. `loading_step` is
+    the checkpoint whose loading failed in this rank, for no reason that a machine could have; None
+    otherwise. `signal` names the one that has asked this rank to leave, such as SIGTERM. Of ranks
+    that leave well only rank 0 has a record; its `signalled_ranks` are those that got a signal, the
+    first 64 of them.
     """
 
     epoch: int
@@ -101,8 +118,10 @@ class ExitRecord(Record):
     traceback: str | None = None
     cause: str | None = None
     consumed_samples: int | None = None
+    node_dependent: bool = False
     signal: str | None = None
     signalled_ranks: tuple[int, ...] = ()
+    loading_step: int | None = None
 
 
 class RankEnd(Record):
@@ -238,12 +257,15 @@ def write_agent_record(run: RunLayout, node_rank: int, record: AgentRecord) -> N
     write_record(path, record)
 
 
-def append_metrics(run: RunLayout, metrics: StepMetrics) -> None:
+def append_metrics(run: RunLayout, metrics: StepMetrics | EvaluationMetrics) -> None:
     append_line(run.metrics, metrics.model_dump_json(), mode=0o600, durable=False)
 
 
 def read_metrics(run: RunLayout) -> list[StepMetrics]:
-    """All readable rows in the order written; a torn line is left out."""
+    """All readable rows in the order written; a torn line is left out.
+
+    An evaluation that a later launch has made up for is in the row of its step.
+    """
     return _readable(run.metrics.read_bytes().splitlines()) if run.metrics.exists() else []
 
 
@@ -294,9 +316,21 @@ def tail_metrics(run: RunLayout, count: int) -> list[StepMetrics]:
 def _readable(lines: list[bytes]) -> list[StepMetrics]:
     rows: list[StepMetrics] = []
     for line in lines:
-        with contextlib.suppress(ValidationError):
+        try:
             rows.append(StepMetrics.model_validate_json(line))
+        except ValidationError:
+            with contextlib.suppress(ValidationError):
+                _add_evaluation(rows, EvaluationMetrics.model_validate_json(line))
     return rows
+
+
+def _add_evaluation(rows: list[StepMetrics], late: EvaluationMetrics) -> None:
+    """Into the newest row of its step; without one (only the tail was read) nowhere."""
+    for index in reversed(range(len(rows))):
+        if rows[index].step == late.step:
+            values = {"eval_loss": late.eval_loss, "eval_accuracy": late.eval_accuracy}
+            rows[index] = rows[index].model_copy(update=values)
+            return
 
 
 def read_exit_records(run: RunLayout, epoch: int) -> list[ExitRecord]:

@@ -15,7 +15,7 @@ from hpctrain.supervise.documents import Action, ActionKind, Verdict
 from hpctrain.supervise.policy import STOPPED_EXIT_CODE
 from hpctrain.supervise.requeue import exclude, hold, requeue
 from hpctrain.supervise.rollback import leave_out
-from hpctrain.supervise.succession import end_succession
+from hpctrain.supervise.succession import end_succession, exclude_from_successors
 
 _ENDS_THE_RUN = (ActionKind.FINISH, ActionKind.STOP, ActionKind.HOLD)
 
@@ -35,6 +35,8 @@ def act(context: AttemptContext, action: Action, verdict: Verdict | None = None)
     for words in action.observed:
         context.note(EventKind.OBSERVED, action=action.kind, reason=words)
         say(f"observed only: {words}")
+    if action.rejected_step is not None:
+        _reject(context, action.rejected_step, action.reason, verdict)
     if action.rollback_to is not None:
         _go_back(context, action, verdict)
     if action.kind in _ENDS_THE_RUN:
@@ -43,6 +45,10 @@ def act(context: AttemptContext, action: Action, verdict: Verdict | None = None)
         say(f"run {context.config.run_id} is over: {action.reason}")
     if action.kind is ActionKind.REQUEUE:
         return _answered(context, action, *requeue(context.slurm, context.job_id))
+    if action.kind is ActionKind.LEAVE and action.exclude:
+        words = exclude_from_successors(context, action.exclude)
+        context.note(EventKind.ACTION_RESULT, action=action.kind, reason=words)
+        say(f"{action.kind}: {words}")
     if action.kind is ActionKind.HOLD:
         return _answered(context, action, *hold(context.slurm, context.job_id))
     return action.exit_code
@@ -84,6 +90,17 @@ def _forbid_requeue(context: AttemptContext, action: Action) -> None:
         words = f"Slurm may start the job again: {error}"
         context.note(EventKind.ACTION_RESULT, action=action.kind, reason=words)
         say(words)
+
+
+def _reject(context: AttemptContext, step: int, reason: str, verdict: Verdict | None) -> None:
+    """Say that no launch may use it; the next one, which owns the run then, puts it aside."""
+    context.note(
+        EventKind.CHECKPOINT_REJECTED,
+        checkpoint_step=step,
+        cause=verdict.cause if verdict else None,
+        reason=verdict.reason if verdict else reason,
+    )
+    say(f"checkpoint of step {step} rejected: {reason}")
 
 
 def _go_back(context: AttemptContext, action: Action, verdict: Verdict | None) -> None:

@@ -13,13 +13,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hpctrain.nodes.blame import is_singular
-from hpctrain.supervise.preflight import MARK, SHUTDOWN
+from hpctrain.supervise.documents import UnfitNode
+from hpctrain.supervise.preflight import INPUTS, MARK, RUN_DIRECTORY, SHUTDOWN
 
 # munge refuses credentials at 300 s (munged(8), --max-ttl); the answer itself takes some seconds.
 _LARGEST_SKEW_SECONDS = 60.0
 _UNFINISHED = "checks"
 # A node that fails one of these cannot take part in a launch.
-_INDISPENSABLE = frozenset({"run directory", SHUTDOWN, _UNFINISHED})
+_INDISPENSABLE = frozenset({RUN_DIRECTORY, INPUTS, SHUTDOWN, _UNFINISHED})
 
 
 @dataclass(frozen=True)
@@ -117,10 +118,23 @@ class ProbeResult:
         return tuple(node for node in self.asked if node in gone | (answered - usable))
 
     @property
+    def unfit_with_reason(self) -> tuple[UnfitNode, ...]:
+        """The nodes that answer and have a fault that blocks, with the first such fault."""
+        blocking = ((one, [p for p in one.problems if p.blocks]) for one in self.broken)
+        return tuple(UnfitNode(one.node, str(faults[0])) for one, faults in blocking if faults)
+
+    @property
     def shared(self) -> tuple[str, ...]:
         """What is wrong on most nodes alike, so that another node would not help."""
-        texts = (str(p) for one in self.answers for p in one.problems if p not in self._own(one))
-        return tuple(dict.fromkeys(texts))
+        return tuple(dict.fromkeys(map(str, self._shared())))
+
+    @property
+    def shared_blocking(self) -> tuple[str, ...]:
+        """What of it keeps launches from running."""
+        return tuple(dict.fromkeys(str(problem) for problem in self._shared() if problem.blocks))
+
+    def _shared(self) -> tuple[NodeProblem, ...]:
+        return tuple(p for one in self.answers for p in one.problems if p not in self._own(one))
 
     @property
     def kernel_lines(self) -> tuple[KernelLine, ...]:

@@ -14,16 +14,30 @@ from hpctrain.store.ledger import Event, EventKind
 from hpctrain.supervise.causes import Cause
 from hpctrain.supervise.documents import ActionKind
 
+# slurm.h: INFINITE and NO_VAL are 0xffffffff and 0xfffffffe.
+_NO_TIME = 0xFFFFFFFE
+
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of the job by Slurm; `cluster` is Slurm's ClusterName, None if not told."""
+    """One start of the job by Slurm; `cluster` is Slurm's ClusterName, None if not told.
+
+    `array_job_id`: of an element of a job array the id of the whole. `end_time`: its time limit
+    when it started, in seconds since the epoch; None before Slurm 24.05.
+    """
 
     job_id: int
     restart_count: int
     nodes: str
     node: str
     cluster: str | None = None
+    array_job_id: int | None = None
+    end_time: float | None = None
+
+    @property
+    def submitted_id(self) -> int:
+        """The id that sbatch has printed."""
+        return self.array_job_id or self.job_id
 
     def __str__(self) -> str:
         return f"{self.job_id}.{self.restart_count}"
@@ -38,12 +52,19 @@ def attempt_from(environment: Mapping[str, str]) -> Attempt:
             nodes=environment["SLURM_JOB_NODELIST"],
             node=environment.get("SLURMD_NODENAME", ""),
             cluster=environment.get("SLURM_CLUSTER_NAME") or None,
+            array_job_id=int(environment.get("SLURM_ARRAY_JOB_ID") or 0) or None,
+            end_time=_seconds(environment.get("SLURM_JOB_END_TIME", "")),
         )
     except (KeyError, ValueError) as error:
         raise UsageError(
             f"the supervisor runs inside a Slurm job, but {error} is missing or wrong",
             hint="submit the script with `hpctrain submit` or `sbatch`",
         ) from error
+
+
+def _seconds(text: str) -> float | None:
+    """Seconds since the epoch; None for what is no such number, such as NO_VAL for no limit."""
+    return float(text) if text.isdigit() and int(text) < _NO_TIME else None
 
 
 def unfinished_attempt(events: Sequence[Event], current: Attempt) -> Event | None:

@@ -36,6 +36,8 @@ class Cause(StrEnum):
     DIVERGED = "diverged"
     SUSPECT_NUMERICS = "suspect_numerics"
     BAD_CHECKPOINT = "bad_checkpoint"
+    LOAD_FAILED = "load_failed"
+    DATA_CHANGED = "data_changed"
     CONFIG_ERROR = "config_error"
     USER_ERROR = "user_error"
     CONTROLLER_AWAY = "controller_away"
@@ -71,6 +73,7 @@ RUN_CAUSES = frozenset(
         Cause.HOST_OOM,
         Cause.DATA_LOADER,
         Cause.DIVERGED,
+        Cause.LOAD_FAILED,
         Cause.UNKNOWN,
     }
 )
@@ -83,6 +86,7 @@ FINAL_CAUSES = frozenset(
         Cause.DEADLINE,
         Cause.DISK_FULL,
         Cause.BAD_CHECKPOINT,
+        Cause.DATA_CHANGED,
         Cause.CONFIG_ERROR,
         Cause.USER_ERROR,
         Cause.CANCELLED,

@@ -35,6 +35,9 @@ class SuperviseConfig(Document):
     `shapes` is ordered from the planned size to the smallest; empty means the size in the script
     only. `budgets` holds the spec's own numbers only (see `policy.BUDGETS` for the others).
     `mttf_seconds` is the expected time between failures of the whole run, before it has had any.
+    `inputs` are the files and directories that every node must be able to read.
+    `warning_seconds` is how long before the time limit Slurm warns, which is what a stop may take;
+    0 if nobody has told.
     """
 
     schema_version: Literal[1] = 1
@@ -47,6 +50,7 @@ class SuperviseConfig(Document):
     stall_seconds: float
     setup_stall_seconds: float
     kill_wait_seconds: float
+    warning_seconds: float = 0.0
     verify: Literal["auto", "size", "sha256"]
     cluster: str = ""
     budgets: dict[str, int] = Field(default_factory=dict)
@@ -61,6 +65,7 @@ class SuperviseConfig(Document):
     cluster_nodes: int = 0
     node_ledger: str | None = None
     mttf_seconds: float | None = None
+    inputs: tuple[str, ...] = ()
 
 
 class ActionKind(StrEnum):
@@ -78,8 +83,10 @@ class ActionKind(StrEnum):
 class RankExit:
     """How one rank says that it ended; `cause` is the trainer's own word for it, if it has one.
 
-    `ended_at` is in seconds since the epoch, 0 if unknown. `signal` names the one that has asked
-    this rank to leave, such as SIGTERM; `signalled_ranks` (of rank 0) are all that got one.
+    `ended_at` is in seconds since the epoch, 0 if unknown. `node_dependent`: what it names may be
+    wrong on its node only. `loading_step` is the checkpoint that it could not load, if no machine
+    was why. `signal` names the one that has asked this rank to leave, such as SIGTERM;
+    `signalled_ranks` (of rank 0) are all that got one.
     """
 
     rank: int
@@ -89,8 +96,18 @@ class RankExit:
     cause: str | None = None
     step: int = 0
     ended_at: float = 0.0
+    node_dependent: bool = False
     signal: str | None = None
     signalled_ranks: tuple[int, ...] = ()
+    loading_step: int | None = None
+
+
+@dataclass(frozen=True)
+class UnfitNode:
+    """A node that answers and on which no launch can run as it is; `problem` is what it lacks."""
+
+    node: str
+    problem: str
 
 
 @dataclass(frozen=True)
@@ -164,11 +181,15 @@ class Evidence:
 
     `signals` are those that the supervisor got while the launch ran. `lost_nodes` did not answer a
     probe after the launch (`probed`), or Slurm says they are down; `leaving_nodes` answer and are
-    being shut down or rebooted.
+    being shut down or rebooted. `unfit_nodes` failed a check of the probe that most others passed,
+    without which no launch can run; `common_problems` are failures of such checks on most nodes
+    alike.
     `step_remains`: Slurm has not ended the step, so something of it may still run somewhere.
     `nodes` are those of the launch in the order of its ranks, if that is known.
     `resume_step` is where the launch began, `last_step` the last finished step it told of,
-    `checkpoint_step` the newest verified checkpoint.
+    `checkpoint_step` the newest verified checkpoint. `left_startup`: the supervisor has ended the
+    step, because a stop was asked before any step was trained. `limit_near`: the time limit is
+    near, and Slurm's own warning has not come.
     """
 
     done: bool
@@ -188,6 +209,8 @@ class Evidence:
     findings: tuple[Finding, ...] = ()
     probed: bool = False
     lost_nodes: tuple[str, ...] = ()
+    unfit_nodes: tuple[UnfitNode, ...] = ()
+    common_problems: tuple[str, ...] = ()
     leaving_nodes: tuple[str, ...] = ()
     step_remains: bool = False
     world_size: int = 0
@@ -195,15 +218,33 @@ class Evidence:
     resume_step: int = 0
     last_step: int | None = None
     checkpoint_step: int | None = None
+    left_startup: bool = False
+    limit_near: bool = False
+
+
+class Suspicion(StrEnum):
+    """How far a verdict counts as evidence against the nodes that it names.
+
+    CAUSE: as far as its cause does. OUTSIDE: a rank was killed by a signal that no kernel explains,
+    which is what people do. NONE: the program itself failed, wherever it ran. UNFIT: the nodes lack
+    what other nodes of the launch have.
+    """
+
+    CAUSE = "cause"
+    OUTSIDE = "outside"
+    NONE = "none"
+    UNFIT = "unfit"
 
 
 @dataclass(frozen=True)
 class Verdict:
     """Why a launch ended, in one word, one sentence and the lines that say so.
 
-    `nodes` are the suspects, `hard` says that their hardware is at fault beyond doubt.
+    `nodes` are where it happened, `suspicion` says how far that speaks against them, and `hard`
+    that their hardware is at fault beyond doubt.
     `fingerprint` is equal for failures that are the same (class and place of the error, without
     addresses and numbers that change). `step` is the step at which it happened, if known.
+    `checkpoint_step` is the checkpoint that is at fault, for the causes about one.
     `broken_allocation`: nothing can be launched with what Slurm has given this job.
     """
 
@@ -217,7 +258,14 @@ class Verdict:
     fingerprint: str = ""
     step: int | None = None
     hold: bool = False
+    suspicion: Suspicion = Suspicion.CAUSE
+    checkpoint_step: int | None = None
     broken_allocation: bool = False
+
+    @property
+    def unfit_nodes(self) -> tuple[str, ...]:
+        """Nodes on which no launch can run as they are."""
+        return self.nodes if self.suspicion is Suspicion.UNFIT else ()
 
 
 @dataclass(frozen=True)
@@ -225,9 +273,10 @@ class Situation:
     """What the supervisor has to work with when it decides.
 
     `keeps_nodes` is False once Slurm ends the job. `healthy_nodes` are those of the allocation
-    that answer; `needed_nodes` what the next launch takes at full size, `least_nodes` at the
+    that can be used; `needed_nodes` what the next launch takes at full size, `least_nodes` at the
     smallest. `exclude` are nodes of the cluster that the node ledger says to avoid, `exclude_here`
     those of them that are healthy ones of the allocation, and `why_exclude` has the words.
+    `unfit` are nodes of the cluster on which this run cannot work as they are.
     `good_checkpoints` are steps, newest first. `followed`: where Slurm does not requeue, another
     job of the run is there to go on. `storage_away`: the ledger cannot be written at the moment.
     `restarts` is how often Slurm has started this job before.
@@ -241,6 +290,7 @@ class Situation:
     exclude: tuple[str, ...] = ()
     exclude_here: tuple[str, ...] = ()
     why_exclude: str = ""
+    unfit: tuple[str, ...] = ()
     good_checkpoints: tuple[int, ...] = ()
     followed: bool = True
     storage_away: bool = False
@@ -252,8 +302,9 @@ class Action:
     """What is done about a verdict and why.
 
     `exclude` are nodes that the next launch avoids; `rollback_to` is the checkpoint step to go
-    back to, with `skip_steps` batches left out. `observed` says what would have been done had the
-    spec allowed it.
+    back to, with `skip_steps` batches left out. `rejected_step` is a checkpoint that no launch uses
+    any more; it is kept in quarantine. `observed` says what would have been done had the spec
+    allowed it.
     """
 
     kind: ActionKind
@@ -263,6 +314,7 @@ class Action:
     exclude: tuple[str, ...] = ()
     rollback_to: int | None = None
     skip_steps: int = 0
+    rejected_step: int | None = None
     observed: tuple[str, ...] = ()
 
 
@@ -273,7 +325,9 @@ class History:
     Counted since the last launch that brought a new checkpoint: `failures_without_progress` all
     failures, `time_limits_without_progress`, `by_cause` each cause, `same_fingerprint` those in a
     row like the present one. `recent_failures` are all within the storm window, with or without
-    progress. `anomalies_at_step` are earlier ones of numerics at the present step.
+    progress. `anomalies_at_step` are earlier ones of numerics at the present step,
+    `failed_loads` those in which the checkpoint of the present launch could not be loaded, the
+    present one included.
     """
 
     failures_without_progress: int
@@ -283,6 +337,7 @@ class History:
     recent_failures: int = 0
     anomalies_at_step: int = 0
     ever_progressed: bool = False
+    failed_loads: int = 0
 
     def of(self, cause: Cause) -> int:
         """Launches without progress that ended by this cause."""

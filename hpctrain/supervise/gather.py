@@ -74,6 +74,8 @@ def _gather(context: AttemptContext, launch: Launch, watch: LaunchWatch) -> Evid
         resume_step=watch.resume_step,
         last_step=progress.step if progress and progress.epoch == watch.epoch else None,
         checkpoint_step=next(good, None),
+        left_startup=watch.left_startup,
+        limit_near=watch.limit_near,
     )
 
 
@@ -144,7 +146,7 @@ def needs_a_look(evidence: Evidence) -> bool:
     """True if something has failed, so that logs, kernels and nodes have to be asked why."""
     if evidence.done or evidence.superseded or evidence.cancel_requested:
         return False
-    if evidence.stop_requested_by or evidence.hold_requested_by:
+    if evidence.stop_requested_by or evidence.hold_requested_by or evidence.left_startup:
         return False
     left_well = bool(evidence.rank_exits) and all(
         rank.outcome in _GOOD_OUTCOMES for rank in evidence.rank_exits
@@ -181,8 +183,10 @@ def _rank_exit(record: ExitRecord) -> RankExit:
         cause=record.cause,
         step=record.step,
         ended_at=record.time,
+        node_dependent=record.node_dependent,
         signal=record.signal,
         signalled_ranks=record.signalled_ranks,
+        loading_step=record.loading_step,
     )
 
 
@@ -198,14 +202,17 @@ def _cancel_confirmed(context: AttemptContext, job: JobFacts | None) -> bool:
     """A cancel since this attempt started that Slurm has carried out, as far as it tells.
 
     An older one was taken back by whoever restarted the job, and one that never reached Slurm,
-    which runs the job as ever, is no end of it.
+    which runs the job as ever, is no end of it. A silent Slurm confirms nothing; the signal with
+    which it ends jobs does.
     """
     if job is not None and job.state == "RUNNING":
+        return False
+    if job is None and not context.signals.final:
         return False
     requested_here = False
     for event in context.ledger.events():
         if event.job_id == context.job_id:
-            requested_here = event.event is EventKind.CANCEL_REQUESTED or (
-                requested_here and event.event is not EventKind.ATTEMPT_STARTED
-            )
+            asked = event.event in (EventKind.CANCEL_REQUESTED, EventKind.CANCELLED)
+            taken_back = event.event in (EventKind.ATTEMPT_STARTED, EventKind.CANCEL_FAILED)
+            requested_here = asked or (requested_here and not taken_back)
     return requested_here

@@ -24,12 +24,15 @@ from hpctrain.supervise.causes import Cause
 from hpctrain.supervise.classify import classify
 from hpctrain.supervise.context import AttemptContext, say
 from hpctrain.supervise.control import clear_stale_requests
+from hpctrain.supervise.data_check import data_problem
 from hpctrain.supervise.documents import Evidence, Verdict
+from hpctrain.supervise.fresh_start import decisions_of, why_fresh_start
 from hpctrain.supervise.gather import gather
-from hpctrain.supervise.past import pending_rollback, pinned_steps
+from hpctrain.supervise.past import pinned_steps
 from hpctrain.supervise.postmortem import Prober, Traces, ask_nodes, examine, newest_logged_step
 from hpctrain.supervise.process import Launch, free_port
 from hpctrain.supervise.stragglers import SlowRank
+from hpctrain.supervise.time_limit import Outlook
 from hpctrain.supervise.watch import Experience, LaunchWatch
 
 
@@ -61,23 +64,34 @@ class Launcher:
         self.epoch = 0
         self.name = f"{context.attempt} on {context.attempt.node}"
         self._experience: Experience | None = None
+        self._outlook: Outlook | None = None
         self._seen: frozenset[KernelLine] = frozenset()
 
-    def launch(self, placement: Placement, job_nodes: Sequence[str]) -> Ended:
+    def launch(
+        self, placement: Placement, job_nodes: Sequence[str], outlook: Outlook | None = None
+    ) -> Ended:
         """Run the trainer once on `placement`, from the newest checkpoint that is not given up.
 
-        `job_nodes` are all nodes of the job; they are asked if the launch fails.
+        `job_nodes` are all nodes of the job; they are asked if the launch fails. `outlook` is what
+        Slurm has just said about the time limit.
         """
-        context = self.context
+        context, self._outlook = self.context, outlook
         run = context.run_layout
         run.require()
         self.epoch = claim_epoch(run.epochs, self.name)
         fence_off(run.checkpoints, self.epoch)
         clear_stale_requests(run)
         try:
+            changed = data_problem(context)
+            if changed is not None:
+                return self._not_begun(changed)
             start = self._select_checkpoint()
         except CheckpointError as error:
-            return Ended(Verdict(Cause.BAD_CHECKPOINT, str(error)))
+            words = f"{error}; {error.hint}" if error.hint else str(error)
+            return self._not_begun(Verdict(Cause.BAD_CHECKPOINT, words))
+        except OSError as error:
+            words = f"{error.filename or run.checkpoints}: {error.strerror or error}"
+            return self._not_begun(Verdict(Cause.STORAGE, words))
         resume_step = start.step if start else 0
         self.launches += 1
         context.note(
@@ -90,7 +104,15 @@ class Launcher:
         )
         ended, exit_code = self._watch(placement, start, job_nodes)
         self._note_end(ended.verdict, resume_step, exit_code)
+        say(f"launch {self.launches} ended: {ended.verdict.cause}: {ended.verdict.reason}")
         return ended
+
+    def _not_begun(self, verdict: Verdict) -> Ended:
+        """No rank was started. It is written down like the end of a launch, because budgets count
+        these."""
+        self._note_end(verdict, None, None)
+        say(f"nothing was launched: {verdict.cause}: {verdict.reason}")
+        return Ended(verdict)
 
     def _watch(
         self, placement: Placement, start: Checkpoint | None, job_nodes: Sequence[str]
@@ -129,25 +151,30 @@ class Launcher:
             experience=self._experience,
             tasks=placement.shape.tasks if placement.shape else 0,
             nodes=placement.nodes or job_nodes,
+            outlook=self._outlook,
         )
 
     def _select_checkpoint(self) -> Checkpoint | None:
         context = self.context
-        at_most_step = pending_rollback(context.ledger.events())
+        events = context.ledger.events()
         root, level = context.run_layout.checkpoints, context.config.verify
-        selection = select_for_resume(root, level, at_most_step=at_most_step)
+        selection = select_for_resume(root, level, decisions_of(events))
         for bad in selection.rejected:
             context.note(
-                EventKind.CHECKPOINT_REJECTED, checkpoint_step=bad.step, reason=bad.problem
+                EventKind.CHECKPOINT_REJECTED,
+                checkpoint_step=bad.step,
+                cause=Cause.BAD_CHECKPOINT,
+                reason=bad.problem,
             )
             say(f"checkpoint of step {bad.step} rejected: {bad.problem}")
         found = selection.checkpoint
-        context.note(
-            EventKind.RESUME,
-            resume_step=found.step if found else 0,
-            reason=f"from verified checkpoint {found.directory.name}" if found else "fresh start",
+        words = (
+            why_fresh_start(context.run_layout, events)
+            if found is None
+            else f"from verified checkpoint {found.directory.name}"
         )
-        say(f"resume from step {found.step}" if found else "fresh start from step 0")
+        context.note(EventKind.RESUME, resume_step=found.step if found else 0, reason=words)
+        say(f"resume from step {found.step}" if found else f"{words}, from step 0")
         return found
 
     def _environment(self, placement: Placement, start: Checkpoint | None) -> dict[str, str]:
@@ -175,13 +202,13 @@ class Launcher:
         except SlurmError:
             return first
 
-    def _note_end(self, verdict: Verdict, resume_step: int, code: int | None) -> None:
+    def _note_end(self, verdict: Verdict, resume_step: int | None, code: int | None) -> None:
         run = self.context.run_layout
         progress = read_record(run.progress, Progress)
         self.context.note(
             EventKind.LAUNCH_ENDED,
             epoch=self.epoch,
-            launch=self.launches,
+            launch=self.launches if resume_step is not None else None,
             cause=verdict.cause,
             reason=verdict.reason,
             evidence=verdict.evidence,
@@ -195,7 +222,6 @@ class Launcher:
             checkpoint_step=newest_good(run),
             exit_code=code,
         )
-        say(f"launch {self.launches} ended: {verdict.cause}: {verdict.reason}")
 
 
 def newest_good(run: RunLayout) -> int | None:

@@ -54,10 +54,13 @@ from hpctrain.supervise.postmortem import (
     newest_logged_step,
 )
 from hpctrain.supervise.process import Signals
+from hpctrain.supervise.run_jobs import identity_of
 from hpctrain.supervise.settings import read_supervise_config
-from hpctrain.supervise.situation import allocation_of, assess
+from hpctrain.supervise.situation import allocation_of, assess, blame_lost_attempt
+from hpctrain.supervise.step_ids import use_up_step_ids
 from hpctrain.supervise.storage import outlast
-from hpctrain.supervise.succession import ensure_successor, must_leave
+from hpctrain.supervise.succession import adopt_own_job, ensure_successor, must_leave
+from hpctrain.supervise.time_limit import Outlook, look_ahead, why_no_launch
 
 __all__ = ["Supervisor", "read_supervise_config"]
 
@@ -89,6 +92,7 @@ class Supervisor:
         self.launcher = Launcher(self.context, argv, environment, ask)
         self.ask_nodes = ask
         self.guard = Guard(self.context)
+        self._identity = identity_of(run_layout.directory)
         self._begun = self._opened = False
         self._lost: tuple[Event, Verdict] | None = None
 
@@ -144,7 +148,12 @@ class Supervisor:
                     if action is not None:
                         return act(self.context, action)
                     self._begun = True
-                ended = ended or self._launch(allocation)
+                if ended is None:
+                    outlook = look_ahead(self.context)
+                    forbidden = self._why_not_now(outlook)
+                    if forbidden is not None:
+                        return act(self.context, forbidden)
+                    ended = self._launch(allocation, outlook)
                 allocation, action = self._decide(allocation, ended)
                 exit_code = act(self.context, action, ended.verdict)
             except OSError as error:
@@ -184,10 +193,12 @@ class Supervisor:
         if words is not None:
             return Action(ActionKind.LEAVE, words)
         if not self._opened:
+            adopt_own_job(context)
             self._open_attempt()
         action = self._why_not_begin()
         if action is None:
             ensure_successor(context)
+            use_up_step_ids(context, self.launcher.environment)
         return action
 
     def _open_attempt(self) -> None:
@@ -210,16 +221,21 @@ class Supervisor:
             cause=cause,
             reason=reason,
         )
-        return Verdict(cause, reason)
+        verdict = Verdict(cause, reason)
+        blame_lost_attempt(self.context, lost, verdict)
+        return verdict
 
     def _why_lost(self, lost: Event, events: list[Event]) -> tuple[Cause, str]:
         """Of another job Slurm may still know how it ended; of our own we are the next attempt."""
         context = self.context
         if lost.job_id is not None and lost.job_id != context.job_id:
             with contextlib.suppress(SlurmError):
-                found = why_ended(context.slurm.jobs([lost.job_id]).get(lost.job_id), begun=True)
-                if found is not None:
-                    return found
+                record = context.slurm.jobs([lost.job_id]).get(lost.job_id)
+                own = record is not None and lost.cluster in (None, record.cluster)
+                if record is not None and own and self._identity.confirms(record):
+                    found = why_ended(record, begun=True)
+                    if found is not None:
+                        return found
         return why_lost(lost, events, context.attempt)
 
     def _why_not_begin(self) -> Action | None:
@@ -254,14 +270,14 @@ class Supervisor:
 
     # -- launch after launch ---------------------------------------------------------------
 
-    def _launch(self, allocation: Allocation) -> Ended:
+    def _launch(self, allocation: Allocation, outlook: Outlook | None) -> Ended:
         placement = place(self.context.config, allocation)
         if placement is None:
             words = f"{len(allocation.healthy)} of {len(allocation.nodes)} nodes answer"
             return Ended(Verdict(Cause.NODE_FAILURE, words))
         # The step of a lost node stays in Slurm's list until it gives the node up.
         placement = replace(placement, overlap=bool(allocation.lost))
-        return self.launcher.launch(placement, allocation.nodes)
+        return self.launcher.launch(placement, allocation.nodes, outlook)
 
     def _decide(self, allocation: Allocation, ended: Ended) -> tuple[Allocation, Action]:
         """What follows, and the nodes that are left for it."""
@@ -270,6 +286,7 @@ class Supervisor:
         if probe is not None and not probe.trouble:
             leaving = probe.leaving if verdict.cause is Cause.NODE_FAILURE else ()
             allocation = allocation.with_lost({*probe.unfit, *leaving})
+        allocation = allocation.without(verdict.unfit_nodes)
         situation = assess(self.context, allocation, verdict, ended)
         action = decide(verdict, self._history(), situation, config)
         doubtful = probe.doubtful if probe is not None else ()
@@ -288,10 +305,24 @@ class Supervisor:
 
     # -- between two launches --------------------------------------------------------------
 
+    def _why_not_now(self, outlook: Outlook | None) -> Action | None:
+        """Too little time is left for a launch: the next attempt has more.
+
+        An attempt that has not launched anything counts as one that met its time limit, so that a
+        limit that is too short for any launch is named in the end.
+        """
+        verdict = why_no_launch(self.context, outlook)
+        if verdict is None:
+            return None
+        if self.launcher.launches == 0:
+            self._note_end(verdict)
+        situation = assess(self.context, allocation_of(self.context), verdict)
+        return decide(verdict, self._history(), situation, self.context.config)
+
     def _pause(self, delay_seconds: float) -> None:
-        """Wait before a relaunch, but not when the job is being ended or somebody asks."""
+        """Wait before a relaunch, but not once a signal has come or somebody asks."""
         deadline = time.monotonic() + delay_seconds
-        while time.monotonic() < deadline and not self.context.signals.final:
+        while time.monotonic() < deadline and not self.context.signals.names:
             if self._request() is not None:
                 break
             time.sleep(0.1)

@@ -7,6 +7,7 @@ belong here: time limits (`preflight`), or judging by comparison (`answers`).
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -116,6 +117,31 @@ def check_directory(report: Report, directory: Path, node: str) -> None:
     space = os.statvfs(directory)
     report.facts["free_bytes"] = space.f_bavail * space.f_frsize
     report.facts["free_inodes"] = space.f_favail
+
+
+def check_inputs(report: Report, settings: Path | None) -> None:
+    """Look for every file and directory that the run reads, and whether it may be read.
+
+    `settings` lists them; where it cannot be read, the check of the run directory says so.
+    """
+    try:
+        inputs = json.loads(settings.read_bytes()).get("inputs", []) if settings else []
+    except (OSError, ValueError):
+        return
+    missing = [(path, reason) for path in inputs if (reason := _why_unreadable(path)) is not None]
+    if missing:
+        path, reason = missing[0]
+        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        report.problem(f"cannot read {path}: {reason}{more}")
+
+
+def _why_unreadable(path: str) -> str | None:
+    """stat(2) asks the server of a network file system; access(2) asks for this user."""
+    try:
+        os.stat(path)
+    except OSError as error:
+        return f"[Errno {error.errno}] {error.strerror}"
+    return None if os.access(path, os.R_OK) else "no permission"
 
 
 def check_shared_memory(report: Report) -> None:

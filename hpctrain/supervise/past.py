@@ -32,6 +32,10 @@ def history(events: Sequence[Event], window_seconds: float = 1800.0) -> History:
         if event.event is EventKind.ROLLED_BACK:
             best = event.checkpoint_step or 0
             continue
+        if event.event is EventKind.FRESH_START_ACCEPTED:
+            best = 0
+        if event.event is EventKind.CHECKPOINT_REJECTED and event.checkpoint_step:
+            best = min(best, event.checkpoint_step - 1)  # saving it again is progress
         if event.event is EventKind.CONTROL and event.action == "resume":
             by_cause.clear()  # a person has looked at it
             prints.clear()
@@ -53,6 +57,7 @@ def history(events: Sequence[Event], window_seconds: float = 1800.0) -> History:
         recent_failures=_recent(ends, window_seconds),
         anomalies_at_step=_anomalies(ends),
         ever_progressed=ever,
+        failed_loads=_failed_loads(events),
     )
 
 
@@ -73,9 +78,23 @@ def pending_rollback(events: Sequence[Event]) -> int | None:
     return None
 
 
+def pending_rejections(events: Sequence[Event]) -> dict[int, str]:
+    """Steps of checkpoints that were given up since the last launch began, with the reasons."""
+    found: dict[int, str] = {}
+    for event in events:
+        if event.event is EventKind.LAUNCH_STARTED:
+            found.clear()
+        if event.event is EventKind.CHECKPOINT_REJECTED and event.checkpoint_step:
+            found[event.checkpoint_step] = event.reason or "rejected"
+    return found
+
+
 def pinned_steps(events: Sequence[Event]) -> tuple[int, ...]:
-    """Checkpoints from before the newest anomalies of numerics: whoever looks into one needs them,
-    and retention must leave them, for it knows only which are the newest."""
+    """Checkpoints that retention must leave, for it knows only which are the newest.
+
+    Those from before the newest anomalies of numerics, which whoever looks into one needs; and the
+    one that was used when a newer one was given up, because it is known to load.
+    """
     steps = [
         event.checkpoint_step
         for event in events
@@ -83,7 +102,23 @@ def pinned_steps(events: Sequence[Event]) -> tuple[int, ...]:
         and event.cause in _NUMERICS
         and event.checkpoint_step
     ]
-    return tuple(dict.fromkeys(steps))[-_MOST_PINNED:]
+    pinned = tuple(dict.fromkeys(steps))[-_MOST_PINNED:]
+    loaded = loaded_instead(events)
+    return pinned if loaded is None or loaded in pinned else (*pinned, loaded)
+
+
+def loaded_instead(events: Sequence[Event]) -> int | None:
+    """The step that the launch after the newest rejection began at; None without one, and where
+    a person has accepted a start at step 0 since."""
+    rejected, found = False, None
+    for event in events:
+        if event.event is EventKind.CHECKPOINT_REJECTED:
+            rejected = True
+        if event.event is EventKind.FRESH_START_ACCEPTED:
+            rejected, found = False, None
+        if event.event is EventKind.LAUNCH_STARTED and rejected:
+            rejected, found = False, event.resume_step or None
+    return found
 
 
 def mean_time_to_failure(events: Sequence[Event], prior_seconds: float | None) -> float | None:
@@ -108,6 +143,22 @@ def mean_time_to_failure(events: Sequence[Event], prior_seconds: float | None) -
 def _only_resumed(event: Event) -> bool:
     """The launch brought nothing new itself: it had begun where an earlier one got to."""
     return (event.checkpoint_step or 0) <= (event.resume_step or 0)
+
+
+def _failed_loads(events: Sequence[Event]) -> int:
+    """Launches that could not load the checkpoint of the last one, since it was last put aside or
+    a person had the run go on."""
+    ends = [event for event in events if event.event in _ENDS]
+    if not ends or ends[-1].cause != Cause.LOAD_FAILED:
+        return 0
+    step, count = ends[-1].resume_step, 0
+    for event in events:
+        rejected = event.event is EventKind.CHECKPOINT_REJECTED and event.checkpoint_step == step
+        if rejected or (event.event is EventKind.CONTROL and event.action == "resume"):
+            count = 0
+        same = event.event is EventKind.LAUNCH_ENDED and event.resume_step == step
+        count += same and event.cause == Cause.LOAD_FAILED
+    return count
 
 
 def _same(prints: list[str]) -> int:

@@ -40,6 +40,7 @@ _SRUN_SILENT_SECONDS = 75.0
 # ... and what it waits for (the ghost of an earlier step, a restarting controller) takes minutes.
 _SRUN_WAITS_SECONDS = 300.0
 LAUNCHING = "launching"
+_STARTUP = frozenset({"starting", "loading"})
 
 
 class StallLimits:
@@ -91,6 +92,11 @@ class Pulse:
         self._at = now
         self._unseen_seconds = 0.0
         self._steps_seen = 0
+
+    @property
+    def in_startup(self) -> bool:
+        """No sign has told yet that the start is over, so no step has been trained."""
+        return not self.started or self._phase in _STARTUP
 
     def sign(self, phase: str, step: int, step_seconds: float | None, now: float) -> None:
         """The trainer has said something new at the time `now`."""

@@ -6,8 +6,9 @@ nothing; every other cause, a signal that nobody explains among them, has a budg
 progress fills up again; a run that is over without being done and without having been asked to end
 leaves with a code that is not 0; nodes are kept
 while enough of them are good, because a queue costs hours and a relaunch seconds; what could do
-harm (avoiding nodes, going back) is only said until the spec allows it; "unknown" never does
-anything that could lose work.
+harm (avoiding nodes, going back) is only said until the spec allows it, but a node on which this
+run cannot work as it is (unfit) is left in any case; "unknown" never does anything that could lose
+work.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from hpctrain.supervise.documents import (
     Verdict,
 )
 from hpctrain.supervise.numerics import decide_numerics
+from hpctrain.supervise.unusable_checkpoint import decide_checkpoint
 
 STOPPED_EXIT_CODE = 1
 # Retries without a new checkpoint, where they differ from `failures_without_progress` - 1.
@@ -46,6 +48,8 @@ RETRIES = {
     Cause.DATA_LOADER: 1,
     Cause.DIVERGED: 1,
     Cause.SUSPECT_NUMERICS: 1,
+    # Two tries for each of two checkpoints: when both cannot be loaded, something else is wrong.
+    Cause.LOAD_FAILED: 3,
 }
 # All causes together: a run that fails in ever new ways is stopped, too.
 _ALL_CAUSES_FACTOR = 4
@@ -74,7 +78,7 @@ def decide(
     verdict: Verdict, history: History, situation: Situation, config: SuperviseConfig
 ) -> Action:
     """The action for one verdict. `history` includes the launch that the verdict is about."""
-    for rule in (_ended, _final, _spent, _numerics):
+    for rule in (_ended, _spent_loading, _checkpoint, _final, _spent, _numerics):
         action = rule(verdict, history, situation, config)
         if action is not None:
             return action
@@ -98,6 +102,29 @@ def _ended(
     if verdict.cause is Cause.YIELDED:
         return Action(ActionKind.STOP, f"{verdict.reason}; go on with `hpctrain resume`")
     return None
+
+
+def _checkpoint(
+    verdict: Verdict, history: History, situation: Situation, config: SuperviseConfig
+) -> Action | None:
+    action = decide_checkpoint(verdict, history, situation, config)
+    if action is None or action.kind is not ActionKind.RELAUNCH:
+        return action
+    if verdict.already_requeued:
+        return replace(action, kind=ActionKind.LEAVE)
+    if not situation.keeps_nodes:
+        later = _go_on_later(verdict, situation, config)
+        return replace(action, kind=later.kind, exit_code=later.exit_code)
+    return action
+
+
+def _spent_loading(
+    verdict: Verdict, history: History, situation: Situation, config: SuperviseConfig
+) -> Action | None:
+    """Before stepping back once more: it does not help."""
+    if verdict.cause is not Cause.LOAD_FAILED:
+        return None
+    return _spent(verdict, history, situation, config)
 
 
 def _final(
@@ -199,7 +226,8 @@ def _go_on_later(verdict: Verdict, situation: Situation, config: SuperviseConfig
         return _stop(f"{verdict.reason}; this site does not requeue: `hpctrain resume` goes on")
     chain = _CHAINS[config.continuation]
     if situation.followed:
-        return Action(ActionKind.LEAVE, f"{verdict.reason}: the next job of the {chain} resumes")
+        words = f"{verdict.reason}: the next job of the {chain} resumes"
+        return _avoiding(Action(ActionKind.LEAVE, words), situation, config)
     reason = f"{verdict.reason}; no job of the {chain} is left: `hpctrain resubmit` goes on"
     return Action(ActionKind.LEAVE, reason, STOPPED_EXIT_CODE)
 
@@ -233,7 +261,8 @@ def _must_change_nodes(verdict: Verdict, situation: Situation, config: Supervise
 
 def _too_few(situation: Situation) -> str:
     good = situation.healthy_nodes
-    return f"{good} of {situation.allocated_nodes} nodes answer, {situation.least_nodes} are needed"
+    what = "are fit" if situation.unfit else "answer"
+    return f"{good} of {situation.allocated_nodes} nodes {what}, {situation.least_nodes} are needed"
 
 
 def _where(verdict: Verdict, situation: Situation, config: SuperviseConfig) -> str:
@@ -282,14 +311,17 @@ def _weather(history: History, situation: Situation, config: SuperviseConfig, co
 
 
 def _avoiding(action: Action, situation: Situation, config: SuperviseConfig) -> Action:
-    """With the nodes that the node ledger says to avoid, or the word that they would be."""
-    if not situation.exclude:
-        return action
+    """Without the nodes that are unfit for this run, and those that the node ledger says to avoid;
+    where the spec does not allow the latter, with the word that they would be."""
     if config.exclude_nodes == "act":
-        return replace(action, exclude=situation.exclude)
-    nodes = ", ".join(situation.exclude)
+        exclude = tuple(dict.fromkeys((*situation.exclude, *situation.unfit)))
+        return replace(action, exclude=exclude)
+    action = replace(action, exclude=situation.unfit)
+    others = [node for node in situation.exclude if node not in situation.unfit]
+    if not others:
+        return action
     why = f" ({situation.why_exclude})" if situation.why_exclude else ""
-    return replace(action, observed=(*action.observed, f"would avoid {nodes}{why}"))
+    return replace(action, observed=(*action.observed, f"would avoid {', '.join(others)}{why}"))
 
 
 def _stop(reason: str) -> Action:

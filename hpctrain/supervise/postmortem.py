@@ -62,7 +62,12 @@ def ask_nodes(context: AttemptContext, nodes: Sequence[str], since: float) -> Pr
         context.slurm,
         context.job_id,
         nodes,
-        Question(context.run_layout.directory, since, _gpus_per_node(context)),
+        Question(
+            context.run_layout.directory,
+            since,
+            _gpus_per_node(context),
+            settings=context.run_layout.supervise_config,
+        ),
         interrupted=lambda: context.signals.final,
     )
 
@@ -94,6 +99,8 @@ def examine(
         evidence,
         probed=not probe.trouble,
         lost_nodes=probe.lost,
+        unfit_nodes=() if probe.trouble else probe.unfit_with_reason,
+        common_problems=() if probe.trouble else probe.shared_blocking,
         leaving_nodes=() if probe.trouble else probe.leaving,
         findings=(*evidence.findings, *find_lines(context, evidence, traces, probe)),
     )

@@ -28,6 +28,7 @@ from hpctrain.supervise.node_checks import (
     Report,
     check_directory,
     check_gpus,
+    check_inputs,
     check_kernel,
     check_ports,
     check_shared_memory,
@@ -37,8 +38,8 @@ from hpctrain.supervise.node_checks import (
 CHECK_SECONDS = 4.0
 # The first word of each line, for `answers`.
 MARK = "hpctrain-node "
-# The check that tells a node which is on its way out.
-SHUTDOWN = "shutdown"
+# Checks that a node has to pass; the last one tells a node which is on its way out.
+RUN_DIRECTORY, INPUTS, SHUTDOWN = "run directory", "inputs", "shutdown"
 # srun passes on what a task writes in pieces of 1 KiB (src/common/io_hdr.h, SLURM_IO_MAX_MSG_LEN);
 # longer lines of several nodes could be mixed.
 _LONGEST_LINE = 900
@@ -47,11 +48,15 @@ _LONGEST_TEXT = 400
 
 @dataclass(frozen=True)
 class Order:
-    """What to look at. `gpus` 0: do not count them; `since` is seconds since the epoch."""
+    """What to look at. `gpus` 0: do not count them; `since` is seconds since the epoch.
+
+    `settings` lists what the run reads (`inputs`).
+    """
 
     run_directory: Path
     since: float
     gpus: int
+    settings: Path | None = None
 
 
 def main(arguments: list[str]) -> int:
@@ -77,15 +82,17 @@ def _order(arguments: list[str]) -> Order:
     parser.add_argument("--run-directory", type=Path, required=True)
     parser.add_argument("--since", type=float, default=0.0, help="seconds since the epoch")
     parser.add_argument("--gpus", type=int, default=0, help="expected; 0: any number")
+    parser.add_argument("--settings", type=Path, help="the run's supervise.json")
     given = parser.parse_args(arguments)
-    return Order(given.run_directory, given.since, given.gpus)
+    return Order(given.run_directory, given.since, given.gpus, given.settings)
 
 
 def _all_checks(order: Order) -> list[tuple[str, Report]]:
     """All at once; one that takes too long is a problem of its own, and is left behind."""
     node = node_name()
     checks: list[tuple[str, Callable[[Report], None]]] = [
-        ("run directory", lambda report: check_directory(report, order.run_directory, node)),
+        (RUN_DIRECTORY, lambda report: check_directory(report, order.run_directory, node)),
+        (INPUTS, lambda report: check_inputs(report, order.settings)),
         (SHUTDOWN, lambda report: check_shutdown(report, CHECK_SECONDS)),
         ("shared memory", check_shared_memory),
         ("GPUs", lambda report: check_gpus(report, order.gpus, CHECK_SECONDS)),

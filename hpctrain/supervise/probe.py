@@ -46,11 +46,15 @@ _READING_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class Question:
-    """What each node is asked: see `preflight`. `since` is seconds since the epoch."""
+    """What each node is asked: see `preflight`. `since` is seconds since the epoch.
+
+    `settings` is the run's `supervise.json`, which lists its `inputs`; None: do not look for them.
+    """
 
     run_directory: Path
     since: float = 0.0
     gpus: int = 0
+    settings: Path | None = None
     python: str = sys.executable
 
     @property
@@ -60,6 +64,7 @@ class Question:
             f"--run-directory={self.run_directory}",
             f"--since={self.since:.3f}",
             f"--gpus={self.gpus}",
+            *((f"--settings={self.settings}",) if self.settings is not None else ()),
         )
 
 

@@ -1,6 +1,7 @@
 """What ranks and machines say about the end of a launch. Pure.
 
-Order of trust: a wrong setting (the trainer's own word); nodes that are lost; broken hardware; the
+Order of trust: a wrong setting (the trainer's own word, with that of all nodes where it depends on
+the node); a checkpoint that is proven to have changed; nodes that are lost; broken hardware; the
 earliest root over all ranks, which a kernel or slurmstepd that kills for memory precedes, because a
 killed rank leaves no word; the hang that the supervisor has seen; tasks that could not start; what
 srun says of the first task that died; what follows from failures of others; exit codes.
@@ -10,10 +11,19 @@ Belongs here: choosing among these. Does not belong here: finding lines (`scan`)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
+from hpctrain.supervise.agreement import Extent, extent
 from hpctrain.supervise.causes import FINAL_CAUSES, Cause
-from hpctrain.supervise.documents import Evidence, Finding, RankExit, TaskFailure, Verdict
+from hpctrain.supervise.documents import (
+    Evidence,
+    Finding,
+    RankExit,
+    Suspicion,
+    TaskFailure,
+    Verdict,
+)
 from hpctrain.supervise.fingerprint import fingerprint
 from hpctrain.supervise.phases import LAUNCHING
 from hpctrain.supervise.roots import NEVER, Candidate, candidates, own_crashes
@@ -21,6 +31,7 @@ from hpctrain.supervise.scheduler_verdict import noticed
 from hpctrain.supervise.slurm_words import (
     exit_code,
     is_broken_allocation,
+    killed_from_outside,
     launch_failures,
     lost_step,
     nodes_named,
@@ -55,6 +66,7 @@ def by_ranks(evidence: Evidence) -> Verdict | None:
     judges = (
         _wrong_setting,
         _replaced,
+        _damaged,
         _lost_nodes,
         _root,
         _hang,
@@ -63,6 +75,7 @@ def by_ranks(evidence: Evidence) -> Verdict | None:
         _by_signal,
         _by_crash,
         _by_silent_end,
+        _unfit_nodes,
         _echo,
         _by_code,
     )
@@ -77,11 +90,56 @@ def by_ranks(evidence: Evidence) -> Verdict | None:
 
 
 def _wrong_setting(evidence: Evidence) -> Verdict | None:
-    for exit_ in evidence.rank_exits:
-        if exit_.outcome == "config_error":
-            lines = (f"rank {exit_.rank} on {exit_.node}: {exit_.message}",)
-            return Verdict(Cause.CONFIG_ERROR, exit_.message, lines, exit_.rank)
-    return None
+    """What the settings themselves say is wrong everywhere, whoever says it; what depends on the
+    node is compared between nodes."""
+    wrong = [exit_ for exit_ in evidence.rank_exits if exit_.outcome == "config_error"]
+    settled = next((exit_ for exit_ in wrong if not exit_.node_dependent), None)
+    if settled is not None:
+        return _config_error(settled)
+    if not wrong:
+        return None
+    if evidence.common_problems:
+        return _config_error(wrong[0])
+    return _of_some_nodes(wrong, evidence) or _config_error(wrong[0])
+
+
+def _config_error(exit_: RankExit) -> Verdict:
+    lines = (f"rank {exit_.rank} on {exit_.node}: {exit_.message}",)
+    return Verdict(Cause.CONFIG_ERROR, exit_.message, lines, exit_.rank)
+
+
+def _of_some_nodes(reports: Sequence[RankExit], evidence: Evidence) -> Verdict | None:
+    """The verdict on failures of the same kind that depend on the node; None if all nodes agree.
+
+    Where the probe has found the nodes that lack something, it decides which they are.
+    """
+    if not reports:
+        return None
+    unfit = [one for one in evidence.unfit_nodes if one.node in evidence.nodes]
+    decisive = [one.node for one in unfit] or [exit_.node for exit_ in reports]
+    affected = tuple(dict.fromkeys(decisive))
+    found = extent(affected, evidence)
+    if found is Extent.EVERYWHERE:
+        return None
+    first = next((exit_ for exit_ in reports if exit_.node in affected), reports[0])
+    lines = (
+        *(f"rank {exit_.rank} on {exit_.node}: {exit_.message}" for exit_ in reports[:3]),
+        *(f"{one.node}: {one.problem}" for one in unfit[:3]),
+    )
+    if found is Extent.FEW:
+        reason = f"on {', '.join(affected[:8])} alone: {first.message}"
+        rank = first.rank if first.node in affected else None
+        return Verdict(
+            Cause.NODE_FAILURE,
+            reason,
+            lines,
+            rank,
+            nodes=affected,
+            step=evidence.last_step,
+            suspicion=Suspicion.UNFIT,
+        )
+    reason = f"on {len(affected)} nodes, and not on others: {first.message}"
+    return Verdict(Cause.STORAGE, reason, lines, first.rank, step=evidence.last_step)
 
 
 def _replaced(evidence: Evidence) -> Verdict | None:
@@ -91,6 +149,18 @@ def _replaced(evidence: Evidence) -> Verdict | None:
             lines = (f"rank {exit_.rank} on {exit_.node}: {exit_.message}",)
             reason = "a newer launch of this run has taken over"
             return Verdict(Cause.SUPERSEDED, reason, lines, exit_.rank)
+    return None
+
+
+def _damaged(evidence: Evidence) -> Verdict | None:
+    """A rank has compared the content of the checkpoint with what was written."""
+    for exit_ in evidence.rank_exits:
+        if exit_.cause == Cause.BAD_CHECKPOINT:
+            lines = (f"rank {exit_.rank} on {exit_.node}: {exit_.message}",)
+            step = evidence.resume_step or None
+            return Verdict(
+                Cause.BAD_CHECKPOINT, exit_.message, lines, exit_.rank, checkpoint_step=step
+            )
     return None
 
 
@@ -130,13 +200,35 @@ def _root(evidence: Evidence) -> Verdict | None:
     root = found[0]
     if root.cause is Cause.CRASH and root.tier == 2:
         return None
+    elsewhere = _of_some_nodes(_node_dependent(root.cause, evidence), evidence)
+    if elsewhere is not None:
+        return elsewhere
+    if root.cause is Cause.LOAD_FAILED and _first_kill(evidence) is not None:
+        return None  # a rank that was killed may be why others could not load
     nodes, hard = _suspects(root, found)
     where = f"rank {root.rank} on {root.node}" if root.rank is not None else root.node
     reason = f"{where or 'the launch'}: {_sentence(root)}"
     lines = tuple(dict.fromkeys(map(_shown, found)))
+    loaded = evidence.resume_step if root.cause is Cause.LOAD_FAILED else 0
     return Verdict(
-        root.cause, reason, lines[:3], root.rank, nodes=nodes, hard=hard, step=_step(root, evidence)
+        root.cause,
+        reason,
+        lines[:3],
+        root.rank,
+        nodes=nodes,
+        hard=hard,
+        step=_step(root, evidence),
+        checkpoint_step=loaded or None,
     )
+
+
+def _node_dependent(cause: Cause, evidence: Evidence) -> list[RankExit]:
+    """Reports of this cause, if no retry helps against it and each may be wrong on its node only;
+    none as soon as one rank says that it is wrong everywhere."""
+    if cause not in FINAL_CAUSES:
+        return []
+    same = [exit_ for exit_ in evidence.rank_exits if exit_.cause == cause]
+    return same if all(exit_.node_dependent for exit_ in same) else []
 
 
 def _suspects(root: Candidate, found: list[Candidate]) -> tuple[tuple[str, ...], bool]:
@@ -236,8 +328,15 @@ def _by_signal(evidence: Evidence) -> Verdict | None:
     who = f"rank {first.tasks}" if first.tasks[:1].isdigit() else f"the {first.tasks}"
     reason = f"{who} on {first.node} was ended by a signal: {first.what}"
     nodes = () if "[" in first.node else (first.node,)
-    step = evidence.last_step
-    return Verdict(Cause.CRASH, reason, _task_lines(evidence), rank, nodes=nodes, step=step)
+    return Verdict(
+        Cause.CRASH,
+        reason,
+        _task_lines(evidence),
+        rank,
+        nodes=nodes,
+        step=evidence.last_step,
+        suspicion=_suspicion(first, own_words=False),
+    )
 
 
 def _first_kill(evidence: Evidence) -> TaskFailure | None:
@@ -259,7 +358,10 @@ def _is_abort(failure: TaskFailure) -> bool:
 
 
 def _by_crash(evidence: Evidence) -> Verdict | None:
-    """The first rank that failed for a reason of its own, though nobody knows which."""
+    """The first rank that failed for a reason of its own, though nobody knows which.
+
+    An exception that no signature knows is one of the program, wherever it was raised.
+    """
     crashes = [exit_ for exit_ in evidence.rank_exits if exit_.outcome == "crash"]
     own = own_crashes(evidence)
     if not own:
@@ -270,7 +372,10 @@ def _by_crash(evidence: Evidence) -> Verdict | None:
     reason = f"rank {root.rank} failed: {root.message}"
     step = root.step or evidence.last_step
     nodes = _nodes_of_the_same(root, own)
-    return Verdict(Cause.CRASH, reason, lines, root.rank, nodes=nodes, step=step)
+    suspicion = Suspicion.NONE
+    return Verdict(
+        Cause.CRASH, reason, lines, root.rank, nodes=nodes, step=step, suspicion=suspicion
+    )
 
 
 def _order_of_end(exit_: RankExit) -> tuple[float, int]:
@@ -299,13 +404,39 @@ def _by_silent_end(evidence: Evidence) -> Verdict | None:
         return None
     first = silent[0]
     words = f"left with code {exit_code(first)} and said nothing"
+    rank = int(first.tasks)
+    own_words = any(f.rank == rank and f.role == "root" for f in evidence.findings)
     return Verdict(
         Cause.CRASH,
-        f"rank {first.tasks} on {first.node} {words}",
+        f"rank {rank} on {first.node} {words}",
         _task_lines(evidence),
-        int(first.tasks),
+        rank,
         nodes=(first.node,),
         step=evidence.last_step,
+        suspicion=_suspicion(first, own_words),
+    )
+
+
+def _suspicion(failure: TaskFailure, own_words: bool) -> Suspicion:
+    if own_words:
+        return Suspicion.NONE
+    return Suspicion.OUTSIDE if killed_from_outside(failure) else Suspicion.CAUSE
+
+
+def _unfit_nodes(evidence: Evidence) -> Verdict | None:
+    """Nobody names a cause, and the probe has found nodes on which no launch can run.
+
+    A trainer that cannot even read its settings leaves no record, only its code.
+    """
+    unfit = [one for one in evidence.unfit_nodes if one.node in evidence.nodes]
+    nodes = tuple(dict.fromkeys(one.node for one in unfit))
+    if not nodes or len(evidence.nodes) <= 1:
+        return None
+    reason = f"on {', '.join(nodes[:8])} alone: {unfit[0].problem}"
+    lines = (*(f"{one.node}: {one.problem}" for one in unfit[:3]), *_task_lines(evidence))
+    step = evidence.last_step
+    return Verdict(
+        Cause.NODE_FAILURE, reason, lines, nodes=nodes, step=step, suspicion=Suspicion.UNFIT
     )
 
 
@@ -371,15 +502,26 @@ def _by_code(evidence: Evidence) -> Verdict | None:
     if evidence.task_failures:
         first = evidence.task_failures[0]
         cause = _CODES.get(exit_code(first) or 0, Cause.CRASH)
+        if cause is Cause.CONFIG_ERROR and _on_one_node_alone(first, evidence):
+            cause = Cause.NODE_FAILURE
         reason = f"task {first.tasks} on {first.node}: {first.what}"
         rank = int(first.tasks) if first.tasks.isdigit() else None
         lines = _task_lines(evidence)
-        return Verdict(cause, reason, lines, rank if cause is not Cause.CRASH else None)
+        nodes = (first.node,) if cause is Cause.NODE_FAILURE else ()
+        rank = rank if cause is not Cause.CRASH else None
+        suspicion = Suspicion.UNFIT if nodes else Suspicion.CAUSE
+        return Verdict(cause, reason, lines, rank, nodes=nodes, suspicion=suspicion)
     if crashes:
         root = crashes[0]
         lines = (f"rank {root.rank} on {root.node}: {root.message}",)
         return Verdict(Cause.CRASH, f"rank {root.rank} failed: {root.message}", lines, root.rank)
     return None
+
+
+def _on_one_node_alone(first: TaskFailure, evidence: Evidence) -> bool:
+    """No other node of the launch has tasks that left with this code."""
+    same = {one.node for one in evidence.task_failures if exit_code(one) == exit_code(first)}
+    return len(evidence.nodes) > 1 and same == {first.node} and first.node in evidence.nodes
 
 
 def _task_lines(evidence: Evidence) -> tuple[str, ...]:

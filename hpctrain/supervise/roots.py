@@ -20,6 +20,8 @@ NEVER = float("inf")
 _MISSING_PATH = "missing_path"
 # A word of the trainer behind which a machine may stand.
 _SHALLOW_WORDS = frozenset({Cause.DATA_LOADER})
+# What lines of a rank mean while it loads a checkpoint: this one cannot be loaded.
+_OF_WHAT_IS_LOADED = frozenset({Cause.LOAD_FAILED, Cause.CRASH, Cause.USER_ERROR})
 _DEEPER_CAUSES = frozenset({Cause.STORAGE, Cause.HOST_OOM, Cause.DISK_FULL})
 _WORDS_IN_COMMON = 80
 
@@ -57,7 +59,7 @@ def _from_findings(evidence: Evidence) -> list[Candidate]:
     found = []
     for finding in evidence.findings:
         exit_ = known.get(finding.rank) if finding.rank is not None else None
-        cause = _in_context(finding, everywhere)
+        cause = _in_context(finding, exit_, everywhere)
         if not _counts(finding, exit_) or not _is_backed(cause, finding, exit_, nobody_else):
             continue
         found.append(
@@ -132,6 +134,8 @@ def _from_exits(evidence: Evidence) -> list[Candidate]:
         cause = _own_word(exit_, evidence.findings)
         if cause is Cause.CRASH and _named_by_finding(exit_, evidence.findings):
             continue
+        if cause is Cause.CRASH and exit_.loading_step is not None:
+            cause = Cause.LOAD_FAILED
         candidates.append(
             Candidate(
                 cause=cause,
@@ -190,9 +194,17 @@ def _common_at_start(evidence: Evidence) -> frozenset[str]:
     )
 
 
-def _in_context(finding: Finding, everywhere: frozenset[str]) -> Cause:
-    """A wrong program fails everywhere and at once; a missing mount fails on one node."""
+def _in_context(finding: Finding, exit_: RankExit | None, everywhere: frozenset[str]) -> Cause:
+    """A wrong program fails everywhere and at once; a missing mount fails on one node.
+
+    What a rank says of an error that is none of a machine's depends on whether it was loading.
+    """
     common = finding.signature in everywhere
+    loading = exit_ is not None and exit_.loading_step is not None
+    if loading and (finding.cause in _OF_WHAT_IS_LOADED or finding.signature == _MISSING_PATH):
+        return Cause.LOAD_FAILED
+    if finding.cause is Cause.LOAD_FAILED:
+        return Cause.CRASH
     if finding.cause is Cause.USER_ERROR:
         return Cause.USER_ERROR if common else Cause.CRASH
     if finding.signature == _MISSING_PATH and common:

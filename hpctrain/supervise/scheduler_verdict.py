@@ -48,15 +48,18 @@ def by_requests(evidence: Evidence) -> Verdict | None:
     if evidence.job is not None and evidence.job.preempt_time:
         return _in_grace(evidence, evidence.job)
     wish = _wished(evidence)
-    if not _asked_to_leave(evidence):
+    warned = "USR1" in evidence.signals or evidence.limit_near
+    explained = warned or wish is not None
+    if not (_asked_to_leave(evidence) or (explained and _left_startup(evidence))):
         if not _only_ended_by_others(evidence):
             return None
         # `stop --now` ends the step without a word of the ranks.
         return wish or _ended_from_outside(evidence)
-    if "USR1" in evidence.signals:
-        reason = "the time limit is near: the trainer saved and left"
-        return Verdict(Cause.TIME_LIMIT, reason, ("signal USR1 from Slurm",))
-    return wish or _signalled(evidence, "the trainer saved and left")
+    if warned:
+        reason = f"the time limit is near: {_what_was_saved(evidence)}"
+        lines = ("signal USR1 from Slurm",) if "USR1" in evidence.signals else ()
+        return Verdict(Cause.TIME_LIMIT, reason, lines)
+    return wish or _signalled(evidence, _what_was_saved(evidence))
 
 
 def left_unexplained(evidence: Evidence) -> bool:
@@ -71,6 +74,7 @@ def left_unexplained(evidence: Evidence) -> bool:
     return (
         _asked_to_leave(evidence)
         and "USR1" not in evidence.signals
+        and not evidence.limit_near
         and _wished(evidence) is None
         and not explained
     )
@@ -187,8 +191,8 @@ def _in_grace(evidence: Evidence, job: JobFacts) -> Verdict | None:
     """
     if any(exit_.outcome == "config_error" for exit_ in evidence.rank_exits):
         return None
-    reason = "the trainer saved and left within the grace period"
-    if not _asked_to_leave(evidence):
+    reason = f"the job is being preempted: {_what_was_saved(evidence)}"
+    if not (_left_startup(evidence) or _asked_to_leave(evidence)):
         reason = "the ranks ended within the grace period, without a last save"
     return Verdict(Cause.PREEMPTED, reason, _job_lines(evidence, job))
 
@@ -197,6 +201,31 @@ def _asked_to_leave(evidence: Evidence) -> bool:
     if any(exit_.outcome in ("crash", "config_error") for exit_ in evidence.rank_exits):
         return False
     return any(exit_.outcome == "yielded" for exit_ in evidence.rank_exits)
+
+
+def _left_startup(evidence: Evidence) -> bool:
+    """A start that was asked to stop has ended, by our hand or by the ranks themselves.
+
+    A rank that leaves a start breaks the connections of others, which may be asked a moment later:
+    a crash without a cause of its own follows from that, if nothing was trained.
+    """
+    if evidence.left_startup:
+        return True
+    if _has_trained(evidence):
+        return False
+    outcomes = {one.outcome for one in evidence.rank_exits if one.cause is not None}
+    outcomes |= {one.outcome for one in evidence.rank_exits if one.outcome != "crash"}
+    return outcomes == {"yielded"}
+
+
+def _has_trained(evidence: Evidence) -> bool:
+    return evidence.last_step is not None and evidence.last_step > evidence.resume_step
+
+
+def _what_was_saved(evidence: Evidence) -> str:
+    if evidence.left_startup or (evidence.rank_exits and not _has_trained(evidence)):
+        return "stopped before its first step, so there was nothing to save"
+    return "the trainer saved and left"
 
 
 def _only_ended_by_others(evidence: Evidence) -> bool:

@@ -8,25 +8,37 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.checkpoints.discover import checkpoints
 from hpctrain.errors import SlurmError
-from hpctrain.nodes.blame import Avoid, Witness, blame, blame_problem, nodes_to_avoid
-from hpctrain.nodes.record import EvidenceKind, NodeEvidence, NodeLedger
+from hpctrain.nodes.blame import (
+    Avoid,
+    Witness,
+    blame,
+    blame_problem,
+    most_avoidable,
+    nodes_to_avoid,
+    unfit_nodes,
+)
+from hpctrain.nodes.record import KINDS, EvidenceKind, NodeEvidence, NodeLedger
 from hpctrain.store.jobs import generation, started_ids, successor_ids
+from hpctrain.store.ledger import Event
 from hpctrain.supervise.allocation import Allocation, full_nodes, least_nodes
 from hpctrain.supervise.answers import ProbeResult
-from hpctrain.supervise.causes import FAILURE_CAUSES
+from hpctrain.supervise.causes import FAILURE_CAUSES, Cause
 from hpctrain.supervise.context import AttemptContext, say
-from hpctrain.supervise.documents import Situation, Verdict
+from hpctrain.supervise.documents import Situation, Suspicion, Verdict
 from hpctrain.supervise.gather import keeps_nodes
 
 if TYPE_CHECKING:
     from hpctrain.supervise.launching import Ended
 
 _GOOD_CHECKPOINTS = 16
+# What a node is blamed for where that does not follow from the cause.
+_KINDS = {Suspicion.OUTSIDE: EvidenceKind.SIGNALLED, Suspicion.UNFIT: EvidenceKind.UNHEALTHY}
 
 
 def allocation_of(context: AttemptContext) -> Allocation:
@@ -61,6 +73,7 @@ def assess(
         exclude=avoid.nodes,
         exclude_here=tuple(node for node in avoid.here if node in allocation.healthy),
         why_exclude=avoid.why,
+        unfit=_unfit(context, allocation, verdict, probe),
         good_checkpoints=_good_checkpoints(context),
         followed=_is_followed(context),
         storage_away=context.ledger.flush() is not None,
@@ -96,30 +109,32 @@ def _ledger(context: AttemptContext) -> NodeLedger | None:
 
 
 def _blame(context: AttemptContext, allocation: Allocation, ended: Ended) -> None:
-    """Write down what the launch says about nodes; a ledger that cannot be written is no reason
-    to stop."""
+    """Write down what the launch says about nodes."""
     ledger = _ledger(context)
     if ledger is None or ended.verdict.cause not in FAILURE_CAUSES:
         return
-    try:
-        ledger.append(_evidence(context, allocation, ended))
-    except OSError as error:
-        say(f"the node ledger cannot be written: {error.strerror}")
+    if ended.verdict.cause is Cause.STORAGE and ended.evidence is None:
+        return  # nothing was launched: no node has been tried
+    _append(ledger, _evidence(context, allocation, ended))
 
 
 def _evidence(context: AttemptContext, allocation: Allocation, ended: Ended) -> list[NodeEvidence]:
     verdict, evidence = ended.verdict, ended.evidence
-    witness = Witness(time.time(), context.config.cluster, context.config.run_id, context.job_id)
+    witness = _witness(context)
     progressed = evidence is not None and (evidence.checkpoint_step or 0) > evidence.resume_step
+    lost = evidence.lost_nodes if evidence is not None else ()
+    names_lost_nodes = verdict.cause is Cause.NODE_FAILURE and bool(verdict.nodes)
     found = blame(
         witness,
         cause=str(verdict.cause),
         reason=verdict.reason,
-        nodes=verdict.nodes,
+        nodes=() if verdict.suspicion is Suspicion.NONE else verdict.nodes,
         job_nodes=allocation.nodes,
         hard=verdict.hard,
-        lost=evidence.lost_nodes if evidence is not None else (),
-        short_launch=not progressed,
+        lost=lost,
+        planned=_planned(context, {*verdict.nodes, *lost}) if lost or names_lost_nodes else (),
+        kind=_KINDS.get(verdict.suspicion),
+        short_launch=verdict.suspicion is Suspicion.CAUSE and not progressed,
     )
     broken = ended.probe.broken if ended.probe is not None else ()
     checks = [
@@ -140,6 +155,91 @@ def _evidence(context: AttemptContext, allocation: Allocation, ended: Ended) -> 
         if one.node
     ]
     return [*found, *checks, *slow]
+
+
+def _planned(context: AttemptContext, nodes: Collection[str]) -> frozenset[str]:
+    """Those of `nodes` that administrators are taking out of service.
+
+    None if Slurm is silent, or ends the job: then every second is needed to put it back.
+    """
+    if context.signals.final:
+        return frozenset()
+    try:
+        states = context.slurm.node_states(nodes)
+    except SlurmError:
+        return frozenset()
+    return frozenset(node for node, state in states.items() if state.planned)
+
+
+def blame_lost_attempt(context: AttemptContext, lost: Event, verdict: Verdict) -> None:
+    """Write down which node an attempt was lost with that has left no word, if one was.
+
+    Slurm says which nodes are down. Where none is any more (a node that reboots is back within
+    minutes) it was the batch node, whose supervisor is gone; that weighs half.
+    """
+    ledger = _ledger(context)
+    if ledger is None or verdict.cause is not Cause.NODE_FAILURE or not lost.nodes:
+        return
+    try:
+        nodes = tuple(context.slurm.hostnames(lost.nodes))
+        states = context.slurm.node_states(nodes)
+    except SlurmError:
+        return
+    down = [one.node for one in states.values() if one.is_down or not one.responding]
+    planned = frozenset(one.node for one in states.values() if one.planned)
+    witness = _witness(context)
+    if down:
+        found = list(
+            blame(
+                witness,
+                cause=str(verdict.cause),
+                reason=verdict.reason,
+                nodes=(),
+                job_nodes=nodes,
+                lost=down,
+                planned=planned,
+            )
+        )
+    else:
+        weight = KINDS[EvidenceKind.LOST].weight / 2
+        batch = nodes[0]
+        entry = witness.says(EvidenceKind.LOST, batch, verdict.reason, weight=weight)
+        found = [] if batch in planned else [entry]
+    _append(ledger, found)
+
+
+def _witness(context: AttemptContext) -> Witness:
+    config = context.config
+    return Witness(time.time(), config.cluster, config.run_id, context.job_id)
+
+
+def _append(ledger: NodeLedger, evidence: list[NodeEvidence]) -> None:
+    """A ledger that cannot be written is no reason to stop."""
+    try:
+        ledger.append(evidence)
+    except OSError as error:
+        say(f"the node ledger cannot be written: {error.strerror}")
+
+
+def _unfit(
+    context: AttemptContext, allocation: Allocation, verdict: Verdict, probe: ProbeResult | None
+) -> tuple[str, ...]:
+    """Nodes on which this run cannot work as they are, no more than a job may avoid.
+
+    Found unfit now, or within a day and not asked again since.
+    """
+    ledger, config = _ledger(context), context.config
+    now_unfit = [one.node for one in probe.unfit_with_reason] if probe is not None else []
+    usable = probe.usable if probe is not None else ()
+    before: tuple[str, ...] = ()
+    if ledger is not None:
+        with contextlib.suppress(OSError):
+            before = unfit_nodes(ledger.read(), config.cluster, config.run_id, time.time())
+    nodes = dict.fromkeys(
+        (*verdict.unfit_nodes, *now_unfit, *(node for node in before if node not in usable))
+    )
+    most = most_avoidable(config.cluster_nodes, least_nodes(config, allocation))
+    return tuple(nodes)[:most]
 
 
 def _avoid(context: AttemptContext, allocation: Allocation, probe: ProbeResult | None) -> Avoid:

@@ -9,6 +9,7 @@ follows from them (`scheduler_verdict`, `rank_verdict`).
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Iterable
 
 from hpctrain.supervise.causes import Cause
@@ -46,6 +47,16 @@ _TASK = re.compile(
     r"(?P<what>Exited with exit code \d+|[A-Z][A-Za-z ()]+)"
 )
 _CODE = re.compile(r"Exited with exit code (\d+)")
+# What people and programs send to a process; the other signals a process brings on itself.
+_SENT_SIGNALS = frozenset(
+    {
+        *(signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT),
+        *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGXCPU),
+    }
+)
+_SENT_WORDS = frozenset(filter(None, map(signal.strsignal, _SENT_SIGNALS)))
+# bash(1), EXIT STATUS: a command that signal N ends has the code 128 + N.
+_SIGNAL_CODE = 128
 _FAILED_NODE = re.compile(r"(?:Node failure|failed) on (?:node )?([^\s,:*\[]+)")
 
 
@@ -108,6 +119,14 @@ def nodes_named(lines: Iterable[str]) -> tuple[str, ...]:
     """The single nodes that such lines blame, in their order; lists like n[0-1] are left out."""
     found = (match[1] for line in lines if (match := _FAILED_NODE.search(line)))
     return tuple(dict.fromkeys(found))
+
+
+def killed_from_outside(failure: TaskFailure) -> bool:
+    """True if the task was ended by a signal that another process has sent (signal(7))."""
+    code = exit_code(failure)
+    if code is None:
+        return failure.what in _SENT_WORDS
+    return code - _SIGNAL_CODE in _SENT_SIGNALS
 
 
 def exit_code(failure: TaskFailure) -> int | None:

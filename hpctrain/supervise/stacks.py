@@ -37,8 +37,13 @@ _WAITS: tuple[tuple[str, frozenset[str] | None], ...] = (
     ("megatron/core/distributed/param_and_grad_buffer.py", None),
     ("hpctrain/train/control.py", None),
     ("hpctrain/train/times.py", frozenset({"_receive"})),
-    ("hpctrain/train/saver.py", frozenset({"_wait"})),
+    ("hpctrain/train/saver.py", frozenset({"_agree_or_rest"})),
 )
+# Where a rank of our trainer waits until all writers of a checkpoint have ended: its own among
+# them, or only those of others.
+OWN_WRITER = ("hpctrain/train/saver.py", "_wait_for_own_writer")
+OTHER_WRITERS = ("hpctrain/train/saver.py", "_wait_for_other_writers")
+_WRITER_REMAINS = "its writer of a checkpoint has not ended, those of others have"
 
 
 @dataclass(frozen=True)
@@ -58,9 +63,12 @@ class Frame:
     def waits(self) -> bool:
         """True in code that waits for other ranks."""
         return any(
-            f"/{path}" in f"/{self.path}" and (names is None or self.function in names)
-            for path, names in _WAITS
+            self.is_in(path) and (names is None or self.function in names) for path, names in _WAITS
         )
+
+    def is_in(self, path: str) -> bool:
+        """True for `path` itself or, where it ends in a slash, whatever is below it."""
+        return f"/{path}" in f"/{self.path}"
 
     def __str__(self) -> str:
         return f"{self.function} ({_short(self.path)}:{self.line})"
@@ -79,6 +87,11 @@ class Stack:
     @property
     def waits(self) -> bool:
         return bool(self.frames) and self.frames[0].waits
+
+    def passes(self, place: tuple[str, str]) -> bool:
+        """True if a function of this file and name is anywhere in the stack."""
+        path, function = place
+        return any(frame.function == function and frame.is_in(path) for frame in self.frames)
 
     def __str__(self) -> str:
         return " < ".join(str(frame) for frame in self.frames[:_INNERMOST])
@@ -129,7 +142,8 @@ def odd_ranks(
 
     `dumps` holds what each rank wrote, empty text if nothing; `world_size` 0 means: only those.
     Odd is a rank without a stack while at least as many have one, and a rank that computes, sleeps
-    or reads while at least as many wait. Waiting in GPU calls that give no frame of their own (a
+    or reads while at least as many wait, or whose writer of a checkpoint has not ended while those
+    of at least as many have. Waiting in GPU calls that give no frame of their own (a
     loss that is copied to the host) looks like computing: then the place where more than half of
     the ranks are is the wait.
     """
@@ -139,6 +153,7 @@ def odd_ranks(
     known = {rank: stack for rank, stack in stacks.items() if stack is not None}
     found = {rank: NO_STACK for rank in silent if len(silent) <= len(known)}
     found |= {rank: str(known[rank]) for rank in _elsewhere(known)}
+    found |= {rank: f"{_WRITER_REMAINS}: {known[rank]}" for rank in _holding_up_a_save(known)}
     return tuple(OddRank(rank, nodes_by_rank.get(rank, ""), found[rank]) for rank in sorted(found))
 
 
@@ -151,6 +166,13 @@ def _elsewhere(stacks: Mapping[int, Stack]) -> list[int]:
     if 2 * ranks_there <= len(stacks):
         return []
     return [rank for rank, own in busy.items() if own != place]
+
+
+def _holding_up_a_save(stacks: Mapping[int, Stack]) -> list[int]:
+    """All wait for the writers of a checkpoint: the ranks whose own has not ended."""
+    own = [rank for rank, stack in stacks.items() if stack.passes(OWN_WRITER)]
+    others = sum(stack.passes(OTHER_WRITERS) for stack in stacks.values())
+    return own if len(own) <= others else []
 
 
 def places(dumps: Mapping[int, str]) -> tuple[str, ...]:

@@ -8,27 +8,34 @@ the first submission (`hpctrain.actions.submit`).
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 
 from hpctrain.errors import SlurmError
-from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.records import JobRecord
 from hpctrain.slurm.states import JobState
 from hpctrain.store.jobs import (
+    being_submitted,
     cancel_requested,
+    cluster_of,
     generation,
+    job_ids,
+    sbatch_options,
     started_ids,
     submitted_ids,
     successor_ids,
 )
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import Event, EventKind
+from hpctrain.store.signs import Progress, read_record
 from hpctrain.supervise.context import AttemptContext, say
 from hpctrain.supervise.documents import ActionKind
+from hpctrain.supervise.requeue import exclude
+from hpctrain.supervise.run_jobs import RunJobs, identity_of, select_jobs
 
 _POLL_SECONDS = 2.0
-_FORGOTTEN = "Invalid job id specified"
+_ENDS = (ActionKind.STOP, ActionKind.FINISH)
 # Beyond KillWait: epilog, and the message that the job is over.
 _ENDING_SECONDS = 30.0
 
@@ -42,7 +49,7 @@ def successor_options(run_layout: RunLayout, job_id: int) -> list[str]:
     return [
         f"--dependency=afterany:{job_id}",
         "--kill-on-invalid-dep=yes",
-        f"--chdir={run_layout.directory}",
+        *sbatch_options(run_layout.directory),
     ]
 
 
@@ -67,7 +74,7 @@ def ensure_successor(context: AttemptContext) -> None:
     say(f"job {job_id} goes on after this one")
     # A cancel that was being done meanwhile has not seen the new job.
     if cancel_requested(context.ledger.events()):
-        _cancel_waiting(context.slurm, [job_id])
+        _cancel_waiting(context)
 
 
 def _submit(context: AttemptContext) -> int:
@@ -75,9 +82,35 @@ def _submit(context: AttemptContext) -> int:
     options = successor_options(context.run_layout, context.job_id)
     job_id = context.slurm.submit(script, options).job_id
     context.ledger.append(
-        EventKind.SUBMITTED, job_id=job_id, successor_of=context.job_id, reason="successor"
+        EventKind.SUBMITTED,
+        job_id=job_id,
+        successor_of=context.job_id,
+        reason="successor",
+        cluster=context.attempt.cluster,
     )
     return job_id
+
+
+def adopt_own_job(context: AttemptContext) -> None:
+    """Record this job in the ledger unless its client has: it was started with sbatch by hand, or
+    its client died before it could record it.
+
+    A run that was over begins anew with it; otherwise it is one more job of those that go on.
+    """
+    events = context.ledger.events()
+    if context.attempt.submitted_id in submitted_ids(events):
+        return
+    recent = generation(events)
+    last = next((e for e in reversed(recent) if e.event is EventKind.ACTION), None)
+    over = cancel_requested(events) or (last is not None and last.action in _ENDS)
+    earlier = [] if over or being_submitted(events) else job_ids(recent)
+    context.ledger.append(
+        EventKind.ADOPTED,
+        job_id=context.attempt.submitted_id,
+        successor_of=earlier[-1] if earlier else None,
+        cluster=context.attempt.cluster,
+        reason="started by hand, or its client died before it could record it",
+    )
 
 
 def end_succession(context: AttemptContext) -> None:
@@ -89,25 +122,44 @@ def end_succession(context: AttemptContext) -> None:
         return
     # Our own job may be among them (the last element of an array has the id of the whole), but it
     # runs, and so it is left alone.
-    ids = submitted_ids(generation(context.ledger.events()))
-    words = _cancel_waiting(context.slurm, ids)
+    words = _cancel_waiting(context)
     if words:
         context.note(EventKind.OBSERVED, reason=words)
         say(words)
 
 
-def _cancel_waiting(slurm: SlurmClient, ids: Sequence[int]) -> str:
-    """Cancel what waits of `ids`; returns what went wrong, in words.
+def exclude_from_successors(context: AttemptContext, nodes: Sequence[str]) -> str:
+    """Keep the jobs of the run that wait in the queue away from `nodes`.
 
-    Jobs that Slurm has forgotten (MinJobAge) wait no more; scancel goes on with the others.
+    Returns what came of it, in words; raises nothing.
     """
     try:
-        slurm.cancel_all(ids, pending_only=True)
+        waiting = _jobs_of_run(context, context.ledger.events()).waiting
     except SlurmError as error:
-        if all(_FORGOTTEN in line for line in str(error).splitlines()):
-            return ""
+        return f"{', '.join(nodes)} could not be excluded: {error}"
+    ids = dict.fromkeys(job.submitted_id for job in waiting)
+    words = (f"job {job_id}: {exclude(context.slurm, job_id, nodes)}" for job_id in ids)
+    return "; ".join(words) or "no job waits that could be kept away from them"
+
+
+def _cancel_waiting(context: AttemptContext) -> str:
+    """Cancel the jobs of the run that wait; returns what went wrong, in words.
+
+    Slurm is asked first whose they are: an id of the ledger may be somebody else's job by now.
+    """
+    try:
+        waiting = _jobs_of_run(context, context.ledger.events()).waiting
+        context.slurm.cancel_all({job.submitted_id for job in waiting}, pending_only=True)
+    except SlurmError as error:
         return f"jobs that wait could not be cancelled: {error}"
     return ""
+
+
+def _jobs_of_run(context: AttemptContext, events: Sequence[Event]) -> RunJobs:
+    """Raises SlurmError when Slurm does not answer."""
+    records = context.slurm.jobs_of_users({os.getuid()})
+    identity = identity_of(context.run_layout.directory)
+    return select_jobs(identity, events, records.values(), context.attempt.cluster)
 
 
 def must_leave(context: AttemptContext) -> str | None:
@@ -115,13 +167,17 @@ def must_leave(context: AttemptContext) -> str | None:
 
     It leaves to another job of the run that runs, and after one that has stopped the run or was
     cancelled: a user who ends the running job of a chain means the run. One that is just ending is
-    waited for. Silence of Slurm keeps nobody from training: epochs keep two writers apart.
+    waited for. Silence of Slurm keeps nobody from training: epochs keep two writers apart. A job
+    that nobody has recorded was started by a person, whatever was said before.
     """
     events = context.ledger.events()
-    ids = {*submitted_ids(events), *started_ids(events)} - {context.job_id}
-    if not ids:
+    lives_on = _lives_on(context, events)
+    if lives_on is not None:
+        return lives_on
+    if not set(job_ids(events)) - {context.job_id, context.attempt.submitted_id}:
         return None
-    stopped = stopped_before(events, context.job_id)
+    recorded = context.attempt.submitted_id in submitted_ids(events)
+    stopped = stopped_before(events, context.job_id) if recorded else None
     if stopped is not None:
         end_succession(context)
         return f"job {stopped.job_id} has stopped this run ({stopped.reason})"
@@ -129,18 +185,34 @@ def must_leave(context: AttemptContext) -> str | None:
     deadline = time.monotonic() + patience_seconds
     while True:
         try:
-            jobs = context.slurm.jobs({*ids, context.job_id})
+            jobs = {job.job_id: job for job in _jobs_of_run(context, events).jobs}
         except SlurmError:
             return None
-        cancelled = cancelled_job(jobs, events)
+        cancelled = cancelled_job(jobs, events) if recorded else None
         if cancelled is not None:
             return _leave_cancelled(context, cancelled)
         words = reason_to_leave(context.job_id, jobs)
         ending = [job for job in jobs.values() if job.state is JobState.COMPLETING]
-        if words or not ending or time.monotonic() >= deadline:
+        if words or not ending or time.monotonic() >= deadline or context.signals.final:
             break
         time.sleep(_POLL_SECONDS)
     return words
+
+
+def _lives_on(context: AttemptContext, events: Sequence[Event]) -> str | None:
+    """Words if the run has jobs on another cluster and shows signs of life: no Slurm can say from
+    here whether they run."""
+    home = cluster_of(events)
+    if home is None or context.attempt.cluster in (None, home):
+        return None
+    progress = read_record(context.run_layout.progress, Progress)
+    if progress is None or time.time() - progress.time > context.config.stall_seconds:
+        return None
+    age = max(0.0, time.time() - progress.time)
+    return (
+        f"its jobs are on cluster {home}, where it gave a sign of life {age:.0f} s ago: this job "
+        f"of cluster {context.attempt.cluster} leaves the run to them"
+    )
 
 
 def stopped_before(events: Sequence[Event], job_id: int) -> Event | None:
@@ -160,7 +232,7 @@ def stopped_before(events: Sequence[Event], job_id: int) -> Event | None:
 def _leave_cancelled(context: AttemptContext, cancelled: JobRecord) -> str:
     """Have it in the ledger, for Slurm forgets; then no other job is to start either."""
     words = f"job {cancelled.job_id} of this run was cancelled: cancelled runs stay cancelled"
-    context.ledger.append(EventKind.CANCEL_REQUESTED, job_id=cancelled.job_id, reason=words)
+    context.ledger.append(EventKind.CANCELLED, job_id=cancelled.job_id, reason=words)
     end_succession(context)
     return words
 

@@ -28,6 +28,7 @@ from hpctrain.supervise.sight import Looker, Onlooker, Sight, in_time, past_step
 from hpctrain.supervise.stack_inquiry import Inquiry
 from hpctrain.supervise.steps import OwnSteps
 from hpctrain.supervise.stragglers import SlowRank, StageOf, Stragglers, one_stage, read_stages
+from hpctrain.supervise.time_limit import Outlook, OwnWarning
 
 _POLL_SECONDS = 0.2
 _LOOK_SECONDS = 2.0
@@ -38,6 +39,10 @@ _HELD_SECONDS = 5.0
 _WORD_SECONDS = 1.0
 # How long the ranks that survive a failed one may take to say what they saw.
 _LAST_WORDS_SECONDS = 8.0
+# How long a start that is asked to stop may take to end. Ranks leave it after some seconds by
+# themselves (`hpctrain.train.startup_stop`); one that is not up yet, or computes in C, does not.
+# Nothing can be lost: no step has been trained.
+_STARTUP_STOP_SECONDS = 20.0
 # How long srun may take to notice that all ranks have left (a dead slurmstepd never tells it).
 _LEAVING_SECONDS = 15.0
 # Time kept for the verdict and the requeue out of KillWait: half of it, which is for ranks that do
@@ -70,11 +75,14 @@ class LaunchWatch:
 
     `tasks` is the number of ranks (0: as many as show themselves), `nodes` those of the launch in
     the order of its ranks (empty: all of the job), `stage_of` gives a rank's pipeline stage (None:
-    as the trainer's file for so many ranks says).
+    as the trainer's file for so many ranks says), `outlook` is what Slurm has just said about the
+    time limit.
     Afterwards: `superseded`, `started`, `stall` (with the odd ranks), `slow_ranks`, `signals` (that
-    came meanwhile), `step_remains`, `storage_stalled_seconds`, for how long the run directory did
-    not answer, `storage_fault`, the error that kept us from reading it at the end, and `killed_at`,
-    when we began to kill what was left of the step (seconds since the epoch).
+    came meanwhile), `left_startup` (we have ended a start that was asked to stop), `limit_near`
+    (the time limit is near, and Slurm's warning has not come), `step_remains`,
+    `storage_stalled_seconds`, for how long the run directory did not answer, `storage_fault`, the
+    error that kept us from reading it at the end, and `killed_at`, when we began to kill what was
+    left of the step (seconds since the epoch).
     """
 
     def __init__(
@@ -88,12 +96,13 @@ class LaunchWatch:
         tasks: int = 0,
         nodes: Sequence[str] = (),
         stage_of: StageOf | None = None,
+        outlook: Outlook | None = None,
     ) -> None:
         self.context = context
         self.launch = launch
         self.epoch = epoch
         self.resume_step = resume_step
-        self.superseded = False
+        self.superseded = self.left_startup = self.limit_near = False
         self.stall: Stall | None = None
         self.storage_stalled_seconds = 0.0
         self.step_remains = False
@@ -118,6 +127,8 @@ class LaunchWatch:
         self._failed_at: float | None = None
         self._left_at: float | None = None
         self._asked_to_leave = self._owes_signal = False
+        self._stopping_at: float | None = None
+        self._own_warning = OwnWarning(context, outlook)
         self._inquiry = Inquiry(context, epoch, tasks, nodes, give_up=self._is_ending)
 
     @property
@@ -137,6 +148,7 @@ class LaunchWatch:
         in_time(lambda: dumps.forget_old_dumps(run, self.epoch), _WORD_SECONDS)
         while self.launch.poll() is None:
             self._handle_signals()
+            self._warn_instead_of_slurm()
             if self._time_is_up() or self._look(looker):
                 break
             time.sleep(_POLL_SECONDS)
@@ -178,12 +190,22 @@ class LaunchWatch:
             self._ask_to_leave(f"signal {self.signals[-1]}, which Slurm did not send")
             self._say(f"signal {self.signals[-1]} did not come from Slurm, which runs the job on")
 
+    def _warn_instead_of_slurm(self) -> None:
+        """The warning may have come before this supervisor was there to notice it."""
+        if self.limit_near or "USR1" in self.context.signals.names:
+            return
+        if self._own_warning.is_due():
+            self.limit_near = True
+            self._say("the time limit is near, and Slurm's warning has not come")
+            self._ask_to_leave("the time limit is near")
+
     def _ask_to_leave(self, reason: str) -> None:
         """Both ways at once: a file survives a lost signal, a signal beats a cached file name.
 
         A rank that is still starting would die of the signal, so it is sent after the first sign.
         """
         run = self.context.run_layout
+        self._stopping_at = self._stopping_at or time.monotonic()
         in_time(lambda: ask_trainer_to_leave(run, reason), _WORD_SECONDS)
         self._owes_signal = True
         self._signal_to_leave()
@@ -283,6 +305,9 @@ class LaunchWatch:
         ended = self._follow(sight.request) or self._has_failed(sight, now)
         if self.superseded or ended or self._all_have_left(sight, now):
             return True
+        if self._is_stuck_in_startup(now):
+            self.left_startup = True
+            return True
         # Ranks that wait for a failed one are silent too, and that is no hang.
         if self._failed_at is None:
             self.stall = self._find_stall(sight, now)
@@ -310,6 +335,12 @@ class LaunchWatch:
             return False
         self._failed_at = self._failed_at or now
         return now - self._failed_at >= _LAST_WORDS_SECONDS
+
+    def _is_stuck_in_startup(self, now: float) -> bool:
+        """A stop was asked, and the ranks neither leave nor train."""
+        if self._stopping_at is None or not self._pulse.in_startup:
+            return False
+        return now - self._stopping_at >= _STARTUP_STOP_SECONDS
 
     def _all_have_left(self, sight: Sight, now: float) -> bool:
         """Rank 0 has written that all leave, and srun still waits long after that."""

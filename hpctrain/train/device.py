@@ -41,6 +41,12 @@ def choose_device(launch: Launch) -> torch.device:
     return torch.device("cuda", index)
 
 
+def wait_for_device() -> None:
+    """Return when this rank's GPU has done everything that was started on it; at once on a CPU."""
+    if not on_cpu():
+        torch.cuda.synchronize()
+
+
 def peak_memory_bytes() -> int:
     """Peak of allocated GPU memory; on a CPU the peak resident set (getrusage(2), in KiB)."""
     if on_cpu():

@@ -7,7 +7,7 @@ cross them. Does not belong here: any engine, any file.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -84,8 +84,12 @@ class Engine(Protocol):
         `before_step` is called between the backward passes and the optimizer's step.
         """
 
-    def evaluate(self) -> Evaluation | None:
-        """On the validation data; None without any. Leaves no trace in the training."""
+    def evaluate(self, batches: Iterable[int]) -> Evaluation | None:
+        """On these global batches of the validation data; None without any data.
+
+        `batches` is consumed one by one, as the batches are computed, and may end early; it yields
+        at least one number, the same on all ranks. Leaves no trace in the training.
+        """
 
     def weights_are_finite(self) -> bool:
         """Of this rank's weights."""
@@ -129,7 +133,7 @@ class Snapshot(Protocol):
     def restore(self, directory: Path) -> tuple[Position, str | None]:
         """Load everything; a remark if something could not be kept as it was.
 
-        Raises InvalidInputError when the checkpoint belongs to another run, BadCheckpointError
+        Raises InvalidInputError when the checkpoint belongs to another run, LoadFailedError
         when its files are damaged.
         """
 

@@ -12,9 +12,15 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
-from hpctrain.checkpoints.manifest import checkpoint_name, read_manifest, what_is_wrong
+from hpctrain.checkpoints.manifest import (
+    Manifest,
+    checkpoint_name,
+    read_manifest,
+    step_of,
+    what_is_wrong,
+)
 from hpctrain.checkpoints.publish import StaleEpochError
 from hpctrain.engines.megatron_lm import MegatronLmConfig
 from hpctrain.engines.training import TrainConfig
@@ -24,22 +30,33 @@ from hpctrain.store.signs import (
     DoneMarker,
     ExitRecord,
     Outcome,
+    Progress,
     TrainerExit,
+    read_exit_records,
     read_record,
     write_exit_record,
     write_record,
 )
-from hpctrain.train.faults import BadCheckpointError, cause_of
+from hpctrain.train.digest_check import DigestCheck, start_digest_check
+from hpctrain.train.faults import (
+    BadCheckpointError,
+    UnreadableCheckpointError,
+    blames_checkpoint,
+    cause_of,
+    is_node_dependent,
+)
 from hpctrain.train.job import Job, read_config
 from hpctrain.train.launch import Launch, quiet_defaults, read_launch
 from hpctrain.train.nsight import become_recorded
 from hpctrain.train.preflight import check
 from hpctrain.train.stacks import StackDump, flight_recorder, open_stack_dump
-from hpctrain.train.stop import StopSignals
+from hpctrain.train.startup_stop import StartupStop
+from hpctrain.train.stop import StopSignals, file_exists
 from hpctrain.train.storage import failed_below, fence_of, is_present, outlast, stale_or
 
 # How long the record of a rank that ends waits for the run directory: Slurm may be ending the job.
 _LAST_WORD_SECONDS = 10.0
+_Checked = TypeVar("_Checked")
 _CODES: dict[Outcome, TrainerExit] = {
     "done": TrainerExit.DONE,
     "yielded": TrainerExit.YIELDED,
@@ -124,14 +141,62 @@ class _Ending:
         self._run = run
         self._launch = launch
         self._stop = stop
+        self._startup = StartupStop(stop, self._is_asked_to_stop, self._leave_startup)
+        self._begun = False
         self.signalled_ranks: tuple[int, ...] = ()
-        self.step: Callable[[], int] = lambda: 0
+        self.step: Callable[[], int] = lambda: step_of(launch.resume) or 0
+        self.loading_step: int | None = None
+        self.asked: Callable[[], bool] = lambda: False
+
+    def starting(self) -> None:
+        """Until `begin`, a stop ends this rank without waiting for any other."""
+        self._startup.begin()
+
+    def begin(self) -> None:
+        """All ranks have started: from now on they agree on when to stop."""
+        self._startup.end()
+        self._begun = True
+
+    def _is_asked_to_stop(self) -> bool:
+        """A signal to this rank, or the stop file, which rank 0 looks for."""
+        if self._stop.requested or self.asked():
+            return True
+        return self._launch.leads and file_exists(self._run.stop_request)
+
+    def _leave_startup(self) -> None:
+        """Not by `leave`: the main thread may be anywhere, also within a write to a stream.
+
+        Returns if a step of this launch has been trained after all, which is not to be lost: a
+        program of somebody else's may not have let us know.
+        """
+        progress, resumed = read_record(self._run.progress, Progress), step_of(self._launch.resume)
+        ours = progress is not None and progress.epoch == self._launch.epoch
+        if progress is not None and ours and progress.step > (resumed or 0):
+            return
+        self._record_left_startup()
+        os._exit(TrainerExit.YIELDED)
+
+    def _record_left_startup(self) -> int:
+        how = self._stop.name or "control/stop"
+        self._record("yielded", f"asked to stop ({how}) before its first step", None)
+        return TrainerExit.YIELDED
+
+    def _is_leaving_startup(self) -> bool:
+        """Whether this rank was asked to stop before its first step, or others were and have left:
+        what fails then fails because ranks are gone.
+        """
+        if self._begun:
+            return False
+        if self._is_asked_to_stop():
+            return True
+        records = read_exit_records(self._run, self._launch.epoch)
+        return any(record.outcome == "yielded" for record in records)
 
     def of(self, work: Callable[[], Outcome]) -> int:
         try:
             return self._good(work())
         except InvalidInputError as error:
-            return self._bad("config_error", str(error), None)
+            return self._bad("config_error", str(error), None, node_dependent=error.node_dependent)
         except Exception as error:
             return self._crashed(stale_or(error, self._run, self._launch))
         except BaseException as error:
@@ -140,12 +205,18 @@ class _Ending:
     def _crashed(self, error: BaseException) -> int:
         if isinstance(error, StaleEpochError):
             return self._bad("crash", f"stale epoch: {error}", None, error)
+        here = is_node_dependent(error, self._run.checkpoints)
         if isinstance(error, HpctrainError):
-            return self._bad("crash", str(error), None, error)
+            return self._bad("crash", str(error), None, error, node_dependent=here)
+        if cause_of(error) is None and self._is_leaving_startup():
+            self._startup.end()
+            _say(f"while the launch is stopping: {_in_one_line(error)}", TrainerExit.YIELDED)
+            return self._record_left_startup()
         trace = "".join(traceback.format_exception(error))
-        return self._bad("crash", _in_one_line(error), trace, error)
+        return self._bad("crash", _in_one_line(error), trace, error, node_dependent=here)
 
     def _good(self, outcome: Outcome) -> int:
+        self._startup.end()
         if self._launch.leads:
             self._record(outcome, None, None)
         return _CODES[outcome]
@@ -156,11 +227,14 @@ class _Ending:
         message: str,
         trace: str | None,
         error: BaseException | None = None,
+        *,
+        node_dependent: bool = False,
     ) -> int:
+        self._startup.end()
         cause = self._cause(error) if error is not None else None
         code = _CODES_OF_CAUSES.get(cause or "", _CODES[outcome])
-        self._record(outcome, message, trace, cause, getattr(error, "consumed_samples", None))
-        if outcome == "config_error" and not self._launch.leads:
+        self._record(outcome, message, trace, cause, error, node_dependent)
+        if outcome == "config_error" and not node_dependent and not self._launch.leads:
             return code  # every rank found the same: rank 0 says it
         rank = f"rank {self._launch.rank} on {self._launch.node}"
         return _say(f"{trace or ''}{rank}: {outcome}: {message}", code)
@@ -176,7 +250,8 @@ class _Ending:
         message: str | None,
         trace: str | None,
         cause: str | None = None,
-        consumed_samples: int | None = None,
+        error: BaseException | None = None,
+        node_dependent: bool = False,
     ) -> None:
         record = ExitRecord(
             epoch=self._launch.epoch,
@@ -189,7 +264,9 @@ class _Ending:
             message=message,
             traceback=trace,
             cause=cause,
-            consumed_samples=consumed_samples,
+            consumed_samples=getattr(error, "consumed_samples", None),
+            node_dependent=node_dependent,
+            loading_step=self._unloadable_step(error),
             signal=self._stop.name,
             signalled_ranks=self.signalled_ranks,
         )
@@ -198,19 +275,28 @@ class _Ending:
         except OSError as error:
             _say(f"the exit record could not be written: {error}", TrainerExit.CRASH)
 
+    def _unloadable_step(self, error: BaseException | None) -> int | None:
+        """The checkpoint that was being loaded, if the error speaks against it."""
+        if error is None or not blames_checkpoint(error):
+            return None
+        return self.loading_step
+
 
 def _train(job: Job, ending: _Ending) -> Outcome:
     """Everything from the first check to the done marker."""
+    ending.starting()
     if job.launch.epoch:
         _refuse_stale(job)
     _twice(job, lambda: check(job), InvalidInputError)
-    _twice(job, lambda: _refuse_damaged(job), BadCheckpointError)
+    digests = _twice(
+        job, lambda: _refuse_damaged(job), BadCheckpointError, UnreadableCheckpointError
+    )
     os.environ.update(quiet_defaults(job.config.engine) | flight_recorder(job.run, job.launch))
     if isinstance(job.config, MegatronLmConfig):
-        return _supervise(job, ending)
+        return _supervise(job, ending, digests)
     from hpctrain.train.startup import assemble  # torch and megatron-core come in here
 
-    loop = assemble(job, ending)
+    loop = assemble(job, ending, digests)
     try:
         outcome = loop.run()
         ending.signalled_ranks = loop.signalled_ranks
@@ -223,11 +309,11 @@ def _train(job: Job, ending: _Ending) -> Outcome:
     return outcome
 
 
-def _supervise(job: Job, ending: _Ending) -> Outcome:
+def _supervise(job: Job, ending: _Ending, digests: DigestCheck | None) -> Outcome:
     """Have somebody's own program train."""
     from hpctrain.train.megatron_lm.running import run
 
-    outcome, step = run(job, ending)
+    outcome, step = run(job, ending, digests)
     if outcome == "done" and job.launch.leads:
         outlast(job.run, lambda: _mark_done(job, step))
     return outcome
@@ -239,24 +325,43 @@ def _refuse_stale(job: Job) -> None:
     outlast(job.run, fence_of(job.run, job.launch).check)
 
 
-def _twice(job: Job, refuse: Callable[[], None], refusal: type[HpctrainError]) -> None:
+def _twice(
+    job: Job, check_once: Callable[[], _Checked], *refusals: type[HpctrainError]
+) -> _Checked:
     """A refusal ends the run for good: it has to stand while the run directory is there, too."""
     try:
-        refuse()
-    except refusal:
+        return check_once()
+    except refusals:
         if is_present(job.run) and not job.launch.epoch:
             raise
         outlast(job.run, job.run.require)
-        refuse()
+        return check_once()
 
 
-def _refuse_damaged(job: Job) -> None:
-    """Names and sizes only; whoever chose the checkpoint has read its content."""
+def _refuse_damaged(job: Job) -> DigestCheck | None:
+    """Compare names and sizes now, and begin to compare this rank's share of the content."""
     directory = job.resume_directory
-    if directory is not None:
-        problem = what_is_wrong(directory, read_manifest(directory), deep=False)
-        if problem is not None:
-            raise BadCheckpointError(f"cannot resume from {directory.name}: {problem}")
+    if directory is None:
+        return None
+    manifest = read_manifest(directory)
+    problem = what_is_wrong(directory, manifest, deep=False)
+    if problem is not None:
+        where = f"rank {job.launch.rank} on {job.launch.node}"
+        words = f"{where} cannot resume from {directory.name}: {problem}"
+        unreadable = manifest is None or _cannot_read(directory, manifest)
+        raise UnreadableCheckpointError(words) if unreadable else BadCheckpointError(words)
+    return start_digest_check(directory, job.launch.rank, job.launch.world_size, job.launch.node)
+
+
+def _cannot_read(directory: Path, manifest: Manifest) -> bool:
+    """True if a listed file is not there for this rank: its node's fault, as long as the supervisor
+    has just seen all of them."""
+    try:
+        for file in manifest.files:
+            (directory / file.name).stat()
+    except OSError:
+        return True
+    return False
 
 
 def _mark_done(job: Job, step: int) -> None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import errno
 import pickle
 import re
+from pathlib import Path
 
 from hpctrain.checkpoints.publish import StaleEpochError
 from hpctrain.durable import FULL_ERRNOS
 from hpctrain.errors import CheckpointError, HpctrainError, StorageError
-from hpctrain.train.room import NoSpaceError
+from hpctrain.train.room import NoSpaceError, exhausted
 from hpctrain.train.storage import chain
 
 # rerun_state_machine.py: what megatron-core ends a process with that has computed a result twice
@@ -28,7 +29,15 @@ _PORT_WORDS = re.compile(r"EADDRINUSE|[Aa]ddress already in use")
 
 
 class BadCheckpointError(CheckpointError):
-    """The checkpoint to resume from cannot be loaded."""
+    """Files of the checkpoint to resume from are not as they were written: proven, by digests."""
+
+
+class LoadFailedError(CheckpointError):
+    """The checkpoint to resume from was read and could not be loaded."""
+
+
+class UnreadableCheckpointError(CheckpointError):
+    """This rank cannot read a file of the checkpoint, of which nothing else is wrong."""
 
 
 class DataError(HpctrainError):
@@ -68,6 +77,19 @@ def is_full(error: BaseException) -> bool:
     return isinstance(error, OSError | RuntimeError) and bool(_FULL_WORDS.search(str(error)))
 
 
+def is_node_dependent(error: BaseException, checkpoints: Path) -> bool:
+    """True if ranks on other nodes may not have met the error: a disk of this node is full.
+
+    Not that of `checkpoints`, which all nodes share, nor a quota, which a user has on such a disk.
+    """
+    for one in chain(error):
+        if isinstance(one, NoSpaceError):
+            return False
+        if isinstance(one, OSError) and one.errno == errno.ENOSPC:
+            return not exhausted(checkpoints)
+    return False
+
+
 def is_damage(error: BaseException) -> bool:
     """True if loading failed by what the files hold, not by a machine or a file system.
 
@@ -83,6 +105,33 @@ def is_damage(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "PytorchStreamReader" in str(error)
 
 
+def blames_checkpoint(error: BaseException) -> bool:
+    """True if what was raised while loading may be the checkpoint's fault, by its type.
+
+    Not so where a machine, a file system, a peer or a person ended it: on another try, or on other
+    nodes, the same files may load. A file that is not there counts, for the rank has seen all that
+    the manifest lists before.
+    """
+    return not any(_is_machine_fault(one) for one in chain(error))
+
+
+# torch.distributed's own errors (torch/distributed/__init__.py), without importing torch
+_DISTRIBUTED_ERRORS = frozenset({"DistError", "OutOfMemoryError"})
+
+
+def _is_machine_fault(error: BaseException) -> bool:
+    failures = getattr(error, "failures", None)
+    if isinstance(failures, dict) and failures:
+        return any(not blames_checkpoint(one[0]) for one in failures.values())
+    if isinstance(error, SystemExit | KeyboardInterrupt | MemoryError):
+        return True
+    if isinstance(error, StaleEpochError | UnreadableCheckpointError) or is_full(error):
+        return True
+    if isinstance(error, OSError):
+        return not is_damage(error) and error.errno != errno.ENOENT
+    return bool(_DISTRIBUTED_ERRORS & {kind.__name__ for kind in type(error).__mro__})
+
+
 def _own_cause(error: BaseException) -> str | None:
     kind = type(error).__name__
     if isinstance(error, StaleEpochError):
@@ -93,6 +142,10 @@ def _own_cause(error: BaseException) -> str | None:
         return "disk_full"
     if isinstance(error, BadCheckpointError):
         return "bad_checkpoint"
+    if isinstance(error, LoadFailedError):
+        return "load_failed"
+    if isinstance(error, UnreadableCheckpointError):
+        return "storage"
     if isinstance(error, DataError):
         return "data_loader"
     if isinstance(error, DivergedError):

@@ -44,7 +44,8 @@ def read_config(path: Path) -> TrainConfig:
     try:
         return parse_train_config(path.read_bytes())
     except OSError as error:
-        raise InvalidInputError([Problem(error.strerror or str(error), str(path))]) from error
+        words = error.strerror or str(error)
+        raise InvalidInputError([Problem(words, str(path), node_dependent=True)]) from error
     except ValidationError as error:
         raise InvalidInputError(
             [

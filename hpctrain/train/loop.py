@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import gc
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from hpctrain.train.control import Agreement, Control
+from hpctrain.train.control import Agreement, Control, WriterState
+from hpctrain.train.device import wait_for_device
 from hpctrain.train.engine import Engine, Evaluation, Position
+from hpctrain.train.evaluating import EvaluationBatches, is_evaluated
 from hpctrain.train.faults import DivergedError
 from hpctrain.train.interval import SaveInterval
 from hpctrain.train.job import Job
@@ -32,7 +35,12 @@ _NOT_FROM_OUTSIDE = (None, "SIGUSR2")
 
 @dataclass
 class Loop:
-    """All parts of a running rank; `position` is where the run stands."""
+    """All parts of a running rank; `position` is where the run stands.
+
+    `owes_evaluation`: the evaluation of the last finished step was left because of a stop; the next
+    launch makes up for it before it trains. `on_begin` is called once all ranks have agreed that
+    the start is over.
+    """
 
     job: Job
     engine: Engine
@@ -46,6 +54,8 @@ class Loop:
     clock: RankClock
     profiler: StepProfiler
     request: SaveRequest
+    owes_evaluation: bool
+    on_begin: Callable[[], None]
     signalled_ranks: tuple[int, ...] = ()
 
     def run(self) -> Ending:
@@ -60,8 +70,11 @@ class Loop:
         gc.freeze()  # model and optimizer live for ever: do not scan them again and again
         gc.enable()  # `__main__` has switched it off for the start
         stopping = self.control.agree_to_stop(self._asked_to_stop())
+        self.on_begin()
         trained = False
         try:
+            if self.owes_evaluation and not stopping:
+                stopping = self._make_up_evaluation()
             while self.position.step < target and not stopping:
                 agreed = self.one_step()
                 stopping, trained = agreed.stop, True
@@ -77,7 +90,7 @@ class Loop:
         finally:
             self.profiler.leave()
             self.reporter.flush()
-        return "done" if self.position.step >= target else "yielded"
+        return "done" if self.position.step >= target and not self.owes_evaluation else "yielded"
 
     def one_step(self) -> Agreement:
         """One optimizer step with everything that belongs to it."""
@@ -99,14 +112,18 @@ class Loop:
             step_seconds=time.perf_counter() - started_at,
             profiled=self.profiler.covers(self.position.step),
         )
-        self.profiler.end(result.step)
+        self.profiler.end(result.step, stopping=agreed.stop)
         problem = self._problem(result, agreed)
         self.clock.finished_step(result.step, result.step_seconds, counts=not result.profiled)
-        self.reporter.finished_step(result, None if problem else self._evaluate_if_due())
+        evaluation, evaluates = None, not problem and is_evaluated(self.job.config, result.step)
+        if evaluates:
+            evaluation, agreed = self._evaluate(agreed)
+        self.reporter.finished_step(result, evaluation)
         if problem:
             raise DivergedError(result.step, first, loss, problem)
-        self._save_if_due(agreed)
-        return agreed
+        if not evaluates:
+            self.saver.poll(agreed.writer)
+        return self._save_if_due(agreed)
 
     def _before_the_optimizer(self) -> None:
         self._propose()
@@ -139,17 +156,46 @@ class Loop:
         problem = what_is_not_finite(result.loss, result.grad_norm)
         return problem or self.losses.spike(result.loss)
 
-    def _evaluate_if_due(self) -> Evaluation | None:
-        interval = self.job.config.eval_interval_steps
-        if interval is None or self.position.step % interval:
-            return None
-        self.reporter.phase("evaluating")
-        found = self.engine.evaluate()
-        self.reporter.phase("training")
-        return found
+    def _evaluate(self, agreed: Agreement) -> tuple[Evaluation | None, Agreement]:
+        """Evaluate unless a stop is agreed before or between two batches, and say which it was.
 
-    def _save_if_due(self, agreed: Agreement) -> None:
+        An evaluation may take longer than a warning comes ahead, so it is left between batches. It
+        changes nothing that is trained on: the next launch repeats it in full. A save under way
+        goes on meanwhile.
+        """
         self.saver.poll(agreed.writer)
+        self.owes_evaluation = agreed.stop or self._agree_to_leave_evaluation()
+        if self.owes_evaluation:
+            return None, replace(agreed, stop=True)
+        self.reporter.phase("evaluating")
+        batches = EvaluationBatches(self.job.config.eval_batches, self._agree_to_leave_evaluation)
+        found = self.engine.evaluate(batches)
+        self.reporter.phase("training")
+        self.owes_evaluation = batches.interrupted
+        if batches.interrupted:
+            return None, replace(agreed, stop=True)
+        return found, agreed
+
+    def _agree_to_leave_evaluation(self) -> bool:
+        """True if any rank was asked to stop; also takes a save under way one stage further."""
+        wait_for_device()  # else the batches of a whole evaluation may be queued on the GPU
+        self.reporter.still_working()
+        self.control.propose(stop=self._asked_to_stop(), save=False, writer=self.saver.writer_state)
+        agreed = self.control.result()
+        self.saver.poll(agreed.writer)
+        return agreed.stop
+
+    def _make_up_evaluation(self) -> bool:
+        """The evaluation of the resumed step, before the first own one; True to stop."""
+        nothing = Agreement(stop=False, save=False, writer=WriterState.FINISHED, rejected=False)
+        found, agreed = self._evaluate(nothing)
+        if found is not None:
+            self.reporter.made_up_evaluation(found)
+        return agreed.stop
+
+    def _save_if_due(self, agreed: Agreement) -> Agreement:
+        """A stop that comes during a save that is waited for is agreed on at this step, so that
+        the step is not followed by another one and another save."""
         config = self.job.config
         by_steps = config.save_interval_steps
         due = agreed.save or (by_steps is not None and self.position.step % by_steps == 0)
@@ -157,6 +203,10 @@ class Loop:
         at_the_end = agreed.stop or self.position.step >= config.train_steps
         if due and not at_the_end:
             self._save(wait=not config.async_save)
+            if not config.async_save:
+                stop = self.control.agree_to_stop(self._asked_to_stop())
+                return replace(agreed, stop=stop)
+        return agreed
 
     def _save(self, *, wait: bool) -> None:
         self.reporter.phase("saving")

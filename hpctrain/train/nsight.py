@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from hpctrain.durable import make_private_directory
 from hpctrain.engines.training import TrainConfig
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.store.layout import RunLayout
@@ -80,9 +81,10 @@ def become_recorded(
                     "`nsys` on its PATH",
                     hint="load the module of Nsight Systems in the profile's `software.modules`, "
                     "or set `profile.tool: torch`",
+                    node_dependent=True,
                 )
             ]
         )
-    run.traces.mkdir(exist_ok=True, mode=0o700)
+    make_private_directory(run.traces)
     sys.stdout.flush()
     os._exit(record([found, *command[1:]], environment, stop))

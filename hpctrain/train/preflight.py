@@ -1,6 +1,7 @@
 """What a user may have got wrong, found before torch is imported and before any rank waits.
 
-Every rank runs these checks on the same files, so all of them leave with the same message.
+Every rank runs these checks on the same files, so all of them leave with the same message, unless
+a node has not what the others have: a `Problem` that may be so says that it is `node_dependent`.
 Belongs here: checks of the configuration, the data files and the run directory. Does not belong
 here: whether a checkpoint's content is good (see `hpctrain.checkpoints`), plans and their memory.
 """
@@ -99,6 +100,8 @@ def _resume_problems(job: Job) -> Iterator[Problem]:
     if step is None:
         yield Problem(f"HPCTRAIN_RESUME is not a checkpoint's name: {job.launch.resume!r}")
     elif not directory.is_dir():
-        yield Problem("the checkpoint to resume from does not exist", str(directory))
+        words = "the checkpoint to resume from does not exist"
+        yield Problem(words, str(directory), node_dependent=True)
     elif read_manifest(directory) is None:
-        yield Problem("the checkpoint to resume from has no readable manifest", str(directory))
+        words = "the checkpoint to resume from has no readable manifest"
+        yield Problem(words, str(directory), node_dependent=True)

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from hpctrain.durable import make_private_directory
 from hpctrain.spec.profiling import ProfileSpec
 from hpctrain.train.control import Control
 from hpctrain.train.device import on_cpu
@@ -75,7 +76,7 @@ class TorchTrace:
     def stop(self, path: Path) -> str:
         profiler, self._profiler = self._profiler, None
         profiler.stop_trace()
-        path.parent.mkdir(exist_ok=True, mode=0o700)
+        make_private_directory(path.parent)
         # the name ends in .gz, by which torch knows that it is to compress
         unfinished = path.with_name(f"unfinished-{path.name}")
         try:
@@ -161,11 +162,14 @@ class StepProfiler:
         tool.start()
         self.clock.mark = tool.mark
 
-    def end(self, step: int) -> None:
-        """After it; with the last one of a range the trace is written while all ranks wait."""
+    def end(self, step: int, *, stopping: bool = False) -> None:
+        """After it; with the last one of a range the trace is written while all ranks wait.
+
+        When the launch is `stopping`, writing would take the time of the last save: see `leave`.
+        """
         self._marks.close()
         window = self._window(step)
-        if window is None or step < window[1]:
+        if window is None or step < window[1] or stopping:
             return
         first, self._first = self._first or window[0], None
         self.clock.mark = None

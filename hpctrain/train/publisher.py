@@ -19,6 +19,7 @@ from hpctrain.checkpoints.manifest import (
     digest_file,
     read_manifest,
     read_rank_digests,
+    read_writers,
 )
 from hpctrain.checkpoints.publish import (
     StaleEpochError,
@@ -101,6 +102,7 @@ class Publisher:
         if missing:
             raise CheckpointError(f"no digest was left for {', '.join(sorted(missing))}")
         own = tuple(digest_file(directory, name) for name in self._form.leader_files)
+        writers = read_writers(directory)
         return Manifest(
             step=position.step,
             epoch=self._job.launch.epoch,
@@ -109,6 +111,7 @@ class Publisher:
             world_size=self._job.launch.world_size,
             consumed_samples=position.consumed_samples,
             time=time.time(),
+            writers=(*(0 for _ in own), *(writers[file.name] for file in shards)),
             files=own + shards,
         )
 

@@ -13,10 +13,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpctrain.checkpoints.manifest import step_of
 from hpctrain.durable import FULL_ERRNOS, LineBuffer
 from hpctrain.engines.training import TrainConfig
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.signs import (
+    EvaluationMetrics,
     Phase,
     Progress,
     RankTimes,
@@ -85,9 +87,10 @@ class Reporter:
         self._metrics = Rows(job.run, job.run.metrics)
         self._saves = Rows(job.run, job.run.saves)
         self._phase: Phase = "starting"
-        self._step = 0
+        # A run that goes on is not at its beginning while its checkpoint is being loaded.
+        self._checkpoint_step = step_of(job.launch.resume)
+        self._step = self._checkpoint_step or 0
         self._last: StepResult | None = None
-        self._checkpoint_step: int | None = None
         self._written_at = -math.inf
 
     @property
@@ -101,6 +104,11 @@ class Reporter:
         self._step = self._step if step is None else step
         self._write_progress()
 
+    def still_working(self) -> None:
+        """Renew the sign of life within a long phase, about once a second."""
+        if time.monotonic() - self._written_at >= _PROGRESS_SECONDS:
+            self._write_progress()
+
     def resumed_from(self, step: int) -> None:
         self._step = self._checkpoint_step = step
 
@@ -111,10 +119,23 @@ class Reporter:
             return
         metrics = step_metrics(self._job.config, self._job.launch.epoch, result, evaluation)
         self._metrics.append(metrics)
-        if time.monotonic() - self._written_at >= _PROGRESS_SECONDS:
-            self._write_progress()
+        self.still_working()
         if result.step % self._job.config.log_interval_steps == 0:
             self._log_step(metrics)
+
+    def made_up_evaluation(self, evaluation: Evaluation) -> None:
+        """Record the evaluation of the resumed step, which an earlier launch has trained."""
+        if not self._job.launch.leads:
+            return
+        metrics = EvaluationMetrics(
+            step=self._step,
+            epoch=self._job.launch.epoch,
+            time=time.time(),
+            eval_loss=_finite(evaluation.loss),
+            eval_accuracy=evaluation.accuracy,
+        )
+        self._metrics.append(metrics)
+        self.log("evaluation", step=self._step, eval_loss=evaluation.loss)
 
     def published(self, save: SaveRecord) -> None:
         """A checkpoint counts; only rank 0 is told."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import InvalidInputError, Problem
-from hpctrain.train.faults import BadCheckpointError, is_damage
+from hpctrain.train.faults import LoadFailedError, is_damage
 
 
 def check_sample_order(now: dict[str, Any], saved: dict[str, Any], directory: Path) -> None:
@@ -33,10 +33,10 @@ def check_sample_order(now: dict[str, Any], saved: dict[str, Any], directory: Pa
 
 @contextlib.contextmanager
 def damage_named(directory: Path) -> Iterator[None]:
-    """Raise BadCheckpointError where the files are at fault, whatever else it is as it comes."""
+    """Raise LoadFailedError for errors of decoding files; all others pass as they are."""
     try:
         yield
-    except Exception as error:
+    except BaseException as error:  # torch's CheckpointException is no Exception
         if is_damage(error):
-            raise BadCheckpointError(f"cannot resume from {directory.name}: {error}") from error
+            raise LoadFailedError(f"cannot resume from {directory.name}: {error}") from error
         raise

@@ -153,15 +153,40 @@ class Saver:
         waited_seconds = 0.0
         while self._pending is not None:
             began_at = time.monotonic()
-            agreed = self._control.worst_writer(self.writer_state)
-            if agreed is WriterState.RUNNING:
-                time.sleep(_POLL_SECONDS)
+            agreed = self._agree_while_waiting(self._pending)
             seconds = time.monotonic() - began_at
             waited_seconds += seconds
             if charged is not None:
                 charged.stall_seconds += seconds
             self.poll(agreed)
         return waited_seconds
+
+    def _agree_while_waiting(self, pending: _Pending) -> WriterState:
+        """What all ranks agree on about their writers.
+
+        Which of the functions below a rank is in tells the supervisor, who reads stacks, whose
+        writer does not end (`hpctrain.supervise.stacks` knows them by their names).
+        """
+        if pending.publishing:
+            return self._wait_for_publisher()
+        if self._writer.state() is WriterState.RUNNING:
+            return self._wait_for_own_writer()
+        return self._wait_for_other_writers()
+
+    def _wait_for_own_writer(self) -> WriterState:
+        return self._agree_or_rest()
+
+    def _wait_for_other_writers(self) -> WriterState:
+        return self._agree_or_rest()
+
+    def _wait_for_publisher(self) -> WriterState:
+        return self._agree_or_rest()
+
+    def _agree_or_rest(self) -> WriterState:
+        agreed = self._control.worst_writer(self.writer_state)
+        if agreed is WriterState.RUNNING:
+            time.sleep(_POLL_SECONDS)
+        return agreed
 
     def _prepare_directory(self, step: int) -> Path:
         """Rank 0 looks for room and makes the directory; its problem, if any, is everybody's."""

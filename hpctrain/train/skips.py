@@ -52,7 +52,8 @@ def read_skips(path: Path) -> str | None:
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInputError([Problem(f"cannot be read: {error}", str(path))]) from error
+        problem = Problem(f"cannot be read: {error}", str(path), node_dependent=True)
+        raise InvalidInputError([problem]) from error
 
 
 def parse_skips(text: str | None, path: Path) -> Skips:

@@ -15,6 +15,7 @@ import signal
 from collections.abc import Mapping
 from pathlib import Path
 
+from hpctrain.durable import shared_mode
 from hpctrain.store.layout import RunLayout
 from hpctrain.train.launch import Launch
 
@@ -31,7 +32,7 @@ class StackDump:
     def __init__(self, path: Path, header: str) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
         self._path = path
-        self._descriptor = os.open(path, flags, 0o600)
+        self._descriptor = os.open(path, flags, shared_mode(path.parent, 0o600))
         os.write(self._descriptor, header.encode())
         self._empty_bytes = os.fstat(self._descriptor).st_size
         faulthandler.register(signal.SIGQUIT, self._descriptor, all_threads=True, chain=False)

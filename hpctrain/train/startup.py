@@ -15,10 +15,14 @@ from typing import Protocol, cast
 
 import torch
 
+from hpctrain.checkpoints.manifest import step_of
 from hpctrain.engines.training import TrainConfig
 from hpctrain.store.signs import SaveRecord, read_saves
 from hpctrain.train.control import Control
+from hpctrain.train.digest_check import DigestCheck
 from hpctrain.train.engine import Engine, Position, Room, Snapshot
+from hpctrain.train.evaluating import evaluation_is_missing, is_evaluated
+from hpctrain.train.faults import blames_checkpoint
 from hpctrain.train.interval import SaveInterval
 from hpctrain.train.job import Job
 from hpctrain.train.loop import Loop
@@ -36,10 +40,15 @@ warnings.filterwarnings("ignore", module=r"(torch|megatron)\b.*")
 _ROOMS = {"megatron": "megatron", "fsdp": "native", "ddp": "native", "deepspeed": "deepspeed"}
 
 
-class StepKeeper(Protocol):
-    """Who wants to know the last finished step, for the record of how the rank ended."""
+class Keeper(Protocol):
+    """Who keeps what the record of how the rank ended needs: the last finished step, the step of
+    the checkpoint while it is being loaded, and whether the start is over."""
 
     step: Callable[[], int]
+    loading_step: int | None
+
+    def begin(self) -> None:
+        """All ranks have started: from now on they agree on when to stop."""
 
 
 def room_of(config: TrainConfig) -> Room:
@@ -48,8 +57,11 @@ def room_of(config: TrainConfig) -> Room:
     return cast(Room, importlib.import_module(f"hpctrain.train.{name}.assembly"))
 
 
-def assemble(job: Job, keeper: StepKeeper) -> Loop:
-    """Build everything on this rank; all ranks must call this."""
+def assemble(job: Job, keeper: Keeper, digests: DigestCheck | None = None) -> Loop:
+    """Build everything on this rank; all ranks must call this.
+
+    `digests` reads the checkpoint meanwhile: no rank returns before all of it is as it was written.
+    """
     room = room_of(job.config)
     _settle(job.config, leads=job.launch.leads)
     reporter = Reporter(job)
@@ -59,7 +71,7 @@ def assemble(job: Job, keeper: StepKeeper) -> Loop:
     control = Control(mesh.control)
     skips = _skips(job, control)
     parts = room.build(job, mesh, control)
-    position = _position(job, parts.snapshot, reporter)
+    position = _position(job, parts.snapshot, reporter, keeper, digests, control)
     interval = SaveInterval(job.config, job.launch.mttf_seconds, read_saves(job.run))
 
     def published(save: SaveRecord) -> None:
@@ -79,6 +91,8 @@ def assemble(job: Job, keeper: StepKeeper) -> Loop:
         clock=_clock(job, control, parts.engine, reporter),
         profiler=step_profiler(job, parts.engine.clock, reporter, control),
         request=SaveRequest(job.run.save_request, looks=job.launch.leads),
+        owes_evaluation=_owes_evaluation(job, control, position),
+        on_begin=keeper.begin,
     )
 
 
@@ -100,6 +114,15 @@ def _losses(job: Job, control: Control, position: Position) -> LossWindow:
     return LossWindow(limit, [float.fromhex(word) for word in words.split()])
 
 
+def _owes_evaluation(job: Job, control: Control, position: Position) -> bool:
+    """Whether the launch that saved the checkpoint left the evaluation of its last step."""
+    if not is_evaluated(job.config, position.step):
+        return False
+    leads = job.launch.leads
+    missing = "missing" if leads and evaluation_is_missing(job.run, position.step) else None
+    return control.from_leader(missing) is not None
+
+
 def _clock(job: Job, control: Control, engine: Engine, reporter: Reporter) -> RankClock:
     return RankClock(
         clock=engine.clock,
@@ -112,14 +135,31 @@ def _clock(job: Job, control: Control, engine: Engine, reporter: Reporter) -> Ra
     )
 
 
-def _position(job: Job, snapshot: Snapshot, reporter: Reporter) -> Position:
-    """Step 0, or what the checkpoint says."""
+def _position(
+    job: Job,
+    snapshot: Snapshot,
+    reporter: Reporter,
+    keeper: Keeper,
+    digests: DigestCheck | None,
+    control: Control,
+) -> Position:
+    """Step 0, or what the checkpoint says; raises BadCheckpointError on all ranks if a digest of
+    any of its files differs."""
     directory = job.resume_directory
     if directory is None:
         reporter.log("start", step=0, world_size=job.launch.world_size)
         return Position(0, 0)
     reporter.phase("loading")
-    position, remark = snapshot.restore(directory)
+    keeper.loading_step = step_of(directory.name)
+    try:
+        position, remark = snapshot.restore(directory)
+    except BaseException as error:  # torch's CheckpointException is no Exception
+        if digests is not None and blames_checkpoint(error):
+            digests.explain()
+        raise
+    if digests is not None:
+        digests.agree(control, waiting=reporter.still_working)
+    keeper.loading_step = None
     reporter.resumed_from(position.step)
     reporter.log("resume", step=position.step, checkpoint=directory.name)
     if remark is not None:

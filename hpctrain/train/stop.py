@@ -24,7 +24,7 @@ class StopSignals:
     def install(self) -> None:
         """Take over the stop signals of this process."""
         for number in STOP_SIGNALS:
-            signal.signal(number, self._remember)
+            signal.signal(number, lambda number, frame: self.remember(number))
         signal.signal(signal.SIGCONT, signal.SIG_IGN)
         # asks for stacks (see `stacks`); until that file is open it must not end the process
         signal.signal(signal.SIGQUIT, signal.SIG_IGN)
@@ -33,8 +33,9 @@ class StopSignals:
     def requested(self) -> bool:
         return self.name is not None
 
-    def _remember(self, number: int, frame: object) -> None:
-        if self.name is None:
+    def remember(self, number: int) -> None:
+        """This signal has arrived; others than stop signals do not matter."""
+        if self.name is None and number in STOP_SIGNALS:
             self.name = signal.Signals(number).name
 
 

@@ -36,6 +36,7 @@ REAL = dict(
     eval_interval_steps=None,
 )
 # The same program without what hpctrain measures it by.
+ASKED = os.path.relpath(HERE / "pretrain_asked.py", PACKAGE)
 UNMEASURED = os.path.relpath(HERE / "pretrain_unmeasured.py", PACKAGE)
 
 # A fresh interpreter that has imported what is slow, and nothing of megatron, forks the ranks.
@@ -71,13 +72,22 @@ class LmTrial(Trial):
 class RealTrial(LmTrial):
     """A run of a real Megatron-LM, whose ranks do not get the megatron-core of the tests."""
 
-    def start(self, *, resume: int | None = None, epoch: int = 0, **_: Any) -> prefork.Ranks:
+    def start(
+        self,
+        *,
+        resume: int | None = None,
+        epoch: int = 0,
+        environment: dict[str, str] | None = None,
+        **_: Any,
+    ) -> prefork.Ranks:
+        """`environment`: more variables of the ranks, which are no children of this process."""
         logs = self.run.logs / f"launch-{time.monotonic_ns()}"
         shared = {
             **self._environment(resume, epoch),
             "WORLD_SIZE": str(self.world_size),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(prefork.free_port()),
+            **(environment or {}),
         }
         logs.mkdir(parents=True)
         given = [(self.run.train_config, rank, logs, shared) for rank in range(self.world_size)]

@@ -9,10 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from damaged_checkpoints import flip_a_byte, vouch
 from deepspeed_trials import PLAIN_LLAMA, ROUNDING, ZERO, trained, words_of
 from trial_runs import Trial, largest_difference
 
-from hpctrain.checkpoints.manifest import checkpoint_name, read_manifest, what_is_wrong
+from hpctrain.checkpoints.manifest import (
+    checkpoint_name,
+    file_problem,
+    read_manifest,
+    read_rank_digests,
+    what_is_wrong,
+)
 from hpctrain.checkpoints.publish import TRACKER_NAME
 from hpctrain.engines.deepspeed import DeepSpeedConfig
 from hpctrain.engines.documents import parse_train_config
@@ -77,6 +84,24 @@ def test_other_ranks_go_on_within_rounding(
     assert loss <= ROUNDING and norm <= 10 * ROUNDING
     assert "re-seeded:_saved_with_2_ranks" in words_of(moved)
     assert (moved.run.checkpoints / checkpoint_name(2) / "universal").is_dir(), "made once"
+
+
+def test_a_changed_conversion_is_made_again(
+    trial: Callable[..., Trial], saved: Callable[[int], Trial]
+) -> None:
+    """It has digests of its own, and what it was made of is still there."""
+    moved = trial(ZERO, data_parallel_size=1)
+    moved.adopt(saved(1), 2)
+    assert moved.train(resume=2) == [0]
+    changed = trial(ZERO, data_parallel_size=1)
+    changed.adopt(moved, 2)
+    target = changed.run.checkpoints / checkpoint_name(2) / "universal"
+    weights = max(target.rglob("*.pt"), key=lambda path: path.stat().st_size)
+    flip_a_byte(weights)
+    assert changed.train(resume=2) == [0]
+    assert changed.exact == moved.exact
+    made = read_rank_digests(target)
+    assert made and not any(file_problem(target, one, deep=True) for one in made)
 
 
 def test_another_tp_goes_on_within_rounding(trial: Callable[..., Trial], tmp_path: Path) -> None:
@@ -152,7 +177,8 @@ def test_state_on_nvme_stays_with_its_ranks(
     about = one.run.checkpoints / checkpoint_name(2) / "about.json"
     text = about.read_text()
     assert '"on_nvme": false' in text
-    about.write_text(text.replace('"on_nvme": false', '"on_nvme":  true'))  # of the same size
+    about.write_text(text.replace('"on_nvme": false', '"on_nvme": true'))
+    vouch(about.parent)
     assert one.train(resume=2) == [TrainerExit.CONFIG_ERROR]
     assert "its state on NVMe belongs to 2 ranks, and there are 1" in words_of(one)
 

@@ -105,6 +105,7 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
 def trained(tmp_path: Path, steps: int = 4, **keywords: Any) -> tuple[RankTimes | None, ModuleType]:
     """What the steps of the program leave, with windows of two."""
     run = RunLayout(tmp_path / "run")
+    run.create()
     launch = SimpleNamespace(rank=0, node="node1", epoch=3)
     job: Any = SimpleNamespace(
         run=run, launch=launch, config=SimpleNamespace(rank_times_interval_steps=2)

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from megatron_lm_trials import PACKAGE, UNMEASURED, RealTrial, make_real_trial
+from megatron_lm_trials import ASKED, PACKAGE, UNMEASURED, RealTrial, make_real_trial
 from trial_runs import LIMIT_SECONDS
 
 from hpctrain.actions.diagnose import diagnose
@@ -137,3 +137,46 @@ def test_a_checkpoint_of_another_model_is_not_loaded(whole: RealTrial, tmp_path:
     (code,) = made.train(resume=EVERY)
     assert code in (TrainerExit.CRASH, TrainerExit.CONFIG_ERROR)
     assert made.rows == [] and made.good == [EVERY]
+
+
+def test_an_evaluation_is_left_between_batches(tmp_path: Path) -> None:
+    """Later evaluations read the same data as if this one had been completed; its own loss is
+    missing, because Megatron-LM evaluates after steps only."""
+    changes = dict(entry=ASKED, eval_interval_steps=4, eval_batches=6)
+    whole, asked = (
+        make_real_trial(tmp_path / name, 8, EVERY, **changes) for name in ("whole", "asked")
+    )
+    assert whole.train(environment=_noting(tmp_path / "all")) == [TrainerExit.DONE] * 2
+    noting, epoch = _noting(tmp_path / "left"), claim_epoch(asked.run.epochs, "first")
+    assert asked.train(epoch=epoch, environment={**noting, "ASKED": "1"}) == [75, 75]
+    assert {(tmp_path / "left" / rank).read_text() for rank in "01"} == {"1 2 3 "}
+    assert asked.good == [4]
+    epoch = claim_epoch(asked.run.epochs, "second")
+    again = dict(resume=4, epoch=epoch, environment=_noting(tmp_path / "again"))
+    assert asked.train(**again) == [TrainerExit.DONE] * 2
+    expected, found = (
+        {row.step: row.eval_loss for row in made.rows if row.step % 4 == 0}
+        for made in (whole, asked)
+    )
+    assert None not in expected.values()
+    assert found == {**expected, 4: None}
+
+
+def _noting(directory: Path) -> dict[str, str]:
+    directory.mkdir()
+    return {"COMPUTED": str(directory)}
+
+
+def test_a_stop_during_the_start_leaves_it(tmp_path: Path) -> None:
+    """Once its parser has run, Megatron-LM itself would train a step first."""
+    made = make_real_trial(tmp_path / "starting", STEPS, EVERY, entry=ASKED)
+    environment = {"COMPUTED": str(tmp_path), "SLOW_START": "1"}
+    ranks = made.start(epoch=claim_epoch(made.run.epochs, "first"), environment=environment)
+    end = time.monotonic() + LIMIT_SECONDS
+    while len(list(tmp_path.glob("slow-*"))) < 2:
+        assert time.monotonic() < end, ranks.log()
+        time.sleep(0.05)
+    ranks.signal(signal.SIGTERM)
+    assert ranks.wait(LIMIT_SECONDS) == [TrainerExit.YIELDED] * 2, ranks.log()
+    assert made.rows == [] and made.good == []
+    assert {one.outcome for one in made.exits(1)} == {"yielded"}

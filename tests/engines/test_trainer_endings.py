@@ -16,6 +16,10 @@ from hpctrain.checkpoints.publish import published_steps
 from hpctrain.store.epochs import claim_epoch, current_epoch
 from hpctrain.store.signs import DoneMarker, Progress, TrainerExit, read_record
 from hpctrain.train import writer
+from hpctrain.train.job import Job, read_config
+from hpctrain.train.launch import Launch
+from hpctrain.train.report import Reporter
+from hpctrain.train.stop import StopSignals
 
 YIELDED, REFUSED, CRASHED = TrainerExit.YIELDED, TrainerExit.CONFIG_ERROR, TrainerExit.CRASH
 DP2 = dict(data_parallel_size=2)
@@ -31,6 +35,17 @@ def test_done(gpt_reference: Trial) -> None:
     progress = read_record(gpt_reference.run.progress, Progress)
     assert progress is not None
     assert (progress.phase, progress.step, progress.checkpoint_step) == ("leaving", 6, 6)
+
+
+def test_a_run_that_resumes_is_never_reported_at_its_beginning(trial: Callable[..., Trial]) -> None:
+    """From its first sign of life on, long before the checkpoint is loaded."""
+    run = trial().run
+    launch = Launch(rank=0, world_size=1, local_rank=0, node="n0", epoch=2, resume="iter_0000040")
+    job = Job(read_config(run.train_config), launch, run, StopSignals())
+    Reporter(job).phase("starting")
+    progress = read_record(run.progress, Progress)
+    assert progress is not None
+    assert (progress.phase, progress.step, progress.checkpoint_step) == ("starting", 40, 40)
 
 
 def test_a_finished_run_is_not_run_again(gpt_reference: Trial) -> None:

@@ -171,7 +171,7 @@ def fabricate_all(runs: Path, slurm: FakeSlurm) -> None:
     requeued = make("requeued-0003", [*SUBMITTED, *started, *lost], steps=30)
     slurm.records[requeued] = replace(record, job_id=requeued, reason="BeginTime")
     make("failed-0004", [*SUBMITTED, *started, *ended("crash", "rank 1: boom", "stop")], steps=12)
-    cancel = said(EventKind.CANCEL_REQUESTED, user="somebody")
+    cancel = said(EventKind.CANCELLED, user="somebody")
     make("cancelled-0005", [*SUBMITTED, *started, cancel], steps=5)
     refused = said(EventKind.SUBMIT_FAILED, reason="sbatch: error: Batch job submission failed")
     make("refused-0006", [*SUBMITTED[:2], refused])

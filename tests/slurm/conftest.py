@@ -9,13 +9,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from rehearsal import PATIENCE_SECONDS, STEPS, Stage, four_nodes, own_sandbox
+from another_user import public_directory
+from newer_slurm import unpacked
+from other_cluster import OtherCluster, other_shape
+from rehearsal import PATIENCE_SECONDS, STEPS, Stage, choose_slurm, four_nodes, own_sandbox
 
 from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.state import RunState
 from hpctrain.sandbox.repair import repair
 from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.store.signs import read_metrics
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    choose_slurm(config.getoption("--slurm"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -43,6 +50,47 @@ def clean_slate(sandbox: Sandbox) -> Iterator[None]:
 def stage(sandbox: Sandbox, tmp_path_factory: pytest.TempPathFactory) -> Stage:
     """A place to start rehearsals at."""
     return Stage(sandbox, tmp_path_factory.mktemp("stage"))
+
+
+@pytest.fixture(scope="session")
+def _second_sandbox() -> Iterator[Sandbox]:
+    with own_sandbox(other_shape()) as box:
+        yield box
+
+
+@pytest.fixture
+def other_cluster(_second_sandbox: Sandbox) -> Iterator[OtherCluster]:
+    """Another Slurm beside `sandbox`, whose clients see the same runs."""
+    yield OtherCluster(_second_sandbox)
+    repair(_second_sandbox, PATIENCE_SECONDS)
+
+
+@pytest.fixture(scope="session")
+def newer_slurm(pytestconfig: pytest.Config) -> Path:
+    """The directory of a Slurm of 24.05 or newer; skips, with the reason, where none can be had."""
+    given: Path | None = pytestconfig.getoption("--slurm")
+    return given or unpacked()
+
+
+@pytest.fixture(scope="session")
+def _newer_sandbox(newer_slurm: Path) -> Iterator[Sandbox]:
+    with own_sandbox(four_nodes(), newer_slurm) as box:
+        yield box
+
+
+@pytest.fixture
+def newer_stage(_newer_sandbox: Sandbox, tmp_path: Path) -> Iterator[Stage]:
+    """As `stage`, on a newer Slurm than this distribution's."""
+    yield Stage(_newer_sandbox, tmp_path)
+    repair(_newer_sandbox, PATIENCE_SECONDS)
+
+
+@pytest.fixture
+def public_stage(sandbox: Sandbox) -> Iterator[Stage]:
+    """A stage whose directory other users of this machine may enter."""
+    with public_directory() as place:
+        yield Stage(sandbox, place)
+    sandbox.directory.chmod(0o700)  # `AnotherUser.client_of` opens it
 
 
 @pytest.fixture(scope="session")

@@ -85,15 +85,21 @@ supervise: {{stall: 5min, setup_stall: 5min, learn_stalls: false}}
 """
 
 # The interpreter that the profile names: only the trainer of a rehearsal with planned faults is
-# another one; supervisor and probes are what users run. The kernels' logs are files, too.
+# another one; supervisor and probes are what users run. The kernels' logs are files, too. For the
+# processes of a node that is `unmounted` the directory of the data is empty.
 _INTERPRETER = """\
 #!/bin/sh
 export HPCTRAIN_KERNEL_LOG={place}/kernel-{{node}}.log
 if [ "$2" = hpctrain.train ] && [ -e {plan} ]; then
     shift 2
-    exec {python} {trainer} {plan} "$@"
+    set -- {python} {trainer} {plan} "$@"
+else
+    set -- {python} "$@"
 fi
-exec {python} "$@"
+if [ -e {place}/unmounted-"$SLURMD_NODENAME" ]; then
+    exec unshare --map-root-user --mount sh -c 'mount -t tmpfs none "$0" && exec "$@"' {data} "$@"
+fi
+exec "$@"
 """
 
 
@@ -124,14 +130,28 @@ def four_nodes() -> SandboxShape:
     )
 
 
+_chosen_slurm: Path | None = None
+
+
+def choose_slurm(directory: Path | None) -> None:
+    """All sandboxes from now on have the Slurm that lies there; None is the one of this machine."""
+    global _chosen_slurm
+    _chosen_slurm = directory and directory.resolve()
+
+
+def create_sandbox(directory: Path, shape: SandboxShape, slurm: Path | None = None) -> Sandbox:
+    """A sandbox with the Slurm that was chosen for all, or with another one."""
+    return Sandbox.create(directory, shape, slurm or _chosen_slurm)
+
+
 @contextlib.contextmanager
-def own_sandbox(shape: SandboxShape) -> Iterator[Sandbox]:
+def own_sandbox(shape: SandboxShape, slurm: Path | None = None) -> Iterator[Sandbox]:
     """A sandbox that is gone afterwards, whatever happens."""
     # A short name, so that sockets fit into it; pytest's own directories are long.
     parent = Path(tempfile.mkdtemp(prefix="ht-", dir="/tmp"))
     box = None
     try:
-        box = Sandbox.create(parent / "s", shape)
+        box = create_sandbox(parent / "s", shape, slurm)
         box.up(PATIENCE_SECONDS)
         yield box
     finally:
@@ -411,6 +431,21 @@ class Stage:
     def runs(self) -> Path:
         return self.directory / "runs"
 
+    @property
+    def data(self) -> Path:
+        """A directory that every node but an `unmounted` one sees."""
+        return self.directory / "data"
+
+    def unmount_data(self, name: str, node: str) -> None:
+        """From now on no process of the run `name` on `node` sees what is in `data`."""
+        place = self.directory / name
+        place.mkdir(exist_ok=True)
+        (place / f"unmounted-{node}").touch()
+
+    def mount_data(self, name: str, node: str) -> None:
+        """Processes that start from now on see it again."""
+        (self.directory / name / f"unmounted-{node}").unlink()
+
     def start(
         self,
         *overrides: str,
@@ -447,7 +482,7 @@ class Stage:
         for node in self.sandbox.shape.node_names:
             (place / f"kernel-{node}.log").touch()
         text = _INTERPRETER.format(
-            place=place, plan=plan, python=sys.executable, trainer=FAULTY_TRAINER
+            place=place, plan=plan, python=sys.executable, trainer=FAULTY_TRAINER, data=self.data
         )
         python.write_text(text)
         python.chmod(0o755)

@@ -15,12 +15,20 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
-from rehearsal import wait_till_remembered
+from rehearsal import create_sandbox, wait_till_remembered
 
 from hpctrain.errors import SlurmError, UsageError
 from hpctrain.sandbox import faults
 from hpctrain.sandbox.job_processes import processes_of_nodes
-from hpctrain.sandbox.processes import all_processes, await_condition, is_alive, read_environment
+from hpctrain.sandbox.processes import (
+    all_processes,
+    await_condition,
+    find_process,
+    is_alive,
+    open_files,
+    read_environment,
+)
+from hpctrain.sandbox.reconfigure import raise_job_ids
 from hpctrain.sandbox.repair import repair
 from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.sandbox.shape import PartitionShape, SandboxShape, SwitchShape, default_shape
@@ -74,6 +82,16 @@ def processes_of(directory: Path) -> list[int]:
     conf = str(directory / "slurm.conf")
     everything = all_processes()
     return [p.pid for p in everything if read_environment(p.pid).get("SLURM_CONF") == conf]
+
+
+def read_name(pid: int) -> str:
+    process = find_process(pid)
+    return process.name if process else ""
+
+
+def holds_a_log_of(directory: Path, pid: int) -> bool:
+    """Whatever its environment says: that of a slurmstepd is blank since 24.11."""
+    return any(name.startswith(f"{directory}/") for name in open_files(pid))
 
 
 @pytest.fixture
@@ -184,7 +202,7 @@ def test_faults_name_what_they_cannot_do(sandbox: Sandbox) -> None:
 
 def test_an_urgent_job_requeues_a_training_job(directory: Path) -> None:
     shape = default_shape(nodes=2, grace_seconds=3, user_signal_on_preempt=True)
-    box = Sandbox.create(directory, shape)
+    box = create_sandbox(directory, shape)
     box.up()
     notices = directory / "notices"
     # Without srun: a step gets SIGTERM when the grace begins, and one that dies of it ends the job.
@@ -201,7 +219,7 @@ def test_an_urgent_job_requeues_a_training_job(directory: Path) -> None:
 
 def test_a_crashed_node_sends_the_job_back_into_the_queue(directory: Path) -> None:
     # Half the usual time-out, because noticing takes twice the time-out.
-    box = Sandbox.create(directory, replace(default_shape(nodes=2), slurmd_timeout_seconds=5))
+    box = create_sandbox(directory, replace(default_shape(nodes=2), slurmd_timeout_seconds=5))
     box.up()
     job_id = submit(box, "-N2", "--requeue", wrap="srun sleep 300")
     await_ranks(box, job_id, 2)
@@ -216,8 +234,16 @@ def test_a_crashed_node_sends_the_job_back_into_the_queue(directory: Path) -> No
     assert box.node_states()["n1"].startswith("down")
 
 
-def test_down_leaves_neither_process_nor_directory(directory: Path) -> None:
-    box = Sandbox.create(directory, default_shape(nodes=2))
+@pytest.fixture(params=["installed", "newer"])
+def either_slurm(request: pytest.FixtureRequest) -> Path | None:
+    """The Slurm of this machine (None), then a newer one."""
+    return None if request.param == "installed" else request.getfixturevalue("newer_slurm")
+
+
+def test_down_leaves_neither_process_nor_directory(
+    directory: Path, either_slurm: Path | None
+) -> None:
+    box = create_sandbox(directory, default_shape(nodes=2), either_slurm)
     box.up()
     # One that leaves its session and ignores the polite signals, and ranks without environment.
     stubborn = (
@@ -227,16 +253,42 @@ def test_down_leaves_neither_process_nor_directory(directory: Path) -> None:
     job_id = submit(box, "-N2", wrap=stubborn)
     await_ranks(box, job_id, 2)
     doomed = [process.identity for process in processes_of_nodes(box.paths, box.shape.node_names)]
-    unnamed = [one.pid for one in doomed if not read_environment(one.pid)]
-    assert len(unnamed) == 2
+    names = [read_name(one.pid) for one in doomed if not read_environment(one.pid)]
+    assert [name for name in names if not name.startswith("slurmstepd")] == ["sleep"] * 2
     box.down()
     assert not any(map(is_alive, doomed))
     assert processes_of(directory) == []
+    assert not [one for one in all_processes() if holds_a_log_of(directory, one.pid)]
     assert not directory.exists()
 
 
+def test_daemons_are_known_after_a_change_of_the_configuration(
+    directory: Path, either_slurm: Path | None
+) -> None:
+    """Since 23.11 `scontrol reconfigure` replaces them by new processes."""
+    box = create_sandbox(directory, default_shape(nodes=2), either_slurm)
+    box.up()
+    job_id = submit(box, "-N2", wrap="srun sleep 300")
+    await_ranks(box, job_id, 2)
+    raise_job_ids(box, 4711)
+    assert box.health() == "up"
+    assert submit(box, wrap="true") == "4711"
+    faults.crash_node(box, "n1")
+    assert {p.node for p in faults.job_processes(box, job_id)} == {"n0"}
+    assert [daemon.name for daemon in box.status().daemons if not daemon.alive] == ["slurmd-n1"]
+
+
+def test_clients_of_a_newer_sandbox_are_newer_too(directory: Path, newer_slurm: Path) -> None:
+    box = Sandbox.create(directory, default_shape(nodes=1), newer_slurm)
+    box.up()
+    assert box.state.version >= (24, 5)
+    assert run(box, "sh", "-c", "command -v squeue").strip() == f"{newer_slurm}/bin/squeue"
+    assert run(box, "srun", "squeue", "--version") == run(box, "sinfo", "--version")
+    assert Sandbox.open(directory).programs.version == box.state.version
+
+
 def test_a_kept_sandbox_comes_up_again_elsewhere(directory: Path) -> None:
-    box = Sandbox.create(directory, default_shape(nodes=2))
+    box = create_sandbox(directory, default_shape(nodes=2))
     box.up()
     first_id = submit(box, wrap="true")
     box.down(keep=True)
@@ -248,7 +300,7 @@ def test_a_kept_sandbox_comes_up_again_elsewhere(directory: Path) -> None:
 
 def test_a_directory_too_deep_for_sockets(directory: Path) -> None:
     deep = directory / ("d" * 60) / ("e" * 60)
-    box = Sandbox.create(deep, default_shape(nodes=1))
+    box = create_sandbox(deep, default_shape(nodes=1))
     box.up()
     sockets = box.paths.sockets
     try:
@@ -264,7 +316,7 @@ def test_a_directory_too_deep_for_sockets(directory: Path) -> None:
 def test_a_daemon_that_cannot_start_is_reported_and_nothing_stays(directory: Path) -> None:
     shape = default_shape(nodes=2)
     broken = PartitionShape("broken", nodes="no-such-node")
-    box = Sandbox.create(
+    box = create_sandbox(
         directory,
         SandboxShape(2, 1, "a100", 4, 4000, (*shape.partitions, broken)),
     )
@@ -292,7 +344,7 @@ def test_64_nodes_below_a_tree_of_switches(directory: Path) -> None:
         switches=(*leaves, spine),
         accounting="filetxt",
     )
-    box = Sandbox.create(directory, shape)
+    box = create_sandbox(directory, shape)
     box.up()
     topology = run(box, "scontrol", "show", "topology")
     assert re.search(r"SwitchName=leaf3 Level=0 .*n63$", topology, re.MULTILINE)
@@ -322,7 +374,7 @@ def live_as(user: pwd.struct_passwd, directory: Path) -> None:
     os.setgid(user.pw_gid)
     os.setuid(user.pw_uid)
     os.chdir(directory.parent)
-    box = Sandbox.create(directory, default_shape(nodes=2))
+    box = create_sandbox(directory, default_shape(nodes=2))
     box.up()
     assert run(box, "srun", "-N2", "id", "-un").split() == [user.pw_name] * 2
     faults.crash_node(box, "n1")

@@ -46,7 +46,7 @@ def _problems_of_samples(config: ModuleConfig) -> Iterator[Problem]:
 def _problems_of_tokens(prefix: Path, vocab_size: int) -> Iterator[Problem]:
     for path in (bin_path(prefix), idx_path(prefix)):
         if not path.is_file():
-            yield Problem("data file not found", str(path))
+            yield Problem("data file not found", str(path), node_dependent=True)
     vocab = _vocabulary_of(prefix)
     if vocab is not None and vocab > vocab_size:
         yield Problem(

@@ -12,9 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from hpctrain.errors import InvalidInputError, Problem
-from hpctrain.store.prepared import class_directories
-
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
+from hpctrain.store.prepared import IMAGE_SUFFIXES, class_directories, is_image
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,8 @@ def list_images(root: Path) -> Listing:
         classes = class_directories(root)
         found = [_images_of(root, name) for name in classes]
     except OSError as error:
-        problem = Problem(f"cannot be read: {error.strerror}", str(root))
+        words = f"cannot be read: {error.strerror}"
+        problem = Problem(words, str(root), node_dependent=True)
         raise InvalidInputError([problem]) from error
     empty = [name for name, files in zip(classes, found, strict=True) if not files]
     if empty or not classes:
@@ -52,7 +51,7 @@ def _images_of(root: Path, name: str) -> list[str]:
         os.path.relpath(os.path.join(directory, file), root)
         for directory, _, files in os.walk(root / name, onerror=_raise)
         for file in files
-        if file.lower().endswith(IMAGE_SUFFIXES)
+        if is_image(file)
     )
 
 

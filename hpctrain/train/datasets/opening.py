@@ -138,7 +138,7 @@ def _made_listings(paths: list[Path], cache: Path) -> tuple[list[str], list[Prob
     except InvalidInputError as error:
         return [], list(error.problems)
     except OSError as error:
-        return [], [Problem(f"cannot be listed: {error}")]
+        return [], [Problem(f"cannot be listed: {error}", node_dependent=True)]
     return [str(file) for file in files], []
 
 

@@ -7,7 +7,7 @@ how the module is placed, what DeepSpeed's optimizers differ in.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -80,7 +80,7 @@ class ZeroEngine(Built):
                     self.inner.step()
         return totals, summed
 
-    def evaluate(self) -> Evaluation | None:
+    def evaluate(self, batches: Iterable[int]) -> Evaluation | None:
         """Without dropout, hence without drawing random numbers.
 
         The statistics of batch norms change with it (see `_share_statistics`), which no training
@@ -93,7 +93,7 @@ class ZeroEngine(Built):
         self._share_statistics()
         self.inner.eval()
         with torch.no_grad():
-            for number in range(config.eval_batches):
+            for number in batches:
                 for batch in samples.microbatches(number * config.global_batch_size):
                     told = self.loss(self.inner, self._fitting(batch))
                     totals = totals + torch.stack([one.float() for one in told])

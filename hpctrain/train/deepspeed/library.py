@@ -55,7 +55,7 @@ def refuse_without_adam() -> None:
     if reason is not None:
         message = f"DeepSpeed's Adam for offloaded state cannot be built here: {reason}"
         hint = "load a CUDA toolkit and a C++ compiler, or set `engine.deepspeed.adam: torch`"
-        raise InvalidInputError([Problem(message, hint=hint)])
+        raise InvalidInputError([Problem(message, hint=hint, node_dependent=True)])
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ Belongs here: that call. Does not belong here: which layers a stage has (see `st
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -89,13 +89,13 @@ class PipelineEngine(Built):
         for batch in samples.microbatches(first_sample):
             yield batch.tokens, (batch.labels, batch.loss_mask)
 
-    def evaluate(self) -> Evaluation | None:
+    def evaluate(self, batches: Iterable[int]) -> Evaluation | None:
         """Without dropout, hence without drawing random numbers."""
         samples, config = self.data.validation, self.config
         if samples is None:
             return None
         means = [
             self.inner.eval_batch(self._batches(samples, number * config.global_batch_size))
-            for number in range(config.eval_batches)
+            for number in batches
         ]
         return Evaluation(float(torch.stack([one.double().reshape(()) for one in means]).mean()))

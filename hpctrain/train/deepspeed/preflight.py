@@ -26,7 +26,8 @@ def deepspeed_problems(config: DeepSpeedConfig, run: RunLayout) -> Iterator[Prob
     home = _package()
     if home is None:
         hint = "python -m pip install 'hpctrain[deepspeed]'"
-        yield Problem("deepspeed is not installed in this environment", hint=hint)
+        message = "deepspeed is not installed in this environment"
+        yield Problem(message, hint=hint, node_dependent=True)
         return
     if not config.torch_adam and not _built(home, "cpu_adam"):
         yield from _missing_tools("DeepSpeed's Adam for offloaded state")
@@ -78,7 +79,8 @@ def _missing_tools(what: str) -> Iterator[Problem]:
     compiler = os.environ.get("CXX", "c++")
     for tool in (compiler, "ninja"):
         if shutil.which(tool) is None and not _beside_python(tool):
-            yield Problem(f"{what} is built where it runs, and {tool} is missing", hint=_TOOLS_HINT)
+            message = f"{what} is built where it runs, and {tool} is missing"
+            yield Problem(message, hint=_TOOLS_HINT, node_dependent=True)
 
 
 def _beside_python(tool: str) -> bool:
@@ -93,7 +95,7 @@ def _nvme_problems(home: Path, path: Path) -> Iterator[Problem]:
     except OSError:
         writable = False
     if not writable:
-        yield Problem("offload to nvme cannot write there", str(path))
+        yield Problem("offload to nvme cannot write there", str(path), node_dependent=True)
     if _built(home, "async_io"):
         return
     missing = list(_missing_tools("DeepSpeed's access to NVMe"))
@@ -101,7 +103,7 @@ def _nvme_problems(home: Path, path: Path) -> Iterator[Problem]:
     if not missing and not _has_libaio():
         message = "DeepSpeed's access to NVMe is built where it runs, and libaio.h is missing"
         hint = "install libaio's headers (libaio-dev, libaio-devel), or name them in CPATH"
-        yield Problem(message, hint=hint)
+        yield Problem(message, hint=hint, node_dependent=True)
 
 
 def _has_libaio() -> bool:

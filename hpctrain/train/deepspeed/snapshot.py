@@ -104,7 +104,7 @@ class Snapshot:
         """Load everything from `directory`; a remark if the random state could not be kept.
 
         Raises InvalidInputError when the checkpoint belongs to another order of samples or cannot
-        go on with these ranks, BadCheckpointError when its files are damaged.
+        go on with these ranks, LoadFailedError when its files are damaged.
         """
         engine = self._engine
         with damage_named(directory):
@@ -143,7 +143,9 @@ class Snapshot:
         moves = config.zero_stage > 0 and not same
         # read at loading only (runtime/engine.py, load_universal_checkpoint)
         self._engine.inner._config.load_universal_checkpoint = moves
-        return converted(directory, self._control, self._engine.mesh.rank) if moves else directory
+        if not moves:
+            return directory
+        return converted(directory, self._control, self._engine.mesh.rank, size)
 
     def _is_at_home(self, about: dict[str, Any]) -> bool:
         """True if each rank does what it did."""

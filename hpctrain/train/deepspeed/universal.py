@@ -21,12 +21,14 @@ from typing import Any
 
 import torch
 
+from hpctrain.checkpoints.digest_shares import even_share
 from hpctrain.checkpoints.manifest import file_problem, read_rank_digests, write_rank_digests
 from hpctrain.engines.deepspeed import DeepSpeedConfig
 from hpctrain.errors import CheckpointError, InvalidInputError, Problem
 from hpctrain.train.control import Control
 from hpctrain.train.deepspeed.stages import names_in_stages
-from hpctrain.train.faults import BadCheckpointError, is_full
+from hpctrain.train.digest_check import DigestCheck
+from hpctrain.train.faults import BadCheckpointError, LoadFailedError, is_full
 from hpctrain.train.models.build import build_module
 from hpctrain.train.room import NoSpaceError
 
@@ -102,15 +104,19 @@ def names_as_saved(config: DeepSpeedConfig, optimizer: Any, saved_layout: str) -
         optimizer.param_names = own
 
 
-def converted(directory: Path, control: Control, rank: int) -> Path:
-    """The universal checkpoint made of `directory`; rank 0 makes it if it is not there yet.
+def converted(directory: Path, control: Control, rank: int, ranks: int) -> Path:
+    """The universal checkpoint made of `directory`; rank 0 makes it if it is not there yet, or if
+    its content has changed since, which all ranks compare, each a share.
 
     All ranks must call this; they ask rank 0 again and again instead of waiting in one collective
-    operation, whose time limit a large checkpoint would exceed. Raises BadCheckpointError where
+    operation, whose time limit a large checkpoint would exceed. Raises LoadFailedError where
     the files are damaged, NoSpaceError where what is made of them finds no room, CheckpointError.
     """
     target = directory / _NAME
-    converter = _Converter(directory) if rank == 0 and not _is_whole(target) else None
+    found = control.from_leader("found" if rank == 0 and _is_whole(target) else None)
+    if found is not None and _is_as_made(target, control, rank, ranks):
+        return target
+    converter = _Converter(directory) if rank == 0 else None
     while True:
         told = control.from_leader(converter.state() if converter is not None else "done")
         assert told is not None, "rank 0 always says something"
@@ -125,7 +131,7 @@ def converted(directory: Path, control: Control, rank: int) -> Path:
 def _kind_of(told: str) -> type[CheckpointError]:
     if is_full(RuntimeError(told)):
         return NoSpaceError
-    return BadCheckpointError if _DAMAGE_WORDS.search(told) else CheckpointError
+    return LoadFailedError if _DAMAGE_WORDS.search(told) else CheckpointError
 
 
 class _Converter:
@@ -173,6 +179,16 @@ def _environment() -> dict[str, str]:
     """Without a launcher's variables; on the CPU, for it only rearranges files."""
     ours = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     return {**ours, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def _is_as_made(target: Path, control: Control, rank: int, ranks: int) -> bool:
+    """True on all ranks if every file has the content that an earlier launch has written."""
+    files = even_share(read_rank_digests(target), rank, ranks)
+    try:
+        DigestCheck(target, files, f"rank {rank}").agree(control)
+    except BadCheckpointError:
+        return False
+    return True
 
 
 def _is_whole(target: Path) -> bool:

@@ -5,7 +5,7 @@ Belongs here: the order of things within a step. Does not belong here: how each 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,10 +46,10 @@ class MegatronEngine:
             self.optimizer.schedule.step(increment=1)
         return Update(self.runner.totals(reports), grad_norm, learning_rate)
 
-    def evaluate(self) -> Evaluation | None:
+    def evaluate(self, batches: Iterable[int]) -> Evaluation | None:
         if self.data.validation is None:
             return None
-        return evaluate(self.runner, self.data.validation)
+        return evaluate(self.runner, self.data.validation, batches)
 
     def weights_are_finite(self) -> bool:
         parameters: list[Any] = []

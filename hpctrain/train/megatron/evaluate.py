@@ -6,7 +6,7 @@ nothing has to be remembered. No random numbers are drawn (dropout is off). Belo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -16,12 +16,12 @@ from hpctrain.train.engine import Evaluation, evaluated
 from hpctrain.train.megatron.forward import Pass
 
 
-def evaluate(runner: Pass, samples: Samples) -> Evaluation:
-    """Mean loss over `eval_batches` global batches; all ranks must call this."""
+def evaluate(runner: Pass, samples: Samples, batches: Iterable[int]) -> Evaluation:
+    """Mean loss over these global batches; all ranks must call this."""
     totals = torch.zeros(2, device=runner.mesh.device)
     config = runner.config
     with _evaluating(runner), torch.no_grad():
-        for number in range(config.eval_batches):
+        for number in batches:
             first = number * config.global_batch_size
             totals += runner.totals(runner.run(samples, first, forward_only=True))
     return evaluated(totals)

@@ -67,6 +67,7 @@ def _implementation_problems(config: MegatronConfig) -> Iterator[Problem]:
         yield Problem(
             "transformer_impl is transformer_engine, but that is not installed",
             hint="use `auto` or install TransformerEngine",
+            node_dependent=True,
         )
     if config.multi_latent_attention and (not has_te or config.transformer_impl == "local"):
         yield LATENT_NEEDS_ENGINE

@@ -28,7 +28,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         change = self._changes.get(fullname)
         if change is None:
             return None
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        spec = self._found_by_others(fullname, path, target)
         if spec is None or spec.loader is None:
             return None
         load = spec.loader.exec_module
@@ -39,6 +39,16 @@ class _Finder(importlib.abc.MetaPathFinder):
 
         spec.loader.exec_module = load_and_change  # type: ignore[method-assign]
         return spec
+
+    def _found_by_others(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """By the finders behind this one, of which another one may change the same module."""
+        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
+            spec = finder.find_spec(fullname, path, target)
+            if spec is not None:
+                return spec
+        return None
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 
 from hpctrain.train.job import Job
 from hpctrain.train.stop import file_exists
@@ -21,10 +22,14 @@ _POLL_SECONDS = 0.5
 
 
 class Relay:
-    """A thread that sends this process SIGTERM once, when a stop is wished for and understood."""
+    """A thread that sends this process SIGTERM once, when a stop is wished for and understood.
 
-    def __init__(self, job: Job) -> None:
+    `on_understood` is called once, when Megatron-LM's own handler is in force.
+    """
+
+    def __init__(self, job: Job, on_understood: Callable[[], None] = lambda: None) -> None:
         self._job = job
+        self._on_understood = on_understood
         self._ours = signal.getsignal(signal.SIGTERM)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="relay", daemon=True)
@@ -40,7 +45,7 @@ class Relay:
         signal.signal(signal.SIGTERM, self._ours)
 
     @property
-    def _wished(self) -> bool:
+    def wished(self) -> bool:
         if self._job.stop.requested:
             return True
         return self._job.launch.leads and file_exists(self._job.run.stop_request)
@@ -59,8 +64,12 @@ class Relay:
             print(words, file=sys.stderr, flush=True)
 
     def _run(self) -> None:
+        told = False
         while not self._over.wait(_POLL_SECONDS):
             self._decline_save()
-            if self._wished and self._understood:
+            if self._understood and not told:
+                told = True
+                self._on_understood()
+            if self.wished and self._understood:
                 os.kill(os.getpid(), signal.SIGTERM)
                 return

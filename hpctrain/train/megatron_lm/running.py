@@ -7,6 +7,7 @@ means. Does not belong here: records and exit codes (see `hpctrain.train.entry`)
 
 from __future__ import annotations
 
+import functools
 import gc
 import multiprocessing
 import os
@@ -14,19 +15,23 @@ import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from types import ModuleType
+from typing import Any, Protocol
 
 from hpctrain.checkpoints.manifest import step_of
 from hpctrain.checkpoints.publish import TRACKER_NAME, point_tracker_to, published_steps
 from hpctrain.engines.megatron_lm import MegatronLmConfig, Places, arguments
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.store.signs import Outcome
+from hpctrain.train.digest_check import DigestCheck
 from hpctrain.train.job import Job
 from hpctrain.train.launch import Launch
 from hpctrain.train.megatron_lm.hearing import hearing
+from hpctrain.train.megatron_lm.on_import import changed_on_import
 from hpctrain.train.megatron_lm.refused import refusals_named
 from hpctrain.train.megatron_lm.relay import Relay
 from hpctrain.train.megatron_lm.saves import Saves
+from hpctrain.train.megatron_lm.stopping import Stopping
 from hpctrain.train.megatron_lm.telling import Teller, write_progress
 from hpctrain.train.storage import outlast
 
@@ -38,17 +43,25 @@ DETERMINISTIC_VARIABLES = {
 }
 
 
-class StepKeeper(Protocol):
-    """Who wants to know the last finished step, for the record of how the rank ended."""
+class Keeper(Protocol):
+    """Who keeps what the record of how the rank ended needs: the last finished step, the step of
+    the checkpoint while it is being loaded, and whether the start is over. `asked` tells of stops
+    that only the program has received."""
 
     step: Callable[[], int]
+    loading_step: int | None
+    asked: Callable[[], bool]
+
+    def begin(self) -> None:
+        """The program trains, or looks for stops itself."""
 
 
-def run(job: Job, keeper: StepKeeper) -> tuple[Outcome, int]:
+def run(job: Job, keeper: Keeper, digests: DigestCheck | None = None) -> tuple[Outcome, int]:
     """Train until Megatron-LM ends; how that was, and the step of its last checkpoint.
 
-    Raises InvalidInputError for what is wrong with the checkout or its arguments; anything that
-    Megatron-LM raises comes through, SystemExit 16 and 17 among it.
+    Raises InvalidInputError for what is wrong with the checkout or its arguments,
+    BadCheckpointError where `digests` finds this rank's share of the checkpoint changed; anything
+    that Megatron-LM raises comes through, SystemExit 16 and 17 among it.
     """
     config = job.config
     assert isinstance(config, MegatronLmConfig)
@@ -61,6 +74,9 @@ def run(job: Job, keeper: StepKeeper) -> tuple[Outcome, int]:
     _enter(config, job.launch)
     saves = Saves(job)
     words = arguments(config, _places(job, saves, resume_step), on_cpu=_without_gpu(config))
+    if digests is not None:
+        # Before the program's own process groups: no rank can make a step without this one.
+        digests.wait()
     saves.start()
     try:
         _execute(job, keeper, saves, program, words, resume_step)
@@ -79,7 +95,8 @@ def _program(config: MegatronLmConfig) -> Path:
     program = Path(config.checkout, config.entry)
     if not program.is_file():
         hint = "set `engine.checkout` to a directory that every node, and the container, sees"
-        raise InvalidInputError([Problem("no such program", str(program), hint=hint)])
+        missing = Problem("no such program", str(program), hint=hint, node_dependent=True)
+        raise InvalidInputError([missing])
     return program
 
 
@@ -138,7 +155,7 @@ def _places(job: Job, saves: Saves, resume_step: int) -> Places:
 
 def _execute(
     job: Job,
-    keeper: StepKeeper,
+    keeper: Keeper,
     saves: Saves,
     program: Path,
     words: tuple[str, ...],
@@ -161,7 +178,21 @@ def _execute(
     gc.enable()  # `hpctrain.train.__main__` has switched it off for the start
     from hpctrain.train.megatron_lm.measuring import measuring  # brings in torch
 
-    with hearing(hear), Relay(job), refusals_named(), measuring(job):
+    loading = changed_on_import(
+        {"megatron.training.checkpointing": _noting_loads(keeper, resume_step)}
+    )
+    stopping = Stopping(lambda: relay.wished, keeper.begin)
+    keeper.asked = stopping.has_received
+
+    def understood() -> None:
+        """From here on the program saves and leaves after its next step, unless a stop that comes
+        before its first one can be told apart."""
+        if not stopping.follows_steps:
+            keeper.begin()
+
+    relay = Relay(job, understood)
+    following = stopping.following()
+    with hearing(hear), relay, refusals_named(), following, measuring(job), loading:
         try:
             runpy.run_path(str(program), run_name="__main__")
         except SystemExit as error:
@@ -171,6 +202,30 @@ def _execute(
             if teller is not None:
                 teller.close()
             _end_children()
+
+
+def _noting_loads(keeper: Keeper, resume_step: int) -> Callable[[ModuleType], None]:
+    """Have `keeper` know when the program is loading the checkpoint; a fork without this function
+    loads as ever."""
+
+    def change(module: ModuleType) -> None:
+        load = getattr(module, "load_checkpoint", None)
+        if load is None or not resume_step:
+            return
+
+        @functools.wraps(load)
+        def load_noted(*arguments: Any, **keywords: Any) -> Any:
+            keeper.loading_step = resume_step  # stays so if this raises
+            loaded = load(*arguments, **keywords)
+            keeper.loading_step = None
+            return loaded
+
+        # The loop has a name of its own for it, if it was imported before.
+        for user in (module, sys.modules.get("megatron.training.training")):
+            if getattr(user, "load_checkpoint", None) is load:
+                vars(user).update(load_checkpoint=load_noted)
+
+    return change
 
 
 def _end_children() -> None:

@@ -212,6 +212,7 @@ class Saves:
 
     def _manifest(self, step: int, directory: Path) -> Manifest:
         config = self._job.config
+        files = self._all_digests(directory)
         return Manifest(
             step=step,
             epoch=self._job.launch.epoch,
@@ -220,7 +221,8 @@ class Saves:
             world_size=self._job.launch.world_size,
             consumed_samples=step * config.global_batch_size,
             time=time.time(),
-            files=self._all_digests(directory),
+            writers=tuple(_owner(file.name) or 0 for file in files),
+            files=files,
         )
 
     def _all_digests(self, directory: Path) -> tuple[FileDigest, ...]:

@@ -81,4 +81,6 @@ def special_tokens(tokenizer: Path) -> dict[str, int]:
         added = json.loads(tokenizer.read_bytes())["added_tokens"]
         return {one["content"]: int(one["id"]) for one in added if one.get("special")}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InvalidInputError([Problem(f"cannot be read: {error}", str(tokenizer))]) from error
+        missing = isinstance(error, OSError)
+        problem = Problem(f"cannot be read: {error}", str(tokenizer), node_dependent=missing)
+        raise InvalidInputError([problem]) from error

@@ -8,7 +8,7 @@ how the module is wrapped and its optimizer built.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,7 +99,7 @@ class NativeEngine:
         half = self.config.engine == "ddp" and self.config.precision == "bf16"
         return torch.autocast(self.mesh.device.type, torch.bfloat16, enabled=half)
 
-    def evaluate(self) -> Evaluation | None:
+    def evaluate(self, batches: Iterable[int]) -> Evaluation | None:
         """Without dropout, hence without drawing random numbers."""
         samples, config = self.data.validation, self.config
         if samples is None:
@@ -107,7 +107,7 @@ class NativeEngine:
         totals: Any = 0  # of as many numbers as the task tells
         self.module.eval()
         with torch.no_grad(), self._precision():
-            for number in range(config.eval_batches):
+            for number in batches:
                 for batch in samples.microbatches(number * config.global_batch_size):
                     told = self.loss(self.module, batch)
                     totals = totals + torch.stack([one.float() for one in told])

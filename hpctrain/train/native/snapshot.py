@@ -68,7 +68,7 @@ class Snapshot:
         """Load everything from `directory`; a remark if the random state could not be kept.
 
         Raises InvalidInputError when the checkpoint belongs to another order of samples,
-        BadCheckpointError when its files are damaged.
+        LoadFailedError when its files are damaged.
         """
         with damage_named(directory):
             about = json.loads((directory / _ABOUT).read_text())

@@ -47,6 +47,26 @@ def fail(fault: Fault) -> None:
     raise RuntimeError(fault["text"])
 
 
+def misspell(fault: Fault) -> None:
+    """A mistake in the code of the user that one rank alone comes to."""
+    json.no_such_name  # type: ignore[attr-defined]  # noqa: B018
+
+
+def stop_writer(fault: Fault) -> None:
+    """From now on the process that writes this rank's part of a checkpoint never ends it, as one
+    does not whose storage client does not answer."""
+    import_loop()
+    from hpctrain.train import writer
+
+    real = writer.write_rank_digests
+
+    def stopped(*arguments: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return real(*arguments)
+
+    writer.write_rank_digests = stopped
+
+
 def say(fault: Fault) -> None:
     if fault["text"]:
         print(fault["text"], file=sys.stderr, flush=True)
@@ -109,6 +129,33 @@ def hear_nothing(fault: Fault) -> None:
     loop.file_exists = lambda path: False
 
 
+def miss_a_file(fault: Fault) -> None:
+    """What the check at the start says where the data are not to be seen, as on a node on which
+    their file system is not mounted."""
+    from hpctrain.errors import InvalidInputError, Problem
+    from hpctrain.train import entry
+
+    def check(job: Any) -> None:
+        raise InvalidInputError([Problem(f"{fault['text']} does not exist")])
+
+    entry.check = check
+
+
+def pace(fault: Fault) -> None:
+    """Steps take longer, and evaluations ten times as much longer, as those of a larger model."""
+    time.sleep(fault["seconds"])
+    loop = LOOPS[-1]
+    if not hasattr(loop, "unhurried"):
+        real = loop.engine.evaluate
+
+        def evaluate(*arguments: Any, **keywords: Any) -> Any:
+            time.sleep(fault["seconds"] * 10)
+            return real(*arguments, **keywords)
+
+        object.__setattr__(loop.engine, "evaluate", evaluate)
+        loop.unhurried = True
+
+
 def take_port(fault: Fault) -> None:
     """Listen where rank 0 is about to."""
     taken = socket.create_server(("", int(os.environ["MASTER_PORT"])))
@@ -151,11 +198,15 @@ _KEPT: list[Any] = []
 DEEDS: dict[str, Callable[[Fault], None]] = {
     "leave": leave,
     "fail": fail,
+    "misspell": misspell,
+    "stop_writer": stop_writer,
     "say": say,
     "kernel": kernel,
     "sleep": sleep,
     "await_warning": await_warning,
     "await_word": await_word,
+    "pace": pace,
+    "miss_a_file": miss_a_file,
     "settle": settle,
     "import_nothing": import_nothing,
     "die_of_term": die_of_term,
@@ -164,6 +215,10 @@ DEEDS: dict[str, Callable[[Fault], None]] = {
     "publish_slowly": publish_slowly,
     "poison": poison,
 }
+
+
+# What is done at all later steps, too.
+LASTING = ("await_word", "pace")
 
 
 # -- when ----------------------------------------------------------------------------------------
@@ -194,7 +249,7 @@ def strike_at_steps(faults: list[Fault]) -> None:
         LOOPS[:] = [loop]
         step = loop.position.step + 1
         for fault in faults:
-            if fault["step"] == step or (fault["do"] == "await_word" and fault["step"] < step):
+            if fault["step"] == step or (fault["do"] in LASTING and fault["step"] < step):
                 DEEDS[fault["do"]](fault)
         return real(loop)
 

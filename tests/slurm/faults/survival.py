@@ -60,11 +60,14 @@ class Survival:
         cause: str,
         action: str | tuple[str, ...],
         epoch: int | None = None,
+        resumed_step: int | None = None,
     ) -> Recovery:
         """The launch `epoch` (default: the newest) ended by `cause`, the next one resumed from the
         newest checkpoint that had been verified by then, and has trained a step.
 
         Where Slurm and the supervisor may both be first to act, `action` has both endings.
+        `resumed_step`: the next launch began there, where what was wrong with that checkpoint
+        shows only when it is loaded.
         """
         epoch = rehearsal.epoch if epoch is None else epoch
         rehearsal.wait(
@@ -74,7 +77,8 @@ class Survival:
         found = recovery(rehearsal, epoch)
         actions = (action,) if isinstance(action, str) else action
         assert found.cause == cause and found.action in actions, f"{found}\n{rehearsal.logs()}"
-        assert found.resumed_step == newest_verified(rehearsal, epoch), rehearsal.logs()
+        expected = newest_verified(rehearsal, epoch) if resumed_step is None else resumed_step
+        assert found.resumed_step == expected, rehearsal.logs()
         self._note(rehearsal, fault, found)
         return found
 

@@ -15,6 +15,7 @@ from hpctrain.actions.runs import RunFiles
 from hpctrain.checkpoints.publish import quarantine, retire
 from hpctrain.checkpoints.verify import Verified
 from hpctrain.engines.megatron import MegatronConfig
+from hpctrain.errors import CheckpointError
 from hpctrain.plan.forecast.intervals import daly_seconds
 from hpctrain.store.epochs import claim_epoch
 from hpctrain.store.ledger import EventKind
@@ -226,3 +227,23 @@ def test_the_expected_failure_rate_is_used_before_the_first_failure(
 def test_shelf_survives_json(run: RunFiles) -> None:
     seen = shelf(run, now=NOW)
     assert Shelf.model_validate_json(seen.model_dump_json()) == seen
+
+
+def test_one_that_was_given_up_is_bad_until_it_is_put_aside(run: RunFiles) -> None:
+    run.ledger.append(
+        EventKind.CHECKPOINT_REJECTED, checkpoint_step=50, cause="load_failed", reason="KeyError"
+    )
+    seen = shelf(run, now=NOW)
+    assert [(row.step, row.problem) for row in seen.bad] == [(50, "given up: KeyError")]
+    run.ledger.append(EventKind.LAUNCH_STARTED, epoch=2, resume_step=40)
+    quarantine(run.layout.checkpoints, run.layout.checkpoints / "iter_0000050", "KeyError")
+    seen = shelf(run, now=NOW)
+    assert seen.bad == () and seen.quarantined[0].reason == "KeyError"
+    kept = {row.step: row.kept_because for row in seen.rows}
+    assert kept[40] == ("newest", "loads, where a newer one was given up")
+
+
+def test_a_directory_that_is_not_there(run: RunFiles) -> None:
+    run.layout.checkpoints.rename(run.layout.directory / "away")
+    with pytest.raises(CheckpointError, match="checkpoints is not there"):
+        shelf(run, now=NOW)

@@ -81,6 +81,14 @@ def test_the_hint_for_administrators(ledger: Path) -> None:
     )
 
 
+def test_no_hint_for_what_one_program_does(tmp_path: Path) -> None:
+    """Avoided by runs that may, but nothing that an administrator could act on."""
+    path = tmp_path / "nodes.jsonl"
+    NodeLedger(path).append([seen(K.FIRST_FAILED, "n1") for _ in range(4)])
+    (row,) = node_rows(path, now=NOW)
+    assert (row.avoided, row.admin_hint) == (True, None)
+
+
 @pytest.mark.parametrize(
     "reason",
     [

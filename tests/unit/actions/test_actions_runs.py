@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from another_user import AnotherUser, public_directory
 from fabricated_runs import LAUNCHED, STARTED, SUBMITTED, ended, fabricate, said
 
 from hpctrain.actions.bitwise import compare_runs
 from hpctrain.actions.cancel import cancel
+from hpctrain.actions.control import hold, resume, stop
 from hpctrain.actions.describe import describe
 from hpctrain.actions.logs import attempt_directories, follow, job_logs, rank_logs
 from hpctrain.actions.runs import all_runs, find_run, new_run_id, runs_directory
+from hpctrain.actions.state import RunState
 from hpctrain.actions.status import statuses
+from hpctrain.actions.submit import resubmit
 from hpctrain.errors import NoSuchRunError, SlurmUnreachableError, UsageError
 from hpctrain.slurm.fake import FakeSlurm
+from hpctrain.slurm.records import JobRecord
 from hpctrain.slurm.states import JobState
+from hpctrain.store.jobs import cancel_requested, run_comment
 from hpctrain.store.ledger import EventKind
 from hpctrain.store.signs import append_metrics, read_metrics
+from hpctrain.supervise.run_jobs import identity_of, select_jobs
 
 # -- names -----------------------------------------------------------------------------------
 
@@ -123,24 +131,138 @@ def test_follow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 # -- cancelling ------------------------------------------------------------------------------
 
 
-def test_cancel_writes_the_ledger_first(tmp_path: Path) -> None:
+def test_cancel_announces_it_and_keeps_the_job_from_being_requeued(tmp_path: Path) -> None:
     slurm = FakeSlurm()
     slurm.submit("#!/bin/sh\n")
     run = fabricate(tmp_path)
     assert cancel(run, slurm).job_id == 1  # type: ignore[arg-type]
     assert slurm.records[1].state is JobState.CANCELLED
     assert slurm.records[1].requeue is False, "a supervisor that requeues now must be refused"
-    assert run.ledger.events()[-1].event is EventKind.CANCEL_REQUESTED
-    slurm.away = True
-    with pytest.raises(SlurmUnreachableError):
+    kinds = [event.event for event in run.ledger.events()][-2:]
+    assert kinds == [EventKind.CANCEL_REQUESTED, EventKind.CANCELLED]
+    before = run.ledger.events()
+    assert cancel(run, slurm).already and run.ledger.events() == before  # type: ignore[arg-type]
+    assert statuses([run], slurm)[0].state is RunState.CANCELLED  # type: ignore[arg-type]
+
+
+def test_a_cancel_that_slurm_does_not_hear_is_taken_back(tmp_path: Path) -> None:
+    """It would be followed at the next crash, days later."""
+
+    class AwayWhenActing(FakeSlurm):
+        def cancel_all(self, ids: Collection[int], *, pending_only: bool = False) -> None:
+            raise SlurmUnreachableError("Unable to contact slurm controller")
+
+    slurm = AwayWhenActing()
+    slurm.submit("#!/bin/sh\n")
+    run = fabricate(tmp_path)
+    with pytest.raises(SlurmUnreachableError, match="was cancelled"):
         cancel(run, slurm)  # type: ignore[arg-type]
+    events = run.ledger.events()
+    assert events[-1].event is EventKind.CANCEL_FAILED and not cancel_requested(events)
+    assert slurm.records[1].requeue is True, "or the next preemption would end the run"
+    assert statuses([run], slurm)[0].state is RunState.PENDING  # type: ignore[arg-type]
+
+
+def test_a_cancel_without_an_answer_of_slurm_announces_nothing(tmp_path: Path) -> None:
+    slurm, run = FakeSlurm(), fabricate(tmp_path)
+    slurm.away = True
+    before = run.ledger.events()
+    with pytest.raises(SlurmUnreachableError, match="was cancelled"):
+        cancel(run, slurm)  # type: ignore[arg-type]
+    assert run.ledger.events() == before
+
+
+def test_cancel_of_what_is_over_says_so_and_writes_nothing(tmp_path: Path) -> None:
+    slurm = FakeSlurm()
+    slurm.submit("#!/bin/sh\n")
+    slurm.records[1] = replace(slurm.records[1], state=JobState.FAILED, exit_code=1)
+    entries = (*SUBMITTED, STARTED, LAUNCHED, *ended("crash", "boom", "stop"))
+    run = fabricate(tmp_path, entries=entries)
+    with pytest.raises(UsageError, match="is FAILED, so there is nothing to cancel: because"):
+        cancel(run, slurm)  # type: ignore[arg-type]
+    assert run.ledger.events()[-1].event is EventKind.ACTION
+
+
+def test_cancel_never_touches_a_job_of_somebody_else(tmp_path: Path) -> None:
+    """Job 1 is another one now: the controller lost its state, or this is another cluster."""
+    slurm = FakeSlurm()
+    slurm.records[1] = JobRecord(1, state=JobState.RUNNING, name="innocent", comment="dear")
+    run = fabricate(tmp_path, entries=(*SUBMITTED, STARTED, LAUNCHED))
+    with pytest.raises(UsageError, match="nothing to cancel"):
+        cancel(run, slurm)  # type: ignore[arg-type]
+    assert slurm.records[1].state is JobState.RUNNING
+    assert statuses([run], slurm)[0].state is RunState.UNKNOWN  # type: ignore[arg-type]
+
+
+def test_another_cluster_is_refused_by_name(tmp_path: Path) -> None:
+    slurm = FakeSlurm()
+    slurm.records[1] = JobRecord(
+        1,
+        state=JobState.RUNNING,
+        name="gpt-tiny-7f3a",
+        comment=run_comment("gpt-tiny-7f3a"),
+        cluster="fake",
+    )
+    entries = (*SUBMITTED[:2], said(EventKind.SUBMITTED, job_id=1, cluster="alpha"), STARTED)
+    run = fabricate(tmp_path, entries=entries)
+    for verb in (cancel, stop, hold, resume, resubmit):
+        with pytest.raises(UsageError, match="on cluster `alpha`, and this is cluster `fake`"):
+            verb(run, slurm)  # type: ignore[operator]
+    assert slurm.records[1].state is JobState.RUNNING
+    row = statuses([run], slurm)[0]  # type: ignore[arg-type]
+    assert (row.state, row.reason) == (RunState.UNKNOWN, "its jobs are on cluster alpha")
+
+
+def test_a_job_whose_client_died_is_found_by_its_comment(tmp_path: Path) -> None:
+    slurm = FakeSlurm()
+    run = fabricate(tmp_path, entries=SUBMITTED[:2])
+    mark = {"comment": run_comment(run.run_id), "work_directory": str(run.layout.directory)}
+    slurm.records[4] = JobRecord(4, state=JobState.RUNNING, name=run.run_id, **mark)
+    elsewhere = {**mark, "work_directory": "/scratch/else/runs/gpt-tiny-7f3a"}
+    slurm.records[5] = JobRecord(5, state=JobState.RUNNING, name=run.run_id, **elsewhere)
+    row = statuses([run], slurm)[0]  # type: ignore[arg-type]
+    assert (row.state, row.job_id) == (RunState.RUNNING, 4)
+    assert run.ledger.events()[-1].event is EventKind.SUBMITTING, "looking writes nothing"
+    assert cancel(run, slurm).job_ids == (4,)  # type: ignore[arg-type]
+    assert slurm.records[5].state is JobState.RUNNING, "of another directory of runs"
     kinds = [event.event for event in run.ledger.events()]
-    assert kinds.count(EventKind.CANCEL_REQUESTED) == 2, "the wish is kept when Slurm is away"
+    assert kinds[-3:-1] == [EventKind.ADOPTED, EventKind.CANCEL_REQUESTED]
 
 
-def test_cancel_of_an_ended_job(tmp_path: Path) -> None:
-    """Slurm refuses to update a job that it has forgotten, and scancel is silent about it."""
-    assert cancel(fabricate(tmp_path), FakeSlurm()).job_id == 1  # type: ignore[arg-type]
+def test_a_second_submission_is_refused_while_an_unrecorded_job_waits(tmp_path: Path) -> None:
+    slurm = FakeSlurm()
+    run = fabricate(tmp_path, entries=SUBMITTED[:2])
+    mark = {"comment": run_comment(run.run_id), "work_directory": str(run.layout.directory)}
+    slurm.records[4] = JobRecord(4, state=JobState.PENDING, name=run.run_id, **mark)
+    with pytest.raises(UsageError, match="has job 4 in state PENDING"):
+        resubmit(run, slurm)  # type: ignore[arg-type]
+    assert run.ledger.events()[-1].event is EventKind.ADOPTED and len(slurm.records) == 1
+
+
+def test_two_clusters_in_one_answer_are_told_apart(tmp_path: Path) -> None:
+    """With SLURM_CLUSTERS=alpha,beta squeue prints the jobs of both."""
+    entries = (*SUBMITTED[:2], said(EventKind.SUBMITTED, job_id=1, cluster="alpha"), STARTED)
+    run = fabricate(tmp_path, entries=entries)
+    ours = JobRecord(1, state=JobState.RUNNING, name=run.run_id, cluster="alpha")
+    theirs = replace(ours, state=JobState.CANCELLED, cluster="beta")
+    for records, wanted in (((theirs, ours), (ours,)), ((theirs,), ())):
+        found = select_jobs(
+            identity_of(run.layout.directory), run.ledger.events(), records, "alpha"
+        )
+        assert found.jobs == wanted and found.elsewhere is None
+
+
+def test_a_job_that_was_started_by_hand_is_cancelled_too(tmp_path: Path) -> None:
+    """`scontrol requeuehold 1; sbatch job.sbatch`: the ledger knows job 14 from its start only."""
+    slurm = FakeSlurm()
+    by_hand = said(EventKind.ATTEMPT_STARTED, job_id=14, restart_count=0, nodes="n2")
+    run = fabricate(tmp_path, entries=(*SUBMITTED, STARTED, by_hand))
+    slurm.records[1] = JobRecord(1, state=JobState.PENDING, reason="JobHeldUser", name=run.run_id)
+    slurm.records[14] = JobRecord(14, state=JobState.RUNNING, name=run.run_id, requeue=True)
+    row = statuses([run], slurm)[0]  # type: ignore[arg-type]
+    assert (row.state, row.job_id) == (RunState.RUNNING, 14)
+    assert cancel(run, slurm).job_ids == (1, 14)  # type: ignore[arg-type]
+    assert {one.state for one in slurm.records.values()} == {JobState.CANCELLED}
 
 
 @pytest.mark.parametrize("done", [True, False])
@@ -203,6 +325,48 @@ def test_comparison(tmp_path: Path) -> None:
     assert not compare_runs(nothing, nothing).identical, "no steps prove nothing"
 
 
+# -- runs that cannot be read ------------------------------------------------------------------
+
+
+def test_a_damaged_run_hides_no_other(tmp_path: Path) -> None:
+    good = fabricate(tmp_path, "good-0001")
+    bad = fabricate(tmp_path, "bad-0002")
+    bad.layout.ledger.unlink()
+    bad.layout.ledger.mkdir()
+    (tmp_path / "file").touch()
+    (tmp_path / "no-run").mkdir()
+    found = all_runs(tmp_path)
+    assert [(run.run_id, bool(run.unreadable)) for run in found] == [
+        ("bad-0002", True),
+        ("good-0001", False),
+    ]
+    rows = statuses(found, FakeSlurm())  # type: ignore[arg-type]
+    assert rows[0].reason == "is damaged: ledger.jsonl is no file" and not rows[0].readable
+    assert find_run(tmp_path, "good") == good
+    with pytest.raises(UsageError, match="run `bad-0002` is damaged"):
+        find_run(tmp_path, "bad-0002")
+
+
+def test_runs_of_somebody_else_hide_no_other(another_user: AnotherUser) -> None:
+    with public_directory() as runs:
+        fabricate(runs, "closed-0001")
+        closed = fabricate(runs, "half-open-0002")
+        closed.layout.directory.chmod(0o755)
+        closed.layout.ledger.chmod(0o600)
+        fabricate(runs, "shared-0003").layout.directory.chmod(0o755)
+        seen = another_user.call(seen_in, runs)
+        denied = "cannot be read: Permission denied; it belongs to root"
+        assert seen[:2] == [("closed-0001", denied), ("half-open-0002", denied)]
+        assert seen[2] == ("shared-0003", "Slurm does not know the job any more")
+        listed = another_user.hpctrain("status", "--runs", str(runs))
+        assert listed.exit_code == 0 and "2 runs cannot be read" in listed.stderr
+
+
+def seen_in(runs: Path) -> list[tuple[str, str]]:
+    rows = statuses(all_runs(runs), FakeSlurm())  # type: ignore[arg-type]
+    return [(row.run_id, row.reason) for row in rows]
+
+
 # -- status ----------------------------------------------------------------------------------
 
 
@@ -213,12 +377,12 @@ class Counting(FakeSlurm):
         super().__init__()
         self.asked: list[tuple[str, tuple[int, ...]]] = []
 
-    def jobs(self, ids):  # type: ignore[no-untyped-def]
-        self.asked.append(("jobs", tuple(ids)))
-        return super().jobs(ids)
+    def jobs_of_users(self, user_ids):  # type: ignore[no-untyped-def]
+        self.asked.append(("squeue", tuple(user_ids)))
+        return super().jobs_of_users(user_ids)
 
-    def history(self, ids):  # type: ignore[no-untyped-def]
-        self.asked.append(("history", tuple(ids)))
+    def past_jobs(self, ids):  # type: ignore[no-untyped-def]
+        self.asked.append(("sacct", tuple(ids)))
         self._present()
         return {}
 
@@ -231,16 +395,15 @@ def test_one_question_for_all_runs(tmp_path: Path) -> None:
         fabricate(tmp_path, f"run-{number}", entries, done=number == 3)
     del slurm.records[2]
     rows = statuses(all_runs(tmp_path), slurm)  # type: ignore[arg-type]
-    assert slurm.asked == [("jobs", (1, 2)), ("history", (2,))], "done runs need no question"
+    assert slurm.asked == [("squeue", (os.getuid(),)), ("sacct", (2,))]
     assert [row.state.value for row in rows] == ["PENDING", "UNKNOWN", "DONE"]
 
 
 def test_no_question_without_open_runs(tmp_path: Path) -> None:
     slurm = Counting()
     fabricate(tmp_path, done=True)
-    fabricate(tmp_path, "refused", SUBMITTED[:2])
     statuses(all_runs(tmp_path), slurm)  # type: ignore[arg-type]
-    assert slurm.asked == []
+    assert slurm.asked == [("sacct", ())], "which asks nobody about no job"
 
 
 def test_a_running_job_without_a_sign_of_life_is_stale(

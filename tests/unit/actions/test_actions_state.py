@@ -14,6 +14,10 @@ BEGUN = (*SUBMITTED, STARTED, LAUNCHED)
 CANCEL = said(EventKind.CANCEL_REQUESTED, job_id=1, user="somebody")
 AGAIN = (said(EventKind.SUBMITTING), said(EventKind.SUBMITTED, job_id=2))
 REQUEUED = said(EventKind.ATTEMPT_STARTED, job_id=1, restart_count=1)
+CONFIRMED = said(EventKind.CANCELLED, job_id=1, user="somebody")
+CANCEL_FAILED = said(EventKind.CANCEL_FAILED, reason="no answer")
+BY_HAND = (SUBMITTED[0], said(EventKind.ADOPTED, job_id=9), STARTED)
+UNANSWERED = said(EventKind.SUBMIT_FAILED, reason="no answer within 20 s", answered=False)
 REFUSED = said(EventKind.SUBMIT_FAILED, reason="Invalid account")
 
 
@@ -45,22 +49,31 @@ ROWS: list[tuple[tuple[Said, ...], dict[str, object], RunState, str]] = [
         RunState.PENDING,
         "requeued: preempted; Priority",
     ),
-    ((*BEGUN, *CRASHED), dict(past=FAILED), RunState.FAILED, "because it was crash"),
+    ((*BEGUN, *CRASHED), dict(queued=FAILED), RunState.FAILED, "because it was crash"),
     ((*BEGUN, *CRASHED), SILENT, RunState.FAILED, "because it was crash"),
     ((*BEGUN, *CRASHED), dict(queued=COMPLETING), RunState.RUNNING, "completing"),
     ((*BEGUN, *CRASHED, *AGAIN), dict(queued=PENDING), RunState.PENDING, "Priority"),
     ((*BEGUN, *CRASHED, *AGAIN), SILENT, RunState.UNKNOWN, "Slurm does not answer"),
-    ((*BEGUN, *CRASHED, REQUEUED), dict(past=TIMEOUT), RunState.FAILED, "TIMEOUT"),
+    ((*BEGUN, *CRASHED, REQUEUED), dict(queued=TIMEOUT), RunState.FAILED, "TIMEOUT"),
     ((*BEGUN, *ended("yielded", "asked", "stop")), {}, RunState.STOPPED, "asked"),
     ((*BEGUN, *ended("cancelled", "scancel", "stop")), {}, RunState.CANCELLED, "scancel"),
-    ((*BEGUN, CANCEL), SILENT, RunState.CANCELLED, "by its user"),
+    ((*BEGUN, CANCEL), SILENT, RunState.UNKNOWN, "nobody knows whether the cancel was done"),
+    ((*BEGUN, CANCEL), {}, RunState.CANCELLED, "by its user"),
+    ((*BEGUN, CANCEL, CONFIRMED), SILENT, RunState.CANCELLED, "by its user"),
+    ((*BEGUN, CANCEL, CANCEL_FAILED), {}, RunState.UNKNOWN, "does not know the job"),
+    (BEGUN, dict(asked=False, elsewhere="alpha"), RunState.UNKNOWN, "on cluster alpha"),
+    (SUBMITTED[:2], SILENT, RunState.UNKNOWN, "Slurm does not answer"),
+    ((*SUBMITTED[:2], REFUSED), SILENT, RunState.NOT_SUBMITTED, "Invalid account"),
+    ((*SUBMITTED[:2], UNANSWERED), SILENT, RunState.UNKNOWN, "Slurm does not answer"),
+    (BY_HAND, dict(queued=RUNNING), RunState.RUNNING, ""),
+    ((*BEGUN, *CRASHED, *BY_HAND[1:]), {}, RunState.UNKNOWN, "does not know the job"),
     ((*BEGUN, CANCEL), dict(queued=RUNNING), RunState.RUNNING, ""),
-    ((*BEGUN, CANCEL, *AGAIN), dict(past=FAILED), RunState.FAILED, "exit code 3"),
+    ((*BEGUN, CANCEL, *AGAIN), dict(queued=FAILED), RunState.FAILED, "exit code 3"),
     (BEGUN, SILENT, RunState.UNKNOWN, "Slurm does not answer"),
     (BEGUN, {}, RunState.UNKNOWN, "does not know the job"),
-    (BEGUN, dict(past=CANCELLED), RunState.CANCELLED, "cancelled in Slurm"),
-    (BEGUN, dict(past=FAILED), RunState.FAILED, "FAILED, exit code 3 without a word"),
-    (BEGUN, dict(past=KILLED), RunState.FAILED, "killed by signal 9"),
+    (BEGUN, dict(queued=CANCELLED), RunState.CANCELLED, "cancelled in Slurm"),
+    (BEGUN, dict(queued=FAILED), RunState.FAILED, "FAILED, exit code 3 without a word"),
+    (BEGUN, dict(queued=KILLED), RunState.FAILED, "killed by signal 9"),
     (BEGUN, dict(queued=KILLED), RunState.FAILED, "killed by signal 9"),
     (SUBMITTED[:2], {}, RunState.NOT_SUBMITTED, "sbatch did not finish"),
     ((*SUBMITTED[:2], REFUSED), {}, RunState.NOT_SUBMITTED, "Invalid account"),
@@ -79,7 +92,7 @@ def events(entries: tuple[Said, ...]) -> list[Event]:
 def test_judge(
     entries: tuple[Said, ...], known: dict[str, object], state: RunState, words: str
 ) -> None:
-    facts: dict[str, object] = {"done": False, "queued": None, "asked": True, "past": None}
+    facts: dict[str, object] = {"done": False, "queued": None, "asked": True}
     judged = judge(events(entries), **{**facts, **known})  # type: ignore[arg-type]
     assert judged.state is state
     assert words in judged.reason and bool(words) == bool(judged.reason)

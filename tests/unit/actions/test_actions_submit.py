@@ -11,7 +11,7 @@ import pytest
 from fabricated_runs import SUBMITTED, fabricate
 
 from hpctrain.actions.prepare import Prepared, load_inputs, prepare, profile_search_path
-from hpctrain.actions.runs import RunFiles
+from hpctrain.actions.runs import RunFiles, all_runs
 from hpctrain.actions.submit import check, resubmit, submit, write_run_directory
 from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.errors import (
@@ -60,7 +60,7 @@ def test_the_run_directory_is_complete_before_sbatch(prepared: Prepared, tmp_pat
     submitted = submit(prepared, tmp_path / "runs", slurm)  # type: ignore[arg-type]
     documents = {"spec.yaml", "profile.yaml", "plan.json", "train.json", "supervise.json"}
     directories = {"control", "epochs", "exits", "logs", "stacks", "checkpoints"}
-    documents |= {"signatures.json", "job.sbatch", "ledger.jsonl"}
+    documents |= {"signatures.json", "job.sbatch", "ledger.jsonl", "data.json"}
     assert slurm.seen == documents | directories
     assert slurm.ledger == [EventKind.RENDERED, EventKind.SUBMITTING]
     assert slurm.extra_args == [f"--chdir={submitted.directory}"]
@@ -77,6 +77,7 @@ def test_what_lies_in_the_run_directory(prepared: Prepared, tmp_path: Path) -> N
     assert [path for _, path in train.data_blend] == [str(tmp_path / "data/text")]
     config = SuperviseConfig.model_validate_json(layout.supervise_config.read_bytes())
     assert (config.run_id, config.target_step) == (layout.run_id, 60)
+    assert f"--signal=B:USR1@{config.warning_seconds:.0f}\n" in prepared.script
     (event,) = RunFiles(layout).ledger.events()
     assert event.script_sha256 == hashlib.sha256(prepared.script.encode()).hexdigest()
 
@@ -104,10 +105,13 @@ def test_refused_by_slurm(prepared: Prepared, tmp_path: Path) -> None:
 def test_two_submissions_of_one_spec_are_two_runs(prepared: Prepared, tmp_path: Path) -> None:
     slurm = FakeSlurm()
     submit(prepared, tmp_path / "runs", slurm)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="exists already"):
-        submit(prepared, tmp_path / "runs", slurm)  # type: ignore[arg-type]
-    again = prepare(TINY, "sandbox", runs=tmp_path / "runs")
-    assert submit(again, tmp_path / "runs", slurm).run_id != prepared.run_id  # type: ignore[arg-type]
+    again = submit(prepared, tmp_path / "runs", slurm)  # type: ignore[arg-type]
+    assert again.run_id != prepared.run_id
+    layout = RunLayout(again.directory)
+    config = SuperviseConfig.model_validate_json(layout.supervise_config.read_bytes())
+    script = layout.script.read_text()
+    assert config.run_id == again.run_id
+    assert prepared.run_id not in script and f"--comment=hpctrain:{again.run_id}" in script
 
 
 def test_missing_data_is_found_before_anything_is_written(
@@ -166,3 +170,28 @@ def test_overrides_reach_every_document(tmp_path: Path) -> None:
     assert changed.train.train_steps == changed.supervise.target_step == 7
     assert changed.run_id.startswith("other-") and changed.run_id in changed.script
     assert json.loads(changed.plan.model_dump_json())["batch"]["train_steps"] == 7
+
+
+def test_an_sbatch_without_an_answer_may_have_been_accepted(
+    prepared: Prepared, tmp_path: Path
+) -> None:
+    """The controller took the job, and the client's time was up."""
+
+    class Late(FakeSlurm):
+        def submit(self, script: Path | str, extra_args: Sequence[str] = ()) -> SubmittedJob:
+            super().submit(script, extra_args)
+            raise SlurmUnreachableError("no answer within 20 s")
+
+    class Silent(FakeSlurm):
+        def submit(self, script: Path | str, extra_args: Sequence[str] = ()) -> SubmittedJob:
+            raise SlurmUnreachableError("no answer within 20 s")
+
+    late = submit(prepared, tmp_path / "runs", Late())  # type: ignore[arg-type]
+    assert late.job_id == 1
+    last = RunFiles(RunLayout(late.directory)).ledger.events()[-1]
+    assert (last.event, last.job_id) == (EventKind.ADOPTED, 1)
+    with pytest.raises(SlurmUnreachableError):
+        submit(prepared, tmp_path / "other", Silent())  # type: ignore[arg-type]
+    (run,) = all_runs(tmp_path / "other")
+    last = run.ledger.events()[-1]
+    assert (last.event, last.answered) == (EventKind.SUBMIT_FAILED, False)

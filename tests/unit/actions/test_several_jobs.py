@@ -176,18 +176,18 @@ def test_one_question_and_no_look_back_while_a_job_lives(tmp_path: Path) -> None
     asked: list[str] = []
 
     class Counting(FakeSlurm):
-        def jobs(self, ids: Collection[int]) -> dict[int, JobRecord]:
-            asked.append("jobs")
-            return super().jobs(ids)
+        def jobs_of_users(self, user_ids: Collection[int]) -> dict[int, JobRecord]:
+            asked.append("squeue")
+            return super().jobs_of_users(user_ids)
 
-        def history(self, ids: Collection[int]) -> dict[int, JobRecord]:
-            asked.append("history")
+        def past_jobs(self, ids: Collection[int]) -> dict[int, JobRecord]:
+            asked.extend("sacct" for _ in ids)
             return {}
 
     slurm = Counting()
     slurm.records[2] = job(2, JobState.PENDING)
     statuses([fabricate(tmp_path, entries=LEFT)], client(slurm))
-    assert asked == ["jobs"], "job 1 is forgotten, and nobody needs it"
+    assert asked == ["squeue"], "job 1 is forgotten, and nobody needs it"
 
 
 def test_attempts_are_told_apart_when_they_overlap(tmp_path: Path) -> None:

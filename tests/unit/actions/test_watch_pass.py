@@ -22,7 +22,9 @@ from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.records import JobRecord
 from hpctrain.slurm.states import JobState
+from hpctrain.store.jobs import run_comment
 from hpctrain.store.ledger import EventKind
+from hpctrain.store.signs import Progress, write_record
 from hpctrain.supervise.documents import LaunchShape, SuperviseConfig
 
 BEGUN = (*SUBMITTED, STARTED, LAUNCHED)
@@ -37,9 +39,9 @@ class Slurm(FakeSlurm):
         self.asked: list[Collection[int]] = []
         self.updates: list[dict[str, object]] = []
 
-    def jobs(self, ids: Collection[int]) -> dict[int, JobRecord]:
-        self.asked.append(ids)
-        return super().jobs(ids)
+    def jobs_of_users(self, user_ids: Collection[int]) -> dict[int, JobRecord]:
+        self.asked.append(user_ids)
+        return super().jobs_of_users(user_ids)
 
     def update_job(self, job_id: int, **changes: object) -> None:  # type: ignore[override]
         self.updates.append({"job_id": job_id, **changes})
@@ -78,7 +80,7 @@ def test_one_question_for_all_runs(tmp_path: Path) -> None:
     fabricate(tmp_path, "done", BEGUN, done=True)
     slurm = Slurm(*(job(JobState.RUNNING, n, start_time=time.time()) for n in range(1, 6)))
     result = watch(tmp_path, slurm.client)
-    assert slurm.asked == [{1, 2, 3, 4, 5}]
+    assert slurm.asked == [{os.getuid()}]
     assert (result.runs, result.open_runs, result.complete, result.seen) == (7, 5, True, ())
 
 
@@ -137,7 +139,7 @@ def test_a_submission_long_ago_is_found(tmp_path: Path) -> None:
     fabricate(tmp_path, entries=(*BEGUN, *noise))
     slurm = Slurm(job(JobState.RUNNING, start_time=time.time()))
     result = watch(tmp_path, slurm.client)
-    assert result.open_runs == 1 and slurm.asked == [{1}]
+    assert result.open_runs == 1 and len(slurm.asked) == 1
 
 
 # -- each remedy -----------------------------------------------------------------------------
@@ -204,7 +206,7 @@ def test_a_cancelled_job_is_noted_because_slurm_forgets_it(tmp_path: Path) -> No
     slurm = Slurm(job(JobState.CANCELLED))
     assert watch(tmp_path, slurm.client).seen == () and len(kinds(run)) == 5
     (seen,) = watch(tmp_path, slurm.client, act=True).seen
-    assert seen.outcome == "told" and kinds(run)[-1] == "cancel_requested"
+    assert seen.outcome == "told" and kinds(run)[-1] == "cancelled"
     slurm.records.clear()
     assert watch(tmp_path, slurm.client, act=True).seen == ()
 
@@ -234,9 +236,9 @@ def test_what_has_changed_meanwhile_is_left_for_the_next_pass(tmp_path: Path) ->
     run = fabricate(tmp_path, entries=BEGUN)
 
     class Resubmitting(Slurm):
-        def jobs(self, ids: Collection[int]) -> dict[int, JobRecord]:
+        def jobs_of_users(self, user_ids: Collection[int]) -> dict[int, JobRecord]:
             run.ledger.append(EventKind.SUBMITTING)
-            return super().jobs(ids)
+            return super().jobs_of_users(user_ids)
 
     slurm = Resubmitting(job(JobState.NODE_FAIL))
     (seen,) = watch(tmp_path, slurm.client, act=True).seen
@@ -255,6 +257,67 @@ def test_a_job_that_ended_within_the_grace_waits(tmp_path: Path) -> None:
     slurm = Slurm(job(JobState.NODE_FAIL, end_time=time.time() - 100))
     assert watch(tmp_path, slurm.client).seen == ()
     assert len(watch(tmp_path, slurm.client, grace_seconds=99.0).seen) == 1
+
+
+# -- other clusters, jobs that nobody has recorded ---------------------------------------------
+
+
+def test_a_run_of_another_cluster_is_counted_and_left_alone(tmp_path: Path) -> None:
+    """Both clusters see the directory of runs; job 1 of this one is somebody else's."""
+    entries = (*SUBMITTED[:2], said(EventKind.SUBMITTED, job_id=1, cluster="alpha"), STARTED)
+    run = fabricate(tmp_path, entries=entries)
+    stranger = job(JobState.NODE_FAIL, name="innocent", cluster="fake")
+    for slurm in (Slurm(), Slurm(stranger)):
+        before = run.layout.ledger.read_bytes()
+        result = watch(tmp_path, slurm.client, act=True, grace_seconds=0)
+        assert (result.elsewhere, result.seen, result.complete) == (1, (), True)
+        assert not slurm.scripts and run.layout.ledger.read_bytes() == before
+
+
+def test_a_run_that_trains_is_no_orphan_whatever_slurm_knows(tmp_path: Path) -> None:
+    run = fabricate(tmp_path, entries=BEGUN, steps=20)
+    progress = Progress(epoch=1, phase="training", step=20, target_step=60, time=time.time())
+    write_record(run.layout.progress, progress)
+    slurm = Slurm(job(JobState.NODE_FAIL))
+    assert watch(tmp_path, slurm.client, act=True, grace_seconds=0).seen == ()
+    old = progress.model_copy(update={"time": time.time() - 6})
+    write_record(run.layout.progress, old)
+    (seen,) = watch(tmp_path, slurm.client, act=True, grace_seconds=0).seen
+    assert (seen.symptom, seen.outcome) == (Symptom.ORPHANED, "done")
+
+
+def test_a_slow_step_is_a_young_sign_of_life(tmp_path: Path) -> None:
+    """A step of 60 s: the sign of life is old and the next one is not due yet."""
+    run = fabricate(tmp_path, entries=BEGUN, steps=20)
+    progress = Progress(
+        epoch=1, phase="training", step=20, target_step=60, time=time.time() - 200, step_seconds=60
+    )
+    write_record(run.layout.progress, progress)
+    slurm = Slurm(job(JobState.NODE_FAIL))
+    assert watch(tmp_path, slurm.client, act=True, grace_seconds=0).seen == ()
+
+
+def test_a_job_whose_client_died_gets_its_line_in_the_ledger(tmp_path: Path) -> None:
+    run = fabricate(tmp_path, entries=SUBMITTED[:2])
+    mark = {"comment": run_comment(run.run_id), "work_directory": str(run.layout.directory)}
+    slurm = Slurm(job(JobState.PENDING, 7, cluster="fake", **mark))
+    assert watch(tmp_path, slurm.client).seen[0].outcome == "would"
+    (seen,) = watch(tmp_path, slurm.client, act=True).seen
+    assert (seen.symptom, seen.outcome) == (Symptom.UNRECORDED, "done")
+    adopted = run.ledger.events()[-1]
+    assert (adopted.event, adopted.job_id, adopted.cluster) == (EventKind.ADOPTED, 7, "fake")
+    assert watch(tmp_path, slurm.client, act=True).seen == ()
+
+
+def test_a_run_that_failed_is_told_once(tmp_path: Path) -> None:
+    stop = said(EventKind.ACTION, action="stop", reason="3 crashes", exit_code=1)
+    fabricate(tmp_path, entries=(*BEGUN, ended("crash", "boom", "stop")[0], stop))
+    slurm = Slurm(job(JobState.FAILED))
+    for _ in range(2):
+        (seen,) = watch(tmp_path, slurm.client).seen
+        assert (seen.symptom, seen.outcome) == (Symptom.FAILED, "told")
+    assert len(watch(tmp_path, slurm.client, act=True).seen) == 1
+    assert watch(tmp_path, slurm.client, act=True).seen == (), "told already"
 
 
 # -- blind, beating, alone -------------------------------------------------------------------

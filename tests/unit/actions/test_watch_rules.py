@@ -65,6 +65,10 @@ def only(seen: Look) -> Sighting:
 
 
 PENDING = job(JobState.PENDING, reason="Priority")
+UNKNOWN_JOB = job(JobState.RUNNING, 7)
+STOP = said(EventKind.ACTION, action="stop", reason="3 crashes", exit_code=1)
+FAILED = (ended("crash", "boom", "stop")[0], STOP)
+ASKED = (ended("yielded", "asked", "stop")[0], said(EventKind.ACTION, action="stop", exit_code=0))
 HELD_LAUNCH = job(JobState.PENDING, reason="launch_failed_requeued_held", restart_count=1)
 DELAYED = job(
     JobState.PENDING,
@@ -189,11 +193,18 @@ SEEN: list[tuple[str, Look, Symptom, Remedy, str]] = [
         "nobody knows",
     ),
     (
-        "the id of the job is another job's",
-        look(BEGUN, job(JobState.RUNNING, name="other")),
-        Symptom.VANISHED,
+        "a job that the ledger does not know",
+        look(SUBMITTED[:2], UNKNOWN_JOB, unrecorded=(UNKNOWN_JOB,)),
+        Symptom.UNRECORDED,
+        Remedy.ADOPT,
+        "job 7 has the comment of this run",
+    ),
+    (
+        "a run that is over without being done",
+        look((*BEGUN, *FAILED), job(JobState.FAILED)),
+        Symptom.FAILED,
         Remedy.TELL,
-        "another job",
+        "it has stopped and is not done: 3 crashes",
     ),
     (
         "a prolog failed",
@@ -258,6 +269,13 @@ LEFT_ALONE: list[tuple[str, Look]] = [
     ("it has just begun and said nothing yet", look(SUBMITTED, replace(RUNNING, start_time=NOW))),
     ("it runs as long without a word as it may", look(BEGUN, RUNNING, signs_time=NOW - 1919)),
     ("its supervisor stopped it", look(STOPPED, job(JobState.FAILED))),
+    ("its user stopped it", look((*BEGUN, *ASKED), job(JobState.COMPLETED))),
+    (
+        "cancelled, which its supervisor has said",
+        look((*BEGUN, ended("cancelled", "scancel", "stop")[0], STOP), job(JobState.CANCELLED)),
+    ),
+    ("failed a week ago", look((*BEGUN, *FAILED), now=NOW + 7 * 86400)),
+    ("Slurm knows no job, but it trains", look(BEGUN, alive_until=NOW + 1)),
     ("it is done", look((*BEGUN, *ended("done", "", "finish")), job(JobState.COMPLETED))),
     ("its user held it, and cancelled the held job", look(HELD, job(JobState.COMPLETED))),
     ("cancelled in the ledger", look((*BEGUN, CANCELLED), job(JobState.NODE_FAIL))),

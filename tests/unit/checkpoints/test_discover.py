@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hpctrain.checkpoints import discover
-from hpctrain.checkpoints.discover import checkpoints, select_for_resume
+from hpctrain.checkpoints.discover import Decisions, checkpoints, select_for_resume
 from hpctrain.checkpoints.manifest import MANIFEST_NAME, Manifest
 from hpctrain.checkpoints.publish import TRACKER_NAME, published_steps
 from hpctrain.errors import CheckpointError
@@ -18,11 +18,6 @@ def test_nothing_saved_is_a_fresh_start(shelf: Any) -> None:
     assert select_for_resume(shelf.root, "auto").checkpoint is None
     shelf.write(4)  # a save that did not finish is no checkpoint
     assert select_for_resume(shelf.root, "auto").checkpoint is None
-
-
-def test_a_directory_that_is_away_is_no_fresh_start(shelf: Any) -> None:
-    with pytest.raises(FileNotFoundError):
-        select_for_resume(shelf.root / "absent", "auto")
 
 
 def test_a_checkpoint_that_was_out_of_reach_for_a_moment_is_not_rejected(
@@ -39,6 +34,44 @@ def test_a_checkpoint_that_was_out_of_reach_for_a_moment_is_not_rejected(
     selection = select_for_resume(shelf.root, "auto")
     assert selection.checkpoint is not None and selection.checkpoint.step == 4
     assert selection.rejected == () and published_steps(shelf.root) == [2, 4]
+
+
+def test_a_directory_that_is_not_there_is_not_an_empty_one(shelf: Any) -> None:
+    """Nor is a link to a file system that is not mounted."""
+    with pytest.raises(FileNotFoundError, match="directory of checkpoints is not there"):
+        select_for_resume(shelf.root / "absent", "auto")
+    link = shelf.root / "link"
+    link.symlink_to("/not-mounted/checkpoints")
+    with pytest.raises(FileNotFoundError):
+        select_for_resume(link, "auto")
+
+
+def test_what_was_given_up_is_put_aside_and_never_deleted(shelf: Any) -> None:
+    shelf.save(2, 4, 6)
+    decisions = Decisions(rejected={6: "cannot be loaded", 9: "not there any more"})
+    selection = select_for_resume(shelf.root, "auto", decisions)
+    assert selection.checkpoint is not None
+    assert (selection.checkpoint.step, selection.rejected) == (4, ())
+    assert (shelf.root / "quarantine/iter_0000006.reason").read_text() == "cannot be loaded\n"
+    assert (shelf.root / "quarantine/iter_0000006" / MANIFEST_NAME).exists()
+    shelf.save(6, epoch=2)  # its steps are trained and saved again
+    again = select_for_resume(shelf.root, "auto")
+    assert again.checkpoint is not None and again.checkpoint.step == 6
+
+
+def test_a_start_at_step_0_that_a_person_wants_puts_everything_aside(shelf: Any) -> None:
+    shelf.save(2, 4)
+    wanted = Decisions(from_scratch="ada had the run start at step 0", loss_accepted=True)
+    assert select_for_resume(shelf.root, "auto", wanted).checkpoint is None
+    assert checkpoints(shelf.root) == [] and not (shelf.root / TRACKER_NAME).exists()
+    kept = sorted(path.name for path in (shelf.root / "quarantine").iterdir())
+    assert kept == [f"iter_000000{step}{end}" for step in (2, 4) for end in ("", ".reason")]
+    # Later launches of the run: what was put aside by then proves nothing, what goes bad now does.
+    later = Decisions(loss_accepted=True)
+    assert select_for_resume(shelf.root, "auto", later).checkpoint is None
+    (shelf.save(2, epoch=3) / "__0_0.distcp").unlink()
+    with pytest.raises(CheckpointError, match="would lose work"):
+        select_for_resume(shelf.root, "auto", later)
 
 
 @pytest.mark.parametrize("tracker", ["2", "999", "garbage", "", None])
@@ -103,7 +136,7 @@ def test_a_tracker_without_checkpoints_is_an_error(shelf: Any) -> None:
 def test_rolling_back_moves_the_newer_ones_away(shelf: Any) -> None:
     """So that their steps can be saved again, by the same names."""
     shelf.save(2, 4, 6, 8)
-    selection = select_for_resume(shelf.root, "auto", at_most_step=5)
+    selection = select_for_resume(shelf.root, "auto", Decisions(at_most_step=5))
     assert selection.checkpoint is not None
     assert (selection.checkpoint.step, selection.rolled_back) == (4, (8, 6))
     assert [one.step for one in checkpoints(shelf.root)] == [4, 2]
@@ -112,7 +145,7 @@ def test_rolling_back_moves_the_newer_ones_away(shelf: Any) -> None:
     assert (quarantine / "iter_0000006" / MANIFEST_NAME).exists()
     assert (shelf.root / TRACKER_NAME).read_text() == "4"
     shelf.save(6, epoch=2)
-    again = select_for_resume(shelf.root, "auto", at_most_step=6)
+    again = select_for_resume(shelf.root, "auto", Decisions(at_most_step=6))
     assert again.checkpoint is not None
     assert (again.checkpoint.step, again.rolled_back) == (6, ())
     assert again.checkpoint.manifest is not None and again.checkpoint.manifest.epoch == 2
@@ -121,7 +154,7 @@ def test_rolling_back_moves_the_newer_ones_away(shelf: Any) -> None:
 def test_rolling_back_over_a_bad_one(shelf: Any) -> None:
     shelf.save(2, 4, 6)
     (shelf.root / "iter_0000004" / "__0_0.distcp").unlink()
-    selection = select_for_resume(shelf.root, "auto", at_most_step=4)
+    selection = select_for_resume(shelf.root, "auto", Decisions(at_most_step=4))
     assert selection.checkpoint is not None
     assert (selection.checkpoint.step, selection.rolled_back) == (2, (6,))
     assert [bad.step for bad in selection.rejected] == [4]
@@ -132,9 +165,9 @@ def test_with_nothing_to_roll_back_to_nothing_newer_moves(shelf: Any, at_most_st
     shelf.save(2, 4)
     (shelf.root / TRACKER_NAME).unlink()
     with pytest.raises(CheckpointError, match=f"of step {at_most_step} or before is left"):
-        select_for_resume(shelf.root, "auto", at_most_step=at_most_step)
+        select_for_resume(shelf.root, "auto", Decisions(at_most_step=at_most_step))
     assert [one.step for one in checkpoints(shelf.root)] == [4, 2]
 
 
 def test_without_checkpoints_a_roll_back_is_a_fresh_start(shelf: Any) -> None:
-    assert select_for_resume(shelf.root, "auto", at_most_step=4).checkpoint is None
+    assert select_for_resume(shelf.root, "auto", Decisions(at_most_step=4)).checkpoint is None

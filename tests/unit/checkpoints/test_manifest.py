@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,34 @@ def list_nothing(directory: Path) -> None:
     (directory / MANIFEST_NAME).write_text(empty.model_dump_json())
 
 
+def change_manifest(directory: Path, **changes: object) -> None:
+    path = directory / MANIFEST_NAME
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def lose_an_entry(directory: Path) -> None:
+    files = json.loads((directory / MANIFEST_NAME).read_text())["files"]
+    change_manifest(directory, files=files[:1])
+
+
+def lose_an_entry_and_its_file(directory: Path) -> None:
+    lose_an_entry(directory)
+    remove(directory)
+
+
+def count_samples_differently(directory: Path) -> None:
+    change_manifest(directory, consumed_samples=7)
+
+
+def add_a_shard(directory: Path) -> None:
+    (directory / "__2_0.distcp").write_bytes(b"")
+
+
 DAMAGE = [
+    (lose_an_entry, "manifest.json lists 1 of 2 files"),
+    (lose_an_entry_and_its_file, "manifest.json lists 1 of 2 files"),
+    (count_samples_differently, "manifest.json is not as it was written (its own SHA-256 differs)"),
+    (add_a_shard, "__2_0.distcp is there, and manifest.json does not list it"),
     (truncate, "__1_0.distcp has 1499 bytes instead of 1500"),
     (remove, "__1_0.distcp cannot be read: No such file or directory"),
     (remove_manifest, "no readable manifest.json: the save did not finish"),
@@ -111,3 +139,49 @@ def test_digests_of_all_ranks_come_together_by_name(shelf: Any) -> None:
         ("__0_0.distcp", 1500),
         ("__1_0.distcp", 1500),
     ]
+
+
+def without_seal(directory: Path) -> Path:
+    """As older versions wrote it."""
+    path = directory / MANIFEST_NAME
+    sealed = json.loads(path.read_text())
+    for name in ("file_count", "list_sha256", "writers"):
+        del sealed[name]
+    path.write_text(json.dumps(sealed))
+    return directory
+
+
+def test_a_manifest_of_an_older_version_is_good(shelf: Any) -> None:
+    assert problem(without_seal(shelf.save(4)), deep=True) is None
+
+
+def test_one_of_an_older_version_that_lost_an_entry(shelf: Any) -> None:
+    """The shard that the engine would load is still there."""
+    directory = without_seal(shelf.save(4))
+    lose_an_entry(directory)
+    expected = "__1_0.distcp is there, and manifest.json does not list it"
+    assert problem(directory, deep=False) == expected
+
+
+def test_no_line_can_be_lost_unnoticed(shelf: Any) -> None:
+    """Any single line of the file: either the check fails, or the list says the same as before."""
+    directory = shelf.save(4)
+    path = directory / MANIFEST_NAME
+    lines = path.read_text().splitlines()
+    before = read_manifest(directory)
+    assert before is not None and len(lines) > 20
+    unnoticed = []
+    for number in range(len(lines)):
+        path.write_text("\n".join(lines[:number] + lines[number + 1 :]))
+        if problem(directory, deep=False) is None:
+            found = read_manifest(directory)
+            assert found is not None and found.files == before.files
+            unnoticed.append(lines[number].split(":")[0].strip(' "'))
+    assert set(unnoticed) <= {"schema_version", "file_count", "list_sha256", "writers"}
+
+
+def test_what_people_leave_beside_the_files_does_no_harm(shelf: Any) -> None:
+    directory = shelf.save(4)
+    for name in ("README", ".nfs0001", "universal.log"):
+        (directory / name).write_text("")
+    assert problem(directory, deep=True) is None

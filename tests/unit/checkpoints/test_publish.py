@@ -30,7 +30,7 @@ def test_a_checkpoint_appears_with_its_manifest_and_the_tracker(shelf: Any) -> N
     manifest = shelf.write(4)
     assert published_steps(shelf.root) == []
     directory = publish(shelf.root, manifest, Fence(1, lambda: 1))
-    assert read_manifest(directory) == manifest
+    assert read_manifest(directory) == manifest.sealed()
     assert (shelf.root / TRACKER_NAME).read_text() == "4"
     assert names(shelf.root) == ["iter_0000004", TRACKER_NAME]
 

@@ -12,9 +12,11 @@ from hpctrain.nodes.blame import (
     blame,
     blame_problem,
     is_singular,
+    most_avoidable,
     nodes_to_avoid,
     scores,
     story,
+    unfit_nodes,
     weight_now,
 )
 from hpctrain.nodes.record import KINDS, EvidenceKind, NodeEvidence, forgiveness
@@ -95,6 +97,7 @@ INNOCENT = [
     *(FINAL_CAUSES | SCHEDULER_CAUSES),
     *(Cause.DONE, Cause.UNKNOWN, Cause.GPU_OOM, Cause.HOST_OOM, Cause.DATA_LOADER, Cause.DIVERGED),
     *(Cause.PORT, Cause.SUPERSEDED, Cause.SUPERVISOR_LOST, Cause.EXTERNAL_SIGNAL),
+    Cause.LOAD_FAILED,
 ]
 
 
@@ -391,3 +394,106 @@ def test_more_evidence_never_clears_a_node() -> None:
         evidence.sort(key=lambda one: one.time)
         before = score(*evidence)
         assert score(*evidence, seen(dice.choice(kinds))) >= before
+
+
+# -- what suffices for the administrators ------------------------------------------------------
+
+
+def proven(*evidence: NodeEvidence) -> tuple[bool, bool]:
+    """Whether `n1` is to be avoided, and whether an administrator is to be told."""
+    (one,) = scores(evidence, "c", NOW)
+    return one.is_bad, one.is_proven
+
+
+@pytest.mark.parametrize(
+    ("name", "evidence", "expected"),
+    [
+        ("hardware", [seen(K.HARDWARE)], (True, True)),
+        ("no answer", [seen(K.LOST)], (True, True)),
+        ("lacks what others have", [seen(K.UNHEALTHY)], (True, True)),
+        ("contained errors, twice", [seen(K.GPU_ERROR_CONTAINED)] * 2, (True, True)),
+        ("one program, again and again", [seen(K.FIRST_FAILED)] * 5, (True, False)),
+        (
+            "runs of one program",
+            [seen(K.FIRST_FAILED, run=f"big-00{number}f") for number in range(5)],
+            (True, False),
+        ),
+        (
+            "its GPU errors, too",
+            [seen(K.GPU_ERROR, run=f"big-00{number}f") for number in range(3)],
+            (True, False),
+        ),
+        (
+            "four programs",
+            [seen(K.FIRST_FAILED, run=f"{name}-00ff") for name in ("a", "b", "c", "d")],
+            (True, True),
+        ),
+        (
+            "a check and one program",
+            [seen(K.DOUBTFUL), seen(K.GPU_ERROR, run="a-00ff")],
+            (True, True),
+        ),
+        (
+            "kills by a person in many runs of a program",
+            [seen(K.SIGNALLED, run=f"big-{number:04x}") for number in range(20)],
+            (True, False),
+        ),
+        ("kills in one run", [seen(K.SIGNALLED)] * 20, (False, False)),
+    ],
+)
+def test_a_word_to_the_administrators_needs_machines_or_several_programs(
+    name: str, evidence: list[NodeEvidence], expected: tuple[bool, bool]
+) -> None:
+    assert proven(*evidence) == expected, name
+
+
+def test_nodes_that_administrators_have_taken_out_are_not_blamed_for_being_lost() -> None:
+    for cause, told in (("node_failure", {"nodes": ["n1"]}), ("crash", {"nodes": []})):
+        found = blame(
+            WITNESS,
+            cause=cause,
+            reason="rebooted",
+            job_nodes=JOB,
+            lost=["n1"] if cause == "crash" else (),
+            planned=["n1"],
+            short_launch=True,
+            **told,
+        )
+        assert not [one for one in found if one.node == "n1"], found
+    broken = blame(
+        WITNESS,
+        cause="gpu_error",
+        reason="XID 79",
+        nodes=["n1"],
+        job_nodes=JOB,
+        hard=True,
+        planned=["n1"],
+    )
+    assert [one.kind for one in broken] == [K.HARDWARE], "what is broken is, whoever drains it"
+
+
+def test_the_kind_may_be_another_than_that_of_the_cause() -> None:
+    killed = blame(
+        WITNESS, cause="crash", reason="Killed", nodes=["n1"], job_nodes=JOB, kind=K.SIGNALLED
+    )
+    assert [(one.node, one.kind, one.weight) for one in killed] == [("n1", K.SIGNALLED, 10)]
+
+
+def test_nodes_unfit_for_a_run_are_so_for_a_day_and_for_that_run() -> None:
+    found = [
+        seen(K.UNHEALTHY, "n1"),
+        seen(K.UNHEALTHY, "n2", run="another-00ff"),
+        seen(K.UNHEALTHY, "n3", age_seconds=DAY + 1),
+        seen(K.LOST, "n4"),
+        seen(K.UNHEALTHY, "n5"),
+        forgiveness(NOW, "c", "n5", "ann", "mounted again"),
+    ]
+    assert unfit_nodes(found, "c", "run-1", NOW) == ("n1",)
+    assert unfit_nodes(found, "other", "run-1", NOW) == ()
+
+
+@pytest.mark.parametrize(
+    ("usable", "needed", "most"), [(0, 4, 2), (4, 2, 2), (4, 4, 0), (100, 50, 10), (3, 9, 0)]
+)
+def test_how_many_nodes_a_job_may_avoid(usable: int, needed: int, most: int) -> None:
+    assert most_avoidable(usable, needed) == most

@@ -124,6 +124,7 @@ def test_the_weights_of_the_policy() -> None:
         "gpu_error_contained": 50,
         "gpu_error": 50,
         "first_failed": 30,
+        "signalled": 10,
         "odd_stack": 30,
         "slow": 10,
         "short_attempt": 10,

@@ -39,5 +39,5 @@ def profile_with(**section: dict[str, object]) -> ClusterProfile:
 
 
 def render(spec: RunSpec = SPEC, profile: ClusterProfile = PROFILE, *, python: str = PYTHON) -> str:
-    facts = ScriptFacts("gpt-tiny-0000", "a" * 64, "b" * 64, python)
+    facts = ScriptFacts("gpt-tiny-0000", "hpctrain:gpt-tiny-0000", "a" * 64, "b" * 64, python)
     return render_script(build_script(spec, profile, make_plan(spec, profile), facts))

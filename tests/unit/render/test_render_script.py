@@ -9,9 +9,8 @@ from specimen_scripts import PROFILE, ROOT, SPEC, profile_with, render, spec_wit
 
 from hpctrain.errors import InvalidInputError
 from hpctrain.plan.planner import make_plan
-from hpctrain.render.script import ScriptFacts, build_script, render_script, warning_seconds
+from hpctrain.render.script import ScriptFacts, build_script, render_script
 from hpctrain.spec.loader import find_profile, load_profile, load_run_spec
-from hpctrain.units import Duration
 
 A100 = load_profile(find_profile("a100x64")).document
 GPT175B = load_run_spec(ROOT / "examples/gpt175b.yaml").document
@@ -80,14 +79,6 @@ def test_time_limit_is_the_tightest_there_is() -> None:
     assert "--time=02:00:00" in directives(render(spec, short))
 
 
-def test_the_warning_leaves_time_for_two_checkpoints() -> None:
-    """174.6e9 parameters x 14 bytes at 100 GB/s are 24.4 s each; 60 s of slack, 60 s for a step."""
-    plan = make_plan(GPT175B, A100)
-    assert warning_seconds(GPT175B, A100, plan, Duration(86400)) == 170
-    assert warning_seconds(GPT175B, A100, plan, Duration(100)) == 50, "never more than half"
-    assert warning_seconds(GPT175B, A100, plan, Duration(1)) >= 1
-
-
 def test_a_variable_of_the_spec_replaces_the_sites() -> None:
     script = render(spec_with(environment={"variables": {"OMP_NUM_THREADS": "4"}}))
     assert script.count("export OMP_NUM_THREADS=") == 1 and "export OMP_NUM_THREADS=4" in script
@@ -117,7 +108,7 @@ def test_templates_of_the_site_win(tmp_path: Path) -> None:
     (tmp_path / "sbatch").mkdir()
     template = tmp_path / "sbatch/megatron.sbatch.j2"
     template.write_text("#!/bin/bash\n# {{ script.run_id }} {{ script.trainer[0] | sh }}\n")
-    facts = ScriptFacts("r-0000", "a" * 64, "b" * 64, "/a b/python")
+    facts = ScriptFacts("r-0000", "hpctrain:r-0000", "a" * 64, "b" * 64, "/a b/python")
     script = build_script(SPEC, PROFILE, make_plan(SPEC, PROFILE), facts)
     assert render_script(script, tmp_path) == "#!/bin/bash\n# r-0000 '/a b/python'\n"
     for mistake in ("{{ script.no_such_thing }}", "{% if %}", "{{ 1 | no_such_filter }}"):

@@ -41,6 +41,20 @@ def test_what_trials_have_taught_is_in_the_file() -> None:
     assert found["SlurmctldPort"] == "20000"
 
 
+def test_two_sandboxes_may_be_two_clusters() -> None:
+    named = [
+        slurm_conf(replace(default_shape(), cluster_name=n), site()) for n in ("here", "there")
+    ]
+    assert [keys(text)["ClusterName"] for text in named] == ["here", "there"]
+    assert keys(slurm_conf(default_shape(), site()))["ClusterName"] == "sandbox"
+
+
+def test_plugins_lie_beside_an_unpacked_slurm() -> None:
+    unpacked = replace(site(), plugins=Path("/newer/plugins"))
+    assert keys(slurm_conf(default_shape(), unpacked))["PluginDir"] == "/newer/plugins"
+    assert "PluginDir" not in slurm_conf(default_shape(), site())
+
+
 def test_nothing_refers_to_the_slurm_of_the_system() -> None:
     text = "".join(file.text for file in config_files(default_shape(), site()))
     assert "/etc" not in text

@@ -13,23 +13,23 @@ from hpctrain.slurm import parse as p
 
 HEADER = (
     "JOBID^STATE^REASON^NODELIST^RESTART_COUNT^PREEMPT_TIME^START_TIME^END_TIME^SUBMIT_TIME"
-    "^TIME_LIMIT^PARTITION^ACCOUNT^EXIT_CODE^REQUEUE^ARRAY_JOB_ID^NODES^NAME^COMMENT$\n"
+    "^TIME_LIMIT^PARTITION^ACCOUNT^EXIT_CODE^REQUEUE^ARRAY_JOB_ID^NODES^CLUSTER^WORK_DIR^NAME^COMMENT$\n"
 )
 HOSTILE_NAME = "evil | name $(touch /tmp/x) 'q' \"d\" A=b Comment=x"
 HOSTILE_COMMENT = "hp train|run=a=b | JobState=FAILED $(id)"
 ROWS = {
     "held": "5^PENDING^JobHeldUser^^0^N/A^N/A^N/A^2026-11-20T23:43:10^1-02:04:00^train^(null)^0^0"
-    "^5^2^s.sh^(null)$\n",
+    "^5^2^sandbox^/runs/a^s.sh^(null)$\n",
     "preempted": "2^RUNNING^None^n0^0^2026-11-20T23:44:44^2026-11-20T23:43:10^2026-11-20T23:44:49"
-    f"^2026-11-20T23:43:10^365-00:00:00^train^(null)^0^1^2^1^{HOSTILE_NAME}^{HOSTILE_COMMENT}$\n",
+    f"^2026-11-20T23:43:10^365-00:00:00^train^(null)^0^1^2^1^sandbox^/runs/b\nc^{HOSTILE_NAME}^{HOSTILE_COMMENT}$\n",
     "newlines": "3^RUNNING^None^n0^0^N/A^2026-11-20T23:43:10^2027-11-20T23:43:10"
-    "^2026-11-20T23:43:10^365-00:00:00^train^(null)^0^1^3^1^two\nlines^c1\nc2|x$\n",
+    "^2026-11-20T23:43:10^365-00:00:00^train^(null)^0^1^3^1^sandbox^/^two\nlines^c1\nc2|x$\n",
     "failed": "9^FAILED^NonZeroExitCode^n0^0^N/A^2026-11-20T23:45:36^2026-11-20T23:45:36"
-    "^2026-11-20T23:44:44^UNLIMITED^train^(null)^1792^1^9^1^f.sh^(null)$\n",
+    "^2026-11-20T23:44:44^UNLIMITED^train^(null)^1792^1^9^1^sandbox^/^f.sh^(null)$\n",
     "killed": "10^FAILED^JobLaunchFailure^n0^0^N/A^2026-11-20T23:45:36^2026-11-20T23:45:36"
-    "^2026-11-20T23:44:44^UNLIMITED^train^(null)^9^1^10^1^k.sh^(null)$\n",
+    "^2026-11-20T23:44:44^UNLIMITED^train^(null)^9^1^10^1^sandbox^/^k.sh^(null)$\n",
     "requeued": "12^PENDING^BeginTime^^1^N/A^2026-11-20T23:45:47^NONE^2026-11-20T23:44:44"
-    "^UNLIMITED^train^(null)^9^1^12^1^st.sh^(null)$\n",
+    "^UNLIMITED^train^(null)^9^1^12^1^sandbox^/^st.sh^(null)$\n",
 }
 
 
@@ -45,6 +45,8 @@ def test_squeue_rows_of_every_kind() -> None:
     held, failed = jobs[5], jobs[9]
     assert (held.state, held.reason, held.requeue) == (JobState.PENDING, "JobHeldUser", False)
     assert (held.node_list, held.start_time, held.account, held.comment) == (None,) * 4
+    assert (held.cluster, held.work_directory) == ("sandbox", "/runs/a")
+    assert jobs[2].work_directory == "/runs/b\nc"
     assert held.time_limit_seconds == 86400 + 2 * 3600 + 4 * 60
     assert (failed.exit_code, failed.exit_signal, failed.time_limit_seconds) == (7, 0, math.inf)
     assert failed.end_time == 1795218336.0  # date -u -d 2026-11-20T23:45:36 +%s
@@ -219,6 +221,27 @@ def test_nodes_on_their_way_out(word: str, leaving: bool) -> None:
     assert one.leaving is leaving
 
 
+@pytest.mark.parametrize(
+    ("word", "planned"),
+    [
+        ("draining", True),
+        ("drained*", True),
+        ("maint", True),
+        ("reboot^", True),
+        ("allocated@", True),
+        ("down^", True),
+        ("mixed$", True),
+        ("allocated", False),
+        ("down*", False),
+        ("idle~", False),
+        ("planned-", False),
+    ],
+)
+def test_nodes_that_somebody_is_taking_out_of_service(word: str, planned: bool) -> None:
+    """sinfo(1): `@` and `^` are reboots that scontrol has asked for, `$` is maintenance."""
+    assert p.node_state("n7", word).planned is planned
+
+
 def test_submitted_job_with_and_without_cluster() -> None:
     assert p.submitted("14\n").job_id == 14
     job = p.submitted("14;big\n", "sbatch: be nice\n")
@@ -227,9 +250,10 @@ def test_submitted_job_with_and_without_cluster() -> None:
         p.submitted("Submitted batch job 14\n")
 
 
-def test_test_only_sentence() -> None:
+@pytest.mark.parametrize("stray", ["", " a"], ids=["22.05 and 24.11", "26.05"])
+def test_test_only_sentence(stray: str) -> None:
     answer = p.test_only_answer(
-        "sbatch: Job 7 to start at 3387-11-28T16:21:10 using 2 processors on nodes n[0-1]"
+        f"sbatch: Job 7 to start at 3387-11-28T16:21:10{stray} using 2 processors on nodes n[0-1]"
         " in partition train\n"
     )
     assert (answer.start_time_text, answer.processors) == ("3387-11-28T16:21:10", 2)

@@ -33,7 +33,7 @@ def progress(step: int, phase: str = "training", clock_seconds: float = 0.0) -> 
     write(RUN / "progress.json", epoch=EPOCH, phase=phase, step=step, target_step=100, time=now)
 
 
-def leave(outcome: str, code: int, message: str = "") -> None:
+def leave(outcome: str, code: int, message: str = "", **more: object) -> None:
     write(
         RUN / f"exits/e{EPOCH:06d}/rank-000000.json",
         epoch=EPOCH,
@@ -44,6 +44,7 @@ def leave(outcome: str, code: int, message: str = "") -> None:
         exit_code=code,
         time=time.time(),
         message=message,
+        **more,
     )
     if code:
         print(f"srun: error: n0: task 0: Exited with exit code {code}", file=sys.stderr)
@@ -119,6 +120,13 @@ def play(word: str) -> None:
         leave("config_error", 78, "no such data set")
     elif name == "crash":
         leave("crash", 1, "ValueError: bad batch")
+    elif name == "unloadable":
+        leave("crash", 1, "KeyError: 'optimizer'", loading_step=int(value))
+    elif name == "changed":
+        words = (
+            f"cannot resume from iter_{int(value):07d}: shard has other content than was written"
+        )
+        leave("crash", 1, words, loading_step=int(value), cause="bad_checkpoint")
     elif name == "exit":
         sys.exit(int(value))
     else:

@@ -165,3 +165,15 @@ def test_in_trouble_nobody_is_unfit() -> None:
 def test_homes_of_gpus() -> None:
     told = result(node("n0", gpus=("A", "B")), node("n1", gpus=("C",)), node("n2"))
     assert told.homes == {"A": "n0", "B": "n0", "C": "n1"}
+
+
+def test_what_the_run_reads_is_indispensable_on_one_node_and_common_on_most() -> None:
+    lacking = NodeProblem("inputs", "cannot read /data/text.bin")
+    told = result(node("n0"), node("n1", PORT, lacking))
+    assert [(one.node, one.problem) for one in told.unfit_with_reason] == [
+        ("n1", "inputs: cannot read /data/text.bin")
+    ]
+    assert (told.unfit, told.shared_blocking) == (("n1",), ())
+    told = result(node("n0", lacking, PORT), node("n1", PORT, lacking))
+    assert (told.unfit, told.unfit_with_reason) == ((), ())
+    assert told.shared_blocking == ("inputs: cannot read /data/text.bin",)

@@ -51,11 +51,12 @@ def test_a_stop_within_a_grace_period_is_not_undone_by_slurm(
 ) -> None:
     """Slurm 24.05 and newer: the job leaves, and is back some seconds later (or nobody says
     when)."""
-    stage.slurm.change(preempt_time=1.0)
-    assert stage.play("progress:3 config") == 1
+    stage.once_training(lambda: stage.slurm.change(preempt_time=1.0))
+    assert stage.play("progress:3 sleep:0.5 config") == 1
     assert stage.actions == ["stop"]
     submit_time = None if later_seconds is None else time.time() + later_seconds
-    stage.slurm.change(state=JobState.RUNNING, restart_count=1, submit_time=submit_time)
+    back = {"restart_count": 1, "submit_time": submit_time, "preempt_time": None}
+    stage.slurm.change(state=JobState.RUNNING, **back)
     assert stage.supervisor("", "done", restart_count=1).run() == 1
     assert stage.actions == ["stop", "stop"]
     assert "nobody has asked for more" in str(stage.events(EventKind.ACTION)[-1].reason)

@@ -98,8 +98,11 @@ def test_warned_by_slurm(stage: Stage) -> None:
 
 
 def test_preempted_with_a_warning(stage: Stage) -> None:
-    stage.slurm.change(preempt_time=1.0)
-    stage.signal_once_training(signal.SIGUSR1)
+    def preempted() -> None:
+        stage.slurm.change(preempt_time=1.0)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    stage.once_training(preempted)
     assert stage.play("progress:3 await-stop") == 0
     assert (stage.causes, stage.actions) == (["preempted"], ["requeue"])
 
@@ -180,9 +183,9 @@ def test_cancelled_by_hpctrain_while_the_trainer_leaves(stage: Stage) -> None:
     def cancelled() -> None:
         Ledger(stage.layout.ledger).append(EventKind.CANCEL_REQUESTED, job_id=JOB_ID, user="ann")
         stage.slurm.change(state=JobState.COMPLETING)
+        stage.slurm.change(preempt_time=1.0)
         os.kill(os.getpid(), signal.SIGUSR1)
 
-    stage.slurm.change(preempt_time=1.0)
     stage.once_training(cancelled)
     assert stage.play("progress:3 await-stop") == 1
     assert (stage.causes, stage.actions) == (["cancelled"], ["stop"])

@@ -386,3 +386,35 @@ def test_the_program_imports_little() -> None:
         *("hpctrain", "hpctrain.version", "hpctrain.supervise"),
         *("hpctrain.supervise.node_checks", "hpctrain.supervise.preflight"),
     }
+
+
+# -- what the run reads ------------------------------------------------------------------------
+
+
+def inputs(directory: Path, *paths: Path) -> Report:
+    settings, report = directory / "supervise.json", Report()
+    settings.write_text(json.dumps({"inputs": [str(path) for path in paths]}))
+    node_checks.check_inputs(report, settings)
+    return report
+
+
+def test_inputs_that_are_there(tmp_path: Path) -> None:
+    (tmp_path / "text.bin").touch()
+    assert inputs(tmp_path, tmp_path / "text.bin", tmp_path).problems == []
+
+
+def test_inputs_that_are_not_there(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    (fault,) = inputs(tmp_path, tmp_path, gone / "text.bin", gone / "text.idx").problems
+    assert fault.text == (
+        f"cannot read {gone}/text.bin: [Errno 2] No such file or directory (and 1 more)"
+    )
+    assert not fault.hard
+
+
+def test_without_a_list_nothing_is_looked_for(tmp_path: Path) -> None:
+    """Where it cannot be read, the check of the run directory says so."""
+    for settings in (None, tmp_path / "absent.json"):
+        report = Report()
+        node_checks.check_inputs(report, settings)
+        assert report.problems == []

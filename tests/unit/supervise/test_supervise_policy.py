@@ -219,6 +219,29 @@ def test_avoiding_nodes_is_only_said_until_it_is_allowed() -> None:
     assert (requeued.kind, requeued.exclude) == (ActionKind.REQUEUE, ("n3",))
 
 
+def test_a_node_that_is_unfit_for_the_run_is_left_whatever_the_spec_says() -> None:
+    """It was shown that the run cannot work there, not only suspected."""
+    lacking = Situation(
+        allocated_nodes=2,
+        healthy_nodes=1,
+        needed_nodes=2,
+        least_nodes=2,
+        exclude=("n1", "n7"),
+        why_exclude="failed a check",
+        unfit=("n1",),
+    )
+    action = first(Cause.NODE_FAILURE, lacking)
+    assert (action.kind, action.exclude) == (ActionKind.REQUEUE, ("n1",))
+    assert action.observed == ("would avoid n7 (failed a check)",)
+    assert "1 of 2 nodes are fit, 2 are needed" in action.reason
+    acted = first(Cause.NODE_FAILURE, lacking, site(exclude_nodes="act"))
+    assert (acted.exclude, acted.observed) == (("n1", "n7"), ())
+    chained = first(Cause.NODE_FAILURE, lacking, site("chain"))
+    assert (chained.kind, chained.exclude) == (ActionKind.LEAVE, ("n1",))
+    spare = first(Cause.NODE_FAILURE, replace(lacking, allocated_nodes=3, healthy_nodes=2))
+    assert spare.kind is ActionKind.RELAUNCH and "with a spare node" in spare.reason
+
+
 def test_broken_hardware_without_a_spare_is_left_only_when_that_is_allowed() -> None:
     full = Situation(allocated_nodes=4, healthy_nodes=4, needed_nodes=4, least_nodes=4)
     full = replace(full, exclude=("n3",), exclude_here=("n3",))
@@ -444,4 +467,5 @@ def test_the_budgets_are_those_of_the_documents() -> None:
         "data_loader": 1,
         "diverged": 1,
         "suspect_numerics": 1,
+        "load_failed": 3,
     }

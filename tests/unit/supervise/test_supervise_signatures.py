@@ -65,6 +65,7 @@ def test_every_cause_of_machines_and_logs_has_a_line() -> None:
     without = {
         *(Cause.DONE, Cause.YIELDED, Cause.CANCELLED, Cause.SUPERSEDED, Cause.SUPERVISOR_LOST),
         *(Cause.CONFIG_ERROR, Cause.SUSPECT_NUMERICS, Cause.EXTERNAL_SIGNAL, Cause.DEADLINE),
+        *(Cause.BAD_CHECKPOINT, Cause.DATA_CHANGED),
     }
     assert set(Cause) - told == without
 

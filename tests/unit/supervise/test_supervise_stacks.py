@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import os
 import signal
 import subprocess
@@ -13,10 +15,21 @@ from pathlib import Path
 
 import pytest
 
+import hpctrain
 from hpctrain.store.layout import RunLayout
 from hpctrain.supervise import dumps
-from hpctrain.supervise.stacks import NO_STACK, main_stack, odd_ranks, places, ranges
+from hpctrain.supervise.stacks import (
+    _WAITS,
+    NO_STACK,
+    OTHER_WRITERS,
+    OWN_WRITER,
+    main_stack,
+    odd_ranks,
+    places,
+    ranges,
+)
 
+PACKAGE = Path(hpctrain.__file__).parents[1]
 SITE = "/env/lib/python3.11/site-packages"
 LOOP = (
     '  File "/src/hpctrain/train/loop.py", line 57 in one_step\n'
@@ -74,7 +87,16 @@ COMPUTE = dump(
     "megatron/core/transformer/mlp.py:160 forward",
     "megatron/core/pipeline_parallel/schedules.py:420 forward_step",
 )
-WRITER = dump("/src/hpctrain/train/saver.py:147 _wait")
+SAVER = "/src/hpctrain/train/saver.py"
+STILL_WRITES = dump(f"{SAVER}:160 _agree_or_rest", f"{SAVER}:150 _wait_for_own_writer")
+OTHERS = dump(f"{SAVER}:160 _agree_or_rest", f"{SAVER}:153 _wait_for_other_writers")
+OTHERS_AGREE = dump(
+    "/src/hpctrain/train/control.py:90 result",
+    "/src/hpctrain/train/control.py:100 worst_writer",
+    f"{SAVER}:158 _agree_or_rest",
+    f"{SAVER}:153 _wait_for_other_writers",
+)
+PUBLISHER = dump(f"{SAVER}:160 _agree_or_rest", f"{SAVER}:156 _wait_for_publisher")
 TIMES = dump("/src/hpctrain/train/times.py:150 _receive")
 NODES = {rank: f"n{rank // 2}" for rank in range(64)}
 
@@ -112,7 +134,12 @@ def odd(*stacks: str, world_size: int | None = None) -> list[int]:
         ("nobody answers", ["", ""], []),
         ("one sleeps, one does not answer", [*[RECV] * 4, SLEEP, ""], [4, 5]),
         ("one computes for ever", [*[ALL_REDUCE] * 3, COMPUTE], [3]),
-        ("all wait for a writer, at two places", [*[WRITER] * 3, AGREEMENT], []),
+        ("all write", [STILL_WRITES] * 4, []),
+        ("one still writes", [OTHERS, OTHERS_AGREE, STILL_WRITES, OTHERS], [2]),
+        ("one of two still writes", [OTHERS_AGREE, STILL_WRITES], [1]),
+        ("most still write", [OTHERS, STILL_WRITES, STILL_WRITES], []),
+        ("all wait for the publisher, at two places", [*[PUBLISHER] * 3, AGREEMENT], []),
+        ("one still writes, one does not answer", [*[OTHERS] * 3, STILL_WRITES, ""], [3, 4]),
         ("nothing at all", [], []),
     ],
 )
@@ -124,7 +151,7 @@ def test_who_is_odd(name: str, stacks: list[str], expected: list[int]) -> None:
     "text",
     [
         *[ALL_REDUCE, BARRIER, RECV, RECV_BACKWARD, GRADIENTS, AGREEMENT, BACKWARD],
-        *[SYNCHRONIZE, WRITER, TIMES],
+        *[SYNCHRONIZE, STILL_WRITES, TIMES],
         dump("torch/distributed/rendezvous.py:180 _create_c10d_store"),
         dump("torch/cuda/streams.py:100 synchronize"),
     ],
@@ -390,3 +417,37 @@ def test_stacks_of_the_last_epochs_are_kept(run: RunLayout) -> None:
     assert sorted(p.name for p in run.stacks.iterdir()) == [
         *("e000004", "e000005", "e000006", "e000007", "notes")
     ]
+
+
+# -- names that other code may change ---------------------------------------------------------
+
+
+def _functions(path: Path) -> set[str]:
+    """All functions and methods that a file, or the files of a directory, define."""
+    files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
+    trees = [ast.parse(file.read_text()) for file in files]
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return {node.name for tree in trees for node in ast.walk(tree) if isinstance(node, kinds)}
+
+
+def _source(path: str) -> Path:
+    """A file below the package, or below where torch and megatron-core are installed."""
+    root = path.partition("/")[0]
+    if root == "hpctrain":
+        return PACKAGE / path
+    found = importlib.util.find_spec(root)  # does not import it
+    assert found is not None and found.submodule_search_locations, root
+    return Path(found.submodule_search_locations[0]).parent / path
+
+
+@pytest.mark.parametrize(("path", "names"), _WAITS)
+def test_places_where_ranks_wait_exist(path: str, names: frozenset[str] | None) -> None:
+    """Ranks that wait are told by the names of functions: a new name there needs one here."""
+    source = _source(path)
+    assert source.exists(), source
+    assert _functions(source) >= (names or frozenset()), f"{source} defines other functions"
+
+
+@pytest.mark.parametrize(("path", "function"), [OWN_WRITER, OTHER_WRITERS])
+def test_places_where_ranks_wait_for_writers_exist(path: str, function: str) -> None:
+    assert function in _functions(_source(path))

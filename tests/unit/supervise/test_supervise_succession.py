@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +16,10 @@ from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.records import JobRecord, SubmittedJob
 from hpctrain.slurm.states import JobState
+from hpctrain.store.jobs import cancel_requested, generation, job_ids
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import BufferedLedger, EventKind
+from hpctrain.store.signs import Progress, write_record
 from hpctrain.supervise import succession
 from hpctrain.supervise.attempt import Attempt
 from hpctrain.supervise.causes import Cause
@@ -25,7 +28,13 @@ from hpctrain.supervise.documents import Verdict
 from hpctrain.supervise.lost import why_ended
 from hpctrain.supervise.process import Signals
 from hpctrain.supervise.situation import allocation_of, assess
-from hpctrain.supervise.succession import end_succession, ensure_successor, must_leave
+from hpctrain.supervise.succession import (
+    adopt_own_job,
+    end_succession,
+    ensure_successor,
+    exclude_from_successors,
+    must_leave,
+)
 
 Mode = Literal["requeue", "chain", "singleton", "array", "none"]
 
@@ -264,7 +273,7 @@ def test_after_a_cancelled_job_the_next_one_leaves_and_ends_the_others(
     assert "cancelled runs stay cancelled" in (must_leave(context) or "")
     assert slurm.records[7].state is JobState.CANCELLED
     last = context.ledger.events()[-1]
-    assert (last.event, last.job_id) == (EventKind.CANCEL_REQUESTED, 5)
+    assert (last.event, last.job_id) == (EventKind.CANCELLED, 5)
 
 
 def test_after_a_job_that_has_stopped_the_run_the_next_one_leaves(
@@ -356,6 +365,104 @@ def test_whether_another_job_goes_on(
         context.ledger.append(EventKind.ATTEMPT_STARTED, job_id=job_id)
     allocation = allocation_of(context)
     assert assess(context, allocation, Verdict(Cause.TIME_LIMIT, "x")).followed is followed
+
+
+# -- whose job it is -------------------------------------------------------------------------
+
+
+def test_a_job_that_nobody_has_recorded_records_itself(tmp_path: Path, slurm: FakeSlurm) -> None:
+    first = attempt(tmp_path, slurm, "requeue")
+    adopt_own_job(first)
+    assert EventKind.ADOPTED not in {e.event for e in first.ledger.events()}, "it is recorded"
+    by_hand = attempt(tmp_path, slurm, "requeue", job_id=14)
+    adopt_own_job(by_hand)
+    adopt_own_job(by_hand)
+    events = first.ledger.events()
+    adopted = [event for event in events if event.event is EventKind.ADOPTED]
+    assert [(event.job_id, event.successor_of) for event in adopted] == [(14, 5)]
+    assert job_ids(generation(events)) == [5, 14], "one more job of those that go on"
+
+
+@pytest.mark.parametrize("cancelled", [True, False])
+def test_a_run_that_was_over_begins_anew_by_hand(
+    tmp_path: Path, slurm: FakeSlurm, cancelled: bool
+) -> None:
+    first = attempt(tmp_path, slurm, "requeue")
+    if cancelled:
+        first.ledger.append(EventKind.CANCEL_REQUESTED, job_id=5)
+    else:
+        first.note(EventKind.ACTION, action="stop", reason="3 crashes")
+    slurm.records[5] = job(5, JobState.CANCELLED if cancelled else JobState.FAILED, 50.0)
+    by_hand = attempt(tmp_path, slurm, "requeue", job_id=14)
+    assert must_leave(by_hand) is None, "a person has started it"
+    adopt_own_job(by_hand)
+    assert job_ids(generation(first.ledger.events())) == [14]
+    assert not cancel_requested(first.ledger.events())
+
+
+def test_the_client_may_write_its_line_after_the_job_has_begun(
+    tmp_path: Path, slurm: FakeSlurm
+) -> None:
+    context = attempt(tmp_path, slurm, "requeue", job_id=7)
+    context.ledger.append(EventKind.SUBMITTING)
+    adopt_own_job(context)
+    context.note(EventKind.ATTEMPT_STARTED, nodes="n0")
+    context.ledger.append(EventKind.SUBMITTED, job_id=7)
+    recent = generation(context.ledger.events())
+    assert [event.event for event in recent][:1] == [EventKind.ADOPTED]
+    assert EventKind.ATTEMPT_STARTED in {event.event for event in recent}
+
+
+def test_an_element_of_an_array_is_recorded_by_the_id_of_the_whole(
+    tmp_path: Path, slurm: FakeSlurm
+) -> None:
+    context = attempt(tmp_path, slurm, "array")
+    element = replace(context, attempt=replace(context.attempt, job_id=9, array_job_id=5))
+    adopt_own_job(element)
+    assert EventKind.ADOPTED not in {e.event for e in context.ledger.events()}
+
+
+def test_a_run_that_lives_on_another_cluster_is_left_to_it(
+    tmp_path: Path, slurm: FakeSlurm
+) -> None:
+    """`sbatch job.sbatch` on the wrong login node: no Slurm of here knows the job of there."""
+    context = attempt(tmp_path, slurm, "requeue")
+    context.ledger.append(EventKind.SUBMITTED, job_id=5, cluster="alpha")
+    here = replace(context, attempt=replace(context.attempt, job_id=3, cluster="beta"))
+    assert must_leave(here) is None, "no sign of life: the run may be moved"
+    sign = Progress(epoch=1, phase="training", step=7, target_step=60, time=time.time() - 3)
+    write_record(context.run_layout.progress, sign)
+    assert "on cluster alpha, where it gave a sign of life" in (must_leave(here) or "")
+    there = replace(context, attempt=replace(context.attempt, cluster="alpha"))
+    assert must_leave(there) is None
+    old = sign.model_copy(update={"time": time.time() - 100_000})
+    write_record(context.run_layout.progress, old)
+    assert must_leave(here) is None
+
+
+def test_no_job_of_somebody_else_is_cancelled_or_waited_for(
+    tmp_path: Path, slurm: FakeSlurm
+) -> None:
+    """The ledger's job 6 is somebody else's by now."""
+    context = attempt(tmp_path, slurm)
+    context.ledger.append(EventKind.SUBMITTED, job_id=6, successor_of=5)
+    for state in (JobState.PENDING, JobState.RUNNING, JobState.CANCELLED):
+        slurm.records[6] = job(6, state, 1.0, name="innocent", comment="of somebody")
+        assert must_leave(context) is None
+        end_succession(context)
+        assert slurm.records[6].state is state
+
+
+def test_jobs_that_wait_are_kept_away_from_nodes(tmp_path: Path, slurm: FakeSlurm) -> None:
+    """Not our own, which runs, and nobody else's."""
+    context = attempt(tmp_path, slurm)
+    assert "no job waits" in exclude_from_successors(context, ("n1",))
+    context.ledger.append(EventKind.SUBMITTED, job_id=6, successor_of=5)
+    slurm.records[6] = job(6, JobState.PENDING, name="r1", comment="hpctrain:r1")
+    slurm.records[7] = job(7, JobState.PENDING, name="innocent", comment="of somebody")
+    assert exclude_from_successors(context, ("n1", "n2")) == "job 6: without n1, n2"
+    excluded = {job_id: one.exclude_nodes for job_id, one in slurm.records.items()}
+    assert excluded[6] == "n1,n2" and not excluded[5] and not excluded[7]
 
 
 # -- an end without a word -------------------------------------------------------------------

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import pickle
+from pathlib import Path
 
 import pytest
 
 from hpctrain.checkpoints.publish import StaleEpochError
 from hpctrain.errors import CheckpointError
 from hpctrain.supervise.causes import Cause
+from hpctrain.train import faults
 from hpctrain.train.faults import (
     BadCheckpointError,
     DataError,
     DivergedError,
+    LoadFailedError,
+    UnreadableCheckpointError,
+    blames_checkpoint,
     cause_of,
     is_damage,
+    is_node_dependent,
 )
 from hpctrain.train.room import NoSpaceError
 
@@ -50,7 +57,9 @@ STORE = (
         (OSError(98, "Address already in use"), "port"),
         (RuntimeError(STORE), "port"),
         (DivergedError(3, 16, float("nan"), "the loss is not finite"), "diverged"),
-        (BadCheckpointError("cannot resume"), "bad_checkpoint"),
+        (BadCheckpointError("a digest differs"), "bad_checkpoint"),
+        (LoadFailedError("cannot resume"), "load_failed"),
+        (UnreadableCheckpointError("rank 1 on n1 cannot read a shard"), "storage"),
         (DataError("samples 8 to 15 cannot be read"), "data_loader"),
         (StaleEpochError("launch epoch 1 is stale"), "superseded"),
         (SystemExit(16), "suspect_numerics"),
@@ -82,7 +91,7 @@ def test_the_cause_is_looked_for_behind_other_errors() -> None:
 
 
 def test_a_lost_neighbour_is_no_damaged_checkpoint() -> None:
-    """bad_checkpoint ends a run for good, so only what the files hold may be called so."""
+    """Two failures to load give a checkpoint up, so only what the files hold may be called so."""
     reader = RuntimeError("PytorchStreamReader failed reading zip archive")
     for error in (EOFError(), KeyError("x"), pickle.UnpicklingError(), reader):
         assert is_damage(error) and is_damage(CheckpointException(error, error))
@@ -90,3 +99,66 @@ def test_a_lost_neighbour_is_no_damaged_checkpoint() -> None:
         assert not is_damage(error)
         assert not is_damage(CheckpointException(EOFError(), error))
     assert not is_damage(CheckpointException())
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "/tmp/x"), True),
+        (NoSpaceError("no room for a checkpoint"), False),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), False),
+        (OSError(errno.EIO, "Input/output error"), False),
+        (ValueError("bad batch"), False),
+    ],
+)
+def test_a_full_disk_of_one_node_is_told_from_that_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, expected: bool
+) -> None:
+    assert is_node_dependent(error, tmp_path) is expected
+    wrapped = RuntimeError("while saving")
+    wrapped.__cause__ = error
+    assert is_node_dependent(wrapped, tmp_path) is expected
+    monkeypatch.setattr(faults, "exhausted", lambda path: path == tmp_path)
+    assert not is_node_dependent(error, tmp_path), "the disk that is full is the run's own"
+
+
+class DistNetworkError(type("DistError", (RuntimeError,), {})):  # type: ignore[misc]
+    """Stands in for torch's, which is known by the names of its classes."""
+
+
+@pytest.mark.parametrize(
+    ("error", "blames"),
+    [
+        (LoadFailedError("PytorchStreamReader failed"), True),
+        (BadCheckpointError("a digest differs"), True),
+        (KeyError("optimizer"), True),
+        (RuntimeError("size mismatch for weight"), True),
+        (CheckpointException(EOFError(), ValueError("x")), True),
+        (FileNotFoundError(2, "No such file or directory"), True),
+        (OSError(22, "Invalid argument"), True),
+        (OSError(5, "Input/output error"), False),
+        (OSError(116, "Stale file handle"), False),
+        (PermissionError(13, "Permission denied"), False),
+        (ConnectionResetError(104, "Connection reset by peer"), False),
+        (CheckpointException(EOFError(), OSError(5, "Input/output error")), False),
+        (DistNetworkError("timed out"), False),
+        (OutOfMemoryError("CUDA out of memory."), False),
+        (MemoryError(), False),
+        (StaleEpochError("launch epoch 1 is stale"), False),
+        (UnreadableCheckpointError("rank 1 on n1 cannot read a shard"), False),
+        (SystemExit(16), False),
+        (KeyboardInterrupt(), False),
+    ],
+)
+def test_what_speaks_against_the_checkpoint(error: BaseException, blames: bool) -> None:
+    assert blames_checkpoint(error) is blames
+
+
+def test_a_machine_fault_behind_another_error_does_not_speak_against_it() -> None:
+    try:
+        try:
+            raise OSError(5, "Input/output error")
+        except OSError as error:
+            raise RuntimeError("could not read __0_0.distcp") from error
+    except RuntimeError as error:
+        assert not blames_checkpoint(error)

@@ -157,3 +157,20 @@ def test_train_json_is_read_with_all_its_problems(tmp_path: Path) -> None:
         read_config(path)
     assert "colour: Extra inputs are not permitted" in str(caught.value)
     assert "num_layers: Field required" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "node_dependent"),
+    [
+        (dict(data_blend=((1.0, "/nowhere/data"),)), True),
+        (dict(transformer_impl="transformer_engine"), True),
+        (dict(min_lr=1.0), False),
+        (dict(data_blend=((1.0, "/nowhere/data"),), min_lr=1.0), False),
+    ],
+)
+def test_what_another_node_may_have_is_told_from_what_is_wrong_everywhere(
+    tmp_path: Path, changes: dict[str, Any], node_dependent: bool
+) -> None:
+    with pytest.raises(InvalidInputError) as caught:
+        check(job(tmp_path, **changes))
+    assert caught.value.node_dependent is node_dependent

@@ -1,0 +1,120 @@
+"""Write down what a person accepts when a run goes on: a start at step 0, or data that changed.
+
+Belongs here: whether there is anything to accept, and the line in the ledger. Does not belong here:
+having the run go on (`control`), refusing without such a line (`hpctrain.supervise`).
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+
+from hpctrain.actions.requests import one_line, user_name
+from hpctrain.actions.run_data import record_data
+from hpctrain.actions.runs import RunFiles
+from hpctrain.checkpoints.discover import checkpoints
+from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.store.data_identity import compare, read_identity
+from hpctrain.store.epochs import current_epoch
+from hpctrain.store.known_steps import known_steps
+from hpctrain.store.ledger import Event, EventKind
+from hpctrain.supervise.causes import Cause
+from hpctrain.supervise.past import pending_rejections
+
+# After these the checkpoints that are still there are of no use.
+_OF_CHECKPOINTS = frozenset({Cause.BAD_CHECKPOINT, Cause.LOAD_FAILED})
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """What a person accepts with `hpctrain resume`."""
+
+    from_scratch: bool = False
+    data: bool = False
+
+    @property
+    def anything(self) -> bool:
+        return self.from_scratch or self.data
+
+
+def accept(run: RunFiles, acceptance: Acceptance, reason: str) -> list[str]:
+    """Write what is accepted into the ledger, and change what follows from it; returns it in words.
+
+    The run must not be running. Raises UsageError where there is nothing to accept, so that nobody
+    gives up steps by a habit, InvalidInputError when the data cannot be read.
+    """
+    words = []
+    if acceptance.data:
+        words.append(_accept_data(run, reason))
+    if acceptance.from_scratch:
+        words.append(_accept_fresh_start(run, reason))
+    return words
+
+
+def _accept_fresh_start(run: RunFiles, reason: str) -> str:
+    events, root = run.ledger.events(), run.layout.checkpoints
+    if not root.is_dir():
+        if root.is_symlink():
+            message = f"{root} leads to {root.readlink()}, which is not there"
+            raise UsageError(message, hint="mount its file system; nothing is given up meanwhile")
+        root.mkdir(mode=0o700)
+    given_up = pending_rejections(events)
+    good = [one.step for one in checkpoints(root) if one.good and one.step not in given_up]
+    if good and not _ended_by_checkpoint(events):
+        raise UsageError(
+            f"run `{run.run_id}` has a good checkpoint of step {good[0]:,}",
+            hint=f"`hpctrain resume {run.run_id}` goes on from it; a new run starts at step 0",
+        )
+    known = known_steps(run.layout, events)
+    lost = max(known.saved_step, known.trained)
+    if not lost and not good:
+        raise UsageError(
+            f"run `{run.run_id}` has not trained a step: there is nothing to give up",
+            hint=f"`hpctrain resume {run.run_id}`",
+        )
+    run.ledger.append(
+        EventKind.FRESH_START_ACCEPTED,
+        epoch=current_epoch(run.layout.epochs),
+        user=user_name(),
+        reason=one_line(reason) or None,
+        last_step=lost or None,
+        checkpoint_step=known.saved_step or None,
+    )
+    return f"it starts at step 0: {lost:,} steps are given up, what is left of them is kept"
+
+
+def _ended_by_checkpoint(events: list[Event]) -> bool:
+    ends = [event for event in events if event.event is EventKind.LAUNCH_ENDED]
+    return bool(ends) and ends[-1].cause in _OF_CHECKPOINTS
+
+
+def _accept_data(run: RunFiles, reason: str) -> str:
+    changed = _changes(run)
+    if not changed:
+        raise UsageError(
+            f"the data of run `{run.run_id}` are as they were recorded",
+            hint=f"`hpctrain resume {run.run_id}`",
+        )
+    run.ledger.append(
+        EventKind.DATA_ACCEPTED,
+        epoch=current_epoch(run.layout.epochs),
+        user=user_name(),
+        reason=one_line(reason) or None,
+        evidence=changed,
+    )
+    record_data(run.layout)
+    # Indexes of the old data would be taken for those of the new.
+    shutil.rmtree(run.layout.data_cache, ignore_errors=True)
+    return f"it goes on with changed data ({changed[0]})"
+
+
+def _changes(run: RunFiles) -> tuple[str, ...]:
+    """Also for a record that cannot be read, and for a run of an older version, which has none."""
+    path = run.layout.data_identity
+    try:
+        identity = read_identity(path)
+    except HpctrainError as error:
+        return (str(error),)
+    if identity is None:
+        return ("nothing was recorded about the data before",)
+    return compare(identity).changed

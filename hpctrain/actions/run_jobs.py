@@ -1,0 +1,99 @@
+"""Asking Slurm for the jobs of runs: one query for all, whatever their number.
+
+Belongs here: the query, refusing jobs of another cluster by name, recording jobs that are missing
+in a ledger. Does not belong here: telling whose a job is (`hpctrain.supervise.run_jobs`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from hpctrain.actions.runs import RunFiles
+from hpctrain.errors import SlurmError, UsageError
+from hpctrain.slurm.client import SlurmClient
+from hpctrain.slurm.records import JobRecord
+from hpctrain.store.jobs import cluster_of, generation, job_ids
+from hpctrain.store.ledger import Event, EventKind
+from hpctrain.supervise.run_jobs import RunJobs, identity_of, select_jobs
+
+
+def find_jobs(
+    runs: Sequence[RunFiles],
+    slurm: SlurmClient,
+    events: Mapping[str, Sequence[Event]] | None = None,
+    *,
+    silent: bool = True,
+) -> dict[str, RunJobs]:
+    """The jobs of each run, by run id.
+
+    `events` are the ledgers by run id; without them they are read. When Slurm does not answer, all
+    are unanswered, or SlurmError is raised if not `silent`.
+    """
+    if not runs:
+        return {}
+    known = events or {run.run_id: run.ledger.events() for run in runs}
+    try:
+        records = slurm.jobs_of_users({run.owner_id for run in runs})
+        here = _cluster_asked(slurm, records, known)
+    except SlurmError:
+        if not silent:
+            raise
+        return {run.run_id: RunJobs(answered=False) for run in runs}
+    return {
+        run.run_id: select_jobs(
+            identity_of(run.layout.directory), known[run.run_id], records.values(), here
+        )
+        for run in runs
+    }
+
+
+def _cluster_asked(
+    slurm: SlurmClient, records: Mapping[int, JobRecord], events: Mapping[str, Sequence[Event]]
+) -> str | None:
+    """Which cluster has answered: its jobs tell; without any, its configuration does."""
+    told = next((record.cluster for record in records.values() if record.cluster), None)
+    if told is not None or not any(cluster_of(one) for one in events.values()):
+        return told
+    return slurm.cluster_name()
+
+
+def with_past(
+    found: RunJobs, run_id: str, events: Sequence[Event], past: Mapping[int, JobRecord]
+) -> RunJobs:
+    """With what accounting knows (`SlurmClient.past_jobs`) about a run without jobs in squeue."""
+    if found.jobs or not found.answered:
+        return found
+    ids, home = job_ids(generation(events)), cluster_of(events)
+    mine = (
+        record
+        for record in past.values()
+        if record.belongs_to(ids)
+        and record.name in (None, run_id)
+        and (home is None or record.cluster in (None, home))
+    )
+    return replace(found, jobs=tuple(mine))
+
+
+def jobs_of(run: RunFiles, slurm: SlurmClient) -> RunJobs:
+    """The jobs of one run. Raises UsageError if they are on another cluster."""
+    found = find_jobs([run], slurm)[run.run_id]
+    if found.elsewhere is not None:
+        raise UsageError(
+            f"the jobs of run `{run.run_id}` are on cluster `{found.elsewhere}`, and this is "
+            f"cluster `{found.here}`: nothing was done",
+            hint=f"use a login node of `{found.elsewhere}`",
+        )
+    return found
+
+
+def record_found(run: RunFiles, found: RunJobs) -> None:
+    """Write jobs that Slurm knows by the run's comment into the ledger that does not know them:
+    the client that submitted them died, or a person called sbatch."""
+    for job in found.unrecorded:
+        run.ledger.append(
+            EventKind.ADOPTED,
+            job_id=job.submitted_id,
+            cluster=job.cluster or found.here,
+            reason="found in the queue by its comment",
+        )

@@ -1,0 +1,86 @@
+"""How long before the time limit Slurm warns: the longest that a stop may take. Pure.
+
+A stop is heard between two steps, between two batches of an evaluation, after a save that is waited
+for, and at once in a start or a pause. Then the last checkpoint is written. Belongs here: that sum
+and its words. Does not belong here: what the supervisor does when it is warned.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hpctrain.plan.documents import Plan
+from hpctrain.spec.profile import ClusterProfile
+from hpctrain.spec.run import RunSpec
+from hpctrain.units import Duration
+
+# slurmctld looks every 30 s (sbatch(1), --signal: up to 60 s early), a busy one later; then the
+# ranks leave, the verdict is written and the job is requeued.
+_SLURM_SECONDS = 60.0
+# Nothing that a stop waits for is expected to take less: a step, the batch of an evaluation (a
+# forward pass, a third of a step: Kaplan et al. 2020, arXiv 2001.08361, section 2.1), the end of a
+# start (20 s, `hpctrain.supervise.watch`), a trace of a profiler (measured: 0.6 MB of compressed
+# trace per second, so up to 36 MB).
+_LEAST_RUNNING_SECONDS = 60.0
+# A step takes longer than planned: up to 97 % for software that the planner has not seen
+# (docs/planner.md, unseen software).
+_STEP_FACTOR = 2.0
+# One save may have just begun, and one more follows.
+_SAVES = 2
+# Bytes per parameter of a checkpoint: bf16 weights + fp32 master weights and two moments.
+_CHECKPOINT_BYTES_PER_PARAMETER = 14
+# sbatch(1), --signal: sig_time must be between 0 and 65535.
+_LONGEST_SECONDS = 65535
+
+
+@dataclass(frozen=True)
+class WarningLead:
+    """`seconds` before the limit, and the parts that it was added up from, in seconds each.
+
+    `cut`: half of the time limit is less than the sum, and a job must train before it is warned.
+    """
+
+    seconds: int
+    slurm_seconds: float
+    running_seconds: float
+    saving_seconds: float
+    cut: bool
+
+    @property
+    def words(self) -> str:
+        """The sum in one sentence, for a comment of the script."""
+        parts = (
+            f"{self.slurm_seconds:.0f} s for Slurm, {self.running_seconds:.0f} s for the running "
+            f"step (or batch of an evaluation), {self.saving_seconds:.0f} s for a save under way "
+            "and the last one"
+        )
+        limited = "; cut to half of the limit" if self.cut else ""
+        return f"USR1 comes {self.seconds} s before the time limit: {parts}{limited}"
+
+
+def warning_lead(
+    spec: RunSpec, profile: ClusterProfile, plan: Plan, limit: Duration
+) -> WarningLead:
+    """The lead of the warning (sbatch(1), --signal) for an attempt of this time limit.
+
+    Never more than half of the limit, or the job would be warned before it has trained.
+    """
+    checkpoint_bytes = plan.learned * _CHECKPOINT_BYTES_PER_PARAMETER
+    slowest = min(float(filesystem.write_bandwidth) for filesystem in profile.filesystems)
+    saving_seconds = _SAVES * checkpoint_bytes / slowest
+    running_seconds = max(_LEAST_RUNNING_SECONDS, _STEP_FACTOR * _longest_step_seconds(spec, plan))
+    wanted = round((_SLURM_SECONDS + running_seconds + saving_seconds) / 10) * 10
+    most = min(round(float(limit) / 2), _LONGEST_SECONDS)
+    return WarningLead(
+        seconds=max(1, min(wanted, most)),
+        slurm_seconds=_SLURM_SECONDS,
+        running_seconds=running_seconds,
+        saving_seconds=saving_seconds,
+        cut=wanted > most,
+    )
+
+
+def _longest_step_seconds(spec: RunSpec, plan: Plan) -> float:
+    """As planned, on as few nodes as the run may go on with; 0 where the plan knows no time."""
+    fewer = plan.nodes.nodes / (spec.resources.min_nodes or plan.nodes.nodes)
+    return (plan.step_seconds or 0.0) * max(1.0, fewer)

@@ -1,0 +1,50 @@
+"""Decide whether a run without a checkpoint may start at step 0.
+
+It may when nothing tells that there ever was a checkpoint, or when a person has accepted the loss.
+Belongs here: weighing what the run's records know. Does not belong here: reading them
+(`hpctrain.store.known_steps`), looking for checkpoints (`hpctrain.checkpoints.discover`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hpctrain.checkpoints.discover import HOW_TO_START_OVER, Decisions
+from hpctrain.errors import CheckpointError
+from hpctrain.store.known_steps import accepted_fresh_start, fresh_start_pending, known_steps
+from hpctrain.store.layout import RunLayout
+from hpctrain.store.ledger import Event
+from hpctrain.supervise.past import pending_rejections, pending_rollback
+
+
+def decisions_of(events: Sequence[Event]) -> Decisions:
+    """What the ledger says is decided about the checkpoints of the next launch."""
+    accepted = accepted_fresh_start(events)
+    wanted = accepted if fresh_start_pending(events) else None
+    return Decisions(
+        at_most_step=pending_rollback(events),
+        rejected=pending_rejections(events),
+        from_scratch=f"{wanted.user} had the run start at step 0" if wanted else None,
+        loss_accepted=accepted is not None,
+    )
+
+
+def why_fresh_start(run: RunLayout, events: Sequence[Event]) -> str:
+    """Why no checkpoint is resumed from, in words for the ledger.
+
+    Raises CheckpointError when the run's records know of a published checkpoint that nobody has
+    given up, OSError when they cannot be read.
+    """
+    known = known_steps(run, events)
+    if fresh_start_pending(events):
+        accepted = accepted_fresh_start(events)
+        return f"fresh start, accepted by {accepted.user if accepted else 'somebody'}"
+    if known.saved:
+        raise CheckpointError(
+            f"{run.checkpoints} holds no checkpoint, and the run has published some: "
+            f"{known.sources}; a start from step 0 would lose that work",
+            hint=f"restore them from a copy, or {HOW_TO_START_OVER}",
+        )
+    if known.trained:
+        return f"fresh start: {known.trained} steps that no checkpoint holds are trained again"
+    return "fresh start"

@@ -1,0 +1,100 @@
+"""Keep the step ids of this attempt apart from those of lost attempts of the same job.
+
+Slurm counts the steps of a job from 0 again when it restarts the job (slurmctld/job_mgr.c,
+batch_requeue_fini). A batch node that froze and thaws after its job was restarted elsewhere brings
+back an srun and slurmstepds of the lost attempt. They end their step by its id, and slurmctld
+applies that to the step of the present attempt that has the same id: its ranks are killed (seen on
+22.05.8, whenever srun gets to run before the slurmstepd of the batch step kills it; the step is
+also told to be partly complete). Nothing of this can be stopped from here. But the ids are free to
+choose: those that a lost attempt has used are used up by steps that end at once, and slurmctld then
+answers that there is no such step.
+
+Belongs here: using up step ids. Does not belong here: signalling steps (`steps`).
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+
+from hpctrain.slurm.environment import for_queries
+from hpctrain.store.ledger import Event, EventKind
+from hpctrain.supervise.context import AttemptContext, say
+from hpctrain.supervise.probe import STEP_NAME
+from hpctrain.supervise.scan import newest_step
+from hpctrain.supervise.sight import in_time
+
+_LISTING_SECONDS = 5.0
+_SECONDS_EACH, _SECONDS = 20.0, 60.0
+_COMMAND = ("/bin/sh", "-c", "echo $SLURM_STEP_ID")
+
+
+def use_up_step_ids(
+    context: AttemptContext, environment: Mapping[str, str], srun: Sequence[str] = ("srun",)
+) -> None:
+    """Run empty steps until no id is left that an srun of a lost attempt could end.
+
+    An attempt without lost predecessors in the same job, which is nearly every one, runs none.
+    Gives up after a minute, or when Slurm does not start a step: then a node that thaws can cost
+    one launch. `srun` is the seam for tests.
+    """
+    last = _last_used(context)
+    deadline = time.monotonic() + _SECONDS
+    while last >= 0 and not context.signals.final:
+        used = _empty_step(context, environment, srun) if time.monotonic() < deadline else None
+        if used is None:
+            say(f"step ids up to {last} of lost attempts could not be used up")
+            return
+        if used >= last:
+            return
+
+
+def _last_used(context: AttemptContext) -> int:
+    """The highest step id of lost attempts of this job that may still be somebody's, else -1.
+
+    Steps of ranks show by their logs; one more for the probe of nodes that may have followed.
+    """
+    lost = _lost_attempts(context.ledger.events(), context.job_id)
+    logs = [context.run_layout.attempt_logs(context.job_id, attempt) for attempt in lost]
+    found: list[int] = []
+    in_time(lambda: found.extend(map(newest_step, logs)), _LISTING_SECONDS)
+    newest = max(found, default=-1)
+    return newest + 1 if newest >= 0 else -1
+
+
+def _lost_attempts(events: Sequence[Event], job_id: int) -> list[int]:
+    """Restart counts of the attempts of this job whose supervisor has left no word."""
+    return [
+        event.restart_count or 0
+        for event in events
+        if event.event is EventKind.ATTEMPT_LOST and event.job_id == job_id
+    ]
+
+
+def _empty_step(
+    context: AttemptContext, environment: Mapping[str, str], srun: Sequence[str]
+) -> int | None:
+    """Run a step that does nothing beside all others; returns its id, None if it did not run."""
+    argv = [
+        *srun,
+        *(f"--jobid={context.job_id}", f"--job-name={STEP_NAME}", "--overlap"),
+        *("--nodes=1", "--ntasks=1", f"--nodelist={context.attempt.node}"),
+        *("--mpi=none", "--input=none", "--export=ALL", "--chdir=/", "--cpu-bind=none"),
+        *_COMMAND,
+    ]
+    try:
+        done = subprocess.run(
+            argv,
+            env=for_queries(environment or os.environ),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_SECONDS_EACH,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    text = done.stdout.strip()
+    return int(text) if text.isdecimal() else None

@@ -1,0 +1,156 @@
+"""A byte that changed in a checkpoint: found by the ranks while they load, with every engine.
+
+Nobody has read the content before: the ranks are started as a supervisor starts them that looks at
+names and sizes only (`verify: size`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from damaged_checkpoints import flip_a_byte, vouch
+from deepspeed_trials import ZERO
+from megatron_lm_trials import make_lm_trial, make_real_trial
+from trial_runs import GPT, MODULE_GPT, Trial
+
+from hpctrain.checkpoints.discover import inspect
+from hpctrain.checkpoints.manifest import checkpoint_name
+from hpctrain.store.signs import TrainerExit
+from hpctrain.train import digest_check
+
+CRASHED = TrainerExit.CRASH
+TWO = dict(data_parallel_size=2)
+ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "megatron-core": (GPT, TWO, "__1_0.distcp"),
+    "fsdp": (dict(MODULE_GPT, engine="fsdp"), dict(TWO, shard_size=2), "__1_0.distcp"),
+    "ddp": (MODULE_GPT, TWO, "__0_0.distcp"),
+    "deepspeed": (ZERO, {}, "zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_flipped_byte_is_found_before_the_first_step(
+    engine: str, trial: Callable[..., Trial]
+) -> None:
+    base, changes, shard = ENGINES[engine]
+    whole = trial(base, **changes, train_steps=3, save_interval_steps=2)
+    assert whole.train() == [0, 0]
+    hurt = trial(base, **changes, train_steps=3)
+    hurt.adopt(whole, 2)
+    directory = hurt.run.checkpoints / checkpoint_name(2)
+    # In the middle of a large tensor, which every loader takes as it is.
+    flip_a_byte(directory / shard)
+    assert inspect(directory, 2, "size").good
+    assert hurt.train(resume=2) == [CRASHED, CRASHED]
+    assert hurt.rows == []
+    exits = hurt.exits()
+    # A rank whose loader fails at once may see no more than that the other one has left.
+    causes = {record.cause for record in exits}
+    assert "bad_checkpoint" in causes and causes <= {"bad_checkpoint", "load_failed", None}
+    message = next(record.message for record in exits if record.cause == "bad_checkpoint")
+    assert message is not None
+    assert f"{shard} has other content than was written" in message
+
+
+def test_what_breaks_the_loader_is_told_by_its_digest(trial: Callable[..., Trial]) -> None:
+    """The loader fails before the ranks agree, with words that could mean anything."""
+    whole = trial(GPT, train_steps=3, save_interval_steps=2)
+    assert whole.train() == [0]
+    hurt = trial(GPT, train_steps=3)
+    hurt.adopt(whole, 2)
+    shard = next((hurt.run.checkpoints / checkpoint_name(2)).glob("*.distcp"))
+    shard.write_bytes(bytes(shard.stat().st_size))
+    assert hurt.train(resume=2) == [CRASHED]
+    (record,) = hurt.exits()
+    assert record.cause == "bad_checkpoint", record
+    assert f"{shard.name} has other content than was written" in (record.message or "")
+
+
+def test_the_good_checkpoint_is_loaded_as_ever(trial: Callable[..., Trial]) -> None:
+    """All of it was read, by two ranks, each file once; and the losses are exact."""
+    base, changes, _ = ENGINES["fsdp"]
+    whole = trial(base, **changes, train_steps=3, save_interval_steps=2)
+    assert whole.train() == [0, 0]
+    resumed = trial(base, **changes, train_steps=3)
+    resumed.adopt(whole, 2)
+    log = resumed.run.directory / "read"
+    assert resumed.train(resume=2, prepare=lambda: _log_reading(log)) == [0, 0]
+    assert resumed.exact == {3: whole.exact[3]}
+    names = sorted(log.read_text().split())
+    shards = [name for name in names if name.endswith(".distcp")]
+    assert names == sorted(set(names)) and len(shards) == 2
+
+
+def _log_reading(log: Path) -> None:
+    real = digest_check.digest_file
+
+    def logged(directory: Path, name: str) -> Any:
+        with log.open("a") as stream:
+            stream.write(f"{name}\n")
+        return real(directory, name)
+
+    digest_check.digest_file = logged
+
+
+def test_what_verifies_and_does_not_load_names_the_checkpoint(trial: Callable[..., Trial]) -> None:
+    """The bytes are as they were written, and no loader takes them: it was written so."""
+    whole = trial(GPT, train_steps=3, save_interval_steps=2)
+    assert whole.train() == [0]
+    strange = trial(GPT, train_steps=3)
+    strange.adopt(whole, 2)
+    directory = strange.run.checkpoints / checkpoint_name(2)
+    shard = next(directory.glob("*.distcp"))
+    shard.write_bytes(bytes(shard.stat().st_size))
+    vouch(directory)
+    assert inspect(directory, 2, "sha256").good
+    assert strange.train(resume=2) == [CRASHED]
+    (record,) = strange.exits()
+    assert record.loading_step == 2 and record.cause != "bad_checkpoint", record
+
+
+def test_a_storage_fault_while_loading_does_not_name_the_checkpoint(
+    trial: Callable[..., Trial],
+) -> None:
+    whole = trial(GPT, train_steps=3, save_interval_steps=2)
+    assert whole.train() == [0]
+    stale = trial(GPT, train_steps=3)
+    stale.adopt(whole, 2)
+    assert stale.train(resume=2, prepare=_fail_to_read) == [CRASHED]
+    (record,) = stale.exits()
+    assert record.loading_step is None, record
+
+
+def _fail_to_read() -> None:
+    from hpctrain.train.megatron import snapshot
+
+    def load(*_: object, **__: object) -> object:
+        raise OSError(116, "Stale file handle", "__0_0.distcp")
+
+    snapshot.dist_checkpointing.load = load
+
+
+def test_an_external_megatron_lm_compares_before_it_starts(tmp_path: Path) -> None:
+    whole = make_lm_trial(tmp_path / "whole", train_steps=3)
+    assert set(whole.train()) == {0}
+    hurt = make_lm_trial(tmp_path / "hurt", train_steps=3)
+    hurt.adopt(whole, 2)
+    for rank in (0, 1):  # where only one leaves, the other waits for it until it is ended
+        flip_a_byte(hurt.run.checkpoints / checkpoint_name(2) / f"__{rank}_1.distcp")
+    assert hurt.train(resume=2) == [CRASHED, CRASHED]
+    assert [record.cause for record in hurt.exits()] == ["bad_checkpoint"] * 2
+    assert hurt.rows == []
+
+
+def test_an_external_megatron_lm_that_cannot_load_names_the_checkpoint(tmp_path: Path) -> None:
+    whole = make_real_trial(tmp_path / "whole", steps=3, save_every=2)
+    assert set(whole.train()) == {0}
+    strange = make_real_trial(tmp_path / "strange", steps=3, save_every=2)
+    strange.adopt(whole, 2)
+    directory = strange.run.checkpoints / checkpoint_name(2)
+    (directory / "common.pt").write_bytes(bytes(100))
+    vouch(directory)
+    assert 0 not in strange.train(resume=2)
+    assert {record.loading_step for record in strange.exits()} == {2}

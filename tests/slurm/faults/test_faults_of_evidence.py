@@ -1,0 +1,149 @@
+"""Whose fault it was: what one node alone lacks is its own, what people and programs do is not."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import signal
+import struct
+from array import array
+from pathlib import Path
+
+from rehearsal import PlannedFault, Rehearsal, Stage, held
+from survival import Fault, Survival
+
+from hpctrain.actions.nodes import node_rows
+from hpctrain.actions.prepare import NODE_LEDGER_NAME
+from hpctrain.actions.runs import RunFiles
+from hpctrain.errors import SlurmError
+from hpctrain.nodes.record import EvidenceKind, NodeLedger
+from hpctrain.sandbox import faults
+from hpctrain.sandbox.job_processes import JobProcess
+from hpctrain.store.datasets import bin_path, idx_path
+from hpctrain.store.ledger import EventKind
+
+_DOCUMENTS, _TOKENS_EACH = 64, 500
+_UINT16 = 8
+
+
+def write_tokens(prefix: Path) -> None:
+    """A .bin/.idx pair as megatron/core/datasets/indexed_dataset.py lays it out."""
+    count = _DOCUMENTS * _TOKENS_EACH
+    tokens = array("H", random.Random(7).choices(range(250), k=count))
+    bin_path(prefix).write_bytes(tokens.tobytes())
+    head = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, _UINT16, _DOCUMENTS, _DOCUMENTS + 1)
+    lengths = array("i", [_TOKENS_EACH] * _DOCUMENTS)
+    offsets = array("q", [2 * _TOKENS_EACH * number for number in range(_DOCUMENTS)])
+    bounds = array("q", range(_DOCUMENTS + 1))
+    idx_path(prefix).write_bytes(
+        head + b"".join(one.tobytes() for one in (lengths, offsets, bounds))
+    )
+
+
+def test_what_one_node_lacks_is_its_own_fault(
+    stage: Stage, tmp_path: Path, survival: Survival
+) -> None:
+    """Nobody has allowed the run to exclude nodes for what they did before; this is no such case.
+
+    The second launch has the first save of rank 1 stand still in its writer.
+    """
+    own = Stage(stage.sandbox, tmp_path)  # with a ledger of nodes of its own
+    own.data.mkdir()
+    write_tokens(own.data / "text")
+    source = f"data.sources=[{{path: {own.data / 'text'}}}]"
+    reference = own.start("name=whole", source)
+    unmounted = reference_nodes(reference)[1]
+    reference.wait_till_over()
+    own.unmount_data("lacking", unmounted)
+    rehearsal = own.start(
+        "name=lacking",
+        source,
+        "supervise.setup_stall=45s",
+        "checkpoint.asynchronous=false",
+        planned=(PlannedFault(epoch=2, rank=1, step=5, do="stop_writer"),),
+    )
+    fault = Fault(63, "the file system of the data is not mounted on one of two nodes")
+    lacking = survival.recovered(rehearsal, fault, cause="node_failure", action="requeue", epoch=1)
+    assert lacking.end.node == unmounted and "not found" in (lacking.end.reason or ""), lacking.end
+    excluded = [e.excluded for e in rehearsal.events(EventKind.ACTION) if e.action == "requeue"]
+    assert excluded == [(unmounted,)] and unmounted not in rehearsal.nodes(), rehearsal.logs()
+    fault = Fault(67, "the process that writes rank 1's part of a checkpoint is stopped")
+    stopped = survival.recovered(rehearsal, fault, cause="hang", action="relaunch", epoch=2)
+    assert (stopped.end.rank, stopped.end.node) == (1, rehearsal.nodes()[1]), stopped.end
+    assert "writer" in (stopped.end.reason or ""), stopped.end
+    rehearsal.assert_done_exactly(reference.run)
+    evidence = NodeLedger(own.runs / NODE_LEDGER_NAME).read()
+    kinds = {one.kind for one in evidence if one.node == unmounted}
+    assert kinds == {EvidenceKind.UNHEALTHY}, evidence
+
+
+def reference_nodes(rehearsal: Rehearsal) -> list[str]:
+    rehearsal.wait(lambda: rehearsal.attempts > 0, "started")
+    return rehearsal.nodes()
+
+
+def test_what_people_and_programs_do_is_no_evidence_against_a_node(
+    stage: Stage, tmp_path: Path, reference: RunFiles, survival: Survival
+) -> None:
+    own = Stage(stage.sandbox, tmp_path)  # with a ledger of nodes of its own
+    planned = (
+        PlannedFault(epoch=1, rank=-1, step=13, do="settle"),
+        PlannedFault(epoch=1, rank=1, step=13, do="misspell"),
+        *held(2, 24),
+    )
+    first = own.start("name=first", planned=planned)
+    fault = Fault(72, "AttributeError in the user's code, on one rank")
+    survival.recovered(first, fault, cause="crash", action="relaunch", epoch=1)
+    ledger = own.runs / NODE_LEDGER_NAME
+    assert not node_rows(ledger), NodeLedger(ledger).read()
+    kill_rank_1(first, survival, epoch=2)
+    second = own.start("name=second", planned=held(1, 14))
+    kill_rank_1(second, survival, epoch=1)
+    for rehearsal in (first, second):
+        rehearsal.assert_done_exactly(reference)
+    rows = node_rows(ledger)
+    assert not [row for row in rows if row.admin_hint or row.avoided], rows
+    assert {row.kind for row in rows} == {EvidenceKind.SIGNALLED}, rows
+
+
+def kill_rank_1(rehearsal: Rehearsal, survival: Survival, epoch: int) -> None:
+    rehearsal.wait(lambda: rehearsal.epoch == epoch, f"in launch {epoch}")
+    rehearsal.wait_for_progress()
+    rehearsal.kill_rank(1)
+    fault = Fault(72, f"a person kills rank 1 of run `{rehearsal.run.run_id[:-5]}`")
+    survival.recovered(rehearsal, fault, cause="crash", action="relaunch", epoch=epoch)
+
+
+def test_a_node_that_thaws_hurts_nobody(
+    stage: Stage, reference: RunFiles, survival: Survival
+) -> None:
+    """The srun of the lost attempt ends its step by an id that the present attempt does not use.
+
+    srun gets to run before the slurmstepd above it, which would kill it first. Whether it then asks
+    slurmctld to end the step hangs on which of the messages that wait for it it reads first, so the
+    test asks the same besides.
+    """
+    waits = PlannedFault(epoch=2, rank=1, step=24, do="await_word", text="thawed")
+    rehearsal = stage.start("name=thaw", planned=(*held(1, 14), waits))
+    rehearsal.wait_for_progress()
+    frozen = rehearsal.nodes()[0]
+    old = [process for process in rehearsal.processes() if process.node == frozen]
+    sruns = [process for process in old if process.command_line[0].endswith("srun")]
+    faults.freeze_node(stage.sandbox, frozen)
+    fault = Fault(68, "the batch node freezes, and thaws once the job runs elsewhere")
+    survival.recovered(rehearsal, fault, cause="node_failure", action="restarted by Slurm")
+    rehearsal.wait_for_progress()
+    rehearsal.kill(sruns, signal.SIGCONT)
+    wait_till_gone(rehearsal, sruns)
+    with contextlib.suppress(SlurmError):
+        rehearsal.slurm.kill_step(rehearsal.job_id, "0")
+    faults.thaw_node(stage.sandbox, frozen)
+    wait_till_gone(rehearsal, old)
+    rehearsal.say("thawed")
+    rehearsal.assert_done_exactly(reference)
+    assert rehearsal.causes == ["done"], rehearsal.logs()
+
+
+def wait_till_gone(rehearsal: Rehearsal, processes: list[JobProcess]) -> None:
+    pids = {process.pid for process in processes}
+    rehearsal.wait(lambda: not pids & {p.pid for p in rehearsal.processes()}, "rid of old ones")

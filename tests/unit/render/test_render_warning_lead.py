@@ -1,0 +1,80 @@
+"""How early Slurm warns: the longest that a stop may take, and never more than half of the time."""
+
+from __future__ import annotations
+
+import pytest
+from specimen_scripts import PROFILE, ROOT, SPEC, render, spec_with
+
+from hpctrain.actions.prepare import load_knowledge
+from hpctrain.plan.documents import Plan
+from hpctrain.plan.planner import make_plan
+from hpctrain.render.warning_lead import WarningLead, warning_lead
+from hpctrain.spec.loader import find_profile, load_profile, load_run_spec
+from hpctrain.spec.run import RunSpec
+from hpctrain.units import Duration
+
+PLAN = make_plan(SPEC, PROFILE)
+DAY = Duration(86400)
+SLOWEST_BYTES_PER_SECOND = min(float(one.write_bandwidth) for one in PROFILE.filesystems)
+
+
+def lead(spec: RunSpec = SPEC, limit: Duration = DAY, **changes: object) -> WarningLead:
+    plan: Plan = PLAN.model_copy(update=changes)
+    return warning_lead(spec, PROFILE, plan, limit)
+
+
+@pytest.mark.parametrize(
+    ("step_seconds", "running_seconds"),
+    [(None, 60), (0.1, 60), (30.0, 60), (35.0, 70), (400.0, 800)],
+)
+def test_a_long_step_has_its_time_twice(step_seconds: float | None, running_seconds: float) -> None:
+    """175B takes 35 s, long contexts minutes; the plan may be too fast by half."""
+    found = lead(step_seconds=step_seconds)
+    assert found.running_seconds == running_seconds
+    assert found.seconds == round((60 + running_seconds) / 10) * 10
+    assert not found.cut
+
+
+def test_fewer_nodes_take_longer_for_a_step() -> None:
+    nodes = PLAN.nodes.model_copy(update={"nodes": 8})
+    fewer = lead(spec_with(resources={"min_nodes": 2}), step_seconds=50.0, nodes=nodes)
+    assert fewer.running_seconds == 400
+
+
+def test_a_save_under_way_and_the_last_one() -> None:
+    """14 bytes per parameter that learns."""
+    parameters = round(100 * SLOWEST_BYTES_PER_SECOND / 14)
+    found = lead(parameters=parameters, step_seconds=None)
+    assert found.saving_seconds == pytest.approx(200, rel=1e-6)
+    assert found.seconds == 320
+
+
+@pytest.mark.parametrize(
+    ("limit", "seconds", "cut"), [(86400, 8120, False), (3600, 1800, True), (1, 1, True)]
+)
+def test_half_of_the_time_is_for_training(limit: int, seconds: int, cut: bool) -> None:
+    found = lead(limit=Duration(limit), step_seconds=4030.0)
+    assert (found.seconds, found.cut) == (seconds, cut)
+    assert found.words.endswith("; cut to half of the limit") is cut
+
+
+def test_a_large_model() -> None:
+    """174.6e9 parameters x 14 bytes at 100 GB/s are 24.4 s each; a step takes 39 s as planned."""
+    spec = load_run_spec(ROOT / "examples/gpt175b.yaml").document
+    profile = load_profile(find_profile("a100x64"))
+    plan = make_plan(spec, profile.document, load_knowledge(profile))
+    assert plan.step_seconds == pytest.approx(39, abs=1)
+    found = warning_lead(spec, profile.document, plan, DAY)
+    assert (found.seconds, round(found.running_seconds)) == (190, 78)
+
+
+def test_slurm_takes_no_more_than_65535_seconds() -> None:
+    assert lead(limit=Duration(10**7), step_seconds=1e6).seconds == 65535
+
+
+def test_the_script_says_what_it_is_made_of() -> None:
+    script = render()
+    assert "#SBATCH --signal=B:USR1@120\n" in script
+    (words,) = (part for part in script.split("\n\n") if "USR1 comes" in part)
+    assert "USR1 comes 120 s before the time limit: 60 s for Slurm, 60 s for" in words
+    assert "trap '' USR1" in words

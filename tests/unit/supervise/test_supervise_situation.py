@@ -1,0 +1,161 @@
+"""What a launch says against nodes, and which nodes are left, with a Slurm in memory."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import cast
+
+import pytest
+from supervise_facts import NOTHING, config
+
+from hpctrain.nodes.record import KINDS, EvidenceKind, NodeEvidence, NodeLedger
+from hpctrain.slurm.client import SlurmClient
+from hpctrain.slurm.fake import FakeSlurm
+from hpctrain.store.layout import RunLayout
+from hpctrain.store.ledger import BufferedLedger, EventKind
+from hpctrain.supervise.allocation import Allocation
+from hpctrain.supervise.answers import NodeAnswer, NodeProblem, ProbeResult
+from hpctrain.supervise.attempt import Attempt
+from hpctrain.supervise.causes import Cause
+from hpctrain.supervise.context import AttemptContext
+from hpctrain.supervise.documents import Situation, Suspicion, Verdict
+from hpctrain.supervise.launching import Ended
+from hpctrain.supervise.process import Signals
+from hpctrain.supervise.situation import assess, blame_lost_attempt
+
+NODES = ("n0", "n1")
+K = EvidenceKind
+
+
+class Site:
+    """A job on n0 and n1 of a cluster of four nodes, and a ledger of nodes."""
+
+    def __init__(self, directory: Path) -> None:
+        layout = RunLayout(directory / "r1")
+        layout.create()
+        layout.supervise_config.touch()
+        self.slurm = FakeSlurm()
+        self.nodes = NodeLedger(directory / "nodes.jsonl")
+        layout.supervise_config.write_text("{}")  # by it a run directory is known to be there
+        settings = {"node_ledger": str(self.nodes.path), "cluster": "c", "cluster_nodes": 4}
+        self.context = AttemptContext(
+            run_layout=layout,
+            config=config().model_copy(update=settings),
+            attempt=Attempt(5, 1, "n[0-1]", "n0"),
+            ledger=BufferedLedger(layout),
+            slurm=cast(SlurmClient, self.slurm),
+            signals=Signals(),
+        )
+
+    def assess(self, verdict: Verdict, probe: ProbeResult | None = None) -> Situation:
+        lost = probe.unfit if probe is not None else ()
+        allocation = Allocation(NODES).with_lost(lost).without(verdict.unfit_nodes)
+        return assess(self.context, allocation, verdict, Ended(verdict, NOTHING, probe))
+
+    @property
+    def evidence(self) -> set[tuple[str, str]]:
+        return {(one.node, one.kind) for one in self.nodes.read()}
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    return Site(tmp_path)
+
+
+def verdict(suspicion: Suspicion, cause: Cause = Cause.CRASH) -> Verdict:
+    return Verdict(cause, "because", nodes=("n1",), suspicion=suspicion)
+
+
+@pytest.mark.parametrize(
+    ("suspicion", "expected"),
+    [
+        (Suspicion.NONE, set()),
+        (Suspicion.OUTSIDE, {("n1", K.SIGNALLED)}),
+        (Suspicion.CAUSE, {("n1", K.FIRST_FAILED), ("n0", K.SHORT_ATTEMPT)}),
+    ],
+)
+def test_what_is_written_down_about_a_crash(
+    site: Site, suspicion: Suspicion, expected: set[tuple[str, str]]
+) -> None:
+    situation = site.assess(verdict(suspicion))
+    assert site.evidence == expected
+    assert situation.unfit == () and situation.healthy_nodes == 2
+
+
+def test_a_node_that_lacks_what_others_have_is_unfit(site: Site) -> None:
+    situation = site.assess(verdict(Suspicion.UNFIT, Cause.NODE_FAILURE))
+    assert site.evidence == {("n1", K.UNHEALTHY)}
+    assert (situation.unfit, situation.healthy_nodes) == (("n1",), 1)
+
+
+LACKING = NodeProblem("inputs", "cannot read /data/text.bin")
+
+
+def answers(*lacking: str) -> ProbeResult:
+    told = tuple(NodeAnswer(n, True, problems=(LACKING,) * (n in lacking)) for n in NODES)
+    return ProbeResult(NODES, told)
+
+
+def test_a_node_stays_unfit_until_it_is_asked_again(site: Site) -> None:
+    """The next attempt is elsewhere: nobody has asked n1 since."""
+    assert site.assess(verdict(Suspicion.NONE), answers("n1")).unfit == ("n1",)
+    assert site.assess(verdict(Suspicion.NONE)).unfit == ("n1",)
+    assert site.assess(verdict(Suspicion.NONE), answers()).unfit == ()
+
+
+def test_no_more_nodes_are_left_than_the_job_can_do_without(site: Site) -> None:
+    object.__setattr__(site.context, "config", site.context.config.model_copy(
+        update={"cluster_nodes": 2}
+    ))  # fmt: skip
+    assert site.assess(verdict(Suspicion.UNFIT, Cause.NODE_FAILURE)).unfit == ()
+
+
+def test_a_node_that_reboots_as_administrators_want_is_not_blamed(site: Site) -> None:
+    site.slurm.node_words["n1"] = "reboot^"
+    site.assess(verdict(Suspicion.CAUSE, Cause.NODE_FAILURE))
+    assert not {kind for node, kind in site.evidence if node == "n1"}
+    site.slurm.node_words["n1"] = "down"
+    site.assess(verdict(Suspicion.CAUSE, Cause.NODE_FAILURE))
+    assert ("n1", K.LOST) in site.evidence
+
+
+# -- attempts whose supervisor has left no word ------------------------------------------------
+
+
+def lost_attempt(site: Site, cause: Cause = Cause.NODE_FAILURE) -> tuple[NodeEvidence, ...]:
+    site.context.ledger.append(EventKind.ATTEMPT_STARTED, job_id=5, nodes="n[0-1]")
+    event = site.context.ledger.events()[-1]
+    blame_lost_attempt(site.context, event, Verdict(cause, "its node was lost"))
+    return site.nodes.read()
+
+
+def test_slurm_says_which_node_an_attempt_was_lost_with(site: Site) -> None:
+    site.slurm.node_words["n1"] = "down*"
+    (found,) = lost_attempt(site)
+    assert (found.node, found.kind, found.weight) == ("n1", K.LOST, 100)
+
+
+def test_a_batch_node_that_is_back_already_weighs_half(site: Site) -> None:
+    (found,) = lost_attempt(site)
+    assert (found.node, found.kind, found.weight) == ("n0", K.LOST, KINDS[K.LOST].weight / 2)
+
+
+@pytest.mark.parametrize("word", ["reboot^", "draining", "maint"])
+def test_a_planned_reboot_of_the_batch_node_is_no_evidence(site: Site, word: str) -> None:
+    site.slurm.node_words["n0"] = word
+    assert lost_attempt(site) == ()
+
+
+def test_other_ends_without_a_word_and_a_silent_slurm_blame_nobody(site: Site) -> None:
+    assert lost_attempt(site, Cause.SUPERVISOR_LOST) == ()
+    site.slurm.away = True
+    assert lost_attempt(site) == ()
+
+
+def test_evidence_of_before_is_kept(site: Site) -> None:
+    old = NodeEvidence(
+        time=time.time(), cluster="c", node="n3", kind=K.UNHEALTHY, weight=100, run_id="r1"
+    )
+    site.nodes.append([old])
+    assert site.assess(verdict(Suspicion.NONE)).unfit == ("n3",)
