@@ -38,7 +38,7 @@ PURE_FILES = (
 THE_ONE_READER = "spec/loader.py"
 # A program (started with -m), and the two places where the supervisor writes the job's log: its
 # own lines, and the stderr of srun that it reads along.
-SPEAKERS = ("supervise/__main__.py", "supervise/context.py", "supervise/process.py")
+SPEAKERS = ("supervise/__main__.py", "supervise/job_log.py")
 # Another program: on each node it answers the supervisor's probe.
 SPEAKERS = (*SPEAKERS, "supervise/preflight.py")
 # Long-lived children: these modules watch over time limits and signals themselves.

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict
 from hpctrain.actions.run_jobs import find_jobs, with_past
 from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.state import Judged, RunState, counted, judge, last_job_id
+from hpctrain.checkpoints.publish import published_steps
 from hpctrain.errors import SlurmError
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.store.jobs import generation, job_ids
@@ -125,11 +126,23 @@ def _status(run: RunFiles, events: Sequence[Event], found: RunJobs | None) -> Ru
         step_seconds=rates.step_seconds,
         tokens_per_second=rates.tokens_per_second,
         mfu=rates.mfu,
-        checkpoint_step=progress.checkpoint_step if progress else None,
+        checkpoint_step=_checkpoint_step(run, progress),
         updated_seconds_ago=age,
         eta_seconds=left * rates.step_seconds if running and left and rates.step_seconds else None,
         stale=_is_stale(judged, age, config),
     )
+
+
+def _checkpoint_step(run: RunFiles, progress: Progress | None) -> int | None:
+    """The newest checkpoint that the trainer has reported and that still counts: the supervisor may
+    have set it aside since."""
+    if progress is None or progress.checkpoint_step is None:
+        return None
+    try:
+        steps = published_steps(run.layout.checkpoints)
+    except OSError:
+        return progress.checkpoint_step
+    return max((step for step in steps if step <= progress.checkpoint_step), default=None)
 
 
 def _is_stale(judged: Judged, age: float | None, config: SuperviseConfig | None) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 
-from hpctrain.errors import SlurmError
+from hpctrain.errors import SlurmError, SlurmRefusedError
 from hpctrain.store.ledger import EventKind
 from hpctrain.supervise.context import AttemptContext, say
 from hpctrain.supervise.control import clear_followed_requests
@@ -86,6 +86,8 @@ def _forbid_requeue(context: AttemptContext, action: Action) -> None:
     """
     try:
         context.slurm.update_job(context.job_id, requeue=False)
+    except SlurmRefusedError:
+        return  # Slurm has ended the job already
     except SlurmError as error:
         words = f"Slurm may start the job again: {error}"
         context.note(EventKind.ACTION_RESULT, action=action.kind, reason=words)

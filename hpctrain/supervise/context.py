@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import BufferedLedger, EventKind
 from hpctrain.supervise.attempt import Attempt
 from hpctrain.supervise.documents import SuperviseConfig
+from hpctrain.supervise.job_log import write_log
 from hpctrain.supervise.past import mean_time_to_failure
 from hpctrain.supervise.process import Signals
 
@@ -45,4 +45,4 @@ class AttemptContext:
 def say(text: str) -> None:
     """One line into the job's log."""
     clock = time.strftime("%H:%M:%S")
-    print(f"hpctrain {clock} {text}", file=sys.stderr, flush=True)
+    write_log(f"hpctrain {clock} {text}\n")

@@ -10,7 +10,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 import zlib
@@ -20,6 +19,7 @@ from types import FrameType
 
 from hpctrain.supervise.classify import is_notice, read_task_failure
 from hpctrain.supervise.documents import TaskFailure
+from hpctrain.supervise.job_log import write_log
 
 # Below the ephemeral range of Linux (32768-60999), above the ports of services.
 _PORT_FIRST, _PORT_COUNT = 20000, 10000
@@ -61,7 +61,12 @@ class Signals:
     @property
     def final(self) -> bool:
         """True once the job is being ended: only KillWait seconds are left."""
-        return any(name in _FINAL for name in self._arrived[self._dismissed :])
+        return any(name in _FINAL for name in self.standing)
+
+    @property
+    def standing(self) -> tuple[str, ...]:
+        """All but those that were found not to be Slurm's."""
+        return tuple(self._arrived[self._dismissed :])
 
     def take(self) -> tuple[str, ...]:
         """The signals that nobody has taken yet."""
@@ -94,8 +99,7 @@ class Launch:
     def _read(self) -> None:
         assert self.process.stderr is not None
         for line in self.process.stderr:
-            sys.stderr.write(line)
-            sys.stderr.flush()
+            write_log(line)
             self.waits_for_step = step_waits(line, self.waits_for_step)
             failure = read_task_failure(line)
             if failure is not None and failure.what != _YIELD_EXIT:

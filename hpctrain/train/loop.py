@@ -167,7 +167,7 @@ class Loop:
         self.owes_evaluation = agreed.stop or self._agree_to_leave_evaluation()
         if self.owes_evaluation:
             return None, replace(agreed, stop=True)
-        self.reporter.phase("evaluating")
+        self.reporter.phase("evaluating", self.position.step)
         batches = EvaluationBatches(self.job.config.eval_batches, self._agree_to_leave_evaluation)
         found = self.engine.evaluate(batches)
         self.reporter.phase("training")

@@ -16,6 +16,7 @@ from fabricated_runs import (
     Said,
     ended,
     fabricate,
+    published,
     said,
 )
 from golden_files import Golden
@@ -159,7 +160,10 @@ def fabricate_all(runs: Path, slurm: FakeSlurm) -> None:
     def make(run_id: str, entries: list[Said], **more: object) -> int:
         job_id = next(numbered)
         renamed = [(k, {**f, "job_id": job_id} if "job_id" in f else f) for k, f in entries]
-        fabricate(runs, run_id, renamed, **more)  # type: ignore[arg-type]
+        run = fabricate(runs, run_id, renamed, **more)  # type: ignore[arg-type]
+        saved = int(more.get("steps", 0)) // 10 * 10  # type: ignore[call-overload]
+        if saved:
+            published(run, saved)
         return job_id
 
     base = slurm.submit("#!/bin/sh\n").job_id

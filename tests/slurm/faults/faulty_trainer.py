@@ -136,7 +136,9 @@ def miss_a_file(fault: Fault) -> None:
     from hpctrain.train import entry
 
     def check(job: Any) -> None:
-        raise InvalidInputError([Problem(f"{fault['text']} does not exist")])
+        raise InvalidInputError(
+            [Problem("data file not found", fault["text"], node_dependent=True)]
+        )
 
     entry.check = check
 
@@ -191,6 +193,59 @@ def poison(fault: Fault) -> None:
     MegatronEngine.update = update  # type: ignore[method-assign]
 
 
+def evaluate_slowly(fault: Fault) -> None:
+    """Each batch of the validation data takes so long, and is noted in the file `text`."""
+    import_loop()
+    from hpctrain.train.evaluating import EvaluationBatches
+
+    real, note = EvaluationBatches.__iter__, PLAN.with_name(fault["text"])
+
+    def slowly(batches: Any) -> Any:
+        for number in real(batches):
+            with note.open("a") as stream:
+                stream.write(f"{os.environ['HPCTRAIN_EPOCH']}:{number}\n")
+            time.sleep(fault["seconds"])
+            yield number
+
+    EvaluationBatches.__iter__ = slowly  # type: ignore[method-assign]
+
+
+def check_slowly(fault: Fault) -> None:
+    """Not through with what comes before torch; the others wait for this rank."""
+    from hpctrain.train import entry
+
+    entry.check = lambda job: _starts_slowly(fault)
+
+
+def open_data_slowly(fault: Fault) -> None:
+    """Builds indexes; the others wait in a collective."""
+    import_megatron()
+    from hpctrain.train.megatron import assembly
+
+    assembly.open_data = lambda *given, **keywords: _starts_slowly(fault)
+
+
+def load_slowly(fault: Fault) -> None:
+    """Reads its part of the checkpoint; the others wait in a collective."""
+    import_megatron()
+    from hpctrain.train.megatron.snapshot import Snapshot
+
+    Snapshot.restore = lambda *given: _starts_slowly(fault)  # type: ignore[method-assign]
+
+
+def agree_late(fault: Fault) -> None:
+    """Comes late to the first collective of the loop."""
+    import_loop()
+    from hpctrain.train.control import Control
+
+    Control.agree_to_stop = lambda *given: _starts_slowly(fault)  # type: ignore[method-assign]
+
+
+def _starts_slowly(fault: Fault) -> Any:
+    PLAN.with_name(f"starts-{fault['epoch']}").touch()
+    time.sleep(3600)
+
+
 STOP = StopSignals()
 PLAN = Path(sys.argv[1])
 LOOPS: list[Any] = []
@@ -214,6 +269,11 @@ DEEDS: dict[str, Callable[[Fault], None]] = {
     "take_port": take_port,
     "publish_slowly": publish_slowly,
     "poison": poison,
+    "evaluate_slowly": evaluate_slowly,
+    "check_slowly": check_slowly,
+    "open_data_slowly": open_data_slowly,
+    "load_slowly": load_slowly,
+    "agree_late": agree_late,
 }
 
 

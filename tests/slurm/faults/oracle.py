@@ -25,6 +25,8 @@ _LONGEST_LOOK_SECONDS = 3.0
 
 
 _CLOCK_SECONDS = 0.5
+# Metrics that could not be written follow within a second of a file system that is back.
+_LATE_SECONDS = 5.0
 _OVER = ("DONE", "FAILED", "STOPPED", "CANCELLED", "NOT SUBMITTED")
 Statement = Mapping[str, Any]
 
@@ -101,7 +103,7 @@ def falsehoods(
     claims = [*_of_deeds(said, after, deeds)]
     if after.time - before.time <= _LONGEST_LOOK_SECONDS:
         claims += _of_state(said, before, after, here=here)
-        claims += _of_training(said, before, after)
+        claims += _of_training(said, before, after, written=not _just_away(before, deeds))
     told = json.dumps({key: value for key, value in said.items() if value is not None})
     return [Falsehood(str(said["run_id"]), claim, told) for claim in claims]
 
@@ -110,6 +112,15 @@ def _was_away(before: Truth, after: Truth, deeds: Sequence[Deed]) -> bool:
     """There was nothing to read for a part of the time."""
     away = (deed for deed in deeds if deed.kind is DeedKind.DIRECTORY_AWAY)
     return any(deed.time <= after.time and deed.until >= before.time for deed in away)
+
+
+def _just_away(before: Truth, deeds: Sequence[Deed]) -> bool:
+    """Rows of metrics that could not be written are still on their way."""
+    away = (DeedKind.DIRECTORY_AWAY, DeedKind.READ_ONLY)
+    return any(
+        deed.kind in away and deed.time <= before.time <= deed.until + _LATE_SECONDS
+        for deed in deeds
+    )
 
 
 def _of_state(said: Statement, before: Truth, after: Truth, *, here: bool) -> list[str]:
@@ -122,7 +133,7 @@ def _of_state(said: Statement, before: Truth, after: Truth, *, here: bool) -> li
     same = {job.job_id for job in before.live} & {job.job_id for job in after.live}
     if state in _OVER and state != "DONE" and same:
         claims.append(f"said to be {state} while job {min(same)} runs or waits")
-    states = {job.state for job in (*before.jobs, *after.jobs)}
+    states = {job.state for job in (*before.jobs, *after.jobs)} | _passed(before, after)
     if state == "RUNNING" and not states & {"RUNNING", "COMPLETING", "CONFIGURING", "SIGNALING"}:
         claims.append("said to be RUNNING without a job that holds nodes")
     if state == "PENDING" and not states & {"PENDING", "COMPLETING"}:
@@ -135,13 +146,30 @@ def _of_state(said: Statement, before: Truth, after: Truth, *, here: bool) -> li
     return claims
 
 
-def _of_training(said: Statement, before: Truth, after: Truth) -> list[str]:
-    """Steps, checkpoint and age against the trainer's own files."""
+def _passed(before: Truth, after: Truth) -> set[str]:
+    """States that a job went through between the looks: it waits before it runs, and runs before it
+    ends."""
+    earlier = {job.job_id: job for job in before.jobs or ()}
+    passed = set()
+    for job in after.jobs or ():
+        was = earlier.get(job.job_id)
+        if was is None and job.state != "PENDING":
+            passed.add("PENDING")
+        if (was is None or was.state == "PENDING") and not job.is_live:
+            passed.add("RUNNING")
+    return passed
+
+
+def _of_training(said: Statement, before: Truth, after: Truth, *, written: bool) -> list[str]:
+    """Steps, checkpoint and age against the trainer's own files.
+
+    `written`: metrics.jsonl has all that was trained.
+    """
     claims = []
     step, saved, age = said["step"], said["checkpoint_step"], said["updated_seconds_ago"]
     if step is not None and after.row is not None and before.row is not None:
         newest = max(before.row.step, after.row.step, after.resume_step)
-        if step > newest:
+        if step > newest and written:
             claims.append(f"said to be at step {step}, beyond what was trained")
         elif step < _lowest_step(before):
             claims.append("said to be at a step before the checkpoint that it goes on from")

@@ -40,7 +40,7 @@ def directory_away(target: Target) -> None:
 
 def directory_read_only(target: Target) -> None:
     """A file system that is mounted read-only for a moment, and then writable again."""
-    with read_only(target.directory):
+    with target.doing(DeedKind.READ_ONLY), read_only(target.directory):
         time.sleep(target.dice.uniform(1, 4))
 
 

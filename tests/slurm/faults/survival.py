@@ -57,7 +57,7 @@ class Survival:
         rehearsal: Rehearsal,
         fault: Fault,
         *,
-        cause: str,
+        cause: str | tuple[str, ...],
         action: str | tuple[str, ...],
         epoch: int | None = None,
         resumed_step: int | None = None,
@@ -65,7 +65,8 @@ class Survival:
         """The launch `epoch` (default: the newest) ended by `cause`, the next one resumed from the
         newest checkpoint that had been verified by then, and has trained a step.
 
-        Where Slurm and the supervisor may both be first to act, `action` has both endings.
+        Where Slurm and the supervisor may both be first to act, `action` has both endings, and
+        `cause` where the evidence may come in either order.
         `resumed_step`: the next launch began there, where what was wrong with that checkpoint
         shows only when it is loaded.
         """
@@ -76,7 +77,8 @@ class Survival:
         )
         found = recovery(rehearsal, epoch)
         actions = (action,) if isinstance(action, str) else action
-        assert found.cause == cause and found.action in actions, f"{found}\n{rehearsal.logs()}"
+        causes = (cause,) if isinstance(cause, str) else cause
+        assert found.cause in causes and found.action in actions, f"{found}\n{rehearsal.logs()}"
         expected = newest_verified(rehearsal, epoch) if resumed_step is None else resumed_step
         assert found.resumed_step == expected, rehearsal.logs()
         self._note(rehearsal, fault, found)

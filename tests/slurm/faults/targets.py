@@ -50,6 +50,7 @@ class DeedKind(StrEnum):
     SUPERVISOR_KILLED = "supervisor killed"
     FORGOTTEN = "slurmctld killed, which forgets the last seconds"
     DIRECTORY_AWAY = "run directory away"
+    READ_ONLY = "run directory read-only"
 
 
 @dataclass(frozen=True)

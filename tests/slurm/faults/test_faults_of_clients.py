@@ -104,7 +104,7 @@ def test_a_job_that_was_started_by_hand_is_a_job_of_the_run(
     done = cancel(run, slurm)
     assert sorted(done.job_ids) == [first, rehearsal.job_id] and not done.still
     rehearsal.wait(lambda: not rehearsal.processes(), "ended")
-    assert rehearsal.status().state is RunState.CANCELLED
+    rehearsal.wait_until(lambda row: row.state is RunState.CANCELLED, "cancelled")
     assert {slurm.jobs([n])[n].state.name for n in (first, rehearsal.job_id)} == {"CANCELLED"}
     epoch = rehearsal.epoch
 

@@ -11,6 +11,7 @@ from hpctrain.actions.runs import RunFiles
 from hpctrain.checkpoints.discover import checkpoints
 from hpctrain.sandbox.shape import default_shape
 from hpctrain.slurm.records import RequeueResult
+from hpctrain.store.jobs import sbatch_options
 from hpctrain.store.ledger import EventKind
 
 # One launch after the other is preempted while rank 1 is in the middle of a long step.
@@ -92,16 +93,15 @@ def test_preempted_without_grace(stage: Stage, reference: RunFiles, survival: Su
         Fault(41, "a requeue, which truncates the log where nobody asks for more"),
         action="appended: the log holds both attempts",
     )
-    job = f"JobId={rehearsal.job_id}"
     refused = rehearsal.slurm.requeue(rehearsal.job_id)
     assert refused.result is RequeueResult.DISABLED, "what is over is not to be requeued"
-    rehearsal.sandbox.command("scontrol", "update", job, "Requeue=1")
-    rehearsal.sandbox.command("scontrol", "requeue", str(rehearsal.job_id))
+    again = sbatch_options(rehearsal.run.layout.directory)
+    rehearsal.job_id = rehearsal.slurm.submit(rehearsal.run.layout.script, again).job_id
     rehearsal.wait(lambda: rehearsal.attempts == 3, "started again")
     result = rehearsal.assert_done_exactly(reference)
     assert rehearsal.epoch == 2, "a run that is done was launched again"
     survival.shown(
-        Fault(6, "a run that is done is requeued (Slurm does that to what ends in a grace)"),
+        Fault(6, "a run that is done is requeued, which Slurm refuses, and started by hand"),
         cause="done",
         action="finish",
         identical=result.steps_compared,

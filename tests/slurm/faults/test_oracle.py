@@ -86,6 +86,8 @@ def test_a_falsehood_is_found(said: dict[str, Any], now: dict[str, Any], claim: 
         ({"state": "PENDING"}, {"jobs": (ENDING,), "later": (RUNNING,)}),
         ({}, {"jobs": (WAITING,), "later": (RUNNING,)}),
         ({}, {"jobs": (ENDING,), "later": (GONE,)}),
+        ({}, {"jobs": (WAITING,), "later": (GONE,)}),
+        ({"state": "PENDING"}, {"jobs": (), "later": (RUNNING,)}),
         ({"state": "FAILED"}, {"jobs": (RUNNING,), "later": (GONE,)}),
         ({"state": "DONE"}, {"done": True}),
         ({"state": "CANCELLED"}, {"jobs": (GONE,), "deeds": (DeedKind.CANCELLED,)}),

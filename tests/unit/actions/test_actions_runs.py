@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from another_user import AnotherUser, public_directory
-from fabricated_runs import LAUNCHED, STARTED, SUBMITTED, ended, fabricate, said
+from fabricated_runs import LAUNCHED, STARTED, SUBMITTED, ended, fabricate, published, said
 
 from hpctrain.actions.bitwise import compare_runs
 from hpctrain.actions.cancel import cancel
@@ -418,6 +418,19 @@ def test_a_running_job_without_a_sign_of_life_is_stale(
         (row,) = statuses([run], slurm)  # type: ignore[arg-type]
         assert row.stale is stale
         assert (row.step, row.target_step, row.eta_seconds) == (23, 60, 74.0)
+
+
+def test_a_checkpoint_that_was_set_aside_is_not_told(tmp_path: Path) -> None:
+    """The trainer has told of it before the supervisor found it damaged."""
+    run = fabricate(tmp_path, steps=23)
+    for step in (10, 20):
+        published(run, step)
+    (row,) = statuses([run], FakeSlurm())  # type: ignore[arg-type]
+    assert row.checkpoint_step == 20
+    newest = run.layout.checkpoints / "iter_0000020"
+    newest.rename(newest.with_name("iter_0000020.bad"))
+    (row,) = statuses([run], FakeSlurm())  # type: ignore[arg-type]
+    assert row.checkpoint_step == 10
 
 
 def test_status_of_a_run_of_another_version(tmp_path: Path) -> None:

@@ -199,6 +199,27 @@ def test_node_states(word: str, state: str, responding: bool, down: bool) -> Non
 
 
 @pytest.mark.parametrize(
+    ("word", "planned"),
+    [
+        ("draining", True),
+        ("drained*", True),
+        ("maint", True),
+        ("reboot^", True),
+        ("allocated@", True),
+        ("down^", True),
+        ("mixed$", True),
+        ("allocated", False),
+        ("down*", False),
+        ("idle~", False),
+        ("planned-", False),
+    ],
+)
+def test_nodes_that_somebody_is_taking_out_of_service(word: str, planned: bool) -> None:
+    """sinfo(1): `@` and `^` are reboots that scontrol has asked for, `$` is maintenance."""
+    assert p.node_state("n7", word).planned is planned
+
+
+@pytest.mark.parametrize(
     ("word", "leaving"),
     [
         ("mixed", False),
@@ -219,27 +240,6 @@ def test_nodes_on_their_way_out(word: str, leaving: bool) -> None:
     text = f"NODELIST{p.UNIT}STATE{p.RECORD}\nn7{p.UNIT}{word}{p.RECORD}\n"
     (one,) = p.node_states(text)
     assert one.leaving is leaving
-
-
-@pytest.mark.parametrize(
-    ("word", "planned"),
-    [
-        ("draining", True),
-        ("drained*", True),
-        ("maint", True),
-        ("reboot^", True),
-        ("allocated@", True),
-        ("down^", True),
-        ("mixed$", True),
-        ("allocated", False),
-        ("down*", False),
-        ("idle~", False),
-        ("planned-", False),
-    ],
-)
-def test_nodes_that_somebody_is_taking_out_of_service(word: str, planned: bool) -> None:
-    """sinfo(1): `@` and `^` are reboots that scontrol has asked for, `$` is maintenance."""
-    assert p.node_state("n7", word).planned is planned
 
 
 def test_submitted_job_with_and_without_cluster() -> None:

@@ -48,6 +48,50 @@ def test_bytes_that_are_no_text_do_not_stop_the_reader() -> None:
     assert len(running.failures) == 1
 
 
+def test_a_log_that_cannot_be_written_ends_nothing() -> None:
+    """/dev/full refuses every byte, as a log does whose file system is read-only."""
+    program = (
+        "import os, sys\n"
+        "from hpctrain.supervise.context import say\n"
+        "from hpctrain.supervise.process import Launch\n"
+        "say('first')\n"
+        "words = 'import sys; sys.stderr.write(\"srun: error: n1: task 1: Killed\\\\n\")'\n"
+        "running = Launch([sys.executable, '-c', words], os.environ)\n"
+        "running.process.wait(20)\n"
+        "running.finish_reading(20)\n"
+        "print(len(running.failures), flush=True)\n"
+        "os._exit(0)\n"
+    )
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-c", program],
+            stdout=subprocess.PIPE,
+            stderr=full,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert (ended.returncode, ended.stdout) == (0, "1\n")
+
+
+def test_what_was_said_while_the_log_was_away_is_not_lost(tmp_path: Path) -> None:
+    program = (
+        "import os\n"
+        "from hpctrain.supervise.context import say\n"
+        "say('while it is full')\n"
+        f"os.dup2(os.open({str(tmp_path / 'log')!r}, os.O_WRONLY | os.O_CREAT), 2)\n"
+        "say('when it is back')\n"
+        "os._exit(0)\n"
+    )
+    with open("/dev/full", "w") as full:
+        subprocess.run([sys.executable, "-c", program], stderr=full, timeout=60, check=True)
+    log = (tmp_path / "log").read_text()
+    assert [line.split(maxsplit=2)[2] for line in log.splitlines()] == [
+        "while it is full",
+        "when it is back",
+    ]
+
+
 def test_an_orphan_that_holds_the_pipe_does_not_hold_the_supervisor(tmp_path: Path) -> None:
     program = (
         "import subprocess, sys, pathlib\n"
@@ -110,6 +154,24 @@ def test_signals_keep_their_order_and_usr2_is_for_ranks_only(kept_signals: None)
     for name in ("SIGUSR1", "SIGUSR2", "SIGTERM", "SIGUSR1"):
         os.kill(os.getpid(), getattr(signal, name))
     assert signals.names == ("USR1", "TERM", "USR1")
+
+
+def test_signals_that_were_not_slurms_are_set_aside(kept_signals: None) -> None:
+    """Each is taken once, and those that come later count again."""
+    signals = Signals()
+    signals.install()
+    os.kill(os.getpid(), signal.SIGTERM)
+    asked_at = len(signals.names)
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert signals.take() == ("TERM", "HUP") and signals.take() == ()
+    signals.dismiss(asked_at)
+    assert (signals.final, signals.standing) == (True, ("HUP",)), "one came after the question"
+    signals.dismiss(2)
+    signals.dismiss(asked_at)
+    assert (signals.final, signals.standing) == (False, ())
+    assert signals.names == ("TERM", "HUP")
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert signals.final and signals.take() == ("TERM",)
 
 
 def test_a_signal_interrupts_neither_sleep_nor_reading(kept_signals: None) -> None:

@@ -335,38 +335,6 @@ def test_silence_of_slurm_and_being_alone_keep_nobody_from_training(
     assert must_leave(attempt(tmp_path / "other", NeverAsked())) is None
 
 
-@pytest.mark.parametrize(
-    ("mode", "submitted", "started", "followed"),
-    [
-        ("chain", [(6, 5)], [5], True),
-        ("chain", [], [5], False),
-        ("chain", [(6, 4)], [5], False),
-        ("singleton", [(6, 0), (7, 0)], [5], True),
-        ("singleton", [(6, 0), (7, 0)], [5, 6, 7], False),
-        ("array", [], [5, 6], True),
-        ("array", [], [5, 6, 7], False),
-        ("requeue", [], [5], True),
-        ("none", [], [5], True),
-    ],
-)
-def test_whether_another_job_goes_on(
-    tmp_path: Path,
-    slurm: FakeSlurm,
-    mode: Mode,
-    submitted: list[tuple[int, int]],
-    started: list[int],
-    followed: bool,
-) -> None:
-    context = attempt(tmp_path, slurm, mode)
-    context = replace(context, config=context.config.model_copy(update={"continuation_jobs": 3}))
-    for job_id, after in submitted:
-        context.ledger.append(EventKind.SUBMITTED, job_id=job_id, successor_of=after or 5)
-    for job_id in started[1:]:
-        context.ledger.append(EventKind.ATTEMPT_STARTED, job_id=job_id)
-    allocation = allocation_of(context)
-    assert assess(context, allocation, Verdict(Cause.TIME_LIMIT, "x")).followed is followed
-
-
 # -- whose job it is -------------------------------------------------------------------------
 
 
@@ -463,6 +431,38 @@ def test_jobs_that_wait_are_kept_away_from_nodes(tmp_path: Path, slurm: FakeSlur
     assert exclude_from_successors(context, ("n1", "n2")) == "job 6: without n1, n2"
     excluded = {job_id: one.exclude_nodes for job_id, one in slurm.records.items()}
     assert excluded[6] == "n1,n2" and not excluded[5] and not excluded[7]
+
+
+@pytest.mark.parametrize(
+    ("mode", "submitted", "started", "followed"),
+    [
+        ("chain", [(6, 5)], [5], True),
+        ("chain", [], [5], False),
+        ("chain", [(6, 4)], [5], False),
+        ("singleton", [(6, 0), (7, 0)], [5], True),
+        ("singleton", [(6, 0), (7, 0)], [5, 6, 7], False),
+        ("array", [], [5, 6], True),
+        ("array", [], [5, 6, 7], False),
+        ("requeue", [], [5], True),
+        ("none", [], [5], True),
+    ],
+)
+def test_whether_another_job_goes_on(
+    tmp_path: Path,
+    slurm: FakeSlurm,
+    mode: Mode,
+    submitted: list[tuple[int, int]],
+    started: list[int],
+    followed: bool,
+) -> None:
+    context = attempt(tmp_path, slurm, mode)
+    context = replace(context, config=context.config.model_copy(update={"continuation_jobs": 3}))
+    for job_id, after in submitted:
+        context.ledger.append(EventKind.SUBMITTED, job_id=job_id, successor_of=after or 5)
+    for job_id in started[1:]:
+        context.ledger.append(EventKind.ATTEMPT_STARTED, job_id=job_id)
+    allocation = allocation_of(context)
+    assert assess(context, allocation, Verdict(Cause.TIME_LIMIT, "x")).followed is followed
 
 
 # -- an end without a word -------------------------------------------------------------------

@@ -1,0 +1,198 @@
+"""Stops at the wrong moment: in an evaluation, a start, a save, a pause between launches."""
+
+from __future__ import annotations
+
+from rehearsal import STEPS, PlannedFault, Rehearsal, Stage
+from survival import BY_SLURM, Fault, Survival
+
+from hpctrain.actions import control
+from hpctrain.actions.runs import RunFiles
+from hpctrain.actions.state import RunState
+from hpctrain.checkpoints.publish import published_steps
+from hpctrain.store.ledger import Event, EventKind
+from hpctrain.store.signs import Progress, lineage, read_metrics, read_record
+
+# By cause. When a grace is over Slurm may be first to requeue.
+WISHED = {"time_limit": ("requeue",), "preempted": BY_SLURM, "yielded": ("hold",)}
+# One evaluation takes 200 s: the script warns 120 s before the limit, and a grace is 6 s.
+BATCHES, BATCH_SECONDS = 100, 2.0
+EVALUATION = ("evaluation.every_steps=20", f"evaluation.batches={BATCHES}")
+
+
+def slow_evaluations(epoch: int) -> PlannedFault:
+    return PlannedFault(
+        epoch=epoch, rank=0, do="evaluate_slowly", seconds=BATCH_SECONDS, text="evaluated"
+    )
+
+
+def test_evaluations_longer_than_any_warning_are_left_and_made_up_for(
+    stage: Stage, reference: RunFiles, survival: Survival
+) -> None:
+    whole = stage.start("name=evaluated", *EVALUATION)
+    whole.assert_done_exactly(reference)
+    rehearsal = stage.start(
+        "name=evaluating",
+        "resources.partition=brief",
+        "supervise.failures_without_progress=1",
+        *EVALUATION,
+        planned=[slow_evaluations(epoch) for epoch in (1, 2, 3)],
+    )
+    asked = (
+        (1, warn, "warned of the time limit during an evaluation of 200 s", "time_limit"),
+        (2, preempt, "preempted while the next launch makes up for it", "preempted"),
+        (3, hold, "held while the launch after that makes up for it", "yielded"),
+    )
+    for epoch, ask, words, cause in asked:
+        wait_for_evaluation(rehearsal, epoch=epoch, step=20)
+        ask(rehearsal)
+        action = end_of(rehearsal, epoch, cause)
+        assert published_steps(rehearsal.run.layout.checkpoints) == [10, 20], rehearsal.logs()
+        facts = dict(resumed_step=20, lost_steps=0)
+        survival.shown(Fault(73, words), cause=cause, action=action, **facts)
+    control.resume(rehearsal.run, rehearsal.slurm)
+    result = rehearsal.assert_done_exactly(reference)
+    assert result.steps_lost == 0, "a step was trained twice"
+    assert evaluations(rehearsal.run) == evaluations(whole.run)
+    assert len(evaluations(whole.run)) == STEPS // 20
+
+
+def evaluations(run: RunFiles) -> dict[int, float]:
+    rows = lineage(read_metrics(run.layout))
+    return {row.step: row.eval_loss for row in rows if row.eval_loss is not None}
+
+
+def wait_for_evaluation(rehearsal: Rehearsal, *, epoch: int, step: int) -> None:
+    """The launch is in the middle of the evaluation of this step."""
+    assert rehearsal.place is not None
+    note = rehearsal.place / "evaluated"
+
+    def evaluating() -> bool:
+        progress = read_record(rehearsal.run.layout.progress, Progress)
+        if progress is None or (progress.epoch, progress.phase) != (epoch, "evaluating"):
+            return False
+        return progress.step == step and f"{epoch}:1\n" in note.read_text()
+
+    rehearsal.wait(evaluating, f"in the evaluation of step {step} of launch {epoch}")
+
+
+def warn(rehearsal: Rehearsal) -> None:
+    """What `--signal=B:USR1@N` does."""
+    rehearsal.sandbox.command("scancel", "--batch", "--signal=USR1", str(rehearsal.job_id))
+
+
+# Starts that would take an hour, a save of 5 s, and a crash that is waited after for 30 s.
+STARTS_AND_PAUSES = (
+    PlannedFault(epoch=1, rank=1, do="check_slowly"),
+    PlannedFault(epoch=2, rank=0, do="open_data_slowly"),
+    PlannedFault(epoch=3, rank=1, do="agree_late"),
+    PlannedFault(epoch=4, rank=0, do="publish_slowly", seconds=5),
+    PlannedFault(epoch=4, rank=1, step=13, do="await_warning"),
+    PlannedFault(epoch=5, rank=1, do="load_slowly"),
+    PlannedFault(epoch=6, rank=1, step=15, do="fail", text="[Errno 116] Stale file handle"),
+)
+
+
+def test_stops_in_starts_saves_and_pauses_are_heard_at_once(
+    stage: Stage, reference: RunFiles, survival: Survival
+) -> None:
+    """A budget of one failure, of which there is one."""
+    rehearsal = stage.start(
+        "name=stopping",
+        "supervise.failures_without_progress=1",
+        "supervise.budgets.storage=1",
+        "supervise.budgets.time_limit=4",
+        planned=STARTS_AND_PAUSES,
+    )
+    asked = (
+        (1, preempt, "preempted while one rank imports and the other waits for it", "preempted"),
+        (2, warn, "warned of the time limit while data is built", "time_limit"),
+        (3, hold, "held while one rank is late to the first collective", "yielded"),
+    )
+    for epoch, ask, words, cause in asked:
+        wait_for_start(rehearsal, epoch)
+        ask(rehearsal)
+        action = end_of(rehearsal, epoch, cause)
+        assert not rehearsal.rows(epoch), rehearsal.logs()
+        survival.shown(Fault(74, words), cause=cause, action=action)
+    control.resume(rehearsal.run, rehearsal.slurm)
+    rehearsal.wait_for_step(12, epoch=4)
+    warn(rehearsal)
+    action = end_of(rehearsal, 4, "time_limit")
+    assert published_steps(rehearsal.run.layout.checkpoints)[:2] == [10, 13], "each of them once"
+    words = "warned of the time limit while a checkpoint of step 10 is published, at step 13"
+    facts = dict(resumed_step=13, lost_steps=0)
+    survival.shown(Fault(74, words), cause="time_limit", action=action, **facts)
+    wait_for_start(rehearsal, 5)
+    assert rehearsal.events(EventKind.LAUNCH_STARTED)[-1].resume_step == 13, rehearsal.logs()
+    warn(rehearsal)
+    action = end_of(rehearsal, 5, "time_limit")
+    words = "warned of the time limit while a checkpoint is loaded"
+    survival.shown(Fault(74, words), cause="time_limit", action=action)
+    rehearsal.wait(lambda: 6 in launched(rehearsal), "in the sixth launch")
+    rehearsal.wait(lambda: actions(rehearsal)[-1] == "relaunch", "in the pause")
+    warn(rehearsal)
+    rehearsal.wait(lambda: actions(rehearsal)[-1] == "requeue", "requeued out of the pause")
+    words = "warned of the time limit in the 30 s before a relaunch"
+    survival.shown(Fault(74, words), cause="storage", action="relaunch, then requeue")
+    attempts = rehearsal.attempts
+    too_short(rehearsal)
+    rehearsal.wait(lambda: rehearsal.attempts > attempts, "started with too little time")
+    rehearsal.wait(lambda: actions(rehearsal)[-2:] == ["requeue"] * 2, "requeued at once")
+    assert launched(rehearsal)[-1] == 6, "a launch that cannot finish was begun"
+    words = "an attempt with less time than a stop takes, whose warning nobody has noticed"
+    survival.shown(Fault(74, words), cause="time_limit", action="requeue, nothing launched")
+    limit(rehearsal, "00:30:00")
+    rehearsal.assert_done_exactly(reference)
+    assert rehearsal.causes.count("storage") == 1, rehearsal.logs()
+
+
+def launched(rehearsal: Rehearsal) -> list[int]:
+    return [event.epoch or 0 for event in rehearsal.events(EventKind.LAUNCH_STARTED)]
+
+
+def actions(rehearsal: Rehearsal) -> list[str | None]:
+    return [None, *(event.action for event in rehearsal.events(EventKind.ACTION))]
+
+
+def too_short(rehearsal: Rehearsal) -> None:
+    """Less than the 120 s that the warning comes ahead, from the next attempt on."""
+    rehearsal.wait_until(lambda row: row.state is RunState.PENDING, "pending")
+    limit(rehearsal, "00:01:00")
+
+
+def limit(rehearsal: Rehearsal, time_limit: str) -> None:
+    words = (f"JobId={rehearsal.job_id}", f"TimeLimit={time_limit}")
+    rehearsal.sandbox.command("scontrol", "update", *words)
+
+
+def preempt(rehearsal: Rehearsal) -> None:
+    rehearsal.urgent_job()
+
+
+def hold(rehearsal: Rehearsal) -> None:
+    control.hold(rehearsal.run, rehearsal.slurm, reason="maintenance")
+
+
+def wait_for_start(rehearsal: Rehearsal, epoch: int) -> None:
+    assert rehearsal.place is not None
+    begun = rehearsal.place / f"starts-{epoch}"
+    rehearsal.wait(begun.exists, f"in the start of launch {epoch}")
+
+
+def end_of(rehearsal: Rehearsal, epoch: int, cause: str) -> str:
+    """What was done about the launch, which has ended by this cause."""
+
+    def ends() -> list[Event]:
+        return [e for e in rehearsal.events(EventKind.LAUNCH_ENDED) if e.epoch == epoch]
+
+    rehearsal.wait(lambda: bool(ends()), f"through with launch {epoch}")
+    (end,) = ends()
+    assert end.cause == cause, rehearsal.logs()
+
+    def later() -> list[Event]:
+        return [e for e in rehearsal.events(EventKind.ACTION) if e.time > end.time]
+
+    rehearsal.wait(lambda: bool(later()), f"acted on the end of launch {epoch}")
+    action = str(later()[0].action)
+    assert action in WISHED[cause], rehearsal.logs()
+    return action
