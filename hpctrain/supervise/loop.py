@@ -322,7 +322,7 @@ class Supervisor:
     def _pause(self, delay_seconds: float) -> None:
         """Wait before a relaunch, but not once a signal has come or somebody asks."""
         deadline = time.monotonic() + delay_seconds
-        while time.monotonic() < deadline and not self.context.signals.names:
+        while time.monotonic() < deadline and not self.context.signals.standing:
             if self._request() is not None:
                 break
             time.sleep(0.1)

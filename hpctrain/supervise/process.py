@@ -61,7 +61,12 @@ class Signals:
     @property
     def final(self) -> bool:
         """True once the job is being ended: only KillWait seconds are left."""
-        return any(name in _FINAL for name in self._arrived[self._dismissed :])
+        return any(name in _FINAL for name in self.standing)
+
+    @property
+    def standing(self) -> tuple[str, ...]:
+        """All but those that were found not to be Slurm's."""
+        return tuple(self._arrived[self._dismissed :])
 
     def take(self) -> tuple[str, ...]:
         """The signals that nobody has taken yet."""

@@ -18,6 +18,7 @@ from hpctrain.slurm.records import RequeueAnswer, StepRecord
 from hpctrain.slurm.states import JobState
 from hpctrain.store.epochs import claim_epoch
 from hpctrain.store.ledger import EventKind, Ledger
+from hpctrain.supervise import launching
 from hpctrain.supervise.answers import NodeAnswer, ProbeResult
 from hpctrain.supervise.control import ask_trainer_to_leave
 
@@ -262,6 +263,28 @@ def test_a_signal_that_nobody_explains_ends_nothing(stage: Stage) -> None:
     assert "the supervisor got TERM" in str(stage.events(EventKind.LAUNCH_ENDED)[0].reason)
     assert [e.signal for e in stage.events(EventKind.SIGNAL)] == ["TERM"]
     assert stage.slurm.actions_at_requeue == []
+
+
+def test_a_signal_that_was_set_aside_shortens_no_later_pause(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What others have to repair is not tried at once, whatever came before."""
+    monkeypatch.setattr("hpctrain.supervise.policy._SLOW_FIRST_DELAY_SECONDS", 0.6)
+    fault = [OSError(116, "Stale file handle")]
+    real = launching.fence_off
+
+    def stale_once(root: Path, epoch: int) -> list[str]:
+        if epoch == 2 and fault:
+            raise fault.pop()
+        return real(root, epoch)
+
+    monkeypatch.setattr(launching, "fence_off", stale_once)
+    stage.probe = WELL
+    stage.signal_once_training(signal.SIGTERM)
+    assert stage.play("progress:3 save:20 await-stop", "", "done") == 0
+    assert stage.causes == ["external_signal", "storage", "done"]
+    ends, starts = stage.events(EventKind.LAUNCH_ENDED), stage.events(EventKind.LAUNCH_STARTED)
+    assert starts[-1].time - ends[1].time >= 0.6
 
 
 def test_ranks_that_leave_and_nobody_says_why(stage: Stage) -> None:

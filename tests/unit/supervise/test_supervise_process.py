@@ -156,6 +156,24 @@ def test_signals_keep_their_order_and_usr2_is_for_ranks_only(kept_signals: None)
     assert signals.names == ("USR1", "TERM", "USR1")
 
 
+def test_signals_that_were_not_slurms_are_set_aside(kept_signals: None) -> None:
+    """Each is taken once, and those that come later count again."""
+    signals = Signals()
+    signals.install()
+    os.kill(os.getpid(), signal.SIGTERM)
+    asked_at = len(signals.names)
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert signals.take() == ("TERM", "HUP") and signals.take() == ()
+    signals.dismiss(asked_at)
+    assert (signals.final, signals.standing) == (True, ("HUP",)), "one came after the question"
+    signals.dismiss(2)
+    signals.dismiss(asked_at)
+    assert (signals.final, signals.standing) == (False, ())
+    assert signals.names == ("TERM", "HUP")
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert signals.final and signals.take() == ("TERM",)
+
+
 def test_a_signal_interrupts_neither_sleep_nor_reading(kept_signals: None) -> None:
     signals = Signals()
     signals.install()
