@@ -242,7 +242,8 @@ def cancelled_job(jobs: dict[int, JobRecord], events: Sequence[Event]) -> JobRec
     waited is no word about the run: the supervisor itself does so."""
     begun = set(started_ids(generation(events)))
     for job in jobs.values():
-        if job.state is JobState.CANCELLED and job.job_id in begun:
+        ran = job.job_id in begun and bool(job.node_list)  # a job that waits has no nodes
+        if job.state is JobState.CANCELLED and ran:
             return job
     return None
 

@@ -240,7 +240,7 @@ def test_a_job_that_is_just_ending_is_waited_for(
     def sleep(seconds: float) -> None:
         slept.append(seconds)
         if len(slept) == 3:
-            slurm.records[5] = job(5, JobState.CANCELLED, 50.0)
+            slurm.records[5] = job(5, JobState.CANCELLED, 50.0, node_list="n0")
 
     monkeypatch.setattr(succession.time, "sleep", sleep)
     context = second(tmp_path, slurm)
@@ -269,7 +269,7 @@ def test_after_a_cancelled_job_the_next_one_leaves_and_ends_the_others(
     context = second(tmp_path, slurm, "singleton")
     context.ledger.append(EventKind.SUBMITTED, job_id=7, successor_of=5)
     slurm.records[7] = job(7, JobState.PENDING)
-    slurm.records[5] = job(5, JobState.CANCELLED, 50.0)
+    slurm.records[5] = job(5, JobState.CANCELLED, 50.0, node_list="n0")
     assert "cancelled runs stay cancelled" in (must_leave(context) or "")
     assert slurm.records[7].state is JobState.CANCELLED
     last = context.ledger.events()[-1]
@@ -312,11 +312,26 @@ def test_a_job_cancelled_while_it_waited_means_nothing(tmp_path: Path, slurm: Fa
     assert must_leave(context) is None
 
 
+def test_a_job_that_ran_and_was_cancelled_waiting_again_means_nothing(
+    tmp_path: Path, slurm: FakeSlurm
+) -> None:
+    """`scontrol requeuehold 5; sbatch job.sbatch; scancel 5`: the run goes on in the new job."""
+    first = attempt(tmp_path, slurm, "requeue")
+    first.note(EventKind.ATTEMPT_STARTED, nodes="n0")
+    context = attempt(tmp_path, slurm, "requeue", job_id=14)
+    adopt_own_job(context)
+    slurm.records[5] = job(5, JobState.CANCELLED, 50.0)
+    slurm.records[14] = job(14, JobState.RUNNING, 60.0, node_list="n1")
+    assert must_leave(context) is None
+    slurm.records[5] = job(5, JobState.CANCELLED, 50.0, node_list="n0")
+    assert "was cancelled" in (must_leave(context) or "")
+
+
 def test_a_job_cancelled_before_the_newest_submission_means_nothing(
     tmp_path: Path, slurm: FakeSlurm
 ) -> None:
     context = second(tmp_path, slurm)
-    slurm.records[5] = job(5, JobState.CANCELLED, 50.0)
+    slurm.records[5] = job(5, JobState.CANCELLED, 50.0, node_list="n0")
     context.ledger.append(EventKind.SUBMITTED, job_id=6)
     assert must_leave(context) is None
 
@@ -360,7 +375,9 @@ def test_a_run_that_was_over_begins_anew_by_hand(
         first.ledger.append(EventKind.CANCEL_REQUESTED, job_id=5)
     else:
         first.note(EventKind.ACTION, action="stop", reason="3 crashes")
-    slurm.records[5] = job(5, JobState.CANCELLED if cancelled else JobState.FAILED, 50.0)
+    slurm.records[5] = job(
+        5, JobState.CANCELLED if cancelled else JobState.FAILED, 50.0, node_list="n0"
+    )
     by_hand = attempt(tmp_path, slurm, "requeue", job_id=14)
     assert must_leave(by_hand) is None, "a person has started it"
     adopt_own_job(by_hand)
