@@ -35,7 +35,7 @@ _TAIL_STEPS = 60
 _PATIENCE_SECONDS = 400.0
 # Slurm shows no job for a moment between two; nobody else takes this long to submit a run again.
 _GONE_SECONDS = 6.0
-_CANCELLED_SHARE = 0.15
+_CANCELLED_SHARE = 0.25
 _LEAST_STRIKES_OF_CANCELLED = 3
 
 # A storm would be over after a few faults if the run might not fail so often.
