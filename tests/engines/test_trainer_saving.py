@@ -246,10 +246,10 @@ def test_the_launch_s_failure_rate_sets_the_interval(
     """After the first save by the initial interval the measured costs allow many more."""
     monkeypatch.setenv("HPCTRAIN_MTTF_SECONDS", "0.2")
     settings = dict(save_interval_auto=True, save_interval_seconds=0.5, async_save=True)
-    often = trial(**settings, train_steps=30, lr_decay_steps=30)
+    often = trial(**settings, train_steps=120, lr_decay_steps=120)
     assert often.train() == [0]
     monkeypatch.setenv("HPCTRAIN_MTTF_SECONDS", "1e9")
-    seldom = trial(**settings, train_steps=30, lr_decay_steps=30)
+    seldom = trial(**settings, train_steps=120, lr_decay_steps=120)
     assert seldom.train() == [0]
     assert len(read_saves(seldom.run)) == 2, "by the initial interval, and at the end"
     assert len(read_saves(often.run)) > 3

@@ -29,7 +29,9 @@ def stacks(number, frame):
     pathlib.Path("stacks").touch()
 signal.signal(signal.SIGQUIT, stacks)
 assert tell_task(os.environ)
-pathlib.Path("rank").write_text(str(os.getpid()))
+written = pathlib.Path(f"rank-{os.getpid()}")
+written.write_text(str(os.getpid()))
+written.rename("rank")  # whole, or not there
 while not stop.requested:
     time.sleep(0.01)
 pathlib.Path("heard").write_text(stop.name)
