@@ -48,7 +48,6 @@ def test_a_preempted_and_killed_run_is_the_same_run(
     starts = rehearsal.events(EventKind.LAUNCH_STARTED)
     assert [start.epoch for start in starts] == [1, 2, 3]
     preempted, killed, _ = rehearsal.events(EventKind.LAUNCH_ENDED)
-    assert preempted.reason == "the trainer saved and left within the grace period"
     assert starts[1].resume_step == preempted.last_step, "the ranks heard TERM through their agent"
     assert preempted.exit_code == TrainerExit.YIELDED, "the agent's code is that of its ranks"
     assert killed.rank == 1, "the number of the rank, not of the agent"
