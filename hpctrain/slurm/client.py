@@ -186,6 +186,18 @@ class SlurmClient:
         text = _answered(argv, self._ask(argv))
         return {one.node: one for one in _parsed("sinfo", lambda: parse.node_states(text))}
 
+    def boot_times(self, nodes: Collection[str]) -> dict[str, float]:
+        """When each of `nodes` booted, by the controller's clock, in seconds since the epoch.
+
+        The controller knows it from the node's own word when its slurmd registers: a node that is
+        booting is still told with the time before.
+        """
+        if not nodes:
+            return {}
+        argv = ["scontrol", "-o", "show", "node", ",".join(sorted(nodes))]
+        text = _accepted(argv, self._ask(argv)).stdout
+        return _parsed("scontrol show node", lambda: parse.boot_times(text))
+
     def config(self) -> SlurmConfig:
         """The configuration in force."""
         argv = ["scontrol", "show", "config"]

@@ -42,6 +42,7 @@ class FakeSlurm:
         self.signals: list[tuple[int, str, str]] = []
         self.settings = {"SLURM_VERSION": "22.05.8", "JobRequeue": "1", "ClusterName": "fake"}
         self.node_words: dict[str, str] = {}
+        self.booted: dict[str, float] = {}
         self.partition_records: tuple[PartitionRecord, ...] = ()
         self.options: dict[int, list[str]] = {}
         self.refusal = ""
@@ -113,6 +114,10 @@ class FakeSlurm:
     def node_states(self, nodes: Collection[str]) -> dict[str, NodeState]:
         self._present()
         return {node: node_state(node, self.node_words.get(node, "allocated")) for node in nodes}
+
+    def boot_times(self, nodes: Collection[str]) -> dict[str, float]:
+        self._present()
+        return {node: self.booted[node] for node in nodes if node in self.booted}
 
     def node_address(self, node: str) -> str:
         self._present()

@@ -294,6 +294,23 @@ def _number(text: str) -> int | None:
     return int(match[0]) if match else None
 
 
+def boot_times(text: str) -> dict[str, float]:
+    """`NodeName=` and `BootTime=` of `scontrol -o show node`, in seconds since the epoch.
+
+    A node that has never registered has none.
+    """
+    rows = (
+        dict(word.split("=", 1) for word in line.split() if "=" in word)
+        for line in text.splitlines()
+    )
+    found = {
+        row["NodeName"]: epoch_seconds(row.get("BootTime", "None"))
+        for row in rows
+        if "NodeName" in row
+    }
+    return {node: booted for node, booted in found.items() if booted is not None}
+
+
 def node_address(text: str) -> str:
     """`NodeAddr=` of `scontrol -o show node`. Raises ValueError when it is not there."""
     for word in text.split():

@@ -91,15 +91,30 @@ def _closes(event: Event) -> bool:
     return ended or event.event is EventKind.ATTEMPT_LOST
 
 
-def why_lost(lost: Event, events: Sequence[Event], current: Attempt) -> tuple[Cause, str]:
-    """The cause of an attempt that ended without a word from its supervisor."""
+def is_of_attempt(event: Event, started: Event) -> bool:
+    """Whether an event belongs to the attempt that has begun with `started`."""
+    return _key(event) == _key(started)
+
+
+def why_lost(
+    lost: Event, events: Sequence[Event], current: Attempt, gone: Sequence[str] = ()
+) -> tuple[Cause, str]:
+    """The cause of an attempt that ended without a word from its supervisor.
+
+    `gone`: its nodes that are down, or have booted since. A node that is shut down in good order
+    sends TERM to everybody before it is gone, so that they say more than a TERM does.
+    """
+    restarted = lost.job_id == current.job_id and current.restart_count > (lost.restart_count or 0)
+    if restarted and gone:
+        names = ", ".join(gone)
+        return Cause.NODE_FAILURE, f"Slurm restarted the job: {names} went down or was rebooted"
     later = events[events.index(lost) :]
-    said = [e.signal for e in later if e.event is EventKind.SIGNAL and _key(e) == _key(lost)]
+    said = [e.signal for e in later if e.event is EventKind.SIGNAL and is_of_attempt(e, lost)]
     # A lost node's kernel may still send HUP to what is left there.
     if "TERM" in said:
         words = "its supervisor got signal TERM and ended before it could say why"
         return Cause.EXTERNAL_SIGNAL, words
-    if lost.job_id == current.job_id and current.restart_count > (lost.restart_count or 0):
+    if restarted:
         return (
             Cause.NODE_FAILURE,
             "Slurm restarted the job and its supervisor left no word: its node was lost",

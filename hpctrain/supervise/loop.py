@@ -44,6 +44,7 @@ from hpctrain.supervise.guard import Guard
 from hpctrain.supervise.job_facts import still_ours
 from hpctrain.supervise.launching import Ended, Launcher
 from hpctrain.supervise.lost import why_ended
+from hpctrain.supervise.lost_nodes import gone_nodes
 from hpctrain.supervise.past import history
 from hpctrain.supervise.policy import decide
 from hpctrain.supervise.postmortem import (
@@ -213,7 +214,8 @@ class Supervisor:
         say(f"attempt {attempt} of run {self.context.config.run_id} on {attempt.nodes}")
 
     def _close_lost(self, lost: Event, events: list[Event]) -> Verdict:
-        cause, reason = self._why_lost(lost, events)
+        gone = gone_nodes(self.context, lost, events)
+        cause, reason = self._why_lost(lost, events, gone)
         self.context.ledger.append(
             EventKind.ATTEMPT_LOST,
             job_id=lost.job_id,
@@ -222,10 +224,12 @@ class Supervisor:
             reason=reason,
         )
         verdict = Verdict(cause, reason)
-        blame_lost_attempt(self.context, lost, verdict)
+        blame_lost_attempt(self.context, lost, verdict, gone)
         return verdict
 
-    def _why_lost(self, lost: Event, events: list[Event]) -> tuple[Cause, str]:
+    def _why_lost(
+        self, lost: Event, events: list[Event], gone: tuple[str, ...]
+    ) -> tuple[Cause, str]:
         """Of another job Slurm may still know how it ended; of our own we are the next attempt."""
         context = self.context
         if lost.job_id is not None and lost.job_id != context.job_id:
@@ -236,7 +240,7 @@ class Supervisor:
                     found = why_ended(record, begun=True)
                     if found is not None:
                         return found
-        return why_lost(lost, events, context.attempt)
+        return why_lost(lost, events, context.attempt, gone)
 
     def _why_not_begin(self) -> Action | None:
         """The run is done, a person wants it to stop, it was stopped and nobody has asked for it

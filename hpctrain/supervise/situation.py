@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -171,11 +171,13 @@ def _planned(context: AttemptContext, nodes: Collection[str]) -> frozenset[str]:
     return frozenset(node for node, state in states.items() if state.planned)
 
 
-def blame_lost_attempt(context: AttemptContext, lost: Event, verdict: Verdict) -> None:
+def blame_lost_attempt(
+    context: AttemptContext, lost: Event, verdict: Verdict, gone: Sequence[str]
+) -> None:
     """Write down which node an attempt was lost with that has left no word, if one was.
 
-    Slurm says which nodes are down. Where none is any more (a node that reboots is back within
-    minutes) it was the batch node, whose supervisor is gone; that weighs half.
+    `gone`: those that are down or have booted since, by Slurm's word. Where none is known it was
+    the batch node, whose supervisor is gone; that weighs half.
     """
     ledger = _ledger(context)
     if ledger is None or verdict.cause is not Cause.NODE_FAILURE or not lost.nodes:
@@ -185,10 +187,9 @@ def blame_lost_attempt(context: AttemptContext, lost: Event, verdict: Verdict) -
         states = context.slurm.node_states(nodes)
     except SlurmError:
         return
-    down = [one.node for one in states.values() if one.is_down or not one.responding]
     planned = frozenset(one.node for one in states.values() if one.planned)
     witness = _witness(context)
-    if down:
+    if gone:
         found = list(
             blame(
                 witness,
@@ -196,7 +197,7 @@ def blame_lost_attempt(context: AttemptContext, lost: Event, verdict: Verdict) -
                 reason=verdict.reason,
                 nodes=(),
                 job_nodes=nodes,
-                lost=down,
+                lost=gone,
                 planned=planned,
             )
         )

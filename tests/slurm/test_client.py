@@ -11,7 +11,7 @@ import pytest
 from rehearsal import wait_till_remembered
 
 from hpctrain.errors import SlurmRefusedError, SlurmUnreachableError
-from hpctrain.sandbox.faults import kill_controller, restart_controller
+from hpctrain.sandbox.faults import crash_node, kill_controller, restart_controller, restart_node
 from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.slurm import JobRecord, JobState, RequeueResult, SlurmClient
 
@@ -224,6 +224,19 @@ def test_a_node_has_an_address(slurm: SlurmClient) -> None:
     assert slurm.node_address("n1") == "127.0.0.1"
     with pytest.raises(SlurmRefusedError, match="not found"):
         slurm.node_address("n77")
+
+
+def test_a_node_tells_when_it_booted(slurm: SlurmClient, sandbox: Sandbox) -> None:
+    before = slurm.boot_times(["n0", "n1"])
+    assert set(before) == {"n0", "n1"} and max(before.values()) < time.time()
+    assert slurm.boot_times([]) == {}
+    began_at = int(time.time())
+    crash_node(sandbox, "n1")
+    restart_node(sandbox, "n1", rebooted=True)
+    assert eventually(lambda: slurm.boot_times(["n1"])["n1"] >= began_at)
+    assert slurm.boot_times(["n0"]) == {"n0": before["n0"]}
+    with pytest.raises(SlurmRefusedError, match="not found"):
+        slurm.boot_times(["n77"])
 
 
 def test_configuration_and_partitions(slurm: SlurmClient, sandbox: Sandbox) -> None:

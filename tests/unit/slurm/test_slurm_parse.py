@@ -313,6 +313,15 @@ def test_partitions() -> None:
     assert (big.max_nodes, big.max_time_seconds, big.is_up) == (16, 172800.0, False)
 
 
+def test_boot_times() -> None:
+    text = (
+        "NodeName=n0 Arch=x86_64 BootTime=1970-01-01T00:01:40 SlurmdStartTime=1970-01-01T00:09:00\n"
+        "NodeName=n1 State=UNKNOWN BootTime=None SlurmdStartTime=None\n"
+        "NodeName=n2 State=FUTURE\n"
+    )
+    assert p.boot_times(text) == {"n0": 100.0}
+
+
 def test_node_address() -> None:
     text = "NodeName=n0 Arch=x86_64 CoresPerSocket=1 NodeAddr=127.0.0.1 NodeHostName=localhost\n"
     assert p.node_address(text) == "127.0.0.1"

@@ -104,3 +104,11 @@ def test_why_an_attempt_was_lost(current: Attempt, events: list[Event], cause: C
     found, reason = why_lost(STARTED, events, current)
     assert found is cause
     assert ("TERM" in reason) == (cause is Cause.EXTERNAL_SIGNAL)
+
+
+def test_a_node_that_was_shut_down_says_more_than_its_term() -> None:
+    events = [STARTED, event("signal", signal="TERM")]
+    found, reason = why_lost(STARTED, events, attempt(1), gone=("n0",))
+    assert found is Cause.NODE_FAILURE and "n0" in reason
+    found, _ = why_lost(STARTED, events, attempt(0, job_id=6), gone=("n0",))
+    assert found is Cause.EXTERNAL_SIGNAL, "a new job says nothing of why the old one ended"

@@ -13,7 +13,8 @@ from hpctrain.nodes.record import KINDS, EvidenceKind, NodeEvidence, NodeLedger
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.store.layout import RunLayout
-from hpctrain.store.ledger import BufferedLedger, EventKind
+from hpctrain.store.ledger import BufferedLedger, Event, EventKind
+from hpctrain.store.signs import Progress
 from hpctrain.supervise.allocation import Allocation
 from hpctrain.supervise.answers import NodeAnswer, NodeProblem, ProbeResult
 from hpctrain.supervise.attempt import Attempt
@@ -21,6 +22,7 @@ from hpctrain.supervise.causes import Cause
 from hpctrain.supervise.context import AttemptContext
 from hpctrain.supervise.documents import Situation, Suspicion, Verdict
 from hpctrain.supervise.launching import Ended
+from hpctrain.supervise.lost_nodes import REBOOT_SECONDS, gone_nodes
 from hpctrain.supervise.process import Signals
 from hpctrain.supervise.situation import assess, blame_lost_attempt
 
@@ -123,10 +125,15 @@ def test_a_node_that_reboots_as_administrators_want_is_not_blamed(site: Site) ->
 # -- attempts whose supervisor has left no word ------------------------------------------------
 
 
-def lost_attempt(site: Site, cause: Cause = Cause.NODE_FAILURE) -> tuple[NodeEvidence, ...]:
+def event_of_attempt(site: Site) -> Event:
     site.context.ledger.append(EventKind.ATTEMPT_STARTED, job_id=5, nodes="n[0-1]")
-    event = site.context.ledger.events()[-1]
-    blame_lost_attempt(site.context, event, Verdict(cause, "its node was lost"))
+    return site.context.ledger.events()[-1]
+
+
+def lost_attempt(site: Site, cause: Cause = Cause.NODE_FAILURE) -> tuple[NodeEvidence, ...]:
+    event = event_of_attempt(site)
+    gone = gone_nodes(site.context, event, site.context.ledger.events())
+    blame_lost_attempt(site.context, event, Verdict(cause, "its node was lost"), gone)
     return site.nodes.read()
 
 
@@ -139,6 +146,46 @@ def test_slurm_says_which_node_an_attempt_was_lost_with(site: Site) -> None:
 def test_a_batch_node_that_is_back_already_weighs_half(site: Site) -> None:
     (found,) = lost_attempt(site)
     assert (found.node, found.kind, found.weight) == ("n0", K.LOST, KINDS[K.LOST].weight / 2)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "node"),
+    [(-REBOOT_SECONDS / 2, "n0"), (60.0, "n1"), (2 * REBOOT_SECONDS, "n0")],
+    ids=["booted before", "booted since", "booted much later"],
+)
+def test_a_node_that_has_booted_since_is_the_one_that_was_lost(
+    site: Site, seconds: float, node: str
+) -> None:
+    site.slurm.booted["n1"] = time.time() + seconds
+    (found,) = lost_attempt(site)
+    assert found.node == node
+
+
+def test_the_last_word_is_the_rank_s_or_the_supervisor_s(site: Site) -> None:
+    """A node that boots before the attempt's last word was not what it was lost with."""
+    started = event_of_attempt(site)
+    begun = started.time
+    site.slurm.booted["n1"] = begun + 100
+    assert gone_nodes(site.context, started) == ("n1",)
+    rank = Progress(epoch=1, phase="training", step=7, target_step=9, time=begun + 101)
+    site.context.run_layout.progress.write_text(rank.model_dump_json())
+    assert gone_nodes(site.context, started) == ()
+    site.slurm.booted["n1"] = begun + 102
+    assert gone_nodes(site.context, started) == ("n1",)
+    term = started.model_copy(update={"event": EventKind.SIGNAL, "time": begun + 103})
+    assert gone_nodes(site.context, started, [term]) == ()
+    other = term.model_copy(update={"restart_count": 7})
+    assert gone_nodes(site.context, started, [other]) == ("n1",)
+
+
+def test_a_controller_that_has_just_begun_calls_all_nodes_down(site: Site) -> None:
+    started = event_of_attempt(site)
+    site.slurm.node_words.update(n0="down*", n1="down*")
+    assert gone_nodes(site.context, started) == ()
+    site.slurm.node_words["n0"] = "allocated"
+    assert gone_nodes(site.context, started) == ("n1",)
+    long_ago = started.model_copy(update={"time": time.time() - 2 * REBOOT_SECONDS})
+    assert gone_nodes(site.context, long_ago) == (), "down for another reason by now"
 
 
 @pytest.mark.parametrize("word", ["reboot^", "draining", "maint"])
