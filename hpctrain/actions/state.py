@@ -12,9 +12,11 @@ from enum import StrEnum
 
 from hpctrain.slurm.records import JobRecord
 from hpctrain.store.jobs import (
+    being_submitted,
     cancel_confirmed,
     cancel_requested,
     generation,
+    last_submission,
     started_ids,
     submitted_ids,
 )
@@ -22,7 +24,6 @@ from hpctrain.store.ledger import Event, EventKind
 from hpctrain.supervise.causes import Cause
 from hpctrain.supervise.documents import ActionKind
 
-_SUBMISSION = (EventKind.SUBMITTING, EventKind.SUBMITTED, EventKind.SUBMIT_FAILED)
 # slurmd's error 4021 (it could not open the log of the batch script) is kept as if it were a wait
 # status, where it reads as signal 53; seen with 22.05.8 and 24.11.5.
 _NO_LOG_SIGNAL = 53
@@ -71,6 +72,8 @@ def judge(
         return Judged(RunState.DONE)
     if queued is not None and not queued.state.is_ended:
         return _in_queue(events, queued)
+    if not asked and _may_be_submitted(events):
+        return Judged(RunState.UNKNOWN, _why_not_asked(events, elsewhere))
     stopped = _stopped_by_supervisor(events)
     if stopped is not None:
         return stopped
@@ -95,8 +98,16 @@ def _why_not_asked(events: Sequence[Event], elsewhere: str | None) -> str:
 
 def _has_no_job(events: Sequence[Event]) -> bool:
     """Nobody has called sbatch, or Slurm itself has said no to the newest submission."""
-    words = [event for event in events if event.event in _SUBMISSION]
-    return not words or (words[-1].event is EventKind.SUBMIT_FAILED and words[-1].answered)
+    last = last_submission(events)
+    return last is None or (last.event is EventKind.SUBMIT_FAILED and last.answered)
+
+
+def _may_be_submitted(events: Sequence[Event]) -> bool:
+    """Somebody has called sbatch since, and has not recorded what Slurm said: what the jobs before
+    ended as does not count if there is a new one."""
+    last = last_submission(events)
+    failed = last is not None and last.event is EventKind.SUBMIT_FAILED
+    return being_submitted(events) or (failed and not _has_no_job(events))
 
 
 def counted(jobs: Collection[JobRecord]) -> JobRecord | None:

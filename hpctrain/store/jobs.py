@@ -91,8 +91,13 @@ def cluster_of(events: Sequence[Event]) -> str | None:
 
 def being_submitted(events: Sequence[Event]) -> bool:
     """A client has called sbatch and has not recorded an answer."""
-    words = [event.event for event in events if event.event in _SUBMISSION]
-    return bool(words) and words[-1] is EventKind.SUBMITTING
+    last = last_submission(events)
+    return last is not None and last.event is EventKind.SUBMITTING
+
+
+def last_submission(events: Sequence[Event]) -> Event | None:
+    """The last word about a submission: it begins, it has a job, or it failed."""
+    return next((event for event in reversed(events) if event.event in _SUBMISSION), None)
 
 
 def cancel_requested(events: Sequence[Event]) -> bool:

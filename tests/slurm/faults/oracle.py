@@ -20,10 +20,10 @@ from targets import Deed, DeedKind, QueuedJob, Row, Target, queue
 
 from hpctrain.checkpoints.publish import published_steps
 
+# The row of a step that is followed by an evaluation is written after that.
+EVALUATE_EVERY_STEPS = 35
 # What was so for less than this may be missed by a look before and one after.
 _LONGEST_LOOK_SECONDS = 3.0
-
-
 _CLOCK_SECONDS = 0.5
 # Metrics that could not be written follow within a second of a file system that is back.
 _LATE_SECONDS = 5.0
@@ -169,6 +169,7 @@ def _of_training(said: Statement, before: Truth, after: Truth, *, written: bool)
     step, saved, age = said["step"], said["checkpoint_step"], said["updated_seconds_ago"]
     if step is not None and after.row is not None and before.row is not None:
         newest = max(before.row.step, after.row.step, after.resume_step)
+        newest += (newest + 1) % EVALUATE_EVERY_STEPS == 0
         if step > newest and written:
             claims.append(f"said to be at step {step}, beyond what was trained")
         elif step < _lowest_step(before):

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import get_args
 
+from oracle import EVALUATE_EVERY_STEPS
 from rehearsal import SAVE_EVERY_STEPS, PlannedFault
 from strikes import BY_NAME, CANCELS, STRIKES, After, Strike
 from survival import newest_verified
@@ -46,7 +47,7 @@ PATIENT = (
     "supervise.setup_stall=45s",
     *(f"supervise.budgets.{cause}=100000" for cause in get_args(BudgetName)),
 )
-EVALUATIONS = ("evaluation.every_steps=35", "evaluation.batches=2")
+EVALUATIONS = (f"evaluation.every_steps={EVALUATE_EVERY_STEPS}", "evaluation.batches=2")
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from oracle import Truth, falsehoods
+from oracle import EVALUATE_EVERY_STEPS, Truth, falsehoods
 from targets import Deed, DeedKind, QueuedJob, Row
 
 RUNNING = QueuedJob(7, "RUNNING", "None", "hpctrain:run")
@@ -99,6 +99,13 @@ def test_a_falsehood_is_found(said: dict[str, Any], now: dict[str, Any], claim: 
 )
 def test_what_was_so_before_or_after_may_be_said(said: dict[str, Any], now: dict[str, Any]) -> None:
     assert claims(said, **now) == []
+
+
+def test_a_step_that_is_being_evaluated_has_been_trained() -> None:
+    row = Row(epoch=2, step=EVALUATE_EVERY_STEPS - 1, time=99.9)
+    before, after = replace(BEFORE, row=row), replace(AFTER, row=row)
+    for step, wrong in ((row.step, 0), (row.step + 1, 0), (row.step + 2, 1)):
+        assert len(falsehoods({**SAID, "step": step}, before, after, [])) == wrong, step
 
 
 def test_nothing_is_compared_while_the_directory_is_away() -> None:

@@ -33,7 +33,9 @@ KILLED = job(JobState.FAILED, exit_code=0, exit_signal=9)
 CANCELLED = job(JobState.CANCELLED)
 TIMEOUT = job(JobState.TIMEOUT)
 CRASHED = ended("crash", "rank 1: boom", "stop")
+ASKED = ended("yielded", "asked", "stop")
 SILENT = dict(asked=False)
+ELSEWHERE = dict(asked=False, elsewhere="alpha")
 
 # what the ledger says, what else is known, state, words of the reason
 ROWS: list[tuple[tuple[Said, ...], dict[str, object], RunState, str]] = [
@@ -55,13 +57,21 @@ ROWS: list[tuple[tuple[Said, ...], dict[str, object], RunState, str]] = [
     ((*BEGUN, *CRASHED, *AGAIN), dict(queued=PENDING), RunState.PENDING, "Priority"),
     ((*BEGUN, *CRASHED, *AGAIN), SILENT, RunState.UNKNOWN, "Slurm does not answer"),
     ((*BEGUN, *CRASHED, REQUEUED), dict(queued=TIMEOUT), RunState.FAILED, "TIMEOUT"),
-    ((*BEGUN, *ended("yielded", "asked", "stop")), {}, RunState.STOPPED, "asked"),
+    ((*BEGUN, *ASKED), {}, RunState.STOPPED, "asked"),
     ((*BEGUN, *ended("cancelled", "scancel", "stop")), {}, RunState.CANCELLED, "scancel"),
+    # A client that has called sbatch may have died before it could record the job.
+    ((*BEGUN, *ASKED, SUBMITTED[1]), SILENT, RunState.UNKNOWN, "Slurm does not answer"),
+    ((*BEGUN, *ASKED, SUBMITTED[1]), ELSEWHERE, RunState.UNKNOWN, "on cluster alpha"),
+    ((*BEGUN, *ASKED, SUBMITTED[1]), {}, RunState.STOPPED, "asked"),
+    ((*BEGUN, *ASKED, SUBMITTED[1], UNANSWERED), SILENT, RunState.UNKNOWN, "does not answer"),
+    ((*BEGUN, *ASKED, SUBMITTED[1], REFUSED), SILENT, RunState.STOPPED, "asked"),
+    ((*BY_HAND, *ASKED), SILENT, RunState.STOPPED, "asked"),
+    ((*BEGUN, CANCEL, CONFIRMED, SUBMITTED[1]), SILENT, RunState.UNKNOWN, "not answer"),
     ((*BEGUN, CANCEL), SILENT, RunState.UNKNOWN, "nobody knows whether the cancel was done"),
     ((*BEGUN, CANCEL), {}, RunState.CANCELLED, "by its user"),
     ((*BEGUN, CANCEL, CONFIRMED), SILENT, RunState.CANCELLED, "by its user"),
     ((*BEGUN, CANCEL, CANCEL_FAILED), {}, RunState.UNKNOWN, "does not know the job"),
-    (BEGUN, dict(asked=False, elsewhere="alpha"), RunState.UNKNOWN, "on cluster alpha"),
+    (BEGUN, ELSEWHERE, RunState.UNKNOWN, "on cluster alpha"),
     (SUBMITTED[:2], SILENT, RunState.UNKNOWN, "Slurm does not answer"),
     ((*SUBMITTED[:2], REFUSED), SILENT, RunState.NOT_SUBMITTED, "Invalid account"),
     ((*SUBMITTED[:2], UNANSWERED), SILENT, RunState.UNKNOWN, "Slurm does not answer"),
