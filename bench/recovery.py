@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import shutil
 import statistics
 import sys
@@ -41,7 +42,7 @@ def cold_start(stage: Stage, rehearsal: Rehearsal, number: int) -> float:
     run.create()
     shutil.copy(rehearsal.run.layout.train_config, run.train_config)
     claim_epoch(run.epochs, "bench")
-    trainer = f"{sys.executable} -m hpctrain.train {run.train_config}"
+    trainer = f"{shlex.quote(sys.executable)} -m hpctrain.train {run.train_config}"
     script = "\n".join(
         [
             "#!/bin/bash",

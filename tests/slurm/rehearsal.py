@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -481,9 +482,11 @@ class Stage:
             plan.write_text(json.dumps([vars(fault) for fault in planned]))
         for node in self.sandbox.shape.node_names:
             (place / f"kernel-{node}.log").touch()
-        text = _INTERPRETER.format(
+        words = dict(
             place=place, plan=plan, python=sys.executable, trainer=FAULTY_TRAINER, data=self.data
         )
+        quoted = {name: shlex.quote(str(word)) for name, word in words.items()}
+        text = _INTERPRETER.format(**quoted)
         python.write_text(text)
         python.chmod(0o755)
         return python

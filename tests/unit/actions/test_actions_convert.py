@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
+from stand_ins import python_program
 
 from hpctrain.actions.convert import convert_weights
 from hpctrain.errors import HpctrainError, InvalidInputError, Problem
@@ -18,10 +18,7 @@ REPORT = ConversionReport(
 
 def interpreter(directory: Path, body: str) -> str:
     """A program that is started in place of Python, with the same arguments."""
-    program = directory / "python"
-    program.write_text(f"#!{sys.executable}\nimport os, sys\n{body}\n")
-    program.chmod(0o755)
-    return str(program)
+    return str(python_program(directory / "python", f"import os, sys\n{body}"))
 
 
 def test_the_program_is_told_both_directories(tmp_path: Path) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
+from stand_ins import python_program
 
 from hpctrain.actions.verify import verify_plan
 from hpctrain.engines.verification import Built, BuiltStage
@@ -26,10 +26,7 @@ def planned() -> tuple[RunSpec, Plan]:
 
 def interpreter(directory: Path, body: str) -> str:
     """A program that is started in place of Python, with the same arguments."""
-    program = directory / "python"
-    program.write_text(f"#!{sys.executable}\nimport sys\n{body}\n")
-    program.chmod(0o755)
-    return str(program)
+    return str(python_program(directory / "python", f"import sys\n{body}"))
 
 
 def test_the_process_is_given_the_training_configuration(

@@ -9,12 +9,12 @@ import json
 import os
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from specimen_scripts import PROFILE, SPEC, profile_with, render, spec_with
+from stand_ins import python_program
 
 from hpctrain.errors import InvalidInputError
 from hpctrain.render.quoting import directive_value, sh
@@ -50,26 +50,19 @@ ONE_LINE = (
 )
 HOSTILE = (*ONE_LINE, "line\nbreak", "x\n#SBATCH --account=other\ntouch pwned", "\n")
 
-STUB = f"""#!{sys.executable}
+STUB = """\
 import json, os, sys
-json.dump({{"argv": sys.argv, "environment": dict(os.environ)}}, open("seen.json", "w"))
+json.dump({"argv": sys.argv, "environment": dict(os.environ)}, open("seen.json", "w"))
 """
-MODULE_STUB = f"""#!{sys.executable}
+MODULE_STUB = """\
 import json, sys
 print(json.dumps(sys.argv[1:]), file=open("modules.jsonl", "a"))
 """
 
 
-def executable(path: Path, text: str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    path.chmod(0o755)
-    return path
-
-
 def run_script(directory: Path, script: str) -> dict[str, Any]:
     """Run it as Slurm would, and return what the interpreter has seen."""
-    executable(directory / "bin/module", MODULE_STUB)
+    python_program(directory / "bin/module", MODULE_STUB)
     (directory / "job.sbatch").write_text(script)
     environment = {
         "PATH": f"{directory / 'bin'}:{os.environ['PATH']}",
@@ -93,7 +86,7 @@ def run_script(directory: Path, script: str) -> dict[str, Any]:
 
 
 def stub(directory: Path) -> str:
-    return str(executable(directory / "bin/stub-python", STUB))
+    return str(python_program(directory / "bin/stub-python", STUB))
 
 
 def fabric(values: tuple[str, ...], reasons: tuple[str, ...]) -> ClusterProfile:
@@ -134,7 +127,7 @@ def test_nothing_invisible_hides_in_a_comment() -> None:
 
 @pytest.mark.parametrize("name", ["it's (new)", "$(touch pwned)", "a;b #c", "gr\u00fcn \u2260"])
 def test_path_of_the_interpreter(tmp_path: Path, name: str) -> None:
-    python = executable(tmp_path / name / "python 3", STUB)
+    python = python_program(tmp_path / name / "python 3", STUB)
     profile = profile_with(software={"python": str(python)})
     seen = run_script(tmp_path, render(profile=profile))
     assert seen["argv"][0] == str(python)

@@ -105,10 +105,11 @@ def test_all_answer_to_one_srun(theatre: Theatre) -> None:
     for word in (
         *("--jobid=5", f"--job-name={STEP_NAME}", "--overlap", "--nodes=4", "--ntasks=4"),
         *("--ntasks-per-node=1", "--nodelist=n0,n1,n2,n3", "--kill-on-bad-exit=0", "--no-kill"),
-        *("--chdir=/", sys.executable, "hpctrain.supervise.preflight"),
+        *("--chdir=/", "hpctrain.supervise.preflight"),
         *("--run-directory=/some/run", "--since=7.000", "--gpus=8"),
     ):
         assert word in call.split()
+    assert f"{sys.executable} -m hpctrain.supervise.preflight" in call
 
 
 def test_options_of_the_jobs_own_srun_do_not_reach_the_probe(theatre: Theatre) -> None:
