@@ -9,13 +9,18 @@ the key in the generated file, for whoever opens it.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpctrain.errors import UsageError
 from hpctrain.sandbox.paths import SandboxPaths
 from hpctrain.sandbox.ports import Ports
 from hpctrain.sandbox.shape import FeatureShape, PartitionShape, SandboxShape, SwitchShape, bracket
 
+# A comment, the end of a quoted value, a list of hosts, a pattern of names: slurm.conf(5). Blanks
+# are quoted.
+_UNSPEAKABLE = re.compile(r'[\n\r"#%,\[\]\\]')
 # From here on many slurmds share one machine so tightly that 5 s is too short for an answer.
 _CROWDED_NODES = 65
 
@@ -44,7 +49,17 @@ class Site:
 
 
 def config_files(shape: SandboxShape, site: Site) -> tuple[ConfigFile, ...]:
-    """All files, each with the name that Slurm looks for beside slurm.conf."""
+    """All files, each with the name that Slurm looks for beside slurm.conf.
+
+    Raises UsageError when a path has a character that these files cannot say.
+    """
+    for path in (site.paths.directory, site.paths.sockets, site.plugins):
+        found = _UNSPEAKABLE.search(str(path or ""))
+        if found:
+            raise UsageError(
+                f"a sandbox cannot lie in {path}: slurm.conf has no way to write {found[0]!r}",
+                "choose another directory",
+            )
     files = [
         ConfigFile("slurm.conf", slurm_conf(shape, site)),
         ConfigFile("gres.conf", gres_conf(shape, site)),
@@ -76,7 +91,7 @@ def gres_conf(shape: SandboxShape, site: Site) -> str:
     """GPUs that are links to /dev/null: a gpu without File= makes its node invalid."""
     lines = ["AutoDetect=off"]
     if shape.gpus_per_node:
-        device = f"{site.paths.devices}/gpu{bracket(0, shape.gpus_per_node)}"
+        device = site.paths.devices / f"gpu{bracket(0, shape.gpus_per_node)}"
         lines.append(f"NodeName={shape.node_range} Name=gpu Type={shape.gpu_type} File={device}")
     return "\n".join(lines) + "\n"
 
@@ -108,21 +123,21 @@ SlurmUser={site.user}
 SlurmdUser={site.user}
 AuthType=auth/munge
 # cred_expire is also the delay of a requeue (the default 120 means 121 s); less than 5 means 120.
-AuthInfo=socket={site.paths.munge_socket},cred_expire=5
+AuthInfo={_word(f"socket={site.paths.munge_socket},cred_expire=5")}
 # Otherwise every daemon listens on all network devices.
 CommunicationParameters=NoCtldInAddrAny,NoInAddrAny"""
 
 
 def _files(site: Site) -> str:
     paths = site.paths
-    plugins = f"PluginDir={site.plugins}\n" if site.plugins else ""
+    plugins = f"PluginDir={_word(site.plugins)}\n" if site.plugins else ""
     return f"""\
-{plugins}StateSaveLocation={paths.state}
-SlurmdSpoolDir={paths.spool}/%n
-SlurmctldPidFile={paths.pid_file("slurmctld")}
-SlurmdPidFile={paths.pid_file("slurmd-%n")}
-SlurmctldLogFile={paths.log("slurmctld")}
-SlurmdLogFile={paths.log("slurmd-%n")}
+{plugins}StateSaveLocation={_word(paths.state)}
+SlurmdSpoolDir={_word(paths.spool / "%n")}
+SlurmctldPidFile={_word(paths.pid_file("slurmctld"))}
+SlurmdPidFile={_word(paths.pid_file("slurmd-%n"))}
+SlurmctldLogFile={_word(paths.log("slurmctld"))}
+SlurmdLogFile={_word(paths.log("slurmd-%n"))}
 # There is no mail here, and the default program is missing on most machines.
 MailProg=/bin/true"""
 
@@ -187,7 +202,7 @@ def _preemption(shape: SandboxShape, version: tuple[int, int]) -> str:
 
 def _accounting(shape: SandboxShape, site: Site) -> str:
     if shape.accounting == "filetxt":
-        return f"JobCompType=jobcomp/filetxt\nJobCompLoc={site.paths.jobcomp}"
+        return f"JobCompType=jobcomp/filetxt\nJobCompLoc={_word(site.paths.jobcomp)}"
     return "# No accounting: sacct answers with an error."
 
 
@@ -228,6 +243,12 @@ def _partition(partition: PartitionShape, shape: SandboxShape) -> str:
         words.append(f"PreemptMode={partition.preempt_mode}")
         words.append(f"GraceTime={partition.grace_seconds}")
     return " ".join(words)
+
+
+def _word(value: Path | str) -> str:
+    """A value as slurm.conf takes it: in quotes if there are blanks in it (Slurm's
+    src/common/parse_config.c, `keyvalue_pattern`)."""
+    return f'"{value}"' if re.search(r"\s", str(value)) else str(value)
 
 
 def _minutes(seconds: int | None) -> str:

@@ -6,6 +6,7 @@ Does not belong here: what is written into them.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,7 @@ _LONGEST_STEP = "_4294967295.4294967295"
 
 @dataclass(frozen=True)
 class SandboxPaths:
-    """`directory` holds everything; sockets and spool lie in `sockets`, which may be elsewhere."""
+    """`directory` holds everything; sockets, spool and devices are in `sockets`, maybe elsewhere."""
 
     directory: Path
     sockets: Path
@@ -40,7 +41,7 @@ class SandboxPaths:
 
     @property
     def devices(self) -> Path:
-        return self.directory / "dev"
+        return self.sockets / "dev"
 
     @property
     def state(self) -> Path:
@@ -58,8 +59,8 @@ class SandboxPaths:
 
     def all_directories(self, node_names: tuple[str, ...]) -> tuple[Path, ...]:
         """Every directory that has to exist before the daemons start."""
-        inside = tuple(self.directory / name for name in ("munge", "run", "log", "state", "dev"))
-        return (*inside, self.spool, *(self.spool / name for name in node_names))
+        inside = tuple(self.directory / name for name in ("munge", "run", "log", "state"))
+        return (*inside, self.devices, self.spool, *(self.spool / name for name in node_names))
 
 
 def state_file(directory: Path) -> Path:
@@ -68,11 +69,16 @@ def state_file(directory: Path) -> Path:
 
 
 def default_sockets(directory: Path) -> Path:
-    """Where sockets and spool lie when the name of `directory` is short enough."""
+    """Where sockets, spool and devices lie when the name of `directory` allows it."""
     return directory / "sockets"
 
 
 def sockets_fit(sockets: Path, longest_node: str) -> bool:
-    """Whether every socket below `sockets` can be bound: unix(7) has a limit on its name."""
+    """Whether every socket below `sockets` can be bound: unix(7) has a limit on its name.
+
+    The devices lie there, too, and their names are a list of hosts for gres.conf, which blanks end.
+    """
+    if re.search(r"\s", str(sockets)):
+        return False
     step = sockets / "spool" / longest_node / (longest_node + _LONGEST_STEP)
     return len(str(step).encode()) <= SOCKET_NAME_LIMIT_BYTES

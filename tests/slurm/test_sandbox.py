@@ -298,6 +298,22 @@ def test_a_kept_sandbox_comes_up_again_elsewhere(directory: Path) -> None:
     assert int(submit(again, wrap="true")) > int(first_id)
 
 
+def test_a_directory_with_a_blank(directory: Path) -> None:
+    box = create_sandbox(directory / "my cluster", default_shape(nodes=1, gpus_per_node=1))
+    box.up()
+    try:
+        assert run(box, "srun", "-N1", "--gpus-per-node=1", "echo", "there").strip() == "there"
+    finally:
+        box.down()
+
+
+def test_a_directory_that_slurm_cannot_name(directory: Path) -> None:
+    box = create_sandbox(directory / "50%", default_shape(nodes=1))
+    with pytest.raises(UsageError, match="no way to write '%'"):
+        box.up()
+    assert processes_of(directory) == []
+
+
 def test_a_directory_too_deep_for_sockets(directory: Path) -> None:
     deep = directory / ("d" * 60) / ("e" * 60)
     box = create_sandbox(deep, default_shape(nodes=1))

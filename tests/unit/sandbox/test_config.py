@@ -94,7 +94,7 @@ def test_nodes_without_gpus_claim_none() -> None:
 
 def test_every_gpu_has_a_file() -> None:
     assert gres_conf(default_shape(gpus_per_node=8), site()).splitlines()[1] == (
-        "NodeName=n[0-3] Name=gpu Type=a100 File=/box/dev/gpu[0-7]"
+        "NodeName=n[0-3] Name=gpu Type=a100 File=/box/sockets/dev/gpu[0-7]"
     )
 
 

@@ -20,6 +20,7 @@ def test_a_name_fits_as_long_as_the_kernel_can_bind_it(tmp_path: Path) -> None:
     longest = Path("/" + "a" * (107 - len(step) - 1))
     assert sockets_fit(longest, "n0")
     assert not sockets_fit(longest, "n10")
+    assert not sockets_fit(Path("/my cluster"), "n0"), "gres.conf has lists of devices"
     with socket.socket(socket.AF_UNIX) as probe, pytest.raises(OSError, match="too long"):
         probe.bind(f"{longest}b{step}")
 
