@@ -18,7 +18,7 @@ _LONGEST_STEP = "_4294967295.4294967295"
 
 @dataclass(frozen=True)
 class SandboxPaths:
-    """`directory` holds everything; sockets, spool and devices are in `sockets`, maybe elsewhere."""
+    """`directory` holds all; sockets, spool and devices are in `sockets`, maybe elsewhere."""
 
     directory: Path
     sockets: Path
