@@ -90,6 +90,8 @@ class Pulse:
         self._resume_step = resume_step
         self._phase, self._step = "starting", resume_step
         self._at = now
+        # Until then srun has been seen waiting for Slurm to create the step.
+        self._uncreated_until = now
         self._unseen_seconds = 0.0
         self._steps_seen = 0
 
@@ -121,8 +123,11 @@ class Pulse:
         self._unseen_seconds += seconds
 
     def silent_seconds(self, now: float) -> float:
-        """Seconds since the last sign in which one would have been seen."""
-        return max(0.0, now - self._at - self._unseen_seconds)
+        """Seconds since the last sign in which one would have been seen.
+
+        Where there is no step there are no ranks that could be silent.
+        """
+        return max(0.0, now - max(self._at, self._uncreated_until) - self._unseen_seconds)
 
     def stall(
         self,
@@ -141,8 +146,11 @@ class Pulse:
         silent_seconds = self.silent_seconds(now)
         phase, limit_seconds = self._phase, self._limit_seconds(save_in_flight)
         if not self.started and not ranks_seen:
-            phase = LAUNCHING if srun_waits else "starting"
-            least = _SRUN_WAITS_SECONDS if srun_waits else _SRUN_SILENT_SECONDS
+            phase, least = "starting", _SRUN_SILENT_SECONDS
+            if srun_waits:
+                self._uncreated_until = now
+                phase, least = LAUNCHING, _SRUN_WAITS_SECONDS
+                silent_seconds = max(0.0, now - self._at - self._unseen_seconds)
             limit_seconds = max(self._limits.cap("starting"), least)
         if silent_seconds <= limit_seconds:
             return None

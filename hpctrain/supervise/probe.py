@@ -87,7 +87,7 @@ def probe_nodes(
     """
     started = time.monotonic()
     try:
-        look = _look(slurm, job_id, nodes)
+        look = _look(slurm, job_id, nodes, question.since)
     except SlurmError as error:
         return ProbeResult(tuple(nodes), trouble=str(error))
     probe = _Probe(job_id, question, srun, environment or os.environ, interrupted)
@@ -97,6 +97,10 @@ def probe_nodes(
     again = {*_missing(asked, look, probe.answers), *_condemned(asked, probe.answers)}
     probe.ask_alone([node for node in asked if node in again], limit)
     _end_steps(slurm, job_id, probe.answers)
+    if len(probe.answers.compared()) < len(asked):
+        # Slurm may have learned meanwhile that a node is down or has booted.
+        with contextlib.suppress(SlurmError):
+            look = _look(slurm, job_id, nodes, question.since)
     return _result(nodes, look, probe, time.monotonic() - started)
 
 
@@ -129,12 +133,15 @@ class _Look:
     leaving: frozenset[str]
 
 
-def _look(slurm: SlurmClient, job_id: int, nodes: Sequence[str]) -> _Look:
+def _look(slurm: SlurmClient, job_id: int, nodes: Sequence[str], since: float) -> _Look:
     """Raises SlurmError: without the controller no step starts, so nothing can be found out."""
     job = slurm.jobs([job_id]).get(job_id)
     held = set(slurm.hostnames(job.node_list)) if job and job.node_list else set(nodes)
     states = slurm.node_states(nodes)
     gone = {node: "no longer part of the job" for node in nodes if node not in held}
+    if since:
+        booted = slurm.boot_times(nodes)
+        gone |= {node: "it has been rebooted" for node, at in booted.items() if at > since}
     for node, one in states.items():
         if one.is_down:
             gone[node] = f"Slurm says that it is {one.state}"

@@ -210,6 +210,15 @@ def held(epoch: int, step: int, rank: int = 1, do: str = "sleep") -> tuple[Plann
     )
 
 
+def waits_for(word: str, step: int) -> tuple[PlannedFault, ...]:
+    """Every launch waits at this step, with its saves ended, until it is asked to leave or the
+    test says the word (`Rehearsal.say`)."""
+    return (
+        PlannedFault(epoch=0, rank=-1, step=step, do="settle"),
+        PlannedFault(epoch=0, rank=1, step=step, do="await_word", text=word),
+    )
+
+
 @dataclass
 class Rehearsal:
     """One run on a sandbox, and what can be done to it."""

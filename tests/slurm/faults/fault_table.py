@@ -80,5 +80,6 @@ UNRECORDED: dict[int, tuple[str, str]] = {
     75: ("DEADLINE", "one cause, supervisor alive or not"),
     76: ("Done, stopped or given up within a grace (24.05 and newer)", "stays over"),
     77: ("A manifest that lost a line", "damaged; the one before is used"),
+    79: ("Suspended by an administrator, and resumed", "nobody is hung, nothing is done"),
     78: ("Both tables at random, several runs at a time", "exact, ended as asked, told truly"),
 }

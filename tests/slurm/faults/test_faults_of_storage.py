@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from rehearsal import STEPS, PlannedFault, Rehearsal, Stage, held
+from rehearsal import STEPS, Rehearsal, Stage, held, waits_for
 from survival import Fault, Survival
 
 from hpctrain.actions.runs import RunFiles
@@ -17,14 +17,6 @@ from hpctrain.store.ledger import EventKind
 from hpctrain.store.signs import read_metrics
 
 _AWAY_SECONDS = 5.0
-
-
-def waits_for(word: str, step: int) -> tuple[PlannedFault, ...]:
-    """All launches wait at this step, with their saves ended, until the test says the word."""
-    return (
-        PlannedFault(epoch=0, rank=-1, step=step, do="settle"),
-        PlannedFault(epoch=0, rank=1, step=step, do="await_word", text=word),
-    )
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import signal
 import time
 from pathlib import Path
 
-from rehearsal import PATIENCE_SECONDS, PlannedFault, Rehearsal, Stage, held, wait_till_remembered
+from rehearsal import PATIENCE_SECONDS, Rehearsal, Stage, held, wait_till_remembered, waits_for
 from survival import BY_SLURM, Fault, Survival
 
 from hpctrain.actions.runs import RunFiles
@@ -55,15 +55,6 @@ def test_signals_that_nobody_admits_to_end_nothing(
     rehearsal.assert_done_exactly(reference)
     assert rehearsal.attempts == 1, "no queue for a signal of nobody"
     assert rehearsal.events(EventKind.PROBED), "the nodes are asked"
-
-
-def waits_for(word: str, step: int) -> tuple[PlannedFault, ...]:
-    """Every launch waits at this step, with its saves ended, until it is asked to leave or the
-    test says the word."""
-    return (
-        PlannedFault(epoch=0, rank=-1, step=step, do="settle"),
-        PlannedFault(epoch=0, rank=1, step=step, do="await_word", text=word),
-    )
 
 
 def test_nodes_that_reboot_in_good_order_are_node_failures(

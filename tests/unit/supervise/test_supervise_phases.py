@@ -235,17 +235,33 @@ def test_a_save_beside_training_lengthens_and_never_shortens() -> None:
 def test_before_any_rank_has_shown_itself() -> None:
     trainer = Trainer(limits(setup_stall_seconds=45.0))
     assert trainer.allowed(ranks_seen=True) == 45.0
+    assert trainer.allowed(ranks_seen=True, srun_waits=True) == 45.0
     assert trainer.allowed(ranks_seen=False) == 75.0
     assert trainer.allowed(ranks_seen=False, srun_waits=True) == 300.0
-    assert trainer.allowed(ranks_seen=True, srun_waits=True) == 45.0
+    trainer = Trainer(limits(setup_stall_seconds=45.0))
     trainer.says("starting", 1.0)
     assert trainer.allowed(ranks_seen=False, srun_waits=True) == 45.0
+
+
+def test_ranks_are_silent_only_since_their_step_was_created() -> None:
+    """While slurmctld is away srun waits for longer than a start may take."""
+    trainer = Trainer(limits(setup_stall_seconds=45.0))
+    began_at = trainer.now
+    assert trainer.pulse.stall(began_at + 60.0, ranks_seen=False, srun_waits=True) is None
+    assert trainer.pulse.silent_seconds(began_at + 70.0) == 10.0
+    for ranks_seen, seconds in ((True, 45.0), (False, 75.0)):
+        last = began_at + 60.0 + seconds
+        assert trainer.pulse.stall(last, ranks_seen=ranks_seen) is None
+        stall = trainer.pulse.stall(last + 1.0, ranks_seen=ranks_seen)
+        assert stall is not None and stall.silent_seconds == seconds + 1.0
+    forever = trainer.pulse.stall(began_at + 301.0, ranks_seen=False, srun_waits=True)
+    assert forever is not None and forever.silent_seconds == 301.0
 
 
 def test_a_step_that_cannot_be_created_has_a_name_of_its_own() -> None:
     trainer = Trainer(limits(setup_stall_seconds=400.0))
     late = trainer.now + 401
-    for srun_waits, phase in ((True, "launching"), (False, "starting")):
+    for srun_waits, phase in ((False, "starting"), (True, "launching")):
         stall = trainer.pulse.stall(late, ranks_seen=False, srun_waits=srun_waits)
         assert stall is not None
         assert (stall.phase, stall.limit_seconds) == (phase, 400.0)

@@ -243,6 +243,22 @@ def test_what_the_controller_gives_up_is_not_asked(theatre: Theatre) -> None:
     assert len(theatre.calls) == 1
 
 
+def test_a_node_that_has_booted_since_the_launch_began_is_lost(theatre: Theatre) -> None:
+    """Its slurmd is back within seconds and answers, but what ran there is gone."""
+    theatre.slurm.booted.update(n0=6.0, n2=8.0)
+    result = theatre.probe()
+    assert (result.lost, result.why_lost) == (("n2",), ("it has been rebooted",))
+    assert "n0,n1,n3" in theatre.calls[0]
+
+
+def test_what_slurm_learns_while_nodes_are_asked_counts(theatre: Theatre) -> None:
+    theatre.fate(n2="crashed")
+    looks = iter(({}, {"n2": 12.0}))
+    theatre.slurm.boot_times = lambda nodes: next(looks)  # type: ignore[method-assign]
+    result = theatre.probe()
+    assert (result.lost, result.why_lost) == (("n2",), ("it has been rebooted",))
+
+
 def test_a_node_that_has_left_the_job_is_lost(theatre: Theatre) -> None:
     """A --no-kill job shrinks; srun refuses the node from then on, also when it is back."""
     theatre.slurm.records[5] = JobRecord(5, state=JobState.RUNNING, node_list="n[0-2]")
