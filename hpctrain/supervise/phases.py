@@ -90,8 +90,9 @@ class Pulse:
         self._resume_step = resume_step
         self._phase, self._step = "starting", resume_step
         self._at = now
-        # Until then srun has been seen waiting for Slurm to create the step.
-        self._uncreated_until = now
+        # Until then no rank had left a trace. srun waits for a controller that is away, and says so
+        # only when it is back.
+        self._absent_until = now
         self._unseen_seconds = 0.0
         self._steps_seen = 0
 
@@ -125,9 +126,9 @@ class Pulse:
     def silent_seconds(self, now: float) -> float:
         """Seconds since the last sign in which one would have been seen.
 
-        Where there is no step there are no ranks that could be silent.
+        Where there is no rank yet nobody can be silent.
         """
-        return max(0.0, now - max(self._at, self._uncreated_until) - self._unseen_seconds)
+        return max(0.0, now - max(self._at, self._absent_until) - self._unseen_seconds)
 
     def stall(
         self,
@@ -146,11 +147,10 @@ class Pulse:
         silent_seconds = self.silent_seconds(now)
         phase, limit_seconds = self._phase, self._limit_seconds(save_in_flight)
         if not self.started and not ranks_seen:
-            phase, least = "starting", _SRUN_SILENT_SECONDS
-            if srun_waits:
-                self._uncreated_until = now
-                phase, least = LAUNCHING, _SRUN_WAITS_SECONDS
-                silent_seconds = max(0.0, now - self._at - self._unseen_seconds)
+            self._absent_until = now
+            silent_seconds = max(0.0, now - self._at - self._unseen_seconds)
+            phase = LAUNCHING if srun_waits else "starting"
+            least = _SRUN_WAITS_SECONDS if srun_waits else _SRUN_SILENT_SECONDS
             limit_seconds = max(self._limits.cap("starting"), least)
         if silent_seconds <= limit_seconds:
             return None

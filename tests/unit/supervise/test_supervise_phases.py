@@ -243,17 +243,19 @@ def test_before_any_rank_has_shown_itself() -> None:
     assert trainer.allowed(ranks_seen=False, srun_waits=True) == 45.0
 
 
-def test_ranks_are_silent_only_since_their_step_was_created() -> None:
-    """While slurmctld is away srun waits for longer than a start may take."""
+def test_ranks_are_silent_only_since_they_are_there() -> None:
+    """While slurmctld is away srun waits, often without a word, longer than a start may take."""
     trainer = Trainer(limits(setup_stall_seconds=45.0))
     began_at = trainer.now
-    assert trainer.pulse.stall(began_at + 60.0, ranks_seen=False, srun_waits=True) is None
-    assert trainer.pulse.silent_seconds(began_at + 70.0) == 10.0
-    for ranks_seen, seconds in ((True, 45.0), (False, 75.0)):
-        last = began_at + 60.0 + seconds
-        assert trainer.pulse.stall(last, ranks_seen=ranks_seen) is None
-        stall = trainer.pulse.stall(last + 1.0, ranks_seen=ranks_seen)
-        assert stall is not None and stall.silent_seconds == seconds + 1.0
+    for seconds, srun_waits in ((20.0, False), (60.0, True), (70.0, False)):
+        late = began_at + seconds
+        assert trainer.pulse.stall(late, ranks_seen=False, srun_waits=srun_waits) is None
+    assert trainer.pulse.silent_seconds(began_at + 80.0) == 10.0
+    assert trainer.pulse.stall(began_at + 115.0) is None
+    stall = trainer.pulse.stall(began_at + 116.0)
+    assert stall is not None and stall.silent_seconds == 46.0
+    never = trainer.pulse.stall(began_at + 117.0, ranks_seen=False)
+    assert never is not None and never.silent_seconds == 117.0, "srun is waited for, too"
     forever = trainer.pulse.stall(began_at + 301.0, ranks_seen=False, srun_waits=True)
     assert forever is not None and forever.silent_seconds == 301.0
 
