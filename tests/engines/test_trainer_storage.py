@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from megatron.core.dist_checkpointing import serialization
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from trial_runs import LIMIT_SECONDS, Trial, held_at
 
 from hpctrain.checkpoints.discover import checkpoints
@@ -112,6 +114,27 @@ def test_a_save_whose_files_one_rank_has_lost_is_made_again_by_all(
     run = hurt.run.directory
     back = brings_back(run, 1.5)
     ranks = hurt.start(prepare=once(writer, "write_rank_digests", run, 1))
+    assert ranks.wait(LIMIT_SECONDS) == [0, 0], ranks.log()
+    back.join()
+    assert_exact(hurt, whole)
+    assert "event=save_put_off checkpoint=iter_0000002" in ranks.log()
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [(filesystem_async.FileSystemWriterAsync, "finish"), (serialization, "save_config")],
+    ids=["index", "format"],
+)
+def test_a_save_that_loses_its_directory_before_its_metadata_is_made_again_by_all(
+    trial: Callable[..., Trial], module: Any, name: str
+) -> None:
+    """Rank 0 alone writes these, and megatron-core has the others wait for it."""
+    whole = trial(**DP2)
+    assert whole.train() == [0, 0]
+    hurt = trial(save_interval_steps=2, async_save=True, **DP2)
+    run = hurt.run.directory
+    back = brings_back(run, 1.5)
+    ranks = hurt.start(prepare=once(module, name, run, 0))
     assert ranks.wait(LIMIT_SECONDS) == [0, 0], ranks.log()
     back.join()
     assert_exact(hurt, whole)

@@ -9,10 +9,13 @@ what is saved (see `snapshot`).
 
 from __future__ import annotations
 
+import contextlib
 import queue
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
@@ -44,8 +47,9 @@ def writing_of(request: AsyncRequest, results: Results) -> Writing:
 
     def finish(told: Any) -> None:
         results.put(told)
-        for finalize in request.finalize_fns:
-            finalize()
+        with _metadata_errors_at_the_end():
+            for finalize in request.finalize_fns:
+                finalize()
 
     if request.async_fn is None:
         return Writing(None, finish)
@@ -59,6 +63,41 @@ def writing_of(request: AsyncRequest, results: Results) -> Writing:
         return [Path(bucket[0]).name for bucket in buckets], written
 
     return Writing(write, finish)
+
+
+@contextlib.contextmanager
+def _metadata_errors_at_the_end() -> Iterator[None]:
+    """What rank 0 cannot write is raised when all ranks are through.
+
+    megatron-core has all ranks meet behind each of the two files (0.16.1: state_dict_saver.py, the
+    broadcast at the end of `save_state_dict_async_finalize`; serialization.py, the barrier behind
+    `save_config`). An error between them would have rank 0 leave, and the others wait for ever.
+    """
+    errors: list[Exception] = []
+    places: tuple[tuple[Any, str], ...] = (
+        (filesystem_async.FileSystemWriterAsync, "finish"),
+        (serialization, "save_config"),
+    )
+    real = [getattr(place, name) for place, name in places]
+    for (place, name), function in zip(places, real, strict=True):
+        setattr(place, name, _keeping(errors, function))
+    try:
+        yield
+    finally:
+        for (place, name), function in zip(places, real, strict=True):
+            setattr(place, name, function)
+    if errors:
+        raise errors[0]
+
+
+def _keeping(errors: list[Exception], function: Callable[..., None]) -> Callable[..., None]:
+    def kept(*arguments: Any) -> None:
+        try:
+            function(*arguments)
+        except Exception as error:
+            errors.append(error)
+
+    return kept
 
 
 def _write_bucket(transforms: list[Any], number: int, bucket: Any) -> Any:
