@@ -27,11 +27,11 @@ from typing import Any
 from bench.overhead.jobs import MEGATRON as CONFIG
 from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.store.layout import RunLayout
-from hpctrain.store.signs import SaveRecord, read_saves
+from hpctrain.store.run_records import SaveRecord, read_saves
 from hpctrain.train import prefork, startup
 from hpctrain.train.job import Job
-from hpctrain.train.launch import read_launch
-from hpctrain.train.saver import Saver
+from hpctrain.train.rank_environment import read_launch
+from hpctrain.train.saving.saver import Saver
 from hpctrain.train.stop import StopSignals
 
 RANKS = 2

@@ -28,10 +28,10 @@ from hpctrain.checkpoints.manifest import checkpoint_name, read_manifest, what_i
 from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.store.layout import RunLayout
 from hpctrain.train import prefork, startup
-from hpctrain.train.digest_check import start_digest_check
 from hpctrain.train.job import Job
-from hpctrain.train.launch import read_launch
 from hpctrain.train.loop import Loop
+from hpctrain.train.rank_environment import read_launch
+from hpctrain.train.saving.digest_check import start_digest_check
 from hpctrain.train.stop import StopSignals
 
 ALONE, BESIDE, BEFORE = "loading alone", "digests by the ranks", "digests by one reader"

@@ -23,8 +23,8 @@ sys.path.insert(0, str(ROOT))
 from hpctrain.plan.cost.from_spec import Knowledge, case_of  # noqa: E402
 from hpctrain.plan.cost.memory import peak_bytes  # noqa: E402
 from hpctrain.plan.cost.step import step_seconds  # noqa: E402
+from hpctrain.plan.mesh.columns import columns_of  # noqa: E402
 from hpctrain.plan.planner import Decision, decide  # noqa: E402
-from hpctrain.plan.search_columns import columns_of  # noqa: E402
 from hpctrain.spec.catalogue import cluster_gpu  # noqa: E402
 from hpctrain.spec.loader import (  # noqa: E402
     find_profile,

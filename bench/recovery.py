@@ -25,7 +25,7 @@ from bench.rehearsals import Rehearsal, Stage, own_stage
 from hpctrain.store.epochs import claim_epoch
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import EventKind
-from hpctrain.store.signs import read_metrics
+from hpctrain.store.run_records import read_metrics
 
 # Far more steps than the benchmark trains.
 STEPS = 100_000

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from bench.pairs import ratio
 from bench.rehearsals import Rehearsal, Stage, own_stage
-from hpctrain.store.signs import read_metrics
+from hpctrain.store.run_records import read_metrics
 
 LIMIT_BYTES = 60e6
 LIMIT_RATIO = 1.01

@@ -19,14 +19,14 @@ from hpctrain.checkpoints.manifest import (
 from hpctrain.durable import append_line, replace_text
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import Event, EventKind
-from hpctrain.store.signs import (
+from hpctrain.store.run_records import (
     DoneMarker,
     Progress,
     StepMetrics,
     append_metrics,
     write_record,
 )
-from hpctrain.supervise.documents import SuperviseConfig
+from hpctrain.supervise.judge.documents import SuperviseConfig
 
 NOW = 1_800_000_000.0
 TARGET_STEP = 60

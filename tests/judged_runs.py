@@ -10,7 +10,7 @@ from hpctrain.actions.prepare import prepare
 from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.submit import write_run_directory
 from hpctrain.store.layout import RunLayout
-from hpctrain.store.signs import (
+from hpctrain.store.run_records import (
     RankTimes,
     SaveRecord,
     StepMetrics,

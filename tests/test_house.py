@@ -22,19 +22,21 @@ MODULES = sorted(p for p in PACKAGE.rglob("*.py") if "__pycache__" not in p.part
 TREES = {path: ast.parse(path.read_text(), str(path)) for path in MODULES}
 LONGEST_FILE, LONGEST_FUNCTION, NINE_OF_TEN_FUNCTIONS = 700, 100, 35
 
-PURE = ("plan", "engines", "render", "spec", "comparison")
+# The same rooms as the contract "Planning, rendering and judging do no I/O" in setup.cfg.
+PURE = ("plan", "engines", "render", "spec", "comparison", "supervise/judge", "diagnose")
 PURE_FILES = (
-    *("supervise/documents.py", "supervise/classify.py", "supervise/policy.py"),
-    *("supervise/signatures.py", "supervise/slurm_words.py", "supervise/fingerprint.py"),
-    *("supervise/roots.py", "supervise/rank_verdict.py", "supervise/scheduler_verdict.py"),
-    *("supervise/phases.py", "supervise/stacks.py"),
-    *("nodes/blame.py", "supervise/answers.py"),
-    *("sandbox/shape.py", "sandbox/from_profile.py", "actions/state.py", "telemetry/rates.py"),
-    *("telemetry/clocks.py", "telemetry/segments.py", "telemetry/launch_body.py"),
-    *("telemetry/timeline.py", "telemetry/goodput.py", "telemetry/sliding.py"),
-    *("actions/watch_look.py", "actions/watch_rules.py", "actions/watch_gone.py"),
-    *("store/jobs.py", "supervise/lost.py"),
+    *("nodes/blame.py", "sandbox/shape.py", "sandbox/from_profile.py", "store/jobs.py"),
+    *(
+        "actions/state.py",
+        "actions/watch_look.py",
+        "actions/watch_rules.py",
+        "actions/watch_gone.py",
+    ),
+    *("telemetry/rates.py", "telemetry/clocks.py", "telemetry/segments.py", "telemetry/goodput.py"),
+    *("telemetry/launch_body.py", "telemetry/timeline.py", "telemetry/rolling_goodput.py"),
 )
+# Rooms that run as processes of their own, with torch: they print, exit and unpickle.
+PROGRAMS = ("train/", "prepare/", "convert/")
 THE_ONE_READER = "spec/loader.py"
 # A program (started with -m), and the two places where the supervisor writes the job's log: its
 # own lines, and the stderr of srun that it reads along.
@@ -42,12 +44,12 @@ SPEAKERS = ("supervise/__main__.py", "supervise/job_log.py")
 # Another program: on each node it answers the supervisor's probe.
 SPEAKERS = (*SPEAKERS, "supervise/preflight.py")
 # Long-lived children: these modules watch over time limits and signals themselves.
-POPEN = ("slurm/process.py", "supervise/process.py", "sandbox/processes.py")
-POPEN = (*POPEN, "supervise/probe.py")
+POPEN = ("slurm/process.py", "supervise/srun_process.py", "sandbox/processes.py")
+POPEN = (*POPEN, "supervise/evidence/probe.py")
 # A converter that runs while its rank goes on answering the others.
-POPEN = (*POPEN, "train/deepspeed/universal.py")
+POPEN = (*POPEN, "train/engines/deepspeed/universal.py")
 # A profiler that lives as long as the rank below it.
-POPEN = (*POPEN, "train/above_nsight.py")
+POPEN = (*POPEN, "train/launchers/nsight_task.py")
 
 
 def name(path: Path) -> str:
@@ -145,7 +147,7 @@ def test_only_the_command_line_prints_and_exits() -> None:
     found = [
         f"{where(path, node)} {called}"
         for path, tree in TREES.items()
-        if not name(path).startswith(("cli/", "train/")) and name(path) not in SPEAKERS
+        if not name(path).startswith(("cli/", *PROGRAMS)) and name(path) not in SPEAKERS
         for called, node in calls(tree)
         if called in forbidden
     ]
@@ -157,7 +159,7 @@ def test_nothing_is_run_by_a_shell_or_evaluated() -> None:
     unpickling = {"pickle.load", "pickle.loads"}
     found = []
     for path, tree in TREES.items():
-        here = forbidden if name(path).startswith("train/") else forbidden | unpickling
+        here = forbidden if name(path).startswith(PROGRAMS) else forbidden | unpickling
         for called, node in calls(tree):
             shell = any(k.arg == "shell" and not _is(k.value, False) for k in node.keywords)
             if called in here or shell:
@@ -213,14 +215,17 @@ def test_names_of_quantities_say_their_unit() -> None:
     bare = {"time", "mem", "size", "timeout", "duration", "bandwidth", "interval"}
     kinds = {"int", "float", "int | None", "float | None"}
     # `time` in a record is seconds since the epoch, everywhere in the run directory.
-    allowed = {("store/ledger.py", "time"), ("store/signs.py", "time")}
+    allowed = {("store/ledger.py", "time"), ("store/run_records.py", "time")}
     allowed.add(("checkpoints/manifest.py", "time"))
     allowed |= {("nodes/record.py", "time"), ("nodes/blame.py", "time")}
     allowed.add(("telemetry/timeline.py", "time"))
     # a group's number of ranks
     allowed |= {("plan/documents.py", "size"), ("train/datasets/share.py", "size")}
     allowed.add(("train/data.py", "size"))
-    allowed |= {("train/native/mesh.py", "size"), ("train/deepspeed/mesh.py", "size")}
+    allowed |= {
+        ("train/engines/native/mesh.py", "size"),
+        ("train/engines/deepspeed/mesh.py", "size"),
+    }
     found = []
     for path, tree in TREES.items():
         for node in ast.walk(tree):

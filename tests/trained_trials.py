@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hpctrain.store.layout import RunLayout
-from hpctrain.store.signs import DoneMarker, StepMetrics, append_metrics, write_record
+from hpctrain.store.run_records import DoneMarker, StepMetrics, append_metrics, write_record
 
 SPEC = """
 name: tiny

@@ -26,7 +26,7 @@ from hpctrain.engines.documents import train_config
 from hpctrain.errors import HpctrainError
 from hpctrain.plan.documents import Plan
 from hpctrain.store.layout import RunLayout
-from hpctrain.store.signs import RankTimes, read_metrics, read_record
+from hpctrain.store.run_records import RankTimes, read_metrics, read_record
 from hpctrain.train.prefork import free_port
 
 HERE = Path(__file__).parent

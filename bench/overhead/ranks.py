@@ -15,7 +15,7 @@ from bench.overhead.jobs import JOBS
 from bench.overhead.turns import BARE, OURS, Turns, write_found
 from hpctrain.store.layout import RunLayout
 from hpctrain.train.job import Job
-from hpctrain.train.launch import quiet_defaults, read_launch
+from hpctrain.train.rank_environment import quiet_defaults, read_launch
 from hpctrain.train.stop import StopSignals
 
 SECONDS_FILE = "seconds.json"
@@ -68,7 +68,7 @@ def _meet(loop: Any) -> None:
 
 def _with_its_own_loop(job: Job, seconds: float) -> None:
     """Until the program has measured and ends the process: see `pretrain_in_turns`."""
-    from hpctrain.train.megatron_lm.running import run
+    from hpctrain.train.engines.megatron_lm.running import run
 
     os.environ[SECONDS_VARIABLE] = str(seconds)
     os.environ[RESULT_VARIABLE] = str(job.run.directory / SECONDS_FILE)

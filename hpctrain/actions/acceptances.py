@@ -18,8 +18,8 @@ from hpctrain.store.data_identity import compare, read_identity
 from hpctrain.store.epochs import current_epoch
 from hpctrain.store.known_steps import known_steps
 from hpctrain.store.ledger import Event, EventKind
-from hpctrain.supervise.causes import Cause
-from hpctrain.supervise.past import pending_rejections
+from hpctrain.supervise.judge.causes import Cause
+from hpctrain.supervise.judge.launch_history import pending_rejections
 
 # After these the checkpoints that are still there are of no use.
 _OF_CHECKPOINTS = frozenset({Cause.BAD_CHECKPOINT, Cause.LOAD_FAILED})

@@ -12,8 +12,8 @@ from pydantic import BaseModel, ConfigDict
 
 from hpctrain.actions.requests import TAKE_BACK
 from hpctrain.store.ledger import Event, EventKind
-from hpctrain.store.signs import SaveRecord
-from hpctrain.supervise.documents import ActionKind
+from hpctrain.store.run_records import SaveRecord
+from hpctrain.supervise.judge.documents import ActionKind
 
 # What a person has accepted, in the words of the command line.
 _ACCEPTED = {

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hpctrain.actions.runs import RunFiles
 from hpctrain.store.ledger import Event, EventKind
-from hpctrain.store.signs import StepMetrics, lineage, read_metrics
+from hpctrain.store.run_records import StepMetrics, lineage, read_metrics
 
 
 @dataclass(frozen=True)

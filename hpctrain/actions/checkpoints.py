@@ -30,15 +30,19 @@ from hpctrain.plan.forecast.intervals import daly_seconds
 from hpctrain.store.epochs import current_epoch
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import Event
-from hpctrain.store.signs import (
+from hpctrain.store.run_records import (
     SaveRecord,
     SkipList,
     read_record,
     read_saves,
     tail_metrics,
 )
-from hpctrain.supervise.documents import SuperviseConfig
-from hpctrain.supervise.past import loaded_instead, mean_time_to_failure, pending_rejections
+from hpctrain.supervise.judge.documents import SuperviseConfig
+from hpctrain.supervise.judge.launch_history import (
+    loaded_instead,
+    mean_time_to_failure,
+    pending_rejections,
+)
 
 # The first save of a launch is slower, and single ones meet a busy file system.
 _MEASURED_SAVES = 5

@@ -4,7 +4,7 @@ A run that trains is asked by a file (`requests`), so that no signal is lost and
 chooses the step boundary. A job that waits in the queue has nobody to ask: Slurm is told. Without
 an answer of Slurm the request is made all the same, because it stands until it is followed.
 Asking twice is no error. Belongs here: which of these it is, and the answer in words. Does not
-belong here: the files, following them (`hpctrain.supervise.control`), printing.
+belong here: the files, following them (`hpctrain.supervise.requests`), printing.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.records import JobRecord
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import EventKind
-from hpctrain.store.signs import Progress, read_record
-from hpctrain.supervise.control import Request, requested
-from hpctrain.supervise.documents import ActionKind
+from hpctrain.store.run_records import Progress, read_record
+from hpctrain.supervise.judge.documents import ActionKind
 from hpctrain.supervise.loop import read_supervise_config
+from hpctrain.supervise.requests import Request, requested
 
 # A checkpoint takes seconds to minutes; squeue(1), PERFORMANCE: do not ask in a loop.
 _ASK_SLURM_SECONDS = 30.0

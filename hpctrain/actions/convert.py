@@ -1,7 +1,7 @@
 """`convert`: the same weights in another form.
 
 Belongs here: starting the process that converts (it needs torch, this room must not), and saying
-how it ended. Does not belong here: converting (see `hpctrain.train.convert`), output.
+how it ended. Does not belong here: converting (see `hpctrain.convert`), output.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 from hpctrain.errors import HpctrainError
 from hpctrain.store.conversions import ConversionFailure, ConversionReport
 
-_PROGRAM = "hpctrain.train.convert"
+_PROGRAM = "hpctrain.convert"
 Answer = TypeVar("Answer", bound=BaseModel)
 _MISSING = re.compile(r"No module named '([\w.]+)'")
 

@@ -33,7 +33,7 @@ from hpctrain.store.datasets import (
 )
 from hpctrain.store.prepared import read_samples_sidecar
 
-_PROGRAM = "hpctrain.train.prepare_data"
+_PROGRAM = "hpctrain.prepare"
 # megatron/core/datasets/indexed_dataset.py: _INDEX_HEADER and _IndexWriter (magic, version,
 # dtype code, number of sequences, number of document indices: one more than documents), then per
 # sequence its length (int32) and byte offset (int64), then the document indices (int64) and, in

@@ -8,7 +8,7 @@ from hpctrain.actions.audit import AskedStory, asked
 from hpctrain.actions.runs import RunFiles
 from hpctrain.checkpoints.discover import checkpoints
 from hpctrain.store.ledger import Event, EventKind
-from hpctrain.store.signs import read_saves
+from hpctrain.store.run_records import read_saves
 
 
 class LaunchStory(BaseModel):

@@ -20,7 +20,7 @@ from hpctrain.diagnose.judge import judge, shares
 from hpctrain.errors import HpctrainError, InvalidInputError, UsageError
 from hpctrain.plan.documents import Plan
 from hpctrain.store.layout import RunLayout
-from hpctrain.store.signs import (
+from hpctrain.store.run_records import (
     RankTimes,
     SaveRecord,
     StepMetrics,

@@ -14,11 +14,11 @@ from pydantic import BaseModel, ConfigDict
 
 from hpctrain.actions.runs import RunFiles
 from hpctrain.store.ledger import Event, EventKind
-from hpctrain.store.signs import DoneMarker, read_metrics, read_record, read_saves
-from hpctrain.supervise.causes import FAILURE_CAUSES, Cause
-from hpctrain.supervise.documents import ActionKind, SuperviseConfig
+from hpctrain.store.run_records import DoneMarker, read_metrics, read_record, read_saves
+from hpctrain.supervise.judge.causes import FAILURE_CAUSES, Cause
+from hpctrain.supervise.judge.documents import ActionKind, SuperviseConfig
 from hpctrain.telemetry.goodput import Account, account
-from hpctrain.telemetry.sliding import Sliding
+from hpctrain.telemetry.rolling_goodput import Sliding
 from hpctrain.telemetry.timeline import Mark, MarkKind, Save, Step, timeline
 
 _KINDS = {

@@ -1,7 +1,8 @@
 """List what a run reads outside of its run directory, so that every node can be asked for it.
 
 Belongs here: which files and directories a trainer's settings name. Does not belong here: looking
-for them (`hpctrain.supervise.node_checks` on a node, `hpctrain.train.preflight` in a rank).
+for them (`hpctrain.supervise.evidence.node_checks` on a node, `hpctrain.train.preflight` in a
+rank).
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from hpctrain.actions.prepare import load_inputs, load_knowledge
 from hpctrain.errors import DoesNotFitError, HpctrainError, LimitError, UsageError
+from hpctrain.plan.alternatives import explain
 from hpctrain.plan.cost.from_spec import Knowledge
 from hpctrain.plan.documents import Explanation, Goal, Plan
 from hpctrain.plan.forecast import (
@@ -28,7 +29,6 @@ from hpctrain.plan.forecast import (
 )
 from hpctrain.plan.limits import usable_gpus
 from hpctrain.plan.planner import Decision, decide
-from hpctrain.plan.search_explain import explain
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec
 from hpctrain.units import Duration

@@ -13,15 +13,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpctrain.actions.elastic_sizes import SizedConfig, shapes_of, smaller_sizes
 from hpctrain.actions.inputs import input_paths
 from hpctrain.actions.runs import new_run_id
 from hpctrain.actions.scratch import with_scratch
-from hpctrain.actions.shapes import SizedConfig, shapes_of, smaller_sizes
 from hpctrain.engines.documents import train_config
 from hpctrain.engines.training import TrainConfig
 from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.plan.abilities.trainable import untrainable_fields, untrainable_layout
 from hpctrain.plan.documents import Plan
-from hpctrain.plan.trainable import untrainable_fields, untrainable_layout
 from hpctrain.render.script import ScriptFacts, build_script, render_script, walltime
 from hpctrain.render.warning_lead import warning_lead
 from hpctrain.spec.loader import (
@@ -36,7 +36,7 @@ from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import DataSource, RunSpec
 from hpctrain.store.jobs import run_comment
 from hpctrain.supervise.catalogue import load_signatures
-from hpctrain.supervise.documents import RollbackSettings, SuperviseConfig
+from hpctrain.supervise.judge.documents import RollbackSettings, SuperviseConfig
 
 if TYPE_CHECKING:
     from hpctrain.plan.cost.from_spec import Knowledge

@@ -1,7 +1,7 @@
 """`model.pretrained`: whether the directory holds the model of the spec, before the queue.
 
 Belongs here: reading its small files, and saying what is wrong where the spec names it. Does not
-belong here: loading weights (see `hpctrain.train.models`), which imports torch.
+belong here: loading weights (see `hpctrain.train.engines.models`), which imports torch.
 """
 
 from __future__ import annotations

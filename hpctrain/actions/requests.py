@@ -9,7 +9,7 @@ The empty file is the request; its first line says by whom and why. Whoever may 
 `control/` can make one by hand (`touch control/save`). A request stands until it is followed or
 taken back, also over a requeue, a crash or a wait in the queue, and the newest of a person's
 requests to leave takes the place of an older one. Belongs here: making requests and taking them
-back. Does not belong here: following them (`hpctrain.supervise.control`, `hpctrain.train`), and
+back. Does not belong here: following them (`hpctrain.supervise.requests`, `hpctrain.train`), and
 whether a request makes sense now (`control`).
 """
 

@@ -21,8 +21,8 @@ from hpctrain.store.jobs import (
     submitted_ids,
 )
 from hpctrain.store.ledger import Event, EventKind
-from hpctrain.supervise.causes import Cause
-from hpctrain.supervise.documents import ActionKind
+from hpctrain.supervise.judge.causes import Cause
+from hpctrain.supervise.judge.documents import ActionKind
 
 # slurmd's error 4021 (it could not open the log of the batch script) is kept as if it were a wait
 # status, where it reads as signal 53; seen with 22.05.8 and 24.11.5.

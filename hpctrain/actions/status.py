@@ -18,8 +18,8 @@ from hpctrain.errors import SlurmError
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.store.jobs import generation, job_ids
 from hpctrain.store.ledger import Event, EventKind
-from hpctrain.store.signs import Progress, StepMetrics, read_record, tail_metrics
-from hpctrain.supervise.documents import SuperviseConfig
+from hpctrain.store.run_records import Progress, StepMetrics, read_record, tail_metrics
+from hpctrain.supervise.judge.documents import SuperviseConfig
 from hpctrain.supervise.run_jobs import RunJobs
 from hpctrain.telemetry.rates import Row, recent_rates
 

@@ -27,8 +27,8 @@ from hpctrain.comparison.recommend import recommend
 from hpctrain.comparison.scaling import recommend_size, scale_points
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import Event, EventKind
-from hpctrain.store.signs import RankTimes, StepMetrics, lineage, read_metrics, read_record
-from hpctrain.supervise.causes import FAILURE_CAUSES, FINAL_CAUSES, SCHEDULER_CAUSES
+from hpctrain.store.run_records import RankTimes, StepMetrics, lineage, read_metrics, read_record
+from hpctrain.supervise.judge.causes import FAILURE_CAUSES, FINAL_CAUSES, SCHEDULER_CAUSES
 
 REFUSED, PREDICTED = "REFUSED", "PREDICTED"
 

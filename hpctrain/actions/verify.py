@@ -2,7 +2,7 @@
 
 Belongs here: starting the process that builds (it needs torch and megatron-core, this room must
 not), and what the plan says of the same quantities. Does not belong here: building (see
-`hpctrain.train.megatron.verify`), the comparison's documents (see
+`hpctrain.train.engines.megatron.verify`), the comparison's documents (see
 `hpctrain.engines.verification`), output.
 """
 
@@ -24,7 +24,7 @@ from hpctrain.errors import HpctrainError, InvalidInputError, Problem, UsageErro
 from hpctrain.plan.documents import Plan
 from hpctrain.spec.run import RunSpec
 
-_PROGRAM = "hpctrain.train.megatron.verify"
+_PROGRAM = "hpctrain.train.engines.megatron.verify"
 _MISSING = re.compile(r"No module named '([\w.]+)'")
 _RANK = re.compile(r"^(\[rank\d+\]: )+")  # torch.distributed puts it before a traceback's lines
 

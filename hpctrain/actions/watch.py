@@ -32,10 +32,10 @@ from hpctrain.slurm.client import SlurmClient
 from hpctrain.store.jobs import generation, job_ids
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import Event, EventKind
-from hpctrain.store.signs import Progress, read_record
-from hpctrain.supervise.control import requested
-from hpctrain.supervise.documents import ActionKind, SuperviseConfig
+from hpctrain.store.run_records import Progress, read_record
+from hpctrain.supervise.judge.documents import ActionKind, SuperviseConfig
 from hpctrain.supervise.loop import read_supervise_config
+from hpctrain.supervise.requests import requested
 from hpctrain.supervise.run_jobs import RunJobs
 
 # Between the end of a job and the pass that calls its run orphaned: the last line of its ledger

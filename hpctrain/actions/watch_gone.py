@@ -23,9 +23,9 @@ from hpctrain.slurm.records import JobRecord
 from hpctrain.slurm.states import JobState
 from hpctrain.store.jobs import generation, started_ids, submitted_ids
 from hpctrain.store.ledger import Event, EventKind
-from hpctrain.supervise.causes import Cause
-from hpctrain.supervise.documents import ActionKind, Verdict
-from hpctrain.supervise.lost import why_ended
+from hpctrain.supervise.judge.causes import Cause
+from hpctrain.supervise.judge.documents import ActionKind, Verdict
+from hpctrain.supervise.judge.lost_attempts import why_ended
 
 _OVER = (ActionKind.FINISH, ActionKind.STOP, ActionKind.HOLD)
 # A run that failed is told for so long, unless somebody was told before.

@@ -12,10 +12,16 @@ from enum import StrEnum
 
 from hpctrain.slurm.records import JobRecord
 from hpctrain.store.ledger import Event, EventKind
-from hpctrain.supervise.causes import Cause
-from hpctrain.supervise.documents import ActionKind, History, Situation, SuperviseConfig, Verdict
-from hpctrain.supervise.past import history
-from hpctrain.supervise.policy import decide
+from hpctrain.supervise.judge.causes import Cause
+from hpctrain.supervise.judge.documents import (
+    ActionKind,
+    History,
+    Situation,
+    SuperviseConfig,
+    Verdict,
+)
+from hpctrain.supervise.judge.launch_history import history
+from hpctrain.supervise.judge.policy import decide
 
 # A storm is over this long after its last failure: what `policy` lets a relaunch wait at first.
 _STORM_PAUSE_SECONDS = 300.0

@@ -28,9 +28,9 @@ from hpctrain.slurm.records import JobRecord
 from hpctrain.slurm.states import JobState
 from hpctrain.store.jobs import cancel_requested, generation
 from hpctrain.store.ledger import Event, EventKind
-from hpctrain.supervise.causes import Cause
-from hpctrain.supervise.documents import ActionKind
-from hpctrain.supervise.past import history
+from hpctrain.supervise.judge.causes import Cause
+from hpctrain.supervise.judge.documents import ActionKind
+from hpctrain.supervise.judge.launch_history import history
 
 # slurmctld(8) sets the start of a requeued job to cred_expire + 1 s, 121 s by default; a longer
 # wait was asked for by somebody (job_mgr.c, batch_requeue_fini).

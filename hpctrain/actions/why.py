@@ -2,7 +2,7 @@
 comes next.
 
 Belongs here: asking the ledger, the policy and Slurm. Does not belong here: deciding
-(`hpctrain.supervise.policy`), wording for terminals.
+(`hpctrain.supervise.judge.policy`), wording for terminals.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict
 
 from hpctrain.actions import requests
 from hpctrain.actions.control import is_held
-from hpctrain.actions.foresight import Budget, Foresight, budgets, foresee
+from hpctrain.actions.policy_preview import Budget, Foresight, budgets, foresee
 from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.state import RunState
 from hpctrain.actions.status import RunStatus, statuses
@@ -23,11 +23,11 @@ from hpctrain.errors import SlurmError
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.records import JobRecord
 from hpctrain.store.ledger import Event, EventKind
-from hpctrain.supervise.control import requested
-from hpctrain.supervise.documents import SuperviseConfig
+from hpctrain.supervise.judge.documents import SuperviseConfig
+from hpctrain.supervise.judge.launch_history import history
+from hpctrain.supervise.judge.policy import limit_of_all
 from hpctrain.supervise.loop import read_supervise_config
-from hpctrain.supervise.past import history
-from hpctrain.supervise.policy import limit_of_all
+from hpctrain.supervise.requests import requested
 from hpctrain.units import short_duration
 
 _ENDS = (EventKind.LAUNCH_ENDED, EventKind.ATTEMPT_LOST)

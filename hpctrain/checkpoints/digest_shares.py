@@ -3,7 +3,7 @@
 Every rank computes the same deal from the manifest alone, so that no message is needed. Each file
 goes to exactly one rank: to the one that wrote it, which reads it anyway when it loads the same
 layout, unless that rank would have much more to read than others. Belongs here: who reads what.
-Does not belong here: reading (see `hpctrain.train.digest_check`).
+Does not belong here: reading (see `hpctrain.train.saving.digest_check`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Why a plan was chosen, in lines of at most 80 columns.
 
 Belongs here: sentences and columns. Does not belong here: which runners-up there are
-(`hpctrain.plan.search_explain`).
+(`hpctrain.plan.alternatives`).
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from hpctrain.units import short_duration
 
 if TYPE_CHECKING:
-    from hpctrain.actions.foresight import Budget
+    from hpctrain.actions.policy_preview import Budget
     from hpctrain.actions.why import LastAction, LastEnd, Why
 
 _WIDTH, _MARGIN, _INDENT = 80, 10, "  "

@@ -16,7 +16,8 @@ from hpctrain.telemetry.traces import TraceSummary
 
 @dataclass(frozen=True)
 class RankFacts:
-    """Means per step of each rank in one window, in seconds; see `hpctrain.store.signs.RankTimes`.
+    """Means per step of each rank in one window, in seconds; see
+    `hpctrain.store.run_records.RankTimes`.
 
     All but `compute` and `nodes` are empty for a record of an older version.
     """

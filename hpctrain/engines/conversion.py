@@ -1,7 +1,7 @@
 """Which models are the same in Hugging Face's classes and in megatron-core, and their settings.
 
 Belongs here: from a `config.json` or a `train.json` to the shape that is converted, and what cannot
-be. Does not belong here: weights (see `hpctrain.train.convert`), files.
+be. Does not belong here: weights (see `hpctrain.convert`), files.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from hpctrain.engines.described import Config, described, family_described, rope_of
 from hpctrain.engines.hugging_face import ACTIVATIONS
 from hpctrain.engines.megatron import MegatronConfig, model_fields
-from hpctrain.plan.representable import unrepresentable_model
+from hpctrain.plan.abilities.representable import unrepresentable_model
 from hpctrain.spec.model import ModelSpec
 
 CONVERTED_FAMILIES = ("gpt", "llama")

@@ -116,7 +116,8 @@ def ds_config(config: DeepSpeedConfig) -> dict[str, Any]:
         # microbatches add up in fp32, as with the other engines
         settings["data_types"] = dict(grad_accum_dtype="fp32")
     if config.tensor_parallel > 1 and not config.pipeline_stages:
-        # of a pipeline the trainer tells DeepSpeed all axes at once (train/deepspeed/stages.py)
+        # of a pipeline the trainer tells DeepSpeed all axes at once
+        # (train/engines/deepspeed/stages.py)
         settings["tensor_parallel"] = dict(
             autotp_size=config.tensor_parallel, vocab_parallel_lm_head=True
         )

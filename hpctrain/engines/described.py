@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hpctrain.engines.hugging_face import ACTIVATIONS, MODEL_TYPES
-from hpctrain.plan.vision import BOTTLENECK_EXPANSION, RESNET_BLOCKS, STEM_FEATURES
+from hpctrain.plan.model.vision import BOTTLENECK_EXPANSION, RESNET_BLOCKS, STEM_FEATURES
 from hpctrain.spec.model import ModelSpec
 
 Config = Mapping[str, Any]

@@ -2,13 +2,13 @@
 
 `settings_of` gives the keyword arguments of GPT2Config, LlamaConfig and so on, with the names that
 `config.json` has (transformers 5). Belongs here: these names. Does not belong here: transformers
-(see `hpctrain.train.models`), reading them back (see `described`), which shapes the classes cannot
-have (`hpctrain.plan.representable`).
+(see `hpctrain.train.engines.models`), reading them back (see `described`), which shapes the classes
+cannot have (`hpctrain.plan.abilities.representable`).
 """
 
 from __future__ import annotations
 
-from hpctrain.plan.vision import (
+from hpctrain.plan.model.vision import (
     BOTTLENECK_EXPANSION,
     BOTTLENECK_FROM,
     COLORS,

@@ -4,7 +4,7 @@
 `arguments` renders it. Names are those that both Megatron-LM core_v0.16 and its main line accept
 (megatron/training/arguments.py). Belongs here: the document and the rendering. Does not belong
 here: what a spec may not give (see `hpctrain.spec.megatron_lm`), starting the program (see
-`hpctrain.train.megatron_lm`), reading files.
+`hpctrain.train.engines.megatron_lm`), reading files.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from hpctrain.plan.documents import DEFAULT_ORDER, Plan
 from hpctrain.spec.megatron_lm import MEGATRON_LM_ENTRY, ArgumentValue
 from hpctrain.spec.run import RunSpec
 
-# Weight of the loss that spreads tokens over experts, as in `hpctrain.train.megatron.model`.
+# Weight of the loss that spreads tokens over experts, as in
+# `hpctrain.train.engines.megatron.model`.
 _BALANCE_LOSS_WEIGHT = 1e-2
 
 Given = dict[str, ArgumentValue | None]

@@ -7,8 +7,8 @@ Belongs here: those fields. Does not belong here: how the module is sharded (see
 from __future__ import annotations
 
 from hpctrain.engines.training import TrainConfig, shared_fields
+from hpctrain.plan.abilities.readable import data_format
 from hpctrain.plan.documents import Plan
-from hpctrain.plan.readable import data_format
 from hpctrain.spec.data import Augmentation, Colors, DataFormat
 from hpctrain.spec.model import ModelSpec
 from hpctrain.spec.run import RunSpec

@@ -1,8 +1,9 @@
 """What megatron-core really builds, beside what the plan says: the documents of `plan --verify`.
 
-`Built` is what the process `hpctrain.train.megatron.verify` prints; `Verification` sets it beside
-the plan. Belongs here: these documents and their comparison. Does not belong here: building (see
-`hpctrain.train.megatron.verify`), starting the process (see `hpctrain.actions.verify`).
+`Built` is what the process `hpctrain.train.engines.megatron.verify` prints; `Verification` sets it
+beside the plan. Belongs here: these documents and their comparison. Does not belong here: building
+(see `hpctrain.train.engines.megatron.verify`), starting the process (see
+`hpctrain.actions.verify`).
 """
 
 from __future__ import annotations

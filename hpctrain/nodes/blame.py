@@ -2,7 +2,7 @@
 
 Pure: evidence and times come in, decisions go out. Belongs here: who is blamed for what, adding
 up, limits. Does not belong here: the file (`record`), and whether anything is done
-(`hpctrain.supervise.policy`).
+(`hpctrain.supervise.judge.policy`).
 
 Policy: a node is avoided while the weights against it add up to 100. A weight counts in full for
 one half-life of its kind, half for the next, and nothing after the fourth. No more than a tenth

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from hpctrain.plan.batch import LOW_BUBBLE, bubble_fraction
-from hpctrain.plan.candidate import Candidate
 from hpctrain.plan.cost.from_spec import Knowledge, uses_flash_attention
+from hpctrain.plan.cost.plan_memory import TIGHT_SHARE, candidate_peak
 from hpctrain.plan.divisors import divisors
 from hpctrain.plan.documents import (
     AxisPlacement,
@@ -19,9 +18,10 @@ from hpctrain.plan.documents import (
     Prediction,
     SearchCounts,
 )
-from hpctrain.plan.memory import TIGHT_SHARE, candidate_peak
-from hpctrain.plan.parameters import pad_vocab, vocab_multiple
-from hpctrain.plan.placement import stays_inside
+from hpctrain.plan.mesh.batch import LOW_BUBBLE, bubble_fraction
+from hpctrain.plan.mesh.candidate import Candidate
+from hpctrain.plan.mesh.placement import stays_inside
+from hpctrain.plan.model.parameters import pad_vocab, vocab_multiple
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec
 from hpctrain.units import short_bytes

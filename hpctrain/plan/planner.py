@@ -10,14 +10,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hpctrain.errors import DoesNotFitError, HpctrainError, LimitError
-from hpctrain.plan.batch import batch_problems, batch_split
-from hpctrain.plan.candidate import Candidate, candidate_of
+from hpctrain.plan.abilities.sharding import sharding_problems
+from hpctrain.plan.abilities.trainable import untrainable
 from hpctrain.plan.cost.from_spec import Knowledge
+from hpctrain.plan.cost.lora_counts import (
+    flops_per_step,
+    held_parameters,
+    held_stages,
+    learned_parameters,
+)
+from hpctrain.plan.cost.plan_memory import candidate_memory
+from hpctrain.plan.cost.prediction import predict
 from hpctrain.plan.divisors import powers_of_two_below
 from hpctrain.plan.documents import Goal, NodeRequest, Plan
 from hpctrain.plan.explain import Facts, memory_refusal, proposal, reasons, warnings
-from hpctrain.plan.islands import island_warnings, on_islands, slow_links, used_islands
-from hpctrain.plan.layout import layout_of, layout_problems, settled, world_problems
 from hpctrain.plan.limits import (
     allowed_gpus,
     limit_problems,
@@ -25,26 +31,20 @@ from hpctrain.plan.limits import (
     size_problems,
     usable_gpus,
 )
-from hpctrain.plan.memory import candidate_memory
-from hpctrain.plan.order import OrderChoice, choose_order, order_problems
-from hpctrain.plan.parameters import (
+from hpctrain.plan.mesh.batch import batch_problems, batch_split
+from hpctrain.plan.mesh.candidate import Candidate, candidate_of
+from hpctrain.plan.mesh.islands import island_warnings, on_islands, slow_links, used_islands
+from hpctrain.plan.mesh.layout import layout_of, layout_problems, settled, world_problems
+from hpctrain.plan.mesh.placement import place_axes
+from hpctrain.plan.mesh.rank_order import OrderChoice, choose_order, order_problems
+from hpctrain.plan.model.parameters import (
     pad_vocab,
     vocab_multiple,
 )
-from hpctrain.plan.placement import place_axes
-from hpctrain.plan.prediction import predict
-from hpctrain.plan.search import Found, search
-from hpctrain.plan.search_freedom import freedom_of
-from hpctrain.plan.search_hints import larger_fit, nearest_fits, roomiest
-from hpctrain.plan.search_rank import preferred
-from hpctrain.plan.sharding import sharding_problems
-from hpctrain.plan.trainable import untrainable
-from hpctrain.plan.tuning import (
-    flops_per_step,
-    held_parameters,
-    held_stages,
-    learned_parameters,
-)
+from hpctrain.plan.search.hints import larger_fit, nearest_fits, roomiest
+from hpctrain.plan.search.layouts import Found, search
+from hpctrain.plan.search.ranking import preferred
+from hpctrain.plan.search.space import freedom_of
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import ParallelSpec, RunSpec
 

@@ -2,7 +2,7 @@
 sentence that explains it, and what contradicts it. Pure.
 
 requeue    one job, which Slurm starts again under the same id
-chain      each job submits the one behind it (`hpctrain.supervise.succession`)
+chain      each job submits the one behind it (`hpctrain.supervise.act.successor`)
 singleton  several jobs of one name, of which Slurm runs one at a time (sbatch(1), --dependency)
 array      one job array of which one element runs at a time (sbatch(1), --array=1-N%1)
 none       one job; a person, or `hpctrain watch --act`, submits the run again

@@ -2,7 +2,7 @@
 
 The job may hold spare nodes beside those that train, and may begin with fewer where the spec
 allows it. Belongs here: the options about that, and where they cannot be had. Does not belong
-here: which nodes a launch then uses (`hpctrain.supervise.allocation`).
+here: which nodes a launch then uses (`hpctrain.supervise.judge.launch_nodes`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Belongs here: the numbers of tasks, the words of the trainer's command and what the script says
 about both. Does not belong here: how an agent works (`hpctrain.train.agent`), and how many nodes a
-launch gets (`hpctrain.supervise.allocation`, which puts that number in for the planned one).
+launch gets (`hpctrain.supervise.judge.launch_nodes`, which puts that number in for the planned
+one).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ Belongs here: features, leaves, blocks. Does not belong here: all other options 
 from __future__ import annotations
 
 from hpctrain.plan.documents import Plan
-from hpctrain.plan.islands import eligible_islands
+from hpctrain.plan.mesh.islands import eligible_islands
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.units import Duration
 

@@ -19,8 +19,8 @@ from hpctrain.units import Duration
 _SLURM_SECONDS = 60.0
 # Nothing that a stop waits for is expected to take less: a step, the batch of an evaluation (a
 # forward pass, a third of a step: Kaplan et al. 2020, arXiv 2001.08361, section 2.1), the end of a
-# start (20 s, `hpctrain.supervise.watch`), a trace of a profiler (measured: 0.6 MB of compressed
-# trace per second, so up to 36 MB).
+# start (20 s, `hpctrain.supervise.evidence.launch_watch`), a trace of a profiler (measured: 0.6 MB
+# of compressed trace per second, so up to 36 MB).
 _LEAST_RUNNING_SECONDS = 60.0
 # A step takes longer than planned: up to 97 % for software that the planner has not seen
 # (docs/planner.md, unseen software).

@@ -2,5 +2,5 @@
 
 Belongs here: what is played (`scenario`), one run (`trial`), many of them (`trials`), the choice
 (`choice`). Random numbers come from a seed only; everything else is pure. Does not belong here:
-the decisions (`hpctrain.supervise.policy`), closed forms (`hpctrain.plan.forecast`), text.
+the decisions (`hpctrain.supervise.judge.policy`), closed forms (`hpctrain.plan.forecast`), text.
 """

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from hpctrain.supervise.causes import Cause
+from hpctrain.supervise.judge.causes import Cause
 
 # stop: a process dies, srun says so at once. stall: nothing is said, and the stall limit passes.
 Shows = Literal["stop", "stall"]

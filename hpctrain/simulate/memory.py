@@ -1,15 +1,16 @@
 """What the ledger of a played run would say: `History` kept up to date launch by launch.
 
-The same counts as `hpctrain.supervise.past.history`, which reads them off a list of events; a test
-holds the two against each other. Belongs here: counting. Does not belong here: deciding.
+The same counts as `hpctrain.supervise.judge.launch_history.history`, which reads them off a list of
+events; a test holds the two against each other. Belongs here: counting. Does not belong here:
+deciding.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
 
-from hpctrain.supervise.causes import FAILURE_CAUSES, Cause
-from hpctrain.supervise.documents import History
+from hpctrain.supervise.judge.causes import FAILURE_CAUSES, Cause
+from hpctrain.supervise.judge.documents import History
 
 
 class Memory:

@@ -17,9 +17,9 @@ from hpctrain.simulate.failures import Kind
 from hpctrain.simulate.memory import Memory
 from hpctrain.simulate.scenario import Scenario
 from hpctrain.simulate.training import Cycle, Stretch
-from hpctrain.supervise.causes import Cause
-from hpctrain.supervise.documents import Action, ActionKind, Situation, Verdict
-from hpctrain.supervise.policy import decide
+from hpctrain.supervise.judge.causes import Cause
+from hpctrain.supervise.judge.documents import Action, ActionKind, Situation, Verdict
+from hpctrain.supervise.judge.policy import decide
 from hpctrain.telemetry.segments import Category
 
 # A run that takes so many times its work is not going to end.

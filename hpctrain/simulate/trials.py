@@ -15,7 +15,7 @@ from typing import TypeVar
 from hpctrain.simulate.scenario import Scenario
 from hpctrain.simulate.trial import Played, Trial
 from hpctrain.spec.document import Document
-from hpctrain.supervise.causes import Cause
+from hpctrain.supervise.judge.causes import Cause
 from hpctrain.telemetry.segments import Category
 
 Name = TypeVar("Name", Category, Cause)

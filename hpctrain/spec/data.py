@@ -1,7 +1,7 @@
 """What a run reads, and how many samples make one step.
 
 Belongs here: the fields of `data` and `batch`. Does not belong here: reading any file, which model
-can learn from which format (see `hpctrain.plan.readable`).
+can learn from which format (see `hpctrain.plan.abilities.readable`).
 """
 
 from __future__ import annotations

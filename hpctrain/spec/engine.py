@@ -1,7 +1,8 @@
 """What trains the model: the engine's name and what only engines ask for.
 
 Belongs here: the fields of `engine`. Does not belong here: what an engine can do (see
-`hpctrain.plan.sharding`, `hpctrain.plan.trainable`) or how it is told (see `hpctrain.engines`).
+`hpctrain.plan.abilities.sharding`, `hpctrain.plan.abilities.trainable`) or how it is told (see
+`hpctrain.engines`).
 """
 
 from __future__ import annotations

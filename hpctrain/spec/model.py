@@ -1,8 +1,8 @@
 """The model of a run spec: the shape of a transformer or a ResNet, with presets for each family.
 
-Belongs here: fields, presets, and the checks that need nothing but the shape. Does not belong
-here: how many parameters that makes (`hpctrain.plan.parameters`) or what a layout demands of a
-shape (`hpctrain.plan.layout`: heads and tp, experts and ep).
+Belongs here: fields, presets, and the checks that need nothing but the shape. Does not belong here:
+how many parameters that makes (`hpctrain.plan.model.parameters`) or what a layout demands of a
+shape (`hpctrain.plan.mesh.layout`: heads and tp, experts and ep).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from pydantic import Field
 from hpctrain.spec.document import Document
 from hpctrain.units import Duration
 
-# Causes of `hpctrain.supervise.causes` with a budget of their own.
+# Causes of `hpctrain.supervise.judge.causes` with a budget of their own.
 BudgetName = Literal[
     "node_failure",
     "load_failed",

@@ -1,6 +1,6 @@
 """What the program that converts weights answers: a report, or what was wrong.
 
-Belongs here: these documents, which `hpctrain.train.convert` writes and `hpctrain.actions` reads.
+Belongs here: these documents, which `hpctrain.convert` writes and `hpctrain.actions` reads.
 Does not belong here: converting.
 """
 

@@ -2,7 +2,7 @@
 
 Tokens for Megatron are a pair `PREFIX.bin` and `PREFIX.idx`; all other formats are one file of
 arrays, `PREFIX.npz`, whose arrays `COLUMNS` names. Belongs here: these documents, which
-`hpctrain.train.prepare_data` writes and `hpctrain.actions` reads. Does not belong here: Megatron's
+`hpctrain.prepare` writes and `hpctrain.actions` reads. Does not belong here: Megatron's
 own `.bin`/`.idx` format, tokenizing.
 """
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import Event, EventKind
-from hpctrain.store.signs import Progress, read_record, read_saves, tail_metrics
+from hpctrain.store.run_records import Progress, read_record, read_saves, tail_metrics
 
 # Events whose `checkpoint_step` and `resume_step` name a checkpoint that there was.
 _TELLING = frozenset(

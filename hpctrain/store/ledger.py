@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from hpctrain.durable import LineBuffer, append_line
 from hpctrain.errors import StorageError
 from hpctrain.store.layout import RunLayout
-from hpctrain.store.signs import Record
+from hpctrain.store.run_records import Record
 
 # A supervisor writes a few lines for each launch: this is more than all of its budgets allow.
 _MOST_LINES = 10_000

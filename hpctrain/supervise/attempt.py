@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from hpctrain.errors import UsageError
 from hpctrain.store.ledger import Event, EventKind
-from hpctrain.supervise.causes import Cause
-from hpctrain.supervise.documents import ActionKind
+from hpctrain.supervise.judge.causes import Cause
+from hpctrain.supervise.judge.documents import ActionKind
 
 # slurm.h: INFINITE and NO_VAL are 0xffffffff and 0xfffffffe.
 _NO_TIME = 0xFFFFFFFE

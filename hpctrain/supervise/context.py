@@ -9,10 +9,10 @@ from hpctrain.slurm.client import SlurmClient
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import BufferedLedger, EventKind
 from hpctrain.supervise.attempt import Attempt
-from hpctrain.supervise.documents import SuperviseConfig
 from hpctrain.supervise.job_log import write_log
-from hpctrain.supervise.past import mean_time_to_failure
-from hpctrain.supervise.process import Signals
+from hpctrain.supervise.judge.documents import SuperviseConfig
+from hpctrain.supervise.judge.launch_history import mean_time_to_failure
+from hpctrain.supervise.srun_process import Signals
 
 
 @dataclass(frozen=True)

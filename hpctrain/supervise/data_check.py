@@ -17,9 +17,9 @@ from hpctrain.store.data_identity import (
 )
 from hpctrain.store.known_steps import known_steps
 from hpctrain.store.ledger import EventKind
-from hpctrain.supervise.causes import Cause
 from hpctrain.supervise.context import AttemptContext, say
-from hpctrain.supervise.documents import Verdict
+from hpctrain.supervise.judge.causes import Cause
+from hpctrain.supervise.judge.documents import Verdict
 
 _MOST_NAMED, _MOST_EVIDENCE = 3, 6
 

@@ -14,7 +14,7 @@ from hpctrain.errors import CheckpointError
 from hpctrain.store.known_steps import accepted_fresh_start, fresh_start_pending, known_steps
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import Event
-from hpctrain.supervise.past import pending_rejections, pending_rollback
+from hpctrain.supervise.judge.launch_history import pending_rejections, pending_rollback
 
 
 def decisions_of(events: Sequence[Event]) -> Decisions:

@@ -1,7 +1,7 @@
 """One launch: take the run, choose the checkpoint, start srun, watch it, say how it ended.
 
 Belongs here: the order of these. Does not belong here: judging (`classify`), deciding (`policy`),
-acting (`acting`).
+acting (`execute`).
 """
 
 from __future__ import annotations
@@ -17,23 +17,29 @@ from hpctrain.errors import CheckpointError, SlurmError
 from hpctrain.store.epochs import claim_epoch
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import EventKind
-from hpctrain.store.signs import Progress, read_record
-from hpctrain.supervise.allocation import Placement, place_command
-from hpctrain.supervise.answers import KernelLine, ProbeResult
-from hpctrain.supervise.causes import Cause
-from hpctrain.supervise.classify import classify
+from hpctrain.store.run_records import Progress, read_record
 from hpctrain.supervise.context import AttemptContext, say
-from hpctrain.supervise.control import clear_stale_requests
 from hpctrain.supervise.data_check import data_problem
-from hpctrain.supervise.documents import Evidence, Verdict
+from hpctrain.supervise.evidence.gather import gather
+from hpctrain.supervise.evidence.launch_watch import Experience, LaunchWatch
+from hpctrain.supervise.evidence.postmortem import (
+    Prober,
+    Traces,
+    ask_nodes,
+    examine,
+    newest_logged_step,
+)
 from hpctrain.supervise.fresh_start import decisions_of, why_fresh_start
-from hpctrain.supervise.gather import gather
-from hpctrain.supervise.past import pinned_steps
-from hpctrain.supervise.postmortem import Prober, Traces, ask_nodes, examine, newest_logged_step
-from hpctrain.supervise.process import Launch, free_port
-from hpctrain.supervise.stragglers import SlowRank
+from hpctrain.supervise.judge.causes import Cause
+from hpctrain.supervise.judge.classify import classify
+from hpctrain.supervise.judge.documents import Evidence, Verdict
+from hpctrain.supervise.judge.launch_history import pinned_steps
+from hpctrain.supervise.judge.launch_nodes import Placement, place_command
+from hpctrain.supervise.judge.probe_answers import KernelLine, ProbeResult
+from hpctrain.supervise.judge.stragglers import SlowRank
+from hpctrain.supervise.requests import clear_stale_requests
+from hpctrain.supervise.srun_process import Launch, free_port
 from hpctrain.supervise.time_limit import Outlook
-from hpctrain.supervise.watch import Experience, LaunchWatch
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 Every action is in the ledger before it is taken. Belongs here: the order of things. Does not
 belong here: one launch (`launching`), reading evidence (`classify`), choosing (`policy`), doing
-(`acting`), what the run directory looks like (`hpctrain.store`), or how Slurm is spoken to
+(`execute`), what the run directory looks like (`hpctrain.store`), or how Slurm is spoken to
 (`hpctrain.slurm`).
 """
 
@@ -23,15 +23,24 @@ from hpctrain.store.epochs import is_superseded
 from hpctrain.store.jobs import generation
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import BufferedLedger, Event, EventKind
-from hpctrain.supervise.acting import act
-from hpctrain.supervise.allocation import Allocation, place
+from hpctrain.supervise.act.execute import act
+from hpctrain.supervise.act.successor import adopt_own_job, ensure_successor, must_leave
 from hpctrain.supervise.attempt import attempt_from, unfinished_attempt, why_lost
-from hpctrain.supervise.causes import FINAL_CAUSES, Cause
-from hpctrain.supervise.classify import classify
-from hpctrain.supervise.comeback import came_back
 from hpctrain.supervise.context import AttemptContext, say
-from hpctrain.supervise.control import Request, requested
-from hpctrain.supervise.documents import (
+from hpctrain.supervise.decision_inputs import allocation_of, assess, blame_lost_attempt
+from hpctrain.supervise.evidence.gather import between_launches
+from hpctrain.supervise.evidence.job_facts import still_ours
+from hpctrain.supervise.evidence.lost_nodes import gone_nodes
+from hpctrain.supervise.evidence.postmortem import (
+    Prober,
+    Traces,
+    ask_nodes,
+    examine,
+    newest_logged_step,
+)
+from hpctrain.supervise.judge.causes import FINAL_CAUSES, Cause
+from hpctrain.supervise.judge.classify import classify
+from hpctrain.supervise.judge.documents import (
     Action,
     ActionKind,
     Evidence,
@@ -39,28 +48,19 @@ from hpctrain.supervise.documents import (
     Situation,
     Verdict,
 )
-from hpctrain.supervise.gather import between_launches
-from hpctrain.supervise.guard import Guard
-from hpctrain.supervise.job_facts import still_ours
+from hpctrain.supervise.judge.launch_history import history
+from hpctrain.supervise.judge.launch_nodes import Allocation, place
+from hpctrain.supervise.judge.lost_attempts import why_ended
+from hpctrain.supervise.judge.policy import decide
 from hpctrain.supervise.launching import Ended, Launcher
-from hpctrain.supervise.lost import why_ended
-from hpctrain.supervise.lost_nodes import gone_nodes
-from hpctrain.supervise.past import history
-from hpctrain.supervise.policy import decide
-from hpctrain.supervise.postmortem import (
-    Prober,
-    Traces,
-    ask_nodes,
-    examine,
-    newest_logged_step,
-)
-from hpctrain.supervise.process import Signals
+from hpctrain.supervise.requests import Request, requested
+from hpctrain.supervise.restarted_job import came_back
 from hpctrain.supervise.run_jobs import identity_of
 from hpctrain.supervise.settings import read_supervise_config
-from hpctrain.supervise.situation import allocation_of, assess, blame_lost_attempt
+from hpctrain.supervise.srun_process import Signals
 from hpctrain.supervise.step_ids import use_up_step_ids
-from hpctrain.supervise.storage import outlast
-from hpctrain.supervise.succession import adopt_own_job, ensure_successor, must_leave
+from hpctrain.supervise.storage_retry import outlast
+from hpctrain.supervise.termination_guard import Guard
 from hpctrain.supervise.time_limit import Outlook, look_ahead, why_no_launch
 
 __all__ = ["Supervisor", "read_supervise_config"]

@@ -1,14 +1,14 @@
 """`python -m hpctrain.supervise.preflight`: is this node fit to train? Runs on each node of a job.
 
-Prints short lines of JSON (see `answers` for their reading): `begin`, what is wrong, lines of the
-kernel's log, `end`. Every check has its own thread and at most `CHECK_SECONDS`, so that a hung
+Prints short lines of JSON (see `probe_answers` for their reading): `begin`, what is wrong, lines of
+the kernel's log, `end`. Every check has its own thread and at most `CHECK_SECONDS`, so that a hung
 mount is a finding and not a hang. Standard library only: it starts on every node at once.
 
 A site whose users cannot read the kernel's log may set HPCTRAIN_KERNEL_LOG to a file with its
 lines, or to a command that prints them; `{node}` in it becomes the name of the node.
 
-Belongs here: looking at one node. Does not belong here: comparing nodes (`answers`), asking them
-(`probe`), or what a line of the kernel means (`scan`).
+Belongs here: looking at one node. Does not belong here: comparing nodes (`probe_answers`), asking
+them (`probe`), or what a line of the kernel means (`log_scan`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.supervise.node_checks import (
+from hpctrain.supervise.evidence.node_checks import (
     Report,
     check_directory,
     check_gpus,
@@ -34,12 +34,9 @@ from hpctrain.supervise.node_checks import (
     check_shared_memory,
     check_shutdown,
 )
+from hpctrain.supervise.judge.preflight_format import INPUTS, MARK, RUN_DIRECTORY, SHUTDOWN
 
 CHECK_SECONDS = 4.0
-# The first word of each line, for `answers`.
-MARK = "hpctrain-node "
-# Checks that a node has to pass; the last one tells a node which is on its way out.
-RUN_DIRECTORY, INPUTS, SHUTDOWN = "run directory", "inputs", "shutdown"
 # srun passes on what a task writes in pieces of 1 KiB (src/common/io_hdr.h, SLURM_IO_MAX_MSG_LEN);
 # longer lines of several nodes could be mixed.
 _LONGEST_LINE = 900

@@ -13,10 +13,10 @@ from pathlib import Path
 from hpctrain.errors import InvalidInputError, Problem, SlurmError, StorageError
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.supervise.attempt import attempt_from
-from hpctrain.supervise.causes import Cause
 from hpctrain.supervise.context import say
-from hpctrain.supervise.documents import SuperviseConfig
-from hpctrain.supervise.policy import RETRIES, STOPPED_EXIT_CODE
+from hpctrain.supervise.judge.causes import Cause
+from hpctrain.supervise.judge.documents import SuperviseConfig
+from hpctrain.supervise.judge.policy import RETRIES, STOPPED_EXIT_CODE
 
 # As often and as long as the policy tries again after a fault of storage.
 _TRIES = RETRIES[Cause.STORAGE] + 1

@@ -9,7 +9,7 @@ also told to be partly complete). Nothing of this can be stopped from here. But 
 choose: those that a lost attempt has used are used up by steps that end at once, and slurmctld then
 answers that there is no such step.
 
-Belongs here: using up step ids. Does not belong here: signalling steps (`steps`).
+Belongs here: using up step ids. Does not belong here: signalling steps (`srun_steps`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from collections.abc import Mapping, Sequence
 from hpctrain.slurm.environment import for_queries
 from hpctrain.store.ledger import Event, EventKind
 from hpctrain.supervise.context import AttemptContext, say
-from hpctrain.supervise.probe import STEP_NAME
-from hpctrain.supervise.scan import newest_step
-from hpctrain.supervise.sight import in_time
+from hpctrain.supervise.evidence.log_scan import newest_step
+from hpctrain.supervise.evidence.probe import STEP_NAME
+from hpctrain.supervise.evidence.run_dir_snapshot import in_time
 
 _LISTING_SECONDS = 5.0
 _SECONDS_EACH, _SECONDS = 20.0, 60.0

@@ -12,9 +12,9 @@ import time
 from dataclasses import dataclass
 
 from hpctrain.errors import SlurmError
-from hpctrain.supervise.causes import Cause
 from hpctrain.supervise.context import AttemptContext
-from hpctrain.supervise.documents import Verdict
+from hpctrain.supervise.judge.causes import Cause
+from hpctrain.supervise.judge.documents import Verdict
 
 # A warning that has not come so long after its time will not come: slurmctld looks every 30 s, and
 # is early rather than late (sbatch(1), --signal).

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hpctrain.telemetry.clocks import seconds
+from hpctrain.telemetry.rolling_goodput import Sliding, sliding
 from hpctrain.telemetry.segments import Category, Segment
-from hpctrain.telemetry.sliding import Sliding, sliding
 from hpctrain.telemetry.timeline import Timeline
 
 FIRST_START = "first start"

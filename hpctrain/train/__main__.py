@@ -10,7 +10,7 @@ import gc
 import sys
 
 if __name__ == "__main__":
-    from hpctrain.train.below_agent import settle_below_agent
+    from hpctrain.train.launchers.below_agent import settle_below_agent
     from hpctrain.train.stop import StopSignals
 
     stop = StopSignals()

@@ -16,21 +16,21 @@ import os
 import sys
 from typing import NoReturn
 
-from hpctrain.train.passing import Passing
+from hpctrain.train.launchers.signal_forwarding import Passing
 
 
 def main(arguments: list[str], passing: Passing) -> int:
     """Run the ranks of this node to their end. Returns the exit code that speaks for them."""
     from hpctrain.errors import InvalidInputError
-    from hpctrain.store.signs import TrainerExit
-    from hpctrain.train.place import read_place
+    from hpctrain.store.run_records import TrainerExit
+    from hpctrain.train.launchers.agent_place import read_place
 
     try:
         place = read_place(arguments, os.environ)
     except InvalidInputError as error:
         print(error, file=sys.stderr, flush=True)
         return TrainerExit.CONFIG_ERROR
-    from hpctrain.train.elastic import run  # torch comes in here
+    from hpctrain.train.launchers.elastic import run  # torch comes in here
 
     return run(place, passing)
 

@@ -10,7 +10,7 @@ import resource
 
 import torch
 
-from hpctrain.train.launch import Launch
+from hpctrain.train.rank_environment import Launch
 
 
 def on_cpu() -> bool:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from hpctrain.train.control import Control
 from hpctrain.train.job import Job
-from hpctrain.train.launch import Launch
+from hpctrain.train.rank_environment import Launch
+from hpctrain.train.step_agreement import Control
 from hpctrain.train.times import StepClock
 
 

@@ -1,7 +1,7 @@
 """One rank from start to exit code: checks, start-up, loop, and the records of how it ended.
 
-Exit codes are `hpctrain.store.signs.TrainerExit`. Belongs here: which ending is which, and who
-writes what about it. Does not belong here: training.
+Exit codes are `hpctrain.store.run_records.TrainerExit`. Belongs here: which ending is which, and
+who writes what about it. Does not belong here: training.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hpctrain.engines.megatron_lm import MegatronLmConfig
 from hpctrain.engines.training import TrainConfig
 from hpctrain.errors import CheckpointError, HpctrainError, InvalidInputError, Problem
 from hpctrain.store.layout import RunLayout
-from hpctrain.store.signs import (
+from hpctrain.store.run_records import (
     DoneMarker,
     ExitRecord,
     Outcome,
@@ -37,7 +37,6 @@ from hpctrain.store.signs import (
     write_exit_record,
     write_record,
 )
-from hpctrain.train.digest_check import DigestCheck, start_digest_check
 from hpctrain.train.faults import (
     BadCheckpointError,
     UnreadableCheckpointError,
@@ -46,9 +45,10 @@ from hpctrain.train.faults import (
     is_node_dependent,
 )
 from hpctrain.train.job import Job, read_config
-from hpctrain.train.launch import Launch, quiet_defaults, read_launch
-from hpctrain.train.nsight import become_recorded
+from hpctrain.train.launchers.nsight import become_recorded
 from hpctrain.train.preflight import check
+from hpctrain.train.rank_environment import Launch, quiet_defaults, read_launch
+from hpctrain.train.saving.digest_check import DigestCheck, start_digest_check
 from hpctrain.train.stacks import StackDump, flight_recorder, open_stack_dump
 from hpctrain.train.startup_stop import StartupStop
 from hpctrain.train.stop import StopSignals, file_exists
@@ -311,7 +311,7 @@ def _train(job: Job, ending: _Ending) -> Outcome:
 
 def _supervise(job: Job, ending: _Ending, digests: DigestCheck | None) -> Outcome:
     """Have somebody's own program train."""
-    from hpctrain.train.megatron_lm.running import run
+    from hpctrain.train.engines.megatron_lm.running import run
 
     outcome, step = run(job, ending, digests)
     if outcome == "done" and job.launch.leads:

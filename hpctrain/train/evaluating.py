@@ -1,7 +1,7 @@
 """The batches of one evaluation, which ends early when all ranks agree to stop.
 
 Belongs here: the numbers of the batches, and whether an evaluation is missing. Does not belong
-here: the forward passes (see the engines), the agreement itself (see `control`).
+here: the forward passes (see the engines), the agreement itself (see `step_agreement`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from hpctrain.engines.training import TrainConfig
 from hpctrain.store.layout import RunLayout
-from hpctrain.store.signs import lineage, tail_metrics
+from hpctrain.store.run_records import lineage, tail_metrics
 
 _FIRST_TAIL_ROWS = 256
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from hpctrain.checkpoints.publish import StaleEpochError
 from hpctrain.durable import FULL_ERRNOS
 from hpctrain.errors import CheckpointError, HpctrainError, StorageError
-from hpctrain.train.room import NoSpaceError, exhausted
+from hpctrain.train.free_space import NoSpaceError, exhausted
 from hpctrain.train.storage import chain
 
 # rerun_state_machine.py: what megatron-core ends a process with that has computed a result twice
@@ -57,7 +57,8 @@ class DivergedError(HpctrainError):
 
 
 def cause_of(error: BaseException) -> str | None:
-    """`hpctrain.supervise.causes.Cause` by its value; None when the error alone does not tell.
+    """`hpctrain.supervise.judge.causes.Cause` by its value; None when the error alone does not
+    tell.
 
     Looks through the chain of exceptions, the outermost first.
     """

@@ -14,7 +14,7 @@ from hpctrain.engines.documents import parse_train_config
 from hpctrain.engines.training import TrainConfig
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.store.layout import RunLayout
-from hpctrain.train.launch import Launch
+from hpctrain.train.rank_environment import Launch
 from hpctrain.train.stop import StopSignals
 
 

@@ -11,19 +11,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from hpctrain.train.control import Agreement, Control, WriterState
+from hpctrain.train.datasets.skipped_samples import Skips
 from hpctrain.train.device import wait_for_device
 from hpctrain.train.engine import Engine, Evaluation, Position
 from hpctrain.train.evaluating import EvaluationBatches, is_evaluated
 from hpctrain.train.faults import DivergedError
-from hpctrain.train.interval import SaveInterval
 from hpctrain.train.job import Job
 from hpctrain.train.numerics import LossWindow, what_is_not_finite
 from hpctrain.train.profiling import StepProfiler
 from hpctrain.train.report import Reporter, StepResult
-from hpctrain.train.request import SaveRequest
-from hpctrain.train.saver import Saver
-from hpctrain.train.skips import Skips
+from hpctrain.train.saving.save_interval import SaveInterval
+from hpctrain.train.saving.save_request import SaveRequest
+from hpctrain.train.saving.saver import Saver
+from hpctrain.train.step_agreement import Agreement, Control, WriterState
 from hpctrain.train.stop import file_exists
 from hpctrain.train.times import RankClock
 

@@ -1,7 +1,7 @@
 """Numbers that must not be trained on: gradients, losses and weights that are not finite, spikes.
 
-Belongs here: noticing. Does not belong here: how the ranks agree (see `control`), ending the run
-(see `loop`, `entry`) and what is done about it (the supervisor's business).
+Belongs here: noticing. Does not belong here: how the ranks agree (see `step_agreement`), ending the
+run (see `loop`, `entry`) and what is done about it (the supervisor's business).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from hpctrain.store.layout import RunLayout
-from hpctrain.store.signs import lineage, tail_metrics
+from hpctrain.store.run_records import lineage, tail_metrics
 
 WINDOW_STEPS = 64
 LEAST_STEPS = 16

@@ -19,10 +19,10 @@ from hpctrain.engines.training import TrainConfig
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.store.epochs import current_epoch
 from hpctrain.train.datasets.checks import data_problems
-from hpctrain.train.deepspeed.preflight import deepspeed_problems
+from hpctrain.train.datasets.skipped_samples import parse_skips, read_skips
+from hpctrain.train.engines.deepspeed.preflight import deepspeed_problems
+from hpctrain.train.engines.megatron.preflight import megatron_problems
 from hpctrain.train.job import Job
-from hpctrain.train.megatron.preflight import megatron_problems
-from hpctrain.train.skips import parse_skips, read_skips
 from hpctrain.train.starting import starting_problems
 
 

@@ -19,10 +19,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from hpctrain.durable import make_private_directory
 from hpctrain.spec.profiling import ProfileSpec
-from hpctrain.train.control import Control
 from hpctrain.train.device import on_cpu
 from hpctrain.train.job import Job
 from hpctrain.train.report import Reporter
+from hpctrain.train.step_agreement import Control
 from hpctrain.train.times import StepClock
 
 _BUSY_HINT = "is another profiler at work on this GPU?"

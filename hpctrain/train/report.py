@@ -17,7 +17,7 @@ from hpctrain.checkpoints.manifest import step_of
 from hpctrain.durable import FULL_ERRNOS, LineBuffer
 from hpctrain.engines.training import TrainConfig
 from hpctrain.store.layout import RunLayout
-from hpctrain.store.signs import (
+from hpctrain.store.run_records import (
     EvaluationMetrics,
     Phase,
     Progress,

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from hpctrain.durable import shared_mode
 from hpctrain.store.layout import RunLayout
-from hpctrain.train.launch import Launch
+from hpctrain.train.rank_environment import Launch
 
 # Entries of the ring buffer per rank: what newer torch keeps by default (FlightRecorder.hpp); older
 # ones keep none unless told.

@@ -17,21 +17,21 @@ import torch
 
 from hpctrain.checkpoints.manifest import step_of
 from hpctrain.engines.training import TrainConfig
-from hpctrain.store.signs import SaveRecord, read_saves
-from hpctrain.train.control import Control
-from hpctrain.train.digest_check import DigestCheck
+from hpctrain.store.run_records import SaveRecord, read_saves
+from hpctrain.train.datasets.skipped_samples import Skips, parse_skips, read_skips
 from hpctrain.train.engine import Engine, Position, Room, Snapshot
 from hpctrain.train.evaluating import evaluation_is_missing, is_evaluated
 from hpctrain.train.faults import blames_checkpoint
-from hpctrain.train.interval import SaveInterval
 from hpctrain.train.job import Job
 from hpctrain.train.loop import Loop
 from hpctrain.train.numerics import LossWindow, earlier_losses
 from hpctrain.train.profiling import step_profiler
 from hpctrain.train.report import Reporter
-from hpctrain.train.request import SaveRequest
-from hpctrain.train.saver import Saver
-from hpctrain.train.skips import Skips, parse_skips, read_skips
+from hpctrain.train.saving.digest_check import DigestCheck
+from hpctrain.train.saving.save_interval import SaveInterval
+from hpctrain.train.saving.save_request import SaveRequest
+from hpctrain.train.saving.saver import Saver
+from hpctrain.train.step_agreement import Control
 from hpctrain.train.times import RankClock
 
 # They say at import that TransformerEngine or Apex are missing, from every rank.

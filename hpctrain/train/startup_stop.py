@@ -29,7 +29,7 @@ class StartupStop:
     `stop` has caught signals until now, `asked` tells of other ways to ask; it is called several
     times a second. `leave` ends the process, or returns if a step has been trained. Code that keeps
     Python's global lock for long keeps the thread from running; the supervisor ends the step then
-    (see `hpctrain.supervise.watch`).
+    (see `hpctrain.supervise.evidence.launch_watch`).
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Being asked to stop: signals and the stop file, both only remembered until a step boundary.
 
-Belongs here: the flag. Does not belong here: how the ranks agree (see `control`) and what is done
-then (see `loop`). Imports nothing heavy, because it must be in force before torch is imported.
+Belongs here: the flag. Does not belong here: how the ranks agree (see `step_agreement`) and what is
+done then (see `loop`). Imports nothing heavy, because it must be in force before torch is imported.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from hpctrain.durable import is_storage_fault
 from hpctrain.errors import StorageError
 from hpctrain.store.epochs import current_epoch
 from hpctrain.store.layout import RunLayout
-from hpctrain.train.launch import Launch
+from hpctrain.train.rank_environment import Launch
 
 # For how long a rank waits for its run directory before it gives up and the supervisor takes over:
 # longer than a failover of a shared file system, as a rule, takes.

@@ -18,9 +18,9 @@ from typing import Any, Literal, Protocol, TypeVar, get_args
 
 import torch
 
-from hpctrain.store.signs import RankTimes
-from hpctrain.train.control import Control
+from hpctrain.store.run_records import RankTimes
 from hpctrain.train.device import on_cpu, peak_memory_bytes, reserved_memory_bytes
+from hpctrain.train.step_agreement import Control
 
 Part = Literal["compute", "backward", "data", "optimizer"]
 PARTS: tuple[Part, ...] = get_args(Part)

@@ -13,9 +13,9 @@ pytest.importorskip("torch", reason="needs the megatron extra")
 # Before any test module imports megatron-core: the CPU layer must come first.
 from trial_runs import GPT, LLAMA, Trial, make_trial
 
-import hpctrain.train.megatron.assembly
+import hpctrain.train.engines.megatron.assembly
 
-assert hpctrain.train.megatron.assembly is not None
+assert hpctrain.train.engines.megatron.assembly is not None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

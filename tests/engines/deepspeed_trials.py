@@ -8,7 +8,7 @@ from typing import Any
 
 from trial_runs import MODULE_GPT, MODULE_LLAMA, Trial, make_trial
 
-from hpctrain.train.models import library
+from hpctrain.train.engines.models import library
 
 # Once here and not in every rank, which takes seconds of each.
 for name in ("GPT2LMHeadModel", "LlamaForCausalLM", "BertForMaskedLM"):

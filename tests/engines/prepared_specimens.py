@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hpctrain.train import prepare_data
+from hpctrain.prepare import __main__
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -67,7 +67,7 @@ def write_lines(path: Path, lines: list[dict[str, Any]]) -> Path:
 
 def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, dict[str, Any]]:
     """Exit code and what was printed as JSON."""
-    code = prepare_data.main([*map(str, argv), "--json"])
+    code = __main__.main([*map(str, argv), "--json"])
     return code, json.loads(capsys.readouterr().out)
 
 

@@ -14,12 +14,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from trial_runs import GPT, Trial, largest_difference
 
 from hpctrain.engines.megatron import MegatronConfig
-from hpctrain.plan.candidate import Candidate
 from hpctrain.plan.documents import Layout, Order
-from hpctrain.plan.order import ORDERS, order_problems
-from hpctrain.plan.placement import strides
+from hpctrain.plan.mesh.candidate import Candidate
+from hpctrain.plan.mesh.placement import strides
+from hpctrain.plan.mesh.rank_order import ORDERS, order_problems
 from hpctrain.spec.run import ParallelSpec
-from hpctrain.train.megatron.mesh import parallel_sizes
+from hpctrain.train.engines.megatron.mesh import parallel_sizes
 
 PIPELINES_NEAR: Order = "tp-cp-ep-pp-dp"
 DATA_NEAR: Order = "tp-cp-ep-dp-pp"

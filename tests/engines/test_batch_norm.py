@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hpctrain.train import prefork
-from hpctrain.train.native.batch_norm import SummedBatchNorm, synchronized
+from hpctrain.train.engines.native.batch_norm import SummedBatchNorm, synchronized
 
 TOLERANCE = 1e-12
 

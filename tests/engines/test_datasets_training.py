@@ -21,9 +21,9 @@ from dataset_specimens import (
 )
 from trial_runs import Trial, largest_difference
 
-from hpctrain.store.signs import TrainerExit
+from hpctrain.store.run_records import TrainerExit
 from hpctrain.train.engine import Evaluation, evaluated
-from hpctrain.train.models.tasks import loss_of
+from hpctrain.train.engines.models.tasks import loss_of
 
 ROUNDING = 5e-6
 TWO = dict(data_parallel_size=2, micro_batch_size=1)

@@ -18,10 +18,10 @@ from trial_runs import Trial, largest_difference
 from hpctrain.checkpoints.manifest import checkpoint_name
 from hpctrain.engines.deepspeed import DeepSpeedConfig
 from hpctrain.engines.documents import parse_train_config
-from hpctrain.plan.layout import layout_of
-from hpctrain.plan.stages import build_stages
+from hpctrain.plan.mesh.layout import layout_of
+from hpctrain.plan.mesh.stages import build_stages
 from hpctrain.spec.run import ParallelSpec
-from hpctrain.train.models.build import build_module
+from hpctrain.train.engines.models.build import build_module
 
 if importlib.util.find_spec("deepspeed") is None:
     pytest.skip("needs the deepspeed extra", allow_module_level=True)
@@ -153,7 +153,7 @@ def evaluated(trial: Trial) -> dict[int, float]:
 
 def test_stages_have_the_weights_that_were_planned() -> None:
     """Of a tied model the words are on the first stage and on the last one."""
-    from hpctrain.train.deepspeed.stages import cuts_of, layers_of
+    from hpctrain.train.engines.deepspeed.stages import cuts_of, layers_of
 
     layout, split = layout_of(ParallelSpec(pp=2), 2), (1, 1)
     for base in (ZERO, {**ZERO, "model": PLAIN_LLAMA["model"]}):
@@ -232,7 +232,7 @@ def test_gradients_that_are_not_finite_end_the_run(
 
 
 def test_other_engines_do_not_import_deepspeed() -> None:
-    code = "import sys, hpctrain.train.native.assembly; print('deepspeed' in sys.modules)"
+    code = "import sys, hpctrain.train.engines.native.assembly; print('deepspeed' in sys.modules)"
     command = [sys.executable, "-c", code]
     told = subprocess.run(command, check=True, timeout=300, capture_output=True, text=True)
     assert told.stdout.strip() == "False"

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from hpctrain.actions.prepare import prepare
+from hpctrain.prepare import __main__
 from hpctrain.store.layout import RunLayout
-from hpctrain.train import prefork, prepare_data
+from hpctrain.train import prefork
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 # Two partial sums in place of one, in fp32; relative to the largest number of a tensor.
@@ -58,7 +59,7 @@ def test_two_processes_have_the_gradients_of_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert prepare_data.main(["--output", "data/digits", "--builtin", "digits", "--json"]) == 0
+    assert __main__.main(["--output", "data/digits", "--builtin", "digits", "--json"]) == 0
     alone, spread = gradients(tmp_path, 1), gradients(tmp_path, 2)
     assert len(alone) == len(spread) > 30
     for one, two in zip(alone, spread, strict=True):

@@ -26,10 +26,10 @@ from hpctrain.actions.plan import load, plan_option
 from hpctrain.engines.documents import train_config
 from hpctrain.engines.module import ModuleConfig
 from hpctrain.plan.documents import Plan
-from hpctrain.train.megatron.kept import LiveStorages
-from hpctrain.train.models.build import build_module
-from hpctrain.train.models.library import alone
-from hpctrain.train.models.tasks import Loss, loss_of, masked_sum
+from hpctrain.train.engines.megatron.kept import LiveStorages
+from hpctrain.train.engines.models.build import build_module
+from hpctrain.train.engines.models.library import alone
+from hpctrain.train.engines.models.tasks import Loss, loss_of, masked_sum
 
 GPT = dict(family="gpt", layers=3, hidden=512, heads=8, vocab=5000, seq=512)
 LLAMA = dict(

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from test_kept_by_modules import stand_ins as stand_ins
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from hpctrain.train.models.tasks import loss_of
+from hpctrain.train.engines.models.tasks import loss_of
 
 if importlib.util.find_spec("deepspeed") is None:
     pytest.skip("needs the deepspeed extra", allow_module_level=True)
@@ -37,8 +37,8 @@ SPLIT: dict[str, Any] = dict(
 
 def count(directory: Path) -> None:
     """In a process of its own, which joins a process group."""
-    from hpctrain.train.deepspeed import library
-    from hpctrain.train.deepspeed.tensors import split, words_of
+    from hpctrain.train.engines.deepspeed import library
+    from hpctrain.train.engines.deepspeed.tensors import split, words_of
 
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     library.join(timedelta(minutes=1))

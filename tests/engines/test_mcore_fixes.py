@@ -16,7 +16,7 @@ import torch
 from trial_runs import LIMIT_SECONDS, Trial, largest_difference
 
 from hpctrain.train import prefork
-from hpctrain.train.megatron import fixes, model
+from hpctrain.train.engines.megatron import fixes, model
 
 DP2 = dict(data_parallel_size=2, overlap_grad_reduce=True, overlap_param_gather=True)
 
@@ -29,8 +29,8 @@ def test_tensor_parallel_ranks_draw_different_masks(trial: Callable[..., Trial])
     def draw() -> None:
         from megatron.core import tensor_parallel
 
-        from hpctrain.train.launch import read_launch
-        from hpctrain.train.megatron.mesh import open_mesh
+        from hpctrain.train.engines.megatron.mesh import open_mesh
+        from hpctrain.train.rank_environment import read_launch
 
         mesh = open_mesh(drawn.config, read_launch(os.environ))
         outside = torch.rand(3).tolist()

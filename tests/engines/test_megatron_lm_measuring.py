@@ -13,9 +13,9 @@ import pytest
 import torch.distributed as dist
 
 from hpctrain.store.layout import RunLayout
-from hpctrain.store.signs import RankTimes, read_record
-from hpctrain.train.megatron_lm.measuring import measuring
-from hpctrain.train.megatron_lm.on_import import changed_on_import
+from hpctrain.store.run_records import RankTimes, read_record
+from hpctrain.train.engines.megatron_lm.measuring import measuring
+from hpctrain.train.engines.megatron_lm.on_import import changed_on_import
 
 TIMERS = """
 class Timer:

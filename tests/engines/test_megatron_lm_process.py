@@ -14,7 +14,7 @@ from trial_runs import LIMIT_SECONDS
 from hpctrain.checkpoints.discover import select_for_resume
 from hpctrain.checkpoints.publish import TRACKER_NAME, fence_off
 from hpctrain.store.epochs import claim_epoch
-from hpctrain.store.signs import (
+from hpctrain.store.run_records import (
     DoneMarker,
     Progress,
     TrainerExit,

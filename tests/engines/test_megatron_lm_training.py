@@ -20,7 +20,7 @@ from hpctrain.actions.diagnose import diagnose
 from hpctrain.actions.runs import RunFiles
 from hpctrain.checkpoints.manifest import checkpoint_name
 from hpctrain.store.epochs import claim_epoch
-from hpctrain.store.signs import DoneMarker, RankTimes, TrainerExit, read_record, read_saves
+from hpctrain.store.run_records import DoneMarker, RankTimes, TrainerExit, read_record, read_saves
 
 pytestmark = pytest.mark.skipif(not PACKAGE.is_dir(), reason="`make install` unpacks it")
 STEPS = 24

@@ -13,20 +13,20 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional
 from trial_runs import MODULE_GPT
 
+from hpctrain.convert.directory import write_model
 from hpctrain.engines.documents import parse_train_config
 from hpctrain.errors import InvalidInputError
-from hpctrain.plan.layout import layout_of
-from hpctrain.plan.parameters import total_parameters
-from hpctrain.plan.representable import LINEAR_LAYERS
-from hpctrain.plan.tuning import held_parameters, held_stages, learned_parameters
+from hpctrain.plan.abilities.representable import LINEAR_LAYERS
+from hpctrain.plan.cost.lora_counts import held_parameters, held_stages, learned_parameters
+from hpctrain.plan.mesh.layout import layout_of
+from hpctrain.plan.model.parameters import total_parameters
 from hpctrain.spec.run import ParallelSpec, RunSpec
 from hpctrain.spec.tuning import LoraSpec
-from hpctrain.train.convert.directory import write_model
-from hpctrain.train.models.blocks import blocks_of
-from hpctrain.train.models.build import build_module
-from hpctrain.train.models.lora import adapted_layers, merged
-from hpctrain.train.models.masking import masking_of
-from hpctrain.train.models.tasks import loss_of
+from hpctrain.train.engines.models.blocks import blocks_of
+from hpctrain.train.engines.models.build import build_module
+from hpctrain.train.engines.models.lora import adapted_layers, merged
+from hpctrain.train.engines.models.masking import masking_of
+from hpctrain.train.engines.models.tasks import loss_of
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 TEXT: dict[str, Any] = dict(layers=2, hidden=32, heads=4, ffn=64, vocab=100, seq=16)

@@ -14,14 +14,13 @@ from safetensors.torch import load_file
 from trial_runs import GPT, LLAMA, MODULE_GPT, MODULE_LLAMA, Trial, largest_difference
 
 from hpctrain.checkpoints.staged import open_staged
+from hpctrain.convert import convert, megatron
+from hpctrain.convert.directory import write_model
 from hpctrain.engines.conversion import shape_described
 from hpctrain.engines.documents import parse_train_config
 from hpctrain.errors import InvalidInputError
-from hpctrain.train.convert import megatron
-from hpctrain.train.convert.__main__ import convert
-from hpctrain.train.convert.directory import write_model
-from hpctrain.train.models.build import build_module
-from hpctrain.train.models.library import class_named
+from hpctrain.train.engines.models.build import build_module
+from hpctrain.train.engines.models.library import class_named
 
 class_named("LlamaForCausalLM")  # imports once what every forked process needs
 

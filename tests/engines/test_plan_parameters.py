@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from hpctrain.plan.layout import layout_of, layout_problems
-from hpctrain.plan.parameters import expert_tp, pad_vocab
-from hpctrain.plan.stages import build_stages, split_layers
+from hpctrain.plan.mesh.layout import layout_of, layout_problems
+from hpctrain.plan.mesh.stages import build_stages, split_layers
+from hpctrain.plan.model.parameters import expert_tp, pad_vocab
 from hpctrain.spec.run import (
     BatchSpec,
     BudgetSpec,

@@ -16,13 +16,13 @@ from hpctrain.actions.verify import verify_plan
 from hpctrain.engines.kept import planned_kept_bytes
 from hpctrain.engines.megatron import megatron_config
 from hpctrain.engines.verification import Verification, compare
-from hpctrain.plan.batch import batch_split
 from hpctrain.plan.cost.from_spec import Knowledge
 from hpctrain.plan.documents import NodeRequest, Plan, Stage
-from hpctrain.plan.layout import layout_of, layout_problems
-from hpctrain.plan.parameters import pad_vocab
+from hpctrain.plan.mesh.batch import batch_split
+from hpctrain.plan.mesh.layout import layout_of, layout_problems
+from hpctrain.plan.mesh.stages import build_stages, split_layers
+from hpctrain.plan.model.parameters import pad_vocab
 from hpctrain.plan.planner import make_plan
-from hpctrain.plan.stages import build_stages, split_layers
 from hpctrain.spec.catalogue import cluster_gpu
 from hpctrain.spec.loader import (
     find_profile,
@@ -32,8 +32,8 @@ from hpctrain.spec.loader import (
     load_run_spec,
 )
 from hpctrain.spec.run import ParallelSpec, RunSpec
-from hpctrain.train.megatron import verify
-from hpctrain.train.megatron.verify import build
+from hpctrain.train.engines.megatron import verify
+from hpctrain.train.engines.megatron.verify import build
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 GPT = dict(layers=8, hidden=64, heads=8, vocab=300, seq=64)
@@ -262,7 +262,7 @@ def test_building_takes_little_memory(tmp_path: Path) -> None:
     told = tmp_path / "train.json"
     told.write_text(megatron_config(spec, plan_of(spec), None).model_dump_json())
     code = (
-        "import resource, sys; from hpctrain.train.megatron import verify; "
+        "import resource, sys; from hpctrain.train.engines.megatron import verify; "
         "verify.main(sys.argv[1:]); "
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)"
     )

@@ -18,10 +18,9 @@ pytest.importorskip("megatron.core", reason="needs the megatron extra")
 
 from hpctrain.actions.data import DatasetRequest, describe_dataset, prepare_dataset
 from hpctrain.errors import InvalidInputError
+from hpctrain.prepare import __main__, stages
+from hpctrain.prepare.publication import workplace
 from hpctrain.store.datasets import DatasetReport
-from hpctrain.train import prepare_data
-from hpctrain.train.preparing import stages
-from hpctrain.train.preparing.publication import workplace
 
 VOCAB_SIZE = 300
 HOSTILE_TEXT = "naïve \u2028 日本語 \U0001f600 <|endoftext|> tab\there\r\nlast line without end"
@@ -41,7 +40,7 @@ def corpus(tmp_path: Path) -> Path:
 
 def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, dict[str, Any]]:
     """Exit code and what was printed as JSON."""
-    code = prepare_data.main([*map(str, argv), "--json"])
+    code = __main__.main([*map(str, argv), "--json"])
     return code, json.loads(capsys.readouterr().out)
 
 
@@ -305,7 +304,7 @@ def test_a_kill_between_the_renames_leaves_nothing_half_valid(
         child = os.fork()
         if child == 0:
             _die_after_renames_to(output.parent, allowed)
-            os._exit(prepare_data.main([*argv, "--force"]))
+            os._exit(__main__.main([*argv, "--force"]))
         _, status = os.waitpid(child, 0)
         assert os.WTERMSIG(status) == signal.SIGKILL
         assert not (output.parent / "text.json").exists()
@@ -364,7 +363,7 @@ def test_a_second_writer_is_refused(
 
 
 def test_errors_of_the_user_are_one_message_and_no_traceback(tmp_path: Path) -> None:
-    command = [sys.executable, "-P", "-m", "hpctrain.train.prepare_data"]
+    command = [sys.executable, "-P", "-m", "hpctrain.prepare"]
     missing = str(tmp_path / "missing")
     for argv, code, message in (
         ([missing, "--output", "x"], 3, f"error: {missing}: no such file or directory"),
@@ -379,7 +378,7 @@ def test_errors_of_the_user_are_one_message_and_no_traceback(tmp_path: Path) -> 
 
 
 def test_builtin_is_source_of_the_standard_library_without_tests() -> None:
-    from hpctrain.train.preparing.corpus import find_stdlib, read_corpus
+    from hpctrain.prepare.corpus import find_stdlib, read_corpus
 
     candidates = find_stdlib()
     corpus = read_corpus(candidates, 1_000_000, 10**6)

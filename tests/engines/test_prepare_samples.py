@@ -24,10 +24,10 @@ from prepared_specimens import (
     wrong,
 )
 
+from hpctrain.prepare import __main__
+from hpctrain.prepare.hugging_face import digest_of
+from hpctrain.prepare.packing import best_fit
 from hpctrain.store.prepared import Expected, problems_of
-from hpctrain.train import prepare_data
-from hpctrain.train.preparing.hugging_face import digest_of
-from hpctrain.train.preparing.packing import best_fit
 
 
 @pytest.fixture(scope="module")
@@ -286,7 +286,7 @@ BESIDE_A_MODEL = """
 import json, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from hpctrain.train.preparing.hugging_face import digest_of, load_hugging_face
+from hpctrain.prepare.hugging_face import digest_of, load_hugging_face
 found = load_hugging_face(Path(sys.argv[1]))
 loaded = sorted(name for name in sys.modules if name.startswith("transformers.models.llama"))
 print(json.dumps([found.encode(["some words", "more"]), found.vocab_size, found.end, loaded]))
@@ -332,5 +332,5 @@ def test_options_that_make_no_sense(
     argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = [] if "--shards" in argv else ["--output", "data/x"]
-    assert prepare_data.main([*argv, *output]) == 2
+    assert __main__.main([*argv, *output]) == 2
     assert words in capsys.readouterr().err

@@ -21,9 +21,8 @@ from prepared_specimens import (
     wrong,
 )
 
-from hpctrain.train import prepare_data
-from hpctrain.train.preparing import contents, shards
-from hpctrain.train.preparing.plan import read_plan
+from hpctrain.prepare import __main__, contents, shards
+from hpctrain.prepare.plan import read_plan
 
 SMALL = ("--shard-bytes", 700)
 
@@ -79,7 +78,7 @@ def killed_at_shard(number: int, argv: list[str]) -> None:
             return original(*arguments)
 
         shards.contents_of = counted
-        os._exit(prepare_data.main(argv))
+        os._exit(__main__.main(argv))
     _, status = os.waitpid(child, 0)
     assert os.WTERMSIG(status) == signal.SIGKILL
 
@@ -100,7 +99,7 @@ def test_what_is_finished_is_not_made_again(
     raw[len(raw) // 2] ^= 1
     second.write_bytes(raw)
     third.with_suffix(".json").write_text("{")
-    code = prepare_data.main(argv)
+    code = __main__.main(argv)
     said = capsys.readouterr().err
     assert code == 0
     assert (
@@ -122,10 +121,10 @@ def test_a_wrong_line_has_its_place_and_costs_one_shard(
     problem = wrong(capsys, 3, *wanted, "--workers", 2)
     assert (problem["file"], problem["line"]) == (str(path), 21)
     assert "message 1 has no `role` or no `content`" in problem["message"]
-    assert prepare_data.main([*map(str, wanted)]) == 3
+    assert __main__.main([*map(str, wanted)]) == 3
     assert f"error: {path}:21: message 1" in capsys.readouterr().err
     write_lines(path, lines)
-    code = prepare_data.main([*map(str, wanted)])
+    code = __main__.main([*map(str, wanted)])
     said = capsys.readouterr().err
     assert code == 0 and said.count(" made\n") <= 2 < said.count("was there")
 

@@ -12,7 +12,7 @@ from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 from trial_runs import Trial, largest_difference
 
 from hpctrain.store.datasets import DatasetSidecar, bin_path, idx_path, sidecar_path
-from hpctrain.store.signs import TrainerExit
+from hpctrain.store.run_records import TrainerExit
 
 VOCAB = 250
 Blend = tuple[tuple[float, str], ...]

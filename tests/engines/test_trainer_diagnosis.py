@@ -74,7 +74,7 @@ def test_a_slow_loader_is_found(small: Callable[..., Trial]) -> None:
 
 
 def _compute_slowly() -> None:
-    from hpctrain.train.native import assembly
+    from hpctrain.train.engines.native import assembly
 
     if os.environ["RANK"] != "1":
         return
@@ -106,7 +106,7 @@ def _send_slowly() -> None:
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
     from torch.profiler import record_function
 
-    from hpctrain.train.native import wrapping
+    from hpctrain.train.engines.native import wrapping
 
     def send(state: Any, bucket: Any) -> Any:
         with record_function("gloo:all_reduce"):

@@ -18,8 +18,8 @@ from trial_runs import GPT, MODULE_GPT, Trial
 
 from hpctrain.checkpoints.discover import inspect
 from hpctrain.checkpoints.manifest import checkpoint_name
-from hpctrain.store.signs import TrainerExit
-from hpctrain.train import digest_check
+from hpctrain.store.run_records import TrainerExit
+from hpctrain.train.saving import digest_check
 
 CRASHED = TrainerExit.CRASH
 TWO = dict(data_parallel_size=2)
@@ -124,7 +124,7 @@ def test_a_storage_fault_while_loading_does_not_name_the_checkpoint(
 
 
 def _fail_to_read() -> None:
-    from hpctrain.train.megatron import snapshot
+    from hpctrain.train.engines.megatron import snapshot
 
     def load(*_: object, **__: object) -> object:
         raise OSError(116, "Stale file handle", "__0_0.distcp")

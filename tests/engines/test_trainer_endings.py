@@ -14,11 +14,11 @@ from trial_runs import LIMIT_SECONDS, Trial, held_at
 from hpctrain.checkpoints.manifest import checkpoint_name
 from hpctrain.checkpoints.publish import published_steps
 from hpctrain.store.epochs import claim_epoch, current_epoch
-from hpctrain.store.signs import DoneMarker, Progress, TrainerExit, read_record
-from hpctrain.train import writer
+from hpctrain.store.run_records import DoneMarker, Progress, TrainerExit, read_record
 from hpctrain.train.job import Job, read_config
-from hpctrain.train.launch import Launch
+from hpctrain.train.rank_environment import Launch
 from hpctrain.train.report import Reporter
+from hpctrain.train.saving import writer
 from hpctrain.train.stop import StopSignals
 
 YIELDED, REFUSED, CRASHED = TrainerExit.YIELDED, TrainerExit.CONFIG_ERROR, TrainerExit.CRASH

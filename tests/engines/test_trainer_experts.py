@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from trial_runs import LLAMA, Trial, largest_difference, make_trial
 
-import hpctrain.train.megatron.model
-import hpctrain.train.megatron.snapshot
-from hpctrain.store.signs import TrainerExit
-from hpctrain.train.megatron.snapshot import Snapshot
+import hpctrain.train.engines.megatron.model
+import hpctrain.train.engines.megatron.snapshot
+from hpctrain.store.run_records import TrainerExit
+from hpctrain.train.engines.megatron.snapshot import Snapshot
 
 TOLERANCE = 1e-5
 
@@ -77,7 +77,7 @@ def weights_only() -> None:
     original = Snapshot._sharded_parts
     Snapshot._sharded_parts = sharded_parts  # type: ignore[method-assign]
     Snapshot._put_back = put_back  # type: ignore[method-assign]
-    hpctrain.train.megatron.snapshot.check_expert_spread = lambda *_: None
+    hpctrain.train.engines.megatron.snapshot.check_expert_spread = lambda *_: None
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def test_experts_layout_equals_one_process(
 
 
 def without_balance_loss() -> None:
-    hpctrain.train.megatron.model.BALANCE_LOSS_WEIGHT = 0.0
+    hpctrain.train.engines.megatron.model.BALANCE_LOSS_WEIGHT = 0.0
 
 
 def test_the_balance_loss_is_in_the_gradients_and_not_in_the_reported_loss(

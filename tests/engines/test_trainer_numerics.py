@@ -12,10 +12,10 @@ import torch
 from trial_runs import Trial
 
 from hpctrain.checkpoints.publish import published_steps
-from hpctrain.store.signs import ExitRecord, TrainerExit
+from hpctrain.store.run_records import ExitRecord, TrainerExit
+from hpctrain.train.engines.megatron import forward
+from hpctrain.train.engines.megatron.engine import MegatronEngine
 from hpctrain.train.loop import Loop
-from hpctrain.train.megatron import forward
-from hpctrain.train.megatron.engine import MegatronEngine
 from hpctrain.train.numerics import LEAST_STEPS, LossWindow
 
 DIVERGED = TrainerExit.DIVERGED

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from trial_runs import LIMIT_SECONDS, MODULE_GPT, Trial
 
-from hpctrain.store.signs import TrainerExit
+from hpctrain.store.run_records import TrainerExit
 
 # Sends itself a signal at the moment when torch begins to be imported.
 _SIGNAL_WHILE_IMPORTING = """

@@ -15,9 +15,9 @@ import pytest
 from deepspeed_trials import ZERO
 from trial_runs import GPT, MODULE_GPT, Trial
 
-from hpctrain.store.signs import ExitRecord, RankTimes, read_record
-from hpctrain.train.above_nsight import UNDER_NSIGHT
-from hpctrain.train.nsight import nsight_command
+from hpctrain.store.run_records import ExitRecord, RankTimes, read_record
+from hpctrain.train.launchers.nsight import nsight_command
+from hpctrain.train.launchers.nsight_task import UNDER_NSIGHT
 
 FSDP = dict(MODULE_GPT, engine="fsdp", shard_size=2)
 TWO_STEPS = dict(steps=(3, 4, 6), ranks=(1,), shapes=True)
@@ -141,7 +141,7 @@ def test_without_nsight_the_run_does_not_begin(trial: Callable[..., Trial]) -> N
 
 
 def test_no_rank_is_wrapped_for_torch(trial: Callable[..., Trial]) -> None:
-    from hpctrain.train.launch import Launch
+    from hpctrain.train.rank_environment import Launch
 
     made = trial(MODULE_GPT, profile=dict(steps=(2,)))
     launch = Launch(rank=0, world_size=1, local_rank=0, node="n0", epoch=0, resume="")

@@ -14,9 +14,9 @@ from trial_runs import LIMIT_SECONDS, Trial, largest_difference
 
 from hpctrain.checkpoints.discover import inspect
 from hpctrain.checkpoints.manifest import checkpoint_name, digest_file, read_manifest
-from hpctrain.store.signs import TrainerExit
+from hpctrain.store.run_records import TrainerExit
 from hpctrain.train import prefork
-from hpctrain.train.megatron import model
+from hpctrain.train.engines.megatron import model
 
 TP2_PP2 = dict(
     tensor_model_parallel_size=2,

@@ -12,9 +12,10 @@ from trial_runs import Trial
 
 from hpctrain.checkpoints.discover import checkpoints
 from hpctrain.checkpoints.publish import published_steps
-from hpctrain.store.signs import TrainerExit
-from hpctrain.train import room, saver, writer
-from hpctrain.train.room import Need, check_room
+from hpctrain.store.run_records import TrainerExit
+from hpctrain.train import free_space
+from hpctrain.train.free_space import Need, check_room
+from hpctrain.train.saving import saver, writer
 
 CRASHED = TrainerExit.CRASH
 DP2 = dict(data_parallel_size=2)
@@ -160,7 +161,7 @@ def test_file_systems_without_a_number_of_inodes(
     real = os.statvfs(tmp_path)
     values = list(real)[:10]
     values[5:8] = [0, 0, 0]  # f_files, f_ffree, f_favail
-    monkeypatch.setattr(room.os, "statvfs", lambda path: os.statvfs_result(values))
+    monkeypatch.setattr(free_space.os, "statvfs", lambda path: os.statvfs_result(values))
     assert check_room(tmp_path, Need(1, 10**12, "test")) is None
 
 

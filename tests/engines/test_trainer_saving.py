@@ -13,9 +13,10 @@ from trial_runs import LIMIT_SECONDS, Trial, held_at
 from hpctrain.checkpoints.manifest import checkpoint_name, read_manifest
 from hpctrain.checkpoints.publish import published_steps
 from hpctrain.plan.forecast.intervals import daly_seconds
-from hpctrain.store.signs import SaveRecord, read_saves
-from hpctrain.train import prefork, publisher, writer
-from hpctrain.train.interval import SaveInterval
+from hpctrain.store.run_records import SaveRecord, read_saves
+from hpctrain.train import prefork
+from hpctrain.train.saving import publisher, writer
+from hpctrain.train.saving.save_interval import SaveInterval
 
 DP2 = dict(data_parallel_size=2)
 TP2_PP2 = dict(
@@ -107,7 +108,7 @@ def test_a_request_during_a_save_is_kept_until_after_it(trial: Callable[..., Tri
 
 def _writes_until_the_next(path: Path) -> None:
     """The first save lasts until 0.7 s after the second one wants to begin."""
-    from hpctrain.train.saver import Saver
+    from hpctrain.train.saving.saver import Saver
 
     real = Saver.begin
 

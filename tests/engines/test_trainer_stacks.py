@@ -14,9 +14,10 @@ import pytest
 from trial_runs import LIMIT_SECONDS, Trial, held_at
 
 from hpctrain.store.epochs import claim_epoch
-from hpctrain.store.signs import TrainerExit
-from hpctrain.train import prefork, stacks, writer
-from hpctrain.train.launch import Launch
+from hpctrain.store.run_records import TrainerExit
+from hpctrain.train import prefork, stacks
+from hpctrain.train.rank_environment import Launch
+from hpctrain.train.saving import writer
 from hpctrain.train.stacks import flight_recorder
 
 DP2 = dict(data_parallel_size=2)

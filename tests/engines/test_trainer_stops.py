@@ -16,7 +16,7 @@ from trial_runs import GPT, LIMIT_SECONDS, MODULE_GPT, Trial
 
 from hpctrain.checkpoints.publish import published_steps
 from hpctrain.store.epochs import claim_epoch
-from hpctrain.store.signs import TrainerExit, append_metrics, read_metrics, read_saves
+from hpctrain.store.run_records import TrainerExit, append_metrics, read_metrics, read_saves
 from hpctrain.train import evaluating, prefork, startup_stop
 from hpctrain.train.evaluating import EvaluationBatches, evaluation_is_missing
 
@@ -209,7 +209,7 @@ def test_a_stop_during_a_save_leaves_with_that_save(trial: Callable[..., Trial])
     """Not with one more step and one more save."""
 
     def prepare() -> None:
-        from hpctrain.train.saver import Saver
+        from hpctrain.train.saving.saver import Saver
 
         real = Saver.finish
 
@@ -228,7 +228,7 @@ def test_a_stop_during_a_save_leaves_with_that_save(trial: Callable[..., Trial])
 
 def test_a_stop_during_an_asynchronous_save_finishes_it_first(trial: Callable[..., Trial]) -> None:
     def prepare() -> None:
-        from hpctrain.train.saver import Saver
+        from hpctrain.train.saving.saver import Saver
 
         real = Saver.begin
 
@@ -268,7 +268,7 @@ def slow_import() -> None:
 def slow_data() -> None:
     """Rank 0 builds indexes, and the others wait for them."""
     _quickly()
-    from hpctrain.train.megatron import assembly
+    from hpctrain.train.engines.megatron import assembly
 
     real = assembly.open_data
 
@@ -284,7 +284,7 @@ def slow_data() -> None:
 def slow_loading() -> None:
     """One rank reads its shard and the others wait for it."""
     _quickly()
-    from hpctrain.train.megatron.snapshot import Snapshot
+    from hpctrain.train.engines.megatron.snapshot import Snapshot
 
     real = Snapshot.restore
 
@@ -300,7 +300,7 @@ def slow_loading() -> None:
 def slow_first() -> None:
     """One rank comes late to the first collective of the loop."""
     _quickly()
-    from hpctrain.train.control import Control
+    from hpctrain.train.step_agreement import Control
 
     real = Control.agree_to_stop
 

@@ -14,8 +14,9 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from trial_runs import LIMIT_SECONDS, Trial, held_at
 
 from hpctrain.checkpoints.discover import checkpoints
-from hpctrain.store.signs import TrainerExit, read_saves
-from hpctrain.train import publisher, storage, writer
+from hpctrain.store.run_records import TrainerExit, read_saves
+from hpctrain.train import storage
+from hpctrain.train.saving import publisher, writer
 
 DP2 = dict(data_parallel_size=2)
 

@@ -12,10 +12,10 @@ import pytest
 from deepspeed_trials import ZERO
 from trial_runs import GPT, MODULE_GPT, Trial
 
-from hpctrain.store.signs import RankTimes, read_record
-from hpctrain.train.control import Control
+from hpctrain.store.run_records import RankTimes, read_record
 from hpctrain.train.datasets.tokens import TokenSamples
-from hpctrain.train.megatron import forward
+from hpctrain.train.engines.megatron import forward
+from hpctrain.train.step_agreement import Control
 from hpctrain.train.times import ComputeTimers, EventClock, RankClock, StepClock
 
 SLOW_RANK = 2

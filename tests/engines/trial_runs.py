@@ -15,7 +15,7 @@ from hpctrain.checkpoints.manifest import checkpoint_name
 from hpctrain.engines.documents import parse_train_config
 from hpctrain.engines.training import TrainConfig
 from hpctrain.store.layout import RunLayout
-from hpctrain.store.signs import ExitRecord, StepMetrics, read_exit_records, read_metrics
+from hpctrain.store.run_records import ExitRecord, StepMetrics, read_exit_records, read_metrics
 from hpctrain.train import prefork
 
 LIMIT_SECONDS = 300.0

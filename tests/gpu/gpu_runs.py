@@ -14,7 +14,7 @@ from typing import Any
 from trial_runs import GPT, MODULE_GPT, Trial, make_trial
 
 from hpctrain.checkpoints.manifest import checkpoint_name
-from hpctrain.store.signs import RankTimes, read_record
+from hpctrain.store.run_records import RankTimes, read_record
 from hpctrain.train.prefork import free_port
 
 LIMIT_SECONDS = 240.0

@@ -12,10 +12,10 @@ import pytest
 from gpu_runs import ENGINES, LIMIT_SECONDS, gpu_trial
 
 from hpctrain.checkpoints.manifest import checkpoint_name
-from hpctrain.store.signs import TrainerExit
+from hpctrain.store.run_records import TrainerExit
 from hpctrain.supervise.catalogue import load_signatures
-from hpctrain.supervise.causes import Cause
-from hpctrain.supervise.scan import Scanner
+from hpctrain.supervise.evidence.log_scan import Scanner
+from hpctrain.supervise.judge.causes import Cause
 
 ASSERTION = """
 import torch

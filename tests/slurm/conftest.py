@@ -27,7 +27,7 @@ from hpctrain.actions.state import RunState
 from hpctrain.sandbox.faults import kill_controller, restart_controller
 from hpctrain.sandbox.repair import repair
 from hpctrain.sandbox.sandbox import Sandbox
-from hpctrain.store.signs import read_metrics
+from hpctrain.store.run_records import read_metrics
 
 
 def pytest_configure(config: pytest.Config) -> None:

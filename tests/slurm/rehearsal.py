@@ -35,7 +35,7 @@ from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.sandbox.shape import PartitionShape, SandboxShape, default_shape
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.store.ledger import Event, EventKind
-from hpctrain.store.signs import StepMetrics, read_metrics
+from hpctrain.store.run_records import StepMetrics, read_metrics
 
 STEPS = 60
 SAVE_EVERY_STEPS = 10

@@ -9,7 +9,7 @@ from rehearsal import STEPS, Stage, held
 from hpctrain.actions.state import RunState
 from hpctrain.sandbox import faults
 from hpctrain.store.ledger import EventKind
-from hpctrain.store.signs import lineage, read_metrics
+from hpctrain.store.run_records import lineage, read_metrics
 
 
 def test_a_run_goes_on_with_fewer_nodes(stage: Stage) -> None:

@@ -10,7 +10,7 @@ from rehearsal import PATIENCE_SECONDS, STEPS, PlannedFault, Rehearsal, Stage
 
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import EventKind
-from hpctrain.store.signs import read_metrics
+from hpctrain.store.run_records import read_metrics
 from hpctrain.train import prefork
 from hpctrain.train.job import read_config
 

@@ -25,7 +25,7 @@ from hpctrain.checkpoints.publish import published_steps
 from hpctrain.plan.documents import Plan
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import EventKind
-from hpctrain.store.signs import RankTimes, StepMetrics, lineage, read_metrics, read_record
+from hpctrain.store.run_records import RankTimes, StepMetrics, lineage, read_metrics, read_record
 from hpctrain.train import prefork
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,7 +14,7 @@ from rehearsal import PATIENCE_SECONDS, Rehearsal, Stage
 
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import EventKind
-from hpctrain.store.signs import lineage, read_metrics
+from hpctrain.store.run_records import lineage, read_metrics
 from hpctrain.train.prefork import free_port
 
 PACKAGE = Path(sys.prefix, "megatron-lm")

@@ -14,8 +14,8 @@ from hpctrain.sandbox import faults
 from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.states import JobState
-from hpctrain.supervise.answers import ProbeResult
-from hpctrain.supervise.probe import STEP_NAME, Question, probe_nodes
+from hpctrain.supervise.evidence.probe import STEP_NAME, Question, probe_nodes
+from hpctrain.supervise.judge.probe_answers import ProbeResult
 
 NODES = ("n0", "n1", "n2", "n3")
 SCRIPT = "#!/bin/sh\n#SBATCH -N4 --no-kill --exclusive -t 10 -o /dev/null\nexec sleep 600\n"

@@ -18,7 +18,7 @@ from hpctrain.sandbox import faults
 from hpctrain.sandbox.job_processes import JobProcess
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import EventKind
-from hpctrain.store.signs import TrainerExit, lineage, read_agent_records, read_metrics
+from hpctrain.store.run_records import TrainerExit, lineage, read_agent_records, read_metrics
 from hpctrain.train import prefork
 
 # fp32, and sums over one or two halves of a batch in another order, over 60 steps of Adam.

@@ -1,7 +1,7 @@
 """Which blocks a group of layers consists of.
 
 Belongs here: counts of attention, MLP, MoE and Mamba blocks in a stage. Does not belong here: what
-a block costs (`blocks`, `memory`, `weights`).
+a block costs (`blocks`, `plan_memory`, `weights`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """From documents to a case of the cost model: a spec on a cluster, for many layouts at once.
 
 Belongs here: which field of a spec, a profile or a calibration becomes which number of a case.
-Does not belong here: formulas, constants, or which layouts there are (`hpctrain.plan.search_grid`).
+Does not belong here: formulas, constants, or which layouts there are (`hpctrain.plan.search.grid`).
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from math import sqrt
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import InvalidInputError, Problem
-from hpctrain.plan import vision
 from hpctrain.plan.cost.case import Case, Machine, Mesh, Shape, Software
 from hpctrain.plan.cost.constants import calibration_of, machine_of, software_of
+from hpctrain.plan.cost.lora_counts import learned_share, thin_parameters
 from hpctrain.plan.cost.modules import eager
-from hpctrain.plan.order import ORDERS
-from hpctrain.plan.parameters import BERT_SEGMENTS, vocab_multiple
-from hpctrain.plan.tuning import learned_share, thin_parameters
+from hpctrain.plan.mesh.rank_order import ORDERS
+from hpctrain.plan.model import vision
+from hpctrain.plan.model.parameters import BERT_SEGMENTS, vocab_multiple
 from hpctrain.spec.calibration import Calibration, SoftwareCalibration
 from hpctrain.spec.catalogue import Gpu
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import ModelSpec, RecomputeModule, RunSpec
 
 if TYPE_CHECKING:
-    from hpctrain.plan.search_columns import Columns
+    from hpctrain.plan.mesh.columns import Columns
 
 # Which generation of software of the calibration each engine is like. hpctrain's own trainer has
 # not been measured on GPUs: it takes the median of measured software, and hides gradients and

@@ -6,7 +6,7 @@ counts s b h units for 16-bit activations with dropout and unfused attention; ea
 which of its terms a line is. What the paper leaves out was found on runs that print exact bytes
 (docs/planner.md): 16-bit placeholders of one layer's weight gradients and of the output matrix.
 
-Belongs here: bytes. Does not belong here: whether they fit (`hpctrain.plan.search`).
+Belongs here: bytes. Does not belong here: whether they fit (`hpctrain.plan.search.layouts`).
 
 Letters: T tokens of a microbatch on one rank, h hidden, t tensor parallel size, e bytes per
 element.

@@ -3,7 +3,7 @@
 Read off transformers' models and torch's operations, and compared with what their forward and
 backward passes hold (tests/engines/test_kept_by_modules.py). Belongs here: the constants of a
 `Software` that follow from the model and its precision. Does not belong here: formulas of bytes
-(see `memory`), time.
+(see `plan_memory`), time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hpctrain.spec.run import RunSpec
 
 ENGINES = ("fsdp", "deepspeed", "ddp")
 # Per logit, in fp32 whatever the precision: log-probabilities, their gradient, and that of the
-# logits (train/models/tasks.py, masked_sum; torch/_decomp: _log_softmax_backward_data).
+# logits (train/engines/models/tasks.py, masked_sum; torch/_decomp: _log_softmax_backward_data).
 _LOGIT_BYTES = 12.0
 # Where ranks share them, the bf16 ones are still there beside three of fp32: themselves, less their
 # maximum, and exponentials (deepspeed/sequence/cross_entropy.py, _VocabParallelCrossEntropy).

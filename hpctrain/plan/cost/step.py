@@ -2,7 +2,7 @@
 
 Belongs here: the pipeline schedule, data parallel traffic, the optimizer, straggling. Does not
 belong here: what a single microbatch costs in a block (`blocks`) or in a stage (`stages`), bytes
-(`memory`).
+(`plan_memory`).
 """
 
 from __future__ import annotations

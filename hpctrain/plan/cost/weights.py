@@ -1,7 +1,8 @@
 """Parameters on the fullest rank, as real numbers, for any number of cases.
 
-Close to the exact counts of `hpctrain.plan.parameters` (a unit test compares them), but in closed
-forms that broadcast. Belongs here: counts per block and per stage. Does not belong here: bytes.
+Close to the exact counts of `hpctrain.plan.model.parameters` (a unit test compares them), but in
+closed forms that broadcast. Belongs here: counts per block and per stage. Does not belong here:
+bytes.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def checkpoint_cost(spec: RunSpec, profile: ClusterProfile, facts: RunFacts) -> 
 
     Write rate: the slower of the file system and the network cards of the run's nodes (a node's
     own disk needs no cards). All GPUs copy equal shares to main memory first, which is all that an
-    asynchronous save waits for; at most one save is under way (`hpctrain.train.saver`).
+    asynchronous save waits for; at most one save is under way (`hpctrain.train.saving.saver`).
     """
     each = facts.checkpoint_bytes_per_parameter or bytes_per_parameter(spec)
     total = facts.parameters * each

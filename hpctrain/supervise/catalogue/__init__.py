@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from hpctrain.spec.loader import SIGNATURES_FILE, XIDS_FILE, load_document
-from hpctrain.supervise.signatures import SignatureFile, Signatures, XidFile
+from hpctrain.supervise.judge.signatures import SignatureFile, Signatures, XidFile
 
 PACKAGED = Path(__file__).resolve().parent
 

@@ -1,5 +1,5 @@
 """What the trainer reads: datasets of all formats, their order, and batches of them.
 
 `hpctrain.train.data` is the way in. Does not belong here: making datasets (see
-`hpctrain.train.preparing`), what a model does with a batch.
+`hpctrain.prepare`), what a model does with a batch.
 """

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hpctrain.train.megatron import cpu
+from hpctrain.train import megatron_on_cpu
 
-cpu.install()  # before the first import of megatron.core, also where another engine trains
+# Before the first import of megatron.core, also where another engine trains.
+megatron_on_cpu.install()
 
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder  # noqa: E402
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset  # noqa: E402

@@ -56,7 +56,7 @@ def stop_writer(fault: Fault) -> None:
     """From now on the process that writes this rank's part of a checkpoint never ends it, as one
     does not whose storage client does not answer."""
     import_loop()
-    from hpctrain.train import writer
+    from hpctrain.train.saving import writer
 
     real = writer.write_rank_digests
 
@@ -167,7 +167,7 @@ def take_port(fault: Fault) -> None:
 def publish_slowly(fault: Fault) -> None:
     """From now on, wait between a checkpoint's last byte and its publication."""
     import_loop()
-    from hpctrain.train import publisher
+    from hpctrain.train.saving import publisher
 
     real = publisher.publish
 
@@ -181,7 +181,7 @@ def publish_slowly(fault: Fault) -> None:
 def poison(fault: Fault) -> None:
     """The batch that begins after so many samples gives a loss that is no number."""
     import_megatron()
-    from hpctrain.train.megatron.engine import MegatronEngine
+    from hpctrain.train.engines.megatron.engine import MegatronEngine
 
     real = MegatronEngine.update
 
@@ -220,7 +220,7 @@ def check_slowly(fault: Fault) -> None:
 def open_data_slowly(fault: Fault) -> None:
     """Builds indexes; the others wait in a collective."""
     import_megatron()
-    from hpctrain.train.megatron import assembly
+    from hpctrain.train.engines.megatron import assembly
 
     assembly.open_data = lambda *given, **keywords: _starts_slowly(fault)
 
@@ -228,7 +228,7 @@ def open_data_slowly(fault: Fault) -> None:
 def load_slowly(fault: Fault) -> None:
     """Reads its part of the checkpoint; the others wait in a collective."""
     import_megatron()
-    from hpctrain.train.megatron.snapshot import Snapshot
+    from hpctrain.train.engines.megatron.snapshot import Snapshot
 
     Snapshot.restore = lambda *given: _starts_slowly(fault)  # type: ignore[method-assign]
 
@@ -236,7 +236,7 @@ def load_slowly(fault: Fault) -> None:
 def agree_late(fault: Fault) -> None:
     """Comes late to the first collective of the loop."""
     import_loop()
-    from hpctrain.train.control import Control
+    from hpctrain.train.step_agreement import Control
 
     Control.agree_to_stop = lambda *given: _starts_slowly(fault)  # type: ignore[method-assign]
 
@@ -286,7 +286,7 @@ LASTING = ("await_word", "pace")
 
 def import_loop() -> None:
     """As the entry point does it, and nothing of an engine."""
-    from hpctrain.train.launch import quiet_defaults
+    from hpctrain.train.rank_environment import quiet_defaults
 
     os.environ.update(quiet_defaults())
     from hpctrain.train import loop  # noqa: F401
@@ -295,7 +295,6 @@ def import_loop() -> None:
 def import_megatron() -> None:
     """The CPU layer comes before anything of megatron-core."""
     import_loop()
-    from hpctrain.train.megatron import assembly  # noqa: F401
 
 
 def strike_at_steps(faults: list[Fault]) -> None:

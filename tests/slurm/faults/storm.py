@@ -28,7 +28,7 @@ from hpctrain.sandbox import faults
 from hpctrain.sandbox.processes import await_condition
 from hpctrain.spec.supervision import BudgetName
 from hpctrain.store.ledger import Event, EventKind
-from hpctrain.store.signs import read_metrics
+from hpctrain.store.run_records import read_metrics
 
 MEAN_GAP_STEPS = 25
 _HEAD_STEPS = SAVE_EVERY_STEPS + 2

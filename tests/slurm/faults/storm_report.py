@@ -23,7 +23,7 @@ from hpctrain.actions.state import RunState
 from hpctrain.checkpoints.discover import checkpoints
 from hpctrain.checkpoints.publish import published_steps
 from hpctrain.store.ledger import EventKind
-from hpctrain.store.signs import read_metrics
+from hpctrain.store.run_records import read_metrics
 
 # Between the supervisor's last word and the clock of the account.
 _CLOCK_SECONDS = 2.0

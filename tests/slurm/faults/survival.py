@@ -14,7 +14,7 @@ from rehearsal import Rehearsal
 
 from hpctrain.checkpoints.discover import checkpoints
 from hpctrain.store.ledger import Event, EventKind
-from hpctrain.store.signs import read_metrics
+from hpctrain.store.run_records import read_metrics
 
 Entry = dict[str, object]
 

@@ -19,7 +19,7 @@ from hpctrain.actions.state import RunState
 from hpctrain.checkpoints.manifest import MANIFEST_NAME, checkpoint_name, read_manifest
 from hpctrain.checkpoints.publish import QUARANTINE_NAME, TRACKER_NAME, published_steps
 from hpctrain.store.ledger import EventKind
-from hpctrain.store.signs import read_metrics
+from hpctrain.store.run_records import read_metrics
 
 
 def test_checkpoints_that_lie_are_stepped_back_over_and_kept(

@@ -10,7 +10,7 @@ from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.state import RunState
 from hpctrain.checkpoints.publish import published_steps
 from hpctrain.store.ledger import Event, EventKind
-from hpctrain.store.signs import Progress, lineage, read_metrics, read_record
+from hpctrain.store.run_records import Progress, lineage, read_metrics, read_record
 
 # By cause. When a grace is over Slurm may be first to requeue.
 WISHED = {"time_limit": ("requeue",), "preempted": BY_SLURM, "yielded": ("hold",)}

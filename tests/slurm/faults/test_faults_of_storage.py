@@ -14,7 +14,7 @@ from survival import Fault, Survival
 
 from hpctrain.actions.runs import RunFiles
 from hpctrain.store.ledger import EventKind
-from hpctrain.store.signs import read_metrics
+from hpctrain.store.run_records import read_metrics
 
 _AWAY_SECONDS = 5.0
 

@@ -19,7 +19,7 @@ from hpctrain.errors import CheckpointError
 from hpctrain.plan.forecast.intervals import daly_seconds
 from hpctrain.store.epochs import claim_epoch
 from hpctrain.store.ledger import EventKind
-from hpctrain.store.signs import SaveRecord, SkipList, SkippedData, append_save, write_record
+from hpctrain.store.run_records import SaveRecord, SkipList, SkippedData, append_save, write_record
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "gpt-tiny.yaml"
 # 1000 s of training with one failure: that is the time between failures.

@@ -24,7 +24,7 @@ from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.states import JobState
 from hpctrain.spec.loader import find_profile, load_profile, load_run_spec
 from hpctrain.store.ledger import Event, EventKind
-from hpctrain.supervise.control import requested
+from hpctrain.supervise.requests import requested
 
 ME = pwd.getpwuid(os.getuid()).pw_name
 Verb = Callable[..., Answer]

@@ -24,7 +24,7 @@ def interpreter(directory: Path, body: str) -> str:
 def test_the_program_is_told_both_directories(tmp_path: Path) -> None:
     python = interpreter(
         tmp_path,
-        "assert sys.argv[1:] == ['-P', '-m', 'hpctrain.train.convert', 'a', 'b'], sys.argv\n"
+        "assert sys.argv[1:] == ['-P', '-m', 'hpctrain.convert', 'a', 'b'], sys.argv\n"
         "assert os.environ['CUDA_VISIBLE_DEVICES'] == ''\n"
         f"print({REPORT.model_dump_json()!r})",
     )

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.actions.elastic_sizes import smaller_sizes
 from hpctrain.actions.prepare import Prepared, load_knowledge, prepare
-from hpctrain.actions.shapes import smaller_sizes
 from hpctrain.actions.submit import write_run_directory
 from hpctrain.engines.deepspeed import DeepSpeedConfig, ds_config
 from hpctrain.errors import InvalidInputError

@@ -13,7 +13,7 @@ from hpctrain.actions.runs import RunFiles
 from hpctrain.diagnose.findings import Finding, Price
 from hpctrain.errors import UsageError
 from hpctrain.slurm.fake import FakeSlurm
-from hpctrain.store.signs import read_metrics
+from hpctrain.store.run_records import read_metrics
 
 
 @pytest.fixture

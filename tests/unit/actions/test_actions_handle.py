@@ -12,7 +12,7 @@ import hpctrain
 from hpctrain.errors import NoSuchRunError, RunFailedError
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.states import JobState
-from hpctrain.store.signs import DoneMarker, write_record
+from hpctrain.store.run_records import DoneMarker, write_record
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "gpt-tiny.yaml"
 

@@ -26,7 +26,7 @@ from hpctrain.slurm.records import JobRecord
 from hpctrain.slurm.states import JobState
 from hpctrain.store.jobs import cancel_requested, run_comment
 from hpctrain.store.ledger import EventKind
-from hpctrain.store.signs import append_metrics, read_metrics
+from hpctrain.store.run_records import append_metrics, read_metrics
 from hpctrain.supervise.run_jobs import identity_of, select_jobs
 
 # -- names -----------------------------------------------------------------------------------

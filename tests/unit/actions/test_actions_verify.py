@@ -42,7 +42,7 @@ def test_the_process_is_given_the_training_configuration(
     python = interpreter(
         tmp_path,
         "import os, shutil\n"
-        "assert sys.argv[1:4] == ['-P', '-m', 'hpctrain.train.megatron.verify'], sys.argv\n"
+        "assert sys.argv[1:4] == ['-P', '-m', 'hpctrain.train.engines.megatron.verify'], sys.argv\n"
         "assert os.environ['CUDA_VISIBLE_DEVICES'] == ''\n"
         f"shutil.copy(sys.argv[4], {str(told)!r})\n"
         f"print({answer!r})",

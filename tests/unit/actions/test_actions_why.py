@@ -17,15 +17,15 @@ from fabricated_runs import (
     said,
 )
 
-from hpctrain.actions.foresight import Foresight, budgets, foresee
+from hpctrain.actions.policy_preview import Foresight, budgets, foresee
 from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.why import Why, waiting_words, why
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.records import JobRecord
 from hpctrain.slurm.states import JobState
 from hpctrain.store.ledger import Event, EventKind
-from hpctrain.supervise.causes import Cause
-from hpctrain.supervise.documents import (
+from hpctrain.supervise.judge.causes import Cause
+from hpctrain.supervise.judge.documents import (
     ActionKind,
     History,
     LaunchShape,

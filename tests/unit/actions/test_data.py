@@ -116,7 +116,7 @@ def test_names_that_look_like_options_stay_names(tmp_path: Path) -> None:
     )
     command = request.command()
     assert command[:5] == [
-        sys.executable, "-P", "-m", "hpctrain.train.prepare_data", "--json"
+        sys.executable, "-P", "-m", "hpctrain.prepare", "--json"
     ]  # fmt: skip
     assert command[5:] == [
         "--output=-o $(id)", "--suffix=.c", "--vocab-size=300", "--", "--force", "a b\n"

@@ -79,7 +79,7 @@ def test_plan_array_merge(place: Place) -> None:
     assert place.steps == ["plan", "submit", "merge"]
     assert place.said == ["job array 70: shards 5, elements 2"]
     for number, command in enumerate(place.commands):
-        assert command[1:5] == ["-P", "-m", "hpctrain.train.prepare_data", "--json"]
+        assert command[1:5] == ["-P", "-m", "hpctrain.prepare", "--json"]
         assert command[5:] == [f"--shards={place.directory}", f"--share={number}/2", "--workers=3"]
     (options,) = place.options
     assert (options.partition, options.cpus, options.name) == ("train", 3, "data-x")

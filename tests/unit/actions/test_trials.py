@@ -22,7 +22,7 @@ from hpctrain.spec.loader import load_run_spec
 from hpctrain.store.comparisons import ComparisonLayout
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import EventKind, Ledger
-from hpctrain.store.signs import RankTimes, write_record
+from hpctrain.store.run_records import RankTimes, write_record
 
 ENGINES = "ddp,fsdp"
 

@@ -24,8 +24,8 @@ from hpctrain.slurm.records import JobRecord
 from hpctrain.slurm.states import JobState
 from hpctrain.store.jobs import run_comment
 from hpctrain.store.ledger import EventKind
-from hpctrain.store.signs import Progress, write_record
-from hpctrain.supervise.documents import LaunchShape, SuperviseConfig
+from hpctrain.store.run_records import Progress, write_record
+from hpctrain.supervise.judge.documents import LaunchShape, SuperviseConfig
 
 BEGUN = (*SUBMITTED, STARTED, LAUNCHED)
 

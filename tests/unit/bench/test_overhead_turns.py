@@ -10,7 +10,7 @@ from bench.overhead.__main__ import told
 from bench.overhead.jobs import JOBS
 from bench.overhead.turns import BARE, LEAST_PAIRS, OURS, STEPS_PER_TURN, Took, Turns
 from bench.pairs import interval, ratio
-from hpctrain.plan.trainable import TRAINED_ENGINES
+from hpctrain.plan.abilities.trainable import TRAINED_ENGINES
 
 
 def kinds_of(seconds: float, round_seconds: float) -> tuple[list[str], Turns]:

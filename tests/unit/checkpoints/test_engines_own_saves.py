@@ -7,7 +7,7 @@ from pathlib import Path
 from hpctrain.checkpoints.manifest import partial_name, saving_name, unpublished_epoch
 from hpctrain.checkpoints.publish import fence_off, published_steps
 from hpctrain.store.layout import RunLayout
-from hpctrain.supervise.sight import save_in_flight
+from hpctrain.supervise.evidence.run_dir_snapshot import save_in_flight
 
 
 def test_a_newer_launch_takes_it_away(tmp_path: Path) -> None:

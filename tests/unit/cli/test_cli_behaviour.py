@@ -34,7 +34,7 @@ from hpctrain.errors import (
 )
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.states import JobState
-from hpctrain.store.signs import StepMetrics
+from hpctrain.store.run_records import StepMetrics
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = [sys.executable, "-c", "from hpctrain.cli.main import main; main()"]

@@ -20,7 +20,7 @@ from hpctrain.cli.checkpoints import progress_line
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.states import JobState
 from hpctrain.store.ledger import EventKind
-from hpctrain.store.signs import SaveRecord, append_save
+from hpctrain.store.run_records import SaveRecord, append_save
 
 RUN = "gpt-tiny-7f3a"
 

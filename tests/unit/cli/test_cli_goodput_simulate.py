@@ -14,7 +14,7 @@ from hpctrain.actions.goodput import goodput
 from hpctrain.durable import append_line
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import EventKind
-from hpctrain.store.signs import SaveRecord, append_save
+from hpctrain.store.run_records import SaveRecord, append_save
 
 ROOT = Path(__file__).resolve().parents[3]
 SIMULATE = ["simulate", "--gpus", "1024", "--days", "5", "--trials", "10"]

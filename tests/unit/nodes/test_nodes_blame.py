@@ -20,7 +20,7 @@ from hpctrain.nodes.blame import (
     weight_now,
 )
 from hpctrain.nodes.record import KINDS, EvidenceKind, NodeEvidence, forgiveness
-from hpctrain.supervise.causes import (
+from hpctrain.supervise.judge.causes import (
     FINAL_CAUSES,
     MACHINE_CAUSES,
     SCHEDULER_CAUSES,

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from specimens import GPT175B, LLAMA7B, LLAMA405B
 
-from hpctrain.plan.parameters import (
+from hpctrain.plan.model.parameters import (
     layer_parameters,
     model_flops_per_step,
     pad_vocab,

@@ -10,15 +10,15 @@ from planner_knowledge import knowledge_of
 from specimens import GPT175B, GPT_TINY, LLAMA7B, cluster, run_spec
 
 from hpctrain.errors import DoesNotFitError, HpctrainError
+from hpctrain.plan.abilities.trainable import untrainable
+from hpctrain.plan.alternatives import explain
 from hpctrain.plan.cost.case import RECOMPUTE_FULL, RECOMPUTE_NONE, RECOMPUTE_SELECTIVE
 from hpctrain.plan.cost.from_spec import resnet_shape, shape_of
+from hpctrain.plan.cost.prediction import recomputed_flops
 from hpctrain.plan.cost.step import StepTime
 from hpctrain.plan.documents import RECOMPUTES, Explanation, Plan, Prediction, RunnerUp, StepParts
+from hpctrain.plan.model.vision import resnet_multiplications, resnet_parameters
 from hpctrain.plan.planner import Decision, decide, make_plan
-from hpctrain.plan.prediction import recomputed_flops
-from hpctrain.plan.search_explain import explain
-from hpctrain.plan.trainable import untrainable
-from hpctrain.plan.vision import resnet_multiplications, resnet_parameters
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import ModelSpec, RunSpec
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hpctrain.plan.parameters import (
+from hpctrain.plan.model.parameters import (
     active_parameters,
     expert_parameters,
     expert_tp,

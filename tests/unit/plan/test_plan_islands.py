@@ -7,7 +7,7 @@ import pytest
 from specimens import cluster
 
 from hpctrain.plan.documents import Layout, NodeRequest
-from hpctrain.plan.islands import (
+from hpctrain.plan.mesh.islands import (
     Crossing,
     Island,
     crossing,
@@ -21,7 +21,7 @@ from hpctrain.plan.islands import (
     slow_links,
     wraps_outside,
 )
-from hpctrain.plan.placement import place_axes
+from hpctrain.plan.mesh.placement import place_axes
 from hpctrain.spec.profile import ClusterProfile
 
 UPLINK = "100Gb/s"

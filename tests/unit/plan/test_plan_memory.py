@@ -5,15 +5,15 @@ from typing import Any
 import pytest
 from specimens import GPT175B, GPT_TINY, LLAMA405B, cluster, run_spec
 
-from hpctrain.plan.candidate import Candidate, candidate_of
 from hpctrain.plan.cost.case import Case
 from hpctrain.plan.cost.from_spec import case_of
 from hpctrain.plan.cost.memory import peak_bytes
+from hpctrain.plan.cost.plan_memory import candidate_memory, shards
 from hpctrain.plan.documents import MemoryBreakdown, Recompute
-from hpctrain.plan.memory import candidate_memory, shards
+from hpctrain.plan.mesh.candidate import Candidate, candidate_of
+from hpctrain.plan.mesh.columns import columns_of
 from hpctrain.plan.planner import make_plan
-from hpctrain.plan.search import BORDER
-from hpctrain.plan.search_columns import columns_of
+from hpctrain.plan.search.layouts import BORDER
 from hpctrain.spec.run import ParallelSpec, RunSpec
 
 SBH = 2048 * 12288

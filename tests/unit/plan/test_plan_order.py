@@ -6,12 +6,12 @@ import pytest
 from specimens import GPT175B, LLAMA7B, cluster, run_spec
 from test_plan_islands import archipelago
 
-from hpctrain.plan.candidate import Candidate, candidate_of
 from hpctrain.plan.documents import NodeRequest
-from hpctrain.plan.islands import on_islands, slow_links
-from hpctrain.plan.layout import layout_of
 from hpctrain.plan.limits import node_request
-from hpctrain.plan.order import (
+from hpctrain.plan.mesh.candidate import Candidate, candidate_of
+from hpctrain.plan.mesh.islands import on_islands, slow_links
+from hpctrain.plan.mesh.layout import layout_of
+from hpctrain.plan.mesh.rank_order import (
     OrderChoice,
     choose_order,
     order_problems,

@@ -4,7 +4,7 @@ import pytest
 from specimens import cluster
 
 from hpctrain.plan.documents import Layout
-from hpctrain.plan.placement import place_axes, stays_inside
+from hpctrain.plan.mesh.placement import place_axes, stays_inside
 
 
 def placed(

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from hpctrain.plan.abilities.representable import TASKS, unrepresentable
 from hpctrain.plan.documents import RECOMPUTES
-from hpctrain.plan.parameters import model_flops_per_step, total_parameters
-from hpctrain.plan.representable import TASKS, unrepresentable
-from hpctrain.plan.search_freedom import recompute_choices
+from hpctrain.plan.model.parameters import model_flops_per_step, total_parameters
+from hpctrain.plan.search.space import recompute_choices
 from hpctrain.spec.model import ModelSpec
 from hpctrain.spec.run import RunSpec
 

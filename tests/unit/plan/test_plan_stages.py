@@ -3,19 +3,19 @@ from __future__ import annotations
 import pytest
 from specimens import GPT_TINY
 
-from hpctrain.plan.layout import layout_of
-from hpctrain.plan.parameters import (
-    expert_parameters,
-    layer_parameters,
-    pad_vocab,
-    total_parameters,
-)
-from hpctrain.plan.stages import (
+from hpctrain.plan.mesh.layout import layout_of
+from hpctrain.plan.mesh.stages import (
     build_stages,
     split_layers,
     split_problems,
     stage_expert_parameters,
     stage_layers,
+)
+from hpctrain.plan.model.parameters import (
+    expert_parameters,
+    layer_parameters,
+    pad_vocab,
+    total_parameters,
 )
 from hpctrain.spec.run import ModelSpec, ParallelSpec
 

@@ -8,19 +8,19 @@ import numpy as np
 import pytest
 from planner_knowledge import knowledge_of
 
-from hpctrain.plan.candidate import candidate_of
 from hpctrain.plan.cost.from_spec import case_of
-from hpctrain.plan.cost.weights import weights_of
-from hpctrain.plan.documents import Plan
-from hpctrain.plan.parameters import linear_parameters, model_flops_per_step, total_parameters
-from hpctrain.plan.planner import make_plan
-from hpctrain.plan.search_columns import columns_of
-from hpctrain.plan.tuning import (
+from hpctrain.plan.cost.lora_counts import (
     flops_per_step,
     held_parameters,
     learned_parameters,
     learned_share,
 )
+from hpctrain.plan.cost.weights import weights_of
+from hpctrain.plan.documents import Plan
+from hpctrain.plan.mesh.candidate import candidate_of
+from hpctrain.plan.mesh.columns import columns_of
+from hpctrain.plan.model.parameters import linear_parameters, model_flops_per_step, total_parameters
+from hpctrain.plan.planner import make_plan
 from hpctrain.spec.loader import find_profile, load_profile
 from hpctrain.spec.run import ParallelSpec, RunSpec
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.plan.layout import layout_of
-from hpctrain.plan.parameters import model_flops_per_step, total_parameters
-from hpctrain.plan.stages import build_stages, split_layers
-from hpctrain.plan.vision import Convolution, resnet_convolutions
+from hpctrain.plan.mesh.layout import layout_of
+from hpctrain.plan.mesh.stages import build_stages, split_layers
+from hpctrain.plan.model.parameters import model_flops_per_step, total_parameters
+from hpctrain.plan.model.vision import Convolution, resnet_convolutions
 from hpctrain.spec.model import ModelSpec
 from hpctrain.spec.run import ParallelSpec
 

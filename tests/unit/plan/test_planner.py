@@ -8,12 +8,12 @@ import pytest
 from specimens import GPT175B, GPT_TINY, LLAMA7B, LLAMA405B, cluster, run_spec
 
 from hpctrain.errors import DoesNotFitError, HpctrainError
-from hpctrain.plan.candidate import Candidate
 from hpctrain.plan.documents import Plan
+from hpctrain.plan.mesh.candidate import Candidate
 from hpctrain.plan.planner import make_plan
-from hpctrain.plan.search import Found, search
-from hpctrain.plan.search_freedom import freedom_of
-from hpctrain.plan.search_hints import nearest_fits
+from hpctrain.plan.search.hints import nearest_fits
+from hpctrain.plan.search.layouts import Found, search
+from hpctrain.plan.search.space import freedom_of
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec
 

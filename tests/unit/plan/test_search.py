@@ -11,20 +11,20 @@ import pytest
 from planner_knowledge import knowledge_of
 from specimens import GPT175B, GPT_TINY, LLAMA7B, cluster, run_spec
 
-from hpctrain.plan.batch import batch_problems
-from hpctrain.plan.candidate import Candidate, candidate_of
+from hpctrain.plan.abilities.sharding import axis_problems, sharding_problems
+from hpctrain.plan.abilities.trainable_deepspeed import untrainable_by_deepspeed
 from hpctrain.plan.cost.from_spec import case_of
 from hpctrain.plan.cost.memory import peak_bytes
 from hpctrain.plan.cost.step import step_seconds
 from hpctrain.plan.documents import RECOMPUTES
-from hpctrain.plan.layout import layout_of, layout_problems, settled, world_problems
-from hpctrain.plan.order import ORDERS, order_problems
-from hpctrain.plan.search import Found, search
-from hpctrain.plan.search_columns import columns_of, spread_layers
-from hpctrain.plan.search_freedom import COUNTED, freedom_of
-from hpctrain.plan.search_rank import NEAR_TIE, pareto, preferred
-from hpctrain.plan.sharding import axis_problems, sharding_problems
-from hpctrain.plan.trainable_deepspeed import untrainable_by_deepspeed
+from hpctrain.plan.mesh.batch import batch_problems
+from hpctrain.plan.mesh.candidate import Candidate, candidate_of
+from hpctrain.plan.mesh.columns import columns_of, spread_layers
+from hpctrain.plan.mesh.layout import layout_of, layout_problems, settled, world_problems
+from hpctrain.plan.mesh.rank_order import ORDERS, order_problems
+from hpctrain.plan.search.layouts import Found, search
+from hpctrain.plan.search.ranking import NEAR_TIE, pareto, preferred
+from hpctrain.plan.search.space import COUNTED, freedom_of
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import ParallelSpec, RunSpec
 

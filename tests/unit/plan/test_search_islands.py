@@ -7,14 +7,14 @@ import pytest
 from planner_knowledge import knowledge_of
 from specimens import LLAMA7B, cluster, run_spec
 
-from hpctrain.plan.candidate import candidate_of
-from hpctrain.plan.parameters import total_parameters
+from hpctrain.plan.cost.island_links import crossed_islands, shown_seconds, uplink_seconds
+from hpctrain.plan.cost.prediction import predict
+from hpctrain.plan.mesh.candidate import candidate_of
+from hpctrain.plan.mesh.columns import columns_of
+from hpctrain.plan.model.parameters import total_parameters
 from hpctrain.plan.planner import decide, make_plan
-from hpctrain.plan.prediction import predict
-from hpctrain.plan.search import search
-from hpctrain.plan.search_columns import columns_of
-from hpctrain.plan.search_freedom import freedom_of
-from hpctrain.plan.search_islands import crossed_islands, shown_seconds, uplink_seconds
+from hpctrain.plan.search.layouts import search
+from hpctrain.plan.search.space import freedom_of
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import ParallelSpec
 

@@ -19,8 +19,8 @@ from hpctrain.simulate.training import Cycle, Stretch
 from hpctrain.simulate.trial import NO_END, Played, Trial
 from hpctrain.simulate.trials import Outcome, play
 from hpctrain.store.ledger import Event, EventKind
-from hpctrain.supervise import past
-from hpctrain.supervise.causes import Cause
+from hpctrain.supervise.judge import launch_history
+from hpctrain.supervise.judge.causes import Cause
 from hpctrain.telemetry.segments import Category
 
 DAY = 86400
@@ -199,7 +199,7 @@ def test_memory_counts_what_the_ledger_would_say(seed: int) -> None:
             )
         )
         memory.ended(cause, clock, best, resumed)
-        assert memory.history() == past.history(events, 1800.0)
+        assert memory.history() == launch_history.history(events, 1800.0)
 
 
 # -- what the policy does ----------------------------------------------------------------------

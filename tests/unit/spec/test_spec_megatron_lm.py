@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from wrong_specs import VALID, problems_of, shown
 
-from hpctrain.plan.trainable import untrainable_fields
+from hpctrain.plan.abilities.trainable import untrainable_fields
 from hpctrain.spec.loader import load_run_spec
 from hpctrain.spec.megatron_lm import FIELD_OF, KEPT_BACK, refusal
 

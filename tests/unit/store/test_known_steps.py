@@ -11,7 +11,7 @@ import pytest
 from hpctrain.store.known_steps import fresh_start_pending, known_steps
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import EventKind, Ledger
-from hpctrain.store.signs import (
+from hpctrain.store.run_records import (
     Progress,
     SaveRecord,
     StepMetrics,

@@ -12,7 +12,7 @@ import pytest
 
 from hpctrain.errors import StorageError
 from hpctrain.store.layout import RunLayout
-from hpctrain.store.signs import (
+from hpctrain.store.run_records import (
     AgentRecord,
     DoneMarker,
     ExitRecord,

@@ -10,20 +10,23 @@ from pathlib import Path
 import pytest
 from supervise_stage import Stage
 
-from hpctrain.supervise import job_facts, loop, policy, requeue, storage, watch
+from hpctrain.supervise import loop, storage_retry
+from hpctrain.supervise.act import requeue
+from hpctrain.supervise.evidence import job_facts, launch_watch
+from hpctrain.supervise.judge import policy
 
 
 @pytest.fixture
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy, "_FIRST_DELAY_SECONDS", 0.01)
-    monkeypatch.setattr(watch, "_POLL_SECONDS", 0.01)
-    monkeypatch.setattr(watch, "_LOOK_SECONDS", 0.03)
-    monkeypatch.setattr(watch, "_LAST_WORDS_SECONDS", 0.1)
-    monkeypatch.setattr(watch, "_LEAVING_SECONDS", 0.3)
+    monkeypatch.setattr(launch_watch, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(launch_watch, "_LOOK_SECONDS", 0.03)
+    monkeypatch.setattr(launch_watch, "_LAST_WORDS_SECONDS", 0.1)
+    monkeypatch.setattr(launch_watch, "_LEAVING_SECONDS", 0.3)
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     monkeypatch.setattr(policy, "_SLOW_FIRST_DELAY_SECONDS", 0.02)
     monkeypatch.setattr(loop, "_FAULT_PAUSE_SECONDS", 0.01)
-    for module in (job_facts, requeue, storage):
+    for module in (job_facts, requeue, storage_retry):
         monkeypatch.setattr(module, "_PATIENCE_SECONDS", 0.3)
         monkeypatch.setattr(module, "_RETRY_SECONDS", 0.02)
 

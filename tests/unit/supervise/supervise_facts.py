@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from hpctrain.supervise.documents import Evidence, JobFacts, RankExit, SuperviseConfig
+from hpctrain.supervise.judge.documents import Evidence, JobFacts, RankExit, SuperviseConfig
 
 NOTHING = Evidence(
     done=False,

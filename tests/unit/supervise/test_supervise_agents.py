@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 from supervise_facts import NOTHING
 
-from hpctrain.store.signs import AgentRecord, RankEnd
-from hpctrain.supervise.agents import failures_below_agents
-from hpctrain.supervise.causes import Cause
-from hpctrain.supervise.classify import classify
-from hpctrain.supervise.documents import Finding, RankExit, TaskFailure
+from hpctrain.store.run_records import AgentRecord, RankEnd
+from hpctrain.supervise.judge.agent_failures import failures_below_agents
+from hpctrain.supervise.judge.causes import Cause
+from hpctrain.supervise.judge.classify import classify
+from hpctrain.supervise.judge.documents import Finding, RankExit, TaskFailure
 
 T = 1_000_000.0
 

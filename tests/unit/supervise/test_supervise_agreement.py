@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 from supervise_facts import NOTHING, config, exits
 
-from hpctrain.supervise.agreement import Extent, extent
-from hpctrain.supervise.causes import Cause
-from hpctrain.supervise.classify import classify, read_task_failure
-from hpctrain.supervise.documents import (
+from hpctrain.supervise.judge.causes import Cause
+from hpctrain.supervise.judge.classify import classify, read_task_failure
+from hpctrain.supervise.judge.documents import (
     ActionKind,
     Evidence,
     Finding,
@@ -20,7 +19,8 @@ from hpctrain.supervise.documents import (
     Suspicion,
     UnfitNode,
 )
-from hpctrain.supervise.policy import decide
+from hpctrain.supervise.judge.policy import decide
+from hpctrain.supervise.judge.shared_failures import Extent, extent
 
 PAIR, FOUR = ("n0", "n1"), ("n0", "n1", "n2", "n3")
 MISSING = "/data/text.bin: data file not found"

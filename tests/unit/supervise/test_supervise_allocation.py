@@ -7,7 +7,8 @@ import itertools
 import pytest
 from supervise_facts import config
 
-from hpctrain.supervise.allocation import (
+from hpctrain.supervise.judge.documents import LaunchShape, SuperviseConfig
+from hpctrain.supervise.judge.launch_nodes import (
     Allocation,
     Placement,
     full_nodes,
@@ -15,7 +16,6 @@ from hpctrain.supervise.allocation import (
     place,
     place_command,
 )
-from hpctrain.supervise.documents import LaunchShape, SuperviseConfig
 
 FIVE = Allocation(("n0", "n1", "n2", "n3", "n4"))
 

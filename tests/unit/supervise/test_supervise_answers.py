@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from hpctrain.supervise.answers import Answers, NodeAnswer, NodeProblem, ProbeResult
-from hpctrain.supervise.preflight import MARK
+from hpctrain.supervise.judge.preflight_format import MARK
+from hpctrain.supervise.judge.probe_answers import Answers, NodeAnswer, NodeProblem, ProbeResult
 
 T = 1_800_000_000.0
 

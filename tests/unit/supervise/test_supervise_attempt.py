@@ -12,7 +12,7 @@ from hpctrain.supervise.attempt import (
     unfinished_attempt,
     why_lost,
 )
-from hpctrain.supervise.causes import Cause
+from hpctrain.supervise.judge.causes import Cause
 
 VARIABLES = {
     "SLURM_JOB_ID": "5",

@@ -13,11 +13,11 @@ from supervise_stage import Stage
 
 from hpctrain.checkpoints.publish import published_steps, retire
 from hpctrain.store.ledger import Event, EventKind, Ledger
-from hpctrain.store.signs import SaveRecord, append_save
-from hpctrain.supervise import policy
-from hpctrain.supervise.causes import Cause
-from hpctrain.supervise.classify import classify
-from hpctrain.supervise.documents import (
+from hpctrain.store.run_records import SaveRecord, append_save
+from hpctrain.supervise.judge import policy
+from hpctrain.supervise.judge.causes import Cause
+from hpctrain.supervise.judge.classify import classify
+from hpctrain.supervise.judge.documents import (
     Action,
     ActionKind,
     Evidence,
@@ -27,8 +27,13 @@ from hpctrain.supervise.documents import (
     TaskFailure,
     Verdict,
 )
-from hpctrain.supervise.past import history, loaded_instead, pending_rejections, pinned_steps
-from hpctrain.supervise.policy import decide
+from hpctrain.supervise.judge.launch_history import (
+    history,
+    loaded_instead,
+    pending_rejections,
+    pinned_steps,
+)
+from hpctrain.supervise.judge.policy import decide
 
 # -- gone --------------------------------------------------------------------------------------
 

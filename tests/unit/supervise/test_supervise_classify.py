@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 from supervise_facts import NOTHING, SILENT, exits, job
 
-from hpctrain.supervise.causes import Cause
-from hpctrain.supervise.classify import classify, is_notice, read_task_failure
-from hpctrain.supervise.documents import (
+from hpctrain.supervise.judge.causes import Cause
+from hpctrain.supervise.judge.classify import classify, is_notice, read_task_failure
+from hpctrain.supervise.judge.documents import (
     Evidence,
     Stall,
 )

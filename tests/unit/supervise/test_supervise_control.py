@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.store.layout import RunLayout
-from hpctrain.supervise.control import (
+from hpctrain.supervise.requests import (
     ask_trainer_to_leave,
     clear_followed_requests,
     clear_stale_requests,

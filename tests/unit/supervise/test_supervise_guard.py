@@ -11,8 +11,8 @@ from supervise_facts import config
 from supervise_stage import JOB_ID, Stage
 
 from hpctrain.slurm.states import JobState
-from hpctrain.supervise import guard as guard_module
-from hpctrain.supervise.guard import Guard, Pulse
+from hpctrain.supervise import termination_guard as guard_module
+from hpctrain.supervise.termination_guard import Guard, Pulse
 
 
 class Disk:

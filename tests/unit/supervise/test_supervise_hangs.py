@@ -15,12 +15,13 @@ from supervise_stage import JOB_ID, Stage
 
 from hpctrain.slurm.states import JobState
 from hpctrain.store.ledger import EventKind
-from hpctrain.store.signs import Progress, write_record
-from hpctrain.supervise import phases, sight, stack_inquiry, watch
-from hpctrain.supervise.process import Launch, step_waits
-from hpctrain.supervise.sight import Looker, Onlooker, in_time
-from hpctrain.supervise.stacks import NO_STACK
-from hpctrain.supervise.watch import Experience, LaunchWatch
+from hpctrain.store.run_records import Progress, write_record
+from hpctrain.supervise.evidence import launch_watch, run_dir_snapshot, stack_inquiry
+from hpctrain.supervise.evidence.launch_watch import Experience, LaunchWatch
+from hpctrain.supervise.evidence.run_dir_snapshot import Looker, Onlooker, in_time
+from hpctrain.supervise.judge import silence_limits
+from hpctrain.supervise.judge.odd_stacks import NO_STACK
+from hpctrain.supervise.srun_process import Launch, step_waits
 
 
 @pytest.fixture(autouse=True)
@@ -185,8 +186,8 @@ def test_srun_itself_is_heard(stage: Stage) -> None:
 def test_a_step_that_is_never_created_is_no_hang_of_ranks(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(phases, "_SRUN_SILENT_SECONDS", 20.0)
-    monkeypatch.setattr(phases, "_SRUN_WAITS_SECONDS", 0.6)
+    monkeypatch.setattr(silence_limits, "_SRUN_SILENT_SECONDS", 20.0)
+    monkeypatch.setattr(silence_limits, "_SRUN_WAITS_SECONDS", 0.6)
     changes = {"setup_stall_seconds": 0.2, "kill_wait_seconds": 4.0}
     stage.configure(config().model_copy(update=changes))
     (stage.layout.directory / "busy").write_text(BUSY)
@@ -235,7 +236,7 @@ def held(stage: Stage) -> Iterator[Held]:
 def test_a_hung_file_system_is_no_hang_of_the_ranks(
     stage: Stage, held: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "_HELD_SECONDS", 0.1)
+    monkeypatch.setattr(launch_watch, "_HELD_SECONDS", 0.1)
     go = stage.layout.directory / "go"
 
     def hang() -> None:
@@ -257,7 +258,7 @@ def read(path: Path) -> str:
 def test_a_rank_that_hangs_behind_a_hung_file_system_is_found_after_it(
     stage: Stage, held: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "_HELD_SECONDS", 0.1)
+    monkeypatch.setattr(launch_watch, "_HELD_SECONDS", 0.1)
 
     def hang() -> None:
         held.hang()
@@ -300,12 +301,12 @@ def test_a_hung_file_system_does_not_hold_signals(stage: Stage, held: Held) -> N
 def test_a_ledger_that_cannot_be_written_does_not_hold_signals(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "_WORD_SECONDS", 0.1)
+    monkeypatch.setattr(launch_watch, "_WORD_SECONDS", 0.1)
     free = threading.Event()
     supervisor = stage.supervisor(f"{TRAINING} sleep:9")
     supervisor.context.signals.install()
     monkeypatch.setattr(type(supervisor.context), "note", lambda *_, **__: free.wait(20))
-    monkeypatch.setattr(watch, "ask_trainer_to_leave", lambda *_: free.wait(20))
+    monkeypatch.setattr(launch_watch, "ask_trainer_to_leave", lambda *_: free.wait(20))
     launch = Launch(supervisor.launcher.argv, environment())
     ours = LaunchWatch(supervisor.context, launch, 1)
     stage.once_training(lambda: os.kill(os.getpid(), signal.SIGUSR1))
@@ -320,7 +321,7 @@ def test_files_that_give_errors_are_no_silence(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stale handle for a second: nobody can say that the trainer was silent."""
-    monkeypatch.setattr(watch, "_HELD_SECONDS", 0.1)
+    monkeypatch.setattr(launch_watch, "_HELD_SECONDS", 0.1)
     ours_sign = stage.layout.progress.with_name("sign")
 
     def stale() -> None:
@@ -343,7 +344,7 @@ def test_files_that_give_errors_are_no_silence(
 def test_a_look_takes_in_everything(stage: Stage) -> None:
     onlooker = Onlooker(stage.layout, 3)
     seen = onlooker.look(True, True)
-    assert seen == sight.Sight(0, None, False, False, False, None)
+    assert seen == run_dir_snapshot.Sight(0, None, False, False, False, None)
     stage.layout.stack_dump(3, 0).parent.mkdir()
     stage.layout.stack_dump(3, 0).touch()
     assert onlooker.look(False, False).ranks_seen
@@ -361,7 +362,7 @@ def test_signs_of_other_launches_are_not_seen(stage: Stage) -> None:
 
 
 def test_one_look_at_a_time_and_an_error_is_an_answer() -> None:
-    def broken(closely: bool, rank_times: bool) -> sight.Sight:
+    def broken(closely: bool, rank_times: bool) -> run_dir_snapshot.Sight:
         raise OSError(116, "Stale file handle")
 
     looker = Looker(broken)

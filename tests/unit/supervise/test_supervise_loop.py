@@ -19,8 +19,8 @@ from hpctrain.slurm.states import JobState
 from hpctrain.store.epochs import claim_epoch
 from hpctrain.store.ledger import EventKind, Ledger
 from hpctrain.supervise import launching
-from hpctrain.supervise.answers import NodeAnswer, ProbeResult
-from hpctrain.supervise.control import ask_trainer_to_leave
+from hpctrain.supervise.judge.probe_answers import NodeAnswer, ProbeResult
+from hpctrain.supervise.requests import ask_trainer_to_leave
 
 
 def test_a_run_that_is_done(stage: Stage) -> None:
@@ -215,7 +215,7 @@ def test_a_cancel_of_before_this_attempt_is_over(stage: Stage, job_id: int) -> N
 def test_cancelled_while_it_waits_for_a_relaunch(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hpctrain.supervise.policy._FIRST_DELAY_SECONDS", 30.0)
+    monkeypatch.setattr("hpctrain.supervise.judge.policy._FIRST_DELAY_SECONDS", 30.0)
 
     def cancelled() -> None:
         stage.slurm.change(state=JobState.COMPLETING)
@@ -233,7 +233,7 @@ def test_the_time_limit_comes_while_it_waits_for_a_relaunch(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody has asked for an end: Slurm takes the requeue of a job that it is ending."""
-    monkeypatch.setattr("hpctrain.supervise.policy._FIRST_DELAY_SECONDS", 30.0)
+    monkeypatch.setattr("hpctrain.supervise.judge.policy._FIRST_DELAY_SECONDS", 30.0)
 
     def over() -> None:
         stage.slurm.change(state=JobState.COMPLETING, reason="TimeLimit")
@@ -269,7 +269,7 @@ def test_a_signal_that_was_set_aside_shortens_no_later_pause(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What others have to repair is not tried at once, whatever came before."""
-    monkeypatch.setattr("hpctrain.supervise.policy._SLOW_FIRST_DELAY_SECONDS", 0.6)
+    monkeypatch.setattr("hpctrain.supervise.judge.policy._SLOW_FIRST_DELAY_SECONDS", 0.6)
     fault = [OSError(116, "Stale file handle")]
     real = launching.fence_off
 
@@ -311,11 +311,11 @@ def test_a_signal_of_a_node_that_goes_down(stage: Stage, answer: ProbeResult) ->
 
 
 def test_a_signal_between_two_launches(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpctrain.supervise.policy._FIRST_DELAY_SECONDS", 30.0)
+    monkeypatch.setattr("hpctrain.supervise.judge.policy._FIRST_DELAY_SECONDS", 30.0)
     stage.probe = WELL
 
     def sent() -> None:
-        monkeypatch.setattr("hpctrain.supervise.policy._FIRST_DELAY_SECONDS", 0.01)
+        monkeypatch.setattr("hpctrain.supervise.judge.policy._FIRST_DELAY_SECONDS", 0.01)
         os.kill(os.getpid(), signal.SIGTERM)
 
     stage.once(lambda: stage.actions, sent)
@@ -353,7 +353,7 @@ def test_a_supervisor_that_outlived_its_attempt_takes_nothing_from_the_next(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its node was cut off: no Slurm, and the job runs elsewhere under the same id."""
-    monkeypatch.setattr("hpctrain.supervise.watch._LOOK_SECONDS", 60.0)
+    monkeypatch.setattr("hpctrain.supervise.evidence.launch_watch._LOOK_SECONDS", 60.0)
 
     def cut_off() -> None:
         stage.slurm.away = True

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.supervise import node_checks, preflight
-from hpctrain.supervise.node_checks import (
+from hpctrain.supervise import preflight
+from hpctrain.supervise.evidence import node_checks
+from hpctrain.supervise.evidence.node_checks import (
     Report,
     check_directory,
     check_gpus,
@@ -384,7 +385,9 @@ def test_the_program_imports_little() -> None:
     assert not {"pydantic", "click", "torch", "numpy", "rich"} & set(loaded)
     assert {name for name in loaded if name.startswith("hpctrain")} == {
         *("hpctrain", "hpctrain.version", "hpctrain.supervise"),
-        *("hpctrain.supervise.node_checks", "hpctrain.supervise.preflight"),
+        *("hpctrain.supervise.evidence", "hpctrain.supervise.evidence.node_checks"),
+        *("hpctrain.supervise.judge", "hpctrain.supervise.judge.preflight_format"),
+        "hpctrain.supervise.preflight",
     }
 
 

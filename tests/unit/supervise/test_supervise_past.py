@@ -5,8 +5,13 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.store.ledger import Event
-from hpctrain.supervise.causes import Cause
-from hpctrain.supervise.past import history, mean_time_to_failure, pending_rollback, pinned_steps
+from hpctrain.supervise.judge.causes import Cause
+from hpctrain.supervise.judge.launch_history import (
+    history,
+    mean_time_to_failure,
+    pending_rollback,
+    pinned_steps,
+)
 
 
 def event(kind: str, time: float = 0.0, **fields: object) -> Event:

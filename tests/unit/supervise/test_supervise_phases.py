@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from supervise_facts import config
 
-from hpctrain.supervise.documents import SuperviseConfig
-from hpctrain.supervise.phases import Pulse, StallLimits
+from hpctrain.supervise.judge.documents import SuperviseConfig
+from hpctrain.supervise.judge.silence_limits import Pulse, StallLimits
 
 CAP, SETUP_CAP = 600.0, 1800.0
 ALL_PHASES = ("starting", "loading", "training", "saving", "evaluating", "profiling", "leaving")

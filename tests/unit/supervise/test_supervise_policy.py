@@ -8,15 +8,15 @@ from dataclasses import replace
 import pytest
 from supervise_facts import config
 
-from hpctrain.supervise.causes import FAILURE_CAUSES, FINAL_CAUSES, SCHEDULER_CAUSES, Cause
-from hpctrain.supervise.documents import (
+from hpctrain.supervise.judge.causes import FAILURE_CAUSES, FINAL_CAUSES, SCHEDULER_CAUSES, Cause
+from hpctrain.supervise.judge.documents import (
     ActionKind,
     History,
     Situation,
     SuperviseConfig,
     Verdict,
 )
-from hpctrain.supervise.policy import RETRIES, budget_of, decide
+from hpctrain.supervise.judge.policy import RETRIES, budget_of, decide
 
 HERE = Situation()
 GONE = Situation(keeps_nodes=False)

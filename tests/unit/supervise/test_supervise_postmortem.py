@@ -11,12 +11,12 @@ from supervise_facts import NOTHING
 from told_stories import BEGIN, End, Story
 
 from hpctrain.store.layout import RunLayout
-from hpctrain.supervise.answers import KernelLine, NodeAnswer, ProbeResult
 from hpctrain.supervise.catalogue import load_signatures
-from hpctrain.supervise.causes import Cause
-from hpctrain.supervise.classify import classify
 from hpctrain.supervise.context import AttemptContext
-from hpctrain.supervise.postmortem import Traces, find_lines, newest_logged_step
+from hpctrain.supervise.evidence.postmortem import Traces, find_lines, newest_logged_step
+from hpctrain.supervise.judge.causes import Cause
+from hpctrain.supervise.judge.classify import classify
+from hpctrain.supervise.judge.probe_answers import KernelLine, NodeAnswer, ProbeResult
 
 RESET = "DistNetworkError: Connection reset by peer"
 OFF_BUS = "NVRM: Xid (PCI:0000:cb:00): 79, pid=1, name=python3, GPU has fallen off the bus."

@@ -15,8 +15,8 @@ from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.records import JobRecord, NodeState
 from hpctrain.slurm.states import JobState
-from hpctrain.supervise.answers import ProbeResult
-from hpctrain.supervise.probe import STEP_NAME, Question, _Latecomers, probe_nodes
+from hpctrain.supervise.evidence.probe import STEP_NAME, Question, _Latecomers, probe_nodes
+from hpctrain.supervise.judge.probe_answers import ProbeResult
 
 NODES = ("n0", "n1", "n2", "n3")
 JOB = JobRecord(5, state=JobState.RUNNING, node_list="n[0-3]", restart_count=0)
@@ -143,8 +143,8 @@ def test_a_hung_node_is_lost_at_the_deadline(theatre: Theatre) -> None:
 def test_nobody_waits_for_a_node_that_takes_much_longer_than_the_others(
     theatre: Theatre, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hpctrain.supervise.probe._LATER_SECONDS", 0.5)
-    monkeypatch.setattr("hpctrain.supervise.probe._ALONE_SECONDS", 0.5)
+    monkeypatch.setattr("hpctrain.supervise.evidence.probe._LATER_SECONDS", 0.5)
+    monkeypatch.setattr("hpctrain.supervise.evidence.probe._ALONE_SECONDS", 0.5)
     theatre.fate(n1="hung")
     result = theatre.probe(deadline_seconds=60)
     assert result.lost == ("n1",) and result.seconds < 50
@@ -153,7 +153,7 @@ def test_nobody_waits_for_a_node_that_takes_much_longer_than_the_others(
 def test_who_is_overdue(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three times as long as the last of the others, and 3 s; only once half have answered."""
     clock = [100.0]
-    monkeypatch.setattr("hpctrain.supervise.probe.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("hpctrain.supervise.evidence.probe.time.monotonic", lambda: clock[0])
     latecomers = _Latecomers(NODES)
 
     def at(seconds: float, *ended: str) -> bool:
@@ -184,7 +184,7 @@ def test_where_one_srun_for_all_is_refused_each_node_is_asked(theatre: Theatre) 
 
 
 def test_some_are_asked_at_a_time(theatre: Theatre, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpctrain.supervise.probe._ALONE_AT_ONCE", 2)
+    monkeypatch.setattr("hpctrain.supervise.evidence.probe._ALONE_AT_ONCE", 2)
     theatre.rule("refuses")
     assert theatre.probe().usable == NODES
 
@@ -326,7 +326,7 @@ def test_without_srun_there_is_trouble(theatre: Theatre) -> None:
 def test_an_interruption_ends_the_waiting_and_accuses_nobody(
     theatre: Theatre, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hpctrain.supervise.probe._LATER_SECONDS", 60.0)
+    monkeypatch.setattr("hpctrain.supervise.evidence.probe._LATER_SECONDS", 60.0)
     theatre.fate(n1="hung")
     started = time.monotonic()
     result = theatre.probe(
@@ -345,9 +345,9 @@ def test_a_controller_that_goes_away_in_between_is_no_error(theatre: Theatre) ->
 
 
 def test_the_deadline_grows_with_the_job(theatre: Theatre, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpctrain.supervise.probe._FIRST_SECONDS", 0.2)
-    monkeypatch.setattr("hpctrain.supervise.probe._SECONDS_PER_NODE", 0.2)
-    monkeypatch.setattr("hpctrain.supervise.probe._LATER_SECONDS", 60.0)
+    monkeypatch.setattr("hpctrain.supervise.evidence.probe._FIRST_SECONDS", 0.2)
+    monkeypatch.setattr("hpctrain.supervise.evidence.probe._SECONDS_PER_NODE", 0.2)
+    monkeypatch.setattr("hpctrain.supervise.evidence.probe._LATER_SECONDS", 60.0)
     theatre.fate(n1="hung")
     result = theatre.probe(deadline_seconds=cast(float, None))
     assert result.lost == ("n1",)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.supervise import process
-from hpctrain.supervise.process import Launch, Signals, free_port
+from hpctrain.supervise import srun_process
+from hpctrain.supervise.srun_process import Launch, Signals, free_port
 
 
 def launch(program: str) -> Launch:
@@ -53,7 +53,7 @@ def test_a_log_that_cannot_be_written_ends_nothing() -> None:
     program = (
         "import os, sys\n"
         "from hpctrain.supervise.context import say\n"
-        "from hpctrain.supervise.process import Launch\n"
+        "from hpctrain.supervise.srun_process import Launch\n"
         "say('first')\n"
         "words = 'import sys; sys.stderr.write(\"srun: error: n1: task 1: Killed\\\\n\")'\n"
         "running = Launch([sys.executable, '-c', words], os.environ)\n"
@@ -236,8 +236,8 @@ def test_a_port_in_use_is_passed_over() -> None:
 
 def test_no_port_at_all_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     first = free_port("runs/a 1 1")
-    monkeypatch.setattr(process, "_PORT_FIRST", first)
-    monkeypatch.setattr(process, "_PORT_COUNT", 1)
+    monkeypatch.setattr(srun_process, "_PORT_FIRST", first)
+    monkeypatch.setattr(srun_process, "_PORT_COUNT", 1)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", first))
         with pytest.raises(OSError, match=f"no free port between {first} and {first}"):

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from hpctrain.store.layout import RunLayout
-from hpctrain.store.signs import SkipList, StepMetrics, append_metrics, read_record
-from hpctrain.supervise.rollback import leave_out
+from hpctrain.store.run_records import SkipList, StepMetrics, append_metrics, read_record
+from hpctrain.supervise.act.rollback import leave_out
 
 BATCH = 8
 

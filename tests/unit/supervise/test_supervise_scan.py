@@ -10,15 +10,15 @@ import pytest
 from told_stories import SCANNER
 
 from hpctrain.supervise.catalogue import load_signatures
-from hpctrain.supervise.causes import Cause
-from hpctrain.supervise.line_times import line_time
-from hpctrain.supervise.scan import (
+from hpctrain.supervise.evidence.line_times import line_time
+from hpctrain.supervise.evidence.log_scan import (
     UNREAD,
     Ranks,
     ScanLimits,
     newest_step,
     read_signatures,
 )
+from hpctrain.supervise.judge.causes import Cause
 
 OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.50 GiB."
 STALE = "OSError: [Errno 116] Stale file handle"

@@ -11,8 +11,8 @@ import pytest
 from hpctrain.errors import InvalidInputError
 from hpctrain.spec.loader import profile_names
 from hpctrain.supervise.catalogue import load_signatures
-from hpctrain.supervise.causes import Cause
-from hpctrain.supervise.signatures import LONGEST_LINE, Signature, Signatures, Where, unsafe
+from hpctrain.supervise.judge.causes import Cause
+from hpctrain.supervise.judge.signatures import LONGEST_LINE, Signature, Signatures, Where, unsafe
 
 KNOWN = load_signatures()
 PLAIN = [one for one in KNOWN.signatures if one.role != "advice"]

@@ -14,17 +14,17 @@ from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import BufferedLedger, Event, EventKind
-from hpctrain.store.signs import Progress
-from hpctrain.supervise.allocation import Allocation
-from hpctrain.supervise.answers import NodeAnswer, NodeProblem, ProbeResult
+from hpctrain.store.run_records import Progress
 from hpctrain.supervise.attempt import Attempt
-from hpctrain.supervise.causes import Cause
 from hpctrain.supervise.context import AttemptContext
-from hpctrain.supervise.documents import Situation, Suspicion, Verdict
+from hpctrain.supervise.decision_inputs import assess, blame_lost_attempt
+from hpctrain.supervise.evidence.lost_nodes import REBOOT_SECONDS, gone_nodes
+from hpctrain.supervise.judge.causes import Cause
+from hpctrain.supervise.judge.documents import Situation, Suspicion, Verdict
+from hpctrain.supervise.judge.launch_nodes import Allocation
+from hpctrain.supervise.judge.probe_answers import NodeAnswer, NodeProblem, ProbeResult
 from hpctrain.supervise.launching import Ended
-from hpctrain.supervise.lost_nodes import REBOOT_SECONDS, gone_nodes
-from hpctrain.supervise.process import Signals
-from hpctrain.supervise.situation import assess, blame_lost_attempt
+from hpctrain.supervise.srun_process import Signals
 
 NODES = ("n0", "n1")
 K = EvidenceKind

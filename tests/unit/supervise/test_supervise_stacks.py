@@ -17,8 +17,8 @@ import pytest
 
 import hpctrain
 from hpctrain.store.layout import RunLayout
-from hpctrain.supervise import dumps
-from hpctrain.supervise.stacks import (
+from hpctrain.supervise.evidence import stack_files
+from hpctrain.supervise.judge.odd_stacks import (
     _WAITS,
     NO_STACK,
     OTHER_WRITERS,
@@ -69,7 +69,7 @@ GRADIENTS = dump(
     "megatron/core/distributed/param_and_grad_buffer.py:500 finish_grad_sync",
     "megatron/core/distributed/distributed_data_parallel.py:480 finish_grad_sync",
 )
-AGREEMENT = dump("/src/hpctrain/train/control.py:90 result")
+AGREEMENT = dump("/src/hpctrain/train/step_agreement.py:90 result")
 BACKWARD = dump(
     "torch/autograd/graph.py:825 _engine_run_backward", "torch/autograd/__init__.py:347 backward"
 )
@@ -87,12 +87,12 @@ COMPUTE = dump(
     "megatron/core/transformer/mlp.py:160 forward",
     "megatron/core/pipeline_parallel/schedules.py:420 forward_step",
 )
-SAVER = "/src/hpctrain/train/saver.py"
+SAVER = "/src/hpctrain/train/saving/saver.py"
 STILL_WRITES = dump(f"{SAVER}:160 _agree_or_rest", f"{SAVER}:150 _wait_for_own_writer")
 OTHERS = dump(f"{SAVER}:160 _agree_or_rest", f"{SAVER}:153 _wait_for_other_writers")
 OTHERS_AGREE = dump(
-    "/src/hpctrain/train/control.py:90 result",
-    "/src/hpctrain/train/control.py:100 worst_writer",
+    "/src/hpctrain/train/step_agreement.py:90 result",
+    "/src/hpctrain/train/step_agreement.py:100 worst_writer",
     f"{SAVER}:158 _agree_or_rest",
     f"{SAVER}:153 _wait_for_other_writers",
 )
@@ -167,7 +167,7 @@ def test_places_where_ranks_wait(text: str) -> None:
         *[LOSS, SLEEP, READ, IMPORT, COMPUTE],
         dump("torch/cuda/__init__.py:300 _lazy_init"),
         dump("torch/distributed/checkpoint/filesystem.py:300 _write_item"),
-        dump("/src/hpctrain/train/saver.py:120 _plan"),
+        dump("/src/hpctrain/train/saving/saver.py:120 _plan"),
         dump("/software/nottorch/distributed/distributed_c10d.py:1 all_reduce"),
     ],
 )
@@ -297,12 +297,12 @@ def ready(*ranks: Rank) -> None:
         assert rank.stdout.readline() == "ready\n"
 
 
-def ask(run: RunLayout, ranks: list[Rank], timeout_seconds: float = 5.0) -> dumps.Dumps:
-    before = dumps.sizes(run, EPOCH)
+def ask(run: RunLayout, ranks: list[Rank], timeout_seconds: float = 5.0) -> stack_files.Dumps:
+    before = stack_files.sizes(run, EPOCH)
     for rank in ranks:
         os.kill(rank.pid, signal.SIGQUIT)
-    dumps.wait_for_dumps(run, EPOCH, before, timeout_seconds)
-    return dumps.read_dumps(run, EPOCH, before)
+    stack_files.wait_for_dumps(run, EPOCH, before, timeout_seconds)
+    return stack_files.read_dumps(run, EPOCH, before)
 
 
 def test_real_ranks(run: RunLayout, start: Start) -> None:
@@ -345,13 +345,13 @@ def test_waiting_goes_on_while_something_is_written(run: RunLayout) -> None:
                 stream.write("  File\n")
             time.sleep(0.05)
 
-    before = dumps.sizes(run, EPOCH)
+    before = stack_files.sizes(run, EPOCH)
     writer = threading.Thread(target=dribble)
     writer.start()
-    dumps.wait_for_dumps(run, EPOCH, before, 10.0)
+    stack_files.wait_for_dumps(run, EPOCH, before, 10.0)
     writer.join(0.2)
     assert not writer.is_alive()
-    assert dumps.read_dumps(run, EPOCH, before).texts[0].count("File") == 30
+    assert stack_files.read_dumps(run, EPOCH, before).texts[0].count("File") == 30
 
 
 def test_a_second_dump_is_read_without_the_first(run: RunLayout, start: Start) -> None:
@@ -374,15 +374,15 @@ def write(run: RunLayout, rank: int, text: str, epoch: int = EPOCH) -> Path:
 
 
 def test_no_files(run: RunLayout) -> None:
-    assert dumps.sizes(run, EPOCH) == {}
-    assert dumps.read_dumps(run, EPOCH, {}) == dumps.Dumps({}, {}, complete=True)
+    assert stack_files.sizes(run, EPOCH) == {}
+    assert stack_files.read_dumps(run, EPOCH, {}) == stack_files.Dumps({}, {}, complete=True)
 
 
 def test_other_files_are_kept_and_not_read(run: RunLayout) -> None:
     path = write(run, 3, "rank=3 node=n1 pid=4 epoch=7\nstack")
     (path.parent / "nccl-rank-3").write_bytes(b"\x80")
     (path.parent / "rank-000004.txt.tmp").write_text("x")
-    given = dumps.read_dumps(run, EPOCH, {})
+    given = stack_files.read_dumps(run, EPOCH, {})
     assert set(given.texts) == {3}
     assert given.nodes == {3: "n1"}
     assert (path.parent / "nccl-rank-3").exists()
@@ -391,21 +391,21 @@ def test_other_files_are_kept_and_not_read(run: RunLayout) -> None:
 def test_a_file_that_cannot_be_read_is_not_a_silent_rank(run: RunLayout) -> None:
     write(run, 0, "rank=0 node=n0 pid=4 epoch=7\n")
     run.stack_dump(EPOCH, 1).mkdir()
-    given = dumps.read_dumps(run, EPOCH, {0: 29})
+    given = stack_files.read_dumps(run, EPOCH, {0: 29})
     assert (given.texts, given.complete) == ({0: ""}, False)
 
 
 def test_reading_is_bounded_in_size_and_time(
     run: RunLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dumps, "_LONGEST_DUMP_BYTES", 1000)
+    monkeypatch.setattr(stack_files, "_LONGEST_DUMP_BYTES", 1000)
     for rank in range(3):
         write(run, rank, "no header" + "x" * 5000)
-    given = dumps.read_dumps(run, EPOCH, {})
+    given = stack_files.read_dumps(run, EPOCH, {})
     assert [len(text) for text in given.texts.values()] == [1000] * 3
     assert given.nodes == {}
-    monkeypatch.setattr(dumps, "_READING_SECONDS", 0.0)
-    given = dumps.read_dumps(run, EPOCH, {})
+    monkeypatch.setattr(stack_files, "_READING_SECONDS", 0.0)
+    given = stack_files.read_dumps(run, EPOCH, {})
     assert (set(given.texts), given.complete) == ({0}, False)
 
 
@@ -413,7 +413,7 @@ def test_stacks_of_the_last_epochs_are_kept(run: RunLayout) -> None:
     for epoch in range(1, 8):
         write(run, 0, "x", epoch)
     (run.stacks / "notes").mkdir()
-    dumps.forget_old_dumps(run, 7)
+    stack_files.forget_old_dumps(run, 7)
     assert sorted(p.name for p in run.stacks.iterdir()) == [
         *("e000004", "e000005", "e000006", "e000007", "notes")
     ]

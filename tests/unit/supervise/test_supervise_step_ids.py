@@ -16,8 +16,8 @@ from hpctrain.store.ledger import EventKind, Ledger
 from hpctrain.supervise import step_ids
 from hpctrain.supervise.attempt import Attempt
 from hpctrain.supervise.context import AttemptContext
-from hpctrain.supervise.probe import STEP_NAME
-from hpctrain.supervise.process import Signals
+from hpctrain.supervise.evidence.probe import STEP_NAME
+from hpctrain.supervise.srun_process import Signals
 from hpctrain.supervise.step_ids import use_up_step_ids
 
 # Gives each step the next id, as Slurm does.

@@ -20,7 +20,7 @@ from hpctrain.slurm.states import JobState
 from hpctrain.store.epochs import current_epoch
 from hpctrain.store.ledger import EventKind, Ledger
 from hpctrain.supervise import launching, settings
-from hpctrain.supervise.control import requested
+from hpctrain.supervise.requests import requested
 from hpctrain.supervise.settings import end_without_settings, read_supervise_config, settings_come
 
 

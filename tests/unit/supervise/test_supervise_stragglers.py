@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.store.signs import RankTimes
-from hpctrain.supervise.stragglers import Stragglers, one_stage, read_stages, slowness
+from hpctrain.store.run_records import RankTimes
+from hpctrain.supervise.evidence.pipeline_stages import read_stages
+from hpctrain.supervise.judge.stragglers import Stragglers, one_stage, slowness
 
 NODES = ("n0", "n0", "n1", "n1")
 

@@ -19,22 +19,22 @@ from hpctrain.slurm.states import JobState
 from hpctrain.store.jobs import cancel_requested, generation, job_ids
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import BufferedLedger, EventKind
-from hpctrain.store.signs import Progress, write_record
-from hpctrain.supervise import succession
-from hpctrain.supervise.attempt import Attempt
-from hpctrain.supervise.causes import Cause
-from hpctrain.supervise.context import AttemptContext
-from hpctrain.supervise.documents import Verdict
-from hpctrain.supervise.lost import why_ended
-from hpctrain.supervise.process import Signals
-from hpctrain.supervise.situation import allocation_of, assess
-from hpctrain.supervise.succession import (
+from hpctrain.store.run_records import Progress, write_record
+from hpctrain.supervise.act import successor
+from hpctrain.supervise.act.successor import (
     adopt_own_job,
     end_succession,
     ensure_successor,
     exclude_from_successors,
     must_leave,
 )
+from hpctrain.supervise.attempt import Attempt
+from hpctrain.supervise.context import AttemptContext
+from hpctrain.supervise.decision_inputs import allocation_of, assess
+from hpctrain.supervise.judge.causes import Cause
+from hpctrain.supervise.judge.documents import Verdict
+from hpctrain.supervise.judge.lost_attempts import why_ended
+from hpctrain.supervise.srun_process import Signals
 
 Mode = Literal["requeue", "chain", "singleton", "array", "none"]
 
@@ -242,7 +242,7 @@ def test_a_job_that_is_just_ending_is_waited_for(
         if len(slept) == 3:
             slurm.records[5] = job(5, JobState.CANCELLED, 50.0, node_list="n0")
 
-    monkeypatch.setattr(succession.time, "sleep", sleep)
+    monkeypatch.setattr(successor.time, "sleep", sleep)
     context = second(tmp_path, slurm)
     slurm.records[5] = job(5, JobState.COMPLETING, 50.0)
     assert "cancelled runs stay cancelled" in (must_leave(context) or "")
@@ -253,9 +253,9 @@ def test_patience_with_a_job_that_never_ends_has_a_limit(
     tmp_path: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [0.0]
-    monkeypatch.setattr(succession.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(successor.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(
-        succession.time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds)
+        successor.time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds)
     )
     context = second(tmp_path, slurm)
     slurm.records[5] = job(5, JobState.COMPLETING, 50.0)

@@ -175,7 +175,7 @@ def test_a_pause_leads_to_no_launch_that_cannot_finish(
     warned: Stage, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     delay = 30.0 if how == "USR1" else 0.1
-    monkeypatch.setattr("hpctrain.supervise.policy._FIRST_DELAY_SECONDS", delay)
+    monkeypatch.setattr("hpctrain.supervise.judge.policy._FIRST_DELAY_SECONDS", delay)
 
     def happens() -> None:
         if how == "USR1":
@@ -195,7 +195,7 @@ def test_a_pause_leads_to_no_launch_that_cannot_finish(
 
 @pytest.mark.parametrize("kind", ["stop", "hold"])
 def test_a_request_ends_a_pause(warned: Stage, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    monkeypatch.setattr("hpctrain.supervise.policy._FIRST_DELAY_SECONDS", 30.0)
+    monkeypatch.setattr("hpctrain.supervise.judge.policy._FIRST_DELAY_SECONDS", 30.0)
     warned.once(lambda: warned.actions, lambda: (warned.layout.control / kind).touch())
     began = time.monotonic()
     warned.play("crash", "done")
@@ -208,7 +208,7 @@ def test_a_request_ends_a_pause(warned: Stage, monkeypatch: pytest.MonkeyPatch, 
 
 @pytest.fixture
 def impatient(warned: Stage, monkeypatch: pytest.MonkeyPatch) -> Stage:
-    monkeypatch.setattr("hpctrain.supervise.watch._STARTUP_STOP_SECONDS", 0.2)
+    monkeypatch.setattr("hpctrain.supervise.evidence.launch_watch._STARTUP_STOP_SECONDS", 0.2)
     return warned
 
 
@@ -256,7 +256,7 @@ def test_a_failure_in_a_start_that_is_asked_to_stop_costs_no_budget(warned: Stag
     warned.once((warned.layout.directory / "srun.pid").exists, lambda: asked(warned, "USR1"))
 
     def yielded() -> None:
-        from hpctrain.store.signs import ExitRecord, write_exit_record
+        from hpctrain.store.run_records import ExitRecord, write_exit_record
 
         values: dict[str, Any] = dict(epoch=1, rank=1, node="n0", outcome="yielded", step=0)
         record = ExitRecord(**values, exit_code=75, time=1.0)

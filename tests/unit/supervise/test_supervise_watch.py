@@ -16,7 +16,7 @@ from supervise_stage import Stage
 from hpctrain.slurm.records import StepRecord
 from hpctrain.slurm.states import JobState
 from hpctrain.store.ledger import EventKind
-from hpctrain.store.signs import (
+from hpctrain.store.run_records import (
     ExitRecord,
     Phase,
     Progress,
@@ -26,12 +26,12 @@ from hpctrain.store.signs import (
     write_exit_record,
     write_record,
 )
-from hpctrain.supervise import gather, watch
-from hpctrain.supervise.documents import LaunchShape, TaskFailure
-from hpctrain.supervise.process import Launch
-from hpctrain.supervise.sight import Looker
-from hpctrain.supervise.steps import OwnSteps
-from hpctrain.supervise.watch import LaunchWatch
+from hpctrain.supervise.evidence import gather, launch_watch
+from hpctrain.supervise.evidence.launch_watch import LaunchWatch
+from hpctrain.supervise.evidence.run_dir_snapshot import Looker
+from hpctrain.supervise.evidence.srun_steps import OwnSteps
+from hpctrain.supervise.judge.documents import LaunchShape, TaskFailure
+from hpctrain.supervise.srun_process import Launch
 
 
 class Clock:
@@ -100,8 +100,8 @@ class Scene:
 @pytest.fixture
 def scene(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Scene:
     clock = Clock()
-    monkeypatch.setattr(watch, "time", clock)
-    monkeypatch.setattr(watch, "_LOOK_SECONDS", 2.0)
+    monkeypatch.setattr(launch_watch, "time", clock)
+    monkeypatch.setattr(launch_watch, "_LOOK_SECONDS", 2.0)
     return Scene(stage, clock)
 
 
@@ -167,7 +167,7 @@ def test_an_unreadable_sign_is_not_silence(scene: Scene) -> None:
 
 def test_a_launch_learns_and_the_next_one_knows(scene: Scene) -> None:
     scene.stage.configure(config().model_copy(update={"stall_seconds": 3600.0}))
-    experience = watch.Experience.of(scene.stage.supervisor().context)
+    experience = launch_watch.Experience.of(scene.stage.supervisor().context)
     scene.watch = scene.resumed_at(0, experience=experience)
     for step in range(9):
         scene.says("training", step)
@@ -190,7 +190,7 @@ def test_steps_of_earlier_attempts_are_learned_but_not_their_first_ones(stage: S
             row |= {"grad_norm": None, "learning_rate": 1.0, "step_seconds": seconds}
             row |= {"tokens_per_second": 1.0, "mfu": None, "memory_bytes": 1}
             append_metrics(stage.layout, StepMetrics.model_validate(row | {"consumed_samples": 1}))
-    experience = watch.Experience.of(stage.supervisor().context)
+    experience = launch_watch.Experience.of(stage.supervisor().context)
     assert experience.limits.limit("training") == 150
 
 
@@ -261,13 +261,13 @@ def record(scene: Scene, rank: int, outcome: str) -> None:
 def test_the_ranks_that_survive_get_time_for_their_last_words(scene: Scene) -> None:
     record(scene, 0, "crash")
     assert not scene.silent(1)
-    assert scene.silent(watch._LAST_WORDS_SECONDS)
+    assert scene.silent(launch_watch._LAST_WORDS_SECONDS)
 
 
 def test_who_waits_for_a_failed_rank_does_not_hang(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "_LAST_WORDS_SECONDS", 8.0)
+    monkeypatch.setattr(launch_watch, "_LAST_WORDS_SECONDS", 8.0)
     scene.says("training", 1)
     assert not scene.silent(59)
     scene.srun.failures = (TaskFailure("n1", "1", "Killed"),)  # type: ignore[assignment]
@@ -279,8 +279,8 @@ def test_who_waits_for_a_failed_rank_does_not_hang(
 def test_an_srun_that_does_not_notice_the_end_of_its_ranks_is_ended(scene: Scene) -> None:
     record(scene, 0, "yielded")
     assert not scene.silent(1)
-    assert not scene.silent(watch._LEAVING_SECONDS / 2)
-    assert scene.silent(watch._LEAVING_SECONDS)
+    assert not scene.silent(launch_watch._LEAVING_SECONDS / 2)
+    assert scene.silent(launch_watch._LEAVING_SECONDS)
 
 
 def test_a_newer_launch(scene: Scene) -> None:
@@ -347,7 +347,7 @@ def test_a_slow_rank_is_in_the_ledger_once(scene: Scene) -> None:
 
 
 def test_a_new_launch_counts_slow_windows_anew(scene: Scene) -> None:
-    experience = watch.Experience.of(scene.stage.supervisor().context)
+    experience = launch_watch.Experience.of(scene.stage.supervisor().context)
     for windows, reported in (((20, 40), 0), ((60, 80), 0), ((100, 120, 140), 1)):
         scene.watch = scene.resumed_at(0, experience=experience)
         for last_step in windows:
@@ -438,7 +438,7 @@ def test_an_hour_of_watching_costs_little(stage: Stage, monkeypatch: pytest.Monk
     context = stage.supervisor().context
     ours = LaunchWatch(context, cast(Launch, Srun()), 100)
     looker = Looker(ours._onlooker.look)
-    monkeypatch.setattr(watch, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(launch_watch, "_LOOK_SECONDS", 0.0)
     looks, polls = 200, 2000
     before = time.process_time()
     for number in range(looks):
@@ -451,7 +451,7 @@ def test_an_hour_of_watching_costs_little(stage: Stage, monkeypatch: pytest.Monk
             time.sleep(0.0005)
             assert not ours._look(looker)
     looking_seconds = time.process_time() - before
-    monkeypatch.setattr(watch, "_LOOK_SECONDS", 2.0)
+    monkeypatch.setattr(launch_watch, "_LOOK_SECONDS", 2.0)
     ours._next_look = time.monotonic() + 60
     before = time.process_time()
     for _ in range(polls):

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from supervise_facts import NOTHING
 
 from hpctrain.supervise.catalogue import load_signatures
-from hpctrain.supervise.documents import Evidence, Finding, RankExit
-from hpctrain.supervise.scan import Scanner
-from hpctrain.supervise.slurm_words import is_notice, read_task_failure
+from hpctrain.supervise.evidence.log_scan import Scanner
+from hpctrain.supervise.judge.documents import Evidence, Finding, RankExit
+from hpctrain.supervise.judge.slurm_words import is_notice, read_task_failure
 
 SCANNER = Scanner(load_signatures())
 BEGIN = 1_790_000_000.0

@@ -8,11 +8,11 @@ import math
 import pytest
 from goodput_histories import BEGIN, History, made_up, submitted
 
-from hpctrain.store.signs import StepMetrics, lineage
+from hpctrain.store.run_records import StepMetrics, lineage
 from hpctrain.telemetry.clocks import agreeing, ticks
 from hpctrain.telemetry.goodput import FIRST_START, OCCUPYING, Account, account
+from hpctrain.telemetry.rolling_goodput import sliding
 from hpctrain.telemetry.segments import Category, Segment
-from hpctrain.telemetry.sliding import sliding
 from hpctrain.telemetry.timeline import Mark, MarkKind, Timeline, timeline
 
 ENDED, RELAUNCHING, QUEUED = MarkKind.LAUNCH_ENDED, MarkKind.RELAUNCHING, MarkKind.QUEUED

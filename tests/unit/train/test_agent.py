@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from hpctrain.errors import InvalidInputError
-from hpctrain.store.signs import TrainerExit
-from hpctrain.train.place import read_place
+from hpctrain.store.run_records import TrainerExit
+from hpctrain.train.launchers.agent_place import read_place
 
 WORDS = ["--nnodes=2", "--nproc-per-node=8", "train-n000002.json"]
 TOLD = {

@@ -10,7 +10,7 @@ import pytest
 
 from hpctrain.engines.deepspeed import DeepSpeedConfig, ds_config
 from hpctrain.store.layout import RunLayout
-from hpctrain.train.deepspeed import preflight
+from hpctrain.train.engines.deepspeed import preflight
 
 GOOD: dict[str, Any] = dict(
     run_name="tiny", zero_stage=3, reduce_bucket_elements=1000, gather_bucket_elements=1000,

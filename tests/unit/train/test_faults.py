@@ -10,7 +10,7 @@ import pytest
 
 from hpctrain.checkpoints.publish import StaleEpochError
 from hpctrain.errors import CheckpointError
-from hpctrain.supervise.causes import Cause
+from hpctrain.supervise.judge.causes import Cause
 from hpctrain.train import faults
 from hpctrain.train.faults import (
     BadCheckpointError,
@@ -23,7 +23,7 @@ from hpctrain.train.faults import (
     is_damage,
     is_node_dependent,
 )
-from hpctrain.train.room import NoSpaceError
+from hpctrain.train.free_space import NoSpaceError
 
 
 class OutOfMemoryError(RuntimeError):

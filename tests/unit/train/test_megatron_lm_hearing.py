@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from hpctrain.train.megatron_lm.hearing import Hearing, hearing
+from hpctrain.train.engines.megatron_lm.hearing import Hearing, hearing
 
 
 def unless_secret(heard: list[str]) -> Hearing:

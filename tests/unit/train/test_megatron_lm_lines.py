@@ -10,7 +10,7 @@ import math
 
 import pytest
 
-from hpctrain.train.megatron_lm.lines import (
+from hpctrain.train.engines.megatron_lm.lines import (
     OwnMeans,
     StepLine,
     read_evaluation,

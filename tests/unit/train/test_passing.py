@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.train.below_agent import LOG_VARIABLE, settle_below_agent
-from hpctrain.train.passing import PASSED_ON, Passing, catches
+from hpctrain.train.launchers.below_agent import LOG_VARIABLE, settle_below_agent
+from hpctrain.train.launchers.signal_forwarding import PASSED_ON, Passing, catches
 from hpctrain.train.stop import STOP_SIGNALS
 
 # Deaf until the file `listen` exists; from then on every signal leaves its name in a file.
@@ -86,7 +86,7 @@ def test_what_stops_a_rank_and_what_asks_for_stacks_is_passed_on() -> None:
 def test_a_rank_below_an_agent_writes_its_own_log(tmp_path: Path) -> None:
     program = (
         "import os, subprocess\n"
-        "from hpctrain.train.below_agent import settle_below_agent\n"
+        "from hpctrain.train.launchers.below_agent import settle_below_agent\n"
         "settle_below_agent()\n"
         "print('one', flush=True)\n"
         "os.write(2, b'two\\n')\n"
@@ -113,7 +113,7 @@ def test_a_rank_of_srun_has_its_log_from_slurm() -> None:
 AGENT = """
 import os, subprocess, sys
 program = (
-    "import time; from hpctrain.train.below_agent import settle_below_agent; "
+    "import time; from hpctrain.train.launchers.below_agent import settle_below_agent; "
     "settle_below_agent(); print('settled', flush=True); time.sleep(300)"
 )
 rank = subprocess.Popen([sys.executable, "-c", program])

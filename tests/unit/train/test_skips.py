@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from hpctrain.errors import InvalidInputError
-from hpctrain.store.signs import SkipList, SkippedData
-from hpctrain.train.skips import Skips, parse_skips, read_skips
+from hpctrain.store.run_records import SkipList, SkippedData
+from hpctrain.train.datasets.skipped_samples import Skips, parse_skips, read_skips
 
 
 def _skips(*ranges: tuple[int, int]) -> Skips:

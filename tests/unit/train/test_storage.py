@@ -11,7 +11,7 @@ from hpctrain.errors import CheckpointError, StorageError
 from hpctrain.store.epochs import claim_epoch
 from hpctrain.store.layout import RunLayout
 from hpctrain.train import storage
-from hpctrain.train.launch import Launch
+from hpctrain.train.rank_environment import Launch
 from hpctrain.train.storage import (
     failed_below,
     fence_of,

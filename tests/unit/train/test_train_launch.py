@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.errors import InvalidInputError
-from hpctrain.train.launch import Launch, quiet_defaults, read_launch
+from hpctrain.train.rank_environment import Launch, quiet_defaults, read_launch
 from hpctrain.train.stop import file_exists
 
 SLURM = {

@@ -15,8 +15,8 @@ from hpctrain.errors import InvalidInputError
 from hpctrain.store.epochs import claim_epoch
 from hpctrain.store.layout import RunLayout
 from hpctrain.train.job import Job, read_config
-from hpctrain.train.launch import Launch
 from hpctrain.train.preflight import check
+from hpctrain.train.rank_environment import Launch
 from hpctrain.train.stop import StopSignals
 
 GOOD: dict[str, Any] = dict(

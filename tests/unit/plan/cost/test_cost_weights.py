@@ -12,7 +12,7 @@ from hpctrain.plan.cost.from_spec import NO_MACHINE, PLAIN, shape_of
 from hpctrain.plan.cost.memory import held_weights, stages_that_matter
 from hpctrain.plan.cost.weights import mamba_weights, table_weights, weights_of
 from hpctrain.plan.documents import Layout
-from hpctrain.plan.stages import build_stages, stage_expert_parameters
+from hpctrain.plan.mesh.stages import build_stages, stage_expert_parameters
 from hpctrain.spec.run import ModelSpec
 
 GPT2 = dict(layers=12, hidden=768, heads=12, vocab=50257, seq=1024)

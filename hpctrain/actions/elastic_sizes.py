@@ -1,0 +1,114 @@
+"""The sizes at which a run can be launched: as planned, and on fewer nodes if the spec allows it.
+
+On fewer nodes only the data-parallel size shrinks and accumulation grows, so the global batch and
+the order of samples stay. Planned when the run is submitted, because nothing that plans is on the
+compute nodes. Belongs here: planning those sizes. Does not belong here: choosing one (see
+`hpctrain.supervise.judge.launch_nodes`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hpctrain.engines.documents import train_config
+from hpctrain.engines.training import TrainConfig
+from hpctrain.errors import DoesNotFitError, LimitError
+from hpctrain.plan.documents import Plan
+from hpctrain.spec.profile import ClusterProfile
+from hpctrain.spec.run import ParallelSpec, RunSpec
+from hpctrain.supervise.judge.documents import LaunchShape
+
+if TYPE_CHECKING:
+    from hpctrain.plan.cost.from_spec import Knowledge
+
+PLANNED_FILE = "train.json"
+
+
+@dataclass(frozen=True)
+class SizedConfig:
+    """One size and the trainer's settings for it."""
+
+    shape: LaunchShape
+    train: TrainConfig
+
+
+def smaller_sizes(
+    spec: RunSpec,
+    profile: ClusterProfile,
+    plan: Plan,
+    knowledge: Knowledge,
+    peak_flops: float | None,
+) -> tuple[SizedConfig, ...]:
+    """Every size from one node less down to `resources.min_nodes` that works out, largest first."""
+    least = spec.resources.min_nodes
+    if least is None:
+        return ()
+    sizes = (
+        _size(spec, profile, plan, knowledge, nodes, peak_flops)
+        for nodes in range(plan.nodes.nodes - 1, least - 1, -1)
+    )
+    return tuple(size for size in sizes if size is not None)
+
+
+def shapes_of(plan: Plan, smaller: tuple[SizedConfig, ...]) -> tuple[LaunchShape, ...]:
+    """All sizes, the planned one first."""
+    planned = LaunchShape(
+        nodes=plan.nodes.nodes, tasks=plan.layout.world_size, train_config=PLANNED_FILE
+    )
+    return (planned, *(size.shape for size in smaller))
+
+
+def _size(
+    spec: RunSpec,
+    profile: ClusterProfile,
+    plan: Plan,
+    knowledge: Knowledge,
+    nodes: int,
+    peak_flops: float | None,
+) -> SizedConfig | None:
+    """The plan on `nodes` nodes with the same model-parallel layout; None if there is none."""
+    from hpctrain.plan.planner import make_plan  # with NumPy, which only planning needs
+
+    for micro in (plan.batch.micro_batch, "auto"):
+        try:
+            fewer = _on_fewer(spec, plan, nodes, micro)
+            small = make_plan(fewer, profile, knowledge)
+        except (DoesNotFitError, LimitError):
+            continue
+        shape = LaunchShape(
+            nodes=nodes,
+            tasks=small.layout.world_size,
+            train_config=f"train-n{nodes:06d}.json",
+        )
+        return SizedConfig(shape, train_config(fewer, small, peak_flops))
+    return None
+
+
+def _on_fewer(spec: RunSpec, plan: Plan, nodes: int, micro: int | str) -> RunSpec:
+    layout, stages = plan.layout, None
+    if isinstance(spec.parallel, ParallelSpec):
+        stages = spec.parallel.stages
+    parallel = ParallelSpec(
+        tp=layout.tp,
+        pp=layout.pp,
+        vpp=layout.vpp,
+        cp=layout.cp,
+        ep=layout.ep,
+        order=layout.order,
+        sequence_parallel=layout.sequence_parallel if layout.tp > 1 else None,
+        stages=stages,
+    )
+    resources = spec.resources.model_copy(
+        update={"gpus": nodes * plan.nodes.gpus_per_node, "spare_nodes": 0}
+    )
+    batch = spec.batch.model_copy(update={"micro": micro})
+    # a checkpoint of DeepSpeed belongs to a ZeRO stage
+    stage = {"zero": plan.zero} if plan.engine == "deepspeed" else {}
+    changed = dict(
+        parallel=parallel,
+        resources=resources,
+        batch=batch,
+        optimizer=spec.optimizer.model_copy(update=stage),
+    )
+    return spec.model_copy(update=changed)

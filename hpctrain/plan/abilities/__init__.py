@@ -1,0 +1,1 @@
+"""What each engine can train, shard and read. Pure."""

@@ -1,0 +1,67 @@
+"""What hpctrain cannot train with DeepSpeed, out of all that can be planned for it.
+
+Belongs here: one sentence for each. Does not belong here: what DeepSpeed's settings exclude among
+themselves (`hpctrain.spec.deepspeed`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hpctrain.spec.run import RunSpec
+
+
+def untrainable_by_deepspeed(spec: RunSpec) -> Iterator[tuple[str, str]]:
+    """(dotted path of the field, what the trainer lacks).
+
+    Of `parallel: auto` nothing is said: the planner chooses what can be trained.
+    """
+    homes = (spec.optimizer.offload, spec.engine.deepspeed.offload_parameters)
+    if spec.resources.min_nodes is not None and "nvme" in homes:
+        words = "what DeepSpeed keeps on NVMe belongs to one number of ranks"
+        yield "resources.min_nodes", words
+    if spec.parallel == "auto":
+        return
+    if spec.parallel.tp > 1:
+        yield from untrainable_in_tensors(spec)
+        if spec.model.key_value_heads % spec.parallel.tp:
+            heads, tp = spec.model.key_value_heads, spec.parallel.tp
+            words = "with DeepSpeed each rank of tp has whole key/value heads"
+            yield "parallel.tp", f"{words}: {heads} of them cannot be divided by {tp}"
+    if spec.parallel.pp > 1:
+        yield from untrainable_in_a_pipeline(spec)
+
+
+def untrainable_in_tensors(spec: RunSpec) -> Iterator[tuple[str, str]]:
+    """DeepSpeed's layers take the place of a Llama's linear ones, whose weights are learned
+    (`hpctrain.train.engines.deepspeed.tensors`); GPT-2 has Conv1D in their place, which
+    module_inject/auto_tp.py of DeepSpeed 0.19.8 does not support."""
+    splits = "with DeepSpeed hpctrain splits weights over tp"
+    if spec.model.family != "llama":
+        words = f"{splits} for a llama, not for a {spec.model.family}"
+        yield "model.family", f"{words}: engine megatron has tp for gpt, llama and bert"
+    if spec.lora is not None:
+        yield "lora", f"{splits} for whole models: no `lora`"
+    if spec.optimizer.zero == 3:
+        yield "optimizer.zero", f"{splits} at ZeRO stages 0, 1 and 2: stage 3 divides them itself"
+
+
+def untrainable_in_a_pipeline(spec: RunSpec) -> Iterator[tuple[str, str]]:
+    """Its layers are those of GPT-2 and Llama, and its loss is the mean over all words
+    (`hpctrain.train.engines.deepspeed.pipeline`)."""
+    trains = "a pipeline of DeepSpeed's trains"
+    if spec.model.family not in ("gpt", "llama"):
+        yield "model.family", f"{trains} gpt and llama, not {spec.model.family}"
+    if spec.learned_task != "language_modeling":
+        yield "task", f"{trains} language_modeling, not {spec.learned_task}"
+    if spec.data.format != "tokens":
+        yield "data.format", f"{trains} on tokens, not on {spec.data.format}"
+    if spec.lora is not None:
+        yield "lora", f"{trains} whole models: no `lora`"
+    if spec.optimizer.offload != "none":
+        words = f"{trains} with the optimizer's state on the GPU, not on {spec.optimizer.offload}"
+        yield "optimizer.offload", words
+    if spec.optimizer.zero == 0 or not spec.optimizer.distributed:
+        yield "optimizer.zero", f"{trains} at ZeRO stage 1"
+    if spec.profile is not None and spec.profile.flops:
+        yield "profile.flops", "FLOPs of a pipeline's stages are not counted"

@@ -1,0 +1,107 @@
+"""How fast one plan is: seconds of a step and what follows from them.
+
+Belongs here: the prediction of one candidate. Does not belong here: formulas of time
+(`cost.step`), failures, saves and money (`forecast`).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hpctrain.plan.cost.from_spec import Knowledge, case_of
+from hpctrain.plan.cost.island_links import crossed_islands, shown_seconds, uplink_seconds
+from hpctrain.plan.cost.lora_counts import flops_per_step
+from hpctrain.plan.cost.step import step_seconds
+from hpctrain.plan.documents import Prediction, Recompute, StepParts
+from hpctrain.plan.mesh.candidate import Candidate
+from hpctrain.plan.mesh.columns import Columns, columns_of
+from hpctrain.plan.mesh.stages import Split
+from hpctrain.plan.model.flops import (
+    FORWARD_AND_BACKWARD,
+    attention_flops_per_token,
+    model_flops_per_step,
+)
+from hpctrain.spec.catalogue import Gpu
+from hpctrain.spec.profile import ClusterProfile
+from hpctrain.spec.run import ModelSpec, RunSpec
+
+SECONDS_PER_DAY = 86400
+
+
+def predict(
+    spec: RunSpec, profile: ClusterProfile, knowledge: Knowledge | None, candidate: Candidate
+) -> Prediction | None:
+    """The prediction for one candidate; None when the GPU is not known."""
+    if knowledge is None or knowledge.gpu is None:
+        return None
+    stages = candidate.parallel.stages
+    (parts,) = step_parts(spec, profile, knowledge, columns_of(candidate), stages)
+    return _prediction(spec, knowledge.gpu, candidate, parts)
+
+
+def step_parts(
+    spec: RunSpec,
+    profile: ClusterProfile,
+    knowledge: Knowledge | None,
+    columns: Columns,
+    stages: Split | None,
+) -> list[StepParts]:
+    """Where the time goes, for each row; `stages` is the split of all rows with listed stages."""
+    case = case_of(spec, profile, knowledge, columns)
+    times = step_seconds(case)
+    shape = (len(columns),)
+    parts = {
+        name: np.broadcast_to(np.asarray(getattr(times, name), dtype=float), shape)
+        for name in type(times).__dataclass_fields__
+    }
+    islands = crossed_islands(int(columns.gpus[0]), profile) if len(columns) else ()
+    if islands:
+        loads = uplink_seconds(spec, columns, islands, stages)
+        charged = (times.total, parts["data_messages"])
+        parts["islands"] = shown_seconds(columns, case.software, *charged, loads)
+    return [
+        StepParts(**{f"{name}_seconds": float(part[row]) for name, part in parts.items()})
+        for row in range(len(columns))
+    ]
+
+
+def _prediction(spec: RunSpec, gpu: Gpu, candidate: Candidate, parts: StepParts) -> Prediction:
+    gpus, seconds = candidate.layout.world_size, parts.total_seconds
+    peak = peak_flops(gpu, spec.precision)
+    flops = flops_per_step(spec)
+    again = recomputed_flops(spec.model, spec.batch.global_, candidate.recompute)
+    tokens = spec.batch.global_ * spec.model.seq
+    whole = seconds * spec.train_steps
+    return Prediction(
+        parts=parts,
+        mfu=flops / (seconds * gpus * peak),
+        hfu=(flops + again) / (seconds * gpus * peak),
+        peak_flops_per_gpu=peak,
+        tokens_per_second_per_gpu=tokens / (seconds * gpus),
+        days=whole / SECONDS_PER_DAY,
+        gpu_hours=whole * gpus / 3600,
+    )
+
+
+def peak_flops(gpu: Gpu, precision: str) -> float:
+    """Dense peak of the precision, or of bf16 or fp16 where the data sheet does not list it."""
+    for name in (precision, "bf16", "fp16", "fp32"):
+        if name in gpu.peak:
+            return float(gpu.peak[name])
+    return float(max(gpu.peak.values()))
+
+
+def recomputed_flops(model: ModelSpec, global_batch: int, recompute: Recompute) -> float:
+    """Operations that recomputation adds to a step.
+
+    full: the forward pass of all layers, without the output matrix; selective: that of the core
+    attention (Korthikanti et al. 2022, arXiv 2205.05198, appendix A: hardware FLOPs).
+    """
+    if recompute == "none" or model.family == "resnet":
+        return 0.0
+    tokens = global_batch * model.seq
+    if recompute == "selective":
+        return attention_flops_per_token(model) / FORWARD_AND_BACKWARD * tokens
+    output = 0 if model.reads_images else 2 * model.vocab * model.hidden * (1 + model.mtp_layers)
+    forward = model_flops_per_step(model, global_batch) / FORWARD_AND_BACKWARD
+    return forward - output * tokens

@@ -1,0 +1,1 @@
+"""Lay ranks out: layout, pipeline stages, batch split, placement, islands, order of axes. Pure."""

@@ -1,0 +1,204 @@
+"""Which axis is the farther one, data or pipeline parallelism: who pays for the slow link.
+
+`tp-cp-ep-dp-pp` keeps the ranks of a data parallel group near each other and sends activations
+over the long way; `tp-cp-ep-pp-dp` keeps pipelines together and sends gradients there. tp, cp and
+ep are nearest in both, so only dp and pp are compared. Belongs here: bytes through the busiest
+uplink, and the choice. Does not belong here: where the borders are (`islands`), or step times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hpctrain.plan.documents import DEFAULT_ORDER, Layout, NodeRequest, Order
+from hpctrain.plan.mesh.candidate import Candidate
+from hpctrain.plan.mesh.islands import (
+    Island,
+    groups_at_border,
+    neighbours_outside,
+    slow_links,
+    wraps_outside,
+)
+from hpctrain.plan.mesh.placement import strides
+from hpctrain.plan.mesh.stages import build_stage, stage_expert_parameters
+from hpctrain.plan.model.parameters import expert_tp, vocab_multiple
+from hpctrain.spec.profile import ClusterProfile
+from hpctrain.spec.run import RunSpec
+from hpctrain.units import short_bytes
+
+ORDERS: tuple[Order, ...] = ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp")
+_GRADIENT_BYTES = 4  # summed in fp32 (DistributedDataParallelConfig.grad_reduce_in_fp32)
+
+
+@dataclass(frozen=True)
+class OrderChoice:
+    """The order and, where a slow link made a difference, one sentence about it."""
+
+    order: Order
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of one step: through each link of the rings of a rank, and of one pipeline message.
+
+    A message is an activation or its gradient, for one microbatch and one chunk. Dense weights
+    and experts have rings of their own.
+    """
+
+    dense_ring_bytes: float
+    expert_ring_bytes: float
+    message_bytes: float
+    microbatches: int
+
+
+@dataclass(frozen=True)
+class UplinkLoad:
+    """What one step sends out of one group of nodes, over its uplink of so many bytes/s."""
+
+    gradients_bytes: float
+    activations_bytes: float
+    uplink: float
+
+    @property
+    def seconds(self) -> float:
+        """Time at full speed, if nothing else is on the uplink."""
+        return (self.gradients_bytes + self.activations_bytes) / self.uplink
+
+
+def choose_order(
+    spec: RunSpec, profile: ClusterProfile, candidate: Candidate, request: NodeRequest
+) -> OrderChoice:
+    """The spec's order; for `auto` the one that keeps the busiest uplink busy for less time.
+
+    Equal times, or no slow link between the nodes of the run, give Megatron's default. Orders
+    that megatron-core refuses are not considered (see `order_problems`).
+    """
+    asked = "auto" if spec.parallel == "auto" else spec.parallel.order
+    islands = slow_links(request, profile)
+    possible = [order for order in ORDERS if not order_problems(candidate, order)]
+    loads = {order: busiest_uplink(spec, candidate, order, islands) for order in possible}
+    if asked == "auto":
+        chosen = min(possible, key=lambda order: loads[order].seconds if islands else 0.0)
+    else:
+        chosen = asked
+    different = len({load.seconds for load in loads.values()}) > 1
+    return OrderChoice(chosen, _reasons(asked, chosen, loads) if islands and different else ())
+
+
+def order_problems(candidate: Candidate, order: Order) -> list[str]:
+    """What megatron-core does not allow about an order; empty when it is fine.
+
+    Pipelines of dense layers and of experts must have the same ranks (megatron-core 0.16.1,
+    megatron/core/parallel_state.py:808-820). The stride of pp is tp x cp in one mesh and expert
+    tp x ep in the other.
+    """
+    layout, ep = candidate.layout, candidate.parallel.ep
+    expert_ranks = expert_tp(layout.tp, ep) * ep
+    if order == DEFAULT_ORDER or layout.pp == 1 or layout.tp * layout.cp == expert_ranks:
+        return []
+    return [
+        f"order {order} is not possible with pp {layout.pp}: megatron-core needs tp x cp = "
+        f"{layout.tp * layout.cp} to be expert tp x ep = {expert_ranks}; use {DEFAULT_ORDER}"
+    ]
+
+
+def step_traffic(spec: RunSpec, candidate: Candidate) -> Traffic:
+    """What the fullest stage's rings and a pipeline send in one step.
+
+    A ring of n ranks moves (n - 1) / n of the tensor over each of its links in a reduce-scatter
+    and again in an all-gather (Thakur, Rabenseifner and Gropp 2005). Gradients are fp32; with the
+    distributed optimizer the all-gather moves weights instead (ZeRO-1, arXiv 1910.02054, 7.1).
+    A message is [s b / c, h], split by t with sequence parallelism and by DeepSpeed, and per rank.
+    """
+    layout, model = candidate.layout, spec.model
+    element = 4 if spec.precision == "fp32" else 2
+    moved = _GRADIENT_BYTES + (element if spec.optimizer.distributed else _GRADIENT_BYTES)
+    pairs = [
+        (
+            build_stage(
+                model, layout, candidate.split, index, vocab_multiple(spec)
+            ).parameters_per_gpu,
+            stage_expert_parameters(model, layout, candidate.split, index),
+        )
+        for index in sorted({0, layout.pp // 2, layout.pp - 1})
+    ]
+    whole, experts = max(pairs)
+    replicas, copies = layout.dp * layout.cp, _expert_copies(layout)
+    tokens = candidate.micro_batch * model.seq / layout.cp
+    split = layout.tp if layout.sequence_parallel or spec.engine.name == "deepspeed" else 1
+    return Traffic(
+        dense_ring_bytes=moved * (whole - experts) * (replicas - 1) / replicas,
+        expert_ring_bytes=moved * experts * (copies - 1) / copies,
+        message_bytes=element * model.hidden * tokens / split,
+        microbatches=candidate.accumulation,
+    )
+
+
+def _expert_copies(layout: Layout) -> int:
+    """Ranks that hold the same experts: expert data parallelism."""
+    shared = expert_tp(layout.tp, layout.ep) * layout.ep
+    return max(1, layout.tp * layout.cp * layout.dp // shared)
+
+
+def busiest_uplink(
+    spec: RunSpec, candidate: Candidate, order: Order, islands: Sequence[Island]
+) -> UplinkLoad:
+    """Of all uplinks the one that is busy longest in a step of this order."""
+    traffic = step_traffic(spec, candidate)
+    loads = [uplink_load(candidate, order, island, traffic) for island in islands]
+    return max(loads, key=lambda load: load.seconds, default=UplinkLoad(0, 0, 1))
+
+
+def uplink_load(candidate: Candidate, order: Order, island: Island, traffic: Traffic) -> UplinkLoad:
+    """Bytes that one step sends out of an island.
+
+    A message goes to the next stage once for each chunk, and from the last stage to the first
+    once for each chunk but one; gradients go the other way (Narayanan et al. 2021, section 2.2).
+    """
+    layout = candidate.layout.model_copy(update={"order": order})
+    stride = strides(layout)
+    chunks = sum(neighbours_outside(stride["pp"], layout.pp, island)) * layout.vpp
+    wraps = sum(wraps_outside(stride["pp"], layout.pp, island)) * (layout.vpp - 1)
+    messages = (chunks + wraps) * traffic.microbatches
+    gradients = _dense_flows(layout, island) * traffic.dense_ring_bytes
+    gradients += _expert_flows(layout, island) * traffic.expert_ring_bytes
+    return UplinkLoad(gradients, messages * traffic.message_bytes, island.uplink)
+
+
+def _dense_flows(layout: Layout, island: Island) -> int:
+    """Rings of dense weights that leave the island: through cp and dp where these are adjacent."""
+    stride = strides(layout)
+    if stride["dp"] == stride["cp"] * layout.cp:
+        return groups_at_border(stride["cp"], layout.dp * layout.cp, island)
+    return groups_at_border(stride["dp"], layout.dp, island) // layout.cp
+
+
+def _expert_flows(layout: Layout, island: Island) -> int:
+    """Rings of experts that leave the island; expert tp and ep are the nearest axes there."""
+    copies = _expert_copies(layout)
+    near = expert_tp(layout.tp, layout.ep) * layout.ep
+    far = layout.order.endswith("dp") and layout.pp > 1
+    return groups_at_border(near * (layout.pp if far else 1), copies, island)
+
+
+def _reasons(asked: str, chosen: Order, loads: dict[Order, UplinkLoad]) -> tuple[str, ...]:
+    mine = loads[chosen]
+    others = [load for order, load in loads.items() if order != chosen]
+    why = f"order {chosen}{'' if asked == 'auto' else ', as the spec says'}"
+    compared = f", the other order {_load(others[0])}" if others else ""
+    return (f"{why}: a step sends {_load(mine)} out of the busiest slow link{compared}.",)
+
+
+def _load(load: UplinkLoad) -> str:
+    """`3.1 GiB of gradients and 1.2 GiB of activations (0.4 s)`"""
+    parts = [
+        f"{short_bytes(round(amount))} of {name}"
+        for name, amount in (
+            ("gradients", load.gradients_bytes),
+            ("activations", load.activations_bytes),
+        )
+        if amount
+    ]
+    return f"{' and '.join(parts) or 'nothing'} ({load.seconds:.2g} s)"

@@ -1,0 +1,1 @@
+"""Count what a model is: parameters, floating-point operations, vision stems and heads. Pure."""

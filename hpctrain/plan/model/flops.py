@@ -1,0 +1,88 @@
+"""How many operations a training step of a model is: the convention behind every MFU printed.
+
+Model FLOPs: what the mathematics of the model asks for, forward and backward; nothing that is
+computed again, no softmax, norms or optimizer. Belongs here: operations of the whole model. Does
+not belong here: what one GPU does of it, or how long that takes.
+
+Letters: h hidden, a heads, L layers, s sequence length, B global batch, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from hpctrain.plan.model import vision
+from hpctrain.spec.run import ModelSpec
+
+FORWARD_AND_BACKWARD = 3  # the backward pass is two products for each one of the forward pass
+
+
+def attention_weights(model: ModelSpec) -> int:
+    """Weights of the attention of one layer that multiply every token."""
+    output = model.heads * model.value_size * model.hidden
+    if model.mla is None:
+        return output + model.hidden * (model.heads + 2 * model.key_value_heads) * model.head_size
+    mla, queries = model.mla, model.heads * model.query_key_size
+    keys_values = mla.kv_rank * model.heads * (mla.nope_dim + mla.value_dim)
+    down = model.hidden * (mla.kv_rank + mla.rope_dim)
+    if mla.q_rank is None:
+        return output + down + keys_values + model.hidden * queries
+    return output + down + keys_values + mla.q_rank * (model.hidden + queries)
+
+
+def mlp_weights(model: ModelSpec, layer: int) -> int:
+    """Weights of the MLP of layer `layer` that multiply a token: active experts and the router."""
+    matrices = (3 if model.gated else 2) * model.hidden
+    if model.moe is None or not model.has_experts(layer):
+        return matrices * model.ffn_size
+    width = model.moe.top_k * model.moe.ffn + model.moe.shared_ffn
+    return matrices * width + model.hidden * model.moe.experts
+
+
+def linear_parameters(model: ModelSpec) -> int:
+    """Weights that multiply every token: linear layers and the output matrix, no biases.
+
+    Of experts those that are active. A multi-token prediction layer is a layer, its projection
+    (2h x h) and once more the output matrix. BERT has the linear layer before its output matrix;
+    what it does once for a sequence (pooler, classes) does not count, nor do the ends of a ViT.
+    """
+    attention = attention_weights(model)
+    layers = sum(attention + mlp_weights(model, layer) for layer in range(model.layers))
+    if model.family == "vit":
+        return layers
+    if model.classes is not None:
+        return layers
+    output = model.vocab * model.hidden
+    head = model.hidden**2 if model.family in ("bert", "distilbert") else 0
+    last = attention + mlp_weights(model, model.layers - 1)
+    predicted = model.mtp_layers * (last + 2 * model.hidden**2 + output)
+    return layers + output + head + predicted
+
+
+def attention_flops_per_token(model: ModelSpec, causal: bool = False) -> float:
+    """The two attention products of all layers, forward and backward, for one token.
+
+    Q K^T and P V are 2 s a d each in the forward pass, so 12 s a d for each layer (6 s a times
+    both head sizes where they differ). `causal`: half of that, as nothing is needed above the
+    diagonal; encoders have no diagonal and stay as they are.
+    """
+    layers = model.layers + model.mtp_layers
+    sizes = model.query_key_size + model.value_size
+    square = 2 * FORWARD_AND_BACKWARD * layers * model.heads * sizes * model.seq
+    return square / 2 if causal and model.causal else float(square)
+
+
+def model_flops_per_step(model: ModelSpec, global_batch: int, causal: bool = False) -> float:
+    """Floating-point operations of the model in one optimizer step; recomputation not counted.
+
+    Convention (model FLOPs, non-causal attention): 6 per linear weight and token for forward and
+    backward, plus 12 L a d s per token for the two attention products over the whole s x s
+    square. Equal to 72 B s L h^2 (1 + s/6h + V/12Lh) for a = h/d, f = 4h (Narayanan et al. 2021,
+    arXiv 2104.04473, appendix, without its factor 4/3 for recomputation; Korthikanti et al.
+    2022, arXiv 2205.05198, appendix A). With `causal` the attention counts half, as newer
+    benchmark tables have it (6 L a d s). A ResNet: 6 per weight and position of each convolution.
+    """
+    if model.family == "resnet":
+        return float(2 * FORWARD_AND_BACKWARD * vision.resnet_multiplications(model) * global_batch)
+    per_token = 2 * FORWARD_AND_BACKWARD * linear_parameters(model)
+    text = (per_token + attention_flops_per_token(model, causal)) * model.seq
+    ends = vision.end_multiplications(model) if model.family == "vit" else 0
+    return float((text + 2 * FORWARD_AND_BACKWARD * ends) * global_batch)

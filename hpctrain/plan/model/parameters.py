@@ -1,0 +1,229 @@
+"""How many parameters megatron-core builds: per layer, per end of the pipeline, in all.
+
+Every count is of one tensor parallel rank and exact for megatron-core 0.16.1 (an engine test builds
+the real modules on the meta device and compares). Belongs here: counting. Does not belong here:
+which layer is where (`stages`), how many bytes that makes (`plan_memory`), operations (`flops`), or
+the ends of models that read images (`vision`).
+
+Letters: h hidden, a heads, k kv heads, d head size, f ffn, t tensor parallel size.
+"""
+
+from __future__ import annotations
+
+from hpctrain.plan.model import vision
+from hpctrain.plan.model.flops import linear_parameters as linear_parameters
+from hpctrain.plan.model.flops import model_flops_per_step as model_flops_per_step
+from hpctrain.spec.run import MlaSpec, ModelSpec, MoeSpec, RunSpec
+
+# Megatron-LM pads the vocabulary to a multiple of this times tp
+# (`make_vocab_size_divisible_by`, megatron/training/arguments.py, default 128), so that every
+# rank holds the same number of rows and the output matrix multiplication is aligned.
+VOCAB_MULTIPLE = 128
+# Engines that train Hugging Face's classes, whose tables have as many rows as there are words.
+_UNPADDED = ("fsdp", "deepspeed", "ddp")
+
+# Embeddings of sentences A and B (Devlin et al. 2018, arXiv 1810.04805, section 3.2). Telling if
+# B follows A is not learned: no loss without it (Liu et al. 2019, arXiv 1907.11692, section 4.2).
+BERT_SEGMENTS = 2
+
+
+def vocab_multiple(spec: RunSpec) -> int:
+    """What the rows of an embedding table on each rank are a multiple of."""
+    padded = spec.engine.name not in _UNPADDED or spec.model.reads_images
+    return VOCAB_MULTIPLE if padded else 1
+
+
+def pad_vocab(vocab: int, tp: int, multiple: int = VOCAB_MULTIPLE) -> int:
+    """Rows of the embedding table as the engine builds it: a multiple of `multiple` x tp."""
+    step = multiple * tp
+    return -(-vocab // step) * step
+
+
+def expert_tp(tp: int, ep: int) -> int:
+    """Tensor parallel size inside experts: 1 where experts are spread (ep > 1), else tp.
+
+    What published recipes set; megatron-core's own default is tp in both cases
+    (`expert_tensor_parallel_size`, megatron/core/model_parallel_config.py:413).
+    """
+    return 1 if ep > 1 else tp
+
+
+def norm_parameters(model: ModelSpec, size: int | None = None) -> int:
+    """Weight of RMSNorm (h), weight and bias of LayerNorm (2h); replicated over tp.
+
+    `size`: what the norm is over, if not the hidden size.
+    """
+    return (model.hidden if size is None else size) * (2 if model.norm == "layernorm" else 1)
+
+
+def attention_parameters(model: ModelSpec, tp: int) -> int:
+    """Column-parallel QKV, h x (a + 2k)d / t, and row-parallel projection, ad x h / t.
+
+    The bias of a column-parallel layer is split, that of a row-parallel one replicated
+    (megatron/core/tensor_parallel/layers.py). With k < t the columns are split all the same
+    and gathered in the forward pass (megatron/core/transformer/attention.py:1399), so there are
+    no copies of key/value weights.
+    """
+    if model.mla is not None:
+        return latent_attention_parameters(model, model.mla, tp)
+    qkv = (model.heads + 2 * model.key_value_heads) * model.head_size // tp
+    projection = model.heads * model.head_size // tp * model.hidden
+    bias = qkv + model.hidden if model.bias else 0
+    return model.hidden * qkv + projection + bias
+
+
+def latent_attention_parameters(model: ModelSpec, mla: MlaSpec, tp: int) -> int:
+    """MLA of DeepSeek-V2 (arXiv 2405.04434, equations 9-19), with norms over both latents.
+
+    Up-projections and output are split over tp; the down-projections are copies on every rank
+    (TransformerEngine's "duplicated" linear layers, without which megatron-core builds no latent
+    attention: megatron/core/transformer/multi_latent_attention.py:408 and 453). Only the output
+    projection can have a bias.
+    """
+    queries = model.heads * model.query_key_size // tp
+    keys_values = model.heads * (mla.nope_dim + mla.value_dim) // tp
+    down = model.hidden * (mla.kv_rank + mla.rope_dim)
+    up = mla.kv_rank * keys_values + norm_parameters(model, mla.kv_rank)
+    if mla.q_rank is None:
+        up += model.hidden * queries
+    else:
+        down += model.hidden * mla.q_rank
+        up += mla.q_rank * queries + norm_parameters(model, mla.q_rank)
+    output = model.heads * mla.value_dim // tp * model.hidden
+    return down + up + output + (model.hidden if model.bias else 0)
+
+
+def mlp_parameters(model: ModelSpec, tp: int, ffn: int | None = None) -> int:
+    """Column-parallel h x f (2f with a gate) and row-parallel f x h, both divided by t.
+
+    `ffn`: size of the MLP, if not that of the model's dense layers.
+    """
+    width = (model.ffn_size if ffn is None else ffn) // tp
+    first = (2 if model.gated else 1) * width
+    bias = first + model.hidden if model.bias else 0
+    return model.hidden * first + width * model.hidden + bias
+
+
+def expert_parameters(model: ModelSpec, tp: int, ep: int = 1) -> int:
+    """Routed experts of one MoE layer on one rank: experts / ep of them, each an MLP.
+
+    They are apart because their gradients and optimizer state are shared by fewer ranks
+    (expert data parallel: tp x cp x dp / (ep x expert tp)). 0 for a dense model.
+    """
+    if model.moe is None:
+        return 0
+    return model.moe.experts // ep * mlp_parameters(model, expert_tp(tp, ep), model.moe.ffn)
+
+
+def router_parameters(model: ModelSpec, moe: MoeSpec, tp: int) -> int:
+    """What an MoE layer has besides routed experts: the router, replicated, and shared experts.
+
+    Router: experts x h, and a bias where linear layers have one
+    (megatron/core/transformer/moe/router.py:53-61). Shared experts are one MLP split over tp.
+    """
+    router = moe.experts * (model.hidden + (1 if model.bias else 0))
+    return router + (mlp_parameters(model, tp, moe.shared_ffn) if moe.shared_ffn else 0)
+
+
+def layer_parameters(model: ModelSpec, tp: int, ep: int = 1, layer: int | None = None) -> int:
+    """One transformer layer: two norms, attention, MLP or experts.
+
+    `layer`: which one (0 is the first), where a model has both kinds; default: the last.
+    """
+    parameters = 2 * norm_parameters(model) + attention_parameters(model, tp)
+    if model.moe is None or not model.has_experts(model.layers - 1 if layer is None else layer):
+        return parameters + mlp_parameters(model, tp)
+    shared = router_parameters(model, model.moe, tp)
+    return parameters + shared + expert_parameters(model, tp, ep)
+
+
+def embedding_parameters(model: ModelSpec, tp: int, multiple: int = VOCAB_MULTIPLE) -> int:
+    """Word embeddings split over tp by rows; learned positions (seq x h) replicated.
+
+    BERT has an embedding for each of two segments besides (tokentype_embeddings). A ViT has its
+    patch projection and class token for words, see `vision`.
+    """
+    if model.reads_images:
+        return vision.stem_parameters(model)
+    words = pad_vocab(model.vocab, tp, multiple) // tp * model.hidden
+    return words + _other_embeddings(model)
+
+
+def _other_embeddings(model: ModelSpec) -> int:
+    """Embeddings that are not of words, in rows of h; replicated over tp."""
+    rows = model.seq if model.positions == "learned" else 0
+    return (rows + (BERT_SEGMENTS if model.family == "bert" else 0)) * model.hidden
+
+
+def output_parameters(
+    model: ModelSpec, tp: int, with_embedding: bool, multiple: int = VOCAB_MULTIPLE
+) -> int:
+    """Final norm, output matrix (no bias in GPTModel), and the heads of BERT.
+
+    A tied model has no output matrix of its own where the embedding is on the same GPU; behind a
+    pipeline the last stage holds a copy of the word embeddings
+    (GPTModel: skip_weight_param_allocation = pre_process and share_embeddings).
+    """
+    if model.reads_images:
+        return vision.head_parameters(model)
+    shared = bool(model.tied) and with_embedding
+    rows = pad_vocab(model.vocab, tp, multiple) // tp
+    matrix = 0 if shared else rows * model.hidden
+    heads = encoder_head_parameters(model, rows)
+    return norm_parameters(model) + heads + (0 if model.classes else matrix)
+
+
+def encoder_head_parameters(model: ModelSpec, rows: int) -> int:
+    """Behind the layers of an encoder, without norm and output matrix of `rows`; 0 for others.
+
+    Classes of texts: a linear layer and one over the classes (BertForSequenceClassification with
+    its pooler, DistilBertForSequenceClassification). Masked words of DistilBERT: a linear layer, a
+    norm and the output's bias; BERT's are the same (BertForMaskedLM; megatron-core's
+    bert_lm_head.py).
+    """
+    if model.family not in ("bert", "distilbert"):
+        return 0
+    linear = model.hidden * model.hidden + model.hidden
+    if model.classes is not None:
+        return linear + model.classes * (model.hidden + 1)
+    return linear + norm_parameters(model) + rows
+
+
+def mtp_parameters(model: ModelSpec, tp: int, ep: int = 1) -> int:
+    """All multi-token prediction layers: each a transformer layer like the last one, the
+    column-parallel projection of two joined states, 2h x h / t, and three norms
+    (megatron/core/transformer/multi_token_prediction.py:632-678). Embedding and output matrix
+    are those of the model (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+    """
+    layer = layer_parameters(model, tp, ep)
+    projection = 2 * model.hidden * model.hidden // tp
+    return model.mtp_layers * (layer + projection + 3 * norm_parameters(model))
+
+
+def total_parameters(model: ModelSpec) -> int:
+    """Parameters of the model itself: each once, vocabulary as given (not padded).
+
+    Multi-token prediction layers count; they are dropped after training.
+    """
+    if model.family == "resnet":
+        return vision.resnet_parameters(model)
+    layers = sum(layer_parameters(model, 1, layer=layer) for layer in range(model.layers))
+    if model.family == "vit":
+        return layers + vision.stem_parameters(model) + vision.head_parameters(model)
+    words = model.vocab * model.hidden * (1 if model.tied or model.classes else 2)
+    ends = words + _other_embeddings(model) + norm_parameters(model)
+    ends += encoder_head_parameters(model, model.vocab)
+    return layers + mtp_parameters(model, 1) + ends
+
+
+def active_parameters(model: ModelSpec) -> int:
+    """Parameters that one token meets: `top_k` of the routed experts, all of the rest.
+
+    Without multi-token prediction layers, as model cards count them.
+    """
+    if model.moe is None:
+        return total_parameters(model) - mtp_parameters(model, 1)
+    idle = model.moe.experts - model.moe.top_k
+    idle_per_layer = idle * mlp_parameters(model, 1, model.moe.ffn)
+    moe_layers = model.layers - model.moe.dense_layers
+    return total_parameters(model) - mtp_parameters(model, 1) - moe_layers * idle_per_layer

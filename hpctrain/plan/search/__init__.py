@@ -1,0 +1,1 @@
+"""Enumerate layouts, keep those that fit, and rank them. Pure."""

@@ -1,0 +1,77 @@
+"""What would fit instead: the layouts nearest to a spec that does not work out.
+
+Belongs here: distance between a candidate and what was asked for. Does not belong here: wording.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hpctrain.plan.cost.from_spec import Knowledge
+from hpctrain.plan.documents import RECOMPUTES
+from hpctrain.plan.mesh.candidate import Candidate
+from hpctrain.plan.mesh.columns import Columns
+from hpctrain.plan.search.layouts import Floats, Found, search
+from hpctrain.plan.search.space import hint_freedom
+from hpctrain.spec.profile import ClusterProfile
+from hpctrain.spec.run import ParallelSpec, RunSpec
+
+
+def nearest_fits(
+    spec: RunSpec,
+    profile: ClusterProfile,
+    knowledge: Knowledge | None = None,
+    gpus: int | None = None,
+    count: int = 3,
+) -> tuple[Candidate, ...]:
+    """Up to `count` candidates of different layouts that leave memory to the allocator, the most
+    similar to the spec first."""
+    freedom = hint_freedom(spec, profile, gpus or spec.resources.gpus)
+    priced = search(spec, profile, knowledge, freedom, timed=False)
+    rows = np.flatnonzero(priced.roomy)
+    distances = distance(spec, priced.columns.take(rows))
+    found: dict[ParallelSpec, Candidate] = {}
+    for row in rows[np.argsort(distances, kind="stable")]:
+        candidate = priced.candidate(int(row))
+        found.setdefault(candidate.parallel, candidate)
+        if len(found) == count:
+            break
+    return tuple(found.values())
+
+
+def distance(spec: RunSpec, columns: Columns) -> Floats:
+    """How far candidates are from the spec, for ranking.
+
+    A doubling of an axis counts 1, of the microbatch 0.5, a step of recomputation 0.6; among
+    equals a small bubble and a large microbatch come first. Without offload before with it.
+    """
+    total = np.zeros(len(columns))
+    if spec.parallel != "auto":
+        for name in ("tp", "pp", "vpp", "ep"):
+            total += np.abs(np.log2(getattr(columns, name) / getattr(spec.parallel, name)))
+    if spec.batch.micro != "auto":
+        total += 0.5 * np.abs(np.log2(columns.micro_batch / spec.batch.micro))
+    if spec.recompute != "auto":
+        total += 0.6 * np.abs(columns.recompute - RECOMPUTES.index(spec.recompute))
+    bubble = (columns.pp - 1) / (columns.vpp * columns.accumulation)
+    settled = 0.1 * bubble + 0.01 * columns.recompute + 0.005 * columns.zero + 2 * columns.offload
+    return np.asarray(total + settled - 0.001 * np.log2(columns.micro_batch), dtype=float)
+
+
+def larger_fit(
+    spec: RunSpec, profile: ClusterProfile, knowledge: Knowledge | None, limit: int
+) -> Candidate | None:
+    """A fitting candidate on more GPUs than asked for, doubling up to `limit`; None if none."""
+    gpus = spec.resources.gpus * 2
+    while gpus <= limit:
+        whole = gpus <= profile.gpu.per_node or gpus % profile.gpu.per_node == 0
+        found = nearest_fits(spec, profile, knowledge, gpus, count=1) if whole else ()
+        if found:
+            return found[0]
+        gpus *= 2
+    return None
+
+
+def roomiest(found: Found) -> Candidate:
+    """The candidate that needs the least memory; there must be one."""
+    return found.candidate(int(np.argmin(found.peak_bytes)))

@@ -1,0 +1,176 @@
+"""What a search may change, as the values of every axis that it tries.
+
+Belongs here: reading that off a spec. Does not belong here: combining the values (`grid`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from hpctrain.plan.abilities.sharding import AXES, offload_choices, shard_choices, zero_choices
+from hpctrain.plan.abilities.trainable import TRAINED_AXES
+from hpctrain.plan.abilities.trainable_deepspeed import (
+    untrainable_in_a_pipeline,
+    untrainable_in_tensors,
+)
+from hpctrain.plan.divisors import divisors
+from hpctrain.plan.documents import DEFAULT_ORDER, RECOMPUTES
+from hpctrain.plan.mesh.batch import micro_choices
+from hpctrain.plan.mesh.layout import settled, tensor_sizes
+from hpctrain.plan.mesh.placement import stays_inside
+from hpctrain.plan.mesh.rank_order import ORDERS
+from hpctrain.plan.mesh.stages import Split
+from hpctrain.spec.profile import ClusterProfile
+from hpctrain.spec.run import ParallelSpec, RunSpec
+
+# Embedding and loss as layers of the pipeline, in the order in which they are tried. Llama 3 405B
+# has 126 layers so that 126 + 2 divides (arXiv 2407.21783, section 3.3.2).
+COUNTED = ((False, False), (True, True), (False, True), (True, False))
+
+
+@dataclass(frozen=True)
+class Freedom:
+    """Values of each axis; one value means that it is fixed.
+
+    `counted`: (embedding, loss) as pipeline layers; the first of them that divides is used.
+    `stages`: the split that a spec lists, which then has exactly one pp and vpp.
+    `sequence_parallel`: None means on where tp > 1. `uneven`: where nothing divides the layers,
+    stages of nearly equal length are tried.
+    """
+
+    gpus: int
+    tp: tuple[int, ...]
+    pp: tuple[int, ...]
+    cp: tuple[int, ...]
+    ep: tuple[int, ...]
+    vpp: tuple[int, ...]
+    micro_batches: tuple[int, ...]
+    recomputes: tuple[int, ...]
+    zeros: tuple[int, ...]
+    offloads: tuple[int, ...]
+    shards: tuple[int, ...]
+    orders: tuple[int, ...]
+    sequence_parallel: bool | None = None
+    counted: tuple[tuple[bool, bool], ...] = COUNTED
+    stages: Split | None = None
+    uneven: bool = False
+
+
+def freedom_of(spec: RunSpec, profile: ClusterProfile) -> Freedom:
+    """Everything that the spec leaves open on the GPUs that it asks for."""
+    if spec.parallel == "auto":
+        return _auto_freedom(spec, profile)
+    return _explicit_freedom(spec, profile, spec.parallel)
+
+
+def _auto_freedom(spec: RunSpec, profile: ClusterProfile) -> Freedom:
+    gpus, layers = spec.resources.gpus, spec.model.layers
+    axes, sizes = _axes(spec), divisors(gpus)
+    splits_context = "cp" in axes and spec.model.causal  # megatron-core's BERT has none
+    experts = spec.model.moe.experts if spec.model.moe else 1
+    chunks = sorted({n for count in range(layers, layers + 3) for n in divisors(count)})
+    return Freedom(
+        gpus=gpus,
+        tp=_tensor_choices(spec, sizes) if "tp" in axes else (1,),
+        pp=tuple(n for n in sizes if n <= layers + 2) if "pp" in axes else (1,),
+        cp=tuple(n for n in sizes if n <= spec.model.seq // 2) if splits_context else (1,),
+        ep=tuple(n for n in sizes if n <= experts) if "ep" in axes else (1,),
+        vpp=tuple(n for n in chunks if n <= layers) if "vpp" in axes else (1,),
+        micro_batches=micro_choices(spec),
+        recomputes=recompute_choices(spec),
+        zeros=zero_choices(spec),
+        offloads=offload_choices(spec),
+        shards=shard_choices(spec, profile.nvlink.domain),
+        orders=tuple(range(len(ORDERS))),
+        sequence_parallel=_sequence_parallel(spec),
+        uneven=True,
+    )
+
+
+def _axes(spec: RunSpec) -> tuple[str, ...]:
+    """Along which a search may split the model: those that can be trained, too."""
+    if spec.model.reads_images:
+        return ()
+    if spec.engine.name == "deepspeed":
+        refused = {"tp": untrainable_in_tensors(spec), "pp": untrainable_in_a_pipeline(spec)}
+        return tuple(axis for axis, words in refused.items() if not any(words))
+    return TRAINED_AXES.get(spec.engine.name, AXES[spec.engine.name])
+
+
+def _tensor_choices(spec: RunSpec, sizes: Iterable[int]) -> tuple[int, ...]:
+    """For DeepSpeed, whose layers copy no key/value heads, only what divides these."""
+    model = spec.model
+    whole = spec.engine.name == "deepspeed"
+    return tuple(n for n in sizes if n <= model.heads and not (whole and model.key_value_heads % n))
+
+
+def _sequence_parallel(spec: RunSpec) -> bool | None:
+    asked = ParallelSpec() if spec.parallel == "auto" else spec.parallel
+    return settled(spec, asked).sequence_parallel
+
+
+def _explicit_freedom(spec: RunSpec, profile: ClusterProfile, parallel: ParallelSpec) -> Freedom:
+    order = parallel.order
+    return Freedom(
+        gpus=spec.resources.gpus,
+        tp=(parallel.tp,),
+        pp=(parallel.pp,),
+        cp=(parallel.cp,),
+        ep=(parallel.ep,),
+        vpp=(parallel.vpp,),
+        micro_batches=micro_choices(spec),
+        recomputes=recompute_choices(spec),
+        zeros=zero_choices(spec),
+        offloads=offload_choices(spec),
+        shards=shard_choices(spec, profile.nvlink.domain),
+        orders=tuple(range(len(ORDERS))) if order == "auto" else (ORDERS.index(order),),
+        sequence_parallel=_sequence_parallel(spec),
+        counted=((parallel.count_embedding, parallel.count_loss),),
+        stages=parallel.stages,
+    )
+
+
+def hint_freedom(spec: RunSpec, profile: ClusterProfile, gpus: int) -> Freedom:
+    """What a hint may propose: another tp (inside the NVLink domain), pp, microbatch or
+    recomputation, and no vpp instead of the given one. The rest stays as the spec says."""
+    explicit = spec.parallel if spec.parallel != "auto" else ParallelSpec()
+    domain, sizes = profile.nvlink.domain, divisors(gpus)
+    axes = _axes(spec)
+    near = [tp for tp in tensor_sizes(spec.model) if stays_inside(1, tp, gpus, domain)]
+    micro = () if spec.batch.micro == "auto" else (spec.batch.micro,)
+    return Freedom(
+        gpus=gpus,
+        tp=_tensor_choices(spec, (n for n in near if gpus % n == 0)) if "tp" in axes else (1,),
+        pp=tuple(n for n in sizes if n <= spec.model.layers + 2) if "pp" in axes else (1,),
+        cp=(explicit.cp,),
+        ep=_expert_choices(spec, explicit, sizes),
+        vpp=tuple({1, explicit.vpp}),
+        micro_batches=tuple(sorted({1, 2, 4, 8, *micro})),
+        recomputes=tuple(range(len(RECOMPUTES))),
+        zeros=zero_choices(spec),
+        offloads=offload_choices(spec),
+        shards=(spec.optimizer.shard_gpus or 0,),
+        orders=(ORDERS.index(DEFAULT_ORDER),),
+        sequence_parallel=_sequence_parallel(spec),
+    )
+
+
+def _expert_choices(
+    spec: RunSpec, explicit: ParallelSpec, sizes: tuple[int, ...]
+) -> tuple[int, ...]:
+    if spec.model.moe is None or "ep" not in AXES[spec.engine.name]:
+        return (1,)
+    experts = spec.model.moe.experts
+    return tuple({explicit.ep, *(n for n in sizes if experts % n == 0)})
+
+
+def recompute_choices(spec: RunSpec) -> tuple[int, ...]:
+    """Positions in RECOMPUTES: for `auto` all that the engine can do; a ResNet has no blocks."""
+    if spec.recompute == "auto" and spec.model.family == "resnet":
+        return (RECOMPUTES.index("none"),)
+    if spec.recompute == "auto":
+        whole_blocks = spec.engine.name in ("fsdp", "ddp", "deepspeed")
+        known = [one for one in RECOMPUTES if not (whole_blocks and one == "selective")]
+        return tuple(RECOMPUTES.index(one) for one in known)
+    return (RECOMPUTES.index(spec.recompute),)

@@ -1,0 +1,258 @@
+"""Finding lines that name a cause: in the logs of all ranks, in srun's stderr, in kernels' logs.
+
+A launch of 4096 ranks leaves 4096 files on a file system that may be the reason of the failure. So
+only the end of each file is read, in threads of their own, and after a deadline the findings so far
+have to do: what has not been read is unknown, and said to be.
+Belongs here: reading and matching. Does not belong here: which of the findings is the cause
+(`rank_verdict`), and the signatures themselves (`signatures`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from hpctrain.supervise.evidence.line_times import line_time
+from hpctrain.supervise.judge.causes import Cause
+from hpctrain.supervise.judge.documents import Finding
+from hpctrain.supervise.judge.signatures import Match, Matcher, Signatures, Where
+
+UNREAD = "logs_unread"
+# Of a rank, or of the agent of a node, which says why no rank has started.
+_LOG = re.compile(r"step(?P<step>\d{1,9})-(?:rank(?P<rank>\d{1,9})|node\d{1,9})\.log")
+# CSI and OSC sequences (ECMA-48): colours, and titles of terminals.
+_ANSI = re.compile(r"\x1b(?:\[[0-9;?]{0,40}[ -/]{0,4}[@-~]|\][^\x07\x1b]{0,200}(?:\x07|\x1b\\))")
+_LONGEST_EVIDENCE = 400
+_MOST_CANDIDATES = 2000
+# Keeps the order of lines within one file where they bear the same time.
+_LINE_SECONDS = 1e-6
+
+
+@dataclass(frozen=True)
+class ScanLimits:
+    """`tail_bytes` of each file, less where all files together would exceed `total_bytes`."""
+
+    tail_bytes: int = 64 * 1024
+    total_bytes: int = 64 * 2**20
+    seconds: float = 20.0
+    readers: int = 4
+
+    def tail(self, files: int) -> int:
+        return min(self.tail_bytes, max(4096, self.total_bytes // max(files, 1)))
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """What is known about the ranks of a launch; `ended_at` is in seconds since the epoch."""
+
+    nodes: Mapping[int, str] = field(default_factory=dict)
+    ended_at: Mapping[int, float] = field(default_factory=dict)
+
+
+def read_signatures(path: Path) -> Signatures | None:
+    """What was written at submit time; None where there is none, or none that can be read."""
+    try:
+        return Signatures.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError):
+        return None
+
+
+def newest_step(directory: Path) -> int:
+    """The highest step that has logs there, -1 without any. Raises OSError."""
+    try:
+        names = os.listdir(directory)
+    except FileNotFoundError:
+        return -1
+    return max((int(m["step"]) for m in map(_LOG.fullmatch, names) if m), default=-1)
+
+
+class Scanner:
+    """Signatures, ready to be looked for; expressions are compiled when they are first needed."""
+
+    def __init__(self, signatures: Signatures) -> None:
+        self._signatures = signatures
+
+    @cached_property
+    def _matchers(self) -> dict[Where, Matcher]:
+        kinds: tuple[Where, ...] = ("rank", "srun", "kernel")
+        return {where: self._signatures.matcher(where) for where in kinds}
+
+    def lines(
+        self,
+        lines: Iterable[str],
+        where: Where,
+        *,
+        rank: int | None = None,
+        node: str | None = None,
+        at: float = 0.0,
+    ) -> tuple[Finding, ...]:
+        """What lines of one source say; `at` (seconds since the epoch) where they have no time."""
+        text = "\n".join(line.replace("\n", " ") for line in lines)
+        return tuple(self._text(text, where, rank, node, at))
+
+    def logs(
+        self,
+        directory: Path,
+        after_step: int,
+        ranks: Ranks | None = None,
+        limits: ScanLimits | None = None,
+    ) -> tuple[Finding, ...]:
+        """What the logs of the newest step beyond `after_step` say, in the order of time.
+
+        Never raises and takes at most about `limits.seconds`. What could not be read in time is
+        an advice finding with the signature `UNREAD`.
+        """
+        limits = limits or ScanLimits()
+        work = _Reading(self, directory, after_step, ranks or Ranks(), limits)
+        return work.run()
+
+    def _text(
+        self, text: str, where: Where, rank: int | None, node: str | None, at: float
+    ) -> Iterator[Finding]:
+        matcher = self._matchers[where]
+        if "\x1b" in text:
+            text = _ANSI.sub("", text)
+        matches = list(_until_teardown(matcher, text, rank is not None))
+        times = _times([match.line for match in matches], at)
+        seen: set[str] = set()
+        for number, (match, when) in enumerate(zip(matches, times, strict=True)):
+            if match.role != "advice" and (rank is None or match.signature not in seen):
+                seen.add(match.signature)
+                yield _finding(match, rank, node, when + number * _LINE_SECONDS)
+
+
+class _Reading:
+    """The threads that read the logs of one launch, and what they have found so far."""
+
+    def __init__(
+        self, scanner: Scanner, directory: Path, after_step: int, ranks: Ranks, limits: ScanLimits
+    ) -> None:
+        self._scanner, self._directory, self._after_step = scanner, directory, after_step
+        self._ranks, self._limits = ranks, limits
+        self._lock = threading.Lock()
+        self._waiting: deque[tuple[int | None, str]] = deque()
+        self._found: list[Finding] = []
+        self._total = self._done = 0
+        self._listed = False
+
+    def run(self) -> tuple[Finding, ...]:
+        deadline = time.monotonic() + self._limits.seconds
+        self._join([self._start(self._list)], deadline)
+        readers = [self._start(self._read_all) for _ in range(self._limits.readers)]
+        self._join(readers, deadline)
+        with self._lock:
+            self._waiting.clear()
+            found, done = list(self._found), self._done
+        found.sort(key=lambda one: (one.order, -1 if one.rank is None else one.rank))
+        return (*found, *self._unread(done))
+
+    def _unread(self, done: int) -> tuple[Finding, ...]:
+        if self._listed and done == self._total:
+            return ()
+        which = f"{self._total - done} of {self._total} logs" if self._listed else "the logs"
+        line = f"{which} could not be read within {self._limits.seconds:g} s"
+        return (Finding(UNREAD, Cause.UNKNOWN, "advice", line),)
+
+    def _start(self, work: Callable[[], None]) -> threading.Thread:
+        thread = threading.Thread(target=work, daemon=True, name="log reader")
+        thread.start()
+        return thread
+
+    def _join(self, threads: list[threading.Thread], deadline: float) -> None:
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _list(self) -> None:
+        """Ranks that have ended by their own word come first: the cause is most likely there."""
+        try:
+            names = os.listdir(self._directory)
+        except FileNotFoundError:
+            names = []
+        except OSError:
+            return
+        matches = [m for m in map(_LOG.fullmatch, names) if m]
+        step = max((int(m["step"]) for m in matches), default=-1)
+        files = [
+            (int(m["rank"]) if m["rank"] else None, m[0]) for m in matches if int(m["step"]) == step
+        ]
+        files.sort(key=self._order)
+        with self._lock:
+            self._waiting.extend(files if step > self._after_step else ())
+            self._total = len(self._waiting)
+            self._listed = True
+
+    def _order(self, file: tuple[int | None, str]) -> tuple[float, str]:
+        rank, name = file
+        unknown = float("inf")
+        return (unknown if rank is None else self._ranks.ended_at.get(rank, unknown)), name
+
+    def _read_all(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    return
+                rank, name = self._waiting.popleft()
+            try:
+                findings = self._read(rank, self._directory / name)
+            except OSError:
+                continue
+            with self._lock:
+                self._found.extend(findings)
+                self._done += 1
+
+    def _read(self, rank: int | None, path: Path) -> list[Finding]:
+        with path.open("rb") as stream:
+            status = os.fstat(stream.fileno())
+            start = max(0, status.st_size - self._limits.tail(self._total))
+            stream.seek(start)
+            raw = stream.read(status.st_size - start)
+        text = raw.decode("utf-8", errors="replace")
+        if start:  # the first line is a torn one
+            text = text.partition("\n")[2]
+        known = -1 if rank is None else rank
+        node = self._ranks.nodes.get(known)
+        at = self._ranks.ended_at.get(known, status.st_mtime)
+        return list(self._scanner._text(text, "rank", rank, node, at))
+
+
+def _until_teardown(matcher: Matcher, text: str, of_a_rank: bool) -> Iterator[Match]:
+    for _, line in matcher.candidates(text, _MOST_CANDIDATES):
+        match = matcher.match(line)
+        if match is not None:
+            yield match
+            if match.teardown and of_a_rank:
+                return
+
+
+def _times(lines: list[str], at: float) -> list[float]:
+    """Of each line; one without was written before the next one with a time, and before `at`."""
+    times: list[float] = []
+    after = at
+    for line in reversed(lines):
+        own = line_time(line, at)
+        after = own if own is not None else after
+        times.append(after)
+    return times[::-1]
+
+
+def _finding(match: Match, rank: int | None, node: str | None, order: float) -> Finding:
+    finding = Finding(
+        signature=match.signature,
+        cause=match.cause,
+        role=match.role,
+        line=match.line.strip()[:_LONGEST_EVIDENCE],
+        rank=rank,
+        node=node,
+        order=order,
+        hard=match.hard,
+    )
+    return replace(finding, node=match.node) if node is None and match.node else finding

@@ -1,0 +1,324 @@
+"""The checks of one node: shutdown, run directory, shared memory, GPUs, fabric, the kernel's log.
+
+Each takes a `Report` and writes into it. Standard library only. Belongs here: looking. Does not
+belong here: time limits (`preflight`), or judging by comparison (`probe_answers`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+
+KERNEL_LOG_VARIABLE = "HPCTRAIN_KERNEL_LOG"
+_TRIAL_BYTES = 4096
+# PyTorch's data loaders and NCCL keep their buffers here; with less than this they fail at once.
+_LEAST_SHARED_BYTES = 64 * 2**20
+_SHARED_MEMORY = Path("/dev/shm")
+# sd_booted(3): the machine runs systemd if this directory is there.
+_SYSTEMD = Path("/run/systemd/system")
+_SCHEDULED_SHUTDOWN = Path("/run/systemd/shutdown/scheduled")
+# A launch that begins so shortly before it is not worth it.
+_SOON_SECONDS = 600.0
+_INFINIBAND = Path("/sys/class/infiniband")
+_MOST_KERNEL_LINES = 40
+_MOST_KERNEL_BYTES = 2**20
+# Clocks of the kernel's log and of the launch may differ a little.
+_KERNEL_SLACK_SECONDS = 5.0
+_INTERESTING = re.compile(
+    r"xid|nvrm|nvidia|nvlink|nvswitch|out of memory|oom|i/o error|nfs|lustre|mlx5|infiniband"
+    r"|blocked for more than|read-?only|hardware error|mce:|nvme|segfault|lost carrier|link down",
+    re.IGNORECASE,
+)
+_ISO_TIME = re.compile(r"\s*(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d)(?:[.,]\d+)?(Z|[+-]\d\d:?\d\d)?")
+# What nvidia-smi says of a GPU that the driver cannot reach any more.
+_GPU_GONE = re.compile(r"GPU is lost|fallen off the bus|Unable to determine the device handle")
+_GPU_FIELDS = "uuid,ecc.errors.uncorrected.volatile.total,retired_pages.pending"
+_REMAP_FIELDS = "gpu_uuid,remapped_rows.pending,remapped_rows.failure"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something wrong; `hard` is broken hardware beyond doubt, `gpu` an UUID."""
+
+    text: str
+    hard: bool = False
+    gpu: str | None = None
+
+
+@dataclass
+class Report:
+    """What a check has found; kernel lines come with seconds since the epoch, if known."""
+
+    problems: list[Fault] = field(default_factory=list)
+    facts: dict[str, object] = field(default_factory=dict)
+    kernel: list[tuple[float | None, str]] = field(default_factory=list)
+
+    def problem(self, text: str, *, hard: bool = False, gpu: str | None = None) -> None:
+        self.problems.append(Fault(text, hard, gpu))
+
+
+# -- on its way out --------------------------------------------------------------------------
+
+
+def check_shutdown(report: Report, timeout_seconds: float) -> None:
+    """A node that shuts down sends TERM to everything on it, long before Slurm misses it.
+
+    systemctl(1), is-system-running: `stopping` while the manager is shutting down.
+    """
+    if not _SYSTEMD.is_dir():
+        return
+    if _answer(["systemctl", "is-system-running"], timeout_seconds / 2) == "stopping":
+        report.problem("the machine is being shut down")
+        return
+    seconds = _seconds_to_shutdown()
+    if seconds is not None and seconds < _SOON_SECONDS:
+        report.problem("a shutdown of the machine is scheduled within minutes")
+
+
+def _seconds_to_shutdown() -> float | None:
+    """shutdown(8) leaves its plan in a file; USEC is in microseconds since the epoch."""
+    try:
+        plan = _SCHEDULED_SHUTDOWN.read_text()
+    except OSError:
+        return None
+    match = re.search(r"^USEC=(\d+)", plan, re.MULTILINE)
+    return int(match[1]) / 1e6 - time.time() if match else None
+
+
+# -- storage and memory ----------------------------------------------------------------------
+
+
+def check_directory(report: Report, directory: Path, node: str) -> None:
+    """Write, flush, rename and remove 4 KiB in `directory`, as a checkpoint would."""
+    trial, renamed = directory / f".preflight-{node}", directory / f".preflight-{node}.done"
+    try:
+        descriptor = os.open(trial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            os.write(descriptor, b"\0" * _TRIAL_BYTES)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.replace(trial, renamed)
+        renamed.unlink()
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            trial.unlink(missing_ok=True)
+        report.problem(f"cannot write into {directory}: [Errno {error.errno}] {error.strerror}")
+        return
+    space = os.statvfs(directory)
+    report.facts["free_bytes"] = space.f_bavail * space.f_frsize
+    report.facts["free_inodes"] = space.f_favail
+
+
+def check_inputs(report: Report, settings: Path | None) -> None:
+    """Look for every file and directory that the run reads, and whether it may be read.
+
+    `settings` lists them; where it cannot be read, the check of the run directory says so.
+    """
+    try:
+        inputs = json.loads(settings.read_bytes()).get("inputs", []) if settings else []
+    except (OSError, ValueError):
+        return
+    missing = [(path, reason) for path in inputs if (reason := _why_unreadable(path)) is not None]
+    if missing:
+        path, reason = missing[0]
+        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        report.problem(f"cannot read {path}: {reason}{more}")
+
+
+def _why_unreadable(path: str) -> str | None:
+    """stat(2) asks the server of a network file system; access(2) asks for this user."""
+    try:
+        os.stat(path)
+    except OSError as error:
+        return f"[Errno {error.errno}] {error.strerror}"
+    return None if os.access(path, os.R_OK) else "no permission"
+
+
+def check_shared_memory(report: Report) -> None:
+    """/dev/shm may be full of what killed jobs have left behind."""
+    try:
+        space = os.statvfs(_SHARED_MEMORY)
+    except FileNotFoundError:
+        return
+    free_bytes = space.f_bavail * space.f_frsize
+    report.facts["shared_memory_free_bytes"] = free_bytes
+    if free_bytes < _LEAST_SHARED_BYTES:
+        report.problem(f"{free_bytes >> 20} MiB are free in {_SHARED_MEMORY}")
+
+
+# -- GPUs ------------------------------------------------------------------------------------
+
+
+def check_gpus(report: Report, expected: int, timeout_seconds: float) -> None:
+    """Count the GPUs and look at their memory, where nvidia-smi is installed.
+
+    nvidia-smi --help-query-gpu and --help-query-remapped-rows have the fields. A failed row
+    remapping is NVIDIA's criterion for replacement (GPU Memory Error Management, RMA policy); a
+    pending one waits for a reset of the GPU, which can go on until then.
+    """
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return
+    limit = timeout_seconds / 2
+    rows, words = _query([program, f"--query-gpu={_GPU_FIELDS}"], limit)
+    if not rows and words:
+        report.problem(f"nvidia-smi: {words}", hard=_GPU_GONE.search(words) is not None)
+        return
+    report.facts["gpus"] = [row[0] for row in rows]
+    if expected and len(rows) < expected:
+        report.problem(f"{len(rows)} of {expected} GPUs answer nvidia-smi", hard=True)
+    _read_memory(report, rows)
+    _read_remapping(report, _query([program, f"--query-remapped-rows={_REMAP_FIELDS}"], limit)[0])
+
+
+def _read_memory(report: Report, rows: list[list[str]]) -> None:
+    """Errors since the driver was loaded are a fact only: they may be of another job's time."""
+    errors = {row[0]: int(row[1]) for row in rows if row[1].isdigit() and int(row[1])}
+    if errors:
+        report.facts["uncorrected_memory_errors"] = errors
+    for row in rows:
+        if row[2] == "Yes":
+            report.problem("GPU memory pages wait to be retired", gpu=row[0])
+
+
+def _read_remapping(report: Report, rows: list[list[str]]) -> None:
+    for uuid, pending, failure in rows:
+        if failure in ("Yes", "1"):
+            report.problem("GPU memory: row remapping has failed", hard=True, gpu=uuid)
+        elif pending in ("Yes", "1"):
+            report.problem("GPU memory: a row remapping waits for a reset", gpu=uuid)
+
+
+def _query(argv: list[str], timeout_seconds: float) -> tuple[list[list[str]], str]:
+    """Rows of three cells, and the words of nvidia-smi where it gave none."""
+    try:
+        done = subprocess.run(
+            [*argv, "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_seconds,
+            stdin=subprocess.DEVNULL,
+        )
+    except subprocess.TimeoutExpired:
+        return [], f"no answer within {timeout_seconds:g} s"
+    cells = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
+    rows = [row for row in cells if len(row) == 3]
+    words = " ".join((done.stderr or done.stdout).split())
+    return rows, "" if rows else words or f"exit code {done.returncode}"
+
+
+# -- fabric ----------------------------------------------------------------------------------
+
+
+def check_ports(report: Report) -> None:
+    """Which InfiniBand or RoCE ports are ACTIVE; unused ports are normal, so nodes are compared."""
+    active, total = [], 0
+    for state in sorted(_INFINIBAND.glob("*/ports/*/state")):
+        total += 1
+        if "ACTIVE" in state.read_text():
+            active.append(f"{state.parts[-4]}/{state.parts[-2]}")
+    if total:
+        report.facts["ports"] = active
+
+
+# -- the kernel's log ------------------------------------------------------------------------
+
+
+def check_kernel(report: Report, since: float, node: str, timeout_seconds: float) -> None:
+    """The newest lines since `since` that may explain a failure, as they are."""
+    source, lines = _kernel_lines(node, since, timeout_seconds / 2)
+    report.facts["kernel_log"] = source
+    report.kernel = select_lines(lines, since, time.time() - time.monotonic())
+
+
+def select_lines(
+    lines: Iterable[str], since: float, booted_at: float
+) -> list[tuple[float | None, str]]:
+    """The interesting lines that are not older than `since`; without a time they are kept."""
+    found = []
+    for line in lines:
+        if _INTERESTING.search(line):
+            seen_at = time_of(line, booted_at)
+            if seen_at is None or seen_at >= since - _KERNEL_SLACK_SECONDS:
+                found.append((seen_at, line.strip()))
+    return found[-_MOST_KERNEL_LINES:]
+
+
+def time_of(line: str, booted_at: float) -> float | None:
+    """When a line was logged, in seconds since the epoch; None if it does not say.
+
+    `[  12.345] ...` counts from boot (dmesg), `1795257692.5 ...` from the epoch (journalctl -o
+    short-unix), `2026-11-21T10:45:12+0000 ...` is ISO 8601 (dmesg --time-format iso).
+    """
+    match = re.match(r"\s*(?:<\d+>)?\[\s*(\d+\.\d+)\]", line)
+    if match:
+        return booted_at + float(match[1])
+    match = re.match(r"\s*(\d{9,}(?:\.\d+)?)\s", line)
+    if match:
+        return float(match[1])
+    match = re.match(
+        r"\s*(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d)(?:[.,](\d+))?(Z|[+-]\d\d:?\d\d)?", line
+    )
+    if not match:
+        return None
+    return datetime.fromisoformat(match[1] + (match[3] or "")).timestamp()
+
+
+def _kernel_lines(node: str, since: float, timeout_seconds: float) -> tuple[str, list[str]]:
+    """Where the lines come from, and the lines."""
+    hook = os.environ.get(KERNEL_LOG_VARIABLE, "").replace("{node}", node)
+    if hook:
+        return hook, _hooked_lines(hook, timeout_seconds)
+    journal = ["journalctl", "-k", "-q", "--no-pager", "-o", "short-unix", f"--since=@{since:.0f}"]
+    for argv in (journal, ["dmesg"]):
+        lines = _output(argv, timeout_seconds)
+        if lines:
+            return argv[0], lines
+    return "not readable", []
+
+
+def _hooked_lines(hook: str, timeout_seconds: float) -> list[str]:
+    path = Path(hook)
+    if not path.exists() or os.access(path, os.X_OK):
+        return _output(hook.split(), timeout_seconds)
+    with path.open("rb") as stream:
+        stream.seek(max(0, stream.seek(0, 2) - _MOST_KERNEL_BYTES))
+        return stream.read().decode(errors="replace").splitlines()
+
+
+def _answer(argv: list[str], timeout_seconds: float) -> str:
+    """The one word that a program prints, whatever its exit code; empty if it gives none."""
+    try:
+        done = subprocess.run(
+            argv, capture_output=True, text=True, timeout=timeout_seconds, stdin=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip()
+
+
+def _output(argv: list[str], timeout_seconds: float) -> list[str]:
+    """Lines that a program prints; none where it is missing, refused or too slow."""
+    try:
+        done = subprocess.run(
+            argv,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_seconds,
+            stdin=subprocess.DEVNULL,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return done.stdout[-_MOST_KERNEL_BYTES:].splitlines() if done.returncode == 0 else []

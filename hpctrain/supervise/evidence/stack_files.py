@@ -1,0 +1,126 @@
+"""The files into which the ranks of a launch write their stacks.
+
+Each rank opens its file when it starts and writes one line about itself (`rank= node= pid=
+epoch=`); SIGQUIT appends the stacks of all its threads. Belongs here: waiting for these files,
+reading them within bounds, and removing old ones. Does not belong here: sending the signal
+(`launch_watch`), and what stacks mean (`odd_stacks`). NCCL's recordings in the same directory are
+kept beside them and not read.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.store.layout import RunLayout
+
+_NAME = re.compile(r"rank-(\d+)\.txt")
+_HEADER = re.compile(r"rank=\d+ node=(\S+) ")
+_EPOCH_NAME = re.compile(r"e(\d+)")
+# Epochs whose stacks are kept, the present one included.
+_KEPT_EPOCHS = 4
+# A dump of a trainer is a few kB; a hundred threads of a hundred frames are cut off here.
+_LONGEST_DUMP_BYTES = 256 * 1024
+_LONGEST_HEADER_BYTES = 512
+_POLL_SECONDS = 0.1
+# faulthandler writes word by word, a busy node with pauses.
+_QUIET_SECONDS = 0.5
+# What it may take to read the files of all ranks (16384 of them at half a millisecond each).
+_READING_SECONDS = 8.0
+
+
+@dataclass(frozen=True)
+class Dumps:
+    """What the ranks have written since they were asked, and where they say they run.
+
+    `texts` has an empty text for a rank that has a file and wrote nothing; a rank without a file
+    is not in it. `complete`: all files could be read in time.
+    """
+
+    texts: Mapping[int, str]
+    nodes: Mapping[int, str]
+    complete: bool
+
+
+def sizes(run: RunLayout, epoch: int) -> dict[int, int]:
+    """Bytes in the file of each rank that has one."""
+    return {rank: size for rank, path in _files(run, epoch) if (size := _size(path)) is not None}
+
+
+def wait_for_dumps(
+    run: RunLayout, epoch: int, before: Mapping[int, int], timeout_seconds: float
+) -> None:
+    """Return when every file has grown and none grows any more, or when the time is up."""
+    deadline = time.monotonic() + timeout_seconds
+    last, changed_at = sizes(run, epoch), time.monotonic()
+    while time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+        now = sizes(run, epoch)
+        if now != last:
+            last, changed_at = now, time.monotonic()
+        quiet = time.monotonic() - changed_at >= _QUIET_SECONDS
+        if quiet and all(now.get(rank, 0) > size for rank, size in before.items()):
+            return
+
+
+def read_dumps(run: RunLayout, epoch: int, before: Mapping[int, int]) -> Dumps:
+    """What was written behind the sizes of `before`, within bounds of time and size."""
+    deadline = time.monotonic() + _READING_SECONDS
+    texts: dict[int, str] = {}
+    nodes: dict[int, str] = {}
+    complete = True
+    for rank, path in _files(run, epoch):
+        try:
+            header, texts[rank] = _read(path, before.get(rank, 0))
+        except OSError:
+            complete = False
+            continue
+        if header is not None:
+            nodes[rank] = header[1]
+        if time.monotonic() >= deadline:
+            return Dumps(texts, nodes, complete=False)
+    return Dumps(texts, nodes, complete)
+
+
+def _read(path: Path, start_bytes: int) -> tuple[re.Match[str] | None, str]:
+    with path.open("rb") as stream:
+        first = stream.readline(_LONGEST_HEADER_BYTES).decode("ascii", "replace")
+        stream.seek(start_bytes)
+        return _HEADER.match(first), stream.read(_LONGEST_DUMP_BYTES).decode("utf-8", "replace")
+
+
+def forget_old_dumps(run: RunLayout, epoch: int) -> None:
+    """Remove the stacks of all but the last few epochs before `epoch`."""
+    for entry in os.scandir(run.stacks):
+        match = _EPOCH_NAME.fullmatch(entry.name)
+        if match is not None and int(match[1]) <= epoch - _KEPT_EPOCHS:
+            shutil.rmtree(entry.path, ignore_errors=True)
+
+
+def _files(run: RunLayout, epoch: int) -> Iterator[tuple[int, Path]]:
+    try:
+        names = sorted(os.listdir(run.stack_dump(epoch, 0).parent))
+    except FileNotFoundError:
+        return
+    for name in names:
+        match = _NAME.fullmatch(name)
+        if match is not None:
+            rank = int(match[1])
+            yield rank, run.stack_dump(epoch, rank)
+
+
+def _size(path: Path) -> int | None:
+    """The size as an NFS client learns it anew: on opening, not from what it remembers."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        return os.fstat(descriptor).st_size
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,344 @@
+"""What the supervisor is told (`supervise.json`) and the facts it reasons about. Pure data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal
+
+from pydantic import Field
+
+from hpctrain.spec.document import Document
+from hpctrain.supervise.judge.causes import Cause
+
+
+class LaunchShape(Document):
+    """One size at which the run can be launched: the planned one, or a smaller one."""
+
+    nodes: int
+    tasks: int
+    train_config: str
+
+
+class RollbackSettings(Document):
+    """What is done about a loss that is not finite or jumps; see `spec.run.RollbackSpec`."""
+
+    act: bool = False
+    checkpoints: int = 1
+    skip_steps: int = 1
+    other_nodes: bool = True
+
+
+class SuperviseConfig(Document):
+    """Written once at submit time; durations in seconds.
+
+    `shapes` is ordered from the planned size to the smallest; empty means the size in the script
+    only. `budgets` holds the spec's own numbers only (see `policy.BUDGETS` for the others).
+    `mttf_seconds` is the expected time between failures of the whole run, before it has had any.
+    `inputs` are the files and directories that every node must be able to read.
+    `warning_seconds` is how long before the time limit Slurm warns, which is what a stop may take;
+    0 if nobody has told.
+    """
+
+    schema_version: Literal[1] = 1
+    run_id: str
+    target_step: int
+    launcher: Literal["srun", "torchrun"] = "srun"
+    continuation: Literal["requeue", "chain", "singleton", "array", "none"]
+    continuation_jobs: int = 8
+    failures_without_progress: int
+    stall_seconds: float
+    setup_stall_seconds: float
+    kill_wait_seconds: float
+    warning_seconds: float = 0.0
+    verify: Literal["auto", "size", "sha256"]
+    cluster: str = ""
+    budgets: dict[str, int] = Field(default_factory=dict)
+    storm_failures: int = 5
+    storm_window_seconds: float = 1800.0
+    learn_stalls: bool = True
+    slow_rank: float = 1.2
+    exclude_nodes: Literal["observe", "act"] = "observe"
+    rollback: RollbackSettings = RollbackSettings()
+    shapes: tuple[LaunchShape, ...] = ()
+    spare_nodes: int = 0
+    cluster_nodes: int = 0
+    node_ledger: str | None = None
+    mttf_seconds: float | None = None
+    inputs: tuple[str, ...] = ()
+
+
+class ActionKind(StrEnum):
+    """What the supervisor does about it."""
+
+    FINISH = "finish"
+    STOP = "stop"
+    REQUEUE = "requeue"
+    RELAUNCH = "relaunch"
+    HOLD = "hold"
+    LEAVE = "leave"
+
+
+@dataclass(frozen=True)
+class RankExit:
+    """How one rank says that it ended; `cause` is the trainer's own word for it, if it has one.
+
+    `ended_at` is in seconds since the epoch, 0 if unknown. `node_dependent`: what it names may be
+    wrong on its node only. `loading_step` is the checkpoint that it could not load, if no machine
+    was why. `signal` names the one that has asked this rank to leave, such as SIGTERM;
+    `signalled_ranks` (of rank 0) are all that got one.
+    """
+
+    rank: int
+    node: str
+    outcome: str
+    message: str
+    cause: str | None = None
+    step: int = 0
+    ended_at: float = 0.0
+    node_dependent: bool = False
+    signal: str | None = None
+    signalled_ranks: tuple[int, ...] = ()
+    loading_step: int | None = None
+
+
+@dataclass(frozen=True)
+class UnfitNode:
+    """A node that answers and on which no launch can run as it is; `problem` is what it lacks."""
+
+    node: str
+    problem: str
+
+
+@dataclass(frozen=True)
+class TaskFailure:
+    """One `srun: error: NODE: task N: ...` line; srun prints them in the order of death.
+
+    `at` is when it was read, in seconds since the epoch, 0 if unknown.
+    """
+
+    node: str
+    tasks: str
+    what: str
+    at: float = field(default=0.0, compare=False)
+
+
+@dataclass(frozen=True)
+class JobFacts:
+    """What Slurm says about the job at the end of a launch; a job that Slurm just signals is
+    RUNNING."""
+
+    state: str
+    reason: str
+    restart_count: int
+    preempt_time: bool
+
+
+Role = Literal["root", "cascade", "advice"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A line that a signature knows, from a rank's log, srun, a kernel or the probe of a node.
+
+    `cascade`: follows from another failure; `advice`: says nothing about a cause. `order` sorts
+    findings by time as well as it is known (seconds since the epoch). `hard` marks broken
+    hardware.
+    """
+
+    signature: str
+    cause: Cause
+    role: Role
+    line: str
+    rank: int | None = None
+    node: str | None = None
+    order: float = 0.0
+    hard: bool = False
+
+
+@dataclass(frozen=True)
+class OddRank:
+    """A rank whose stack differs from those of the others, or that gave none."""
+
+    rank: int
+    node: str
+    where: str
+
+
+@dataclass(frozen=True)
+class Stall:
+    """No sign of life for longer than the phase allows; `odd` says who is elsewhere."""
+
+    phase: str
+    silent_seconds: float
+    limit_seconds: float
+    odd: tuple[OddRank, ...] = ()
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Everything known when a launch has ended. `job` is None when Slurm did not answer.
+
+    `signals` are those that the supervisor got while the launch ran. `lost_nodes` did not answer a
+    probe after the launch (`probed`), or Slurm says they are down; `leaving_nodes` answer and are
+    being shut down or rebooted. `unfit_nodes` failed a check of the probe that most others passed,
+    without which no launch can run; `common_problems` are failures of such checks on most nodes
+    alike.
+    `step_remains`: Slurm has not ended the step, so something of it may still run somewhere.
+    `nodes` are those of the launch in the order of its ranks, if that is known.
+    `resume_step` is where the launch began, `last_step` the last finished step it told of,
+    `checkpoint_step` the newest verified checkpoint. `left_startup`: the supervisor has ended the
+    step, because a stop was asked before any step was trained. `limit_near`: the time limit is
+    near, and Slurm's own warning has not come.
+    """
+
+    done: bool
+    superseded: bool
+    cancel_requested: bool
+    stop_requested_by: str | None
+    signals: tuple[str, ...]
+    srun_exit_code: int | None
+    task_failures: tuple[TaskFailure, ...]
+    notices: tuple[str, ...]
+    rank_exits: tuple[RankExit, ...]
+    job: JobFacts | None
+    restart_count: int
+    stall: Stall | None
+    started: bool
+    hold_requested_by: str | None = None
+    findings: tuple[Finding, ...] = ()
+    probed: bool = False
+    lost_nodes: tuple[str, ...] = ()
+    unfit_nodes: tuple[UnfitNode, ...] = ()
+    common_problems: tuple[str, ...] = ()
+    leaving_nodes: tuple[str, ...] = ()
+    step_remains: bool = False
+    world_size: int = 0
+    nodes: tuple[str, ...] = ()
+    resume_step: int = 0
+    last_step: int | None = None
+    checkpoint_step: int | None = None
+    left_startup: bool = False
+    limit_near: bool = False
+
+
+class Suspicion(StrEnum):
+    """How far a verdict counts as evidence against the nodes that it names.
+
+    CAUSE: as far as its cause does. OUTSIDE: a rank was killed by a signal that no kernel explains,
+    which is what people do. NONE: the program itself failed, wherever it ran. UNFIT: the nodes lack
+    what other nodes of the launch have.
+    """
+
+    CAUSE = "cause"
+    OUTSIDE = "outside"
+    NONE = "none"
+    UNFIT = "unfit"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why a launch ended, in one word, one sentence and the lines that say so.
+
+    `nodes` are where it happened, `suspicion` says how far that speaks against them, and `hard`
+    that their hardware is at fault beyond doubt.
+    `fingerprint` is equal for failures that are the same (class and place of the error, without
+    addresses and numbers that change). `step` is the step at which it happened, if known.
+    `checkpoint_step` is the checkpoint that is at fault, for the causes about one.
+    `broken_allocation`: nothing can be launched with what Slurm has given this job.
+    """
+
+    cause: Cause
+    reason: str
+    evidence: tuple[str, ...] = ()
+    rank: int | None = None
+    already_requeued: bool = False
+    nodes: tuple[str, ...] = ()
+    hard: bool = False
+    fingerprint: str = ""
+    step: int | None = None
+    hold: bool = False
+    suspicion: Suspicion = Suspicion.CAUSE
+    checkpoint_step: int | None = None
+    broken_allocation: bool = False
+
+    @property
+    def unfit_nodes(self) -> tuple[str, ...]:
+        """Nodes on which no launch can run as they are."""
+        return self.nodes if self.suspicion is Suspicion.UNFIT else ()
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What the supervisor has to work with when it decides.
+
+    `keeps_nodes` is False once Slurm ends the job. `healthy_nodes` are those of the allocation
+    that can be used; `needed_nodes` what the next launch takes at full size, `least_nodes` at the
+    smallest. `exclude` are nodes of the cluster that the node ledger says to avoid, `exclude_here`
+    those of them that are healthy ones of the allocation, and `why_exclude` has the words.
+    `unfit` are nodes of the cluster on which this run cannot work as they are.
+    `good_checkpoints` are steps, newest first. `followed`: where Slurm does not requeue, another
+    job of the run is there to go on. `storage_away`: the ledger cannot be written at the moment.
+    `restarts` is how often Slurm has started this job before.
+    """
+
+    keeps_nodes: bool = True
+    allocated_nodes: int = 1
+    healthy_nodes: int = 1
+    needed_nodes: int = 1
+    least_nodes: int = 1
+    exclude: tuple[str, ...] = ()
+    exclude_here: tuple[str, ...] = ()
+    why_exclude: str = ""
+    unfit: tuple[str, ...] = ()
+    good_checkpoints: tuple[int, ...] = ()
+    followed: bool = True
+    storage_away: bool = False
+    restarts: int = 0
+
+
+@dataclass(frozen=True)
+class Action:
+    """What is done about a verdict and why.
+
+    `exclude` are nodes that the next launch avoids; `rollback_to` is the checkpoint step to go
+    back to, with `skip_steps` batches left out. `rejected_step` is a checkpoint that no launch uses
+    any more; it is kept in quarantine. `observed` says what would have been done had the spec
+    allowed it.
+    """
+
+    kind: ActionKind
+    reason: str
+    exit_code: int = 0
+    delay_seconds: float = 0.0
+    exclude: tuple[str, ...] = ()
+    rollback_to: int | None = None
+    skip_steps: int = 0
+    rejected_step: int | None = None
+    observed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class History:
+    """What the ledger says about the launches before the decision, the present one included.
+
+    Counted since the last launch that brought a new checkpoint: `failures_without_progress` all
+    failures, `time_limits_without_progress`, `by_cause` each cause, `same_fingerprint` those in a
+    row like the present one. `recent_failures` are all within the storm window, with or without
+    progress. `anomalies_at_step` are earlier ones of numerics at the present step,
+    `failed_loads` those in which the checkpoint of the present launch could not be loaded, the
+    present one included.
+    """
+
+    failures_without_progress: int
+    time_limits_without_progress: int
+    by_cause: tuple[tuple[str, int], ...] = ()
+    same_fingerprint: int = 0
+    recent_failures: int = 0
+    anomalies_at_step: int = 0
+    ever_progressed: bool = False
+    failed_loads: int = 0
+
+    def of(self, cause: Cause) -> int:
+        """Launches without progress that ended by this cause."""
+        return dict(self.by_cause).get(str(cause), 0)

@@ -1,0 +1,189 @@
+"""What the ledger says about the launches so far, counted for the policy. Pure.
+
+Belongs here: counting. Does not belong here: what follows from a count (see `policy`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from hpctrain.store.ledger import Event, EventKind
+from hpctrain.supervise.judge.causes import FAILURE_CAUSES, Cause
+from hpctrain.supervise.judge.documents import History
+
+_NUMERICS = frozenset({Cause.DIVERGED, Cause.SUSPECT_NUMERICS})
+_MOST_PINNED = 2
+_ENDS = frozenset({EventKind.LAUNCH_ENDED, EventKind.ATTEMPT_LOST})
+
+
+def history(events: Sequence[Event], window_seconds: float = 1800.0) -> History:
+    """Count the launches that failed since the last one that brought a new checkpoint.
+
+    A launch that brought a newer checkpoint ends the count, whatever became of it. What the
+    scheduler did in between neither counts nor forgives. An attempt whose supervisor was lost
+    counts, too; whether it had brought a checkpoint shows where the next one resumes. Going back
+    on purpose is no progress. A person who has the run go on (`hpctrain resume`) ends the count.
+    `window_seconds`: how far back `recent_failures` reaches.
+    """
+    best, by_cause, prints = 0, Counter[str](), list[str]()
+    ever = False
+    for event in events:
+        if event.event is EventKind.ROLLED_BACK:
+            best = event.checkpoint_step or 0
+            continue
+        if event.event is EventKind.FRESH_START_ACCEPTED:
+            best = 0
+        if event.event is EventKind.CHECKPOINT_REJECTED and event.checkpoint_step:
+            best = min(best, event.checkpoint_step - 1)  # saving it again is progress
+        if event.event is EventKind.CONTROL and event.action == "resume":
+            by_cause.clear()  # a person has looked at it
+            prints.clear()
+        if (reached := _reached(event)) > best:
+            ever, best = True, reached
+            by_cause.clear()
+            prints.clear()
+            if event.event is not EventKind.LAUNCH_ENDED or not _only_resumed(event):
+                continue
+        if event.event in _ENDS and event.cause:
+            by_cause[event.cause] += 1
+            prints.append(event.fingerprint or "")
+    ends = [event for event in events if event.event in _ENDS]
+    return History(
+        failures_without_progress=sum(by_cause[cause] for cause in FAILURE_CAUSES),
+        time_limits_without_progress=by_cause[Cause.TIME_LIMIT],
+        by_cause=tuple(sorted(by_cause.items())),
+        same_fingerprint=_same(prints),
+        recent_failures=_recent(ends, window_seconds),
+        anomalies_at_step=_anomalies(ends),
+        ever_progressed=ever,
+        failed_loads=_failed_loads(events),
+    )
+
+
+def _reached(event: Event) -> int:
+    """The checkpoint step that this event proves; that of a start was reached before it."""
+    if event.event is EventKind.LAUNCH_ENDED:
+        return max(event.checkpoint_step or 0, event.resume_step or 0)
+    return (event.resume_step or 0) if event.event is EventKind.LAUNCH_STARTED else 0
+
+
+def pending_rollback(events: Sequence[Event]) -> int | None:
+    """The checkpoint step to go back to, if that was decided and no launch has begun since."""
+    for event in reversed(events):
+        if event.event is EventKind.LAUNCH_STARTED:
+            return None
+        if event.event is EventKind.ROLLED_BACK:
+            return event.checkpoint_step or 0
+    return None
+
+
+def pending_rejections(events: Sequence[Event]) -> dict[int, str]:
+    """Steps of checkpoints that were given up since the last launch began, with the reasons."""
+    found: dict[int, str] = {}
+    for event in events:
+        if event.event is EventKind.LAUNCH_STARTED:
+            found.clear()
+        if event.event is EventKind.CHECKPOINT_REJECTED and event.checkpoint_step:
+            found[event.checkpoint_step] = event.reason or "rejected"
+    return found
+
+
+def pinned_steps(events: Sequence[Event]) -> tuple[int, ...]:
+    """Checkpoints that retention must leave, for it knows only which are the newest.
+
+    Those from before the newest anomalies of numerics, which whoever looks into one needs; and the
+    one that was used when a newer one was given up, because it is known to load.
+    """
+    steps = [
+        event.checkpoint_step
+        for event in events
+        if event.event is EventKind.LAUNCH_ENDED
+        and event.cause in _NUMERICS
+        and event.checkpoint_step
+    ]
+    pinned = tuple(dict.fromkeys(steps))[-_MOST_PINNED:]
+    loaded = loaded_instead(events)
+    return pinned if loaded is None or loaded in pinned else (*pinned, loaded)
+
+
+def loaded_instead(events: Sequence[Event]) -> int | None:
+    """The step that the launch after the newest rejection began at; None without one, and where
+    a person has accepted a start at step 0 since."""
+    rejected, found = False, None
+    for event in events:
+        if event.event is EventKind.CHECKPOINT_REJECTED:
+            rejected = True
+        if event.event is EventKind.FRESH_START_ACCEPTED:
+            rejected, found = False, None
+        if event.event is EventKind.LAUNCH_STARTED and rejected:
+            rejected, found = False, event.resume_step or None
+    return found
+
+
+def mean_time_to_failure(events: Sequence[Event], prior_seconds: float | None) -> float | None:
+    """Expected seconds of training between two failures; None without prior and failures.
+
+    The posterior mean of an exponential law with a Gamma prior worth one failure (its conjugate;
+    Gelman et al., Bayesian Data Analysis, section 2.6): (prior + time trained) / (1 + failures).
+    """
+    trained, failures, since = 0.0, 0, None
+    for event in events:
+        if event.event is EventKind.LAUNCH_STARTED:
+            since = event.time
+        elif event.event in _ENDS and since is not None:
+            trained += max(0.0, event.time - since)
+            failures += event.cause in FAILURE_CAUSES
+            since = None
+    if prior_seconds is None:
+        return trained / failures if failures else None
+    return (prior_seconds + trained) / (1 + failures)
+
+
+def _only_resumed(event: Event) -> bool:
+    """The launch brought nothing new itself: it had begun where an earlier one got to."""
+    return (event.checkpoint_step or 0) <= (event.resume_step or 0)
+
+
+def _failed_loads(events: Sequence[Event]) -> int:
+    """Launches that could not load the checkpoint of the last one, since it was last put aside or
+    a person had the run go on."""
+    ends = [event for event in events if event.event in _ENDS]
+    if not ends or ends[-1].cause != Cause.LOAD_FAILED:
+        return 0
+    step, count = ends[-1].resume_step, 0
+    for event in events:
+        rejected = event.event is EventKind.CHECKPOINT_REJECTED and event.checkpoint_step == step
+        if rejected or (event.event is EventKind.CONTROL and event.action == "resume"):
+            count = 0
+        same = event.event is EventKind.LAUNCH_ENDED and event.resume_step == step
+        count += same and event.cause == Cause.LOAD_FAILED
+    return count
+
+
+def _same(prints: list[str]) -> int:
+    """How many of the last launches in a row have the fingerprint of the present one."""
+    if not prints or not prints[-1]:
+        return 0
+    count = 0
+    for one in reversed(prints):
+        if one != prints[-1]:
+            break
+        count += 1
+    return count
+
+
+def _recent(ends: list[Event], window_seconds: float) -> int:
+    if not ends:
+        return 0
+    since = ends[-1].time - window_seconds
+    return sum(event.cause in FAILURE_CAUSES and event.time >= since for event in ends)
+
+
+def _anomalies(ends: list[Event]) -> int:
+    """Earlier anomalies of numerics at the step of the last one, over the whole run."""
+    last = ends[-1] if ends else None
+    if last is None or last.cause not in _NUMERICS or last.failed_step is None:
+        return 0
+    same = (e for e in ends[:-1] if e.cause in _NUMERICS and e.failed_step == last.failed_step)
+    return sum(1 for _ in same)

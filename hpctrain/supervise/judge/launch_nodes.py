@@ -1,0 +1,121 @@
+"""Which nodes of the job a launch runs on, and at which size. Pure.
+
+A job may hold more nodes than a launch needs (spares) or may go on with fewer (shapes). Belongs
+here: choosing nodes and telling srun. Does not belong here: finding out which nodes are lost
+(see `probe`), or whether to launch at all (see `policy`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from hpctrain.supervise.judge.documents import LaunchShape, SuperviseConfig
+
+# Of `hpctrain.train.agent`: the nodes of the launch.
+_AGENT_OPTION = "--nnodes="
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Nodes and size of one launch. `nodes` empty: all of the job's, as the script says.
+
+    `overlap`: beside a step of a lost node, which Slurm lists until it gives the node up.
+    """
+
+    shape: LaunchShape | None
+    nodes: tuple[str, ...]
+    overlap: bool = False
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """The nodes of the job in Slurm's order, those that do not answer and those to avoid."""
+
+    nodes: tuple[str, ...]
+    lost: frozenset[str] = frozenset()
+    avoided: frozenset[str] = frozenset()
+
+    @property
+    def healthy(self) -> tuple[str, ...]:
+        return tuple(node for node in self.nodes if node not in self.lost)
+
+    def without(self, lost: Collection[str]) -> Allocation:
+        return replace(self, lost=self.lost | frozenset(lost))
+
+    def avoiding(self, nodes: Collection[str]) -> Allocation:
+        return replace(self, avoided=frozenset(nodes))
+
+    def with_lost(self, lost: Collection[str]) -> Allocation:
+        """The allocation with exactly `lost` not answering: one that came back is used again."""
+        return replace(self, lost=frozenset(lost))
+
+
+def full_nodes(config: SuperviseConfig, allocation: Allocation) -> int:
+    """Nodes of a launch at the planned size."""
+    if config.shapes:
+        return config.shapes[0].nodes
+    return max(1, len(allocation.nodes) - config.spare_nodes)
+
+
+def least_nodes(config: SuperviseConfig, allocation: Allocation) -> int:
+    """Nodes of a launch at the smallest size that the spec allows."""
+    return config.shapes[-1].nodes if config.shapes else full_nodes(config, allocation)
+
+
+def place(config: SuperviseConfig, allocation: Allocation) -> Placement | None:
+    """The largest launch that the healthy nodes allow; None when there is none.
+
+    Avoided nodes are used only where a launch of that size does not exist without them. The nodes
+    keep Slurm's order, because ranks follow it.
+    """
+    wanted = [node for node in allocation.healthy if node not in allocation.avoided]
+    reserve = [node for node in allocation.healthy if node in allocation.avoided]
+    for shape in config.shapes or (_planned(config, allocation),):
+        for pool in (wanted, wanted + reserve):
+            if len(pool) >= shape.nodes:
+                chosen = set(pool[: shape.nodes])
+                nodes = tuple(node for node in allocation.nodes if node in chosen)
+                everything = shape.nodes == len(allocation.nodes)
+                return Placement(shape, () if everything else nodes)
+    return None
+
+
+def _planned(config: SuperviseConfig, allocation: Allocation) -> LaunchShape:
+    return LaunchShape(nodes=full_nodes(config, allocation), tasks=0, train_config="")
+
+
+def place_command(argv: Sequence[str], placement: Placement) -> list[str]:
+    """The srun command of the script, for this placement.
+
+    srun(1): a `--nodelist` of as many nodes as `--nodes` is exactly those. The last word of the
+    command is the trainer's file.
+    """
+    words, shape = list(argv), placement.shape
+    if placement.overlap:
+        # srun(1): shares all resources with other steps, which else keep theirs until they end
+        words.insert(1, "--overlap")
+    if shape is None or not shape.train_config:
+        return _with_nodelist(words, placement.nodes)
+    words[-1] = shape.train_config
+    agents = any(word.startswith(_AGENT_OPTION) for word in words)
+    words = [_sized(word, shape, shape.nodes if agents else shape.tasks) for word in words]
+    return _with_nodelist(words, placement.nodes)
+
+
+def _sized(word: str, shape: LaunchShape, tasks: int) -> str:
+    """`tasks` of srun: ranks, or one agent per node that starts them."""
+    for option, value in (
+        ("--nodes=", shape.nodes),
+        ("--ntasks=", tasks),
+        (_AGENT_OPTION, shape.nodes),
+    ):
+        if word.startswith(option):
+            return f"{option}{value}"
+    return word
+
+
+def _with_nodelist(words: list[str], nodes: tuple[str, ...]) -> list[str]:
+    if not nodes:
+        return words
+    return [words[0], f"--nodelist={','.join(nodes)}", *words[1:]]

@@ -1,0 +1,29 @@
+"""What Slurm's last word about a job says of an attempt whose supervisor left none. Pure.
+
+Belongs here: ended jobs whose supervisor says nothing. Does not belong here: what states mean
+(`job_end`), launches that have evidence of their own (`classify`), asking Slurm.
+"""
+
+from __future__ import annotations
+
+from hpctrain.slurm.records import JobRecord
+from hpctrain.supervise.judge.causes import Cause
+from hpctrain.supervise.judge.job_end import cause_of_end, words_of
+
+
+def why_ended(job: JobRecord | None, *, begun: bool) -> tuple[Cause, str] | None:
+    """The cause and the reason of the attempt; None while the job has not ended or nobody knows.
+
+    `begun`: its supervisor had started. A script that fails before (a module that is missing)
+    is a launch that failed; a supervisor that ends without a word was killed.
+    """
+    if job is None or not job.state.is_ended:
+        return None
+    cause = cause_of_end(job.state)
+    if cause is not None:
+        return cause, f"job {job.job_id} left no word: {words_of(cause)}"
+    how = f"signal {job.exit_signal}" if job.exit_signal else f"exit code {job.exit_code or 0}"
+    if begun:
+        return Cause.SUPERVISOR_LOST, f"the supervisor of job {job.job_id} was lost ({how})"
+    words = f"the script of job {job.job_id} ended before its supervisor began ({how})"
+    return Cause.LAUNCH_FAILURE, words

@@ -1,0 +1,205 @@
+"""Whose stack differs: from the stacks of all ranks to the odd ones out. Pure.
+
+In a hang nearly all ranks wait for somebody; who does not wait, or cannot even say where it is, is
+worth naming. A wrong name costs a good node, so where the stacks leave a choice nobody is named:
+pipeline stages wait in different places and that says nothing. Belongs here: reading the text of
+faulthandler (CPython: Python/traceback.c, _Py_DumpTracebackThreads) and comparing. Does not belong
+here: asking for stacks and reading files (`stack_files`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hpctrain.supervise.judge.documents import OddRank
+
+_THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):$")
+_FRAME = re.compile(r'^  File "(?P<path>[^"\n]+)", line (?P<line>\d+) in (?P<function>.+)$')
+# Frames that tell two places apart. More of them would tell apart the callers of one wait.
+_INNERMOST = 3
+NO_STACK = "gave no stack: stopped, stuck in the kernel, or its node is gone"
+# Where a rank waits for others, by file and function (None: any). A C call such as `work.wait()`
+# has no frame of its own, so its callers are listed: megatron-core's pipeline schedules and
+# gradient buffers, and our own agreement between ranks.
+_WAITS: tuple[tuple[str, frozenset[str] | None], ...] = (
+    ("torch/distributed/distributed_c10d.py", None),
+    ("torch/distributed/_functional_collectives.py", None),
+    ("torch/distributed/rendezvous.py", None),
+    ("torch/distributed/nn/functional.py", None),
+    # On GPUs gradients are computed by threads of C++, and the main thread waits for them here.
+    ("torch/autograd/graph.py", frozenset({"_engine_run_backward"})),
+    ("torch/cuda/__init__.py", frozenset({"synchronize"})),
+    ("torch/cuda/streams.py", frozenset({"synchronize", "wait", "wait_event", "wait_stream"})),
+    ("megatron/core/pipeline_parallel/", None),
+    ("megatron/core/distributed/param_and_grad_buffer.py", None),
+    ("hpctrain/train/step_agreement.py", None),
+    ("hpctrain/train/times.py", frozenset({"_receive"})),
+    ("hpctrain/train/saving/saver.py", frozenset({"_agree_or_rest"})),
+)
+# Where a rank of our trainer waits until all writers of a checkpoint have ended: its own among
+# them, or only those of others.
+OWN_WRITER = ("hpctrain/train/saving/saver.py", "_wait_for_own_writer")
+OTHER_WRITERS = ("hpctrain/train/saving/saver.py", "_wait_for_other_writers")
+_WRITER_REMAINS = "its writer of a checkpoint has not ended, those of others have"
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One line of a stack; `path` as the interpreter knows it."""
+
+    path: str
+    line: int
+    function: str
+
+    @property
+    def place(self) -> str:
+        """File and function without the line: equal for two ranks in one loop."""
+        return f"{_short(self.path)}:{self.function}"
+
+    @property
+    def waits(self) -> bool:
+        """True in code that waits for other ranks."""
+        return any(
+            self.is_in(path) and (names is None or self.function in names) for path, names in _WAITS
+        )
+
+    def is_in(self, path: str) -> bool:
+        """True for `path` itself or, where it ends in a slash, whatever is below it."""
+        return f"/{path}" in f"/{self.path}"
+
+    def __str__(self) -> str:
+        return f"{self.function} ({_short(self.path)}:{self.line})"
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The main thread of one rank, innermost frame first."""
+
+    frames: tuple[Frame, ...]
+
+    @property
+    def place(self) -> tuple[str, ...]:
+        return tuple(frame.place for frame in self.frames[:_INNERMOST])
+
+    @property
+    def waits(self) -> bool:
+        return bool(self.frames) and self.frames[0].waits
+
+    def passes(self, place: tuple[str, str]) -> bool:
+        """True if a function of this file and name is anywhere in the stack."""
+        path, function = place
+        return any(frame.function == function and frame.is_in(path) for frame in self.frames)
+
+    def __str__(self) -> str:
+        return " < ".join(str(frame) for frame in self.frames[:_INNERMOST])
+
+
+def main_stack(dump: str) -> Stack | None:
+    """The main thread in one dump of faulthandler; None if there is no stack in the text.
+
+    Of several threads it is the one that does not begin in `threading`; threads print newest
+    first, so it is the last of those. The thread that got the signal decides if none is left.
+    """
+    threads = _threads(dump)
+    own = [frames for _, frames in threads if frames and not _started_by_threading(frames[-1])]
+    current = [frames for is_current, frames in threads if is_current and frames]
+    found = own or current
+    return Stack(found[-1]) if found else None
+
+
+def _threads(dump: str) -> list[tuple[bool, tuple[Frame, ...]]]:
+    threads: list[tuple[bool, list[Frame]]] = []
+    for line in dump.splitlines():
+        heading, frame = _THREAD.match(line), _FRAME.match(line)
+        if heading is not None:
+            threads.append((heading[1] == "Current thread", []))
+        elif frame is not None and threads:
+            read = Frame(frame["path"], int(frame["line"]), frame["function"])
+            threads[-1][1].append(read)
+    return [(is_current, tuple(frames)) for is_current, frames in threads]
+
+
+def _started_by_threading(outermost: Frame) -> bool:
+    return outermost.path.endswith("threading.py") and outermost.function == "_bootstrap"
+
+
+def _short(path: str) -> str:
+    """`megatron/core/utils.py` of a path below site-packages, else its last two names."""
+    _, found, inside = path.rpartition("site-packages/")
+    if not found:
+        _, found, inside = path.rpartition("/hpctrain/")
+        inside = f"hpctrain/{inside}"
+    return inside if found else "/".join(path.split("/")[-2:])
+
+
+def odd_ranks(
+    dumps: Mapping[int, str], nodes_by_rank: Mapping[int, str], world_size: int
+) -> tuple[OddRank, ...]:
+    """The ranks that are not where the others are, in rank order; empty when nobody stands out.
+
+    `dumps` holds what each rank wrote, empty text if nothing; `world_size` 0 means: only those.
+    Odd is a rank without a stack while at least as many have one, and a rank that computes, sleeps
+    or reads while at least as many wait, or whose writer of a checkpoint has not ended while those
+    of at least as many have. Waiting in GPU calls that give no frame of their own (a
+    loss that is copied to the host) looks like computing: then the place where more than half of
+    the ranks are is the wait.
+    """
+    ranks = range(world_size) if world_size else sorted(dumps)
+    stacks = {rank: main_stack(dumps.get(rank, "")) for rank in ranks}
+    silent = [rank for rank, stack in stacks.items() if stack is None]
+    known = {rank: stack for rank, stack in stacks.items() if stack is not None}
+    found = {rank: NO_STACK for rank in silent if len(silent) <= len(known)}
+    found |= {rank: str(known[rank]) for rank in _elsewhere(known)}
+    found |= {rank: f"{_WRITER_REMAINS}: {known[rank]}" for rank in _holding_up_a_save(known)}
+    return tuple(OddRank(rank, nodes_by_rank.get(rank, ""), found[rank]) for rank in sorted(found))
+
+
+def _elsewhere(stacks: Mapping[int, Stack]) -> list[int]:
+    """Ranks that do not wait while the others do."""
+    busy = {rank: stack.place for rank, stack in stacks.items() if not stack.waits}
+    if 2 * len(busy) <= len(stacks):
+        return list(busy)
+    place, ranks_there = next(iter(Counter(busy.values()).most_common(1)), ((), 0))
+    if 2 * ranks_there <= len(stacks):
+        return []
+    return [rank for rank, own in busy.items() if own != place]
+
+
+def _holding_up_a_save(stacks: Mapping[int, Stack]) -> list[int]:
+    """All wait for the writers of a checkpoint: the ranks whose own has not ended."""
+    own = [rank for rank, stack in stacks.items() if stack.passes(OWN_WRITER)]
+    others = sum(stack.passes(OTHER_WRITERS) for stack in stacks.values())
+    return own if len(own) <= others else []
+
+
+def places(dumps: Mapping[int, str]) -> tuple[str, ...]:
+    """`6 ranks (0-3,6,7): result (hpctrain/train/step_agreement.py:90) < ...`, most ranks first."""
+    ranks_by_place: dict[tuple[str, ...], list[int]] = {}
+    example: dict[tuple[str, ...], str] = {}
+    for rank, dump in sorted(dumps.items()):
+        stack = main_stack(dump)
+        place = stack.place if stack else (NO_STACK,)
+        ranks_by_place.setdefault(place, []).append(rank)
+        example.setdefault(place, str(stack) if stack else NO_STACK)
+    order = sorted(ranks_by_place, key=lambda place: -len(ranks_by_place[place]))
+    return tuple(_line(ranks_by_place[place], example[place]) for place in order)
+
+
+def _line(ranks: list[int], where: str) -> str:
+    return f"{len(ranks)} {'rank' if len(ranks) == 1 else 'ranks'} ({ranges(ranks)}): {where}"
+
+
+def ranges(numbers: list[int]) -> str:
+    """[0, 1, 2, 5] as `0-2,5`; `numbers` ascending."""
+    words: list[str] = []
+    first = last = None
+    for number in [*numbers, None]:
+        if first is not None and last is not None and number != last + 1:
+            words.append(str(first) if first == last else f"{first}-{last}")
+            first = None
+        first = number if first is None else first
+        last = number
+    return ",".join(words)

@@ -1,0 +1,271 @@
+"""What nodes have answered to a probe, and what follows from comparing them. Pure.
+
+Belongs here: reading the lines of `preflight`, telling a broken node from a broken cluster. Does
+not belong here: asking (`probe`), looking (`preflight`), and what is done about it (`policy`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from hpctrain.nodes.blame import is_singular
+from hpctrain.supervise.judge.documents import UnfitNode
+from hpctrain.supervise.judge.preflight_format import INPUTS, MARK, RUN_DIRECTORY, SHUTDOWN
+
+# munge refuses credentials at 300 s (munged(8), --max-ttl); the answer itself takes some seconds.
+_LARGEST_SKEW_SECONDS = 60.0
+_UNFINISHED = "checks"
+# A node that fails one of these cannot take part in a launch.
+_INDISPENSABLE = frozenset({RUN_DIRECTORY, INPUTS, SHUTDOWN, _UNFINISHED})
+
+
+@dataclass(frozen=True)
+class NodeProblem:
+    """What one check has found; `hard` is broken hardware beyond doubt, `gpu` an UUID."""
+
+    check: str
+    text: str
+    hard: bool = False
+    gpu: str | None = None
+
+    @property
+    def blocks(self) -> bool:
+        """No launch can use the node as it is; with other problems it may run, well or not."""
+        return self.hard or self.check in _INDISPENSABLE
+
+    def __str__(self) -> str:
+        return f"{self.check}: {self.text}"
+
+
+@dataclass(frozen=True)
+class KernelLine:
+    """A line of a kernel's log as it is; `at` is seconds since the epoch, if it says."""
+
+    node: str
+    text: str
+    at: float | None = None
+
+
+@dataclass(frozen=True)
+class NodeAnswer:
+    """What one node says about itself. `ended` False: it began and then fell silent.
+
+    `ports` are its active ones and `gpus` UUIDs, None where there is nothing to count.
+    """
+
+    node: str
+    ended: bool = False
+    step_id: str = ""
+    skew_seconds: float = 0.0
+    problems: tuple[NodeProblem, ...] = ()
+    kernel: tuple[KernelLine, ...] = ()
+    gpus: tuple[str, ...] | None = None
+    ports: tuple[str, ...] | None = None
+    kernel_log: str = ""
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """The nodes that were asked, what they answered, and who is lost.
+
+    `lost` did not answer although others did, are down, or have left the job; `why_lost` has the
+    reason for each of them, in the same order. `trouble` is set when nothing could be found out:
+    then nobody is lost. `drained` are those that Slurm takes out of service once the job has left,
+    `leaving` those that are being shut down or rebooted while they still answer.
+    """
+
+    asked: tuple[str, ...] = ()
+    answers: tuple[NodeAnswer, ...] = ()
+    lost: tuple[str, ...] = ()
+    why_lost: tuple[str, ...] = ()
+    drained: tuple[str, ...] = ()
+    leaving: tuple[str, ...] = ()
+    trouble: str = ""
+    seconds: float = 0.0
+
+    @property
+    def broken(self) -> tuple[NodeAnswer, ...]:
+        """The nodes that answer and have a problem that most others do not have."""
+        own = (replace(one, problems=self._own(one)) for one in self.answers)
+        return tuple(one for one in own if one.problems)
+
+    @property
+    def usable(self) -> tuple[str, ...]:
+        """The nodes on which a launch can be tried, in the order asked."""
+        blocked = {one.node for one in self.broken if any(p.blocks for p in one.problems)}
+        answered = {one.node for one in self.answers}
+        return tuple(node for node in self.asked if node in answered - blocked)
+
+    @property
+    def doubtful(self) -> tuple[str, ...]:
+        """The usable nodes with a problem: to be left out where there are enough others."""
+        usable = set(self.usable)
+        return tuple(one.node for one in self.broken if one.node in usable)
+
+    @property
+    def unfit(self) -> tuple[str, ...]:
+        """The nodes on which no launch can be tried: the lost and those with a fault that blocks.
+
+        Nobody when nothing could be found out.
+        """
+        usable = set(self.usable)
+        gone = set(self.lost)
+        answered = {one.node for one in self.answers}
+        return tuple(node for node in self.asked if node in gone | (answered - usable))
+
+    @property
+    def unfit_with_reason(self) -> tuple[UnfitNode, ...]:
+        """The nodes that answer and have a fault that blocks, with the first such fault."""
+        blocking = ((one, [p for p in one.problems if p.blocks]) for one in self.broken)
+        return tuple(UnfitNode(one.node, str(faults[0])) for one, faults in blocking if faults)
+
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """What is wrong on most nodes alike, so that another node would not help."""
+        return tuple(dict.fromkeys(map(str, self._shared())))
+
+    @property
+    def shared_blocking(self) -> tuple[str, ...]:
+        """What of it keeps launches from running."""
+        return tuple(dict.fromkeys(str(problem) for problem in self._shared() if problem.blocks))
+
+    def _shared(self) -> tuple[NodeProblem, ...]:
+        return tuple(p for one in self.answers for p in one.problems if p not in self._own(one))
+
+    @property
+    def kernel_lines(self) -> tuple[KernelLine, ...]:
+        return tuple(line for one in self.answers for line in one.kernel)
+
+    @property
+    def homes(self) -> dict[str, str]:
+        """In which node each GPU (by UUID) is."""
+        return {gpu: one.node for one in self.answers for gpu in one.gpus or ()}
+
+    def words(self) -> tuple[str, ...]:
+        """All that is wrong, one line for each node; for the ledger."""
+        if self.trouble:
+            return (f"nodes could not be asked: {self.trouble}",)
+        lost = zip(self.lost, self.why_lost, strict=True)
+        return (
+            *(f"{node}: {why}" for node, why in lost),
+            *(f"{node}: it is being shut down or rebooted" for node in self.leaving),
+            *(f"{one.node}: {'; '.join(map(str, one.problems))}" for one in self.broken),
+            *(f"on most nodes: {text}" for text in self.shared),
+        )
+
+    def _own(self, answer: NodeAnswer) -> tuple[NodeProblem, ...]:
+        who = defaultdict(set)
+        for one in self.answers:
+            for problem in one.problems:
+                who[problem.check].add(one.node)
+        return tuple(
+            problem
+            for problem in answer.problems
+            if problem.hard or is_singular(who[problem.check], self.asked)
+        )
+
+
+@dataclass
+class Answers:
+    """Collects the lines of all nodes while they come in."""
+
+    found: dict[str, NodeAnswer] = field(default_factory=dict)
+
+    def hear(self, line: str, received_at: float) -> None:
+        """Take one line; `received_at` is seconds since the epoch here."""
+        message = _message(line)
+        if message is None:
+            return
+        node = message["node"]
+        before = self.found.get(node, NodeAnswer(node))
+        self.found[node] = _with(before, message, received_at)
+
+    @property
+    def begun(self) -> frozenset[str]:
+        return frozenset(self.found)
+
+    @property
+    def ended(self) -> frozenset[str]:
+        return frozenset(node for node, one in self.found.items() if one.ended)
+
+    def compared(self) -> tuple[NodeAnswer, ...]:
+        """All answers, with the problems that show only beside the other nodes."""
+        answers = [_unfinished(one) for one in self.found.values()]
+        return tuple(_missing_ports(_skewed(one), answers) for one in answers)
+
+
+def _message(line: str) -> dict[str, Any] | None:
+    _, mark, text = line.partition(MARK)
+    try:
+        message = json.loads(text) if mark else None
+    except ValueError:
+        return None
+    known = isinstance(message, dict) and isinstance(message.get("node"), str)
+    return message if known else None
+
+
+def _with(before: NodeAnswer, message: dict[str, Any], received_at: float) -> NodeAnswer:
+    kind, text = message.get("kind"), str(message.get("text", ""))
+    if kind == "begin":
+        clock = message.get("clock")
+        skew_seconds = clock - received_at if isinstance(clock, int | float) else 0.0
+        return NodeAnswer(
+            before.node, step_id=str(message.get("step", "")), skew_seconds=skew_seconds
+        )
+    if kind == "problem":
+        hard, gpu = message.get("hard") is True, message.get("gpu")
+        problem = NodeProblem(str(message.get("check", "")), text, hard, gpu)
+        return replace(before, problems=(*before.problems, problem))
+    if kind == "kernel":
+        return replace(
+            before, kernel=(*before.kernel, KernelLine(before.node, text, message.get("at")))
+        )
+    if kind == "fact":
+        return _with_fact(before, str(message.get("name")), message.get("value"))
+    return replace(before, ended=True) if kind == "end" else before
+
+
+def _with_fact(before: NodeAnswer, name: str, value: Any) -> NodeAnswer:
+    if name == "gpus" and isinstance(value, list):
+        return replace(before, gpus=tuple(map(str, value)))
+    if name == "ports" and isinstance(value, list):
+        return replace(before, ports=tuple(map(str, value)))
+    return replace(before, kernel_log=str(value)) if name == "kernel_log" else before
+
+
+def _unfinished(answer: NodeAnswer) -> NodeAnswer:
+    if answer.ended:
+        return answer
+    return _adding(answer, NodeProblem(_UNFINISHED, "began and did not end in time"))
+
+
+def _skewed(answer: NodeAnswer) -> NodeAnswer:
+    if abs(answer.skew_seconds) <= _LARGEST_SKEW_SECONDS:
+        return answer
+    words = f"differs by {answer.skew_seconds:+.0f} s from that of the first node"
+    return _adding(answer, NodeProblem("clock", words))
+
+
+def _missing_ports(answer: NodeAnswer, answers: Sequence[NodeAnswer]) -> NodeAnswer:
+    """Ports that are active on more than half of the nodes are to be active on all."""
+    if answer.ports is None:
+        return answer
+    told = [one.ports for one in answers if one.ports is not None]
+    missing = sorted(_usual(told) - set(answer.ports))
+    if not missing:
+        return answer
+    words = f"{', '.join(missing)} not active, unlike on the other nodes"
+    return _adding(answer, NodeProblem("fabric", words))
+
+
+def _usual(told: Sequence[Iterable[str]]) -> set[str]:
+    counts = Counter(port for ports in told for port in ports)
+    return {port for port, count in counts.items() if 2 * count > len(told)}
+
+
+def _adding(answer: NodeAnswer, problem: NodeProblem) -> NodeAnswer:
+    return replace(answer, problems=(*answer.problems, problem))

@@ -1,0 +1,265 @@
+"""What the scheduler and people have done to a launch. Pure.
+
+Belongs here: state and reason of the job, notices of slurmstepd, requests. Does not belong here:
+what ranks and machines say (`rank_verdict`).
+"""
+
+from __future__ import annotations
+
+from hpctrain.supervise.judge.causes import Cause
+from hpctrain.supervise.judge.documents import Evidence, JobFacts, TaskFailure, Verdict
+from hpctrain.supervise.judge.job_end import CAUSES_OF_STATES, cause_of_end, words_of
+from hpctrain.supervise.judge.slurm_words import (
+    exit_code,
+    nodes_named,
+    reason_of,
+    srun_was_told_to_end,
+)
+
+_ENDING_STATES = frozenset({"COMPLETING", *CAUSES_OF_STATES})
+# src/common/slurm_protocol_defs.c, job_state_reason_string: a prolog failed, the job is held
+_PROLOG_HELD = "launch_failed_requeued_held"
+_HOLDERS = {
+    "JobHeldAdmin": "held by an administrator, who alone can release it",
+    "JobHeldUser": "held by its owner: `hpctrain resume` releases it",
+}
+# How ranks end that somebody has ended: KILL and TERM, srun's own codes for them, a clean leave.
+_ENDED_BY_OTHERS = frozenset({"Killed", "Terminated"})
+_CODES_OF_OTHERS = frozenset({75, 137, 143})
+_SIGNED_BY_SLURM = frozenset(
+    {Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.NODE_FAILURE, Cause.REQUEUED}
+)
+
+
+def by_slurm(evidence: Evidence) -> Verdict | None:
+    """What the controller says about the job, or slurmstepd where the controller is silent."""
+    job = evidence.job
+    if job is None:
+        return _by_last_words(evidence)
+    if _reason(job) == _PROLOG_HELD:
+        return _held_by_prolog(evidence, job)
+    if job.restart_count > evidence.restart_count or job.state == "PENDING":
+        return _requeued(evidence, job)
+    if job.state in _ENDING_STATES:
+        return _ended_by_slurm(evidence, job)
+    return None
+
+
+def by_requests(evidence: Evidence) -> Verdict | None:
+    """The trainer left because somebody asked it to: Slurm by a signal, or a person.
+
+    A signal that nobody explains is no request: see `left_unexplained`.
+    """
+    if evidence.job is not None and evidence.job.preempt_time:
+        return _in_grace(evidence, evidence.job)
+    wish = _wished(evidence)
+    warned = "USR1" in evidence.signals or evidence.limit_near
+    explained = warned or wish is not None
+    if not (_asked_to_leave(evidence) or (explained and _left_startup(evidence))):
+        if not _only_ended_by_others(evidence):
+            return None
+        # `stop --now` ends the step without a word of the ranks.
+        return wish or _ended_from_outside(evidence)
+    if warned:
+        reason = f"the time limit is near: {_what_was_saved(evidence)}"
+        lines = ("signal USR1 from Slurm",) if "USR1" in evidence.signals else ()
+        return Verdict(Cause.TIME_LIMIT, reason, lines)
+    return wish or _signalled(evidence, _what_was_saved(evidence))
+
+
+def left_unexplained(evidence: Evidence) -> bool:
+    """The ranks left because of a signal, and neither a request nor Slurm says why it was sent.
+
+    Nodes that go down in good order send such a signal before Slurm knows of it, and so does a
+    controller that dies before it has saved what it did.
+    """
+    explained = evidence.job is not None and (
+        evidence.job.preempt_time or by_slurm(evidence) is not None
+    )
+    return (
+        _asked_to_leave(evidence)
+        and "USR1" not in evidence.signals
+        and not evidence.limit_near
+        and _wished(evidence) is None
+        and not explained
+    )
+
+
+def noticed(evidence: Evidence) -> Cause | None:
+    """Why Slurm says that it ended the step, in srun's stderr or in the logs of ranks."""
+    cause = reason_of(evidence.notices)
+    if cause is not None:
+        return cause
+    said = (f for f in evidence.findings if f.signature.startswith("slurm_") and f.role == "root")
+    return next((f.cause for f in said if f.cause in _SIGNED_BY_SLURM), None)
+
+
+def _requeued(evidence: Evidence, job: JobFacts) -> Verdict:
+    cause = noticed(evidence) or (Cause.PREEMPTED if job.preempt_time else Cause.REQUEUED)
+    reason = f"Slurm has requeued the job (restart {job.restart_count}): {words_of(cause)}"
+    if _reason(job) in _HOLDERS:
+        reason = f"{reason}, and {_HOLDERS[_reason(job)]}"
+    nodes = _failed_nodes(evidence) if cause is Cause.NODE_FAILURE else ()
+    return Verdict(cause, reason, _job_lines(evidence, job), already_requeued=True, nodes=nodes)
+
+
+def _held_by_prolog(evidence: Evidence, job: JobFacts) -> Verdict:
+    reason = "the prolog failed on a node, and Slurm has requeued the job and holds it"
+    return Verdict(
+        Cause.PROLOG_FAILURE,
+        reason,
+        _job_lines(evidence, job),
+        already_requeued=True,
+        nodes=_failed_nodes(evidence),
+    )
+
+
+def _by_last_words(evidence: Evidence) -> Verdict | None:
+    """slurmstepd has said why it ends the step, and the controller says nothing any more."""
+    cause = noticed(evidence)
+    if cause is None:
+        return None
+    # A requeue of a job that its user has cancelled in the queue would bring it back.
+    queued = cause is Cause.REQUEUED
+    nodes = _failed_nodes(evidence) if cause is Cause.NODE_FAILURE else ()
+    reason = f"Slurm ended the step: {words_of(cause)}"
+    lines = evidence.notices[-3:]
+    return Verdict(cause, reason, lines, already_requeued=queued, nodes=nodes)
+
+
+def _ended_by_slurm(evidence: Evidence, job: JobFacts) -> Verdict:
+    cause = cause_of_end(job.state, _reason(job)) or noticed(evidence) or Cause.CANCELLED
+    nodes = _failed_nodes(evidence) if cause is Cause.NODE_FAILURE else ()
+    reason = f"Slurm ends the job: {words_of(cause)}"
+    return Verdict(cause, reason, _job_lines(evidence, job), nodes=nodes)
+
+
+def _signalled(evidence: Evidence, what_followed: str) -> Verdict | None:
+    """A signal that nobody explains. Nodes that are lost or leaving explain it after all."""
+    lines = _job_lines(evidence, evidence.job) if evidence.job is not None else ()
+    told = _told(evidence)
+    if evidence.lost_nodes:
+        return None
+    if evidence.leaving_nodes:
+        reason = f"{', '.join(evidence.leaving_nodes[:8])} is being shut down: {what_followed}"
+        nodes = evidence.leaving_nodes
+        return Verdict(Cause.NODE_FAILURE, reason, (*told, *lines), nodes=nodes)
+    who = told[0] if told else "a rank got a signal"
+    reason = f"{who}, which neither a request nor Slurm explains: {what_followed}"
+    return Verdict(Cause.EXTERNAL_SIGNAL, reason, (*told[1:], *lines))
+
+
+def _told(evidence: Evidence) -> tuple[str, ...]:
+    """Who got a signal; `evidence.signals` are the supervisor's own."""
+    ranks = sorted({rank for exit_ in evidence.rank_exits for rank in exit_.signalled_ranks})
+    nodes = {rank: node for rank in ranks if (node := node_of_rank(evidence, rank)) is not None}
+    told = [f"the supervisor got {name}" for name in dict.fromkeys(evidence.signals)]
+    if ranks:
+        numbers = ", ".join(map(str, ranks[:8])) + (" and more" if len(ranks) > 8 else "")
+        where = ", ".join(dict.fromkeys(nodes.values()))
+        whose = f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"
+        told.append(f"{whose}{f' on {where}' if where else ''} got a signal")
+    return tuple(told)
+
+
+def node_of_rank(evidence: Evidence, rank: int) -> str | None:
+    """Slurm gives each node its ranks in a row (srun(1), --distribution=block, its default)."""
+    nodes, size = evidence.nodes, evidence.world_size
+    if not nodes or not size or size % len(nodes) or rank >= size:
+        return None
+    return nodes[rank // (size // len(nodes))]
+
+
+def _ended_from_outside(evidence: Evidence) -> Verdict | None:
+    """The ranks were killed with their srun, or the supervisor was told to end and they were not:
+    by somebody else than Slurm, which still calls the job running."""
+    if evidence.job is None or evidence.job.state != "RUNNING":
+        return None
+    if srun_was_told_to_end(evidence.notices) or {"TERM", "INT", "HUP"} & set(evidence.signals):
+        return _signalled(evidence, "the step ended without a last save")
+    return None
+
+
+def _wished(evidence: Evidence) -> Verdict | None:
+    if evidence.hold_requested_by is not None:
+        reason = f"asked to hold by {evidence.hold_requested_by}"
+        return Verdict(Cause.YIELDED, reason, hold=True)
+    if evidence.stop_requested_by is not None:
+        return Verdict(Cause.YIELDED, f"asked to stop by {evidence.stop_requested_by}")
+    return None
+
+
+def _in_grace(evidence: Evidence, job: JobFacts) -> Verdict | None:
+    """How the ranks end in a grace period is no failure: TERM and the loss of peers end them.
+
+    A wrong setting is wrong in the next attempt too.
+    """
+    if any(exit_.outcome == "config_error" for exit_ in evidence.rank_exits):
+        return None
+    reason = f"the job is being preempted: {_what_was_saved(evidence)}"
+    if not (_left_startup(evidence) or _asked_to_leave(evidence)):
+        reason = "the ranks ended within the grace period, without a last save"
+    return Verdict(Cause.PREEMPTED, reason, _job_lines(evidence, job))
+
+
+def _asked_to_leave(evidence: Evidence) -> bool:
+    if any(exit_.outcome in ("crash", "config_error") for exit_ in evidence.rank_exits):
+        return False
+    return any(exit_.outcome == "yielded" for exit_ in evidence.rank_exits)
+
+
+def _left_startup(evidence: Evidence) -> bool:
+    """A start that was asked to stop has ended, by our hand or by the ranks themselves.
+
+    A rank that leaves a start breaks the connections of others, which may be asked a moment later:
+    a crash without a cause of its own follows from that, if nothing was trained.
+    """
+    if evidence.left_startup:
+        return True
+    if _has_trained(evidence):
+        return False
+    outcomes = {one.outcome for one in evidence.rank_exits if one.cause is not None}
+    outcomes |= {one.outcome for one in evidence.rank_exits if one.outcome != "crash"}
+    return outcomes == {"yielded"}
+
+
+def _has_trained(evidence: Evidence) -> bool:
+    return evidence.last_step is not None and evidence.last_step > evidence.resume_step
+
+
+def _what_was_saved(evidence: Evidence) -> str:
+    if evidence.left_startup or (evidence.rank_exits and not _has_trained(evidence)):
+        return "stopped before its first step, so there was nothing to save"
+    return "the trainer saved and left"
+
+
+def _only_ended_by_others(evidence: Evidence) -> bool:
+    """No rank has failed by itself, as far as anybody says, nor has the launch hung."""
+    if evidence.rank_exits or evidence.stall is not None or evidence.lost_nodes:
+        return False
+    if not evidence.started:
+        return False
+    return all(_ended_by_others(failure) for failure in evidence.task_failures)
+
+
+def _ended_by_others(failure: TaskFailure) -> bool:
+    return failure.what in _ENDED_BY_OTHERS or exit_code(failure) in _CODES_OF_OTHERS
+
+
+def _failed_nodes(evidence: Evidence) -> tuple[str, ...]:
+    named = nodes_named(evidence.notices)
+    found = (f.node for f in evidence.findings if f.signature == "slurm_node_failure" and f.node)
+    return tuple(dict.fromkeys((*evidence.lost_nodes, *named, *found)))
+
+
+def _reason(job: JobFacts) -> str:
+    """`scontrol` spells reasons in one word; what people print has spaces in it."""
+    return job.reason.replace(" ", "_") if job.reason.startswith("launch") else job.reason
+
+
+def _job_lines(evidence: Evidence, job: JobFacts) -> tuple[str, ...]:
+    line = (
+        f"Slurm: state {job.state}, reason {job.reason}, restarts {job.restart_count}, "
+        f"preempt time {'set' if job.preempt_time else 'not set'}"
+    )
+    return (line, *evidence.notices[-2:])

@@ -1,0 +1,287 @@
+"""The documents behind `catalogue/signatures.yaml` and `xids.yaml`, and matching lines with them.
+
+A line is matched in two steps. First the fixed words of all signatures are looked for in the whole
+text at once (`str.find` runs at the speed of memory, and healthy logs contain none of them); then
+the expressions see only the lines with such words, cut to `LONGEST_LINE`. An expression may hold
+bounded repeats only and no repeated groups, so its time is linear in the length of a line, however
+hostile. Belongs here: the documents and the matching, pure. Does not belong here: reading files
+(`catalogue` for YAML, `log_scan` for logs), and what follows from a match (`classify`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from hpctrain.spec.document import Document
+from hpctrain.supervise.judge.causes import Cause
+from hpctrain.supervise.judge.documents import Role
+
+Where = Literal["rank", "srun", "kernel"]
+XidClass = Literal["application", "info", "memory", "contained", "lost", "fabric"]
+
+LONGEST_LINE = 2000
+# The most ways in which the repeats of one expression can match from one place in a line.
+_MOST_WAYS = 10_000
+_ESCAPE = re.compile(r"\\.")
+_CLASS = re.compile(r"\[\^?\]?[^\]]*\]")
+_UNBOUNDED = re.compile(r"[*+]|\{\d*,\}")
+_REPEATED_GROUP = re.compile(r"\)\{")
+_REPEAT = re.compile(r"\{(\d*),(\d+)\}|(?<!\()\?")
+_BACK_REFERENCE = re.compile(r"\\[1-9]|\(\?P=")
+_DEFAULT_XID_SOURCE = "docs.nvidia.com/deploy/xid-errors, catalogue of 2025-10"
+# NVIDIA kernel modules print `NVRM: Xid (PCI:0000:cb:00): 79, ...`; NVSwitch its own kind.
+_XID = re.compile(r"NVRM: Xid \(PCI:([0-9A-Fa-f:.]{1,20})\): (\d{1,5})(.{0,300})")
+_SXID = re.compile(r"SXid \(PCI:([0-9A-Fa-f:.]{1,20})\): (\d{1,6})(.{0,300})")
+_XID_WORDS = ("NVRM: Xid", "SXid")
+# NVLink errors say themselves whether they are fatal: Xid 144-150 and all SXids.
+_FATAL = re.compile(r"(?<![Nn]on-)(?<![Nn]on)\bFatal\b")
+
+
+class Signature(Document):
+    """A line that names a cause: it has one of the words `contains`, and matches `regex` if given.
+
+    `teardown`: whatever a rank prints after it follows from its own end.
+    """
+
+    id: str = Field(pattern=r"^[a-z][a-z0-9_]*$", description="Its name; a site's own replaces it")
+    cause: Cause = Field(description="One of the causes of `hpctrain.supervise.judge.causes`")
+    role: Role = Field(description="root, cascade (follows from another failure) or advice")
+    contains: tuple[Annotated[str, Field(min_length=4)], ...] = Field(
+        min_length=1, description="Fixed words, one of which is in every such line"
+    )
+    regex: str = Field(default="", description="What the line must match too; repeats bounded")
+    where: tuple[Where, ...] = Field(min_length=1, description="rank, srun, kernel")
+    hard: bool = Field(default=False, description="Broken hardware beyond doubt")
+    teardown: bool = Field(default=False, description="Later lines of this rank do not count")
+    enabled: bool = Field(default=True, description="false: a site does without it")
+    source: str = Field(min_length=3, description="Where the text comes from")
+    example: str = Field(min_length=4, description="A real line")
+
+    @field_validator("regex")
+    @classmethod
+    def _is_safe(cls, regex: str) -> str:
+        problem = unsafe(regex)
+        if problem:
+            raise ValueError(problem)
+        return regex
+
+    @model_validator(mode="after")
+    def _knows_its_example(self) -> Self:
+        if not self.matches(self.example):
+            raise ValueError("the example does not match: check `contains` and `regex`")
+        return self
+
+    def matches(self, line: str) -> re.Match[str] | bool:
+        """What the expression has found in `line`; True or False without an expression."""
+        if not any(words in line for words in self.contains):
+            return False
+        return (re.search(self.regex, line) or False) if self.regex else True
+
+
+class Xid(Document):
+    """One code of NVIDIA's kernel modules. `line_decides`: the line says if it is fatal."""
+
+    code: int = Field(ge=1)
+    kind: XidClass = Field(alias="class", description="What has happened to the GPU")
+    role: Role
+    hard: bool = Field(default=False, description="NVIDIA asks for a reset or a repair")
+    cause: Cause = Cause.GPU_ERROR
+    line_decides: bool = False
+    words: str = Field(min_length=3, description="NVIDIA's description")
+    source: str = _DEFAULT_XID_SOURCE
+
+
+class SignatureFile(Document):
+    """`signatures.yaml`."""
+
+    signatures: tuple[Signature, ...]
+
+
+class XidFile(Document):
+    """`xids.yaml`."""
+
+    xids: tuple[Xid, ...] = ()
+    sxids: tuple[Xid, ...] = ()
+
+
+@dataclass(frozen=True)
+class Match:
+    """What a line says. `node` is set where the line itself names one."""
+
+    signature: str
+    cause: Cause
+    role: Role
+    line: str
+    hard: bool = False
+    teardown: bool = False
+    node: str | None = None
+
+
+class Signatures(Document):
+    """All that is known, the site's own first: of two that match, the first one counts."""
+
+    schema_version: Literal[1] = 1
+    signatures: tuple[Signature, ...]
+    xids: tuple[Xid, ...]
+    sxids: tuple[Xid, ...]
+
+    def to_json(self) -> str:
+        """What the supervisor reads (`scan.read_signatures`); no YAML on compute nodes."""
+        return self.model_dump_json(by_alias=True, exclude_defaults=True)
+
+    def extended(self, own: SignatureFile | None, xids: XidFile | None) -> Signatures:
+        """With a site's own before the others; one of the same id or code replaces the other."""
+        mine = own.signatures if own else ()
+        codes, switch_codes = (xids.xids, xids.sxids) if xids else ((), ())
+        return Signatures(
+            signatures=(*mine, *_others(self.signatures, {one.id for one in mine})),
+            xids=_merged(self.xids, codes),
+            sxids=_merged(self.sxids, switch_codes),
+        )
+
+    def matcher(self, where: Where) -> Matcher:
+        """For lines of one kind of source."""
+        enabled = tuple(one for one in self.signatures if one.enabled)
+        return Matcher(
+            tuple(one for one in enabled if where in one.where and one.role != "advice"),
+            tuple(
+                w for s in enabled if s.role == "advice" and where in s.where for w in s.contains
+            ),
+            {one.code: one for one in self.xids} if where == "kernel" else {},
+            {one.code: one for one in self.sxids} if where == "kernel" else {},
+        )
+
+
+@dataclass(frozen=True)
+class Matcher:
+    """Finds the lines of a text that say something. Advice only ends a line early."""
+
+    signatures: tuple[Signature, ...]
+    advice: tuple[str, ...]
+    xids: dict[int, Xid]
+    sxids: dict[int, Xid]
+
+    @cached_property
+    def _expressions(self) -> tuple[tuple[Signature, re.Pattern[str] | None], ...]:
+        return tuple((s, re.compile(s.regex) if s.regex else None) for s in self.signatures)
+
+    @cached_property
+    def _words(self) -> tuple[str, ...]:
+        words = [word for one in self.signatures for word in one.contains]
+        return tuple(dict.fromkeys([*words, *(_XID_WORDS if self.xids else ())]))
+
+    def candidates(self, text: str, most: int) -> Iterator[tuple[int, str]]:
+        """The lines with a known word, in order, each with its place; the last `most` of them."""
+        places: dict[int, int] = {}
+        for word in self._words:
+            at = text.find(word)
+            while at >= 0:
+                start, end = text.rfind("\n", 0, at) + 1, text.find("\n", at)
+                end = len(text) if end < 0 else end
+                places[start] = end
+                at = text.find(word, end)
+        for start in sorted(places)[-most:]:
+            yield start, text[start : places[start]]
+
+    def match(self, line: str) -> Match | None:
+        """What one line says, None if nothing that is known."""
+        line = line[:LONGEST_LINE]
+        if self.xids and any(word in line for word in _XID_WORDS):
+            found = _xid(line, _XID, "xid", self.xids) or _xid(line, _SXID, "sxid", self.sxids)
+            if found is not None:
+                return found
+        said = self._without_advice(line)
+        for signature, expression in self._expressions:
+            if any(word in said for word in signature.contains):
+                found_in = expression.search(said) if expression else None
+                if expression is None or found_in:
+                    return _match(signature, line, found_in)
+        return None
+
+    def _without_advice(self, line: str) -> str:
+        for words in self.advice:
+            line = line.partition(words)[0]
+        return line
+
+
+def unsafe(regex: str) -> str | None:
+    """Why an expression is refused, None if it is safe: its time must be linear in the line."""
+    try:
+        re.compile(regex)
+    except re.error as error:
+        return f"not a regular expression: {error}"
+    if _BACK_REFERENCE.search(_CLASS.sub("x", regex)):
+        return "it must not refer back to a group"
+    bare = _CLASS.sub("x", _ESCAPE.sub("x", regex))
+    if _UNBOUNDED.search(bare):
+        return "`*`, `+` and `{n,}` have no bound: write for example `.{0,80}`"
+    if _REPEATED_GROUP.search(bare):
+        return "a group in parentheses must not be repeated"
+    ways = sum(_ways(one) for one in _alternatives(bare))
+    return None if ways <= _MOST_WAYS else f"its repeats match in {ways} ways, at most {_MOST_WAYS}"
+
+
+def _alternatives(bare: str) -> list[str]:
+    """The parts between `|` outside of parentheses."""
+    parts, depth = [""], 0
+    for letter in bare:
+        depth += (letter == "(") - (letter == ")")
+        if letter == "|" and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
+
+
+def _ways(bare: str) -> int:
+    """In how many ways the repeats of an expression can match from one place, at most."""
+    ways = 1
+    for repeat in _REPEAT.finditer(bare):
+        ways *= 2 if repeat[2] is None else int(repeat[2]) - int(repeat[1] or 0) + 1
+    return ways
+
+
+def _others(known: tuple[Signature, ...], replaced: set[str]) -> tuple[Signature, ...]:
+    return tuple(one for one in known if one.id not in replaced)
+
+
+def _merged(known: tuple[Xid, ...], own: tuple[Xid, ...]) -> tuple[Xid, ...]:
+    return tuple(({one.code: one for one in known} | {one.code: one for one in own}).values())
+
+
+def _match(signature: Signature, line: str, found: re.Match[str] | None) -> Match:
+    node = found.groupdict().get("node") if found else None
+    return Match(
+        signature.id,
+        signature.cause,
+        signature.role,
+        line,
+        signature.hard,
+        signature.teardown,
+        node,
+    )
+
+
+def _xid(line: str, expression: re.Pattern[str], name: str, known: dict[int, Xid]) -> Match | None:
+    """An unknown code is a GPU error, and none that would cost a node its place."""
+    found = expression.search(line)
+    if found is None:
+        return None
+    code, rest = int(found[2]), found[3]
+    entry = known.get(code)
+    if name == "sxid" or (entry is not None and entry.line_decides):
+        fatal = _FATAL.search(rest) is not None
+        return Match(f"{name}_{code}", _cause(entry), "root" if fatal else "advice", line, fatal)
+    if entry is None:
+        return Match(f"{name}_{code}", Cause.GPU_ERROR, "root", line)
+    return Match(f"{name}_{code}", entry.cause, entry.role, line, entry.hard)
+
+
+def _cause(entry: Xid | None) -> Cause:
+    return entry.cause if entry else Cause.GPU_ERROR

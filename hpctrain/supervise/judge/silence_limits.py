@@ -1,0 +1,172 @@
+"""How long a launch may be silent: limits per phase, learned from the run itself. Pure.
+
+A step that has always taken two seconds has hung after ninety; one that takes four minutes has not.
+What the spec sets (`stall`, `setup_stall`) is the most that is ever waited; what the run has shown
+makes it less. Belongs here: that arithmetic; times are handed in as seconds of one monotonic clock.
+Does not belong here: reading signs of life (`run_dir_snapshot`), or ending anything
+(`launch_watch`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from hpctrain.supervise.judge.documents import Stall, SuperviseConfig
+
+# Five times the longest silence seen: `safety_factor` of nvidia-resiliency-ext, whose
+# fault_tolerance/timeouts_calc.py multiplies the maximum, not a quantile, by it.
+_FACTOR = 5.0
+# Below this nothing is learned: `num_warmup_iterations` in the same project's config.py.
+_LEAST_SEEN = 5
+# About half an hour of signs, so that a rare pause is remembered for longer than it takes to recur.
+_WINDOW = 1000
+# No limit is learned below these, however fast a phase has been, because files and networks pause
+# for reasons of their own. The time-outs of the same project's reference job (setup 900, step 60,
+# checkpointing 300; examples/fault_tolerance/deployment/slurm/nvrx_singleton_array.sbatch), but a
+# step gets 90: an NFS client repeats a request that got lost only after 60 s (nfs(5), `timeo`).
+# An evaluation is many steps: twice a save. A trace of hundreds of MB is written as JSON.
+_FLOORS_SECONDS = {
+    "starting": 900.0,
+    "loading": 900.0,
+    "training": 90.0,
+    "saving": 300.0,
+    "evaluating": 600.0,
+    "profiling": 900.0,
+    "leaving": 300.0,
+}
+# srun says that it waits for resources of its step only after 60 to 70 s of silence
+# (slurm: src/srun/libsrun/launch.c, step_wait), ...
+_SRUN_SILENT_SECONDS = 75.0
+# ... and what it waits for (the ghost of an earlier step, a restarting controller) takes minutes.
+_SRUN_WAITS_SECONDS = 300.0
+LAUNCHING = "launching"
+_STARTUP = frozenset({"starting", "loading"})
+
+
+class StallLimits:
+    """What the run has shown so far; lives as long as the supervisor, so over all launches."""
+
+    def __init__(self, config: SuperviseConfig) -> None:
+        self._config = config
+        self._silences: dict[str, deque[float]] = {}
+
+    def observe(self, phase: str, silent_seconds: float) -> None:
+        """A silence in `phase` that ended by itself."""
+        self._silences.setdefault(phase, deque(maxlen=_WINDOW)).append(silent_seconds)
+
+    def stalled(self, phase: str, silent_seconds: float) -> None:
+        """A silence that was taken for a hang.
+
+        Remembered as if it had ended by itself: had it, then the next limit is five times as
+        long, so one kind of pause cannot end launch after launch.
+        """
+        self.observe(phase, silent_seconds)
+
+    def relearn(self, step_seconds: Iterable[float]) -> None:
+        """Steps of earlier attempts: long ones among them make the limit longer, never shorter."""
+        for seconds in step_seconds:
+            self.observe("training", seconds)
+
+    def cap(self, phase: str) -> float:
+        """The most that is waited in `phase`, in seconds: what the spec says."""
+        config = self._config
+        return config.stall_seconds if phase == "training" else config.setup_stall_seconds
+
+    def limit(self, phase: str) -> float:
+        """How many seconds of silence are allowed in `phase` now."""
+        cap = self.cap(phase)
+        seen = self._silences.get(phase, ())
+        if not self._config.learn_stalls or len(seen) < _LEAST_SEEN:
+            return cap
+        return min(max(_FACTOR * max(seen), _FLOORS_SECONDS.get(phase, cap)), cap)
+
+
+class Pulse:
+    """The signs of life of one launch, and how long the present silence may last."""
+
+    def __init__(self, limits: StallLimits, resume_step: int, now: float) -> None:
+        self.started = False
+        self._limits = limits
+        self._resume_step = resume_step
+        self._phase, self._step = "starting", resume_step
+        self._at = now
+        # Until then no rank had left a trace. srun waits for a controller that is away, and says so
+        # only when it is back.
+        self._absent_until = now
+        self._unseen_seconds = 0.0
+        self._steps_seen = 0
+
+    @property
+    def in_startup(self) -> bool:
+        """No sign has told yet that the start is over, so no step has been trained."""
+        return not self.started or self._phase in _STARTUP
+
+    def sign(self, phase: str, step: int, step_seconds: float | None, now: float) -> None:
+        """The trainer has said something new at the time `now`."""
+        self._learn(step, step_seconds, self.silent_seconds(now))
+        self.started = True
+        self._phase, self._step, self._at = phase, step, now
+        self._unseen_seconds = 0.0
+
+    def _learn(self, step: int, step_seconds: float | None, silent_seconds: float) -> None:
+        """The first step of a launch (connections, compilation) teaches nothing about others."""
+        longest = silent_seconds
+        if self._phase == "training":
+            if self._step <= self._resume_step:
+                return
+            if step > self._step:
+                self._steps_seen += 1
+                longest = max(longest, step_seconds or 0.0)
+        self._limits.observe(self._phase, longest)
+
+    def unseen(self, seconds: float) -> None:
+        """The run directory could not be read for so long: that is no silence of the trainer."""
+        self._unseen_seconds += seconds
+
+    def silent_seconds(self, now: float) -> float:
+        """Seconds since the last sign in which one would have been seen.
+
+        Where there is no rank yet nobody can be silent.
+        """
+        return max(0.0, now - max(self._at, self._absent_until) - self._unseen_seconds)
+
+    def stall(
+        self,
+        now: float,
+        *,
+        ranks_seen: bool = True,
+        srun_waits: bool = False,
+        save_in_flight: bool = False,
+    ) -> Stall | None:
+        """The stall, if the silence is longer than what is happening allows.
+
+        `ranks_seen`: a rank of this launch has left some trace; `srun_waits`: srun says that it
+        cannot create the step yet; `save_in_flight`: a checkpoint of this launch is being written
+        beside training, which may hold up a step as long as it takes to save.
+        """
+        silent_seconds = self.silent_seconds(now)
+        phase, limit_seconds = self._phase, self._limit_seconds(save_in_flight)
+        if not self.started and not ranks_seen:
+            self._absent_until = now
+            silent_seconds = max(0.0, now - self._at - self._unseen_seconds)
+            phase = LAUNCHING if srun_waits else "starting"
+            least = _SRUN_WAITS_SECONDS if srun_waits else _SRUN_SILENT_SECONDS
+            limit_seconds = max(self._limits.cap("starting"), least)
+        if silent_seconds <= limit_seconds:
+            return None
+        return Stall(phase, silent_seconds, limit_seconds)
+
+    def is_late(self, now: float) -> bool:
+        """True when it is worth looking closer: half of the time is over."""
+        return self.silent_seconds(now) > self._limit_seconds(save_in_flight=False) / 2
+
+    def _limit_seconds(self, save_in_flight: bool) -> float:
+        limits = self._limits
+        if self._phase != "training":
+            return limits.limit(self._phase)
+        if self._step <= self._resume_step:
+            return limits.cap("starting")
+        learned = self._steps_seen >= _LEAST_SEEN
+        limit_seconds = limits.limit("training") if learned else limits.cap("training")
+        return max(limit_seconds, limits.limit("saving")) if save_in_flight else limit_seconds

@@ -1,0 +1,56 @@
+"""Decide about a checkpoint that has changed since it was written, or that cannot be loaded. Pure.
+
+Content that differs from its digests is proof, so that checkpoint is given up at once. A failure to
+load may be a node's, a library's or the checkpoint's: it is tried twice, then the one before is
+used. Whatever is given up stays in quarantine. If that does not help either, the checkpoints are
+not the reason, and the run stops before it has stepped back over all of them. Belongs here: this
+part of the policy.
+"""
+
+from __future__ import annotations
+
+from hpctrain.supervise.judge.causes import Cause
+from hpctrain.supervise.judge.documents import (
+    Action,
+    ActionKind,
+    History,
+    Situation,
+    SuperviseConfig,
+    Verdict,
+)
+
+_STOPPED_EXIT_CODE = 1
+# Launches that may fail to load one checkpoint before it is given up.
+TRIES_PER_CHECKPOINT = 2
+
+
+def decide_checkpoint(
+    verdict: Verdict, history: History, situation: Situation, config: SuperviseConfig
+) -> Action | None:
+    """The action if a checkpoint is given up, or the run stops over it; None for another try."""
+    step = verdict.checkpoint_step
+    if step is None or verdict.cause not in (Cause.BAD_CHECKPOINT, Cause.LOAD_FAILED):
+        return None
+    proven = verdict.cause is Cause.BAD_CHECKPOINT
+    if not proven and history.failed_loads < TRIES_PER_CHECKPOINT:
+        return None
+    older = max((good for good in situation.good_checkpoints if good < step), default=None)
+    if older is None:
+        return _stop(verdict, step, proven)
+    name = "has other content than was written" if proven else "verifies and cannot be loaded"
+    reason = (
+        f"{verdict.reason}: the checkpoint of step {step} {name}; go back to step {older} and "
+        f"keep step {step} in quarantine"
+    )
+    return Action(ActionKind.RELAUNCH, reason, rejected_step=step)
+
+
+def _stop(verdict: Verdict, step: int, proven: bool) -> Action:
+    """What is proven to be damaged is put aside all the same; the other one may load elsewhere."""
+    words = (
+        f"{verdict.reason}: there is no checkpoint before step {step}; restore it from a copy, or "
+        "`hpctrain resume --from-scratch` gives up all steps"
+    )
+    return Action(
+        ActionKind.STOP, words, _STOPPED_EXIT_CODE, rejected_step=step if proven else None
+    )

@@ -1,0 +1,75 @@
+"""Data that a run leaves out: samples that made it diverge, by decision of people or supervisor.
+
+Belongs here: which sample comes next. Does not belong here: reading samples (see `data`), deciding
+what to leave out. The list is part of the run: the same list gives the same samples after every
+restart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.store.run_records import SkipList, SkippedData
+
+
+@dataclass(frozen=True)
+class Skips:
+    """The data left out, in the order of the samples; ranges may overlap."""
+
+    skips: tuple[SkippedData, ...] = ()
+
+    def next_sample(self, consumed_samples: int) -> int:
+        """Where the batch begins that follows `consumed_samples` samples.
+
+        A batch that would begin inside a skipped range begins at its end.
+        """
+        for skip in self.skips:
+            if skip.from_samples <= consumed_samples < skip.to_samples:
+                consumed_samples = skip.to_samples
+        return consumed_samples
+
+    def pinned(self, consumed_of_steps: dict[int, int]) -> set[int]:
+        """For each range the newest step that did not reach it: the last one before an anomaly."""
+        before = [
+            [step for step, consumed in consumed_of_steps.items() if consumed <= skip.from_samples]
+            for skip in self.skips
+        ]
+        return {max(steps) for steps in before if steps}
+
+
+def read_skips(path: Path) -> str | None:
+    """The text of the run's list, None when there is none.
+
+    Raises InvalidInputError when it cannot be read: training on data that somebody wanted left
+    out must not happen silently.
+    """
+    try:
+        return path.read_text()
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        problem = Problem(f"cannot be read: {error}", str(path), node_dependent=True)
+        raise InvalidInputError([problem]) from error
+
+
+def parse_skips(text: str | None, path: Path) -> Skips:
+    """Raises InvalidInputError when the text is no list of ranges that make sense."""
+    if text is None:
+        return Skips()
+    try:
+        listed = SkipList.model_validate_json(text).skips
+    except ValidationError as error:
+        reason = f"is no list of skipped data: {error.errors()[0]['msg']}"
+        raise InvalidInputError([Problem(reason, str(path))]) from error
+    problems = [
+        Problem(f"skips from sample {skip.from_samples} to {skip.to_samples}", str(path))
+        for skip in listed
+        if not 0 <= skip.from_samples < skip.to_samples
+    ]
+    if problems:
+        raise InvalidInputError(problems)
+    return Skips(tuple(sorted(listed, key=lambda skip: skip.from_samples)))

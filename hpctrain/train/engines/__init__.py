@@ -1,0 +1,1 @@
+"""One room per engine, each entered through its `assembly` (Megatron-LM: `running`)."""

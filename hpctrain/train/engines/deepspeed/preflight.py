@@ -1,0 +1,128 @@
+"""What DeepSpeed needs of this machine, found before torch is imported and before any rank waits.
+
+Belongs here: packages, tools and directories. Does not belong here: what excludes what in a spec
+(see `hpctrain.spec.deepspeed`), building an operator (see `library`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from hpctrain.engines.deepspeed import DeepSpeedConfig, ds_config
+from hpctrain.errors import Problem
+from hpctrain.store.layout import RunLayout
+
+_TOOLS_HINT = "load a compiler's module, or build DeepSpeed's operators into the environment"
+
+
+def deepspeed_problems(config: DeepSpeedConfig, run: RunLayout) -> Iterator[Problem]:
+    """Everything that is missing."""
+    home = _package()
+    if home is None:
+        hint = "python -m pip install 'hpctrain[deepspeed]'"
+        message = "deepspeed is not installed in this environment"
+        yield Problem(message, hint=hint, node_dependent=True)
+        return
+    if not config.torch_adam and not _built(home, "cpu_adam"):
+        yield from _missing_tools("DeepSpeed's Adam for offloaded state")
+    if config.nvme_path is not None:
+        yield from _nvme_problems(home, Path(config.nvme_path))
+    yield from _changed_files(config, run)
+    yield from _tensor_problems(config)
+    yield from _pipeline_problems(config)
+
+
+def _tensor_problems(config: DeepSpeedConfig) -> Iterator[Problem]:
+    """As `_pipeline_problems`."""
+    tp, model = config.tensor_parallel, config.model
+    if tp == 1:
+        return
+    if model.family != "llama" or config.zero_stage == 3 or config.lora is not None:
+        yield Problem("weights are split over tp for whole Llamas, at ZeRO stages 0, 1 and 2")
+    elif any(size % tp for size in (model.heads, model.key_value_heads, model.ffn_size)):
+        yield Problem(f"tp {tp} divides not all of heads, key/value heads and columns of the MLP")
+
+
+def _pipeline_problems(config: DeepSpeedConfig) -> Iterator[Problem]:
+    """What plans refuse already (`hpctrain.plan.abilities`), unless somebody wrote the file."""
+    if not config.pipeline_stages:
+        return
+    if sum(config.pipeline_stages) != config.model.layers:
+        stages = " + ".join(map(str, config.pipeline_stages))
+        yield Problem(f"stages of {stages} layers are not the model's {config.model.layers}")
+    fits = config.zero_stage == 1 and config.model.family in ("gpt", "llama")
+    plain = config.task == "language_modeling" and config.data_format == "tokens"
+    if not fits or not plain or config.lora is not None or config.flops_steps:
+        what = "whole GPTs and Llamas from tokens, at ZeRO stage 1, without counting FLOPs"
+        yield Problem(f"DeepSpeed's pipeline trains {what}")
+
+
+def _package() -> Path | None:
+    """Where deepspeed is installed, without importing it (that would import torch)."""
+    found = importlib.util.find_spec("deepspeed")
+    return Path(found.origin).parent if found is not None and found.origin else None
+
+
+def _built(home: Path, operator: str) -> bool:
+    """True if the operator was built when DeepSpeed was installed (DS_BUILD_OPS and the like)."""
+    return any(home.glob(f"ops/**/{operator}_op*.so"))
+
+
+def _missing_tools(what: str) -> Iterator[Problem]:
+    """torch.utils.cpp_extension builds with $CXX (else c++) and ninja."""
+    compiler = os.environ.get("CXX", "c++")
+    for tool in (compiler, "ninja"):
+        if shutil.which(tool) is None and not _beside_python(tool):
+            message = f"{what} is built where it runs, and {tool} is missing"
+            yield Problem(message, hint=_TOOLS_HINT, node_dependent=True)
+
+
+def _beside_python(tool: str) -> bool:
+    """ninja comes with DeepSpeed, into the environment's bin, which need not be in PATH."""
+    return importlib.util.find_spec(tool) is not None
+
+
+def _nvme_problems(home: Path, path: Path) -> Iterator[Problem]:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        writable = os.access(path, os.W_OK)
+    except OSError:
+        writable = False
+    if not writable:
+        yield Problem("offload to nvme cannot write there", str(path), node_dependent=True)
+    if _built(home, "async_io"):
+        return
+    missing = list(_missing_tools("DeepSpeed's access to NVMe"))
+    yield from missing
+    if not missing and not _has_libaio():
+        message = "DeepSpeed's access to NVMe is built where it runs, and libaio.h is missing"
+        hint = "install libaio's headers (libaio-dev, libaio-devel), or name them in CPATH"
+        yield Problem(message, hint=hint, node_dependent=True)
+
+
+def _has_libaio() -> bool:
+    command = [os.environ.get("CXX", "c++"), "-E", "-x", "c++", "-"]
+    done = subprocess.run(command, input=b"#include <libaio.h>\n", capture_output=True, timeout=60)
+    return done.returncode == 0
+
+
+def _changed_files(config: DeepSpeedConfig, run: RunLayout) -> Iterator[Problem]:
+    """The trainer makes DeepSpeed's settings from `train.json`: to change the file that it was
+    rendered to would do nothing, and must not look as if it did."""
+    texts = [path.read_bytes() for path in run.ds_configs if path.is_file()]
+    if texts and not any(_read(text) == ds_config(config) for text in texts):
+        message = "says something else than train.json, and would not be read"
+        yield Problem(message, str(run.ds_config), hint="change the spec, and submit a new run")
+
+
+def _read(text: bytes) -> object:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None

@@ -1,0 +1,100 @@
+"""The process groups of one rank and the seeds that go with its place.
+
+Belongs here: torch.distributed and megatron-core's parallel state, device choice, seeding.
+Does not belong here: what is computed on them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from hpctrain.engines.megatron import MegatronConfig
+from hpctrain.train.data import Share
+from hpctrain.train.device import backend, choose_device
+from hpctrain.train.rank_environment import Launch
+
+SEED_STRIDE_OF_STAGES = 100  # as Megatron-LM: megatron/training/initialize.py, _set_random_seed
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Where this rank computes and which groups it belongs to.
+
+    `control` is a gloo group of all ranks for agreements, apart from the collectives on GPUs.
+    """
+
+    device: torch.device
+    control: Any
+    data_rank: int
+    data_size: int
+    tensor_rank: int
+    pipeline_rank: int
+    first_stage: bool
+    last_stage: bool
+
+    @property
+    def share(self) -> Share:
+        return Share(self.data_rank, self.data_size, self.device)
+
+    @property
+    def reads(self) -> bool:
+        """True on stages that embed tokens or compute the loss."""
+        return self.first_stage or self.last_stage
+
+    @property
+    def reduce_group(self) -> Any:
+        """Data-parallel ranks, times context-parallel ones."""
+        return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+
+def open_mesh(config: MegatronConfig, launch: Launch) -> Mesh:
+    """Join the launch's process groups; all ranks must call this."""
+    device = choose_device(launch)
+    timeout = timedelta(seconds=config.distributed_timeout_seconds)
+    dist.init_process_group(
+        backend(),
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=timeout,
+    )
+    parallel_state.initialize_model_parallel(
+        **parallel_sizes(config),
+        distributed_timeout_minutes=max(1, round(config.distributed_timeout_seconds / 60)),
+    )
+    seed_everything(config.seed)
+    return Mesh(
+        device=device,
+        control=dist.new_group(backend="gloo", timeout=timeout),
+        data_rank=parallel_state.get_data_parallel_rank(),
+        data_size=parallel_state.get_data_parallel_world_size(),
+        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        first_stage=parallel_state.is_pipeline_first_stage(),
+        last_stage=parallel_state.is_pipeline_last_stage(),
+    )
+
+
+def parallel_sizes(config: MegatronConfig) -> dict[str, Any]:
+    """The axes of the mesh and their order, as `initialize_model_parallel` takes them."""
+    return dict(
+        tensor_model_parallel_size=config.tensor_model_parallel_size,
+        pipeline_model_parallel_size=config.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
+        context_parallel_size=config.context_parallel_size,
+        expert_model_parallel_size=config.expert_model_parallel_size,
+        expert_tensor_parallel_size=config.expert_tensor_parallel_size,
+        order=config.parallel_order,
+    )
+
+
+def seed_everything(seed: int) -> None:
+    """Seed as Megatron-LM does: another seed per pipeline stage, trackers per tensor rank."""
+    seed += SEED_STRIDE_OF_STAGES * parallel_state.get_pipeline_model_parallel_rank()
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)

@@ -1,0 +1,219 @@
+"""What a checkpoint holds: model, optimizer, schedule, random state, and where the run stands.
+
+Belongs here: the sharded state dict and putting a loaded one back. Does not belong here: files,
+processes, publishing (see `saver`), which checkpoint to use.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.serialization import (
+    get_default_load_sharded_strategy,
+    load_common_state_dict,
+    load_content_metadata,
+)
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+)
+
+from hpctrain.engines.megatron import MegatronConfig
+from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.train.data import sample_order
+from hpctrain.train.engine import Form, Position, Writing
+from hpctrain.train.engines.megatron import rng
+from hpctrain.train.engines.megatron.fixes import prime_adam
+from hpctrain.train.engines.megatron.mesh import seed_everything
+from hpctrain.train.engines.megatron.model import Model
+from hpctrain.train.engines.megatron.optimizer import Optimizer
+from hpctrain.train.engines.megatron.strategy import Strategy
+from hpctrain.train.engines.megatron.writing import Results, writing_of
+from hpctrain.train.saving.resume_checks import check_sample_order, damage_named
+from hpctrain.train.step_agreement import Control
+
+_RUN_KEY = "hpctrain"
+
+
+class Snapshot:
+    """The parts whose state makes a checkpoint, and megatron-core's way of saving them."""
+
+    form = Form(leader_files=("common.pt", ".metadata", "metadata.json"), shards="*.distcp")
+
+    def __init__(
+        self, config: MegatronConfig, model: Model, optimizer: Optimizer, control: Control
+    ) -> None:
+        self.config = config
+        self.model = model
+        self.optimizer = optimizer
+        self._strategy = Strategy(control)
+        self._results = Results()
+        self._results.install()
+
+    def plan(self, position: Position, directory: Path) -> Writing:
+        """Who writes what, by megatron-core; validated once, for the structure stays the same."""
+        metadata = sharding_metadata(self.config.optimizer_sharding)
+        request = dist_checkpointing.save(
+            self.sharded(position),
+            directory,
+            self._strategy.of_this_save(metadata["dp_cp_group"]),
+            validate_access_integrity=self._strategy.first,
+            async_sharded_save=True,
+            content_metadata=_plain(metadata),
+        )
+        self._strategy.planned()
+        return writing_of(request, self._results)
+
+    def sharded(self, position: Position) -> dict[str, Any]:
+        """The state dict to save."""
+        self._gather_parameters()
+        kind = self.config.optimizer_sharding
+        state = self._sharded_parts(sharding_metadata(kind), is_loading=False)
+        state[rng.KEY] = rng.sharded_rng_state()
+        state["schedule"] = self.optimizer.schedule.state_dict()
+        state[_RUN_KEY] = {
+            "step": position.step,
+            "consumed_samples": position.consumed_samples,
+            "sample_order": sample_order(self.config),
+            "layout": layout_of(self.config),
+            "expert_parallel": self.config.expert_model_parallel_size,
+        }
+        return state
+
+    def estimated_bytes(self, control: Control) -> int:
+        """About the size of a checkpoint on disk, from the parameters of all ranks.
+
+        A parameter is kept as it is trained (2 or 4 bytes), as the optimizer's main copy and as
+        its two moments (4 bytes each); what several ranks have is counted for one of them.
+        """
+        bytes_each = (2 if self.config.precision == "bf16" else 4) + 12
+        replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+        spread = parallel_state.get_expert_data_parallel_world_size()
+        here = sum(
+            parameter.numel() / (replicas if getattr(parameter, "allreduce", True) else spread)
+            for chunk in self.model.bare
+            for parameter in chunk.parameters()
+        )
+        return int(control.total(here) * bytes_each)
+
+    def restore(self, directory: Path) -> tuple[Position, str | None]:
+        """Load everything from `directory`; a remark if the random state could not be kept.
+
+        Raises InvalidInputError when the checkpoint belongs to another sample order, or has
+        another kind of optimizer state.
+        """
+        with damage_named(directory):
+            about = load_common_state_dict(str(directory))[_RUN_KEY]
+        check_sample_order(sample_order(self.config), about["sample_order"], directory)
+        check_expert_spread(self.config, about.get("expert_parallel", 1), directory)
+        same_place = about["layout"][:2] == layout_of(self.config)[:2]
+        metadata = sharding_metadata(_sharding_of(directory))
+        check_layout(self.config, about["layout"], metadata, directory)
+        state = self._sharded_parts(metadata, is_loading=True)
+        if same_place:
+            state[rng.KEY] = rng.sharded_rng_state()
+        with damage_named(directory):
+            loaded = dist_checkpointing.load(state, directory, _load_strategy(directory))
+        self._put_back(loaded)
+        position = Position(about["step"], about["consumed_samples"])
+        if same_place:
+            rng.set_rng_state(loaded[rng.KEY])
+            return position, None
+        seed_everything(self.config.seed + position.step)
+        return position, f"random state re-seeded: saved with tp, pp {about['layout'][:2]}"
+
+    def _sharded_parts(self, metadata: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
+        state = {
+            f"model{index}": chunk.sharded_state_dict(metadata=metadata)
+            for index, chunk in enumerate(self.model.bare)
+        }
+        prime_adam(self.optimizer.inner)
+        state["optimizer"] = self.optimizer.inner.sharded_state_dict(
+            dict(state), is_loading=is_loading, metadata=metadata
+        )
+        return state
+
+    def _put_back(self, loaded: dict[str, Any]) -> None:
+        for index, chunk in enumerate(self.model.bare):
+            # an uneven split may leave a chunk without layers, of which nothing is stored
+            chunk.load_state_dict(loaded.get(f"model{index}", {}), strict=True)
+        self.optimizer.inner.load_state_dict(loaded["optimizer"])
+        self.optimizer.schedule.load_state_dict(loaded["schedule"])
+
+    def _gather_parameters(self) -> None:
+        """With overlap_param_gather the weights of other ranks' shards are one step old until
+        the next forward pass: gather them now, or the checkpoint's model would be stale."""
+        if self.config.overlap_param_gather:
+            for chunk in self.model.wrapped:
+                chunk.start_param_sync(force_sync=True)
+
+
+def _plain(metadata: dict[str, Any]) -> dict[str, Any]:
+    """Without the process group, which cannot be stored."""
+    return {name: value for name, value in metadata.items() if name != "dp_cp_group"}
+
+
+def layout_of(config: MegatronConfig) -> list[int]:
+    """[tp, pp, dp]: what decides whose random state is whose."""
+    return [
+        config.tensor_model_parallel_size,
+        config.pipeline_model_parallel_size,
+        config.data_parallel_size,
+    ]
+
+
+def sharding_metadata(kind: str) -> dict[str, Any]:
+    """How megatron-core cuts the optimizer state; see `MegatronConfig.optimizer_sharding`.
+
+    The kind must be named: the default, `fully_sharded_model_space`, fails in 0.16.1 with
+    "flattened_range is not supported".
+    """
+    return {
+        "distrib_optim_sharding_type": kind,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+    }
+
+
+def _sharding_of(directory: Path) -> str:
+    """The kind that a checkpoint was saved with, which is the only one to load it with."""
+    return str(load_content_metadata(directory)["distrib_optim_sharding_type"])
+
+
+def check_layout(
+    config: MegatronConfig, saved: list[int], metadata: dict[str, Any], directory: Path
+) -> None:
+    """Raise InvalidInputError where the optimizer state was saved for one layout only.
+
+    Its parts follow the gradient buffers, whose padding and buckets depend on tp, pp and dp
+    (distributed/param_and_grad_buffer.py), whatever the format's name says.
+    """
+    now = layout_of(config)
+    kind = metadata["distrib_optim_sharding_type"]
+    if kind == "dp_reshardable" and config.use_distributed_optimizer and saved != now:
+        message = f"was saved as {kind} with tp, pp, dp {saved}, and is now wanted with {now}"
+        hint = "resume with the same layout; save as fully_reshardable to change it"
+        raise InvalidInputError([Problem(message, str(directory), hint=hint)])
+
+
+def check_expert_spread(config: MegatronConfig, saved: int, directory: Path) -> None:
+    """Raise InvalidInputError where experts had an optimizer of their own and now have not.
+
+    megatron-core gives them one with expert parallelism only (optimizer/__init__.py), and
+    ChainedOptimizer.load_state_dict takes as many states as there are optimizers.
+    """
+    now = config.expert_model_parallel_size
+    if (saved > 1) != (now > 1):
+        message = f"expert_model_parallel_size was {saved} and is now {now}"
+        hint = "optimizer state cannot move between 1 and more than 1"
+        raise InvalidInputError([Problem(message, str(directory), hint=hint)])
+
+
+def _load_strategy(directory: Path) -> Any:
+    strategy = get_default_load_sharded_strategy(str(directory))
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    if group.size() == 1:
+        return strategy
+    return FullyParallelLoadStrategyWrapper(strategy, group)

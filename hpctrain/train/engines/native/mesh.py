@@ -1,0 +1,72 @@
+"""The process groups of one rank: copies of the model, and the ranks that share a copy.
+
+Belongs here: torch.distributed and seeding. Does not belong here: what is computed on them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from hpctrain.engines.native import NativeConfig
+from hpctrain.train.data import Share
+from hpctrain.train.device import backend, choose_device
+from hpctrain.train.rank_environment import Launch
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Where this rank computes. `shards`: the DeviceMesh that `fully_shard` takes; None for DDP.
+
+    `control` is a gloo group of all ranks for agreements, apart from the collectives on GPUs.
+    """
+
+    device: torch.device
+    rank: int
+    size: int
+    control: Any
+    shards: Any
+
+    @property
+    def share(self) -> Share:
+        """Every rank reads samples of its own."""
+        return Share(self.rank, self.size, self.device)
+
+
+def open_mesh(config: NativeConfig, launch: Launch) -> Mesh:
+    """Join the launch's process groups; all ranks must call this."""
+    device = choose_device(launch)
+    timeout = timedelta(seconds=config.distributed_timeout_seconds)
+    dist.init_process_group(
+        backend(host_tensors=config.cpu_offload),
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=timeout,
+    )
+    seed_dropout(config.seed, launch.rank)
+    return Mesh(
+        device=device,
+        rank=launch.rank,
+        size=launch.world_size,
+        control=dist.new_group(backend="gloo", timeout=timeout),
+        shards=_shards(config, device) if config.engine == "fsdp" else None,
+    )
+
+
+def _shards(config: NativeConfig, device: torch.device) -> Any:
+    """One axis, or two: whole copies outside, the shards of one copy on neighbouring ranks."""
+    copies = config.data_parallel_size // config.shard_size
+    if copies == 1:
+        return init_device_mesh(device.type, (config.shard_size,), mesh_dim_names=("shard",))
+    shape, names = (copies, config.shard_size), ("copy", "shard")
+    return init_device_mesh(device.type, shape, mesh_dim_names=names)
+
+
+def seed_dropout(seed: int, rank: int) -> None:
+    """Ranks read different samples, so each draws masks of its own."""
+    torch.manual_seed(seed + rank)

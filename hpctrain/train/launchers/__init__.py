@@ -1,0 +1,1 @@
+"""Processes between srun and a rank: torchelastic agents and Nsight Systems."""

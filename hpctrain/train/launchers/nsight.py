@@ -1,0 +1,90 @@
+"""Starting a rank again under Nsight Systems, where the run's `profile` asks for it.
+
+`nsys` has to be the parent of what it records, and srun starts all ranks with one command: so a
+chosen rank starts `nsys profile ... the same command`, and is the task above it from then on.
+Belongs here: that command. Does not belong here: being the task (see `nsight_task`), the calls
+between which nsys records (see `profiling`). Imports nothing heavy: it comes before torch.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from hpctrain.durable import make_private_directory
+from hpctrain.engines.training import TrainConfig
+from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.store.layout import RunLayout
+from hpctrain.train.launchers.nsight_task import record, tell_task
+from hpctrain.train.rank_environment import Launch
+from hpctrain.train.stop import StopSignals
+
+
+def nsight_command(
+    config: TrainConfig, launch: Launch, run: RunLayout, program: list[str]
+) -> list[str] | None:
+    """`program` below nsys; None if this rank is not to be recorded that way.
+
+    Nothing is recorded before cudaProfilerStart, and the end of the range leaves the program
+    running (nsys profile --help: --capture-range, --capture-range-end, --kill).
+    """
+    settings = config.profile
+    if settings is None or settings.tool != "nsys" or launch.rank not in settings.ranks:
+        return None
+    first, last = settings.windows[0]
+    report = run.trace(launch.epoch, launch.rank, first, last)
+    return [
+        "nsys",
+        "profile",
+        f"--output={report.with_name(report.name.removesuffix('.json.gz'))}",
+        "--force-overwrite=true",
+        "--trace=cuda,nvtx,cublas,cudnn",
+        "--sample=none",
+        "--cpuctxsw=none",
+        "--capture-range=cudaProfilerApi",
+        "--capture-range-end=stop",
+        "--kill=none",
+        *program,
+    ]
+
+
+def become_recorded(
+    path: Path,
+    config: TrainConfig,
+    launch: Launch,
+    run: RunLayout,
+    environment: Mapping[str, str],
+    stop: StopSignals,
+) -> None:
+    """Have the same program run below nsys, and end as it does; returns where nothing is to do.
+
+    `path` is the file that `config` was read from, which is another one on fewer nodes; `stop` has
+    caught signals until now.
+
+    Raises InvalidInputError when nsys is not installed.
+    """
+    if tell_task(environment):
+        return
+    program = [sys.executable, "-m", "hpctrain.train", str(path)]
+    command = nsight_command(config, launch, run, program)
+    if command is None:
+        return
+    found = shutil.which(command[0], path=environment.get("PATH"))
+    if found is None:
+        raise InvalidInputError(
+            [
+                Problem(
+                    f"profile.tool is nsys, and rank {launch.rank} on {launch.node} finds no "
+                    "`nsys` on its PATH",
+                    hint="load the module of Nsight Systems in the profile's `software.modules`, "
+                    "or set `profile.tool: torch`",
+                    node_dependent=True,
+                )
+            ]
+        )
+    make_private_directory(run.traces)
+    sys.stdout.flush()
+    os._exit(record([found, *command[1:]], environment, stop))

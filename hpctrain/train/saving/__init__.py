@@ -1,0 +1,1 @@
+"""Write checkpoints: when one is due, the writer process, digests, publishing."""

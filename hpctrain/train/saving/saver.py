@@ -1,0 +1,303 @@
+"""Saving: from the state of all ranks to a published checkpoint, at once or beside training.
+
+Both ways go through the same stages: plan and fork the writers (`begin`), learn that all of them
+are through (`poll` with the step's agreement, or `finish`), write the engine's metadata, let
+rank 0 publish, learn that it counts. While the run directory is away a save is waited with, and
+one that has lost its files is put off: `owed` until a later one counts. Belongs here: this sequence
+on all ranks. Does not belong here: what makes a checkpoint good and the fencing protocol
+(`hpctrain.checkpoints`), when to save (`loop`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.checkpoints.manifest import checkpoint_name, partial_name
+from hpctrain.errors import CheckpointError, StorageError
+from hpctrain.store.run_records import SaveRecord
+from hpctrain.train import storage
+from hpctrain.train.datasets.skipped_samples import Skips
+from hpctrain.train.engine import Position, Snapshot, Writing
+from hpctrain.train.faults import is_full
+from hpctrain.train.free_space import Need, NoSpaceError, check_room, exhausted, newest_size
+from hpctrain.train.job import Job
+from hpctrain.train.saving.publisher import Publisher, raise_problem
+from hpctrain.train.saving.writer import Writer
+from hpctrain.train.step_agreement import Control, WriterState
+from hpctrain.train.storage import is_away, lost_in
+
+_POLL_SECONDS = 0.01
+_RETRY_SECONDS = 1.0
+# So many saves in a row that have lost their files are no accident any more.
+_MOST_PUT_OFF = 5
+
+
+# A problem of rank 0 that may pass.
+_WAIT = "wait: "
+
+
+@dataclass
+class _Pending:
+    """A save under way. `publishing`: all writers are through, rank 0 makes it count."""
+
+    position: Position
+    directory: Path
+    writing: Writing
+    started_at: float
+    stall_seconds: float
+    publishing: bool = False
+
+
+class Saver:
+    """Writes checkpoints of one launch; at most one is being written at a time.
+
+    `published` is told about each checkpoint that counts, on rank 0. `owed` is True on all ranks
+    after a save that was put off, until one counts.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        snapshot: Snapshot,
+        control: Control,
+        published: Callable[[SaveRecord], None],
+        skips: Skips,
+    ) -> None:
+        self._job = job
+        self._snapshot = snapshot
+        self._control = control
+        self._published = published
+        self._writer = Writer(job.launch.rank, job.run)
+        self._publisher = Publisher(job, skips, snapshot.form)
+        self._estimate_bytes: int | None = None
+        self._pending: _Pending | None = None
+        self.newest_step: int | None = None
+        self.owed = False
+        self._put_off_in_a_row = 0
+        self._lost_metadata = False
+
+    @property
+    def busy(self) -> bool:
+        return self._pending is not None
+
+    @property
+    def writer_state(self) -> WriterState:
+        """Of this rank: its writer, and on rank 0 then the publisher."""
+        if self._lost_metadata:
+            return WriterState.AWAY
+        if self._pending is not None and self._pending.publishing:
+            return self._publisher.state
+        return self._writer.state()
+
+    def begin(self, position: Position) -> None:
+        """Plan a save of `position` and start the writers; waits for an earlier one first.
+
+        Raises NoSpaceError when there is no room for it, if possible before anything is written.
+        """
+        waited_seconds = self._wait()
+        started_at = time.monotonic()
+        directory = self._prepare_directory(position.step)
+        try:
+            writing = self._snapshot.plan(position, directory)
+            self._writer.start(writing, directory)
+        except Exception as error:
+            if is_full(error) or exhausted(directory):
+                self._clear(directory)
+                name = checkpoint_name(position.step)
+                raise NoSpaceError(f"no room for {name}: {error}") from error
+            raise
+        stall_seconds = waited_seconds + time.monotonic() - started_at
+        self._pending = _Pending(position, directory, writing, started_at, stall_seconds)
+
+    def poll(self, agreed: WriterState) -> None:
+        """Take the pending checkpoint one stage further if all ranks are ready; never waits."""
+        pending = self._pending
+        if pending is None or agreed is WriterState.RUNNING:
+            return
+        began_at = time.monotonic()
+        if agreed is WriterState.AWAY:
+            self._put_off(pending)
+            return
+        if agreed is not WriterState.FINISHED:
+            self._fail(pending, agreed)
+        elif pending.publishing:
+            self._pending, self.newest_step = None, pending.position.step
+            self.owed, self._put_off_in_a_row = False, 0
+        else:
+            self._hand_over(pending)
+        pending.stall_seconds += time.monotonic() - began_at
+        if self._pending is None and self._job.launch.leads:
+            self._tell(pending)
+
+    def finish(self) -> None:
+        """Wait for the pending checkpoint, if there is one, until it counts."""
+        if self._pending is not None:
+            self._wait(self._pending)
+
+    def leave(self) -> None:
+        """At the end of a launch: `finish`, and give retention time to end."""
+        self.finish()
+        self._publisher.join()
+
+    def abandon(self) -> None:
+        """Leave the pending checkpoint unfinished; its files never count."""
+        self._writer.abandon()
+
+    def _wait(self, charged: _Pending | None = None) -> float:
+        """Until nothing is pending: the seconds waited, added to the stall of `charged`."""
+        waited_seconds = 0.0
+        while self._pending is not None:
+            began_at = time.monotonic()
+            agreed = self._agree_while_waiting(self._pending)
+            seconds = time.monotonic() - began_at
+            waited_seconds += seconds
+            if charged is not None:
+                charged.stall_seconds += seconds
+            self.poll(agreed)
+        return waited_seconds
+
+    def _agree_while_waiting(self, pending: _Pending) -> WriterState:
+        """What all ranks agree on about their writers.
+
+        Which of the functions below a rank is in tells the supervisor, who reads stacks, whose
+        writer does not end (`hpctrain.supervise.judge.odd_stacks` knows them by their names).
+        """
+        if pending.publishing:
+            return self._wait_for_publisher()
+        if self._writer.state() is WriterState.RUNNING:
+            return self._wait_for_own_writer()
+        return self._wait_for_other_writers()
+
+    def _wait_for_own_writer(self) -> WriterState:
+        return self._agree_or_rest()
+
+    def _wait_for_other_writers(self) -> WriterState:
+        return self._agree_or_rest()
+
+    def _wait_for_publisher(self) -> WriterState:
+        return self._agree_or_rest()
+
+    def _agree_or_rest(self) -> WriterState:
+        agreed = self._control.worst_writer(self.writer_state)
+        if agreed is WriterState.RUNNING:
+            time.sleep(_POLL_SECONDS)
+        return agreed
+
+    def _prepare_directory(self, step: int) -> Path:
+        """Rank 0 looks for room and makes the directory; its problem, if any, is everybody's."""
+        root = self._job.run.checkpoints
+        directory = root / partial_name(step, self._job.launch.epoch)
+        if self._estimate_bytes is None:
+            self._estimate_bytes = self._snapshot.estimated_bytes(self._control)
+        deadline = time.monotonic() + storage.PATIENCE_SECONDS
+        while True:
+            problem = None
+            if self._job.launch.leads:
+                problem = self._make_room(directory, self._estimate_bytes, deadline)
+            problem = self._control.from_leader(problem)
+            if problem is None:
+                return directory
+            if not problem.startswith(_WAIT):
+                raise_problem(problem)
+            time.sleep(_RETRY_SECONDS)
+
+    def _make_room(self, directory: Path, estimate_bytes: int, deadline: float) -> str | None:
+        """What keeps rank 0 from making the directory, as `raise_problem` reads it; to be tried
+        again while the run directory is away, until `deadline`."""
+        run, world_size = self._job.run, self._job.launch.world_size
+        first = Need(estimate_bytes, 2 * world_size, "estimated from the parameters")
+        try:
+            run.require()
+            root = directory.parent
+            if root.is_dir():
+                problem = check_room(root, newest_size(root, world_size) or first)
+                if problem is not None:
+                    return f"full: {problem}"
+            shutil.rmtree(directory, ignore_errors=True)
+            run.make_directory(directory)
+        except OSError as error:
+            if is_full(error):
+                return f"full: {error}"
+            if not is_away(error, run) and not lost_in(run.directory, error):
+                return f"failed: {error}"
+            return f"{_WAIT if time.monotonic() < deadline else 'away: '}{error}"
+        return None
+
+    def _hand_over(self, pending: _Pending) -> None:
+        """All writers are through: the engine's metadata, then rank 0 publishes."""
+        try:
+            pending.writing.finish(self._writer.collect())
+        except Exception as error:
+            if is_full(error) or exhausted(pending.directory):
+                self._clear(pending.directory)
+                raise NoSpaceError(f"no room for the metadata: {error}") from error
+            if not lost_in(pending.directory, error) and not is_away(error, self._job.run):
+                raise
+            self._lost_metadata = True  # all ranks learn of it when they next agree
+        pending.publishing = True
+        if self._lost_metadata:
+            return
+        if self._job.launch.leads:
+            self._publisher.start(pending.position, pending.directory)
+
+    def _put_off(self, pending: _Pending) -> None:
+        """The run directory was away while this was written: what there is of it never counts.
+
+        Raises StorageError, on all ranks, when that happens again and again.
+        """
+        self._pending, self._lost_metadata = None, False
+        self._writer.abandon()
+        self.owed = True
+        self._put_off_in_a_row += 1
+        name = checkpoint_name(pending.position.step)
+        if self._put_off_in_a_row > _MOST_PUT_OFF:
+            times = f"{self._put_off_in_a_row} saves in a row, the last one of {name}"
+            raise StorageError(f"{self._job.run.directory} was away during {times}")
+        if self._job.launch.leads:
+            with contextlib.suppress(OSError):
+                shutil.rmtree(pending.directory, ignore_errors=True)
+            print(f"event=save_put_off checkpoint={name} reason=run_directory_away", flush=True)
+
+    def _fail(self, pending: _Pending, agreed: WriterState) -> None:
+        if pending.publishing:
+            problem = self._control.from_leader(self._publisher.problem)
+            assert problem is not None, "the publisher failed and says nothing"
+            if agreed is WriterState.NO_SPACE:
+                self._clear(pending.directory)
+            raise_problem(problem)
+        message = self._failure(pending)
+        if agreed is WriterState.NO_SPACE:
+            self._clear(pending.directory)
+            raise NoSpaceError(message)
+        raise CheckpointError(message)
+
+    def _failure(self, pending: _Pending) -> str:
+        name = checkpoint_name(pending.position.step)
+        if self._writer.state() in (WriterState.FAILED, WriterState.NO_SPACE):
+            return f"the writer of {name} failed on this rank: {self._writer.what_happened()}"
+        return f"the writer of {name} failed on another rank"
+
+    def _clear(self, directory: Path) -> None:
+        """Its files can never count, and the records of how this launch ends need room."""
+        self._writer.abandon()
+        if self._job.launch.leads:
+            shutil.rmtree(directory, ignore_errors=True)
+
+    def _tell(self, pending: _Pending) -> None:
+        manifest = self._publisher.published
+        assert manifest is not None, "told of a checkpoint that does not count"
+        self._published(
+            SaveRecord(
+                step=manifest.step,
+                epoch=manifest.epoch,
+                time=manifest.time,
+                stall_seconds=pending.stall_seconds,
+                publish_seconds=self._publisher.published_at - pending.started_at,
+                size_bytes=manifest.total_bytes,
+            )
+        )
