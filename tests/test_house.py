@@ -47,7 +47,7 @@ SPEAKERS = (*SPEAKERS, "supervise/preflight.py")
 POPEN = ("slurm/process.py", "supervise/srun_process.py", "sandbox/processes.py")
 POPEN = (*POPEN, "supervise/evidence/probe.py")
 # A converter that runs while its rank goes on answering the others.
-POPEN = (*POPEN, "train/engines/deepspeed/universal.py")
+POPEN = (*POPEN, "train/engines/deepspeed/universal_checkpoint.py")
 # A profiler that lives as long as the rank below it.
 POPEN = (*POPEN, "train/launchers/nsight_task.py")
 

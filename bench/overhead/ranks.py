@@ -68,7 +68,7 @@ def _meet(loop: Any) -> None:
 
 def _with_its_own_loop(job: Job, seconds: float) -> None:
     """Until the program has measured and ends the process: see `pretrain_in_turns`."""
-    from hpctrain.train.engines.megatron_lm.running import run
+    from hpctrain.train.engines.megatron_lm.program import run
 
     os.environ[SECONDS_VARIABLE] = str(seconds)
     os.environ[RESULT_VARIABLE] = str(job.run.directory / SECONDS_FILE)

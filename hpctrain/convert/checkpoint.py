@@ -105,12 +105,12 @@ def _load_deepspeed(config: ModuleConfig, module: Any, checkpoint: Path) -> None
     """
     assert isinstance(config, DeepSpeedConfig)
     if config.pipeline_stages:
-        from hpctrain.train.engines.deepspeed.stages import load_layers
+        from hpctrain.train.engines.deepspeed.pipeline_stages import load_layers
 
         load_layers(config, module, checkpoint)
         return
     if config.tensor_parallel > 1:
-        from hpctrain.train.engines.deepspeed.tensors import joined
+        from hpctrain.train.engines.deepspeed.tensor_parallel import joined
 
         parts = [_weights_in(one) for one in sorted(checkpoint.glob("mp_rank_*_model_states.pt"))]
         state = joined(module.state_dict(), parts)

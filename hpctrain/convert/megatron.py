@@ -25,8 +25,8 @@ from megatron.core.dist_checkpointing.serialization import (
 from hpctrain.engines.conversion import conversion_config
 from hpctrain.spec.model import ModelSpec
 from hpctrain.train.engines.megatron.model import build_chunks, transformer_settings
-from hpctrain.train.engines.megatron.starting import load_weights
-from hpctrain.train.engines.megatron.writing import Results, writing_of
+from hpctrain.train.engines.megatron.pretrained_weights import load_weights
+from hpctrain.train.engines.megatron.shard_writing import Results, writing_of
 
 _PLAIN = {"singleton_local_shards": False}
 

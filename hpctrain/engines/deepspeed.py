@@ -117,7 +117,7 @@ def ds_config(config: DeepSpeedConfig) -> dict[str, Any]:
         settings["data_types"] = dict(grad_accum_dtype="fp32")
     if config.tensor_parallel > 1 and not config.pipeline_stages:
         # of a pipeline the trainer tells DeepSpeed all axes at once
-        # (train/engines/deepspeed/stages.py)
+        # (train/engines/deepspeed/pipeline_stages.py)
         settings["tensor_parallel"] = dict(
             autotp_size=config.tensor_parallel, vocab_parallel_lm_head=True
         )

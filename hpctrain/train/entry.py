@@ -311,7 +311,7 @@ def _train(job: Job, ending: _Ending) -> Outcome:
 
 def _supervise(job: Job, ending: _Ending, digests: DigestCheck | None) -> Outcome:
     """Have somebody's own program train."""
-    from hpctrain.train.engines.megatron_lm.running import run
+    from hpctrain.train.engines.megatron_lm.program import run
 
     outcome, step = run(job, ending, digests)
     if outcome == "done" and job.launch.leads:

@@ -19,9 +19,9 @@ def main() -> None:
     sys.path.insert(0, sys.argv[1])
     cases = json.load(sys.stdin)
     with contextlib.redirect_stdout(io.StringIO()):
-        from hpctrain.train.engines.megatron_lm import trial
+        from hpctrain.train.engines.megatron_lm import cpu_stand_ins
 
-        trial.install()
+        cpu_stand_ins.install()
         parse = prepared()
         answers = [answer(parse, world_size, words) for world_size, words in cases]
     json.dump(answers, sys.stdout)
@@ -33,7 +33,7 @@ def prepared() -> Any:
     import torch
     from megatron.training import arguments
 
-    from hpctrain.train.engines.megatron_lm.running import DETERMINISTIC_VARIABLES
+    from hpctrain.train.engines.megatron_lm.program import DETERMINISTIC_VARIABLES
 
     assert str(megatron.training.__file__).startswith(sys.argv[1])
     torch.cuda.get_device_capability = lambda device=None: (9, 0)

@@ -25,7 +25,7 @@ from hpctrain.engines.deepspeed import DeepSpeedConfig
 from hpctrain.engines.documents import parse_train_config
 from hpctrain.errors import InvalidInputError
 from hpctrain.store.run_records import TrainerExit
-from hpctrain.train.engines.deepspeed.universal import refuse_what_cannot_move
+from hpctrain.train.engines.deepspeed.universal_checkpoint import refuse_what_cannot_move
 
 if importlib.util.find_spec("deepspeed") is None:
     pytest.skip("needs the deepspeed extra", allow_module_level=True)

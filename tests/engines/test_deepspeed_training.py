@@ -153,7 +153,7 @@ def evaluated(trial: Trial) -> dict[int, float]:
 
 def test_stages_have_the_weights_that_were_planned() -> None:
     """Of a tied model the words are on the first stage and on the last one."""
-    from hpctrain.train.engines.deepspeed.stages import cuts_of, layers_of
+    from hpctrain.train.engines.deepspeed.pipeline_stages import cuts_of, layers_of
 
     layout, split = layout_of(ParallelSpec(pp=2), 2), (1, 1)
     for base in (ZERO, {**ZERO, "model": PLAIN_LLAMA["model"]}):

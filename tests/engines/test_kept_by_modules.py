@@ -26,7 +26,7 @@ from hpctrain.actions.plan import load, plan_option
 from hpctrain.engines.documents import train_config
 from hpctrain.engines.module import ModuleConfig
 from hpctrain.plan.documents import Plan
-from hpctrain.train.engines.megatron.kept import LiveStorages
+from hpctrain.train.engines.megatron.kept_activations import LiveStorages
 from hpctrain.train.engines.models.build import build_module
 from hpctrain.train.engines.models.library import alone
 from hpctrain.train.engines.models.tasks import Loss, loss_of, masked_sum

@@ -38,7 +38,7 @@ SPLIT: dict[str, Any] = dict(
 def count(directory: Path) -> None:
     """In a process of its own, which joins a process group."""
     from hpctrain.train.engines.deepspeed import library
-    from hpctrain.train.engines.deepspeed.tensors import split, words_of
+    from hpctrain.train.engines.deepspeed.tensor_parallel import split, words_of
 
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     library.join(timedelta(minutes=1))

@@ -34,7 +34,7 @@ def untrainable_by_deepspeed(spec: RunSpec) -> Iterator[tuple[str, str]]:
 
 def untrainable_in_tensors(spec: RunSpec) -> Iterator[tuple[str, str]]:
     """DeepSpeed's layers take the place of a Llama's linear ones, whose weights are learned
-    (`hpctrain.train.engines.deepspeed.tensors`); GPT-2 has Conv1D in their place, which
+    (`hpctrain.train.engines.deepspeed.tensor_parallel`); GPT-2 has Conv1D in their place, which
     module_inject/auto_tp.py of DeepSpeed 0.19.8 does not support."""
     splits = "with DeepSpeed hpctrain splits weights over tp"
     if spec.model.family != "llama":

@@ -20,7 +20,7 @@ from hpctrain.train.engines.deepspeed.module import placed_module, staged_module
 from hpctrain.train.engines.deepspeed.optimizer import parameter_groups
 from hpctrain.train.engines.deepspeed.pipeline import PipelineEngine
 from hpctrain.train.engines.deepspeed.snapshot import Snapshot
-from hpctrain.train.engines.deepspeed.tensors import words_of
+from hpctrain.train.engines.deepspeed.tensor_parallel import words_of
 from hpctrain.train.engines.models.tasks import loss_of
 from hpctrain.train.job import Job
 from hpctrain.train.rank_environment import Launch

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hpctrain.train.engine import Evaluation, Update, evaluated
-from hpctrain.train.engines.deepspeed.built import Built
+from hpctrain.train.engines.deepspeed.engine_base import Built
 from hpctrain.train.engines.deepspeed.flops import FlopsCounter
 from hpctrain.train.engines.deepspeed.optimizer import (
     divide_gradients,

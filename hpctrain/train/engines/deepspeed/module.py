@@ -16,8 +16,8 @@ from hpctrain.engines.deepspeed import DeepSpeedConfig, ds_config
 from hpctrain.train.engines.deepspeed.library import silence
 from hpctrain.train.engines.deepspeed.mesh import Mesh
 from hpctrain.train.engines.deepspeed.pipeline import mean_of
-from hpctrain.train.engines.deepspeed.stages import Stages
-from hpctrain.train.engines.deepspeed.tensors import split, words_of
+from hpctrain.train.engines.deepspeed.pipeline_stages import Stages
+from hpctrain.train.engines.deepspeed.tensor_parallel import split, words_of
 from hpctrain.train.engines.models.build import build_module
 
 

@@ -15,7 +15,7 @@ from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass
 
 from hpctrain.train.data import Samples
 from hpctrain.train.engine import Evaluation, Update
-from hpctrain.train.engines.deepspeed.built import Built
+from hpctrain.train.engines.deepspeed.engine_base import Built
 from hpctrain.train.engines.deepspeed.optimizer import norm_after_step
 from hpctrain.train.engines.models.tasks import WordLosses
 from hpctrain.train.times import Part

@@ -25,7 +25,7 @@ from hpctrain.train.engines.deepspeed.library import silence
 from hpctrain.train.engines.deepspeed.mesh import seed_dropout
 from hpctrain.train.engines.deepspeed.optimizer import settle
 from hpctrain.train.engines.deepspeed.pipeline import PipelineEngine
-from hpctrain.train.engines.deepspeed.universal import (
+from hpctrain.train.engines.deepspeed.universal_checkpoint import (
     converted,
     names_as_saved,
     placing,

@@ -20,8 +20,8 @@ from hpctrain.train.engines.megatron.mesh import Mesh, open_mesh  # noqa: E402
 from hpctrain.train.engines.megatron.model import build_model  # noqa: E402
 from hpctrain.train.engines.megatron.optimizer import build_optimizer  # noqa: E402
 from hpctrain.train.engines.megatron.snapshot import Snapshot  # noqa: E402
-from hpctrain.train.engines.megatron.starting import start_from_weights  # noqa: E402
-from hpctrain.train.engines.megatron.witness import install_witness  # noqa: E402
+from hpctrain.train.engines.megatron.pretrained_weights import start_from_weights  # noqa: E402
+from hpctrain.train.engines.megatron.gradient_check import install_witness  # noqa: E402
 from hpctrain.train.job import Job  # noqa: E402
 from hpctrain.train.rank_environment import Launch  # noqa: E402
 from hpctrain.train.step_agreement import Control  # noqa: E402

@@ -14,7 +14,7 @@ from hpctrain.train.engine import Evaluation, Update
 from hpctrain.train.engines.megatron.evaluate import evaluate
 from hpctrain.train.engines.megatron.forward import Pass
 from hpctrain.train.engines.megatron.optimizer import Optimizer
-from hpctrain.train.engines.megatron.witness import GradientWitness
+from hpctrain.train.engines.megatron.gradient_check import GradientWitness
 from hpctrain.train.numerics import are_finite
 from hpctrain.train.times import StepClock
 

@@ -23,13 +23,13 @@ from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.train.data import sample_order
 from hpctrain.train.engine import Form, Position, Writing
-from hpctrain.train.engines.megatron import rng
+from hpctrain.train.engines.megatron import random_state
 from hpctrain.train.engines.megatron.fixes import prime_adam
 from hpctrain.train.engines.megatron.mesh import seed_everything
 from hpctrain.train.engines.megatron.model import Model
 from hpctrain.train.engines.megatron.optimizer import Optimizer
-from hpctrain.train.engines.megatron.strategy import Strategy
-from hpctrain.train.engines.megatron.writing import Results, writing_of
+from hpctrain.train.engines.megatron.save_strategy import Strategy
+from hpctrain.train.engines.megatron.shard_writing import Results, writing_of
 from hpctrain.train.saving.resume_checks import check_sample_order, damage_named
 from hpctrain.train.step_agreement import Control
 

@@ -31,9 +31,9 @@ from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.engines.verification import Built, BuiltStage
 from hpctrain.errors import InvalidInputError
 from hpctrain.train.engines.megatron import fixes
-from hpctrain.train.engines.megatron.kept import kept_bytes
+from hpctrain.train.engines.megatron.kept_activations import kept_bytes
 from hpctrain.train.engines.megatron.mesh import parallel_sizes, seed_everything
-from hpctrain.train.engines.megatron.meta import OnMeta, flash_attention
+from hpctrain.train.engines.megatron.meta_tensors import OnMeta, flash_attention
 from hpctrain.train.engines.megatron.model import build_chunks, transformer_settings
 from hpctrain.train.engines.megatron.preflight import LATENT_NEEDS_ENGINE
 from hpctrain.train.job import read_config

@@ -1,5 +1,5 @@
-"""Somebody's own Megatron-LM, run in the process of a rank and told apart from it by its signs.
+"""Run an external Megatron-LM inside the process of a rank, and supervise it from its output.
 
-Belongs here: starting `pretrain_gpt.py`, stopping it, reading its words, publishing what it saves.
-Does not belong here: any line of Megatron-LM, or anything that trains.
+Belongs here: starting `pretrain_gpt.py`, stopping it, reading its output, publishing its
+checkpoints. Does not belong here: any line of Megatron-LM, or code that trains.
 """

@@ -23,7 +23,7 @@ from hpctrain.engines.native import NativeConfig
 from hpctrain.train.engines.models.blocks import blocks_of
 from hpctrain.train.engines.models.build import build_module
 from hpctrain.train.engines.native.batch_norm import synchronized
-from hpctrain.train.engines.native.hooks import register_hook
+from hpctrain.train.engines.native.communication_hooks import register_hook
 from hpctrain.train.engines.native.mesh import Mesh
 
 _MIB = 2**20

@@ -1,8 +1,8 @@
-"""What Megatron-LM prints about a step, an evaluation and a save, as values. Pure.
+"""Parse the lines that Megatron-LM prints about steps, evaluations and saves. Pure.
 
 Formats: training.py (`training_log`, `evaluate_and_print_results`) and checkpointing.py
-(`save_checkpoint`), the same in core_v0.16 and the main line. Belongs here: reading one line.
-Does not belong here: what is told on (see `telling`).
+(`save_checkpoint`), the same in core_v0.16 and the main line. Belongs here: parsing one line.
+Does not belong here: records made from it (see `log_reporter`).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 _STEP = re.compile(r"\biteration +(\d+)/ *(\d+) \|(.*)")
 _FIELD = re.compile(r"\s*([^|:]+?): +(\S+) *(?:\||$)")
 _EVALUATION = re.compile(r"\bvalidation\S* loss at iteration (\d+) \| (.*)")
-_EVALUATED = re.compile(r"\blm loss value: (\S+)")
-_SAVING = re.compile(r"\bsaving checkpoint at iteration +(\d+) to ")
-_SAVED = re.compile(
+_EVALUATION_LOSS = re.compile(r"\blm loss value: (\S+)")
+_SAVE_BEGUN = re.compile(r"\bsaving checkpoint at iteration +(\d+) to ")
+_SAVE_DONE = re.compile(
     r"\b(?:scheduled an async checkpoint save at|successfully saved checkpoint from) "
     r"iteration +(\d+) to "
 )
@@ -26,7 +26,7 @@ _SAVED = re.compile(
 class StepLine:
     """One line of `training_log`; loss, norm and seconds are means since the line before it.
 
-    `loss` is nan where the line has none: every step since the last line was skipped.
+    `loss` is nan if the line has none: every step since the last line was skipped.
     """
 
     step: int
@@ -39,7 +39,7 @@ class StepLine:
 
 
 def read_step(line: str) -> StepLine | None:
-    """The values of a step's line; None for any other line."""
+    """Parse the line of a step; None for any other line."""
     match = _STEP.search(line)
     if match is None:
         return None
@@ -58,21 +58,21 @@ def read_step(line: str) -> StepLine | None:
 
 
 def read_evaluation(line: str) -> tuple[int, float] | None:
-    """(step, mean loss) of an evaluation between steps; None for any other line."""
+    """Parse (step, mean loss) of an evaluation between steps; None for any other line."""
     match = _EVALUATION.search(line)
-    value = _EVALUATED.search(match[2]) if match else None
+    value = _EVALUATION_LOSS.search(match[2]) if match else None
     return (int(match[1]), _number(value[1])) if match and value else None
 
 
-def read_saving(line: str) -> int | None:
-    """The step whose save begins, training standing still; None for any other line."""
-    match = _SAVING.search(line)
+def read_save_begun(line: str) -> int | None:
+    """Parse the step whose save begins and stalls training; None for any other line."""
+    match = _SAVE_BEGUN.search(line)
     return int(match[1]) if match else None
 
 
-def read_saved(line: str) -> int | None:
-    """The step whose save no longer holds up training; None for any other line."""
-    match = _SAVED.search(line)
+def read_save_done(line: str) -> int | None:
+    """Parse the step whose save no longer stalls training; None for any other line."""
+    match = _SAVE_DONE.search(line)
     return int(match[1]) if match else None
 
 
@@ -83,20 +83,22 @@ def _number(text: str) -> float:
         return math.nan
 
 
-class OwnMeans:
-    """Takes the first step of a launch out of the means of the second line.
+class FirstStepCorrection:
+    """Removes the first step of a launch from the means of the second line.
 
     Megatron-LM prints the first step by itself and keeps it in the sums (training.py,
-    `is_first_iteration`), so the second of two lines about single steps is the mean of both.
+    `is_first_iteration`). The second of two lines about single steps is therefore the mean of
+    both.
     """
 
     def __init__(self) -> None:
         self._first: StepLine | None = None
-        self._seen = 0
+        self._count = 0
 
-    def of(self, line: StepLine) -> StepLine:
-        self._seen += 1
-        if self._seen == 1:
+    def apply(self, line: StepLine) -> StepLine:
+        """Return the line with the values of its own steps; call it with every line, in order."""
+        self._count += 1
+        if self._count == 1:
             self._first = line
             return line
         first, self._first = self._first, None

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.run_records import RankTimes, read_record
-from hpctrain.train.engines.megatron_lm.measuring import measuring
-from hpctrain.train.engines.megatron_lm.on_import import changed_on_import
+from hpctrain.train.engines.megatron_lm.import_hooks import patch_on_import
+from hpctrain.train.engines.megatron_lm.step_timing import measure_steps
 
 TIMERS = """
 class Timer:
@@ -110,7 +110,7 @@ def trained(tmp_path: Path, steps: int = 4, **keywords: Any) -> tuple[RankTimes 
     job: Any = SimpleNamespace(
         run=run, launch=launch, config=SimpleNamespace(rank_times_interval_steps=2)
     )
-    with measuring(job):
+    with measure_steps(job):
         from megatron.training import training
 
         for step in range(1, steps + 1):
@@ -177,7 +177,7 @@ def test_modules_are_changed_when_they_are_imported(
         vars(module)["value"] += 1
 
     names = ("imported_late", "imported_early", "never_imported")
-    with changed_on_import(dict.fromkeys(names, change)):
+    with patch_on_import(dict.fromkeys(names, change)):
         assert "imported_late" not in sys.modules, "nothing is imported before its time"
         import imported_late
 

@@ -28,7 +28,7 @@ from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import nn
 
 from hpctrain.engines.deepspeed import DeepSpeedConfig
-from hpctrain.train.engines.deepspeed.tensors import entering, joined
+from hpctrain.train.engines.deepspeed.tensor_parallel import entering, joined
 from hpctrain.train.engines.models.library import alone
 
 _WORDS = "words"

@@ -10,12 +10,12 @@ import math
 
 import pytest
 
-from hpctrain.train.engines.megatron_lm.lines import (
-    OwnMeans,
+from hpctrain.train.engines.megatron_lm.log_lines import (
+    FirstStepCorrection,
     StepLine,
     read_evaluation,
-    read_saved,
-    read_saving,
+    read_save_begun,
+    read_save_done,
     read_step,
 )
 
@@ -79,7 +79,7 @@ def test_a_step_without_a_loss() -> None:
     ],
 )
 def test_other_lines_are_nothing(text: str) -> None:
-    readers = (read_step, read_evaluation, read_saving, read_saved)
+    readers = (read_step, read_evaluation, read_save_begun, read_save_done)
     assert [reader(text) for reader in readers] == [None] * 4
 
 
@@ -102,9 +102,9 @@ def test_saves() -> None:
     later = (
         "  [2026-11-21 15:31:40.3] scheduled an async checkpoint save at iteration       3 to /run"
     )
-    assert (read_saving(begun), read_saved(begun)) == (3, None)
-    assert (read_saving(saved), read_saved(saved)) == (None, 3)
-    assert (read_saving(later), read_saved(later)) == (None, 3)
+    assert (read_save_begun(begun), read_save_done(begun)) == (3, None)
+    assert (read_save_begun(saved), read_save_done(saved)) == (None, 3)
+    assert (read_save_begun(later), read_save_done(later)) == (None, 3)
 
 
 def lines(*values: tuple[int, float, float]) -> list[StepLine]:
@@ -113,8 +113,8 @@ def lines(*values: tuple[int, float, float]) -> list[StepLine]:
 
 def test_the_second_line_has_the_first_step_in_its_means() -> None:
     """`is_first_iteration`: printed, but not taken out of the sums."""
-    means = OwnMeans()
-    found = [means.of(line) for line in lines((5, 4.0, 9.0), (6, 3.5, 5.0), (7, 2.5, 1.0))]
+    means = FirstStepCorrection()
+    found = [means.apply(line) for line in lines((5, 4.0, 9.0), (6, 3.5, 5.0), (7, 2.5, 1.0))]
     assert [(line.loss, line.step_seconds) for line in found] == [
         (4.0, 9.0),
         (3.0, 1.0),
@@ -123,6 +123,6 @@ def test_the_second_line_has_the_first_step_in_its_means() -> None:
 
 
 def test_means_over_several_steps_stay_as_they_are() -> None:
-    means = OwnMeans()
-    found = [means.of(line) for line in lines((1, 4.0, 9.0), (10, 3.5, 2.0), (20, 2.5, 1.0))]
+    means = FirstStepCorrection()
+    found = [means.apply(line) for line in lines((1, 4.0, 9.0), (10, 3.5, 2.0), (20, 2.5, 1.0))]
     assert [line.loss for line in found] == [4.0, 3.5, 2.5]

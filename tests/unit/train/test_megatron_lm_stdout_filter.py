@@ -1,4 +1,4 @@
-"""Standard output is read along: whole lines are heard, and those not wanted stay away."""
+"""Lines on standard output: each is handled once as a whole, and some are dropped."""
 
 from __future__ import annotations
 
@@ -7,45 +7,45 @@ import sys
 
 import pytest
 
-from hpctrain.train.engines.megatron_lm.hearing import Hearing, hearing
+from hpctrain.train.engines.megatron_lm.stdout_filter import LineFilter, filter_stdout
 
 
-def unless_secret(heard: list[str]) -> Hearing:
-    def hear(line: str) -> bool:
-        heard.append(line)
+def drop_secrets(lines: list[str]) -> LineFilter:
+    def handle(line: str) -> bool:
+        lines.append(line)
         return "secret" not in line
 
-    return Hearing(io.StringIO(), hear)
+    return LineFilter(io.StringIO(), handle)
 
 
-def test_lines_are_heard_and_go_on() -> None:
-    heard: list[str] = []
-    stream = unless_secret(heard)
+def test_lines_are_handled_and_written() -> None:
+    lines: list[str] = []
+    stream = drop_secrets(lines)
     print("one", "two", file=stream, flush=True)
     stream.write("secret\nthr")
-    assert stream.getvalue() == "one two\n", "a line goes on when it is known what it says"
+    assert stream.getvalue() == "one two\n", "a line is written when it is complete"
     stream.write("ee\n\n")
-    assert heard == ["one two", "secret", "three", ""]
+    assert lines == ["one two", "secret", "three", ""]
     assert stream.getvalue() == "one two\nthree\n\n"
 
 
 def test_a_flush_in_the_middle_of_a_line() -> None:
-    """Of another thread, or of a bar that shows progress: the line is heard as a whole all the
-    same, and what has been shown of it gets its end."""
-    heard: list[str] = []
-    stream = unless_secret(heard)
+    """By another thread, or by a progress bar: the line is still handled as a whole, and the part
+    that was written gets its end."""
+    lines: list[str] = []
+    stream = drop_secrets(lines)
     for part in ("a sec", "ret", "\n", "fine"):
         stream.write(part)
         stream.flush()
     assert stream.getvalue() == "a secret\nfine"
     stream.write("\nsecret\n")
-    assert heard == ["a secret", "fine", "secret"]
+    assert lines == ["a secret", "fine", "secret"]
     assert stream.getvalue() == "a secret\nfine\n"
 
 
 def test_a_line_without_an_end_is_not_kept_for_ever() -> None:
-    heard: list[str] = []
-    stream = unless_secret(heard)
+    lines: list[str] = []
+    stream = drop_secrets(lines)
     for _ in range(200):
         stream.write("x" * 1000)
     assert len(stream.getvalue()) > 100_000
@@ -55,8 +55,8 @@ def test_a_line_without_an_end_is_not_kept_for_ever() -> None:
 
 def test_standard_output_is_as_before_afterwards(capsys: pytest.CaptureFixture[str]) -> None:
     before = sys.stdout
-    with hearing(lambda line: False):
-        print("heard only")
+    with filter_stdout(lambda line: False):
+        print("handled only")
         print("no end", end="")
     assert sys.stdout is before
     assert capsys.readouterr().out == "no end"

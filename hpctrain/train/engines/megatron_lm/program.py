@@ -1,0 +1,247 @@
+"""Run one launch of Megatron-LM on one rank, from the command line to the outcome.
+
+The program runs in this process, as `python pretrain_gpt.py ...` would run it, so that signals,
+stacks and exit codes need no second process. Belongs here: the order of steps, and what an exit
+means. Does not belong here: records and exit codes (see `hpctrain.train.entry`).
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import multiprocessing
+import os
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+from hpctrain.checkpoints.manifest import step_of
+from hpctrain.checkpoints.publish import TRACKER_NAME, point_tracker_to, published_steps
+from hpctrain.engines.megatron_lm import MegatronLmConfig, Places, arguments
+from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.store.run_records import Outcome
+from hpctrain.train.engines.megatron_lm.argument_errors import convert_argument_errors
+from hpctrain.train.engines.megatron_lm.checkpoint_publisher import CheckpointPublisher
+from hpctrain.train.engines.megatron_lm.import_hooks import patch_on_import
+from hpctrain.train.engines.megatron_lm.log_reporter import LogReporter, write_progress
+from hpctrain.train.engines.megatron_lm.stdout_filter import filter_stdout
+from hpctrain.train.engines.megatron_lm.stop_forwarding import StopForwarder
+from hpctrain.train.engines.megatron_lm.stop_hooks import StopHooks
+from hpctrain.train.job import Job
+from hpctrain.train.rank_environment import Launch
+from hpctrain.train.saving.digest_check import DigestCheck
+from hpctrain.train.storage import outlast
+
+# What arguments.py of core_v0.16 asserts with --deterministic-mode.
+DETERMINISTIC_VARIABLES = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "NCCL_ALGO": "Ring",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+}
+
+
+class ProgramStatus(Protocol):
+    """What the exit record of the rank needs while the program runs.
+
+    `step` returns the last finished step. `loading_step` is the step of the checkpoint that is
+    being loaded. `asked` returns whether the program has received a stop by itself.
+    """
+
+    step: Callable[[], int]
+    loading_step: int | None
+    asked: Callable[[], bool]
+
+    def begin(self) -> None:
+        """The start is over: the program trains, or checks for stops itself."""
+
+
+def run(job: Job, status: ProgramStatus, digests: DigestCheck | None = None) -> tuple[Outcome, int]:
+    """Train until Megatron-LM ends; returns the outcome and the step of its last checkpoint.
+
+    Raises InvalidInputError for a wrong checkout or wrong arguments, and BadCheckpointError if
+    `digests` finds this rank's share of the checkpoint changed. Anything that Megatron-LM raises
+    passes unchanged, SystemExit 16 and 17 included.
+    """
+    config = job.config
+    assert isinstance(config, MegatronLmConfig)
+    resume_step = step_of(job.launch.resume) or 0
+    if resume_step >= config.train_steps:
+        return "done", resume_step
+    program = Path(config.checkout, config.entry)
+    if not program.is_file():
+        hint = "set `engine.checkout` to a directory that every node, and the container, sees"
+        missing = Problem("no such program", str(program), hint=hint, node_dependent=True)
+        raise InvalidInputError([missing])
+    if job.launch.leads:
+        # The tracker names the checkpoint to resume, because Megatron-LM's own tools read it.
+        if resume_step:
+            point_tracker_to(job.run.checkpoints, resume_step)
+        else:
+            (job.run.checkpoints / TRACKER_NAME).unlink(missing_ok=True)
+        write_progress(job, "loading" if resume_step else "starting", resume_step)
+    _prepare_environment(config, job.launch)
+    publisher = CheckpointPublisher(job)
+    places = Places(
+        save=str(publisher.directory),
+        data_cache=str(job.data_cache),
+        load=str(job.run.checkpoints) if resume_step > 0 else None,
+        load_step=resume_step if resume_step > 0 else None,
+    )
+    command_line = arguments(config, places, on_cpu=_install_cpu_stand_ins(config))
+    if digests is not None:
+        # Before the program's own process groups: no rank can make a step without this one.
+        digests.wait()
+    publisher.start()
+    try:
+        _execute(job, status, publisher, program, command_line, resume_step)
+    except SystemExit:
+        publisher.finish()  # all ranks exit together, and the last checkpoint is to be resumed
+        raise
+    except BaseException:
+        publisher.abandon()
+        if publisher.problem is not None:
+            raise publisher.problem from None
+        raise
+    return _outcome(job, publisher, resume_step)
+
+
+def _prepare_environment(config: MegatronLmConfig, launch: Launch) -> None:
+    """Set the variables that Megatron-LM expects of a launcher, and put its modules first."""
+    # With `--gpus-per-task` Slurm shows each task one GPU only, which is then number 0.
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    one_gpu = len(visible) == 1 and visible[0]
+    os.environ["RANK"] = str(launch.rank)
+    os.environ["WORLD_SIZE"] = str(launch.world_size)
+    os.environ["LOCAL_RANK"] = str(0 if one_gpu else launch.local_rank)
+    if config.deterministic_mode:
+        for name, value in DETERMINISTIC_VARIABLES.items():
+            os.environ.setdefault(name, value)
+    sys.path.insert(0, config.checkout)
+
+
+def _install_cpu_stand_ins(config: MegatronLmConfig) -> bool:
+    """Return True on a machine without GPUs, after CUDA has been replaced there for a trial."""
+    from hpctrain.train.device import on_cpu  # imports torch
+
+    if not on_cpu():
+        return False
+    if config.async_save:
+        # its writer is a process that gets live tensors, if these are on the CPU
+        message = "Megatron-LM saves asynchronously from GPUs only"
+        hint = "set `checkpoint.asynchronous: false`"
+        raise InvalidInputError([Problem(message, hint=hint)])
+    from hpctrain.train.engines.megatron_lm import cpu_stand_ins
+
+    cpu_stand_ins.install()
+    return True
+
+
+def _execute(
+    job: Job,
+    status: ProgramStatus,
+    publisher: CheckpointPublisher,
+    program: Path,
+    command_line: tuple[str, ...],
+    resume_step: int,
+) -> None:
+    """Run the program in this process until it ends by itself or on request."""
+    launch = job.launch
+    prints_steps = launch.rank == launch.world_size - 1  # utils.py, print_rank_last
+    assert isinstance(job.config, MegatronLmConfig)
+    reporter = LogReporter(job, job.config, resume_step) if prints_steps else None
+    if reporter is not None:
+        status.step = lambda: reporter.step
+
+    def handle_line(line: str) -> bool:
+        if launch.leads:
+            publisher.handle_line(line)
+        return reporter is None or reporter.handle_line(line)
+
+    sys.argv = [str(program), *command_line]
+    gc.enable()  # `hpctrain.train.__main__` has disabled it for the start
+    from hpctrain.train.datasets.index_cache import complete_files  # imports NumPy
+    from hpctrain.train.engines.megatron_lm.step_timing import measure_steps  # imports torch
+
+    hooks = StopHooks(lambda: forwarder.stop_requested, status.begin)
+    status.asked = hooks.signal_received
+
+    def handler_installed() -> None:
+        """End the start: the program now saves and exits after its next step.
+
+        With a hook on its steps, a stop before the first step is still recognised as one during
+        the start.
+        """
+        if not hooks.patches_steps:
+            status.begin()
+
+    forwarder = StopForwarder(job, handler_installed)
+    with (
+        filter_stdout(handle_line),
+        forwarder,
+        convert_argument_errors(),
+        complete_files(),
+        hooks.installed(),
+        measure_steps(job),
+        patch_on_import({"megatron.training.checkpointing": _load_recorder(status, resume_step)}),
+    ):
+        try:
+            runpy.run_path(str(program), run_name="__main__")
+        except SystemExit as error:
+            if error.code not in (0, None):
+                raise
+        finally:
+            if reporter is not None:
+                reporter.close()
+            # The saver's queue and the data loader's workers are processes that would outlive a
+            # rank which exits without Python's own cleanup (`hpctrain.train.entry.leave`).
+            for child in multiprocessing.active_children():
+                child.kill()
+
+
+def _load_recorder(status: ProgramStatus, resume_step: int) -> Callable[[ModuleType], None]:
+    """Return a patch that records in `status` when the program is loading the checkpoint.
+
+    A fork without the function `load_checkpoint` loads as before.
+    """
+
+    def patch(module: ModuleType) -> None:
+        load = getattr(module, "load_checkpoint", None)
+        if load is None or not resume_step:
+            return
+
+        @functools.wraps(load)
+        def load_recorded(*arguments: Any, **keywords: Any) -> Any:
+            status.loading_step = resume_step  # stays set if this raises
+            loaded = load(*arguments, **keywords)
+            status.loading_step = None
+            return loaded
+
+        # The training loop has its own name for it, if it was imported before.
+        for user in (module, sys.modules.get("megatron.training.training")):
+            if getattr(user, "load_checkpoint", None) is load:
+                vars(user).update(load_checkpoint=load_recorded)
+
+    return patch
+
+
+def _outcome(job: Job, publisher: CheckpointPublisher, resume_step: int) -> tuple[Outcome, int]:
+    """Return the outcome by the step of the newest checkpoint.
+
+    Megatron-LM exits with 0 both when it has finished and when it was stopped on request.
+    """
+    if job.launch.leads:
+        write_progress(job, "leaving", publisher.newest_step or resume_step)
+    publisher.finish()
+    outlast(job.run, job.run.require)
+    steps = published_steps(job.run.checkpoints)
+    newest = steps[-1] if steps else 0
+    if newest >= job.config.train_steps:
+        return "done", newest
+    if newest == resume_step:
+        message = "Megatron-LM ended by itself without an error and without a checkpoint"
+        hint = "its log says why; it prints some refusals and leaves with code 0"
+        raise InvalidInputError([Problem(message, hint=hint)])
+    return "yielded", newest
