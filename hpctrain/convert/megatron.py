@@ -26,7 +26,7 @@ from hpctrain.engines.conversion import conversion_config
 from hpctrain.spec.model import ModelSpec
 from hpctrain.train.engines.megatron.model import build_chunks, transformer_settings
 from hpctrain.train.engines.megatron.pretrained_weights import load_weights
-from hpctrain.train.engines.megatron.shard_writing import Results, writing_of
+from hpctrain.train.engines.megatron.shard_writing import WriteResults, writing_from_request
 
 _PLAIN = {"singleton_local_shards": False}
 
@@ -54,7 +54,7 @@ def build(model: ModelSpec, dtype: torch.dtype) -> Any:
 
 def save(chunk: Any, directory: Path) -> None:
     """A `torch_dist` checkpoint with weights alone, for every layout."""
-    results = Results()
+    results = WriteResults()
     results.install()
     strategy = get_default_save_sharded_strategy("torch_dist", 1)
     strategy.thread_count = 1
@@ -64,7 +64,7 @@ def save(chunk: Any, directory: Path) -> None:
         strategy,
         async_sharded_save=True,
     )
-    writing = writing_of(request, results)
+    writing = writing_from_request(request, results)
     assert writing.write is not None, "one rank writes everything"
     writing.finish(writing.write()[1])
 

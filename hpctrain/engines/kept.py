@@ -1,8 +1,8 @@
 """What one microbatch leaves behind for its backward pass, as the plan's formulas say.
 
-The other half of `hpctrain/train/engines/megatron/kept_activations.py`, which measures it on megatron-core.
-Belongs here: the formulas of `hpctrain.plan.cost.memory` put together for that measurement. Does
-not belong here: formulas of its own, or how many microbatches are in flight.
+The other half of `hpctrain/train/engines/megatron/kept_activations.py`, which measures it on
+megatron-core. Belongs here: the formulas of `hpctrain.plan.cost.memory` put together for that
+measurement. Does not belong here: formulas of its own, or how many microbatches are in flight.
 """
 
 from __future__ import annotations

@@ -15,6 +15,10 @@ from hpctrain.plan.documents import DEFAULT_ORDER, Order, Plan
 from hpctrain.spec.model import ModelSpec
 from hpctrain.spec.run import RecomputeModule, RunSpec
 
+# Weight of the loss that spreads tokens over experts (Fedus et al. 2021, arXiv 2101.03961, section
+# 2.2: alpha = 10^-2; transformer_config.py, moe_aux_loss_coeff, recommends the same).
+BALANCE_LOSS_WEIGHT = 1e-2
+
 
 class MegatronConfig(TrainConfig):
     """A GPT, Llama or BERT on megatron-core: its shape, its layout and what is kept in memory."""

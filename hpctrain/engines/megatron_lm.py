@@ -15,14 +15,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from hpctrain.engines.megatron import MegatronConfig, megatron_config
+from hpctrain.engines.megatron import BALANCE_LOSS_WEIGHT, MegatronConfig, megatron_config
 from hpctrain.plan.documents import DEFAULT_ORDER, Plan
 from hpctrain.spec.megatron_lm import MEGATRON_LM_ENTRY, ArgumentValue
 from hpctrain.spec.run import RunSpec
-
-# Weight of the loss that spreads tokens over experts, as in
-# `hpctrain.train.engines.megatron.model`.
-_BALANCE_LOSS_WEIGHT = 1e-2
 
 Given = dict[str, ArgumentValue | None]
 
@@ -161,7 +157,7 @@ def _experts(config: MegatronLmConfig) -> Given:
         "moe-router-pre-softmax": config.moe_router_topk == 1,
         "moe-router-dtype": "fp32",
         "moe-router-load-balancing-type": "aux_loss",
-        "moe-aux-loss-coeff": _BALANCE_LOSS_WEIGHT,
+        "moe-aux-loss-coeff": BALANCE_LOSS_WEIGHT,
         "moe-token-dispatcher-type": "alltoall",
     }
 

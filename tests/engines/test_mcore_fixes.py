@@ -55,11 +55,11 @@ def _small_buckets() -> None:
 
 def _small_buckets_without_the_fix() -> None:
     _small_buckets()
-    fixes._bucket_padding = lambda: None
+    fixes.keep_bucket_padding = lambda: None
 
 
 def _shared_steps() -> None:
-    fixes._step_of_its_own = lambda: None
+    fixes.separate_adam_steps = lambda: None
 
 
 def _resumed(trial: Callable[..., Trial], save: Any, load: Any) -> float:

@@ -230,7 +230,7 @@ def test_examples_are_planned_as_they_are_built(
     example: str, cluster: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All stages, with the layout that is planned; what they keep takes too long to measure."""
-    monkeypatch.setattr(verify, "_why_not_measured", lambda config: "counted only")
+    monkeypatch.setattr(verify, "unmeasured_reason", lambda config: "counted only")
     spec = load_run_spec(EXAMPLES / example / "full.yaml").document
     profile = load_profile(find_profile(cluster)).document
     knowledge = Knowledge(cluster_gpu(load_catalogue(), profile), load_calibration())

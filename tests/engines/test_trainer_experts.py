@@ -12,7 +12,7 @@ from trial_runs import LLAMA, Trial, largest_difference, make_trial
 import hpctrain.train.engines.megatron.model
 import hpctrain.train.engines.megatron.snapshot
 from hpctrain.store.run_records import TrainerExit
-from hpctrain.train.engines.megatron.snapshot import Snapshot
+from hpctrain.train.engines.megatron.snapshot import MegatronSnapshot
 
 TOLERANCE = 1e-5
 
@@ -61,22 +61,22 @@ def weights_only() -> None:
     """
 
     def sharded_parts(
-        self: Snapshot, metadata: dict[str, Any], *, is_loading: bool
+        self: MegatronSnapshot, metadata: dict[str, Any], *, is_loading: bool
     ) -> dict[str, Any]:
         state = original(self, metadata, is_loading=is_loading)
         if is_loading:
             del state["optimizer"]
         return state
 
-    def put_back(self: Snapshot, loaded: dict[str, Any]) -> None:
+    def load_parts(self: MegatronSnapshot, loaded: dict[str, Any]) -> None:
         for index, chunk in enumerate(self.model.bare):
             chunk.load_state_dict(loaded.get(f"model{index}", {}), strict=True)
         self.optimizer.inner.reload_model_params()
         self.optimizer.schedule.load_state_dict(loaded["schedule"])
 
-    original = Snapshot._sharded_parts
-    Snapshot._sharded_parts = sharded_parts  # type: ignore[method-assign]
-    Snapshot._put_back = put_back  # type: ignore[method-assign]
+    original = MegatronSnapshot._sharded_parts
+    MegatronSnapshot._sharded_parts = sharded_parts  # type: ignore[method-assign]
+    MegatronSnapshot._load_parts = load_parts  # type: ignore[method-assign]
     hpctrain.train.engines.megatron.snapshot.check_expert_spread = lambda *_: None
 
 

@@ -284,9 +284,9 @@ def slow_data() -> None:
 def slow_loading() -> None:
     """One rank reads its shard and the others wait for it."""
     _quickly()
-    from hpctrain.train.engines.megatron.snapshot import Snapshot
+    from hpctrain.train.engines.megatron.snapshot import MegatronSnapshot
 
-    real = Snapshot.restore
+    real = MegatronSnapshot.restore
 
     def slow(*given: Any, **keywords: Any) -> Any:
         _says_that_it_starts()
@@ -294,7 +294,7 @@ def slow_loading() -> None:
             time.sleep(LIMIT_SECONDS)
         return real(*given, **keywords)
 
-    Snapshot.restore = slow  # type: ignore[method-assign]
+    MegatronSnapshot.restore = slow  # type: ignore[method-assign]
 
 
 def slow_first() -> None:

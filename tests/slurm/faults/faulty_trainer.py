@@ -228,9 +228,9 @@ def open_data_slowly(fault: Fault) -> None:
 def load_slowly(fault: Fault) -> None:
     """Reads its part of the checkpoint; the others wait in a collective."""
     import_megatron()
-    from hpctrain.train.engines.megatron.snapshot import Snapshot
+    from hpctrain.train.engines.megatron.snapshot import MegatronSnapshot
 
-    Snapshot.restore = lambda *given: _starts_slowly(fault)  # type: ignore[method-assign]
+    MegatronSnapshot.restore = lambda *given: _starts_slowly(fault)  # type: ignore[method-assign]
 
 
 def agree_late(fault: Fault) -> None:

@@ -1,4 +1,4 @@
-"""megatron-core: 3D parallelism for GPT and Llama, with and without experts.
+"""Train GPT, Llama and BERT with megatron-core: 3D parallelism, with and without experts.
 
-Importing this package imports nothing; its module `assembly` is the way in.
+Importing this package imports nothing; its entry point is the module `assembly`.
 """

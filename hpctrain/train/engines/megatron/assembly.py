@@ -1,7 +1,7 @@
-"""megatron-core's room from outside: process groups, then everything that is built on them.
+"""Entry point of the engine megatron: process groups, then everything that is built on them.
 
-Puts the CPU layer in force before anything of megatron-core is imported. Belongs here: the order
-of building. Does not belong here: how anything is built.
+Installs the CPU layer before anything of megatron-core is imported. Belongs here: the order of
+building. Does not belong here: how a part is built.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from hpctrain.train.data import open_data, timed  # noqa: E402
 from hpctrain.train.engine import Parts  # noqa: E402
 from hpctrain.train.engines.megatron import fixes  # noqa: E402
 from hpctrain.train.engines.megatron.engine import MegatronEngine  # noqa: E402
-from hpctrain.train.engines.megatron.forward import Pass  # noqa: E402
-from hpctrain.train.engines.megatron.mesh import Mesh, open_mesh  # noqa: E402
+from hpctrain.train.engines.megatron.forward import GlobalBatchPass  # noqa: E402
+from hpctrain.train.engines.megatron.gradient_check import install_gradient_check  # noqa: E402
+from hpctrain.train.engines.megatron.mesh import MegatronMesh, open_mesh  # noqa: E402
 from hpctrain.train.engines.megatron.model import build_model  # noqa: E402
 from hpctrain.train.engines.megatron.optimizer import build_optimizer  # noqa: E402
-from hpctrain.train.engines.megatron.snapshot import Snapshot  # noqa: E402
 from hpctrain.train.engines.megatron.pretrained_weights import start_from_weights  # noqa: E402
-from hpctrain.train.engines.megatron.gradient_check import install_witness  # noqa: E402
+from hpctrain.train.engines.megatron.snapshot import MegatronSnapshot  # noqa: E402
 from hpctrain.train.job import Job  # noqa: E402
 from hpctrain.train.rank_environment import Launch  # noqa: E402
 from hpctrain.train.step_agreement import Control  # noqa: E402
 from hpctrain.train.times import ComputeTimers, StepClock  # noqa: E402
 
 
-def join(config: MegatronConfig, launch: Launch) -> Mesh:
+def join(config: MegatronConfig, launch: Launch) -> MegatronMesh:
     """Join the launch's process groups; all ranks must call this."""
     fixes.install()
     return open_mesh(config, launch)
 
 
-def build(job: Job, mesh: Mesh, control: Control) -> Parts:
-    """Model, optimizer and data of this rank; all ranks must call this."""
+def build(job: Job, mesh: MegatronMesh, control: Control) -> Parts:
+    """Build model, optimizer and data of this rank; all ranks must call this."""
     config = job.config
     assert isinstance(config, MegatronConfig)
-    witness = install_witness()
+    gradient_check = install_gradient_check()
     begins = job.resume_directory is None
     model = build_model(config, mesh, initialize=begins and config.pretrained is None)
     start_from_weights(config, model, loads=begins)
@@ -46,8 +46,8 @@ def build(job: Job, mesh: Mesh, control: Control) -> Parts:
     clock = StepClock()
     data = timed(open_data(config, mesh.share, job.data_cache, needed=mesh.reads), clock)
     model.settings.timers = ComputeTimers(clock)
-    runner = Pass(config, mesh, model)
+    runner = GlobalBatchPass(config, mesh, model)
     return Parts(
-        MegatronEngine(runner, optimizer, data, witness, clock),
-        Snapshot(config, model, optimizer, control),
+        MegatronEngine(runner, optimizer, data, gradient_check, clock),
+        MegatronSnapshot(config, model, optimizer, control),
     )

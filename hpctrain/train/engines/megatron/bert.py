@@ -1,10 +1,9 @@
-"""BERT on megatron-core: the model of one rank, and what it learns from a microbatch.
+"""Build BERT on megatron-core and run one microbatch of masked language modeling.
 
-It guesses masked words, as the other engines' BERT does and with the same words hidden; the next
-sentence is left out (Liu et al. 2019, arXiv 1907.11692, section 4.2: no loss without it). Norms
-come before attention and MLP, as megatron-core has them. Belongs here: what differs from a GPT.
-Does not belong here: layers' settings and wrappers (see `model`), choosing words (see
-`hpctrain.train.engines.models.masking`).
+The same tokens are masked as for the other engines' BERT. There is no next-sentence head (Liu et
+al. 2019, arXiv 1907.11692, section 4.2: no loss without it). Norms come before attention and MLP,
+as megatron-core has them. Belongs here: what differs from a GPT. Does not belong here: layers'
+settings and wrappers (see `model`), choosing tokens (see `hpctrain.train.engines.models.masking`).
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ def build_bert(
     first: bool,
     last: bool,
 ) -> BertModel:
-    """One chunk; `stage` is its virtual stage, `first` embeds, `last` has the heads.
+    """Build one chunk; `stage` is its virtual stage, `first` embeds, `last` has the heads.
 
-    `fused`: layers of TransformerEngine.
+    `fused`: with TransformerEngine's layers.
     """
     layers = get_bert_layer_with_transformer_engine_spec() if fused else bert_layer_local_spec
     return BertModel(
@@ -60,22 +59,22 @@ def build_bert(
 
 
 def run_bert(chunk: Any, tokens: Any, labels: Any, shape: tuple[int, int], device: Any) -> Any:
-    """The losses [batch, sequence] where the chunk is the last, else what it hands on.
+    """Run one chunk; returns the losses [batch, sequence] of the last one, else its output.
 
-    `tokens` and `labels` are None where they are not needed. Every word sees every word, by a mask
-    of ones of `shape` (batch, sequence) that stages in the middle need too; all words are of the
-    first segment.
+    `tokens` and `labels` are None where they are not needed. Every token attends to every token,
+    by a mask of ones of `shape` (batch, sequence) that the middle stages need too. All tokens are
+    of the first segment.
     """
-    whole = torch.ones(shape, device=device)
-    nothing = torch.zeros(shape, dtype=torch.long, device=device)
+    attended = torch.ones(shape, device=device)
+    zeros = torch.zeros(shape, dtype=torch.long, device=device)
     if tokens is None:
-        tokens = nothing  # any chunk of the first stage asks them for their length
-    output = chunk(tokens, whole, nothing, lm_labels=labels)
+        tokens = zeros  # every chunk of the first stage reads their length
+    output = chunk(tokens, attended, zeros, lm_labels=labels)
     return output[0] if isinstance(output, tuple) else output
 
 
 @dataclass(frozen=True)
-class MaskedWords:
+class MaskedTokensStep:
     """The forward step of megatron-core's schedules; `loss_of` makes a loss of 0/1 weights."""
 
     config: MegatronConfig
@@ -91,6 +90,6 @@ class MaskedWords:
         shape = (self.config.micro_batch_size, self.config.seq_length)
         if batch is None:
             return run_bert(model, None, None, shape, self.device), self.loss_of(None)
-        shown, hidden = self.masking.apply(batch.tokens, batch.samples)
-        losses = run_bert(model, shown, batch.tokens, shape, self.device)
-        return losses, self.loss_of(hidden.to(torch.float32))
+        visible, masked = self.masking.apply(batch.tokens, batch.samples)
+        losses = run_bert(model, visible, batch.tokens, shape, self.device)
+        return losses, self.loss_of(masked.to(torch.float32))

@@ -1,6 +1,6 @@
-"""megatron-core as the training loop knows an engine: one step, one evaluation.
+"""Make one training step and one evaluation with megatron-core, for the training loop.
 
-Belongs here: the order of things within a step. Does not belong here: how each is built.
+Belongs here: the order of work within a step. Does not belong here: how each part is built.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ from typing import Any
 from hpctrain.train.data import Data
 from hpctrain.train.engine import Evaluation, Update
 from hpctrain.train.engines.megatron.evaluate import evaluate
-from hpctrain.train.engines.megatron.forward import Pass
-from hpctrain.train.engines.megatron.optimizer import Optimizer
-from hpctrain.train.engines.megatron.gradient_check import GradientWitness
+from hpctrain.train.engines.megatron.forward import GlobalBatchPass
+from hpctrain.train.engines.megatron.gradient_check import GradientCheck
+from hpctrain.train.engines.megatron.optimizer import MegatronOptimizer
 from hpctrain.train.numerics import are_finite
 from hpctrain.train.times import StepClock
 
 
 @dataclass(frozen=True)
 class MegatronEngine:
-    """All parts of megatron-core on one rank; `hpctrain.train.engine.Engine` says the rest."""
+    """All parts of megatron-core on one rank; implements `hpctrain.train.engine.Engine`."""
 
-    runner: Pass
-    optimizer: Optimizer
+    runner: GlobalBatchPass
+    optimizer: MegatronOptimizer
     data: Data
-    witness: GradientWitness
+    gradient_check: GradientCheck
     clock: StepClock
 
     @property
     def rejection(self) -> str | None:
-        return self.witness.rejection
+        return self.gradient_check.rejection
 
     def update(self, first_sample: int, before_step: Callable[[], None]) -> Update:
-        """Forward, backward, optimizer; the schedule stands still when the step was skipped."""
+        """Run forward, backward and optimizer; a skipped step does not advance the schedule."""
         for chunk in self.runner.model.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.inner.zero_grad()

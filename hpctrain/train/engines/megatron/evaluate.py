@@ -1,7 +1,7 @@
-"""Loss on validation data, without a trace in the training state.
+"""Compute the loss on validation data without changing the training state.
 
 Every evaluation reads the same first samples of the validation data, so losses are comparable and
-nothing has to be remembered. No random numbers are drawn (dropout is off). Belongs here: that.
+no position has to be stored. No random numbers are drawn, because dropout is off.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import torch
 
 from hpctrain.train.data import Samples
 from hpctrain.train.engine import Evaluation, evaluated
-from hpctrain.train.engines.megatron.forward import Pass
+from hpctrain.train.engines.megatron.forward import GlobalBatchPass
 
 
-def evaluate(runner: Pass, samples: Samples, batches: Iterable[int]) -> Evaluation:
-    """Mean loss over these global batches; all ranks must call this."""
+def evaluate(runner: GlobalBatchPass, samples: Samples, batches: Iterable[int]) -> Evaluation:
+    """Compute the mean loss over these global batches; all ranks must call this."""
     totals = torch.zeros(2, device=runner.mesh.device)
     config = runner.config
-    with _evaluating(runner), torch.no_grad():
+    with _evaluation_mode(runner), torch.no_grad():
         for number in batches:
             first = number * config.global_batch_size
             totals += runner.totals(runner.run(samples, first, forward_only=True))
@@ -28,9 +28,8 @@ def evaluate(runner: Pass, samples: Samples, batches: Iterable[int]) -> Evaluati
 
 
 @contextmanager
-def _evaluating(runner: Pass) -> Iterator[None]:
-    """Dropout off, nothing timed; with overlap_param_gather gather all weights now instead of
-    while computing."""
+def _evaluation_mode(runner: GlobalBatchPass) -> Iterator[None]:
+    """Disable dropout and timers; with overlap_param_gather, gather all weights at once."""
     settings, chunks = runner.model.settings, runner.model.wrapped
     overlapped = runner.config.overlap_param_gather
     gather, settings.param_sync_func = settings.param_sync_func, None

@@ -1,8 +1,8 @@
-"""Faults of megatron-core 0.16.1 that are not about CPUs, each corrected by one small function.
+"""Correct faults of megatron-core 0.16.1 that do not concern CPUs, each by one small function.
 
-Three of them would give wrong numbers silently. A fix that a later megatron-core carries itself
-can be deleted here; the tests named in `tests/engines/test_mcore_fixes.py` tell. Belongs here:
-corrections of megatron-core. Does not belong here: stand-ins for CUDA (see `cpu`).
+Three of them would give wrong numbers silently. A fix can be deleted here once megatron-core
+contains it; `tests/engines/test_mcore_fixes.py` shows when. Belongs here: corrections of
+megatron-core. Does not belong here: replacements of CUDA (see `hpctrain.train.megatron_on_cpu`).
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ def install() -> None:
     if _installed:
         return
     _installed = True
-    _bucket_padding()
+    keep_bucket_padding()
     if not any(importlib.util.find_spec(name) for name in ("transformer_engine", "apex")):
-        _norm_with_sequence_parallel()
-        _step_while_loading()
-        _step_of_its_own()
-        _router_product()
+        allow_norms_with_sequence_parallel()
+        keep_step_while_loading()
+        separate_adam_steps()
+        define_router_product()
 
 
-def _bucket_padding() -> None:
-    """Save every parameter's optimizer state from the place where it really is.
+def keep_bucket_padding() -> None:
+    """Save every parameter's optimizer state from its correct offset.
 
     `sharded_param_state_fully_reshardable` cuts the gathered buffer with offsets that include the
     padding between gradient buckets, after the padding was dropped (distrib_optimizer.py; fixed
@@ -56,10 +56,10 @@ def _bucket_padding() -> None:
     DistributedOptimizer.sharded_param_state_fully_reshardable = with_padding
 
 
-def _norm_with_sequence_parallel() -> None:
-    """Allow torch's norms under sequence parallelism (torch_norm.py refuses).
+def allow_norms_with_sequence_parallel() -> None:
+    """Allow torch's norms under sequence parallelism, which torch_norm.py refuses.
 
-    All that the fused norms add is the attribute that makes `finalize_model_grads` sum the norm's
+    The fused norms only add the attribute that makes `finalize_model_grads` sum the norm's
     gradients over the tensor-parallel group.
     """
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -79,10 +79,10 @@ def _norm_with_sequence_parallel() -> None:
     WrappedTorchNorm.__new__ = new
 
 
-def _router_product() -> None:
+def define_router_product() -> None:
     """Let the router of experts multiply with torch where TransformerEngine is missing.
 
-    moe_utils.py asks `te_general_gemm is not None`, a name that is only bound by its import.
+    moe_utils.py evaluates `te_general_gemm is not None`, a name that only its import binds.
     """
     from megatron.core.transformer.moe import moe_utils
 
@@ -90,7 +90,7 @@ def _router_product() -> None:
         moe_utils.te_general_gemm = None
 
 
-def _step_while_loading() -> None:
+def keep_step_while_loading() -> None:
     """Give the loaded state its Adam `step`, which the checkpoint keeps in the param groups.
 
     Without it `_set_main_param_and_optimizer_states` raises KeyError 'step'.
@@ -110,10 +110,10 @@ def _step_while_loading() -> None:
     DistributedOptimizer._set_main_param_and_optimizer_states = with_step
 
 
-def _step_of_its_own() -> None:
+def separate_adam_steps() -> None:
     """Give every parameter its own `step` tensor after loading.
 
-    `load_state_dict` hands one tensor to all of them and torch's Adam adds 1 to it in place, once
+    `load_state_dict` gives all of them one tensor and torch's Adam adds 1 to it in place, once
     per parameter: the bias correction is wrong after every resume, silently.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -140,14 +140,12 @@ def prime_adam(optimizer: Any) -> None:
     """
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         inner = getattr(part, "optimizer", None)
-        if isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
-            for group in inner.param_groups:
-                for parameter in group["params"]:
-                    _prime(inner.state[parameter], parameter)
-
-
-def _prime(state: dict[str, Any], parameter: Any) -> None:
-    if "step" not in state:
-        state["step"] = torch.tensor(0.0)
-        state.setdefault("exp_avg", torch.zeros_like(parameter))
-        state.setdefault("exp_avg_sq", torch.zeros_like(parameter))
+        if not isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
+            continue
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                state = inner.state[parameter]
+                if "step" not in state:
+                    state["step"] = torch.tensor(0.0)
+                    state.setdefault("exp_avg", torch.zeros_like(parameter))
+                    state.setdefault("exp_avg_sq", torch.zeros_like(parameter))

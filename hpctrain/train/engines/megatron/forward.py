@@ -1,6 +1,6 @@
-"""One pass over a global batch: the forward step, the loss, and its mean over all tokens.
+"""Run one pass over a global batch: the forward step, the loss, and its totals over all tokens.
 
-Belongs here: what happens between a batch and a number. Does not belong here: the optimizer.
+Belongs here: what happens between a batch and a loss. Does not belong here: the optimizer.
 """
 
 from __future__ import annotations
@@ -18,34 +18,53 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 
 from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.train.data import Microbatch, Samples
-from hpctrain.train.engines.megatron.bert import MaskedWords
-from hpctrain.train.engines.megatron.mesh import Mesh
-from hpctrain.train.engines.megatron.model import Model
+from hpctrain.train.engines.megatron.bert import MaskedTokensStep
+from hpctrain.train.engines.megatron.mesh import MegatronMesh
+from hpctrain.train.engines.megatron.model import MegatronModel
 
-_OF_TOKENS = ("tokens", "labels", "loss_mask", "positions")
+_TOKEN_FIELDS = ("tokens", "labels", "loss_mask", "positions")
 
 
 @dataclass(frozen=True)
-class Pass:
+class GlobalBatchPass:
     """Runs megatron-core's pipeline schedule over one global batch."""
 
     config: MegatronConfig
-    mesh: Mesh
-    model: Model
+    mesh: MegatronMesh
+    model: MegatronModel
 
     @cached_property
     def step(self) -> Any:
-        """What megatron-core's schedules call per microbatch (schedules.py, forward_step)."""
+        """The function that megatron-core's schedules call per microbatch (schedules.py,
+        forward_step)."""
         if self.config.model_type == "bert":
-            return MaskedWords(self.config, self.mesh.device, _Loss)
+            return MaskedTokensStep(self.config, self.mesh.device, _MaskedLoss)
         return forward_step
 
     def run(self, samples: Samples, consumed_samples: int, *, forward_only: bool) -> list[Any]:
-        """Forward and, unless `forward_only`, backward; the reports of this rank's microbatches."""
+        """Run forward and, unless `forward_only`, backward.
+
+        Returns [loss sum, token count] of each of this rank's microbatches; empty on all stages
+        but the last.
+        """
+        mesh, chunks = self.mesh, self.config.virtual_pipeline_model_parallel_size
+        iterators: Any
+        if chunks is None:
+            iterators = samples.microbatches(consumed_samples, mesh.reads)
+        else:
+            # the interleaved schedule takes one iterator per chunk; only chunks that embed tokens
+            # or compute the loss read
+            iterators = [
+                samples.microbatches(
+                    consumed_samples,
+                    (mesh.first_stage and chunk == 0) or (mesh.last_stage and chunk == chunks - 1),
+                )
+                for chunk in range(chunks)
+            ]
         several = len(self.model.wrapped) > 1
         return get_forward_backward_func()(
             forward_step_func=self.step,
-            data_iterator=self._iterators(samples, consumed_samples),
+            data_iterator=iterators,
             model=self.model.wrapped if several else self.model.wrapped[0],
             num_microbatches=self.config.microbatches,
             seq_length=self.config.seq_length,
@@ -53,25 +72,10 @@ class Pass:
             forward_only=forward_only,
         )
 
-    def _iterators(self, samples: Samples, consumed_samples: int) -> Any:
-        """What the schedules take: one iterator, or one per chunk with interleaving."""
-        chunks = self.config.virtual_pipeline_model_parallel_size
-        if chunks is None:
-            return samples.microbatches(consumed_samples, self.mesh.reads)
-        return [
-            samples.microbatches(consumed_samples, self._reads(chunk == 0, chunk == chunks - 1))
-            for chunk in range(chunks)
-        ]
-
-    def _reads(self, first_chunk: bool, last_chunk: bool) -> bool:
-        """True for the chunks that embed tokens or compute the loss."""
-        mesh = self.mesh
-        return (mesh.first_stage and first_chunk) or (mesh.last_stage and last_chunk)
-
     def totals(self, reports: list[Any]) -> Any:
-        """[sum of token losses, number of tokens] of the whole global batch, on all ranks.
+        """Compute [sum of token losses, number of tokens] of the global batch, on all ranks.
 
-        The last stage sums over data-parallel ranks, then hands the result down the pipeline.
+        The last stage sums over data-parallel ranks, then broadcasts to the other stages.
         """
         nothing = torch.zeros(2, device=self.mesh.device)
         totals = torch.stack(reports).sum(0) if reports else nothing
@@ -89,22 +93,26 @@ class Pass:
 def forward_step(
     iterator: Iterator[Microbatch | None], model: Any
 ) -> tuple[Any, Callable[[Any], tuple[Any, Any, Any]]]:
-    """One microbatch of a model that guesses the next token."""
+    """Run one microbatch of a causal language model; returns its output and the loss function."""
     batch = next(iterator)
     if batch is None:
-        return model(None, None, None, labels=None), _no_loss
+
+        def no_loss(output: Any) -> tuple[Any, Any, Any]:
+            raise AssertionError("the loss is computed on the last stage, which has data")
+
+        return model(None, None, None, labels=None), no_loss
     if parallel_state.get_context_parallel_world_size() > 1:
-        whole = {name: getattr(batch, name) for name in _OF_TOKENS}
+        whole = {name: getattr(batch, name) for name in _TOKEN_FIELDS}
         batch = Microbatch(**get_batch_on_this_cp_rank(whole))
     output = model(
         batch.tokens, batch.positions, None, labels=batch.labels, loss_mask=batch.loss_mask
     )
-    return output, _Loss(batch.loss_mask)
+    return output, _MaskedLoss(batch.loss_mask)
 
 
 @dataclass(frozen=True)
-class _Loss:
-    """Sum of token losses and number of tokens; megatron-core divides one by the other."""
+class _MaskedLoss:
+    """Sums token losses under a mask; megatron-core divides the sum by the number of tokens."""
 
     mask: Any
 
@@ -114,7 +122,3 @@ class _Loss:
         tokens = mask.sum()
         report = torch.stack([loss_sum.detach(), tokens])
         return loss_sum, tokens.to(torch.int), report
-
-
-def _no_loss(output: Any) -> tuple[Any, Any, Any]:
-    raise AssertionError("the loss is computed on the last stage, which has data")

@@ -1,6 +1,6 @@
-"""megatron-core's check of this rank's gradients, as something that is remembered.
+"""Keep the result of megatron-core's check of this rank's gradients, instead of raising it.
 
-Belongs here: noticing. Does not belong here: how the ranks agree (see
+Belongs here: detecting a bad gradient. Does not belong here: how the ranks agree on it (see
 `hpctrain.train.step_agreement`).
 """
 
@@ -17,12 +17,12 @@ from megatron.core.rerun_state_machine import (
 )
 
 
-class GradientWitness(RerunStateMachine):
-    """megatron-core's check of local gradients, remembered instead of raised.
+class GradientCheck(RerunStateMachine):
+    """megatron-core's check of local gradients; `rejection` is its first error message.
 
-    The check runs before gradients are summed over data-parallel ranks, so it knows whose they
-    are. An exception there would leave the other ranks waiting in that sum; remembered, the step
-    is finished and all ranks end together (see `Control.propose`).
+    The check runs before gradients are summed over data-parallel ranks, so it identifies the rank.
+    An exception there would leave the other ranks waiting in that sum. Without one the step is
+    completed and all ranks end together (see `Control.propose`).
     """
 
     def __init__(self) -> None:
@@ -36,10 +36,10 @@ class GradientWitness(RerunStateMachine):
             self.rejection = self.rejection or keywords.get("message", str(error))
 
 
-def install_witness() -> GradientWitness:
-    """Put a witness in the place of megatron-core's state machine, and quiet that one's log."""
+def install_gradient_check() -> GradientCheck:
+    """Replace megatron-core's state machine by a `GradientCheck`, and silence its log."""
     logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)
-    witness = GradientWitness()
+    gradient_check = GradientCheck()
     destroy_rerun_state_machine()
-    _set_rerun_state_machine(witness)
-    return witness
+    _set_rerun_state_machine(gradient_check)
+    return gradient_check

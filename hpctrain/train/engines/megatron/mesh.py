@@ -1,4 +1,4 @@
-"""The process groups of one rank and the seeds that go with its place.
+"""Join the process groups of one rank and seed it by its place in them.
 
 Belongs here: torch.distributed and megatron-core's parallel state, device choice, seeding.
 Does not belong here: what is computed on them.
@@ -23,8 +23,8 @@ SEED_STRIDE_OF_STAGES = 100  # as Megatron-LM: megatron/training/initialize.py, 
 
 
 @dataclass(frozen=True)
-class Mesh:
-    """Where this rank computes and which groups it belongs to.
+class MegatronMesh:
+    """The device of this rank and its place on each axis.
 
     `control` is a gloo group of all ranks for agreements, apart from the collectives on GPUs.
     """
@@ -53,7 +53,7 @@ class Mesh:
         return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
-def open_mesh(config: MegatronConfig, launch: Launch) -> Mesh:
+def open_mesh(config: MegatronConfig, launch: Launch) -> MegatronMesh:
     """Join the launch's process groups; all ranks must call this."""
     device = choose_device(launch)
     timeout = timedelta(seconds=config.distributed_timeout_seconds)
@@ -68,7 +68,7 @@ def open_mesh(config: MegatronConfig, launch: Launch) -> Mesh:
         distributed_timeout_minutes=max(1, round(config.distributed_timeout_seconds / 60)),
     )
     seed_everything(config.seed)
-    return Mesh(
+    return MegatronMesh(
         device=device,
         control=dist.new_group(backend="gloo", timeout=timeout),
         data_rank=parallel_state.get_data_parallel_rank(),
@@ -81,7 +81,7 @@ def open_mesh(config: MegatronConfig, launch: Launch) -> Mesh:
 
 
 def parallel_sizes(config: MegatronConfig) -> dict[str, Any]:
-    """The axes of the mesh and their order, as `initialize_model_parallel` takes them."""
+    """Return the axes of the mesh and their order, as `initialize_model_parallel` takes them."""
     return dict(
         tensor_model_parallel_size=config.tensor_model_parallel_size,
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,

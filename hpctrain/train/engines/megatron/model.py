@@ -1,4 +1,4 @@
-"""The model of one rank: megatron-core's configuration, layers, and data-parallel wrapper.
+"""Build the model of one rank: megatron-core's configuration, layers, data-parallel wrapper.
 
 Belongs here: from MegatronConfig to model chunks. Does not belong here: the optimizer, the data.
 """
@@ -33,17 +33,13 @@ from megatron.core.transformer.transformer_config import (
     TransformerConfig,
 )
 
-from hpctrain.engines.megatron import MegatronConfig
+from hpctrain.engines.megatron import BALANCE_LOSS_WEIGHT, MegatronConfig
 from hpctrain.train.device import on_cpu
 from hpctrain.train.engines.megatron.bert import build_bert
-from hpctrain.train.engines.megatron.mesh import Mesh
+from hpctrain.train.engines.megatron.mesh import MegatronMesh
 
 # Elements per gradient bucket; None leaves the choice to megatron-core (40 million and more).
 BUCKET_ELEMENTS: int | None = None
-
-# Weight of the loss that spreads tokens over experts (Fedus et al. 2021, arXiv 2101.03961, section
-# 2.2: alpha = 10^-2; transformer_config.py, moe_aux_loss_coeff, recommends the same).
-BALANCE_LOSS_WEIGHT = 1e-2
 
 _ACTIVATIONS = {
     "gelu": functional.gelu,
@@ -54,15 +50,15 @@ _ACTIVATIONS = {
 
 
 @dataclass(frozen=True)
-class Model:
-    """`wrapped` are the data-parallel chunks to train, `bare` the same models to save."""
+class MegatronModel:
+    """The chunks of this rank: `wrapped` data-parallel to train, `bare` the same ones to save."""
 
     settings: TransformerConfig
     wrapped: list[Any]
     bare: list[Any]
 
 
-def build_model(config: MegatronConfig, mesh: Mesh, *, initialize: bool) -> Model:
+def build_model(config: MegatronConfig, mesh: MegatronMesh, *, initialize: bool) -> MegatronModel:
     """Build all chunks of this rank; `initialize` False leaves weights unset for a checkpoint."""
     settings = transformer_settings(config, initialize=initialize)
     bare = [chunk.to(mesh.device) for chunk in build_chunks(config, settings)]
@@ -73,23 +69,85 @@ def build_model(config: MegatronConfig, mesh: Mesh, *, initialize: bool) -> Mode
     ]
     for chunk in wrapped:
         chunk.broadcast_params()
-    _connect(settings, config, wrapped)
-    return Model(settings, wrapped, bare)
+    # how the pipeline schedules reach the data-parallel wrapper
+    settings.finalize_model_grads_func = finalize_model_grads
+    if config.overlap_grad_reduce:
+        settings.no_sync_func = _list_or_one([chunk.no_sync for chunk in wrapped])
+    if _aligned_gather(config):
+        settings.param_sync_func = _list_or_one([chunk.start_param_sync for chunk in wrapped])
+    return MegatronModel(settings, wrapped, bare)
+
+
+def _list_or_one(functions: list[Any]) -> Any:
+    """Return what the schedules take: a list for several chunks, a function for one."""
+    return functions if len(functions) > 1 else functions[0]
 
 
 def build_chunks(config: MegatronConfig, settings: TransformerConfig) -> list[Any]:
-    """The models of this rank, in the order of its virtual stages, on the default device.
+    """Build the models of this rank, in the order of its virtual stages, on the default device.
 
     Reads the pipeline rank from megatron-core's parallel state, which must be initialised.
     """
     chunks = config.virtual_pipeline_model_parallel_size
-    stages = range(chunks) if chunks else (None,)
-    build = _bert if config.model_type == "bert" else _gpt
-    return [build(config, settings, stage) for stage in stages]
+    models = []
+    for stage in range(chunks) if chunks else (None,):
+        first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)
+        last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
+        if config.model_type == "bert":
+            fused = uses_transformer_engine(config)
+            models.append(build_bert(config, settings, stage, fused=fused, first=first, last=last))
+        else:
+            models.append(_build_gpt(config, settings, stage, first=first, last=last))
+    return models
+
+
+def _build_gpt(
+    config: MegatronConfig,
+    settings: TransformerConfig,
+    stage: int | None,
+    *,
+    first: bool,
+    last: bool,
+) -> GPTModel:
+    """Build one chunk; `stage` is its virtual stage, `first` embeds, `last` has the head."""
+    engine = uses_transformer_engine(config)
+    layers: Any
+    if config.num_moe_experts is not None:  # layers differ: one spec for each
+        layers = get_gpt_decoder_block_spec(
+            settings, engine, normalization=config.normalization, vp_stage=stage
+        )
+    else:
+        kinds = dict(
+            multi_latent_attention=config.multi_latent_attention, qk_layernorm=settings.qk_layernorm
+        )
+        layers = (
+            get_gpt_layer_with_transformer_engine_spec(**kinds)
+            if engine
+            else get_gpt_layer_local_spec(normalization=config.normalization, **kinds)
+        )
+    prediction = None
+    if config.mtp_num_layers is not None:
+        # Like the model's last layer. Not like the chunk's own last layer, as in Megatron-LM: a
+        # last chunk may have no layers.
+        specs = get_gpt_decoder_layer_specs(settings, engine, normalization=config.normalization)
+        prediction = get_gpt_mtp_block_spec(settings, specs[-1], engine, vp_stage=stage)
+    return GPTModel(
+        settings,
+        layers,
+        vocab_size=config.padded_vocab_size,
+        max_sequence_length=config.seq_length,
+        pre_process=first,
+        post_process=last,
+        share_embeddings_and_output_weights=config.share_embeddings_and_output_weights,
+        position_embedding_type=config.position_embedding_type,
+        rotary_base=config.rotary_base,
+        mtp_block_spec=prediction,
+        vp_stage=stage,
+    )
 
 
 def uses_transformer_engine(config: MegatronConfig) -> bool:
-    """TransformerEngine where it is asked for, or installed on a machine with GPUs."""
+    """Return whether the config sets TransformerEngine; for `auto`, whether a GPU can use it."""
     if config.transformer_impl == "auto":
         return not on_cpu() and importlib.util.find_spec("transformer_engine") is not None
     return config.transformer_impl == "transformer_engine"
@@ -98,8 +156,9 @@ def uses_transformer_engine(config: MegatronConfig) -> bool:
 def transformer_settings(
     config: MegatronConfig, *, initialize: bool = True, compiled: bool | None = None
 ) -> TransformerConfig:
-    """megatron-core's model configuration.
+    """Return megatron-core's model configuration.
 
+    `initialize` False draws no random numbers for weights that a checkpoint will overwrite.
     `compiled`: with megatron-core's fusions, which torch compiles; default: on GPUs.
 
     Weights are initialised on the CPU, which makes them independent of the tensor-parallel size
@@ -108,6 +167,18 @@ def transformer_settings(
     """
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
     fused = _fusion_settings(config, not on_cpu() if compiled is None else compiled)
+    activation = _ACTIVATIONS[config.activation]
+    if fused["bias_activation_fusion"] and config.activation == "gelu_tanh":
+        # megatron-core selects its fused GELU by `functional.gelu`, and approximates it with tanh
+        # (fusions/fused_bias_gelu.py): exactly `gelu_tanh`
+        activation = functional.gelu
+    unset: dict[str, Any] = {}
+    if not initialize:
+        # Not `perform_initialization=False`: that also skips the attribute
+        # `tensor_model_parallel` (tensor_parallel/layers.py), without which the gradient norm
+        # counts one tensor rank only.
+        names = ("init_method", "output_layer_init_method", "embedding_init_method")
+        unset = dict.fromkeys(names, lambda weight: weight)
     kind = MLATransformerConfig if config.multi_latent_attention else TransformerConfig
     return kind(
         num_layers=config.num_layers,
@@ -120,7 +191,7 @@ def transformer_settings(
         layernorm_epsilon=config.layernorm_epsilon,
         add_bias_linear=config.add_bias_linear,
         gated_linear_unit=config.activation == "swiglu",
-        activation_func=_activation(config, fused["bias_activation_fusion"]),
+        activation_func=activation,
         hidden_dropout=config.dropout,
         attention_dropout=config.dropout,
         attention_softmax_in_fp32=True,
@@ -131,8 +202,11 @@ def transformer_settings(
         deterministic_mode=config.deterministic_mode,
         # how many words are masked differs from microbatch to microbatch
         calculate_per_token_loss=config.model_type == "bert",
-        deallocate_pipeline_outputs=_may_free_while_sending(),
-        **({} if initialize else _unset_weights()),
+        # Saves memory on GPUs, where NCCL's streams keep an output until it is sent. gloo sends
+        # from the tensor's memory: with overlapped transfers the next stage would sometimes
+        # receive other data.
+        deallocate_pipeline_outputs=not on_cpu(),
+        **unset,
         **_parallel_settings(config),
         **_recompute_settings(config),
         **fused,
@@ -142,7 +216,7 @@ def transformer_settings(
 
 
 def _expert_settings(config: MegatronConfig) -> dict[str, Any]:
-    """Mixture of experts: dropless routing over an all-to-all, prediction layers behind it.
+    """Return the settings of experts and prediction layers: dropless routing over an all-to-all.
 
     Experts run one after the other without TransformerEngine and as one grouped product with it.
     megatron-core refuses top-1 routing unless the softmax comes first.
@@ -169,7 +243,8 @@ def _expert_settings(config: MegatronConfig) -> dict[str, Any]:
 
 
 def _latent_settings(config: MegatronConfig) -> dict[str, Any]:
-    """Multi-head latent attention with norms behind both ranks and plain rotary positions.
+    """Return the settings of multi-head latent attention: norms behind both low-rank projections,
+    and plain rotary positions.
 
     The norms: DeepSeek-V2, arXiv 2405.04434, section 3.1.2 ("additional RMS Norm layers after
     the compressed latent vectors").
@@ -189,34 +264,11 @@ def _latent_settings(config: MegatronConfig) -> dict[str, Any]:
     )
 
 
-def _may_free_while_sending() -> bool:
-    """Drop a stage's output as soon as its transfer has been started: saves memory on GPUs.
-
-    NCCL's streams keep the memory until it is sent. gloo sends from where the tensor's data was,
-    so with overlapped transfers the next stage would now and then receive something else.
-    """
-    return not on_cpu()
-
-
-def _unset_weights() -> dict[str, Any]:
-    """Draw no random numbers for weights that a checkpoint is going to overwrite.
-
-    Not `perform_initialization=False`: that also skips the attribute `tensor_model_parallel`
-    (tensor_parallel/layers.py), without which the gradient norm counts one tensor rank only.
-    """
-    names = ("init_method", "output_layer_init_method", "embedding_init_method")
-    return dict.fromkeys(names, _leave)
-
-
-def _leave(weight: Any) -> Any:
-    return weight
-
-
 def _parallel_settings(config: MegatronConfig) -> dict[str, Any]:
-    """Layout. The interleaved schedule always overlaps its transfers.
+    """Return the settings of the layout; the interleaved schedule always overlaps its transfers.
 
-    With two stages it must: without the overlap megatron-core 0.16.1 computes wrong gradients
-    and says nothing (Megatron-LM's arguments.py refuses that, megatron-core does not).
+    With two stages it must: without the overlap megatron-core 0.16.1 silently computes wrong
+    gradients (Megatron-LM's arguments.py refuses that, megatron-core does not).
     """
     interleaved = config.virtual_pipeline_model_parallel_size is not None
     return dict(
@@ -236,7 +288,7 @@ def _parallel_settings(config: MegatronConfig) -> dict[str, Any]:
 def stage_layout(
     split: tuple[tuple[int, ...], ...], prediction_layers: int = 0
 ) -> list[list[str]] | None:
-    """megatron-core's list of stages for an uneven split, None for an even one.
+    """Return megatron-core's list of stages for an uneven split, None for an even one.
 
     `split` does not count the prediction layers (multi-token prediction), which come before the
     loss in the last chunk: where megatron-core puts them for an even split. Order as in
@@ -252,7 +304,10 @@ def stage_layout(
 
 
 def _recompute_settings(config: MegatronConfig) -> dict[str, Any]:
-    """Korthikanti et al. 2022 (arXiv:2205.05198): selective recomputes named parts of a layer."""
+    """Return what is recomputed: whole layers, or with `selective` named parts of them.
+
+    Korthikanti et al. 2022, arXiv 2205.05198.
+    """
     if config.recompute_granularity == "full":
         return dict(
             recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
@@ -264,16 +319,8 @@ def _recompute_settings(config: MegatronConfig) -> dict[str, Any]:
     return {}
 
 
-def _activation(config: MegatronConfig, fused: bool) -> Any:
-    """megatron-core knows its fused GELU by `functional.gelu`, and approximates it with tanh
-    (fusions/fused_bias_gelu.py): exactly what `gelu_tanh` asks for."""
-    if fused and config.activation == "gelu_tanh":
-        return functional.gelu
-    return _ACTIVATIONS[config.activation]
-
-
 def _fusion_settings(config: MegatronConfig, compiled: bool) -> dict[str, Any]:
-    """Fused kernels: compiled ones on GPUs only, hand-written ones with TransformerEngine only."""
+    """Return the fused kernels: compiled ones on GPUs, hand-written ones with TransformerEngine."""
     fused = uses_transformer_engine(config)
     biased_gelu = config.activation in ("gelu", "gelu_tanh") and config.add_bias_linear
     return dict(
@@ -287,7 +334,10 @@ def _fusion_settings(config: MegatronConfig, compiled: bool) -> dict[str, Any]:
 
 
 def ddp_settings(config: MegatronConfig) -> DistributedDataParallelConfig:
-    """Gradients are summed in fp32. With interleaving, stages gather parameters in step."""
+    """Return the settings of data parallelism: gradients are summed in fp32.
+
+    With interleaving, all stages gather parameters at the same time.
+    """
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=config.use_distributed_optimizer,
@@ -301,72 +351,3 @@ def ddp_settings(config: MegatronConfig) -> DistributedDataParallelConfig:
 
 def _aligned_gather(config: MegatronConfig) -> bool:
     return config.overlap_param_gather and config.virtual_pipeline_model_parallel_size is not None
-
-
-def _bert(config: MegatronConfig, settings: TransformerConfig, stage: int | None) -> Any:
-    return build_bert(
-        config,
-        settings,
-        stage,
-        fused=uses_transformer_engine(config),
-        first=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
-        last=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
-    )
-
-
-def _gpt(config: MegatronConfig, settings: TransformerConfig, stage: int | None) -> Any:
-    layers = _layer_spec(config, settings, stage)
-    return GPTModel(
-        settings,
-        layers,
-        vocab_size=config.padded_vocab_size,
-        max_sequence_length=config.seq_length,
-        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
-        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
-        share_embeddings_and_output_weights=config.share_embeddings_and_output_weights,
-        position_embedding_type=config.position_embedding_type,
-        rotary_base=config.rotary_base,
-        mtp_block_spec=_prediction_spec(config, settings, stage),
-        vp_stage=stage,
-    )
-
-
-def _layer_spec(config: MegatronConfig, settings: TransformerConfig, stage: int | None) -> Any:
-    """One spec for all layers of a dense model, one per layer where layers differ."""
-    engine = uses_transformer_engine(config)
-    if config.num_moe_experts is not None:
-        return get_gpt_decoder_block_spec(
-            settings, engine, normalization=config.normalization, vp_stage=stage
-        )
-    kinds = dict(
-        multi_latent_attention=config.multi_latent_attention, qk_layernorm=settings.qk_layernorm
-    )
-    if engine:
-        return get_gpt_layer_with_transformer_engine_spec(**kinds)
-    return get_gpt_layer_local_spec(normalization=config.normalization, **kinds)
-
-
-def _prediction_spec(config: MegatronConfig, settings: TransformerConfig, stage: int | None) -> Any:
-    """Prediction layers are made like the model's last layer; None where this chunk has none.
-
-    Not from the chunk's own last layer, as Megatron-LM does: a last chunk may have no layers.
-    """
-    if config.mtp_num_layers is None:
-        return None
-    engine = uses_transformer_engine(config)
-    layers = get_gpt_decoder_layer_specs(settings, engine, normalization=config.normalization)
-    return get_gpt_mtp_block_spec(settings, layers[-1], engine, vp_stage=stage)
-
-
-def _connect(settings: TransformerConfig, config: MegatronConfig, wrapped: list[Any]) -> None:
-    """Tell the pipeline schedules how to reach the data-parallel wrapper."""
-    settings.finalize_model_grads_func = finalize_model_grads
-    if config.overlap_grad_reduce:
-        settings.no_sync_func = _each([chunk.no_sync for chunk in wrapped])
-    if _aligned_gather(config):
-        settings.param_sync_func = _each([chunk.start_param_sync for chunk in wrapped])
-
-
-def _each(functions: list[Any]) -> Any:
-    """The schedules want a list with several chunks and a plain function with one."""
-    return functions if len(functions) > 1 else functions[0]

@@ -1,4 +1,4 @@
-"""AdamW and its learning-rate schedule, in megatron-core's terms. The schedule counts steps.
+"""Build AdamW and its learning-rate schedule with megatron-core; the schedule counts steps.
 
 Belongs here: building both. Does not belong here: stepping and saving them.
 """
@@ -16,12 +16,12 @@ from megatron.core.optimizer_param_scheduler import (
 )
 
 from hpctrain.engines.megatron import MegatronConfig
-from hpctrain.train.engines.megatron.model import Model
+from hpctrain.train.engines.megatron.model import MegatronModel
 
 
 @dataclass(frozen=True)
-class Optimizer:
-    """megatron-core's optimizer and scheduler."""
+class MegatronOptimizer:
+    """megatron-core's optimizer and its scheduler."""
 
     inner: Any
     schedule: Any
@@ -32,11 +32,27 @@ class Optimizer:
         return float(get_canonical_lr_for_logging(self.inner.param_groups) or 0.0)
 
 
-def build_optimizer(config: MegatronConfig, model: Model) -> Optimizer:
-    """Weight decay leaves out biases and norms (optimizer/__init__.py, standard overrides)."""
+def build_optimizer(config: MegatronConfig, model: MegatronModel) -> MegatronOptimizer:
+    """Build both; no weight decay on biases and norms (optimizer/__init__.py, standard
+    overrides)."""
     inner = get_megatron_optimizer(optimizer_settings(config), model.wrapped)
     model.settings.grad_scale_func = inner.scale_loss
-    return Optimizer(inner, _schedule(config, inner))
+    schedule = OptimizerParamScheduler(
+        inner,
+        init_lr=0.0,
+        max_lr=config.lr,
+        min_lr=config.min_lr,
+        lr_warmup_steps=config.lr_warmup_steps,
+        lr_decay_steps=config.lr_decay_steps,
+        lr_decay_style=config.lr_decay_style,
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=config.train_steps,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+    )
+    return MegatronOptimizer(inner, schedule)
 
 
 def optimizer_settings(config: MegatronConfig) -> OptimizerConfig:
@@ -53,22 +69,4 @@ def optimizer_settings(config: MegatronConfig) -> OptimizerConfig:
         params_dtype=torch.bfloat16 if config.precision == "bf16" else torch.float32,
         use_distributed_optimizer=config.use_distributed_optimizer,
         overlap_param_gather=config.overlap_param_gather,
-    )
-
-
-def _schedule(config: MegatronConfig, inner: Any) -> OptimizerParamScheduler:
-    return OptimizerParamScheduler(
-        inner,
-        init_lr=0.0,
-        max_lr=config.lr,
-        min_lr=config.min_lr,
-        lr_warmup_steps=config.lr_warmup_steps,
-        lr_decay_steps=config.lr_decay_steps,
-        lr_decay_style=config.lr_decay_style,
-        start_wd=config.weight_decay,
-        end_wd=config.weight_decay,
-        wd_incr_steps=config.train_steps,
-        wd_incr_style="constant",
-        use_checkpoint_opt_param_scheduler=False,
-        override_opt_param_scheduler=True,
     )

@@ -1,7 +1,7 @@
-"""What megatron-core would refuse, or compute wrongly, found before it is imported.
+"""Find what megatron-core would refuse, or compute wrongly, before it is imported.
 
-Belongs here: checks of the layout and of what the installed software can do. Does not belong here:
-what every engine checks (see `hpctrain.train.preflight`). Imports nothing heavy.
+Belongs here: checks of the layout and of the installed software. Does not belong here: checks for
+all engines (see `hpctrain.train.preflight`). Imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -21,47 +21,8 @@ LATENT_NEEDS_ENGINE = Problem(
 
 
 def megatron_problems(config: MegatronConfig) -> Iterator[Problem]:
-    """Everything that is wrong for megatron-core."""
-    yield from _tensor_problems(config)
-    yield from _split_problems(config)
-    yield from _implementation_problems(config)
-    yield from _expert_problems(config)
-    yield from _prediction_problems(config)
-
-
-def _tensor_problems(config: MegatronConfig) -> Iterator[Problem]:
-    tp = config.tensor_model_parallel_size
-    for name in ("num_attention_heads", "ffn_hidden_size", "padded_vocab_size"):
-        if getattr(config, name) % tp:
-            yield Problem(f"{name} {getattr(config, name)} is not divisible by tp {tp}")
-    groups = config.num_query_groups
-    if groups % tp and tp % groups:  # transformer_config.py, __post_init__: either may divide
-        yield Problem(f"num_query_groups {groups} and tp {tp} do not divide each other")
-    if config.sequence_parallel and (tp == 1 or config.seq_length % tp):
-        yield Problem(f"sequence_parallel needs tp > 1 that divides seq_length, got tp {tp}")
-    if config.padded_vocab_size < config.vocab_size:
-        yield Problem(f"padded_vocab_size is below vocab_size {config.vocab_size}")
-
-
-def _split_problems(config: MegatronConfig) -> Iterator[Problem]:
-    """The layers of each stage and, for the interleaved schedule, the number of microbatches."""
-    pp, vpp = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
-    split = config.pipeline_layer_split
-    if len(split) != pp or any(len(stage) != (vpp or 1) for stage in split):
-        yield Problem(f"pipeline_layer_split must have {pp} stages of {vpp or 1} chunks: {split}")
-    if sum(map(sum, split)) != config.num_layers:
-        yield Problem(f"pipeline_layer_split {split} does not add up to {config.num_layers} layers")
-    if vpp is not None and pp < 2:
-        yield Problem("virtual_pipeline_model_parallel_size needs a pipeline of at least 2 stages")
-    if vpp is not None and config.microbatches % pp:
-        # schedules.py: the interleaved schedule works on groups of pp microbatches
-        yield Problem(
-            f"the interleaved schedule needs microbatches divisible by pp {pp}, "
-            f"got {config.microbatches}"
-        )
-
-
-def _implementation_problems(config: MegatronConfig) -> Iterator[Problem]:
+    """Yield everything that is wrong for megatron-core."""
+    yield from _layout_problems(config)
     has_te = importlib.util.find_spec("transformer_engine") is not None
     if config.transformer_impl == "transformer_engine" and not has_te:
         yield Problem(
@@ -77,14 +38,42 @@ def _implementation_problems(config: MegatronConfig) -> Iterator[Problem]:
             "context_parallel_size above 1 needs TransformerEngine: megatron-core's "
             "local attention does not support it"
         )
-
-
-def _prediction_problems(config: MegatronConfig) -> Iterator[Problem]:
-    learned = config.position_embedding_type == "learned_absolute"
-    if config.mtp_num_layers and learned and config.pipeline_model_parallel_size > 1:
+    yield from _expert_problems(config)
+    learned_positions = config.position_embedding_type == "learned_absolute"
+    if config.mtp_num_layers and learned_positions and config.pipeline_model_parallel_size > 1:
         # their copy is not in the group that sums gradients (parallel_state.py,
         # default_position_embedding_ranks: the first stage alone)
         yield Problem("prediction layers behind a pipeline need rotary positions")
+
+
+def _layout_problems(config: MegatronConfig) -> Iterator[Problem]:
+    """Check that tp divides the model, and the stages of the pipeline."""
+    tp = config.tensor_model_parallel_size
+    for name in ("num_attention_heads", "ffn_hidden_size", "padded_vocab_size"):
+        if getattr(config, name) % tp:
+            yield Problem(f"{name} {getattr(config, name)} is not divisible by tp {tp}")
+    groups = config.num_query_groups
+    if groups % tp and tp % groups:  # transformer_config.py, __post_init__: either may divide
+        yield Problem(f"num_query_groups {groups} and tp {tp} do not divide each other")
+    if config.sequence_parallel and (tp == 1 or config.seq_length % tp):
+        yield Problem(f"sequence_parallel needs tp > 1 that divides seq_length, got tp {tp}")
+    if config.padded_vocab_size < config.vocab_size:
+        yield Problem(f"padded_vocab_size is below vocab_size {config.vocab_size}")
+
+    pp, vpp = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
+    split = config.pipeline_layer_split
+    if len(split) != pp or any(len(stage) != (vpp or 1) for stage in split):
+        yield Problem(f"pipeline_layer_split must have {pp} stages of {vpp or 1} chunks: {split}")
+    if sum(map(sum, split)) != config.num_layers:
+        yield Problem(f"pipeline_layer_split {split} does not add up to {config.num_layers} layers")
+    if vpp is not None and pp < 2:
+        yield Problem("virtual_pipeline_model_parallel_size needs a pipeline of at least 2 stages")
+    if vpp is not None and config.microbatches % pp:
+        # schedules.py: the interleaved schedule works on groups of pp microbatches
+        yield Problem(
+            f"the interleaved schedule needs microbatches divisible by pp {pp}, "
+            f"got {config.microbatches}"
+        )
 
 
 def _expert_problems(config: MegatronConfig) -> Iterator[Problem]:

@@ -1,4 +1,4 @@
-"""megatron-core's weights of `model.pretrained`, for a run that begins.
+"""Load megatron-core's weights of `model.pretrained` at the start of a run.
 
 Belongs here: loading them into every layout, and the rows by which the vocabulary is padded. Does
 not belong here: making the directory (see `hpctrain.convert`), resuming (see `snapshot`).
@@ -14,15 +14,16 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 
 from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.errors import InvalidInputError, Problem
-from hpctrain.train.engines.megatron.model import Model
+from hpctrain.train.engines.megatron.model import MegatronModel
 
 _POSITIONS = "embedding.position_embeddings.weight"
 
 
-def start_from_weights(config: MegatronConfig, model: Model, *, loads: bool) -> None:
-    """Load them, and leave padding out of the loss; `loads` False: a checkpoint is loaded anyway.
+def start_from_weights(config: MegatronConfig, model: MegatronModel, *, loads: bool) -> None:
+    """Load the weights and leave padded rows out of the loss.
 
-    All ranks must call this. Raises InvalidInputError when a weight is missing.
+    `loads` False: do not load, because a checkpoint will be loaded. All ranks must call this.
+    Raises InvalidInputError if a weight is missing.
     """
     if config.pretrained is None:
         return
@@ -33,8 +34,8 @@ def start_from_weights(config: MegatronConfig, model: Model, *, loads: bool) -> 
 
 
 def load_weights(directory: str, chunks: list[Any]) -> None:
-    """Every rank reads its part; what a shorter run or a larger padding makes of it is cut off, or
-    is zero."""
+    """Load every rank's part; rows beyond a shorter sequence or vocabulary are cut off, and padded
+    rows are zero. Raises InvalidInputError if a weight is missing."""
     metadata = {"singleton_local_shards": False}
     state = {
         f"model{number}": chunk.sharded_state_dict(metadata=metadata)
@@ -42,21 +43,23 @@ def load_weights(directory: str, chunks: list[Any]) -> None:
     }
     for part in state.values():
         if _POSITIONS in part:
-            part[_POSITIONS].allow_shape_mismatch = True  # texts may be shorter than it can read
-    # what a checkpoint holds besides (the second value) does not matter; the third was not in it
+            part[
+                _POSITIONS
+            ].allow_shape_mismatch = True  # sequences may be shorter
+    # the second value (what else the checkpoint holds) does not matter; the third is missing there
     loaded, _, unknown = dist_checkpointing.load(state, directory, strict=StrictHandling.RETURN_ALL)
-    if lost := sorted(name for name in unknown if not name.endswith("_extra_state")):
-        words = f"has no weights {', '.join(lost[:3])}: it is of another model"
-        raise InvalidInputError([Problem(words, directory)])
+    if missing := sorted(name for name in unknown if not name.endswith("_extra_state")):
+        message = f"has no weights {', '.join(missing[:3])}: it is of another model"
+        raise InvalidInputError([Problem(message, directory)])
     for number, chunk in enumerate(chunks):
         chunk.load_state_dict(loaded.get(f"model{number}", {}), strict=True)
 
 
 def hide_padding(config: MegatronConfig, chunk: Any) -> None:
-    """Logits of padded rows become so small that no probability is left for them.
+    """Make the logits of padded rows so small that their probability is zero.
 
-    They are not in the model that was trained, whose logits may all be far below zero: GPT-2's
-    are, so that rows of zeros would take nearly all probability.
+    The pretrained model has no such rows, and its logits may all be far below zero. GPT-2's are,
+    so rows of zeros would get nearly all probability.
     """
     layer = getattr(chunk, "output_layer", None)
     if layer is None:
@@ -67,7 +70,7 @@ def hide_padding(config: MegatronConfig, chunk: Any) -> None:
     if known >= rows:
         return
 
-    def hide(module: Any, given: Any, output: Any) -> Any:
+    def hide(module: Any, inputs: Any, output: Any) -> Any:
         logits, bias = output
         logits[..., known:] = torch.finfo(logits.dtype).min / 2
         return logits, bias

@@ -1,8 +1,9 @@
-"""The state of the random number generators, so that dropout continues exactly after a resume.
+"""Read and set the random number generators, so that dropout continues exactly after a resume.
 
 Only dropout draws random numbers while training: torch's default generators and megatron-core's
-trackers hold all of it. Python's and numpy's generators are not used. Data-parallel replicas share
-their state, as in Megatron-LM. Belongs here: reading, setting, and the sharded form of the state.
+trackers hold all of their state. Python's and NumPy's generators are not used. Data-parallel
+replicas share their state, as in Megatron-LM. Belongs here: reading, setting, and the sharded form
+of the state.
 """
 
 from __future__ import annotations
@@ -18,14 +19,6 @@ from hpctrain.train.device import on_cpu
 KEY = "rng_state"
 
 
-def rng_state() -> dict[str, Any]:
-    return {
-        "cpu": torch.get_rng_state(),
-        "cuda": None if on_cpu() else torch.cuda.get_rng_state(),
-        "trackers": tensor_parallel.get_cuda_rng_tracker().get_states(),
-    }
-
-
 def set_rng_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["cpu"])
     if state["cuda"] is not None and not on_cpu():
@@ -34,10 +27,15 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 
 def sharded_rng_state() -> ShardedObject:
-    """One object per (pipeline, tensor) rank, as Megatron-LM's checkpoints have it."""
+    """Return one object per (pipeline, tensor) rank, as in Megatron-LM's checkpoints."""
+    state = {
+        "cpu": torch.get_rng_state(),
+        "cuda": None if on_cpu() else torch.cuda.get_rng_state(),
+        "trackers": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
     return ShardedObject(
         KEY,
-        rng_state(),
+        state,
         (
             parallel_state.get_pipeline_model_parallel_world_size(),
             parallel_state.get_tensor_model_parallel_world_size(),

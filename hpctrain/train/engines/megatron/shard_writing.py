@@ -1,10 +1,10 @@
-"""megatron-core's serialisation of one rank's shards, without the process it would start for it.
+"""Write one rank's shards with megatron-core's serialisation, without its writer process.
 
-Its own writer has three faults that matter here (0.16.1, filesystem_async.py): it starts a Manager
-process per rank that outlives a killed rank and keeps its stdout open, it waits for ever for a
-writer that has died, and its persistent variant reads live parameters on a CPU. Belongs here: what
-runs in the process of `hpctrain.train.saving.writer`, and carrying its result back. Does not belong
-here: what is saved (see `snapshot`).
+megatron-core's own writer has three faults that matter here (0.16.1, filesystem_async.py): it
+starts a Manager process per rank that outlives a killed rank and keeps its stdout open, it waits
+for ever for a writer that has died, and its persistent variant reads live parameters on a CPU.
+Belongs here: what runs in the process of `hpctrain.train.saving.writer`, and its result. Does not
+belong here: what is saved (see `snapshot`).
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from hpctrain.train.engine import Writing
 
 
-class Results:
-    """In the place of megatron-core's Manager queue: holds what the forked process has told."""
+class WriteResults:
+    """Replaces megatron-core's Manager queue; holds the result of the forked process."""
 
     def __init__(self) -> None:
-        self._told: Any = None
+        self._result: Any = None
 
     def install(self) -> None:
-        """filesystem_async.py, _get_write_results_queue: uses what is there before making one."""
+        """Become the queue that filesystem_async.py uses (_get_write_results_queue)."""
         filesystem_async._results_queue = self
 
-    def put(self, told: Any) -> None:
-        self._told = told
+    def put(self, result: Any) -> None:
+        self._result = result
 
     def get_nowait(self) -> Any:
-        """The result; queue.Empty when there is none, as megatron-core expects it."""
-        if self._told is None:
+        """Return the result; raises queue.Empty without one, as megatron-core expects."""
+        if self._result is None:
             raise queue.Empty
-        return self._told
+        return self._result
 
 
-def writing_of(request: AsyncRequest, results: Results) -> Writing:
-    """This rank's part of what `dist_checkpointing.save` has planned."""
+def writing_from_request(request: AsyncRequest, results: WriteResults) -> Writing:
+    """Return this rank's part of what `dist_checkpointing.save` has planned."""
 
-    def finish(told: Any) -> None:
-        results.put(told)
-        with _metadata_errors_at_the_end():
+    def finish(result: Any) -> None:
+        results.put(result)
+        with _postponed_metadata_errors():
             for finalize in request.finalize_fns:
                 finalize()
 
@@ -66,49 +66,50 @@ def writing_of(request: AsyncRequest, results: Results) -> Writing:
 
 
 @contextlib.contextmanager
-def _metadata_errors_at_the_end() -> Iterator[None]:
-    """What rank 0 cannot write is raised when all ranks are through.
+def _postponed_metadata_errors() -> Iterator[None]:
+    """Raise rank 0's error in writing metadata only after all ranks have finished.
 
-    megatron-core has all ranks meet behind each of the two files (0.16.1: state_dict_saver.py, the
-    broadcast at the end of `save_state_dict_async_finalize`; serialization.py, the barrier behind
-    `save_config`). An error between them would have rank 0 leave, and the others wait for ever.
+    megatron-core synchronizes all ranks behind each of the two files (0.16.1: state_dict_saver.py,
+    the broadcast at the end of `save_state_dict_async_finalize`; serialization.py, the barrier
+    behind `save_config`). After an error between them rank 0 would exit, and the others would wait
+    for ever.
     """
     errors: list[Exception] = []
-    places: tuple[tuple[Any, str], ...] = (
+    patched: tuple[tuple[Any, str], ...] = (
         (filesystem_async.FileSystemWriterAsync, "finish"),
         (serialization, "save_config"),
     )
-    real = [getattr(place, name) for place, name in places]
-    for (place, name), function in zip(places, real, strict=True):
-        setattr(place, name, _keeping(errors, function))
+
+    def postponing(function: Callable[..., None]) -> Callable[..., None]:
+        def run(*arguments: Any) -> None:
+            try:
+                function(*arguments)
+            except Exception as error:
+                errors.append(error)
+
+        return run
+
+    originals = [getattr(owner, name) for owner, name in patched]
+    for (owner, name), function in zip(patched, originals, strict=True):
+        setattr(owner, name, postponing(function))
     try:
         yield
     finally:
-        for (place, name), function in zip(places, real, strict=True):
-            setattr(place, name, function)
+        for (owner, name), function in zip(patched, originals, strict=True):
+            setattr(owner, name, function)
     if errors:
         raise errors[0]
 
 
-def _keeping(errors: list[Exception], function: Callable[..., None]) -> Callable[..., None]:
-    def kept(*arguments: Any) -> None:
-        try:
-            function(*arguments)
-        except Exception as error:
-            errors.append(error)
-
-    return kept
-
-
 def _write_bucket(transforms: list[Any], number: int, bucket: Any) -> Any:
-    """One shard file by megatron-core's function, which answers through two queues."""
-    answers: queue.Queue[Any] = queue.Queue()
+    """Write one shard file by megatron-core's function, which returns through two queues."""
+    results: queue.Queue[Any] = queue.Queue()
     running: queue.Queue[int] = queue.Queue()
     running.put(number)
     filesystem_async.FileSystemWriterAsync.write_preloaded_data(
-        transforms, number, bucket, answers, running, True
+        transforms, number, bucket, results, running, True
     )
-    _, written = answers.get()
+    _, written = results.get()
     if isinstance(written, Exception):
         raise written
     return written

@@ -1,7 +1,7 @@
-"""What a checkpoint holds: model, optimizer, schedule, random state, and where the run stands.
+"""Save and restore model, optimizer, schedule, random state and position of a run.
 
-Belongs here: the sharded state dict and putting a loaded one back. Does not belong here: files,
-processes, publishing (see `saver`), which checkpoint to use.
+Belongs here: the sharded state dict and restoring a loaded one. Does not belong here: files,
+processes, publishing (see `hpctrain.train.saving.saver`), which checkpoint to use.
 """
 
 from __future__ import annotations
@@ -26,51 +26,59 @@ from hpctrain.train.engine import Form, Position, Writing
 from hpctrain.train.engines.megatron import random_state
 from hpctrain.train.engines.megatron.fixes import prime_adam
 from hpctrain.train.engines.megatron.mesh import seed_everything
-from hpctrain.train.engines.megatron.model import Model
-from hpctrain.train.engines.megatron.optimizer import Optimizer
-from hpctrain.train.engines.megatron.save_strategy import Strategy
-from hpctrain.train.engines.megatron.shard_writing import Results, writing_of
+from hpctrain.train.engines.megatron.model import MegatronModel
+from hpctrain.train.engines.megatron.optimizer import MegatronOptimizer
+from hpctrain.train.engines.megatron.save_strategy import SaveStrategy
+from hpctrain.train.engines.megatron.shard_writing import WriteResults, writing_from_request
 from hpctrain.train.saving.resume_checks import check_sample_order, damage_named
 from hpctrain.train.step_agreement import Control
 
 _RUN_KEY = "hpctrain"
 
 
-class Snapshot:
-    """The parts whose state makes a checkpoint, and megatron-core's way of saving them."""
+class MegatronSnapshot:
+    """The parts whose state makes a checkpoint; implements `hpctrain.train.engine.Snapshot`."""
 
     form = Form(leader_files=("common.pt", ".metadata", "metadata.json"), shards="*.distcp")
 
     def __init__(
-        self, config: MegatronConfig, model: Model, optimizer: Optimizer, control: Control
+        self,
+        config: MegatronConfig,
+        model: MegatronModel,
+        optimizer: MegatronOptimizer,
+        control: Control,
     ) -> None:
         self.config = config
         self.model = model
         self.optimizer = optimizer
-        self._strategy = Strategy(control)
-        self._results = Results()
+        self._strategy = SaveStrategy(control)
+        self._results = WriteResults()
         self._results.install()
 
     def plan(self, position: Position, directory: Path) -> Writing:
-        """Who writes what, by megatron-core; validated once, for the structure stays the same."""
+        """Plan the save with megatron-core; validated once, because the structure never changes."""
         metadata = sharding_metadata(self.config.optimizer_sharding)
         request = dist_checkpointing.save(
             self.sharded(position),
             directory,
-            self._strategy.of_this_save(metadata["dp_cp_group"]),
+            self._strategy.strategy(metadata["dp_cp_group"]),
             validate_access_integrity=self._strategy.first,
             async_sharded_save=True,
-            content_metadata=_plain(metadata),
+            # a process group cannot be stored
+            content_metadata={k: v for k, v in metadata.items() if k != "dp_cp_group"},
         )
-        self._strategy.planned()
-        return writing_of(request, self._results)
+        self._strategy.agree_on_reuse()
+        return writing_from_request(request, self._results)
 
     def sharded(self, position: Position) -> dict[str, Any]:
-        """The state dict to save."""
-        self._gather_parameters()
+        """Return the state dict to save."""
+        if self.config.overlap_param_gather:
+            # Until the next forward pass the weights in other ranks' shards are one step old.
+            for chunk in self.model.wrapped:
+                chunk.start_param_sync(force_sync=True)
         kind = self.config.optimizer_sharding
         state = self._sharded_parts(sharding_metadata(kind), is_loading=False)
-        state[rng.KEY] = rng.sharded_rng_state()
+        state[random_state.KEY] = random_state.sharded_rng_state()
         state["schedule"] = self.optimizer.schedule.state_dict()
         state[_RUN_KEY] = {
             "step": position.step,
@@ -82,43 +90,49 @@ class Snapshot:
         return state
 
     def estimated_bytes(self, control: Control) -> int:
-        """About the size of a checkpoint on disk, from the parameters of all ranks.
+        """Estimate the size of a checkpoint on disk from the parameters of all ranks.
 
-        A parameter is kept as it is trained (2 or 4 bytes), as the optimizer's main copy and as
-        its two moments (4 bytes each); what several ranks have is counted for one of them.
+        A parameter is saved as it is trained (2 or 4 bytes), as the optimizer's main copy and as
+        its two moments (4 bytes each). What several ranks have is counted once.
         """
         bytes_each = (2 if self.config.precision == "bf16" else 4) + 12
         replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
-        spread = parallel_state.get_expert_data_parallel_world_size()
+        expert_replicas = parallel_state.get_expert_data_parallel_world_size()
         here = sum(
-            parameter.numel() / (replicas if getattr(parameter, "allreduce", True) else spread)
+            parameter.numel()
+            / (replicas if getattr(parameter, "allreduce", True) else expert_replicas)
             for chunk in self.model.bare
             for parameter in chunk.parameters()
         )
         return int(control.total(here) * bytes_each)
 
     def restore(self, directory: Path) -> tuple[Position, str | None]:
-        """Load everything from `directory`; a remark if the random state could not be kept.
+        """Load everything from `directory`; returns a remark if the random state was re-seeded.
 
-        Raises InvalidInputError when the checkpoint belongs to another sample order, or has
-        another kind of optimizer state.
+        Raises InvalidInputError if the checkpoint belongs to another sample order, or has
+        another kind of optimizer state. Raises LoadFailedError if its files are damaged.
         """
         with damage_named(directory):
             about = load_common_state_dict(str(directory))[_RUN_KEY]
         check_sample_order(sample_order(self.config), about["sample_order"], directory)
         check_expert_spread(self.config, about.get("expert_parallel", 1), directory)
         same_place = about["layout"][:2] == layout_of(self.config)[:2]
-        metadata = sharding_metadata(_sharding_of(directory))
+        # only the kind that it was saved with can be loaded
+        kind = str(load_content_metadata(directory)["distrib_optim_sharding_type"])
+        metadata = sharding_metadata(kind)
         check_layout(self.config, about["layout"], metadata, directory)
         state = self._sharded_parts(metadata, is_loading=True)
         if same_place:
-            state[rng.KEY] = rng.sharded_rng_state()
+            state[random_state.KEY] = random_state.sharded_rng_state()
         with damage_named(directory):
-            loaded = dist_checkpointing.load(state, directory, _load_strategy(directory))
-        self._put_back(loaded)
+            strategy = get_default_load_sharded_strategy(str(directory))
+            if metadata["dp_cp_group"].size() > 1:
+                strategy = FullyParallelLoadStrategyWrapper(strategy, metadata["dp_cp_group"])
+            loaded = dist_checkpointing.load(state, directory, strategy)
+        self._load_parts(loaded)
         position = Position(about["step"], about["consumed_samples"])
         if same_place:
-            rng.set_rng_state(loaded[rng.KEY])
+            random_state.set_rng_state(loaded[random_state.KEY])
             return position, None
         seed_everything(self.config.seed + position.step)
         return position, f"random state re-seeded: saved with tp, pp {about['layout'][:2]}"
@@ -134,28 +148,16 @@ class Snapshot:
         )
         return state
 
-    def _put_back(self, loaded: dict[str, Any]) -> None:
+    def _load_parts(self, loaded: dict[str, Any]) -> None:
         for index, chunk in enumerate(self.model.bare):
             # an uneven split may leave a chunk without layers, of which nothing is stored
             chunk.load_state_dict(loaded.get(f"model{index}", {}), strict=True)
         self.optimizer.inner.load_state_dict(loaded["optimizer"])
         self.optimizer.schedule.load_state_dict(loaded["schedule"])
 
-    def _gather_parameters(self) -> None:
-        """With overlap_param_gather the weights of other ranks' shards are one step old until
-        the next forward pass: gather them now, or the checkpoint's model would be stale."""
-        if self.config.overlap_param_gather:
-            for chunk in self.model.wrapped:
-                chunk.start_param_sync(force_sync=True)
-
-
-def _plain(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Without the process group, which cannot be stored."""
-    return {name: value for name, value in metadata.items() if name != "dp_cp_group"}
-
 
 def layout_of(config: MegatronConfig) -> list[int]:
-    """[tp, pp, dp]: what decides whose random state is whose."""
+    """Return [tp, pp, dp], which determines the rank that a random state belongs to."""
     return [
         config.tensor_model_parallel_size,
         config.pipeline_model_parallel_size,
@@ -164,7 +166,7 @@ def layout_of(config: MegatronConfig) -> list[int]:
 
 
 def sharding_metadata(kind: str) -> dict[str, Any]:
-    """How megatron-core cuts the optimizer state; see `MegatronConfig.optimizer_sharding`.
+    """Return how megatron-core shards the optimizer state; see `MegatronConfig.optimizer_sharding`.
 
     The kind must be named: the default, `fully_sharded_model_space`, fails in 0.16.1 with
     "flattened_range is not supported".
@@ -177,18 +179,13 @@ def sharding_metadata(kind: str) -> dict[str, Any]:
     }
 
 
-def _sharding_of(directory: Path) -> str:
-    """The kind that a checkpoint was saved with, which is the only one to load it with."""
-    return str(load_content_metadata(directory)["distrib_optim_sharding_type"])
-
-
 def check_layout(
     config: MegatronConfig, saved: list[int], metadata: dict[str, Any], directory: Path
 ) -> None:
-    """Raise InvalidInputError where the optimizer state was saved for one layout only.
+    """Raise InvalidInputError if the optimizer state was saved for another layout only.
 
-    Its parts follow the gradient buffers, whose padding and buckets depend on tp, pp and dp
-    (distributed/param_and_grad_buffer.py), whatever the format's name says.
+    The state of `dp_reshardable` follows the gradient buffers, whose padding and buckets depend on
+    tp, pp and dp (distributed/param_and_grad_buffer.py), in spite of the format's name.
     """
     now = layout_of(config)
     kind = metadata["distrib_optim_sharding_type"]
@@ -199,7 +196,8 @@ def check_layout(
 
 
 def check_expert_spread(config: MegatronConfig, saved: int, directory: Path) -> None:
-    """Raise InvalidInputError where experts had an optimizer of their own and now have not.
+    """Raise InvalidInputError if experts had an optimizer of their own and now have none, or the
+    reverse.
 
     megatron-core gives them one with expert parallelism only (optimizer/__init__.py), and
     ChainedOptimizer.load_state_dict takes as many states as there are optimizers.
@@ -209,11 +207,3 @@ def check_expert_spread(config: MegatronConfig, saved: int, directory: Path) -> 
         message = f"expert_model_parallel_size was {saved} and is now {now}"
         hint = "optimizer state cannot move between 1 and more than 1"
         raise InvalidInputError([Problem(message, str(directory), hint=hint)])
-
-
-def _load_strategy(directory: Path) -> Any:
-    strategy = get_default_load_sharded_strategy(str(directory))
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    if group.size() == 1:
-        return strategy
-    return FullyParallelLoadStrategyWrapper(strategy, group)

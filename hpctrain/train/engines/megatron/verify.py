@@ -2,10 +2,10 @@
 GPU.
 
 Prints what megatron-core built (`hpctrain.engines.verification.Built`) as one JSON document. The
-ranks are in a fake process group of the planned size and their tensors on the meta device, which
-have shapes and no memory; the modules are those that training uses (`model`).
-Belongs here: the order of steps and the command line. Does not belong here: what a model is made
-of (see `model`), how kept bytes are counted (see `kept`), comparing (see `hpctrain.engines`).
+ranks are in a fake process group of the planned size, and their tensors on the meta device have
+shapes and no memory. The modules are those that training uses (`model`). Belongs here: the order
+of steps and the command line. Does not belong here: what a model is made of (see `model`), how
+kept bytes are counted (see `kept_activations`), comparing (see `hpctrain.engines`).
 """
 
 from __future__ import annotations
@@ -30,45 +30,32 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.engines.verification import Built, BuiltStage
 from hpctrain.errors import InvalidInputError
+from hpctrain.plan.documents import DEFAULT_ORDER
 from hpctrain.train.engines.megatron import fixes
 from hpctrain.train.engines.megatron.kept_activations import kept_bytes
 from hpctrain.train.engines.megatron.mesh import parallel_sizes, seed_everything
-from hpctrain.train.engines.megatron.meta_tensors import OnMeta, flash_attention
+from hpctrain.train.engines.megatron.meta_tensors import MetaDeviceMode, flash_attention
 from hpctrain.train.engines.megatron.model import build_chunks, transformer_settings
 from hpctrain.train.engines.megatron.preflight import LATENT_NEEDS_ENGINE
 from hpctrain.train.job import read_config
 
 
 def build(config: MegatronConfig) -> Built:
-    """One rank of each stage: tensor, context and data parallel rank 0.
+    """Build one rank of each stage: tensor, context and data parallel rank 0.
 
-    Raises InvalidInputError for a model that the planned implementation does not have.
+    Raises InvalidInputError for a model that the planned implementation cannot build.
     """
     if config.multi_latent_attention and config.transformer_impl == "local":
         raise InvalidInputError([LATENT_NEEDS_ENGINE])
     fixes.install()
-    buildable, remarks = _buildable(config)
-    unmeasured = _why_not_measured(config)
+    unmeasured = unmeasured_reason(config)
     engine = config.transformer_impl != "local"
     tokens = config.seq_length // config.context_parallel_size
-    with _latent_attention(), flash_attention(engine and config.precision != "fp32"):
-        stages = tuple(
-            _build_stage(buildable, index, None if unmeasured else tokens)
-            for index in range(config.pipeline_model_parallel_size)
-        )
-    return Built(
-        megatron_core_version=version("megatron-core"),
-        torch_version=torch.__version__,
-        stages=stages,
-        remarks=(*remarks, *([unmeasured] if unmeasured else [])),
-    )
 
-
-def _buildable(config: MegatronConfig) -> tuple[MegatronConfig, list[str]]:
-    """What can be built without a GPU, with the same parameters, and what that changed."""
+    # what can be built without a GPU, with the same parameters
     changes: dict[str, object] = {"transformer_impl": "local"}
     remarks = []
-    if config.transformer_impl != "local":
+    if engine:
         remarks.append("built with megatron-core's own layers: TransformerEngine's need a GPU")
     if config.multi_latent_attention:
         remarks.append("latent attention was arranged from them as TransformerEngine's would be")
@@ -76,11 +63,33 @@ def _buildable(config: MegatronConfig) -> tuple[MegatronConfig, list[str]]:
         ranks = config.context_parallel_size * config.data_parallel_size
         changes |= dict(context_parallel_size=1, data_parallel_size=ranks)
         remarks.append("built with cp as part of dp: cp splits no parameters")
-    return config.model_copy(update=changes), remarks
+    buildable = config.model_copy(update=changes)
+
+    stages = []
+    with _latent_attention(), flash_attention(engine and config.precision != "fp32"):
+        for index in range(config.pipeline_model_parallel_size):
+            with _fake_rank(buildable, index) as rank, MetaDeviceMode():
+                settings = transformer_settings(buildable, initialize=False, compiled=True)
+                chunks = build_chunks(buildable, settings)
+                stages.append(
+                    BuiltStage(
+                        index=index,
+                        rank=rank,
+                        parameters=sum(p.numel() for chunk in chunks for p in chunk.parameters()),
+                        kept_bytes=None if unmeasured else kept_bytes(buildable, chunks, tokens),
+                    )
+                )
+            del settings, chunks
+    return Built(
+        megatron_core_version=version("megatron-core"),
+        torch_version=torch.__version__,
+        stages=tuple(stages),
+        remarks=(*remarks, *([unmeasured] if unmeasured else [])),
+    )
 
 
-def _why_not_measured(config: MegatronConfig) -> str | None:
-    """Why kept bytes are not measured; None when they are."""
+def unmeasured_reason(config: MegatronConfig) -> str | None:
+    """Return why kept bytes are not measured; None if they are."""
     if config.num_moe_experts is not None:
         return "activations are not measured: how many tokens an expert gets is not known here"
     if config.multi_latent_attention or config.mtp_num_layers:
@@ -88,25 +97,12 @@ def _why_not_measured(config: MegatronConfig) -> str | None:
     return None
 
 
-def _build_stage(config: MegatronConfig, index: int, tokens: int | None) -> BuiltStage:
-    """`tokens` of a sequence that one rank works on, to measure what they keep."""
-    with _fake_rank(config, index) as rank, OnMeta():
-        settings = transformer_settings(config, initialize=False, compiled=True)
-        chunks = build_chunks(config, settings)
-        return BuiltStage(
-            index=index,
-            rank=rank,
-            parameters=sum(p.numel() for chunk in chunks for p in chunk.parameters()),
-            kept_bytes=None if tokens is None else kept_bytes(config, chunks, tokens),
-        )
-
-
 @contextmanager
 def _fake_rank(config: MegatronConfig, stage: int) -> Iterator[int]:
-    """This process as the first rank of a stage; collectives return at once and move nothing."""
+    """Make this process the first rank of a stage; collectives return at once and move nothing."""
     tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
     replicas = config.data_parallel_size  # context parallel ranks were made part of them
-    inner = 1 if config.parallel_order.endswith("pp-dp") else replicas
+    inner = replicas if config.parallel_order == DEFAULT_ORDER else 1
     rank = stage * tp * inner
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=tp * pp * replicas)
     try:
@@ -123,12 +119,12 @@ def _fake_rank(config: MegatronConfig, stage: int) -> Iterator[int]:
 
 @contextmanager
 def _latent_attention() -> Iterator[None]:
-    """Latent attention as TransformerEngine's layers make it up; megatron-core's own cannot.
+    """Build latent attention from megatron-core's own layers, as TransformerEngine's would be.
 
     Its down projections are "duplicated" over tensor parallel ranks (multi_latent_attention.py,
     q_down_proj_kwargs): a column-parallel layer over a group of one rank has the same weight. Its
-    core attention takes two head sizes and has no parameters. Where it is missing, the
-    name of its linear layers' class is bound to something that isinstance does not take.
+    core attention takes two head sizes and has no parameters. Where TransformerEngine is missing,
+    the name of its linear layers' class is bound to an object that isinstance does not take.
     """
     original, linear = multi_latent_attention.build_module, multi_latent_attention.TELinear
 
@@ -148,12 +144,12 @@ def _latent_attention() -> Iterator[None]:
 
 
 class _NoLinear:
-    """Of which nothing is an instance."""
+    """A class without instances."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the document and nothing else; exit code 0, or that of the error, told on stderr."""
-    gc.freeze()  # what was imported stays: looking through it again for each stage takes seconds
+    """Print only the document to stdout; returns 0, or the exit code of an error on stderr."""
+    gc.freeze()  # imported objects stay: collecting through them for each stage takes seconds
     try:
         with redirect_stdout(sys.stderr):
             config = read_config(Path(argv[0]))

@@ -24,9 +24,9 @@ from torch.distributed.checkpoint.state_dict import (
 from hpctrain.durable import replace_text
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.train.engine import Form, Position, Writing
+from hpctrain.train.engines.native.checkpoint_storage import Storage
 from hpctrain.train.engines.native.engine import NativeEngine
 from hpctrain.train.engines.native.mesh import seed_dropout
-from hpctrain.train.engines.native.checkpoint_storage import Storage
 from hpctrain.train.saving.resume_checks import check_sample_order, damage_named
 from hpctrain.train.step_agreement import Control
 
