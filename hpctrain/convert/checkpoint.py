@@ -66,11 +66,11 @@ def _of_megatron(config: MegatronConfig, checkpoint: Path, target: Path) -> Conv
 def _of_module(config: ModuleConfig, checkpoint: Path, target: Path) -> ConversionReport:
     from hpctrain.convert.weights import report_of
     from hpctrain.train.engines.models.build import build_module
-    from hpctrain.train.engines.models.lora import merged
+    from hpctrain.train.engines.models.lora import merge_adapters
 
     module = build_module(config, device=torch.device("cpu"), initialize=config.lora is not None)
     _load(config, module, checkpoint)
-    plain = merged(module)
+    plain = merge_adapters(module)
     write_model(plain, target)
     _companions_of_the_start(config.model.pretrained, target)
     adapted = config.lora is not None
@@ -110,10 +110,10 @@ def _load_deepspeed(config: ModuleConfig, module: Any, checkpoint: Path) -> None
         load_layers(config, module, checkpoint)
         return
     if config.tensor_parallel > 1:
-        from hpctrain.train.engines.deepspeed.tensor_parallel import joined
+        from hpctrain.train.engines.deepspeed.tensor_parallel import join_parts
 
         parts = [_weights_in(one) for one in sorted(checkpoint.glob("mp_rank_*_model_states.pt"))]
-        state = joined(module.state_dict(), parts)
+        state = join_parts(module.state_dict(), parts)
     elif any(checkpoint.glob("zero_pp_rank_*_optim_states.pt")):
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 

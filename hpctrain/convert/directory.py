@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from hpctrain.checkpoints.staged import Staged, weight_files
 from hpctrain.errors import InvalidInputError, Problem
-from hpctrain.train.engines.models.library import alone
+from hpctrain.train.engines.models.transformers_library import hide_optional_packages
 
 # Files that go along with weights, whatever form these have.
 _COMPANIONS = (
@@ -72,7 +72,7 @@ def dtype_of(staged: Staged) -> torch.dtype:
 
 def write_model(module: Any, target: Path) -> None:
     """config.json and safetensors of at most 5 GB each."""
-    with alone():
+    with hide_optional_packages():
         module.save_pretrained(target, max_shard_size="5GB")
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.prepare.tokens import missing
 from hpctrain.store.datasets import END_OF_DOCUMENT
-from hpctrain.train.engines.models.library import alone, class_named
+from hpctrain.train.engines.models.transformers_library import class_named, hide_optional_packages
 
 TOKENIZER_NAME = "tokenizer.json"
 # What decides about ids and chats beside tokenizer.json, where it is there.
@@ -97,7 +97,8 @@ def _load(path: Path) -> Any:
         raise missing(error, "data") from error
     try:
         if path.is_dir():
-            with alone():  # a model's config.json beside it makes the library import its module
+            # a model's config.json beside it makes the library import its module
+            with hide_optional_packages():
                 inner = automatic.from_pretrained(str(path), local_files_only=True, use_fast=True)
         else:
             inner = fast(tokenizer_file=str(path))

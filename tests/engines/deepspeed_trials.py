@@ -8,12 +8,12 @@ from typing import Any
 
 from trial_runs import MODULE_GPT, MODULE_LLAMA, Trial, make_trial
 
-from hpctrain.train.engines.models import library
+from hpctrain.train.engines.models import transformers_library
 
 # Once here and not in every rank, which takes seconds of each.
 for name in ("GPT2LMHeadModel", "LlamaForCausalLM", "BertForMaskedLM"):
-    library.class_named(name)
-with library.alone():
+    transformers_library.class_named(name)
+with transformers_library.hide_optional_packages():
     importlib.import_module("peft")
 
 # fp32 rounding of a mean over other partial sums, after six steps

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hpctrain.train import prefork
-from hpctrain.train.engines.native.batch_norm import SummedBatchNorm, synchronized
+from hpctrain.train.engines.native.batch_norm import SummedBatchNorm, synchronize_batch_norms
 
 TOLERANCE = 1e-12
 
@@ -40,7 +40,7 @@ def test_two_halves_are_one_batch(tmp_path: Path) -> None:
     def work() -> None:
         dist.init_process_group("gloo")
         rank = dist.get_rank()
-        layers = synchronized(network(), torch.device("cpu"))
+        layers = synchronize_batch_norms(network(), torch.device("cpu"))
         found = passed(layers, pictures()[4 * rank : 4 * rank + 4])
         for name in dict(layers.named_parameters()):
             dist.all_reduce(found[name])
@@ -57,6 +57,6 @@ def test_two_halves_are_one_batch(tmp_path: Path) -> None:
 
 
 def test_evaluation_asks_no_other_rank() -> None:
-    layers = synchronized(network(), torch.device("cpu")).eval()
+    layers = synchronize_batch_norms(network(), torch.device("cpu")).eval()
     assert sum(isinstance(one, SummedBatchNorm) for one in layers.modules()) == 2
     assert torch.equal(layers(pictures()), network().eval()(pictures()))

@@ -25,7 +25,7 @@ from hpctrain.engines.deepspeed import DeepSpeedConfig
 from hpctrain.engines.documents import parse_train_config
 from hpctrain.errors import InvalidInputError
 from hpctrain.store.run_records import TrainerExit
-from hpctrain.train.engines.deepspeed.universal_checkpoint import refuse_what_cannot_move
+from hpctrain.train.engines.deepspeed.universal_checkpoint import refuse_unreadable_layout
 
 if importlib.util.find_spec("deepspeed") is None:
     pytest.skip("needs the deepspeed extra", allow_module_level=True)
@@ -164,9 +164,9 @@ def test_without_zero_weights_stay_split_as_they_were(tmp_path: Path) -> None:
     assert isinstance(config, DeepSpeedConfig)
     about = dict(zero_stage=0, world_size=4, tensor_parallel=2, precision="fp32", on_nvme=False)
     about["stages_layout"] = "no pipeline"
-    refuse_what_cannot_move(config, 2, about, tmp_path)
+    refuse_unreadable_layout(config, 2, about, tmp_path)
     with pytest.raises(InvalidInputError, match="at ZeRO stage 0 with tp 4, not 2"):
-        refuse_what_cannot_move(config, 4, {**about, "tensor_parallel": 4}, tmp_path)
+        refuse_unreadable_layout(config, 4, {**about, "tensor_parallel": 4}, tmp_path)
 
 
 def test_state_on_nvme_stays_with_its_ranks(

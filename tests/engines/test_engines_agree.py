@@ -23,7 +23,7 @@ from trial_runs import Trial, make_trial
 
 from hpctrain.train.data import open_data
 from hpctrain.train.datasets.share import Share
-from hpctrain.train.engines.models.library import class_named
+from hpctrain.train.engines.models.transformers_library import class_named
 
 # A loss near 5.5 is a multiple of 2^-21 = 4.8e-7 in fp32. Other ranks add up in another order,
 # which moves it by one or two of these at each step, and AdamW hands that on to the next steps: ten

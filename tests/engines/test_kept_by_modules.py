@@ -28,8 +28,8 @@ from hpctrain.engines.module import ModuleConfig
 from hpctrain.plan.documents import Plan
 from hpctrain.train.engines.megatron.kept_activations import LiveStorages
 from hpctrain.train.engines.models.build import build_module
-from hpctrain.train.engines.models.library import alone
 from hpctrain.train.engines.models.tasks import Loss, loss_of, masked_sum
+from hpctrain.train.engines.models.transformers_library import hide_optional_packages
 
 GPT = dict(family="gpt", layers=3, hidden=512, heads=8, vocab=5000, seq=512)
 LLAMA = dict(
@@ -93,7 +93,7 @@ class Peak(LiveStorages):
         output = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(output):
             if isinstance(tensor, torch.Tensor):
-                self._follow(tensor.untyped_storage())
+                self.track(tensor.untyped_storage())
                 self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         return output
 
@@ -123,7 +123,7 @@ def fused(query: Any, key: Any, value: Any, **_: Any) -> Any:
 @pytest.fixture
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", fused)
-    with alone():
+    with hide_optional_packages():
         masking = importlib.import_module("transformers.masking_utils")
     # it looks at numbers, which there are none of
     monkeypatch.setattr(masking, "find_packed_sequence_indices", lambda positions: None)

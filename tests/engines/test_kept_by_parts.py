@@ -38,7 +38,7 @@ SPLIT: dict[str, Any] = dict(
 def count(directory: Path) -> None:
     """In a process of its own, which joins a process group."""
     from hpctrain.train.engines.deepspeed import library
-    from hpctrain.train.engines.deepspeed.tensor_parallel import split, words_of
+    from hpctrain.train.engines.deepspeed.tensor_parallel import split_weights, token_losses_of
 
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     library.join(timedelta(minutes=1))
@@ -46,11 +46,11 @@ def count(directory: Path) -> None:
 
     def build(*given: Any, **named: Any) -> Any:
         module = whole(*given, **named)
-        split(module, group)
+        split_weights(module, group)
         return module
 
     kept.build_module = build
-    kept.loss_function = lambda config: loss_of(config, words_of(group, config.vocab_size))
+    kept.loss_function = lambda config: loss_of(config, token_losses_of(group, config.vocab_size))
     told = {}
     for name, (document, _) in CASES.items():
         plan, config = kept.planned(directory, {**document, **SPLIT}, "a100x64")

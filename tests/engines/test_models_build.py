@@ -24,7 +24,7 @@ from hpctrain.spec.run import ParallelSpec, RunSpec
 from hpctrain.spec.tuning import LoraSpec
 from hpctrain.train.engines.models.blocks import blocks_of
 from hpctrain.train.engines.models.build import build_module
-from hpctrain.train.engines.models.lora import adapted_layers, merged
+from hpctrain.train.engines.models.lora import adapted_layers, merge_adapters
 from hpctrain.train.engines.models.masking import masking_of
 from hpctrain.train.engines.models.tasks import loss_of
 
@@ -322,7 +322,7 @@ def test_only_thin_matrices_learn_and_they_can_be_merged(name: str) -> None:
         optimizer.zero_grad()
     assert len(blocks_of(module)) == 2
     tuned = loss(module, batch)[0].item()
-    whole = merged(module)
+    whole = merge_adapters(module)
     assert abs(loss(whole, batch)[0].item() - tuned) < 1e-3 * abs(tuned)
     assert [n for n, _ in whole.named_parameters()] == [n for n, _ in plain.named_parameters()]
 

@@ -20,7 +20,7 @@ from hpctrain.engines.conversion import shape_described
 from hpctrain.engines.documents import parse_train_config
 from hpctrain.errors import InvalidInputError
 from hpctrain.train.engines.models.build import build_module
-from hpctrain.train.engines.models.library import class_named
+from hpctrain.train.engines.models.transformers_library import class_named
 
 class_named("LlamaForCausalLM")  # imports once what every forked process needs
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from trial_runs import MODULE_GPT, MODULE_LLAMA, Trial, largest_difference
 
 from hpctrain.convert import convert
-from hpctrain.train.engines.models.library import class_named
+from hpctrain.train.engines.models.transformers_library import class_named
 
 class_named("LlamaForCausalLM")  # imports once what every forked rank needs
 

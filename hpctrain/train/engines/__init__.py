@@ -1,1 +1,5 @@
-"""One room per engine, each entered through its `assembly` (Megatron-LM: `running`)."""
+"""The engines of the trainer, one package each; entry point: its `assembly`.
+
+Megatron-LM is a whole program, so its entry point is `megatron_lm.program`. `models` is shared by
+the engines that train Hugging Face's classes.
+"""

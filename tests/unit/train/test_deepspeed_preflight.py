@@ -32,7 +32,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A DeepSpeed without any operator, on a machine without any tool."""
     home = tmp_path / "deepspeed"
     (home / "ops" / "adam").mkdir(parents=True)
-    monkeypatch.setattr(preflight, "_package", lambda: home)
+    monkeypatch.setattr(preflight, "package_directory", lambda: home)
     monkeypatch.setattr(preflight.shutil, "which", lambda tool: None)
     monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: None)
     monkeypatch.delenv("CXX", raising=False)
@@ -67,7 +67,7 @@ def test_nvme_needs_a_directory_and_libaio(
     first, *others = problems(tmp_path, **nvme)
     assert "cannot write there" in first and "c++ is missing" in others[0]
     monkeypatch.setattr(preflight.shutil, "which", lambda tool: tool)
-    monkeypatch.setattr(preflight, "_has_libaio", lambda: False)
+    monkeypatch.setattr(preflight, "has_libaio", lambda: False)
     (line,) = problems(tmp_path, **{**nvme, "nvme_path": str(tmp_path / "nvme")})
     assert "libaio.h is missing" in line
 
@@ -75,7 +75,7 @@ def test_nvme_needs_a_directory_and_libaio(
 def test_deepspeed_that_is_not_there(
     installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight, "_package", lambda: None)
+    monkeypatch.setattr(preflight, "package_directory", lambda: None)
     assert problems(tmp_path) == ["deepspeed is not installed in this environment"]
 
 

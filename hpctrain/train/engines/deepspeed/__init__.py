@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO for Hugging Face's models.
+"""Train Hugging Face models with DeepSpeed's ZeRO, with or without its pipeline.
 
-Importing this package imports nothing; its module `assembly` is the way in.
+Importing this package imports nothing; its entry point is the module `assembly`.
 """

@@ -1,6 +1,6 @@
-"""The way into the room: process groups, then everything that is built on them.
+"""Entry point of the engine deepspeed: process groups, then everything that is built on them.
 
-Belongs here: the order of building. Does not belong here: how anything is built.
+Belongs here: the order of building. Does not belong here: how a part is built.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from hpctrain.train.engine import Parts
 from hpctrain.train.engines.deepspeed import library
 from hpctrain.train.engines.deepspeed.engine import ZeroEngine
 from hpctrain.train.engines.deepspeed.flops import FlopsCounter
-from hpctrain.train.engines.deepspeed.mesh import Mesh, open_mesh
+from hpctrain.train.engines.deepspeed.mesh import DeepSpeedMesh, open_mesh
 from hpctrain.train.engines.deepspeed.module import placed_module, staged_module
 from hpctrain.train.engines.deepspeed.optimizer import parameter_groups
 from hpctrain.train.engines.deepspeed.pipeline import PipelineEngine
-from hpctrain.train.engines.deepspeed.snapshot import Snapshot
-from hpctrain.train.engines.deepspeed.tensor_parallel import words_of
+from hpctrain.train.engines.deepspeed.snapshot import DeepSpeedSnapshot
+from hpctrain.train.engines.deepspeed.tensor_parallel import token_losses_of
 from hpctrain.train.engines.models.tasks import loss_of
 from hpctrain.train.job import Job
 from hpctrain.train.rank_environment import Launch
@@ -28,53 +28,52 @@ from hpctrain.train.step_agreement import Control
 from hpctrain.train.times import StepClock
 
 
-def join(config: DeepSpeedConfig, launch: Launch) -> Mesh:
+def join(config: DeepSpeedConfig, launch: Launch) -> DeepSpeedMesh:
     """Join the launch's process groups; all ranks must call this."""
     return open_mesh(config, launch)
 
 
-def build(job: Job, mesh: Mesh, control: Control) -> Parts:
-    """Module, optimizer and data of this rank; all ranks must call this."""
+def build(job: Job, mesh: DeepSpeedMesh, control: Control) -> Parts:
+    """Build module, optimizer and data of this rank; all ranks must call this."""
     config = job.config
     assert isinstance(config, DeepSpeedConfig)
     if not config.torch_adam:
         library.refuse_without_adam()
-    kind = _pipeline if config.pipeline_stages else _whole
-    engine = kind(job, config, mesh)
-    return Parts(engine, Snapshot(engine, sample_order(config, engine.data), control))
-
-
-def _whole(job: Job, config: DeepSpeedConfig, mesh: Mesh) -> ZeroEngine:
-    # with LoRA a checkpoint holds what is learned only: the rest comes from where it came from
-    initialize = job.resume_directory is None or config.lora is not None
-    module = placed_module(config, mesh, initialize=initialize)
     clock = StepClock()
-    return ZeroEngine(
-        config=config,
-        mesh=mesh,
-        inner=_initialized(config, module, mpu=groups if mesh.tensors is not None else None),
-        data=timed(open_data(config, mesh.share, job.data_cache), clock),
-        loss=loss_of(config, words_of(mesh.tensors, config.vocab_size)),
-        flops=FlopsCounter(module, config.flops_steps, job.run.flops if mesh.rank == 0 else None),
-        clock=clock,
-    )
+    engine: ZeroEngine | PipelineEngine
+    if config.pipeline_stages:
+        module = staged_module(config, mesh, initialize=job.resume_directory is None)
+        data = open_data(config, mesh.share, job.data_cache, needed=mesh.reads)
+        engine = PipelineEngine(
+            config=config,
+            mesh=mesh,
+            inner=_initialize(config, module),
+            data=timed(data, clock),
+            clock=clock,
+        )
+    else:
+        # with LoRA a checkpoint holds trainable weights only: the others are loaded or drawn again
+        initialize = job.resume_directory is None or config.lora is not None
+        module = placed_module(config, mesh, initialize=initialize)
+        flops_path = job.run.flops if mesh.rank == 0 else None
+        engine = ZeroEngine(
+            config=config,
+            mesh=mesh,
+            inner=_initialize(config, module, mpu=groups if mesh.tensors is not None else None),
+            data=timed(open_data(config, mesh.share, job.data_cache), clock),
+            loss=loss_of(config, token_losses_of(mesh.tensors, config.vocab_size)),
+            flops=FlopsCounter(module, config.flops_steps, flops_path),
+            clock=clock,
+        )
+    return Parts(engine, DeepSpeedSnapshot(engine, sample_order(config, engine.data), control))
 
 
-def _pipeline(job: Job, config: DeepSpeedConfig, mesh: Mesh) -> PipelineEngine:
-    module = staged_module(config, mesh, initialize=job.resume_directory is None)
-    clock = StepClock()
-    return PipelineEngine(
-        config=config,
-        mesh=mesh,
-        inner=_initialized(config, module),
-        data=timed(open_data(config, mesh.share, job.data_cache, needed=mesh.reads), clock),
-        clock=clock,
-    )
+def _initialize(config: DeepSpeedConfig, module: Any, mpu: Any = None) -> Any:
+    """Return DeepSpeed's engine for the module.
 
-
-def _initialized(config: DeepSpeedConfig, module: Any, mpu: Any = None) -> Any:
-    """`mpu`: whom DeepSpeed asks for groups; without one all ranks are replicas, and a pipeline
-    brings its own."""
+    `mpu`: the object from which DeepSpeed reads groups. Without one all ranks are replicas; a
+    pipeline has its own.
+    """
     inner = library.initialize(
         model=module,
         model_parameters=parameter_groups(config, module),

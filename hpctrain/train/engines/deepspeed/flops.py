@@ -1,8 +1,8 @@
-"""DeepSpeed's count of FLOPs, module by module, for chosen steps.
+"""Count FLOPs module by module with DeepSpeed's profiler, for selected steps.
 
-Its engine would time every step of such a run and wait for the GPU each time (runtime/config.py:
-`wall_clock_breakdown` goes with `flops_profiler`), so the profiler is driven here. Belongs here:
-that.
+DeepSpeed's engine would time every step of such a run and synchronize with the GPU each time
+(runtime/config.py: `wall_clock_breakdown` goes with `flops_profiler`). The profiler is therefore
+called here directly.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from deepspeed.profiling.flops_profiler import FlopsProfiler
 class FlopsCounter:
     """Counts the forward pass of the first microbatch of `steps`.
 
-    `path_of`: the file for a step; None on all ranks but one.
+    `path_of` returns the file for a step; None on all ranks but one.
     """
 
     module: Any

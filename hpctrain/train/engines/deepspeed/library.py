@@ -1,6 +1,6 @@
-"""The import of deepspeed, and what must be so before and right after it.
+"""Import deepspeed with the settings that it needs before and right after the import.
 
-Belongs here: settings of the library as a whole. Does not belong here: what a run is told (see
+Belongs here: settings of the library as a whole. Does not belong here: settings of a run (see
 `hpctrain.engines.deepspeed`).
 """
 
@@ -19,27 +19,27 @@ from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.train.device import backend, on_cpu
 
 if on_cpu():
-    # accelerator/real_accelerator.py: else it looks for one and says so
+    # accelerator/real_accelerator.py: otherwise it searches for one and prints the result
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import deepspeed
 import deepspeed.ops
 
 # comm/torch.py, build_shm_op: on a CPU it would build an all-reduce over shared memory with a
-# compiler, for two minutes; gloo does it. Set before anybody asks, for the first question for any
-# operator tries out the compiler on all of them (ops/__init__.py).
+# compiler, for two minutes; gloo does it. Set before the first query: a query for any operator
+# tries out the compiler on all of them (ops/__init__.py).
 deepspeed.ops.__compatible_ops__ = {}
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", module=r"deepspeed\b.*")
 
 
 def join(timeout: timedelta) -> None:
-    """DeepSpeed's communication over the process groups that torch.distributed has already."""
+    """Set up DeepSpeed's communication over the existing groups of torch.distributed."""
     deepspeed.init_distributed(backend(), timeout=timeout, verbose=False)
 
 
 def adam_problem() -> str | None:
-    """Why DeepSpeed's own Adam cannot be used here; builds it the first time, about a minute."""
+    """Return why DeepSpeed's own Adam cannot be used; the first call builds it (a minute)."""
     from deepspeed.ops.op_builder import CPUAdamBuilder
 
     try:
@@ -50,7 +50,7 @@ def adam_problem() -> str | None:
 
 
 def refuse_without_adam() -> None:
-    """Raise InvalidInputError where DeepSpeed's own Adam is wanted and cannot be built."""
+    """Raise InvalidInputError if DeepSpeed's own Adam cannot be built."""
     reason = adam_problem()
     if reason is not None:
         message = f"DeepSpeed's Adam for offloaded state cannot be built here: {reason}"
@@ -60,12 +60,12 @@ def refuse_without_adam() -> None:
 
 @contextlib.contextmanager
 def silence() -> Iterator[None]:
-    """Some of what DeepSpeed says goes past its logger to standard output."""
+    """Drop what DeepSpeed prints to standard output, bypassing its logger."""
     with contextlib.redirect_stdout(io.StringIO()):
         yield
 
 
 def initialize(**keywords: Any) -> Any:
-    """`deepspeed.initialize`; only the engine of what it returns is of use here."""
+    """Call `deepspeed.initialize`; returns only the engine of its results."""
     with silence():
         return deepspeed.initialize(**keywords)[0]

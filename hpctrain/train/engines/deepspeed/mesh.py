@@ -1,4 +1,4 @@
-"""The process groups of one rank, and its place among stages and replicas.
+"""Join the process groups of one rank, and locate it among stages and replicas.
 
 Belongs here: torch.distributed, seeding, and what DeepSpeed reads from the environment. Does not
 belong here: what is computed.
@@ -23,12 +23,12 @@ from hpctrain.train.rank_environment import Launch
 
 
 @dataclass(frozen=True)
-class Mesh:
-    """Where this rank computes; `control` is a gloo group of all ranks for agreements.
+class DeepSpeedMesh:
+    """The device of this rank and its place; `control` is a gloo group of all ranks.
 
-    `stage` of a pipeline, and `replica`: which of the `replicas` of this stage. Without a pipeline
-    all ranks are of one stage. `tensors`: the group that splits each weight, `data` the one that
-    adds up gradients without a pipeline; None where that is nobody, or everybody.
+    `stage`: the stage of the pipeline, 0 without one. `replica`: the index among the `replicas` of
+    this stage. `tensors`: the group that splits each weight; None for no group. `data`: the group
+    that sums gradients without a pipeline; None for all ranks.
     """
 
     device: torch.device
@@ -44,8 +44,8 @@ class Mesh:
 
     @property
     def share(self) -> Share:
-        """Replicas read samples of their own; stages of one pipeline, and ranks that split a
-        weight, the same."""
+        """Each replica reads its own samples; stages of one pipeline, and ranks that split a
+        weight, read the same."""
         return Share(self.replica, self.replicas, self.device)
 
     @property
@@ -54,20 +54,29 @@ class Mesh:
         return self.stage in (0, self.stages - 1)
 
 
-def open_mesh(config: DeepSpeedConfig, launch: Launch) -> Mesh:
+def open_mesh(config: DeepSpeedConfig, launch: Launch) -> DeepSpeedMesh:
     """Join the launch's process groups; all ranks must call this."""
     device = choose_device(launch)
     timeout = timedelta(seconds=config.distributed_timeout_seconds)
     dist.init_process_group(
         backend(), rank=launch.rank, world_size=launch.world_size, timeout=timeout
     )
-    _tell_deepspeed(launch, device)
+    # DeepSpeed reads its launcher's variables (runtime/engine.py, _configure_with_arguments), and
+    # takes LOCAL_RANK for the number of the GPU.
+    os.environ["RANK"] = str(launch.rank)
+    os.environ["WORLD_SIZE"] = str(launch.world_size)
+    os.environ["LOCAL_RANK"] = str(launch.local_rank if device.index is None else device.index)
     library.join(timeout)
     seed_dropout(config, config.seed, launch.rank)
-    tensors, data = _tensor_groups(config)
+    tensors, data = None, None
+    if config.tensor_parallel > 1:
+        # made by DeepSpeed, which reads them from its module `groups` later, its `mpu`
+        groups._init_tp_mesh_device(tensor_model_parallel_size=config.tensor_parallel)
+        tensors = groups.get_tensor_model_parallel_group()
+        data = groups.get_data_parallel_group()
     stages = max(1, len(config.pipeline_stages))
     stage, replica = place_of(launch.rank, config)
-    return Mesh(
+    return DeepSpeedMesh(
         device=device,
         rank=launch.rank,
         size=launch.world_size,
@@ -82,30 +91,14 @@ def open_mesh(config: DeepSpeedConfig, launch: Launch) -> Mesh:
 
 
 def place_of(rank: int, config: DeepSpeedConfig) -> tuple[int, int]:
-    """(stage, replica), as `stages.topology_of` tells DeepSpeed."""
+    """Return (stage, replica) of a rank, consistent with `pipeline_stages.topology_of`."""
     stages, replicas = max(1, len(config.pipeline_stages)), config.data_parallel_size
-    place = rank // config.tensor_parallel  # neighbours split a weight
+    place = rank // config.tensor_parallel  # adjacent ranks split a weight
     if config.pipelines_near:
         return place % stages, place // stages
     return place // replicas, place % replicas
 
 
-def _tensor_groups(config: DeepSpeedConfig) -> tuple[Any, Any]:
-    """Made by DeepSpeed, which asks its module `groups` for them later, where it is the `mpu`."""
-    if config.tensor_parallel == 1:
-        return None, None
-    groups._init_tp_mesh_device(tensor_model_parallel_size=config.tensor_parallel)
-    return groups.get_tensor_model_parallel_group(), groups.get_data_parallel_group()
-
-
-def _tell_deepspeed(launch: Launch, device: torch.device) -> None:
-    """It looks for its launcher's variables (runtime/engine.py, _configure_with_arguments), and
-    takes LOCAL_RANK for the number of the GPU."""
-    os.environ["RANK"] = str(launch.rank)
-    os.environ["WORLD_SIZE"] = str(launch.world_size)
-    os.environ["LOCAL_RANK"] = str(launch.local_rank if device.index is None else device.index)
-
-
 def seed_dropout(config: DeepSpeedConfig, seed: int, rank: int) -> None:
-    """Ranks that read different samples draw masks of their own."""
+    """Seed ranks that read different samples differently."""
     torch.manual_seed(seed + rank // config.tensor_parallel)

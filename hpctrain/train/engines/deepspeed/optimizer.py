@@ -1,4 +1,4 @@
-"""What is asked of DeepSpeed's optimizers beyond a step: groups, rates, scales, norms.
+"""Handle the differences between DeepSpeed's optimizers: groups, rates, loss scales, norms.
 
 ZeRO stages 1 to 3 have an optimizer of DeepSpeed's around AdamW, stage 0 has AdamW itself.
 Belongs here: these differences. Does not belong here: the schedule (see `hpctrain.train.schedule`).
@@ -14,18 +14,12 @@ import torch.distributed as dist
 from deepspeed.runtime.utils import is_model_parallel_parameter
 
 from hpctrain.engines.deepspeed import DeepSpeedConfig
+from hpctrain.train.engines.models.weight_decay import split_by_weight_decay
 
 
 def parameter_groups(config: DeepSpeedConfig, module: Any) -> list[dict[str, Any]]:
-    """Weight decay leaves out biases and norms, as megatron-core does by default
-    (megatron/core/optimizer/__init__.py: names that end in `.bias`, and one dimension)."""
-    decayed: list[Any] = []
-    plain: list[Any] = []
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad:
-            shape = getattr(parameter, "ds_shape", parameter.shape)  # ds_shape: while divided
-            small = len(shape) <= 1 or name.endswith(".bias")
-            (plain if small else decayed).append(parameter)
+    """Return the groups of trainable parameters; no weight decay on biases and norms."""
+    decayed, plain = split_by_weight_decay(module)
     groups = [
         dict(params=decayed, weight_decay=config.weight_decay),
         dict(params=plain, weight_decay=0.0),
@@ -38,13 +32,13 @@ def set_rate(engine: Any, rate: float) -> None:
         group["lr"] = rate
 
 
-def settle(config: DeepSpeedConfig, engine: Any, decays: list[float]) -> None:
-    """After a checkpoint was loaded: what the run says counts, not what was saved.
+def reset_settings(config: DeepSpeedConfig, engine: Any, decays: list[float]) -> None:
+    """Set the run's own settings again after a checkpoint was loaded with those it was saved with.
 
-    And what runtime/zero/stage3.py leaves wrong when it loads the universal format
-    (load_hp_checkpoint_state_from_checkpoint_dir_stage3): all groups get the settings of the first
-    one, so that biases and norms would decay; and all get one tensor for the number of steps, which
-    AdamW would count up once for each group. Neither shows in the first loss.
+    Corrects two faults of runtime/zero/stage3.py when it loads the universal format
+    (load_hp_checkpoint_state_from_checkpoint_dir_stage3). All groups get the settings of the first
+    one, so that biases and norms would decay. All get one tensor for the number of steps, which
+    AdamW would increment once for each group. Neither shows in the first loss.
     """
     for group, decay in zip(engine.optimizer.param_groups, decays, strict=True):
         group["weight_decay"] = decay
@@ -59,14 +53,14 @@ def settle(config: DeepSpeedConfig, engine: Any, decays: list[float]) -> None:
 
 @torch.no_grad()
 def divide_gradients(engine: Any, divisor: float) -> None:
-    """Of the coming step, before its norm is taken and clipped."""
+    """Divide the gradients of the next step, before their norm is computed and clipped."""
     optimizer = engine.optimizer
     if hasattr(optimizer, "fp32_groups_gradients_flat"):
-        # runtime/bf16_optimizer.py, bf16 at stage 1: knows no scale
+        # runtime/bf16_optimizer.py, bf16 at stage 1: has no scale
         for gradients in optimizer.fp32_groups_gradients_flat:
             gradients.div_(divisor)
     elif hasattr(optimizer, "override_loss_scale"):
-        # runtime/zero: gradients are divided by the scale of the loss on their way to AdamW
+        # runtime/zero: gradients are divided by the loss scale on their way to AdamW
         optimizer.override_loss_scale(divisor)
     else:
         for parameter in engine.module.parameters():
@@ -74,32 +68,34 @@ def divide_gradients(engine: Any, divisor: float) -> None:
                 parameter.grad.div_(divisor)
 
 
-def undivided(engine: Any) -> None:
-    """Losses of the coming backward passes are not multiplied."""
+def reset_loss_scale(engine: Any) -> None:
+    """Set the loss scale of the next backward passes to 1, after `divide_gradients` changed it."""
     optimizer = engine.optimizer
     if getattr(optimizer, "custom_loss_scaler", False):
         optimizer.override_loss_scale(1.0)
 
 
 def norm_before_step(engine: Any, tensors: Any) -> Any:
-    """Stage 0: of the summed gradients, which every rank has; later it is too late.
+    """Compute the norm of the summed gradients at stage 0, where every rank has them.
 
-    `tensors`: the group that splits weights, so that each rank has a part of some gradients.
+    The optimizer's step would release them. `tensors`: the group that splits weights, so that each
+    rank has a part of some gradients; None for no group.
     """
-    learned = [p for p in engine.module.parameters() if p.grad is not None]
+    trained = [p for p in engine.module.parameters() if p.grad is not None]
     if tensors is None:
-        return torch.nn.utils.get_total_norm([p.grad for p in learned])
-    parts = [p.grad for p in learned if is_model_parallel_parameter(p)]
-    others = [p.grad for p in learned if not is_model_parallel_parameter(p)]
+        return torch.nn.utils.get_total_norm([p.grad for p in trained])
+    parts = [p.grad for p in trained if is_model_parallel_parameter(p)]
+    others = [p.grad for p in trained if not is_model_parallel_parameter(p)]
     squares = torch.nn.utils.get_total_norm(parts).square()
     dist.all_reduce(squares, group=tensors)
     return (squares + torch.nn.utils.get_total_norm(others).square()).sqrt()
 
 
 def norm_after_step(engine: Any) -> float:
-    """Stages 1 to 3: of all ranks' gradients, before clipping.
+    """Return the norm of all ranks' gradients before clipping, at stages 1 to 3.
 
-    DeepSpeed says -1 for what is not finite (runtime/utils.py, is_invalid_grad_norm).
+    DeepSpeed returns -1 for one that is not finite (runtime/utils.py, is_invalid_grad_norm); nan
+    here.
     """
     norm = float(engine.get_global_grad_norm())
     return norm if norm >= 0 else math.nan

@@ -37,10 +37,11 @@ class LiveStorages(TorchDispatchMode):
         output = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and tensor.is_meta:
-                self._track(tensor.untyped_storage())
+                self.track(tensor.untyped_storage())
         return output
 
-    def _track(self, storage: Any) -> None:
+    def track(self, storage: Any) -> None:
+        """Count a storage until it is freed; does nothing for one that is counted already."""
         key, size_bytes = id(storage), storage.nbytes()
 
         def freed(_: Any) -> None:

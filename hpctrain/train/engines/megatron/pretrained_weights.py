@@ -43,9 +43,7 @@ def load_weights(directory: str, chunks: list[Any]) -> None:
     }
     for part in state.values():
         if _POSITIONS in part:
-            part[
-                _POSITIONS
-            ].allow_shape_mismatch = True  # sequences may be shorter
+            part[_POSITIONS].allow_shape_mismatch = True  # sequences may be shorter
     # the second value (what else the checkpoint holds) does not matter; the third is missing there
     loaded, _, unknown = dist_checkpointing.load(state, directory, strict=StrictHandling.RETURN_ALL)
     if missing := sorted(name for name in unknown if not name.endswith("_extra_state")):

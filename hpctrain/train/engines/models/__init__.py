@@ -1,5 +1,6 @@
-"""Models of Hugging Face's classes, for the engines that train PyTorch modules.
+"""Build Hugging Face models for the engines that train PyTorch modules (`native`, `deepspeed`).
 
-Belongs here: from a `ModuleConfig` to a module with weights, its repeated blocks, and its loss.
-Does not belong here: how a module is spread over GPUs (see `native`, `deepspeed`), data.
+Belongs here: from a `ModuleConfig` to a module with weights, its repeated blocks and its loss, and
+the steps that both engines share. Does not belong here: how a module is distributed over GPUs,
+data.
 """

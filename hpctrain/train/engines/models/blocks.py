@@ -1,4 +1,4 @@
-"""The repeated blocks of a module: what is sharded, recomputed and adapted one by one.
+"""Find the repeated blocks of a module, which are sharded, recomputed and adapted one by one.
 
 Belongs here: finding them. Does not belong here: what is done with them.
 """
@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import nn
 
-# Classes of the blocks that a model repeats, by transformers' names.
+# Class names of the repeated blocks in transformers.
 BLOCKS = frozenset({"GPT2Block", "LlamaDecoderLayer", "BertLayer", "TransformerBlock", "ViTLayer"})
 
 
 def blocks_of(module: nn.Module) -> list[Any]:
-    """The blocks in the order of the forward pass."""
+    """Return the blocks in the order of the forward pass."""
     return [child for child in module.modules() if type(child).__name__ in BLOCKS]

@@ -1,24 +1,23 @@
-"""From a `ModuleConfig` to a module: its class, its shape, its first weights.
+"""Build a module from a `ModuleConfig`: its class, its shape, its first weights.
 
 Belongs here: building. Does not belong here: the settings' names (`hpctrain.engines.hugging_face`),
-thin matrices beside frozen weights (see `lora`), spreading a module over GPUs.
+adapters (see `lora`), distributing a module over GPUs.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from hpctrain.checkpoints.staged import Staged
 from hpctrain.engines.hugging_face import fresh_settings, settings_of
 from hpctrain.engines.module import ModuleConfig
 from hpctrain.spec.model import ModelSpec
-from hpctrain.train.engines.models.library import class_named, unset_weights
-from hpctrain.train.engines.models.lora import adapted
+from hpctrain.train.engines.models.lora import add_adapters
 from hpctrain.train.engines.models.pretrained import load_model
+from hpctrain.train.engines.models.transformers_library import class_named, unset_weights
 from hpctrain.train.starting import open_weights
 
 _CONFIGURATIONS = {
@@ -42,64 +41,61 @@ _MODELS = {
 
 
 def build_module(config: ModuleConfig, *, device: torch.device, initialize: bool = True) -> Any:
-    """The model in fp32 on `device`, which may be `meta` (shapes only), ready to be trained.
+    """Build the model in fp32 on `device`, which may be `meta` (shapes only), in training mode.
 
-    Its weights are those of `model.pretrained`, or follow from the seed alone: they are drawn on
+    Its weights are those of `model.pretrained`, or depend on the seed alone: they are drawn on
     the CPU, whatever the rank, the number of ranks and the device. `initialize` False leaves them
-    unset, for a checkpoint that will be loaded; buffers are right in any case. Raises
-    InvalidInputError when the pretrained weights are not all there.
+    unset, for a checkpoint that will be loaded; buffers are set in any case.
+
+    Attention uses kernels with a fixed order of sums in deterministic mode:
+    `scaled_dot_product_attention` selects kernels by device and shape, some of which add up in any
+    order in the backward pass. Raises InvalidInputError if pretrained weights are missing.
     """
     staged = open_weights(config)
-    on_meta = device.type == "meta"
-    with _building(config.seed, draws=initialize and not on_meta, on_meta=on_meta):
-        module = _model(config, staged, loads=initialize and not on_meta)
+    model, on_meta = config.model, device.type == "meta"
+    initialize = initialize and not on_meta
+    with contextlib.ExitStack() as stack:
+        # other users of the generator get the same numbers as without this function
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        torch.manual_seed(config.seed)
+        if on_meta:
+            stack.enter_context(torch.device("meta"))
+        if not initialize:
+            stack.enter_context(unset_weights())
+
+        model_class = class_named(_MODELS[model.family, config.task])
+        settings_class = class_named(_CONFIGURATIONS[model.family])
+        if staged is None:
+            settings = settings_class(**settings_of(model))
+        else:  # the directory's own settings may be more complete than a spec
+            settings = settings_class.from_dict({**staged.config, **fresh_settings(model)})
+        attends = model.family != "resnet"
+        fast = attends and not config.deterministic_mode
+        settings._attn_implementation = "sdpa" if fast else "eager"
+        if staged is not None and initialize:
+            new_head = config.task == "classification"
+            module = load_model(model_class, settings, staged, new_head=new_head)
+        else:
+            module = model_class._from_config(settings, dtype=torch.float32)
+            module.tie_weights()  # transformers does not where no numbers are drawn
         if config.lora is not None:
-            module = adapted(config, config.lora, module)
+            module = add_adapters(config, config.lora, module)
     return module.to(device).train()
 
 
-def _model(config: ModuleConfig, staged: Staged | None, *, loads: bool) -> Any:
-    """A module of the task's class; attention whose sums have a fixed order where that is asked.
-
-    `scaled_dot_product_attention` chooses kernels by device and shape, some of which add up in
-    any order in the backward pass.
-    """
-    model_class = class_named(_MODELS[config.model.family, config.task])
-    settings = _settings(config.model, staged)
-    attends = config.model.family != "resnet"
-    settings._attn_implementation = "sdpa" if attends and not config.deterministic_mode else "eager"
-    if staged is not None and loads:
-        new_head = config.task == "classification"
-        return load_model(model_class, settings, staged, new_head=new_head)
-    module = model_class._from_config(settings, dtype=torch.float32)
-    module.tie_weights()  # left out by transformers where no numbers are drawn
-    return module
+def enable_recomputation(config: ModuleConfig, module: Any) -> None:
+    """Let blocks keep only their inputs, if the config sets it; names of weights do not change
+    (transformers/modeling_utils.py)."""
+    if config.activation_checkpointing:
+        module.gradient_checkpointing_enable({"use_reentrant": False})
 
 
 def empty_model(model: ModelSpec, config: Mapping[str, Any] | None) -> Any:
-    """A causal language model on the meta device; `config`: a config.json, if there is one."""
-    kind = class_named(_CONFIGURATIONS[model.family])
-    settings = kind(**settings_of(model)) if config is None else kind.from_dict(dict(config))
+    """Build a causal language model on the meta device; `config`: its config.json, if any."""
+    settings_class = class_named(_CONFIGURATIONS[model.family])
+    if config is None:
+        settings = settings_class(**settings_of(model))
+    else:
+        settings = settings_class.from_dict(dict(config))
     with torch.device("meta"), unset_weights():
         return class_named(_MODELS[model.family, "language_modeling"])._from_config(settings)
-
-
-def _settings(model: ModelSpec, staged: Staged | None) -> Any:
-    """The directory's own settings where there is one: it may say more than a spec does."""
-    kind = class_named(_CONFIGURATIONS[model.family])
-    if staged is None:
-        return kind(**settings_of(model))
-    return kind.from_dict({**staged.config, **fresh_settings(model)})
-
-
-@contextlib.contextmanager
-def _building(seed: int, *, draws: bool, on_meta: bool) -> Iterator[None]:
-    """The random numbers of others are as before; none are drawn for weights nobody will see."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=[]))
-        torch.manual_seed(seed)
-        if on_meta:
-            stack.enter_context(torch.device("meta"))
-        if not draws:
-            stack.enter_context(unset_weights())
-        yield

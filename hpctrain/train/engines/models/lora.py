@@ -1,7 +1,7 @@
-"""LoRA: frozen weights, and thin matrices beside linear layers that learn in their place.
+"""Add LoRA adapters to a model with frozen weights, and merge them again.
 
-Hu et al. 2021 (arXiv 2106.09685), as peft builds it. Belongs here: which layers are adapted, what
-is frozen, and merging. Does not belong here: the model, the optimizer.
+Hu et al. 2021 (arXiv 2106.09685), as peft implements it. Belongs here: which layers are adapted,
+what is frozen, and merging. Does not belong here: the model, the optimizer.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from torch import nn
 from hpctrain.engines.module import ModuleConfig
 from hpctrain.spec.tuning import LoraSpec
 from hpctrain.train.engines.models.blocks import blocks_of
-from hpctrain.train.engines.models.library import alone
+from hpctrain.train.engines.models.transformers_library import hide_optional_packages
 
 
-def adapted(config: ModuleConfig, lora: LoraSpec, module: Any) -> Any:
-    """`module` with thin matrices; only they learn, and of a classifier its last layers.
+def add_adapters(config: ModuleConfig, lora: LoraSpec, module: Any) -> Any:
+    """Return `module` with adapters, which alone are trainable; of a classifier, its head is too.
 
-    The latter are made for the task, so that there is nothing in them to keep.
+    The head is new for the task, so its weights are not worth freezing.
     """
-    with alone():
+    with hide_optional_packages():
         peft = importlib.import_module("peft")
     settings = peft.LoraConfig(
         r=lora.rank,
@@ -32,18 +32,21 @@ def adapted(config: ModuleConfig, lora: LoraSpec, module: Any) -> Any:
         target_modules=adapted_layers(module, lora.targets),
     )
     with warnings.catch_warnings():
-        # GPT-2's layers keep their matrices the other way round, which peft sees and says
+        # GPT-2's layers have transposed matrices, which peft detects and warns about
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")
         wrapped = peft.get_peft_model(module, settings)
     if config.task == "classification":
-        for parameter in head_of(module):
+        for parameter in head_parameters(module):
             parameter.requires_grad_(True)
     return wrapped
 
 
 def adapted_layers(module: Any, targets: tuple[str, ...] | str) -> list[str]:
-    """Full names of the linear layers in the blocks, of those whose last name is a target."""
-    names = {id(one): name for name, one in module.named_modules()}
+    """Return the full names of linear layers in the blocks whose last name is a target.
+
+    `targets` "all": every linear layer in the blocks.
+    """
+    names = {id(layer): name for name, layer in module.named_modules()}
     inside = [
         names[id(layer)]
         for block in blocks_of(module)
@@ -55,12 +58,12 @@ def adapted_layers(module: Any, targets: tuple[str, ...] | str) -> list[str]:
     return [name for name in inside if name.rpartition(".")[2] in targets]
 
 
-def head_of(module: Any) -> list[Any]:
-    """Parameters outside of the body that a checkpoint of another task shares."""
+def head_parameters(module: Any) -> list[Any]:
+    """Return the parameters outside of the body that checkpoints of other tasks share."""
     body = {id(parameter) for parameter in module.base_model.parameters()}
     return [parameter for parameter in module.parameters() if id(parameter) not in body]
 
 
-def merged(module: Any) -> Any:
-    """The plain model with the thin matrices added to the weights beside them."""
+def merge_adapters(module: Any) -> Any:
+    """Return the plain model with its adapters, if any, added to the frozen weights."""
     return module.merge_and_unload() if hasattr(module, "merge_and_unload") else module

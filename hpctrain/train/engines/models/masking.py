@@ -1,6 +1,6 @@
-"""Which words a model has to guess: a function of the seed and the sample's number alone.
+"""Choose and mask tokens for masked language modeling, by the seed and the sample's number alone.
 
-Belongs here: choosing and hiding them. Does not belong here: the loss (see `tasks`).
+Belongs here: choosing and masking. Does not belong here: the loss (see `tasks`).
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import torch
 from hpctrain.engines.training import TrainConfig
 from hpctrain.errors import InvalidInputError, Problem
 
-# Devlin et al. 2018 (arXiv 1810.04805), section 3.1: of all words 15% are guessed; of these 80%
-# are hidden, 10% become another word, and 10% stay.
-GUESSED, HIDDEN, CHANGED = 0.15, 0.8, 0.1
+# Devlin et al. 2018 (arXiv 1810.04805), section 3.1: 15% of all tokens are predicted; of these 80%
+# are masked, 10% become another token, and 10% stay.
+PREDICTED, MASKED, CHANGED = 0.15, 0.8, 0.1
 _MASK = "[MASK]"
 
 
 @dataclass(frozen=True)
 class Masking:
-    """`special` tokens are never guessed; `mask` takes the place of hidden words."""
+    """`special` tokens are never predicted; `mask` replaces masked tokens."""
 
     seed: int
     vocab: int
@@ -32,29 +32,31 @@ class Masking:
     special: tuple[int, ...]
 
     def apply(self, tokens: Any, samples: range) -> tuple[Any, Any]:
-        """(what the model sees, 1 where it has to guess), each [batch, sequence] as `tokens`.
+        """Return (the model's input, True where it has to predict), [batch, sequence] each.
 
-        Numbers are drawn on the CPU, so that every device hides the same words.
+        Numbers are drawn on the CPU, so that every device masks the same tokens.
         """
-        draws = [self._draw(number, tokens.shape[1]) for number in samples]
-        guessed, kind, words = (
+        draws = []
+        for sample in samples:
+            digest = hashlib.sha256(f"{self.seed} {sample}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+            length = tokens.shape[1]
+            selection, action = torch.rand((2, length), generator=generator)
+            others = torch.randint(self.vocab, (length,), generator=generator)
+            draws.append((selection, action, others))
+        selection, action, others = (
             torch.stack(part).to(tokens.device) for part in zip(*draws, strict=True)
         )
         special = torch.tensor(self.special, dtype=tokens.dtype, device=tokens.device)
-        chosen = (guessed < GUESSED) & ~torch.isin(tokens, special)
-        shown = torch.where(chosen & (kind < HIDDEN), self.mask, tokens)
-        changed = chosen & (kind >= HIDDEN) & (kind < HIDDEN + CHANGED)
-        return torch.where(changed, words, shown), chosen
-
-    def _draw(self, sample: int, length: int) -> tuple[Any, Any, Any]:
-        digest = hashlib.sha256(f"{self.seed} {sample}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        guessed, kind = torch.rand((2, length), generator=generator)
-        return guessed, kind, torch.randint(self.vocab, (length,), generator=generator)
+        predicted = (selection < PREDICTED) & ~torch.isin(tokens, special)
+        visible = torch.where(predicted & (action < MASKED), self.mask, tokens)
+        changed = predicted & (action >= MASKED) & (action < MASKED + CHANGED)
+        return torch.where(changed, others, visible), predicted
 
 
 def masking_of(config: TrainConfig) -> Masking:
-    """By the run's tokenizer; without one (made-up data) the last token stands for the mask.
+    """Return the masking by the run's tokenizer; without one (mock data) the last token is the
+    mask.
 
     Raises InvalidInputError for a tokenizer that has no [MASK].
     """
@@ -76,10 +78,10 @@ def masking_of(config: TrainConfig) -> Masking:
 
 
 def special_tokens(tokenizer: Path) -> dict[str, int]:
-    """Special tokens and their ids from a tokenizer.json. Raises InvalidInputError."""
+    """Read the special tokens and their ids from a tokenizer.json. Raises InvalidInputError."""
     try:
         added = json.loads(tokenizer.read_bytes())["added_tokens"]
-        return {one["content"]: int(one["id"]) for one in added if one.get("special")}
+        return {token["content"]: int(token["id"]) for token in added if token.get("special")}
     except (OSError, ValueError, KeyError, TypeError) as error:
         missing = isinstance(error, OSError)
         problem = Problem(f"cannot be read: {error}", str(tokenizer), node_dependent=missing)

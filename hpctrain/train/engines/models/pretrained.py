@@ -1,12 +1,12 @@
-"""A model with the weights of a local Hugging Face directory.
+"""Load a model with the weights of a local Hugging Face directory.
 
-Belongs here: loading, and whether everything has come. Does not belong here: whether the directory
-is complete and the right model (`hpctrain.train.starting`, before torch is imported).
+Belongs here: loading, and checking that all weights were loaded. Does not belong here: whether the
+directory is complete and the right model (`hpctrain.train.starting`, before torch is imported).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,46 +15,43 @@ from safetensors import SafetensorError
 from hpctrain.checkpoints.staged import Staged
 from hpctrain.errors import InvalidInputError, Problem
 
-# Behind the body: made for a task, and so made anew for another one.
+# Behind the body: made for a task, and so new for another one.
 _POOLER = ".pooler."
 
 
 def load_model(model_class: Any, settings: Any, staged: Staged, *, new_head: bool) -> Any:
-    """A module of `model_class` in fp32 with the directory's weights, whatever type they have.
+    """Return a module of `model_class` in fp32 with the directory's weights, of any stored type.
 
     `new_head`: the last layers, which are for other classes or another task, may be missing; they
-    are drawn from the current random state. Raises InvalidInputError for anything else that is
-    missing or left over.
+    are drawn from the current random state. Raises InvalidInputError for any other weight that is
+    missing or unused.
     """
     try:
-        module, told = model_class.from_pretrained(
+        module, report = model_class.from_pretrained(
             staged.path,
             config=settings,
             local_files_only=True,
             use_safetensors=True,
             dtype=torch.float32,
-            ignore_mismatched_sizes=True,  # they are told, all at once
+            ignore_mismatched_sizes=True,  # the report lists all of them
             output_loading_info=True,
         )
     except SafetensorError as error:
         raise InvalidInputError([Problem(f"cannot be read: {error}", str(staged.path))]) from error
-    problems = list(_problems(module, told, new_head=new_head))
-    if problems:
-        raise InvalidInputError([Problem(words, str(staged.path)) for words in problems])
-    return module
-
-
-def _problems(module: Any, told: dict[str, Any], *, new_head: bool) -> Iterator[str]:
     body = f"{module.base_model_prefix}."
-    missing = {*told["missing_keys"], *(one[0] for one in told["mismatched_keys"])}
+    missing = {*report["missing_keys"], *(names[0] for names in report["mismatched_keys"])}
     if new_head:
         missing = {name for name in missing if name.startswith(body) and _POOLER not in name}
-    if missing:
-        yield f"the weights {_some(missing)} are missing or of another shape"
-    unused = {name for name in told["unexpected_keys"] if name.startswith(body)}
+    unused = {name for name in report["unexpected_keys"] if name.startswith(body)}
     unused = {name for name in unused if _POOLER not in name}
+    reasons = []
+    if missing:
+        reasons.append(f"the weights {_some(missing)} are missing or of another shape")
     if unused:
-        yield f"the weights {_some(unused)} belong to no part of {type(module).__name__}"
+        reasons.append(f"the weights {_some(unused)} belong to no part of {type(module).__name__}")
+    if reasons:
+        raise InvalidInputError([Problem(reason, str(staged.path)) for reason in reasons])
+    return module
 
 
 def _some(names: Iterable[str]) -> str:

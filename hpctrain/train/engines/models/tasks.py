@@ -1,7 +1,7 @@
-"""What a model learns from a batch: the sum of its losses, and how many there were.
+"""Compute the loss of a batch for each task: the sum of its losses, and their number.
 
-Belongs here: the forward pass of each task. Does not belong here: means over ranks and
-microbatches, which engines take; which words are masked (see `masking`).
+Belongs here: the forward pass of each task. Does not belong here: sums over ranks and microbatches
+(see `global_batch`), which tokens are masked (see `masking`).
 """
 
 from __future__ import annotations
@@ -13,73 +13,66 @@ import torch
 from torch.nn import functional
 
 from hpctrain.engines.module import ModuleConfig
-from hpctrain.train.engines.models.masking import Masking, masking_of
+from hpctrain.train.engines.models.masking import masking_of
 
 Loss = Callable[[Any, Any], tuple[Any, ...]]
 # logits, labels, mask -> (sum of losses, number of them), as `masked_sum`
-WordLosses = Callable[[Any, Any, Any], tuple[Any, Any]]
+TokenLosses = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 
-def loss_of(config: ModuleConfig, words: WordLosses | None = None) -> Loss:
-    """A function of module and batch: (sum of losses, number of them), two fp32 scalars; for
-    classes, while the module evaluates, also how many were right.
+def loss_of(config: ModuleConfig, token_losses: TokenLosses | None = None) -> Loss:
+    """Return a function of module and batch that returns (sum of losses, number of them).
 
-    `words` takes the place of `masked_sum` where a rank has a part of each word's logits only.
+    These are two fp32 scalars; for a classifier in evaluation mode, the number of correct
+    predictions is a third one. `token_losses` replaces `masked_sum` where a rank has a part of
+    each token's logits only.
 
-    The batch has `tokens`, `labels`, `loss_mask` and `positions` [batch, sequence] for words,
-    `labels` [batch] and either `pixels` [batch, colors, side, side] or `tokens` and
-    `attention_mask` [batch, sequence] for classes.
+    The batch has `tokens`, `labels`, `loss_mask` and `positions` [batch, sequence] for language
+    modeling. For classification it has `labels` [batch] and either `pixels` [batch, colors, side,
+    side] or `tokens` and `attention_mask` [batch, sequence].
     """
     if config.task == "classification":
-        return _classes_of_images if config.model.reads_images else _classes_of_texts
+        reads_images = config.model.reads_images
+
+        def classification(module: Any, batch: Any) -> tuple[Any, ...]:
+            if reads_images:
+                logits = module(pixel_values=batch.pixels).logits
+            else:
+                logits = module(input_ids=batch.tokens, attention_mask=batch.attention_mask).logits
+            loss = masked_sum(logits, batch.labels, torch.ones_like(batch.labels))
+            if module.training:
+                return loss
+            return (*loss, (logits.argmax(-1) == batch.labels).sum())
+
+        return classification
     if config.task == "masked_language_modeling":
-        return _masked_words(masking_of(config))
-    return _next_words(words or masked_sum, packed=config.data_format == "packed")
+        masking = masking_of(config)
 
+        def masked_modeling(module: Any, batch: Any) -> tuple[Any, Any]:
+            visible, predicted = masking.apply(batch.tokens, batch.samples)
+            return masked_sum(module(input_ids=visible).logits, batch.tokens, predicted)
 
-def _next_words(words: WordLosses, *, packed: bool) -> Loss:
-    """Labels are the tokens that follow; GPTDataset has shifted them already.
+        return masked_modeling
+    sum_losses = token_losses or masked_sum
+    packed = config.data_format == "packed"
 
-    `packed`: several texts in one sequence. Positions begin again with each, and none sees another:
-    transformers finds the borders by the positions when there is no mask
-    (masking_utils.py, find_packed_sequence_indices).
-    """
+    def causal_modeling(module: Any, batch: Any) -> tuple[Any, Any]:
+        # Labels are the next tokens: GPTDataset has shifted them already. With several texts in
+        # one sequence, positions restart with each text. Without a mask, transformers finds the
+        # borders by the positions and attends within each text only (masking_utils.py,
+        # find_packed_sequence_indices).
+        positions = dict(position_ids=batch.positions) if packed else {}
+        logits = module(input_ids=batch.tokens, use_cache=False, **positions).logits
+        return sum_losses(logits, batch.labels, batch.loss_mask)
 
-    def loss(module: Any, batch: Any) -> tuple[Any, Any]:
-        places = dict(position_ids=batch.positions) if packed else {}
-        logits = module(input_ids=batch.tokens, use_cache=False, **places).logits
-        return words(logits, batch.labels, batch.loss_mask)
-
-    return loss
-
-
-def _masked_words(masking: Masking) -> Loss:
-    def loss(module: Any, batch: Any) -> tuple[Any, Any]:
-        shown, hidden = masking.apply(batch.tokens, batch.samples)
-        return masked_sum(module(input_ids=shown).logits, batch.tokens, hidden)
-
-    return loss
-
-
-def _classes_of_texts(module: Any, batch: Any) -> tuple[Any, ...]:
-    logits = module(input_ids=batch.tokens, attention_mask=batch.attention_mask).logits
-    return _judged_classes(module, logits, batch.labels)
-
-
-def _classes_of_images(module: Any, batch: Any) -> tuple[Any, ...]:
-    return _judged_classes(module, module(pixel_values=batch.pixels).logits, batch.labels)
-
-
-def _judged_classes(module: Any, logits: Any, labels: Any) -> tuple[Any, ...]:
-    """logits [batch, classes], labels [batch]; nobody asks how many were right while training."""
-    both = masked_sum(logits, labels, torch.ones_like(labels))
-    return both if module.training else (*both, (logits.argmax(-1) == labels).sum())
+    return causal_modeling
 
 
 def masked_sum(logits: Any, labels: Any, mask: Any) -> tuple[Any, Any]:
-    """Cross entropy where `mask` is 1; logits [..., classes], the others without the last axis.
+    """Sum the cross entropy where `mask` is 1; returns (sum, number of labels) in fp32.
 
-    In fp32: sums of log-probabilities over a large vocabulary lose too much in bf16.
+    logits [..., classes], the others without the last axis. In fp32, because sums of
+    log-probabilities over a large vocabulary lose too much precision in bf16.
     """
     losses = functional.cross_entropy(
         logits.float().flatten(0, -2), labels.flatten(), reduction="none"

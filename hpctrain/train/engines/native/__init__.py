@@ -1,4 +1,4 @@
-"""PyTorch's own data parallelism for Hugging Face's models: FSDP (`fully_shard`) and DDP.
+"""Train Hugging Face models with PyTorch's own data parallelism: FSDP (`fully_shard`) and DDP.
 
-Importing this package imports nothing; its module `assembly` is the way in.
+Importing this package imports nothing; its entry point is the module `assembly`.
 """

@@ -1,8 +1,8 @@
-"""How DistributedDataParallel sums gradients over a slow link: fewer bytes than fp32 has.
+"""Reduce the bytes that DistributedDataParallel sends to sum gradients over a slow link.
 
 `bf16`, `fp16` and `powersgd` are PyTorch's own hooks (torch/distributed/algorithms/ddp_comm_hooks;
 PowerSGD: Vogels et al. 2019, arXiv 1905.13727). `hierarchical` is ours: exact within a node, in
-bf16 between nodes, where each rank of a node carries its part of the bucket. Belongs here: hooks
+bf16 between nodes, where each rank of a node sends its part of the bucket. Belongs here: hooks
 and their groups. Does not belong here: when gradients are summed.
 """
 
@@ -19,13 +19,16 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from hpctrain.engines.native import NativeConfig
 from hpctrain.train.device import on_cpu
 
-# Sums of low rank begin when the gradients have settled (powerSGD_hook.py recommends a warm-up).
+# Low-rank sums begin when the gradients have settled (powerSGD_hook.py recommends a warm-up).
 _EXACT_STEPS = 10
 
 
 @dataclass(frozen=True)
-class Levels:
-    """The ranks of this rank's node, and those with the same place on the other nodes."""
+class NodeGroups:
+    """The ranks of this rank's node (`inside`), and its counterparts on other nodes (`across`).
+
+    `stream`: the CUDA stream of the hook; None on a CPU.
+    """
 
     inside: Any
     across: Any
@@ -34,10 +37,10 @@ class Levels:
 
 
 def register_hook(config: NativeConfig, wrapped: Any) -> None:
-    """Put the hook of the spec in force; all ranks must call this."""
+    """Register the hook of the spec; all ranks must call this."""
     name = config.ddp.hook
     if name == "bf16":
-        # DDP takes it for NCCL only, by its name; gloo sums bf16 as well
+        # DDP accepts it for NCCL only, by its name; gloo sums bf16 as well
         plain = default_hooks.bf16_compress_hook
         hook = (lambda state, bucket: plain(state, bucket)) if on_cpu() else plain
         wrapped.register_comm_hook(None, hook)
@@ -49,13 +52,16 @@ def register_hook(config: NativeConfig, wrapped: Any) -> None:
         )
         wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     elif name == "hierarchical":
-        # DDP wants real types as annotations, or none
-        levels = open_levels(config)
-        wrapped.register_comm_hook(levels, lambda state, bucket: sum_by_levels(state, bucket))
+        # DDP checks annotations, which must be types, not strings, or missing
+        groups = open_node_groups(config)
+        wrapped.register_comm_hook(groups, lambda state, bucket: sum_hierarchically(state, bucket))
 
 
-def open_levels(config: NativeConfig) -> Levels:
-    """The groups of both levels; ranks of one node are neighbours (srun --distribution=block)."""
+def open_node_groups(config: NativeConfig) -> NodeGroups:
+    """Make the groups of both levels; ranks of one node are adjacent (srun --distribution=block).
+
+    All ranks must call this.
+    """
     size, node = config.world_size, min(config.node_size, config.world_size)
     rank = dist.get_rank()
     rows = [list(range(first, first + node)) for first in range(0, size, node)]
@@ -63,36 +69,36 @@ def open_levels(config: NativeConfig) -> Levels:
     inside = [dist.new_group(ranks) for ranks in rows][rank // node]
     across = [dist.new_group(ranks) for ranks in columns][rank % node]
     stream = torch.cuda.Stream() if torch.cuda.is_available() else None
-    return Levels(inside, across, size, stream)
+    return NodeGroups(inside, across, size, stream)
 
 
-def sum_by_levels(levels: Levels, bucket: Any) -> Any:
-    """A communication hook: the mean of the bucket over all ranks.
+def sum_hierarchically(groups: NodeGroups, bucket: Any) -> Any:
+    """Compute the mean of the bucket over all ranks; a communication hook, returns a future.
 
-    Scattered sums within the node in full, sums of the parts between nodes in bf16, gathered
-    within the node again: between nodes each byte of a bucket goes once per node, and half of it.
+    Sums are scattered within the node in full precision, summed between nodes in bf16, and gathered
+    within the node again. Between nodes each element is sent once per node, in half its bytes.
     """
     flat = bucket.buffer()
-    done: Any = torch.futures.Future(devices=[flat.device] if levels.stream else None)
-    with _beside(levels.stream):
-        flat.div_(levels.world_size)
-        node = dist.get_world_size(levels.inside)
+    done: Any = torch.futures.Future(devices=[flat.device] if groups.stream else None)
+    with _on_stream(groups.stream):
+        flat.div_(groups.world_size)
+        node = dist.get_world_size(groups.inside)
         padded = torch.nn.functional.pad(flat, (0, -len(flat) % node))
         part = padded.new_empty(len(padded) // node)
-        dist.reduce_scatter_tensor(part, padded, group=levels.inside)
-        if dist.get_world_size(levels.across) > 1:
+        dist.reduce_scatter_tensor(part, padded, group=groups.inside)
+        if dist.get_world_size(groups.across) > 1:
             half = part.to(torch.bfloat16)
-            dist.all_reduce(half, group=levels.across)
+            dist.all_reduce(half, group=groups.across)
             part.copy_(half)
-        dist.all_gather_into_tensor(padded, part, group=levels.inside)
+        dist.all_gather_into_tensor(padded, part, group=groups.inside)
         flat.copy_(padded[: len(flat)])
         done.set_result(flat)
     return done
 
 
 @contextlib.contextmanager
-def _beside(stream: Any) -> Any:
-    """On a stream of its own, so that the backward pass goes on; on a CPU: at once."""
+def _on_stream(stream: Any) -> Any:
+    """Run the block on this stream, beside the backward pass; on a CPU: synchronously."""
     if stream is None:
         yield
         return

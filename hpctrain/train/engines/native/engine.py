@@ -1,8 +1,8 @@
-"""FSDP and DDP as the training loop knows an engine: one step, one evaluation.
+"""Make one training step and one evaluation with FSDP or DDP, for the training loop.
 
-The loss is the mean over everything that counts in the whole global batch, however it is spread
-over ranks and microbatches. Belongs here: the order of things within a step. Does not belong here:
-how the module is wrapped and its optimizer built.
+The loss is the mean over all labels of the global batch, however it is distributed over ranks and
+microbatches. Belongs here: the order of work within a step. Does not belong here: how the module is
+wrapped and its optimizer built.
 """
 
 from __future__ import annotations
@@ -19,8 +19,13 @@ from torch.distributed.tensor import DTensor
 from hpctrain.engines.native import NativeConfig
 from hpctrain.train.data import Data
 from hpctrain.train.engine import Evaluation, Update, evaluated
+from hpctrain.train.engines.models.global_batch import (
+    LossTotals,
+    evaluation_totals,
+    nominal_labels,
+)
 from hpctrain.train.engines.models.tasks import Loss
-from hpctrain.train.engines.native.mesh import Mesh
+from hpctrain.train.engines.native.mesh import NativeMesh
 from hpctrain.train.engines.native.optimizer import scale_and_clip, set_rate
 from hpctrain.train.numerics import are_finite
 from hpctrain.train.schedule import learning_rate
@@ -29,64 +34,51 @@ from hpctrain.train.times import StepClock
 
 @dataclass
 class NativeEngine:
-    """All parts on one rank; `hpctrain.train.engine.Engine` says the rest.
+    """All parts on one rank; implements `hpctrain.train.engine.Engine`.
 
-    `finished_steps` decides the learning rate; whoever loads a checkpoint sets it.
+    `finished_steps` determines the learning rate; set it after loading a checkpoint.
     """
 
     config: NativeConfig
-    mesh: Mesh
+    mesh: NativeMesh
     module: Any
     optimizer: torch.optim.Optimizer
     data: Data
     loss: Loss
     clock: StepClock
     finished_steps: int = 0
-    # gradients of other ranks are in this rank's when it sees them: the norm tells, for all
+    # this rank's gradients include those of other ranks: the norm shows bad ones, for all
     rejection: str | None = field(default=None, init=False)
 
     def update(self, first_sample: int, before_step: Callable[[], None]) -> Update:
-        """Forward, backward, optimizer."""
+        """Run forward, backward and optimizer.
+
+        Gradients are averaged over ranks with the last microbatch.
+        """
         rate = learning_rate(self.config, self.finished_steps)
         self.optimizer.zero_grad(set_to_none=True)
-        totals, summed = self._accumulate(first_sample)
+        nominal = nominal_labels(self.config)
+        scale, microbatches = self.mesh.size / nominal, self.config.microbatches
+        losses = LossTotals(microbatches, self.mesh.device)
+        for number, batch in enumerate(self.data.training.microbatches(first_sample)):
+            with self._gradient_sync(number == microbatches - 1):
+                with self.clock.computing(), self._autocast():
+                    loss_sum, count = self.loss(self.module, batch)
+                losses.add(loss_sum, count)
+                with self.clock.timing("backward"):
+                    (loss_sum * scale).backward()
         before_step()
-        summed.wait()
-        factor = self._nominal / totals[1].clamp(min=1)
+        totals = losses.wait()
+        factor = nominal / totals[1].clamp(min=1)
         norm = scale_and_clip(self.optimizer, factor, self.config.clip_grad)
         set_rate(self.optimizer, rate)
         self.optimizer.step()
         self.finished_steps += 1
         return Update(totals, norm, rate)
 
-    @property
-    def _nominal(self) -> float:
-        """What the losses are divided by at first; what really counts is known afterwards, and
-        where everything counts (pretraining) it is the same number."""
-        return float(self.config.global_batch_size * self.config.labels_per_sample)
-
-    def _accumulate(self, first_sample: int) -> tuple[Any, Any]:
-        """Gradients of all microbatches, averaged over ranks with the last.
-
-        Returns [losses, count] and what to wait for until they are sums over all ranks: these are
-        taken beside the last backward pass.
-        """
-        totals, summed = torch.zeros(2, device=self.mesh.device), None
-        scale, last = self.mesh.size / self._nominal, self.config.microbatches - 1
-        for number, batch in enumerate(self.data.training.microbatches(first_sample)):
-            with self._summing(number == last):
-                with self.clock.computing(), self._precision():
-                    loss_sum, count = self.loss(self.module, batch)
-                totals += torch.stack([loss_sum.detach().float(), count.float()])
-                if number == last:
-                    summed = dist.all_reduce(totals, async_op=True)
-                with self.clock.timing("backward"):
-                    (loss_sum * scale).backward()
-        return totals, summed
-
     @contextlib.contextmanager
-    def _summing(self, last: bool) -> Any:
-        """Gradients are summed over ranks in the backward pass of the last microbatch only."""
+    def _gradient_sync(self, last: bool) -> Any:
+        """Sum gradients over ranks in the backward pass of the last microbatch only."""
         if self.config.engine == "fsdp":
             self.module.set_requires_gradient_sync(last)
             yield
@@ -94,23 +86,21 @@ class NativeEngine:
             with contextlib.nullcontext() if last else self.module.no_sync():
                 yield
 
-    def _precision(self) -> Any:
-        """FSDP casts weights itself; under DDP operations choose (torch.autocast)."""
+    def _autocast(self) -> Any:
+        """Return the precision of operations: FSDP casts weights itself, DDP uses autocast."""
         half = self.config.engine == "ddp" and self.config.precision == "bf16"
         return torch.autocast(self.mesh.device.type, torch.bfloat16, enabled=half)
 
     def evaluate(self, batches: Iterable[int]) -> Evaluation | None:
-        """Without dropout, hence without drawing random numbers."""
-        samples, config = self.data.validation, self.config
+        """Evaluate without dropout, hence without drawing random numbers."""
+        samples, batch_size = self.data.validation, self.config.global_batch_size
         if samples is None:
             return None
-        totals: Any = 0  # of as many numbers as the task tells
         self.module.eval()
-        with torch.no_grad(), self._precision():
-            for number in batches:
-                for batch in samples.microbatches(number * config.global_batch_size):
-                    told = self.loss(self.module, batch)
-                    totals = totals + torch.stack([one.float() for one in told])
+        with torch.no_grad(), self._autocast():
+            totals = evaluation_totals(
+                samples, batches, batch_size, lambda batch: self.loss(self.module, batch)
+            )
         self.module.train()
         dist.all_reduce(totals)
         return evaluated(totals)

@@ -1,4 +1,4 @@
-"""The process groups of one rank: copies of the model, and the ranks that share a copy.
+"""Join the process groups of one rank: copies of the model, and the ranks that share a copy.
 
 Belongs here: torch.distributed and seeding. Does not belong here: what is computed on them.
 """
@@ -20,10 +20,11 @@ from hpctrain.train.rank_environment import Launch
 
 
 @dataclass(frozen=True)
-class Mesh:
-    """Where this rank computes. `shards`: the DeviceMesh that `fully_shard` takes; None for DDP.
+class NativeMesh:
+    """The device and groups of this rank.
 
-    `control` is a gloo group of all ranks for agreements, apart from the collectives on GPUs.
+    `shards`: the DeviceMesh that `fully_shard` takes; None for DDP. `control` is a gloo group of
+    all ranks for agreements, apart from the collectives on GPUs.
     """
 
     device: torch.device
@@ -34,11 +35,11 @@ class Mesh:
 
     @property
     def share(self) -> Share:
-        """Every rank reads samples of its own."""
+        """Every rank reads its own samples."""
         return Share(self.rank, self.size, self.device)
 
 
-def open_mesh(config: NativeConfig, launch: Launch) -> Mesh:
+def open_mesh(config: NativeConfig, launch: Launch) -> NativeMesh:
     """Join the launch's process groups; all ranks must call this."""
     device = choose_device(launch)
     timeout = timedelta(seconds=config.distributed_timeout_seconds)
@@ -49,24 +50,19 @@ def open_mesh(config: NativeConfig, launch: Launch) -> Mesh:
         timeout=timeout,
     )
     seed_dropout(config.seed, launch.rank)
-    return Mesh(
-        device=device,
-        rank=launch.rank,
-        size=launch.world_size,
-        control=dist.new_group(backend="gloo", timeout=timeout),
-        shards=_shards(config, device) if config.engine == "fsdp" else None,
+    control = dist.new_group(backend="gloo", timeout=timeout)
+    shards = None
+    if config.engine == "fsdp":
+        # one axis, or two: copies of the model outside, the shards of a copy on adjacent ranks
+        copies = config.data_parallel_size // config.shard_size
+        axes = {"copy": copies} if copies > 1 else {}
+        axes["shard"] = config.shard_size
+        shards = init_device_mesh(device.type, (*axes.values(),), mesh_dim_names=(*axes,))
+    return NativeMesh(
+        device=device, rank=launch.rank, size=launch.world_size, control=control, shards=shards
     )
 
 
-def _shards(config: NativeConfig, device: torch.device) -> Any:
-    """One axis, or two: whole copies outside, the shards of one copy on neighbouring ranks."""
-    copies = config.data_parallel_size // config.shard_size
-    if copies == 1:
-        return init_device_mesh(device.type, (config.shard_size,), mesh_dim_names=("shard",))
-    shape, names = (copies, config.shard_size), ("copy", "shard")
-    return init_device_mesh(device.type, shape, mesh_dim_names=names)
-
-
 def seed_dropout(seed: int, rank: int) -> None:
-    """Ranks read different samples, so each draws masks of its own."""
+    """Seed each rank differently, because ranks read different samples."""
     torch.manual_seed(seed + rank)

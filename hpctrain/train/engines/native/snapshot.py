@@ -1,8 +1,8 @@
-"""A checkpoint of FSDP or DDP: torch.distributed.checkpoint's files, for any number of ranks.
+"""Save and restore FSDP and DDP as torch.distributed.checkpoint's files, for any number of ranks.
 
-Weights and optimizer state are stored by their names in the model, so that FSDP and DDP can go on
-from each other's checkpoints, with more ranks or fewer. Belongs here: what is in the state and
-putting a loaded one back. Does not belong here: planning and files (see `storage`), processes and
+Weights and optimizer state are stored by their names in the model, so that FSDP and DDP can resume
+each other's checkpoints, with more ranks or fewer. Belongs here: what is in the state, and
+restoring it. Does not belong here: planning and files (see `checkpoint_storage`), processes and
 publishing (see `hpctrain.train.saving.saver`).
 """
 
@@ -12,7 +12,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
@@ -24,7 +23,8 @@ from torch.distributed.checkpoint.state_dict import (
 from hpctrain.durable import replace_text
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.train.engine import Form, Position, Writing
-from hpctrain.train.engines.native.checkpoint_storage import Storage
+from hpctrain.train.engines.models.random_state import random_state, set_random_state
+from hpctrain.train.engines.native.checkpoint_storage import CheckpointStorage
 from hpctrain.train.engines.native.engine import NativeEngine
 from hpctrain.train.engines.native.mesh import seed_dropout
 from hpctrain.train.saving.resume_checks import check_sample_order, damage_named
@@ -33,18 +33,18 @@ from hpctrain.train.step_agreement import Control
 _ABOUT = "about.json"
 
 
-class Snapshot:
-    """The parts whose state makes a checkpoint."""
+class NativeSnapshot:
+    """The parts whose state makes a checkpoint; implements `hpctrain.train.engine.Snapshot`."""
 
     form = Form(leader_files=(".metadata", _ABOUT), shards="*.distcp")
 
     def __init__(self, engine: NativeEngine, order: dict[str, Any], control: Control) -> None:
         self._engine = engine
         self._order = order
-        self._storage = Storage(engine.mesh.control, control)
+        self._storage = CheckpointStorage(engine.mesh.control, control)
 
     def estimated_bytes(self, control: Control) -> int:
-        """Weights as they are kept, and two moments of 4 bytes for each that is learned."""
+        """Estimate the size on disk: weights, and two moments of 4 bytes per trainable one."""
         size_bytes = 0.0
         for parameter in self._engine.module.parameters():
             here = getattr(parameter, "_local_tensor", parameter).numel()
@@ -53,7 +53,11 @@ class Snapshot:
         return int(control.total(size_bytes) / copies)
 
     def plan(self, position: Position, directory: Path) -> Writing:
-        self._settle_buffers()
+        if self._engine.config.engine == "ddp":
+            # DDP takes rank 0's buffers (running statistics of batch norms) at the next forward
+            # pass; the checkpoint must hold the same.
+            for buffer in self._engine.module.buffers():
+                dist.broadcast(buffer, src=0)
         if self._engine.mesh.rank == 0:
             about = dict(
                 step=position.step,
@@ -65,44 +69,24 @@ class Snapshot:
         return self._storage.plan(self._state(), directory)
 
     def restore(self, directory: Path) -> tuple[Position, str | None]:
-        """Load everything from `directory`; a remark if the random state could not be kept.
+        """Load everything from `directory`; returns a remark if the random state was re-seeded.
 
-        Raises InvalidInputError when the checkpoint belongs to another order of samples,
-        LoadFailedError when its files are damaged.
+        Raises InvalidInputError if the checkpoint belongs to another order of samples or another
+        model, LoadFailedError if its files are damaged.
         """
+        engine, mesh = self._engine, self._engine.mesh
         with damage_named(directory):
             about = json.loads((directory / _ABOUT).read_text())
         check_sample_order(self._order, about["sample_order"], directory)
-        same_ranks = about["world_size"] == self._engine.mesh.size
-        state = self._state(random=same_ranks)
+        saved_ranks = about["world_size"]
+        state = self._state(random=saved_ranks == mesh.size)
         with damage_named(directory):
             _check_names(state, directory)
             dcp.load(
                 state,
                 storage_reader=dcp.FileSystemReader(directory),
-                process_group=self._engine.mesh.control,
+                process_group=mesh.control,
             )
-        self._put_back(state)
-        position = Position(about["step"], about["consumed_samples"])
-        self._engine.finished_steps = position.step
-        return position, self._set_random(state, about["world_size"], position)
-
-    def _state(self, *, random: bool = True) -> dict[str, Any]:
-        """What is stored, with tensors of the right shapes to load into."""
-        engine = self._engine
-        weights, optimizer = get_state_dict(engine.module, engine.optimizer, options=self._options)
-        state: dict[str, Any] = {"model": weights, "optimizer": optimizer}
-        if random:
-            state[self._random_key] = _random_state()
-        return state
-
-    @property
-    def _options(self) -> StateDictOptions:
-        """With LoRA only what is learned: the rest is read from where it came from."""
-        return StateDictOptions(ignore_frozen_params=self._engine.config.lora is not None)
-
-    def _put_back(self, state: dict[str, Any]) -> None:
-        engine = self._engine
         frozen = engine.config.lora is not None
         set_state_dict(
             engine.module,
@@ -111,43 +95,38 @@ class Snapshot:
             optim_state_dict=state["optimizer"],
             options=StateDictOptions(ignore_frozen_params=frozen, strict=not frozen),
         )
+        position = Position(about["step"], about["consumed_samples"])
+        engine.finished_steps = position.step
+        if saved_ranks == mesh.size:
+            set_random_state(state[self._random_key], mesh.device)
+            return position, None
+        seed_dropout(engine.config.seed + position.step, mesh.rank)
+        return position, f"random state re-seeded: saved with {saved_ranks} ranks, now {mesh.size}"
+
+    def _state(self, *, random: bool = True) -> dict[str, Any]:
+        """Return what is stored, with tensors of the right shapes to load into.
+
+        With LoRA that is trainable weights only: the others come from the pretrained model.
+        """
+        engine = self._engine
+        options = StateDictOptions(ignore_frozen_params=engine.config.lora is not None)
+        weights, optimizer = get_state_dict(engine.module, engine.optimizer, options=options)
+        state: dict[str, Any] = {"model": weights, "optimizer": optimizer}
+        if random:
+            state[self._random_key] = random_state()
+        return state
 
     @property
     def _random_key(self) -> str:
-        """Ranks read different samples, so each has a state of its own."""
+        """Each rank has its own state, because ranks read different samples."""
         return f"random.{self._engine.mesh.rank}"
-
-    def _set_random(self, state: dict[str, Any], saved_ranks: int, at: Position) -> str | None:
-        mesh, config = self._engine.mesh, self._engine.config
-        if saved_ranks == mesh.size:
-            kept = state[self._random_key]
-            torch.set_rng_state(kept["cpu"])
-            if mesh.device.type == "cuda" and "cuda" in kept:
-                torch.cuda.set_rng_state(kept["cuda"])
-            return None
-        seed_dropout(config.seed + at.step, mesh.rank)
-        return f"random state re-seeded: saved with {saved_ranks} ranks, now {mesh.size}"
-
-    def _settle_buffers(self) -> None:
-        """DDP takes rank 0's buffers at the next forward pass (running statistics of batch norms);
-        the checkpoint must hold the same."""
-        if self._engine.config.engine == "ddp":
-            for buffer in self._engine.module.buffers():
-                dist.broadcast(buffer, src=0)
-
-
-def _random_state() -> dict[str, Any]:
-    state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
 
 
 def _check_names(state: dict[str, Any], directory: Path) -> None:
-    """Raise InvalidInputError where the checkpoint is of another model."""
+    """Raise InvalidInputError if the checkpoint is of another model."""
     known = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
-    wanted = {f"model.{name}" for name in state["model"]}
-    missing = sorted(wanted - known.keys())
+    expected = {f"model.{name}" for name in state["model"]}
+    missing = sorted(expected - known.keys())
     if missing:
         few = ", ".join(missing[:3]) + (" ..." if len(missing) > 3 else "")
         message = f"the checkpoint has no {few}: it is of another model"
