@@ -84,7 +84,7 @@ def test_a_changed_file_is_not_silently_left_unread(installed: Path, tmp_path: P
     other = ds_config(DeepSpeedConfig(**{**GOOD, "zero_stage": 2}))
     run.ds_config.write_text(json.dumps(other))
     (line,) = problems(tmp_path)
-    assert "ds_config.json: says something else than train.json" in line
+    assert "ds_config.json: differs from train.json" in line
     fewer = run.ds_config_for(1)
     fewer.write_text(json.dumps(ds_config(DeepSpeedConfig(**GOOD))))
     assert problems(tmp_path) == [], "this launch is of the other size"

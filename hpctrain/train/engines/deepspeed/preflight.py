@@ -37,7 +37,7 @@ def deepspeed_problems(config: DeepSpeedConfig, run: RunLayout) -> Iterator[Prob
     # be ignored, which must not happen silently.
     documents = [_parsed(path.read_bytes()) for path in run.ds_configs if path.is_file()]
     if documents and ds_config(config) not in documents:
-        message = "says something else than train.json, and would not be read"
+        message = "differs from train.json, and would be ignored"
         yield Problem(message, str(run.ds_config), hint="change the spec, and submit a new run")
     yield from _layout_problems(config)
 

@@ -190,7 +190,7 @@ def check_layout(
     now = layout_of(config)
     kind = metadata["distrib_optim_sharding_type"]
     if kind == "dp_reshardable" and config.use_distributed_optimizer and saved != now:
-        message = f"was saved as {kind} with tp, pp, dp {saved}, and is now wanted with {now}"
+        message = f"was saved as {kind} with tp, pp, dp {saved}, and is now resumed with {now}"
         hint = "resume with the same layout; save as fully_reshardable to change it"
         raise InvalidInputError([Problem(message, str(directory), hint=hint)])
 

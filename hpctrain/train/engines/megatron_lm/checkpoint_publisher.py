@@ -177,7 +177,7 @@ class CheckpointPublisher:
             source = self.directory / checkpoint_name(step)
             if not (source / "metadata.json").is_file():
                 raise CheckpointError(
-                    f"Megatron-LM says that it saved {source.name}: it is incomplete"
+                    f"Megatron-LM reports that it saved {source.name}, but it is incomplete"
                 )
             # Some versions add a tokenizer after they have moved the tracker: wait until no size
             # changes between two polls, or until the program has ended.

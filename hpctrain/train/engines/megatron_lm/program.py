@@ -242,6 +242,6 @@ def _outcome(job: Job, publisher: CheckpointPublisher, resume_step: int) -> tupl
         return "done", newest
     if newest == resume_step:
         message = "Megatron-LM ended by itself without an error and without a checkpoint"
-        hint = "its log says why; it prints some refusals and leaves with code 0"
+        hint = "its log has the reason; it exits with code 0 after some argument errors"
         raise InvalidInputError([Problem(message, hint=hint)])
     return "yielded", newest

@@ -1,7 +1,7 @@
 """Forward stop requests, from our signals and the stop file, to Megatron-LM's signal handler.
 
 Megatron-LM installs a handler for SIGTERM while it starts (dist_signal_handler.py), and checks it
-after each step on all ranks together. It ignores other signals and knows no files. It cannot be
+after each step on all ranks together. It ignores other signals and reads no files. It cannot be
 made to save without ending the launch. Belongs here: translating requests. Does not belong here:
 what follows (Megatron-LM saves and exits).
 """
