@@ -33,7 +33,6 @@ from hpctrain.slurm.records import (
     version_numbers,
 )
 
-_NO_SUCH_JOB = "Invalid job id specified"
 _Parsed = TypeVar("_Parsed")
 
 
@@ -92,7 +91,7 @@ class SlurmClient:
         argv.append(f"--Format={parse.long_format(parse.SQUEUE_FIELDS)}")
         answer = self._ask(argv)
         # For one unknown id squeue fails; of several it prints the known ones.
-        if answer.returncode != 0 and len(ids) == 1 and _NO_SUCH_JOB in answer.stderr:
+        if answer.returncode != 0 and len(ids) == 1 and parse.is_unknown_job(answer.stderr):
             return {}
         text = _answered(argv, answer)
         found = _parsed("squeue", lambda: parse.jobs_from_squeue(text))

@@ -56,6 +56,14 @@ _UNREACHABLE = (
     *("unable to resolve",),
 )
 
+# src/common/slurm_errno.c
+_UNKNOWN_JOB = "Invalid job id"
+_REQUEUE_REFUSALS = {
+    "Job is pending execution": RequeueResult.ALREADY_PENDING,
+    "presently disabled": RequeueResult.DISABLED,
+    _UNKNOWN_JOB: RequeueResult.UNKNOWN_JOB,
+}
+
 
 def long_format(fields: Iterable[str]) -> str:
     """The argument of squeue's `-O` that prints `fields` untruncated and separated safely."""
@@ -236,17 +244,18 @@ test_only_answer.__test__ = False  # type: ignore[attr-defined]
 
 
 def requeue_result(returncode: int, text: str) -> RequeueResult:
-    """What `scontrol requeue` meant (src/common/slurm_errno.c has the sentences)."""
+    """Classify the result of `scontrol requeue`."""
     if returncode == 0:
         return RequeueResult.DONE
-    for words, result in (
-        ("Job is pending execution", RequeueResult.ALREADY_PENDING),
-        ("presently disabled", RequeueResult.DISABLED),
-        ("Invalid job id", RequeueResult.UNKNOWN_JOB),
-    ):
+    for words, result in _REQUEUE_REFUSALS.items():
         if words in text:
             return result
     return RequeueResult.UNREACHABLE if is_unreachable(text) else RequeueResult.REFUSED
+
+
+def is_unknown_job(text: str) -> bool:
+    """True if the controller refused because it does not know the job (any more)."""
+    return _UNKNOWN_JOB in text
 
 
 def is_unreachable(text: str) -> bool:

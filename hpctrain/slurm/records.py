@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from hpctrain.slurm.reasons import JobEnd, JobHold, WaitReason, job_end, job_hold, wait_reason
 from hpctrain.slurm.states import JobState
 
 
@@ -55,6 +56,21 @@ class JobRecord:
     def submitted_id(self) -> int:
         """The id that sbatch has printed."""
         return self.array_job_id or self.job_id
+
+    @property
+    def hold(self) -> JobHold | None:
+        """Who keeps the job from starting until it is released; None if nobody does."""
+        return job_hold(self.state, self.reason)
+
+    @property
+    def wait(self) -> WaitReason | None:
+        """Why the scheduler does not start the job, if its reason is a known one."""
+        return wait_reason(self.reason)
+
+    @property
+    def end(self) -> JobEnd | None:
+        """Why Slurm ends or ended the job; None if neither state nor reason names that."""
+        return job_end(self.state, self.reason)
 
     def belongs_to(self, ids: Collection[int]) -> bool:
         """It is one of these jobs, or an element of one that is an array."""
@@ -182,6 +198,11 @@ class NodeState:
     def is_down(self) -> bool:
         """Nothing can be started on it. A drained node goes on until its jobs have left it."""
         return self.state in ("down", "fail", "error", "powered_down", "powering_down", "unknown")
+
+    @property
+    def is_drained(self) -> bool:
+        """It takes no new jobs, by the will of an administrator or a health check."""
+        return "drain" in self.state
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from hpctrain.slurm.states import JobState
 from hpctrain.supervise.act.requeue import requeue
 from hpctrain.supervise.context import AttemptContext, say
 from hpctrain.supervise.evidence.job_facts import job_facts
@@ -88,7 +89,7 @@ class Guard:
         if context.config.continuation != "requeue":
             return  # its successor is in the queue already
         facts = job_facts(context, patient=False)
-        if facts is None or facts.state != "RUNNING":
+        if facts is None or facts.state is not JobState.RUNNING:
             return
         words = "the run directory does not answer and the job is being ended: back into the queue"
         in_time(lambda: say(words), _SPEAKING_SECONDS)

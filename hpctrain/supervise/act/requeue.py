@@ -11,11 +11,14 @@ from collections.abc import Callable, Sequence
 
 from hpctrain.errors import SlurmError
 from hpctrain.slurm.client import SlurmClient
+from hpctrain.slurm.reasons import JobEnd
 from hpctrain.slurm.records import RequeueAnswer, RequeueResult
 from hpctrain.slurm.states import JobState
 
 _PATIENCE_SECONDS = 600.0
 _RETRY_SECONDS = 3.0
+# Of a job that is completing: the attempt ends and not the run, so it is requeued all the same.
+_ENDS_BY_SLURM = (JobEnd.TIME_LIMIT, JobEnd.NODE_FAILED)
 
 
 def requeue(slurm: SlurmClient, job_id: int) -> tuple[bool, str]:
@@ -66,6 +69,6 @@ def _cancelled_meanwhile(slurm: SlurmClient, job_id: int) -> bool:
         return False
     if job is None:
         return False
-    by_slurm = job.reason in ("TimeLimit", "NodeDown") or job.preempt_time is not None
+    by_slurm = job.end in _ENDS_BY_SLURM or job.preempt_time is not None
     ending = job.state is JobState.COMPLETING and not by_slurm
     return job.state is JobState.CANCELLED or ending

@@ -131,7 +131,7 @@ def find_lines(
     ]
     return (
         *(finding for found in (*words, *kernels) for finding in found),
-        *scanner.lines(evidence.notices, "srun", at=now),
+        *scanner.lines(evidence.notice_lines, "srun", at=now),
         *scanner.logs(_log_directory(context), traces.step_before, ranks),
     )
 

@@ -146,7 +146,7 @@ def _look(slurm: SlurmClient, job_id: int, nodes: Sequence[str], since: float) -
         if one.is_down:
             gone[node] = f"Slurm says that it is {one.state}"
     silent = frozenset(node for node, one in states.items() if not one.responding)
-    drained = tuple(node for node in nodes if node in states and "drain" in states[node].state)
+    drained = tuple(node for node in nodes if node in states and states[node].is_drained)
     leaving = frozenset(node for node, one in states.items() if one.leaving)
     return _Look(gone, silent, drained, leaving)
 

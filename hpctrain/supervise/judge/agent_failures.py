@@ -8,13 +8,11 @@ translation. Does not belong here: reading the records (`store.signs`), what fol
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Sequence
 from dataclasses import replace
 
+from hpctrain.slurm.messages import TaskFailure
 from hpctrain.store.run_records import AgentRecord
-from hpctrain.supervise.judge.documents import TaskFailure
-from hpctrain.supervise.judge.slurm_words import exit_code
 
 # In the place of a rank's number, which a failure of an agent must not seem to have.
 AGENT = "agent"
@@ -29,7 +27,13 @@ def failures_below_agents(
     told = {record.node for record in records}
     agents = [replace(one, tasks=AGENT) for one in said_by_srun if one.node not in told]
     ranks = [
-        TaskFailure(record.node, str(end.rank), _words(end.code), record.time)
+        TaskFailure(
+            record.node,
+            str(end.rank),
+            code=end.code if end.code >= 0 else None,
+            signal=-end.code if end.code < 0 else None,
+            at=record.time,
+        )
         for record in records
         for end in record.ended
     ]
@@ -39,12 +43,5 @@ def failures_below_agents(
 def _order(failure: TaskFailure) -> float:
     """srun's word about an agent that was killed comes a little after what the death of its ranks
     does to others; the supervisor's own kill comes much later."""
-    killed = failure.tasks == AGENT and exit_code(failure) is None
+    killed = failure.tasks == AGENT and failure.code is None
     return failure.at - (_SRUN_IS_LATE_SECONDS if killed else 0.0)
-
-
-def _words(code: int) -> str:
-    """As srun says it (src/srun/libsrun/launch.c): `Killed`, or `Exited with exit code 3`."""
-    if code >= 0:
-        return f"Exited with exit code {code}"
-    return signal.strsignal(-code) or f"Signal {-code}"

@@ -17,9 +17,6 @@ from hpctrain.supervise.judge.documents import Evidence, Verdict
 from hpctrain.supervise.judge.fingerprint import fingerprint
 from hpctrain.supervise.judge.rank_verdict import by_ranks
 from hpctrain.supervise.judge.scheduler_verdict import by_requests, by_slurm
-from hpctrain.supervise.judge.slurm_words import is_notice, read_task_failure
-
-__all__ = ["classify", "is_notice", "read_task_failure"]
 
 _MOST_EVIDENCE = 6
 _LONGEST_LINE = 400
@@ -35,7 +32,7 @@ def classify(evidence: Evidence) -> Verdict:
         Verdict(
             Cause.UNKNOWN,
             f"srun ended with code {evidence.srun_exit_code} and nothing says why",
-            evidence.notices[-3:],
+            evidence.notice_lines[-3:],
         ),
         evidence,
     )
@@ -54,10 +51,12 @@ def _by_the_run(evidence: Evidence) -> Verdict | None:
 def _by_srun(evidence: Evidence) -> Verdict | None:
     code = evidence.srun_exit_code
     if code is not None and code < 0:
-        return Verdict(Cause.CRASH, f"srun itself was killed by signal {-code}", evidence.notices)
+        return Verdict(
+            Cause.CRASH, f"srun itself was killed by signal {-code}", evidence.notice_lines
+        )
     if not evidence.started and code not in (0, None):
         reason = f"srun could not start the step (code {code})"
-        return Verdict(Cause.LAUNCH_FAILURE, reason, evidence.notices[-3:])
+        return Verdict(Cause.LAUNCH_FAILURE, reason, evidence.notice_lines[-3:])
     return None
 
 

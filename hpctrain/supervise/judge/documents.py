@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
+from hpctrain.slurm.reasons import JobEnd, JobHold, job_end, job_hold
+from hpctrain.slurm.states import JobState
 from hpctrain.spec.document import Document
 from hpctrain.supervise.judge.causes import Cause
+
+if TYPE_CHECKING:  # its patterns are compiled on import, which `hpctrain status` does not need
+    from hpctrain.slurm.messages import StepNotice, TaskFailure
 
 
 class LaunchShape(Document):
@@ -111,27 +116,26 @@ class UnfitNode:
 
 
 @dataclass(frozen=True)
-class TaskFailure:
-    """One `srun: error: NODE: task N: ...` line; srun prints them in the order of death.
+class JobFacts:
+    """Slurm's record of the job at the end of a launch; a job that Slurm just signals is RUNNING.
 
-    `at` is when it was read, in seconds since the epoch, 0 if unknown.
+    `reason` is Slurm's text, for display.
     """
 
-    node: str
-    tasks: str
-    what: str
-    at: float = field(default=0.0, compare=False)
-
-
-@dataclass(frozen=True)
-class JobFacts:
-    """What Slurm says about the job at the end of a launch; a job that Slurm just signals is
-    RUNNING."""
-
-    state: str
+    state: JobState
     reason: str
     restart_count: int
     preempt_time: bool
+
+    @property
+    def hold(self) -> JobHold | None:
+        """Who keeps the job from starting until it is released; None if nobody does."""
+        return job_hold(self.state, self.reason)
+
+    @property
+    def end(self) -> JobEnd | None:
+        """Why Slurm ends the job; None if neither state nor reason names that."""
+        return job_end(self.state, self.reason)
 
 
 Role = Literal["root", "cascade", "advice"]
@@ -154,6 +158,11 @@ class Finding:
     node: str | None = None
     order: float = 0.0
     hard: bool = False
+
+    @property
+    def is_of_slurm(self) -> bool:
+        """A line of Slurm itself: its signatures are those of the catalogue named `slurm_...`."""
+        return self.signature.startswith("slurm_")
 
 
 @dataclass(frozen=True)
@@ -199,7 +208,7 @@ class Evidence:
     signals: tuple[str, ...]
     srun_exit_code: int | None
     task_failures: tuple[TaskFailure, ...]
-    notices: tuple[str, ...]
+    notices: tuple[StepNotice, ...]
     rank_exits: tuple[RankExit, ...]
     job: JobFacts | None
     restart_count: int
@@ -220,6 +229,11 @@ class Evidence:
     checkpoint_step: int | None = None
     left_startup: bool = False
     limit_near: bool = False
+
+    @property
+    def notice_lines(self) -> tuple[str, ...]:
+        """The lines of srun and slurmstepd about the step, for display and for signatures."""
+        return tuple(notice.text for notice in self.notices)
 
 
 class Suspicion(StrEnum):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from hpctrain.slurm.records import JobRecord
 from hpctrain.supervise.judge.causes import Cause
-from hpctrain.supervise.judge.job_end import cause_of_end, words_of
+from hpctrain.supervise.judge.job_end import cause_of_end, text_of
 
 
 def why_ended(job: JobRecord | None, *, begun: bool) -> tuple[Cause, str] | None:
@@ -19,9 +19,9 @@ def why_ended(job: JobRecord | None, *, begun: bool) -> tuple[Cause, str] | None
     """
     if job is None or not job.state.is_ended:
         return None
-    cause = cause_of_end(job.state)
+    cause = cause_of_end(job.end)
     if cause is not None:
-        return cause, f"job {job.job_id} left no word: {words_of(cause)}"
+        return cause, f"job {job.job_id} left no word: {text_of(cause)}"
     how = f"signal {job.exit_signal}" if job.exit_signal else f"exit code {job.exit_code or 0}"
     if begun:
         return Cause.SUPERVISOR_LOST, f"the supervisor of job {job.job_id} was lost ({how})"

@@ -11,35 +11,33 @@ Belongs here: choosing among these. Does not belong here: finding lines (`log_sc
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from dataclasses import replace
 
+from hpctrain.slurm.messages import LaunchProblem, TaskFailure
+from hpctrain.store.run_records import TrainerExit
+from hpctrain.supervise.judge.agent_failures import AGENT
 from hpctrain.supervise.judge.causes import FINAL_CAUSES, Cause
 from hpctrain.supervise.judge.documents import (
     Evidence,
     Finding,
     RankExit,
     Suspicion,
-    TaskFailure,
     Verdict,
 )
 from hpctrain.supervise.judge.fingerprint import fingerprint
 from hpctrain.supervise.judge.root_causes import NEVER, Candidate, candidates, own_crashes
-from hpctrain.supervise.judge.scheduler_verdict import noticed
+from hpctrain.supervise.judge.scheduler_verdict import failed_nodes, noticed
 from hpctrain.supervise.judge.shared_failures import Extent, extent
 from hpctrain.supervise.judge.silence_limits import LAUNCHING
-from hpctrain.supervise.judge.slurm_words import (
-    exit_code,
-    is_broken_allocation,
-    killed_from_outside,
-    launch_failures,
-    lost_step,
-    nodes_named,
-    why_not_launched,
-)
 
-# Exit codes of the trainer that say more than "crash" (store.signs.TrainerExit).
-_CODES = {16: Cause.SUSPECT_NUMERICS, 17: Cause.DIVERGED, 78: Cause.CONFIG_ERROR}
+# Exit codes of the trainer that are more specific than a crash.
+_CODES: dict[int, Cause] = {
+    TrainerExit.SUSPECT_NUMERICS: Cause.SUSPECT_NUMERICS,
+    TrainerExit.DIVERGED: Cause.DIVERGED,
+    TrainerExit.CONFIG_ERROR: Cause.CONFIG_ERROR,
+}
 # What can hold up a launch without ending it. Other roots in the logs of a launch that hangs were
 # survived, or follow from the supervisor's killing it.
 _HOLD_UP = frozenset(
@@ -57,6 +55,13 @@ _VAGUE_ECHOES = {Cause.HANG: 1, Cause.CRASH: 2}
 # How much later a kill may be told of than what fails because of it: on busy nodes slurmstepd and
 # agents notice late. Less than ranks live that survive a failed one (`watch`).
 _TOLD_LATE_SECONDS = 3.0
+# What people and programs send to a process; the other signals a process brings on itself.
+_SENT_SIGNALS = frozenset(
+    {
+        *(signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT),
+        *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGXCPU),
+    }
+)
 # More suspects than these are no suspects: what many nodes see is not the fault of one.
 _MOST_SUSPECTS = 2
 
@@ -167,16 +172,13 @@ def _damaged(evidence: Evidence) -> Verdict | None:
 def _lost_nodes(evidence: Evidence) -> Verdict | None:
     if evidence.lost_nodes:
         reason = f"nodes do not answer: {', '.join(evidence.lost_nodes[:8])}"
-        lines = (*evidence.notices[-2:], *(f.line for f in _hard(evidence)[:3]))
+        lines = (*evidence.notice_lines[-2:], *(f.line for f in _hard(evidence)[:3]))
         return Verdict(Cause.NODE_FAILURE, reason, lines, nodes=evidence.lost_nodes)
     if noticed(evidence) is not Cause.NODE_FAILURE:
         return None
-    named = nodes_named(evidence.notices)
-    found = (f.node for f in evidence.findings if f.signature == "slurm_node_failure" and f.node)
-    nodes = tuple(dict.fromkeys((*named, *found)))
-    return Verdict(
-        Cause.NODE_FAILURE, "a node of the job failed", evidence.notices[-3:], nodes=nodes
-    )
+    lines = evidence.notice_lines[-3:]
+    nodes = failed_nodes(evidence)
+    return Verdict(Cause.NODE_FAILURE, "a node of the job failed", lines, nodes=nodes)
 
 
 def _hard(evidence: Evidence) -> list[Finding]:
@@ -265,7 +267,7 @@ def _hang(evidence: Evidence) -> Verdict | None:
         return None
     if stall.phase == LAUNCHING:
         reason = f"srun could not create the step in {stall.silent_seconds:.0f} s"
-        return Verdict(Cause.LAUNCH_FAILURE, reason, evidence.notices[-3:])
+        return Verdict(Cause.LAUNCH_FAILURE, reason, evidence.notice_lines[-3:])
     reason = (
         f"no sign of life for {stall.silent_seconds:.0f} s while {stall.phase} "
         f"(limit {stall.limit_seconds:.0f} s)"
@@ -297,25 +299,35 @@ def _explaining_echoes(evidence: Evidence) -> list[Finding]:
 
 def _never_launched(evidence: Evidence) -> Verdict | None:
     """srun could not start some tasks and ends the others, which is no crash of theirs."""
-    lines = launch_failures(evidence.notices)
-    if evidence.started or not lines:
+    failed = [notice for notice in evidence.notices if notice.launch_problem is not None]
+    if evidence.started or not failed:
         return None
-    cause = why_not_launched(lines)
-    nodes = () if cause is Cause.CONTROLLER_AWAY else nodes_named(lines)
-    reason = f"srun could not start the step: {lines[0]}"
-    broken = is_broken_allocation(lines)
-    return Verdict(cause, reason, lines[:3], nodes=nodes, broken_allocation=broken)
+    problems = {notice.launch_problem for notice in failed}
+    cause = Cause.LAUNCH_FAILURE
+    if LaunchProblem.PROLOG in problems:
+        cause = Cause.PROLOG_FAILURE
+    elif problems == {LaunchProblem.CONTROLLER_AWAY}:
+        cause = Cause.CONTROLLER_AWAY
+    named = [notice.node for notice in failed if notice.node]
+    return Verdict(
+        cause,
+        f"srun could not start the step: {failed[0].text}",
+        tuple(notice.text for notice in failed[:3]),
+        nodes=() if cause is Cause.CONTROLLER_AWAY else tuple(dict.fromkeys(named)),
+        broken_allocation=LaunchProblem.BROKEN_ALLOCATION in problems,
+    )
 
 
 def _lost_step(evidence: Evidence) -> Verdict | None:
     """The slurmstepd of a node is gone; srun kills the tasks of all others."""
-    place = lost_step(evidence.notices)
+    gone = (notice.lost_step for notice in evidence.notices if notice.lost_step is not None)
+    place = next(gone, None)
     if place is None:
         return None
     known = evidence.nodes[place : place + 1]
     where = known[0] if known else f"node {place} of the launch"
     reason = f"the slurmstepd of {where} is gone, and srun ended the step"
-    lines = (*evidence.notices[-2:], *_task_lines(evidence))
+    lines = (*evidence.notice_lines[-2:], *_task_lines(evidence))
     return Verdict(Cause.CRASH, reason, lines, nodes=known, step=evidence.last_step)
 
 
@@ -324,16 +336,14 @@ def _by_signal(evidence: Evidence) -> Verdict | None:
     first = _first_kill(evidence)
     if first is None:
         return None
-    rank = int(first.tasks) if first.tasks.isdigit() else None
-    who = f"rank {first.tasks}" if first.tasks[:1].isdigit() else f"the {first.tasks}"
+    who = f"the {AGENT}" if first.tasks == AGENT else f"rank {first.tasks}"
     reason = f"{who} on {first.node} was ended by a signal: {first.what}"
-    nodes = () if "[" in first.node else (first.node,)
     return Verdict(
         Cause.CRASH,
         reason,
         _task_lines(evidence),
-        rank,
-        nodes=nodes,
+        first.rank,
+        nodes=(first.single_node,) if first.single_node else (),
         step=evidence.last_step,
         suspicion=_suspicion(first, own_words=False),
     )
@@ -345,16 +355,16 @@ def _first_kill(evidence: Evidence) -> TaskFailure | None:
     deaths = evidence.task_failures
     if not deaths:
         return None
-    if exit_code(deaths[0]) is None:
+    if deaths[0].code is None:
         return None if _is_abort(deaths[0]) and _echoes(evidence) else deaths[0]
     if not evidence.rank_exits or own_crashes(evidence):
         return None
-    kills = (one for one in deaths if exit_code(one) is None and not _is_abort(one))
+    kills = (one for one in deaths if one.code is None and not _is_abort(one))
     return next((one for one in kills if one.at - deaths[0].at < _TOLD_LATE_SECONDS), None)
 
 
 def _is_abort(failure: TaskFailure) -> bool:
-    return failure.what.startswith("Aborted")
+    return failure.signal == signal.SIGABRT
 
 
 def _by_crash(evidence: Evidence) -> Verdict | None:
@@ -396,21 +406,17 @@ def _by_silent_end(evidence: Evidence) -> Verdict | None:
     silent = [
         failure
         for failure in evidence.task_failures
-        if failure.tasks.isdigit()
-        and int(failure.tasks) not in recorded
-        and exit_code(failure) is not None
+        if failure.rank is not None and failure.rank not in recorded and failure.code is not None
     ]
     if not recorded or not silent or telling:
         return None
     first = silent[0]
-    words = f"left with code {exit_code(first)} and said nothing"
-    rank = int(first.tasks)
-    own_words = any(f.rank == rank and f.role == "root" for f in evidence.findings)
+    own_words = any(f.rank == first.rank and f.role == "root" for f in evidence.findings)
     return Verdict(
         Cause.CRASH,
-        f"rank {rank} on {first.node} {words}",
+        f"rank {first.rank} on {first.node} left with code {first.code} and said nothing",
         _task_lines(evidence),
-        rank,
+        first.rank,
         nodes=(first.node,),
         step=evidence.last_step,
         suspicion=_suspicion(first, own_words),
@@ -420,7 +426,9 @@ def _by_silent_end(evidence: Evidence) -> Verdict | None:
 def _suspicion(failure: TaskFailure, own_words: bool) -> Suspicion:
     if own_words:
         return Suspicion.NONE
-    return Suspicion.OUTSIDE if killed_from_outside(failure) else Suspicion.CAUSE
+    # bash(1), EXIT STATUS: a command that signal N ends has the code 128 + N.
+    number = failure.signal if failure.code is None else failure.code - 128
+    return Suspicion.OUTSIDE if number in _SENT_SIGNALS else Suspicion.CAUSE
 
 
 def _unfit_nodes(evidence: Evidence) -> Verdict | None:
@@ -457,7 +465,7 @@ def _echoes(evidence: Evidence) -> list[Finding]:
     found = [
         f
         for f in evidence.findings
-        if f.role == "cascade" and not (f.signature.startswith("slurm_") and f.cause is Cause.CRASH)
+        if f.role == "cascade" and not (f.is_of_slurm and f.cause is Cause.CRASH)
     ]
     return sorted(found, key=_order_of_echo)
 
@@ -501,14 +509,13 @@ def _by_code(evidence: Evidence) -> Verdict | None:
     crashes = [exit_ for exit_ in evidence.rank_exits if exit_.outcome == "crash"]
     if evidence.task_failures:
         first = evidence.task_failures[0]
-        cause = _CODES.get(exit_code(first) or 0, Cause.CRASH)
+        cause = _CODES.get(first.code or 0, Cause.CRASH)
         if cause is Cause.CONFIG_ERROR and _on_one_node_alone(first, evidence):
             cause = Cause.NODE_FAILURE
         reason = f"task {first.tasks} on {first.node}: {first.what}"
-        rank = int(first.tasks) if first.tasks.isdigit() else None
         lines = _task_lines(evidence)
         nodes = (first.node,) if cause is Cause.NODE_FAILURE else ()
-        rank = rank if cause is not Cause.CRASH else None
+        rank = first.rank if cause is not Cause.CRASH else None
         suspicion = Suspicion.UNFIT if nodes else Suspicion.CAUSE
         return Verdict(cause, reason, lines, rank, nodes=nodes, suspicion=suspicion)
     if crashes:
@@ -520,7 +527,7 @@ def _by_code(evidence: Evidence) -> Verdict | None:
 
 def _on_one_node_alone(first: TaskFailure, evidence: Evidence) -> bool:
     """No other node of the launch has tasks that left with this code."""
-    same = {one.node for one in evidence.task_failures if exit_code(one) == exit_code(first)}
+    same = {one.node for one in evidence.task_failures if one.code == first.code}
     return len(evidence.nodes) > 1 and same == {first.node} and first.node in evidence.nodes
 
 

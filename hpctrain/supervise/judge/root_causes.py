@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from hpctrain.supervise.judge.causes import FINAL_CAUSES, SCHEDULER_CAUSES, Cause
 from hpctrain.supervise.judge.documents import Evidence, Finding, RankExit
-from hpctrain.supervise.judge.slurm_words import out_of_memory
 
 NEVER = float("inf")
 # Signatures whose meaning depends on how many ranks meet them.
@@ -81,7 +80,7 @@ def _counts(finding: Finding, exit_: RankExit | None) -> bool:
     """Roots only, but not of the scheduler's, nor what a rank has survived that left well."""
     if finding.role != "root" or finding.cause in SCHEDULER_CAUSES:
         return False
-    if finding.signature.startswith("slurm_"):
+    if finding.is_of_slurm:
         return False
     return exit_ is None or exit_.outcome == "crash"
 
@@ -114,10 +113,10 @@ def _tier(finding: Finding) -> int:
 
 def _from_notices(evidence: Evidence) -> list[Candidate]:
     """slurmstepd and srun say that memory was the reason; neither says when."""
-    killed = [f for f in evidence.task_failures if f.what.startswith("Out Of Memory")]
+    killed = [failure for failure in evidence.task_failures if failure.out_of_memory]
     lines: list[tuple[str | None, str]] = [
-        *((f.node if "[" not in f.node else None, f"task {f.tasks}: {f.what}") for f in killed),
-        *((None, line) for line in out_of_memory(evidence.notices)),
+        *((failure.single_node, f"task {failure.tasks}: {failure.what}") for failure in killed),
+        *((None, notice.text) for notice in evidence.notices if notice.out_of_memory),
     ]
     return [
         Candidate(Cause.HOST_OOM, line, None, node, NEVER, tier=1, place=place)

@@ -6,26 +6,25 @@ what ranks and machines say (`rank_verdict`).
 
 from __future__ import annotations
 
-from hpctrain.supervise.judge.causes import Cause
-from hpctrain.supervise.judge.documents import Evidence, JobFacts, TaskFailure, Verdict
-from hpctrain.supervise.judge.job_end import CAUSES_OF_STATES, cause_of_end, words_of
-from hpctrain.supervise.judge.slurm_words import (
-    exit_code,
-    nodes_named,
-    reason_of,
-    srun_was_told_to_end,
-)
+import signal
 
-_ENDING_STATES = frozenset({"COMPLETING", *CAUSES_OF_STATES})
-# src/common/slurm_protocol_defs.c, job_state_reason_string: a prolog failed, the job is held
-_PROLOG_HELD = "launch_failed_requeued_held"
+from hpctrain.slurm.reasons import JobHold
+from hpctrain.slurm.states import JobState
+from hpctrain.store.run_records import TrainerExit
+from hpctrain.supervise.judge.causes import Cause
+from hpctrain.supervise.judge.documents import Evidence, JobFacts, Verdict
+from hpctrain.supervise.judge.job_end import cause_of_end, text_of
+
 _HOLDERS = {
-    "JobHeldAdmin": "held by an administrator, who alone can release it",
-    "JobHeldUser": "held by its owner: `hpctrain resume` releases it",
+    JobHold.ADMIN: "held by an administrator, who alone can release it",
+    JobHold.USER: "held by its owner: `hpctrain resume` releases it",
 }
-# How ranks end that somebody has ended: KILL and TERM, srun's own codes for them, a clean leave.
-_ENDED_BY_OTHERS = frozenset({"Killed", "Terminated"})
-_CODES_OF_OTHERS = frozenset({75, 137, 143})
+# How ranks end that something else has ended: by KILL or TERM, with srun's own codes for them, or
+# cleanly.
+_SIGNALS_OF_OTHERS = frozenset({signal.SIGKILL, signal.SIGTERM})
+_CODES_OF_OTHERS = frozenset(
+    {TrainerExit.YIELDED, *(128 + number for number in _SIGNALS_OF_OTHERS)}
+)
 _SIGNED_BY_SLURM = frozenset(
     {Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.NODE_FAILURE, Cause.REQUEUED}
 )
@@ -36,11 +35,17 @@ def by_slurm(evidence: Evidence) -> Verdict | None:
     job = evidence.job
     if job is None:
         return _by_last_words(evidence)
-    if _reason(job) == _PROLOG_HELD:
-        return _held_by_prolog(evidence, job)
-    if job.restart_count > evidence.restart_count or job.state == "PENDING":
+    if job.hold is JobHold.LAUNCH_FAILED:
+        return Verdict(
+            Cause.PROLOG_FAILURE,
+            "the prolog failed on a node, and Slurm has requeued the job and holds it",
+            _job_lines(evidence, job),
+            already_requeued=True,
+            nodes=failed_nodes(evidence),
+        )
+    if job.restart_count > evidence.restart_count or job.state is JobState.PENDING:
         return _requeued(evidence, job)
-    if job.state in _ENDING_STATES:
+    if job.state is JobState.COMPLETING or job.end is not None:
         return _ended_by_slurm(evidence, job)
     return None
 
@@ -87,31 +92,21 @@ def left_unexplained(evidence: Evidence) -> bool:
 
 def noticed(evidence: Evidence) -> Cause | None:
     """Why Slurm says that it ended the step, in srun's stderr or in the logs of ranks."""
-    cause = reason_of(evidence.notices)
+    ends = (notice.end for notice in evidence.notices if notice.end is not None)
+    cause = cause_of_end(next(ends, None))
     if cause is not None:
         return cause
-    said = (f for f in evidence.findings if f.signature.startswith("slurm_") and f.role == "root")
+    said = (f for f in evidence.findings if f.is_of_slurm and f.role == "root")
     return next((f.cause for f in said if f.cause in _SIGNED_BY_SLURM), None)
 
 
 def _requeued(evidence: Evidence, job: JobFacts) -> Verdict:
     cause = noticed(evidence) or (Cause.PREEMPTED if job.preempt_time else Cause.REQUEUED)
-    reason = f"Slurm has requeued the job (restart {job.restart_count}): {words_of(cause)}"
-    if _reason(job) in _HOLDERS:
-        reason = f"{reason}, and {_HOLDERS[_reason(job)]}"
-    nodes = _failed_nodes(evidence) if cause is Cause.NODE_FAILURE else ()
+    reason = f"Slurm has requeued the job (restart {job.restart_count}): {text_of(cause)}"
+    if job.hold in _HOLDERS:
+        reason = f"{reason}, and {_HOLDERS[job.hold]}"
+    nodes = failed_nodes(evidence) if cause is Cause.NODE_FAILURE else ()
     return Verdict(cause, reason, _job_lines(evidence, job), already_requeued=True, nodes=nodes)
-
-
-def _held_by_prolog(evidence: Evidence, job: JobFacts) -> Verdict:
-    reason = "the prolog failed on a node, and Slurm has requeued the job and holds it"
-    return Verdict(
-        Cause.PROLOG_FAILURE,
-        reason,
-        _job_lines(evidence, job),
-        already_requeued=True,
-        nodes=_failed_nodes(evidence),
-    )
 
 
 def _by_last_words(evidence: Evidence) -> Verdict | None:
@@ -121,16 +116,16 @@ def _by_last_words(evidence: Evidence) -> Verdict | None:
         return None
     # A requeue of a job that its user has cancelled in the queue would bring it back.
     queued = cause is Cause.REQUEUED
-    nodes = _failed_nodes(evidence) if cause is Cause.NODE_FAILURE else ()
-    reason = f"Slurm ended the step: {words_of(cause)}"
-    lines = evidence.notices[-3:]
+    nodes = failed_nodes(evidence) if cause is Cause.NODE_FAILURE else ()
+    reason = f"Slurm ended the step: {text_of(cause)}"
+    lines = evidence.notice_lines[-3:]
     return Verdict(cause, reason, lines, already_requeued=queued, nodes=nodes)
 
 
 def _ended_by_slurm(evidence: Evidence, job: JobFacts) -> Verdict:
-    cause = cause_of_end(job.state, _reason(job)) or noticed(evidence) or Cause.CANCELLED
-    nodes = _failed_nodes(evidence) if cause is Cause.NODE_FAILURE else ()
-    reason = f"Slurm ends the job: {words_of(cause)}"
+    cause = cause_of_end(job.end) or noticed(evidence) or Cause.CANCELLED
+    nodes = failed_nodes(evidence) if cause is Cause.NODE_FAILURE else ()
+    reason = f"Slurm ends the job: {text_of(cause)}"
     return Verdict(cause, reason, _job_lines(evidence, job), nodes=nodes)
 
 
@@ -173,9 +168,10 @@ def node_of_rank(evidence: Evidence, rank: int) -> str | None:
 def _ended_from_outside(evidence: Evidence) -> Verdict | None:
     """The ranks were killed with their srun, or the supervisor was told to end and they were not:
     by somebody else than Slurm, which still calls the job running."""
-    if evidence.job is None or evidence.job.state != "RUNNING":
+    if evidence.job is None or evidence.job.state is not JobState.RUNNING:
         return None
-    if srun_was_told_to_end(evidence.notices) or {"TERM", "INT", "HUP"} & set(evidence.signals):
+    forced = any(notice.forced_end for notice in evidence.notices)
+    if forced or {"TERM", "INT", "HUP"} & set(evidence.signals):
         return _signalled(evidence, "the step ended without a last save")
     return None
 
@@ -239,22 +235,17 @@ def _only_ended_by_others(evidence: Evidence) -> bool:
         return False
     if not evidence.started:
         return False
-    return all(_ended_by_others(failure) for failure in evidence.task_failures)
+    return all(
+        failure.signal in _SIGNALS_OF_OTHERS or failure.code in _CODES_OF_OTHERS
+        for failure in evidence.task_failures
+    )
 
 
-def _ended_by_others(failure: TaskFailure) -> bool:
-    return failure.what in _ENDED_BY_OTHERS or exit_code(failure) in _CODES_OF_OTHERS
-
-
-def _failed_nodes(evidence: Evidence) -> tuple[str, ...]:
-    named = nodes_named(evidence.notices)
+def failed_nodes(evidence: Evidence) -> tuple[str, ...]:
+    """Collect the nodes that did not answer or that Slurm names as failed, each once."""
+    named = (notice.node for notice in evidence.notices if notice.node)
     found = (f.node for f in evidence.findings if f.signature == "slurm_node_failure" and f.node)
     return tuple(dict.fromkeys((*evidence.lost_nodes, *named, *found)))
-
-
-def _reason(job: JobFacts) -> str:
-    """`scontrol` spells reasons in one word; what people print has spaces in it."""
-    return job.reason.replace(" ", "_") if job.reason.startswith("launch") else job.reason
 
 
 def _job_lines(evidence: Evidence, job: JobFacts) -> tuple[str, ...]:
@@ -262,4 +253,4 @@ def _job_lines(evidence: Evidence, job: JobFacts) -> tuple[str, ...]:
         f"Slurm: state {job.state}, reason {job.reason}, restarts {job.restart_count}, "
         f"preempt time {'set' if job.preempt_time else 'not set'}"
     )
-    return (line, *evidence.notices[-2:])
+    return (line, *evidence.notice_lines[-2:])

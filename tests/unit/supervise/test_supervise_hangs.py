@@ -13,6 +13,7 @@ import pytest
 from supervise_facts import config
 from supervise_stage import JOB_ID, Stage
 
+from hpctrain.slurm.messages import waits_for_step
 from hpctrain.slurm.states import JobState
 from hpctrain.store.ledger import EventKind
 from hpctrain.store.run_records import Progress, write_record
@@ -21,7 +22,7 @@ from hpctrain.supervise.evidence.launch_watch import Experience, LaunchWatch
 from hpctrain.supervise.evidence.run_dir_snapshot import Looker, Onlooker, in_time
 from hpctrain.supervise.judge import silence_limits
 from hpctrain.supervise.judge.odd_stacks import NO_STACK
-from hpctrain.supervise.srun_process import Launch, step_waits
+from hpctrain.supervise.srun_process import Launch
 
 
 @pytest.fixture(autouse=True)
@@ -165,7 +166,7 @@ STILL = "srun: Job 5 step creation still disabled, retrying (Requested nodes are
 def test_what_srun_says_about_its_step(lines: list[str], waits: bool) -> None:
     said = False
     for line in lines:
-        said = step_waits(line, said)
+        said = waits_for_step(line, said)
     assert said is waits
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ import pytest
 from supervise_facts import config
 from supervise_stage import Stage
 
+from hpctrain.slurm.messages import TaskFailure
 from hpctrain.slurm.records import StepRecord
 from hpctrain.slurm.states import JobState
 from hpctrain.store.ledger import EventKind
@@ -30,7 +32,7 @@ from hpctrain.supervise.evidence import gather, launch_watch
 from hpctrain.supervise.evidence.launch_watch import LaunchWatch
 from hpctrain.supervise.evidence.run_dir_snapshot import Looker
 from hpctrain.supervise.evidence.srun_steps import OwnSteps
-from hpctrain.supervise.judge.documents import LaunchShape, TaskFailure
+from hpctrain.supervise.judge.documents import LaunchShape
 from hpctrain.supervise.srun_process import Launch
 
 
@@ -270,7 +272,7 @@ def test_who_waits_for_a_failed_rank_does_not_hang(
     monkeypatch.setattr(launch_watch, "_LAST_WORDS_SECONDS", 8.0)
     scene.says("training", 1)
     assert not scene.silent(59)
-    scene.srun.failures = (TaskFailure("n1", "1", "Killed"),)  # type: ignore[assignment]
+    scene.srun.failures = (TaskFailure("n1", "1", signal=signal.SIGKILL),)  # type: ignore[assignment]
     assert not scene.silent(7)
     assert scene.silent(4)
     assert scene.watch.stall is None
