@@ -252,7 +252,7 @@ class Suspicion(StrEnum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why a launch ended, in one word, one sentence and the lines that say so.
+    """Why a launch ended: the cause, the reason as one sentence and the lines that show it.
 
     `nodes` are where it happened, `suspicion` says how far that speaks against them, and `hard`
     that their hardware is at fault beyond doubt.
@@ -275,6 +275,17 @@ class Verdict:
     suspicion: Suspicion = Suspicion.CAUSE
     checkpoint_step: int | None = None
     broken_allocation: bool = False
+
+    def followed_by(self, decision: str, separator: str = ": ") -> str:
+        """Join the reason and what is decided because of it; the decision alone without a reason.
+
+        `hpctrain why` asks the policy about ends that have not happened and have no reason.
+        """
+        return f"{self.reason}{separator}{decision}" if self.reason else decision
+
+    def preceded_by(self, decision: str) -> str:
+        """As `followed_by`, with the decision first."""
+        return f"{decision}: {self.reason}" if self.reason else decision
 
     @property
     def unfit_nodes(self) -> tuple[str, ...]:

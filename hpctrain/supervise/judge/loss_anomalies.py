@@ -32,12 +32,12 @@ def decide_numerics(
     if verdict.cause is Cause.SUSPECT_NUMERICS or history.anomalies_at_step < retries:
         return _once_more(verdict, situation, config)
     if history.anomalies_at_step > _MOST_AT_ONE_STEP:
-        return _stop(f"{verdict.reason}: it came again after going back")
+        return _stop(verdict.followed_by("it came again after going back"))
     return _back(verdict, situation, config)
 
 
 def _once_more(verdict: Verdict, situation: Situation, config: SuperviseConfig) -> Action:
-    reason = f"{verdict.reason}: repeat the steps since the last checkpoint once"
+    reason = verdict.followed_by("repeat the steps since the last checkpoint once")
     spares = situation.healthy_nodes - situation.needed_nodes
     if 0 < len(verdict.nodes) <= spares and config.exclude_nodes == "act":
         words = f"{reason}, with a spare node"
@@ -60,13 +60,13 @@ def _back(verdict: Verdict, situation: Situation, config: SuperviseConfig) -> Ac
     if not rollback.act:
         return Action(
             ActionKind.STOP,
-            f"{verdict.reason}, again at the same step: the run's own",
+            verdict.followed_by("again at the same step: the run's own", ", "),
             _STOPPED_EXIT_CODE,
             observed=(f"would {plan}",),
         )
     return Action(
         ActionKind.RELAUNCH,
-        f"{verdict.reason}, again at the same step: {plan}",
+        verdict.followed_by(f"again at the same step: {plan}", ", "),
         rollback_to=target,
         skip_steps=rollback.skip_steps,
     )

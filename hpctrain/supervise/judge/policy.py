@@ -98,9 +98,9 @@ def _ended(
     if verdict.cause is Cause.SUPERSEDED:
         return Action(ActionKind.LEAVE, "leave the run to the newer launch")
     if verdict.hold and config.continuation == "requeue":
-        return Action(ActionKind.HOLD, f"{verdict.reason}; go on with `hpctrain resume`")
+        return Action(ActionKind.HOLD, verdict.followed_by("go on with `hpctrain resume`", "; "))
     if verdict.cause is Cause.YIELDED:
-        return Action(ActionKind.STOP, f"{verdict.reason}; go on with `hpctrain resume`")
+        return Action(ActionKind.STOP, verdict.followed_by("go on with `hpctrain resume`", "; "))
     return None
 
 
@@ -134,11 +134,13 @@ def _final(
     if verdict.cause is Cause.CANCELLED:
         return _stop("cancelled runs stay cancelled")
     if verdict.cause in FINAL_CAUSES:
-        return _stop(f"{verdict.reason}: a retry cannot help")
+        return _stop(verdict.followed_by("a retry cannot help"))
     if verdict.cause is Cause.GPU_OOM and not history.ever_progressed:
         return _stop(
-            f"{verdict.reason}: it has never fitted, so a retry cannot help; "
-            "`hpctrain plan --explain` shows smaller layouts"
+            verdict.followed_by(
+                "it has never fitted, so a retry cannot help; "
+                "`hpctrain plan --explain` shows smaller layouts"
+            )
         )
     return None
 
@@ -166,11 +168,13 @@ def _spent(
         if elsewhere is not None:
             return elsewhere
     if spent:
-        return _stop(f"{_failures(count, cause)} without a new checkpoint: {verdict.reason}")
+        return _stop(verdict.preceded_by(f"{_failures(count, cause)} without a new checkpoint"))
     if history.failures_without_progress >= limit_of_all(config):
         return _stop(
-            f"{history.failures_without_progress} failed launches in a row without a new "
-            f"checkpoint, the last: {verdict.reason}"
+            verdict.preceded_by(
+                f"{history.failures_without_progress} failed launches in a row without a new "
+                "checkpoint, the last"
+            )
         )
     return None
 
@@ -183,9 +187,9 @@ def _elsewhere(verdict: Verdict, situation: Situation, config: SuperviseConfig) 
         return None
     if situation.restarts >= budget:
         times = f"started {situation.restarts + 1} times"
-        return _stop(f"{verdict.reason}: {times} without a ledger that can be written")
-    reason = f"{verdict.reason}: other nodes may reach it, so the next attempt tries"
-    return Action(ActionKind.REQUEUE, reason)
+        return _stop(verdict.followed_by(f"{times} without a ledger that can be written"))
+    decision = "other nodes may reach it, so the next attempt tries"
+    return Action(ActionKind.REQUEUE, verdict.followed_by(decision))
 
 
 def limit_of_all(config: SuperviseConfig) -> int:
@@ -218,18 +222,20 @@ def _go_on_later(verdict: Verdict, situation: Situation, config: SuperviseConfig
     """The nodes are gone or going: the next attempt resumes."""
     if config.continuation == "requeue":
         return _avoiding(
-            Action(ActionKind.REQUEUE, f"{verdict.reason}: the next attempt resumes"),
+            Action(ActionKind.REQUEUE, verdict.followed_by("the next attempt resumes")),
             situation,
             config,
         )
     if config.continuation == "none":
-        return _stop(f"{verdict.reason}; this site does not requeue: `hpctrain resume` goes on")
+        return _stop(
+            verdict.followed_by("this site does not requeue: `hpctrain resume` goes on", "; ")
+        )
     chain = _CHAINS[config.continuation]
     if situation.followed:
-        words = f"{verdict.reason}: the next job of the {chain} resumes"
+        words = verdict.followed_by(f"the next job of the {chain} resumes")
         return _avoiding(Action(ActionKind.LEAVE, words), situation, config)
-    reason = f"{verdict.reason}; no job of the {chain} is left: `hpctrain resubmit` goes on"
-    return Action(ActionKind.LEAVE, reason, STOPPED_EXIT_CODE)
+    decision = f"no job of the {chain} is left: `hpctrain resubmit` goes on"
+    return Action(ActionKind.LEAVE, verdict.followed_by(decision, "; "), STOPPED_EXIT_CODE)
 
 
 _CHAINS = {"chain": "chain", "singleton": "singletons", "array": "array"}

@@ -38,8 +38,8 @@ def decide_checkpoint(
     if older is None:
         return _stop(verdict, step, proven)
     name = "has other content than was written" if proven else "verifies and cannot be loaded"
-    reason = (
-        f"{verdict.reason}: the checkpoint of step {step} {name}; go back to step {older} and "
+    reason = verdict.followed_by(
+        f"the checkpoint of step {step} {name}; go back to step {older} and "
         f"keep step {step} in quarantine"
     )
     return Action(ActionKind.RELAUNCH, reason, rejected_step=step)
@@ -47,8 +47,8 @@ def decide_checkpoint(
 
 def _stop(verdict: Verdict, step: int, proven: bool) -> Action:
     """What is proven to be damaged is put aside all the same; the other one may load elsewhere."""
-    words = (
-        f"{verdict.reason}: there is no checkpoint before step {step}; restore it from a copy, or "
+    words = verdict.followed_by(
+        f"there is no checkpoint before step {step}; restore it from a copy, or "
         "`hpctrain resume --from-scratch` gives up all steps"
     )
     return Action(
