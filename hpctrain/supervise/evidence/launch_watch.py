@@ -30,7 +30,7 @@ from hpctrain.supervise.evidence.run_dir_snapshot import (
 from hpctrain.supervise.evidence.srun_steps import OwnSteps
 from hpctrain.supervise.evidence.stack_inquiry import Inquiry
 from hpctrain.supervise.judge.documents import JobFacts, Stall
-from hpctrain.supervise.judge.silence_limits import Pulse, StallLimits
+from hpctrain.supervise.judge.silence_limits import SilenceMonitor, StallLimits
 from hpctrain.supervise.judge.stragglers import (
     SlowRank,
     StageOf,
@@ -126,7 +126,7 @@ class LaunchWatch:
         self._steps = OwnSteps(context)
         self._onlooker = Onlooker(context.run_layout, epoch)
         now = time.monotonic()
-        self._pulse = Pulse(self._experience.limits, resume_step, now)
+        self._pulse = SilenceMonitor(self._experience.limits, resume_step, now)
         self._sign: Progress | None = None
         self._seen_at = now
         self._stalled_before_seconds = 0.0

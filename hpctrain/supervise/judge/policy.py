@@ -92,7 +92,7 @@ def decide(
 def _ended(
     verdict: Verdict, history: History, situation: Situation, config: SuperviseConfig
 ) -> Action | None:
-    """What needs no decision."""
+    """Handle the ends that need no decision."""
     if verdict.cause is Cause.DONE:
         return Action(ActionKind.FINISH, "the run is done")
     if verdict.cause is Cause.SUPERSEDED:
@@ -121,7 +121,7 @@ def _checkpoint(
 def _spent_loading(
     verdict: Verdict, history: History, situation: Situation, config: SuperviseConfig
 ) -> Action | None:
-    """Before stepping back once more: it does not help."""
+    """Stop if going back did not help, before the run goes back once more."""
     if verdict.cause is not Cause.LOAD_FAILED:
         return None
     return _spent(verdict, history, situation, config)
@@ -130,7 +130,7 @@ def _spent_loading(
 def _final(
     verdict: Verdict, history: History, situation: Situation, config: SuperviseConfig
 ) -> Action | None:
-    """A person has said so, or no retry can help."""
+    """Stop for good: a person cancelled the run, or no retry can help."""
     if verdict.cause is Cause.CANCELLED:
         return _stop("cancelled runs stay cancelled")
     if verdict.cause in FINAL_CAUSES:
@@ -148,7 +148,7 @@ def _final(
 def _spent(
     verdict: Verdict, history: History, situation: Situation, config: SuperviseConfig
 ) -> Action | None:
-    """The budget of this cause, or of all, is used up without progress."""
+    """Stop if the budget of this cause, or of all causes, is used up without progress."""
     cause, budget = verdict.cause, budget_of(verdict.cause, config)
     if cause is Cause.TIME_LIMIT:
         count = history.time_limits_without_progress
@@ -168,7 +168,9 @@ def _spent(
         if elsewhere is not None:
             return elsewhere
     if spent:
-        return _stop(verdict.preceded_by(f"{_failures(count, cause)} without a new checkpoint"))
+        name = str(cause).replace("_", " ")
+        failed = f"{count} failed launches in a row" if count > 1 else "1 launch"
+        return _stop(verdict.preceded_by(f"{failed} ({name}) without a new checkpoint"))
     if history.failures_without_progress >= limit_of_all(config):
         return _stop(
             verdict.preceded_by(
@@ -180,8 +182,10 @@ def _spent(
 
 
 def _elsewhere(verdict: Verdict, situation: Situation, config: SuperviseConfig) -> Action | None:
-    """What cannot be written from here can perhaps be from other nodes. Nothing of it is in the
-    ledger then, so Slurm's own count of starts takes the place of the budget."""
+    """Requeue a job whose run directory cannot be written: other nodes may reach it.
+
+    The ledger has no record of it then, so Slurm's count of starts replaces the budget.
+    """
     budget = budget_of(Cause.STORAGE, config)
     if config.continuation != "requeue" or budget is None:
         return None
@@ -195,11 +199,6 @@ def _elsewhere(verdict: Verdict, situation: Situation, config: SuperviseConfig) 
 def limit_of_all(config: SuperviseConfig) -> int:
     """Failures by all causes without a new checkpoint at which the run is stopped."""
     return _ALL_CAUSES_FACTOR * config.failures_without_progress
-
-
-def _failures(count: int, cause: Cause) -> str:
-    words = str(cause).replace("_", " ")
-    return f"{count} failed launches in a row ({words})" if count > 1 else f"1 launch ({words})"
 
 
 def _numerics(
@@ -219,7 +218,7 @@ def _numerics(
 
 
 def _go_on_later(verdict: Verdict, situation: Situation, config: SuperviseConfig) -> Action:
-    """The nodes are gone or going: the next attempt resumes."""
+    """Leave the run to the next attempt: the nodes are gone or will be."""
     if config.continuation == "requeue":
         return _avoiding(
             Action(ActionKind.REQUEUE, verdict.followed_by("the next attempt resumes")),
@@ -245,15 +244,27 @@ def _retry(
     verdict: Verdict, history: History, situation: Situation, config: SuperviseConfig
 ) -> Action:
     """Relaunch on the nodes at hand, unless too few of them are good."""
-    count = _count(verdict, history, config)
+    failures, budget = history.of(verdict.cause), budget_of(verdict.cause, config)
+    limit = "" if budget is None else f" of {budget + 1}"
+    count = f"failure {failures}{limit} without a new checkpoint"
+    if not failures:
+        count = "it had made progress"
     if history.recent_failures >= config.storm_failures:
         return _weather(history, situation, config, count)
-    delay = _delay(verdict, history)
     if _must_change_nodes(verdict, situation, config):
         later = _go_on_later(verdict, situation, config)
-        return replace(later, reason=f"{_too_few(situation)} ({count}); {later.reason}")
+        usable = "are fit" if situation.unfit else "answer"
+        too_few = (
+            f"{situation.healthy_nodes} of {situation.allocated_nodes} nodes {usable}, "
+            f"{situation.least_nodes} are needed"
+        )
+        return replace(later, reason=f"{too_few} ({count}); {later.reason}")
     reason = f"start again {_where(verdict, situation, config)} ({count})"
-    action = Action(ActionKind.RELAUNCH, reason, delay_seconds=delay)
+    slow = verdict.cause in _SLOW_CAUSES
+    first_seconds = _SLOW_FIRST_DELAY_SECONDS if slow else _FIRST_DELAY_SECONDS
+    doublings = min(max(failures - 1, 0), _MOST_DOUBLINGS)
+    delay_seconds = min(first_seconds * float(2**doublings), _LONGEST_DELAY_SECONDS)
+    action = Action(ActionKind.RELAUNCH, reason, delay_seconds=delay_seconds)
     return _avoiding(action, situation, config)
 
 
@@ -263,12 +274,6 @@ def _must_change_nodes(verdict: Verdict, situation: Situation, config: Supervise
     if not verdict.hard or config.exclude_nodes != "act":
         return False
     return situation.healthy_nodes - len(situation.exclude_here) < situation.least_nodes
-
-
-def _too_few(situation: Situation) -> str:
-    good = situation.healthy_nodes
-    what = "are fit" if situation.unfit else "answer"
-    return f"{good} of {situation.allocated_nodes} nodes {what}, {situation.least_nodes} are needed"
 
 
 def _where(verdict: Verdict, situation: Situation, config: SuperviseConfig) -> str:
@@ -283,23 +288,8 @@ def _where(verdict: Verdict, situation: Situation, config: SuperviseConfig) -> s
     return "on the same nodes"
 
 
-def _count(verdict: Verdict, history: History, config: SuperviseConfig) -> str:
-    failures, budget = history.of(verdict.cause), budget_of(verdict.cause, config)
-    if not failures:
-        return "it had made progress"
-    limit = "" if budget is None else f" of {budget + 1}"
-    return f"failure {failures}{limit} without a new checkpoint"
-
-
-def _delay(verdict: Verdict, history: History) -> float:
-    slow = verdict.cause in _SLOW_CAUSES
-    first = _SLOW_FIRST_DELAY_SECONDS if slow else _FIRST_DELAY_SECONDS
-    repeats = max(history.of(verdict.cause) - 1, 0)
-    return min(first * float(2 ** min(repeats, _MOST_DOUBLINGS)), _LONGEST_DELAY_SECONDS)
-
-
 def _weather(history: History, situation: Situation, config: SuperviseConfig, count: str) -> Action:
-    """A storm: something around the run is broken, and trying again at once feeds it.
+    """Slow down in a storm of failures, which an immediate retry would make worse.
 
     Nodes that wait cost as much as nodes that train, so they are given back where the job can be
     put back into the queue; Slurm lets it wait there for at least two minutes (cred_expire).
@@ -317,8 +307,10 @@ def _weather(history: History, situation: Situation, config: SuperviseConfig, co
 
 
 def _avoiding(action: Action, situation: Situation, config: SuperviseConfig) -> Action:
-    """Without the nodes that are unfit for this run, and those that the node ledger says to avoid;
-    where the spec does not allow the latter, with the word that they would be."""
+    """Exclude the nodes that are unfit for this run and those that the node ledger blames.
+
+    Where the spec does not allow the latter, only record that they would be excluded.
+    """
     if config.exclude_nodes == "act":
         exclude = tuple(dict.fromkeys((*situation.exclude, *situation.unfit)))
         return replace(action, exclude=exclude)
