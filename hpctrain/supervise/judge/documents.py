@@ -1,4 +1,4 @@
-"""What the supervisor is told (`supervise.json`) and the facts it reasons about. Pure data."""
+"""Settings of the supervisor (`supervise.json`), the facts it judges, its verdicts and actions."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class SuperviseConfig(Document):
     """Written once at submit time; durations in seconds.
 
     `shapes` is ordered from the planned size to the smallest; empty means the size in the script
-    only. `budgets` holds the spec's own numbers only (see `policy.BUDGETS` for the others).
+    only. `budgets` holds the spec's own numbers only (see `policy.RETRIES` for the others).
     `mttf_seconds` is the expected time between failures of the whole run, before it has had any.
     `inputs` are the files and directories that every node must be able to read.
     `warning_seconds` is how long before the time limit Slurm warns, which is what a stop may take;
-    0 if nobody has told.
+    0 if unknown.
     """
 
     schema_version: Literal[1] = 1
@@ -74,7 +74,7 @@ class SuperviseConfig(Document):
 
 
 class ActionKind(StrEnum):
-    """What the supervisor does about it."""
+    """What the supervisor does about a verdict."""
 
     FINISH = "finish"
     STOP = "stop"
@@ -86,11 +86,11 @@ class ActionKind(StrEnum):
 
 @dataclass(frozen=True)
 class RankExit:
-    """How one rank says that it ended; `cause` is the trainer's own word for it, if it has one.
+    """The exit record of one rank; `cause` is the trainer's own classification, if it has one.
 
     `ended_at` is in seconds since the epoch, 0 if unknown. `node_dependent`: what it names may be
     wrong on its node only. `loading_step` is the checkpoint that it could not load, if no machine
-    was why. `signal` names the one that has asked this rank to leave, such as SIGTERM;
+    is at fault. `signal` names the one that made this rank stop, such as SIGTERM;
     `signalled_ranks` (of rank 0) are all that got one.
     """
 
@@ -143,9 +143,9 @@ Role = Literal["root", "cascade", "advice"]
 
 @dataclass(frozen=True)
 class Finding:
-    """A line that a signature knows, from a rank's log, srun, a kernel or the probe of a node.
+    """A line that matched a signature, from a rank's log, srun, a kernel or the probe of a node.
 
-    `cascade`: follows from another failure; `advice`: says nothing about a cause. `order` sorts
+    `cascade`: follows from another failure; `advice`: no evidence of a cause. `order` sorts
     findings by time as well as it is known (seconds since the epoch). `hard` marks broken
     hardware.
     """
@@ -176,7 +176,7 @@ class OddRank:
 
 @dataclass(frozen=True)
 class Stall:
-    """No sign of life for longer than the phase allows; `odd` says who is elsewhere."""
+    """No sign of life for longer than the phase allows; `odd` lists ranks that are elsewhere."""
 
     phase: str
     silent_seconds: float
@@ -186,18 +186,18 @@ class Stall:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Everything known when a launch has ended. `job` is None when Slurm did not answer.
+    """Everything known when a launch has ended. `job` is None when Slurm did not respond.
 
     `signals` are those that the supervisor got while the launch ran. `lost_nodes` did not answer a
-    probe after the launch (`probed`), or Slurm says they are down; `leaving_nodes` answer and are
+    probe after the launch (`probed`), or Slurm lists them as down; `leaving_nodes` answer and are
     being shut down or rebooted. `unfit_nodes` failed a check of the probe that most others passed,
     without which no launch can run; `common_problems` are failures of such checks on most nodes
     alike.
     `step_remains`: Slurm has not ended the step, so something of it may still run somewhere.
     `nodes` are those of the launch in the order of its ranks, if that is known.
-    `resume_step` is where the launch began, `last_step` the last finished step it told of,
+    `resume_step` is where the launch began, `last_step` the last finished step it reported,
     `checkpoint_step` the newest verified checkpoint. `left_startup`: the supervisor has ended the
-    step, because a stop was asked before any step was trained. `limit_near`: the time limit is
+    step, because a stop was requested before any step was trained. `limit_near`: the time limit is
     near, and Slurm's own warning has not come.
     """
 
@@ -289,18 +289,18 @@ class Verdict:
 
     @property
     def unfit_nodes(self) -> tuple[str, ...]:
-        """Nodes on which no launch can run as they are."""
+        """The nodes on which no launch can run as they are."""
         return self.nodes if self.suspicion is Suspicion.UNFIT else ()
 
 
 @dataclass(frozen=True)
 class Situation:
-    """What the supervisor has to work with when it decides.
+    """The inputs of the policy besides verdict and history.
 
     `keeps_nodes` is False once Slurm ends the job. `healthy_nodes` are those of the allocation
     that can be used; `needed_nodes` what the next launch takes at full size, `least_nodes` at the
-    smallest. `exclude` are nodes of the cluster that the node ledger says to avoid, `exclude_here`
-    those of them that are healthy ones of the allocation, and `why_exclude` has the words.
+    smallest. `exclude` are nodes of the cluster that the node ledger blames, `exclude_here`
+    those of them that are healthy ones of the allocation, `why_exclude` the reasons.
     `unfit` are nodes of the cluster on which this run cannot work as they are.
     `good_checkpoints` are steps, newest first. `followed`: where Slurm does not requeue, another
     job of the run is there to go on. `storage_away`: the ledger cannot be written at the moment.
@@ -324,11 +324,11 @@ class Situation:
 
 @dataclass(frozen=True)
 class Action:
-    """What is done about a verdict and why.
+    """What the supervisor does about a verdict, and why.
 
     `exclude` are nodes that the next launch avoids; `rollback_to` is the checkpoint step to go
     back to, with `skip_steps` batches left out. `rejected_step` is a checkpoint that no launch uses
-    any more; it is kept in quarantine. `observed` says what would have been done had the spec
+    any more; it is kept in quarantine. `observed` lists what would have been done had the spec
     allowed it.
     """
 
@@ -345,7 +345,7 @@ class Action:
 
 @dataclass(frozen=True)
 class History:
-    """What the ledger says about the launches before the decision, the present one included.
+    """Counts over the launches in the ledger, the present one included.
 
     Counted since the last launch that brought a new checkpoint: `failures_without_progress` all
     failures, `time_limits_without_progress`, `by_cause` each cause, `same_fingerprint` those in a
@@ -365,5 +365,5 @@ class History:
     failed_loads: int = 0
 
     def of(self, cause: Cause) -> int:
-        """Launches without progress that ended by this cause."""
+        """Return how many launches without progress ended by this cause."""
         return dict(self.by_cause).get(str(cause), 0)

@@ -74,7 +74,7 @@ def history(events: Sequence[Event], window_seconds: float = 1800.0) -> History:
 
 
 def pending_rollback(events: Sequence[Event]) -> int | None:
-    """The checkpoint step to go back to, if that was decided and no launch has begun since."""
+    """Find the checkpoint step to go back to, if that was decided and no launch began since."""
     for event in reversed(events):
         if event.event is EventKind.LAUNCH_STARTED:
             return None
@@ -84,7 +84,7 @@ def pending_rollback(events: Sequence[Event]) -> int | None:
 
 
 def pending_rejections(events: Sequence[Event]) -> dict[int, str]:
-    """Steps of checkpoints that were given up since the last launch began, with the reasons."""
+    """List the checkpoints given up since the last launch began, with the reasons."""
     found: dict[int, str] = {}
     for event in events:
         if event.event is EventKind.LAUNCH_STARTED:
@@ -95,7 +95,7 @@ def pending_rejections(events: Sequence[Event]) -> dict[int, str]:
 
 
 def pinned_steps(events: Sequence[Event]) -> tuple[int, ...]:
-    """Checkpoints that retention must leave, for it knows only which are the newest.
+    """List the checkpoints that retention must keep besides the newest ones.
 
     Those from before the newest anomalies of numerics, which whoever looks into one needs; and the
     one that was used when a newer one was given up, because it is known to load.
@@ -113,8 +113,10 @@ def pinned_steps(events: Sequence[Event]) -> tuple[int, ...]:
 
 
 def loaded_instead(events: Sequence[Event]) -> int | None:
-    """The step that the launch after the newest rejection began at; None without one, and where
-    a person has accepted a start at step 0 since."""
+    """Find the step at which the launch after the newest rejection began.
+
+    None without such a launch, or if a person has accepted a start at step 0 since.
+    """
     rejected, found = False, None
     for event in events:
         if event.event is EventKind.CHECKPOINT_REJECTED:
@@ -127,7 +129,7 @@ def loaded_instead(events: Sequence[Event]) -> int | None:
 
 
 def mean_time_to_failure(events: Sequence[Event], prior_seconds: float | None) -> float | None:
-    """Expected seconds of training between two failures; None without prior and failures.
+    """Estimate the seconds of training between two failures; None without prior and failures.
 
     The posterior mean of an exponential law with a Gamma prior worth one failure (its conjugate;
     Gelman et al., Bayesian Data Analysis, section 2.6): (prior + time trained) / (1 + failures).

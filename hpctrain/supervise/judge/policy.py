@@ -1,14 +1,15 @@
-"""What to do about a verdict. One pure function, so that the same answer can be tested, shown
-(`hpctrain why`) and simulated (`hpctrain simulate`).
+"""Decide what to do about a verdict. Pure.
 
-Principles: a user's cancel and a user's mistake stop at once; what the scheduler does costs
-nothing; every other cause, a signal that nobody explains among them, has a budget of its own, which
-progress fills up again; a run that is over without being done and without having been asked to end
-leaves with a code that is not 0; nodes are kept
-while enough of them are good, because a queue costs hours and a relaunch seconds; what could do
-harm (avoiding nodes, going back) is only said until the spec allows it, but a node on which this
-run cannot work as it is (unfit) is left in any case; "unknown" never does anything that could lose
-work.
+One function, so that the same decision can be tested, shown (`hpctrain why`) and simulated
+(`hpctrain simulate`). Principles:
+
+- A user's cancel and a user's mistake stop the run at once; ends by the scheduler cost nothing.
+- Every other cause, signals without an explanation included, has a budget, which progress refills.
+- A run that ends unfinished, without a request to end, exits with a code other than 0.
+- Nodes are kept while enough of them are good: a queue costs hours, a relaunch seconds.
+- What could do harm (excluding nodes, going back) is only recorded until the spec allows it. A node
+  on which this run cannot work as it is (unfit) is excluded in any case.
+- The cause "unknown" never leads to anything that could lose work.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ _LONGEST_STORM_DELAY_SECONDS = 1800.0
 
 
 def budget_of(cause: Cause, config: SuperviseConfig) -> int | None:
-    """Retries after this cause without a new checkpoint; None: as often as it comes."""
+    """Return the retries after this cause without a new checkpoint; None: no limit."""
     if str(cause) in config.budgets:
         return config.budgets[str(cause)]
     if cause in RETRIES:
@@ -77,7 +78,7 @@ def budget_of(cause: Cause, config: SuperviseConfig) -> int | None:
 def decide(
     verdict: Verdict, history: History, situation: Situation, config: SuperviseConfig
 ) -> Action:
-    """The action for one verdict. `history` includes the launch that the verdict is about."""
+    """Decide about one verdict. `history` includes the launch that the verdict is about."""
     for rule in (_ended, _spent_loading, _checkpoint, _final, _spent, _numerics):
         action = rule(verdict, history, situation, config)
         if action is not None:
@@ -108,7 +109,14 @@ def _checkpoint(
     verdict: Verdict, history: History, situation: Situation, config: SuperviseConfig
 ) -> Action | None:
     action = decide_checkpoint(verdict, history, situation, config)
-    if action is None or action.kind is not ActionKind.RELAUNCH:
+    return None if action is None else _where_possible(action, verdict, situation, config)
+
+
+def _where_possible(
+    action: Action, verdict: Verdict, situation: Situation, config: SuperviseConfig
+) -> Action:
+    """Turn a relaunch into the next attempt of the run where the job loses its nodes."""
+    if action.kind is not ActionKind.RELAUNCH:
         return action
     if verdict.already_requeued:
         return replace(action, kind=ActionKind.LEAVE)
@@ -197,7 +205,7 @@ def _elsewhere(verdict: Verdict, situation: Situation, config: SuperviseConfig) 
 
 
 def limit_of_all(config: SuperviseConfig) -> int:
-    """Failures by all causes without a new checkpoint at which the run is stopped."""
+    """Return how many failures by all causes without a new checkpoint stop the run."""
     return _ALL_CAUSES_FACTOR * config.failures_without_progress
 
 
@@ -207,14 +215,7 @@ def _numerics(
     if verdict.cause not in (Cause.DIVERGED, Cause.SUSPECT_NUMERICS):
         return None
     action = decide_numerics(verdict, history, situation, config)
-    if action.kind is not ActionKind.RELAUNCH:
-        return action
-    if verdict.already_requeued:
-        return replace(action, kind=ActionKind.LEAVE)
-    if not situation.keeps_nodes:
-        later = _go_on_later(verdict, situation, config)
-        return replace(action, kind=later.kind, exit_code=later.exit_code)
-    return action
+    return _where_possible(action, verdict, situation, config)
 
 
 def _go_on_later(verdict: Verdict, situation: Situation, config: SuperviseConfig) -> Action:
@@ -251,7 +252,10 @@ def _retry(
         count = "it had made progress"
     if history.recent_failures >= config.storm_failures:
         return _weather(history, situation, config, count)
-    if _must_change_nodes(verdict, situation, config):
+    left = situation.healthy_nodes
+    if verdict.hard and config.exclude_nodes == "act":
+        left -= len(situation.exclude_here)
+    if left < situation.least_nodes:
         later = _go_on_later(verdict, situation, config)
         usable = "are fit" if situation.unfit else "answer"
         too_few = (
@@ -259,7 +263,7 @@ def _retry(
             f"{situation.least_nodes} are needed"
         )
         return replace(later, reason=f"{too_few} ({count}); {later.reason}")
-    reason = f"start again {_where(verdict, situation, config)} ({count})"
+    reason = f"start again {_where(situation, config)} ({count})"
     slow = verdict.cause in _SLOW_CAUSES
     first_seconds = _SLOW_FIRST_DELAY_SECONDS if slow else _FIRST_DELAY_SECONDS
     doublings = min(max(failures - 1, 0), _MOST_DOUBLINGS)
@@ -268,15 +272,7 @@ def _retry(
     return _avoiding(action, situation, config)
 
 
-def _must_change_nodes(verdict: Verdict, situation: Situation, config: SuperviseConfig) -> bool:
-    if situation.healthy_nodes < situation.least_nodes:
-        return True
-    if not verdict.hard or config.exclude_nodes != "act":
-        return False
-    return situation.healthy_nodes - len(situation.exclude_here) < situation.least_nodes
-
-
-def _where(verdict: Verdict, situation: Situation, config: SuperviseConfig) -> str:
+def _where(situation: Situation, config: SuperviseConfig) -> str:
     avoided = len(situation.exclude_here) if config.exclude_nodes == "act" else 0
     left = situation.healthy_nodes - avoided
     if left < situation.needed_nodes <= situation.healthy_nodes:
