@@ -21,7 +21,7 @@ from hpctrain.store.run_records import Progress, read_record
 from hpctrain.supervise.context import AttemptContext, say
 from hpctrain.supervise.data_check import data_problem
 from hpctrain.supervise.evidence.gather import gather
-from hpctrain.supervise.evidence.launch_watch import Experience, LaunchWatch
+from hpctrain.supervise.evidence.launch_watch import CrossLaunchState, LaunchWatch
 from hpctrain.supervise.evidence.postmortem import (
     Prober,
     Traces,
@@ -69,7 +69,7 @@ class Launcher:
         self.launches = 0
         self.epoch = 0
         self.name = f"{context.attempt} on {context.attempt.node}"
-        self._experience: Experience | None = None
+        self._state: CrossLaunchState | None = None
         self._outlook: Outlook | None = None
         self._seen: frozenset[KernelLine] = frozenset()
 
@@ -133,14 +133,14 @@ class Launcher:
         except OSError as error:
             reason = f"srun could not be run: {error}"
             return Ended(Verdict(Cause.LAUNCH_FAILURE, reason)), None
-        if self._experience is None:
-            self._experience = Experience.of(self.context)
+        if self._state is None:
+            self._state = CrossLaunchState.of(self.context)
         watch = LaunchWatch(
             self.context,
             launch,
             self.epoch,
             start.step if start else 0,
-            experience=self._experience,
+            state=self._state,
             tasks=placement.shape.tasks if placement.shape else 0,
             nodes=placement.nodes or job_nodes,
             outlook=self._outlook,

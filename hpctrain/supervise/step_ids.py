@@ -24,7 +24,7 @@ from hpctrain.store.ledger import Event, EventKind
 from hpctrain.supervise.context import AttemptContext, say
 from hpctrain.supervise.evidence.log_scan import newest_step
 from hpctrain.supervise.evidence.probe import STEP_NAME
-from hpctrain.supervise.evidence.run_dir_snapshot import in_time
+from hpctrain.supervise.timeouts import run_with_timeout
 
 _LISTING_SECONDS = 5.0
 _SECONDS_EACH, _SECONDS = 20.0, 60.0
@@ -59,7 +59,7 @@ def _last_used(context: AttemptContext) -> int:
     lost = _lost_attempts(context.ledger.events(), context.job_id)
     logs = [context.run_layout.attempt_logs(context.job_id, attempt) for attempt in lost]
     found: list[int] = []
-    in_time(lambda: found.extend(map(newest_step, logs)), _LISTING_SECONDS)
+    run_with_timeout(lambda: found.extend(map(newest_step, logs)), _LISTING_SECONDS)
     newest = max(found, default=-1)
     return newest + 1 if newest >= 0 else -1
 

@@ -16,10 +16,10 @@ from hpctrain.supervise.context import AttemptContext, say
 from hpctrain.supervise.evidence.gather import keeps_nodes, needs_a_look
 from hpctrain.supervise.evidence.log_scan import Ranks, Scanner, newest_step, read_signatures
 from hpctrain.supervise.evidence.probe import Question, probe_nodes
-from hpctrain.supervise.evidence.run_dir_snapshot import in_time
 from hpctrain.supervise.judge.documents import Evidence, Finding
 from hpctrain.supervise.judge.probe_answers import KernelLine, ProbeResult
 from hpctrain.supervise.judge.signatures import Signatures
+from hpctrain.supervise.timeouts import run_with_timeout
 
 _LISTING_SECONDS = 5.0
 Prober = Callable[[AttemptContext, Sequence[str], float], ProbeResult]
@@ -52,7 +52,7 @@ def newest_logged_step(context: AttemptContext) -> int:
     """The newest step of this attempt that has logs, -1 if none or not to be seen in time."""
     steps = [-1]
     directory = _log_directory(context)
-    in_time(lambda: steps.append(newest_step(directory)), _LISTING_SECONDS)
+    run_with_timeout(lambda: steps.append(newest_step(directory)), _LISTING_SECONDS)
     return steps[-1]
 
 
@@ -115,7 +115,9 @@ def find_lines(
     Never waits longer than the scanner's limits; without `signatures.json` there is nothing.
     """
     read: list[Signatures | None] = []
-    in_time(lambda: read.append(read_signatures(context.run_layout.signatures)), _LISTING_SECONDS)
+    run_with_timeout(
+        lambda: read.append(read_signatures(context.run_layout.signatures)), _LISTING_SECONDS
+    )
     if not read or read[0] is None:
         return ()
     scanner, now = Scanner(read[0]), time.time()

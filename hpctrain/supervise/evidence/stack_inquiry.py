@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from hpctrain.errors import SlurmError
 from hpctrain.supervise.context import AttemptContext
 from hpctrain.supervise.evidence import stack_files
-from hpctrain.supervise.evidence.run_dir_snapshot import in_time
 from hpctrain.supervise.evidence.srun_steps import OwnSteps
 from hpctrain.supervise.judge.documents import OddRank
 from hpctrain.supervise.judge.odd_stacks import odd_ranks, places
+from hpctrain.supervise.timeouts import run_with_timeout
 
 # What finding the files of all ranks may take, ...
 _FINDING_SECONDS = 15.0
@@ -65,7 +65,7 @@ class Inquiry:
         QUIT is sent only if a rank has opened its file: others might end of it.
         """
         run, epoch, found = self._run, self._epoch, list[dict[int, int]]()
-        in_time(
+        run_with_timeout(
             lambda: found.append(stack_files.sizes(run, epoch)),
             _FINDING_SECONDS,
             give_up=self._give_up,
@@ -74,7 +74,7 @@ class Inquiry:
         if not before:
             return
         OwnSteps(self._context).signal("QUIT")
-        in_time(
+        run_with_timeout(
             lambda: stack_files.wait_for_dumps(run, epoch, before, _DUMP_SECONDS),
             _DUMP_SECONDS,
             give_up=self._give_up,
@@ -88,7 +88,7 @@ class Inquiry:
         """
         run, epoch, before, found = self._run, self._epoch, self._before, list[stack_files.Dumps]()
         final = self._context.signals.final
-        in_time(
+        run_with_timeout(
             lambda: found.append(stack_files.read_dumps(run, epoch, before)),
             _READING_AT_THE_END_SECONDS if final else _READING_SECONDS,
         )
