@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.supervise.evidence.node_checks import (
-    Report,
+    NodeReport,
     check_directory,
     check_gpus,
     check_inputs,
@@ -84,10 +84,10 @@ def _order(arguments: list[str]) -> Order:
     return Order(given.run_directory, given.since, given.gpus, given.settings)
 
 
-def _all_checks(order: Order) -> list[tuple[str, Report]]:
+def _all_checks(order: Order) -> list[tuple[str, NodeReport]]:
     """All at once; one that takes too long is a problem of its own, and is left behind."""
     node = node_name()
-    checks: list[tuple[str, Callable[[Report], None]]] = [
+    checks: list[tuple[str, Callable[[NodeReport], None]]] = [
         (RUN_DIRECTORY, lambda report: check_directory(report, order.run_directory, node)),
         (INPUTS, lambda report: check_inputs(report, order.settings)),
         (SHUTDOWN, lambda report: check_shutdown(report, CHECK_SECONDS)),
@@ -105,14 +105,14 @@ def _all_checks(order: Order) -> list[tuple[str, Report]]:
     return results
 
 
-def _late() -> Report:
-    report = Report()
+def _late() -> NodeReport:
+    report = NodeReport()
     report.problem(f"no answer within {CHECK_SECONDS:g} s")
     return report
 
 
-def _start(check: Callable[[Report], None]) -> tuple[threading.Thread, Report]:
-    report = Report()
+def _start(check: Callable[[NodeReport], None]) -> tuple[threading.Thread, NodeReport]:
+    report = NodeReport()
 
     def run() -> None:
         try:
