@@ -28,7 +28,7 @@ from hpctrain.supervise.evidence.run_dir_snapshot import (
     past_step_seconds,
 )
 from hpctrain.supervise.evidence.srun_steps import OwnSteps
-from hpctrain.supervise.evidence.stack_inquiry import Inquiry
+from hpctrain.supervise.evidence.stack_inquiry import StackInquiry
 from hpctrain.supervise.judge.documents import JobFacts, Stall
 from hpctrain.supervise.judge.silence_limits import Pulse, StallLimits
 from hpctrain.supervise.judge.stragglers import (
@@ -143,7 +143,7 @@ class LaunchWatch:
         self._stop_requested = self._signal_pending = False
         self._stopping_at: float | None = None
         self._own_warning = OwnWarning(context, outlook)
-        self._inquiry = Inquiry(context, epoch, tasks, nodes, give_up=self._is_ending)
+        self._inquiry = StackInquiry(context, epoch, tasks, nodes, give_up=self._is_ending)
 
     @property
     def started(self) -> bool:
