@@ -174,7 +174,7 @@ class Answers:
 
     found: dict[str, NodeAnswer] = field(default_factory=dict)
 
-    def hear(self, line: str, received_at: float) -> None:
+    def add_line(self, line: str, received_at: float) -> None:
         """Take one line; `received_at` is seconds since the epoch here."""
         message = _message(line)
         if message is None:
