@@ -211,6 +211,44 @@ def test_the_pure_rooms_touch_nothing() -> None:
     assert not found, f"hand it in as an argument; the shell around does the reading: {found}"
 
 
+# What Slurm prints, whole or in part. `hpctrain.slurm` has a typed value for each.
+SLURM_PHRASES = re.compile(
+    r"JobHeld|JobHold|requeued.held|in.held.state|special exit state|launch.failed.requeued"
+    r"|ReqNodeNotAvail|BadConstraints|BeginTime|NodeDown|NodeFail|TimeLimit|PartitionNodeLimit"
+    r"|Nodes required for|QOSMax|AssocGrp"
+    r"|Invalid job id|pending execution|presently disabled|already completing or completed"
+    r"|Unable to contact slurm|Unable to create step|Task launch for|Node failure on"
+    r"|DUE TO |slurmstepd: error|srun: error|srun: forcing|Exited with exit code|Out Of Memory"
+    r"|step creation|Invalid generic resource"
+)
+SLURM_STATES = {"NODE_FAIL", "BOOT_FAIL", "OUT_OF_MEMORY", "COMPLETING", "PREEMPTED", "DEADLINE"}
+
+
+def test_only_one_room_knows_what_slurm_prints() -> None:
+    found = []
+    for path, tree in TREES.items():
+        if name(path).startswith("slurm/"):
+            continue
+        texts = {id(one) for node in ast.walk(tree) if (one := _docstring(node)) is not None}
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
+                continue
+            if id(node) in texts:
+                continue
+            if SLURM_PHRASES.search(node.value) or node.value in SLURM_STATES:
+                found.append(f"{where(path, node)} {node.value[:60]!r}")
+    assert not found, f"use the typed values of hpctrain.slurm (reasons, messages): {found}"
+
+
+def _docstring(node: ast.AST) -> ast.Constant | None:
+    """The docstring below `node`, if it can have one and has one."""
+    scopes = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    if not isinstance(node, scopes) or not node.body or not isinstance(node.body[0], ast.Expr):
+        return None
+    first = node.body[0].value
+    return first if isinstance(first, ast.Constant) and isinstance(first.value, str) else None
+
+
 def test_names_of_quantities_say_their_unit() -> None:
     bare = {"time", "mem", "size", "timeout", "duration", "bandwidth", "interval"}
     kinds = {"int", "float", "int | None", "float | None"}

@@ -149,7 +149,7 @@ def resume(
     queue = _queue(run, slurm)
     if not queue.answered:
         raise SlurmUnreachableError("Slurm does not say whether the run is held or has stopped")
-    held = [job for job in queue.jobs if is_held(job)]
+    held = [job for job in queue.jobs if job.hold is not None]
     if queue.jobs and not held:
         _refuse_to_accept(run, acceptance)
         return _take_back(run, queue, reason)
@@ -241,14 +241,6 @@ def wait_for_save(
         sleep(0.5)
 
 
-def is_held(job: JobRecord) -> bool:
-    """The job waits for somebody to release it. Reasons: squeue(1), JOB REASON CODES, and the
-    texts of slurmctld after `requeuehold` ("job requeued in held state") and after a failed
-    launch ("launch failed requeued held")."""
-    reason = (job.reason or "").lower().replace("_", " ")
-    return reason.startswith("jobheld") or reason.endswith(("held state", "requeued held"))
-
-
 # -- parts of them -----------------------------------------------------------------------------
 
 _HOW_TO_GO_ON = "`hpctrain resume` goes on"
@@ -337,7 +329,7 @@ def _hold_in_queue(
 ) -> tuple[_Queue, Answer | None]:
     """Hold the jobs that wait. Slurm also "holds" one that has just started, without a word: that
     is undone, and the queue is returned without an answer."""
-    free = [job for job in queue.waiting if not is_held(job)]
+    free = [job for job in queue.waiting if job.hold is None]
     if not free:
         words = f"Run {_name(run)} is held already ({queue.waiting[0].reason})"
         return queue, Answer(run.run_id, words, changed=False, job_id=queue.job_id)

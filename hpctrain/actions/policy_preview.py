@@ -118,16 +118,15 @@ class _End:
         if repeated:  # the launch after the first brings nothing new
             ends.append(ends[0].model_copy(update={"resume_step": self._checkpoint_step}))
         past = history([*self._events, *ends], self._config.storm_window_seconds)
-        # `hard` stays False: what broken hardware leads to depends on which node it is.
-        verdict = Verdict(cause, words, nodes=(_SUSPECT,), step=self._step + 1)
+        # `hard` stays False: what broken hardware leads to depends on which node it is. Without a
+        # reason of the verdict, that of the action is the decision alone.
+        verdict = Verdict(cause, reason="", nodes=(_SUSPECT,), step=self._step + 1)
         action = decide(verdict, past, self._situation(cause), self._config)
-        reason = action.reason.removeprefix(f"{words}: ").removeprefix(f"{words}; ")
-        reason = reason.removeprefix(f"{words}, ").removesuffix(f": {words}")
         return Foresight(
             causes=(cause,),
             conditions=(words,),
             action=action.kind,
-            reason=reason,
+            reason=action.reason,
             delay_seconds=action.delay_seconds,
             observed=action.observed,
         )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from hpctrain.slurm.records import JobRecord
+from hpctrain.slurm.states import JobState
 from hpctrain.store.jobs import (
     being_submitted,
     cancel_confirmed,
@@ -137,7 +138,7 @@ def _since_submission(events: Sequence[Event]) -> list[Event]:
 def _in_queue(events: Sequence[Event], job: JobRecord) -> Judged:
     if job.state.is_pending:
         return Judged(RunState.PENDING, f"{_why_again(events, job)}{job.reason or 'waiting'}")
-    reason = "" if job.state.name == "RUNNING" else job.state.name.lower()
+    reason = "" if job.state is JobState.RUNNING else job.state.name.lower()
     return Judged(RunState.RUNNING, reason)
 
 
@@ -185,7 +186,7 @@ def _after_the_queue(job: JobRecord | None) -> Judged:
     if job is None:
         return Judged(RunState.UNKNOWN, "Slurm does not know the job any more")
     name = job.state.name
-    if name == "CANCELLED":
+    if job.state is JobState.CANCELLED:
         return Judged(RunState.CANCELLED, "cancelled in Slurm")
     if job.exit_signal == _NO_LOG_SIGNAL:
         words = "Slurm could not write the job's log: is the run directory there on its nodes?"

@@ -329,6 +329,7 @@ def _act(one: _Open, sighting: Sighting, slurm: SlurmClient) -> tuple[str, str]:
         job_id=sighting.job_id,
         action=sighting.remedy,
         reason=f"{sighting.symptom}: {sighting.words}",
+        symptom=sighting.symptom,
         user=user_name(),
     )
     if sighting.remedy in (Remedy.TELL, Remedy.NOTE):

@@ -104,8 +104,11 @@ def told_already(look: Look, sighting: Sighting) -> bool:
     for event in reversed(look.events):
         if event.event is not EventKind.WATCH:
             return False
-        same = (event.reason or "").startswith(f"{sighting.symptom}:")
-        if same and event.action == Remedy.TELL and event.job_id == sighting.job_id:
+        if (
+            event.symptom == sighting.symptom
+            and event.action == Remedy.TELL
+            and event.job_id == sighting.job_id
+        ):
             return True
     return False
 

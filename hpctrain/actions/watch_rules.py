@@ -24,6 +24,7 @@ from hpctrain.actions.watch_look import (
     storm,
     tell,
 )
+from hpctrain.slurm.reasons import JobHold, WaitReason
 from hpctrain.slurm.records import JobRecord
 from hpctrain.slurm.states import JobState
 from hpctrain.store.jobs import cancel_requested, generation
@@ -37,8 +38,19 @@ from hpctrain.supervise.judge.launch_history import history
 _LONGEST_REQUEUE_DELAY_SECONDS = 300.0
 _SHORTEST_DELAY_SECONDS = 10.0
 _TOO_FEW_SECONDS = 1800.0
-_NO_NODE = ("ReqNodeNotAvail", "BadConstraints", "NodeDown", "PartitionConfig")
-_MISSING = ("Resources", "Priority", "ReqNodeNotAvail", "Nodes required", "PartitionNodeLimit")
+_NO_NODE = (
+    WaitReason.NODES_UNAVAILABLE,
+    WaitReason.BAD_CONSTRAINTS,
+    WaitReason.NODE_DOWN,
+    WaitReason.PARTITION_CONFIG,
+)
+_MISSING = (
+    WaitReason.RESOURCES,
+    WaitReason.PRIORITY,
+    WaitReason.NODES_UNAVAILABLE,
+    WaitReason.NODES_REQUIRED,
+    WaitReason.PARTITION_NODE_LIMIT,
+)
 
 
 def sightings(look: Look) -> list[Sighting]:
@@ -92,13 +104,11 @@ def _of_running(look: Look, job: JobRecord) -> list[Sighting]:
 
 
 def _launch_held(look: Look, job: JobRecord) -> Sighting | None:
-    """A prolog that failed: Slurm holds the job, and only its owner or an administrator lets go.
+    """Release a job that Slurm holds because a prolog failed.
 
-    slurmctld/node_scheduler.c and src/common/slurm_errno.c: "launch failed requeued held". Slurm
-    drains the node itself, so the job gets another one.
+    Slurm drains the node itself, so the job gets another one.
     """
-    reason = (job.reason or "").replace("_", " ").lower()
-    if "launch failed requeued held" not in reason:
+    if job.hold is not JobHold.LAUNCH_FAILED:
         return None
     words = "a prolog or the launch of the script failed, and Slurm holds the job"
     closing = lost(look, job, Cause.PROLOG_FAILURE, words)
@@ -107,7 +117,7 @@ def _launch_held(look: Look, job: JobRecord) -> Sighting | None:
 
 def _delayed(look: Look, job: JobRecord) -> Sighting | None:
     """A requeued job waits for old credentials to expire; its owner may end that."""
-    if job.reason != "BeginTime" or not job.restart_count or job.start_time is None:
+    if job.wait is not WaitReason.BEGIN_TIME or not job.restart_count or job.start_time is None:
         return None
     wait_seconds = job.start_time - (job.submit_time or 0.0)
     left_seconds = job.start_time - look.now
@@ -122,7 +132,7 @@ def _delayed(look: Look, job: JobRecord) -> Sighting | None:
 
 def _no_node_left(look: Look, job: JobRecord) -> Sighting | None:
     """The nodes that we keep the job away from may be those that it needs."""
-    if not (job.reason or "").startswith(_NO_NODE) or not _excluded(look.events):
+    if job.wait not in _NO_NODE or not _excluded(look.events):
         return None
     nodes = ", ".join(_excluded(look.events))
     words = f"it cannot be scheduled ({job.reason}) while it avoids {nodes}"
@@ -142,7 +152,7 @@ def _excluded(events: Sequence[Event]) -> tuple[str, ...]:
 def _too_few_nodes(look: Look, job: JobRecord) -> Sighting | None:
     """Nodes are missing for long, and the spec allows fewer (`resources.min_nodes`)."""
     shapes = look.config.shapes
-    if len(shapes) < 2 or not (job.reason or "").startswith(_MISSING):
+    if len(shapes) < 2 or job.wait not in _MISSING:
         return None
     least, most = shapes[-1].nodes, shapes[0].nodes + look.config.spare_nodes
     waited_seconds = look.now - (job.submit_time or look.now)
@@ -156,6 +166,5 @@ def _too_few_nodes(look: Look, job: JobRecord) -> Sighting | None:
     )
 
 
-# A job that its user or an administrator holds (JobHeldUser, JobHeldAdmin, requeued in held
-# state) is met by none of these.
+# None of these applies to a job that its user or an administrator holds.
 _PENDING = (_launch_held, _no_node_left, _delayed, _too_few_nodes)

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pydantic import BaseModel, ConfigDict
 
 from hpctrain.actions import requests
-from hpctrain.actions.control import is_held
 from hpctrain.actions.policy_preview import Budget, Foresight, budgets, foresee
 from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.state import RunState
@@ -21,6 +20,7 @@ from hpctrain.actions.status import RunStatus, statuses
 from hpctrain.checkpoints.discover import checkpoints
 from hpctrain.errors import SlurmError
 from hpctrain.slurm.client import SlurmClient
+from hpctrain.slurm.reasons import JobHold, WaitReason
 from hpctrain.slurm.records import JobRecord
 from hpctrain.store.ledger import Event, EventKind
 from hpctrain.supervise.judge.documents import SuperviseConfig
@@ -201,47 +201,43 @@ def _requests(run: RunFiles) -> tuple[str, ...]:
 
 # -- why a job waits ---------------------------------------------------------------------------
 
-# squeue(1), JOB REASON CODES. Slurm prints some without spaces and some as sentences.
-_REASONS = {
-    "begintime": "Slurm lets a requeued job wait until the credentials of the last start expire",
-    "priority": "jobs of higher priority come first",
-    "resources": "it is its turn as soon as enough nodes are free",
-    "dependency": "it starts when the job before it has ended",
-    "reqnodenotavail": "nodes that it needs are down, drained or reserved",
-    "badconstraints": "no nodes fit what it asks for",
-    "partitiondown": "the partition is down",
-    "partitioninactive": "the partition does not start jobs now",
-    "partitiontimelimit": "its time limit is above that of the partition",
-    "partitionnodelimit": "it asks for more nodes than the partition gives",
-    "reservation": "its reservation has not begun",
-    "jobarraytasklimit": "the element of the array before it still runs",
+_HELD = "it is held: `hpctrain resume` releases it"
+_HOLDS = {
+    JobHold.ADMIN: "an administrator holds it and has to release it",
+    JobHold.LAUNCH_FAILED: "Slurm could not launch it on its nodes and holds it: `hpctrain resume`",
+}
+_WAITS = {
+    WaitReason.BEGIN_TIME: (
+        "Slurm lets a requeued job wait until the credentials of the last start expire"
+    ),
+    WaitReason.PRIORITY: "jobs of higher priority come first",
+    WaitReason.RESOURCES: "it is its turn as soon as enough nodes are free",
+    WaitReason.DEPENDENCY: "it starts when the job before it has ended",
+    WaitReason.NODES_UNAVAILABLE: "nodes that it needs are down, drained or reserved",
+    WaitReason.BAD_CONSTRAINTS: "no nodes fit what it asks for",
+    WaitReason.PARTITION_DOWN: "the partition is down",
+    WaitReason.PARTITION_INACTIVE: "the partition does not start jobs now",
+    WaitReason.PARTITION_TIME_LIMIT: "its time limit is above that of the partition",
+    WaitReason.PARTITION_NODE_LIMIT: "it asks for more nodes than the partition gives",
+    WaitReason.RESERVATION: "its reservation has not begun",
+    WaitReason.ARRAY_TASK_LIMIT: "the element of the array before it still runs",
+    WaitReason.LIMIT: "a limit of the account or the QOS is reached",
 }
 
 
 def waiting_words(job: JobRecord, now: float) -> str:
     """Why a job waits, with Slurm's own word and what can be done."""
     reason = job.reason or "None"
-    key = reason.split(",")[0].replace("_", "").replace(" ", "").lower()
-    if is_held(job):
-        words = _held_words(key)
-    elif key.startswith(("qos", "assoc")):
-        words = "a limit of the account or the QOS is reached"
+    if job.hold is not None:
+        words = _HOLDS.get(job.hold, _HELD)
     else:
-        words = _REASONS.get(key, "")
+        words = _WAITS.get(job.wait, "") if job.wait is not None else ""
     parts = [f"{words} ({reason})" if words else reason]
-    if job.start_time is not None and job.start_time > now and not is_held(job):
+    if job.start_time is not None and job.start_time > now and job.hold is None:
         parts.append(f"not before {short_duration(job.start_time - now)} from now")
     if job.exclude_nodes:
         parts.append(f"it must not run on {job.exclude_nodes}")
     return "; ".join(parts)
-
-
-def _held_words(key: str) -> str:
-    if key == "jobheldadmin":
-        return "an administrator holds it and has to release it"
-    if key.startswith("launchfailed"):
-        return "Slurm could not launch it on its nodes and holds it: `hpctrain resume`"
-    return "it is held: `hpctrain resume` releases it"
 
 
 def _waiting(row: RunStatus, slurm: SlurmClient, now: float) -> str | None:

@@ -1,4 +1,4 @@
-"""The only room that speaks Slurm: client, parsers, states, and a fake for tests of users.
+"""The only room that knows Slurm's commands and texts: client, parsers, meanings, and a fake.
 
 Belongs here: everything that depends on the text or the quirks of a Slurm command. Does not belong
 here: run directories, verdicts, policy. `FakeSlurm` lives in `hpctrain.slurm.fake`.
@@ -7,6 +7,7 @@ here: run directories, verdicts, policy. `FakeSlurm` lives in `hpctrain.slurm.fa
 from __future__ import annotations
 
 from hpctrain.slurm.client import SlurmClient
+from hpctrain.slurm.reasons import JobEnd, JobHold, WaitReason
 from hpctrain.slurm.records import (
     JobRecord,
     PartitionRecord,
@@ -20,6 +21,8 @@ from hpctrain.slurm.records import (
 from hpctrain.slurm.states import JobState
 
 __all__ = [
+    "JobEnd",
+    "JobHold",
     "JobRecord",
     "JobState",
     "PartitionRecord",
@@ -30,4 +33,5 @@ __all__ = [
     "StepRecord",
     "SubmittedJob",
     "TestOnlyAnswer",
+    "WaitReason",
 ]

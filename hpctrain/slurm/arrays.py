@@ -1,7 +1,7 @@
-"""Commands as the elements of a job array, handed over by submitit.
+"""Submit commands as the elements of a job array, through submitit.
 
-submitit writes the script and keeps each element's output; whether elements have ended is asked
-by `client`, for submitit asks sacct alone, which many clusters do not have. Belongs here:
+submitit writes the script and keeps the output of each element. `client` queries whether elements
+have ended, because submitit uses sacct only, which many clusters do not have. Belongs here:
 submitting. Does not belong here: which commands, waiting.
 """
 
@@ -21,7 +21,7 @@ from hpctrain.slurm.environment import without_options
 
 @dataclass(frozen=True)
 class ArrayOptions:
-    """What each element asks for: one task on one node. None: what Slurm does by itself.
+    """What each element requests: one task on one node. None: Slurm's default.
 
     `setup` are lines of shell before the command.
     """
@@ -37,7 +37,7 @@ class ArrayOptions:
     setup: tuple[str, ...] = ()
 
     def parameters(self) -> dict[str, Any]:
-        """Those of submitit's SlurmExecutor."""
+        """Build the parameters of submitit's SlurmExecutor."""
         given = dict(
             job_name=self.name,
             time=self.walltime_minutes,
@@ -59,8 +59,8 @@ def submit_array(
 ) -> int:
     """Submit one element for each command; logs go to `folder`, which all nodes must see.
 
-    Returns the id of the array. Raises SlurmRefusedError in Slurm's words, SlurmUnreachableError
-    without its programs.
+    Returns the id of the array. Raises SlurmRefusedError with Slurm's message, and
+    SlurmUnreachableError if its programs are missing.
     """
     submitit = _submitit()
     environment = os.environ if environment is None else environment
@@ -85,7 +85,7 @@ def submit_array(
 
 @contextlib.contextmanager
 def _environment(wanted: Mapping[str, str]) -> Iterator[None]:
-    """submitit hands over the environment of this process."""
+    """Replace the environment of this process, which submitit passes to its commands."""
     before = dict(os.environ)
     os.environ.clear()
     os.environ.update(wanted)

@@ -1,11 +1,11 @@
-"""The one place that calls Slurm commands.
+"""Query and control Slurm through its commands; no other module calls them.
 
-Belongs here: which command answers which question, and what its exit codes mean. Does not belong
-here: deciding what to do (`supervise`, `actions`). Text formats only: the JSON of squeue changed
+Belongs here: which command serves a query, and what its exit codes mean. Does not belong here:
+decisions (`supervise`, `actions`). Text formats only: the JSON of squeue changed
 its schema in 22.05, 23.11 and 24.05 and ignores filters in 22.05.
 
-Every call has a time limit. Every method may raise SlurmUnreachableError (no answer) and
-SlurmRefusedError (the answer was no, in Slurm's own words). Silence never means that a job is gone.
+Every call has a timeout. Every method may raise SlurmUnreachableError (no response) and
+SlurmRefusedError (with Slurm's own message). No response never means that a job is gone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TypeVar
 from hpctrain.errors import SlurmError, SlurmRefusedError, SlurmUnreachableError
 from hpctrain.slurm import parse
 from hpctrain.slurm.environment import for_queries, without_options
-from hpctrain.slurm.process import Answer, Command, Runner, run_command
+from hpctrain.slurm.process import Command, CommandResult, Runner, run_command
 from hpctrain.slurm.records import (
     JobRecord,
     NodeState,
@@ -33,7 +33,6 @@ from hpctrain.slurm.records import (
     version_numbers,
 )
 
-_NO_SUCH_JOB = "Invalid job id specified"
 _Parsed = TypeVar("_Parsed")
 
 
@@ -41,7 +40,7 @@ class SlurmClient:
     """Slurm as seen from a login node or from inside a job.
 
     `environment` replaces os.environ. With `shielded`, commands survive the signals with which
-    Slurm ends a job: the supervisor asks and requeues while they arrive. `run` is the seam for
+    Slurm ends a job: the supervisor queries and requeues while they arrive. `run` is the seam for
     tests.
     """
 
@@ -62,7 +61,7 @@ class SlurmClient:
     # Submitting ---------------------------------------------------------------------------------
 
     def submit(self, script: Path | str, extra_args: Sequence[str] = ()) -> SubmittedJob:
-        """Submit a script: a Path is a file, a str is the text itself (handed over on stdin)."""
+        """Submit a script: a Path is a file, a str is the text itself (sent on stdin)."""
         answer = self._sbatch(["--parsable", *extra_args], script)
         return _parsed("sbatch", lambda: parse.submitted(answer.stdout, answer.stderr))
 
@@ -71,19 +70,19 @@ class SlurmClient:
         answer = self._sbatch(["--test-only", *extra_args], script)
         return parse.test_only_answer(answer.stderr)
 
-    def _sbatch(self, options: list[str], script: Path | str) -> Answer:
+    def _sbatch(self, options: list[str], script: Path | str) -> CommandResult:
         if isinstance(script, Path):
             argv, stdin = ["sbatch", *options, os.path.abspath(script)], ""
         else:
             argv, stdin = ["sbatch", *options], script
         return _accepted(argv, self._call(argv, without_options(self._environment), stdin))
 
-    # Asking -------------------------------------------------------------------------------------
+    # Queries ------------------------------------------------------------------------------------
 
     def jobs(self, ids: Collection[int]) -> dict[int, JobRecord]:
-        """What the controller knows about `ids`, in one query: live jobs, and ended ones for
-        MinJobAge (300 s by default). An id that is absent is not known to it (any more).
-        Of an array given by its id come all elements that run or have run, each under its own
+        """Query the controller about `ids` at once: live jobs, and ended ones for MinJobAge (300 s
+        by default). The controller does not know an absent id (any more).
+        An array given by its id yields all elements that run or have run, each under its own
         id, and one record under the array's id for all that wait.
         """
         if not ids:
@@ -92,7 +91,7 @@ class SlurmClient:
         argv.append(f"--Format={parse.long_format(parse.SQUEUE_FIELDS)}")
         answer = self._ask(argv)
         # For one unknown id squeue fails; of several it prints the known ones.
-        if answer.returncode != 0 and len(ids) == 1 and _NO_SUCH_JOB in answer.stderr:
+        if answer.returncode != 0 and len(ids) == 1 and parse.is_unknown_job(answer.stderr):
             return {}
         text = _answered(argv, answer)
         found = _parsed("squeue", lambda: parse.jobs_from_squeue(text))
@@ -100,9 +99,9 @@ class SlurmClient:
         return {job_id: record for job_id, record in found.items() if record.belongs_to(wanted)}
 
     def jobs_of_users(self, user_ids: Collection[int]) -> dict[int, JobRecord]:
-        """All jobs of these users that the controller knows, in one query; see `jobs`.
+        """Query all jobs of these users that the controller knows; see `jobs`.
 
-        As dear as asking for several ids, for which squeue reads all jobs and then filters them.
+        It costs as much as a query for several ids, for which squeue reads all jobs and filters.
         """
         if not user_ids:
             return {}
@@ -112,17 +111,17 @@ class SlurmClient:
         return _parsed("squeue", lambda: parse.jobs_from_squeue(text))
 
     def live_jobs_named(self, name: str) -> tuple[int, ...]:
-        """Ids of this user's jobs of that name that wait or run: `singleton` waits for them."""
+        """List the ids of this user's waiting and running jobs of that name (see `singleton`)."""
         argv = ["squeue", "--me", f"--name={name}", f"--Format={parse.long_format(('JobID',))}"]
         text = _answered(argv, self._ask(argv))
         rows = _parsed("squeue", lambda: parse.table(text, 1))
         return tuple(int(job_id) for (job_id,) in rows)
 
     def show_job(self, job_id: int) -> JobRecord | None:
-        """One job with its excluded nodes; None when the controller does not know it.
+        """Query one job with its excluded nodes; None when the controller does not know it.
 
-        Not `scontrol show job`: its `Key=value` text cannot be told from a job name of the same
-        form. squeue's -O has no field for excluded nodes in 22.05, its -o has.
+        Not by `scontrol show job`, because a job name may have the form of its `Key=value` text.
+        squeue's -O has no field for excluded nodes in 22.05, its -o has.
         """
         record = self.jobs([job_id]).get(job_id)
         if record is None:
@@ -134,8 +133,8 @@ class SlurmClient:
         return replace(record, exclude_nodes=excluded.get(str(job_id)))
 
     def history(self, ids: Collection[int]) -> dict[int, JobRecord]:
-        """The last attempt of each job from the accounting in one query; without accounting,
-        what the controller still remembers.
+        """Query the last attempt of each job in the accounting database; without one, query what
+        the controller still remembers.
         """
         if not ids:
             return {}
@@ -147,21 +146,21 @@ class SlurmClient:
         return _parsed("sacct", lambda: parse.jobs_from_sacct(text))
 
     def past_jobs(self, ids: Collection[int]) -> dict[int, JobRecord]:
-        """As `history`, for ids that squeue does not know: only accounting can tell more."""
+        """Query ids that squeue does not know: only the accounting database may have them."""
         return self.history(ids) if ids and self.accounting_enabled() else {}
 
     def steps(self, job_id: int) -> tuple[StepRecord, ...]:
-        """The live steps of a job; empty for a job without any and for an unknown job."""
+        """List the live steps of a job; empty for a job without any and for an unknown job."""
         argv = ["squeue", "--steps", f"--jobs={job_id}"]
         argv.append(f"--Format={parse.long_format(parse.STEP_FIELDS)}")
         text = _answered(argv, self._ask(argv))
         return _parsed("squeue --steps", lambda: parse.steps_from_squeue(text))
 
     def hostnames(self, node_list: str) -> tuple[str, ...]:
-        """`n[0-2]` as (n0, n1, n2). Needs no controller."""
+        """Expand `n[0-2]` to (n0, n1, n2). Needs no controller."""
         if not node_list:
             return ()
-        # scontrol prints `Invalid hostlist` with exit code 0, so the words decide.
+        # scontrol prints `Invalid hostlist` with exit code 0, so the output decides.
         argv = ["scontrol", "show", "hostnames", node_list]
         answer = _accepted(argv, self._ask(argv))
         if not answer.stdout.split():
@@ -169,15 +168,15 @@ class SlurmClient:
         return tuple(answer.stdout.split())
 
     def node_address(self, node: str) -> str:
-        """The address at which Slurm itself reaches a node (NodeAddr)."""
+        """Query the address at which Slurm itself reaches a node (NodeAddr)."""
         argv = ["scontrol", "-o", "show", "node", node]
         text = _accepted(argv, self._ask(argv)).stdout
         return _parsed("scontrol show node", lambda: parse.node_address(text))
 
     def node_states(self, nodes: Collection[str]) -> dict[str, NodeState]:
-        """What the controller says about `nodes`, in one query; a node is absent if it is unknown.
+        """Query the states of `nodes` at once; an unknown node is absent.
 
-        A dead node is called responding for minutes (SlurmdTimeout, 300 s by default).
+        A dead node is listed as responding for minutes (SlurmdTimeout, 300 s by default).
         """
         if not nodes:
             return {}
@@ -187,10 +186,9 @@ class SlurmClient:
         return {one.node: one for one in _parsed("sinfo", lambda: parse.node_states(text))}
 
     def boot_times(self, nodes: Collection[str]) -> dict[str, float]:
-        """When each of `nodes` booted, by the controller's clock, in seconds since the epoch.
+        """Query when each of `nodes` booted, in seconds since the epoch of the controller's clock.
 
-        The controller knows it from the node's own word when its slurmd registers: a node that is
-        booting is still told with the time before.
+        slurmd reports it when it registers: a node that is booting still has the time before.
         """
         if not nodes:
             return {}
@@ -199,37 +197,36 @@ class SlurmClient:
         return _parsed("scontrol show node", lambda: parse.boot_times(text))
 
     def config(self) -> SlurmConfig:
-        """The configuration in force."""
+        """Query the configuration in force."""
         argv = ["scontrol", "show", "config"]
         return SlurmConfig(parse.config_values(_answered(argv, self._ask(argv))))
 
     def accounting_enabled(self) -> bool:
-        """Whether sacct can answer; asked once per client."""
+        """True if sacct has a database to query; queried once per client."""
         return self._unchanging().accounting_enabled
 
     def cluster_name(self) -> str | None:
-        """ClusterName of the Slurm that is asked, None if it does not tell; asked once per
-        client."""
+        """Query ClusterName, None if it has none; queried once per client."""
         return self._unchanging().cluster_name or None
 
     def _unchanging(self) -> SlurmConfig:
-        """The configuration, for values that stay the same while a controller lives."""
+        """Cache the configuration for values that stay the same while a controller lives."""
         if self._settled is None:
             self._settled = self.config()
         return self._settled
 
     def partitions(self) -> tuple[PartitionRecord, ...]:
-        """All partitions that this user may see."""
+        """List all partitions that this user may see."""
         argv = ["scontrol", "--oneliner", "show", "partition"]
         text = _answered(argv, self._ask(argv))
         return _parsed("scontrol show partition", lambda: parse.partitions(text))
 
     def version(self) -> tuple[int, ...]:
-        """The version of the commands on this host, e.g. (22, 5, 8). Needs no controller."""
+        """Query the version of the commands here, such as (22, 5, 8). Needs no controller."""
         argv = ["sinfo", "--version"]
         return version_numbers(_answered(argv, self._ask(argv)))
 
-    # Acting -------------------------------------------------------------------------------------
+    # Changes ------------------------------------------------------------------------------------
 
     def requeue(self, job_id: int, *, shielded: bool = False) -> RequeueAnswer:
         """Put a job back into the queue. Never raises: the caller is often about to be killed."""
@@ -244,7 +241,7 @@ class SlurmClient:
     def hold(self, job_id: int) -> None:
         """Keep a pending job from starting until its owner releases it (scontrol(1), `uhold`).
 
-        Slurm 22.05.8 accepts this for a running job too, without a word: look again afterwards.
+        Slurm 22.05.8 silently accepts this for a running job too: query the job again afterwards.
         """
         self._do(["scontrol", "uhold", str(job_id)])
 
@@ -317,7 +314,7 @@ class SlurmClient:
     def _do(self, argv: list[str]) -> None:
         _accepted(argv, self._ask(argv))
 
-    def _ask(self, argv: list[str], *, shielded: bool = False) -> Answer:
+    def _ask(self, argv: list[str], *, shielded: bool = False) -> CommandResult:
         return self._call(argv, for_queries(self._environment), shielded=shielded)
 
     def _call(
@@ -327,16 +324,16 @@ class SlurmClient:
         stdin: str = "",
         *,
         shielded: bool = False,
-    ) -> Answer:
+    ) -> CommandResult:
         shielded = shielded or self._shielded
         return self._run(Command(tuple(argv), environment, self._timeout_seconds, stdin, shielded))
 
 
-def _accepted(argv: list[str], answer: Answer) -> Answer:
-    """The answer of a command that asked for something to be done."""
+def _accepted(argv: list[str], answer: CommandResult) -> CommandResult:
+    """Check the result of a command that changes something, and return it."""
     if answer.returncode == 0:
         return answer
-    # `scontrol show node` says on stdout that there is no such node.
+    # `scontrol show node` reports an unknown node on stdout.
     words = answer.stderr.strip() or answer.stdout.strip()
     words = words or f"`{argv[0]}` ended with exit code {answer.returncode}"
     if parse.is_unreachable(words):
@@ -344,8 +341,8 @@ def _accepted(argv: list[str], answer: Answer) -> Answer:
     raise SlurmRefusedError(words)
 
 
-def _answered(argv: list[str], answer: Answer) -> str:
-    """The text of a query; a query that fails or prints nothing has told us nothing."""
+def _answered(argv: list[str], answer: CommandResult) -> str:
+    """Return the output of a query; one that fails or prints nothing counts as no response."""
     if answer.returncode == 0 and answer.stdout.strip():
         return answer.stdout
     words = answer.stderr.strip() or f"exit code {answer.returncode} and no output"

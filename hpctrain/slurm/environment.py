@@ -1,9 +1,9 @@
-"""The environment of our calls of Slurm.
+"""Build the environment of Slurm commands, without variables that change what they do.
 
-Belongs here: which variables are kept from a command. Reason: squeue, sbatch and the others take
-options from SQUEUE_*, SBATCH_*, ... variables, so a line in somebody's .bashrc changes the format
-that we parse or the partition that the plan has chosen; and inside a job sbatch takes SLURM_*
-variables of that job as options of the new one (sbatch(1), INPUT ENVIRONMENT VARIABLES).
+squeue, sbatch and the others take options from SQUEUE_*, SBATCH_*, ... variables, so a line in a
+.bashrc changes the format that we parse or the partition of the plan. Inside a job, sbatch takes
+SLURM_* variables of that job as options of the new one (sbatch(1), INPUT ENVIRONMENT VARIABLES).
+Belongs here: which variables are removed. Does not belong here: running commands (`process`).
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ _OPTION_PREFIXES = (
     *("SALLOC_", "SBATCH_", "SRUN_", "SQUEUE_", "SINFO_", "SACCT_", "SCANCEL_", "SCONTROL_"),
     *("SLURM_", "SLURMD_"),
 )
-# Which cluster, and how to prove who we are: needed to reach Slurm at all.
+# Cluster and credentials: needed to reach Slurm at all.
 _KEPT = frozenset({"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT"})
 
 
 def without_options(environment: Mapping[str, str]) -> dict[str, str]:
-    """`environment` without the variables that change what a Slurm command does."""
+    """Remove the variables that change what a Slurm command does."""
     return {
         name: value
         for name, value in environment.items()
@@ -30,6 +30,6 @@ def without_options(environment: Mapping[str, str]) -> dict[str, str]:
 def for_queries(environment: Mapping[str, str]) -> dict[str, str]:
     """As `without_options`, with English messages and UTC times.
 
-    Not for sbatch, which by default hands its own environment on to the job.
+    Not for sbatch, which by default passes its own environment to the job.
     """
     return {**without_options(environment), "LC_ALL": "C", "TZ": "UTC0"}

@@ -1,8 +1,8 @@
-"""A stand-in for SlurmClient that lives in memory, for tests of users and of our own.
+"""Replace SlurmClient in tests, those of users and our own, by a Slurm in memory.
 
 Belongs here: the same public methods over a dictionary. Does not belong here: scheduling; a test
 moves a job by replacing its record: `fake.records[1] = replace(fake.records[1], state=RUNNING)`.
-What Slurm really does is tested against `hpctrain.sandbox`.
+The behaviour of Slurm itself is tested with `hpctrain.sandbox`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from hpctrain.slurm.states import JobState
 class FakeSlurm:
     """`records`, `scripts` and `options` of sbatch (by job id), `live_steps`, `signals` (job,
     step, name) and the settings are plain attributes.
-    `away = True` makes every call fail as without a controller; `refusal` is what sbatch says
-    instead of taking the next script.
+    `away = True` makes every call fail as without a controller; `refusal` is the message of an
+    sbatch that refuses the next script.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class FakeSlurm:
         return {i: record for i, record in self.records.items() if record.belongs_to(ids)}
 
     def jobs_of_users(self, user_ids: Collection[int]) -> dict[int, JobRecord]:
-        """All jobs: there is one user only."""
+        """Return all jobs: there is one user only."""
         self._present()
         return dict(self.records)
 
@@ -104,7 +104,7 @@ class FakeSlurm:
         return self.live_steps.get(job_id, ())
 
     def hostnames(self, node_list: str) -> tuple[str, ...]:
-        """One range at most: `n[0-2]`, or names joined by commas."""
+        """Expand one range at most: `n[0-2]`, or names joined by commas."""
         match = re.fullmatch(r"([^\[,]+)\[(\d+)-(\d+)\]", node_list)
         if match is None:
             return tuple(filter(None, node_list.split(",")))

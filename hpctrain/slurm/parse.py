@@ -1,9 +1,9 @@
-"""From the text that Slurm prints to records. Pure: text in, records out.
+"""Parse the output of Slurm's commands into records. Pure.
 
 Job names and comments are free text and may hold anything, newlines and `|` included. So fields
 are separated by the ASCII unit separator and squeue's records end with the record separator;
 `-O` and `-P` take any text as separator (squeue(1), `--Format=type[:[.][size][suffix]]`).
-Tables keep their header: a header proves that an empty table is an answer and not silence.
+Tables keep their header: a header distinguishes an empty table from no output.
 
 Raises ValueError for text that does not have the expected form.
 """
@@ -56,15 +56,23 @@ _UNREACHABLE = (
     *("unable to resolve",),
 )
 
+# src/common/slurm_errno.c
+_UNKNOWN_JOB = "Invalid job id"
+_REQUEUE_REFUSALS = {
+    "Job is pending execution": RequeueResult.ALREADY_PENDING,
+    "presently disabled": RequeueResult.DISABLED,
+    _UNKNOWN_JOB: RequeueResult.UNKNOWN_JOB,
+}
+
 
 def long_format(fields: Iterable[str]) -> str:
-    """The argument of squeue's `-O` that prints `fields` untruncated and separated safely."""
+    """Build the argument of squeue's `-O` that prints `fields` untruncated and separated safely."""
     names = list(fields)
     return ",".join([*(f"{name}:{UNIT}" for name in names[:-1]), f"{names[-1]}:{RECORD}"])
 
 
 def table(text: str, columns: int) -> list[list[str]]:
-    """Rows of a table printed with `long_format`, its header taken off.
+    """Split a table printed with `long_format` into rows, without its header.
 
     squeue drops an unknown field with a message and exit code 0, hence the check of the header.
     With several clusters it prints `CLUSTER: name` lines and one header for each.
@@ -77,7 +85,7 @@ def table(text: str, columns: int) -> list[list[str]]:
 
 
 def jobs_from_squeue(text: str) -> dict[int, JobRecord]:
-    """Jobs printed by squeue with SQUEUE_FIELDS in UTC, by job id."""
+    """Parse jobs printed by squeue with SQUEUE_FIELDS in UTC, by job id."""
     records = (_squeue_job(row) for row in table(text, len(SQUEUE_FIELDS)))
     return {record.job_id: record for record in records}
 
@@ -90,30 +98,30 @@ def _squeue_job(row: list[str]) -> JobRecord:
         job_id=int(cell["JobID"]),
         name=cell["Name"],
         state=state,
-        reason=_told(cell["Reason"]),
-        node_list=_told(cell["NodeList"]),
+        reason=_value(cell["Reason"]),
+        node_list=_value(cell["NodeList"]),
         restart_count=int(cell["RestartCnt"]),
         preempt_time=epoch_seconds(cell["PreemptTime"]),
         start_time=epoch_seconds(cell["StartTime"]),
         end_time=epoch_seconds(cell["EndTime"]),
         submit_time=epoch_seconds(cell["SubmitTime"]),
         time_limit_seconds=limit_seconds(cell["TimeLimit"]),
-        partition=_told(cell["Partition"]),
-        account=_told(cell["Account"]),
+        partition=_value(cell["Partition"]),
+        account=_value(cell["Account"]),
         exit_code=code,
         exit_signal=signal,
         requeue=cell["Requeue"] == "1",
-        comment=_told(cell["Comment"]),
+        comment=_value(cell["Comment"]),
         array_job_id=_number(cell["ArrayJobID"]),
         node_count=_number(cell["NumNodes"]),
-        cluster=_told(cell["Cluster"]),
-        work_directory=_told(cell["WorkDir"]),
+        cluster=_value(cell["Cluster"]),
+        work_directory=_value(cell["WorkDir"]),
         source="squeue",
     )
 
 
 def jobs_from_sacct(text: str) -> dict[int, JobRecord]:
-    """Jobs printed by `sacct -P` with SACCT_FIELDS in UTC, by job id; the last row of an id wins.
+    """Parse jobs printed by `sacct -P` with SACCT_FIELDS in UTC; the last row of an id wins.
 
     Records are counted by separators: only the token between two records holds a newline that
     is not part of a name or comment.
@@ -138,25 +146,25 @@ def _sacct_job(row: list[str]) -> JobRecord:
         job_id=int(cell["JobIDRaw"]),
         name=cell["JobName"],
         state=state,
-        reason=_told(cell["Reason"]),
-        node_list=_told(cell["NodeList"]),
+        reason=_value(cell["Reason"]),
+        node_list=_value(cell["NodeList"]),
         start_time=epoch_seconds(cell["Start"]),
         end_time=epoch_seconds(cell["End"]),
         submit_time=epoch_seconds(cell["Submit"]),
         time_limit_seconds=limit_seconds(cell["Timelimit"]),
-        partition=_told(cell["Partition"]),
-        account=_told(cell["Account"]),
+        partition=_value(cell["Partition"]),
+        account=_value(cell["Account"]),
         exit_code=code,
         exit_signal=signal,
-        comment=_told(cell["Comment"]),
+        comment=_value(cell["Comment"]),
         array_job_id=_number(cell["JobID"]),
-        cluster=_told(cell["Cluster"]),
+        cluster=_value(cell["Cluster"]),
         source="sacct",
     )
 
 
 def steps_from_squeue(text: str) -> tuple[StepRecord, ...]:
-    """Live steps printed by `squeue -s` with STEP_FIELDS: `12.0`, `12.batch`, `12_3.0`."""
+    """Parse live steps printed by `squeue -s` with STEP_FIELDS: `12.0`, `12.batch`, `12_3.0`."""
     rows = table(text, len(STEP_FIELDS))
     return tuple(
         StepRecord(step.rpartition(".")[2], JobState.parse(word), name) for step, word, name in rows
@@ -164,7 +172,7 @@ def steps_from_squeue(text: str) -> tuple[StepRecord, ...]:
 
 
 def node_states(text: str) -> tuple[NodeState, ...]:
-    """Nodes printed by `sinfo -N` with NODE_FIELDS; one of several partitions comes once.
+    """Parse nodes printed by `sinfo -N` with NODE_FIELDS; one of several partitions comes once.
 
     Behind the word sinfo marks a node: `*` does not respond, `~`, `#`, `!`, `%`, `$`, `@`, `^`,
     `-` power saving, reservation, reboot and planning (sinfo(1), NODE STATE CODES).
@@ -176,7 +184,7 @@ def node_states(text: str) -> tuple[NodeState, ...]:
 
 
 def node_state(node: str, word: str) -> NodeState:
-    """The state that sinfo prints as `word`, such as `allocated`, `down*` or `mixed@`."""
+    """Parse the state that sinfo prints as `word`, such as `allocated`, `down*` or `mixed@`."""
     state = word.lower().rstrip(_MARKS)
     marks = set(word.lower()[len(state) :])
     planned = bool(_PLANNED_MARKS & marks) or state.startswith(_PLANNED_STATES)
@@ -185,7 +193,7 @@ def node_state(node: str, word: str) -> NodeState:
 
 
 def exit_status(text: str) -> tuple[int, int]:
-    """Exit code and signal from `code:signal` (sacct) or a raw wait status (squeue, wait(2))."""
+    """Parse exit code and signal: `code:signal` (sacct) or a wait status (squeue, wait(2))."""
     code, colon, signal = text.partition(":")
     if colon:
         return int(code), int(signal)
@@ -194,14 +202,14 @@ def exit_status(text: str) -> tuple[int, int]:
 
 
 def epoch_seconds(text: str) -> float | None:
-    """`2024-01-01T00:00:00`, printed under TZ=UTC0, as epoch seconds; None if not told."""
+    """Parse `2024-01-01T00:00:00`, printed under TZ=UTC0, to epoch seconds; None if not set."""
     if text in _NOTHING:
         return None
     return datetime.fromisoformat(text).replace(tzinfo=UTC).timestamp()
 
 
 def limit_seconds(text: str) -> float | None:
-    """Slurm's `[days-][[hours:]minutes:]seconds`; infinite for UNLIMITED, None if not told."""
+    """Parse `[days-][[hours:]minutes:]seconds`; infinite for UNLIMITED, None if not set."""
     if text.upper() in ("UNLIMITED", "INFINITE"):
         return math.inf
     match = re.fullmatch(r"(?:(\d+)-)?(?:(?:(\d+):)?(\d+):)?(\d+)", text)
@@ -212,7 +220,7 @@ def limit_seconds(text: str) -> float | None:
 
 
 def submitted(stdout: str, stderr: str = "") -> SubmittedJob:
-    """The answer of `sbatch --parsable`: `id` or `id;cluster`."""
+    """Parse the output of `sbatch --parsable`: `id` or `id;cluster`."""
     match = re.fullmatch(r"(\d+)(?:;(\S+))?\s*", stdout)
     if match is None:
         raise ValueError(f"no job id in {stdout[:200]!r}")
@@ -220,7 +228,7 @@ def submitted(stdout: str, stderr: str = "") -> SubmittedJob:
 
 
 def test_only_answer(text: str) -> TestOnlyAnswer:
-    """The sentence of `sbatch --test-only`; its fields stay None when it is worded otherwise."""
+    """Parse the sentence of `sbatch --test-only`; fields stay None for an unknown wording."""
     sentence = text.strip()
     # 26.05 has a stray word in it: `to start at 2026-11-22T01:21:19 a using 2 processors`.
     match = re.search(
@@ -236,33 +244,34 @@ test_only_answer.__test__ = False  # type: ignore[attr-defined]
 
 
 def requeue_result(returncode: int, text: str) -> RequeueResult:
-    """What `scontrol requeue` meant (src/common/slurm_errno.c has the sentences)."""
+    """Classify the result of `scontrol requeue`."""
     if returncode == 0:
         return RequeueResult.DONE
-    for words, result in (
-        ("Job is pending execution", RequeueResult.ALREADY_PENDING),
-        ("presently disabled", RequeueResult.DISABLED),
-        ("Invalid job id", RequeueResult.UNKNOWN_JOB),
-    ):
+    for words, result in _REQUEUE_REFUSALS.items():
         if words in text:
             return result
     return RequeueResult.UNREACHABLE if is_unreachable(text) else RequeueResult.REFUSED
 
 
+def is_unknown_job(text: str) -> bool:
+    """True if the controller refused because it does not know the job (any more)."""
+    return _UNKNOWN_JOB in text
+
+
 def is_unreachable(text: str) -> bool:
-    """Slurm's words mean that nobody answered, as opposed to an answer that is no."""
+    """True if Slurm's message reports a missing response, as opposed to a refusal."""
     lower = text.lower()
     return any(words in lower for words in _UNREACHABLE)
 
 
 def config_values(text: str) -> dict[str, str]:
-    """`scontrol show config`: one `Key = value` a line."""
+    """Parse `scontrol show config`: one `Key = value` a line."""
     pairs = (line.partition("=") for line in text.splitlines() if "=" in line)
     return {key.strip(): value.strip() for key, _, value in pairs}
 
 
 def partitions(text: str) -> tuple[PartitionRecord, ...]:
-    """`scontrol -o show partition`: one line each, values without blanks."""
+    """Parse `scontrol -o show partition`: one line each, values without blanks."""
     return tuple(_partition(line) for line in text.splitlines() if line.strip())
 
 
@@ -274,7 +283,7 @@ def _partition(line: str) -> PartitionRecord:
         name=cell["PartitionName"],
         is_default=cell.get("Default") == "YES",
         is_up=cell.get("State") == "UP",
-        node_list=_told(cell.get("Nodes", "")) or "",
+        node_list=_value(cell.get("Nodes", "")) or "",
         node_count=int(cell.get("TotalNodes", "0")),
         max_nodes=int(max_nodes) if max_nodes.isdigit() else None,
         max_time_seconds=math.inf if max_seconds is None else max_seconds,
@@ -284,18 +293,18 @@ def _partition(line: str) -> PartitionRecord:
     )
 
 
-def _told(text: str) -> str | None:
+def _value(text: str) -> str | None:
     return None if text in _NOTHING else text
 
 
 def _number(text: str) -> int | None:
-    """The first number: `2` of a range `2-4`."""
+    """Parse the first number: `2` of a range `2-4`."""
     match = re.match(r"\d+", text)
     return int(match[0]) if match else None
 
 
 def boot_times(text: str) -> dict[str, float]:
-    """`NodeName=` and `BootTime=` of `scontrol -o show node`, in seconds since the epoch.
+    """Parse `NodeName=` and `BootTime=` of `scontrol -o show node`, in seconds since the epoch.
 
     A node that has never registered has none.
     """
@@ -312,7 +321,7 @@ def boot_times(text: str) -> dict[str, float]:
 
 
 def node_address(text: str) -> str:
-    """`NodeAddr=` of `scontrol -o show node`. Raises ValueError when it is not there."""
+    """Parse `NodeAddr=` of `scontrol -o show node`. Raises ValueError if it is missing."""
     for word in text.split():
         if word.startswith("NodeAddr="):
             return word.removeprefix("NodeAddr=")

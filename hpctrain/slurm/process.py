@@ -1,6 +1,6 @@
-"""Running one Slurm command with a time limit.
+"""Run one Slurm command with a timeout.
 
-Belongs here: starting, shielding, waiting, killing. Does not belong here: what the command means.
+Belongs here: starting, shielding, waiting, killing. Does not belong here: what a command means.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SHIELDED_FROM = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, 
 
 
 class Command(NamedTuple):
-    """One call; a `shielded` one is not reached by the signals with which Slurm ends a job."""
+    """One call; a `shielded` one ignores the signals with which Slurm ends a job."""
 
     argv: tuple[str, ...]
     environment: Mapping[str, str]
@@ -27,19 +27,22 @@ class Command(NamedTuple):
     shielded: bool = False
 
 
-class Answer(NamedTuple):
-    """What the command left behind."""
+class CommandResult(NamedTuple):
+    """Exit code and output of a command."""
 
     returncode: int
     stdout: str
     stderr: str
 
 
-Runner = Callable[[Command], Answer]
+Runner = Callable[[Command], CommandResult]
 
 
-def run_command(command: Command) -> Answer:
-    """Run to the end. Raises SlurmUnreachableError without the program or without an answer."""
+def run_command(command: Command) -> CommandResult:
+    """Run a command to its end.
+
+    Raises SlurmUnreachableError if the program is missing, or after the timeout.
+    """
     with _start(command) as process:
         try:
             stdout, stderr = process.communicate(command.stdin, command.timeout_seconds)
@@ -49,7 +52,7 @@ def run_command(command: Command) -> Answer:
         except BaseException:
             process.kill()
             raise
-    return Answer(process.returncode, stdout, stderr)
+    return CommandResult(process.returncode, stdout, stderr)
 
 
 def _start(command: Command) -> subprocess.Popen[str]:
@@ -76,7 +79,7 @@ def _start(command: Command) -> subprocess.Popen[str]:
 def _signals_blocked(wanted: bool) -> Iterator[None]:
     """Start children with the signals blocked: the mask survives exec (signal(7)).
 
-    Unlike a preexec_fn this is safe with threads; our own mask is back before anybody waits.
+    Unlike a preexec_fn this is safe with threads; our own mask is back before the call waits.
     """
     if not wanted:
         yield

@@ -1,7 +1,8 @@
-"""What the Slurm commands told us, as frozen records.
+"""Records of jobs, steps, nodes and partitions, as Slurm's commands report them.
 
 All times are seconds since the epoch (UTC), all durations are seconds. None means that the query
-did not tell. Belongs here: shapes. Does not belong here: parsing (`parse`) or asking (`client`).
+did not report the value. Belongs here: records. Does not belong here: parsing (`parse`), queries
+(`client`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from hpctrain.slurm.reasons import JobEnd, JobHold, WaitReason, job_end, job_hold, wait_reason
 from hpctrain.slurm.states import JobState
 
 
@@ -19,12 +21,12 @@ from hpctrain.slurm.states import JobState
 class JobRecord:
     """One job. For a pending job `start_time` is the earliest or expected start.
 
-    `exit_code` and `exit_signal` belong to the batch script and are only told for ended jobs.
+    `exit_code` and `exit_signal` belong to the batch script and are set for ended jobs only.
     `time_limit_seconds` is infinite for UNLIMITED. `exclude_nodes` is Slurm's hostlist, "" for
     none. `array_job_id` is the id that sbatch has printed: that of the whole array for an element
     of one, else `job_id`. `node_count` of a pending job is the least it asks for. `cluster` is
     Slurm's ClusterName, `work_directory` where the script runs (sbatch(1), --chdir). `source` names
-    the command that was asked.
+    the command that reported it.
     """
 
     job_id: int
@@ -53,17 +55,32 @@ class JobRecord:
 
     @property
     def submitted_id(self) -> int:
-        """The id that sbatch has printed."""
+        """The id that sbatch printed."""
         return self.array_job_id or self.job_id
 
+    @property
+    def hold(self) -> JobHold | None:
+        """Who keeps the job from starting until it is released; None if nobody does."""
+        return job_hold(self.state, self.reason)
+
+    @property
+    def wait(self) -> WaitReason | None:
+        """Why the scheduler does not start the job, if its reason is a known one."""
+        return wait_reason(self.reason)
+
+    @property
+    def end(self) -> JobEnd | None:
+        """Why Slurm ends or ended the job; None if neither state nor reason names that."""
+        return job_end(self.state, self.reason)
+
     def belongs_to(self, ids: Collection[int]) -> bool:
-        """It is one of these jobs, or an element of one that is an array."""
+        """True for one of these jobs, and for an element of one that is an array."""
         return self.job_id in ids or self.submitted_id in ids
 
 
 @dataclass(frozen=True)
 class JobIdentity:
-    """What tells the jobs of one run from all others: words that their script gives to sbatch.
+    """Identifies the jobs of one run by the options that their script gives to sbatch.
 
     `name` and `comment` are those of the script; `directories` are spellings of the run directory.
     """
@@ -77,15 +94,17 @@ class JobIdentity:
 
         A controller that lost its state gives an id away again, and another cluster has a job of
         that id, too. Sites may add words to a comment (job_submit plugins), and accounting may not
-        keep it. A record that tells neither name nor comment is taken for the run's.
+        keep it. A record without name and comment is taken for the run's.
         """
         if job.name is None and job.comment is None:
             return True
         return job.name == self.name or self._is_marked(job)
 
     def finds(self, job: JobRecord) -> bool:
-        """True if a job whose id nobody has recorded has the comment and the directory of the run:
-        two directories of runs may hold runs of the same id."""
+        """True if a job whose id is in no ledger has the comment and the directory of the run.
+
+        Two directories of runs may contain runs of the same id.
+        """
         if not self._is_marked(job):
             return False
         directory = job.work_directory
@@ -98,7 +117,7 @@ class JobIdentity:
 
 
 def by_submission(jobs: Iterable[JobRecord]) -> dict[int, list[JobRecord]]:
-    """Jobs under the ids that sbatch has printed: several under that of an array."""
+    """Group jobs by the ids that sbatch printed: several under that of an array."""
     found: dict[int, list[JobRecord]] = {}
     for job in jobs:
         found.setdefault(job.submitted_id, []).append(job)
@@ -107,7 +126,7 @@ def by_submission(jobs: Iterable[JobRecord]) -> dict[int, list[JobRecord]]:
 
 @dataclass(frozen=True)
 class SubmittedJob:
-    """The answer of sbatch; `messages` are words of the site (job_submit plugin), often empty."""
+    """The result of sbatch; `messages` come from the site (job_submit plugin), often empty."""
 
     job_id: int
     cluster: str | None = None
@@ -116,7 +135,7 @@ class SubmittedJob:
 
 @dataclass(frozen=True)
 class TestOnlyAnswer:
-    """The answer of `sbatch --test-only`: an estimate only; `text` is Slurm's sentence verbatim."""
+    """The result of `sbatch --test-only`: an estimate; `text` is Slurm's sentence verbatim."""
 
     __test__ = False  # the name begins with Test, but it is no test of pytest
 
@@ -128,7 +147,7 @@ class TestOnlyAnswer:
 
 
 class RequeueResult(Enum):
-    """What became of a requeue; only UNREACHABLE is worth another try."""
+    """The result of a requeue; only UNREACHABLE is worth a retry."""
 
     DONE = "done"
     ALREADY_PENDING = "already pending"
@@ -140,14 +159,14 @@ class RequeueResult(Enum):
 
 @dataclass(frozen=True)
 class RequeueAnswer:
-    """The result of a requeue and Slurm's own words."""
+    """The result of a requeue and Slurm's own message."""
 
     result: RequeueResult
     text: str = ""
 
     @property
     def will_run_again(self) -> bool:
-        """The job is in the queue, by us or by somebody who was faster."""
+        """True if the job is in the queue, by this request or an earlier one."""
         return self.result in (RequeueResult.DONE, RequeueResult.ALREADY_PENDING)
 
 
@@ -165,7 +184,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class NodeState:
-    """What the controller says about a node: `allocated`, `down`, `draining`, ... (sinfo(1)).
+    """The controller's state of a node: `allocated`, `down`, `draining`, ... (sinfo(1)).
 
     `responding` is False while its slurmd does not answer (the `*` of sinfo). `planned`: it is on
     its way out of service or being rebooted because an administrator, or Slurm, wants it so.
@@ -180,8 +199,13 @@ class NodeState:
 
     @property
     def is_down(self) -> bool:
-        """Nothing can be started on it. A drained node goes on until its jobs have left it."""
+        """True if nothing can start on it. A drained node continues until its jobs have ended."""
         return self.state in ("down", "fail", "error", "powered_down", "powering_down", "unknown")
+
+    @property
+    def is_drained(self) -> bool:
+        """True if it takes no new jobs, because an administrator or a health check drains it."""
+        return "drain" in self.state
 
 
 @dataclass(frozen=True)
@@ -202,7 +226,7 @@ class PartitionRecord:
 
 @dataclass(frozen=True)
 class SlurmConfig:
-    """`scontrol show config`, with the values that hpctrain decides on as typed properties."""
+    """`scontrol show config`, with the values that decisions depend on as typed properties."""
 
     values: Mapping[str, str] = field(default_factory=dict)
 
@@ -222,7 +246,7 @@ class SlurmConfig:
 
     @property
     def kill_wait_seconds(self) -> float:
-        """From TERM to KILL at the end of a job (slurm.conf(5), KillWait)."""
+        """Time from TERM to KILL at the end of a job (slurm.conf(5), KillWait)."""
         return self._seconds("KillWait", 30)
 
     @property
@@ -243,7 +267,7 @@ class SlurmConfig:
 
     @property
     def requeue_allowed(self) -> bool:
-        """JobRequeue: what holds for jobs that do not say --requeue or --no-requeue."""
+        """JobRequeue: the default for jobs without --requeue or --no-requeue."""
         return self.get("JobRequeue") == "1"
 
     @property
@@ -270,7 +294,7 @@ class SlurmConfig:
 
     @property
     def accounting_enabled(self) -> bool:
-        """sacct can answer."""
+        """True if sacct has a database to query."""
         return self.get("AccountingStorageType").rpartition("/")[2] not in ("", "none")
 
     def _seconds(self, key: str, default_seconds: float) -> float:

@@ -1,7 +1,7 @@
-"""The states of a Slurm job and the one parser of their spellings.
+"""Job states, and the one parser of their spellings. Pure.
 
-Belongs here: what a state word means for us (waiting, active, over). Does not belong here: why a
-job is in that state (`supervise.classify`). Words: squeue(1), JOB STATE CODES; slurm/slurm.h.
+Belongs here: whether a state means waiting, active or over. Does not belong here: why a job is in
+that state (`reasons`). Source: squeue(1), JOB STATE CODES; slurm/slurm.h.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from enum import StrEnum
 
 
 class JobState(StrEnum):
-    """A job state; the value is Slurm's own long word. UNKNOWN means: do nothing on its account."""
+    """A job state; the value is Slurm's long spelling. UNKNOWN is no reason to do anything."""
 
     BOOT_FAIL = "BOOT_FAIL"
     CANCELLED = "CANCELLED"
@@ -43,8 +43,8 @@ class JobState(StrEnum):
     def parse(cls, text: str) -> JobState:
         """Read any spelling: `CANCELLED by 1000`, `CANCELLED+`, `running`, `COMPLETED,COMPLETING`.
 
-        In a list the transitional word wins, as in Slurm's own single-word output: a job that is
-        COMPLETED,COMPLETING still has processes. A word we do not know gives UNKNOWN.
+        In a list the transitional state wins, as in Slurm's own short output: a job that is
+        COMPLETED,COMPLETING still has processes. An unknown spelling gives UNKNOWN.
         """
         known = [state for word in re.split(r"[,&]", text) if (state := _word(word))]
         transitional = [state for state in known if state in _TRANSITIONAL]
@@ -52,22 +52,22 @@ class JobState(StrEnum):
 
     @property
     def is_pending(self) -> bool:
-        """The job waits (or is held) and has no processes."""
+        """True if the job waits (or is held) and has no processes."""
         return self in _PENDING
 
     @property
     def is_active(self) -> bool:
-        """The job holds nodes, so processes of it may exist."""
+        """True if the job has nodes, so that processes of it may exist."""
         return self in _ACTIVE
 
     @property
     def is_running(self) -> bool:
-        """RUNNING, or SIGNALING, which RUNNING jobs show for a moment while Slurm signals them."""
+        """True for RUNNING, and for SIGNALING, its state while Slurm sends it a signal."""
         return self in (JobState.RUNNING, JobState.SIGNALING)
 
     @property
     def is_ended(self) -> bool:
-        """Slurm has finished with the job; only a requeue can bring it back."""
+        """True if the job is over; only a requeue can bring it back."""
         return self in _ENDED
 
 
@@ -113,7 +113,7 @@ _ENDED = frozenset(JobState) - _PENDING - _ACTIVE - {JobState.UNKNOWN}
 
 
 def _word(text: str) -> JobState | None:
-    """One state word; sacct cuts long ones to `OUT_OF_ME+` where it was not asked for `-P`."""
+    """Parse one spelling; without `-P` sacct cuts long ones to `OUT_OF_ME+`."""
     word = text.strip().upper().split(" ")[0]
     if word.endswith("+"):
         matches = [state for state in JobState if state.value.startswith(word[:-1])]

@@ -60,6 +60,7 @@ class Event(Record):
 
     `cluster`: Slurm's ClusterName, where an event is about a job; None in ledgers of older
     versions. `answered` is False for a submission without an answer: Slurm may have the job.
+    `symptom`: what `hpctrain watch` saw; None in ledgers of older versions.
     """
 
     event: EventKind
@@ -93,6 +94,7 @@ class Event(Record):
     successor_of: int | None = None
     cluster: str | None = None
     answered: bool = True
+    symptom: str | None = None
 
 
 class Ledger:

@@ -1,7 +1,7 @@
-"""Which attempt this is, and what the ledger says about earlier ones.
+"""Identify this attempt, and find unfinished earlier ones in the ledger.
 
-An attempt is one start of the job by Slurm: (job id, restart count). Belongs here: reading that
-from the environment and from ledger events. Does not belong here: processes or Slurm calls.
+An attempt is one start of the job by Slurm: (job id, restart count). Belongs here: reading it from
+the environment and from ledger events. Does not belong here: processes or Slurm calls.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class Attempt:
 
 def attempt_from(environment: Mapping[str, str]) -> Attempt:
     """Read the attempt from Slurm's variables. SLURM_RESTART_COUNT is unset in the first one."""
+    end = environment.get("SLURM_JOB_END_TIME", "")
     try:
         return Attempt(
             job_id=int(environment["SLURM_JOB_ID"]),
@@ -53,7 +54,8 @@ def attempt_from(environment: Mapping[str, str]) -> Attempt:
             node=environment.get("SLURMD_NODENAME", ""),
             cluster=environment.get("SLURM_CLUSTER_NAME") or None,
             array_job_id=int(environment.get("SLURM_ARRAY_JOB_ID") or 0) or None,
-            end_time=_seconds(environment.get("SLURM_JOB_END_TIME", "")),
+            # NO_VAL means no limit.
+            end_time=float(end) if end.isdigit() and int(end) < _NO_TIME else None,
         )
     except (KeyError, ValueError) as error:
         raise UsageError(
@@ -62,19 +64,16 @@ def attempt_from(environment: Mapping[str, str]) -> Attempt:
         ) from error
 
 
-def _seconds(text: str) -> float | None:
-    """Seconds since the epoch; None for what is no such number, such as NO_VAL for no limit."""
-    return float(text) if text.isdigit() and int(text) < _NO_TIME else None
-
-
 def unfinished_attempt(events: Sequence[Event], current: Attempt) -> Event | None:
-    """The start of the newest earlier attempt that never said how it ended."""
+    """The start event of the newest earlier attempt that has recorded no end."""
     open_start: Event | None = None
     for event in events:
         if event.event is EventKind.ATTEMPT_STARTED:
             open_start = event
-        elif open_start is not None and _key(event) == _key(open_start) and _closes(event):
-            open_start = None
+        elif open_start is not None and _key(event) == _key(open_start):
+            acted = event.event is EventKind.ACTION and event.action != ActionKind.RELAUNCH
+            if acted or event.event is EventKind.ATTEMPT_LOST:
+                open_start = None
     if open_start is None:
         return None
     same = _key(open_start) == (current.job_id, current.restart_count)
@@ -82,13 +81,8 @@ def unfinished_attempt(events: Sequence[Event], current: Attempt) -> Event | Non
 
 
 def _key(event: Event) -> tuple[int | None, int | None]:
-    """Which attempt an event is of: an old supervisor may still write after a new one started."""
+    """The attempt of an event: an old supervisor may still write after a new one has started."""
     return event.job_id, event.restart_count
-
-
-def _closes(event: Event) -> bool:
-    ended = event.event is EventKind.ACTION and event.action != ActionKind.RELAUNCH
-    return ended or event.event is EventKind.ATTEMPT_LOST
 
 
 def is_of_attempt(event: Event, started: Event) -> bool:
@@ -99,10 +93,10 @@ def is_of_attempt(event: Event, started: Event) -> bool:
 def why_lost(
     lost: Event, events: Sequence[Event], current: Attempt, gone: Sequence[str] = ()
 ) -> tuple[Cause, str]:
-    """The cause of an attempt that ended without a word from its supervisor.
+    """The cause of the end of an attempt whose supervisor recorded none.
 
-    `gone`: its nodes that are down, or have booted since. A node that is shut down in good order
-    sends TERM to everybody before it is gone, so that they say more than a TERM does.
+    `gone`: its nodes that are down, or have booted since. They weigh more than a TERM, because an
+    orderly shutdown of a node sends TERM to every process.
     """
     restarted = lost.job_id == current.job_id and current.restart_count > (lost.restart_count or 0)
     if restarted and gone:

@@ -1,7 +1,7 @@
-"""What there is to work with when the supervisor decides: nodes, blame, checkpoints.
+"""Collect the inputs of the restart policy: nodes, blame, checkpoints.
 
-Belongs here: putting it together from the ledger of nodes and the run directory. Does not belong
-here: deciding (`policy`), weighing what is in the ledger of nodes (`hpctrain.nodes`).
+Belongs here: reading the node ledger and the run directory, and recording blame. Does not belong
+here: deciding (`judge.policy`), weighing evidence against nodes (`hpctrain.nodes`).
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
     from hpctrain.supervise.launching import Ended
 
 _GOOD_CHECKPOINTS = 16
-# What a node is blamed for where that does not follow from the cause.
+# Kind of evidence against a node where it does not follow from the cause.
 _KINDS = {Suspicion.OUTSIDE: EvidenceKind.SIGNALLED, Suspicion.UNFIT: EvidenceKind.UNHEALTHY}
 
 
 def allocation_of(context: AttemptContext) -> Allocation:
-    """The nodes that Slurm has given to this attempt, in its order."""
+    """The nodes that Slurm has allocated to this attempt, in Slurm's order."""
     nodes = context.attempt.nodes
     try:
         return Allocation(tuple(context.slurm.hostnames(nodes)))
@@ -56,12 +56,16 @@ def assess(
     verdict: Verdict,
     ended: Ended | None = None,
 ) -> Situation:
-    """The situation after a launch. What it says about nodes goes into their ledger first."""
+    """Record the launch's evidence against nodes, then describe the situation after it."""
     config = context.config
     evidence = ended.evidence if ended is not None else None
     if ended is not None:
-        _blame(context, allocation, ended)
+        _record_blame(context, allocation, ended)
     probe = ended.probe if ended is not None else None
+    good_checkpoints: tuple[int, ...] = ()
+    with contextlib.suppress(OSError):
+        good = [found.step for found in checkpoints(context.run_layout.checkpoints) if found.good]
+        good_checkpoints = tuple(good[:_GOOD_CHECKPOINTS])
     avoid = _avoid(context, allocation, probe)
     keeps = evidence is None or keeps_nodes(evidence)
     return Situation(
@@ -74,23 +78,18 @@ def assess(
         exclude_here=tuple(node for node in avoid.here if node in allocation.healthy),
         why_exclude=avoid.why,
         unfit=_unfit(context, allocation, verdict, probe),
-        good_checkpoints=_good_checkpoints(context),
-        followed=_is_followed(context),
+        good_checkpoints=good_checkpoints,
+        followed=_has_successor(context),
         storage_away=context.ledger.flush() is not None,
         restarts=context.attempt.restart_count,
     )
 
 
-def _good_checkpoints(context: AttemptContext) -> tuple[int, ...]:
-    with contextlib.suppress(OSError):
-        found = checkpoints(context.run_layout.checkpoints)
-        return tuple(one.step for one in found if one.good)[:_GOOD_CHECKPOINTS]
-    return ()
+def _has_successor(context: AttemptContext) -> bool:
+    """Whether another job of the run waits for this one to end, where Slurm does not requeue.
 
-
-def _is_followed(context: AttemptContext) -> bool:
-    """Where Slurm does not requeue: another job of the run waits for this one to end. True where
-    the ledger cannot tell."""
+    True where Slurm requeues, and where the ledger cannot be read.
+    """
     config = context.config
     if config.continuation not in ("chain", "singleton", "array"):
         return True
@@ -108,23 +107,19 @@ def _ledger(context: AttemptContext) -> NodeLedger | None:
     return NodeLedger(Path(path)) if path else None
 
 
-def _blame(context: AttemptContext, allocation: Allocation, ended: Ended) -> None:
-    """Write down what the launch says about nodes."""
+def _record_blame(context: AttemptContext, allocation: Allocation, ended: Ended) -> None:
+    """Append the launch's evidence against nodes to the node ledger."""
     ledger = _ledger(context)
-    if ledger is None or ended.verdict.cause not in FAILURE_CAUSES:
-        return
-    if ended.verdict.cause is Cause.STORAGE and ended.evidence is None:
-        return  # nothing was launched: no node has been tried
-    _append(ledger, _evidence(context, allocation, ended))
-
-
-def _evidence(context: AttemptContext, allocation: Allocation, ended: Ended) -> list[NodeEvidence]:
     verdict, evidence = ended.verdict, ended.evidence
+    if ledger is None or verdict.cause not in FAILURE_CAUSES:
+        return
+    if verdict.cause is Cause.STORAGE and evidence is None:
+        return  # nothing was launched: no node has been tried
     witness = _witness(context)
     progressed = evidence is not None and (evidence.checkpoint_step or 0) > evidence.resume_step
     lost = evidence.lost_nodes if evidence is not None else ()
     names_lost_nodes = verdict.cause is Cause.NODE_FAILURE and bool(verdict.nodes)
-    found = blame(
+    blamed = blame(
         witness,
         cause=str(verdict.cause),
         reason=verdict.reason,
@@ -140,27 +135,28 @@ def _evidence(context: AttemptContext, allocation: Allocation, ended: Ended) -> 
     checks = [
         blame_problem(
             witness,
-            one.node,
+            report.node,
             str(problem),
             hard=problem.hard,
             blocks=problem.blocks,
             gpu=problem.gpu,
         )
-        for one in broken
-        for problem in one.problems
+        for report in broken
+        for problem in report.problems
     ]
     slow = [
-        witness.says(EvidenceKind.SLOW, one.node, f"rank {one.rank} computes {one.factor:.2f} x")
-        for one in ended.slow_ranks
-        if one.node
+        witness.says(EvidenceKind.SLOW, rank.node, f"rank {rank.rank} computes {rank.factor:.2f} x")
+        for rank in ended.slow_ranks
+        if rank.node
     ]
-    return [*found, *checks, *slow]
+    _append(ledger, [*blamed, *checks, *slow])
 
 
 def _planned(context: AttemptContext, nodes: Collection[str]) -> frozenset[str]:
     """Those of `nodes` that administrators are taking out of service.
 
-    None if Slurm is silent, or ends the job: then every second is needed to put it back.
+    Empty if Slurm does not answer. Also empty if Slurm is ending the job: then every second is
+    needed for the requeue.
     """
     if context.signals.final:
         return frozenset()
@@ -174,10 +170,10 @@ def _planned(context: AttemptContext, nodes: Collection[str]) -> frozenset[str]:
 def blame_lost_attempt(
     context: AttemptContext, lost: Event, verdict: Verdict, gone: Sequence[str]
 ) -> None:
-    """Write down which node an attempt was lost with that has left no word, if one was.
+    """Record which node an attempt was lost with, when its supervisor recorded no end.
 
-    `gone`: those that are down or have booted since, by Slurm's word. Where none is known it was
-    the batch node, whose supervisor is gone; that weighs half.
+    `gone`: nodes that are down or have booted since, according to Slurm. Without any, the batch
+    node is blamed with half the weight, because its supervisor is gone.
     """
     ledger = _ledger(context)
     if ledger is None or verdict.cause is not Cause.NODE_FAILURE or not lost.nodes:
@@ -187,10 +183,10 @@ def blame_lost_attempt(
         states = context.slurm.node_states(nodes)
     except SlurmError:
         return
-    planned = frozenset(one.node for one in states.values() if one.planned)
+    planned = frozenset(state.node for state in states.values() if state.planned)
     witness = _witness(context)
     if gone:
-        found = list(
+        evidence = list(
             blame(
                 witness,
                 cause=str(verdict.cause),
@@ -205,8 +201,8 @@ def blame_lost_attempt(
         weight = KINDS[EvidenceKind.LOST].weight / 2
         batch = nodes[0]
         entry = witness.says(EvidenceKind.LOST, batch, verdict.reason, weight=weight)
-        found = [] if batch in planned else [entry]
-    _append(ledger, found)
+        evidence = [] if batch in planned else [entry]
+    _append(ledger, evidence)
 
 
 def _witness(context: AttemptContext) -> Witness:
@@ -215,7 +211,7 @@ def _witness(context: AttemptContext) -> Witness:
 
 
 def _append(ledger: NodeLedger, evidence: list[NodeEvidence]) -> None:
-    """A ledger that cannot be written is no reason to stop."""
+    """Append to the node ledger; a ledger that cannot be written is no reason to stop."""
     try:
         ledger.append(evidence)
     except OSError as error:
@@ -225,12 +221,12 @@ def _append(ledger: NodeLedger, evidence: list[NodeEvidence]) -> None:
 def _unfit(
     context: AttemptContext, allocation: Allocation, verdict: Verdict, probe: ProbeResult | None
 ) -> tuple[str, ...]:
-    """Nodes on which this run cannot work as they are, no more than a job may avoid.
+    """Nodes on which this run cannot work as they are, at most as many as a job may exclude.
 
-    Found unfit now, or within a day and not asked again since.
+    Found unfit by this probe, or within the last day and not probed again since.
     """
     ledger, config = _ledger(context), context.config
-    now_unfit = [one.node for one in probe.unfit_with_reason] if probe is not None else []
+    now_unfit = [report.node for report in probe.unfit_with_reason] if probe is not None else []
     usable = probe.usable if probe is not None else ()
     before: tuple[str, ...] = ()
     if ledger is not None:
@@ -239,8 +235,7 @@ def _unfit(
     nodes = dict.fromkeys(
         (*verdict.unfit_nodes, *now_unfit, *(node for node in before if node not in usable))
     )
-    most = most_avoidable(config.cluster_nodes, least_nodes(config, allocation))
-    return tuple(nodes)[:most]
+    return tuple(nodes)[: most_avoidable(config.cluster_nodes, least_nodes(config, allocation))]
 
 
 def _avoid(context: AttemptContext, allocation: Allocation, probe: ProbeResult | None) -> Avoid:

@@ -1,7 +1,7 @@
-"""One launch: take the run, choose the checkpoint, start srun, watch it, say how it ended.
+"""Make one launch: claim the run, choose the checkpoint, start srun, watch it, record its end.
 
-Belongs here: the order of these. Does not belong here: judging (`classify`), deciding (`policy`),
-acting (`execute`).
+Belongs here: the order of these steps. Does not belong here: judging (`judge.classify`), deciding
+(`judge.policy`), acting (`act.execute`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hpctrain.store.run_records import Progress, read_record
 from hpctrain.supervise.context import AttemptContext, say
 from hpctrain.supervise.data_check import data_problem
 from hpctrain.supervise.evidence.gather import gather
-from hpctrain.supervise.evidence.launch_watch import Experience, LaunchWatch
+from hpctrain.supervise.evidence.launch_watch import CrossLaunchState, LaunchWatch
 from hpctrain.supervise.evidence.postmortem import (
     Prober,
     Traces,
@@ -44,7 +44,7 @@ from hpctrain.supervise.time_limit import Outlook
 
 @dataclass(frozen=True)
 class Ended:
-    """A launch that is over: the verdict, and the evidence unless it never began."""
+    """The end of a launch: the verdict, and the evidence unless no rank was started."""
 
     verdict: Verdict
     evidence: Evidence | None = None
@@ -53,7 +53,7 @@ class Ended:
 
 
 class Launcher:
-    """Makes the launches of one attempt; `epoch` is that of the newest."""
+    """Makes the launches of one attempt; `epoch` is the epoch of the newest launch."""
 
     def __init__(
         self,
@@ -69,17 +69,17 @@ class Launcher:
         self.launches = 0
         self.epoch = 0
         self.name = f"{context.attempt} on {context.attempt.node}"
-        self._experience: Experience | None = None
+        self._state: CrossLaunchState | None = None
         self._outlook: Outlook | None = None
         self._seen: frozenset[KernelLine] = frozenset()
 
     def launch(
         self, placement: Placement, job_nodes: Sequence[str], outlook: Outlook | None = None
     ) -> Ended:
-        """Run the trainer once on `placement`, from the newest checkpoint that is not given up.
+        """Run the trainer once on `placement`, from the newest checkpoint that is not rejected.
 
-        `job_nodes` are all nodes of the job; they are asked if the launch fails. `outlook` is what
-        Slurm has just said about the time limit.
+        `job_nodes` are all nodes of the job; they are probed if the launch fails. `outlook` is
+        Slurm's latest answer about the time limit.
         """
         context, self._outlook = self.context, outlook
         run = context.run_layout
@@ -93,11 +93,11 @@ class Launcher:
                 return self._not_begun(changed)
             start = self._select_checkpoint()
         except CheckpointError as error:
-            words = f"{error}; {error.hint}" if error.hint else str(error)
-            return self._not_begun(Verdict(Cause.BAD_CHECKPOINT, words))
+            reason = f"{error}; {error.hint}" if error.hint else str(error)
+            return self._not_begun(Verdict(Cause.BAD_CHECKPOINT, reason))
         except OSError as error:
-            words = f"{error.filename or run.checkpoints}: {error.strerror or error}"
-            return self._not_begun(Verdict(Cause.STORAGE, words))
+            reason = f"{error.filename or run.checkpoints}: {error.strerror or error}"
+            return self._not_begun(Verdict(Cause.STORAGE, reason))
         resume_step = start.step if start else 0
         self.launches += 1
         context.note(
@@ -114,8 +114,7 @@ class Launcher:
         return ended
 
     def _not_begun(self, verdict: Verdict) -> Ended:
-        """No rank was started. It is written down like the end of a launch, because budgets count
-        these."""
+        """Record that no rank was started, as the end of a launch, because budgets count it."""
         self._note_end(verdict, None, None)
         say(f"nothing was launched: {verdict.cause}: {verdict.reason}")
         return Ended(verdict)
@@ -123,6 +122,10 @@ class Launcher:
     def _watch(
         self, placement: Placement, start: Checkpoint | None, job_nodes: Sequence[str]
     ) -> tuple[Ended, int | None]:
+        """Start srun, watch it to its end, gather evidence and judge it.
+
+        Returns the end and srun's exit code.
+        """
         argv, since = place_command(self.argv, placement), time.time()
         step_before = newest_logged_step(self.context)
         try:
@@ -130,7 +133,18 @@ class Launcher:
         except OSError as error:
             reason = f"srun could not be run: {error}"
             return Ended(Verdict(Cause.LAUNCH_FAILURE, reason)), None
-        watch = self._watch_of(launch, placement, start, job_nodes)
+        if self._state is None:
+            self._state = CrossLaunchState.of(self.context)
+        watch = LaunchWatch(
+            self.context,
+            launch,
+            self.epoch,
+            start.step if start else 0,
+            state=self._state,
+            tasks=placement.shape.tasks if placement.shape else 0,
+            nodes=placement.nodes or job_nodes,
+            outlook=self._outlook,
+        )
         watch.wait()
         evidence = gather(self.context, launch, watch)
         launched_on = tuple(placement.nodes or job_nodes)
@@ -140,27 +154,11 @@ class Launcher:
         verdict = classify(asked.evidence)
         return Ended(verdict, asked.evidence, asked.probe, watch.slow_ranks), launch.poll()
 
-    def _watch_of(
-        self,
-        launch: Launch,
-        placement: Placement,
-        start: Checkpoint | None,
-        job_nodes: Sequence[str],
-    ) -> LaunchWatch:
-        if self._experience is None:
-            self._experience = Experience.of(self.context)
-        return LaunchWatch(
-            self.context,
-            launch,
-            self.epoch,
-            start.step if start else 0,
-            experience=self._experience,
-            tasks=placement.shape.tasks if placement.shape else 0,
-            nodes=placement.nodes or job_nodes,
-            outlook=self._outlook,
-        )
-
     def _select_checkpoint(self) -> Checkpoint | None:
+        """Select the checkpoint to resume from; record it and those that were rejected.
+
+        Raises CheckpointError when the run must not start over without a person's consent.
+        """
         context = self.context
         events = context.ledger.events()
         root, level = context.run_layout.checkpoints, context.config.verify
@@ -173,15 +171,16 @@ class Launcher:
                 reason=bad.problem,
             )
             say(f"checkpoint of step {bad.step} rejected: {bad.problem}")
-        found = selection.checkpoint
-        words = (
-            why_fresh_start(context.run_layout, events)
-            if found is None
-            else f"from verified checkpoint {found.directory.name}"
-        )
-        context.note(EventKind.RESUME, resume_step=found.step if found else 0, reason=words)
-        say(f"resume from step {found.step}" if found else f"{words}, from step 0")
-        return found
+        checkpoint = selection.checkpoint
+        if checkpoint is None:
+            reason = why_fresh_start(context.run_layout, events)
+            context.note(EventKind.RESUME, resume_step=0, reason=reason)
+            say(f"{reason}, from step 0")
+        else:
+            reason = f"from verified checkpoint {checkpoint.directory.name}"
+            context.note(EventKind.RESUME, resume_step=checkpoint.step, reason=reason)
+            say(f"resume from step {checkpoint.step}")
+        return checkpoint
 
     def _environment(self, placement: Placement, start: Checkpoint | None) -> dict[str, str]:
         context = self.context
@@ -198,9 +197,9 @@ class Launcher:
         }
 
     def _master_address(self, placement: Placement) -> str:
-        """The address that Slurm itself uses for the first node; its name if Slurm is silent.
+        """The address that Slurm uses for the first node; its name if Slurm does not answer.
 
-        `hostname --ip-address` may be a loopback address or a replaced node's.
+        `hostname --ip-address` may give a loopback address, or that of a node that was replaced.
         """
         first = placement.nodes[0] if placement.nodes else self.context.attempt.node
         try:
@@ -231,7 +230,7 @@ class Launcher:
 
 
 def newest_good(run: RunLayout) -> int | None:
-    """The step of the newest good checkpoint; None if there is none to be seen."""
+    """The step of the newest good checkpoint; None if there is none or it cannot be read."""
     with contextlib.suppress(OSError):
         return next((one.step for one in checkpoints(run.checkpoints) if one.good), None)
     return None

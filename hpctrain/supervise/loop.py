@@ -1,9 +1,8 @@
-"""The supervisor inside the job: launch, watch, judge, act, until the attempt is over.
+"""Supervise one attempt inside its job: launch, watch, judge and act until the attempt is over.
 
-Every action is in the ledger before it is taken. Belongs here: the order of things. Does not
-belong here: one launch (`launching`), reading evidence (`classify`), choosing (`policy`), doing
-(`execute`), what the run directory looks like (`hpctrain.store`), or how Slurm is spoken to
-(`hpctrain.slurm`).
+The ledger records every action before it is carried out. Belongs here: the order of these steps.
+Does not belong here: one launch (`launching`), interpreting evidence (`judge.classify`), choosing
+an action (`judge.policy`), carrying it out (`act.execute`).
 """
 
 from __future__ import annotations
@@ -43,7 +42,6 @@ from hpctrain.supervise.judge.classify import classify
 from hpctrain.supervise.judge.documents import (
     Action,
     ActionKind,
-    Evidence,
     History,
     Situation,
     Verdict,
@@ -66,7 +64,7 @@ from hpctrain.supervise.time_limit import Outlook, look_ahead, why_no_launch
 __all__ = ["Supervisor", "read_supervise_config"]
 
 _SLURM_TIMEOUT_SECONDS = 8.0
-# Between two faults of storage of which the second came before anything was done about the first.
+# Pause between two storage faults, when the second interrupts the handling of the first.
 _FAULT_PAUSE_SECONDS = 1.0
 
 
@@ -98,13 +96,13 @@ class Supervisor:
         self._lost: tuple[Event, Verdict] | None = None
 
     def run(self) -> int:
-        """Supervise this attempt to its end; returns the exit code of the job.
+        """Supervise this attempt to its end and return the exit code of the job.
 
-        In a thread, because a file system that hangs holds up whoever reads: the main thread
-        goes on receiving signals, see `guard`.
+        The work runs in a thread, because a hung file system blocks whoever reads from it. The main
+        thread stays free to receive signals (see `termination_guard`).
         """
         self.context.signals.install()
-        worker = _Worker(self._work)
+        worker = _SupervisorThread(self._work)
         worker.start()
         self.guard.wait_for(worker)
         return worker.result()
@@ -113,34 +111,35 @@ class Supervisor:
         try:
             code = self._supervise()
         except Exception as error:
+            # A bug of ours proves nothing about the run: the next attempt may get past it.
             traceback.print_exc()
-            code = self._failed(error)
-        self._last_words()
+            verdict = Verdict(
+                Cause.SUPERVISOR_LOST,
+                f"the supervisor itself failed: {type(error).__name__}: {error}",
+            )
+            self._note_end(verdict)
+            situation = Situation(restarts=self.context.attempt.restart_count, keeps_nodes=False)
+            action = decide(verdict, self._history(), situation, self.context.config)
+            code = act(self.context, action)
+        self._flush_ledger()
         return code
 
-    def _failed(self, error: Exception) -> int:
-        """A mistake of ours proves nothing about the run: the next attempt may get past it."""
-        reason = f"the supervisor itself failed: {type(error).__name__}: {error}"
-        verdict = Verdict(Cause.SUPERVISOR_LOST, reason)
-        self._note_end(verdict)
-        situation = replace(self._plain_situation(), keeps_nodes=False)
-        return act(self.context, decide(verdict, self._history(), situation, self.context.config))
+    def _flush_ledger(self) -> None:
+        """Write the buffered lines of the ledger; print to the job's log those that it refuses."""
+        ledger = self.context.ledger
 
-    def _last_words(self) -> None:
-        """What the ledger could not take is at least in the job's log."""
-        context = self.context
+        def flush() -> None:
+            error = ledger.flush()
+            if error is not None:
+                raise error
+
         with contextlib.suppress(OSError):
-            outlast(context, self._flush)
-        for line in context.ledger.waiting:
+            outlast(self.context, flush)
+        for line in ledger.waiting:
             say(f"not in the ledger: {line}")
 
-    def _flush(self) -> None:
-        error = self.context.ledger.flush()
-        if error is not None:
-            raise error
-
     def _supervise(self) -> int:
-        """Launch after launch. Whatever fails by a fault of storage is an end like others."""
+        """Launch until an action ends the attempt; a storage fault counts as a failed launch."""
         allocation, ended = allocation_of(self.context), None
         while True:
             try:
@@ -151,29 +150,30 @@ class Supervisor:
                     self._begun = True
                 if ended is None:
                     outlook = look_ahead(self.context)
-                    forbidden = self._why_not_now(outlook)
+                    forbidden = self._too_late_to_launch(outlook)
                     if forbidden is not None:
                         return act(self.context, forbidden)
                     ended = self._launch(allocation, outlook)
                 allocation, action = self._decide(allocation, ended)
                 exit_code = act(self.context, action, ended.verdict)
             except OSError as error:
-                ended = self._end_by_storage(error)
+                cause = Cause.DISK_FULL if error.errno in FULL_ERRNOS else Cause.STORAGE
+                verdict = Verdict(cause, f"the run directory cannot be used: {error}")
+                self._note_end(verdict)
+                ended = Ended(verdict)
                 time.sleep(_FAULT_PAUSE_SECONDS)
                 continue
             if action.kind is not ActionKind.RELAUNCH:
                 return exit_code
-            self._pause(action.delay_seconds)
+            deadline = time.monotonic() + action.delay_seconds
+            while time.monotonic() < deadline and not self.context.signals.standing:
+                if self._request() is not None:
+                    break
+                time.sleep(0.1)
             ended = self._interrupted(allocation)
 
-    def _end_by_storage(self, error: OSError) -> Ended:
-        cause = Cause.DISK_FULL if error.errno in FULL_ERRNOS else Cause.STORAGE
-        verdict = Verdict(cause, f"the run directory cannot be used: {error}")
-        self._note_end(verdict)
-        return Ended(verdict)
-
     def _note_end(self, verdict: Verdict) -> None:
-        """An end that no launch has noted itself."""
+        """Record an end that no launch has recorded itself."""
         self.context.note(
             EventKind.LAUNCH_ENDED,
             epoch=self.launcher.epoch or None,
@@ -186,37 +186,47 @@ class Supervisor:
     # -- before the first launch -----------------------------------------------------------
 
     def _begin(self) -> Action | None:
-        """Open the attempt; what is done instead of launching, if so. Can be called again after an
-        OSError."""
+        """Open the attempt; return the action to take instead of launching, if there is one.
+
+        Can be called again after an OSError.
+        """
         context = self.context
         context.run_layout.require()
-        words = None if context.run_layout.done.exists() else must_leave(context)
-        if words is not None:
-            return Action(ActionKind.LEAVE, words)
+        reason = None if context.run_layout.done.exists() else must_leave(context)
+        if reason is not None:
+            return Action(ActionKind.LEAVE, reason)
         if not self._opened:
             adopt_own_job(context)
-            self._open_attempt()
-        action = self._why_not_begin()
+            events = context.ledger.events()
+            lost = unfinished_attempt(events, context.attempt)
+            if lost is not None:
+                self._lost = lost, self._close_lost_attempt(lost, events)
+            attempt = context.attempt
+            context.note(EventKind.ATTEMPT_STARTED, nodes=attempt.nodes, cluster=attempt.cluster)
+            self._opened = True
+            say(f"attempt {attempt} of run {context.config.run_id} on {attempt.nodes}")
+        action = self._instead_of_first_launch()
         if action is None:
             ensure_successor(context)
             use_up_step_ids(context, self.launcher.environment)
         return action
 
-    def _open_attempt(self) -> None:
-        """Open this attempt in the ledger, and close one that has left no word."""
-        events = self.context.ledger.events()
-        lost = unfinished_attempt(events, self.context.attempt)
-        if lost is not None:
-            self._lost = lost, self._close_lost(lost, events)
-        attempt = self.context.attempt
-        self.context.note(EventKind.ATTEMPT_STARTED, nodes=attempt.nodes, cluster=attempt.cluster)
-        self._opened = True
-        say(f"attempt {attempt} of run {self.context.config.run_id} on {attempt.nodes}")
+    def _close_lost_attempt(self, lost: Event, events: list[Event]) -> Verdict:
+        """Record the end of an attempt whose supervisor recorded none, and blame its nodes.
 
-    def _close_lost(self, lost: Event, events: list[Event]) -> Verdict:
-        gone = gone_nodes(self.context, lost, events)
-        cause, reason = self._why_lost(lost, events, gone)
-        self.context.ledger.append(
+        Slurm may still know how another job ended. If it was our own job, we are its next attempt.
+        """
+        context = self.context
+        gone = gone_nodes(context, lost, events)
+        end = None
+        if lost.job_id is not None and lost.job_id != context.job_id:
+            with contextlib.suppress(SlurmError):
+                record = context.slurm.jobs([lost.job_id]).get(lost.job_id)
+                own = record is not None and lost.cluster in (None, record.cluster)
+                if record is not None and own and self._identity.confirms(record):
+                    end = why_ended(record, begun=True)
+        cause, reason = end or why_lost(lost, events, context.attempt, gone)
+        context.ledger.append(
             EventKind.ATTEMPT_LOST,
             job_id=lost.job_id,
             restart_count=lost.restart_count,
@@ -224,33 +234,24 @@ class Supervisor:
             reason=reason,
         )
         verdict = Verdict(cause, reason)
-        blame_lost_attempt(self.context, lost, verdict, gone)
+        blame_lost_attempt(context, lost, verdict, gone)
         return verdict
 
-    def _why_lost(
-        self, lost: Event, events: list[Event], gone: tuple[str, ...]
-    ) -> tuple[Cause, str]:
-        """Of another job Slurm may still know how it ended; of our own we are the next attempt."""
-        context = self.context
-        if lost.job_id is not None and lost.job_id != context.job_id:
-            with contextlib.suppress(SlurmError):
-                record = context.slurm.jobs([lost.job_id]).get(lost.job_id)
-                own = record is not None and lost.cluster in (None, record.cluster)
-                if record is not None and own and self._identity.confirms(record):
-                    found = why_ended(record, begun=True)
-                    if found is not None:
-                        return found
-        return why_lost(lost, events, context.attempt, gone)
+    def _instead_of_first_launch(self) -> Action | None:
+        """Return what to do instead of the first launch, if a launch is not wanted.
 
-    def _why_not_begin(self) -> Action | None:
-        """The run is done, a person wants it to stop, it was stopped and nobody has asked for it
-        since, or attempts are lost again and again without a new checkpoint."""
+        The run may be done, a person may have requested a stop, the run may have been stopped and
+        not resumed since, or attempts may be lost repeatedly without a new checkpoint.
+        """
         context = self.context
         if context.run_layout.done.exists():
             return Action(ActionKind.FINISH, "the run was done before this attempt")
-        wish = requested(context.run_layout)
-        if wish is not None:
-            return self._as_wished(wish)
+        request = requested(context.run_layout)
+        if request is not None:
+            verdict = _yielded(request)
+            verdict = replace(verdict, reason=f"{verdict.reason} before this attempt")
+            situation = assess(context, allocation_of(context), verdict)
+            return decide(verdict, self._history(), situation, context.config)
         stopped = came_back(context)
         if stopped is not None:
             return stopped
@@ -258,33 +259,27 @@ class Supervisor:
             start, verdict = self._lost
             situation = assess(context, allocation_of(context), verdict)
             action = decide(verdict, self._history(), situation, context.config)
-            # A new submission is a person's word against what ended an earlier job for good.
-            asked_since = start not in generation(context.ledger.events())
+            # A person who submits again overrules what ended an earlier job for good.
+            resubmitted = start not in generation(context.ledger.events())
             if action.kind is ActionKind.STOP and not (
-                asked_since and verdict.cause in FINAL_CAUSES
+                resubmitted and verdict.cause in FINAL_CAUSES
             ):
                 return action
         return None
-
-    def _as_wished(self, wish: Request) -> Action:
-        verdict = _wish(wish)
-        verdict = replace(verdict, reason=f"{verdict.reason} before this attempt")
-        situation = assess(self.context, allocation_of(self.context), verdict)
-        return decide(verdict, self._history(), situation, self.context.config)
 
     # -- launch after launch ---------------------------------------------------------------
 
     def _launch(self, allocation: Allocation, outlook: Outlook | None) -> Ended:
         placement = place(self.context.config, allocation)
         if placement is None:
-            words = f"{len(allocation.healthy)} of {len(allocation.nodes)} nodes answer"
-            return Ended(Verdict(Cause.NODE_FAILURE, words))
-        # The step of a lost node stays in Slurm's list until it gives the node up.
+            reason = f"{len(allocation.healthy)} of {len(allocation.nodes)} nodes answer"
+            return Ended(Verdict(Cause.NODE_FAILURE, reason))
+        # Slurm lists the step of a lost node until it gives the node up.
         placement = replace(placement, overlap=bool(allocation.lost))
         return self.launcher.launch(placement, allocation.nodes, outlook)
 
     def _decide(self, allocation: Allocation, ended: Ended) -> tuple[Allocation, Action]:
-        """What follows, and the nodes that are left for it."""
+        """Choose the next action and the nodes that remain for it."""
         config, verdict = self.context.config, ended.verdict
         probe = ended.probe
         if probe is not None and not probe.trouble:
@@ -297,23 +292,20 @@ class Supervisor:
         return allocation.avoiding({*action.exclude, *doubtful}), action
 
     def _history(self) -> History:
-        """Without a ledger that was ever read, only what this attempt has seen itself counts."""
+        """Summarise the ledger; only this attempt's own events if it was never readable."""
         try:
             events = self.context.ledger.events()
         except OSError:
             events = self.context.ledger.waiting_events()
         return history(events, self.context.config.storm_window_seconds)
 
-    def _plain_situation(self) -> Situation:
-        return Situation(restarts=self.context.attempt.restart_count)
-
     # -- between two launches --------------------------------------------------------------
 
-    def _why_not_now(self, outlook: Outlook | None) -> Action | None:
-        """Too little time is left for a launch: the next attempt has more.
+    def _too_late_to_launch(self, outlook: Outlook | None) -> Action | None:
+        """Return the action if too little time is left for a launch; the next attempt has more.
 
-        An attempt that has not launched anything counts as one that met its time limit, so that a
-        limit that is too short for any launch is named in the end.
+        An attempt that launched nothing counts as one that reached its time limit, so that a limit
+        too short for any launch is reported in the end.
         """
         verdict = why_no_launch(self.context, outlook)
         if verdict is None:
@@ -323,14 +315,6 @@ class Supervisor:
         situation = assess(self.context, allocation_of(self.context), verdict)
         return decide(verdict, self._history(), situation, self.context.config)
 
-    def _pause(self, delay_seconds: float) -> None:
-        """Wait before a relaunch, but not once a signal has come or somebody asks."""
-        deadline = time.monotonic() + delay_seconds
-        while time.monotonic() < deadline and not self.context.signals.standing:
-            if self._request() is not None:
-                break
-            time.sleep(0.1)
-
     def _request(self) -> Request | None:
         try:
             return requested(self.context.run_layout)
@@ -338,7 +322,7 @@ class Supervisor:
             return None  # the next launch finds out
 
     def _interrupted(self, allocation: Allocation) -> Ended | None:
-        """What has come between, if anything: then it is decided again what to do.
+        """Return an end if a signal, a newer launch or a request arrived between two launches.
 
         A supervisor that outlived its attempt must not take the run from its successor.
         """
@@ -347,38 +331,35 @@ class Supervisor:
         for name in signals:
             context.note(EventKind.SIGNAL, signal=name)
         if context.signals.final:
-            evidence = between_launches(context, signals)
-            return self._after_signal(evidence, count, allocation)
+            evidence, probe = between_launches(context, signals), None
+            if still_ours(context, evidence.job):
+                # Slurm did not send the signal: ask the nodes.
+                context.signals.dismiss(count)
+                traces = Traces(time.time(), newest_logged_step(context))
+                nodes = allocation.nodes
+                asked = examine(context, evidence, nodes, traces, self.ask_nodes)
+                evidence, probe = asked.evidence, asked.probe
+            verdict = classify(evidence)
+            say(f"{verdict.cause}: {verdict.reason}")
+            return Ended(verdict, evidence, probe)
         try:
             if is_superseded(context.run_layout.epochs, self.launcher.epoch, self.launcher.name):
-                words = "a newer launch of this run has taken over"
-                return Ended(Verdict(Cause.SUPERSEDED, words))
+                reason = "a newer launch of this run has taken over"
+                return Ended(Verdict(Cause.SUPERSEDED, reason))
         except OSError:
             return None  # the next launch finds out
-        wish = self._request()
-        return Ended(_wish(wish)) if wish is not None else None
-
-    def _after_signal(self, evidence: Evidence, count: int, allocation: Allocation) -> Ended:
-        """Slurm says why it came, or did not send it: then the nodes are asked."""
-        probe = None
-        if still_ours(self.context, evidence.job):
-            self.context.signals.dismiss(count)
-            traces = Traces(time.time(), newest_logged_step(self.context))
-            nodes = allocation.nodes
-            asked = examine(self.context, evidence, nodes, traces, self.ask_nodes)
-            evidence, probe = asked.evidence, asked.probe
-        verdict = classify(evidence)
-        say(f"{verdict.cause}: {verdict.reason}")
-        return Ended(verdict, evidence, probe)
+        request = self._request()
+        return Ended(_yielded(request)) if request is not None else None
 
 
-def _wish(wish: Request) -> Verdict:
-    words = f"asked to {wish.kind} by {wish.by}"
-    return Verdict(Cause.YIELDED, words, hold=wish.kind == "hold")
+def _yielded(request: Request) -> Verdict:
+    """The verdict on a launch that a person's request has ended or prevented."""
+    reason = f"asked to {request.kind} by {request.by}"
+    return Verdict(Cause.YIELDED, reason, hold=request.kind == "hold")
 
 
-class _Worker(threading.Thread):
-    """Does the work, and keeps how it ended for whoever waits."""
+class _SupervisorThread(threading.Thread):
+    """Runs the work and keeps its exit code or its exception for the main thread."""
 
     def __init__(self, work: Callable[[], int]) -> None:
         super().__init__(name="supervisor")
@@ -396,5 +377,5 @@ class _Worker(threading.Thread):
         """The exit code. Raises what the work has raised."""
         if self._error is not None:
             raise self._error
-        assert self._code is not None, "asked before it has ended"
+        assert self._code is not None, "the thread has not ended"
         return self._code

@@ -1,14 +1,15 @@
-"""`python -m hpctrain.supervise.preflight`: is this node fit to train? Runs on each node of a job.
+"""`python -m hpctrain.supervise.preflight`: check one node; runs on each node of a job.
 
-Prints short lines of JSON (see `probe_answers` for their reading): `begin`, what is wrong, lines of
-the kernel's log, `end`. Every check has its own thread and at most `CHECK_SECONDS`, so that a hung
-mount is a finding and not a hang. Standard library only: it starts on every node at once.
+Prints short lines of JSON (parsed by `judge.probe_answers`): `begin`, problems, lines of the kernel
+log, `end`. Every check has its own thread and at most `CHECK_SECONDS`, so that a hung mount is
+reported and does not hang the program. Standard library only: it starts on every node at once.
 
-A site whose users cannot read the kernel's log may set HPCTRAIN_KERNEL_LOG to a file with its
-lines, or to a command that prints them; `{node}` in it becomes the name of the node.
+A site whose users cannot read the kernel log may set HPCTRAIN_KERNEL_LOG to a file with its lines,
+or to a command that prints them; `{node}` in it is replaced by the name of the node.
 
-Belongs here: looking at one node. Does not belong here: comparing nodes (`probe_answers`), asking
-them (`probe`), or what a line of the kernel means (`log_scan`).
+Belongs here: running the checks. Does not belong here: the checks (`evidence.node_checks`),
+comparing nodes (`judge.probe_answers`), starting this program (`evidence.probe`), what a line of
+the kernel means (`evidence.log_scan`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.supervise.evidence.node_checks import (
-    Report,
+    NodeReport,
     check_directory,
     check_gpus,
     check_inputs,
@@ -44,8 +45,8 @@ _LONGEST_TEXT = 400
 
 
 @dataclass(frozen=True)
-class Order:
-    """What to look at. `gpus` 0: do not count them; `since` is seconds since the epoch.
+class CheckOptions:
+    """What to check. `gpus` 0: do not count them. `since` is seconds since the epoch.
 
     `settings` lists what the run reads (`inputs`).
     """
@@ -57,12 +58,18 @@ class Order:
 
 
 def main(arguments: list[str]) -> int:
-    """Look at this node and say what is found; 0 also when something is wrong with it."""
-    order = _order(arguments)
+    """Check this node and print the results; returns 0 even if it has problems."""
+    parser = argparse.ArgumentParser(prog="python -m hpctrain.supervise.preflight")
+    parser.add_argument("--run-directory", type=Path, required=True)
+    parser.add_argument("--since", type=float, default=0.0, help="seconds since the epoch")
+    parser.add_argument("--gpus", type=int, default=0, help="expected; 0: any number")
+    parser.add_argument("--settings", type=Path, help="the run's supervise.json")
+    parsed = parser.parse_args(arguments)
+    options = CheckOptions(parsed.run_directory, parsed.since, parsed.gpus, parsed.settings)
     started = time.monotonic()
     _say("begin", clock=time.time(), step=os.environ.get("SLURM_STEP_ID", ""))
     facts: dict[str, object] = {}
-    for check, report in _all_checks(order):
+    for check, report in _run_checks(options):
         for problem in report.problems:
             _say("problem", check=check, text=problem.text, hard=problem.hard, gpu=problem.gpu)
         for seen_at, line in report.kernel:
@@ -74,50 +81,37 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _order(arguments: list[str]) -> Order:
-    parser = argparse.ArgumentParser(prog="python -m hpctrain.supervise.preflight")
-    parser.add_argument("--run-directory", type=Path, required=True)
-    parser.add_argument("--since", type=float, default=0.0, help="seconds since the epoch")
-    parser.add_argument("--gpus", type=int, default=0, help="expected; 0: any number")
-    parser.add_argument("--settings", type=Path, help="the run's supervise.json")
-    given = parser.parse_args(arguments)
-    return Order(given.run_directory, given.since, given.gpus, given.settings)
-
-
-def _all_checks(order: Order) -> list[tuple[str, Report]]:
-    """All at once; one that takes too long is a problem of its own, and is left behind."""
+def _run_checks(options: CheckOptions) -> list[tuple[str, NodeReport]]:
+    """Run all checks at once; one that takes too long is reported as a problem and abandoned."""
     node = node_name()
-    checks: list[tuple[str, Callable[[Report], None]]] = [
-        (RUN_DIRECTORY, lambda report: check_directory(report, order.run_directory, node)),
-        (INPUTS, lambda report: check_inputs(report, order.settings)),
+    checks: list[tuple[str, Callable[[NodeReport], None]]] = [
+        (RUN_DIRECTORY, lambda report: check_directory(report, options.run_directory, node)),
+        (INPUTS, lambda report: check_inputs(report, options.settings)),
         (SHUTDOWN, lambda report: check_shutdown(report, CHECK_SECONDS)),
         ("shared memory", check_shared_memory),
-        ("GPUs", lambda report: check_gpus(report, order.gpus, CHECK_SECONDS)),
+        ("GPUs", lambda report: check_gpus(report, options.gpus, CHECK_SECONDS)),
         ("fabric", check_ports),
-        ("kernel log", lambda report: check_kernel(report, order.since, node, CHECK_SECONDS)),
+        ("kernel log", lambda report: check_kernel(report, options.since, node, CHECK_SECONDS)),
     ]
     running = [(name, *_start(check)) for name, check in checks]
     deadline = time.monotonic() + CHECK_SECONDS
     results = []
     for name, thread, report in running:
         thread.join(max(0.0, deadline - time.monotonic()))
-        results.append((name, _late() if thread.is_alive() else report))
+        if thread.is_alive():
+            report = NodeReport()
+            report.problem(f"no answer within {CHECK_SECONDS:g} s")
+        results.append((name, report))
     return results
 
 
-def _late() -> Report:
-    report = Report()
-    report.problem(f"no answer within {CHECK_SECONDS:g} s")
-    return report
-
-
-def _start(check: Callable[[Report], None]) -> tuple[threading.Thread, Report]:
-    report = Report()
+def _start(check: Callable[[NodeReport], None]) -> tuple[threading.Thread, NodeReport]:
+    report = NodeReport()
 
     def run() -> None:
         try:
             check(report)
-        except Exception as error:  # a check that fails says something about the node, too
+        except Exception as error:  # a check that fails is a problem of the node, too
             report.problem(f"{type(error).__name__}: {error}")
 
     thread = threading.Thread(target=run, daemon=True)
@@ -131,7 +125,7 @@ def node_name() -> str:
 
 
 def _say(kind: str, **fields: object) -> None:
-    """One line, whole: a single write of less than srun's buffer; a long `text` is cut for it."""
+    """Print one line in a single write below the size of srun's buffer; cut a long `text`."""
     line = _line(kind, fields)
     while len(line) > _LONGEST_LINE and fields.get("text"):
         text = str(fields["text"])

@@ -1,12 +1,11 @@
 """One launch: the `srun` process, the lines it prints about failures, and the signals we get.
 
 Belongs here: processes, threads and signal handlers of the supervisor. Does not belong here:
-what any of it means (see `classify`).
+reading a line (`hpctrain.slurm.messages`), what follows from it (`classify`).
 """
 
 from __future__ import annotations
 
-import re
 import signal
 import socket
 import subprocess
@@ -17,19 +16,19 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import FrameType
 
+from hpctrain.slurm.messages import (
+    StepNotice,
+    TaskFailure,
+    read_notice,
+    read_task_failure,
+    waits_for_step,
+)
+from hpctrain.store.run_records import TrainerExit
 from hpctrain.supervise.job_log import write_log
-from hpctrain.supervise.judge.classify import is_notice, read_task_failure
-from hpctrain.supervise.judge.documents import TaskFailure
 
 # Below the ephemeral range of Linux (32768-60999), above the ports of services.
 _PORT_FIRST, _PORT_COUNT = 20000, 10000
 _CAUGHT = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-_YIELD_EXIT = "Exited with exit code 75"
-# What srun says while it cannot create the step, and when it has (src/srun/libsrun/launch.c).
-_STEP_WAITS = re.compile(r"step creation (?:temporarily|still) disabled|configured, please wait")
-_STEP_CREATED = re.compile(r"[Ss]tep created")
-
-
 _FINAL = frozenset({"TERM", "INT", "HUP"})
 
 
@@ -83,7 +82,7 @@ class Launch:
 
     def __init__(self, argv: list[str], environment: Mapping[str, str]) -> None:
         self._failures: list[TaskFailure] = []
-        self._notices: list[str] = []
+        self._notices: list[StepNotice] = []
         self.waits_for_step = False
         self.process = subprocess.Popen(
             argv,
@@ -100,12 +99,13 @@ class Launch:
         assert self.process.stderr is not None
         for line in self.process.stderr:
             write_log(line)
-            self.waits_for_step = step_waits(line, self.waits_for_step)
+            self.waits_for_step = waits_for_step(line, self.waits_for_step)
             failure = read_task_failure(line)
-            if failure is not None and failure.what != _YIELD_EXIT:
+            if failure is None:
+                if (notice := read_notice(line)) is not None:
+                    self._notices.append(notice)
+            elif failure.code != TrainerExit.YIELDED:
                 self._failures.append(replace(failure, at=time.time()))
-            elif is_notice(line):
-                self._notices.append(line.strip())
 
     def poll(self) -> int | None:
         """srun's exit code (negative: the signal that killed it), None while it runs."""
@@ -125,15 +125,8 @@ class Launch:
         return tuple(self._failures)
 
     @property
-    def notices(self) -> tuple[str, ...]:
+    def notices(self) -> tuple[StepNotice, ...]:
         return tuple(self._notices)
-
-
-def step_waits(line: str, before: bool) -> bool:
-    """Whether srun still waits for its step to be created, after it has said `line`."""
-    if _STEP_WAITS.search(line):
-        return True
-    return before and not _STEP_CREATED.search(line)
 
 
 def free_port(launch: str) -> int:

@@ -1,13 +1,12 @@
 """Keep the step ids of this attempt apart from those of lost attempts of the same job.
 
-Slurm counts the steps of a job from 0 again when it restarts the job (slurmctld/job_mgr.c,
+Slurm numbers the steps of a job from 0 again when it restarts the job (slurmctld/job_mgr.c,
 batch_requeue_fini). A batch node that froze and thaws after its job was restarted elsewhere brings
 back an srun and slurmstepds of the lost attempt. They end their step by its id, and slurmctld
-applies that to the step of the present attempt that has the same id: its ranks are killed (seen on
-22.05.8, whenever srun gets to run before the slurmstepd of the batch step kills it; the step is
-also told to be partly complete). Nothing of this can be stopped from here. But the ids are free to
-choose: those that a lost attempt has used are used up by steps that end at once, and slurmctld then
-answers that there is no such step.
+applies that to the step of the present attempt with the same id: its ranks are killed. (Observed on
+22.05.8, whenever srun runs before the slurmstepd of the batch step kills it.) The supervisor cannot
+prevent this, but it can use up the ids of the lost attempt with steps that end at once. slurmctld
+then answers that there is no such step.
 
 Belongs here: using up step ids. Does not belong here: signalling steps (`srun_steps`).
 """
@@ -20,11 +19,11 @@ import time
 from collections.abc import Mapping, Sequence
 
 from hpctrain.slurm.environment import for_queries
-from hpctrain.store.ledger import Event, EventKind
+from hpctrain.store.ledger import EventKind
 from hpctrain.supervise.context import AttemptContext, say
 from hpctrain.supervise.evidence.log_scan import newest_step
 from hpctrain.supervise.evidence.probe import STEP_NAME
-from hpctrain.supervise.evidence.run_dir_snapshot import in_time
+from hpctrain.supervise.timeouts import run_with_timeout
 
 _LISTING_SECONDS = 5.0
 _SECONDS_EACH, _SECONDS = 20.0, 60.0
@@ -38,9 +37,19 @@ def use_up_step_ids(
 
     An attempt without lost predecessors in the same job, which is nearly every one, runs none.
     Gives up after a minute, or when Slurm does not start a step: then a node that thaws can cost
-    one launch. `srun` is the seam for tests.
+    one launch. Tests replace `srun`.
     """
-    last = _last_used(context)
+    job_id = context.job_id
+    logs = [
+        context.run_layout.attempt_logs(job_id, event.restart_count or 0)
+        for event in context.ledger.events()
+        if event.event is EventKind.ATTEMPT_LOST and event.job_id == job_id
+    ]
+    found: list[int] = []
+    run_with_timeout(lambda: found.extend(map(newest_step, logs)), _LISTING_SECONDS)
+    newest = max(found, default=-1)
+    # Steps of ranks leave logs; one more for the probe of nodes that may have followed.
+    last = newest + 1 if newest >= 0 else -1
     deadline = time.monotonic() + _SECONDS
     while last >= 0 and not context.signals.final:
         used = _empty_step(context, environment, srun) if time.monotonic() < deadline else None
@@ -51,32 +60,10 @@ def use_up_step_ids(
             return
 
 
-def _last_used(context: AttemptContext) -> int:
-    """The highest step id of lost attempts of this job that may still be somebody's, else -1.
-
-    Steps of ranks show by their logs; one more for the probe of nodes that may have followed.
-    """
-    lost = _lost_attempts(context.ledger.events(), context.job_id)
-    logs = [context.run_layout.attempt_logs(context.job_id, attempt) for attempt in lost]
-    found: list[int] = []
-    in_time(lambda: found.extend(map(newest_step, logs)), _LISTING_SECONDS)
-    newest = max(found, default=-1)
-    return newest + 1 if newest >= 0 else -1
-
-
-def _lost_attempts(events: Sequence[Event], job_id: int) -> list[int]:
-    """Restart counts of the attempts of this job whose supervisor has left no word."""
-    return [
-        event.restart_count or 0
-        for event in events
-        if event.event is EventKind.ATTEMPT_LOST and event.job_id == job_id
-    ]
-
-
 def _empty_step(
     context: AttemptContext, environment: Mapping[str, str], srun: Sequence[str]
 ) -> int | None:
-    """Run a step that does nothing beside all others; returns its id, None if it did not run."""
+    """Run an empty step beside all others; return its id, None if it did not run."""
     argv = [
         *srun,
         *(f"--jobid={context.job_id}", f"--job-name={STEP_NAME}", "--overlap"),

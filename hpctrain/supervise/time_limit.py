@@ -82,25 +82,25 @@ class OwnWarning:
 
     def __init__(self, context: AttemptContext, outlook: Outlook | None) -> None:
         self._context = context
-        self._next_look: float | None = None
+        self._next_read: float | None = None
         self._learn(outlook)
 
     def is_due(self) -> bool:
         """Call often; asks Slurm only when the limit, as far as it is known, is near."""
-        if self._next_look is None or time.time() < self._next_look:
+        if self._next_read is None or time.time() < self._next_read:
             return False
         outlook = look_ahead(self._context)
         if outlook is None:
-            self._next_look = time.time() + _RETRY_SECONDS
+            self._next_read = time.time() + _RETRY_SECONDS
             return False
         self._learn(outlook)
-        return self._next_look is not None and time.time() >= self._next_look
+        return self._next_read is not None and time.time() >= self._next_read
 
     def _learn(self, outlook: Outlook | None) -> None:
         """When to look next; the limit may have been moved by then."""
         end_time = outlook.end_time if outlook is not None else self._context.attempt.end_time
         lead_seconds = self._context.config.warning_seconds
         if end_time is None or math.isinf(end_time) or not lead_seconds:
-            self._next_look = None
+            self._next_read = None
         else:
-            self._next_look = end_time - lead_seconds + _OVERDUE_SECONDS
+            self._next_read = end_time - lead_seconds + _OVERDUE_SECONDS

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+_Value = TypeVar("_Value")
 
 
 class WriterState(IntEnum):
@@ -72,8 +74,8 @@ class Control:
         self.propose(stop=False, save=False, writer=writer)
         return self.result().writer
 
-    def from_leader(self, value: str | None) -> str | None:
-        """Rank 0's text, on all ranks."""
+    def from_leader(self, value: _Value | None) -> _Value | None:
+        """Broadcast a value of rank 0 to all ranks; it must be picklable."""
         box = [value]
         dist.broadcast_object_list(box, src=0, group=self._group)
         return box[0]

@@ -1,7 +1,7 @@
-"""Putting our own job back into the queue, through controller outages and our own last seconds.
+"""Requeue our own job, even during controller outages and in our own last seconds.
 
-Belongs here: the sequence of Slurm calls. The calls are shielded: in the final stage Slurm
-signals every process of the batch step, a child `scontrol` included.
+Belongs here: the sequence of Slurm calls. The calls are shielded: in the final stage Slurm signals
+every process of the batch step, a child `scontrol` included.
 """
 
 from __future__ import annotations
@@ -11,29 +11,32 @@ from collections.abc import Callable, Sequence
 
 from hpctrain.errors import SlurmError
 from hpctrain.slurm.client import SlurmClient
+from hpctrain.slurm.reasons import JobEnd
 from hpctrain.slurm.records import RequeueAnswer, RequeueResult
 from hpctrain.slurm.states import JobState
 
 _PATIENCE_SECONDS = 600.0
 _RETRY_SECONDS = 3.0
+# Of a job that is completing: the attempt ends and not the run, so it is requeued all the same.
+_ENDS_BY_SLURM = (JobEnd.TIME_LIMIT, JobEnd.NODE_FAILED)
 
 
 def requeue(slurm: SlurmClient, job_id: int) -> tuple[bool, str]:
-    """Requeue the job; returns whether it is in the queue now, and Slurm's answer in words.
+    """Requeue the job; return whether it is in the queue now, and Slurm's answer as text.
 
-    Slurm then lets the job wait for cred_expire + 1 s (121 s by default). Nothing sent from
-    inside the job shortens that: while it is COMPLETING, `StartTime=now` is accepted and lost.
+    Slurm then delays the job for cred_expire + 1 s (121 s by default). Nothing sent from inside the
+    job shortens that: while it is COMPLETING, `StartTime=now` is accepted and lost.
     """
     return _until_answered(slurm, job_id, slurm.requeue)
 
 
 def hold(slurm: SlurmClient, job_id: int) -> tuple[bool, str]:
-    """Requeue the job and have it wait for its owner (scontrol(1), requeuehold)."""
+    """Requeue the job in held state, until its owner releases it (scontrol(1), requeuehold)."""
     return _until_answered(slurm, job_id, slurm.requeue_hold)
 
 
 def exclude(slurm: SlurmClient, job_id: int, nodes: Sequence[str]) -> str:
-    """Keep the requeued job away from `nodes`; returns what came of it, in words.
+    """Exclude `nodes` from the requeued job; return the result as text.
 
     The owner may set ExcNodeList once the job is requeued, while it is still completing, but not
     while it runs (slurmctld: "Job is no longer pending execution").
@@ -54,18 +57,19 @@ def _until_answered(
         if answer.result is not RequeueResult.UNREACHABLE or time.monotonic() >= deadline:
             return answer.will_run_again, answer.result.value
         time.sleep(_RETRY_SECONDS)
-        if _cancelled_meanwhile(slurm, job_id):
+        # Slurm 22.05.8 accepts the requeue of a cancelled job, which would bring it back.
+        if _is_cancelled(slurm, job_id):
             return False, "cancelled while the controller was away"
 
 
-def _cancelled_meanwhile(slurm: SlurmClient, job_id: int) -> bool:
-    """A requeue would bring a cancelled job back (Slurm 22.05.8 accepts it), so look first."""
+def _is_cancelled(slurm: SlurmClient, job_id: int) -> bool:
+    """Whether a person has cancelled the job; False if Slurm does not answer."""
     try:
         job = slurm.jobs([job_id]).get(job_id)
     except SlurmError:
         return False
     if job is None:
         return False
-    by_slurm = job.reason in ("TimeLimit", "NodeDown") or job.preempt_time is not None
+    by_slurm = job.end in _ENDS_BY_SLURM or job.preempt_time is not None
     ending = job.state is JobState.COMPLETING and not by_slurm
     return job.state is JobState.CANCELLED or ending

@@ -1,8 +1,8 @@
-"""Which samples to leave out after going back.
+"""Choose the samples to skip after a rollback.
 
-Belongs here: from the step of an anomaly to the samples of its batches, by what the run itself has
-written. Does not belong here: whether to go back (see `loss_anomalies`), or doing it in the
-trainer.
+Belongs here: from the step of an anomaly to the samples of its batches, read from the run's own
+records. Does not belong here: whether to roll back (`judge.loss_anomalies`), skipping them (the
+trainer).
 """
 
 from __future__ import annotations
@@ -20,13 +20,18 @@ from hpctrain.store.run_records import (
 )
 
 
-def leave_out(run: RunLayout, step: int, skip_steps: int, reason: str) -> SkippedData | None:
+def skip_batches(run: RunLayout, step: int, skip_steps: int, reason: str) -> SkippedData | None:
     """Have the trainer skip the batches of the last `skip_steps` steps up to and with `step`.
 
-    Returns what is left out from now on; None if there is nothing to leave out, or no telling
-    which samples (no row of the step before, no readable train.json): then nothing is changed.
+    Returns what is skipped from now on. None, and nothing changes, if there is nothing to skip, or
+    if the samples are unknown (no row of the step before, no readable train.json).
     """
-    first = _consumed_before(run, step - skip_steps + 1)
+    first_step = step - skip_steps + 1
+    first: int | None = 0
+    if first_step > 1:
+        # Consumed before the first skipped step, by the newest row of the step before it.
+        rows = [row for row in read_metrics(run) if row.step == first_step - 1]
+        first = rows[-1].consumed_samples if rows else None
     batch = _global_batch_size(run)
     if skip_steps < 1 or first is None or batch is None:
         return None
@@ -39,14 +44,6 @@ def leave_out(run: RunLayout, step: int, skip_steps: int, reason: str) -> Skippe
     known = read_record(run.skips, SkipList) or SkipList()
     write_record(run.skips, SkipList(skips=(*known.skips, skipped)))
     return skipped
-
-
-def _consumed_before(run: RunLayout, step: int) -> int | None:
-    """Samples consumed when `step` began: those after the step before it, newest row."""
-    if step <= 1:
-        return 0
-    rows = [row for row in read_metrics(run) if row.step == step - 1]
-    return rows[-1].consumed_samples if rows else None
 
 
 def _global_batch_size(run: RunLayout) -> int | None:

@@ -6,6 +6,8 @@ Belongs here: collecting and converting. Does not belong here: judging.
 from __future__ import annotations
 
 from hpctrain.checkpoints.discover import checkpoints
+from hpctrain.slurm.messages import TaskFailure
+from hpctrain.slurm.states import JobState
 from hpctrain.store.ledger import EventKind
 from hpctrain.store.run_records import (
     ExitRecord,
@@ -19,9 +21,8 @@ from hpctrain.supervise.evidence.job_facts import job_facts
 from hpctrain.supervise.evidence.launch_watch import LaunchWatch
 from hpctrain.supervise.judge.agent_failures import failures_below_agents
 from hpctrain.supervise.judge.causes import Cause
-from hpctrain.supervise.judge.documents import Evidence, Finding, JobFacts, RankExit, TaskFailure
+from hpctrain.supervise.judge.documents import Evidence, Finding, JobFacts, RankExit
 from hpctrain.supervise.judge.scheduler_verdict import left_unexplained
-from hpctrain.supervise.judge.slurm_words import exit_code
 from hpctrain.supervise.requests import Request, requested
 from hpctrain.supervise.srun_process import Launch
 from hpctrain.supervise.storage_retry import outlast
@@ -134,9 +135,7 @@ def _task_failures(
 
     What was killed after we began to end the step was killed by us.
     """
-    by_others = [
-        one for one in launch.failures if one.at < watch.killed_at or exit_code(one) is not None
-    ]
+    by_others = [one for one in launch.failures if one.at < watch.killed_at or one.code is not None]
     if context.config.launcher == "srun":
         return tuple(by_others)
     return failures_below_agents(read_agent_records(context.run_layout, watch.epoch), by_others)
@@ -157,7 +156,7 @@ def needs_a_look(evidence: Evidence) -> bool:
 
 def keeps_nodes(evidence: Evidence) -> bool:
     """True unless Slurm ends the job; without an answer the nodes are taken to be ours."""
-    running = evidence.job is None or evidence.job.state == "RUNNING"
+    running = evidence.job is None or evidence.job.state is JobState.RUNNING
     # A step that cannot be ended on nodes that all answer: only the end of the job clears it.
     return running and not (evidence.step_remains and evidence.probed and not evidence.lost_nodes)
 
@@ -205,7 +204,7 @@ def _cancel_confirmed(context: AttemptContext, job: JobFacts | None) -> bool:
     which runs the job as ever, is no end of it. A silent Slurm confirms nothing; the signal with
     which it ends jobs does.
     """
-    if job is not None and job.state == "RUNNING":
+    if job is not None and job.state is JobState.RUNNING:
         return False
     if job is None and not context.signals.final:
         return False

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 
 from hpctrain.errors import SlurmError
+from hpctrain.slurm.states import JobState
 from hpctrain.supervise.context import AttemptContext
 from hpctrain.supervise.judge.documents import JobFacts
 
@@ -31,7 +32,7 @@ def job_facts(context: AttemptContext, *, patient: bool) -> JobFacts | None:
             record = None
         if record is not None:
             return JobFacts(
-                state="RUNNING" if record.state.is_running else record.state.name,
+                state=JobState.RUNNING if record.state.is_running else record.state,
                 reason=record.reason or "None",
                 restart_count=record.restart_count or 0,
                 preempt_time=record.preempt_time is not None,
@@ -45,7 +46,7 @@ def still_ours(context: AttemptContext, facts: JobFacts | None) -> bool:
     """Slurm runs this attempt and does not think of ending it: a signal that came was not its."""
     return (
         facts is not None
-        and facts.state == "RUNNING"
+        and facts.state is JobState.RUNNING
         and facts.restart_count == context.attempt.restart_count
         and not facts.preempt_time
     )

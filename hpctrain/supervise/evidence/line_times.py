@@ -1,7 +1,7 @@
-"""When a line of a log was written, by what it says itself.
+"""Parse when a line of a log was written.
 
-Clocks of nodes are set alike on a cluster, and lines give local time. Belongs here: the formats of
-torch, Python's logging, the kernel and syslog. Does not belong here: what a line means.
+Nodes of a cluster share their time, and lines have local time. Belongs here: the formats of torch,
+Python's logging, the kernel and syslog. Does not belong here: what a line means.
 """
 
 from __future__ import annotations
@@ -31,20 +31,15 @@ _WITHIN = 120
 
 
 def line_time(line: str, near: float) -> float | None:
-    """Seconds since the epoch, None if the line does not say.
+    """Parse the time of a line in seconds since the epoch; None if it has none.
 
-    Where the year is left out it is the one that brings the time next to `near` (seconds since
-    the epoch).
+    A missing year is the one that brings the time next to `near` (seconds since the epoch).
     """
-    head = line[:_WITHIN]
-    for expression in _FORMATS:
-        found = expression.search(head)
-        if found is not None:
-            return _seconds(found.groupdict(), near)
-    return None
-
-
-def _seconds(parts: dict[str, str | None], near: float) -> float | None:
+    matches = (expression.search(line[:_WITHIN]) for expression in _FORMATS)
+    match = next((match for match in matches if match is not None), None)
+    if match is None:
+        return None
+    parts: dict[str, str | None] = match.groupdict()
     name = parts.get("name")
     month = _MONTHS.index(name) + 1 if name else int(parts["month"] or 0)
     hour, minute, second = map(int, (parts["clock"] or "").split(":"))

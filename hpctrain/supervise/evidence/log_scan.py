@@ -1,8 +1,7 @@
-"""Finding lines that name a cause: in the logs of all ranks, in srun's stderr, in kernels' logs.
+"""Find lines that name a cause in the logs of ranks, in srun's stderr and in kernel logs.
 
-A launch of 4096 ranks leaves 4096 files on a file system that may be the reason of the failure. So
-only the end of each file is read, in threads of their own, and after a deadline the findings so far
-have to do: what has not been read is unknown, and said to be.
+A launch of 4096 ranks leaves 4096 files on a file system that may itself have failed. So threads
+read only the end of each file, until a deadline. What could not be read in time is reported.
 Belongs here: reading and matching. Does not belong here: which of the findings is the cause
 (`rank_verdict`), and the signatures themselves (`signatures`).
 """
@@ -15,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -121,13 +120,28 @@ class Scanner:
         matcher = self._matchers[where]
         if "\x1b" in text:
             text = _ANSI.sub("", text)
-        matches = list(_until_teardown(matcher, text, rank is not None))
+        matches: list[Match] = []
+        for _, line in matcher.candidates(text, _MOST_CANDIDATES):
+            match = matcher.match(line)
+            if match is not None:
+                matches.append(match)
+                if match.teardown and rank is not None:
+                    break
         times = _times([match.line for match in matches], at)
         seen: set[str] = set()
         for number, (match, when) in enumerate(zip(matches, times, strict=True)):
             if match.role != "advice" and (rank is None or match.signature not in seen):
                 seen.add(match.signature)
-                yield _finding(match, rank, node, when + number * _LINE_SECONDS)
+                yield Finding(
+                    signature=match.signature,
+                    cause=match.cause,
+                    role=match.role,
+                    line=match.line.strip()[:_LONGEST_EVIDENCE],
+                    rank=rank,
+                    node=match.node if node is None and match.node else node,
+                    order=when + number * _LINE_SECONDS,
+                    hard=match.hard,
+                )
 
 
 class _Reading:
@@ -153,14 +167,11 @@ class _Reading:
             self._waiting.clear()
             found, done = list(self._found), self._done
         found.sort(key=lambda one: (one.order, -1 if one.rank is None else one.rank))
-        return (*found, *self._unread(done))
-
-    def _unread(self, done: int) -> tuple[Finding, ...]:
-        if self._listed and done == self._total:
-            return ()
-        which = f"{self._total - done} of {self._total} logs" if self._listed else "the logs"
-        line = f"{which} could not be read within {self._limits.seconds:g} s"
-        return (Finding(UNREAD, Cause.UNKNOWN, "advice", line),)
+        if not self._listed or done < self._total:
+            which = f"{self._total - done} of {self._total} logs" if self._listed else "the logs"
+            line = f"{which} could not be read within {self._limits.seconds:g} s"
+            found.append(Finding(UNREAD, Cause.UNKNOWN, "advice", line))
+        return tuple(found)
 
     def _start(self, work: Callable[[], None]) -> threading.Thread:
         thread = threading.Thread(target=work, daemon=True, name="log reader")
@@ -172,7 +183,7 @@ class _Reading:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _list(self) -> None:
-        """Ranks that have ended by their own word come first: the cause is most likely there."""
+        """List the logs; ranks that recorded their own end come first, as likely places."""
         try:
             names = os.listdir(self._directory)
         except FileNotFoundError:
@@ -184,16 +195,18 @@ class _Reading:
         files = [
             (int(m["rank"]) if m["rank"] else None, m[0]) for m in matches if int(m["step"]) == step
         ]
-        files.sort(key=self._order)
+        unknown = float("inf")
+        ended_at = self._ranks.ended_at
+        files.sort(
+            key=lambda file: (
+                unknown if file[0] is None else ended_at.get(file[0], unknown),
+                file[1],
+            )
+        )
         with self._lock:
             self._waiting.extend(files if step > self._after_step else ())
             self._total = len(self._waiting)
             self._listed = True
-
-    def _order(self, file: tuple[int | None, str]) -> tuple[float, str]:
-        rank, name = file
-        unknown = float("inf")
-        return (unknown if rank is None else self._ranks.ended_at.get(rank, unknown)), name
 
     def _read_all(self) -> None:
         while True:
@@ -224,17 +237,8 @@ class _Reading:
         return list(self._scanner._text(text, "rank", rank, node, at))
 
 
-def _until_teardown(matcher: Matcher, text: str, of_a_rank: bool) -> Iterator[Match]:
-    for _, line in matcher.candidates(text, _MOST_CANDIDATES):
-        match = matcher.match(line)
-        if match is not None:
-            yield match
-            if match.teardown and of_a_rank:
-                return
-
-
 def _times(lines: list[str], at: float) -> list[float]:
-    """Of each line; one without was written before the next one with a time, and before `at`."""
+    """The time of each line; a line without takes that of the next line with one, or `at`."""
     times: list[float] = []
     after = at
     for line in reversed(lines):
@@ -242,17 +246,3 @@ def _times(lines: list[str], at: float) -> list[float]:
         after = own if own is not None else after
         times.append(after)
     return times[::-1]
-
-
-def _finding(match: Match, rank: int | None, node: str | None, order: float) -> Finding:
-    finding = Finding(
-        signature=match.signature,
-        cause=match.cause,
-        role=match.role,
-        line=match.line.strip()[:_LONGEST_EVIDENCE],
-        rank=rank,
-        node=node,
-        order=order,
-        hard=match.hard,
-    )
-    return replace(finding, node=match.node) if node is None and match.node else finding

@@ -1,8 +1,7 @@
-"""Which nodes went away under an attempt whose supervisor left no word, by what Slurm knows.
+"""Find the nodes that an attempt has lost, when its supervisor recorded no end.
 
-Belongs here: asking Slurm about the nodes of an earlier attempt. Does not belong here: what that
-says of its cause (`attempt`), what is written down against a node (`decision_inputs`), nodes that
-are asked while their job goes on (`probe`).
+Belongs here: querying Slurm about the nodes of an earlier attempt. Does not belong here: the cause
+of its end (`attempt`), evidence against nodes (`decision_inputs`), nodes of running jobs (`probe`).
 """
 
 from __future__ import annotations
@@ -16,22 +15,28 @@ from hpctrain.store.run_records import Progress, read_record
 from hpctrain.supervise.attempt import is_of_attempt
 from hpctrain.supervise.context import AttemptContext
 
-# An orderly shutdown, the firmware of a node with eight GPUs and its boot take a quarter of an
-# hour; what goes down or boots this long after an attempt's last word is another story.
+# Shutdown, firmware and boot of a node with eight GPUs take a quarter of an hour. What goes down or
+# boots later than this after an attempt's last record has nothing to do with it.
 REBOOT_SECONDS = 3600.0
 
 
 def gone_nodes(
     context: AttemptContext, lost: Event, events: Sequence[Event] = ()
 ) -> tuple[str, ...]:
-    """The nodes of the attempt begun by `lost` that are down, or have booted since its last word.
+    """The nodes of the attempt begun by `lost` that are down or have booted since its last record.
 
-    Empty while Slurm is silent. Where Slurm says that of all nodes, the ones we run on too, it is
-    the controller that has just begun.
+    Empty if Slurm does not answer. If Slurm reports all nodes as down, our own included, the
+    controller has just started, and none counts.
     """
     if not lost.nodes:
         return ()
-    since, slurm = _last_word(context, lost, events), context.slurm
+    progress = read_record(context.run_layout.progress, Progress)
+    since = max(
+        lost.time,
+        progress.time if progress is not None else lost.time,
+        *(event.time for event in events if is_of_attempt(event, lost)),
+    )
+    slurm = context.slurm
     try:
         nodes = slurm.hostnames(lost.nodes)
         states = slurm.node_states({*nodes, *slurm.hostnames(context.attempt.nodes)})
@@ -43,11 +48,3 @@ def gone_nodes(
         down = set()
     back = {node for node, at in booted.items() if since <= at <= since + REBOOT_SECONDS}
     return tuple(node for node in nodes if node in down | back)
-
-
-def _last_word(context: AttemptContext, lost: Event, events: Sequence[Event]) -> float:
-    """Of the attempt's supervisor or its ranks, in seconds since the epoch."""
-    own = [event for event in events if is_of_attempt(event, lost)]
-    progress = read_record(context.run_layout.progress, Progress)
-    signs = [progress.time] if progress is not None else []
-    return max([lost.time, *signs, *(event.time for event in own)])

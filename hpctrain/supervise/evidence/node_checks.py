@@ -1,7 +1,7 @@
-"""The checks of one node: shutdown, run directory, shared memory, GPUs, fabric, the kernel's log.
+"""Check one node: shutdown, run directory, shared memory, GPUs, fabric, kernel log.
 
-Each takes a `Report` and writes into it. Standard library only. Belongs here: looking. Does not
-belong here: time limits (`preflight`), or judging by comparison (`probe_answers`).
+Each check writes into a `NodeReport`. Standard library only. Belongs here: checks. Does not belong
+here: time limits (`preflight`), comparing nodes (`judge.probe_answers`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 # sd_booted(3): the machine runs systemd if this directory is there.
 _SYSTEMD = Path("/run/systemd/system")
 _SCHEDULED_SHUTDOWN = Path("/run/systemd/shutdown/scheduled")
-# A launch that begins so shortly before it is not worth it.
+# A launch that begins this shortly before a shutdown is not worth it.
 _SOON_SECONDS = 600.0
 _INFINIBAND = Path("/sys/class/infiniband")
 _MOST_KERNEL_LINES = 40
@@ -39,7 +39,7 @@ _INTERESTING = re.compile(
     re.IGNORECASE,
 )
 _ISO_TIME = re.compile(r"\s*(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d)(?:[.,]\d+)?(Z|[+-]\d\d:?\d\d)?")
-# What nvidia-smi says of a GPU that the driver cannot reach any more.
+# Messages of nvidia-smi about a GPU that the driver cannot reach any more.
 _GPU_GONE = re.compile(r"GPU is lost|fallen off the bus|Unable to determine the device handle")
 _GPU_FIELDS = "uuid,ecc.errors.uncorrected.volatile.total,retired_pages.pending"
 _REMAP_FIELDS = "gpu_uuid,remapped_rows.pending,remapped_rows.failure"
@@ -47,7 +47,7 @@ _REMAP_FIELDS = "gpu_uuid,remapped_rows.pending,remapped_rows.failure"
 
 @dataclass(frozen=True)
 class Fault:
-    """Something wrong; `hard` is broken hardware beyond doubt, `gpu` an UUID."""
+    """A problem; `hard`: certainly broken hardware; `gpu`: its UUID."""
 
     text: str
     hard: bool = False
@@ -55,8 +55,8 @@ class Fault:
 
 
 @dataclass
-class Report:
-    """What a check has found; kernel lines come with seconds since the epoch, if known."""
+class NodeReport:
+    """Results of one check; kernel lines come with seconds since the epoch, if known."""
 
     problems: list[Fault] = field(default_factory=list)
     facts: dict[str, object] = field(default_factory=dict)
@@ -69,35 +69,29 @@ class Report:
 # -- on its way out --------------------------------------------------------------------------
 
 
-def check_shutdown(report: Report, timeout_seconds: float) -> None:
-    """A node that shuts down sends TERM to everything on it, long before Slurm misses it.
+def check_shutdown(report: NodeReport, timeout_seconds: float) -> None:
+    """Report a shutdown: the node sends TERM to every process long before Slurm notices.
 
-    systemctl(1), is-system-running: `stopping` while the manager is shutting down.
+    systemctl(1), is-system-running: `stopping` while the manager is shutting down. shutdown(8)
+    writes its schedule into a file; USEC is in microseconds since the epoch.
     """
     if not _SYSTEMD.is_dir():
         return
-    if _answer(["systemctl", "is-system-running"], timeout_seconds / 2) == "stopping":
+    # Its exit code is 1 for every state but `running`.
+    state = _output(["systemctl", "is-system-running"], timeout_seconds / 2, any_exit_code=True)
+    if state == ["stopping"]:
         report.problem("the machine is being shut down")
         return
-    seconds = _seconds_to_shutdown()
-    if seconds is not None and seconds < _SOON_SECONDS:
-        report.problem("a shutdown of the machine is scheduled within minutes")
-
-
-def _seconds_to_shutdown() -> float | None:
-    """shutdown(8) leaves its plan in a file; USEC is in microseconds since the epoch."""
-    try:
-        plan = _SCHEDULED_SHUTDOWN.read_text()
-    except OSError:
-        return None
-    match = re.search(r"^USEC=(\d+)", plan, re.MULTILINE)
-    return int(match[1]) / 1e6 - time.time() if match else None
+    with contextlib.suppress(OSError):
+        match = re.search(r"^USEC=(\d+)", _SCHEDULED_SHUTDOWN.read_text(), re.MULTILINE)
+        if match is not None and int(match[1]) / 1e6 - time.time() < _SOON_SECONDS:
+            report.problem("a shutdown of the machine is scheduled within minutes")
 
 
 # -- storage and memory ----------------------------------------------------------------------
 
 
-def check_directory(report: Report, directory: Path, node: str) -> None:
+def check_directory(report: NodeReport, directory: Path, node: str) -> None:
     """Write, flush, rename and remove 4 KiB in `directory`, as a checkpoint would."""
     trial, renamed = directory / f".preflight-{node}", directory / f".preflight-{node}.done"
     try:
@@ -119,33 +113,33 @@ def check_directory(report: Report, directory: Path, node: str) -> None:
     report.facts["free_inodes"] = space.f_favail
 
 
-def check_inputs(report: Report, settings: Path | None) -> None:
-    """Look for every file and directory that the run reads, and whether it may be read.
+def check_inputs(report: NodeReport, settings: Path | None) -> None:
+    """Check that every file and directory that the run reads exists and is readable.
 
-    `settings` lists them; where it cannot be read, the check of the run directory says so.
+    `settings` lists them. If it cannot be read, the check of the run directory reports that.
     """
     try:
         inputs = json.loads(settings.read_bytes()).get("inputs", []) if settings else []
     except (OSError, ValueError):
         return
-    missing = [(path, reason) for path in inputs if (reason := _why_unreadable(path)) is not None]
+    missing: list[tuple[str, str]] = []
+    for path in inputs:
+        # stat(2) asks the server of a network file system; access(2) checks this user's rights.
+        try:
+            os.stat(path)
+        except OSError as error:
+            missing.append((path, f"[Errno {error.errno}] {error.strerror}"))
+            continue
+        if not os.access(path, os.R_OK):
+            missing.append((path, "no permission"))
     if missing:
         path, reason = missing[0]
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
         report.problem(f"cannot read {path}: {reason}{more}")
 
 
-def _why_unreadable(path: str) -> str | None:
-    """stat(2) asks the server of a network file system; access(2) asks for this user."""
-    try:
-        os.stat(path)
-    except OSError as error:
-        return f"[Errno {error.errno}] {error.strerror}"
-    return None if os.access(path, os.R_OK) else "no permission"
-
-
-def check_shared_memory(report: Report) -> None:
-    """/dev/shm may be full of what killed jobs have left behind."""
+def check_shared_memory(report: NodeReport) -> None:
+    """Report a full /dev/shm: killed jobs leave files behind."""
     try:
         space = os.statvfs(_SHARED_MEMORY)
     except FileNotFoundError:
@@ -159,7 +153,7 @@ def check_shared_memory(report: Report) -> None:
 # -- GPUs ------------------------------------------------------------------------------------
 
 
-def check_gpus(report: Report, expected: int, timeout_seconds: float) -> None:
+def check_gpus(report: NodeReport, expected: int, timeout_seconds: float) -> None:
     """Count the GPUs and look at their memory, where nvidia-smi is installed.
 
     nvidia-smi --help-query-gpu and --help-query-remapped-rows have the fields. A failed row
@@ -170,29 +164,22 @@ def check_gpus(report: Report, expected: int, timeout_seconds: float) -> None:
     if program is None:
         return
     limit = timeout_seconds / 2
-    rows, words = _query([program, f"--query-gpu={_GPU_FIELDS}"], limit)
-    if not rows and words:
-        report.problem(f"nvidia-smi: {words}", hard=_GPU_GONE.search(words) is not None)
+    rows, error = _query([program, f"--query-gpu={_GPU_FIELDS}"], limit)
+    if not rows and error:
+        report.problem(f"nvidia-smi: {error}", hard=_GPU_GONE.search(error) is not None)
         return
     report.facts["gpus"] = [row[0] for row in rows]
     if expected and len(rows) < expected:
         report.problem(f"{len(rows)} of {expected} GPUs answer nvidia-smi", hard=True)
-    _read_memory(report, rows)
-    _read_remapping(report, _query([program, f"--query-remapped-rows={_REMAP_FIELDS}"], limit)[0])
-
-
-def _read_memory(report: Report, rows: list[list[str]]) -> None:
-    """Errors since the driver was loaded are a fact only: they may be of another job's time."""
+    # Errors counted since the driver was loaded are no problem: they may be another job's.
     errors = {row[0]: int(row[1]) for row in rows if row[1].isdigit() and int(row[1])}
     if errors:
         report.facts["uncorrected_memory_errors"] = errors
     for row in rows:
         if row[2] == "Yes":
             report.problem("GPU memory pages wait to be retired", gpu=row[0])
-
-
-def _read_remapping(report: Report, rows: list[list[str]]) -> None:
-    for uuid, pending, failure in rows:
+    remapped, _ = _query([program, f"--query-remapped-rows={_REMAP_FIELDS}"], limit)
+    for uuid, pending, failure in remapped:
         if failure in ("Yes", "1"):
             report.problem("GPU memory: row remapping has failed", hard=True, gpu=uuid)
         elif pending in ("Yes", "1"):
@@ -200,7 +187,7 @@ def _read_remapping(report: Report, rows: list[list[str]]) -> None:
 
 
 def _query(argv: list[str], timeout_seconds: float) -> tuple[list[list[str]], str]:
-    """Rows of three cells, and the words of nvidia-smi where it gave none."""
+    """Rows of three cells, and the error message of nvidia-smi if it printed none."""
     try:
         done = subprocess.run(
             [*argv, "--format=csv,noheader"],
@@ -214,15 +201,15 @@ def _query(argv: list[str], timeout_seconds: float) -> tuple[list[list[str]], st
         return [], f"no answer within {timeout_seconds:g} s"
     cells = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
     rows = [row for row in cells if len(row) == 3]
-    words = " ".join((done.stderr or done.stdout).split())
-    return rows, "" if rows else words or f"exit code {done.returncode}"
+    message = " ".join((done.stderr or done.stdout).split())
+    return rows, "" if rows else message or f"exit code {done.returncode}"
 
 
 # -- fabric ----------------------------------------------------------------------------------
 
 
-def check_ports(report: Report) -> None:
-    """Which InfiniBand or RoCE ports are ACTIVE; unused ports are normal, so nodes are compared."""
+def check_ports(report: NodeReport) -> None:
+    """List ACTIVE InfiniBand and RoCE ports; unused ones are normal, so nodes are compared."""
     active, total = [], 0
     for state in sorted(_INFINIBAND.glob("*/ports/*/state")):
         total += 1
@@ -235,9 +222,9 @@ def check_ports(report: Report) -> None:
 # -- the kernel's log ------------------------------------------------------------------------
 
 
-def check_kernel(report: Report, since: float, node: str, timeout_seconds: float) -> None:
-    """The newest lines since `since` that may explain a failure, as they are."""
-    source, lines = _kernel_lines(node, since, timeout_seconds / 2)
+def check_kernel(report: NodeReport, since: float, node: str, timeout_seconds: float) -> None:
+    """Report the newest lines since `since` that may explain a failure, unchanged."""
+    source, lines = _read_kernel_log(node, since, timeout_seconds / 2)
     report.facts["kernel_log"] = source
     report.kernel = select_lines(lines, since, time.time() - time.monotonic())
 
@@ -245,7 +232,7 @@ def check_kernel(report: Report, since: float, node: str, timeout_seconds: float
 def select_lines(
     lines: Iterable[str], since: float, booted_at: float
 ) -> list[tuple[float | None, str]]:
-    """The interesting lines that are not older than `since`; without a time they are kept."""
+    """Select interesting lines that are not older than `since`; lines without a time are kept."""
     found = []
     for line in lines:
         if _INTERESTING.search(line):
@@ -256,7 +243,7 @@ def select_lines(
 
 
 def time_of(line: str, booted_at: float) -> float | None:
-    """When a line was logged, in seconds since the epoch; None if it does not say.
+    """Parse when a line was logged, in seconds since the epoch; None if it has no time.
 
     `[  12.345] ...` counts from boot (dmesg), `1795257692.5 ...` from the epoch (journalctl -o
     short-unix), `2026-11-21T10:45:12+0000 ...` is ISO 8601 (dmesg --time-format iso).
@@ -275,11 +262,16 @@ def time_of(line: str, booted_at: float) -> float | None:
     return datetime.fromisoformat(match[1] + (match[3] or "")).timestamp()
 
 
-def _kernel_lines(node: str, since: float, timeout_seconds: float) -> tuple[str, list[str]]:
-    """Where the lines come from, and the lines."""
+def _read_kernel_log(node: str, since: float, timeout_seconds: float) -> tuple[str, list[str]]:
+    """The source of the lines, and the lines."""
     hook = os.environ.get(KERNEL_LOG_VARIABLE, "").replace("{node}", node)
     if hook:
-        return hook, _hooked_lines(hook, timeout_seconds)
+        path = Path(hook)
+        if not path.exists() or os.access(path, os.X_OK):
+            return hook, _output(hook.split(), timeout_seconds)
+        with path.open("rb") as stream:
+            stream.seek(max(0, stream.seek(0, 2) - _MOST_KERNEL_BYTES))
+            return hook, stream.read().decode(errors="replace").splitlines()
     journal = ["journalctl", "-k", "-q", "--no-pager", "-o", "short-unix", f"--since=@{since:.0f}"]
     for argv in (journal, ["dmesg"]):
         lines = _output(argv, timeout_seconds)
@@ -288,28 +280,8 @@ def _kernel_lines(node: str, since: float, timeout_seconds: float) -> tuple[str,
     return "not readable", []
 
 
-def _hooked_lines(hook: str, timeout_seconds: float) -> list[str]:
-    path = Path(hook)
-    if not path.exists() or os.access(path, os.X_OK):
-        return _output(hook.split(), timeout_seconds)
-    with path.open("rb") as stream:
-        stream.seek(max(0, stream.seek(0, 2) - _MOST_KERNEL_BYTES))
-        return stream.read().decode(errors="replace").splitlines()
-
-
-def _answer(argv: list[str], timeout_seconds: float) -> str:
-    """The one word that a program prints, whatever its exit code; empty if it gives none."""
-    try:
-        done = subprocess.run(
-            argv, capture_output=True, text=True, timeout=timeout_seconds, stdin=subprocess.DEVNULL
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip()
-
-
-def _output(argv: list[str], timeout_seconds: float) -> list[str]:
-    """Lines that a program prints; none where it is missing, refused or too slow."""
+def _output(argv: list[str], timeout_seconds: float, *, any_exit_code: bool = False) -> list[str]:
+    """Lines that a program prints; none if it is missing, fails or takes too long."""
     try:
         done = subprocess.run(
             argv,
@@ -321,4 +293,6 @@ def _output(argv: list[str], timeout_seconds: float) -> list[str]:
         )
     except (OSError, subprocess.TimeoutExpired):
         return []
-    return done.stdout[-_MOST_KERNEL_BYTES:].splitlines() if done.returncode == 0 else []
+    if done.returncode != 0 and not any_exit_code:
+        return []
+    return done.stdout[-_MOST_KERNEL_BYTES:].splitlines()

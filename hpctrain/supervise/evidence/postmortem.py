@@ -1,7 +1,7 @@
-"""Asking why a launch has failed: its logs, its nodes, their kernels.
+"""Find out why a launch has failed: read its logs, probe its nodes, read their kernel logs.
 
-Belongs here: when to ask, and adding the answers to the evidence. Does not belong here: reading
-logs (`log_scan`), asking nodes (`probe`), judging (`classify`).
+Belongs here: when to do so, and adding the results to the evidence. Does not belong here: reading
+logs (`log_scan`), probing (`probe`), judging (`classify`).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from hpctrain.store.ledger import EventKind
 from hpctrain.supervise.context import AttemptContext, say
 from hpctrain.supervise.evidence.gather import keeps_nodes, needs_a_look
 from hpctrain.supervise.evidence.log_scan import Ranks, Scanner, newest_step, read_signatures
-from hpctrain.supervise.evidence.probe import Question, probe_nodes
-from hpctrain.supervise.evidence.run_dir_snapshot import in_time
+from hpctrain.supervise.evidence.probe import PreflightOptions, probe_nodes
 from hpctrain.supervise.judge.documents import Evidence, Finding
 from hpctrain.supervise.judge.probe_answers import KernelLine, ProbeResult
 from hpctrain.supervise.judge.signatures import Signatures
+from hpctrain.supervise.timeouts import run_with_timeout
 
 _LISTING_SECONDS = 5.0
 Prober = Callable[[AttemptContext, Sequence[str], float], ProbeResult]
@@ -27,7 +27,7 @@ Prober = Callable[[AttemptContext, Sequence[str], float], ProbeResult]
 
 @dataclass(frozen=True)
 class Postmortem:
-    """Evidence with the answers in it, and what the nodes said (None: they were not asked)."""
+    """Evidence with the results added, and the probe (None: the nodes were not probed)."""
 
     evidence: Evidence
     probe: ProbeResult | None = None
@@ -35,11 +35,11 @@ class Postmortem:
 
 @dataclass(frozen=True)
 class Traces:
-    """Where a launch has left its traces: since when (seconds since the epoch), in steps beyond
-    which, on which nodes in the order of ranks.
+    """Where a launch has left traces.
 
-    `seen` are lines of kernels (with the time in them) that speak about an earlier launch: after a
-    relaunch within seconds a node tells them once more.
+    `since`: seconds since the epoch. `step_before`: the newest step with logs before the launch.
+    `nodes`: in the order of ranks. `seen`: kernel lines (with their time) that an earlier launch
+    has caused; after a relaunch within seconds a node reports them again.
     """
 
     since: float
@@ -49,33 +49,30 @@ class Traces:
 
 
 def newest_logged_step(context: AttemptContext) -> int:
-    """The newest step of this attempt that has logs, -1 if none or not to be seen in time."""
+    """The newest step of this attempt that has logs; -1 if none, or if reading takes too long."""
     steps = [-1]
     directory = _log_directory(context)
-    in_time(lambda: steps.append(newest_step(directory)), _LISTING_SECONDS)
+    run_with_timeout(lambda: steps.append(newest_step(directory)), _LISTING_SECONDS)
     return steps[-1]
 
 
 def ask_nodes(context: AttemptContext, nodes: Sequence[str], since: float) -> ProbeResult:
-    """Ask all nodes of the job by an srun of their own; see `probe.probe_nodes`."""
+    """Probe all nodes of the job; see `probe.probe_nodes`."""
+    shapes = context.config.shapes
+    options = PreflightOptions(
+        context.run_layout.directory,
+        since,
+        # One task per GPU; 0 (do not count them) if the number of tasks is not known.
+        shapes[0].tasks // shapes[0].nodes if shapes else 0,
+        settings=context.run_layout.supervise_config,
+    )
     return probe_nodes(
         context.slurm,
         context.job_id,
         nodes,
-        Question(
-            context.run_layout.directory,
-            since,
-            _gpus_per_node(context),
-            settings=context.run_layout.supervise_config,
-        ),
+        options,
         interrupted=lambda: context.signals.final,
     )
-
-
-def _gpus_per_node(context: AttemptContext) -> int:
-    """One task per GPU; 0 (do not count them) where the size is not known."""
-    shapes = context.config.shapes
-    return shapes[0].tasks // shapes[0].nodes if shapes else 0
 
 
 def examine(
@@ -85,16 +82,23 @@ def examine(
     traces: Traces,
     ask: Prober = ask_nodes,
 ) -> Postmortem:
-    """The evidence after asking, if something has failed and the job still has its nodes.
+    """Probe the nodes and read logs if something has failed and the job still has its nodes.
 
-    `nodes` are all of the job, spares too.
+    `nodes` are all nodes of the job, spares included. Returns the evidence with the results.
     """
     if not needs_a_look(evidence) or context.signals.final:
         return Postmortem(evidence)
     if not keeps_nodes(evidence):
         return Postmortem(evidence)
     probe = ask(context, nodes, traces.since)
-    _note(context, probe)
+    reasons = probe.words()
+    context.note(
+        EventKind.PROBED,
+        reason="; ".join(reasons) or f"{len(probe.asked)} nodes answer and are well",
+        lost_nodes=probe.lost,
+    )
+    for line in reasons:
+        say(f"probe: {line}")
     found = replace(
         evidence,
         probed=not probe.trouble,
@@ -110,17 +114,26 @@ def examine(
 def find_lines(
     context: AttemptContext, evidence: Evidence, traces: Traces, probe: ProbeResult | None = None
 ) -> tuple[Finding, ...]:
-    """What logs, exit records, srun and kernels say, as far as signatures know it.
+    """Match logs, exit records, lines of srun and kernel lines against the signatures.
 
-    Never waits longer than the scanner's limits; without `signatures.json` there is nothing.
+    Takes no longer than the scanner's limits. Empty without `signatures.json`.
     """
     read: list[Signatures | None] = []
-    in_time(lambda: read.append(read_signatures(context.run_layout.signatures)), _LISTING_SECONDS)
+    run_with_timeout(
+        lambda: read.append(read_signatures(context.run_layout.signatures)), _LISTING_SECONDS
+    )
     if not read or read[0] is None:
         return ()
     scanner, now = Scanner(read[0]), time.time()
-    ranks = _ranks(evidence, traces.nodes)
-    words = [
+    # Slurm gives each node consecutive ranks (srun(1), --distribution=block, its default).
+    node_of: dict[int, str] = {}
+    nodes, world_size = traces.nodes, evidence.world_size
+    if nodes and world_size and world_size % len(nodes) == 0:
+        per_node = world_size // len(nodes)
+        node_of = {rank: nodes[rank // per_node] for rank in range(world_size)}
+    node_of.update({end.rank: end.node for end in evidence.rank_exits})
+    ended_at = {end.rank: end.ended_at for end in evidence.rank_exits if end.ended_at}
+    messages = [
         scanner.lines([end.message], "rank", rank=end.rank, node=end.node, at=end.ended_at)
         for end in evidence.rank_exits
     ]
@@ -130,34 +143,12 @@ def find_lines(
         if line not in traces.seen
     ]
     return (
-        *(finding for found in (*words, *kernels) for finding in found),
-        *scanner.lines(evidence.notices, "srun", at=now),
-        *scanner.logs(_log_directory(context), traces.step_before, ranks),
+        *(finding for found in (*messages, *kernels) for finding in found),
+        *scanner.lines(evidence.notice_lines, "srun", at=now),
+        *scanner.logs(_log_directory(context), traces.step_before, Ranks(node_of, ended_at)),
     )
-
-
-def _ranks(evidence: Evidence, nodes: tuple[str, ...]) -> Ranks:
-    """Slurm gives each node its ranks in a row (srun(1), --distribution=block, its default)."""
-    known: dict[int, str] = {}
-    if nodes and evidence.world_size and evidence.world_size % len(nodes) == 0:
-        each = evidence.world_size // len(nodes)
-        known = {rank: nodes[rank // each] for rank in range(evidence.world_size)}
-    known.update({end.rank: end.node for end in evidence.rank_exits})
-    ended_at = {end.rank: end.ended_at for end in evidence.rank_exits if end.ended_at}
-    return Ranks(known, ended_at)
 
 
 def _log_directory(context: AttemptContext) -> Path:
     attempt = context.attempt
     return context.run_layout.attempt_logs(attempt.job_id, attempt.restart_count)
-
-
-def _note(context: AttemptContext, probe: ProbeResult) -> None:
-    words = probe.words()
-    context.note(
-        EventKind.PROBED,
-        reason="; ".join(words) or f"{len(probe.asked)} nodes answer and are well",
-        lost_nodes=probe.lost,
-    )
-    for line in words:
-        say(f"probe: {line}")

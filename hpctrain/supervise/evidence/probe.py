@@ -1,15 +1,14 @@
-"""Asking all nodes of the job whether they live and are fit, long before Slurm would notice.
+"""Probe all nodes of the job, long before Slurm would notice that one is dead.
 
-Slurm calls a dead node responding for SlurmdTimeout (300 s by default), so the nodes are asked by
-an `srun` of their own (`preflight` on each). Seen on 22.05.8: of a crashed node srun says after
-about MessageTimeout that the launch failed and kills the others' tasks; for a hung node it waits
-for ever; with fewer nodes in the job than asked for it does not start at all. So the others have
-to answer quickly, nobody waits for a node that takes much longer than the others, and whoever did
-not answer is asked once more alone. The step of a dead node stays in squeue; it is named
-`hpctrain-probe`, so that nobody waits for its end.
+Slurm reports a dead node as responding for SlurmdTimeout (300 s by default), so our own `srun`
+runs `preflight` on every node. Observed on Slurm 22.05.8: for a crashed node, srun reports after
+about MessageTimeout that the launch failed and kills the tasks of the others. For a hung node it
+waits for ever. With fewer nodes in the job than requested it does not start. So the probe does not
+wait for a node that takes much longer than the others, and probes missing nodes once more, alone.
+The step of a dead node stays in squeue; its name, `hpctrain-probe`, keeps others from waiting.
 
-Belongs here: asking and waiting. Does not belong here: reading answers (`probe_answers`), looking
-at a node (`preflight`), and what is done about a lost one (`policy`).
+Belongs here: running the probe and waiting. Does not belong here: parsing answers
+(`judge.probe_answers`), checking a node (`preflight`), what follows from a lost node (`policy`).
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from hpctrain.errors import SlurmError
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.environment import for_queries
 from hpctrain.supervise.judge.preflight_format import SHUTDOWN
-from hpctrain.supervise.judge.probe_answers import Answers, NodeAnswer, ProbeResult
+from hpctrain.supervise.judge.probe_answers import Answers, ProbeResult
 
 STEP_NAME = "hpctrain-probe"
 _POLL_SECONDS = 0.05
-# A Python starts on all nodes at once, as a rule from a shared file system.
+# Python starts on all nodes at once, usually from a shared file system.
 _FIRST_SECONDS, _SECONDS_PER_NODE = 20.0, 0.05
 # MessageTimeout (10 s by default) passes before srun says that it cannot reach a node.
 _ALONE_SECONDS = 15.0
@@ -45,10 +44,10 @@ _READING_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
-class Question:
-    """What each node is asked: see `preflight`. `since` is seconds since the epoch.
+class PreflightOptions:
+    """Options of `preflight` on each node. `since` is seconds since the epoch.
 
-    `settings` is the run's `supervise.json`, which lists its `inputs`; None: do not look for them.
+    `settings` is the run's `supervise.json`, which lists its `inputs`; None: do not check inputs.
     """
 
     run_directory: Path
@@ -58,7 +57,7 @@ class Question:
     python: str = sys.executable
 
     @property
-    def words(self) -> tuple[str, ...]:
+    def argv(self) -> tuple[str, ...]:
         return (
             *(self.python, "-m", "hpctrain.supervise.preflight"),
             f"--run-directory={self.run_directory}",
@@ -72,60 +71,53 @@ def probe_nodes(
     slurm: SlurmClient,
     job_id: int,
     nodes: Sequence[str],
-    question: Question,
+    options: PreflightOptions,
     *,
     interrupted: Callable[[], bool] = lambda: False,
     deadline_seconds: float | None = None,
     srun: Sequence[str] = ("srun",),
     environment: Mapping[str, str] | None = None,
 ) -> ProbeResult:
-    """Ask `nodes` of our own job; never raises, never waits longer than about twice the deadline.
+    """Probe `nodes` of our own job; never raises, takes at most about twice the deadline.
 
-    `interrupted` ends the waiting early (the job is being ended): what has not answered until
-    then is unknown. `deadline_seconds` is for all nodes together, by default 20 s and a twentieth
-    of a second for each node. `srun` and `environment` are the seam for tests.
+    `interrupted` ends the waiting early (Slurm ends the job); nodes that have not answered by then
+    are unknown. `deadline_seconds` is for all nodes together, by default 20 s plus 0.05 s per node.
+    Tests replace `srun` and `environment`.
     """
     started = time.monotonic()
     try:
-        look = _look(slurm, job_id, nodes, question.since)
+        states = _query_states(slurm, job_id, nodes, options.since)
     except SlurmError as error:
         return ProbeResult(tuple(nodes), trouble=str(error))
-    probe = _Probe(job_id, question, srun, environment or os.environ, interrupted)
+    probe = _Probe(job_id, options, srun, environment or os.environ, interrupted)
     limit = deadline_seconds or _FIRST_SECONDS + _SECONDS_PER_NODE * len(nodes)
-    asked = [node for node in nodes if node not in look.gone]
-    probe.ask_together(asked, limit)
-    again = {*_missing(asked, look, probe.answers), *_condemned(asked, probe.answers)}
-    probe.ask_alone([node for node in asked if node in again], limit)
-    _end_steps(slurm, job_id, probe.answers)
+    asked = [node for node in nodes if node not in states.gone]
+    probe.run_together(asked, limit)
+    # Nodes that have not answered, unless they do not answer Slurm either, and nodes that failed a
+    # check which may have been slow rather than broken.
+    again = {node for node in asked if node not in {*probe.answers.begun, *states.silent}}
+    for answer in ProbeResult(tuple(asked), probe.answers.compared()).broken:
+        if any(problem.blocks and not problem.hard for problem in answer.problems):
+            again.add(answer.node)
+    probe.run_alone([node for node in asked if node in again], limit)
+    _kill_unfinished_steps(slurm, job_id, probe.answers)
     if len(probe.answers.compared()) < len(asked):
-        # Slurm may have learned meanwhile that a node is down or has booted.
+        # Slurm may have found out meanwhile that a node is down or has booted.
         with contextlib.suppress(SlurmError):
-            look = _look(slurm, job_id, nodes, question.since)
-    return _result(nodes, look, probe, time.monotonic() - started)
+            states = _query_states(slurm, job_id, nodes, options.since)
+    return _result(nodes, states, probe, time.monotonic() - started)
 
 
-def _missing(asked: Sequence[str], look: _Look, answers: Answers) -> list[str]:
-    """Who has not answered, unless Slurm gets no answer either."""
-    return [node for node in asked if node not in answers.begun and node not in look.silent]
-
-
-def _condemned(asked: Sequence[str], answers: Answers) -> list[str]:
-    """Whom a check would put out of use that may have been slow and not broken."""
-    told = ProbeResult(tuple(asked), answers.compared())
-    return [
-        one.node
-        for one in told.broken
-        if any(problem.blocks and not problem.hard for problem in one.problems)
-    ]
-
-
-# -- the controller's opinion ----------------------------------------------------------------
+# -- what the controller knows ---------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _Look:
-    """Nodes that cannot be asked and why, those silent to Slurm, those on their way out, and those
-    that Slurm has rebooted or powered down."""
+class _NodeStates:
+    """What Slurm knows about nodes.
+
+    `gone`: nodes that cannot be probed, with the reason. `silent`: do not answer Slurm. `drained`:
+    are taken out of service after the job. `leaving`: are being rebooted or powered down.
+    """
 
     gone: Mapping[str, str]
     silent: frozenset[str]
@@ -133,8 +125,10 @@ class _Look:
     leaving: frozenset[str]
 
 
-def _look(slurm: SlurmClient, job_id: int, nodes: Sequence[str], since: float) -> _Look:
-    """Raises SlurmError: without the controller no step starts, so nothing can be found out."""
+def _query_states(
+    slurm: SlurmClient, job_id: int, nodes: Sequence[str], since: float
+) -> _NodeStates:
+    """Query Slurm. Raises SlurmError: no step starts without the controller."""
     job = slurm.jobs([job_id]).get(job_id)
     held = set(slurm.hostnames(job.node_list)) if job and job.node_list else set(nodes)
     states = slurm.node_states(nodes)
@@ -146,91 +140,86 @@ def _look(slurm: SlurmClient, job_id: int, nodes: Sequence[str], since: float) -
         if one.is_down:
             gone[node] = f"Slurm says that it is {one.state}"
     silent = frozenset(node for node, one in states.items() if not one.responding)
-    drained = tuple(node for node in nodes if node in states and "drain" in states[node].state)
+    drained = tuple(node for node in nodes if node in states and states[node].is_drained)
     leaving = frozenset(node for node, one in states.items() if one.leaving)
-    return _Look(gone, silent, drained, leaving)
+    return _NodeStates(gone, silent, drained, leaving)
 
 
-def _result(nodes: Sequence[str], look: _Look, probe: _Probe, seconds: float) -> ProbeResult:
+def _result(
+    nodes: Sequence[str], states: _NodeStates, probe: _Probe, seconds: float
+) -> ProbeResult:
     answers = probe.answers.compared()
     answered = {one.node for one in answers}
     missing = [node for node in nodes if node not in answered]
-    reasons = {node: f"no answer within {seconds:.0f} s" for node in missing} | dict(look.gone)
+    reasons = {node: f"no answer within {seconds:.0f} s" for node in missing} | dict(states.gone)
     trouble = ""
-    # We run on a node of the job ourselves: where nobody answers, it is the asking that failed.
+    # The supervisor runs on a node of the job. If no node answers, the probe itself has failed.
     if not answered or probe.interrupted():
-        trouble = probe.last_words() or "no node has answered"
-        missing = [node for node in missing if node in look.gone]
-        if len(missing) == len(nodes):  # a controller that has just started calls all nodes down
+        trouble = " / ".join(probe.stderr_lines) or "no node has answered"
+        missing = [node for node in missing if node in states.gone]
+        if len(missing) == len(nodes):  # a controller that has just started reports all as down
             missing = []
+    shutting_down = {
+        one.node for one in answers if any(problem.check == SHUTDOWN for problem in one.problems)
+    }
     return ProbeResult(
         asked=tuple(nodes),
         answers=answers,
         lost=tuple(missing),
         why_lost=tuple(reasons[node] for node in missing),
-        drained=look.drained,
-        leaving=tuple(node for node in nodes if node in look.leaving or node in _leaving(answers)),
+        drained=states.drained,
+        leaving=tuple(node for node in nodes if node in states.leaving | shutting_down),
         trouble=trouble,
         seconds=seconds,
     )
 
 
-def _leaving(answers: Sequence[NodeAnswer]) -> frozenset[str]:
-    """Those that say themselves that they are being shut down."""
-    return frozenset(one.node for one in answers if any(p.check == SHUTDOWN for p in one.problems))
-
-
-# -- asking ----------------------------------------------------------------------------------
+# -- running the probe -----------------------------------------------------------------------
 
 
 class _Probe:
-    """The `srun`s of one probe and what they have heard."""
+    """The `srun` processes of one probe and the answers they have received."""
 
     def __init__(
         self,
         job_id: int,
-        question: Question,
+        options: PreflightOptions,
         srun: Sequence[str],
         environment: Mapping[str, str],
         interrupted: Callable[[], bool],
     ) -> None:
         self.job_id = job_id
-        self.question = question
+        self.options = options
         self.srun = srun
         # Without the options of the job's own srun; --jobid finds the allocation.
         self.environment = for_queries(environment)
         self.interrupted = interrupted
         self.answers = Answers()
-        self._words: deque[str] = deque(maxlen=5)
+        self.stderr_lines: deque[str] = deque(maxlen=5)
 
-    def ask_together(self, nodes: Sequence[str], limit_seconds: float) -> None:
-        """One srun for all."""
+    def run_together(self, nodes: Sequence[str], limit_seconds: float) -> None:
+        """Probe all nodes with one srun."""
         if nodes:
             deadline = time.monotonic() + limit_seconds
-            self._wait([self._start(nodes)], nodes, deadline, _Latecomers(nodes))
+            self._wait([self._start(nodes)], nodes, deadline, _Stragglers(nodes))
 
-    def ask_alone(self, nodes: Sequence[str], limit_seconds: float) -> None:
-        """One srun for each node, some at a time: a dead one must not take the others along.
+    def run_alone(self, nodes: Sequence[str], limit_seconds: float) -> None:
+        """Probe each node with its own srun, so that a dead node does not affect the others.
 
-        A new answer takes the place of an earlier one; without a new one the earlier one stands.
+        A new answer replaces an earlier one; without a new one the earlier one stays.
         """
         found = self.answers.found
         earlier = {node: found.pop(node) for node in nodes if node in found}
-        self._ask_each(nodes, time.monotonic() + limit_seconds)
+        deadline = time.monotonic() + limit_seconds
+        for first in range(0, len(nodes), _ALONE_AT_ONCE):
+            if time.monotonic() >= deadline or self.interrupted():
+                break
+            batch = nodes[first : first + _ALONE_AT_ONCE]
+            processes = [self._start([node]) for node in batch]
+            self._wait(processes, batch, min(deadline, time.monotonic() + _ALONE_SECONDS))
         self.answers.found = {**earlier, **found}
 
-    def _ask_each(self, nodes: Sequence[str], deadline: float) -> None:
-        for first in range(0, len(nodes), _ALONE_AT_ONCE):
-            some = nodes[first : first + _ALONE_AT_ONCE]
-            if time.monotonic() >= deadline or self.interrupted():
-                return
-            asking = [self._start([node]) for node in some]
-            self._wait(asking, some, min(deadline, time.monotonic() + _ALONE_SECONDS))
-
-    def last_words(self) -> str:
-        return " / ".join(self._words)
-
-    def _start(self, nodes: Sequence[str]) -> _Asking | None:
+    def _start(self, nodes: Sequence[str]) -> _ProbeProcess | None:
         argv = [
             *self.srun,
             *(f"--jobid={self.job_id}", f"--job-name={STEP_NAME}", "--overlap"),
@@ -238,39 +227,39 @@ class _Probe:
             *(f"--nodelist={','.join(nodes)}", "--kill-on-bad-exit=0", "--no-kill"),
             # A dead mount as working directory would hang slurmstepd before the first answer.
             *("--mpi=none", "--input=none", "--export=ALL", "--chdir=/", "--cpu-bind=none"),
-            *self.question.words,
+            *self.options.argv,
         ]
         try:
-            return _Asking(argv, self.environment, self.answers, self._words)
+            return _ProbeProcess(argv, self.environment, self.answers, self.stderr_lines)
         except OSError as error:
-            self._words.append(f"srun could not be run: {error.strerror}")
+            self.stderr_lines.append(f"srun could not be run: {error.strerror}")
             return None
 
     def _wait(
         self,
-        asking: Sequence[_Asking | None],
+        processes: Sequence[_ProbeProcess | None],
         nodes: Sequence[str],
         deadline: float,
-        latecomers: _Latecomers | None = None,
+        stragglers: _Stragglers | None = None,
     ) -> None:
-        """Until all have said everything, no srun is left, or the time is up."""
-        running = [one for one in asking if one is not None]
+        """Wait until all nodes have finished, no srun is left, or the time is up."""
+        running = [process for process in processes if process is not None]
         while time.monotonic() < deadline and not self.interrupted():
             ended = self.answers.ended
-            if set(nodes) <= ended or not any(one.lives for one in running):
+            if set(nodes) <= ended or not any(process.is_running for process in running):
                 break
-            if latecomers is not None and latecomers.are_overdue(ended):
+            if stragglers is not None and stragglers.are_overdue(ended):
                 break
             time.sleep(_POLL_SECONDS)
-        for one in running:
-            one.ask_to_end()
+        for process in running:
+            process.terminate()
         last = time.monotonic() + _ENDING_SECONDS
-        for one in running:
-            one.end(last)
+        for process in running:
+            process.end(last)
 
 
-class _Latecomers:
-    """Those of `nodes` that let the others wait."""
+class _Stragglers:
+    """Tells when the remaining of `nodes` take much longer than the others took."""
 
     def __init__(self, nodes: Sequence[str]) -> None:
         self._nodes = frozenset(nodes)
@@ -278,7 +267,7 @@ class _Latecomers:
         self._ended = 0
 
     def are_overdue(self, ended: frozenset[str]) -> bool:
-        """Half have ended, and the last of them long ago compared with how long it took."""
+        """True once half have ended, and the last of them long ago for how long it took."""
         now, count = time.monotonic(), len(ended & self._nodes)
         if count != self._ended:
             self._ended, self._last = count, now
@@ -286,17 +275,17 @@ class _Latecomers:
         return 2 * count >= len(self._nodes) and now - self._started > patience
 
 
-class _Asking:
-    """One running `srun` whose lines are read as they come."""
+class _ProbeProcess:
+    """One running `srun`; threads read its lines as they come."""
 
     def __init__(
         self,
         argv: Sequence[str],
         environment: Mapping[str, str],
         answers: Answers,
-        words: deque[str],
+        stderr_lines: deque[str],
     ) -> None:
-        self.process = subprocess.Popen(
+        self.process = process = subprocess.Popen(
             argv,
             env=dict(environment),
             stdin=subprocess.DEVNULL,
@@ -305,50 +294,48 @@ class _Asking:
             text=True,
             errors="replace",
         )
+
+        def read_answers() -> None:
+            for line in process.stdout or ():
+                answers.add_line(line, time.time())
+
+        def read_errors() -> None:
+            for line in process.stderr or ():
+                stderr_lines.append(line.strip()[:200])
+
         self._readers = [
-            threading.Thread(target=read, daemon=True)
-            for read in (lambda: self._hear(answers), lambda: self._remember(words))
+            threading.Thread(target=read, daemon=True) for read in (read_answers, read_errors)
         ]
         for reader in self._readers:
             reader.start()
 
-    def _hear(self, answers: Answers) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            answers.hear(line, time.time())
-
-    def _remember(self, words: deque[str]) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            words.append(line.strip()[:200])
-
     @property
-    def lives(self) -> bool:
+    def is_running(self) -> bool:
         return self.process.poll() is None
 
-    def ask_to_end(self) -> None:
-        """TERM makes srun end its step on the nodes that it can reach."""
-        if self.lives:
+    def terminate(self) -> None:
+        """Send TERM, on which srun ends its step on the nodes that it can reach."""
+        if self.is_running:
             self.process.terminate()
 
     def end(self, deadline: float) -> None:
-        """srun waits for a hung node for ever; without it nobody does."""
+        """Wait until `deadline`, then kill srun, which would wait for a hung node for ever."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(max(0.0, deadline - time.monotonic()))
-        if self.lives:
+        if self.is_running:
             self.process.kill()
             self.process.wait()
         for reader in self._readers:
             reader.join(_READING_SECONDS)
 
 
-def _end_steps(slurm: SlurmClient, job_id: int, answers: Answers) -> None:
-    """Kill the checks that did not end. In the background: scancel waits for hung nodes, too."""
+def _kill_unfinished_steps(slurm: SlurmClient, job_id: int, answers: Answers) -> None:
+    """Kill checks that did not end, in the background: scancel waits for hung nodes, too."""
+
+    def kill(step_id: str) -> None:
+        with contextlib.suppress(SlurmError):
+            slurm.kill_step(job_id, step_id)
+
     silent = (one for one in answers.found.values() if not one.ended and one.step_id.isdigit())
     for step_id in {one.step_id for one in silent}:
-        threading.Thread(target=_kill_step, args=(slurm, job_id, step_id), daemon=True).start()
-
-
-def _kill_step(slurm: SlurmClient, job_id: int, step_id: str) -> None:
-    with contextlib.suppress(SlurmError):
-        slurm.kill_step(job_id, step_id)
+        threading.Thread(target=kill, args=(step_id,), daemon=True).start()

@@ -1,9 +1,8 @@
-"""What the run directory shows of a launch, without being held up by it.
+"""Read what the run directory shows of a launch, in a background thread.
 
-A file system that hangs holds whoever reads, for minutes or for ever (nfs(5), `hard`), and the
-supervisor has signals to handle meanwhile. So files are read in a thread of their own, and who
-asks may go on without an answer. Belongs here: reading, and that thread. Does not belong here: what
-follows from what is seen, or from not seeing (`launch_watch`).
+A hung file system blocks whoever reads from it (see `timeouts`), so the caller may proceed
+without a result. Belongs here: reading, and that thread. Does not belong here: what follows from a
+snapshot, or from its absence (`launch_watch`).
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -32,15 +30,15 @@ from hpctrain.store.run_records import (
 from hpctrain.supervise.requests import Request, requested
 
 _PAST_STEPS = 200
-_ASKING_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
-class Sight:
+class RunDirSnapshot:
     """The run directory at one moment.
 
-    `failed`: a rank of this launch says that it has failed; `left`: one says that all leave.
-    `ranks_seen`: a rank has left any trace. The last two are only looked for when asked.
+    `failed`: a rank of this launch has recorded a failure. `left`: one has recorded that all ranks
+    exit cleanly. `ranks_seen`: a rank has left any trace. `save_in_flight` and `rank_times` are
+    read on request only.
     """
 
     newest_epoch: int
@@ -53,36 +51,45 @@ class Sight:
     rank_times: RankTimes | None = None
 
 
-class Onlooker:
-    """Looks at one launch; remembers the exit records it has read, which never change."""
+class RunDirReader:
+    """Reads snapshots of one launch; caches its exit records, which never change."""
 
     def __init__(self, run: RunLayout, epoch: int) -> None:
         self._run = run
         self._epoch = epoch
         self._outcomes: dict[str, str] = {}
 
-    def look(self, closely: bool, rank_times: bool) -> Sight:
-        """Read everything once. Raises OSError when something is there and cannot be read.
+    def read(self, find_saves: bool, rank_times: bool) -> RunDirSnapshot:
+        """Read everything once. Raises OSError when something exists and cannot be read.
 
-        `closely`: also look for a save in flight; `rank_times`: also read those.
+        `find_saves`: also look for a save in flight; `rank_times`: also read those.
         """
         run, epoch = self._run, self._epoch
         run.require()
         progress = self._progress()
-        self._read_outcomes()
-        return Sight(
+        directory = run.exit_record(epoch, 0).parent
+        for name in _names(directory):
+            if name.startswith("node-"):
+                self._outcomes[name] = "crash"  # an agent writes only about ranks that failed
+            elif name not in self._outcomes and name.startswith("rank-"):
+                record = read_record(directory / name, ExitRecord)
+                if record is not None:
+                    self._outcomes[name] = record.outcome
+        outcomes = set(self._outcomes.values())
+        times = read_record(run.rank_times, RankTimes) if rank_times else None
+        return RunDirSnapshot(
             newest_epoch=current_epoch(run.epochs),
             progress=progress,
-            failed=bool({"crash", "config_error"} & set(self._outcomes.values())),
-            left=bool({"done", "yielded"} & set(self._outcomes.values())),
-            ranks_seen=bool(progress or self._outcomes or _names(run.stack_dump(epoch, 0).parent)),
+            failed=bool({"crash", "config_error"} & outcomes),
+            left=bool({"done", "yielded"} & outcomes),
+            ranks_seen=bool(progress or outcomes or _names(run.stack_dump(epoch, 0).parent)),
             request=requested(run),
-            save_in_flight=closely and save_in_flight(run, epoch),
-            rank_times=self._rank_times() if rank_times else None,
+            save_in_flight=find_saves and save_in_flight(run, epoch),
+            rank_times=times if times is not None and times.epoch == epoch else None,
         )
 
     def _progress(self) -> Progress | None:
-        """Unlike `read_record`: a sign that cannot be read is not the same as none."""
+        """Unlike `read_record`, raise OSError for a record that exists and cannot be read."""
         try:
             text = self._run.progress.read_bytes()
         except FileNotFoundError:
@@ -91,20 +98,6 @@ class Onlooker:
             progress = Progress.model_validate_json(text)
             return progress if progress.epoch == self._epoch else None
         return None
-
-    def _read_outcomes(self) -> None:
-        directory = self._run.exit_record(self._epoch, 0).parent
-        for name in _names(directory):
-            if name.startswith("node-"):
-                self._outcomes[name] = "crash"  # an agent writes only about ranks that failed
-            elif name not in self._outcomes and name.startswith("rank-"):
-                record = read_record(directory / name, ExitRecord)
-                if record is not None:
-                    self._outcomes[name] = record.outcome
-
-    def _rank_times(self) -> RankTimes | None:
-        times = read_record(self._run.rank_times, RankTimes)
-        return times if times is not None and times.epoch == self._epoch else None
 
 
 def save_in_flight(run: RunLayout, epoch: int) -> bool:
@@ -128,66 +121,40 @@ def _names(directory: os.PathLike[str]) -> list[str]:
         return []
 
 
-class Looker:
-    """One thread that looks when it is asked to; one look at a time."""
+class BackgroundReader:
+    """A thread that reads a snapshot on request, one at a time."""
 
-    def __init__(self, look: Callable[[bool, bool], Sight]) -> None:
+    def __init__(self, read: Callable[[bool, bool], RunDirSnapshot]) -> None:
         self.busy = False
         self.fault: OSError | None = None
-        self._look = look
-        self._asked: SimpleQueue[tuple[bool, bool] | None] = SimpleQueue()
-        self._seen: SimpleQueue[Sight | OSError] = SimpleQueue()
-        threading.Thread(target=self._serve, daemon=True, name="looker").start()
+        self._requests: SimpleQueue[tuple[bool, bool] | None] = SimpleQueue()
+        self._results: SimpleQueue[RunDirSnapshot | OSError] = SimpleQueue()
 
-    def _serve(self) -> None:
-        while (wanted := self._asked.get()) is not None:
-            try:
-                self._seen.put(self._look(*wanted))
-            except OSError as error:
-                self._seen.put(error)
+        def serve() -> None:
+            while (wanted := self._requests.get()) is not None:
+                try:
+                    self._results.put(read(*wanted))
+                except OSError as error:
+                    self._results.put(error)
 
-    def ask(self, *, closely: bool, rank_times: bool) -> None:
-        """Begin a look; not while one is under way."""
+        threading.Thread(target=serve, daemon=True, name="run-dir-reader").start()
+
+    def request(self, *, find_saves: bool, rank_times: bool) -> None:
+        """Begin to read a snapshot; must not be called while one is being read."""
         assert not self.busy
         self.busy = True
-        self._asked.put((closely, rank_times))
+        self._requests.put((find_saves, rank_times))
 
-    def answer(self, wait_seconds: float = 0.0) -> Sight | None:
-        """What was seen; None while the look goes on (`busy`), and when it has failed (`fault`)."""
+    def result(self, wait_seconds: float = 0.0) -> RunDirSnapshot | None:
+        """The snapshot; None while it is being read (`busy`) and when reading failed (`fault`)."""
         try:
-            seen = self._seen.get(block=wait_seconds > 0, timeout=wait_seconds or None)
+            result = self._results.get(block=wait_seconds > 0, timeout=wait_seconds or None)
         except Empty:
             return None
         self.busy = False
-        self.fault = seen if isinstance(seen, OSError) else None
-        return None if isinstance(seen, OSError) else seen
+        self.fault = result if isinstance(result, OSError) else None
+        return None if isinstance(result, OSError) else result
 
     def close(self) -> None:
-        """End the thread, as soon as its last look has ended."""
-        self._asked.put(None)
-
-
-def in_time(
-    work: Callable[[], object],
-    timeout_seconds: float,
-    *,
-    give_up: Callable[[], bool] = lambda: False,
-) -> bool:
-    """Do `work` in a thread; False if it has not ended in time. Its OSError is swallowed.
-
-    For words and files that matter less than the time of whoever waits for them; late work is not
-    taken back. `give_up` is asked a few times a second.
-    """
-
-    def attempt() -> None:
-        with contextlib.suppress(OSError):
-            work()
-
-    thread = threading.Thread(target=attempt, daemon=True)
-    deadline = time.monotonic() + timeout_seconds
-    thread.start()
-    while thread.is_alive() and (left := deadline - time.monotonic()) > 0:
-        thread.join(min(left, _ASKING_SECONDS))
-        if give_up():
-            break
-    return not thread.is_alive()
+        """End the thread as soon as its last read has ended."""
+        self._requests.put(None)

@@ -1,10 +1,9 @@
-"""The files into which the ranks of a launch write their stacks.
+"""Read the files into which the ranks of a launch dump their stacks.
 
-Each rank opens its file when it starts and writes one line about itself (`rank= node= pid=
-epoch=`); SIGQUIT appends the stacks of all its threads. Belongs here: waiting for these files,
-reading them within bounds, and removing old ones. Does not belong here: sending the signal
-(`launch_watch`), and what stacks mean (`odd_stacks`). NCCL's recordings in the same directory are
-kept beside them and not read.
+Each rank opens its file at start and writes one header line (`rank= node= pid= epoch=`). SIGQUIT
+appends the stacks of all its threads. Belongs here: waiting for these files, reading them within
+limits, removing old ones. Does not belong here: sending the signal (`stack_inquiry`), what stacks
+mean (`judge.odd_stacks`). NCCL's flight recordings in the same directory are kept and not read.
 """
 
 from __future__ import annotations
@@ -24,22 +23,22 @@ _HEADER = re.compile(r"rank=\d+ node=(\S+) ")
 _EPOCH_NAME = re.compile(r"e(\d+)")
 # Epochs whose stacks are kept, the present one included.
 _KEPT_EPOCHS = 4
-# A dump of a trainer is a few kB; a hundred threads of a hundred frames are cut off here.
+# A trainer's dump is a few kB; this cuts off a hundred threads of a hundred frames.
 _LONGEST_DUMP_BYTES = 256 * 1024
 _LONGEST_HEADER_BYTES = 512
 _POLL_SECONDS = 0.1
-# faulthandler writes word by word, a busy node with pauses.
+# faulthandler writes in small pieces, with pauses on a busy node.
 _QUIET_SECONDS = 0.5
-# What it may take to read the files of all ranks (16384 of them at half a millisecond each).
+# Limit for reading the files of all ranks: 16384 files at half a millisecond each.
 _READING_SECONDS = 8.0
 
 
 @dataclass(frozen=True)
-class Dumps:
-    """What the ranks have written since they were asked, and where they say they run.
+class StackDumps:
+    """Stacks that the ranks have written since the signal, and the nodes in their headers.
 
-    `texts` has an empty text for a rank that has a file and wrote nothing; a rank without a file
-    is not in it. `complete`: all files could be read in time.
+    `texts` has an empty text for a rank that has a file and wrote nothing. It does not contain a
+    rank without a file. `complete`: all files could be read in time.
     """
 
     texts: Mapping[int, str]
@@ -48,14 +47,14 @@ class Dumps:
 
 
 def sizes(run: RunLayout, epoch: int) -> dict[int, int]:
-    """Bytes in the file of each rank that has one."""
+    """The size in bytes of each rank's file, for ranks that have one."""
     return {rank: size for rank, path in _files(run, epoch) if (size := _size(path)) is not None}
 
 
 def wait_for_dumps(
     run: RunLayout, epoch: int, before: Mapping[int, int], timeout_seconds: float
 ) -> None:
-    """Return when every file has grown and none grows any more, or when the time is up."""
+    """Return when every file has grown and none is still growing, or after the timeout."""
     deadline = time.monotonic() + timeout_seconds
     last, changed_at = sizes(run, epoch), time.monotonic()
     while time.monotonic() < deadline:
@@ -68,30 +67,27 @@ def wait_for_dumps(
             return
 
 
-def read_dumps(run: RunLayout, epoch: int, before: Mapping[int, int]) -> Dumps:
-    """What was written behind the sizes of `before`, within bounds of time and size."""
+def read_dumps(run: RunLayout, epoch: int, before: Mapping[int, int]) -> StackDumps:
+    """Read what was appended after the sizes in `before`, within limits of time and size."""
     deadline = time.monotonic() + _READING_SECONDS
     texts: dict[int, str] = {}
     nodes: dict[int, str] = {}
     complete = True
     for rank, path in _files(run, epoch):
         try:
-            header, texts[rank] = _read(path, before.get(rank, 0))
+            with path.open("rb") as stream:
+                first = stream.readline(_LONGEST_HEADER_BYTES).decode("ascii", "replace")
+                stream.seek(before.get(rank, 0))
+                texts[rank] = stream.read(_LONGEST_DUMP_BYTES).decode("utf-8", "replace")
         except OSError:
             complete = False
             continue
+        header = _HEADER.match(first)
         if header is not None:
             nodes[rank] = header[1]
         if time.monotonic() >= deadline:
-            return Dumps(texts, nodes, complete=False)
-    return Dumps(texts, nodes, complete)
-
-
-def _read(path: Path, start_bytes: int) -> tuple[re.Match[str] | None, str]:
-    with path.open("rb") as stream:
-        first = stream.readline(_LONGEST_HEADER_BYTES).decode("ascii", "replace")
-        stream.seek(start_bytes)
-        return _HEADER.match(first), stream.read(_LONGEST_DUMP_BYTES).decode("utf-8", "replace")
+            return StackDumps(texts, nodes, complete=False)
+    return StackDumps(texts, nodes, complete)
 
 
 def forget_old_dumps(run: RunLayout, epoch: int) -> None:
@@ -115,7 +111,7 @@ def _files(run: RunLayout, epoch: int) -> Iterator[tuple[int, Path]]:
 
 
 def _size(path: Path) -> int | None:
-    """The size as an NFS client learns it anew: on opening, not from what it remembers."""
+    """The size after opening the file: an NFS client then asks the server, not its cache."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError:

@@ -1,8 +1,8 @@
-"""Asking all ranks of a silent launch where they are, and naming those who are elsewhere.
+"""Collect the stacks of all ranks of a silent launch and name the ranks that stand out.
 
-Belongs here: the order (ask, wait, read, compare) and its words for the ledger. Does not belong
-here: when to ask and what follows (`launch_watch`), the files (`stack_files`), what stacks mean
-(`odd_stacks`).
+Belongs here: the order (signal, wait, read, compare) and the message for the ledger. Does not
+belong here: when, and what follows (`launch_watch`), the files (`stack_files`), what stacks mean
+(`judge.odd_stacks`).
 """
 
 from __future__ import annotations
@@ -13,34 +13,34 @@ from dataclasses import dataclass
 from hpctrain.errors import SlurmError
 from hpctrain.supervise.context import AttemptContext
 from hpctrain.supervise.evidence import stack_files
-from hpctrain.supervise.evidence.run_dir_snapshot import in_time
 from hpctrain.supervise.evidence.srun_steps import OwnSteps
 from hpctrain.supervise.judge.documents import OddRank
 from hpctrain.supervise.judge.odd_stacks import odd_ranks, places
+from hpctrain.supervise.timeouts import run_with_timeout
 
-# What finding the files of all ranks may take, ...
+# Time limits for listing the files of all ranks, ...
 _FINDING_SECONDS = 15.0
-# ... the ranks to write down their stacks, ...
+# ... for the ranks to dump their stacks, ...
 _DUMP_SECONDS = 5.0
-# ... and reading them: `dumps` stops by itself a little earlier.
+# ... and for reading them: `stack_files` stops by itself a little earlier.
 _READING_SECONDS = 10.0
 _READING_AT_THE_END_SECONDS = 1.0
 _LONGEST_EVIDENCE = 8
 
 
 @dataclass(frozen=True)
-class Findings:
-    """Who is odd, in one sentence, and where all ranks are, most of them first."""
+class OddRanks:
+    """The ranks that stand out, a message about them, and where all ranks are, most first."""
 
     odd: tuple[OddRank, ...]
     reason: str
     evidence: tuple[str, ...]
 
 
-class Inquiry:
-    """One launch; may be opened again after a silence that ended by itself.
+class StackInquiry:
+    """The inquiry of one launch; may be opened again after a silence that ended by itself.
 
-    `tasks` and `nodes` as for `LaunchWatch`; `give_up` is asked while ranks are waited for.
+    `tasks` and `nodes` as for `LaunchWatch`; `give_up` is called while waiting for ranks.
     """
 
     def __init__(
@@ -60,12 +60,12 @@ class Inquiry:
         self._before: Mapping[int, int] = {}
 
     def open(self) -> None:
-        """Have all ranks write, and wait until they have.
+        """Have all ranks dump their stacks, and wait until they have.
 
-        QUIT is sent only if a rank has opened its file: others might end of it.
+        QUIT is sent only if a rank has opened its file, because it would kill other processes.
         """
         run, epoch, found = self._run, self._epoch, list[dict[int, int]]()
-        in_time(
+        run_with_timeout(
             lambda: found.append(stack_files.sizes(run, epoch)),
             _FINDING_SECONDS,
             give_up=self._give_up,
@@ -74,45 +74,49 @@ class Inquiry:
         if not before:
             return
         OwnSteps(self._context).signal("QUIT")
-        in_time(
+        run_with_timeout(
             lambda: stack_files.wait_for_dumps(run, epoch, before, _DUMP_SECONDS),
             _DUMP_SECONDS,
             give_up=self._give_up,
         )
 
-    def close(self, phase: str) -> Findings | None:
-        """Read what they have written, best after their end: an NFS client may keep what a process
-        writes until it ends. None if nobody was asked, or nothing could be read.
+    def close(self, phase: str) -> OddRanks | None:
+        """Read the dumps; None if no rank was signalled, or nothing could be read.
 
-        While all leave, a rank without a file has left already; else it has never come up.
+        Best called after the ranks' end, because an NFS client may keep what a process writes until
+        it ends. In the phase `leaving`, a rank without a file has exited already; otherwise it has
+        never started.
         """
-        run, epoch, before, found = self._run, self._epoch, self._before, list[stack_files.Dumps]()
+        run, epoch, before, found = (
+            self._run,
+            self._epoch,
+            self._before,
+            list[stack_files.StackDumps](),
+        )
         final = self._context.signals.final
-        in_time(
+        run_with_timeout(
             lambda: found.append(stack_files.read_dumps(run, epoch, before)),
             _READING_AT_THE_END_SECONDS if final else _READING_SECONDS,
         )
         if not before or not found or not found[0].texts:
             return None
         all_count = found[0].complete and phase != "leaving"
+        texts = found[0].texts
         nodes = {**self._planned_nodes(), **found[0].nodes}
-        odd = odd_ranks(found[0].texts, nodes, self._tasks if all_count else 0)
-        return self._findings(odd, found[0].texts)
+        odd = odd_ranks(texts, nodes, self._tasks if all_count else 0)
+        dumped = sum(bool(text) for text in texts.values())
+        reason = f"{dumped} of {self._tasks or len(texts)} ranks gave their stacks"
+        names = [f"rank {rank.rank} on {rank.node or 'an unknown node'}" for rank in odd]
+        if len(names) > _LONGEST_EVIDENCE:
+            names[_LONGEST_EVIDENCE:] = [f"{len(names) - _LONGEST_EVIDENCE} more"]
+        reason += f"; unlike the others: {', '.join(names)}" if names else ""
+        return OddRanks(odd, reason, places(texts)[:_LONGEST_EVIDENCE])
 
     def _planned_nodes(self) -> dict[int, str]:
-        """Node by rank as `--distribution=block` places them; nothing if that is not known."""
+        """The node of each rank as `--distribution=block` places it; empty if not known."""
         try:
             nodes = self._nodes or self._context.slurm.hostnames(self._context.attempt.nodes)
         except SlurmError:
             return {}
         per_node, rest = divmod(self._tasks, len(nodes)) if nodes else (0, 0)
         return {} if rest else {rank: nodes[rank // per_node] for rank in range(self._tasks)}
-
-    def _findings(self, odd: tuple[OddRank, ...], texts: Mapping[int, str]) -> Findings:
-        gave = sum(bool(text) for text in texts.values())
-        reason = f"{gave} of {self._tasks or len(texts)} ranks gave their stacks"
-        words = [f"rank {rank.rank} on {rank.node or 'an unknown node'}" for rank in odd]
-        if len(words) > _LONGEST_EVIDENCE:
-            words[_LONGEST_EVIDENCE:] = [f"{len(words) - _LONGEST_EVIDENCE} more"]
-        reason += f"; unlike the others: {', '.join(words)}" if words else ""
-        return Findings(odd, reason, places(texts)[:_LONGEST_EVIDENCE])

@@ -1,50 +1,47 @@
-"""Failures of ranks where srun's tasks are torchelastic agents (`launcher: torchrun`). Pure.
+"""Replace failures of torchelastic agents by those of their ranks (`launcher: torchrun`). Pure.
 
-srun numbers agents, not ranks, and an agent leaves with a code whatever has killed its rank. So
-what agents say about their ranks takes the place of what srun says about agents. Belongs here: that
-translation. Does not belong here: reading the records (`store.signs`), what follows from a failure
-(`rank_verdict`).
+srun numbers agents, not ranks, and an agent exits with a code even if a signal killed its rank. So
+the record of an agent about its ranks replaces srun's report on the agent. Belongs here: that
+replacement. Does not belong here: reading the records (`store.run_records`), what follows from a
+failure (`rank_verdict`).
 """
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Sequence
 from dataclasses import replace
 
+from hpctrain.slurm.messages import TaskFailure
 from hpctrain.store.run_records import AgentRecord
-from hpctrain.supervise.judge.documents import TaskFailure
-from hpctrain.supervise.judge.slurm_words import exit_code
 
-# In the place of a rank's number, which a failure of an agent must not seem to have.
+# Instead of a rank's number, which the failure of an agent does not have.
 AGENT = "agent"
-# Less than the supervisor lets ranks live that survive a failed one (`watch`).
+# Less than the time for which the supervisor lets ranks survive a failed one (`launch_watch`).
 _SRUN_IS_LATE_SECONDS = 3.0
 
 
 def failures_below_agents(
-    records: Sequence[AgentRecord], said_by_srun: Sequence[TaskFailure]
+    records: Sequence[AgentRecord], reported_by_srun: Sequence[TaskFailure]
 ) -> tuple[TaskFailure, ...]:
-    """In the order of death. An agent that has told of its ranks has told what there is."""
-    told = {record.node for record in records}
-    agents = [replace(one, tasks=AGENT) for one in said_by_srun if one.node not in told]
+    """List failures of ranks, and of agents without a record, in the order of their ends."""
+    recorded = {record.node for record in records}
+    agents = [replace(one, tasks=AGENT) for one in reported_by_srun if one.node not in recorded]
     ranks = [
-        TaskFailure(record.node, str(end.rank), _words(end.code), record.time)
+        TaskFailure(
+            record.node,
+            str(end.rank),
+            code=end.code if end.code >= 0 else None,
+            signal=-end.code if end.code < 0 else None,
+            at=record.time,
+        )
         for record in records
         for end in record.ended
     ]
-    return tuple(sorted([*agents, *ranks], key=_order))
 
+    def order(failure: TaskFailure) -> float:
+        # srun reports a killed agent a little after the end of its ranks has affected others. A
+        # kill by the supervisor comes much later.
+        killed = failure.tasks == AGENT and failure.code is None
+        return failure.at - (_SRUN_IS_LATE_SECONDS if killed else 0.0)
 
-def _order(failure: TaskFailure) -> float:
-    """srun's word about an agent that was killed comes a little after what the death of its ranks
-    does to others; the supervisor's own kill comes much later."""
-    killed = failure.tasks == AGENT and exit_code(failure) is None
-    return failure.at - (_SRUN_IS_LATE_SECONDS if killed else 0.0)
-
-
-def _words(code: int) -> str:
-    """As srun says it (src/srun/libsrun/launch.c): `Killed`, or `Exited with exit code 3`."""
-    if code >= 0:
-        return f"Exited with exit code {code}"
-    return signal.strsignal(-code) or f"Signal {-code}"
+    return tuple(sorted([*agents, *ranks], key=order))

@@ -1,7 +1,7 @@
-"""Why a launch ends: one name per cause, everywhere. Pure data.
+"""Causes of the end of a launch, one name per cause everywhere, and groups of them. Pure.
 
-Belongs here: the names and which of them are alike. Does not belong here: how a cause is found
-(`classify`) or what is done about it (`policy`).
+Belongs here: names and groups. Does not belong here: how a cause is found (`classify`), what is
+done about it (`policy`).
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class Cause(StrEnum):
     UNKNOWN = "unknown"
 
 
-# What the scheduler or a person does to a healthy run: it costs no budget while it makes progress.
+# Caused by the scheduler or a person to a healthy run: no budget counts while it makes progress.
 SCHEDULER_CAUSES = frozenset(
     {Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.REQUEUED, Cause.CONTROLLER_AWAY}
 )
-# What a machine does to a run: another machine helps.
+# Caused by a machine: another machine helps.
 MACHINE_CAUSES = frozenset(
     {
         Cause.NODE_FAILURE,
@@ -65,7 +65,7 @@ MACHINE_CAUSES = frozenset(
         Cause.SUPERVISOR_LOST,
     }
 )
-# What the run does to itself, perhaps: a retry may help once or twice.
+# Possibly caused by the run itself: a retry may help once or twice.
 RUN_CAUSES = frozenset(
     {
         Cause.CRASH,
@@ -77,10 +77,10 @@ RUN_CAUSES = frozenset(
         Cause.UNKNOWN,
     }
 )
-# What somebody does to a run without a word: a signal that neither a request nor a record of Slurm
-# explains (a node that shuts down, a health checker, a controller that died with what it knew).
+# A signal that neither a request nor a record of Slurm explains
+# (a node that shuts down, a health checker, a controller that died with what it knew).
 UNEXPLAINED_CAUSES = frozenset({Cause.EXTERNAL_SIGNAL})
-# What no retry helps against.
+# No retry helps.
 FINAL_CAUSES = frozenset(
     {
         Cause.DEADLINE,

@@ -1,10 +1,10 @@
-"""Why did this launch end? One pure function over evidence.
+"""Judge why a launch ended, from its evidence. Pure.
 
-Order of trust: what the run itself has made durable (done marker, a newer epoch, a cancel), then
-what Slurm says about the job, then requests, then what machines and ranks say, then what `srun`
-printed, then its exit code. `srun`'s code comes last because it is the highest code of all tasks
+Order of trust: durable records of the run itself (done marker, a newer epoch, a cancel), then
+Slurm's record of the job, then requests, then reports of machines and ranks, then the output of
+`srun`, then its exit code. `srun`'s code comes last because it is the highest code of all tasks
 and is masked by the kill that follows (a rank that exits 3 reads as 143 there). Belongs here: that
-order. Does not belong here: what each of them says (`scheduler_verdict`, `rank_verdict`), what to
+order. Does not belong here: each of these sources (`scheduler_verdict`, `rank_verdict`), what to
 do about it (`policy`), and any I/O.
 """
 
@@ -17,16 +17,13 @@ from hpctrain.supervise.judge.documents import Evidence, Verdict
 from hpctrain.supervise.judge.fingerprint import fingerprint
 from hpctrain.supervise.judge.rank_verdict import by_ranks
 from hpctrain.supervise.judge.scheduler_verdict import by_requests, by_slurm
-from hpctrain.supervise.judge.slurm_words import is_notice, read_task_failure
-
-__all__ = ["classify", "is_notice", "read_task_failure"]
 
 _MOST_EVIDENCE = 6
 _LONGEST_LINE = 400
 
 
 def classify(evidence: Evidence) -> Verdict:
-    """The verdict on one launch, with at most six lines of evidence."""
+    """Judge one launch, with at most six lines of evidence."""
     for judge in (_by_the_run, by_slurm, by_requests, by_ranks, _by_srun):
         verdict = judge(evidence)
         if verdict is not None:
@@ -35,7 +32,7 @@ def classify(evidence: Evidence) -> Verdict:
         Verdict(
             Cause.UNKNOWN,
             f"srun ended with code {evidence.srun_exit_code} and nothing says why",
-            evidence.notices[-3:],
+            evidence.notice_lines[-3:],
         ),
         evidence,
     )
@@ -54,15 +51,17 @@ def _by_the_run(evidence: Evidence) -> Verdict | None:
 def _by_srun(evidence: Evidence) -> Verdict | None:
     code = evidence.srun_exit_code
     if code is not None and code < 0:
-        return Verdict(Cause.CRASH, f"srun itself was killed by signal {-code}", evidence.notices)
+        return Verdict(
+            Cause.CRASH, f"srun itself was killed by signal {-code}", evidence.notice_lines
+        )
     if not evidence.started and code not in (0, None):
         reason = f"srun could not start the step (code {code})"
-        return Verdict(Cause.LAUNCH_FAILURE, reason, evidence.notices[-3:])
+        return Verdict(Cause.LAUNCH_FAILURE, reason, evidence.notice_lines[-3:])
     return None
 
 
 def _completed(verdict: Verdict, evidence: Evidence) -> Verdict:
-    """With its fingerprint, and with what could not be read, which may hide the cause."""
+    """Add the fingerprint, and a line that could not be read, because it may hide the cause."""
     lines = [line[:_LONGEST_LINE] for line in verdict.evidence[:_MOST_EVIDENCE]]
     unread = [f.line for f in evidence.findings if f.role == "advice"]
     if unread and verdict.cause in (Cause.CRASH, Cause.HANG, Cause.UNKNOWN):

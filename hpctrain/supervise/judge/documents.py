@@ -1,15 +1,20 @@
-"""What the supervisor is told (`supervise.json`) and the facts it reasons about. Pure data."""
+"""Settings of the supervisor (`supervise.json`), the facts it judges, its verdicts and actions."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
+from hpctrain.slurm.reasons import JobEnd, JobHold, job_end, job_hold
+from hpctrain.slurm.states import JobState
 from hpctrain.spec.document import Document
 from hpctrain.supervise.judge.causes import Cause
+
+if TYPE_CHECKING:  # its patterns are compiled on import, which `hpctrain status` does not need
+    from hpctrain.slurm.messages import StepNotice, TaskFailure
 
 
 class LaunchShape(Document):
@@ -33,11 +38,11 @@ class SuperviseConfig(Document):
     """Written once at submit time; durations in seconds.
 
     `shapes` is ordered from the planned size to the smallest; empty means the size in the script
-    only. `budgets` holds the spec's own numbers only (see `policy.BUDGETS` for the others).
+    only. `budgets` holds the spec's own numbers only (see `policy.RETRIES` for the others).
     `mttf_seconds` is the expected time between failures of the whole run, before it has had any.
     `inputs` are the files and directories that every node must be able to read.
     `warning_seconds` is how long before the time limit Slurm warns, which is what a stop may take;
-    0 if nobody has told.
+    0 if unknown.
     """
 
     schema_version: Literal[1] = 1
@@ -69,7 +74,7 @@ class SuperviseConfig(Document):
 
 
 class ActionKind(StrEnum):
-    """What the supervisor does about it."""
+    """What the supervisor does about a verdict."""
 
     FINISH = "finish"
     STOP = "stop"
@@ -81,11 +86,11 @@ class ActionKind(StrEnum):
 
 @dataclass(frozen=True)
 class RankExit:
-    """How one rank says that it ended; `cause` is the trainer's own word for it, if it has one.
+    """The exit record of one rank; `cause` is the trainer's own classification, if it has one.
 
     `ended_at` is in seconds since the epoch, 0 if unknown. `node_dependent`: what it names may be
     wrong on its node only. `loading_step` is the checkpoint that it could not load, if no machine
-    was why. `signal` names the one that has asked this rank to leave, such as SIGTERM;
+    is at fault. `signal` names the one that made this rank stop, such as SIGTERM;
     `signalled_ranks` (of rank 0) are all that got one.
     """
 
@@ -111,27 +116,26 @@ class UnfitNode:
 
 
 @dataclass(frozen=True)
-class TaskFailure:
-    """One `srun: error: NODE: task N: ...` line; srun prints them in the order of death.
+class JobFacts:
+    """Slurm's record of the job at the end of a launch; a job that Slurm just signals is RUNNING.
 
-    `at` is when it was read, in seconds since the epoch, 0 if unknown.
+    `reason` is Slurm's text, for display.
     """
 
-    node: str
-    tasks: str
-    what: str
-    at: float = field(default=0.0, compare=False)
-
-
-@dataclass(frozen=True)
-class JobFacts:
-    """What Slurm says about the job at the end of a launch; a job that Slurm just signals is
-    RUNNING."""
-
-    state: str
+    state: JobState
     reason: str
     restart_count: int
     preempt_time: bool
+
+    @property
+    def hold(self) -> JobHold | None:
+        """Who keeps the job from starting until it is released; None if nobody does."""
+        return job_hold(self.state, self.reason)
+
+    @property
+    def end(self) -> JobEnd | None:
+        """Why Slurm ends the job; None if neither state nor reason names that."""
+        return job_end(self.state, self.reason)
 
 
 Role = Literal["root", "cascade", "advice"]
@@ -139,9 +143,9 @@ Role = Literal["root", "cascade", "advice"]
 
 @dataclass(frozen=True)
 class Finding:
-    """A line that a signature knows, from a rank's log, srun, a kernel or the probe of a node.
+    """A line that matched a signature, from a rank's log, srun, a kernel or the probe of a node.
 
-    `cascade`: follows from another failure; `advice`: says nothing about a cause. `order` sorts
+    `cascade`: follows from another failure; `advice`: no evidence of a cause. `order` sorts
     findings by time as well as it is known (seconds since the epoch). `hard` marks broken
     hardware.
     """
@@ -155,6 +159,11 @@ class Finding:
     order: float = 0.0
     hard: bool = False
 
+    @property
+    def is_of_slurm(self) -> bool:
+        """A line of Slurm itself: its signatures are those of the catalogue named `slurm_...`."""
+        return self.signature.startswith("slurm_")
+
 
 @dataclass(frozen=True)
 class OddRank:
@@ -167,7 +176,7 @@ class OddRank:
 
 @dataclass(frozen=True)
 class Stall:
-    """No sign of life for longer than the phase allows; `odd` says who is elsewhere."""
+    """No sign of life for longer than the phase allows; `odd` lists ranks that are elsewhere."""
 
     phase: str
     silent_seconds: float
@@ -177,18 +186,18 @@ class Stall:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Everything known when a launch has ended. `job` is None when Slurm did not answer.
+    """Everything known when a launch has ended. `job` is None when Slurm did not respond.
 
     `signals` are those that the supervisor got while the launch ran. `lost_nodes` did not answer a
-    probe after the launch (`probed`), or Slurm says they are down; `leaving_nodes` answer and are
+    probe after the launch (`probed`), or Slurm lists them as down; `leaving_nodes` answer and are
     being shut down or rebooted. `unfit_nodes` failed a check of the probe that most others passed,
     without which no launch can run; `common_problems` are failures of such checks on most nodes
     alike.
     `step_remains`: Slurm has not ended the step, so something of it may still run somewhere.
     `nodes` are those of the launch in the order of its ranks, if that is known.
-    `resume_step` is where the launch began, `last_step` the last finished step it told of,
+    `resume_step` is where the launch began, `last_step` the last finished step it reported,
     `checkpoint_step` the newest verified checkpoint. `left_startup`: the supervisor has ended the
-    step, because a stop was asked before any step was trained. `limit_near`: the time limit is
+    step, because a stop was requested before any step was trained. `limit_near`: the time limit is
     near, and Slurm's own warning has not come.
     """
 
@@ -199,7 +208,7 @@ class Evidence:
     signals: tuple[str, ...]
     srun_exit_code: int | None
     task_failures: tuple[TaskFailure, ...]
-    notices: tuple[str, ...]
+    notices: tuple[StepNotice, ...]
     rank_exits: tuple[RankExit, ...]
     job: JobFacts | None
     restart_count: int
@@ -221,6 +230,11 @@ class Evidence:
     left_startup: bool = False
     limit_near: bool = False
 
+    @property
+    def notice_lines(self) -> tuple[str, ...]:
+        """The lines of srun and slurmstepd about the step, for display and for signatures."""
+        return tuple(notice.text for notice in self.notices)
+
 
 class Suspicion(StrEnum):
     """How far a verdict counts as evidence against the nodes that it names.
@@ -238,7 +252,7 @@ class Suspicion(StrEnum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why a launch ended, in one word, one sentence and the lines that say so.
+    """Why a launch ended: the cause, the reason as one sentence and the lines that show it.
 
     `nodes` are where it happened, `suspicion` says how far that speaks against them, and `hard`
     that their hardware is at fault beyond doubt.
@@ -262,20 +276,31 @@ class Verdict:
     checkpoint_step: int | None = None
     broken_allocation: bool = False
 
+    def followed_by(self, decision: str, separator: str = ": ") -> str:
+        """Join the reason and what is decided because of it; the decision alone without a reason.
+
+        `hpctrain why` asks the policy about ends that have not happened and have no reason.
+        """
+        return f"{self.reason}{separator}{decision}" if self.reason else decision
+
+    def preceded_by(self, decision: str) -> str:
+        """As `followed_by`, with the decision first."""
+        return f"{decision}: {self.reason}" if self.reason else decision
+
     @property
     def unfit_nodes(self) -> tuple[str, ...]:
-        """Nodes on which no launch can run as they are."""
+        """The nodes on which no launch can run as they are."""
         return self.nodes if self.suspicion is Suspicion.UNFIT else ()
 
 
 @dataclass(frozen=True)
 class Situation:
-    """What the supervisor has to work with when it decides.
+    """The inputs of the policy besides verdict and history.
 
     `keeps_nodes` is False once Slurm ends the job. `healthy_nodes` are those of the allocation
     that can be used; `needed_nodes` what the next launch takes at full size, `least_nodes` at the
-    smallest. `exclude` are nodes of the cluster that the node ledger says to avoid, `exclude_here`
-    those of them that are healthy ones of the allocation, and `why_exclude` has the words.
+    smallest. `exclude` are nodes of the cluster that the node ledger blames, `exclude_here`
+    those of them that are healthy ones of the allocation, `why_exclude` the reasons.
     `unfit` are nodes of the cluster on which this run cannot work as they are.
     `good_checkpoints` are steps, newest first. `followed`: where Slurm does not requeue, another
     job of the run is there to go on. `storage_away`: the ledger cannot be written at the moment.
@@ -299,11 +324,11 @@ class Situation:
 
 @dataclass(frozen=True)
 class Action:
-    """What is done about a verdict and why.
+    """What the supervisor does about a verdict, and why.
 
     `exclude` are nodes that the next launch avoids; `rollback_to` is the checkpoint step to go
     back to, with `skip_steps` batches left out. `rejected_step` is a checkpoint that no launch uses
-    any more; it is kept in quarantine. `observed` says what would have been done had the spec
+    any more; it is kept in quarantine. `observed` lists what would have been done had the spec
     allowed it.
     """
 
@@ -320,7 +345,7 @@ class Action:
 
 @dataclass(frozen=True)
 class History:
-    """What the ledger says about the launches before the decision, the present one included.
+    """Counts over the launches in the ledger, the present one included.
 
     Counted since the last launch that brought a new checkpoint: `failures_without_progress` all
     failures, `time_limits_without_progress`, `by_cause` each cause, `same_fingerprint` those in a
@@ -340,5 +365,5 @@ class History:
     failed_loads: int = 0
 
     def of(self, cause: Cause) -> int:
-        """Launches without progress that ended by this cause."""
+        """Return how many launches without progress ended by this cause."""
         return dict(self.by_cause).get(str(cause), 0)

@@ -1,6 +1,6 @@
-"""What makes two failures the same: the class and the words of an error, without what changes.
+"""Compare failures: class and text of an error, without what changes between equal ones. Pure.
 
-Belongs here: taking out addresses, numbers, paths, ranks, nodes and times. Pure.
+Belongs here: removing addresses, numbers, paths, ranks, nodes and times.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _WITHOUT = (
 
 
 def fingerprint(cause: Cause, words: str) -> str:
-    """Equal for failures that are the same; empty where there is nothing to compare."""
+    """Compute a text that is equal for equal failures; empty where there is nothing to compare."""
     if cause not in FAILURE_CAUSES | FINAL_CAUSES:
         return ""
     for expression, instead in _WITHOUT:

@@ -1,35 +1,27 @@
-"""What an end of a job by Slurm means: one table from its state and reason to a cause. Pure.
+"""Map Slurm's ends of jobs and steps to causes, with a text for each. Pure.
 
-The same for a supervisor that lives while its job ends, for the next attempt that finds the end of
-the one before, and for an onlooker. Belongs here: states and reasons as Slurm spells them. Does not
-belong here: ends that Slurm had no part in (`rank_verdict`), asking Slurm.
+The one mapping for a supervisor that lives while its job ends, for the next attempt that finds the
+end of the one before, and for `hpctrain watch`. Belongs here: that mapping. Does not belong here:
+how Slurm spells an end (`hpctrain.slurm.reasons`), ends that Slurm had no part in (`rank_verdict`).
 """
 
 from __future__ import annotations
 
+from hpctrain.slurm.reasons import JobEnd
 from hpctrain.supervise.judge.causes import Cause
 
-# squeue(1), JOB STATE CODES. What is running, starting or waiting is not among them; COMPLETED and
-# FAILED are ends of the script by itself, and COMPLETING says that it ends but not why.
-CAUSES_OF_STATES = {
-    "PREEMPTED": Cause.PREEMPTED,
-    "NODE_FAIL": Cause.NODE_FAILURE,
-    "BOOT_FAIL": Cause.NODE_FAILURE,
-    "TIMEOUT": Cause.TIME_LIMIT,
-    "OUT_OF_MEMORY": Cause.HOST_OOM,
-    "CANCELLED": Cause.CANCELLED,
-    "DEADLINE": Cause.DEADLINE,
-    "REVOKED": Cause.SUPERSEDED,
+CAUSES_OF_ENDS = {
+    JobEnd.PREEMPTED: Cause.PREEMPTED,
+    JobEnd.TIME_LIMIT: Cause.TIME_LIMIT,
+    JobEnd.DEADLINE: Cause.DEADLINE,
+    JobEnd.NODE_FAILED: Cause.NODE_FAILURE,
+    JobEnd.PROLOG_FAILED: Cause.PROLOG_FAILURE,
+    JobEnd.OUT_OF_MEMORY: Cause.HOST_OOM,
+    JobEnd.REQUEUED: Cause.REQUEUED,
+    JobEnd.CANCELLED: Cause.CANCELLED,
+    JobEnd.REVOKED: Cause.SUPERSEDED,
 }
-# src/common/slurm_protocol_defs.c, job_state_reason_string; told before the state is.
-_CAUSES_OF_REASONS = {
-    "TimeLimit": Cause.TIME_LIMIT,
-    "DeadLine": Cause.DEADLINE,
-    "NodeDown": Cause.NODE_FAILURE,
-    "NodeFail": Cause.NODE_FAILURE,
-    "Prolog": Cause.PROLOG_FAILURE,
-}
-_WORDS = {
+_TEXTS = {
     Cause.PREEMPTED: "preempted by a job of higher priority",
     Cause.TIME_LIMIT: "it reached its time limit",
     Cause.DEADLINE: (
@@ -45,11 +37,11 @@ _WORDS = {
 }
 
 
-def cause_of_end(state: str, reason: str | None = None) -> Cause | None:
-    """The cause that Slurm names; None if it names none, as for a cancel while it completes."""
-    return _CAUSES_OF_REASONS.get(reason or "") or CAUSES_OF_STATES.get(state)
+def cause_of_end(end: JobEnd | None) -> Cause | None:
+    """Map an end to its cause; None if Slurm names no end."""
+    return None if end is None else CAUSES_OF_ENDS[end]
 
 
-def words_of(cause: Cause) -> str:
-    """A cause of the scheduler as part of a sentence."""
-    return _WORDS.get(cause, str(cause))
+def text_of(cause: Cause) -> str:
+    """Describe a cause of the scheduler as part of a sentence."""
+    return _TEXTS.get(cause, str(cause))

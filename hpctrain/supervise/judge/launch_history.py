@@ -1,4 +1,4 @@
-"""What the ledger says about the launches so far, counted for the policy. Pure.
+"""Count the launches in the ledger for the policy. Pure.
 
 Belongs here: counting. Does not belong here: what follows from a count (see `policy`).
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import takewhile
 
 from hpctrain.store.ledger import Event, EventKind
 from hpctrain.supervise.judge.causes import FAILURE_CAUSES, Cause
@@ -39,37 +40,41 @@ def history(events: Sequence[Event], window_seconds: float = 1800.0) -> History:
         if event.event is EventKind.CONTROL and event.action == "resume":
             by_cause.clear()  # a person has looked at it
             prints.clear()
-        if (reached := _reached(event)) > best:
+        # A checkpoint step that this event proves; that of a start was reached before it.
+        reached = 0
+        if event.event in (EventKind.LAUNCH_STARTED, EventKind.LAUNCH_ENDED):
+            reached = event.resume_step or 0
+        if event.event is EventKind.LAUNCH_ENDED:
+            reached = max(reached, event.checkpoint_step or 0)
+        if reached > best:
             ever, best = True, reached
             by_cause.clear()
             prints.clear()
-            if event.event is not EventKind.LAUNCH_ENDED or not _only_resumed(event):
+            # A launch that brought nothing new itself began where an earlier one had arrived.
+            only_resumed = (event.checkpoint_step or 0) <= (event.resume_step or 0)
+            if event.event is not EventKind.LAUNCH_ENDED or not only_resumed:
                 continue
         if event.event in _ENDS and event.cause:
             by_cause[event.cause] += 1
             prints.append(event.fingerprint or "")
     ends = [event for event in events if event.event in _ENDS]
+    since = ends[-1].time - window_seconds if ends else 0.0
+    recent = (event for event in ends if event.cause in FAILURE_CAUSES and event.time >= since)
+    same = takewhile(lambda one: one and one == prints[-1], reversed(prints))
     return History(
         failures_without_progress=sum(by_cause[cause] for cause in FAILURE_CAUSES),
         time_limits_without_progress=by_cause[Cause.TIME_LIMIT],
         by_cause=tuple(sorted(by_cause.items())),
-        same_fingerprint=_same(prints),
-        recent_failures=_recent(ends, window_seconds),
+        same_fingerprint=sum(1 for _ in same),
+        recent_failures=sum(1 for _ in recent),
         anomalies_at_step=_anomalies(ends),
         ever_progressed=ever,
         failed_loads=_failed_loads(events),
     )
 
 
-def _reached(event: Event) -> int:
-    """The checkpoint step that this event proves; that of a start was reached before it."""
-    if event.event is EventKind.LAUNCH_ENDED:
-        return max(event.checkpoint_step or 0, event.resume_step or 0)
-    return (event.resume_step or 0) if event.event is EventKind.LAUNCH_STARTED else 0
-
-
 def pending_rollback(events: Sequence[Event]) -> int | None:
-    """The checkpoint step to go back to, if that was decided and no launch has begun since."""
+    """Find the checkpoint step to go back to, if that was decided and no launch began since."""
     for event in reversed(events):
         if event.event is EventKind.LAUNCH_STARTED:
             return None
@@ -79,7 +84,7 @@ def pending_rollback(events: Sequence[Event]) -> int | None:
 
 
 def pending_rejections(events: Sequence[Event]) -> dict[int, str]:
-    """Steps of checkpoints that were given up since the last launch began, with the reasons."""
+    """List the checkpoints given up since the last launch began, with the reasons."""
     found: dict[int, str] = {}
     for event in events:
         if event.event is EventKind.LAUNCH_STARTED:
@@ -90,7 +95,7 @@ def pending_rejections(events: Sequence[Event]) -> dict[int, str]:
 
 
 def pinned_steps(events: Sequence[Event]) -> tuple[int, ...]:
-    """Checkpoints that retention must leave, for it knows only which are the newest.
+    """List the checkpoints that retention must keep besides the newest ones.
 
     Those from before the newest anomalies of numerics, which whoever looks into one needs; and the
     one that was used when a newer one was given up, because it is known to load.
@@ -108,8 +113,10 @@ def pinned_steps(events: Sequence[Event]) -> tuple[int, ...]:
 
 
 def loaded_instead(events: Sequence[Event]) -> int | None:
-    """The step that the launch after the newest rejection began at; None without one, and where
-    a person has accepted a start at step 0 since."""
+    """Find the step at which the launch after the newest rejection began.
+
+    None without such a launch, or if a person has accepted a start at step 0 since.
+    """
     rejected, found = False, None
     for event in events:
         if event.event is EventKind.CHECKPOINT_REJECTED:
@@ -122,7 +129,7 @@ def loaded_instead(events: Sequence[Event]) -> int | None:
 
 
 def mean_time_to_failure(events: Sequence[Event], prior_seconds: float | None) -> float | None:
-    """Expected seconds of training between two failures; None without prior and failures.
+    """Estimate the seconds of training between two failures; None without prior and failures.
 
     The posterior mean of an exponential law with a Gamma prior worth one failure (its conjugate;
     Gelman et al., Bayesian Data Analysis, section 2.6): (prior + time trained) / (1 + failures).
@@ -140,14 +147,11 @@ def mean_time_to_failure(events: Sequence[Event], prior_seconds: float | None) -
     return (prior_seconds + trained) / (1 + failures)
 
 
-def _only_resumed(event: Event) -> bool:
-    """The launch brought nothing new itself: it had begun where an earlier one got to."""
-    return (event.checkpoint_step or 0) <= (event.resume_step or 0)
-
-
 def _failed_loads(events: Sequence[Event]) -> int:
-    """Launches that could not load the checkpoint of the last one, since it was last put aside or
-    a person had the run go on."""
+    """Count the launches that could not load the checkpoint of the last one.
+
+    Counted since that checkpoint was last rejected, or since a person resumed the run.
+    """
     ends = [event for event in events if event.event in _ENDS]
     if not ends or ends[-1].cause != Cause.LOAD_FAILED:
         return 0
@@ -161,27 +165,8 @@ def _failed_loads(events: Sequence[Event]) -> int:
     return count
 
 
-def _same(prints: list[str]) -> int:
-    """How many of the last launches in a row have the fingerprint of the present one."""
-    if not prints or not prints[-1]:
-        return 0
-    count = 0
-    for one in reversed(prints):
-        if one != prints[-1]:
-            break
-        count += 1
-    return count
-
-
-def _recent(ends: list[Event], window_seconds: float) -> int:
-    if not ends:
-        return 0
-    since = ends[-1].time - window_seconds
-    return sum(event.cause in FAILURE_CAUSES and event.time >= since for event in ends)
-
-
 def _anomalies(ends: list[Event]) -> int:
-    """Earlier anomalies of numerics at the step of the last one, over the whole run."""
+    """Count earlier anomalies of numerics at the step of the last one, over the whole run."""
     last = ends[-1] if ends else None
     if last is None or last.cause not in _NUMERICS or last.failed_step is None:
         return 0

@@ -1,8 +1,8 @@
-"""Which nodes of the job a launch runs on, and at which size. Pure.
+"""Choose the nodes and the size of a launch. Pure.
 
-A job may hold more nodes than a launch needs (spares) or may go on with fewer (shapes). Belongs
-here: choosing nodes and telling srun. Does not belong here: finding out which nodes are lost
-(see `probe`), or whether to launch at all (see `policy`).
+A job may have more nodes than a launch needs (spares) or may continue with fewer (shapes). Belongs
+here: choosing nodes and writing them into srun's command. Does not belong here: finding lost nodes
+(`probe`), whether to launch at all (`policy`).
 """
 
 from __future__ import annotations
@@ -47,31 +47,32 @@ class Allocation:
         return replace(self, avoided=frozenset(nodes))
 
     def with_lost(self, lost: Collection[str]) -> Allocation:
-        """The allocation with exactly `lost` not answering: one that came back is used again."""
+        """Replace the lost nodes by exactly `lost`: one that came back is used again."""
         return replace(self, lost=frozenset(lost))
 
 
 def full_nodes(config: SuperviseConfig, allocation: Allocation) -> int:
-    """Nodes of a launch at the planned size."""
+    """Return the number of nodes of a launch at the planned size."""
     if config.shapes:
         return config.shapes[0].nodes
     return max(1, len(allocation.nodes) - config.spare_nodes)
 
 
 def least_nodes(config: SuperviseConfig, allocation: Allocation) -> int:
-    """Nodes of a launch at the smallest size that the spec allows."""
+    """Return the number of nodes of a launch at the smallest size that the spec allows."""
     return config.shapes[-1].nodes if config.shapes else full_nodes(config, allocation)
 
 
 def place(config: SuperviseConfig, allocation: Allocation) -> Placement | None:
-    """The largest launch that the healthy nodes allow; None when there is none.
+    """Choose the largest launch that the healthy nodes allow; None when there is none.
 
     Avoided nodes are used only where a launch of that size does not exist without them. The nodes
     keep Slurm's order, because ranks follow it.
     """
     wanted = [node for node in allocation.healthy if node not in allocation.avoided]
     reserve = [node for node in allocation.healthy if node in allocation.avoided]
-    for shape in config.shapes or (_planned(config, allocation),):
+    planned = LaunchShape(nodes=full_nodes(config, allocation), tasks=0, train_config="")
+    for shape in config.shapes or (planned,):
         for pool in (wanted, wanted + reserve):
             if len(pool) >= shape.nodes:
                 chosen = set(pool[: shape.nodes])
@@ -81,12 +82,8 @@ def place(config: SuperviseConfig, allocation: Allocation) -> Placement | None:
     return None
 
 
-def _planned(config: SuperviseConfig, allocation: Allocation) -> LaunchShape:
-    return LaunchShape(nodes=full_nodes(config, allocation), tasks=0, train_config="")
-
-
 def place_command(argv: Sequence[str], placement: Placement) -> list[str]:
-    """The srun command of the script, for this placement.
+    """Adapt the srun command of the script to this placement.
 
     srun(1): a `--nodelist` of as many nodes as `--nodes` is exactly those. The last word of the
     command is the trainer's file.
@@ -104,7 +101,7 @@ def place_command(argv: Sequence[str], placement: Placement) -> list[str]:
 
 
 def _sized(word: str, shape: LaunchShape, tasks: int) -> str:
-    """`tasks` of srun: ranks, or one agent per node that starts them."""
+    """Adapt one option of srun; `tasks` are ranks, or one agent per node that starts them."""
     for option, value in (
         ("--nodes=", shape.nodes),
         ("--ntasks=", tasks),

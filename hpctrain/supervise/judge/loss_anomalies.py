@@ -1,4 +1,4 @@
-"""What to do about a loss that is not finite or jumps: once more, then back, then stop. Pure.
+"""Decide about a loss that is not finite or jumps: repeat, then go back, then stop. Pure.
 
 A GPU that computes wrongly gives NaN once; data or settings that do so give it again at the same
 step. So the same steps are repeated once, on other nodes where that is possible. If the anomaly
@@ -27,17 +27,18 @@ _MOST_AT_ONE_STEP = 2
 def decide_numerics(
     verdict: Verdict, history: History, situation: Situation, config: SuperviseConfig
 ) -> Action:
-    """The action for `diverged` and `suspect_numerics`, as if the nodes could be kept."""
+    """Decide about `diverged` and `suspect_numerics`, as if the nodes could be kept."""
     retries = config.budgets.get(str(verdict.cause), 1)
     if verdict.cause is Cause.SUSPECT_NUMERICS or history.anomalies_at_step < retries:
         return _once_more(verdict, situation, config)
     if history.anomalies_at_step > _MOST_AT_ONE_STEP:
-        return _stop(f"{verdict.reason}: it came again after going back")
+        reason = verdict.followed_by("it came again after going back")
+        return Action(ActionKind.STOP, reason, _STOPPED_EXIT_CODE)
     return _back(verdict, situation, config)
 
 
 def _once_more(verdict: Verdict, situation: Situation, config: SuperviseConfig) -> Action:
-    reason = f"{verdict.reason}: repeat the steps since the last checkpoint once"
+    reason = verdict.followed_by("repeat the steps since the last checkpoint once")
     spares = situation.healthy_nodes - situation.needed_nodes
     if 0 < len(verdict.nodes) <= spares and config.exclude_nodes == "act":
         words = f"{reason}, with a spare node"
@@ -60,17 +61,13 @@ def _back(verdict: Verdict, situation: Situation, config: SuperviseConfig) -> Ac
     if not rollback.act:
         return Action(
             ActionKind.STOP,
-            f"{verdict.reason}, again at the same step: the run's own",
+            verdict.followed_by("again at the same step: the run's own", ", "),
             _STOPPED_EXIT_CODE,
             observed=(f"would {plan}",),
         )
     return Action(
         ActionKind.RELAUNCH,
-        f"{verdict.reason}, again at the same step: {plan}",
+        verdict.followed_by(f"again at the same step: {plan}", ", "),
         rollback_to=target,
         skip_steps=rollback.skip_steps,
     )
-
-
-def _stop(reason: str) -> Action:
-    return Action(ActionKind.STOP, reason, _STOPPED_EXIT_CODE)

@@ -1,27 +1,27 @@
-"""What Slurm's last word about a job says of an attempt whose supervisor left none. Pure.
+"""Judge an attempt without a last event of its supervisor by Slurm's record of its job. Pure.
 
-Belongs here: ended jobs whose supervisor says nothing. Does not belong here: what states mean
-(`job_end`), launches that have evidence of their own (`classify`), asking Slurm.
+Belongs here: ended jobs of such attempts. Does not belong here: what states mean (`slurm.reasons`,
+`job_end`), launches that have evidence of their own (`classify`), queries to Slurm.
 """
 
 from __future__ import annotations
 
 from hpctrain.slurm.records import JobRecord
 from hpctrain.supervise.judge.causes import Cause
-from hpctrain.supervise.judge.job_end import cause_of_end, words_of
+from hpctrain.supervise.judge.job_end import cause_of_end, text_of
 
 
 def why_ended(job: JobRecord | None, *, begun: bool) -> tuple[Cause, str] | None:
-    """The cause and the reason of the attempt; None while the job has not ended or nobody knows.
+    """Find cause and reason; None while the job has not ended, or if its end is unknown.
 
-    `begun`: its supervisor had started. A script that fails before (a module that is missing)
-    is a launch that failed; a supervisor that ends without a word was killed.
+    `begun`: its supervisor had started. A script that fails before that (a missing module) is a
+    launch failure; a supervisor that ends without a last event was killed.
     """
     if job is None or not job.state.is_ended:
         return None
-    cause = cause_of_end(job.state)
+    cause = cause_of_end(job.end)
     if cause is not None:
-        return cause, f"job {job.job_id} left no word: {words_of(cause)}"
+        return cause, f"job {job.job_id} left no word: {text_of(cause)}"
     how = f"signal {job.exit_signal}" if job.exit_signal else f"exit code {job.exit_code or 0}"
     if begun:
         return Cause.SUPERVISOR_LOST, f"the supervisor of job {job.job_id} was lost ({how})"

@@ -1,8 +1,8 @@
-"""Whose stack differs: from the stacks of all ranks to the odd ones out. Pure.
+"""Find the ranks whose stacks differ from those of the others. Pure.
 
-In a hang nearly all ranks wait for somebody; who does not wait, or cannot even say where it is, is
-worth naming. A wrong name costs a good node, so where the stacks leave a choice nobody is named:
-pipeline stages wait in different places and that says nothing. Belongs here: reading the text of
+In a hang nearly all ranks wait for another one; a rank that does not wait, or gives no stack, is
+worth naming. A wrong name costs a good node, so where the stacks leave a choice no rank is named:
+pipeline stages wait in different places, which proves nothing. Belongs here: reading the text of
 faulthandler (CPython: Python/traceback.c, _Py_DumpTracebackThreads) and comparing. Does not belong
 here: asking for stacks and reading files (`stack_files`).
 """
@@ -104,7 +104,12 @@ def main_stack(dump: str) -> Stack | None:
     first, so it is the last of those. The thread that got the signal decides if none is left.
     """
     threads = _threads(dump)
-    own = [frames for _, frames in threads if frames and not _started_by_threading(frames[-1])]
+    own = [
+        frames
+        for _, frames in threads
+        if frames
+        and not (frames[-1].path.endswith("threading.py") and frames[-1].function == "_bootstrap")
+    ]
     current = [frames for is_current, frames in threads if is_current and frames]
     found = own or current
     return Stack(found[-1]) if found else None
@@ -120,10 +125,6 @@ def _threads(dump: str) -> list[tuple[bool, tuple[Frame, ...]]]:
             read = Frame(frame["path"], int(frame["line"]), frame["function"])
             threads[-1][1].append(read)
     return [(is_current, tuple(frames)) for is_current, frames in threads]
-
-
-def _started_by_threading(outermost: Frame) -> bool:
-    return outermost.path.endswith("threading.py") and outermost.function == "_bootstrap"
 
 
 def _short(path: str) -> str:
@@ -185,11 +186,12 @@ def places(dumps: Mapping[int, str]) -> tuple[str, ...]:
         ranks_by_place.setdefault(place, []).append(rank)
         example.setdefault(place, str(stack) if stack else NO_STACK)
     order = sorted(ranks_by_place, key=lambda place: -len(ranks_by_place[place]))
-    return tuple(_line(ranks_by_place[place], example[place]) for place in order)
-
-
-def _line(ranks: list[int], where: str) -> str:
-    return f"{len(ranks)} {'rank' if len(ranks) == 1 else 'ranks'} ({ranges(ranks)}): {where}"
+    lines = []
+    for place in order:
+        ranks = ranks_by_place[place]
+        count = f"{len(ranks)} {'rank' if len(ranks) == 1 else 'ranks'}"
+        lines.append(f"{count} ({ranges(ranks)}): {example[place]}")
+    return tuple(lines)
 
 
 def ranges(numbers: list[int]) -> str:

@@ -1,14 +1,15 @@
-"""What to do about a verdict. One pure function, so that the same answer can be tested, shown
-(`hpctrain why`) and simulated (`hpctrain simulate`).
+"""Decide what to do about a verdict. Pure.
 
-Principles: a user's cancel and a user's mistake stop at once; what the scheduler does costs
-nothing; every other cause, a signal that nobody explains among them, has a budget of its own, which
-progress fills up again; a run that is over without being done and without having been asked to end
-leaves with a code that is not 0; nodes are kept
-while enough of them are good, because a queue costs hours and a relaunch seconds; what could do
-harm (avoiding nodes, going back) is only said until the spec allows it, but a node on which this
-run cannot work as it is (unfit) is left in any case; "unknown" never does anything that could lose
-work.
+One function, so that the same decision can be tested, shown (`hpctrain why`) and simulated
+(`hpctrain simulate`). Principles:
+
+- A user's cancel and a user's mistake stop the run at once; ends by the scheduler cost nothing.
+- Every other cause, signals without an explanation included, has a budget, which progress refills.
+- A run that ends unfinished, without a request to end, exits with a code other than 0.
+- Nodes are kept while enough of them are good: a queue costs hours, a relaunch seconds.
+- What could do harm (excluding nodes, going back) is only recorded until the spec allows it. A node
+  on which this run cannot work as it is (unfit) is excluded in any case.
+- The cause "unknown" never leads to anything that could lose work.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ _LONGEST_STORM_DELAY_SECONDS = 1800.0
 
 
 def budget_of(cause: Cause, config: SuperviseConfig) -> int | None:
-    """Retries after this cause without a new checkpoint; None: as often as it comes."""
+    """Return the retries after this cause without a new checkpoint; None: no limit."""
     if str(cause) in config.budgets:
         return config.budgets[str(cause)]
     if cause in RETRIES:
@@ -77,7 +78,7 @@ def budget_of(cause: Cause, config: SuperviseConfig) -> int | None:
 def decide(
     verdict: Verdict, history: History, situation: Situation, config: SuperviseConfig
 ) -> Action:
-    """The action for one verdict. `history` includes the launch that the verdict is about."""
+    """Decide about one verdict. `history` includes the launch that the verdict is about."""
     for rule in (_ended, _spent_loading, _checkpoint, _final, _spent, _numerics):
         action = rule(verdict, history, situation, config)
         if action is not None:
@@ -92,15 +93,15 @@ def decide(
 def _ended(
     verdict: Verdict, history: History, situation: Situation, config: SuperviseConfig
 ) -> Action | None:
-    """What needs no decision."""
+    """Handle the ends that need no decision."""
     if verdict.cause is Cause.DONE:
         return Action(ActionKind.FINISH, "the run is done")
     if verdict.cause is Cause.SUPERSEDED:
         return Action(ActionKind.LEAVE, "leave the run to the newer launch")
     if verdict.hold and config.continuation == "requeue":
-        return Action(ActionKind.HOLD, f"{verdict.reason}; go on with `hpctrain resume`")
+        return Action(ActionKind.HOLD, verdict.followed_by("go on with `hpctrain resume`", "; "))
     if verdict.cause is Cause.YIELDED:
-        return Action(ActionKind.STOP, f"{verdict.reason}; go on with `hpctrain resume`")
+        return Action(ActionKind.STOP, verdict.followed_by("go on with `hpctrain resume`", "; "))
     return None
 
 
@@ -108,7 +109,14 @@ def _checkpoint(
     verdict: Verdict, history: History, situation: Situation, config: SuperviseConfig
 ) -> Action | None:
     action = decide_checkpoint(verdict, history, situation, config)
-    if action is None or action.kind is not ActionKind.RELAUNCH:
+    return None if action is None else _where_possible(action, verdict, situation, config)
+
+
+def _where_possible(
+    action: Action, verdict: Verdict, situation: Situation, config: SuperviseConfig
+) -> Action:
+    """Turn a relaunch into the next attempt of the run where the job loses its nodes."""
+    if action.kind is not ActionKind.RELAUNCH:
         return action
     if verdict.already_requeued:
         return replace(action, kind=ActionKind.LEAVE)
@@ -121,7 +129,7 @@ def _checkpoint(
 def _spent_loading(
     verdict: Verdict, history: History, situation: Situation, config: SuperviseConfig
 ) -> Action | None:
-    """Before stepping back once more: it does not help."""
+    """Stop if going back did not help, before the run goes back once more."""
     if verdict.cause is not Cause.LOAD_FAILED:
         return None
     return _spent(verdict, history, situation, config)
@@ -130,15 +138,17 @@ def _spent_loading(
 def _final(
     verdict: Verdict, history: History, situation: Situation, config: SuperviseConfig
 ) -> Action | None:
-    """A person has said so, or no retry can help."""
+    """Stop for good: a person cancelled the run, or no retry can help."""
     if verdict.cause is Cause.CANCELLED:
         return _stop("cancelled runs stay cancelled")
     if verdict.cause in FINAL_CAUSES:
-        return _stop(f"{verdict.reason}: a retry cannot help")
+        return _stop(verdict.followed_by("a retry cannot help"))
     if verdict.cause is Cause.GPU_OOM and not history.ever_progressed:
         return _stop(
-            f"{verdict.reason}: it has never fitted, so a retry cannot help; "
-            "`hpctrain plan --explain` shows smaller layouts"
+            verdict.followed_by(
+                "it has never fitted, so a retry cannot help; "
+                "`hpctrain plan --explain` shows smaller layouts"
+            )
         )
     return None
 
@@ -146,7 +156,7 @@ def _final(
 def _spent(
     verdict: Verdict, history: History, situation: Situation, config: SuperviseConfig
 ) -> Action | None:
-    """The budget of this cause, or of all, is used up without progress."""
+    """Stop if the budget of this cause, or of all causes, is used up without progress."""
     cause, budget = verdict.cause, budget_of(verdict.cause, config)
     if cause is Cause.TIME_LIMIT:
         count = history.time_limits_without_progress
@@ -166,36 +176,37 @@ def _spent(
         if elsewhere is not None:
             return elsewhere
     if spent:
-        return _stop(f"{_failures(count, cause)} without a new checkpoint: {verdict.reason}")
+        name = str(cause).replace("_", " ")
+        failed = f"{count} failed launches in a row" if count > 1 else "1 launch"
+        return _stop(verdict.preceded_by(f"{failed} ({name}) without a new checkpoint"))
     if history.failures_without_progress >= limit_of_all(config):
         return _stop(
-            f"{history.failures_without_progress} failed launches in a row without a new "
-            f"checkpoint, the last: {verdict.reason}"
+            verdict.preceded_by(
+                f"{history.failures_without_progress} failed launches in a row without a new "
+                "checkpoint, the last"
+            )
         )
     return None
 
 
 def _elsewhere(verdict: Verdict, situation: Situation, config: SuperviseConfig) -> Action | None:
-    """What cannot be written from here can perhaps be from other nodes. Nothing of it is in the
-    ledger then, so Slurm's own count of starts takes the place of the budget."""
+    """Requeue a job whose run directory cannot be written: other nodes may reach it.
+
+    The ledger has no record of it then, so Slurm's count of starts replaces the budget.
+    """
     budget = budget_of(Cause.STORAGE, config)
     if config.continuation != "requeue" or budget is None:
         return None
     if situation.restarts >= budget:
         times = f"started {situation.restarts + 1} times"
-        return _stop(f"{verdict.reason}: {times} without a ledger that can be written")
-    reason = f"{verdict.reason}: other nodes may reach it, so the next attempt tries"
-    return Action(ActionKind.REQUEUE, reason)
+        return _stop(verdict.followed_by(f"{times} without a ledger that can be written"))
+    decision = "other nodes may reach it, so the next attempt tries"
+    return Action(ActionKind.REQUEUE, verdict.followed_by(decision))
 
 
 def limit_of_all(config: SuperviseConfig) -> int:
-    """Failures by all causes without a new checkpoint at which the run is stopped."""
+    """Return how many failures by all causes without a new checkpoint stop the run."""
     return _ALL_CAUSES_FACTOR * config.failures_without_progress
-
-
-def _failures(count: int, cause: Cause) -> str:
-    words = str(cause).replace("_", " ")
-    return f"{count} failed launches in a row ({words})" if count > 1 else f"1 launch ({words})"
 
 
 def _numerics(
@@ -204,32 +215,27 @@ def _numerics(
     if verdict.cause not in (Cause.DIVERGED, Cause.SUSPECT_NUMERICS):
         return None
     action = decide_numerics(verdict, history, situation, config)
-    if action.kind is not ActionKind.RELAUNCH:
-        return action
-    if verdict.already_requeued:
-        return replace(action, kind=ActionKind.LEAVE)
-    if not situation.keeps_nodes:
-        later = _go_on_later(verdict, situation, config)
-        return replace(action, kind=later.kind, exit_code=later.exit_code)
-    return action
+    return _where_possible(action, verdict, situation, config)
 
 
 def _go_on_later(verdict: Verdict, situation: Situation, config: SuperviseConfig) -> Action:
-    """The nodes are gone or going: the next attempt resumes."""
+    """Leave the run to the next attempt: the nodes are gone or will be."""
     if config.continuation == "requeue":
         return _avoiding(
-            Action(ActionKind.REQUEUE, f"{verdict.reason}: the next attempt resumes"),
+            Action(ActionKind.REQUEUE, verdict.followed_by("the next attempt resumes")),
             situation,
             config,
         )
     if config.continuation == "none":
-        return _stop(f"{verdict.reason}; this site does not requeue: `hpctrain resume` goes on")
+        return _stop(
+            verdict.followed_by("this site does not requeue: `hpctrain resume` goes on", "; ")
+        )
     chain = _CHAINS[config.continuation]
     if situation.followed:
-        words = f"{verdict.reason}: the next job of the {chain} resumes"
+        words = verdict.followed_by(f"the next job of the {chain} resumes")
         return _avoiding(Action(ActionKind.LEAVE, words), situation, config)
-    reason = f"{verdict.reason}; no job of the {chain} is left: `hpctrain resubmit` goes on"
-    return Action(ActionKind.LEAVE, reason, STOPPED_EXIT_CODE)
+    decision = f"no job of the {chain} is left: `hpctrain resubmit` goes on"
+    return Action(ActionKind.LEAVE, verdict.followed_by(decision, "; "), STOPPED_EXIT_CODE)
 
 
 _CHAINS = {"chain": "chain", "singleton": "singletons", "array": "array"}
@@ -239,33 +245,34 @@ def _retry(
     verdict: Verdict, history: History, situation: Situation, config: SuperviseConfig
 ) -> Action:
     """Relaunch on the nodes at hand, unless too few of them are good."""
-    count = _count(verdict, history, config)
+    failures, budget = history.of(verdict.cause), budget_of(verdict.cause, config)
+    limit = "" if budget is None else f" of {budget + 1}"
+    count = f"failure {failures}{limit} without a new checkpoint"
+    if not failures:
+        count = "it had made progress"
     if history.recent_failures >= config.storm_failures:
         return _weather(history, situation, config, count)
-    delay = _delay(verdict, history)
-    if _must_change_nodes(verdict, situation, config):
+    left = situation.healthy_nodes
+    if verdict.hard and config.exclude_nodes == "act":
+        left -= len(situation.exclude_here)
+    if left < situation.least_nodes:
         later = _go_on_later(verdict, situation, config)
-        return replace(later, reason=f"{_too_few(situation)} ({count}); {later.reason}")
-    reason = f"start again {_where(verdict, situation, config)} ({count})"
-    action = Action(ActionKind.RELAUNCH, reason, delay_seconds=delay)
+        usable = "are fit" if situation.unfit else "answer"
+        too_few = (
+            f"{situation.healthy_nodes} of {situation.allocated_nodes} nodes {usable}, "
+            f"{situation.least_nodes} are needed"
+        )
+        return replace(later, reason=f"{too_few} ({count}); {later.reason}")
+    reason = f"start again {_where(situation, config)} ({count})"
+    slow = verdict.cause in _SLOW_CAUSES
+    first_seconds = _SLOW_FIRST_DELAY_SECONDS if slow else _FIRST_DELAY_SECONDS
+    doublings = min(max(failures - 1, 0), _MOST_DOUBLINGS)
+    delay_seconds = min(first_seconds * float(2**doublings), _LONGEST_DELAY_SECONDS)
+    action = Action(ActionKind.RELAUNCH, reason, delay_seconds=delay_seconds)
     return _avoiding(action, situation, config)
 
 
-def _must_change_nodes(verdict: Verdict, situation: Situation, config: SuperviseConfig) -> bool:
-    if situation.healthy_nodes < situation.least_nodes:
-        return True
-    if not verdict.hard or config.exclude_nodes != "act":
-        return False
-    return situation.healthy_nodes - len(situation.exclude_here) < situation.least_nodes
-
-
-def _too_few(situation: Situation) -> str:
-    good = situation.healthy_nodes
-    what = "are fit" if situation.unfit else "answer"
-    return f"{good} of {situation.allocated_nodes} nodes {what}, {situation.least_nodes} are needed"
-
-
-def _where(verdict: Verdict, situation: Situation, config: SuperviseConfig) -> str:
+def _where(situation: Situation, config: SuperviseConfig) -> str:
     avoided = len(situation.exclude_here) if config.exclude_nodes == "act" else 0
     left = situation.healthy_nodes - avoided
     if left < situation.needed_nodes <= situation.healthy_nodes:
@@ -277,23 +284,8 @@ def _where(verdict: Verdict, situation: Situation, config: SuperviseConfig) -> s
     return "on the same nodes"
 
 
-def _count(verdict: Verdict, history: History, config: SuperviseConfig) -> str:
-    failures, budget = history.of(verdict.cause), budget_of(verdict.cause, config)
-    if not failures:
-        return "it had made progress"
-    limit = "" if budget is None else f" of {budget + 1}"
-    return f"failure {failures}{limit} without a new checkpoint"
-
-
-def _delay(verdict: Verdict, history: History) -> float:
-    slow = verdict.cause in _SLOW_CAUSES
-    first = _SLOW_FIRST_DELAY_SECONDS if slow else _FIRST_DELAY_SECONDS
-    repeats = max(history.of(verdict.cause) - 1, 0)
-    return min(first * float(2 ** min(repeats, _MOST_DOUBLINGS)), _LONGEST_DELAY_SECONDS)
-
-
 def _weather(history: History, situation: Situation, config: SuperviseConfig, count: str) -> Action:
-    """A storm: something around the run is broken, and trying again at once feeds it.
+    """Slow down in a storm of failures, which an immediate retry would make worse.
 
     Nodes that wait cost as much as nodes that train, so they are given back where the job can be
     put back into the queue; Slurm lets it wait there for at least two minutes (cred_expire).
@@ -311,8 +303,10 @@ def _weather(history: History, situation: Situation, config: SuperviseConfig, co
 
 
 def _avoiding(action: Action, situation: Situation, config: SuperviseConfig) -> Action:
-    """Without the nodes that are unfit for this run, and those that the node ledger says to avoid;
-    where the spec does not allow the latter, with the word that they would be."""
+    """Exclude the nodes that are unfit for this run and those that the node ledger blames.
+
+    Where the spec does not allow the latter, only record that they would be excluded.
+    """
     if config.exclude_nodes == "act":
         exclude = tuple(dict.fromkeys((*situation.exclude, *situation.unfit)))
         return replace(action, exclude=exclude)

@@ -1,14 +1,13 @@
-"""What nodes have answered to a probe, and what follows from comparing them. Pure.
+"""Parse the answers of nodes to a probe and compare them. Pure.
 
-Belongs here: reading the lines of `preflight`, telling a broken node from a broken cluster. Does
-not belong here: asking (`probe`), looking (`preflight`), and what is done about it (`policy`).
+Belongs here: reading the lines of `preflight`, distinguishing a broken node from a broken cluster.
+Does not belong here: sending the probe (`probe`), the checks (`preflight`), decisions (`policy`).
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -125,12 +124,12 @@ class ProbeResult:
 
     @property
     def shared(self) -> tuple[str, ...]:
-        """What is wrong on most nodes alike, so that another node would not help."""
+        """Problems of most nodes alike, so that another node would not help."""
         return tuple(dict.fromkeys(map(str, self._shared())))
 
     @property
     def shared_blocking(self) -> tuple[str, ...]:
-        """What of it keeps launches from running."""
+        """Those of the shared problems that prevent launches."""
         return tuple(dict.fromkeys(str(problem) for problem in self._shared() if problem.blocks))
 
     def _shared(self) -> tuple[NodeProblem, ...]:
@@ -175,7 +174,7 @@ class Answers:
 
     found: dict[str, NodeAnswer] = field(default_factory=dict)
 
-    def hear(self, line: str, received_at: float) -> None:
+    def add_line(self, line: str, received_at: float) -> None:
         """Take one line; `received_at` is seconds since the epoch here."""
         message = _message(line)
         if message is None:
@@ -193,9 +192,26 @@ class Answers:
         return frozenset(node for node, one in self.found.items() if one.ended)
 
     def compared(self) -> tuple[NodeAnswer, ...]:
-        """All answers, with the problems that show only beside the other nodes."""
-        answers = [_unfinished(one) for one in self.found.values()]
-        return tuple(_missing_ports(_skewed(one), answers) for one in answers)
+        """List all answers, with the problems that show only in comparison with other nodes."""
+        answers = tuple(self.found.values())
+        listed = [one.ports for one in answers if one.ports is not None]
+        counts = Counter(port for ports in listed for port in ports)
+        # Ports that are active on more than half of the nodes should be active on all.
+        usual = {port for port, count in counts.items() if 2 * count > len(listed)}
+        compared = []
+        for one in answers:
+            problems = list(one.problems)
+            if not one.ended:
+                problems.append(NodeProblem(_UNFINISHED, "began and did not end in time"))
+            if abs(one.skew_seconds) > _LARGEST_SKEW_SECONDS:
+                text = f"differs by {one.skew_seconds:+.0f} s from that of the first node"
+                problems.append(NodeProblem("clock", text))
+            missing = sorted(usual - set(one.ports)) if one.ports is not None else []
+            if missing:
+                text = f"{', '.join(missing)} not active, unlike on the other nodes"
+                problems.append(NodeProblem("fabric", text))
+            compared.append(replace(one, problems=tuple(problems)))
+        return tuple(compared)
 
 
 def _message(line: str) -> dict[str, Any] | None:
@@ -225,47 +241,10 @@ def _with(before: NodeAnswer, message: dict[str, Any], received_at: float) -> No
             before, kernel=(*before.kernel, KernelLine(before.node, text, message.get("at")))
         )
     if kind == "fact":
-        return _with_fact(before, str(message.get("name")), message.get("value"))
+        name, value = message.get("name"), message.get("value")
+        if name == "gpus" and isinstance(value, list):
+            return replace(before, gpus=tuple(map(str, value)))
+        if name == "ports" and isinstance(value, list):
+            return replace(before, ports=tuple(map(str, value)))
+        return replace(before, kernel_log=str(value)) if name == "kernel_log" else before
     return replace(before, ended=True) if kind == "end" else before
-
-
-def _with_fact(before: NodeAnswer, name: str, value: Any) -> NodeAnswer:
-    if name == "gpus" and isinstance(value, list):
-        return replace(before, gpus=tuple(map(str, value)))
-    if name == "ports" and isinstance(value, list):
-        return replace(before, ports=tuple(map(str, value)))
-    return replace(before, kernel_log=str(value)) if name == "kernel_log" else before
-
-
-def _unfinished(answer: NodeAnswer) -> NodeAnswer:
-    if answer.ended:
-        return answer
-    return _adding(answer, NodeProblem(_UNFINISHED, "began and did not end in time"))
-
-
-def _skewed(answer: NodeAnswer) -> NodeAnswer:
-    if abs(answer.skew_seconds) <= _LARGEST_SKEW_SECONDS:
-        return answer
-    words = f"differs by {answer.skew_seconds:+.0f} s from that of the first node"
-    return _adding(answer, NodeProblem("clock", words))
-
-
-def _missing_ports(answer: NodeAnswer, answers: Sequence[NodeAnswer]) -> NodeAnswer:
-    """Ports that are active on more than half of the nodes are to be active on all."""
-    if answer.ports is None:
-        return answer
-    told = [one.ports for one in answers if one.ports is not None]
-    missing = sorted(_usual(told) - set(answer.ports))
-    if not missing:
-        return answer
-    words = f"{', '.join(missing)} not active, unlike on the other nodes"
-    return _adding(answer, NodeProblem("fabric", words))
-
-
-def _usual(told: Sequence[Iterable[str]]) -> set[str]:
-    counts = Counter(port for ports in told for port in ports)
-    return {port for port, count in counts.items() if 2 * count > len(told)}
-
-
-def _adding(answer: NodeAnswer, problem: NodeProblem) -> NodeAnswer:
-    return replace(answer, problems=(*answer.problems, problem))

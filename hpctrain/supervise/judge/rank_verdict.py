@@ -1,4 +1,4 @@
-"""What ranks and machines say about the end of a launch. Pure.
+"""Judge the end of a launch by the reports of ranks and machines. Pure.
 
 Order of trust: a wrong setting (the trainer's own word, with that of all nodes where it depends on
 the node); a checkpoint that is proven to have changed; nodes that are lost; broken hardware; the
@@ -11,35 +11,33 @@ Belongs here: choosing among these. Does not belong here: finding lines (`log_sc
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from dataclasses import replace
 
+from hpctrain.slurm.messages import LaunchProblem, TaskFailure
+from hpctrain.store.run_records import TrainerExit
+from hpctrain.supervise.judge.agent_failures import AGENT
 from hpctrain.supervise.judge.causes import FINAL_CAUSES, Cause
 from hpctrain.supervise.judge.documents import (
     Evidence,
     Finding,
     RankExit,
     Suspicion,
-    TaskFailure,
     Verdict,
 )
 from hpctrain.supervise.judge.fingerprint import fingerprint
-from hpctrain.supervise.judge.root_causes import NEVER, Candidate, candidates, own_crashes
-from hpctrain.supervise.judge.scheduler_verdict import noticed
+from hpctrain.supervise.judge.root_causes import NEVER, RootCandidate, candidates, own_crashes
+from hpctrain.supervise.judge.scheduler_verdict import failed_nodes, noticed
 from hpctrain.supervise.judge.shared_failures import Extent, extent
 from hpctrain.supervise.judge.silence_limits import LAUNCHING
-from hpctrain.supervise.judge.slurm_words import (
-    exit_code,
-    is_broken_allocation,
-    killed_from_outside,
-    launch_failures,
-    lost_step,
-    nodes_named,
-    why_not_launched,
-)
 
-# Exit codes of the trainer that say more than "crash" (store.signs.TrainerExit).
-_CODES = {16: Cause.SUSPECT_NUMERICS, 17: Cause.DIVERGED, 78: Cause.CONFIG_ERROR}
+# Exit codes of the trainer that are more specific than a crash.
+_CODES: dict[int, Cause] = {
+    TrainerExit.SUSPECT_NUMERICS: Cause.SUSPECT_NUMERICS,
+    TrainerExit.DIVERGED: Cause.DIVERGED,
+    TrainerExit.CONFIG_ERROR: Cause.CONFIG_ERROR,
+}
 # What can hold up a launch without ending it. Other roots in the logs of a launch that hangs were
 # survived, or follow from the supervisor's killing it.
 _HOLD_UP = frozenset(
@@ -57,12 +55,19 @@ _VAGUE_ECHOES = {Cause.HANG: 1, Cause.CRASH: 2}
 # How much later a kill may be told of than what fails because of it: on busy nodes slurmstepd and
 # agents notice late. Less than ranks live that survive a failed one (`watch`).
 _TOLD_LATE_SECONDS = 3.0
+# What people and programs send to a process; the other signals a process brings on itself.
+_SENT_SIGNALS = frozenset(
+    {
+        *(signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT),
+        *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGXCPU),
+    }
+)
 # More suspects than these are no suspects: what many nodes see is not the fault of one.
 _MOST_SUSPECTS = 2
 
 
 def by_ranks(evidence: Evidence) -> Verdict | None:
-    """The verdict on a launch that neither the scheduler nor a person has ended."""
+    """Judge a launch that neither the scheduler nor a person has ended."""
     judges = (
         _wrong_setting,
         _replaced,
@@ -90,8 +95,11 @@ def by_ranks(evidence: Evidence) -> Verdict | None:
 
 
 def _wrong_setting(evidence: Evidence) -> Verdict | None:
-    """What the settings themselves say is wrong everywhere, whoever says it; what depends on the
-    node is compared between nodes."""
+    """Judge settings that ranks refuse.
+
+    What the settings themselves make wrong is wrong everywhere, whichever rank reports it. What
+    depends on the node is compared between nodes.
+    """
     wrong = [exit_ for exit_ in evidence.rank_exits if exit_.outcome == "config_error"]
     settled = next((exit_ for exit_ in wrong if not exit_.node_dependent), None)
     if settled is not None:
@@ -109,9 +117,9 @@ def _config_error(exit_: RankExit) -> Verdict:
 
 
 def _of_some_nodes(reports: Sequence[RankExit], evidence: Evidence) -> Verdict | None:
-    """The verdict on failures of the same kind that depend on the node; None if all nodes agree.
+    """Judge failures of the same kind that depend on the node; None if all nodes agree.
 
-    Where the probe has found the nodes that lack something, it decides which they are.
+    Where the probe has found nodes that lack something, these are the affected ones.
     """
     if not reports:
         return None
@@ -143,7 +151,7 @@ def _of_some_nodes(reports: Sequence[RankExit], evidence: Evidence) -> Verdict |
 
 
 def _replaced(evidence: Evidence) -> Verdict | None:
-    """A rank has read the epochs later than the supervisor has."""
+    """Find a rank that found a newer epoch, which the supervisor has not read yet."""
     for exit_ in evidence.rank_exits:
         if exit_.cause == Cause.SUPERSEDED:
             lines = (f"rank {exit_.rank} on {exit_.node}: {exit_.message}",)
@@ -153,7 +161,7 @@ def _replaced(evidence: Evidence) -> Verdict | None:
 
 
 def _damaged(evidence: Evidence) -> Verdict | None:
-    """A rank has compared the content of the checkpoint with what was written."""
+    """Find a rank whose checkpoint differs from what was written."""
     for exit_ in evidence.rank_exits:
         if exit_.cause == Cause.BAD_CHECKPOINT:
             lines = (f"rank {exit_.rank} on {exit_.node}: {exit_.message}",)
@@ -167,30 +175,24 @@ def _damaged(evidence: Evidence) -> Verdict | None:
 def _lost_nodes(evidence: Evidence) -> Verdict | None:
     if evidence.lost_nodes:
         reason = f"nodes do not answer: {', '.join(evidence.lost_nodes[:8])}"
-        lines = (*evidence.notices[-2:], *(f.line for f in _hard(evidence)[:3]))
+        hard = [f.line for f in evidence.findings if f.hard and f.role == "root"]
+        lines = (*evidence.notice_lines[-2:], *hard[:3])
         return Verdict(Cause.NODE_FAILURE, reason, lines, nodes=evidence.lost_nodes)
     if noticed(evidence) is not Cause.NODE_FAILURE:
         return None
-    named = nodes_named(evidence.notices)
-    found = (f.node for f in evidence.findings if f.signature == "slurm_node_failure" and f.node)
-    nodes = tuple(dict.fromkeys((*named, *found)))
-    return Verdict(
-        Cause.NODE_FAILURE, "a node of the job failed", evidence.notices[-3:], nodes=nodes
-    )
-
-
-def _hard(evidence: Evidence) -> list[Finding]:
-    return [f for f in evidence.findings if f.hard and f.role == "root"]
+    lines = evidence.notice_lines[-3:]
+    nodes = failed_nodes(evidence)
+    return Verdict(Cause.NODE_FAILURE, "a node of the job failed", lines, nodes=nodes)
 
 
 # -- the earliest root -----------------------------------------------------------------------
 
 
 def _root(evidence: Evidence) -> Verdict | None:
-    """Broken hardware, a kill for memory, or the earliest failure of a rank that names its cause.
+    """Find broken hardware, a kill for memory, or the earliest failure with a known cause.
 
-    A crash that nobody can name is left to `_by_crash`, for a rank that died by a signal may have
-    gone before it.
+    A crash without a known cause is left to `_by_crash`, because a rank that was killed by a
+    signal may have ended before it.
     """
     found = sorted(candidates(evidence), key=lambda one: one.order)
     if evidence.stall is not None:
@@ -200,15 +202,20 @@ def _root(evidence: Evidence) -> Verdict | None:
     root = found[0]
     if root.cause is Cause.CRASH and root.tier == 2:
         return None
-    elsewhere = _of_some_nodes(_node_dependent(root.cause, evidence), evidence)
-    if elsewhere is not None:
-        return elsewhere
+    if root.cause in FINAL_CAUSES:
+        # Unless one rank reports that it is wrong everywhere, it may be wrong on some nodes only.
+        same = [exit_ for exit_ in evidence.rank_exits if exit_.cause == root.cause]
+        if all(exit_.node_dependent for exit_ in same):
+            on_some_nodes = _of_some_nodes(same, evidence)
+            if on_some_nodes is not None:
+                return on_some_nodes
     if root.cause is Cause.LOAD_FAILED and _first_kill(evidence) is not None:
         return None  # a rank that was killed may be why others could not load
     nodes, hard = _suspects(root, found)
     where = f"rank {root.rank} on {root.node}" if root.rank is not None else root.node
-    reason = f"{where or 'the launch'}: {_sentence(root)}"
-    lines = tuple(dict.fromkeys(map(_shown, found)))
+    cause = str(root.cause).replace("_", " ")
+    reason = f"{where or 'the launch'}: {cause}: {root.words.strip()[:200]}"
+    lines = tuple(dict.fromkeys(map(str, found)))
     loaded = evidence.resume_step if root.cause is Cause.LOAD_FAILED else 0
     return Verdict(
         root.cause,
@@ -217,22 +224,13 @@ def _root(evidence: Evidence) -> Verdict | None:
         root.rank,
         nodes=nodes,
         hard=hard,
-        step=_step(root, evidence),
+        step=root.step or evidence.last_step,
         checkpoint_step=loaded or None,
     )
 
 
-def _node_dependent(cause: Cause, evidence: Evidence) -> list[RankExit]:
-    """Reports of this cause, if no retry helps against it and each may be wrong on its node only;
-    none as soon as one rank says that it is wrong everywhere."""
-    if cause not in FINAL_CAUSES:
-        return []
-    same = [exit_ for exit_ in evidence.rank_exits if exit_.cause == cause]
-    return same if all(exit_.node_dependent for exit_ in same) else []
-
-
-def _suspects(root: Candidate, found: list[Candidate]) -> tuple[tuple[str, ...], bool]:
-    """The nodes that the same cause points at, unless they are many and the hardware is whole."""
+def _suspects(root: RootCandidate, found: list[RootCandidate]) -> tuple[tuple[str, ...], bool]:
+    """Collect the nodes with the same cause, unless they are many and no hardware is broken."""
     same = [one for one in found if one.cause is root.cause and one.hard is root.hard]
     nodes = tuple(dict.fromkeys(one.node for one in same if one.node))
     if root.cause in FINAL_CAUSES:
@@ -240,20 +238,6 @@ def _suspects(root: Candidate, found: list[Candidate]) -> tuple[tuple[str, ...],
     if root.hard:
         return nodes, True
     return (nodes if len(nodes) <= _MOST_SUSPECTS else ()), False
-
-
-def _step(root: Candidate, evidence: Evidence) -> int | None:
-    return root.step or evidence.last_step
-
-
-def _sentence(root: Candidate) -> str:
-    return f"{str(root.cause).replace('_', ' ')}: {root.words.strip()[:200]}"
-
-
-def _shown(one: Candidate) -> str:
-    where = [f"rank {one.rank}"] if one.rank is not None else []
-    where += [f"on {one.node}"] if one.node else []
-    return f"{' '.join(where)}: {one.words}" if where else one.words
 
 
 # -- hangs, launches, deaths -------------------------------------------------------------------
@@ -265,152 +249,147 @@ def _hang(evidence: Evidence) -> Verdict | None:
         return None
     if stall.phase == LAUNCHING:
         reason = f"srun could not create the step in {stall.silent_seconds:.0f} s"
-        return Verdict(Cause.LAUNCH_FAILURE, reason, evidence.notices[-3:])
+        return Verdict(Cause.LAUNCH_FAILURE, reason, evidence.notice_lines[-3:])
     reason = (
         f"no sign of life for {stall.silent_seconds:.0f} s while {stall.phase} "
         f"(limit {stall.limit_seconds:.0f} s)"
     )
+    explaining = [finding for finding in _echoes(evidence) if finding.cause in _HOLD_UP]
     if not stall.odd:
-        return _held_up(evidence) or Verdict(Cause.HANG, reason, step=evidence.last_step)
+        if explaining:  # no rank is odd, but storage or a link was away
+            return _verdict_of_echo(explaining, evidence)
+        return Verdict(Cause.HANG, reason, step=evidence.last_step)
     first = stall.odd[0]
     others = f" and {len(stall.odd) - 1} more" if len(stall.odd) > 1 else ""
     lines = tuple(f"rank {odd.rank} on {odd.node}: {odd.where}" for odd in stall.odd[:4])
     return Verdict(
         Cause.HANG,
         f"{reason}; rank {first.rank} on {first.node}{others} is elsewhere: {first.where}",
-        (*lines, *(f.line for f in _explaining_echoes(evidence)[:2])),
+        (*lines, *(finding.line for finding in explaining[:2])),
         first.rank,
         nodes=tuple(dict.fromkeys(odd.node for odd in stall.odd if odd.node)),
         step=evidence.last_step,
     )
 
 
-def _held_up(evidence: Evidence) -> Verdict | None:
-    """Nobody is odd, but somebody says that storage or a link was away."""
-    echoes = _explaining_echoes(evidence)
-    return _verdict_of_echo(echoes, evidence) if echoes else None
-
-
-def _explaining_echoes(evidence: Evidence) -> list[Finding]:
-    return [f for f in _echoes(evidence) if f.cause in _HOLD_UP]
-
-
 def _never_launched(evidence: Evidence) -> Verdict | None:
-    """srun could not start some tasks and ends the others, which is no crash of theirs."""
-    lines = launch_failures(evidence.notices)
-    if evidence.started or not lines:
+    """Find why srun could not start tasks; it ends the others, which have not crashed."""
+    failed = [notice for notice in evidence.notices if notice.launch_problem is not None]
+    if evidence.started or not failed:
         return None
-    cause = why_not_launched(lines)
-    nodes = () if cause is Cause.CONTROLLER_AWAY else nodes_named(lines)
-    reason = f"srun could not start the step: {lines[0]}"
-    broken = is_broken_allocation(lines)
-    return Verdict(cause, reason, lines[:3], nodes=nodes, broken_allocation=broken)
+    problems = {notice.launch_problem for notice in failed}
+    cause = Cause.LAUNCH_FAILURE
+    if LaunchProblem.PROLOG in problems:
+        cause = Cause.PROLOG_FAILURE
+    elif problems == {LaunchProblem.CONTROLLER_AWAY}:
+        cause = Cause.CONTROLLER_AWAY
+    named = [notice.node for notice in failed if notice.node]
+    return Verdict(
+        cause,
+        f"srun could not start the step: {failed[0].text}",
+        tuple(notice.text for notice in failed[:3]),
+        nodes=() if cause is Cause.CONTROLLER_AWAY else tuple(dict.fromkeys(named)),
+        broken_allocation=LaunchProblem.BROKEN_ALLOCATION in problems,
+    )
 
 
 def _lost_step(evidence: Evidence) -> Verdict | None:
-    """The slurmstepd of a node is gone; srun kills the tasks of all others."""
-    place = lost_step(evidence.notices)
+    """Find a node whose slurmstepd is gone, after which srun kills the tasks of all others."""
+    gone = (notice.lost_step for notice in evidence.notices if notice.lost_step is not None)
+    place = next(gone, None)
     if place is None:
         return None
     known = evidence.nodes[place : place + 1]
     where = known[0] if known else f"node {place} of the launch"
     reason = f"the slurmstepd of {where} is gone, and srun ended the step"
-    lines = (*evidence.notices[-2:], *_task_lines(evidence))
+    lines = (*evidence.notice_lines[-2:], *_task_lines(evidence))
     return Verdict(Cause.CRASH, reason, lines, nodes=known, step=evidence.last_step)
 
 
 def _by_signal(evidence: Evidence) -> Verdict | None:
-    """A rank that was killed leaves no record, so srun's first line about a death comes first."""
+    """Find a rank that was killed: it leaves no record, so srun's first report counts."""
     first = _first_kill(evidence)
     if first is None:
         return None
-    rank = int(first.tasks) if first.tasks.isdigit() else None
-    who = f"rank {first.tasks}" if first.tasks[:1].isdigit() else f"the {first.tasks}"
+    who = f"the {AGENT}" if first.tasks == AGENT else f"rank {first.tasks}"
     reason = f"{who} on {first.node} was ended by a signal: {first.what}"
-    nodes = () if "[" in first.node else (first.node,)
     return Verdict(
         Cause.CRASH,
         reason,
         _task_lines(evidence),
-        rank,
-        nodes=nodes,
+        first.rank,
+        nodes=(first.single_node,) if first.single_node else (),
         step=evidence.last_step,
         suspicion=_suspicion(first, own_words=False),
     )
 
 
 def _first_kill(evidence: Evidence) -> TaskFailure | None:
-    """The death that came first, if it was by a signal; or one that came next to it, if all that
-    ranks say is that others are gone. A watchdog that aborts its own rank has killed nobody."""
+    """Find the first end of a task, if it was by a signal.
+
+    If ranks report only lost peers, a kill that srun reports a little later counts as well. A
+    watchdog that aborts its own rank has killed no other.
+    """
     deaths = evidence.task_failures
     if not deaths:
         return None
-    if exit_code(deaths[0]) is None:
+    if deaths[0].code is None:
         return None if _is_abort(deaths[0]) and _echoes(evidence) else deaths[0]
     if not evidence.rank_exits or own_crashes(evidence):
         return None
-    kills = (one for one in deaths if exit_code(one) is None and not _is_abort(one))
+    kills = (one for one in deaths if one.code is None and not _is_abort(one))
     return next((one for one in kills if one.at - deaths[0].at < _TOLD_LATE_SECONDS), None)
 
 
 def _is_abort(failure: TaskFailure) -> bool:
-    return failure.what.startswith("Aborted")
+    return failure.signal == signal.SIGABRT
 
 
 def _by_crash(evidence: Evidence) -> Verdict | None:
-    """The first rank that failed for a reason of its own, though nobody knows which.
+    """Find the first rank that failed for a reason of its own, whose cause is not known.
 
-    An exception that no signature knows is one of the program, wherever it was raised.
+    An exception without a signature is one of the program, wherever it was raised.
     """
     crashes = [exit_ for exit_ in evidence.rank_exits if exit_.outcome == "crash"]
     own = own_crashes(evidence)
     if not own:
         return None
-    root = min(own, key=_order_of_end)
+    # Without times the order in which they are given counts.
+    root = min(own, key=lambda one: (one.ended_at, one.rank) if one.ended_at else (NEVER, 0))
     shown = sorted(crashes, key=lambda exit_: exit_ is not root)[:3]
     lines = (*(f"rank {c.rank} on {c.node}: {c.message}" for c in shown), *_task_lines(evidence))
     reason = f"rank {root.rank} failed: {root.message}"
-    step = root.step or evidence.last_step
-    nodes = _nodes_of_the_same(root, own)
-    suspicion = Suspicion.NONE
+    print_of_root = fingerprint(Cause.CRASH, root.message)
+    same = {e.node for e in own if fingerprint(Cause.CRASH, e.message) == print_of_root}
     return Verdict(
-        Cause.CRASH, reason, lines, root.rank, nodes=nodes, step=step, suspicion=suspicion
+        Cause.CRASH,
+        reason,
+        lines,
+        root.rank,
+        nodes=(root.node,) if len(same) <= _MOST_SUSPECTS else (),
+        step=root.step or evidence.last_step,
+        suspicion=Suspicion.NONE,
     )
 
 
-def _order_of_end(exit_: RankExit) -> tuple[float, int]:
-    """Without times the order in which they are given counts."""
-    return (exit_.ended_at, exit_.rank) if exit_.ended_at else (NEVER, 0)
-
-
-def _nodes_of_the_same(root: RankExit, own: list[RankExit]) -> tuple[str, ...]:
-    print_of_root = fingerprint(Cause.CRASH, root.message)
-    same = {e.node for e in own if fingerprint(Cause.CRASH, e.message) == print_of_root}
-    return (root.node,) if len(same) <= _MOST_SUSPECTS else ()
-
-
 def _by_silent_end(evidence: Evidence) -> Verdict | None:
-    """A rank left with a code and no record, and all that others say is that a peer is gone."""
+    """Find a rank that exited with a code and no record, while others report only lost peers."""
     recorded = {exit_.rank for exit_ in evidence.rank_exits}
     telling = [f for f in _echoes(evidence) if f.cause not in _VAGUE_ECHOES]
     silent = [
         failure
         for failure in evidence.task_failures
-        if failure.tasks.isdigit()
-        and int(failure.tasks) not in recorded
-        and exit_code(failure) is not None
+        if failure.rank is not None and failure.rank not in recorded and failure.code is not None
     ]
     if not recorded or not silent or telling:
         return None
     first = silent[0]
-    words = f"left with code {exit_code(first)} and said nothing"
-    rank = int(first.tasks)
-    own_words = any(f.rank == rank and f.role == "root" for f in evidence.findings)
+    own_words = any(f.rank == first.rank and f.role == "root" for f in evidence.findings)
     return Verdict(
         Cause.CRASH,
-        f"rank {rank} on {first.node} {words}",
+        f"rank {first.rank} on {first.node} left with code {first.code} and said nothing",
         _task_lines(evidence),
-        rank,
+        first.rank,
         nodes=(first.node,),
         step=evidence.last_step,
         suspicion=_suspicion(first, own_words),
@@ -420,13 +399,15 @@ def _by_silent_end(evidence: Evidence) -> Verdict | None:
 def _suspicion(failure: TaskFailure, own_words: bool) -> Suspicion:
     if own_words:
         return Suspicion.NONE
-    return Suspicion.OUTSIDE if killed_from_outside(failure) else Suspicion.CAUSE
+    # bash(1), EXIT STATUS: a command that signal N ends has the code 128 + N.
+    number = failure.signal if failure.code is None else failure.code - 128
+    return Suspicion.OUTSIDE if number in _SENT_SIGNALS else Suspicion.CAUSE
 
 
 def _unfit_nodes(evidence: Evidence) -> Verdict | None:
-    """Nobody names a cause, and the probe has found nodes on which no launch can run.
+    """Without a known cause, find the nodes on which the probe says that no launch can run.
 
-    A trainer that cannot even read its settings leaves no record, only its code.
+    A trainer that cannot even read its settings leaves no record, only its exit code.
     """
     unfit = [one for one in evidence.unfit_nodes if one.node in evidence.nodes]
     nodes = tuple(dict.fromkeys(one.node for one in unfit))
@@ -441,31 +422,28 @@ def _unfit_nodes(evidence: Evidence) -> Verdict | None:
 
 
 def _echo(evidence: Evidence) -> Verdict | None:
-    """Nothing but failures that follow from others: the one that says most about them."""
+    """Where all failures follow from others, take the one that is most specific."""
     echoes = _echoes(evidence)
-    if not echoes or not (evidence.task_failures or evidence.rank_exits or _died(evidence)):
+    failed = evidence.task_failures or evidence.rank_exits or evidence.srun_exit_code
+    if not echoes or not failed:
         return None
     verdict = _verdict_of_echo(echoes, evidence)
     return _with_silent_rank(verdict, echoes, evidence)
-
-
-def _died(evidence: Evidence) -> bool:
-    return evidence.srun_exit_code not in (0, None)
 
 
 def _echoes(evidence: Evidence) -> list[Finding]:
     found = [
         f
         for f in evidence.findings
-        if f.role == "cascade" and not (f.signature.startswith("slurm_") and f.cause is Cause.CRASH)
+        if f.role == "cascade" and not (f.is_of_slurm and f.cause is Cause.CRASH)
     ]
-    return sorted(found, key=_order_of_echo)
 
+    def order(finding: Finding) -> tuple[int, float, int, str]:
+        rank = -1 if finding.rank is None else finding.rank
+        vagueness = _VAGUE_ECHOES.get(finding.cause, 0)
+        return (vagueness, finding.order or NEVER, rank, finding.line)
 
-def _order_of_echo(finding: Finding) -> tuple[int, float, int, str]:
-    rank = -1 if finding.rank is None else finding.rank
-    vagueness = _VAGUE_ECHOES.get(finding.cause, 0)
-    return (vagueness, finding.order or NEVER, rank, finding.line)
+    return sorted(found, key=order)
 
 
 def _verdict_of_echo(echoes: list[Finding], evidence: Evidence) -> Verdict:
@@ -480,7 +458,7 @@ def _verdict_of_echo(echoes: list[Finding], evidence: Evidence) -> Verdict:
 
 
 def _with_silent_rank(verdict: Verdict, echoes: list[Finding], evidence: Evidence) -> Verdict:
-    """In a collective that timed out for all but one, that one did not take part."""
+    """Name the only rank without a timeout of a collective: it did not take part."""
     if verdict.cause is not Cause.HANG:
         return verdict
     late = {f.rank for f in echoes if f.cause is Cause.HANG and f.rank is not None}
@@ -497,18 +475,22 @@ def _node_of(rank: int | None, evidence: Evidence) -> str | None:
 
 
 def _by_code(evidence: Evidence) -> Verdict | None:
-    """srun's words about the first task that died; its own exit code is masked by its kills."""
+    """Judge by srun's report on the first task that ended.
+
+    The exit code of srun itself is masked by its kills.
+    """
     crashes = [exit_ for exit_ in evidence.rank_exits if exit_.outcome == "crash"]
     if evidence.task_failures:
         first = evidence.task_failures[0]
-        cause = _CODES.get(exit_code(first) or 0, Cause.CRASH)
-        if cause is Cause.CONFIG_ERROR and _on_one_node_alone(first, evidence):
+        cause = _CODES.get(first.code or 0, Cause.CRASH)
+        same = {one.node for one in evidence.task_failures if one.code == first.code}
+        alone = len(evidence.nodes) > 1 and same == {first.node} and first.node in evidence.nodes
+        if cause is Cause.CONFIG_ERROR and alone:  # no task of another node left with this code
             cause = Cause.NODE_FAILURE
         reason = f"task {first.tasks} on {first.node}: {first.what}"
-        rank = int(first.tasks) if first.tasks.isdigit() else None
         lines = _task_lines(evidence)
         nodes = (first.node,) if cause is Cause.NODE_FAILURE else ()
-        rank = rank if cause is not Cause.CRASH else None
+        rank = first.rank if cause is not Cause.CRASH else None
         suspicion = Suspicion.UNFIT if nodes else Suspicion.CAUSE
         return Verdict(cause, reason, lines, rank, nodes=nodes, suspicion=suspicion)
     if crashes:
@@ -516,12 +498,6 @@ def _by_code(evidence: Evidence) -> Verdict | None:
         lines = (f"rank {root.rank} on {root.node}: {root.message}",)
         return Verdict(Cause.CRASH, f"rank {root.rank} failed: {root.message}", lines, root.rank)
     return None
-
-
-def _on_one_node_alone(first: TaskFailure, evidence: Evidence) -> bool:
-    """No other node of the launch has tasks that left with this code."""
-    same = {one.node for one in evidence.task_failures if exit_code(one) == exit_code(first)}
-    return len(evidence.nodes) > 1 and same == {first.node} and first.node in evidence.nodes
 
 
 def _task_lines(evidence: Evidence) -> tuple[str, ...]:

@@ -1,9 +1,10 @@
-"""Failures that may be the root of a launch's end. Pure.
+"""Collect the failures that may be the root cause of the end of a launch. Pure.
 
-A line of a log is weak evidence by itself: programs survive errors and print them. So a rank that
-has left well has met nothing, a line that would stop the run for good counts only with the word of
-its rank, and what only a program's author can repair has to be met by most ranks. Belongs here:
-collecting candidates with their time. Does not belong here: choosing one (`rank_verdict`).
+A line of a log is weak evidence by itself: programs survive errors and print them. So lines of a
+rank that exited cleanly are ignored. A line that would stop the run for good needs the record of
+its rank as confirmation. An error that only the program's author can repair has to show on most
+ranks. Belongs here: collecting candidates with their time. Does not belong here: choosing one
+(`rank_verdict`).
 """
 
 from __future__ import annotations
@@ -13,13 +14,12 @@ from dataclasses import dataclass
 
 from hpctrain.supervise.judge.causes import FINAL_CAUSES, SCHEDULER_CAUSES, Cause
 from hpctrain.supervise.judge.documents import Evidence, Finding, RankExit
-from hpctrain.supervise.judge.slurm_words import out_of_memory
 
 NEVER = float("inf")
 # Signatures whose meaning depends on how many ranks meet them.
 _MISSING_PATH = "missing_path"
-# A word of the trainer behind which a machine may stand.
-_SHALLOW_WORDS = frozenset({Cause.DATA_LOADER})
+# Causes that the trainer reports where a machine may be at fault.
+_CAUSES_THAT_MAY_BE_HARDWARE = frozenset({Cause.DATA_LOADER})
 # What lines of a rank mean while it loads a checkpoint: this one cannot be loaded.
 _OF_WHAT_IS_LOADED = frozenset({Cause.LOAD_FAILED, Cause.CRASH, Cause.USER_ERROR})
 _DEEPER_CAUSES = frozenset({Cause.STORAGE, Cause.HOST_OOM, Cause.DISK_FULL})
@@ -27,7 +27,7 @@ _WORDS_IN_COMMON = 80
 
 
 @dataclass(frozen=True)
-class Candidate:
+class RootCandidate:
     """A failure that may be the root. `tier` and `when` order candidates, the lowest is it."""
 
     cause: Cause
@@ -46,13 +46,18 @@ class Candidate:
         rank = -1 if self.rank is None else self.rank
         return (self.tier, self.when, vague, self.place, rank, str(self.cause), self.words)
 
+    def __str__(self) -> str:
+        where = [f"rank {self.rank}"] if self.rank is not None else []
+        where += [f"on {self.node}"] if self.node else []
+        return f"{' '.join(where)}: {self.words}" if where else self.words
 
-def candidates(evidence: Evidence) -> list[Candidate]:
-    """All that may be the root, in no order."""
+
+def candidates(evidence: Evidence) -> list[RootCandidate]:
+    """Collect all possible root causes, in no order."""
     return [*_from_findings(evidence), *_from_notices(evidence), *_from_exits(evidence)]
 
 
-def _from_findings(evidence: Evidence) -> list[Candidate]:
+def _from_findings(evidence: Evidence) -> list[RootCandidate]:
     known = {exit_.rank: exit_ for exit_ in evidence.rank_exits}
     everywhere = _common_at_start(evidence)
     nobody_else = not own_crashes(evidence)
@@ -60,16 +65,25 @@ def _from_findings(evidence: Evidence) -> list[Candidate]:
     for finding in evidence.findings:
         exit_ = known.get(finding.rank) if finding.rank is not None else None
         cause = _in_context(finding, exit_, everywhere)
-        if not _counts(finding, exit_) or not _is_backed(cause, finding, exit_, nobody_else):
+        if finding.role != "root" or finding.cause in SCHEDULER_CAUSES or finding.is_of_slurm:
             continue
+        if exit_ is not None and exit_.outcome != "crash":
+            continue  # what a rank survived that exited cleanly
+        if cause in FINAL_CAUSES:
+            # Before a run is stopped for good its rank has to report the same, or no rank anything.
+            confirmed = nobody_else if exit_ is None else _says(exit_, finding)
+            if not confirmed:
+                continue
+        # The kernel killed for memory; the killed rank leaves no record of its own.
+        by_kernel = finding.cause is Cause.HOST_OOM and finding.rank is None
         found.append(
-            Candidate(
+            RootCandidate(
                 cause=cause,
                 words=finding.line,
                 rank=finding.rank,
                 node=finding.node or (exit_.node if exit_ else None),
                 when=finding.order or NEVER,
-                tier=_tier(finding),
+                tier=0 if finding.hard else 1 if by_kernel else 2,
                 hard=finding.hard,
                 step=exit_.step if exit_ else None,
             )
@@ -77,26 +91,8 @@ def _from_findings(evidence: Evidence) -> list[Candidate]:
     return found
 
 
-def _counts(finding: Finding, exit_: RankExit | None) -> bool:
-    """Roots only, but not of the scheduler's, nor what a rank has survived that left well."""
-    if finding.role != "root" or finding.cause in SCHEDULER_CAUSES:
-        return False
-    if finding.signature.startswith("slurm_"):
-        return False
-    return exit_ is None or exit_.outcome == "crash"
-
-
-def _is_backed(cause: Cause, finding: Finding, exit_: RankExit | None, nobody_else: bool) -> bool:
-    """Before a run is stopped for good its rank has to say the same, or nobody anything else."""
-    if cause not in FINAL_CAUSES:
-        return True
-    if exit_ is None:
-        return nobody_else
-    return _says(exit_, finding)
-
-
 def own_crashes(evidence: Evidence) -> list[RankExit]:
-    """Ranks that failed for a reason of their own."""
+    """Select the ranks that failed for a reason of their own."""
     crashes = [exit_ for exit_ in evidence.rank_exits if exit_.outcome == "crash"]
     return [exit_ for exit_ in crashes if not is_echo(exit_, evidence.findings)]
 
@@ -106,38 +102,33 @@ def _says(exit_: RankExit, finding: Finding) -> bool:
     return bool(words) and words in finding.line
 
 
-def _tier(finding: Finding) -> int:
-    if finding.hard:
-        return 0
-    return 1 if finding.cause is Cause.HOST_OOM and finding.rank is None else 2
-
-
-def _from_notices(evidence: Evidence) -> list[Candidate]:
-    """slurmstepd and srun say that memory was the reason; neither says when."""
-    killed = [f for f in evidence.task_failures if f.what.startswith("Out Of Memory")]
+def _from_notices(evidence: Evidence) -> list[RootCandidate]:
+    """Collect kills for memory from slurmstepd and srun; neither gives a time."""
+    killed = [failure for failure in evidence.task_failures if failure.out_of_memory]
     lines: list[tuple[str | None, str]] = [
-        *((f.node if "[" not in f.node else None, f"task {f.tasks}: {f.what}") for f in killed),
-        *((None, line) for line in out_of_memory(evidence.notices)),
+        *((failure.single_node, f"task {failure.tasks}: {failure.what}") for failure in killed),
+        *((None, notice.text) for notice in evidence.notices if notice.out_of_memory),
     ]
     return [
-        Candidate(Cause.HOST_OOM, line, None, node, NEVER, tier=1, place=place)
+        RootCandidate(Cause.HOST_OOM, line, None, node, NEVER, tier=1, place=place)
         for place, (node, line) in enumerate(lines)
     ]
 
 
-def _from_exits(evidence: Evidence) -> list[Candidate]:
-    """Ranks that say how they failed, unless it is the echo of another's end."""
+def _from_exits(evidence: Evidence) -> list[RootCandidate]:
+    """Collect failures from exit records, unless they only follow from another's end."""
     candidates = []
     for place, exit_ in enumerate(evidence.rank_exits):
         if exit_.outcome != "crash" or is_echo(exit_, evidence.findings):
             continue
-        cause = _own_word(exit_, evidence.findings)
-        if cause is Cause.CRASH and _named_by_finding(exit_, evidence.findings):
+        cause = _reported_cause(exit_, evidence.findings)
+        roots = [f for f in evidence.findings if f.rank == exit_.rank and f.role == "root"]
+        if cause is Cause.CRASH and roots:
             continue
         if cause is Cause.CRASH and exit_.loading_step is not None:
             cause = Cause.LOAD_FAILED
         candidates.append(
-            Candidate(
+            RootCandidate(
                 cause=cause,
                 words=exit_.message,
                 rank=exit_.rank,
@@ -150,34 +141,30 @@ def _from_exits(evidence: Evidence) -> list[Candidate]:
     return candidates
 
 
-def _own_word(exit_: RankExit, findings: Iterable[Finding]) -> Cause:
+def _reported_cause(exit_: RankExit, findings: Iterable[Finding]) -> Cause:
     try:
         cause = Cause(exit_.cause) if exit_.cause else Cause.CRASH
     except ValueError:
         return Cause.CRASH
-    if cause not in _SHALLOW_WORDS:
+    if cause not in _CAUSES_THAT_MAY_BE_HARDWARE:
         return cause
     deeper = [f.cause for f in findings if f.rank == exit_.rank and f.role == "root"]
     return next((one for one in deeper if one in _DEEPER_CAUSES), cause)
 
 
-def _named_by_finding(exit_: RankExit, findings: Iterable[Finding]) -> bool:
-    return any(f.rank == exit_.rank and f.role == "root" for f in findings)
-
-
 def is_echo(exit_: RankExit, findings: Iterable[Finding]) -> bool:
-    """True if the error of this rank only says that a peer is gone or late."""
+    """True if the error of this rank only reports a peer that is gone or late."""
     if exit_.cause is not None:
         return False
     said = [f for f in findings if f.rank == exit_.rank and _says(exit_, f)]
     return bool(said) and all(f.role == "cascade" for f in said)
 
 
-# -- what depends on how many meet it ----------------------------------------------------------
+# -- what depends on how many ranks meet it ------------------------------------------------------
 
 
 def _common_at_start(evidence: Evidence) -> frozenset[str]:
-    """Signatures that most of the launch has met before its first step."""
+    """Find the signatures that most of the launch has met before its first step."""
     if evidence.last_step is not None and evidence.last_step > evidence.resume_step:
         return frozenset()
     nodes = {exit_.rank: exit_.node for exit_ in evidence.rank_exits}

@@ -1,77 +1,88 @@
-"""What the scheduler and people have done to a launch. Pure.
+"""Judge the end of a launch by what the scheduler and people did to it. Pure.
 
 Belongs here: state and reason of the job, notices of slurmstepd, requests. Does not belong here:
-what ranks and machines say (`rank_verdict`).
+reports of ranks and machines (`rank_verdict`).
 """
 
 from __future__ import annotations
 
-from hpctrain.supervise.judge.causes import Cause
-from hpctrain.supervise.judge.documents import Evidence, JobFacts, TaskFailure, Verdict
-from hpctrain.supervise.judge.job_end import CAUSES_OF_STATES, cause_of_end, words_of
-from hpctrain.supervise.judge.slurm_words import (
-    exit_code,
-    nodes_named,
-    reason_of,
-    srun_was_told_to_end,
-)
+import signal
 
-_ENDING_STATES = frozenset({"COMPLETING", *CAUSES_OF_STATES})
-# src/common/slurm_protocol_defs.c, job_state_reason_string: a prolog failed, the job is held
-_PROLOG_HELD = "launch_failed_requeued_held"
+from hpctrain.slurm.reasons import JobHold
+from hpctrain.slurm.states import JobState
+from hpctrain.store.run_records import TrainerExit
+from hpctrain.supervise.judge.causes import Cause
+from hpctrain.supervise.judge.documents import Evidence, JobFacts, Verdict
+from hpctrain.supervise.judge.job_end import cause_of_end, text_of
+
 _HOLDERS = {
-    "JobHeldAdmin": "held by an administrator, who alone can release it",
-    "JobHeldUser": "held by its owner: `hpctrain resume` releases it",
+    JobHold.ADMIN: "held by an administrator, who alone can release it",
+    JobHold.USER: "held by its owner: `hpctrain resume` releases it",
 }
-# How ranks end that somebody has ended: KILL and TERM, srun's own codes for them, a clean leave.
-_ENDED_BY_OTHERS = frozenset({"Killed", "Terminated"})
-_CODES_OF_OTHERS = frozenset({75, 137, 143})
+# How ranks end that something else has ended: by KILL or TERM, with srun's own codes for them, or
+# cleanly.
+_SIGNALS_OF_OTHERS = frozenset({signal.SIGKILL, signal.SIGTERM})
+_CODES_OF_OTHERS = frozenset(
+    {TrainerExit.YIELDED, *(128 + number for number in _SIGNALS_OF_OTHERS)}
+)
 _SIGNED_BY_SLURM = frozenset(
     {Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.NODE_FAILURE, Cause.REQUEUED}
 )
 
 
 def by_slurm(evidence: Evidence) -> Verdict | None:
-    """What the controller says about the job, or slurmstepd where the controller is silent."""
+    """Judge by the controller's record of the job, or by slurmstepd without one."""
     job = evidence.job
     if job is None:
-        return _by_last_words(evidence)
-    if _reason(job) == _PROLOG_HELD:
-        return _held_by_prolog(evidence, job)
-    if job.restart_count > evidence.restart_count or job.state == "PENDING":
+        return _by_notices(evidence)
+    if job.hold is JobHold.LAUNCH_FAILED:
+        return Verdict(
+            Cause.PROLOG_FAILURE,
+            "the prolog failed on a node, and Slurm has requeued the job and holds it",
+            _job_lines(evidence, job),
+            already_requeued=True,
+            nodes=failed_nodes(evidence),
+        )
+    if job.restart_count > evidence.restart_count or job.state is JobState.PENDING:
         return _requeued(evidence, job)
-    if job.state in _ENDING_STATES:
-        return _ended_by_slurm(evidence, job)
+    if job.state is JobState.COMPLETING or job.end is not None:
+        cause = cause_of_end(job.end) or noticed(evidence) or Cause.CANCELLED
+        return Verdict(
+            cause,
+            f"Slurm ends the job: {text_of(cause)}",
+            _job_lines(evidence, job),
+            nodes=failed_nodes(evidence) if cause is Cause.NODE_FAILURE else (),
+        )
     return None
 
 
 def by_requests(evidence: Evidence) -> Verdict | None:
-    """The trainer left because somebody asked it to: Slurm by a signal, or a person.
+    """Judge a trainer that stopped because of a request: a signal of Slurm, or a person's.
 
-    A signal that nobody explains is no request: see `left_unexplained`.
+    A signal without an explanation is no request: see `left_unexplained`.
     """
     if evidence.job is not None and evidence.job.preempt_time:
         return _in_grace(evidence, evidence.job)
-    wish = _wished(evidence)
+    requested = _request(evidence)
     warned = "USR1" in evidence.signals or evidence.limit_near
-    explained = warned or wish is not None
+    explained = warned or requested is not None
     if not (_asked_to_leave(evidence) or (explained and _left_startup(evidence))):
         if not _only_ended_by_others(evidence):
             return None
-        # `stop --now` ends the step without a word of the ranks.
-        return wish or _ended_from_outside(evidence)
+        # `stop --now` ends the step without any record of the ranks.
+        return requested or _ended_from_outside(evidence)
     if warned:
         reason = f"the time limit is near: {_what_was_saved(evidence)}"
         lines = ("signal USR1 from Slurm",) if "USR1" in evidence.signals else ()
         return Verdict(Cause.TIME_LIMIT, reason, lines)
-    return wish or _signalled(evidence, _what_was_saved(evidence))
+    return requested or _signalled(evidence, _what_was_saved(evidence))
 
 
 def left_unexplained(evidence: Evidence) -> bool:
-    """The ranks left because of a signal, and neither a request nor Slurm says why it was sent.
+    """True if ranks stopped because of a signal that neither a request nor Slurm explains.
 
-    Nodes that go down in good order send such a signal before Slurm knows of it, and so does a
-    controller that dies before it has saved what it did.
+    Nodes that shut down in good order send such a signal before Slurm learns of it. A controller
+    that dies before it has saved its state has sent one, too.
     """
     explained = evidence.job is not None and (
         evidence.job.preempt_time or by_slurm(evidence) is not None
@@ -80,90 +91,73 @@ def left_unexplained(evidence: Evidence) -> bool:
         _asked_to_leave(evidence)
         and "USR1" not in evidence.signals
         and not evidence.limit_near
-        and _wished(evidence) is None
+        and _request(evidence) is None
         and not explained
     )
 
 
 def noticed(evidence: Evidence) -> Cause | None:
-    """Why Slurm says that it ended the step, in srun's stderr or in the logs of ranks."""
-    cause = reason_of(evidence.notices)
+    """Find why Slurm ended the step, in srun's stderr or in the logs of ranks."""
+    ends = (notice.end for notice in evidence.notices if notice.end is not None)
+    cause = cause_of_end(next(ends, None))
     if cause is not None:
         return cause
-    said = (f for f in evidence.findings if f.signature.startswith("slurm_") and f.role == "root")
-    return next((f.cause for f in said if f.cause in _SIGNED_BY_SLURM), None)
+    lines = (f for f in evidence.findings if f.is_of_slurm and f.role == "root")
+    return next((f.cause for f in lines if f.cause in _SIGNED_BY_SLURM), None)
 
 
 def _requeued(evidence: Evidence, job: JobFacts) -> Verdict:
     cause = noticed(evidence) or (Cause.PREEMPTED if job.preempt_time else Cause.REQUEUED)
-    reason = f"Slurm has requeued the job (restart {job.restart_count}): {words_of(cause)}"
-    if _reason(job) in _HOLDERS:
-        reason = f"{reason}, and {_HOLDERS[_reason(job)]}"
-    nodes = _failed_nodes(evidence) if cause is Cause.NODE_FAILURE else ()
+    reason = f"Slurm has requeued the job (restart {job.restart_count}): {text_of(cause)}"
+    if job.hold in _HOLDERS:
+        reason = f"{reason}, and {_HOLDERS[job.hold]}"
+    nodes = failed_nodes(evidence) if cause is Cause.NODE_FAILURE else ()
     return Verdict(cause, reason, _job_lines(evidence, job), already_requeued=True, nodes=nodes)
 
 
-def _held_by_prolog(evidence: Evidence, job: JobFacts) -> Verdict:
-    reason = "the prolog failed on a node, and Slurm has requeued the job and holds it"
-    return Verdict(
-        Cause.PROLOG_FAILURE,
-        reason,
-        _job_lines(evidence, job),
-        already_requeued=True,
-        nodes=_failed_nodes(evidence),
-    )
-
-
-def _by_last_words(evidence: Evidence) -> Verdict | None:
-    """slurmstepd has said why it ends the step, and the controller says nothing any more."""
+def _by_notices(evidence: Evidence) -> Verdict | None:
+    """Judge by the reason that slurmstepd gave while the controller does not answer."""
     cause = noticed(evidence)
     if cause is None:
         return None
     # A requeue of a job that its user has cancelled in the queue would bring it back.
     queued = cause is Cause.REQUEUED
-    nodes = _failed_nodes(evidence) if cause is Cause.NODE_FAILURE else ()
-    reason = f"Slurm ended the step: {words_of(cause)}"
-    lines = evidence.notices[-3:]
+    nodes = failed_nodes(evidence) if cause is Cause.NODE_FAILURE else ()
+    reason = f"Slurm ended the step: {text_of(cause)}"
+    lines = evidence.notice_lines[-3:]
     return Verdict(cause, reason, lines, already_requeued=queued, nodes=nodes)
 
 
-def _ended_by_slurm(evidence: Evidence, job: JobFacts) -> Verdict:
-    cause = cause_of_end(job.state, _reason(job)) or noticed(evidence) or Cause.CANCELLED
-    nodes = _failed_nodes(evidence) if cause is Cause.NODE_FAILURE else ()
-    reason = f"Slurm ends the job: {words_of(cause)}"
-    return Verdict(cause, reason, _job_lines(evidence, job), nodes=nodes)
-
-
 def _signalled(evidence: Evidence, what_followed: str) -> Verdict | None:
-    """A signal that nobody explains. Nodes that are lost or leaving explain it after all."""
+    """Judge a signal without an explanation, unless lost or leaving nodes explain it after all."""
     lines = _job_lines(evidence, evidence.job) if evidence.job is not None else ()
-    told = _told(evidence)
+    receivers = _receivers(evidence)
     if evidence.lost_nodes:
         return None
     if evidence.leaving_nodes:
         reason = f"{', '.join(evidence.leaving_nodes[:8])} is being shut down: {what_followed}"
         nodes = evidence.leaving_nodes
-        return Verdict(Cause.NODE_FAILURE, reason, (*told, *lines), nodes=nodes)
-    who = told[0] if told else "a rank got a signal"
+        return Verdict(Cause.NODE_FAILURE, reason, (*receivers, *lines), nodes=nodes)
+    who = receivers[0] if receivers else "a rank got a signal"
     reason = f"{who}, which neither a request nor Slurm explains: {what_followed}"
-    return Verdict(Cause.EXTERNAL_SIGNAL, reason, (*told[1:], *lines))
+    return Verdict(Cause.EXTERNAL_SIGNAL, reason, (*receivers[1:], *lines))
 
 
-def _told(evidence: Evidence) -> tuple[str, ...]:
-    """Who got a signal; `evidence.signals` are the supervisor's own."""
+def _receivers(evidence: Evidence) -> tuple[str, ...]:
+    """Describe who got a signal; `evidence.signals` are those to the supervisor itself."""
     ranks = sorted({rank for exit_ in evidence.rank_exits for rank in exit_.signalled_ranks})
     nodes = {rank: node for rank in ranks if (node := node_of_rank(evidence, rank)) is not None}
-    told = [f"the supervisor got {name}" for name in dict.fromkeys(evidence.signals)]
+    receivers = [f"the supervisor got {name}" for name in dict.fromkeys(evidence.signals)]
     if ranks:
         numbers = ", ".join(map(str, ranks[:8])) + (" and more" if len(ranks) > 8 else "")
         where = ", ".join(dict.fromkeys(nodes.values()))
         whose = f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"
-        told.append(f"{whose}{f' on {where}' if where else ''} got a signal")
-    return tuple(told)
+        receivers.append(f"{whose}{f' on {where}' if where else ''} got a signal")
+    return tuple(receivers)
 
 
 def node_of_rank(evidence: Evidence, rank: int) -> str | None:
-    """Slurm gives each node its ranks in a row (srun(1), --distribution=block, its default)."""
+    """Find the node of a rank: Slurm numbers ranks node by node (srun(1), --distribution=block)."""
     nodes, size = evidence.nodes, evidence.world_size
     if not nodes or not size or size % len(nodes) or rank >= size:
         return None
@@ -171,16 +165,19 @@ def node_of_rank(evidence: Evidence, rank: int) -> str | None:
 
 
 def _ended_from_outside(evidence: Evidence) -> Verdict | None:
-    """The ranks were killed with their srun, or the supervisor was told to end and they were not:
-    by somebody else than Slurm, which still calls the job running."""
-    if evidence.job is None or evidence.job.state != "RUNNING":
+    """Judge a step that was ended from outside while Slurm still lists the job as running.
+
+    Either the ranks were killed with their srun, or only the supervisor got a signal to end.
+    """
+    if evidence.job is None or evidence.job.state is not JobState.RUNNING:
         return None
-    if srun_was_told_to_end(evidence.notices) or {"TERM", "INT", "HUP"} & set(evidence.signals):
+    forced = any(notice.forced_end for notice in evidence.notices)
+    if forced or {"TERM", "INT", "HUP"} & set(evidence.signals):
         return _signalled(evidence, "the step ended without a last save")
     return None
 
 
-def _wished(evidence: Evidence) -> Verdict | None:
+def _request(evidence: Evidence) -> Verdict | None:
     if evidence.hold_requested_by is not None:
         reason = f"asked to hold by {evidence.hold_requested_by}"
         return Verdict(Cause.YIELDED, reason, hold=True)
@@ -190,9 +187,9 @@ def _wished(evidence: Evidence) -> Verdict | None:
 
 
 def _in_grace(evidence: Evidence, job: JobFacts) -> Verdict | None:
-    """How the ranks end in a grace period is no failure: TERM and the loss of peers end them.
+    """Judge ranks that end in a grace period: no failure, because TERM and lost peers end them.
 
-    A wrong setting is wrong in the next attempt too.
+    A wrong setting is wrong in the next attempt, too.
     """
     if any(exit_.outcome == "config_error" for exit_ in evidence.rank_exits):
         return None
@@ -209,10 +206,10 @@ def _asked_to_leave(evidence: Evidence) -> bool:
 
 
 def _left_startup(evidence: Evidence) -> bool:
-    """A start that was asked to stop has ended, by our hand or by the ranks themselves.
+    """True if a request stopped the launch while it was starting.
 
-    A rank that leaves a start breaks the connections of others, which may be asked a moment later:
-    a crash without a cause of its own follows from that, if nothing was trained.
+    A rank that exits then breaks the connections of others, which may get the request a moment
+    later: without a trained step, a crash without a cause of its own follows from that.
     """
     if evidence.left_startup:
         return True
@@ -234,27 +231,22 @@ def _what_was_saved(evidence: Evidence) -> str:
 
 
 def _only_ended_by_others(evidence: Evidence) -> bool:
-    """No rank has failed by itself, as far as anybody says, nor has the launch hung."""
+    """True if no rank is known to have failed by itself, and the launch has not hung."""
     if evidence.rank_exits or evidence.stall is not None or evidence.lost_nodes:
         return False
     if not evidence.started:
         return False
-    return all(_ended_by_others(failure) for failure in evidence.task_failures)
+    return all(
+        failure.signal in _SIGNALS_OF_OTHERS or failure.code in _CODES_OF_OTHERS
+        for failure in evidence.task_failures
+    )
 
 
-def _ended_by_others(failure: TaskFailure) -> bool:
-    return failure.what in _ENDED_BY_OTHERS or exit_code(failure) in _CODES_OF_OTHERS
-
-
-def _failed_nodes(evidence: Evidence) -> tuple[str, ...]:
-    named = nodes_named(evidence.notices)
+def failed_nodes(evidence: Evidence) -> tuple[str, ...]:
+    """Collect the nodes that did not answer or that Slurm names as failed, each once."""
+    named = (notice.node for notice in evidence.notices if notice.node)
     found = (f.node for f in evidence.findings if f.signature == "slurm_node_failure" and f.node)
     return tuple(dict.fromkeys((*evidence.lost_nodes, *named, *found)))
-
-
-def _reason(job: JobFacts) -> str:
-    """`scontrol` spells reasons in one word; what people print has spaces in it."""
-    return job.reason.replace(" ", "_") if job.reason.startswith("launch") else job.reason
 
 
 def _job_lines(evidence: Evidence, job: JobFacts) -> tuple[str, ...]:
@@ -262,4 +254,4 @@ def _job_lines(evidence: Evidence, job: JobFacts) -> tuple[str, ...]:
         f"Slurm: state {job.state}, reason {job.reason}, restarts {job.restart_count}, "
         f"preempt time {'set' if job.preempt_time else 'not set'}"
     )
-    return (line, *evidence.notices[-2:])
+    return (line, *evidence.notice_lines[-2:])

@@ -1,4 +1,4 @@
-"""Tell what all nodes of a launch have met from what a few of them have. Pure.
+"""Distinguish failures on all nodes of a launch from failures on a few of them. Pure.
 
 A run is stopped for good only by what all nodes agree on: a file that is missing on one node is the
 fault of that node. Belongs here: comparing nodes. Does not belong here: what a rank has met
@@ -27,7 +27,7 @@ class Extent(StrEnum):
 
 
 def extent(affected: Collection[str], evidence: Evidence) -> Extent:
-    """How far a failure reaches that ranks on the nodes `affected` have reported.
+    """Determine how far a failure reaches that ranks on the nodes `affected` have reported.
 
     Nodes whose ranks have reported something else, or have got further, contradict. Nodes without
     any report neither agree nor contradict: then more than half of all nodes have to agree.
@@ -35,15 +35,11 @@ def extent(affected: Collection[str], evidence: Evidence) -> Extent:
     nodes = {*evidence.nodes, *affected, *(exit_.node for exit_ in evidence.rank_exits)}
     if len(nodes) <= 1:
         return Extent.EVERYWHERE  # there is nobody to compare with
-    contradicting = _nodes_that_got_further(evidence) - set(affected)
+    # Nodes with a report of a rank, and that of rank 0 once it has reported progress.
+    further = {exit_.node for exit_ in evidence.rank_exits}
+    if evidence.last_step is not None and evidence.nodes:
+        further.add(evidence.nodes[0])
+    contradicting = further - set(affected)
     if not contradicting and 2 * len(affected) > len(nodes):
         return Extent.EVERYWHERE
     return Extent.FEW if is_singular(affected, nodes) else Extent.MOST
-
-
-def _nodes_that_got_further(evidence: Evidence) -> set[str]:
-    """Those with a report of a rank, and that of rank 0 once it has reported progress."""
-    found = {exit_.node for exit_ in evidence.rank_exits}
-    if evidence.last_step is not None and evidence.nodes:
-        found.add(evidence.nodes[0])
-    return found

@@ -112,7 +112,7 @@ class XidFile(Document):
 
 @dataclass(frozen=True)
 class Match:
-    """What a line says. `node` is set where the line itself names one."""
+    """A line that matched a signature. `node` is set where the line itself names one."""
 
     signature: str
     cause: Cause
@@ -138,9 +138,10 @@ class Signatures(Document):
     def extended(self, own: SignatureFile | None, xids: XidFile | None) -> Signatures:
         """With a site's own before the others; one of the same id or code replaces the other."""
         mine = own.signatures if own else ()
+        replaced = {one.id for one in mine}
         codes, switch_codes = (xids.xids, xids.sxids) if xids else ((), ())
         return Signatures(
-            signatures=(*mine, *_others(self.signatures, {one.id for one in mine})),
+            signatures=(*mine, *(one for one in self.signatures if one.id not in replaced)),
             xids=_merged(self.xids, codes),
             sxids=_merged(self.sxids, switch_codes),
         )
@@ -160,7 +161,7 @@ class Signatures(Document):
 
 @dataclass(frozen=True)
 class Matcher:
-    """Finds the lines of a text that say something. Advice only ends a line early."""
+    """Finds the lines of a text that match a signature. Text of an advice ends a line early."""
 
     signatures: tuple[Signature, ...]
     advice: tuple[str, ...]
@@ -177,7 +178,7 @@ class Matcher:
         return tuple(dict.fromkeys([*words, *(_XID_WORDS if self.xids else ())]))
 
     def candidates(self, text: str, most: int) -> Iterator[tuple[int, str]]:
-        """The lines with a known word, in order, each with its place; the last `most` of them."""
+        """Yield the last `most` lines with a known word, in order, each with its offset."""
         places: dict[int, int] = {}
         for word in self._words:
             at = text.find(word)
@@ -190,28 +191,33 @@ class Matcher:
             yield start, text[start : places[start]]
 
     def match(self, line: str) -> Match | None:
-        """What one line says, None if nothing that is known."""
+        """Find the first signature that matches a line; None if no signature does."""
         line = line[:LONGEST_LINE]
         if self.xids and any(word in line for word in _XID_WORDS):
             found = _xid(line, _XID, "xid", self.xids) or _xid(line, _SXID, "sxid", self.sxids)
             if found is not None:
                 return found
-        said = self._without_advice(line)
+        said = line
+        for words in self.advice:
+            said = said.partition(words)[0]
         for signature, expression in self._expressions:
             if any(word in said for word in signature.contains):
                 found_in = expression.search(said) if expression else None
                 if expression is None or found_in:
-                    return _match(signature, line, found_in)
+                    return Match(
+                        signature.id,
+                        signature.cause,
+                        signature.role,
+                        line,
+                        signature.hard,
+                        signature.teardown,
+                        node=found_in.groupdict().get("node") if found_in else None,
+                    )
         return None
-
-    def _without_advice(self, line: str) -> str:
-        for words in self.advice:
-            line = line.partition(words)[0]
-        return line
 
 
 def unsafe(regex: str) -> str | None:
-    """Why an expression is refused, None if it is safe: its time must be linear in the line."""
+    """Explain why an expression is refused; None if its time is linear in the line."""
     try:
         re.compile(regex)
     except re.error as error:
@@ -247,29 +253,12 @@ def _ways(bare: str) -> int:
     return ways
 
 
-def _others(known: tuple[Signature, ...], replaced: set[str]) -> tuple[Signature, ...]:
-    return tuple(one for one in known if one.id not in replaced)
-
-
 def _merged(known: tuple[Xid, ...], own: tuple[Xid, ...]) -> tuple[Xid, ...]:
     return tuple(({one.code: one for one in known} | {one.code: one for one in own}).values())
 
 
-def _match(signature: Signature, line: str, found: re.Match[str] | None) -> Match:
-    node = found.groupdict().get("node") if found else None
-    return Match(
-        signature.id,
-        signature.cause,
-        signature.role,
-        line,
-        signature.hard,
-        signature.teardown,
-        node,
-    )
-
-
 def _xid(line: str, expression: re.Pattern[str], name: str, known: dict[int, Xid]) -> Match | None:
-    """An unknown code is a GPU error, and none that would cost a node its place."""
+    """Match a line with an Xid; an unknown code is a GPU error that does not count as hard."""
     found = expression.search(line)
     if found is None:
         return None
@@ -277,11 +266,8 @@ def _xid(line: str, expression: re.Pattern[str], name: str, known: dict[int, Xid
     entry = known.get(code)
     if name == "sxid" or (entry is not None and entry.line_decides):
         fatal = _FATAL.search(rest) is not None
-        return Match(f"{name}_{code}", _cause(entry), "root" if fatal else "advice", line, fatal)
+        cause = entry.cause if entry else Cause.GPU_ERROR
+        return Match(f"{name}_{code}", cause, "root" if fatal else "advice", line, fatal)
     if entry is None:
         return Match(f"{name}_{code}", Cause.GPU_ERROR, "root", line)
     return Match(f"{name}_{code}", entry.cause, entry.role, line, entry.hard)
-
-
-def _cause(entry: Xid | None) -> Cause:
-    return entry.cause if entry else Cause.GPU_ERROR

@@ -1,4 +1,4 @@
-"""How long a launch may be silent: limits per phase, learned from the run itself. Pure.
+"""Limit how long a launch may be silent, per phase and learned from the run itself. Pure.
 
 A step that has always taken two seconds has hung after ninety; one that takes four minutes has not.
 What the spec sets (`stall`, `setup_stall`) is the most that is ever waited; what the run has shown
@@ -45,18 +45,18 @@ _STARTUP = frozenset({"starting", "loading"})
 
 
 class StallLimits:
-    """What the run has shown so far; lives as long as the supervisor, so over all launches."""
+    """Silences of the run so far; lives as long as the supervisor, so over all launches."""
 
     def __init__(self, config: SuperviseConfig) -> None:
         self._config = config
         self._silences: dict[str, deque[float]] = {}
 
     def observe(self, phase: str, silent_seconds: float) -> None:
-        """A silence in `phase` that ended by itself."""
+        """Record a silence in `phase` that ended by itself."""
         self._silences.setdefault(phase, deque(maxlen=_WINDOW)).append(silent_seconds)
 
     def stalled(self, phase: str, silent_seconds: float) -> None:
-        """A silence that was taken for a hang.
+        """Record a silence that was taken for a hang.
 
         Remembered as if it had ended by itself: had it, then the next limit is five times as
         long, so one kind of pause cannot end launch after launch.
@@ -64,17 +64,17 @@ class StallLimits:
         self.observe(phase, silent_seconds)
 
     def relearn(self, step_seconds: Iterable[float]) -> None:
-        """Steps of earlier attempts: long ones among them make the limit longer, never shorter."""
+        """Record steps of earlier attempts: long ones raise the limit, none lowers it."""
         for seconds in step_seconds:
             self.observe("training", seconds)
 
     def cap(self, phase: str) -> float:
-        """The most that is waited in `phase`, in seconds: what the spec says."""
+        """Return the longest silence that the spec allows in `phase`, in seconds."""
         config = self._config
         return config.stall_seconds if phase == "training" else config.setup_stall_seconds
 
     def limit(self, phase: str) -> float:
-        """How many seconds of silence are allowed in `phase` now."""
+        """Return how many seconds of silence are allowed in `phase` now."""
         cap = self.cap(phase)
         seen = self._silences.get(phase, ())
         if not self._config.learn_stalls or len(seen) < _LEAST_SEEN:
@@ -82,8 +82,8 @@ class StallLimits:
         return min(max(_FACTOR * max(seen), _FLOORS_SECONDS.get(phase, cap)), cap)
 
 
-class Pulse:
-    """The signs of life of one launch, and how long the present silence may last."""
+class SilenceMonitor:
+    """Tracks the signs of life of one launch and how long the present silence may last."""
 
     def __init__(self, limits: StallLimits, resume_step: int, now: float) -> None:
         self.started = False
@@ -99,35 +99,31 @@ class Pulse:
 
     @property
     def in_startup(self) -> bool:
-        """No sign has told yet that the start is over, so no step has been trained."""
+        """True until a sign shows that the start is over, so that no step has been trained."""
         return not self.started or self._phase in _STARTUP
 
     def sign(self, phase: str, step: int, step_seconds: float | None, now: float) -> None:
-        """The trainer has said something new at the time `now`."""
-        self._learn(step, step_seconds, self.silent_seconds(now))
+        """Record a new sign of life of the trainer at the time `now`."""
+        longest_seconds = self.silent_seconds(now)
+        # The first step of a launch (connections, compilation) is not typical of the others.
+        typical = self._phase != "training" or self._step > self._resume_step
+        if self._phase == "training" and typical and step > self._step:
+            self._steps_seen += 1
+            longest_seconds = max(longest_seconds, step_seconds or 0.0)
+        if typical:
+            self._limits.observe(self._phase, longest_seconds)
         self.started = True
         self._phase, self._step, self._at = phase, step, now
         self._unseen_seconds = 0.0
 
-    def _learn(self, step: int, step_seconds: float | None, silent_seconds: float) -> None:
-        """The first step of a launch (connections, compilation) teaches nothing about others."""
-        longest = silent_seconds
-        if self._phase == "training":
-            if self._step <= self._resume_step:
-                return
-            if step > self._step:
-                self._steps_seen += 1
-                longest = max(longest, step_seconds or 0.0)
-        self._limits.observe(self._phase, longest)
-
     def unseen(self, seconds: float) -> None:
-        """The run directory could not be read for so long: that is no silence of the trainer."""
+        """Exclude a time in which the run directory could not be read from the silence."""
         self._unseen_seconds += seconds
 
     def silent_seconds(self, now: float) -> float:
-        """Seconds since the last sign in which one would have been seen.
+        """Return the seconds since the last sign in which one would have been seen.
 
-        Where there is no rank yet nobody can be silent.
+        Time before the first rank does not count.
         """
         return max(0.0, now - max(self._at, self._absent_until) - self._unseen_seconds)
 
@@ -139,11 +135,11 @@ class Pulse:
         srun_waits: bool = False,
         save_in_flight: bool = False,
     ) -> Stall | None:
-        """The stall, if the silence is longer than what is happening allows.
+        """Return a stall if the silence is longer than the present phase allows.
 
-        `ranks_seen`: a rank of this launch has left some trace; `srun_waits`: srun says that it
-        cannot create the step yet; `save_in_flight`: a checkpoint of this launch is being written
-        beside training, which may hold up a step as long as it takes to save.
+        `ranks_seen`: a rank of this launch has left some trace; `srun_waits`: srun reports that
+        it cannot create the step yet; `save_in_flight`: a checkpoint of this launch is being
+        written beside training, which may hold up a step as long as it takes to save.
         """
         silent_seconds = self.silent_seconds(now)
         phase, limit_seconds = self._phase, self._limit_seconds(save_in_flight)
@@ -158,7 +154,7 @@ class Pulse:
         return Stall(phase, silent_seconds, limit_seconds)
 
     def is_late(self, now: float) -> bool:
-        """True when it is worth looking closer: half of the time is over."""
+        """True once half of the allowed time is over, so that closer checks pay."""
         return self.silent_seconds(now) > self._limit_seconds(save_in_flight=False) / 2
 
     def _limit_seconds(self, save_in_flight: bool) -> float:

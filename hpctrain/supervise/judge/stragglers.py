@@ -1,9 +1,9 @@
-"""Ranks that compute longer than their peers, window after window.
+"""Find ranks that compute longer than their peers, window after window. Pure.
 
 One slow GPU slows down every rank, because all wait for it, so the step time does not show who it
 is; the time inside forward and backward passes does. Peers are the ranks of one pipeline stage:
 stages differ by what the plan gives them. Belongs here: comparing. Does not belong here: measuring
-(the trainer does, see `store.signs.RankTimes`), and what follows from it.
+(the trainer does, see `store.run_records.RankTimes`), and what follows from it.
 """
 
 from __future__ import annotations
@@ -60,8 +60,9 @@ class Stragglers:
         factors = slowness(times.compute_seconds, stage_of)
         slow = {rank for rank, factor in enumerate(factors) if factor > self._limit_factor}
         self._streaks = {rank: self._streaks.get(rank, 0) + 1 for rank in slow}
+        nodes = dict(enumerate(times.nodes))
         self._current = {
-            rank: SlowRank(rank, _node(times, rank), factors[rank])
+            rank: SlowRank(rank, nodes.get(rank, ""), factors[rank])
             for rank, streak in self._streaks.items()
             if streak >= _WINDOWS
         }
@@ -83,10 +84,6 @@ def slowness(compute_seconds: Sequence[float], stage_of: StageOf) -> list[float]
         seconds / medians[stage_of(rank)] if medians[stage_of(rank)] > 0 else 1.0
         for rank, seconds in enumerate(compute_seconds)
     ]
-
-
-def _node(times: RankTimes, rank: int) -> str:
-    return times.nodes[rank] if rank < len(times.nodes) else ""
 
 
 def one_stage(rank: int) -> int:

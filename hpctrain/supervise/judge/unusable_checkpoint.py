@@ -27,7 +27,7 @@ TRIES_PER_CHECKPOINT = 2
 def decide_checkpoint(
     verdict: Verdict, history: History, situation: Situation, config: SuperviseConfig
 ) -> Action | None:
-    """The action if a checkpoint is given up, or the run stops over it; None for another try."""
+    """Decide whether to give up a checkpoint or stop the run over it; None for another try."""
     step = verdict.checkpoint_step
     if step is None or verdict.cause not in (Cause.BAD_CHECKPOINT, Cause.LOAD_FAILED):
         return None
@@ -36,21 +36,16 @@ def decide_checkpoint(
         return None
     older = max((good for good in situation.good_checkpoints if good < step), default=None)
     if older is None:
-        return _stop(verdict, step, proven)
+        reason = verdict.followed_by(
+            f"there is no checkpoint before step {step}; restore it from a copy, or "
+            "`hpctrain resume --from-scratch` gives up all steps"
+        )
+        # A checkpoint that is proven to be damaged is rejected; another one may load elsewhere.
+        rejected = step if proven else None
+        return Action(ActionKind.STOP, reason, _STOPPED_EXIT_CODE, rejected_step=rejected)
     name = "has other content than was written" if proven else "verifies and cannot be loaded"
-    reason = (
-        f"{verdict.reason}: the checkpoint of step {step} {name}; go back to step {older} and "
+    reason = verdict.followed_by(
+        f"the checkpoint of step {step} {name}; go back to step {older} and "
         f"keep step {step} in quarantine"
     )
     return Action(ActionKind.RELAUNCH, reason, rejected_step=step)
-
-
-def _stop(verdict: Verdict, step: int, proven: bool) -> Action:
-    """What is proven to be damaged is put aside all the same; the other one may load elsewhere."""
-    words = (
-        f"{verdict.reason}: there is no checkpoint before step {step}; restore it from a copy, or "
-        "`hpctrain resume --from-scratch` gives up all steps"
-    )
-    return Action(
-        ActionKind.STOP, words, _STOPPED_EXIT_CODE, rejected_step=step if proven else None
-    )

@@ -22,17 +22,15 @@ from hpctrain.checkpoints.manifest import (
     read_writers,
 )
 from hpctrain.checkpoints.publish import (
-    StaleEpochError,
     publish,
     published_steps,
     retire,
 )
-from hpctrain.errors import CheckpointError, HpctrainError, StorageError
+from hpctrain.errors import CheckpointError
 from hpctrain.train.datasets.skipped_samples import Skips
 from hpctrain.train.engine import Form, Position
-from hpctrain.train.faults import is_full
-from hpctrain.train.free_space import NoSpaceError
 from hpctrain.train.job import Job
+from hpctrain.train.saving.save_problem import SaveProblem, SaveProblemKind
 from hpctrain.train.step_agreement import WriterState
 from hpctrain.train.storage import fence_of, outlast, stale_or
 
@@ -50,7 +48,7 @@ class Publisher:
         self._thread: threading.Thread | None = None
         self._retiring = threading.Lock()
         self.state = WriterState.FINISHED
-        self.problem: str | None = None
+        self.problem: SaveProblem | None = None
         self.published: Manifest | None = None
         self.published_at = 0.0
 
@@ -86,13 +84,10 @@ class Publisher:
             self._retire_old()
 
     def _fail(self, error: Exception) -> None:
-        """The state is for all ranks, the problem for those that raise it: see `raise_problem`."""
-        kind = _KINDS.get(type(error), "failed")
-        state = WriterState.FAILED
-        if kind == "failed" and is_full(error):
-            kind, state = "full", WriterState.NO_SPACE
-        known = isinstance(error, CheckpointError | OSError | ValueError)
-        self.problem, self.state = f"{kind}: {error if known else repr(error)}", state
+        """Set the problem, which all ranks raise, before the state by which they learn of it."""
+        self.problem = SaveProblem.of(error)
+        full = self.problem.kind is SaveProblemKind.FULL
+        self.state = WriterState.NO_SPACE if full else WriterState.FAILED
 
     def _manifest(self, position: Position, directory: Path) -> Manifest:
         config = self._job.config
@@ -132,17 +127,3 @@ class Publisher:
         manifests = [read_manifest(root / checkpoint_name(step)) for step in published_steps(root)]
         consumed = {one.step: one.consumed_samples for one in manifests if one is not None}
         return self._skips.pinned(consumed) | self._job.launch.pinned_steps
-
-
-def raise_problem(problem: str) -> None:
-    """Raise on every rank what the publisher of rank 0 has told."""
-    kind, _, message = problem.partition(": ")
-    raise _ERRORS.get(kind, CheckpointError)(message)
-
-
-_ERRORS: dict[str, type[HpctrainError]] = {
-    "stale": StaleEpochError,
-    "away": StorageError,
-    "full": NoSpaceError,
-}
-_KINDS: dict[type[Exception], str] = {StaleEpochError: "stale", StorageError: "away"}

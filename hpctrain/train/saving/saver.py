@@ -26,7 +26,8 @@ from hpctrain.train.engine import Position, Snapshot, Writing
 from hpctrain.train.faults import is_full
 from hpctrain.train.free_space import Need, NoSpaceError, check_room, exhausted, newest_size
 from hpctrain.train.job import Job
-from hpctrain.train.saving.publisher import Publisher, raise_problem
+from hpctrain.train.saving.publisher import Publisher
+from hpctrain.train.saving.save_problem import SaveProblem, SaveProblemKind
 from hpctrain.train.saving.writer import Writer
 from hpctrain.train.step_agreement import Control, WriterState
 from hpctrain.train.storage import is_away, lost_in
@@ -35,10 +36,6 @@ _POLL_SECONDS = 0.01
 _RETRY_SECONDS = 1.0
 # So many saves in a row that have lost their files are no accident any more.
 _MOST_PUT_OFF = 5
-
-
-# A problem of rank 0 that may pass.
-_WAIT = "wait: "
 
 
 @dataclass
@@ -202,13 +199,17 @@ class Saver:
             problem = self._control.from_leader(problem)
             if problem is None:
                 return directory
-            if not problem.startswith(_WAIT):
-                raise_problem(problem)
+            if problem.kind is not SaveProblemKind.RETRY:
+                raise problem.error
             time.sleep(_RETRY_SECONDS)
 
-    def _make_room(self, directory: Path, estimate_bytes: int, deadline: float) -> str | None:
-        """What keeps rank 0 from making the directory, as `raise_problem` reads it; to be tried
-        again while the run directory is away, until `deadline`."""
+    def _make_room(
+        self, directory: Path, estimate_bytes: int, deadline: float
+    ) -> SaveProblem | None:
+        """Check the free space and make the directory on rank 0; returns what prevents that.
+
+        While the run directory is away that is RETRY until `deadline`.
+        """
         run, world_size = self._job.run, self._job.launch.world_size
         first = Need(estimate_bytes, 2 * world_size, "estimated from the parameters")
         try:
@@ -217,15 +218,19 @@ class Saver:
             if root.is_dir():
                 problem = check_room(root, newest_size(root, world_size) or first)
                 if problem is not None:
-                    return f"full: {problem}"
+                    return SaveProblem(SaveProblemKind.FULL, str(problem))
             shutil.rmtree(directory, ignore_errors=True)
             run.make_directory(directory)
         except OSError as error:
             if is_full(error):
-                return f"full: {error}"
-            if not is_away(error, run) and not lost_in(run.directory, error):
-                return f"failed: {error}"
-            return f"{_WAIT if time.monotonic() < deadline else 'away: '}{error}"
+                kind = SaveProblemKind.FULL
+            elif not is_away(error, run) and not lost_in(run.directory, error):
+                kind = SaveProblemKind.FAILED
+            elif time.monotonic() < deadline:
+                kind = SaveProblemKind.RETRY
+            else:
+                kind = SaveProblemKind.AWAY
+            return SaveProblem(kind, str(error))
         return None
 
     def _hand_over(self, pending: _Pending) -> None:
@@ -269,7 +274,7 @@ class Saver:
             assert problem is not None, "the publisher failed and says nothing"
             if agreed is WriterState.NO_SPACE:
                 self._clear(pending.directory)
-            raise_problem(problem)
+            raise problem.error
         message = self._failure(pending)
         if agreed is WriterState.NO_SPACE:
             self._clear(pending.directory)

@@ -427,11 +427,11 @@ def test_a_storm_is_waited_out() -> None:
 
 
 def test_what_was_told_is_not_told_again_before_something_happens() -> None:
-    told = said(EventKind.WATCH, action="tell", reason="stalled: no sign of life")
+    told = said(EventKind.WATCH, action="tell", symptom=Symptom.STALLED)
     first = look(BEGUN, RUNNING, signs_time=NOW - 5000)
     again = look((*BEGUN, told), RUNNING, signs_time=NOW - 5000)
     later = look((*BEGUN, told, LAUNCHED), RUNNING, signs_time=NOW - 5000)
-    other = look((*BEGUN, said(EventKind.WATCH, action="tell", reason="storm: x")), RUNNING)
+    other = look((*BEGUN, said(EventKind.WATCH, action="tell", symptom=Symptom.STORM)), RUNNING)
     stalled = only(first)
     assert [told_already(one, stalled) for one in (first, again, later, other)] == [
         *(False, True, False, False)

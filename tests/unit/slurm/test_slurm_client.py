@@ -12,7 +12,7 @@ import pytest
 from hpctrain.errors import SlurmError, SlurmRefusedError, SlurmUnreachableError
 from hpctrain.slurm import JobState, RequeueResult, SlurmClient, parse
 from hpctrain.slurm.fake import FakeSlurm
-from hpctrain.slurm.process import Answer, Command
+from hpctrain.slurm.process import Command, CommandResult
 from hpctrain.slurm.records import by_submission
 
 ENVIRONMENT = {
@@ -32,23 +32,23 @@ ENVIRONMENT = {
 }
 KEPT = {"PATH": "/usr/bin", "HOME": "/home/me", "SLURM_CONF": "/s/slurm.conf"}
 AWAY = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
-NO_SUCH_JOB = Answer(1, "", "slurm_load_jobs error: Invalid job id specified\n")
-EMPTY_SQUEUE = Answer(0, f"{parse.UNIT.join(parse.SQUEUE_FIELDS)}{parse.RECORD}\n", "")
+NO_SUCH_JOB = CommandResult(1, "", "slurm_load_jobs error: Invalid job id specified\n")
+EMPTY_SQUEUE = CommandResult(0, f"{parse.UNIT.join(parse.SQUEUE_FIELDS)}{parse.RECORD}\n", "")
 
 
 class Script:
     """A runner that gives prepared answers and keeps the commands."""
 
-    def __init__(self, *answers: Answer) -> None:
+    def __init__(self, *answers: CommandResult) -> None:
         self.answers = list(answers)
         self.commands: list[Command] = []
 
-    def __call__(self, command: Command) -> Answer:
+    def __call__(self, command: Command) -> CommandResult:
         self.commands.append(command)
         return self.answers.pop(0)
 
 
-def asked(*answers: Answer) -> tuple[SlurmClient, Script]:
+def asked(*answers: CommandResult) -> tuple[SlurmClient, Script]:
     script = Script(*answers)
     return SlurmClient(ENVIRONMENT, run=script), script
 
@@ -68,7 +68,12 @@ def test_no_ids_need_no_query() -> None:
 
 def test_one_unknown_id_is_absent_but_silence_is_not_gone() -> None:
     assert asked(NO_SUCH_JOB)[0].jobs([9]) == {}
-    for answer in (Answer(0, "", ""), Answer(1, "", AWAY), Answer(1, "", ""), Answer(-9, "", "")):
+    for answer in (
+        CommandResult(0, "", ""),
+        CommandResult(1, "", AWAY),
+        CommandResult(1, "", ""),
+        CommandResult(-9, "", ""),
+    ):
         with pytest.raises(SlurmUnreachableError):
             asked(answer)[0].jobs([9])
     with pytest.raises(SlurmUnreachableError):
@@ -78,7 +83,7 @@ def test_one_unknown_id_is_absent_but_silence_is_not_gone() -> None:
 def test_an_answer_in_another_form_is_an_error_and_not_an_empty_one() -> None:
     for text in ("JOBID STATE\n1 RUNNING\n", EMPTY_SQUEUE.stdout.replace("Comment", "a\x1fb")):
         with pytest.raises(SlurmError, match="cannot read"):
-            asked(Answer(0, text, ""))[0].jobs([1])
+            asked(CommandResult(0, text, ""))[0].jobs([1])
 
 
 def test_queries_run_without_options_from_the_environment_and_in_utc() -> None:
@@ -89,7 +94,7 @@ def test_queries_run_without_options_from_the_environment_and_in_utc() -> None:
 
 
 def test_sbatch_gets_the_users_environment_because_the_job_inherits_it() -> None:
-    client, script = asked(Answer(0, "14;big\n", ""))
+    client, script = asked(CommandResult(0, "14;big\n", ""))
     job = client.submit("#!/bin/sh\n", ["--hold"])
     assert (job.job_id, job.cluster) == (14, "big")
     command = script.commands[0]
@@ -98,7 +103,7 @@ def test_sbatch_gets_the_users_environment_because_the_job_inherits_it() -> None
 
 
 def test_a_script_file_is_handed_over_by_its_absolute_path() -> None:
-    client, script = asked(Answer(0, "14\n", ""))
+    client, script = asked(CommandResult(0, "14\n", ""))
     client.submit(Path("-x.sh"))
     assert script.commands[0].argv[-1] == str(Path.cwd() / "-x.sh")
 
@@ -106,20 +111,22 @@ def test_a_script_file_is_handed_over_by_its_absolute_path() -> None:
 def test_refusals_keep_the_words_of_slurm() -> None:
     words = "sbatch: error: Batch job submission failed: Invalid partition name specified"
     with pytest.raises(SlurmRefusedError) as caught:
-        asked(Answer(1, "", f"{words}\n"))[0].submit("#!/bin/sh\n")
+        asked(CommandResult(1, "", f"{words}\n"))[0].submit("#!/bin/sh\n")
     assert str(caught.value) == words
     with pytest.raises(SlurmUnreachableError):
-        asked(Answer(1, "", f"sbatch: error: Batch job submission failed: {AWAY}"))[0].submit("#!")
+        asked(CommandResult(1, "", f"sbatch: error: Batch job submission failed: {AWAY}"))[
+            0
+        ].submit("#!")
 
 
 def test_a_submission_without_job_id_is_an_error() -> None:
     with pytest.raises(SlurmError, match="no job id"):
-        asked(Answer(0, "\n", ""))[0].submit("#!/bin/sh\n")
+        asked(CommandResult(0, "\n", ""))[0].submit("#!/bin/sh\n")
 
 
 def test_history_asks_sacct_once_for_all_when_accounting_is_on() -> None:
-    config = Answer(0, "AccountingStorageType = accounting_storage/slurmdbd\n", "")
-    table = Answer(0, parse.UNIT.join(parse.SACCT_FIELDS) + "\n", "")
+    config = CommandResult(0, "AccountingStorageType = accounting_storage/slurmdbd\n", "")
+    table = CommandResult(0, parse.UNIT.join(parse.SACCT_FIELDS) + "\n", "")
     client, script = asked(config, table, table)
     assert client.history([1, 2]) == client.history([3]) == {}
     assert [command.argv[0] for command in script.commands] == ["scontrol", "sacct", "sacct"]
@@ -127,7 +134,7 @@ def test_history_asks_sacct_once_for_all_when_accounting_is_on() -> None:
 
 
 def test_history_asks_the_controller_when_accounting_is_off() -> None:
-    config = Answer(0, "AccountingStorageType = accounting_storage/none\n", "")
+    config = CommandResult(0, "AccountingStorageType = accounting_storage/none\n", "")
     client, script = asked(config, EMPTY_SQUEUE)
     assert client.history([1, 2]) == {}
     assert script.commands[1].argv[0] == "squeue"
@@ -141,7 +148,7 @@ def test_elements_of_an_array_come_with_it() -> None:
         for job, array in (("7", "7"), ("8", "7"), ("9", "9"))
     ]
     text = "".join(f"{parse.UNIT.join(one.values())}{parse.RECORD}\n" for one in rows)
-    answer = Answer(0, EMPTY_SQUEUE.stdout + text, "")
+    answer = CommandResult(0, EMPTY_SQUEUE.stdout + text, "")
     found = asked(answer)[0].jobs([7])
     assert list(found) == [7, 8] and {job.submitted_id for job in found.values()} == {7}
     assert found[7].node_count == 2
@@ -150,24 +157,24 @@ def test_elements_of_an_array_come_with_it() -> None:
 
 def test_live_jobs_of_a_name() -> None:
     table = f"JOBID{parse.RECORD}\n14{parse.RECORD}\n15{parse.RECORD}\n"
-    client, script = asked(Answer(0, table, ""))
+    client, script = asked(CommandResult(0, table, ""))
     assert client.live_jobs_named("run-1") == (14, 15)
     argv = script.commands[0].argv
     assert "--me" in argv and "--name=run-1" in argv, "only of this user"
 
 
 def test_requeue_never_raises_and_says_what_happened() -> None:
-    def away(command: Command) -> Answer:
+    def away(command: Command) -> CommandResult:
         raise SlurmUnreachableError("no answer from `scontrol requeue` within 20 s")
 
     answer = SlurmClient(ENVIRONMENT, run=away).requeue(7)
     assert answer.result is RequeueResult.UNREACHABLE and "20 s" in answer.text
-    pending = asked(Answer(1, "", "Job is pending execution for job 7\n"))[0].requeue(7)
+    pending = asked(CommandResult(1, "", "Job is pending execution for job 7\n"))[0].requeue(7)
     assert pending.will_run_again and not answer.will_run_again
 
 
 def test_shielding_is_a_matter_of_the_client_or_of_the_call() -> None:
-    client, script = asked(Answer(0, "", ""), Answer(0, "", ""))
+    client, script = asked(CommandResult(0, "", ""), CommandResult(0, "", ""))
     client.requeue(7)
     client.requeue(7, shielded=True)
     assert [command.shielded for command in script.commands] == [False, True]
@@ -196,7 +203,7 @@ def test_shielding_is_a_matter_of_the_client_or_of_the_call() -> None:
     ],
 )
 def test_commands(act: Callable[[SlurmClient], object], argv: str) -> None:
-    client, script = asked(Answer(0, "", ""))
+    client, script = asked(CommandResult(0, "", ""))
     act(client)
     assert " ".join(script.commands[0].argv) == argv
 
@@ -209,7 +216,7 @@ def test_nothing_to_change_needs_no_command() -> None:
 
 def test_bad_host_list_is_refused_although_the_exit_code_is_zero() -> None:
     with pytest.raises(SlurmRefusedError, match="Invalid hostlist"):
-        asked(Answer(0, "", "Invalid hostlist: n[0-2]x,b\n"))[0].hostnames("n[0-2]x,b")
+        asked(CommandResult(0, "", "Invalid hostlist: n[0-2]x,b\n"))[0].hostnames("n[0-2]x,b")
     assert asked()[0].hostnames("") == ()
 
 

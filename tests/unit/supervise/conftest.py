@@ -20,7 +20,7 @@ from hpctrain.supervise.judge import policy
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy, "_FIRST_DELAY_SECONDS", 0.01)
     monkeypatch.setattr(launch_watch, "_POLL_SECONDS", 0.01)
-    monkeypatch.setattr(launch_watch, "_LOOK_SECONDS", 0.03)
+    monkeypatch.setattr(launch_watch, "_READ_SECONDS", 0.03)
     monkeypatch.setattr(launch_watch, "_LAST_WORDS_SECONDS", 0.1)
     monkeypatch.setattr(launch_watch, "_LEAVING_SECONDS", 0.3)
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)

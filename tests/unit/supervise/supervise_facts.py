@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
+from hpctrain.slurm.states import JobState
 from hpctrain.supervise.judge.documents import Evidence, JobFacts, RankExit, SuperviseConfig
 
 NOTHING = Evidence(
@@ -17,7 +18,7 @@ NOTHING = Evidence(
     task_failures=(),
     notices=(),
     rank_exits=(),
-    job=JobFacts("RUNNING", "None", 0, preempt_time=False),
+    job=JobFacts(JobState.RUNNING, "None", 0, preempt_time=False),
     restart_count=0,
     stall=None,
     started=True,
@@ -28,7 +29,7 @@ SILENT = replace(NOTHING, job=None)
 def job(
     state: str = "RUNNING", reason: str = "None", restarts: int = 0, *, preempt: bool = False
 ) -> JobFacts:
-    return JobFacts(state, reason, restarts, preempt)
+    return JobFacts(JobState(state), reason, restarts, preempt)
 
 
 def exits(*words: str) -> tuple[RankExit, ...]:

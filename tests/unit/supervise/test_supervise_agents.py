@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 from supervise_facts import NOTHING
 
+from hpctrain.slurm.messages import TaskFailure, read_task_failure
 from hpctrain.store.run_records import AgentRecord, RankEnd
 from hpctrain.supervise.judge.agent_failures import failures_below_agents
 from hpctrain.supervise.judge.causes import Cause
 from hpctrain.supervise.judge.classify import classify
-from hpctrain.supervise.judge.documents import Finding, RankExit, TaskFailure
+from hpctrain.supervise.judge.documents import Finding, RankExit
 
 T = 1_000_000.0
 
@@ -22,7 +23,9 @@ def told(node: str, at: float, *ends: tuple[int, int]) -> AgentRecord:
 
 
 def srun(node: str, task: int, what: str, at: float) -> TaskFailure:
-    return TaskFailure(node, str(task), what, at)
+    failure = read_task_failure(f"srun: error: {node}: task {task}: {what}")
+    assert failure is not None
+    return replace(failure, at=at)
 
 
 CODE_1 = "Exited with exit code 1"

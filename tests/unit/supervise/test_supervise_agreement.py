@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 from supervise_facts import NOTHING, config, exits
 
+from hpctrain.slurm.messages import read_task_failure
 from hpctrain.supervise.judge.causes import Cause
-from hpctrain.supervise.judge.classify import classify, read_task_failure
+from hpctrain.supervise.judge.classify import classify
 from hpctrain.supervise.judge.documents import (
     ActionKind,
     Evidence,

@@ -19,7 +19,7 @@ def line(node: str, kind: str, **fields: object) -> str:
 def heard(*lines: str) -> Answers:
     answers = Answers()
     for one in lines:
-        answers.hear(one, T)
+        answers.add_line(one, T)
     return answers
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from supervise_facts import NOTHING, config
 from supervise_stage import Stage
 
 from hpctrain.checkpoints.publish import published_steps, retire
+from hpctrain.slurm.messages import TaskFailure
 from hpctrain.store.ledger import Event, EventKind, Ledger
 from hpctrain.store.run_records import SaveRecord, append_save
 from hpctrain.supervise.judge import policy
@@ -24,7 +26,6 @@ from hpctrain.supervise.judge.documents import (
     Finding,
     RankExit,
     Situation,
-    TaskFailure,
     Verdict,
 )
 from hpctrain.supervise.judge.launch_history import (
@@ -270,7 +271,7 @@ def test_a_storage_fault_of_one_node_does_not_name_the_checkpoint() -> None:
 
 
 def test_a_rank_that_was_killed_may_be_why_others_could_not_load() -> None:
-    killed = TaskFailure("n0", "0", "Killed", 4.0)
+    killed = TaskFailure("n0", "0", signal=signal.SIGKILL, at=4.0)
     verdict = classify(left(exit_of(1, "RuntimeError: timed out", 5), task_failures=(killed,)))
     assert verdict.cause is Cause.CRASH and verdict.rank == 0
 

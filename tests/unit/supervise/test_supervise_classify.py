@@ -10,8 +10,9 @@ from dataclasses import replace
 import pytest
 from supervise_facts import NOTHING, SILENT, exits, job
 
+from hpctrain.slurm.messages import read_notice, read_task_failure
 from hpctrain.supervise.judge.causes import Cause
-from hpctrain.supervise.judge.classify import classify, is_notice, read_task_failure
+from hpctrain.supervise.judge.classify import classify
 from hpctrain.supervise.judge.documents import (
     Evidence,
     Stall,
@@ -44,7 +45,8 @@ STALL = Stall("training", 301.0, 300.0)
 def seen(base: Evidence, *lines: str, **changes: object) -> Evidence:
     """`base` after srun printed `lines`, read as `Launch` reads them."""
     failures = tuple(f for line in lines if (f := read_task_failure(line)) is not None)
-    notices = tuple(line for line in lines if is_notice(line) and not read_task_failure(line))
+    unlike_tasks = (line for line in lines if not read_task_failure(line))
+    notices = tuple(n for line in unlike_tasks if (n := read_notice(line)) is not None)
     return replace(base, task_failures=failures, notices=notices, **changes)  # type: ignore[arg-type]
 
 
@@ -380,7 +382,7 @@ def test_lines_about_tasks(line: str, node: str, tasks: str, what: str) -> None:
 
 @pytest.mark.parametrize("line", [PREEMPTION, NO_REASON, SRUN_NODE_FAILURE, NO_STEP, NO_TASKS])
 def test_notices_are_no_task_failures(line: str) -> None:
-    assert is_notice(line)
+    assert read_notice(line)
     assert read_task_failure(line) is None
 
 
@@ -394,5 +396,5 @@ def test_notices_are_no_task_failures(line: str) -> None:
     ],
 )
 def test_other_lines_say_nothing(line: str) -> None:
-    assert not is_notice(line)
+    assert not read_notice(line)
     assert read_task_failure(line) is None

@@ -12,7 +12,7 @@ from supervise_stage import JOB_ID, Stage
 
 from hpctrain.slurm.states import JobState
 from hpctrain.supervise import termination_guard as guard_module
-from hpctrain.supervise.termination_guard import Guard, Pulse
+from hpctrain.supervise.termination_guard import FileSystemCheck, Guard
 
 
 class Disk:
@@ -28,7 +28,7 @@ class Disk:
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
-    monkeypatch.setattr(guard_module, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(guard_module, "_CHECK_SECONDS", 0.01)
     monkeypatch.setattr(guard_module, "_AFTER_TERM_SECONDS", 0.2)
     monkeypatch.setattr(guard_module, "_AFTER_WARNING_SECONDS", 0.2)
     return Disk()
@@ -41,7 +41,7 @@ def guarded(stage: Stage, disk: Disk, *, told: str | None = "TERM", seconds: flo
         supervisor.context.signals._arrived.append(told)
     worker = threading.Thread(target=time.sleep, args=(seconds,))
     worker.start()
-    Guard(supervisor.context, Pulse(stage.layout.ledger, disk.touch)).wait_for(worker)
+    Guard(supervisor.context, FileSystemCheck(stage.layout.ledger, disk.touch)).wait_for(worker)
     disk.answers.set()
     return stage.slurm.records[JOB_ID].restart_count or 0
 
@@ -89,7 +89,7 @@ def test_a_whole_attempt_while_the_ledger_hangs(
 ) -> None:
     """The supervisor's own thread never comes back; its main thread still hears and acts."""
     supervisor = stage.supervisor()
-    supervisor.guard = Guard(supervisor.context, Pulse(stage.layout.ledger, disk.touch))
+    supervisor.guard = Guard(supervisor.context, FileSystemCheck(stage.layout.ledger, disk.touch))
     events = supervisor.context.ledger.events
 
     def hang() -> object:

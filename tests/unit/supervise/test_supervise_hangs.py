@@ -13,15 +13,17 @@ import pytest
 from supervise_facts import config
 from supervise_stage import JOB_ID, Stage
 
+from hpctrain.slurm.messages import waits_for_step
 from hpctrain.slurm.states import JobState
 from hpctrain.store.ledger import EventKind
 from hpctrain.store.run_records import Progress, write_record
 from hpctrain.supervise.evidence import launch_watch, run_dir_snapshot, stack_inquiry
-from hpctrain.supervise.evidence.launch_watch import Experience, LaunchWatch
-from hpctrain.supervise.evidence.run_dir_snapshot import Looker, Onlooker, in_time
+from hpctrain.supervise.evidence.launch_watch import CrossLaunchState, LaunchWatch
+from hpctrain.supervise.evidence.run_dir_snapshot import BackgroundReader, RunDirReader
 from hpctrain.supervise.judge import silence_limits
 from hpctrain.supervise.judge.odd_stacks import NO_STACK
-from hpctrain.supervise.srun_process import Launch, step_waits
+from hpctrain.supervise.srun_process import Launch
+from hpctrain.supervise.timeouts import run_with_timeout
 
 
 @pytest.fixture(autouse=True)
@@ -115,12 +117,12 @@ def test_a_hang_makes_the_next_launch_more_patient(stage: Stage) -> None:
     changes = {"stall_seconds": 60.0, "setup_stall_seconds": 0.3}
     stage.configure(config().model_copy(update=changes))
     context = stage.supervisor().context
-    experience = Experience.of(context)
+    state = CrossLaunchState.of(context)
     launch = Launch(stage.supervisor("phase:saving sleep:9").launcher.argv, environment())
-    ours = LaunchWatch(context, launch, 1, experience=experience)
+    ours = LaunchWatch(context, launch, 1, state=state)
     ours.wait()
     assert ours.stall is not None
-    assert len(experience.limits._silences["saving"]) == 1
+    assert len(state.limits._silences["saving"]) == 1
 
 
 def environment() -> dict[str, str]:
@@ -165,7 +167,7 @@ STILL = "srun: Job 5 step creation still disabled, retrying (Requested nodes are
 def test_what_srun_says_about_its_step(lines: list[str], waits: bool) -> None:
     said = False
     for line in lines:
-        said = step_waits(line, said)
+        said = waits_for_step(line, said)
     assert said is waits
 
 
@@ -236,7 +238,7 @@ def held(stage: Stage) -> Iterator[Held]:
 def test_a_hung_file_system_is_no_hang_of_the_ranks(
     stage: Stage, held: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch_watch, "_HELD_SECONDS", 0.1)
+    monkeypatch.setattr(launch_watch, "_BLOCKED_SECONDS", 0.1)
     go = stage.layout.directory / "go"
 
     def hang() -> None:
@@ -258,7 +260,7 @@ def read(path: Path) -> str:
 def test_a_rank_that_hangs_behind_a_hung_file_system_is_found_after_it(
     stage: Stage, held: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch_watch, "_HELD_SECONDS", 0.1)
+    monkeypatch.setattr(launch_watch, "_BLOCKED_SECONDS", 0.1)
 
     def hang() -> None:
         held.hang()
@@ -301,7 +303,7 @@ def test_a_hung_file_system_does_not_hold_signals(stage: Stage, held: Held) -> N
 def test_a_ledger_that_cannot_be_written_does_not_hold_signals(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch_watch, "_WORD_SECONDS", 0.1)
+    monkeypatch.setattr(launch_watch, "_WRITE_SECONDS", 0.1)
     free = threading.Event()
     supervisor = stage.supervisor(f"{TRAINING} sleep:9")
     supervisor.context.signals.install()
@@ -321,7 +323,7 @@ def test_files_that_give_errors_are_no_silence(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stale handle for a second: nobody can say that the trainer was silent."""
-    monkeypatch.setattr(launch_watch, "_HELD_SECONDS", 0.1)
+    monkeypatch.setattr(launch_watch, "_BLOCKED_SECONDS", 0.1)
     ours_sign = stage.layout.progress.with_name("sign")
 
     def stale() -> None:
@@ -342,49 +344,49 @@ def test_files_that_give_errors_are_no_silence(
 
 
 def test_a_look_takes_in_everything(stage: Stage) -> None:
-    onlooker = Onlooker(stage.layout, 3)
-    seen = onlooker.look(True, True)
-    assert seen == run_dir_snapshot.Sight(0, None, False, False, False, None)
+    reader = RunDirReader(stage.layout, 3)
+    seen = reader.read(True, True)
+    assert seen == run_dir_snapshot.RunDirSnapshot(0, None, False, False, False, None)
     stage.layout.stack_dump(3, 0).parent.mkdir()
     stage.layout.stack_dump(3, 0).touch()
-    assert onlooker.look(False, False).ranks_seen
+    assert reader.read(False, False).ranks_seen
     (stage.layout.checkpoints / "iter_0000001.partial-e000003").mkdir()
-    assert onlooker.look(True, False).save_in_flight
-    assert not onlooker.look(False, False).save_in_flight
+    assert reader.read(True, False).save_in_flight
+    assert not reader.read(False, False).save_in_flight
 
 
 def test_signs_of_other_launches_are_not_seen(stage: Stage) -> None:
     for epoch in (2, 4):
         sign = Progress(epoch=epoch, phase="training", step=1, target_step=9, time=1.0)
         write_record(stage.layout.progress, sign)
-        seen = Onlooker(stage.layout, 3).look(False, False)
+        seen = RunDirReader(stage.layout, 3).read(False, False)
         assert (seen.progress, seen.ranks_seen) == (None, False)
 
 
 def test_one_look_at_a_time_and_an_error_is_an_answer() -> None:
-    def broken(closely: bool, rank_times: bool) -> run_dir_snapshot.Sight:
+    def broken(find_saves: bool, rank_times: bool) -> run_dir_snapshot.RunDirSnapshot:
         raise OSError(116, "Stale file handle")
 
-    looker = Looker(broken)
-    assert looker.answer() is None
-    looker.ask(closely=True, rank_times=False)
-    assert looker.busy
-    assert looker.answer(5.0) is None
-    assert not looker.busy
-    looker.close()
+    background = BackgroundReader(broken)
+    assert background.result() is None
+    background.request(find_saves=True, rank_times=False)
+    assert background.busy
+    assert background.result(5.0) is None
+    assert not background.busy
+    background.close()
 
 
 def test_work_in_time_and_not_in_time() -> None:
     done: list[int] = []
     free = threading.Event()
-    assert in_time(lambda: done.append(1), 5.0)
+    assert run_with_timeout(lambda: done.append(1), 5.0)
     assert done == [1]
     started = time.monotonic()
-    assert not in_time(lambda: free.wait(20), 0.5)
+    assert not run_with_timeout(lambda: free.wait(20), 0.5)
     assert 0.4 < time.monotonic() - started < 19
     answers = iter([False, True])
     started = time.monotonic()
-    assert not in_time(lambda: free.wait(20), 20.0, give_up=lambda: next(answers))
+    assert not run_with_timeout(lambda: free.wait(20), 20.0, give_up=lambda: next(answers))
     assert time.monotonic() - started < 19
     free.set()
 
@@ -393,4 +395,4 @@ def test_an_error_of_a_file_is_not_passed_on() -> None:
     def full() -> None:
         raise OSError(28, "No space left on device")
 
-    assert in_time(full, 5.0)
+    assert run_with_timeout(full, 5.0)

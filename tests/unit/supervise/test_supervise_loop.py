@@ -353,7 +353,7 @@ def test_a_supervisor_that_outlived_its_attempt_takes_nothing_from_the_next(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its node was cut off: no Slurm, and the job runs elsewhere under the same id."""
-    monkeypatch.setattr("hpctrain.supervise.evidence.launch_watch._LOOK_SECONDS", 60.0)
+    monkeypatch.setattr("hpctrain.supervise.evidence.launch_watch._READ_SECONDS", 60.0)
 
     def cut_off() -> None:
         stage.slurm.away = True

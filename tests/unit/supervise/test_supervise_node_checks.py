@@ -15,7 +15,7 @@ import pytest
 from hpctrain.supervise import preflight
 from hpctrain.supervise.evidence import node_checks
 from hpctrain.supervise.evidence.node_checks import (
-    Report,
+    NodeReport,
     check_directory,
     check_gpus,
     check_kernel,
@@ -38,7 +38,7 @@ def program(path: Path, text: str) -> None:
 
 
 def test_a_directory_that_works(tmp_path: Path) -> None:
-    report = Report()
+    report = NodeReport()
     check_directory(report, tmp_path, "n1")
     assert report.problems == []
     assert isinstance(report.facts["free_bytes"], int) and report.facts["free_bytes"] > 0
@@ -46,7 +46,7 @@ def test_a_directory_that_works(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_is_gone_or_full(tmp_path: Path) -> None:
-    report = Report()
+    report = NodeReport()
     check_directory(report, tmp_path / "gone", "n1")
     check_directory(report, Path("/proc"), "n1")
     texts = [fault.text for fault in report.problems]
@@ -56,7 +56,7 @@ def test_a_directory_that_is_gone_or_full(tmp_path: Path) -> None:
 
 def test_the_rename_is_part_of_it(tmp_path: Path) -> None:
     (tmp_path / ".preflight-n1.done").mkdir()
-    report = Report()
+    report = NodeReport()
     check_directory(report, tmp_path, "n1")
     assert "cannot write" in report.problems[0].text
     assert [path.name for path in tmp_path.iterdir()] == [".preflight-n1.done"]
@@ -89,17 +89,17 @@ def test_a_machine_that_shuts_down(
     if in_seconds is not None:
         at_usec = int((time.time() + in_seconds) * 1e6)
         plan.write_text(f"USEC={at_usec}\nWARN_WALL=1\nMODE=reboot\n")
-    report = Report()
+    report = NodeReport()
     node_checks.check_shutdown(report, 4.0)
     assert [problem.text for problem in report.problems] == ([words] if words else [])
     monkeypatch.setattr(node_checks, "_SYSTEMD", tmp_path / "absent")
-    elsewhere = Report()
+    elsewhere = NodeReport()
     node_checks.check_shutdown(elsewhere, 4.0)
     assert elsewhere.problems == []
 
 
 def test_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    report = Report()
+    report = NodeReport()
     check_shared_memory(report)
     assert report.problems == []
     monkeypatch.setattr(node_checks, "_LEAST_SHARED_BYTES", 2**62)
@@ -126,8 +126,8 @@ def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return directory
 
 
-def gpus(expected: int = 2) -> Report:
-    report = Report()
+def gpus(expected: int = 2) -> NodeReport:
+    report = NodeReport()
     check_gpus(report, expected, 4.0)
     return report
 
@@ -191,7 +191,7 @@ def test_memory_errors_are_a_fact_and_pages_that_wait_a_problem(smi: Path) -> No
 )
 def test_an_nvidia_smi_that_fails(smi: Path, script: str, words: str, hard: bool) -> None:
     program(smi / "nvidia-smi", script)
-    report = Report()
+    report = NodeReport()
     check_gpus(report, 2, 0.4)
     (fault,) = report.problems
     assert words in fault.text and fault.hard is hard
@@ -199,7 +199,7 @@ def test_an_nvidia_smi_that_fails(smi: Path, script: str, words: str, hard: bool
 
 def test_without_nvidia_smi_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
-    assert gpus() == Report()
+    assert gpus() == NodeReport()
 
 
 # -- fabric ----------------------------------------------------------------------------------
@@ -211,14 +211,14 @@ def test_active_ports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         port.mkdir(parents=True)
         (port / "state").write_text(f"{state}\n")
     monkeypatch.setattr(node_checks, "_INFINIBAND", tmp_path)
-    report = Report()
+    report = NodeReport()
     check_ports(report)
     assert (report.facts, report.problems) == ({"ports": ["mlx5_0/1"]}, [])
 
 
 def test_a_node_without_fabric(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(node_checks, "_INFINIBAND", tmp_path / "none")
-    report = Report()
+    report = NodeReport()
     check_ports(report)
     assert report.facts == {}
 
@@ -283,10 +283,10 @@ def test_lines_that_explain_failures(text: str) -> None:
 def test_a_file_of_the_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "log-n1").write_text(f"harmless\n{XID}\n")
     monkeypatch.setenv("HPCTRAIN_KERNEL_LOG", f"{tmp_path}/log-{{node}}")
-    report = Report()
+    report = NodeReport()
     check_kernel(report, 0.0, "n1", 2.0)
     assert report.kernel == [(None, XID)]
-    other = Report()
+    other = NodeReport()
     check_kernel(other, 0.0, "n2", 2.0)
     assert other.kernel == []
 
@@ -294,7 +294,7 @@ def test_a_file_of_the_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_command_of_the_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program(tmp_path / "klog", 'echo "NVRM on $1"')
     monkeypatch.setenv("HPCTRAIN_KERNEL_LOG", f"{tmp_path}/klog {{node}}")
-    report = Report()
+    report = NodeReport()
     check_kernel(report, 0.0, "n1", 2.0)
     assert report.kernel == [(None, "NVRM on n1")]
     monkeypatch.setenv("HPCTRAIN_KERNEL_LOG", f"{tmp_path}/klog")
@@ -307,7 +307,7 @@ def test_journal_first_then_dmesg(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     program(tmp_path / "journalctl", "exit 0")
     program(tmp_path / "dmesg", "echo nvidia by dmesg")
-    report = Report()
+    report = NodeReport()
     check_kernel(report, 0.0, "n1", 2.0)
     assert (report.facts["kernel_log"], report.kernel) == ("dmesg", [(None, "nvidia by dmesg")])
     program(tmp_path / "journalctl", 'echo "nvidia $*"')
@@ -321,7 +321,7 @@ def test_a_log_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     for name in ("journalctl", "dmesg"):
         program(tmp_path / name, "echo 'nvidia: Operation not permitted'; exit 1")
-    report = Report()
+    report = NodeReport()
     check_kernel(report, 0.0, "n1", 2.0)
     assert (report.facts["kernel_log"], report.kernel, report.problems) == ("not readable", [], [])
 
@@ -394,8 +394,8 @@ def test_the_program_imports_little() -> None:
 # -- what the run reads ------------------------------------------------------------------------
 
 
-def inputs(directory: Path, *paths: Path) -> Report:
-    settings, report = directory / "supervise.json", Report()
+def inputs(directory: Path, *paths: Path) -> NodeReport:
+    settings, report = directory / "supervise.json", NodeReport()
     settings.write_text(json.dumps({"inputs": [str(path) for path in paths]}))
     node_checks.check_inputs(report, settings)
     return report
@@ -418,6 +418,6 @@ def test_inputs_that_are_not_there(tmp_path: Path) -> None:
 def test_without_a_list_nothing_is_looked_for(tmp_path: Path) -> None:
     """Where it cannot be read, the check of the run directory says so."""
     for settings in (None, tmp_path / "absent.json"):
-        report = Report()
+        report = NodeReport()
         node_checks.check_inputs(report, settings)
         assert report.problems == []

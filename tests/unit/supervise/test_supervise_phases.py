@@ -6,7 +6,7 @@ import pytest
 from supervise_facts import config
 
 from hpctrain.supervise.judge.documents import SuperviseConfig
-from hpctrain.supervise.judge.silence_limits import Pulse, StallLimits
+from hpctrain.supervise.judge.silence_limits import SilenceMonitor, StallLimits
 
 CAP, SETUP_CAP = 600.0, 1800.0
 ALL_PHASES = ("starting", "loading", "training", "saving", "evaluating", "profiling", "leaving")
@@ -27,7 +27,7 @@ class Trainer:
     def __init__(self, known: StallLimits | None = None) -> None:
         self.limits = known or limits()
         self.now = 1000.0
-        self.pulse = Pulse(self.limits, 10, self.now)
+        self.pulse = SilenceMonitor(self.limits, 10, self.now)
         self.step = 10
 
     def says(self, phase: str, after_seconds: float) -> None:

@@ -469,3 +469,12 @@ def test_the_budgets_are_those_of_the_documents() -> None:
         "suspect_numerics": 1,
         "load_failed": 3,
     }
+
+
+def test_a_reason_and_a_decision_are_joined_and_the_decision_alone_needs_no_reason() -> None:
+    verdict = Verdict(Cause.CRASH, "rank 3 failed")
+    assert verdict.followed_by("start again") == "rank 3 failed: start again"
+    assert verdict.followed_by("start again", "; ") == "rank 3 failed; start again"
+    assert verdict.preceded_by("3 in a row") == "3 in a row: rank 3 failed"
+    without = replace(verdict, reason="")
+    assert without.followed_by("start again", "; ") == without.preceded_by("start again")

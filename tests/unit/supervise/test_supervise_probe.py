@@ -15,7 +15,7 @@ from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.records import JobRecord, NodeState
 from hpctrain.slurm.states import JobState
-from hpctrain.supervise.evidence.probe import STEP_NAME, Question, _Latecomers, probe_nodes
+from hpctrain.supervise.evidence.probe import STEP_NAME, PreflightOptions, _Stragglers, probe_nodes
 from hpctrain.supervise.judge.probe_answers import ProbeResult
 
 NODES = ("n0", "n1", "n2", "n3")
@@ -73,7 +73,7 @@ class Theatre:
         (self.directory / name).touch()
 
     def probe(self, deadline_seconds: float = 2.0, **more: object) -> ProbeResult:
-        question = Question(Path("/some/run"), since=7.0, gpus=8)
+        question = PreflightOptions(Path("/some/run"), since=7.0, gpus=8)
         environment = {"PATH": os.environ["PATH"], "SLURM_NTASKS": "64", "MINE": "1"}
         return probe_nodes(
             cast(SlurmClient, self.slurm),
@@ -154,7 +154,7 @@ def test_who_is_overdue(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three times as long as the last of the others, and 3 s; only once half have answered."""
     clock = [100.0]
     monkeypatch.setattr("hpctrain.supervise.evidence.probe.time.monotonic", lambda: clock[0])
-    latecomers = _Latecomers(NODES)
+    latecomers = _Stragglers(NODES)
 
     def at(seconds: float, *ended: str) -> bool:
         clock[0] = 100.0 + seconds

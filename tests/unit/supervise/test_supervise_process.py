@@ -35,7 +35,7 @@ def test_lines_of_srun_are_passed_on_and_read(capfd: pytest.CaptureFixture[str])
     assert running.poll() == 7
     # 75 is the trainer's way to say that it has saved and left.
     assert [f.what for f in running.failures] == ["Killed", "Exited with exit code 1"]
-    assert [n[:21] for n in running.notices] == ["slurmstepd: error: **"]
+    assert [notice.text[:21] for notice in running.notices] == ["slurmstepd: error: **"]
     assert capfd.readouterr().err == lines
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.run_records import SkipList, StepMetrics, append_metrics, read_record
-from hpctrain.supervise.act.rollback import leave_out
+from hpctrain.supervise.act.rollback import skip_batches
 
 BATCH = 8
 
@@ -59,16 +59,16 @@ def skips(run: RunLayout) -> list[tuple[int, int]]:
 def test_the_batches_up_to_the_anomaly(
     run: RunLayout, step: int, count: int, expected: tuple[int, int]
 ) -> None:
-    skipped = leave_out(run, step, count, "loss is NaN")
+    skipped = skip_batches(run, step, count, "loss is NaN")
     assert skipped is not None and skipped.reason == "loss is NaN"
     assert skips(run) == [expected]
 
 
 def test_skips_add_up_and_the_newest_row_counts(run: RunLayout) -> None:
-    leave_out(run, 33, 1, "first")
+    skip_batches(run, 33, 1, "first")
     for step in (30, 31, 32):  # the same steps again, after going back
         add_row(run, step, step * BATCH + BATCH)
-    leave_out(run, 33, 1, "second")
+    skip_batches(run, 33, 1, "second")
     assert skips(run) == [(32 * BATCH, 33 * BATCH), (33 * BATCH, 34 * BATCH)]
 
 
@@ -79,5 +79,5 @@ def test_without_knowing_which_samples_nothing_is_left_out(run: RunLayout, damag
     if damage == "bad train.json":
         run.train_config.write_text("{}")
     step = 99 if damage == "no row" else 33
-    assert leave_out(run, step, 0 if damage == "zero" else 1, "x") is None
+    assert skip_batches(run, step, 0 if damage == "zero" else 1, "x") is None
     assert skips(run) == []

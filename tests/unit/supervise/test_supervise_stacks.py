@@ -297,7 +297,7 @@ def ready(*ranks: Rank) -> None:
         assert rank.stdout.readline() == "ready\n"
 
 
-def ask(run: RunLayout, ranks: list[Rank], timeout_seconds: float = 5.0) -> stack_files.Dumps:
+def ask(run: RunLayout, ranks: list[Rank], timeout_seconds: float = 5.0) -> stack_files.StackDumps:
     before = stack_files.sizes(run, EPOCH)
     for rank in ranks:
         os.kill(rank.pid, signal.SIGQUIT)
@@ -375,7 +375,7 @@ def write(run: RunLayout, rank: int, text: str, epoch: int = EPOCH) -> Path:
 
 def test_no_files(run: RunLayout) -> None:
     assert stack_files.sizes(run, EPOCH) == {}
-    assert stack_files.read_dumps(run, EPOCH, {}) == stack_files.Dumps({}, {}, complete=True)
+    assert stack_files.read_dumps(run, EPOCH, {}) == stack_files.StackDumps({}, {}, complete=True)
 
 
 def test_other_files_are_kept_and_not_read(run: RunLayout) -> None:

@@ -9,10 +9,10 @@ import pytest
 from supervise_facts import NOTHING, SILENT, job
 from told_stories import End, Story
 
+from hpctrain.slurm.messages import read_notice, read_task_failure
 from hpctrain.supervise.judge.causes import FINAL_CAUSES, Cause
 from hpctrain.supervise.judge.classify import classify
 from hpctrain.supervise.judge.documents import Evidence, Finding, OddRank, Stall
-from hpctrain.supervise.judge.slurm_words import is_notice, read_task_failure
 
 NCCL_TIMEOUT = (
     "[rank{rank}]:[E1121 05:33:37.123456789 ProcessGroupNCCL.cpp:607] [Rank {rank}] Watchdog "
@@ -606,7 +606,7 @@ def test_causes_of_the_scheduler_are_said_by_the_scheduler() -> None:
     ],
 )
 def test_more_lines_that_are_notices(line: str) -> None:
-    assert is_notice(line) and not read_task_failure(line)
+    assert read_notice(line) and not read_task_failure(line)
 
 
 def test_a_watchdog_that_aborts_its_rank_is_not_the_root() -> None:
@@ -718,7 +718,7 @@ def test_what_is_no_failure_has_no_fingerprint() -> None:
 
 
 def test_lines_of_evidence_are_few_and_short() -> None:
-    many = tuple(f"slurmstepd: error: *** JOB {n} ***" for n in range(20))
+    many = tuple(read_notice(f"slurmstepd: error: *** JOB {n} ***") for n in range(20))
     assert len(classify(Story().evidence(srun_exit_code=-9, notices=many)).evidence) == 6
     story = Story([End(r, f"OSError: [Errno 5] {r} " + "x" * 5000, r) for r in range(8)])
     verdict = classify(story.evidence())

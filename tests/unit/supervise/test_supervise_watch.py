@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ import pytest
 from supervise_facts import config
 from supervise_stage import Stage
 
+from hpctrain.slurm.messages import TaskFailure
 from hpctrain.slurm.records import StepRecord
 from hpctrain.slurm.states import JobState
 from hpctrain.store.ledger import EventKind
@@ -28,9 +30,9 @@ from hpctrain.store.run_records import (
 )
 from hpctrain.supervise.evidence import gather, launch_watch
 from hpctrain.supervise.evidence.launch_watch import LaunchWatch
-from hpctrain.supervise.evidence.run_dir_snapshot import Looker
+from hpctrain.supervise.evidence.run_dir_snapshot import BackgroundReader
 from hpctrain.supervise.evidence.srun_steps import OwnSteps
-from hpctrain.supervise.judge.documents import LaunchShape, TaskFailure
+from hpctrain.supervise.judge.documents import LaunchShape
 from hpctrain.supervise.srun_process import Launch
 
 
@@ -69,8 +71,8 @@ class Scene:
     def looks(self) -> bool:
         """True when the step has to be ended."""
         watch = self.watch
-        closely = watch._pulse.is_late(self.clock.now)
-        return watch._judge(watch._onlooker.look(closely, True), self.clock.now)
+        find_saves = watch._silence.is_late(self.clock.now)
+        return watch._must_end(watch._reader.read(find_saves, True), self.clock.now)
 
     def says(self, phase: Phase, step: int, *, epoch: int = 3, clock_seconds: float = 0.0) -> None:
         record = Progress(
@@ -101,7 +103,7 @@ class Scene:
 def scene(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Scene:
     clock = Clock()
     monkeypatch.setattr(launch_watch, "time", clock)
-    monkeypatch.setattr(launch_watch, "_LOOK_SECONDS", 2.0)
+    monkeypatch.setattr(launch_watch, "_READ_SECONDS", 2.0)
     return Scene(stage, clock)
 
 
@@ -167,14 +169,14 @@ def test_an_unreadable_sign_is_not_silence(scene: Scene) -> None:
 
 def test_a_launch_learns_and_the_next_one_knows(scene: Scene) -> None:
     scene.stage.configure(config().model_copy(update={"stall_seconds": 3600.0}))
-    experience = launch_watch.Experience.of(scene.stage.supervisor().context)
-    scene.watch = scene.resumed_at(0, experience=experience)
+    state = launch_watch.CrossLaunchState.of(scene.stage.supervisor().context)
+    scene.watch = scene.resumed_at(0, state=state)
     for step in range(9):
         scene.says("training", step)
         assert not scene.silent(24)
     assert scene.silent(100)
     assert stalled(scene) == ("training", 120)
-    scene.watch = scene.resumed_at(8, experience=experience)
+    scene.watch = scene.resumed_at(8, state=state)
     for step in range(9, 16):
         scene.says("training", step)
         assert not scene.silent(10)
@@ -190,8 +192,8 @@ def test_steps_of_earlier_attempts_are_learned_but_not_their_first_ones(stage: S
             row |= {"grad_norm": None, "learning_rate": 1.0, "step_seconds": seconds}
             row |= {"tokens_per_second": 1.0, "mfu": None, "memory_bytes": 1}
             append_metrics(stage.layout, StepMetrics.model_validate(row | {"consumed_samples": 1}))
-    experience = launch_watch.Experience.of(stage.supervisor().context)
-    assert experience.limits.limit("training") == 150
+    state = launch_watch.CrossLaunchState.of(stage.supervisor().context)
+    assert state.limits.limit("training") == 150
 
 
 def test_a_save_in_flight_has_the_time_of_a_save(scene: Scene) -> None:
@@ -245,7 +247,7 @@ def test_times_without_an_answer_add_up(scene: Scene) -> None:
     scene.says("training", 1)
     for seconds, in_all in ((6, 0), (20, 20), (100, 120), (30, 150)):
         scene.clock.now += seconds
-        scene.watch._count_held_look(scene.clock.now, None)
+        scene.watch._count_failed_read(scene.clock.now, None)
         assert not scene.looks()
         assert scene.watch.storage_stalled_seconds == in_all
     assert not scene.silent(48), "the time between two looks counts, the rest of the 150 s not"
@@ -270,7 +272,7 @@ def test_who_waits_for_a_failed_rank_does_not_hang(
     monkeypatch.setattr(launch_watch, "_LAST_WORDS_SECONDS", 8.0)
     scene.says("training", 1)
     assert not scene.silent(59)
-    scene.srun.failures = (TaskFailure("n1", "1", "Killed"),)  # type: ignore[assignment]
+    scene.srun.failures = (TaskFailure("n1", "1", signal=signal.SIGKILL),)  # type: ignore[assignment]
     assert not scene.silent(7)
     assert scene.silent(4)
     assert scene.watch.stall is None
@@ -347,9 +349,9 @@ def test_a_slow_rank_is_in_the_ledger_once(scene: Scene) -> None:
 
 
 def test_a_new_launch_counts_slow_windows_anew(scene: Scene) -> None:
-    experience = launch_watch.Experience.of(scene.stage.supervisor().context)
+    state = launch_watch.CrossLaunchState.of(scene.stage.supervisor().context)
     for windows, reported in (((20, 40), 0), ((60, 80), 0), ((100, 120, 140), 1)):
-        scene.watch = scene.resumed_at(0, experience=experience)
+        scene.watch = scene.resumed_at(0, state=state)
         for last_step in windows:
             rank_times(scene, last_step, 1.5)
         assert len(scene.stage.events(EventKind.SLOW_RANK)) == reported
@@ -437,29 +439,29 @@ def test_an_hour_of_watching_costs_little(stage: Stage, monkeypatch: pytest.Monk
         path.touch()
     context = stage.supervisor().context
     ours = LaunchWatch(context, cast(Launch, Srun()), 100)
-    looker = Looker(ours._onlooker.look)
-    monkeypatch.setattr(launch_watch, "_LOOK_SECONDS", 0.0)
+    background = BackgroundReader(ours._reader.read)
+    monkeypatch.setattr(launch_watch, "_READ_SECONDS", 0.0)
     looks, polls = 200, 2000
     before = time.process_time()
     for number in range(looks):
         values = {"epoch": 100, "phase": "training", "target_step": 9, "time": 1.0}
         sign = Progress.model_validate({**values, "step": number})
         write_record(stage.layout.progress, sign, durable=False)
-        while not looker.busy:
-            assert not ours._look(looker)
-        while looker.busy:
+        while not background.busy:
+            assert not ours._poll_snapshot(background)
+        while background.busy:
             time.sleep(0.0005)
-            assert not ours._look(looker)
+            assert not ours._poll_snapshot(background)
     looking_seconds = time.process_time() - before
-    monkeypatch.setattr(launch_watch, "_LOOK_SECONDS", 2.0)
-    ours._next_look = time.monotonic() + 60
+    monkeypatch.setattr(launch_watch, "_READ_SECONDS", 2.0)
+    ours._next_read = time.monotonic() + 60
     before = time.process_time()
     for _ in range(polls):
         ours._handle_signals()
         assert not ours._time_is_up()
-        assert not ours._look(looker)
+        assert not ours._poll_snapshot(background)
     hour_seconds = looking_seconds * 1800 / looks + (time.process_time() - before) * 18000 / polls
-    looker.close()
+    background.close()
     assert hour_seconds < 72, "2 % of one core; a tenth of it as a rule"
 
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 
 from supervise_facts import NOTHING
 
+from hpctrain.slurm.messages import read_notice, read_task_failure
 from hpctrain.supervise.catalogue import load_signatures
 from hpctrain.supervise.evidence.log_scan import Scanner
 from hpctrain.supervise.judge.documents import Evidence, Finding, RankExit
-from hpctrain.supervise.judge.slurm_words import is_notice, read_task_failure
 
 SCANNER = Scanner(load_signatures())
 BEGIN = 1_790_000_000.0
@@ -48,7 +48,8 @@ class Story:
         """As `gather` and `find_lines` make it."""
         ends = sorted(self.ends, key=lambda end: end.after)
         failures = tuple(f for line in self.srun if (f := read_task_failure(line)) is not None)
-        notices = tuple(x for x in self.srun if is_notice(x) and not read_task_failure(x))
+        unlike_tasks = (line for line in self.srun if not read_task_failure(line))
+        notices = tuple(n for line in unlike_tasks if (n := read_notice(line)) is not None)
         evidence = replace(
             self.base,
             rank_exits=tuple(
@@ -65,7 +66,7 @@ class Story:
             ),
             task_failures=failures,
             notices=notices,
-            findings=self._findings(notices),
+            findings=self._findings([notice.text for notice in notices]),
             world_size=self.world_size,
         )
         return replace(evidence, **changes)  # type: ignore[arg-type]
