@@ -17,11 +17,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from hpctrain.durable import replace_text
 from hpctrain.errors import HpctrainError
+from hpctrain.formats import refuse_newer
 from hpctrain.store.prepared import class_directories, is_image
 
 _BLOCK_BYTES = 64 * 2**10
@@ -70,7 +72,7 @@ class DataIdentity(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    schema_version: int = 1
+    schema_version: Literal[1] = 1
     files: tuple[FileIdentity, ...]
     folders: tuple[FolderIdentity, ...] = ()
 
@@ -133,10 +135,13 @@ def evenly(names: Sequence[str], count: int) -> list[str]:
 def read_identity(path: Path) -> DataIdentity | None:
     """The record of a run; None for runs of older versions. Raises OSError, HpctrainError."""
     try:
-        return DataIdentity.model_validate_json(path.read_bytes())
+        text = path.read_bytes()
     except FileNotFoundError:
         return None
+    try:
+        return DataIdentity.model_validate_json(text)
     except ValidationError as error:
+        refuse_newer(path, text, DataIdentity)
         raise HpctrainError(f"{path} is damaged, so the data cannot be compared with it") from error
 
 
