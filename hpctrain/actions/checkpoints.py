@@ -37,7 +37,7 @@ from hpctrain.store.run_records import (
     read_saves,
     tail_metrics,
 )
-from hpctrain.supervise.judge.documents import SuperviseConfig
+from hpctrain.store.supervise_config import known_supervise_config
 from hpctrain.supervise.judge.launch_history import (
     loaded_instead,
     mean_time_to_failure,
@@ -392,11 +392,8 @@ def _step_seconds(layout: RunLayout) -> float | None:
 
 
 def _prior_seconds(layout: RunLayout) -> float | None:
-    try:
-        text = layout.supervise_config.read_bytes()
-        return SuperviseConfig.model_validate_json(text).mttf_seconds
-    except (OSError, ValueError):
-        return None
+    config = known_supervise_config(layout.supervise_config)
+    return config.mttf_seconds if config else None
 
 
 def _train_config(layout: RunLayout) -> TrainConfig | None:

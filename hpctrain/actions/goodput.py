@@ -15,8 +15,9 @@ from pydantic import BaseModel, ConfigDict
 from hpctrain.actions.runs import RunFiles
 from hpctrain.store.ledger import Event, EventKind
 from hpctrain.store.run_records import DoneMarker, read_metrics, read_record, read_saves
+from hpctrain.store.supervise_config import known_supervise_config
 from hpctrain.supervise.judge.causes import FAILURE_CAUSES, Cause
-from hpctrain.supervise.judge.documents import ActionKind, SuperviseConfig
+from hpctrain.supervise.judge.documents import ActionKind
 from hpctrain.telemetry.goodput import Account, account
 from hpctrain.telemetry.rolling_goodput import Sliding
 from hpctrain.telemetry.timeline import Mark, MarkKind, Save, Step, timeline
@@ -142,9 +143,8 @@ def _is_over(events: Sequence[Event]) -> bool:
 
 def _quiet_seconds(run: RunFiles) -> float:
     """How long the supervisor itself would wait for a sign of life."""
-    try:
-        config = SuperviseConfig.model_validate_json(run.layout.supervise_config.read_bytes())
-    except (OSError, ValueError):
+    config = known_supervise_config(run.layout.supervise_config)
+    if config is None:
         return _QUIET_SECONDS
     return max(config.stall_seconds, config.setup_stall_seconds)
 

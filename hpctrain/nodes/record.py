@@ -22,6 +22,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hpctrain.durable import append_line
+from hpctrain.printable_text import printable_line
 
 DAY_SECONDS = 86400.0
 _SOFT_SECONDS, _HARD_SECONDS = DAY_SECONDS, 7 * DAY_SECONDS
@@ -168,5 +169,4 @@ def forgiveness(now: float, cluster: str, node: str, user: str, reason: str) -> 
 
 def short(text: str) -> str:
     """One printable line: reasons are often lines of logs, which may hold anything."""
-    line = " ".join(text.split())
-    return "".join(c if c.isprintable() else "?" for c in line)[:_LONGEST_REASON]
+    return printable_line(text, _LONGEST_REASON)

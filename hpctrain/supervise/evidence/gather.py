@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from hpctrain.checkpoints.discover import checkpoints
 from hpctrain.store.ledger import EventKind
+from hpctrain.store.requests import Request, read_request
 from hpctrain.store.run_records import (
     ExitRecord,
     Progress,
@@ -22,7 +23,6 @@ from hpctrain.supervise.judge.causes import Cause
 from hpctrain.supervise.judge.documents import Evidence, Finding, JobFacts, RankExit, TaskFailure
 from hpctrain.supervise.judge.scheduler_verdict import left_unexplained
 from hpctrain.supervise.judge.slurm_words import exit_code
-from hpctrain.supervise.requests import Request, requested
 from hpctrain.supervise.srun_process import Launch
 from hpctrain.supervise.storage_retry import outlast
 
@@ -48,7 +48,7 @@ def _gather(context: AttemptContext, launch: Launch, watch: LaunchWatch) -> Evid
     records = read_exit_records(run, watch.epoch)
     done = run.done.exists()
     wrong = any(record.outcome == "config_error" for record in records)
-    wish = requested(run)
+    wish = read_request(run)
     job = None if done or watch.superseded else job_facts(context, patient=not wrong)
     progress = read_record(run.progress, Progress)
     good = (checkpoint.step for checkpoint in checkpoints(run.checkpoints) if checkpoint.good)

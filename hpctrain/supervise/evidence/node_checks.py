@@ -7,7 +7,6 @@ belong here: time limits (`preflight`), or judging by comparison (`probe_answers
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -17,6 +16,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+
+from hpctrain.store.supervise_inputs import read_inputs
 
 KERNEL_LOG_VARIABLE = "HPCTRAIN_KERNEL_LOG"
 _TRIAL_BYTES = 4096
@@ -124,10 +125,7 @@ def check_inputs(report: Report, settings: Path | None) -> None:
 
     `settings` lists them; where it cannot be read, the check of the run directory says so.
     """
-    try:
-        inputs = json.loads(settings.read_bytes()).get("inputs", []) if settings else []
-    except (OSError, ValueError):
-        return
+    inputs = read_inputs(settings) if settings else ()
     missing = [(path, reason) for path in inputs if (reason := _why_unreadable(path)) is not None]
     if missing:
         path, reason = missing[0]

@@ -17,19 +17,20 @@ from dataclasses import dataclass
 from itertools import pairwise
 from queue import Empty, SimpleQueue
 
-from pydantic import ValidationError
-
 from hpctrain.checkpoints.manifest import partial_epoch, saving_name, step_of
+from hpctrain.errors import StorageError
+from hpctrain.formats import NewerFormatError
 from hpctrain.store.epochs import current_epoch
 from hpctrain.store.layout import RunLayout
+from hpctrain.store.requests import Request, read_request
 from hpctrain.store.run_records import (
     ExitRecord,
     Progress,
     RankTimes,
+    parse_record,
     read_record,
     tail_metrics,
 )
-from hpctrain.supervise.requests import Request, requested
 
 _PAST_STEPS = 200
 _ASKING_SECONDS = 0.2
@@ -76,7 +77,7 @@ class Onlooker:
             failed=bool({"crash", "config_error"} & set(self._outcomes.values())),
             left=bool({"done", "yielded"} & set(self._outcomes.values())),
             ranks_seen=bool(progress or self._outcomes or _names(run.stack_dump(epoch, 0).parent)),
-            request=requested(run),
+            request=read_request(run),
             save_in_flight=closely and save_in_flight(run, epoch),
             rank_times=self._rank_times() if rank_times else None,
         )
@@ -87,10 +88,8 @@ class Onlooker:
             text = self._run.progress.read_bytes()
         except FileNotFoundError:
             return None
-        with contextlib.suppress(ValidationError):
-            progress = Progress.model_validate_json(text)
-            return progress if progress.epoch == self._epoch else None
-        return None
+        progress = parse_record(self._run.progress, text, Progress)
+        return progress if progress is not None and progress.epoch == self._epoch else None
 
     def _read_outcomes(self) -> None:
         directory = self._run.exit_record(self._epoch, 0).parent
@@ -145,6 +144,9 @@ class Looker:
                 self._seen.put(self._look(*wanted))
             except OSError as error:
                 self._seen.put(error)
+            except NewerFormatError as error:
+                # The hpctrain of the run has been replaced: the next attempt has the newer one.
+                self._seen.put(StorageError(str(error)))
 
     def ask(self, *, closely: bool, rank_times: bool) -> None:
         """Begin a look; not while one is under way."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from command_line import hpctrain
-from old_runs import ARCHIVES, NOVEMBER_2026, STOPPED_STEP, unpack
+from old_runs import ARCHIVES, NOVEMBER_2026, unpack
 
 from hpctrain.actions.runs import RunFiles
 from hpctrain.slurm.fake import FakeSlurm

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from hpctrain.supervise.judge.documents import Evidence, JobFacts, RankExit, SuperviseConfig
+from hpctrain.store.supervise_config import SuperviseConfig
+from hpctrain.supervise.judge.documents import Evidence, JobFacts, RankExit
 
 NOTHING = Evidence(
     done=False,

@@ -26,11 +26,12 @@ from hpctrain.store.run_records import (
     write_exit_record,
     write_record,
 )
+from hpctrain.store.supervise_config import LaunchShape
 from hpctrain.supervise.evidence import gather, launch_watch
 from hpctrain.supervise.evidence.launch_watch import LaunchWatch
 from hpctrain.supervise.evidence.run_dir_snapshot import Looker
 from hpctrain.supervise.evidence.srun_steps import OwnSteps
-from hpctrain.supervise.judge.documents import LaunchShape, TaskFailure
+from hpctrain.supervise.judge.documents import TaskFailure
 from hpctrain.supervise.srun_process import Launch
 
 
