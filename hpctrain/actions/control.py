@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from hpctrain.actions import requests
 from hpctrain.actions.acceptances import Acceptance, accept
+from hpctrain.actions.run_documents import known_plan
 from hpctrain.actions.run_jobs import jobs_of, record_found
 from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.state import RunState
@@ -23,7 +24,6 @@ from hpctrain.actions.status import statuses
 from hpctrain.actions.submit import resubmit
 from hpctrain.checkpoints.publish import published_steps
 from hpctrain.errors import RunFailedError, SlurmError, SlurmUnreachableError, UsageError
-from hpctrain.plan.documents import Plan
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.records import JobRecord
 from hpctrain.store.layout import RunLayout
@@ -197,11 +197,8 @@ def save(run: RunFiles, slurm: SlurmClient, *, reason: str = "") -> Answer:
 
 def _refuse_if_only_by_steps(run: RunFiles) -> None:
     """An external Megatron-LM knows its interval, and SIGTERM, after which it ends."""
-    try:
-        plan = Plan.model_validate_json(run.layout.plan.read_bytes())
-    except (OSError, ValueError):
-        return
-    if plan.engine == "megatron-lm":
+    plan = known_plan(run.layout)
+    if plan is not None and plan.engine == "megatron-lm":
         hint = "`hpctrain stop` has it save and leave, `hpctrain resume` goes on from there"
         raise UsageError(f"run {_name(run)} saves by steps: its engine is {plan.engine}", hint=hint)
 

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -101,11 +102,13 @@ KINDS: dict[EvidenceKind, KindFacts] = {
 class NodeEvidence(BaseModel):
     """One line of the node ledger. `time` is seconds since the epoch, `gpu` an UUID.
 
-    FORGIVEN voids what was said about the node before it; `user` is who forgave.
+    FORGIVEN voids what was said about the node before it; `user` is who forgave. Lines of a newer
+    format are left out: the file is shared by runs of several versions, and is advice only.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore", defer_build=True)
 
+    schema_version: Literal[1] = 1
     time: float
     cluster: str
     node: str = Field(pattern=NODE_NAME)

@@ -7,9 +7,10 @@ trainer.
 
 from __future__ import annotations
 
-import json
 import time
 
+from hpctrain.engines.train_json import train_config_of
+from hpctrain.errors import InvalidInputError
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.run_records import (
     SkipList,
@@ -27,8 +28,11 @@ def leave_out(run: RunLayout, step: int, skip_steps: int, reason: str) -> Skippe
     which samples (no row of the step before, no readable train.json): then nothing is changed.
     """
     first = _consumed_before(run, step - skip_steps + 1)
-    batch = _global_batch_size(run)
-    if skip_steps < 1 or first is None or batch is None:
+    try:
+        batch = train_config_of(run.train_config, run.train_config.read_bytes()).global_batch_size
+    except (OSError, InvalidInputError):
+        return None
+    if skip_steps < 1 or first is None:
         return None
     skipped = SkippedData(
         from_samples=first,
@@ -47,10 +51,3 @@ def _consumed_before(run: RunLayout, step: int) -> int | None:
         return 0
     rows = [row for row in read_metrics(run) if row.step == step - 1]
     return rows[-1].consumed_samples if rows else None
-
-
-def _global_batch_size(run: RunLayout) -> int | None:
-    try:
-        return int(json.loads(run.train_config.read_bytes())["global_batch_size"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
