@@ -1,5 +1,7 @@
 """Where everything lies inside a run directory. No path is spelled anywhere else.
 
+Who writes and reads each file, and which versions of it there are: docs/run-directory.md.
+
 spec.yaml profile.yaml plan.json       the resolved documents that were submitted
 train.json supervise.json job.sbatch   what the trainer and the supervisor are told, the script
 ledger.jsonl                           append-only events: the single truth about attempts

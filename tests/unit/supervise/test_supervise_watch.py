@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from typing import Any, cast
 import pytest
 from supervise_facts import config
 from supervise_stage import Stage
+from trainer_documents import train_json
 
 from hpctrain.slurm.records import StepRecord
 from hpctrain.slurm.states import JobState
@@ -364,9 +364,9 @@ def test_stages_differ_by_what_they_do(scene: Scene) -> None:
 
 
 def test_the_stages_of_the_size_that_runs(scene: Scene) -> None:
-    sizes = {"tensor_model_parallel_size": 1, "context_parallel_size": 1, "data_parallel_size": 3}
     for stages, name in ((1, "train.json"), (2, "train-n000001.json")):
-        text = json.dumps({**sizes, "pipeline_model_parallel_size": stages})
+        sizes = {"tensor_model_parallel_size": 1, "data_parallel_size": 3}
+        text = train_json(**sizes, pipeline_model_parallel_size=stages)
         (scene.stage.layout.directory / name).write_text(text)
     shapes = (
         LaunchShape(nodes=2, tasks=8, train_config="train.json"),
