@@ -19,14 +19,15 @@ from pydantic import BaseModel
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.version import __version__
 
+USE_NEWER = f"a newer hpctrain than {__version__} has written it: use that one for this run"
+
 
 class NewerFormatError(InvalidInputError):
     """A newer hpctrain has written the file, in a format that this one does not know."""
 
     def __init__(self, path: Path, found: int, known: int) -> None:
-        hint = f"a newer hpctrain than {__version__} has written it: use that one for this run"
         message = f"has format version {found}; this hpctrain knows versions up to {known}"
-        super().__init__([Problem(message, str(path), hint=hint)])
+        super().__init__([Problem(message, str(path), hint=USE_NEWER)])
 
 
 def refuse_newer(path: Path, text: str | bytes, schema: type[BaseModel]) -> None:

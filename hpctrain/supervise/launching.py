@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from hpctrain.checkpoints.discover import Checkpoint, checkpoints, select_for_resume
 from hpctrain.checkpoints.publish import fence_off
 from hpctrain.errors import CheckpointError, SlurmError
-from hpctrain.formats import NewerFormatError
 from hpctrain.store.epochs import claim_epoch
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import EventKind
@@ -93,7 +92,7 @@ class Launcher:
             if changed is not None:
                 return self._not_begun(changed)
             start = self._select_checkpoint()
-        except (CheckpointError, NewerFormatError) as error:
+        except CheckpointError as error:
             words = f"{error}; {error.hint}" if error.hint else str(error)
             return self._not_begun(Verdict(Cause.BAD_CHECKPOINT, words))
         except OSError as error:
