@@ -14,7 +14,8 @@ evidence against a node at all.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -135,7 +136,7 @@ class NodeLedger:
             append_line(self.path, "\n".join(lines), mode=0o600)
 
     def read(self) -> tuple[NodeEvidence, ...]:
-        """What is readable, in the order written; torn, foreign and very old lines are left out.
+        """Read all evidence in the order written, without torn, foreign and very old lines.
 
         Raises OSError when the file exists and cannot be read: then nothing is known.
         """
@@ -146,15 +147,11 @@ class NodeLedger:
                 lines = stream.read().splitlines()
         except FileNotFoundError:
             return ()
-        return tuple(_readable(lines))
-
-
-def _readable(lines: Sequence[bytes]) -> Iterable[NodeEvidence]:
-    for line in lines:
-        try:
-            yield NodeEvidence.model_validate_json(line)
-        except ValidationError:
-            continue
+        evidence = []
+        for line in lines:
+            with contextlib.suppress(ValidationError):
+                evidence.append(NodeEvidence.model_validate_json(line))
+        return tuple(evidence)
 
 
 def forgiveness(now: float, cluster: str, node: str, user: str, reason: str) -> NodeEvidence:

@@ -188,17 +188,12 @@ class BufferedLedger(Ledger):
         try:
             self._known = self.path.read_bytes()
         except FileNotFoundError:
-            self._known = self._without_file()
+            if self._known is None:
+                self._require()  # its whole directory may be away
+                self._known = b""
         except OSError:
             if self._known is None:
                 raise
-        return self._known
-
-    def _without_file(self) -> bytes:
-        """A run that has written nothing yet, unless its whole directory is away."""
-        if self._known is None:
-            self._require()
-            return b""
         return self._known
 
     def _write(self, line: str) -> None:

@@ -1,7 +1,7 @@
-"""What the trainer tells about itself: progress, step metrics, how each rank ended, done.
+"""Records that the trainer writes: progress, step metrics, how each rank ended, done.
 
-Belongs here: the formats and their reading and writing. The trainer writes, everybody else reads.
-Does not belong here: what follows from them (see `hpctrain.supervise`).
+Belongs here: the formats, reading and writing them. The trainer writes, everybody else reads. Does
+not belong here: what follows from them (see `hpctrain.supervise`).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Progress(Record):
 class StepMetrics(Record):
     """One optimizer step. `loss_hex` is the exact float64 (float.hex), for bitwise comparison.
 
-    `profiled`: a profiler was at work, so that its time is not that of other steps.
+    `profiled`: a profiler was active, so the step's time is not comparable with other steps.
     """
 
     step: int
@@ -94,8 +94,8 @@ class StepMetrics(Record):
 class EvaluationMetrics(Record):
     """The evaluation of a step that an earlier launch has trained.
 
-    That launch was asked to stop before the evaluation was complete. The line stands in the file of
-    the step metrics; readers get the values in the row of the step.
+    That launch was asked to stop before the evaluation was complete. The line is appended to the
+    step metrics; readers get the values in the row of the step.
     """
 
     step: int
@@ -142,9 +142,9 @@ class RankEnd(RecordPart):
 
 
 class AgentRecord(Record):
-    """What an agent saw when the first of its ranks had failed: all that had failed by then.
+    """The ranks that had failed when an agent noticed the first failure.
 
-    Below srun itself Slurm tells this (`srun: error: n1: task 3: Killed`).
+    For ranks directly below srun, Slurm reports this (`srun: error: n1: task 3: Killed`).
     """
 
     epoch: int
@@ -196,8 +196,8 @@ class RankTimes(Record):
 
     @property
     def rest_seconds(self) -> tuple[float, ...]:
-        """Neither computing nor reading: with megatron-core waiting for pipeline neighbours and
-        for gradients, else hardly anything; empty for a record of an older version."""
+        """Step time outside compute, data and optimizer: with megatron-core mostly waiting for
+        pipeline neighbours and gradients, else nearly 0. Empty for a record of an older version."""
         parts = (
             self.compute_seconds,
             self.backward_seconds,
@@ -213,7 +213,7 @@ class RankTimes(Record):
 
 
 class SkippedData(RecordPart):
-    """Samples that training leaves out: at `from_samples` consumed it goes on at `to_samples`."""
+    """Samples that training leaves out: after `from_samples` it continues at `to_samples`."""
 
     from_samples: int
     to_samples: int
@@ -270,14 +270,14 @@ def write_record(path: Path, record: Record, *, durable: bool = True) -> None:
 
 
 def write_exit_record(run: RunLayout, record: ExitRecord) -> None:
-    """Leave the record of how a rank has ended; makes the directory of its launch."""
+    """Write the record of how a rank has ended; makes the directory of its launch."""
     path = run.exit_record(record.epoch, record.rank)
     run.make_directory(path.parent)
     write_record(path, record)
 
 
 def write_agent_record(run: RunLayout, node_rank: int, record: AgentRecord) -> None:
-    """Leave the record of an agent; makes the directory of its launch."""
+    """Write the record of an agent; makes the directory of its launch."""
     path = run.agent_record(record.epoch, node_rank)
     run.make_directory(path.parent)
     write_record(path, record)
@@ -294,9 +294,9 @@ def append_metrics(run: RunLayout, metrics: StepMetrics | EvaluationMetrics) -> 
 
 
 def read_metrics(run: RunLayout) -> list[StepMetrics]:
-    """All readable rows in the order written; a torn line is left out.
+    """Read all rows in the order written; a torn line is left out.
 
-    An evaluation that a later launch has made up for is in the row of its step.
+    An evaluation that a later launch has completed is in the row of its step.
     """
     if not run.metrics.exists():
         return []
@@ -304,10 +304,10 @@ def read_metrics(run: RunLayout) -> list[StepMetrics]:
 
 
 def lineage(rows: Sequence[StepMetrics]) -> list[StepMetrics]:
-    """The rows of the steps that count, out of rows in the order written: one per step, ascending.
+    """Select the rows of the steps that count: one per step, ascending.
 
-    A launch that trains step N takes the place of what earlier launches had from N on, also of
-    their later steps that it has not reached yet (they are not in its weights).
+    A launch that trains step N replaces the rows of earlier launches from N on, also of later
+    steps that it has not reached yet, because they are not in its weights.
     """
     kept: list[StepMetrics] = []
     for row in sorted(rows, key=lambda row: row.epoch):
