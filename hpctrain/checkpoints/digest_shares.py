@@ -1,8 +1,9 @@
 """Distribute the files of a checkpoint over the ranks that compare their digests. Pure.
 
 Every rank computes the same distribution from the manifest alone, so no message is needed. Each
-file goes to exactly one rank: to the one that wrote it, which reads it anyway when it loads the same
-layout, unless that rank would have much more to read than others. Belongs here: who reads what.
+file goes to exactly one rank: to the one that wrote it, which reads it anyway when it loads the
+same layout, unless that rank would have much more to read than others. Belongs here: who reads
+what.
 Does not belong here: reading (see `hpctrain.train.saving.digest_check`).
 """
 

@@ -1,7 +1,7 @@
 """Read from a ledger which Slurm jobs a run has. Pure.
 
 A run that Slurm does not requeue continues in a new job each time: a successor that waits behind
-the running one (chain), or jobs that were submitted together (singletons, the elements of an array).
+the running one (chain), or jobs that were submitted together (singletons, elements of an array).
 All jobs since somebody last submitted the run are one **generation**; events of earlier ones no
 longer count. Belongs here: reading that, and the comment by which Slurm's records of these jobs are
 recognised. Does not belong here: Slurm's records of the jobs, or making them.
