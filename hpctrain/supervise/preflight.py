@@ -2,8 +2,7 @@
 
 Prints short lines of JSON (see `probe_answers` for their reading): `begin`, what is wrong, lines of
 the kernel's log, `end`. Every check has its own thread and at most `CHECK_SECONDS`, so that a hung
-mount is a finding and not a hang. It imports the standard library only, because it starts on every
-node at once.
+mount is a finding and not a hang. Standard library only: it starts on every node at once.
 
 A site whose users cannot read the kernel's log may set HPCTRAIN_KERNEL_LOG to a file with its
 lines, or to a command that prints them; `{node}` in it becomes the name of the node.
