@@ -324,6 +324,21 @@ def test_the_command_line_imports_nothing_heavy(tmp_path: Path, code: str, plans
     assert not heavy, f"imported on a login node: {heavy}"
 
 
+def test_submitting_loads_no_supervisor() -> None:
+    """Only what both need: the causes that a spec gives budgets for, and whose a job is."""
+    code = "import hpctrain.actions.submit" + DUMP
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    loaded = set(done.stderr.splitlines()[-1].split())
+    assert {name for name in loaded if name.startswith("hpctrain.supervise")} <= {
+        *("hpctrain.supervise", "hpctrain.supervise.judge"),
+        # the signatures that are written into the run directory, and the causes that they name
+        *("hpctrain.supervise.catalogue", "hpctrain.supervise.judge.signatures"),
+        *("hpctrain.supervise.judge.causes", "hpctrain.supervise.judge.documents"),
+        # which of Slurm's jobs are the run's: pure, and the same for everybody
+        "hpctrain.supervise.run_jobs",
+    }
+
+
 def test_help_needs_neither_documents_nor_tables() -> None:
     code = "from hpctrain.cli.main import run; run(['--help'])" + DUMP
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass
 
-from hpctrain.actions.requests import one_line, user_name
 from hpctrain.actions.run_data import record_data
 from hpctrain.actions.runs import RunFiles
 from hpctrain.checkpoints.discover import checkpoints
@@ -18,6 +17,7 @@ from hpctrain.store.data_identity import compare, read_identity
 from hpctrain.store.epochs import current_epoch
 from hpctrain.store.known_steps import known_steps
 from hpctrain.store.ledger import Event, EventKind
+from hpctrain.store.requests import printable_reason, user_name
 from hpctrain.supervise.judge.causes import Cause
 from hpctrain.supervise.judge.launch_history import pending_rejections
 
@@ -76,7 +76,7 @@ def _accept_fresh_start(run: RunFiles, reason: str) -> str:
         EventKind.FRESH_START_ACCEPTED,
         epoch=current_epoch(run.layout.epochs),
         user=user_name(),
-        reason=one_line(reason) or None,
+        reason=printable_reason(reason) or None,
         last_step=lost or None,
         checkpoint_step=known.saved_step or None,
     )
@@ -99,7 +99,7 @@ def _accept_data(run: RunFiles, reason: str) -> str:
         EventKind.DATA_ACCEPTED,
         epoch=current_epoch(run.layout.epochs),
         user=user_name(),
-        reason=one_line(reason) or None,
+        reason=printable_reason(reason) or None,
         evidence=changed,
     )
     record_data(run.layout)

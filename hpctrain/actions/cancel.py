@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hpctrain.actions.requests import user_name
 from hpctrain.actions.run_jobs import jobs_of, record_found
 from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.state import RunState
@@ -24,6 +23,7 @@ from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.records import JobRecord
 from hpctrain.slurm.states import JobState
 from hpctrain.store.ledger import EventKind
+from hpctrain.store.requests import user_name
 
 # A controller that has accepted scancel shows COMPLETING or CANCELLED within one pass.
 _CONFIRM_SECONDS = 5.0

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from hpctrain.actions.prepare import load_inputs, load_knowledge
+from hpctrain.actions.run_documents import known_plan
 from hpctrain.actions.runs import RunFiles
 from hpctrain.diagnose.facts import Facts, Planned, RankFacts, SaveFacts, StepFacts
 from hpctrain.diagnose.findings import Finding, Price, Remedy
@@ -141,10 +142,10 @@ def _traces(layout: RunLayout) -> list[TraceSummary]:
 def _planned(layout: RunLayout) -> Planned | None:
     try:
         spec, profile = load_inputs(layout.spec, str(layout.profile.absolute()))
-        plan = Plan.model_validate_json(layout.plan.read_bytes())
-    except (OSError, InvalidInputError, ValidationError):
+    except (OSError, InvalidInputError):
         return None
-    return Planned(spec.document, profile.document, plan)
+    plan = known_plan(layout)
+    return Planned(spec.document, profile.document, plan) if plan is not None else None
 
 
 def _ranks(times: RankTimes) -> RankFacts:

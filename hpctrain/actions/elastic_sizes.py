@@ -17,7 +17,7 @@ from hpctrain.errors import DoesNotFitError, LimitError
 from hpctrain.plan.documents import Plan
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import ParallelSpec, RunSpec
-from hpctrain.supervise.judge.documents import LaunchShape
+from hpctrain.store.supervise_config import LaunchShape
 
 if TYPE_CHECKING:
     from hpctrain.plan.cost.from_spec import Knowledge

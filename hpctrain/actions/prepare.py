@@ -35,8 +35,8 @@ from hpctrain.spec.loader import (
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import DataSource, RunSpec
 from hpctrain.store.jobs import run_comment
+from hpctrain.store.supervise_config import RollbackSettings, SuperviseConfig
 from hpctrain.supervise.catalogue import load_signatures
-from hpctrain.supervise.judge.documents import RollbackSettings, SuperviseConfig
 
 if TYPE_CHECKING:
     from hpctrain.plan.cost.from_spec import Knowledge

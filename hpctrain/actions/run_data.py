@@ -13,8 +13,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from hpctrain.engines.documents import parse_train_config
 from hpctrain.engines.module import ModuleConfig
+from hpctrain.engines.train_json import train_config_of
 from hpctrain.engines.training import TrainConfig
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.store.archives import ArrayHead, read_heads
@@ -41,7 +41,9 @@ def record_data(layout: RunLayout) -> DataIdentity:
     Raises InvalidInputError for what cannot be read.
     """
     try:
-        identity = identity_of(parse_train_config(layout.train_config.read_bytes()))
+        identity = identity_of(
+            train_config_of(layout.train_config, layout.train_config.read_bytes())
+        )
         write_identity(layout.data_identity, identity)
     except OSError as error:
         words = f"cannot be read: {error.strerror or error}"

@@ -15,7 +15,6 @@ from pathlib import Path
 
 from hpctrain.actions.prepare import Prepared, with_free_run_id
 from hpctrain.actions.pretrained import check_pretrained
-from hpctrain.actions.requests import take_back
 from hpctrain.actions.run_data import record_data
 from hpctrain.actions.run_jobs import find_jobs, jobs_of, record_found
 from hpctrain.actions.runs import RunFiles
@@ -29,7 +28,8 @@ from hpctrain.spec.resolved import write_resolved
 from hpctrain.store.jobs import sbatch_options
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import EventKind
-from hpctrain.supervise.loop import read_supervise_config
+from hpctrain.store.requests import take_back
+from hpctrain.store.supervise_config import read_supervise_config
 
 
 class RunExistsError(UsageError):

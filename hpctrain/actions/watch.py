@@ -20,7 +20,6 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from hpctrain.actions.requests import user_name
 from hpctrain.actions.run_jobs import find_jobs, jobs_of, record_found, with_past
 from hpctrain.actions.runs import RunFiles, all_runs
 from hpctrain.actions.submit import submit_jobs
@@ -28,14 +27,15 @@ from hpctrain.actions.watch_look import Look, Remedy, Sighting, Symptom, told_al
 from hpctrain.actions.watch_rules import sightings
 from hpctrain.durable import replace_text
 from hpctrain.errors import HpctrainError, SlurmError, UsageError
+from hpctrain.formats import NewerFormatError
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.store.jobs import generation, job_ids
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import Event, EventKind
+from hpctrain.store.requests import read_request, user_name
 from hpctrain.store.run_records import Progress, read_record
-from hpctrain.supervise.judge.documents import ActionKind, SuperviseConfig
-from hpctrain.supervise.loop import read_supervise_config
-from hpctrain.supervise.requests import requested
+from hpctrain.store.supervise_config import known_supervise_config
+from hpctrain.supervise.judge.documents import ActionKind
 from hpctrain.supervise.run_jobs import RunJobs
 
 # Between the end of a job and the pass that calls its run orphaned: the last line of its ledger
@@ -147,9 +147,9 @@ def watch(
     with _only_one(runs) if act else contextlib.nullcontext():
         survey = _survey(runs)
         jobs, silence = _ask(slurm, survey.open)
-        blind = (*survey.unreadable, *([silence] if silence else []))
         here = [one for one in survey.open if not silence and not jobs[one.run.run_id].elsewhere]
-        found = _look_at_all(here, jobs, grace_seconds)
+        found = _look_at_all(here, jobs, grace_seconds, survey.unreadable)
+        blind = (*survey.unreadable, *([silence] if silence else []))
         seen = tuple(
             _deal_with(one, sighting, slurm, act=act)
             for one, sighting in found
@@ -189,6 +189,9 @@ def _survey(runs: Path) -> _Survey:
             opened = _read(run)
         except OSError as error:
             survey.unreadable.append(f"{run.layout.ledger}: {error.strerror}")
+            continue
+        except NewerFormatError as error:
+            survey.unreadable.append(str(error))
             continue
         if opened is not None:
             survey.open.append(opened)
@@ -230,15 +233,23 @@ def _ask(slurm: SlurmClient, opened: Sequence[_Open]) -> tuple[dict[str, RunJobs
 
 
 def _look_at_all(
-    opened: Sequence[_Open], jobs: dict[str, RunJobs], grace_seconds: float
+    opened: Sequence[_Open],
+    jobs: dict[str, RunJobs],
+    grace_seconds: float,
+    unreadable: list[str],
 ) -> list[tuple[_Open, Sighting]]:
+    """What is to be done about each run; adds to `unreadable` those that cannot be judged."""
     found: list[tuple[_Open, Sighting]] = []
     for one in opened:
         mine = jobs[one.run.run_id]
-        config = _config(one.run.layout)
+        try:
+            config = known_supervise_config(one.run.layout.supervise_config)
+            progress = read_record(one.run.layout.progress, Progress)
+        except NewerFormatError as error:
+            unreadable.append(str(error))
+            continue
         if config is None:
             continue
-        progress = read_record(one.run.layout.progress, Progress)
         look = Look(
             run_id=one.run.run_id,
             events=one.events,
@@ -280,15 +291,8 @@ def _newest_sign(one: _Open, progress: Progress | None) -> float | None:
 
 
 def _asked_by(layout: RunLayout) -> str | None:
-    request = requested(layout)
+    request = read_request(layout)
     return request.by if request else None
-
-
-def _config(layout: RunLayout) -> SuperviseConfig | None:
-    try:
-        return read_supervise_config(layout.supervise_config)
-    except HpctrainError:
-        return None
 
 
 # -- acting ------------------------------------------------------------------------------------
@@ -312,7 +316,7 @@ def _deal_with(one: _Open, sighting: Sighting, slurm: SlurmClient, *, act: bool)
 def _act(one: _Open, sighting: Sighting, slurm: SlurmClient) -> tuple[str, str]:
     """Do it, and say so in the ledger first; nothing when somebody has acted meanwhile."""
     layout, ledger = one.run.layout, one.run.ledger
-    if layout.ledger.stat().st_size != one.ledger_bytes or requested(layout):
+    if layout.ledger.stat().st_size != one.ledger_bytes or read_request(layout):
         return "told", "the run has changed meanwhile; the next pass looks again"
     if sighting.lost is not None:
         lost = sighting.lost

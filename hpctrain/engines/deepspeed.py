@@ -53,6 +53,13 @@ class DeepSpeedConfig(ModuleConfig):
         stages = max(1, len(self.pipeline_stages))
         return self.tensor_parallel * stages * self.data_parallel_size
 
+    def pipeline_stage(self, rank: int) -> int:
+        """Ranks count tp first, then by the order of the layout dp and pp or pp and dp."""
+        inner = self.tensor_parallel
+        if self.parallel_order == DEFAULT_ORDER:
+            inner *= self.data_parallel_size
+        return rank // inner % max(1, len(self.pipeline_stages))
+
     @property
     def layout_words(self) -> str:
         tensors = f"tp {self.tensor_parallel} · " if self.tensor_parallel > 1 else ""

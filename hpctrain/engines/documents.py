@@ -29,8 +29,9 @@ _DOCUMENTS = {
 
 def _document_of(value: Any) -> str | None:
     """By the engine's name; a document from before there were several engines has none."""
-    name = value.get("engine", "megatron") if isinstance(value, dict) else value.engine
-    return _DOCUMENTS.get(name)
+    if isinstance(value, dict):
+        return _DOCUMENTS.get(value.get("engine", "megatron"))
+    return _DOCUMENTS.get(getattr(value, "engine", ""))
 
 
 AnyTrainConfig = Annotated[

@@ -94,6 +94,14 @@ class MegatronConfig(TrainConfig):
             * self.data_parallel_size
         )
 
+    def pipeline_stage(self, rank: int) -> int:
+        """Ranks count tp first, then cp, then by the order of the layout dp and pp or pp and dp
+        (megatron-core: parallel_state.py, RankGenerator)."""
+        inner = self.tensor_model_parallel_size * self.context_parallel_size
+        if self.parallel_order == DEFAULT_ORDER:
+            inner *= self.data_parallel_size
+        return rank // inner % self.pipeline_model_parallel_size
+
     @property
     def layout_words(self) -> str:
         tp, pp = self.tensor_model_parallel_size, self.pipeline_model_parallel_size

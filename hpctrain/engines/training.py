@@ -80,6 +80,10 @@ class TrainConfig(Document):
         """Processes of one launch."""
         return self.data_parallel_size
 
+    def pipeline_stage(self, rank: int) -> int:
+        """The pipeline stage that a rank computes: 0 where there is no pipeline."""
+        return 0
+
     @property
     def layout_words(self) -> str:
         """The layout in a manifest, for people: `tp 2 · pp 1 · dp 4`."""

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.plan.documents import DEFAULT_ORDER, Plan
+from hpctrain.printable_text import printable_line
 from hpctrain.render.continuation import (
     continuation_options,
     continuation_problems,
@@ -97,7 +98,8 @@ def build_script(spec: RunSpec, profile: ClusterProfile, plan: Plan, facts: Scri
     _refuse_contradictions(spec, profile, plan, partition)
     limit = walltime(spec, profile, partition)
     return Script(
-        title=f"{_one_line(spec.name)} on {profile.name}: {plan.nodes}, "
+        # Comments end at a line break, so none may come in with a value.
+        title=f"{printable_line(spec.name)} on {profile.name}: {plan.nodes}, "
         f"{plan.engine}, {plan.batch.train_steps} steps",
         version=__version__,
         run_id=facts.run_id,
@@ -278,7 +280,7 @@ def _variables(spec: RunSpec, profile: ClusterProfile) -> tuple[Variable, ...]:
     """The site's variables first; a spec may add, and override what is not locked."""
     own = spec.environment.variables
     site = [
-        Variable(fabric.name, fabric.value, _one_line(fabric.reason))
+        Variable(fabric.name, fabric.value, printable_line(fabric.reason))
         for fabric in profile.environment
         if fabric.name not in own and fabric.concerns(spec.engine.name)
     ]
@@ -342,13 +344,6 @@ def _trainer(profile: ClusterProfile, python: str, start: Starting) -> tuple[str
         return (container.python, *command)
     binds = [word for mount in container.mounts for word in ("--bind", mount)]
     return ("apptainer", "exec", "--nv", *binds, container.image, container.python, *command)
-
-
-def _one_line(text: str) -> str:
-    """Comments end at a line break, so none may come in with a value; nor anything invisible that
-    would show a reader of the script something else than bash sees.
-    """
-    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
 
 
 def _checked_variables(names: Iterable[str]) -> None:

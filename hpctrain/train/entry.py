@@ -26,6 +26,7 @@ from hpctrain.engines.megatron_lm import MegatronLmConfig
 from hpctrain.engines.training import TrainConfig
 from hpctrain.errors import CheckpointError, HpctrainError, InvalidInputError, Problem
 from hpctrain.store.layout import RunLayout
+from hpctrain.store.requests import is_requested
 from hpctrain.store.run_records import (
     DoneMarker,
     ExitRecord,
@@ -51,7 +52,7 @@ from hpctrain.train.rank_environment import Launch, quiet_defaults, read_launch
 from hpctrain.train.saving.digest_check import DigestCheck, start_digest_check
 from hpctrain.train.stacks import StackDump, flight_recorder, open_stack_dump
 from hpctrain.train.startup_stop import StartupStop
-from hpctrain.train.stop import StopSignals, file_exists
+from hpctrain.train.stop import StopSignals
 from hpctrain.train.storage import failed_below, fence_of, is_present, outlast, stale_or
 
 # How long the record of a rank that ends waits for the run directory: Slurm may be ending the job.
@@ -76,11 +77,11 @@ def main(arguments: list[str], stop: StopSignals) -> int:
     try:
         path = _config_path(arguments)
         launch = read_launch(os.environ)
+        run = RunLayout(path.parent)
+        if read_record(run.done, DoneMarker) is not None:
+            return TrainerExit.DONE
     except InvalidInputError as error:
         return _say(str(error), TrainerExit.CONFIG_ERROR)
-    run = RunLayout(path.parent)
-    if read_record(run.done, DoneMarker) is not None:
-        return TrainerExit.DONE
     ending = _Ending(run, launch, stop)
     stacks = _open_stacks(run, launch)
     code = ending.of(lambda: _train(_job(path, launch, run, stop), ending))
@@ -161,7 +162,7 @@ class _Ending:
         """A signal to this rank, or the stop file, which rank 0 looks for."""
         if self._stop.requested or self.asked():
             return True
-        return self._launch.leads and file_exists(self._run.stop_request)
+        return self._launch.leads and is_requested(self._run, "stop")
 
     def _leave_startup(self) -> None:
         """Not by `leave`: the main thread may be anywhere, also within a write to a stream.

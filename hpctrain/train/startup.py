@@ -17,6 +17,7 @@ import torch
 
 from hpctrain.checkpoints.manifest import step_of
 from hpctrain.engines.training import TrainConfig
+from hpctrain.store.requests import SaveRequest
 from hpctrain.store.run_records import SaveRecord, read_saves
 from hpctrain.train.datasets.skipped_samples import Skips, parse_skips, read_skips
 from hpctrain.train.engine import Engine, Position, Room, Snapshot
@@ -29,7 +30,6 @@ from hpctrain.train.profiling import step_profiler
 from hpctrain.train.report import Reporter
 from hpctrain.train.saving.digest_check import DigestCheck
 from hpctrain.train.saving.save_interval import SaveInterval
-from hpctrain.train.saving.save_request import SaveRequest
 from hpctrain.train.saving.saver import Saver
 from hpctrain.train.step_agreement import Control
 from hpctrain.train.times import RankClock
@@ -90,7 +90,7 @@ def assemble(job: Job, keeper: Keeper, digests: DigestCheck | None = None) -> Lo
         losses=_losses(job, control, position),
         clock=_clock(job, control, parts.engine, reporter),
         profiler=step_profiler(job, parts.engine.clock, reporter, control),
-        request=SaveRequest(job.run.save_request, looks=job.launch.leads),
+        request=SaveRequest(job.run, looks=job.launch.leads),
         owes_evaluation=_owes_evaluation(job, control, position),
         on_begin=keeper.begin,
     )

@@ -8,15 +8,14 @@ follows (Megatron-LM saves and leaves).
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable
 
+from hpctrain.store.requests import is_requested, remove_request
 from hpctrain.train.job import Job
-from hpctrain.train.stop import file_exists
 
 _POLL_SECONDS = 0.5
 
@@ -48,7 +47,7 @@ class Relay:
     def wished(self) -> bool:
         if self._job.stop.requested:
             return True
-        return self._job.launch.leads and file_exists(self._job.run.stop_request)
+        return self._job.launch.leads and is_requested(self._job.run, "stop")
 
     @property
     def _understood(self) -> bool:
@@ -56,10 +55,8 @@ class Relay:
 
     def _decline_save(self) -> None:
         """Made by hand, for `hpctrain save` refuses; left there it would be waited for."""
-        path = self._job.run.save_request
-        if self._job.launch.leads and file_exists(path):
-            with contextlib.suppress(OSError):
-                path.unlink()
+        if self._job.launch.leads and is_requested(self._job.run, "save"):
+            remove_request(self._job.run, "save")
             words = "control/save: Megatron-LM saves by steps only; control/stop saves and ends"
             print(words, file=sys.stderr, flush=True)
 
