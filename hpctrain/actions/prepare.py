@@ -22,7 +22,8 @@ from hpctrain.engines.training import TrainConfig
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.plan.abilities.trainable import untrainable_fields, untrainable_layout
 from hpctrain.plan.documents import Plan
-from hpctrain.render.script import ScriptFacts, build_script, render_script, walltime
+from hpctrain.render.script import ScriptFacts, build_script, walltime
+from hpctrain.render.template import render_script
 from hpctrain.render.warning_lead import warning_lead
 from hpctrain.spec.loader import (
     Loaded,
