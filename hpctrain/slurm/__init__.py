@@ -9,7 +9,6 @@ from __future__ import annotations
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.records import (
     JobRecord,
-    PartitionRecord,
     RequeueAnswer,
     RequeueResult,
     SlurmConfig,
@@ -22,7 +21,6 @@ from hpctrain.slurm.states import JobState
 __all__ = [
     "JobRecord",
     "JobState",
-    "PartitionRecord",
     "RequeueAnswer",
     "RequeueResult",
     "SlurmClient",

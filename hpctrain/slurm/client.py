@@ -23,14 +23,12 @@ from hpctrain.slurm.process import Answer, Command, Runner, run_command
 from hpctrain.slurm.records import (
     JobRecord,
     NodeState,
-    PartitionRecord,
     RequeueAnswer,
     RequeueResult,
     SlurmConfig,
     StepRecord,
     SubmittedJob,
     TestOnlyAnswer,
-    version_numbers,
 )
 
 _NO_SUCH_JOB = "Invalid job id specified"
@@ -217,17 +215,6 @@ class SlurmClient:
         if self._settled is None:
             self._settled = self.config()
         return self._settled
-
-    def partitions(self) -> tuple[PartitionRecord, ...]:
-        """All partitions that this user may see."""
-        argv = ["scontrol", "--oneliner", "show", "partition"]
-        text = _answered(argv, self._ask(argv))
-        return _parsed("scontrol show partition", lambda: parse.partitions(text))
-
-    def version(self) -> tuple[int, ...]:
-        """The version of the commands on this host, e.g. (22, 5, 8). Needs no controller."""
-        argv = ["sinfo", "--version"]
-        return version_numbers(_answered(argv, self._ask(argv)))
 
     # Acting -------------------------------------------------------------------------------------
 
