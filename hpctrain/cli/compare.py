@@ -1,4 +1,4 @@
-"""`compare` and `scale`: several short runs of one spec side by side, or predicted."""
+"""Commands `compare` and `scale`: several short runs of one spec, or predictions of them."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ _OPTIONS = (
 
 
 def trial_options(function: Any) -> Any:
-    """The options of both commands."""
+    """Add the options of both commands."""
     for option in reversed(_OPTIONS):
         function = option(function)
     return function
@@ -147,11 +147,16 @@ def scale(spec: Path, gpus: tuple[int, ...] | None, weak: bool, **options: Any) 
 
 
 def _carry_out(spec: Path, request: MakeRequest, asked: bool, options: dict[str, Any]) -> None:
-    """A new comparison, or one that exists."""
+    """Start a new comparison, or continue the one in the directory `spec`."""
     if spec.is_dir():
-        _refuse_with_directory(asked, options)
+        if asked or options["profile"] or options["overrides"] or options["predict"]:
+            raise click.UsageError("a comparison that exists has its variants, profile and fields")
+        from hpctrain.actions.trials import read_record_of
+        from hpctrain.store.comparisons import ComparisonLayout
+
         _check_plot(options)
-        _go_on(spec, options)
+        read_record_of(spec)  # reports a directory without a comparison before anything is printed
+        _pursue(ComparisonLayout(spec.absolute()), options)
         return
     if options["profile"] is None or not asked:
         what = "--profile" if options["profile"] is None else "what to compare"
@@ -161,25 +166,14 @@ def _carry_out(spec: Path, request: MakeRequest, asked: bool, options: dict[str,
 
     _check_plot(options)
     subject = subject_of(spec, options["profile"], options["overrides"])
-    asked_for = request(subject)
     if options["predict"]:
-        _show(predict(subject, asked_for), options)
+        _show(predict(subject, request(subject)), options)
         return
-    _start(subject, asked_for, options)
-
-
-def _refuse_with_directory(asked: bool, options: dict[str, Any]) -> None:
-    """What was asked for is written down in the directory."""
-    if asked or options["profile"] or options["overrides"] or options["predict"]:
-        raise click.UsageError("a comparison that exists has its variants, profile and fields")
-
-
-def _start(subject: Subject, request: Request, options: dict[str, Any]) -> None:
     from hpctrain.actions import trials
     from hpctrain.actions.runs import runs_directory
     from hpctrain.cli.options import confirm
 
-    layout = trials.start(subject, request, runs_directory(options["runs"]))
+    layout = trials.start(subject, request(subject), runs_directory(options["runs"]))
     record = trials.read_record_of(layout.directory)
     for one in record.trials:
         say(f"{one.name}: {'refused: ' + one.refusal if one.refusal else one.run_id}")
@@ -187,14 +181,6 @@ def _start(subject: Subject, request: Request, options: dict[str, Any]) -> None:
     if jobs and not confirm(f"Submit {jobs} jobs?", yes=options["yes"]):
         raise click.Abort
     _pursue(layout, options)
-
-
-def _go_on(directory: Path, options: dict[str, Any]) -> None:
-    from hpctrain.actions.trials import read_record_of
-    from hpctrain.store.comparisons import ComparisonLayout
-
-    read_record_of(directory)  # before anything else is said
-    _pursue(ComparisonLayout(directory.absolute()), options)
 
 
 def _pursue(layout: ComparisonLayout, options: dict[str, Any]) -> None:
@@ -213,7 +199,7 @@ def _pursue(layout: ComparisonLayout, options: dict[str, Any]) -> None:
 
 
 def _short(layout: ComparisonLayout) -> str:
-    """The directory as it would be typed here."""
+    """Shorten the directory to how a user would type it here."""
     here = Path.cwd()
     inside = layout.directory.is_relative_to(here)
     return str(layout.directory.relative_to(here) if inside else layout.directory)
@@ -222,16 +208,34 @@ def _short(layout: ComparisonLayout) -> str:
 def _show(
     found: Comparison, options: dict[str, Any], layout: ComparisonLayout | None = None
 ) -> None:
+    """Print a comparison and draw its plot.
+
+    Raises RunFailedError if no trial has worked, DoesNotFitError if none can be planned.
+    """
     if options["as_json"]:
         json_out("comparison", found)
     else:
         _print(found)
-    _plot(found, options["plot"] or (layout.plot if layout and found.over else None))
+    plot = options["plot"] or (layout.plot if layout and found.over else None)
+    drawable = any(t.measured if found.measured else t.peak_bytes for t in found.trials)
+    if plot is not None and drawable:
+        from hpctrain.actions.comparison_plot import can_plot, draw
+
+        if can_plot():
+            draw(found, plot)
+            say(f"Plot  {plot}")
+        else:
+            say("no plot without matplotlib: pip install 'hpctrain[plots]'")
     if not found.over:
         assert layout is not None
         say(f"not over yet; `hpctrain compare {_short(layout)}` goes on")
         return
-    _refuse_nothing(found)
+    from hpctrain.errors import DoesNotFitError, RunFailedError
+
+    if found.measured and not any(trial.succeeded for trial in found.trials):
+        raise RunFailedError("no trial has worked: see the reasons above")
+    if not found.measured and all(trial.record.refusal for trial in found.trials):
+        raise DoesNotFitError("no variant can be planned: see the reasons above")
 
 
 def _check_plot(options: dict[str, Any]) -> None:
@@ -239,20 +243,6 @@ def _check_plot(options: dict[str, Any]) -> None:
         from hpctrain.actions.comparison_plot import check_plot
 
         check_plot(options["plot"])
-
-
-def _plot(found: Comparison, path: Path | None) -> None:
-    """Where there is something to draw, and matplotlib to draw it with."""
-    from hpctrain.actions.comparison_plot import can_plot, draw
-
-    told = [trial.measured if found.measured else trial.peak_bytes for trial in found.trials]
-    if path is None or not any(told):
-        return
-    if not can_plot():
-        say("no plot without matplotlib: pip install 'hpctrain[plots]'")
-        return
-    draw(found, path)
-    say(f"Plot  {path}")
 
 
 def _print(found: Comparison) -> None:
@@ -272,13 +262,3 @@ def _print(found: Comparison) -> None:
             click.echo("\n".join(lines) + "\n")
     if found.over:
         click.echo("\n".join(text.recommendation_lines(found)))
-
-
-def _refuse_nothing(found: Comparison) -> None:
-    """Exit code 7 where no trial has worked, 4 where none can be planned."""
-    from hpctrain.errors import DoesNotFitError, RunFailedError
-
-    if found.measured and not any(trial.succeeded for trial in found.trials):
-        raise RunFailedError("no trial has worked: see the reasons above")
-    if not found.measured and all(trial.record.refusal for trial in found.trials):
-        raise DoesNotFitError("no variant can be planned: see the reasons above")

@@ -1,4 +1,4 @@
-"""`stop`, `save`, `hold`, `resume`: what a team asks of a run."""
+"""Commands `stop`, `save`, `hold` and `resume`: requests of a team to a run."""
 
 from __future__ import annotations
 
@@ -75,20 +75,17 @@ def save(run: str, wait: bool, timeout: float | None, reason: str, runs: Path | 
     after_step = control.step_now(found.layout)
     _tell(control.save(found, _slurm(), reason=reason))
     if wait:
-        step = _wait(found, after_step, timeout)
+        from hpctrain.errors import RunFailedError
+
+        try:
+            step = control.wait_for_save(found, _slurm(), after_step, timeout)
+        except TimeoutError as error:
+            hint = (
+                f"the request stands; `hpctrain checkpoints {found.run_id}` shows when it is done"
+            )
+            raise RunFailedError(str(error), hint=hint) from error
         say(f"Checkpoint of step {step:,} is published")
         click.echo(step)
-
-
-def _wait(found: RunFiles, after_step: int, timeout: float | None) -> int:
-    from hpctrain.actions import control
-    from hpctrain.errors import RunFailedError
-
-    try:
-        return control.wait_for_save(found, _slurm(), after_step, timeout)
-    except TimeoutError as error:
-        hint = f"the request stands; `hpctrain checkpoints {found.run_id}` shows when it is done"
-        raise RunFailedError(str(error), hint=hint) from error
 
 
 @click.command()

@@ -109,8 +109,11 @@ def prepare(output: Path, as_json: bool, **options: Any) -> None:
         report = _prepared_on_slurm(_request(output, options), **on_slurm)
     else:
         from hpctrain.actions.data import prepare_dataset
+        from hpctrain.errors import UsageError
 
-        _refuse_without_slurm(on_slurm)
+        given = [name for name, value in on_slurm.items() if value is not None]
+        if given:
+            raise UsageError(f"--{given[0]} goes with --slurm")
         report = prepare_dataset(_request(output, options))
     if as_json:
         json_out("dataset", report)
@@ -130,14 +133,6 @@ def _request(output: Path, options: dict[str, Any]) -> Any:
     options["seq_length"] = options.pop("seq")
     options["classes"] = tuple(filter(None, (options["classes"] or "").split(",")))
     return DatasetRequest(output=output, **options)
-
-
-def _refuse_without_slurm(options: dict[str, Any]) -> None:
-    from hpctrain.errors import UsageError
-
-    given = [name for name, value in options.items() if value is not None]
-    if given:
-        raise UsageError(f"--{given[0]} goes with --slurm")
 
 
 def _prepared_on_slurm(

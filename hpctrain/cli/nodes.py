@@ -1,4 +1,4 @@
-"""`nodes`: what the runs have against nodes, and words for the administrators."""
+"""Command `nodes`: evidence of runs against nodes, and hints for the administrators."""
 
 from __future__ import annotations
 
@@ -49,7 +49,11 @@ def nodes(
     ledger = runs_directory(runs) / NODE_LEDGER_NAME
     usable_nodes = 0
     if profile:
-        cluster, usable_nodes = _cluster_of(profile)
+        from hpctrain.actions.prepare import profile_search_path
+        from hpctrain.spec.loader import find_profile, load_profile
+
+        document = load_profile(find_profile(profile, profile_search_path())).document
+        cluster, usable_nodes = document.name, document.nodes.count
     if forgive is not None:
         entry = action.forgive(ledger, forgive, getpass.getuser(), cluster)
         say(f"Forgave node `{entry.node}` of {entry.cluster}")
@@ -57,34 +61,20 @@ def nodes(
     rows = action.node_rows(ledger, cluster, usable_nodes)
     if as_json:
         json_out("nodes", rows)
-    elif rows:
-        _show(rows)
-    else:
+    elif not rows:
         say("no run has anything against a node")
-
-
-def _cluster_of(profile: str) -> tuple[str, int]:
-    from hpctrain.actions.prepare import profile_search_path
-    from hpctrain.spec.loader import find_profile, load_profile
-
-    document = load_profile(find_profile(profile, profile_search_path())).document
-    return document.name, document.nodes.count
-
-
-def _show(rows: tuple[NodeRow, ...]) -> None:
-    several = len({row.cluster for row in rows}) > 1
-    headers = ["NODE", "SCORE", "AVOIDED", "RUNS", "AGE", "EVIDENCE"]
-    cells = [_cells(row) for row in rows]
-    if several:
-        headers.insert(0, "CLUSTER")
-        for row, line in zip(rows, cells, strict=True):
-            line.insert(0, row.cluster)
-    table(headers, cells)
-    hints = [row.admin_hint for row in rows if row.admin_hint]
-    if hints:
-        click.echo("\nFor the administrators (users cannot drain nodes):")
-    for hint in hints:
-        click.echo(f"  {hint}")
+    else:
+        headers = ["NODE", "SCORE", "AVOIDED", "RUNS", "AGE", "EVIDENCE"]
+        cells = [_cells(row) for row in rows]
+        if len({row.cluster for row in rows}) > 1:
+            headers.insert(0, "CLUSTER")
+            cells = [[row.cluster, *line] for row, line in zip(rows, cells, strict=True)]
+        table(headers, cells)
+        hints = [row.admin_hint for row in rows if row.admin_hint]
+        if hints:
+            click.echo("\nFor the administrators (users cannot drain nodes):")
+        for hint in hints:
+            click.echo(f"  {hint}")
 
 
 def _cells(row: NodeRow) -> list[str]:

@@ -1,4 +1,4 @@
-"""`why`: what the supervisor has decided about a run, and what it would decide next."""
+"""Command `why`: the supervisor's last decision about a run, and its next ones."""
 
 from __future__ import annotations
 
