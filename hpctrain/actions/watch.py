@@ -1,11 +1,10 @@
-"""One pass over all runs from outside, for cron: look, and with `act` do what the rules allow.
+"""Makes one pass over all runs, for cron: finds problems, and with `act` applies the rules.
 
-A pass keeps nothing in memory between two of them: what it knows it reads from Slurm (one squeue
-for all runs) and from the ledgers, and what it does it writes there first. So it can be repeated,
-interrupted and run from several hosts. Silence of Slurm is *unknown*: then nothing is done, and
-no heartbeat is written, so that whoever watches the heartbeat hears of it. Belongs here: asking,
-acting, the heartbeat, the lock. Does not belong here: what is wrong and what may be done about it
-(`watch_rules`), cron itself, printing.
+A pass keeps no state in memory: it reads Slurm (one squeue for all runs) and the ledgers, and
+writes its actions to the ledgers before it takes them. So it can be repeated, interrupted and run
+from several hosts. Without an answer of Slurm nothing is done and no heartbeat is written, so that
+monitoring of the heartbeat raises an alarm. Belongs here: queries, acting, the heartbeat, the lock.
+Does not belong here: problems and their remedies (`watch_rules`), cron itself, printing.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import fcntl
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
@@ -43,9 +42,9 @@ from hpctrain.supervise.run_jobs import RunJobs
 # may just be submitting it again.
 GRACE_SECONDS = 120.0
 WATCH_DIRECTORY = ".watch"
-# Of a ledger this much is read first; it mostly reaches back to the newest submission.
+# This much of a ledger is read first; it mostly contains the newest submission.
 _TAIL_BYTES = 16384
-# So many signs of life may be late before a trainer counts as silent.
+# A trainer counts as silent after it has missed this many progress records.
 _SIGNS_MISSED = 5
 
 
@@ -196,8 +195,7 @@ def _survey(runs: Path) -> _Survey:
 
 
 def _read(run: RunFiles) -> _Open | None:
-    """The end of the ledger, back to the newest submission; None for a run that nobody has
-    submitted."""
+    """Read the ledger back to the newest submission; None for a run that was never submitted."""
     size_bytes = run.layout.ledger.stat().st_size
     events, whole = run.ledger.last_events(_TAIL_BYTES)
     if not whole and not generation(events):
@@ -211,7 +209,7 @@ def _read(run: RunFiles) -> _Open | None:
 
 
 def _ask(slurm: SlurmClient, opened: Sequence[_Open]) -> tuple[dict[str, RunJobs], str | None]:
-    """The jobs of each run, by run id, and why nothing is known, if so."""
+    """Query the jobs of each run, by run id; the second value is the error, if any."""
     events = {one.run.run_id: one.events for one in opened}
     try:
         found = find_jobs([one.run for one in opened], slurm, events, silent=False)
@@ -239,6 +237,9 @@ def _look_at_all(
         if config is None:
             continue
         progress = read_record(one.run.layout.progress, Progress)
+        request = requested(one.run.layout)
+        times = [event.time for event in one.events if event.event is not EventKind.WATCH]
+        times += [progress.time] if progress else []
         look = Look(
             run_id=one.run.run_id,
             events=one.events,
@@ -246,42 +247,28 @@ def _look_at_all(
             jobs=mine.jobs,
             now=time.time(),
             grace_seconds=grace_seconds,
-            signs_time=_newest_sign(one, progress),
-            asked_by=_asked_by(one.run.layout),
+            signs_time=max(times, default=None),
+            asked_by=request.by if request else None,
             unrecorded=mine.unrecorded,
             alive_until=_alive_until(progress, grace_seconds),
         )
-        news = (sighting for sighting in _judged(look, one) if not told_already(look, sighting))
-        found.extend((one, sighting) for sighting in news)
+        sighted = sightings(look)
+        if any(each.remedy in (Remedy.RESUBMIT, Remedy.RELEASE) for each in sighted):
+            # budgets need the whole ledger
+            sighted = sightings(replace(look, events=one.run.ledger.events()))
+        found.extend((one, each) for each in sighted if not told_already(look, each))
     return found
 
 
-def _judged(look: Look, one: _Open) -> list[Sighting]:
-    """The sightings; budgets need the whole ledger, so it is read where they matter."""
-    found = sightings(look)
-    if not any(sighting.remedy in (Remedy.RESUBMIT, Remedy.RELEASE) for sighting in found):
-        return found
-    whole = Look(**{**look.__dict__, "events": one.run.ledger.events()})
-    return sightings(whole)
-
-
 def _alive_until(progress: Progress | None, grace_seconds: float) -> float:
-    """Until when a trainer that gave this sign of life may be silent: it gives one in each step,
-    but no more than one in a second. A trainer that leaves is not alive any more."""
+    """Compute until when a trainer with this progress record may be silent.
+
+    It writes one in each step, but at most one per second. A trainer in phase `leaving` has ended.
+    """
     if progress is None or progress.phase == "leaving":
         return 0.0
     pace_seconds = _SIGNS_MISSED * max(1.0, progress.step_seconds or 0.0)
     return progress.time + max(grace_seconds, pace_seconds)
-
-
-def _newest_sign(one: _Open, progress: Progress | None) -> float | None:
-    times = [event.time for event in one.events if event.event is not EventKind.WATCH]
-    return max([*times, progress.time] if progress else times, default=None)
-
-
-def _asked_by(layout: RunLayout) -> str | None:
-    request = requested(layout)
-    return request.by if request else None
 
 
 def _config(layout: RunLayout) -> SuperviseConfig | None:
@@ -310,7 +297,7 @@ def _deal_with(one: _Open, sighting: Sighting, slurm: SlurmClient, *, act: bool)
 
 
 def _act(one: _Open, sighting: Sighting, slurm: SlurmClient) -> tuple[str, str]:
-    """Do it, and say so in the ledger first; nothing when somebody has acted meanwhile."""
+    """Apply the remedy after an entry in the ledger; nothing if the run has changed meanwhile."""
     layout, ledger = one.run.layout, one.run.ledger
     if layout.ledger.stat().st_size != one.ledger_bytes or requested(layout):
         return "told", "the run has changed meanwhile; the next pass looks again"
@@ -360,8 +347,11 @@ def _remedy(run: RunFiles, sighting: Sighting, slurm: SlurmClient) -> str:
 
 @contextlib.contextmanager
 def _only_one(runs: Path) -> Iterator[None]:
-    """Hold the lock of `runs`. The kernel frees it when its process ends in any way (flock(2)),
-    on NFS for other hosts, too, so it is never stale."""
+    """Hold the lock of `runs`.
+
+    The kernel frees it when its process ends in any way (flock(2)), on NFS for other hosts, too, so
+    it is never stale.
+    """
     directory = watch_directory(runs)
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
