@@ -59,9 +59,10 @@ class RunFiles:
         Its jobs are somebody else's, and only their owner can end or submit them.
         """
         if not os.access(self.layout.ledger, os.W_OK):
-            whose = _whose(self.layout.directory).removeprefix("; it ")
+            owner = _owner_name(self.layout.directory)
+            whose = f"belongs to {owner}" if owner else "you may only read"
             raise UsageError(
-                f"you cannot {verb} run `{self.run_id}`, which {whose or 'you may only read'}",
+                f"you cannot {verb} run `{self.run_id}`, which {whose}",
                 hint=f"`hpctrain stop {self.run_id}` asks the run itself, if you may steer it",
             )
 
@@ -90,23 +91,29 @@ def _look_at(layout: RunLayout) -> tuple[tuple[int, str], RunFiles] | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        run = RunFiles(layout, f"cannot be read: {error.strerror}{_whose(layout.directory)}")
+        run = RunFiles(layout, _unreadable(layout.directory, error.strerror))
         return (0, layout.run_id), run
     if not stat.S_ISREG(found.st_mode):
         return (0, layout.run_id), RunFiles(layout, "is damaged: ledger.jsonl is no file")
     if not os.access(layout.ledger, os.R_OK):
-        reason = f"cannot be read: Permission denied{_whose(layout.directory)}"
+        reason = _unreadable(layout.directory, "Permission denied")
         return (0, layout.run_id), RunFiles(layout, reason)
     return (found.st_mtime_ns, layout.run_id), RunFiles(layout)
 
 
-def _whose(directory: Path) -> str:
+def _unreadable(directory: Path, problem: str | None) -> str:
+    """Describe why a run cannot be read, with its owner if that can be found out."""
+    owner = _owner_name(directory)
+    return f"cannot be read: {problem}{f'; it belongs to {owner}' if owner else ''}"
+
+
+def _owner_name(directory: Path) -> str | None:
     import pwd
 
     try:
-        return f"; it belongs to {pwd.getpwuid(directory.stat().st_uid).pw_name}"
+        return pwd.getpwuid(directory.stat().st_uid).pw_name
     except (OSError, KeyError):
-        return ""
+        return None
 
 
 def find_run(runs: Path, name: str) -> RunFiles:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from hpctrain.slurm.records import JobRecord
+from hpctrain.slurm.states import JobState
 from hpctrain.store.jobs import (
     being_submitted,
     cancel_confirmed,
@@ -138,7 +139,7 @@ def _since_submission(events: Sequence[Event]) -> list[Event]:
 def _in_queue(events: Sequence[Event], job: JobRecord) -> Judged:
     """Judge a run whose job waits or runs, with the cause that ended the attempt before."""
     if not job.state.is_pending:
-        reason = "" if job.state.name == "RUNNING" else job.state.name.lower()
+        reason = "" if job.state is JobState.RUNNING else job.state.name.lower()
         return Judged(RunState.RUNNING, reason)
     reason = job.reason or "waiting"
     recent = _since_submission(events)
@@ -174,7 +175,7 @@ def _after_the_queue(job: JobRecord | None) -> Judged:
     if job is None:
         return Judged(RunState.UNKNOWN, "Slurm does not know the job any more")
     name = job.state.name
-    if name == "CANCELLED":
+    if job.state is JobState.CANCELLED:
         return Judged(RunState.CANCELLED, "cancelled in Slurm")
     if job.exit_signal == _NO_LOG_SIGNAL:
         reason = "Slurm could not write the job's log: is the run directory there on its nodes?"

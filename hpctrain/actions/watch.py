@@ -14,7 +14,7 @@ import fcntl
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
@@ -195,7 +195,8 @@ def _survey(runs: Path) -> _Survey:
 
 
 def _read(run: RunFiles) -> _Open | None:
-    """Read the ledger back to the newest submission; None for a run that was never submitted."""
+    """The end of the ledger, back to the newest submission; None for a run that nobody has
+    submitted."""
     size_bytes = run.layout.ledger.stat().st_size
     events, whole = run.ledger.last_events(_TAIL_BYTES)
     if not whole and not generation(events):
@@ -237,9 +238,6 @@ def _look_at_all(
         if config is None:
             continue
         progress = read_record(one.run.layout.progress, Progress)
-        request = requested(one.run.layout)
-        times = [event.time for event in one.events if event.event is not EventKind.WATCH]
-        times += [progress.time] if progress else []
         look = Look(
             run_id=one.run.run_id,
             events=one.events,
@@ -247,17 +245,23 @@ def _look_at_all(
             jobs=mine.jobs,
             now=time.time(),
             grace_seconds=grace_seconds,
-            signs_time=max(times, default=None),
-            asked_by=request.by if request else None,
+            signs_time=_newest_sign(one, progress),
+            asked_by=_asked_by(one.run.layout),
             unrecorded=mine.unrecorded,
             alive_until=_alive_until(progress, grace_seconds),
         )
-        sighted = sightings(look)
-        if any(each.remedy in (Remedy.RESUBMIT, Remedy.RELEASE) for each in sighted):
-            # budgets need the whole ledger
-            sighted = sightings(replace(look, events=one.run.ledger.events()))
-        found.extend((one, each) for each in sighted if not told_already(look, each))
+        news = (sighting for sighting in _judged(look, one) if not told_already(look, sighting))
+        found.extend((one, sighting) for sighting in news)
     return found
+
+
+def _judged(look: Look, one: _Open) -> list[Sighting]:
+    """The sightings; budgets need the whole ledger, so it is read where they matter."""
+    found = sightings(look)
+    if not any(sighting.remedy in (Remedy.RESUBMIT, Remedy.RELEASE) for sighting in found):
+        return found
+    whole = Look(**{**look.__dict__, "events": one.run.ledger.events()})
+    return sightings(whole)
 
 
 def _alive_until(progress: Progress | None, grace_seconds: float) -> float:
@@ -269,6 +273,16 @@ def _alive_until(progress: Progress | None, grace_seconds: float) -> float:
         return 0.0
     pace_seconds = _SIGNS_MISSED * max(1.0, progress.step_seconds or 0.0)
     return progress.time + max(grace_seconds, pace_seconds)
+
+
+def _newest_sign(one: _Open, progress: Progress | None) -> float | None:
+    times = [event.time for event in one.events if event.event is not EventKind.WATCH]
+    return max([*times, progress.time] if progress else times, default=None)
+
+
+def _asked_by(layout: RunLayout) -> str | None:
+    request = requested(layout)
+    return request.by if request else None
 
 
 def _config(layout: RunLayout) -> SuperviseConfig | None:

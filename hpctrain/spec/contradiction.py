@@ -1,7 +1,6 @@
-"""An error of a validator that names the field to look at.
+"""The error of two fields that exclude each other, with the place to look at.
 
-Belongs here: that exception. Does not belong here: rules (they are beside the fields), and the
-place in the file (see `explain`).
+Belongs here: that class. Does not belong here: any rule (each stands with the fields it is about).
 """
 
 from __future__ import annotations
