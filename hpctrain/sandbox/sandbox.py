@@ -154,6 +154,10 @@ class Sandbox:
             if not keep:
                 shutil.rmtree(self.directory)
 
+    def is_up(self) -> bool:
+        """Whether every daemon lives; a frozen one counts as living."""
+        return self.health() == "up"
+
     def health(self) -> Health:
         """`up`, `down`, or `partial`: a daemon is dead, or one lives that no record names."""
         state = self.state

@@ -1,6 +1,6 @@
 """What large runs die of: published shares of causes. Pure data.
 
-Each mix is a table of (kind, count or weight, cause as the supervisor would name it,
+Each mix is a table of (kind, count or weight, cause as the supervisor would name it, how it shows,
 whether the node is gone for good). Belongs here: numbers with their source. Does not belong here:
 how often something fails at all (`plan.forecast.published`, the profile).
 """
@@ -8,8 +8,12 @@ how often something fails at all (`plan.forecast.published`, the profile).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from hpctrain.supervise.judge.causes import Cause
+
+# stop: a process dies, srun says so at once. stall: nothing is said, and the stall limit passes.
+Shows = Literal["stop", "stall"]
 
 
 @dataclass(frozen=True)
@@ -19,6 +23,7 @@ class Kind:
     name: str
     weight: float
     cause: Cause
+    shows: Shows
     takes_node: bool
 
 
@@ -42,30 +47,30 @@ class Mix:
 
 # Counts of table 5, "The Llama 3 Herd of Models", arXiv 2407.21783: 419 unexpected interruptions
 # in 54 days on 16,384 H100 (the counts add up to 419; the percentage printed for faulty GPUs,
-# 30.1 %, does not fit its count). The causes, and whether one takes a node, are our reading:
+# 30.1 %, does not fit its count). How each shows and whether it takes a node is our reading:
 # the paper names components, not symptoms. Its silent data corruptions show as anomalies.
 LLAMA3 = Mix(
     name="llama3",
     source="table 5 of arXiv 2407.21783",
     kinds=(
-        Kind("faulty GPU", 148, Cause.GPU_ERROR, True),
-        Kind("GPU HBM3 memory", 72, Cause.GPU_ERROR, True),
-        Kind("software bug", 54, Cause.CRASH, False),
-        Kind("network switch or cable", 35, Cause.FABRIC, False),
-        Kind("host maintenance", 32, Cause.NODE_FAILURE, True),
-        Kind("GPU SRAM memory", 19, Cause.GPU_ERROR, True),
-        Kind("GPU system processor", 17, Cause.GPU_ERROR, True),
-        Kind("network card", 7, Cause.FABRIC, True),
-        Kind("NCCL watchdog", 7, Cause.HANG, False),
-        Kind("silent data corruption", 6, Cause.SUSPECT_NUMERICS, True),
-        Kind("GPU thermal interface and sensor", 6, Cause.GPU_ERROR, True),
-        Kind("SSD", 3, Cause.NODE_FAILURE, True),
-        Kind("power supply", 3, Cause.NODE_FAILURE, True),
-        Kind("server chassis", 2, Cause.NODE_FAILURE, True),
-        Kind("IO expansion board", 2, Cause.NODE_FAILURE, True),
-        Kind("dependency", 2, Cause.STORAGE, False),
-        Kind("CPU", 2, Cause.NODE_FAILURE, True),
-        Kind("system memory", 2, Cause.NODE_FAILURE, True),
+        Kind("faulty GPU", 148, Cause.GPU_ERROR, "stop", True),
+        Kind("GPU HBM3 memory", 72, Cause.GPU_ERROR, "stop", True),
+        Kind("software bug", 54, Cause.CRASH, "stop", False),
+        Kind("network switch or cable", 35, Cause.FABRIC, "stall", False),
+        Kind("host maintenance", 32, Cause.NODE_FAILURE, "stop", True),
+        Kind("GPU SRAM memory", 19, Cause.GPU_ERROR, "stop", True),
+        Kind("GPU system processor", 17, Cause.GPU_ERROR, "stop", True),
+        Kind("network card", 7, Cause.FABRIC, "stall", True),
+        Kind("NCCL watchdog", 7, Cause.HANG, "stall", False),
+        Kind("silent data corruption", 6, Cause.SUSPECT_NUMERICS, "stop", True),
+        Kind("GPU thermal interface and sensor", 6, Cause.GPU_ERROR, "stop", True),
+        Kind("SSD", 3, Cause.NODE_FAILURE, "stop", True),
+        Kind("power supply", 3, Cause.NODE_FAILURE, "stop", True),
+        Kind("server chassis", 2, Cause.NODE_FAILURE, "stop", True),
+        Kind("IO expansion board", 2, Cause.NODE_FAILURE, "stop", True),
+        Kind("dependency", 2, Cause.STORAGE, "stop", False),
+        Kind("CPU", 2, Cause.NODE_FAILURE, "stop", True),
+        Kind("system memory", 2, Cause.NODE_FAILURE, "stop", True),
     ),
 )
 
@@ -77,10 +82,10 @@ BYTEROBUST = Mix(
     name="byterobust",
     source="arXiv 2509.16293; a third of the explicit failures is assumed to take a node",
     kinds=(
-        Kind("explicit, machine", 29.9, Cause.GPU_ERROR, True),
-        Kind("explicit, software", 59.9, Cause.CRASH, False),
-        Kind("hang", 9.9, Cause.HANG, False),
-        Kind("NaN", 0.3, Cause.SUSPECT_NUMERICS, False),
+        Kind("explicit, machine", 29.9, Cause.GPU_ERROR, "stop", True),
+        Kind("explicit, software", 59.9, Cause.CRASH, "stop", False),
+        Kind("hang", 9.9, Cause.HANG, "stall", False),
+        Kind("NaN", 0.3, Cause.SUSPECT_NUMERICS, "stop", False),
     ),
 )
 
@@ -89,14 +94,14 @@ BYTEROBUST = Mix(
 NODES_ONLY = Mix(
     name="nodes",
     source="every failure takes a node, as failures are counted in arXiv 2410.21680",
-    kinds=(Kind("node failure", 1.0, Cause.NODE_FAILURE, True),),
+    kinds=(Kind("node failure", 1.0, Cause.NODE_FAILURE, "stop", True),),
 )
 
 # For comparison with closed forms: nothing is lost but time.
 CRASHES_ONLY = Mix(
     name="crashes",
     source="every failure leaves the nodes in order",
-    kinds=(Kind("crash", 1.0, Cause.CRASH, False),),
+    kinds=(Kind("crash", 1.0, Cause.CRASH, "stop", False),),
 )
 
 MIXES = {mix.name: mix for mix in (LLAMA3, BYTEROBUST, NODES_ONLY, CRASHES_ONLY)}
