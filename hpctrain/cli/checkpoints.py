@@ -35,7 +35,7 @@ _PROGRESS_SECONDS = 0.5
 @json_option
 def checkpoints(run: str, verify: bool, threads: int, runs: Path | None, as_json: bool) -> None:
     """List the checkpoints of a run, newest first: whether they are good and why they
-    are kept, what is unfinished or in quarantine, the room that is left, what a save costs,
+    are kept, which are unfinished or in quarantine, free disk space, the cost of a save,
     and whether the interval between saves is a good one.
 
     \b
@@ -48,8 +48,8 @@ def checkpoints(run: str, verify: bool, threads: int, runs: Path | None, as_json
     from hpctrain.actions.runs import find_run, runs_directory
 
     found = find_run(runs_directory(runs), run)
-    told = progress_line() if verify and sys.stderr.isatty() else None
-    seen = shelf(found, verify=verify, workers=threads, progress=told)
+    progress = progress_line() if verify and sys.stderr.isatty() else None
+    seen = shelf(found, verify=verify, workers=threads, progress=progress)
     if as_json:
         json_out("checkpoints", seen)
     else:

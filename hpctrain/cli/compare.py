@@ -45,7 +45,9 @@ _OPTIONS = (
         "--profile", "-p", type=ProfileName(), help="Cluster profile: name or file. For a new one."
     ),
     set_option,
-    click.option("--predict", is_flag=True, help="Ask the planner only: no job, no file."),
+    click.option(
+        "--predict", is_flag=True, help="Predictions of the planner only: no job, no file."
+    ),
     click.option(
         "--steps",
         type=click.IntRange(3),
@@ -61,13 +63,15 @@ _OPTIONS = (
         metavar="N",
         help="Jobs in the queue.  [default: all]",
     ),
-    click.option("--no-wait", is_flag=True, help="Submit, show what is known, and leave."),
-    click.option("--keep-checkpoints", is_flag=True, help="Else those of finished trials go."),
+    click.option("--no-wait", is_flag=True, help="Submit, show the present results, and return."),
+    click.option(
+        "--keep-checkpoints", is_flag=True, help="Otherwise those of finished trials are deleted."
+    ),
     click.option(
         "--plot",
         type=click.Path(path_type=Path, dir_okay=False),
         metavar="FILE",
-        help="Where the plot goes.  [default: into the directory of the comparison]",
+        help="File of the plot.  [default: in the directory of the comparison]",
     ),
     runs_option,
     yes_option,
@@ -101,9 +105,9 @@ def trial_options(function: Any) -> Any:
 def compare(spec: Path, engines: str, variants: tuple[str, ...], **options: Any) -> None:
     """Run variants of one spec for a few steps each, as Slurm jobs; then one table and one plot.
 
-    Memory, pace, spread, agreement of losses, stability, costs, and which one to take. Trials that
-    fail are rows with their reason. With the DIRECTORY of a comparison: show it, and go on with
-    what is not over.
+    Compares memory, speed, spread, agreement of losses, stability and costs, and recommends one.
+    Failed trials are rows with their reason. With the DIRECTORY of a comparison: show it, and
+    continue its unfinished trials.
 
     \b
     Examples:
@@ -126,7 +130,7 @@ def compare(spec: Path, engines: str, variants: tuple[str, ...], **options: Any)
 @click.option("--weak", is_flag=True, help="Let the batch grow with the GPUs; the lr does not.")
 @trial_options
 def scale(spec: Path, gpus: tuple[int, ...] | None, weak: bool, **options: Any) -> None:
-    """Run one spec on several numbers of GPUs for a few steps: speed-up, and where the time goes.
+    """Run one spec on several numbers of GPUs for a few steps: speed-up, and shares of the time.
 
     The global batch stays the same (strong scaling), so that every size trains the same steps and
     the losses must agree with those of the smallest one.
@@ -193,7 +197,7 @@ def _pursue(layout: ComparisonLayout, options: dict[str, Any]) -> None:
     try:
         found = pursue(layout, SlurmClient(), manner)
     except KeyboardInterrupt:
-        say(f"the trials go on without you; `hpctrain compare {_short(layout)}` shows them")
+        say(f"the trials continue in Slurm; `hpctrain compare {_short(layout)}` shows them")
         raise
     _show(found, options, layout)
 
@@ -228,7 +232,7 @@ def _show(
             say("no plot without matplotlib: pip install 'hpctrain[plots]'")
     if not found.over:
         assert layout is not None
-        say(f"not over yet; `hpctrain compare {_short(layout)}` goes on")
+        say(f"not finished yet; `hpctrain compare {_short(layout)}` continues")
         return
     from hpctrain.errors import DoesNotFitError, RunFailedError
 

@@ -34,11 +34,11 @@ def reason_option(function: Decorated) -> Decorated:
 @runs_option
 @yes_option
 def stop(run: str, graceful: bool, reason: str, runs: Path | None, yes: bool) -> None:
-    """Have a run save, leave its nodes and stop; `hpctrain resume` goes on.
+    """Make a run save, release its nodes and stop; `hpctrain resume` continues it.
 
     \b
-    A job that waits is taken out of the queue. The file alone does the same for a
-    run that trains: touch RUN/control/stop (or stop-now).
+    A job that waits leaves the queue. For a run that trains, creating the file has the
+    same effect: touch RUN/control/stop (or stop-now).
     Examples:
       hpctrain stop gpt175b-7f3a --reason "maintenance at noon"
       hpctrain stop gpt175b-7f3a --now -y
@@ -59,10 +59,10 @@ def stop(run: str, graceful: bool, reason: str, runs: Path | None, yes: bool) ->
 @reason_option
 @runs_option
 def save(run: str, wait: bool, timeout: float | None, reason: str, runs: Path | None) -> None:
-    """Have a run save a checkpoint at the next step boundary; training goes on.
+    """Make a run save a checkpoint at the next step boundary; training continues.
 
     \b
-    The file alone does the same: touch RUN/control/save
+    Creating the file has the same effect: touch RUN/control/save
     Examples:
       hpctrain save gpt175b-7f3a
       hpctrain save gpt175b-7f3a --wait --timeout 600
@@ -93,11 +93,11 @@ def save(run: str, wait: bool, timeout: float | None, reason: str, runs: Path | 
 @reason_option
 @runs_option
 def hold(run: str, reason: str, runs: Path | None) -> None:
-    """Have a run save, leave its nodes and wait in the queue until `hpctrain resume`.
+    """Make a run save, release its nodes and wait in the queue until `hpctrain resume`.
 
     \b
-    Where the site does not requeue, the run stops instead. The file alone does the
-    same for a run that trains: touch RUN/control/hold
+    Where the site does not requeue, the run stops instead. For a run that trains,
+    creating the file has the same effect: touch RUN/control/hold
     Examples:
       hpctrain hold gpt175b-7f3a --reason "evaluation first"
     """
@@ -111,17 +111,17 @@ def hold(run: str, reason: str, runs: Path | None) -> None:
 @click.option(
     "--from-scratch",
     is_flag=True,
-    help="Checkpoints are gone or of no use: give up all steps and start at step 0.",
+    help="Checkpoints are lost or unusable: give up all steps and start at step 0.",
 )
-@click.option("--accept-data", is_flag=True, help="Go on although the data have changed.")
+@click.option("--accept-data", is_flag=True, help="Continue although the data have changed.")
 @reason_option
 @runs_option
 def resume(run: str, from_scratch: bool, accept_data: bool, reason: str, runs: Path | None) -> None:
-    """Have a held, stopped or failed run go on from its newest checkpoint.
+    """Continue a held, stopped or failed run from its newest checkpoint.
 
     \b
-    A held job is released, a run that is over is submitted again. Requests that
-    nobody has followed yet are taken back. What is accepted goes into the ledger.
+    A held job is released, a run that is over is submitted again. Pending requests are
+    withdrawn. What is accepted goes into the ledger.
     Examples:
       hpctrain resume gpt175b-7f3a
       hpctrain resume gpt175b-7f3a --accept-data --reason "typos corrected"

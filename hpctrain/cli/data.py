@@ -94,7 +94,7 @@ def prepare(output: Path, as_json: bool, **options: Any) -> None:
     images    a directory with one directory per class: looked at, and listed
     arrays    small pictures: digits, or two files in MNIST's format
 
-    Finished shards are kept when it fails: the same command goes on.
+    Finished shards are kept after a failure: the same command continues.
 
     \b
     Examples:
@@ -149,7 +149,7 @@ def _prepared_on_slurm(
     from hpctrain.spec.loader import find_profile, load_profile
 
     if profile is None:
-        raise UsageError("--slurm needs --profile, which says how to ask for nodes")
+        raise UsageError("--slurm needs --profile, which defines how to request nodes")
     site = load_profile(find_profile(profile, profile_search_path())).document
     array = ArrayRequest(site, jobs or 8, partition, time)
     return prepare_on_slurm(request, array, SlurmClient(), lambda line: click.echo(line, err=True))
@@ -159,7 +159,7 @@ def _prepared_on_slurm(
 @click.argument("prefix", type=PATH)
 @json_option
 def show(prefix: Path, as_json: bool) -> None:
-    """Show what a dataset holds.
+    """Show the contents of a dataset.
 
     \b
     Examples:
@@ -182,7 +182,7 @@ def show(prefix: Path, as_json: bool) -> None:
 @click.argument("prefix", type=PATH)
 @json_option
 def verify(prefix: Path, as_json: bool) -> None:
-    """Read a whole dataset, and compare it with the digests it was made with.
+    """Read a whole dataset, and compare it with the digests from when it was made.
 
     \b
     Examples:

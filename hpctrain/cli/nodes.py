@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.option("--profile", "-p", type=ProfileName(), help="Only the cluster of this profile.")
 @click.option("--cluster", metavar="NAME", help="Only the cluster of this name.")
-@click.option("--forgive", metavar="NODE", help="Void what is written about a node.")
+@click.option("--forgive", metavar="NODE", help="Void the evidence against a node.")
 @runs_option
 @json_option
 def nodes(
@@ -28,9 +28,9 @@ def nodes(
     runs: Path | None,
     as_json: bool,
 ) -> None:
-    """Show the nodes that runs have had trouble with, and what to tell the administrators.
+    """Show the nodes with evidence against them, and hints for the administrators.
 
-    Runs share what they learn about nodes in RUNS/nodes.jsonl. From a score of 100 on a node is
+    Runs share evidence about nodes in RUNS/nodes.jsonl. A node with a score of 100 or more is
     avoided by runs with `supervise.exclude_nodes: act`. Evidence counts in full for a day, broken
     hardware for a week; later it fades. Users cannot drain nodes: the last lines are for a ticket.
 
@@ -62,7 +62,7 @@ def nodes(
     if as_json:
         json_out("nodes", rows)
     elif not rows:
-        say("no run has anything against a node")
+        say("no run has evidence against a node")
     else:
         headers = ["NODE", "SCORE", "AVOIDED", "RUNS", "AGE", "EVIDENCE"]
         cells = [_cells(row) for row in rows]

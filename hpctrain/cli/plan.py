@@ -89,7 +89,7 @@ def plan(
     if budget is not None:
         check_currency(budget, inputs.profile)
     options, option, decision = _decided(inputs, goal, sizes, budget)
-    told = action.explanation(inputs, option, goal, top) if explain else None
+    explained = action.explanation(inputs, option, goal, top) if explain else None
     built = None
     if verify:
         from hpctrain.actions.verify import verify_plan
@@ -104,7 +104,7 @@ def plan(
             forecast=option.forecast,
             spot=action.spot_comparison(inputs, option, budget),
             budget=decision,
-            explanation=told,
+            explanation=explained,
             verification=built,
         )
     else:
@@ -114,7 +114,7 @@ def plan(
             table(*option_rows(options))
             click.echo()
         _print_option(inputs, option, budget, decision)
-        _print_more(told, built)
+        _print_more(explained, built)
     if decision is not None and decision.chosen is None:
         from hpctrain.errors import DoesNotFitError
 
@@ -174,11 +174,11 @@ def _print_option(
         say(f"warning: {warning}")
 
 
-def _print_more(told: Explanation | None, built: Verification | None) -> None:
+def _print_more(explained: Explanation | None, built: Verification | None) -> None:
     from hpctrain.cli.explain_text import explanation_lines
 
-    if told is not None:
-        click.echo("\n" + "\n".join(explanation_lines(told)))
+    if explained is not None:
+        click.echo("\n" + "\n".join(explanation_lines(explained)))
     if built is not None:
         from hpctrain.cli.verify_text import verification_lines
 

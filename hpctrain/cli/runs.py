@@ -129,18 +129,18 @@ def _fail_if_any_failed(rows: list[RunStatus]) -> None:
 @runs_option
 @json_option
 def describe(run: str, runs: Path | None, as_json: bool) -> None:
-    """Tell what happened to a run: attempts, launches, why each ended and what was done.
+    """Show the history of a run: attempts, launches, why each ended and what was done.
 
     \b
     Examples:
       hpctrain describe gpt175b-7f3a
       hpctrain describe gpt175b-7f3a --json
     """
-    from hpctrain.actions.describe import describe as tell
+    from hpctrain.actions.describe import describe as read_story
     from hpctrain.actions.runs import find_run, runs_directory
     from hpctrain.cli.story_text import story_lines
 
-    story = tell(find_run(runs_directory(runs), run))
+    story = read_story(find_run(runs_directory(runs), run))
     if as_json:
         json_out("run", story)
         return
@@ -152,10 +152,10 @@ def describe(run: str, runs: Path | None, as_json: bool) -> None:
 @click.argument("run", type=RunName())
 @click.option("--rank", type=click.IntRange(0), help="The log of this rank instead of the job's.")
 @click.option("--attempt", type=click.IntRange(1), help="Only this attempt, counted from 1.")
-@click.option("--follow", "-f", is_flag=True, help="Go on until the run is over.")
+@click.option("--follow", "-f", is_flag=True, help="Continue until the run is over.")
 @runs_option
 def logs(run: str, rank: int | None, attempt: int | None, follow: bool, runs: Path | None) -> None:
-    """Show the log of the job, or of one rank; all attempts unless told otherwise.
+    """Show the log of the job, or of one rank; of all attempts by default.
 
     \b
     Examples:
@@ -231,7 +231,7 @@ def cancel(run: str, runs: Path | None, yes: bool) -> None:
     others = len(cancelled.job_ids) - 1
     jobs = f"job {cancelled.job_id}" + (f" and {others} more of it" if others >= 1 else "")
     if cancelled.still:
-        say(f"Told Slurm to cancel run `{cancelled.run_id}` ({jobs}), and it has not ended yet:")
-        say(f"`hpctrain status {cancelled.run_id}` shows when it has")
+        say(f"Slurm accepted to cancel run `{cancelled.run_id}` ({jobs}), which has not ended yet:")
+        say(f"`hpctrain status {cancelled.run_id}` shows when it has ended")
         return
     say(f"Cancelled run `{cancelled.run_id}` ({jobs})")

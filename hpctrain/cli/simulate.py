@@ -221,4 +221,4 @@ def _check_inputs(
         raise click.UsageError("--set changes a spec, and there is none")
     if spec is not None and given:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise click.UsageError(f"{names}: with a spec, spec and profile say this")
+        raise click.UsageError(f"{names}: with a spec, these come from spec and profile")

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 @click.option(
     "--template-dir",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="Templates of the site; they win over the packaged ones.",
+    help="Templates of the site: job.sbatch.j2, which replaces or extends the packaged one.",
 )
 @yes_option
 @json_option
@@ -63,7 +63,9 @@ def submit(
     from hpctrain.slurm.client import SlurmClient
 
     if as_json and (dry_run or check):
-        raise click.UsageError("--json tells what was submitted: not with --dry-run or --check")
+        raise click.UsageError(
+            "--json describes a submission: it cannot be used with --dry-run or --check"
+        )
     directory = runs_directory(runs)
     prepared = prepare(spec, profile, overrides, runs=directory, template_directory=template_dir)
     continuation = continuation_lines(prepared.spec.document, prepared.profile.document)
@@ -93,7 +95,7 @@ def submit(
 @yes_option
 @json_option
 def resubmit(run: str, runs: Path | None, yes: bool, as_json: bool) -> None:
-    """Submit a stopped run again; it goes on from its newest verified checkpoint.
+    """Submit a stopped run again; it continues from its newest verified checkpoint.
 
     \b
     Examples:

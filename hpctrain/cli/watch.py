@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from hpctrain.actions.watch import Pass
 
 _HINT = """\
-# One pass every two minutes. A pass asks Slurm once, whatever the number of runs, and prints only
-# what is wrong, so that cron mails only then. Without --act it does nothing but tell.
+# One pass every two minutes. A pass queries Slurm once, whatever the number of runs, and prints
+# problems only, so that cron mails only then. Without --act it only reports.
 
 # crontab -e, on a login node:
 PATH={path}
@@ -39,7 +39,7 @@ PATH={path}
 
 
 @click.command()
-@click.option("--act", is_flag=True, help="Do it; without this only tell what would be done.")
+@click.option("--act", is_flag=True, help="Apply remedies; without this only report them.")
 @click.option(
     "--heartbeat",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -50,7 +50,7 @@ PATH={path}
     default="2min",
     show_default=True,
     metavar="DURATION",
-    help="How long after its end a job without a last word counts as lost.",
+    help="How long after its end a job without a final record counts as lost.",
 )
 @click.option(
     "--check-heartbeat",
@@ -70,10 +70,10 @@ def watch(
     runs: Path | None,
     as_json: bool,
 ) -> None:
-    """Look after all runs once: submit again what was lost, release what was held by a fault.
+    """Check all runs once: submit lost ones again, release those that a fault has held.
 
-    Never touches what its user has cancelled, held or stopped. Does nothing, and ends with exit
-    code 5, when Slurm does not answer.
+    Never touches runs that their user has cancelled, held or stopped. Does nothing, and ends
+    with exit code 5, when Slurm does not answer.
 
     \b
     Examples:
@@ -139,9 +139,9 @@ def _report_outcome(result: Pass) -> None:
     from hpctrain.errors import SlurmError, SlurmUnreachableError
 
     if not result.complete:
-        words = "; ".join(result.blind_because)
+        reasons = "; ".join(result.blind_because)
         kind = SlurmUnreachableError if result.slurm_silent else HpctrainError
-        raise kind(f"this pass has not seen everything: {words}", hint="no heartbeat was written")
+        raise kind(f"this pass is incomplete: {reasons}", hint="no heartbeat was written")
     if result.failed:
         raise SlurmError("not everything could be done")
     if not result.seen and sys.stderr.isatty():  # cron would mail the line

@@ -140,7 +140,7 @@ def test_who_leaves_is_told_how_to_come_back(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(trials.time, "sleep", leave)
     left = done(*NEW, "-y", code=130)
-    assert f"the trials go on without you; `hpctrain compare {directory()}`" in left.stderr
+    assert f"the trials continue in Slurm; `hpctrain compare {directory()}`" in left.stderr
 
 
 def test_without_matplotlib_there_are_tables(monkeypatch: pytest.MonkeyPatch) -> None:
