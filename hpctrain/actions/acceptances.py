@@ -64,7 +64,7 @@ def _accept_fresh_start(run: RunFiles, reason: str) -> str:
     if good and not (ends and ends[-1].cause in _OF_CHECKPOINTS):
         raise UsageError(
             f"run `{run.run_id}` has a good checkpoint of step {good[0]:,}",
-            hint=f"`hpctrain resume {run.run_id}` goes on from it; a new run starts at step 0",
+            hint=f"`hpctrain resume {run.run_id}` continues from it; a new run starts at step 0",
         )
     known = known_steps(run.layout, events)
     lost = max(known.saved_step, known.trained)
@@ -81,7 +81,7 @@ def _accept_fresh_start(run: RunFiles, reason: str) -> str:
         last_step=lost or None,
         checkpoint_step=known.saved_step or None,
     )
-    return f"it starts at step 0: {lost:,} steps are given up, what is left of them is kept"
+    return f"it starts at step 0: {lost:,} steps are given up, their remaining files are kept"
 
 
 def _accept_data(run: RunFiles, reason: str) -> str:
@@ -109,4 +109,4 @@ def _accept_data(run: RunFiles, reason: str) -> str:
     record_data(run.layout)
     # The engine would use indexes of the old data for the new data.
     shutil.rmtree(run.layout.data_cache, ignore_errors=True)
-    return f"it goes on with changed data ({changed[0]})"
+    return f"it continues with changed data ({changed[0]})"

@@ -116,7 +116,7 @@ def _nothing_to_cancel(run: RunFiles, slurm: SlurmClient) -> Cancelled:
     reason = f": {row.reason}" if row.reason else ""
     raise UsageError(
         f"run `{run.run_id}` is {row.state}, so there is nothing to cancel{reason}",
-        hint=f"`hpctrain resume {run.run_id}` would go on with it",
+        hint=f"`hpctrain resume {run.run_id}` would continue it",
     )
 
 

@@ -78,7 +78,7 @@ def diagnose(run: RunFiles, *, price: bool = True) -> Diagnosis:
     if facts.steps is None and facts.ranks is None:
         raise UsageError(
             f"run `{run.run_id}` has not finished a step yet: there is nothing to judge",
-            hint="`hpctrain why` says what it waits for",
+            hint="`hpctrain why` shows what it waits for",
         )
     findings = judge(facts)
     if price and facts.planned is not None:

@@ -65,7 +65,7 @@ def node_rows(
 
 
 def forgive(ledger: Path, node: str, user: str, cluster: str | None = None) -> NodeEvidence:
-    """Void what is written about a node, in the name of `user`; the entry stays in the ledger.
+    """Void the evidence against a node, in the name of `user`; the entry stays in the ledger.
 
     Raises UsageError when there is nothing against the node, or on several clusters something.
     """
@@ -78,7 +78,7 @@ def forgive(ledger: Path, node: str, user: str, cluster: str | None = None) -> N
         )
     if len(clusters) > 1:
         names = " and ".join(clusters)
-        raise UsageError(f"`{node}` is a node of {names}", hint="say which one with `--cluster`")
+        raise UsageError(f"`{node}` is a node of {names}", hint="choose one with `--cluster`")
     entry = forgiveness(time.time(), clusters[0], node, user, f"forgiven by {user}")
     try:
         NodeLedger(ledger).append([entry])

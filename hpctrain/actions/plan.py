@@ -81,10 +81,10 @@ def plan_option(inputs: Inputs, goal: Goal, gpus: int | None = None) -> Option:
     if facts is None:
         return Option(spec.resources.gpus, decision, seconds)
     try:
-        told = forecast(spec, inputs.profile, facts)
+        predicted = forecast(spec, inputs.profile, facts)
     except DoesNotFitError as error:
         return Option(spec.resources.gpus, decision, seconds, remark=str(error))
-    return Option(spec.resources.gpus, decision, seconds, told)
+    return Option(spec.resources.gpus, decision, seconds, predicted)
 
 
 def explanation(inputs: Inputs, option: Option, goal: Goal, top: int) -> Explanation:
@@ -96,14 +96,14 @@ def explanation(inputs: Inputs, option: Option, goal: Goal, top: int) -> Explana
     decision = option.decision
     assert decision is not None
     if decision.spec.parallel == "auto":
-        told = explain(decision, top)
-        return told.model_copy(update={"search_seconds": option.search_seconds})
+        explained = explain(decision, top)
+        return explained.model_copy(update={"search_seconds": option.search_seconds})
     free = decision.spec.model_copy(update={"parallel": "auto"})
     start = time.perf_counter()
     other = decide(free, inputs.profile, inputs.knowledge, goal)
     seconds = time.perf_counter() - start
-    told = explain(other, top, given=decision.found.candidate(decision.row))
-    return told.model_copy(update={"search_seconds": seconds})
+    explained = explain(other, top, given=decision.found.candidate(decision.row))
+    return explained.model_copy(update={"search_seconds": seconds})
 
 
 def with_gpus(spec: RunSpec, gpus: int) -> RunSpec:
@@ -142,10 +142,10 @@ def spot_comparison(inputs: Inputs, option: Option, budget: Budget | None) -> Sp
 
 def sizes_to_try(inputs: Inputs) -> tuple[int, ...]:
     """List halvings and doublings of the requested GPUs, in whole nodes, up to a run's limit."""
-    asked, per_node = inputs.spec.resources.gpus, inputs.profile.gpu.per_node
+    wanted, per_node = inputs.spec.resources.gpus, inputs.profile.gpu.per_node
     limit = usable_gpus(inputs.spec, inputs.profile)
-    smaller = [asked >> n for n in range(asked.bit_length()) if asked % 2**n == 0]
-    larger = [asked << n for n in range(1, 12) if asked << n <= limit]
+    smaller = [wanted >> n for n in range(wanted.bit_length()) if wanted % 2**n == 0]
+    larger = [wanted << n for n in range(1, 12) if wanted << n <= limit]
     sizes = sorted({*smaller, *larger})
     return tuple(n for n in sizes if n <= limit and (n <= per_node or n % per_node == 0))
 
@@ -184,9 +184,9 @@ def within_budget(
     priced: list[tuple[Forecast, Option]] = []
     for option in options:
         comparison = spot_comparison(inputs, option, budget)
-        told = [option.forecast, comparison.spot if comparison else None]
-        told += [comparison.on_demand] if comparison else []
-        for one in {(f.tariff): f for f in told if f is not None}.values():
+        forecasts = [option.forecast, comparison.spot if comparison else None]
+        forecasts += [comparison.on_demand] if comparison else []
+        for one in {f.tariff: f for f in forecasts if f is not None}.values():
             priced.append((one, option))
     if not priced:
         reason = next((str(o.refusal or o.remark) for o in options if o.refusal or o.remark), "")

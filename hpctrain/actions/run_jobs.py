@@ -52,9 +52,9 @@ def _cluster_asked(
     slurm: SlurmClient, records: Mapping[int, JobRecord], events: Mapping[str, Sequence[Event]]
 ) -> str | None:
     """Find the name of the cluster that answered, from its jobs or else its configuration."""
-    told = next((record.cluster for record in records.values() if record.cluster), None)
-    if told is not None or not any(cluster_of(one) for one in events.values()):
-        return told
+    cluster = next((record.cluster for record in records.values() if record.cluster), None)
+    if cluster is not None or not any(cluster_of(one) for one in events.values()):
+        return cluster
     return slurm.cluster_name()
 
 

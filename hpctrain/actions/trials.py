@@ -3,7 +3,7 @@
 The run directories of all trials are complete before the record is written, and the record before
 the first sbatch. A later `hpctrain compare DIRECTORY` submits only what has not been submitted
 according to the ledgers, so that nothing runs twice. Belongs here: that
-order. Does not belong here: what is tried (`trial_plans`), what came of it (`trial_results`).
+order. Does not belong here: planning trials (`trial_plans`), reading results (`trial_results`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from hpctrain.supervise.run_jobs import RunJobs
 POLL_SECONDS = 10.0
 # A job that Slurm does not know and whose supervisor is silent for so long has ended.
 _FORGOTTEN_SECONDS = 600.0
-Tell = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 def start(subject: Subject, request: Request, runs: Path) -> ComparisonLayout:
@@ -81,15 +81,15 @@ def _run_files(layout: ComparisonLayout, record: ComparisonRecord) -> list[RunFi
 
 
 @dataclass
-class Pursuit:
+class TrialRunner:
     """Submits trials, at most `at_a_time` at once (None: all), and waits for them.
 
-    `tell` gets a line for every change of a trial. `wait` False: submit what may be and return.
+    `report` gets a line for every change of a trial. `wait` False: submit once and return.
     """
 
     layout: ComparisonLayout
     slurm: SlurmClient
-    tell: Tell
+    report: Report
     at_a_time: int | None = None
     wait: bool = True
     keep_checkpoints: bool = False
@@ -97,7 +97,7 @@ class Pursuit:
     _lock: int | None = None
     _watches: bool = False
     _tried: set[str] = field(default_factory=set)
-    _told: dict[str, str] = field(default_factory=dict)
+    _reported: dict[str, str] = field(default_factory=dict)
     _silent_since: dict[str, float] = field(default_factory=dict)
 
     def run(self) -> Comparison:
@@ -106,24 +106,24 @@ class Pursuit:
         Raises SlurmUnreachableError when nothing can be submitted.
         """
         try:
-            return self._pursue()
+            return self._run()
         finally:
             if self._lock is not None:
                 os.close(self._lock)
 
-    def _pursue(self) -> Comparison:
+    def _run(self) -> Comparison:
         record = read_record_of(self.layout.directory)
         names = {one.run_id: one.name for one in record.trials if one.run_id}
         runs = {run.run_id: run for run in _run_files(self.layout, record)}
         while True:
             rows = {row.run_id: row for row in statuses(list(runs.values()), self.slurm)}
             if self._is_mine() and self._submit(rows, runs):
-                continue  # ask again at once: some may have been refused
+                continue  # query again at once: some may have been refused
             for run_id, row in rows.items():
-                self._tell_change(names[run_id], row)
+                self._report_change(names[run_id], row)
             if not self.wait or all(self._is_over(row) for row in rows.values()):
                 break
-            time.sleep(self.poll_seconds)  # squeue(1), PERFORMANCE: do not ask in a loop
+            time.sleep(self.poll_seconds)  # squeue(1), PERFORMANCE: no queries in a tight loop
         found = read_comparison(record, self.layout.runs, rows)
         if found.over and not self.keep_checkpoints:
             # Nobody resumes a trial, and checkpoints of large models fill a quota.
@@ -139,7 +139,7 @@ class Pursuit:
             self._lock = self.layout.try_lock()
             if self._lock is None and not self._watches:
                 self._watches = True
-                self.tell("another process submits these trials; this one watches")
+                self.report("another process submits these trials; this one watches")
         return self._lock is not None
 
     def _submit(self, rows: dict[str, RunStatus], runs: dict[str, RunFiles]) -> int:
@@ -172,12 +172,12 @@ class Pursuit:
         since = self._silent_since.setdefault(row.run_id, time.monotonic())
         return time.monotonic() - since > _FORGOTTEN_SECONDS
 
-    def _tell_change(self, name: str, row: RunStatus) -> None:
+    def _report_change(self, name: str, row: RunStatus) -> None:
         """Report a change of state, and the first step."""
         state = "trains" if row.state is RunState.RUNNING and row.step else row.state.value.lower()
-        if self._told.get(name) == state or self._waits(row):
+        if self._reported.get(name) == state or self._waits(row):
             return
-        self._told[name] = state
+        self._reported[name] = state
         reason = f": {row.reason}" if row.reason and self._is_over(row) else ""
         job = f" (job {row.job_id}, {row.run_id})" if row.job_id else ""
-        self.tell(f"{name}: {state}{job}{reason}")
+        self.report(f"{name}: {state}{job}{reason}")

@@ -160,7 +160,7 @@ def _carry_out(spec: Path, request: MakeRequest, asked: bool, options: dict[str,
 
         _check_plot(options)
         read_record_of(spec)  # reports a directory without a comparison before anything is printed
-        _pursue(ComparisonLayout(spec.absolute()), options)
+        _run(ComparisonLayout(spec.absolute()), options)
         return
     if options["profile"] is None or not asked:
         what = "--profile" if options["profile"] is None else "what to compare"
@@ -184,18 +184,18 @@ def _carry_out(spec: Path, request: MakeRequest, asked: bool, options: dict[str,
     jobs = sum(one.run_id is not None for one in record.trials)
     if jobs and not confirm(f"Submit {jobs} jobs?", yes=options["yes"]):
         raise click.Abort
-    _pursue(layout, options)
+    _run(layout, options)
 
 
-def _pursue(layout: ComparisonLayout, options: dict[str, Any]) -> None:
-    from hpctrain.actions.compare import Manner, pursue
+def _run(layout: ComparisonLayout, options: dict[str, Any]) -> None:
+    from hpctrain.actions.compare import TrialRunOptions, run_trials
     from hpctrain.slurm.client import SlurmClient
 
-    manner = Manner(
-        options["at_a_time"], not options["no_wait"], options["keep_checkpoints"], tell=say
+    run_options = TrialRunOptions(
+        options["at_a_time"], not options["no_wait"], options["keep_checkpoints"], report=say
     )
     try:
-        found = pursue(layout, SlurmClient(), manner)
+        found = run_trials(layout, SlurmClient(), run_options)
     except KeyboardInterrupt:
         say(f"the trials continue in Slurm; `hpctrain compare {_short(layout)}` shows them")
         raise

@@ -66,7 +66,7 @@ def status(
             _fail_if_any_failed(rows)
         if (wait and over) or not (wait or watch):
             return
-        time.sleep(_WATCH_SECONDS)  # squeue(1), PERFORMANCE: do not ask in a loop
+        time.sleep(_WATCH_SECONDS)  # squeue(1), PERFORMANCE: no queries in a tight loop
 
 
 def _collect(
