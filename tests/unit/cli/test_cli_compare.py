@@ -77,7 +77,7 @@ def test_sizes_are_predicted_against_the_smallest() -> None:
 
 def test_a_comparison_from_the_first_word_to_the_plot(slurm: FakeSlurm) -> None:
     begun = done(*NEW, "-y", "--no-wait")
-    assert len(slurm.scripts) == 2 and f"`hpctrain compare {directory()}` goes on" in begun.stderr
+    assert len(slurm.scripts) == 2 and f"`hpctrain compare {directory()}` continues" in begun.stderr
     assert "PENDING" in begun.stdout and "reference" not in begun.stdout
     assert not Path(directory(), "comparison.png").exists(), "a plot is drawn of what is over"
     finish("tiny-ddp-*", 1.0)
