@@ -9,12 +9,17 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from command_line import hpctrain as command
+from pydantic import BaseModel
 
 import hpctrain
 from hpctrain import errors
+from hpctrain.spec.profile import ClusterProfile
+from hpctrain.spec.run import RunSpec
+from hpctrain.store.ledger import EventKind
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "hpctrain"
@@ -379,7 +384,7 @@ def test_public_surface() -> None:
 
 def test_templates_only_fill_in() -> None:
     """Nothing deeper than an if or a for, no arithmetic: what is decided is decided in Python."""
-    allowed = {"if", "for", "endif", "endfor", "else"}
+    allowed = {"if", "for", "endif", "endfor", "else", "block", "endblock", "extends"}
     templates = list((ROOT / "templates").rglob("*.j2"))
     assert templates
     for template in templates:
@@ -389,13 +394,80 @@ def test_templates_only_fill_in() -> None:
         assert set(words) <= allowed, f"{file}: {set(words) - allowed}"
         depth = 0
         for word in words:
-            depth += (word in ("if", "for")) - word.startswith("end")
+            depth += (word in ("if", "for")) - (word in ("endif", "endfor"))
             assert depth <= 2, f"{file}: blocks inside blocks inside blocks"
         for expression in re.findall(r"\{[{%](.*?)[}%]\}", text):
             bare = re.sub(r"'[^']*'", "''", expression)
             assert not re.search(r"[+*/%~]| - |==|[<>]", bare), f"{file}: {expression}"
         shown = re.findall(r"^export .*\{\{(.*?)\}\}$", text, re.MULTILINE)
         assert all("| sh" in expression for expression in shown), f"{file}: unquoted {shown}"
+
+
+# -- nothing that a user sets or reads is without effect --------------------------------------
+
+
+def test_every_field_of_spec_and_profile_has_a_reader() -> None:
+    """Outside of spec/, or in a method of the document that is itself read there."""
+    read = {
+        node.attr
+        for path, tree in TREES.items()
+        if not name(path).startswith("spec/")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+    }
+    for method in document_methods():
+        if method.name in read:
+            read |= {node.attr for node in ast.walk(method) if isinstance(node, ast.Attribute)}
+    unread = [
+        f"{kind.__name__}.{field}"
+        for kind in sorted(document_kinds(RunSpec, ClusterProfile), key=lambda kind: kind.__name__)
+        for field in kind.model_fields
+        if field not in read
+    ]
+    assert not unread, f"a field that nothing reads is a bug: use it, or delete it: {unread}"
+
+
+def document_kinds(*types: object) -> set[type[BaseModel]]:
+    """All documents that these ones consist of."""
+    found: set[type[BaseModel]] = set()
+    left = list(types)
+    while left:
+        one = left.pop()
+        left.extend(get_args(one))
+        if isinstance(one, type) and issubclass(one, BaseModel) and one not in found:
+            found.add(one)
+            left.extend(field.annotation for field in one.model_fields.values())
+    return found
+
+
+def document_methods() -> Iterator[ast.FunctionDef]:
+    """Methods in spec/ that are no validators."""
+    for path, tree in TREES.items():
+        if name(path).startswith("spec/"):
+            for node in ast.walk(tree):
+                if isinstance(node, ast.FunctionDef):
+                    decorators = ast.unparse(ast.Tuple(node.decorator_list, ast.Load()))
+                    if "validator" not in decorators:
+                        yield node
+
+
+# Kinds of older ledgers that are still read: none. An unknown kind is passed over.
+ONLY_READ: dict[EventKind, str] = {}
+
+
+def test_every_kind_of_event_has_a_writer() -> None:
+    """The kind is an argument of a call that writes, or one of two that are chosen for it."""
+    writers = {"append", "note", "_note"}
+    written = set()
+    for tree in TREES.values():
+        for node in ast.walk(tree):
+            chosen = isinstance(node, ast.IfExp)
+            if chosen or (
+                isinstance(node, ast.Call) and dotted(node.func).rpartition(".")[2] in writers
+            ):
+                written |= {dotted(part) for part in ast.walk(node)}
+    unwritten = {kind for kind in EventKind if f"EventKind.{kind.name}" not in written}
+    assert unwritten == ONLY_READ.keys(), "delete the kind, or give the reason why it is only read"
 
 
 def test_links_lead_somewhere() -> None:

@@ -1,6 +1,6 @@
-"""`model.pretrained`: whether the directory holds the model of the spec, before the queue.
+"""Checks before submission that the directory of `model.pretrained` holds the model of the spec.
 
-Belongs here: reading its small files, and saying what is wrong where the spec names it. Does not
+Belongs here: reading its small files, and reporting problems at the place in the spec. Does not
 belong here: loading weights (see `hpctrain.train.engines.models`), which imports torch.
 """
 
@@ -35,5 +35,5 @@ def check_pretrained(spec: Loaded[RunSpec]) -> None:
 
 
 def found_at(spec: Loaded[RunSpec], words: str, hint: str | None = None) -> Problem:
-    """A problem with the directory, at the place that names it."""
+    """Locate a problem with the directory at the place in the spec that names it."""
     return spec.problem(FIELD, f"`{FIELD}`: {words}", hint)

@@ -1,11 +1,10 @@
-"""One pass over all runs from outside, for cron: look, and with `act` do what the rules allow.
+"""Makes one pass over all runs, for cron: finds problems, and with `act` applies the rules.
 
-A pass keeps nothing in memory between two of them: what it knows it reads from Slurm (one squeue
-for all runs) and from the ledgers, and what it does it writes there first. So it can be repeated,
-interrupted and run from several hosts. Silence of Slurm is *unknown*: then nothing is done, and
-no heartbeat is written, so that whoever watches the heartbeat hears of it. Belongs here: asking,
-acting, the heartbeat, the lock. Does not belong here: what is wrong and what may be done about it
-(`watch_rules`), cron itself, printing.
+A pass keeps no state in memory: it reads Slurm (one squeue for all runs) and the ledgers, and
+writes its actions to the ledgers before it takes them. So it can be repeated, interrupted and run
+from several hosts. Without an answer of Slurm nothing is done and no heartbeat is written, so that
+monitoring of the heartbeat raises an alarm. Belongs here: queries, acting, the heartbeat, the lock.
+Does not belong here: problems and their remedies (`watch_rules`), cron itself, printing.
 """
 
 from __future__ import annotations
@@ -43,9 +42,9 @@ from hpctrain.supervise.run_jobs import RunJobs
 # may just be submitting it again.
 GRACE_SECONDS = 120.0
 WATCH_DIRECTORY = ".watch"
-# Of a ledger this much is read first; it mostly reaches back to the newest submission.
+# This much of a ledger is read first; it mostly contains the newest submission.
 _TAIL_BYTES = 16384
-# So many signs of life may be late before a trainer counts as silent.
+# A trainer counts as silent after it has missed this many progress records.
 _SIGNS_MISSED = 5
 
 
@@ -214,7 +213,7 @@ def _read(run: RunFiles) -> _Open | None:
 
 
 def _ask(slurm: SlurmClient, opened: Sequence[_Open]) -> tuple[dict[str, RunJobs], str | None]:
-    """The jobs of each run, by run id, and why nothing is known, if so."""
+    """Query the jobs of each run, by run id; the second value is the error, if any."""
     events = {one.run.run_id: one.events for one in opened}
     try:
         found = find_jobs([one.run for one in opened], slurm, events, silent=False)
@@ -277,8 +276,10 @@ def _judged(look: Look, one: _Open) -> list[Sighting]:
 
 
 def _alive_until(progress: Progress | None, grace_seconds: float) -> float:
-    """Until when a trainer that gave this sign of life may be silent: it gives one in each step,
-    but no more than one in a second. A trainer that leaves is not alive any more."""
+    """Compute until when a trainer with this progress record may be silent.
+
+    It writes one in each step, but at most one per second. A trainer in phase `leaving` has ended.
+    """
     if progress is None or progress.phase == "leaving":
         return 0.0
     pace_seconds = _SIGNS_MISSED * max(1.0, progress.step_seconds or 0.0)
@@ -314,7 +315,7 @@ def _deal_with(one: _Open, sighting: Sighting, slurm: SlurmClient, *, act: bool)
 
 
 def _act(one: _Open, sighting: Sighting, slurm: SlurmClient) -> tuple[str, str]:
-    """Do it, and say so in the ledger first; nothing when somebody has acted meanwhile."""
+    """Apply the remedy after an entry in the ledger; nothing if the run has changed meanwhile."""
     layout, ledger = one.run.layout, one.run.ledger
     if layout.ledger.stat().st_size != one.ledger_bytes or read_request(layout):
         return "told", "the run has changed meanwhile; the next pass looks again"
@@ -365,8 +366,11 @@ def _remedy(run: RunFiles, sighting: Sighting, slurm: SlurmClient) -> str:
 
 @contextlib.contextmanager
 def _only_one(runs: Path) -> Iterator[None]:
-    """Hold the lock of `runs`. The kernel frees it when its process ends in any way (flock(2)),
-    on NFS for other hosts, too, so it is never stale."""
+    """Hold the lock of `runs`.
+
+    The kernel frees it when its process ends in any way (flock(2)), on NFS for other hosts, too, so
+    it is never stale.
+    """
     directory = watch_directory(runs)
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)

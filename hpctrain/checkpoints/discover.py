@@ -82,15 +82,10 @@ def checkpoints(root: Path, level: VerifyLevel = "size") -> list[Checkpoint]:
 
 @dataclass(frozen=True)
 class Selection:
-    """What to resume from (None: a fresh start) and what was put into quarantine on the way.
-
-    `rolled_back` are the steps of newer checkpoints that were moved away because an older one was
-    asked for, newest first.
-    """
+    """What to resume from (None: a fresh start) and what was put into quarantine on the way."""
 
     checkpoint: Checkpoint | None
     rejected: tuple[Checkpoint, ...]
-    rolled_back: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -145,8 +140,9 @@ def _newest_good(root: Path, level: VerifyLevel, decisions: Decisions) -> Select
         if candidate.newer:
             raise CheckpointError(f"{candidate.problem}", hint=USE_NEWER)
         if candidate.good:
-            newer = _move_newer(root, step) if at_most_step is not None else ()
-            return Selection(candidate, tuple(rejected), newer)
+            if at_most_step is not None:
+                _move_newer(root, step)
+            return Selection(candidate, tuple(rejected))
         quarantine(root, candidate.directory, candidate.problem or "")
         rejected.append(candidate)
     known = not decisions.loss_accepted and _something_was_published(root)
@@ -175,14 +171,13 @@ def _put_aside(root: Path, step: int, reason: str) -> None:
         quarantine(root, directory, reason)
 
 
-def _move_newer(root: Path, step: int) -> tuple[int, ...]:
-    """Newest first: whatever an interruption leaves is still a row without a gap at its end."""
-    newer = tuple(one for one in reversed(published_steps(root)) if one > step)
+def _move_newer(root: Path, step: int) -> None:
+    """Put newer checkpoints into quarantine, newest first: an interruption then leaves no gap."""
+    newer = [one for one in reversed(published_steps(root)) if one > step]
     for one in newer:
         quarantine(root, root / checkpoint_name(one), f"rolled back to step {step}")
     if newer:
         point_tracker_to(root, step)
-    return newer
 
 
 def _something_was_published(root: Path) -> bool:

@@ -12,6 +12,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from hpctrain.spec.contradiction import Contradiction
 from hpctrain.spec.document import Document
 from hpctrain.units import ByteSize
 
@@ -45,15 +46,6 @@ class DeepSpeedSpec(Document):
     reduce_precision: Literal["auto", "fp32", "bf16"] = Field(
         "auto", description="In which gradients are summed over GPUs; auto: as computed"
     )
-
-
-class Contradiction(ValueError):
-    """Two fields that exclude each other: the path of the one to look at, and what to do."""
-
-    def __init__(self, path: tuple[str, ...], message: str, hint: str) -> None:
-        super().__init__(message)
-        self.path = path
-        self.hint = hint
 
 
 def contradictions(

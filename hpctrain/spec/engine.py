@@ -11,7 +11,8 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from hpctrain.spec.deepspeed import Contradiction, DeepSpeedSpec
+from hpctrain.spec.contradiction import Contradiction
+from hpctrain.spec.deepspeed import DeepSpeedSpec
 from hpctrain.spec.document import Document
 from hpctrain.spec.megatron_lm import MEGATRON_LM_ENTRY, ArgumentName, ArgumentValue, first_wrong
 from hpctrain.units import ByteSize, Duration

@@ -11,7 +11,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from hpctrain.spec.deepspeed import Contradiction
+from hpctrain.spec.contradiction import Contradiction
 from hpctrain.spec.document import Document
 from hpctrain.units import ByteSize
 

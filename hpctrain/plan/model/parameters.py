@@ -214,16 +214,3 @@ def total_parameters(model: ModelSpec) -> int:
     ends = words + _other_embeddings(model) + norm_parameters(model)
     ends += encoder_head_parameters(model, model.vocab)
     return layers + mtp_parameters(model, 1) + ends
-
-
-def active_parameters(model: ModelSpec) -> int:
-    """Parameters that one token meets: `top_k` of the routed experts, all of the rest.
-
-    Without multi-token prediction layers, as model cards count them.
-    """
-    if model.moe is None:
-        return total_parameters(model) - mtp_parameters(model, 1)
-    idle = model.moe.experts - model.moe.top_k
-    idle_per_layer = idle * mlp_parameters(model, 1, model.moe.ffn)
-    moe_layers = model.layers - model.moe.dense_layers
-    return total_parameters(model) - mtp_parameters(model, 1) - moe_layers * idle_per_layer

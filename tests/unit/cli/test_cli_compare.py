@@ -77,7 +77,7 @@ def test_sizes_are_predicted_against_the_smallest() -> None:
 
 def test_a_comparison_from_the_first_word_to_the_plot(slurm: FakeSlurm) -> None:
     begun = done(*NEW, "-y", "--no-wait")
-    assert len(slurm.scripts) == 2 and f"`hpctrain compare {directory()}` goes on" in begun.stderr
+    assert len(slurm.scripts) == 2 and f"`hpctrain compare {directory()}` continues" in begun.stderr
     assert "PENDING" in begun.stdout and "reference" not in begun.stdout
     assert not Path(directory(), "comparison.png").exists(), "a plot is drawn of what is over"
     finish("tiny-ddp-*", 1.0)
@@ -140,7 +140,7 @@ def test_who_leaves_is_told_how_to_come_back(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(trials.time, "sleep", leave)
     left = done(*NEW, "-y", code=130)
-    assert f"the trials go on without you; `hpctrain compare {directory()}`" in left.stderr
+    assert f"the trials continue in Slurm; `hpctrain compare {directory()}`" in left.stderr
 
 
 def test_without_matplotlib_there_are_tables(monkeypatch: pytest.MonkeyPatch) -> None:
