@@ -13,6 +13,7 @@ from statistics import median
 from pydantic import BaseModel, ConfigDict
 
 from hpctrain.actions.prepare import load_inputs, load_knowledge
+from hpctrain.actions.run_documents import known_plan
 from hpctrain.actions.runs import RunFiles
 from hpctrain.diagnose.facts import Facts, Planned, RankFacts, SaveFacts, StepFacts
 from hpctrain.diagnose.findings import Finding, Price, Remedy
