@@ -14,6 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# A rank waits for others in every function of this file, as the supervisor recognises it in stacks
+# (`hpctrain.supervise.judge.odd_stacks`; its unit test compares the two).
+WAITS_FOR_RANKS = None
+
 
 class WriterState(IntEnum):
     """A rank's background writer; the largest value of all ranks is what counts."""

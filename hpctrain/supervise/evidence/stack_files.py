@@ -1,8 +1,8 @@
 """The files into which the ranks of a launch write their stacks.
 
 Each rank opens its file when it starts and writes one line about itself (`rank= node= pid=
-epoch=`); SIGQUIT appends the stacks of all its threads. Belongs here: waiting for these files,
-reading them within bounds, and removing old ones. Does not belong here: sending the signal
+epoch= package=`); SIGQUIT appends the stacks of all its threads. Belongs here: waiting for these
+files, reading them within bounds, and removing old ones. Does not belong here: sending the signal
 (`launch_watch`), and what stacks mean (`odd_stacks`). NCCL's recordings in the same directory are
 kept beside them and not read.
 """
@@ -14,19 +14,20 @@ import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpctrain.store.layout import RunLayout
 
 _NAME = re.compile(r"rank-(\d+)\.txt")
-_HEADER = re.compile(r"rank=\d+ node=(\S+) ")
+# Trainers before `package=` was recorded end the line behind the epoch.
+_HEADER = re.compile(r"rank=\d+ node=(?P<node>\S+) (?:.*? package=(?P<package>.+))?")
 _EPOCH_NAME = re.compile(r"e(\d+)")
 # Epochs whose stacks are kept, the present one included.
 _KEPT_EPOCHS = 4
 # A dump of a trainer is a few kB; a hundred threads of a hundred frames are cut off here.
 _LONGEST_DUMP_BYTES = 256 * 1024
-_LONGEST_HEADER_BYTES = 512
+_LONGEST_HEADER_BYTES = 8 * 1024
 _POLL_SECONDS = 0.1
 # faulthandler writes word by word, a busy node with pauses.
 _QUIET_SECONDS = 0.5
@@ -39,12 +40,14 @@ class Dumps:
     """What the ranks have written since they were asked, and where they say they run.
 
     `texts` has an empty text for a rank that has a file and wrote nothing; a rank without a file
-    is not in it. `complete`: all files could be read in time.
+    is not in it. `packages` has the directory of hpctrain of each rank that recorded it.
+    `complete`: all files could be read in time.
     """
 
     texts: Mapping[int, str]
     nodes: Mapping[int, str]
     complete: bool
+    packages: Mapping[int, str] = field(default_factory=dict)
 
 
 def sizes(run: RunLayout, epoch: int) -> dict[int, int]:
@@ -73,6 +76,7 @@ def read_dumps(run: RunLayout, epoch: int, before: Mapping[int, int]) -> Dumps:
     deadline = time.monotonic() + _READING_SECONDS
     texts: dict[int, str] = {}
     nodes: dict[int, str] = {}
+    packages: dict[int, str] = {}
     complete = True
     for rank, path in _files(run, epoch):
         try:
@@ -81,10 +85,12 @@ def read_dumps(run: RunLayout, epoch: int, before: Mapping[int, int]) -> Dumps:
             complete = False
             continue
         if header is not None:
-            nodes[rank] = header[1]
+            nodes[rank] = header["node"]
+            if header["package"]:
+                packages[rank] = header["package"]
         if time.monotonic() >= deadline:
-            return Dumps(texts, nodes, complete=False)
-    return Dumps(texts, nodes, complete)
+            return Dumps(texts, nodes, complete=False, packages=packages)
+    return Dumps(texts, nodes, complete, packages)
 
 
 def _read(path: Path, start_bytes: int) -> tuple[re.Match[str] | None, str]:

@@ -96,8 +96,9 @@ class Inquiry:
             return None
         all_count = found[0].complete and phase != "leaving"
         nodes = {**self._planned_nodes(), **found[0].nodes}
-        odd = odd_ranks(found[0].texts, nodes, self._tasks if all_count else 0)
-        return self._findings(odd, found[0].texts)
+        dumps = found[0]
+        odd = odd_ranks(dumps.texts, nodes, self._tasks if all_count else 0, dumps.packages)
+        return self._findings(odd, dumps)
 
     def _planned_nodes(self) -> dict[int, str]:
         """Node by rank as `--distribution=block` places them; nothing if that is not known."""
@@ -108,11 +109,11 @@ class Inquiry:
         per_node, rest = divmod(self._tasks, len(nodes)) if nodes else (0, 0)
         return {} if rest else {rank: nodes[rank // per_node] for rank in range(self._tasks)}
 
-    def _findings(self, odd: tuple[OddRank, ...], texts: Mapping[int, str]) -> Findings:
-        gave = sum(bool(text) for text in texts.values())
-        reason = f"{gave} of {self._tasks or len(texts)} ranks gave their stacks"
+    def _findings(self, odd: tuple[OddRank, ...], dumps: stack_files.Dumps) -> Findings:
+        gave = sum(bool(text) for text in dumps.texts.values())
+        reason = f"{gave} of {self._tasks or len(dumps.texts)} ranks gave their stacks"
         words = [f"rank {rank.rank} on {rank.node or 'an unknown node'}" for rank in odd]
         if len(words) > _LONGEST_EVIDENCE:
             words[_LONGEST_EVIDENCE:] = [f"{len(words) - _LONGEST_EVIDENCE} more"]
         reason += f"; unlike the others: {', '.join(words)}" if words else ""
-        return Findings(odd, reason, places(texts)[:_LONGEST_EVIDENCE])
+        return Findings(odd, reason, places(dumps.texts, dumps.packages)[:_LONGEST_EVIDENCE])
