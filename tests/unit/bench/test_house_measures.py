@@ -70,7 +70,7 @@ def test_one_use_functions(package: Package) -> None:
 def test_docstrings_and_repeated_classes(package: Package) -> None:
     sources = package(
         {
-            "a": 'def f():\n    """F."""\n    def inner(): pass\nclass Mesh:\n    def g(self): pass\n',
+            "a": 'def f():\n    "F."\n    def inner(): pass\nclass Mesh:\n    def g(self): pass\n',
             "b": "def _f(): pass\nclass _Own:\n    def g(self): pass\nclass Mesh: pass\n",
         }
     )
