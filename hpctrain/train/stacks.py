@@ -15,7 +15,6 @@ import signal
 from collections.abc import Mapping
 from pathlib import Path
 
-import hpctrain
 from hpctrain.durable import shared_mode
 from hpctrain.store.layout import RunLayout
 from hpctrain.train.rank_environment import Launch
@@ -60,8 +59,8 @@ def dump_header(rank: int, node: str, epoch: int) -> str:
     trainer. It comes last because it may contain spaces, and is escaped as faulthandler escapes
     paths (CPython: Python/traceback.c, _Py_DumpASCII).
     """
-    directory = os.path.dirname(hpctrain.__file__).encode("ascii", "backslashreplace").decode()
-    package = directory.replace("\n", "\\x0a")
+    directory = os.path.dirname(os.path.dirname(__file__))
+    package = directory.encode("ascii", "backslashreplace").decode().replace("\n", "\\x0a")
     return f"rank={rank} node={node} pid={os.getpid()} epoch={epoch} package={package}\n"
 
 
