@@ -168,11 +168,12 @@ def test_neighbouring_floors_share_a_box_when_there_are_too_many() -> None:
 
 def test_the_pictures_show_the_rooms_of_today() -> None:
     """Folders and the arrows between them; files may move between floors without a new picture."""
-    drawn = pictures.page(read_package(ROOT / "hpctrain"))
+    sources = read_package(ROOT / "hpctrain")
+    drawn = pictures.page(sources)
     kept = (ROOT / "docs/rooms.md").read_text()
     expected, found = pictures.folder_lines(drawn), pictures.folder_lines(kept)
     assert sorted(found) == sorted(expected), "`make house` draws docs/rooms.md anew"
     assert any("-->" in line for line in expected)
     for room in pictures.ROOMS:
-        graph = pictures.room_graph(read_package(ROOT / "hpctrain"), room)
+        graph = pictures.room_graph(sources, room)
         assert len(pictures.draw(graph).boxes) <= pictures.MAX_BOXES
