@@ -38,7 +38,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 def apart(function: Callable[..., None], *given: Any) -> None:
     """Call it in a forked process: process groups and threads must not live where ranks are forked
-    from later on (hpctrain.train.prefork)."""
+    from later on (bench.prefork)."""
     process = multiprocessing.get_context("fork").Process(target=function, args=given)
     process.start()
     process.join(60)

@@ -295,6 +295,7 @@ def import_loop() -> None:
 def import_megatron() -> None:
     """The CPU layer comes before anything of megatron-core."""
     import_loop()
+    from hpctrain.train.engines.megatron import assembly  # noqa: F401
 
 
 def strike_at_steps(faults: list[Fault]) -> None:

@@ -12,13 +12,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+import row_specimens as specimens
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT))
-
-import row_specimens as specimens  # noqa: E402
-
-from bench.accuracy_figures import (  # noqa: E402
+from bench.accuracy_figures import (
     GROUP,
     Report,
     error_figures,
@@ -29,7 +25,9 @@ from bench.accuracy_figures import (  # noqa: E402
     report_of,
     time_figures,
 )
-from bench.predictions import Predicted, predict_file  # noqa: E402
+from bench.predictions import Predicted, predict_file
+
+BENCH = Path(__file__).resolve().parents[1]
 
 
 def table(*rows: tuple[str, float, float], **others: Any) -> pd.DataFrame:
@@ -182,7 +180,7 @@ class TestOutOfMemory:
 
 def accuracy(*arguments: str | Path) -> str:
     """What the command prints."""
-    command = [sys.executable, str(ROOT / "bench" / "planner_accuracy.py"), *map(str, arguments)]
+    command = [sys.executable, str(BENCH / "planner_accuracy.py"), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd="/")
     assert done.returncode == 0, done.stderr
     return done.stdout

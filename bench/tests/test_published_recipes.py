@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT))
-
-from bench.model_registry import load_registry  # noqa: E402
-from bench.published import PublishedRow  # noqa: E402
-from bench.published_recipes import load_bridge, load_rules, recipe_of  # noqa: E402
+from bench.model_registry import load_registry
+from bench.published import PublishedRow
+from bench.published_recipes import load_bridge, load_rules, recipe_of
 
 
 def row(**cells: object) -> PublishedRow:

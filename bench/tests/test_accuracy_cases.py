@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import random
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import row_specimens as specimens
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT))
-
-import row_specimens as specimens  # noqa: E402
-
-from bench.cases import (  # noqa: E402
+from bench.cases import (
     BRIDGE_RELEASES,
     SOFTWARE,
     CannotModel,
@@ -27,12 +21,12 @@ from bench.cases import (  # noqa: E402
     software_for,
     software_key,
 )
-from bench.predictions import Predicted  # noqa: E402
-from bench.published import COLUMNS, PublishedRow  # noqa: E402
-from bench.published_models import model_of  # noqa: E402
-from bench.published_recipes import Recipe  # noqa: E402
-from hpctrain.plan.cost.case import Software  # noqa: E402
-from hpctrain.spec.loader import load_calibration, load_catalogue  # noqa: E402
+from bench.predictions import Predicted
+from bench.published import COLUMNS, PublishedRow
+from bench.published_models import model_of
+from bench.published_recipes import Recipe
+from hpctrain.plan.cost.case import Software
+from hpctrain.spec.loader import load_calibration, load_catalogue
 
 CATALOGUE, CALIBRATION = load_catalogue(), load_calibration()
 

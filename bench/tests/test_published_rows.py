@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import csv
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT))
-
-from bench.published import (  # noqa: E402
+from bench.published import (
     COLUMNS,
     PublishedRow,
     facts_of,

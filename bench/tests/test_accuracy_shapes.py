@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+import row_specimens as specimens
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT))
-
-import row_specimens as specimens  # noqa: E402
-
-from bench.cases import RowCase, row_case, shape_of  # noqa: E402
-from bench.published import PublishedRow  # noqa: E402
-from bench.published_models import model_of  # noqa: E402
-from hpctrain.spec.loader import load_calibration, load_catalogue  # noqa: E402
+from bench.cases import RowCase, row_case, shape_of
+from bench.published import PublishedRow
+from bench.published_models import model_of
+from hpctrain.spec.loader import load_calibration, load_catalogue
 
 CATALOGUE, CALIBRATION = load_catalogue(), load_calibration()
 

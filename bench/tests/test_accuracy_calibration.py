@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import row_specimens as specimens
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT))
-
-import row_specimens as specimens  # noqa: E402
-
-from bench.calibrate_planner import (  # noqa: E402
+from bench.calibrate_planner import (
     MISTRUST,
     Fit,
     _softened,
@@ -25,11 +20,11 @@ from bench.calibrate_planner import (  # noqa: E402
     load_cases,
     with_provenance,
 )
-from bench.calibration_table import free_constants  # noqa: E402
-from bench.cases import RowCase, row_case  # noqa: E402
-from hpctrain.plan.cost.step import step_seconds  # noqa: E402
-from hpctrain.spec.calibration import Calibration  # noqa: E402
-from hpctrain.spec.loader import load_catalogue  # noqa: E402
+from bench.calibration_table import free_constants
+from bench.cases import RowCase, row_case
+from hpctrain.plan.cost.step import step_seconds
+from hpctrain.spec.calibration import Calibration
+from hpctrain.spec.loader import load_catalogue
 
 FREE = free_constants()
 MORE = (  # other kernels, dispatchers, precisions and schedules of the same models

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT))
-
-from bench.model_registry import Entry, Registry, load_registry  # noqa: E402
-from bench.published import PublishedRow  # noqa: E402
-from bench.published_models import UnknownModel, model_of  # noqa: E402
+from bench.model_registry import Entry, Registry, load_registry
+from bench.published import PublishedRow
+from bench.published_models import UnknownModel, model_of
 
 
 def row(**cells: object) -> PublishedRow:

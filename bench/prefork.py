@@ -149,7 +149,7 @@ def free_port() -> int:
 
 
 def run(arguments: list[str]) -> int:
-    """`python -m hpctrain.train.prefork RANKS TRAIN_JSON`: run and print the exit codes."""
+    """`python -m bench.prefork RANKS TRAIN_JSON`: run and print the exit codes."""
     config = Path(arguments[1]).absolute()
     ranks = start(config, int(arguments[0]), config.parent / "logs" / f"prefork-{os.getpid()}")
     codes = ranks.wait(3600)

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import row_specimens as specimens
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT))
-
-import row_specimens as specimens  # noqa: E402
-
-from bench.cases import row_case  # noqa: E402
-from bench.pipeline_layout import stage_layers  # noqa: E402
-from bench.predictions import Predicted, memory_convention, predict_file  # noqa: E402
-from bench.published import PublishedRow  # noqa: E402
-from bench.rows_split import in_calibration  # noqa: E402
-from hpctrain.spec.loader import load_calibration, load_catalogue  # noqa: E402
+from bench.cases import row_case
+from bench.pipeline_layout import stage_layers
+from bench.predictions import Predicted, memory_convention, predict_file
+from bench.published import PublishedRow
+from bench.rows_split import in_calibration
+from hpctrain.spec.loader import load_calibration, load_catalogue
 
 CATALOGUE, CALIBRATION = load_catalogue(), load_calibration()
 
