@@ -27,6 +27,7 @@ from hpctrain.errors import RunFailedError, SlurmError, SlurmUnreachableError, U
 from hpctrain.plan.documents import Plan
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.records import JobRecord
+from hpctrain.spec.engines.registry import abilities_of
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import EventKind
 from hpctrain.store.run_records import Progress, read_record
@@ -195,7 +196,7 @@ def _refuse_if_only_by_steps(run: RunFiles) -> None:
         plan = Plan.model_validate_json(run.layout.plan.read_bytes())
     except (OSError, ValueError):
         return
-    if plan.engine == "megatron-lm":
+    if abilities_of(plan.engine).saves_by_steps_only:
         hint = "`hpctrain stop` has it save and leave, `hpctrain resume` goes on from there"
         raise UsageError(f"run {_name(run)} saves by steps: its engine is {plan.engine}", hint=hint)
 

@@ -22,13 +22,13 @@ def with_scratch(document: RunSpec, spec: Loaded[RunSpec], site: ClusterProfile)
         "engine.deepspeed.offload_parameters": own.offload_parameters,
     }
     asking = [field for field, home in wants.items() if home == "nvme"]
-    if document.engine.name != "deepspeed" or not asking or own.nvme_path is not None:
+    if document.engine.abilities.nvme_directory is None or not asking or own.nvme_path:
         return document
     local = next((one.path for one in site.filesystems if one.kind == "local"), None)
     if local is None:
         raise InvalidInputError([_no_directory(asking[0], spec, site)])
     own = own.model_copy(update={"nvme_path": local})
-    engine = document.engine.model_copy(update={"deepspeed": own})
+    engine = document.engine.model_copy(update=dict(deepspeed=own))
     return document.model_copy(update={"engine": engine})
 
 

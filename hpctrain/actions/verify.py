@@ -24,7 +24,6 @@ from hpctrain.errors import HpctrainError, InvalidInputError, Problem, UsageErro
 from hpctrain.plan.documents import Plan
 from hpctrain.spec.run import RunSpec
 
-_PROGRAM = "hpctrain.train.engines.megatron.verify"
 _MISSING = re.compile(r"No module named '([\w.]+)'")
 _RANK = re.compile(r"^(\[rank\d+\]: )+")  # torch.distributed puts it before a traceback's lines
 
@@ -41,19 +40,21 @@ def verify_plan(
     `python` is the interpreter with the trainer's packages. Raises UsageError when the plan is not
     one that megatron-core trains, HpctrainError when the packages are missing or building fails.
     """
-    _refuse_other_engines(spec, plan)
+    program = _verifier(spec, plan)
     # 16 bits are 16 bits for what is counted here, and fp8 keeps its parameters in bf16
     precision = "fp32" if plan.precision == "fp32" else "bf16"
     config = megatron_config(spec, plan.model_copy(update={"precision": precision}), None)
     with tempfile.TemporaryDirectory(prefix="hpctrain-verify-") as directory:
         told = Path(directory, "train.json")
         told.write_text(config.model_dump_json())
-        built = _run([python, "-P", "-m", _PROGRAM, str(told)], timeout_seconds)
+        built = _run([python, "-P", "-m", program, str(told)], timeout_seconds)
     return compare(plan, planned_kept_bytes(spec, plan), built)
 
 
-def _refuse_other_engines(spec: RunSpec, plan: Plan) -> None:
-    if plan.engine not in ("megatron", "megatron-lm"):
+def _verifier(spec: RunSpec, plan: Plan) -> str:
+    """Name the engine's program that builds stages. Raises UsageError where there is none."""
+    program = spec.engine.abilities.verifier
+    if program is None:
         raise UsageError(
             f"--verify builds with megatron-core, the engine is {plan.engine}",
             hint="leave out --verify",
@@ -63,6 +64,7 @@ def _refuse_other_engines(spec: RunSpec, plan: Plan) -> None:
             f"--verify builds gpt, llama and bert models, the family is {spec.model.family}",
             hint="leave out --verify",
         )
+    return program
 
 
 def _run(command: list[str], timeout_seconds: float) -> Built:

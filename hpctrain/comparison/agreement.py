@@ -12,7 +12,8 @@ from hpctrain.comparison.documents import Agreement, Trial
 
 # What rounding explains, relative to the loss. bf16 has 8 significant bits (2**-8 = 0.0039), and
 # losses of engines that round at other places were seen 0.004 apart at a loss of 5.5, those of one
-# that drifts 0.11 (`hpctrain.spec.deepspeed`). fp32: 2**-23 a number, grown over tens of steps.
+# that drifts 0.11 (`hpctrain.spec.engines.deepspeed`). fp32: 2**-23 a number, grown over tens of
+# steps.
 _BOUNDS = {"fp32": 1e-4}
 _COARSE_BOUND = 4e-3
 

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Sequence
 
-from hpctrain.comparison.variants import MEGATRON, Variant
+from hpctrain.comparison.variants import Variant
 from hpctrain.errors import UsageError
 from hpctrain.spec.run import RunSpec
 from hpctrain.units import Duration
@@ -63,7 +63,7 @@ def training_digest(spec: RunSpec) -> str:
     Megatron draws other first weights than the classes of transformers.
     """
     parts = {
-        "weights": "megatron" if spec.engine.name in MEGATRON else "transformers",
+        "weights": spec.engine.abilities.model_classes,
         "batch": spec.batch.global_,
         "task": spec.learned_task,
         "seed": spec.seed,

@@ -8,11 +8,13 @@ to be an estimate. Belongs here: that question. Does not belong here: the pipeli
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 
 from hpctrain.diagnose.facts import Facts, Planned, RankFacts
 from hpctrain.diagnose.findings import Evidence, Finding, Remedy, fine, unknown
 from hpctrain.diagnose.waiting import NO_WINDOW, OLD_RECORD
 from hpctrain.plan.documents import Axis
+from hpctrain.spec.engines.registry import abilities_of
 
 _SHARE = 0.08
 _ESTIMATED_SHARE = 0.15
@@ -180,16 +182,18 @@ def _less_of_it(planned: Planned | None, axis: Axis | None) -> list[Remedy]:
     spec, plan = planned.spec, planned.plan
     across = _spans(planned)["dp"] in ("across nodes", "across islands")
     found = []
-    overlaps = ("megatron", "megatron-lm", *(["deepspeed"] if plan.layout.pp == 1 else []))
-    if not spec.optimizer.overlap_grad_reduce and plan.engine in overlaps:
+    abilities = abilities_of(plan.engine)
+    sums_late = abilities.sums_behind_pipeline and plan.layout.pp > 1
+    chooses_overlap = abilities.chooses_overlap and not sums_late
+    if chooses_overlap and not spec.optimizer.overlap_grad_reduce:
         words = "sum gradients while the backward pass goes on"
         found.append(Remedy(words=words, changes=("optimizer.overlap_grad_reduce=true",)))
-    if plan.engine == "ddp" and spec.engine.ddp.hook == "none":
+    if abilities.gradient_hook and attrgetter(abilities.gradient_hook)(spec) == "none":
         hook = "hierarchical" if across and plan.nodes.gpus_per_node > 1 else "bf16"
         words = "send fewer bytes: half precision, or in full within nodes and half between them"
-        found.append(Remedy(words=words, changes=(f"engine.ddp.hook={hook}",)))
+        found.append(Remedy(words=words, changes=(f"{abilities.gradient_hook}={hook}",)))
     if (
-        plan.engine == "fsdp"
+        abilities.shards_over_part
         and across
         and plan.nodes.gpus_per_node > 1
         and plan.shard_gpus is None
@@ -197,10 +201,10 @@ def _less_of_it(planned: Planned | None, axis: Axis | None) -> list[Remedy]:
         words = "shard within a node, with copies across nodes (HSDP)"
         change = f"optimizer.shard_gpus={plan.nodes.gpus_per_node}"
         found.append(Remedy(words=words, changes=(change,)))
-    if plan.engine == "deepspeed" and spec.engine.deepspeed.reduce_precision == "auto":
-        change = "engine.deepspeed.reduce_precision=bf16"
+    if abilities.sum_precision and attrgetter(abilities.sum_precision)(spec) == "auto":
+        change = f"{abilities.sum_precision}=bf16"
         found.append(Remedy(words="sum gradients in half precision", changes=(change,)))
-    if plan.zero == 3 and plan.engine in ("fsdp", "deepspeed"):
+    if plan.zero == 3 and 2 in abilities.zero_stages:
         words = "keep weights gathered between the passes, for more memory"
         found.append(Remedy(words=words, changes=("optimizer.zero=2",)))
     larger = 2 * spec.batch.global_

@@ -12,6 +12,7 @@ from hpctrain.diagnose.findings import Evidence, Finding, Remedy, fine, unknown
 from hpctrain.diagnose.messages import bubble_seconds
 from hpctrain.diagnose.waiting import NO_WINDOW, OLD_RECORD
 from hpctrain.plan.documents import Plan
+from hpctrain.spec.engines.registry import abilities_of
 
 _SHARE = 0.08
 _UNEQUAL = 1.1
@@ -68,7 +69,8 @@ def _shorter(plan: Plan, stages: list[float]) -> list[Remedy]:
         words = "smaller microbatches, hence more of them"
         found.append(Remedy(words=words, changes=(f"batch.micro={half}",)))
     layers = sum(sum(stage.chunk_layers) for stage in plan.stages)
-    if plan.engine == "megatron" and layers % (2 * plan.layout.vpp * plan.layout.pp) == 0:
+    interleaves = "vpp" in abilities_of(plan.engine).axes
+    if interleaves and layers % (2 * plan.layout.vpp * plan.layout.pp) == 0:
         layout = plan.layout
         changes = [f"parallel.{name}={getattr(layout, name)}" for name in ("tp", "pp", "cp", "ep")]
         words = "interleave: more chunks of the model per stage"

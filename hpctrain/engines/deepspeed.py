@@ -1,7 +1,7 @@
 """DeepSpeed: from spec and plan to `train.json`, and from that to DeepSpeed's own `ds_config.json`.
 
 Belongs here: both documents and the pure functions that fill them. Does not belong here: torch,
-deepspeed, what contradicts what in a spec (see `hpctrain.spec.deepspeed`).
+deepspeed, what contradicts what in a spec (see `hpctrain.spec.engines.deepspeed`).
 """
 
 from __future__ import annotations

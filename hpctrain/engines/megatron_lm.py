@@ -3,7 +3,7 @@
 `MegatronLmConfig` says of a run what `MegatronConfig` does, and which checkout trains it;
 `arguments` renders it. Names are those that both Megatron-LM core_v0.16 and its main line accept
 (megatron/training/arguments.py). Belongs here: the document and the rendering. Does not belong
-here: what a spec may not give (see `hpctrain.spec.megatron_lm`), starting the program (see
+here: what a spec may not give (see `hpctrain.spec.engines.megatron_lm`), starting the program (see
 `hpctrain.train.engines.megatron_lm`), reading files.
 """
 
@@ -17,7 +17,7 @@ from pydantic import Field
 
 from hpctrain.engines.megatron import MegatronConfig, megatron_config
 from hpctrain.plan.documents import DEFAULT_ORDER, Plan
-from hpctrain.spec.megatron_lm import MEGATRON_LM_ENTRY, ArgumentValue
+from hpctrain.spec.engines.megatron_lm import MEGATRON_LM_ENTRY, ArgumentValue
 from hpctrain.spec.run import RunSpec
 
 # Weight of the loss that spreads tokens over experts, as in

@@ -9,7 +9,7 @@ from typing import Literal
 
 from hpctrain.engines.module import ModuleConfig, module_fields
 from hpctrain.plan.documents import Plan
-from hpctrain.spec.engine import DdpSpec
+from hpctrain.spec.engines.ddp import DdpSpec
 from hpctrain.spec.run import RunSpec
 
 

@@ -12,7 +12,7 @@ from typing import Literal, Self, get_args
 from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_validator
 
 from hpctrain.spec.document import Document
-from hpctrain.spec.engine import EngineName
+from hpctrain.spec.engines.registry import EngineName
 from hpctrain.spec.run import Name, Precision, RunSpec, VariableName
 from hpctrain.units import Bandwidth, ByteSize, Duration, FlopRate
 

@@ -35,7 +35,7 @@ def starting_problems(config: TrainConfig, *, resumes: bool) -> tuple[Problem, .
 def open_weights(config: TrainConfig) -> Staged | None:
     """The directory of `model.pretrained`; None without. Raises InvalidInputError."""
     if isinstance(config, MegatronConfig) and config.pretrained:
-        return _opened(config.pretrained, "megatron", shape_of(config))
+        return _opened(config.pretrained, "megatron_core", shape_of(config))
     if isinstance(config, ModuleConfig) and config.model.pretrained:
         return _opened(config.model.pretrained, "hugging_face", config.model)
     return None

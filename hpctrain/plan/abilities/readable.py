@@ -14,7 +14,7 @@ def readable_formats(spec: RunSpec) -> tuple[DataFormat, ...]:
     """Formats of data for the spec's task; the first is the one that is made up."""
     task = spec.learned_task
     if task == "language_modeling":
-        return ("tokens", "packed") if spec.engine.name != "megatron" else ("tokens",)
+        return ("tokens", "packed") if spec.engine.abilities.reads_packed else ("tokens",)
     if task == "masked_language_modeling":
         return ("tokens",)
     return ("images", "arrays") if spec.model.reads_images else ("examples",)
@@ -29,7 +29,7 @@ def data_format(spec: RunSpec) -> DataFormat:
 def unreadable(spec: RunSpec) -> list[tuple[str, str]]:
     """(dotted path of the field, why that data cannot be learned from)."""
     chosen, formats = data_format(spec), readable_formats(spec)
-    if chosen in formats or spec.engine.name == "megatron-lm":  # which says so itself
+    if chosen in formats:
         return []
     what = f"{spec.learned_task} of a {spec.model.family} by {spec.engine.name}"
     return [("data.format", f"{what} reads {' or '.join(formats)}, not {chosen}")]

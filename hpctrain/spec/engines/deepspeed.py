@@ -1,21 +1,34 @@
-"""What only DeepSpeed asks for, and what of a spec contradicts it.
+"""What only DeepSpeed reads of a spec, what of a spec contradicts it, and what it can do.
 
-DeepSpeed takes some contradictions silently, so they are found here, where each has a place in the
-file. Belongs here: the fields of `engine.deepspeed` and these rules, each with its source. Does not
-belong here: DeepSpeed's own configuration (see `hpctrain.engines.deepspeed`).
+DeepSpeed accepts some contradictions silently, so they are found here, where each has a place in
+the file. Belongs here: the fields of `engine.deepspeed`, these rules, each with its source, and its
+abilities. Does not belong here: DeepSpeed's own configuration (see `hpctrain.engines.deepspeed`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
+from hpctrain.spec.contradiction import Contradiction
 from hpctrain.spec.document import Document
+from hpctrain.spec.engines.abilities import (
+    OFFLOAD_WORD,
+    PIPELINE_WORD,
+    TENSOR_WORD,
+    WORDS_OF_EVERY_ENGINE,
+    Choices,
+    EngineAbilities,
+    Home,
+    Word,
+    zero_word,
+)
 from hpctrain.units import ByteSize
 
-Home = Literal["none", "cpu", "nvme"]
+if TYPE_CHECKING:
+    from hpctrain.spec.engine import EngineSpec
 
 
 class DeepSpeedSpec(Document):
@@ -47,41 +60,20 @@ class DeepSpeedSpec(Document):
     )
 
 
-class Contradiction(ValueError):
-    """Two fields that exclude each other: the path of the one to look at, and what to do."""
-
-    def __init__(self, path: tuple[str, ...], message: str, hint: str) -> None:
-        super().__init__(message)
-        self.path = path
-        self.hint = hint
-
-
-def contradictions(
-    own: DeepSpeedSpec,
-    *,
-    zero: int | None,
-    distributed: bool,
-    offload: Home,
-    precision: str,
-    pp: int,
-    sequence_parallel: bool = False,
-) -> Iterator[Contradiction]:
-    """What DeepSpeed cannot do together, or would leave out without a word.
-
-    `zero` None: the planner chooses, from stage 1 upwards where `distributed`, else stage 0.
-    """
-    stage = zero if zero is not None or distributed else 0
-    yield from _of_the_optimizer(stage, offload)
-    yield from _of_the_weights(own, stage, offload)
-    if precision == "bf16" and stage == 0:
+def contradictions(engine: EngineSpec, choices: Choices) -> Iterator[Contradiction]:
+    """Find what DeepSpeed cannot do together, or would silently leave out."""
+    stage = choices.zero if choices.zero is not None or choices.distributed else 0
+    yield from _of_the_optimizer(stage, choices.offload)
+    yield from _of_the_weights(engine.deepspeed, stage, choices.offload)
+    if choices.precision == "bf16" and stage == 0:
         # tried on a small GPT: after six steps the loss is off by 0.11, at stages 1 to 3 by 0.004
         message = "with DeepSpeed bf16 drifts at ZeRO stage 0"
         yield Contradiction(("precision",), message, "set `optimizer.zero: 1`, or `fp32`")
-    if pp > 1 and (stage or 0) >= 2:
+    if choices.pp > 1 and (stage or 0) >= 2:
         # runtime/pipe/engine.py asserts it, for a pipeline accumulates over microbatches
-        message = f"ZeRO stage {stage} cannot be combined with pp {pp}"
+        message = f"ZeRO stage {stage} cannot be combined with pp {choices.pp}"
         yield Contradiction(("optimizer", "zero"), message, "use stage 1, or pp 1")
-    if sequence_parallel:
+    if choices.sequence_parallel:
         # module_inject/layers.py: what goes into its layers is whole on every rank
         message = "DeepSpeed does not split norms over tp"
         where = ("parallel", "sequence_parallel")
@@ -111,3 +103,47 @@ def _of_the_weights(
     if own.nvme_path is not None and "nvme" not in (parameters, offload):
         hint = "remove it, or set `optimizer.offload: nvme`"
         yield Contradiction((*where, "nvme_path"), "nothing is offloaded to nvme", hint)
+
+
+ABILITIES = EngineAbilities(
+    name="deepspeed",
+    title="DeepSpeed",
+    document="hpctrain.engines.deepspeed:DeepSpeedConfig",
+    fill="hpctrain.engines.deepspeed:deepspeed_config",
+    assembly="hpctrain.train.engines.deepspeed.assembly",
+    preflight="hpctrain.train.engines.deepspeed.preflight",
+    rules="hpctrain.plan.abilities.trainable_deepspeed",
+    settings={"deepspeed": "{}"},
+    contradictions=contradictions,
+    reads_packed=True,
+    axes=("tp", "pp"),  # deepspeed.pipe.PipelineModule, and its `mpu` for tensors
+    sequence_parallel=False,
+    copies_kv_heads=False,
+    # runtime/pipe/engine.py: `pipe_partitioned` and `grad_partitioned` are on
+    splits_stage_messages=True,
+    zero_stages=(0, 1, 2, 3),
+    stage3_with_tensors=False,
+    # `offload_optimizer.device` of its configuration: cpu with stages 1-3, nvme with stage 3
+    offloads=("none", "cpu", "nvme"),
+    calibration="deepspeed-zero3-2021",
+    # runtime/engine.py, _configure_zero_optimizer: no `overlap_comm` behind a pipeline
+    sums_behind_pipeline=True,
+    chooses_overlap=True,
+    main_copy_of_trained_only=True,
+    resumes_other_stage=False,
+    counts_flops=True,
+    words=(
+        *(zero_word(stage) for stage in range(4)),
+        OFFLOAD_WORD,
+        Word("offload-nvme", ("optimizer.offload=nvme",)),
+        Word("offload-weights", ("engine.deepspeed.offload_parameters=cpu",)),
+        *WORDS_OF_EVERY_ENGINE,
+        TENSOR_WORD,
+        PIPELINE_WORD,
+    ),
+    plain=("engine.deepspeed.offload_parameters=none",),
+    nvme_directory="engine.deepspeed.nvme_path",
+    bucket="engine.deepspeed.reduce_bucket",
+    bucket_stages=(1, 2),
+    sum_precision="engine.deepspeed.reduce_precision",
+)
