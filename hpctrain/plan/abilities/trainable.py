@@ -41,7 +41,11 @@ def untrainable(spec: RunSpec) -> tuple[str, ...]:
 def untrainable_fields(spec: RunSpec) -> Found:
     """List (dotted path of the field, what the trainer lacks)."""
     rules = _rules(spec.engine.abilities)
-    return [*_of_every_engine(spec), *(rules.untrainable(spec) if rules else unreadable(spec))]
+    own = list(rules.untrainable(spec)) if rules else []
+    named = {field for field, _ in own}
+    # an engine may have a sentence of its own about the format
+    formats = [(field, words) for field, words in unreadable(spec) if field not in named]
+    return [*_of_every_engine(spec), *formats, *own]
 
 
 def untrainable_axes(spec: RunSpec) -> Collection[str]:

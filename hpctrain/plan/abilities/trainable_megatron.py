@@ -6,7 +6,6 @@ Belongs here: one sentence for each, with its field. Does not belong here: what 
 
 from __future__ import annotations
 
-from hpctrain.plan.abilities.readable import unreadable
 from hpctrain.spec.run import RunSpec
 
 _LEARNED_FROM_TOKENS = ("language_modeling", "masked_language_modeling")
@@ -16,11 +15,6 @@ Found = list[tuple[str, str]]
 
 def untrainable(spec: RunSpec) -> Found:
     """List (dotted path of the field, what the trainer lacks)."""
-    return [*unreadable(spec), *untrainable_by_megatron(spec)]
-
-
-def untrainable_by_megatron(spec: RunSpec) -> Found:
-    """List what megatron-core does not train, in hpctrain's trainer or in Megatron-LM's own."""
     found: Found = []
     optimizer = spec.optimizer
     if optimizer.zero is not None:

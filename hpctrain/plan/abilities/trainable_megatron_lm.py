@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hpctrain.plan.abilities.trainable_megatron import untrainable_by_megatron
+from hpctrain.plan.abilities import trainable_megatron
 from hpctrain.spec.run import RunSpec
 
 Found = list[tuple[str, str]]
@@ -16,7 +16,7 @@ Found = list[tuple[str, str]]
 
 def untrainable(spec: RunSpec) -> Found:
     """List (dotted path of the field, what Megatron-LM lacks)."""
-    return [*untrainable_by_megatron(spec), *_of_model_and_data(spec), *_of_saving(spec)]
+    return [*trainable_megatron.untrainable(spec), *_of_model_and_data(spec), *_of_saving(spec)]
 
 
 def _of_model_and_data(spec: RunSpec) -> Iterator[tuple[str, str]]:

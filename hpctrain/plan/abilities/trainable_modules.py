@@ -6,7 +6,6 @@ which shapes these classes have (see `representable`), DeepSpeed (see `trainable
 
 from __future__ import annotations
 
-from hpctrain.plan.abilities.readable import unreadable
 from hpctrain.plan.abilities.representable import unrepresentable
 from hpctrain.spec.run import RunSpec
 
@@ -16,7 +15,7 @@ Found = list[tuple[str, str]]
 def untrainable(spec: RunSpec) -> Found:
     """List (dotted path of the field, what the trainer or the classes lack)."""
     engine = spec.engine.name
-    found = [*unreadable(spec), *unrepresentable(spec), *_unread(spec)]
+    found = [*unrepresentable(spec), *_unread(spec)]
     if spec.recompute == "selective":
         words = f"{engine} recomputes whole blocks or nothing: say `full` or `none`"
         found.append(("recompute", words))
