@@ -139,7 +139,7 @@ def _chat_tokenizer(directory: Path) -> int:
 
 def _class(name: str) -> Any:
     """A class of transformers, without the packages that it would import along."""
-    from hpctrain.train.models.library import class_named
+    from hpctrain.train.engines.models.library import class_named
 
     return class_named(name)
 
