@@ -67,12 +67,14 @@ def judged(record: ComparisonRecord, trials: Sequence[Trial]) -> Comparison:
 
 def _without_run(one: TrialRecord, record: ComparisonRecord, state: str) -> Trial:
     seconds = one.predicted.step_seconds if one.predicted else None
+    gpu_hours, cost = _costs(one, record, seconds)
     return Trial(
         record=one,
         state=REFUSED if one.refusal else state,
         reason=one.refusal or "",
         over=True,
-        **_costs(one, record, seconds),
+        gpu_hours=gpu_hours,
+        cost=cost,
     )
 
 
@@ -82,6 +84,7 @@ def _read_trial(one: TrialRecord, record: ComparisonRecord, run: RunFiles, row: 
     events = run.ledger.events()
     steps = [_step(metrics) for metrics in kept]
     measured = measure(steps, warm_up_steps(record.steps), one.global_batch, _ranks(run))
+    gpu_hours, cost = _costs(one, record, measured.step_seconds.mean if measured else None)
     return Trial(
         record=one,
         state=row.state.value,
@@ -91,7 +94,8 @@ def _read_trial(one: TrialRecord, record: ComparisonRecord, run: RunFiles, row: 
         stability=_stability(events, len(written) - len(kept)),
         losses=tuple((step.step, step.loss) for step in steps if math.isfinite(step.loss)),
         step_times=tuple((step.step, step.seconds) for step in steps),
-        **_costs(one, record, measured.step_seconds.mean if measured else None),
+        gpu_hours=gpu_hours,
+        cost=cost,
     )
 
 
@@ -139,13 +143,13 @@ def _stability(events: Sequence[Event], steps_again: int) -> Stability:
 
 def _costs(
     one: TrialRecord, record: ComparisonRecord, step_seconds: float | None
-) -> dict[str, float | Price | None]:
-    """Of the whole budget at this pace, training alone."""
+) -> tuple[float | None, Price | None]:
+    """Price the whole budget at this pace, training alone: GPU-hours, and money if known."""
     if step_seconds is None:
-        return {}
+        return None, None
     gpu_hours = one.train_steps * step_seconds * one.gpus / 3600
     price = record.price_per_gpu_hour
-    return {"gpu_hours": gpu_hours, "cost": (gpu_hours * price[0], price[1]) if price else None}
+    return gpu_hours, (gpu_hours * price[0], price[1]) if price else None
 
 
 def _with_agreement(trials: Sequence[Trial]) -> list[Trial]:

@@ -19,7 +19,6 @@ from hpctrain.engines.conversion import unexportable
 from hpctrain.engines.deepspeed import DeepSpeedConfig
 from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.engines.module import ModuleConfig
-from hpctrain.engines.shape import shape_of
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.store.conversions import ConversionReport
 from hpctrain.store.layout import RunLayout
@@ -50,7 +49,7 @@ def _of_megatron(config: MegatronConfig, checkpoint: Path, target: Path) -> Conv
     from hpctrain.convert import megatron
     from hpctrain.convert.weights import module_of, report_of
 
-    model = shape_of(config)
+    model = config.model
     if wrong := unexportable(model):
         raise InvalidInputError([Problem(words, str(checkpoint)) for words in wrong])
     with megatron.one_rank():

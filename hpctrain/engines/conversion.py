@@ -7,11 +7,10 @@ be. Does not belong here: weights (see `hpctrain.convert`), files.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from hpctrain.engines.described import Config, described, family_described, rope_of
 from hpctrain.engines.hugging_face import ACTIVATIONS
-from hpctrain.engines.megatron import MegatronConfig, model_fields
+from hpctrain.engines.megatron import MegatronConfig, megatron_model
 from hpctrain.plan.abilities.representable import unrepresentable_model
 from hpctrain.spec.model import ModelSpec
 
@@ -65,8 +64,8 @@ def conversion_config(model: ModelSpec, *, half: bool) -> MegatronConfig:
 
     `half`: weights in bf16, else fp32.
     """
-    fields: dict[str, Any] = dict(
-        model_fields(model, model.vocab, "local"),
+    return MegatronConfig.model_construct(
+        **dict(megatron_model(model, model.vocab, "local")),
         vocab_size=model.vocab,
         seq_length=model.seq,
         precision="bf16" if half else "fp32",
@@ -81,4 +80,3 @@ def conversion_config(model: ModelSpec, *, half: bool) -> MegatronConfig:
         recompute_granularity=None,
         micro_batch_size=1,
     )
-    return MegatronConfig.model_construct(**fields)

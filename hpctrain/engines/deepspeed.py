@@ -6,9 +6,9 @@ deepspeed, what contradicts what in a spec (see `hpctrain.spec.engines.deepspeed
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
-from hpctrain.engines.module import ModuleConfig, module_fields
+from hpctrain.engines.module import ModuleConfig, module_config
 from hpctrain.plan.documents import DEFAULT_ORDER, Offload, Order, Plan
 from hpctrain.spec.run import RunSpec
 
@@ -63,12 +63,13 @@ class DeepSpeedConfig(ModuleConfig):
 def deepspeed_config(
     spec: RunSpec, plan: Plan, peak_flops_per_gpu: float | None
 ) -> DeepSpeedConfig:
-    """The trainer's view of a plan for engine `deepspeed`."""
+    """Fill the document of engine `deepspeed` from a plan."""
     own, element_bytes = spec.engine.deepspeed, _ELEMENT_BYTES[plan.precision]
     uses_nvme = "nvme" in (plan.offload, own.offload_parameters)
+    stages = tuple(sum(stage.chunk_layers) for stage in plan.stages)
     return DeepSpeedConfig(
-        **module_fields(spec, plan, peak_flops_per_gpu),
-        zero_stage=plan.zero,
+        **dict(module_config(spec, plan, peak_flops_per_gpu)),
+        zero_stage=cast(Literal[0, 1, 2, 3], plan.zero),
         offload_optimizer=plan.offload,
         offload_parameters=own.offload_parameters,
         nvme_path=own.nvme_path if uses_nvme else None,
@@ -83,16 +84,10 @@ def deepspeed_config(
         gather_bucket_elements=max(1, int(own.gather_bucket) // element_bytes),
         communication_dtype=None if own.reduce_precision == "auto" else own.reduce_precision,
         flops_steps=spec.profile.chosen if spec.profile and spec.profile.flops else (),
-        pipeline_stages=_stages(plan),
+        pipeline_stages=stages if plan.layout.pp > 1 else (),
         tensor_parallel=plan.layout.tp,
         parallel_order=plan.layout.order,
     )
-
-
-def _stages(plan: Plan) -> tuple[int, ...]:
-    if plan.layout.pp == 1:
-        return ()
-    return tuple(sum(stage.chunk_layers) for stage in plan.stages)
 
 
 def ds_config(config: DeepSpeedConfig) -> dict[str, Any]:

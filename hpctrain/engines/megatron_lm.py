@@ -55,9 +55,8 @@ def megatron_lm_config(
 ) -> MegatronLmConfig:
     """The trainer's view of a plan for engine `megatron-lm`."""
     assert spec.engine.checkout is not None, "the spec was checked for a checkout"
-    shared = megatron_config(spec, plan, peak_flops_per_gpu).model_dump(exclude={"engine"})
     return MegatronLmConfig(
-        **shared,
+        **dict(megatron_config(spec, plan, peak_flops_per_gpu)),
         checkout=spec.engine.checkout,
         entry=spec.engine.entry,
         extra_arguments=spec.engine.arguments,

@@ -12,7 +12,6 @@ from hpctrain.checkpoints.staged import Kind, Staged, open_staged, require_kind
 from hpctrain.engines.described import disagreements
 from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.engines.module import ModuleConfig
-from hpctrain.engines.shape import shape_of
 from hpctrain.engines.training import TrainConfig
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.spec.model import ModelSpec
@@ -35,7 +34,7 @@ def starting_problems(config: TrainConfig, *, resumes: bool) -> tuple[Problem, .
 def open_weights(config: TrainConfig) -> Staged | None:
     """The directory of `model.pretrained`; None without. Raises InvalidInputError."""
     if isinstance(config, MegatronConfig) and config.pretrained:
-        return _opened(config.pretrained, "megatron_core", shape_of(config))
+        return _opened(config.pretrained, "megatron_core", config.model)
     if isinstance(config, ModuleConfig) and config.model.pretrained:
         return _opened(config.model.pretrained, "hugging_face", config.model)
     return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from hpctrain.engines.training import TrainConfig, shared_fields
+from hpctrain.engines.training import TrainConfig, shared_config
 from hpctrain.plan.documents import Plan
 from hpctrain.spec.run import RunSpec
 
@@ -19,7 +19,8 @@ class ToyConfig(TrainConfig):
 
 def toy_config(spec: RunSpec, plan: Plan, peak_flops_per_gpu: float | None) -> ToyConfig:
     """Fill the document from a plan."""
-    return ToyConfig(**shared_fields(spec, plan, peak_flops_per_gpu), inputs=spec.model.hidden)
+    shared = shared_config(spec, plan, peak_flops_per_gpu)
+    return ToyConfig(**dict(shared), inputs=spec.model.hidden)
 
 
 def untrainable(spec: RunSpec) -> Iterator[tuple[str, str]]:
