@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hpctrain.engines.megatron import MegatronConfig
-from hpctrain.engines.megatron_lm import MegatronLmConfig
 from hpctrain.engines.module import ModuleConfig
 from hpctrain.engines.training import TrainConfig
 from hpctrain.store.datasets import bin_path, idx_path, npz_path
@@ -30,21 +28,8 @@ def input_paths(config: TrainConfig) -> tuple[str, ...]:
     else:
         prefixes = [Path(prefix) for _, prefix in config.data_blend]
         paths += [path for prefix in prefixes for path in (bin_path(prefix), idx_path(prefix))]
-    if isinstance(config, ModuleConfig) and config.model.pretrained is not None:
-        paths.append(Path(config.model.pretrained))
-    if isinstance(config, MegatronLmConfig):
-        paths.append(Path(config.checkout, config.entry))
-    if _reads_tokenizer(config) and config.tokenizer is not None:
-        paths.append(Path(config.tokenizer))
-    return tuple(dict.fromkeys(map(str, paths)))
+    return tuple(dict.fromkeys([*map(str, paths), *config.needed_paths]))
 
 
 def _samples(data_format: str, source: Path) -> Path:
     return source if data_format == "images" and source.is_dir() else npz_path(source)
-
-
-def _reads_tokenizer(config: TrainConfig) -> bool:
-    """Only hiding words needs the tokenizer while training; all else reads token numbers."""
-    if isinstance(config, ModuleConfig):
-        return config.task == "masked_language_modeling"
-    return isinstance(config, MegatronConfig) and config.model_type == "bert"

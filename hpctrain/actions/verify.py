@@ -17,11 +17,12 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from hpctrain.engines.documents import train_config
 from hpctrain.engines.kept import planned_kept_bytes
-from hpctrain.engines.megatron import megatron_config
 from hpctrain.engines.verification import Built, Verification, compare
 from hpctrain.errors import HpctrainError, InvalidInputError, Problem, UsageError
 from hpctrain.plan.documents import Plan
+from hpctrain.spec.engines.registry import abilities_of
 from hpctrain.spec.run import RunSpec
 
 _MISSING = re.compile(r"No module named '([\w.]+)'")
@@ -43,7 +44,7 @@ def verify_plan(
     program = _verifier(spec, plan)
     # 16 bits are 16 bits for what is counted here, and fp8 keeps its parameters in bf16
     precision = "fp32" if plan.precision == "fp32" else "bf16"
-    config = megatron_config(spec, plan.model_copy(update={"precision": precision}), None)
+    config = train_config(spec, plan.model_copy(update={"precision": precision}), None)
     with tempfile.TemporaryDirectory(prefix="hpctrain-verify-") as directory:
         told = Path(directory, "train.json")
         told.write_text(config.model_dump_json())
@@ -53,7 +54,7 @@ def verify_plan(
 
 def _verifier(spec: RunSpec, plan: Plan) -> str:
     """Name the engine's program that builds stages. Raises UsageError where there is none."""
-    program = spec.engine.abilities.verifier
+    program = abilities_of(plan.engine).verifier
     if program is None:
         raise UsageError(
             f"--verify builds with megatron-core, the engine is {plan.engine}",

@@ -49,6 +49,10 @@ class DeepSpeedConfig(ModuleConfig):
         return bool(self.pipeline_stages) and self.parallel_order != DEFAULT_ORDER
 
     @property
+    def library_config(self) -> dict[str, Any]:
+        return ds_config(self)
+
+    @property
     def world_size(self) -> int:
         stages = max(1, len(self.pipeline_stages))
         return self.tensor_parallel * stages * self.data_parallel_size

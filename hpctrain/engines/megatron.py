@@ -106,6 +106,11 @@ class MegatronConfig(MegatronModel, TrainConfig):
         return 1 if spread else self.tensor_model_parallel_size
 
     @property
+    def needed_paths(self) -> tuple[str, ...]:
+        """The tokenizer where words are hidden; only the first launch reads initial weights."""
+        return (self.tokenizer,) if self.model_type == "bert" and self.tokenizer else ()
+
+    @property
     def world_size(self) -> int:
         return (
             self.tensor_model_parallel_size

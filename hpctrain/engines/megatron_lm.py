@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Literal
 
 from pydantic import Field
@@ -38,6 +39,11 @@ class MegatronLmConfig(MegatronConfig):
     entry: str = MEGATRON_LM_ENTRY
     extra_arguments: dict[str, ArgumentValue] = Field({})
     optimizer_cpu_offload: bool = False
+
+    @property
+    def needed_paths(self) -> tuple[str, ...]:
+        """The program in the checkout."""
+        return (str(PurePath(self.checkout, self.entry)),)
 
 
 @dataclass(frozen=True)

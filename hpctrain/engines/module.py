@@ -33,6 +33,18 @@ class ModuleConfig(TrainConfig):
     activation_checkpointing: bool = False
 
     @property
+    def pretrained(self) -> str | None:
+        """The directory of the weights to begin with; None: random ones."""
+        return self.model.pretrained
+
+    @property
+    def needed_paths(self) -> tuple[str, ...]:
+        """The directory of the weights, and the tokenizer where words are hidden while training."""
+        masked = self.task == "masked_language_modeling"
+        paths = (self.pretrained, self.tokenizer if masked else None)
+        return tuple(path for path in paths if path is not None)
+
+    @property
     def labels_per_sample(self) -> int:
         """What a sample has at most that a loss is computed for: its tokens, or one class."""
         return 1 if self.task == "classification" else self.seq_length

@@ -7,7 +7,7 @@ not belong here: what only one engine asks for (see `megatron`, `native`), torch
 
 from __future__ import annotations
 
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from hpctrain.plan.documents import Plan
 from hpctrain.spec.document import Document
@@ -84,6 +84,16 @@ class TrainConfig(Document):
     def layout_words(self) -> str:
         """The layout in a manifest, for people: `tp 2 · pp 1 · dp 4`."""
         return f"dp {self.data_parallel_size}"
+
+    @property
+    def needed_paths(self) -> tuple[str, ...]:
+        """Files and directories that every launch reads on every node, apart from data."""
+        return ()
+
+    @property
+    def library_config(self) -> dict[str, Any] | None:
+        """The configuration of the engine's own library, to be kept beside `train.json`."""
+        return None
 
     @property
     def microbatches(self) -> int:
