@@ -6,8 +6,6 @@ be. Does not belong here: weights (see `hpctrain.convert`), files.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from hpctrain.engines.described import Config, described, family_described, rope_of
 from hpctrain.engines.hugging_face import ACTIVATIONS
 from hpctrain.engines.megatron import MegatronConfig, megatron_model
@@ -18,34 +16,24 @@ CONVERTED_FAMILIES = ("gpt", "llama")
 
 
 def unconvertible(config: Config) -> list[str]:
-    """Why megatron-core cannot compute what this `config.json` says; empty when it can."""
+    """List why megatron-core cannot compute what this `config.json` says; empty when it can."""
     family = family_described(config)
     if family not in CONVERTED_FAMILIES:
         return [f"model_type is {config.get('model_type')}: gpt2 and llama can be converted"]
-    return [*_rotary(config), *_attention(config), *_choices(config)]
-
-
-def _rotary(config: Config) -> Iterator[str]:
-    rope = rope_of(config)
+    found, rope, fields = [], rope_of(config), described(config)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
-        yield f"rotary positions are scaled ({kind}), which hpctrain does not train"
-
-
-def _attention(config: Config) -> Iterator[str]:
+        found.append(f"rotary positions are scaled ({kind}), which hpctrain does not train")
     if not config.get("scale_attn_weights", True):
-        yield "scale_attn_weights is false: megatron-core always scales"
+        found.append("scale_attn_weights is false: megatron-core always scales")
     for name in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
         if config.get(name):
-            yield f"{name} is true, which megatron-core's GPT has not"
-
-
-def _choices(config: Config) -> Iterator[str]:
-    fields = described(config)
+            found.append(f"{name} is true, which megatron-core's GPT has not")
     if fields["activation"] not in ACTIVATIONS:
-        yield f"the activation {fields['activation']} is none that hpctrain trains"
+        found.append(f"the activation {fields['activation']} is none that hpctrain trains")
     if not isinstance(fields.get("bias", True), bool):
-        yield f"biases are {fields['bias']}"
+        found.append(f"biases are {fields['bias']}")
+    return found
 
 
 def shape_described(config: Config) -> ModelSpec:

@@ -154,8 +154,10 @@ def shared_config(spec: RunSpec, plan: Plan, peak_flops_per_gpu: float | None) -
 
 
 def _times_interval(train_steps: int) -> int:
-    """Short runs tell the times and nodes of their ranks, too: a window begins after the first
-    step, and is told one step after its last."""
+    """Choose a window in which short runs report times and nodes of their ranks, too.
+
+    It begins after the first step, and is reported one step after its last.
+    """
     return max(1, min(_TIMES_INTERVAL_STEPS, train_steps - 2))
 
 

@@ -62,47 +62,41 @@ class DeepSpeedSpec(Document):
 
 def contradictions(engine: EngineSpec, choices: Choices) -> Iterator[Contradiction]:
     """Find what DeepSpeed cannot do together, or would silently leave out."""
+    own, offload = engine.deepspeed, choices.offload
+    parameters = own.offload_parameters
     stage = choices.zero if choices.zero is not None or choices.distributed else 0
-    yield from _of_the_optimizer(stage, choices.offload)
-    yield from _of_the_weights(engine.deepspeed, stage, choices.offload)
+    if offload == "nvme" and stage not in (None, 3):
+        # only stage3.py has a swapper: at stages 1 and 2 DeepSpeed leaves the setting out
+        message = f"offload to nvme needs ZeRO stage 3, not {stage}"
+        hint = "set `optimizer.zero: 3`, or offload to `cpu`"
+        yield Contradiction(("optimizer", "offload"), message, hint)
+    if offload == "cpu" and stage == 0:
+        # runtime/zero/config.py: "Valid for ZeRO stage 1, 2, 3"; stage 0 has no such optimizer
+        message = "offload to cpu needs ZeRO stage 1, 2 or 3, not 0"
+        hint = "set `optimizer.zero: 1`, or remove the offload"
+        yield Contradiction(("optimizer", "offload"), message, hint)
+    if parameters != "none" and stage not in (None, 3):
+        # runtime/zero/config.py: "Valid only with stage 3"
+        message = f"weights leave the GPU at ZeRO stage 3 only, not at {stage}"
+        where = ("engine", "deepspeed", "offload_parameters")
+        yield Contradiction(where, message, "set `optimizer.zero: 3`")
+    if own.nvme_path is not None and "nvme" not in (parameters, offload):
+        hint = "remove it, or set `optimizer.offload: nvme`"
+        where = ("engine", "deepspeed", "nvme_path")
+        yield Contradiction(where, "nothing is offloaded to nvme", hint)
     if choices.precision == "bf16" and stage == 0:
         # tried on a small GPT: after six steps the loss is off by 0.11, at stages 1 to 3 by 0.004
         message = "with DeepSpeed bf16 drifts at ZeRO stage 0"
         yield Contradiction(("precision",), message, "set `optimizer.zero: 1`, or `fp32`")
     if choices.pp > 1 and (stage or 0) >= 2:
-        # runtime/pipe/engine.py asserts it, for a pipeline accumulates over microbatches
+        # runtime/pipe/engine.py asserts it, because a pipeline accumulates over microbatches
         message = f"ZeRO stage {stage} cannot be combined with pp {choices.pp}"
         yield Contradiction(("optimizer", "zero"), message, "use stage 1, or pp 1")
     if choices.sequence_parallel:
-        # module_inject/layers.py: what goes into its layers is whole on every rank
+        # module_inject/layers.py: the input of its layers is whole on every rank
         message = "DeepSpeed does not split norms over tp"
-        where = ("parallel", "sequence_parallel")
-        yield Contradiction(where, message, "remove it, or train with `engine.name: megatron`")
-
-
-def _of_the_optimizer(stage: int | None, offload: Home) -> Iterator[Contradiction]:
-    where = ("optimizer", "offload")
-    if offload == "nvme" and stage not in (None, 3):
-        # only stage3.py knows a swapper: at stages 1 and 2 DeepSpeed leaves the setting out
-        message = f"offload to nvme needs ZeRO stage 3, not {stage}"
-        yield Contradiction(where, message, "set `optimizer.zero: 3`, or offload to `cpu`")
-    if offload == "cpu" and stage == 0:
-        # runtime/zero/config.py: "Valid for ZeRO stage 1, 2, 3"; stage 0 has no such optimizer
-        message = "offload to cpu needs ZeRO stage 1, 2 or 3, not 0"
-        yield Contradiction(where, message, "set `optimizer.zero: 1`, or remove the offload")
-
-
-def _of_the_weights(
-    own: DeepSpeedSpec, stage: int | None, offload: Home
-) -> Iterator[Contradiction]:
-    where, parameters = ("engine", "deepspeed"), own.offload_parameters
-    if parameters != "none" and stage not in (None, 3):
-        # runtime/zero/config.py: "Valid only with stage 3"
-        message = f"weights leave the GPU at ZeRO stage 3 only, not at {stage}"
-        yield Contradiction((*where, "offload_parameters"), message, "set `optimizer.zero: 3`")
-    if own.nvme_path is not None and "nvme" not in (parameters, offload):
-        hint = "remove it, or set `optimizer.offload: nvme`"
-        yield Contradiction((*where, "nvme_path"), "nothing is offloaded to nvme", hint)
+        path = ("parallel", "sequence_parallel")
+        yield Contradiction(path, message, "remove it, or train with `engine.name: megatron`")
 
 
 ABILITIES = EngineAbilities(
