@@ -19,12 +19,12 @@ _COARSE_BOUND = 4e-3
 
 
 def bound_of(precision: str, other: str) -> float:
-    """Largest relative difference of losses that rounding explains."""
+    """Find the largest relative difference of losses that rounding explains."""
     return max(_BOUNDS.get(precision, _COARSE_BOUND), _BOUNDS.get(other, _COARSE_BOUND))
 
 
 def agreement_of(first: Trial, other: Trial) -> Agreement | None:
-    """How the losses of `other` agree with those of `first`; None without a common step."""
+    """Compare the losses of `other` with those of `first`; None without a common step."""
     bound = bound_of(first.record.precision, other.record.precision)
     same = first.record.training == other.record.training
     return agreement(first.name, dict(first.losses), dict(other.losses), bound, same=same)
@@ -38,7 +38,7 @@ def agreement(
     *,
     same: bool = True,
 ) -> Agreement | None:
-    """The same for losses by step; `same`: both train the same, so that they should agree."""
+    """Compare losses by step; `same`: both train the same model, so they should agree."""
     common = sorted(reference.keys() & losses.keys())
     if not common:
         return None

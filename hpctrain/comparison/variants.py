@@ -45,7 +45,7 @@ _ONLY_MEGATRON = (
 
 
 def parse_engines(text: str, own_engine: str) -> list[Variant]:
-    """`fsdp,deepspeed:zero2`: one variant for each word; `own_engine` is that of the spec.
+    """Parse `fsdp,deepspeed:zero2` into a variant for each word; `own_engine` is that of the spec.
 
     Raises UsageError with what is known, for what is not.
     """
@@ -58,7 +58,7 @@ def parse_engines(text: str, own_engine: str) -> list[Variant]:
 
 
 def engine_overrides(expression: str, own_engine: str) -> tuple[str, ...]:
-    """Overrides of `ENGINE[:WORD][+WORD...]`.
+    """Translate `ENGINE[:WORD][+WORD...]` to overrides.
 
     The bare name of the spec's own engine is the spec as it is. Anything else says all about
     sharding and offload, and starts from the plain form of its engine.
@@ -112,7 +112,7 @@ def _word_overrides(engine: str, word: str, expression: str) -> tuple[str, ...]:
 
 
 def parse_variant(text: str, own_engine: str) -> Variant:
-    """`NAME: [ENGINE...,] FIELD=VALUE, FIELD=VALUE`; a comma within a list is no separator."""
+    """Parse `NAME: [ENGINE...,] FIELD=VALUE, FIELD=VALUE`; commas in lists do not separate."""
     match = _OPTION.fullmatch(text)
     name = match["name"].strip() if match else ""
     if match is None or not _NAME.fullmatch(name):
@@ -134,7 +134,7 @@ def _fields(text: str) -> list[str]:
 
 
 def parse_variants(engines: str, others: Sequence[str], own_engine: str) -> tuple[Variant, ...]:
-    """All that the command line asks for. Raises UsageError for nothing, or one name twice."""
+    """Parse all variants of the command line. Raises UsageError for nothing, or one name twice."""
     variants = parse_engines(engines, own_engine) if engines else []
     variants += [parse_variant(text, own_engine) for text in others]
     names = [variant.name for variant in variants]

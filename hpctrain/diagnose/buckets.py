@@ -23,7 +23,7 @@ _MIB = 2**20
 
 
 def buckets(facts: Facts) -> Finding:
-    """Whether another size of buckets would hide more."""
+    """Judge whether another size of buckets would hide more."""
     planned = facts.planned
     if planned is None:
         return unknown("buckets", "plan.json cannot be read")
@@ -80,7 +80,7 @@ def _by_trace(planned: Planned, trace: TraceSummary, sent: list[Message], size: 
 
 
 def _by_plan(planned: Planned, size: int) -> Finding:
-    """Without a trace: how many buckets the gradients fill."""
+    """Estimate without a trace how many buckets the gradients fill."""
     gradients = planned.gradient_bytes
     count = max(1, round(gradients / size))
     proof = Evidence(

@@ -17,7 +17,7 @@ _GIB = 2**30
 
 
 def memory(facts: Facts) -> Finding:
-    """Whether memory is short, or lies idle where it could buy time."""
+    """Judge whether memory is short, or is unused where it could save time."""
     ranks, planned = facts.ranks, facts.planned
     if ranks is None:
         return unknown("memory", NO_WINDOW)
@@ -74,7 +74,7 @@ def _defragment(ranks: RankFacts, planned: Planned, worst: int) -> tuple[Remedy,
 
 
 def _savings(planned: Planned) -> tuple[Remedy, ...]:
-    """In the order in which they usually cost least; the prices then decide."""
+    """List what saves memory, usually cheapest first; the prices then decide."""
     spec, plan = planned.spec, planned.plan
     found = []
     if plan.batch.micro_batch > 1:
@@ -117,7 +117,7 @@ def _offloading(planned: Planned) -> list[Remedy]:
 
 
 def _spending(planned: Planned) -> tuple[Remedy, ...]:
-    """What could be faster with more memory."""
+    """List what could be faster with more memory."""
     spec, plan = planned.spec, planned.plan
     found = []
     if plan.offload != "none":

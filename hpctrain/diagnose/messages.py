@@ -45,7 +45,7 @@ class _Exposed:
 
 
 def communication(facts: Facts) -> Finding:
-    """Whether messages between ranks hold up a step, beyond waiting for a slow rank."""
+    """Judge whether messages between ranks hold up a step, beyond waiting for a slow rank."""
     if facts.planned is not None and facts.planned.plan.layout.world_size == 1:
         return fine("communication", "there is one rank only")
     exposed = _of_traces(facts) or _of_times(facts)
@@ -98,7 +98,7 @@ def _of_times(facts: Facts) -> _Exposed | None:
 
 
 def _behind_backward(facts: Facts, ranks: RankFacts, step: float) -> _Exposed:
-    """What backward passes take beyond their work, on the rank that waits least."""
+    """Estimate what backward passes take beyond their work, on the rank that waits least."""
     again = facts.planned is not None and facts.planned.plan.recompute == "full"
     times = _BACKWARD_AGAIN if again else _BACKWARD
     left = [b - times * f for b, f in zip(ranks.backward, ranks.compute, strict=True)]
@@ -121,7 +121,7 @@ def bubble_seconds(facts: Facts) -> float:
 
 
 def _planned_messages(planned: Planned | None) -> tuple[Evidence, ...]:
-    """Predicted seconds of each axis, where its ranks are, and the link that they use."""
+    """List predicted seconds of each axis, where its ranks are, and the link that they use."""
     if planned is None or planned.plan.prediction is None:
         return ()
     parts, spans = planned.plan.prediction.parts, _spans(planned)
@@ -146,7 +146,7 @@ def _spans(planned: Planned) -> dict[Axis, str]:
 
 
 def _rates(facts: Facts) -> tuple[Evidence, ...]:
-    """Bytes per second of the largest messages of a trace, beside the network's."""
+    """Compute bytes per second of the largest messages of a trace, beside the network's."""
     sent = [
         (message.size_bytes, message.size_bytes / message.seconds, trace.file)
         for trace in facts.traces
@@ -161,7 +161,7 @@ def _rates(facts: Facts) -> tuple[Evidence, ...]:
 
 
 def _dominant(planned: Planned | None) -> Axis | None:
-    """The axis with most predicted messages; without a prediction the only one there is."""
+    """Find the axis with most predicted messages; without a prediction the only one there is."""
     if planned is None:
         return None
     spans = _spans(planned)

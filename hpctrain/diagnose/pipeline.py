@@ -19,7 +19,7 @@ _UNEQUAL = 1.1
 
 
 def pipeline(facts: Facts) -> Finding:
-    """Whether stages wait for each other."""
+    """Judge whether stages wait for each other."""
     if facts.planned is None:
         return unknown("pipeline", "plan.json cannot be read")
     plan, ranks, step = facts.planned.plan, facts.ranks, facts.step_seconds
@@ -54,7 +54,7 @@ def pipeline(facts: Facts) -> Finding:
 
 
 def _stage_seconds(facts: Facts) -> list[float]:
-    """The middle rank of each stage."""
+    """Take the middle rank of each stage."""
     assert facts.planned is not None and facts.ranks is not None
     by_stage: dict[int, list[float]] = {}
     for rank, seconds in enumerate(facts.ranks.passes):

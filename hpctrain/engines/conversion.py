@@ -37,18 +37,18 @@ def unconvertible(config: Config) -> list[str]:
 
 
 def shape_described(config: Config) -> ModelSpec:
-    """The model of a `config.json` in which `unconvertible` finds nothing."""
+    """Build the model of a `config.json` in which `unconvertible` finds nothing."""
     return ModelSpec.model_validate(described(config))
 
 
 def unexportable(model: ModelSpec) -> list[str]:
-    """Why no class of Hugging Face computes what megatron-core trains here; empty if one does."""
+    """List why no class of Hugging Face computes what megatron-core trains; empty if one does."""
     weights_alone = model.model_copy(update={"dropout": 0.0})
     return [words for _, words in unrepresentable_model(weights_alone)]
 
 
 def conversion_config(model: ModelSpec, *, half: bool) -> MegatronConfig:
-    """A model on one rank, its vocabulary as it is; only the fields that building it asks for.
+    """Describe a model on one rank, its vocabulary not padded; only fields that building needs.
 
     `half`: weights in bf16, else fp32.
     """

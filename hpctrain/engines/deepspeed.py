@@ -95,7 +95,7 @@ def deepspeed_config(
 
 
 def ds_config(config: DeepSpeedConfig) -> dict[str, Any]:
-    """What `deepspeed.initialize` is given; plain values, as in JSON."""
+    """Render the configuration of `deepspeed.initialize`, as plain values of JSON."""
     settings: dict[str, Any] = dict(
         train_batch_size=config.global_batch_size,
         train_micro_batch_size_per_gpu=config.micro_batch_size,
@@ -166,7 +166,7 @@ def _zero(config: DeepSpeedConfig) -> dict[str, Any]:
 
 
 def _home(config: DeepSpeedConfig, device: str) -> dict[str, Any]:
-    """A directory of the run's own, for DeepSpeed empties the one that it is given
+    """Describe a directory of the run's own, because DeepSpeed empties the one it is given
     (runtime/swap_tensor/partitioned_param_swapper.py, _configure_aio)."""
     home: dict[str, Any] = dict(device=device, pin_memory=True)
     if device == "nvme":
@@ -176,6 +176,6 @@ def _home(config: DeepSpeedConfig, device: str) -> dict[str, Any]:
 
 
 def _swap_buffer_elements(config: DeepSpeedConfig) -> int:
-    """A buffer takes the largest part of a weight on one rank, which is of the embedding."""
+    """Size a buffer for the largest part of a weight on one rank, that of the embedding."""
     largest = max(config.model.vocab, config.model.ffn_size) * config.model.hidden
     return max(_LEAST_SWAP_BUFFER, -(-largest // config.data_parallel_size))

@@ -29,7 +29,7 @@ Given = dict[str, ArgumentValue | None]
 
 
 class MegatronLmConfig(MegatronConfig):
-    """What Megatron-LM is told, in megatron-core's names, and where it is.
+    """The configuration of Megatron-LM in megatron-core's names, and its checkout.
 
     `extra_arguments` are the user's own: name without dashes, and value.
     """
@@ -48,7 +48,7 @@ class MegatronLmConfig(MegatronConfig):
 
 @dataclass(frozen=True)
 class Places:
-    """Directories of one launch. `load` with `load_step`: the checkpoint to go on from."""
+    """Directories of one launch. `load` with `load_step`: the checkpoint to resume from."""
 
     save: str
     data_cache: str
@@ -59,7 +59,7 @@ class Places:
 def megatron_lm_config(
     spec: RunSpec, plan: Plan, peak_flops_per_gpu: float | None
 ) -> MegatronLmConfig:
-    """The trainer's view of a plan for engine `megatron-lm`."""
+    """Fill the document of engine `megatron-lm` from a plan."""
     assert spec.engine.checkout is not None, "the spec was checked for a checkout"
     return MegatronLmConfig(
         **dict(megatron_config(spec, plan, peak_flops_per_gpu)),
@@ -71,7 +71,7 @@ def megatron_lm_config(
 
 
 def arguments(config: MegatronLmConfig, places: Places, *, on_cpu: bool = False) -> tuple[str, ...]:
-    """The words behind `pretrain_gpt.py`. `on_cpu`: for a trial on a machine without GPUs.
+    """Render the arguments of `pretrain_gpt.py`. `on_cpu`: for a trial on a machine without GPUs.
 
     The user's own arguments take the place of what is only a default here.
     """
@@ -209,7 +209,7 @@ def _layout(config: MegatronLmConfig) -> Given:
 
 
 def stage_layout(split: tuple[tuple[int, ...], ...], prediction_layers: int) -> str | None:
-    """Megatron's string of stages for an uneven split, None for an even one.
+    """Write Megatron's string of stages for an uneven split, None for an even one.
 
     `E` is the embedding, `t` a layer, `m` a prediction layer, `L` the loss; stages of the first
     chunks come before those of the second ones (pipeline_parallel_layer_layout.py).
@@ -274,7 +274,7 @@ def _optimizer(config: MegatronLmConfig) -> Given:
 
 
 def _data(config: MegatronLmConfig, places: Places) -> Given:
-    """Only sizes are asked of the tokenizer, so none has to be installed."""
+    """Name data and sizes; only sizes are read of a tokenizer, so none has to be installed."""
     blend = tuple(word for weight, prefix in config.data_blend for word in (weight, prefix))
     paths = blend if len(config.data_blend) > 1 else blend[1:]
     return {
@@ -294,7 +294,7 @@ def _data(config: MegatronLmConfig, places: Places) -> Given:
 
 
 def _checkpoints(config: MegatronLmConfig, places: Places) -> Given:
-    """Nothing is loaded at a fresh start, so that nothing can be loaded by accident."""
+    """Name what is saved and loaded: nothing is loaded by accident at a fresh start."""
     return {
         "save": places.save,
         "save-interval": config.save_interval_steps,
@@ -311,7 +311,7 @@ def _checkpoints(config: MegatronLmConfig, places: Places) -> Given:
 
 
 def _supervision(config: MegatronLmConfig) -> Given:
-    """Every step is printed, for that is the sign of life; the log gets fewer lines."""
+    """Print every step, which shows that the run is alive; the log gets fewer lines."""
     return {
         "exit-signal-handler": True,
         "exit-signal-handler-for-dataloader": True,
@@ -321,7 +321,7 @@ def _supervision(config: MegatronLmConfig) -> Given:
 
 
 def _cpu() -> Given:
-    """Without CUDA, TransformerEngine and Apex: gloo, and nothing that is fused."""
+    """Switch off what needs CUDA, TransformerEngine or Apex: gloo, and nothing fused."""
     switches = (
         "no-gradient-accumulation-fusion no-masked-softmax-fusion no-bias-gelu-fusion "
         "no-bias-swiglu-fusion no-bias-dropout-fusion no-persist-layer-norm no-rope-fusion "

@@ -162,7 +162,7 @@ def _times_interval(train_steps: int) -> int:
 
 
 def _interval_seconds(checkpoint: CheckpointSpec) -> float | None:
-    """`auto` begins with a save after some minutes, whose cost then sets the interval."""
+    """Choose the time between saves; `auto` begins with some minutes, then measures."""
     if checkpoint.every == "auto":
         return _FIRST_SAVE_SECONDS
     return float(checkpoint.every) if checkpoint.every else None

@@ -14,7 +14,7 @@ from hpctrain.spec.run import ParallelSpec, RunSpec
 
 
 def axis_problems(spec: RunSpec, parallel: ParallelSpec) -> list[str]:
-    """Axes that the engine does not have; models of images are not split over ranks at all."""
+    """Find axes that the engine does not have; models of images are not split over ranks at all."""
     owner, allowed = f"engine {spec.engine.name}", spec.engine.abilities.axes
     if spec.model.reads_images:
         owner, allowed = f"a {spec.model.family}, planned with data parallelism only,", ()
@@ -26,7 +26,7 @@ def axis_problems(spec: RunSpec, parallel: ParallelSpec) -> list[str]:
 
 
 def sharding_problems(spec: RunSpec) -> list[str]:
-    """What the spec asks of sharding and offload that the engine cannot do.
+    """Find what of the spec's sharding and offload the engine cannot do.
 
     What settings exclude among themselves was found with the spec (`hpctrain.spec.engines`).
     """
@@ -75,14 +75,14 @@ def zero_choices(spec: RunSpec) -> tuple[int, ...]:
 
 
 def offload_choices(spec: RunSpec) -> tuple[int, ...]:
-    """1: as `optimizer.offload` says. With `parallel: auto` that is an offer, else an order."""
+    """List what a search tries: 1 offloads, which `parallel: auto` may do and others must."""
     if spec.optimizer.offload == "none":
         return (0,)
     return (0, 1) if spec.parallel == "auto" else (1,)
 
 
 def shard_choices(spec: RunSpec, domain: int) -> tuple[int, ...]:
-    """GPUs to shard over, 0 for all: FSDP over all or over one NVLink domain (HSDP)."""
+    """List GPUs to shard over, 0 for all: FSDP over all or over one NVLink domain (HSDP)."""
     if spec.optimizer.shard_gpus is not None:
         return (spec.optimizer.shard_gpus,)
     free = spec.engine.abilities.shards_over_part and spec.parallel == "auto"

@@ -9,9 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from hpctrain.spec.contradiction import Contradiction
+from hpctrain.spec.model import Family
 
 if TYPE_CHECKING:
     from hpctrain.spec.engine import EngineSpec
@@ -20,7 +21,7 @@ Axis = Literal["tp", "pp", "vpp", "cp", "ep"]
 Home = Literal["none", "cpu", "nvme"]
 Recompute = Literal["none", "selective", "full"]
 MODEL_AXES: tuple[Axis, ...] = ("tp", "pp", "vpp", "cp", "ep")
-FAMILIES = ("gpt", "llama", "bert", "distilbert", "vit", "resnet")
+FAMILIES: tuple[Family, ...] = get_args(Family)
 # Libraries whose classes the engines train.
 MEGATRON_CORE, TRANSFORMERS = "megatron", "transformers"
 
@@ -125,7 +126,7 @@ class EngineAbilities:
     # -- models and data -----------------------------------------------------------------------
     # the library whose classes are trained: it decides about first weights and what is kept
     model_classes: str = TRANSFORMERS
-    families: tuple[str, ...] = FAMILIES
+    families: tuple[Family, ...] = FAMILIES
     # samples that are packed sequences of tokens
     reads_packed: bool = False
     # kind of directory that `model.pretrained` names (`hpctrain.checkpoints.staged`)
