@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import get_args
 
@@ -17,6 +18,8 @@ from pydantic import BaseModel
 
 import hpctrain
 from hpctrain import errors
+from hpctrain.spec.engines.abilities import EngineAbilities
+from hpctrain.spec.engines.registry import ENGINES
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec
 from hpctrain.store.ledger import EventKind
@@ -55,6 +58,15 @@ POPEN = (*POPEN, "supervise/evidence/probe.py")
 POPEN = (*POPEN, "train/engines/deepspeed/universal.py")
 # A profiler that lives as long as the rank below it.
 POPEN = (*POPEN, "train/launchers/nsight_task.py")
+
+# Rooms of engines, which may name them; all others ask `EngineAbilities` what an engine can do.
+ENGINE_ROOMS = ("spec/engines/", "engines/", "train/engines/")
+# Names that are an engine's and something else's.
+NOT_THE_ENGINE = {
+    ("prepare/texts.py", "megatron"): "the extra of pip that has the tokenizers",
+    ("prepare/tokens.py", "megatron"): "the extra of pip that has the tokenizers",
+    ("train/startup.py", "megatron"): "the logger of the Python package",
+}
 
 
 def name(path: Path) -> str:
@@ -277,6 +289,32 @@ def test_names_of_quantities_say_their_unit() -> None:
                 if target in bare and annotation in kinds and (name(path), target) not in allowed:
                     found.append(f"{where(path, node)} {target}: {annotation}")
     assert not found, f"step_seconds, memory_bytes, ...: {found}"
+
+
+def test_engines_are_named_in_their_rooms_only() -> None:
+    """What an engine can do is a field of its abilities, not a comparison with its name."""
+    found: dict[tuple[str, str], str] = {}
+    for path, tree in TREES.items():
+        if name(path).startswith(ENGINE_ROOMS):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and node.value in ENGINES:
+                found[name(path), node.value] = where(path, node)
+    wrong = [place for key, place in found.items() if key not in NOT_THE_ENGINE]
+    assert not wrong, f"{len(wrong)} names of engines: ask `spec.engine.abilities`: {wrong}"
+    assert not NOT_THE_ENGINE.keys() - found.keys(), "an exception that nothing needs"
+
+
+def test_every_ability_is_read() -> None:
+    """A field of the abilities that no room reads would promise what nothing keeps."""
+    read = {
+        node.attr
+        for path, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+    }
+    unread = {one.name for one in fields(EngineAbilities)} - read
+    assert not unread, f"use it, or remove it: {unread}"
 
 
 def test_import_contracts() -> None:

@@ -26,6 +26,7 @@ from hpctrain.checkpoints.publish import published_steps
 from hpctrain.errors import RunFailedError, SlurmError, SlurmUnreachableError, UsageError
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.records import JobRecord
+from hpctrain.spec.engines.registry import abilities_of
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import EventKind
 from hpctrain.store.requests import (
@@ -198,7 +199,7 @@ def save(run: RunFiles, slurm: SlurmClient, *, reason: str = "") -> Answer:
 def _refuse_if_only_by_steps(run: RunFiles) -> None:
     """An external Megatron-LM knows its interval, and SIGTERM, after which it ends."""
     plan = known_plan(run.layout)
-    if plan is not None and plan.engine == "megatron-lm":
+    if plan is not None and abilities_of(plan.engine).saves_by_steps_only:
         hint = "`hpctrain stop` has it save and leave, `hpctrain resume` goes on from there"
         raise UsageError(f"run {_name(run)} saves by steps: its engine is {plan.engine}", hint=hint)
 

@@ -105,7 +105,7 @@ def _on_fewer(spec: RunSpec, plan: Plan, nodes: int, micro: int | str) -> RunSpe
     )
     batch = spec.batch.model_copy(update={"micro": micro})
     # a checkpoint of DeepSpeed belongs to a ZeRO stage
-    stage = {"zero": plan.zero} if plan.engine == "deepspeed" else {}
+    stage = {} if spec.engine.abilities.resumes_other_stage else {"zero": plan.zero}
     changed = dict(
         parallel=parallel,
         resources=resources,

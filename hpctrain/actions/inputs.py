@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hpctrain.engines.megatron import MegatronConfig
-from hpctrain.engines.megatron_lm import MegatronLmConfig
 from hpctrain.engines.module import ModuleConfig
 from hpctrain.engines.training import TrainConfig
 from hpctrain.store.datasets import bin_path, idx_path, npz_path
@@ -32,15 +30,4 @@ def input_paths(config: TrainConfig) -> tuple[str, ...]:
     else:
         prefixes = [Path(prefix) for _, prefix in config.data_blend]
         paths += [path for prefix in prefixes for path in (bin_path(prefix), idx_path(prefix))]
-    if isinstance(config, ModuleConfig) and config.model.pretrained is not None:
-        paths.append(Path(config.model.pretrained))
-    if isinstance(config, MegatronLmConfig):
-        paths.append(Path(config.checkout, config.entry))
-    # Only masking words needs the tokenizer while training; everything else reads token ids.
-    if isinstance(config, ModuleConfig):
-        masks_words = config.task == "masked_language_modeling"
-    else:
-        masks_words = isinstance(config, MegatronConfig) and config.model_type == "bert"
-    if masks_words and config.tokenizer is not None:
-        paths.append(Path(config.tokenizer))
-    return tuple(dict.fromkeys(map(str, paths)))
+    return tuple(dict.fromkeys([*map(str, paths), *config.needed_paths]))

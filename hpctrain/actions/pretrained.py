@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from hpctrain.checkpoints.staged import Kind, open_staged, require_kind
+from hpctrain.checkpoints.staged import open_staged, require_kind
 from hpctrain.engines.described import disagreements
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.spec.loader import Loaded
@@ -23,10 +23,9 @@ def check_pretrained(spec: Loaded[RunSpec]) -> None:
     model = spec.document.model
     if model.pretrained is None:
         return
-    kind: Kind = "megatron" if spec.document.engine.name == "megatron" else "hugging_face"
     try:
         staged = open_staged(Path(os.path.abspath(model.pretrained)))
-        require_kind(staged, kind)
+        require_kind(staged, spec.document.engine.abilities.weights)
     except InvalidInputError as error:
         placed = [found_at(spec, one.message, one.hint) for one in error.problems]
         raise InvalidInputError(placed) from None

@@ -22,7 +22,7 @@ def with_scratch(document: RunSpec, spec: Loaded[RunSpec], site: ClusterProfile)
         "engine.deepspeed.offload_parameters": own.offload_parameters,
     }
     asking = [field for field, home in wants.items() if home == "nvme"]
-    if document.engine.name != "deepspeed" or not asking or own.nvme_path is not None:
+    if document.engine.abilities.nvme_directory is None or not asking or own.nvme_path:
         return document
     local = next((one.path for one in site.filesystems if one.kind == "local"), None)
     if local is None:
@@ -32,5 +32,5 @@ def with_scratch(document: RunSpec, spec: Loaded[RunSpec], site: ClusterProfile)
         hint = "name a directory on each node's NVMe: `engine.deepspeed.nvme_path`"
         raise InvalidInputError([spec.problem(asking[0], message, hint)])
     own = own.model_copy(update={"nvme_path": local})
-    engine = document.engine.model_copy(update={"deepspeed": own})
+    engine = document.engine.model_copy(update=dict(deepspeed=own))
     return document.model_copy(update={"engine": engine})

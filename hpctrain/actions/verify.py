@@ -15,14 +15,13 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from hpctrain.actions.trainer_process import TrainerProgram, run_program
+from hpctrain.engines.documents import train_config
 from hpctrain.engines.kept import planned_kept_bytes
-from hpctrain.engines.megatron import megatron_config
 from hpctrain.engines.verification import Built, Verification, compare
 from hpctrain.errors import HpctrainError, InvalidInputError, Problem, UsageError
 from hpctrain.plan.documents import Plan
+from hpctrain.spec.engines.registry import abilities_of
 from hpctrain.spec.run import RunSpec
-
-_MODULE = "hpctrain.train.engines.megatron.verify"
 
 
 def verify_plan(
@@ -37,7 +36,8 @@ def verify_plan(
     `python` is the interpreter with the trainer's packages. Raises UsageError when the plan is not
     one that megatron-core trains, HpctrainError when the packages are missing or building fails.
     """
-    if plan.engine not in ("megatron", "megatron-lm"):
+    verifier = abilities_of(plan.engine).verifier
+    if verifier is None:
         raise UsageError(
             f"--verify builds with megatron-core, the engine is {plan.engine}",
             hint="leave out --verify",
@@ -49,8 +49,8 @@ def verify_plan(
         )
     # all 16-bit types are equal for what is counted here, and fp8 keeps its parameters in bf16
     precision = "fp32" if plan.precision == "fp32" else "bf16"
-    config = megatron_config(spec, plan.model_copy(update={"precision": precision}), None)
-    program = TrainerProgram(_MODULE, "plan --verify", "megatron", python)
+    config = train_config(spec, plan.model_copy(update={"precision": precision}), None)
+    program = TrainerProgram(verifier, "plan --verify", "megatron", python)
     with tempfile.TemporaryDirectory(prefix="hpctrain-verify-") as directory:
         file = Path(directory, "train.json")
         file.write_text(config.model_dump_json())

@@ -255,7 +255,7 @@ def _engine_warnings(spec: RunSpec, candidate: Candidate) -> list[str]:
     layout, lines = candidate.layout, []
     if layout.cp > 1 and spec.engine.implementation == "auto":
         lines.append(f"cp {layout.cp} needs TransformerEngine on the nodes.")
-    if layout.dp * layout.cp > 1 and candidate.zero == 0 and spec.engine.name != "ddp":
+    if layout.dp * layout.cp > 1 and candidate.zero == 0 and spec.engine.abilities.shards:
         replicas = layout.dp * layout.cp
         lines.append(f"Optimizer state is not shared out: {replicas} GPUs hold the same.")
     if spec.model.key_value_heads < layout.tp:

@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_va
 
 from hpctrain.spec.contradiction import Contradiction
 from hpctrain.spec.document import Document
-from hpctrain.spec.engine import EngineName
+from hpctrain.spec.engines.registry import EngineName
 from hpctrain.spec.run import Name, Precision, RunSpec, VariableName
 from hpctrain.units import Bandwidth, ByteSize, Duration, FlopRate
 

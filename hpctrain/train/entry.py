@@ -22,9 +22,9 @@ from hpctrain.checkpoints.manifest import (
     what_is_wrong,
 )
 from hpctrain.checkpoints.publish import StaleEpochError
-from hpctrain.engines.megatron_lm import MegatronLmConfig
 from hpctrain.engines.training import TrainConfig
 from hpctrain.errors import CheckpointError, HpctrainError, InvalidInputError, Problem
+from hpctrain.spec.engines.registry import abilities_of, resolve
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.requests import is_requested
 from hpctrain.store.run_records import (
@@ -293,8 +293,9 @@ def _train(job: Job, ending: _Ending) -> Outcome:
         job, lambda: _refuse_damaged(job), BadCheckpointError, UnreadableCheckpointError
     )
     os.environ.update(quiet_defaults(job.config.engine) | flight_recorder(job.run, job.launch))
-    if isinstance(job.config, MegatronLmConfig):
-        return _supervise(job, ending, digests)
+    program = abilities_of(job.config.engine).program
+    if program is not None:
+        return _run_program(program, job, ending, digests)
     from hpctrain.train.startup import assemble  # torch and megatron-core come in here
 
     loop = assemble(job, ending, digests)
@@ -310,11 +311,10 @@ def _train(job: Job, ending: _Ending) -> Outcome:
     return outcome
 
 
-def _supervise(job: Job, ending: _Ending, digests: DigestCheck | None) -> Outcome:
-    """Have somebody's own program train."""
-    from hpctrain.train.engines.megatron_lm.running import run
-
-    outcome, step = run(job, ending, digests)
+def _run_program(program: str, job: Job, ending: _Ending, digests: DigestCheck | None) -> Outcome:
+    """Train with somebody's own program, which the engine's module `program` runs."""
+    outcome: Outcome
+    outcome, step = resolve(program).run(job, ending, digests)
     if outcome == "done" and job.launch.leads:
         outlast(job.run, lambda: _mark_done(job, step))
     return outcome

@@ -6,7 +6,6 @@ belong here: what an engine builds (see its room's `assembly`).
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import warnings
@@ -17,6 +16,7 @@ import torch
 
 from hpctrain.checkpoints.manifest import step_of
 from hpctrain.engines.training import TrainConfig
+from hpctrain.spec.engines.registry import abilities_of, resolve
 from hpctrain.store.requests import SaveRequest
 from hpctrain.store.run_records import SaveRecord, read_saves
 from hpctrain.train.datasets.skipped_samples import Skips, parse_skips, read_skips
@@ -37,8 +37,6 @@ from hpctrain.train.times import RankClock
 # They say at import that TransformerEngine or Apex are missing, from every rank.
 warnings.filterwarnings("ignore", module=r"(torch|megatron)\b.*")
 
-_ROOMS = {"megatron": "megatron", "fsdp": "native", "ddp": "native", "deepspeed": "deepspeed"}
-
 
 class Keeper(Protocol):
     """Who keeps what the record of how the rank ended needs: the last finished step, the step of
@@ -52,9 +50,10 @@ class Keeper(Protocol):
 
 
 def room_of(config: TrainConfig) -> Room:
-    """The engine's room, whose import brings in the engine."""
-    name = _ROOMS[config.engine]
-    return cast(Room, importlib.import_module(f"hpctrain.train.engines.{name}.assembly"))
+    """Import the room of the engine, and the engine with it."""
+    assembly = abilities_of(config.engine).assembly
+    assert assembly is not None, f"engine {config.engine} trains with a program of its own"
+    return cast(Room, resolve(assembly))
 
 
 def assemble(job: Job, keeper: Keeper, digests: DigestCheck | None = None) -> Loop:

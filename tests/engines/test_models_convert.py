@@ -87,7 +87,7 @@ def compare_logits(directory: Path) -> None:
     """With those of megatron-core on one rank."""
     tokens, wanted = torch.load(directory / "logits.pt")
     staged = open_staged(directory / "megatron")
-    assert staged.kind == "megatron"
+    assert staged.kind == "megatron_core"
     with megatron.one_rank(), torch.no_grad():
         chunk = megatron.build(shape_described(staged.config), torch.float32)
         megatron.load(chunk, staged.path)

@@ -26,17 +26,6 @@ from hpctrain.spec.run import ModelSpec, RecomputeModule, RunSpec
 if TYPE_CHECKING:
     from hpctrain.plan.mesh.columns import Columns
 
-# Which generation of software of the calibration each engine is like. hpctrain's own trainer has
-# not been measured on GPUs: it takes the median of measured software, and hides gradients and
-# weights of data parallelism (`train.model.ddp_settings`) as the runs of `DATA_OVERLAP` do.
-ENGINE_SOFTWARE = {
-    "megatron": "generic",
-    "megatron-lm": "mcore",
-    "fsdp": "fsdp",
-    "deepspeed": "deepspeed-zero3-2021",
-    "ddp": "fsdp",
-}
-DATA_OVERLAP = "mcore"
 ELEMENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 2}  # fp8: weights stay in 16 bits
 GRADIENT_BYTES = 4  # one fp32 buffer (DistributedDataParallelConfig.grad_reduce_in_fp32)
 # Two fp32 moments of Adam; 16-bit weights have an fp32 main copy besides
@@ -188,7 +177,7 @@ def mesh_of(spec: RunSpec, columns: Columns) -> Mesh:
 
 def hook_of(spec: RunSpec) -> str:
     """How DistributedDataParallel sums gradients; `none` for every other engine."""
-    return spec.engine.ddp.hook if spec.engine.name == "ddp" else "none"
+    return spec.engine.ddp.hook if spec.engine.abilities.gradient_hook else "none"
 
 
 def summed_bytes(spec: RunSpec) -> float:
@@ -225,14 +214,13 @@ def software_for(spec: RunSpec, profile: ClusterProfile, knowledge: Knowledge | 
     """The engine's generation, with what spec and profile say of it."""
     calibration = knowledge.calibration if knowledge else None
     base = software_of(engine_calibration(spec, calibration)) if calibration else PLAIN
+    abilities = spec.engine.abilities
     said = replace(
         base,
         flash=int(uses_flash_attention(spec)),
         dp_overlap=data_overlap(spec, calibration, base),
-        # runtime/engine.py, _configure_zero_optimizer: no `overlap_comm` behind a pipeline
-        late_sums=int(spec.engine.name == "deepspeed"),
-        # runtime/pipe/engine.py: `pipe_partitioned` and `grad_partitioned` are on
-        scatter_gather=1.0 if spec.engine.name == "deepspeed" else base.scatter_gather,
+        late_sums=int(abilities.sums_behind_pipeline),
+        scatter_gather=1.0 if abilities.splits_stage_messages else base.scatter_gather,
         main_bytes=optimizer_bytes(spec),
         context_bytes=float(profile.gpu.reserved),
     )
@@ -252,22 +240,23 @@ def optimizer_bytes(spec: RunSpec) -> float:
     """
     learned = learned_share(spec)
     main = OPTIMIZER_BYTES[spec.precision] - MOMENT_BYTES
-    copied = learned if spec.engine.name == "deepspeed" else 1.0
+    copied = learned if spec.engine.abilities.main_copy_of_trained_only else 1.0
     return main * copied + MOMENT_BYTES * learned
 
 
 def data_overlap(spec: RunSpec, calibration: Calibration | None, base: Software) -> float:
     """Share of data parallel traffic that can hide; half of it for each of the two switches."""
     hidden = float(base.dp_overlap)
-    if spec.engine.name == "megatron" and calibration and DATA_OVERLAP in calibration.software:
-        hidden = calibration.software[DATA_OVERLAP].dp_overlap
+    measured = spec.engine.abilities.overlap_calibration
+    if measured is not None and calibration and measured in calibration.software:
+        hidden = calibration.software[measured].dp_overlap
     switches = (spec.optimizer.overlap_grad_reduce, spec.optimizer.overlap_param_gather)
     return hidden * sum(switches) / len(switches)
 
 
 def engine_calibration(spec: RunSpec, calibration: Calibration) -> SoftwareCalibration:
     """The software that the engine is like. Raises InvalidInputError where the file lacks it."""
-    key = ENGINE_SOFTWARE[spec.engine.name]
+    key = spec.engine.abilities.calibration
     if key not in calibration.software:
         raise InvalidInputError([Problem(f"the calibration has no software `{key}`")])
     return calibration.software[key]

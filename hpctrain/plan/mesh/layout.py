@@ -33,8 +33,8 @@ def uses_sequence_parallel(parallel: ParallelSpec) -> bool:
 
 
 def settled(spec: RunSpec, parallel: ParallelSpec) -> ParallelSpec:
-    """With what the engine leaves no choice about: DeepSpeed has no sequence parallelism."""
-    if spec.engine.name == "deepspeed":
+    """Switch sequence parallelism off for an engine without it, such as DeepSpeed."""
+    if not spec.engine.abilities.sequence_parallel:
         return parallel.model_copy(update={"sequence_parallel": False})
     return parallel
 

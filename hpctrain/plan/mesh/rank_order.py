@@ -127,7 +127,8 @@ def step_traffic(spec: RunSpec, candidate: Candidate) -> Traffic:
     whole, experts = max(pairs)
     replicas, copies = layout.dp * layout.cp, _expert_copies(layout)
     tokens = candidate.micro_batch * model.seq / layout.cp
-    split = layout.tp if layout.sequence_parallel or spec.engine.name == "deepspeed" else 1
+    is_split = layout.sequence_parallel or spec.engine.abilities.splits_stage_messages
+    split = layout.tp if is_split else 1
     return Traffic(
         dense_ring_bytes=moved * (whole - experts) * (replicas - 1) / replicas,
         expert_ring_bytes=moved * experts * (copies - 1) / copies,

@@ -19,8 +19,6 @@ from hpctrain.spec.run import MlaSpec, ModelSpec, MoeSpec, RunSpec
 # (`make_vocab_size_divisible_by`, megatron/training/arguments.py, default 128), so that every
 # rank holds the same number of rows and the output matrix multiplication is aligned.
 VOCAB_MULTIPLE = 128
-# Engines that train Hugging Face's classes, whose tables have as many rows as there are words.
-_UNPADDED = ("fsdp", "deepspeed", "ddp")
 
 # Embeddings of sentences A and B (Devlin et al. 2018, arXiv 1810.04805, section 3.2). Telling if
 # B follows A is not learned: no loss without it (Liu et al. 2019, arXiv 1907.11692, section 4.2).
@@ -29,7 +27,7 @@ BERT_SEGMENTS = 2
 
 def vocab_multiple(spec: RunSpec) -> int:
     """What the rows of an embedding table on each rank are a multiple of."""
-    padded = spec.engine.name not in _UNPADDED or spec.model.reads_images
+    padded = spec.engine.abilities.pads_vocab or spec.model.reads_images
     return VOCAB_MULTIPLE if padded else 1
 
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.plan.abilities.sharding import AXES
 from hpctrain.plan.mesh.columns import Columns
 from hpctrain.plan.mesh.layout import split_widths
 from hpctrain.plan.mesh.rank_order import ORDERS
@@ -159,7 +158,7 @@ def _axis_rules(
 ) -> Mask:
     """`sharding.axis_problems`, and of `layout` what is about context parallelism, ranks of experts
     and token prediction."""
-    allowed = () if spec.model.reads_images else AXES[spec.engine.name]
+    allowed = () if spec.model.reads_images else spec.engine.abilities.axes
     fine = np.ones(tp.shape, dtype=bool)
     for name, axis in (("tp", tp), ("cp", cp), ("pp", pp), ("vpp", vpp), ("ep", ep)):
         if name not in allowed:
@@ -215,7 +214,7 @@ def _expanded(spec: RunSpec, freedom: Freedom, found: Structures, rows: Whole) -
     once = both | (grid[-1].ravel() == freedom.orders[0])
     fine = once & _batch_rule(spec, found, row, micro) & _order_rule(found, row, order)
     fine &= _sharding_rules(found, row, zero, offload, shard)
-    if spec.engine.name == "deepspeed" and spec.parallel == "auto":
+    if not spec.engine.abilities.stage3_with_tensors and spec.parallel == "auto":
         # what the trainer can (`trainable_deepspeed.untrainable_in_tensors`)
         fine &= (zero < 3) | (found.tp[row] == 1)
     kept = [axis[fine].astype(np.int32) for axis in (micro, recompute, zero, offload, shard, order)]
@@ -238,7 +237,11 @@ def _order_rule(found: Structures, row: Whole, order: Whole) -> Mask:
 def _sharding_rules(
     found: Structures, row: Whole, zero: Whole, offload: Whole, shard: Whole
 ) -> Mask:
-    """`sharding.pipeline_allows`; shards are equal parts of the replicas; offload has state."""
+    """Gradients are sharded (stage 2 and above) without a pipeline only; shards are equal parts.
+
+    deepspeed/runtime/pipe/engine.py: PipelineEngine asserts a stage below `gradients`, because a
+    pipeline accumulates over microbatches.
+    """
     replicas = found.dp[row] * found.cp[row]
     parts = (shard == 0) | ((replicas % np.maximum(shard, 1) == 0) & (shard < replicas))
     whole_is_asked = (shard > 0) & (shard == replicas)

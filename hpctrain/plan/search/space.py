@@ -8,12 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from hpctrain.plan.abilities.sharding import AXES, offload_choices, shard_choices, zero_choices
-from hpctrain.plan.abilities.trainable import TRAINED_AXES
-from hpctrain.plan.abilities.trainable_deepspeed import (
-    untrainable_in_a_pipeline,
-    untrainable_in_tensors,
-)
+from hpctrain.plan.abilities.sharding import offload_choices, shard_choices, zero_choices
+from hpctrain.plan.abilities.trainable import untrainable_axes
 from hpctrain.plan.divisors import divisors
 from hpctrain.plan.documents import DEFAULT_ORDER, RECOMPUTES
 from hpctrain.plan.mesh.batch import micro_choices
@@ -92,16 +88,14 @@ def _axes(spec: RunSpec) -> tuple[str, ...]:
     """Along which a search may split the model: those that can be trained, too."""
     if spec.model.reads_images:
         return ()
-    if spec.engine.name == "deepspeed":
-        refused = {"tp": untrainable_in_tensors(spec), "pp": untrainable_in_a_pipeline(spec)}
-        return tuple(axis for axis, words in refused.items() if not any(words))
-    return TRAINED_AXES.get(spec.engine.name, AXES[spec.engine.name])
+    refused = untrainable_axes(spec)
+    return tuple(axis for axis in spec.engine.abilities.trained_axes if axis not in refused)
 
 
 def _tensor_choices(spec: RunSpec, sizes: Iterable[int]) -> tuple[int, ...]:
-    """For DeepSpeed, whose layers copy no key/value heads, only what divides these."""
+    """For an engine that copies no key/value heads, only what divides these."""
     model = spec.model
-    whole = spec.engine.name == "deepspeed"
+    whole = not spec.engine.abilities.copies_kv_heads
     return tuple(n for n in sizes if n <= model.heads and not (whole and model.key_value_heads % n))
 
 
@@ -159,7 +153,7 @@ def hint_freedom(spec: RunSpec, profile: ClusterProfile, gpus: int) -> Freedom:
 def _expert_choices(
     spec: RunSpec, explicit: ParallelSpec, sizes: tuple[int, ...]
 ) -> tuple[int, ...]:
-    if spec.model.moe is None or "ep" not in AXES[spec.engine.name]:
+    if spec.model.moe is None or "ep" not in spec.engine.abilities.axes:
         return (1,)
     experts = spec.model.moe.experts
     return tuple({explicit.ep, *(n for n in sizes if experts % n == 0)})
@@ -170,7 +164,5 @@ def recompute_choices(spec: RunSpec) -> tuple[int, ...]:
     if spec.recompute == "auto" and spec.model.family == "resnet":
         return (RECOMPUTES.index("none"),)
     if spec.recompute == "auto":
-        whole_blocks = spec.engine.name in ("fsdp", "ddp", "deepspeed")
-        known = [one for one in RECOMPUTES if not (whole_blocks and one == "selective")]
-        return tuple(RECOMPUTES.index(one) for one in known)
+        return tuple(RECOMPUTES.index(one) for one in spec.engine.abilities.recomputes)
     return (RECOMPUTES.index(spec.recompute),)

@@ -62,9 +62,10 @@ def test_the_document_shows_what_is_printed_now() -> None:
     printed = done("compare", "-p", "a100x1", spec, "--engines", engines, "--predict").stdout
     document = (root / "docs/comparing.md").read_text()
     assert f"--engines {engines} --predict\n{printed}```" in document
-    from hpctrain.comparison.variants import WORDS
+    from hpctrain.spec.engines.registry import ENGINES
 
-    words = {word.text.replace("#", "N") for word in WORDS} - {"zero1", "zero2"}
+    words = {word.text.replace("#", "N") for one in ENGINES.values() for word in one.words}
+    words -= {"zero1", "zero2"}
     assert not [word for word in words if f"`{word}`" not in document], "a word nobody can find"
 
 

@@ -1,7 +1,7 @@
 """What DeepSpeed needs of this machine, found before torch is imported and before any rank waits.
 
 Belongs here: packages, tools and directories. Does not belong here: what excludes what in a spec
-(see `hpctrain.spec.deepspeed`), building an operator (see `library`).
+(see `hpctrain.spec.engines.deepspeed`), building an operator (see `library`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from hpctrain.store.layout import RunLayout
 _TOOLS_HINT = "load a compiler's module, or build DeepSpeed's operators into the environment"
 
 
-def deepspeed_problems(config: DeepSpeedConfig, run: RunLayout) -> Iterator[Problem]:
-    """Everything that is missing."""
+def engine_problems(config: DeepSpeedConfig, run: RunLayout) -> Iterator[Problem]:
+    """Yield everything that is missing."""
     home = _package()
     if home is None:
         hint = "python -m pip install 'hpctrain[deepspeed]'"

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.errors import Problem
+from hpctrain.store.layout import RunLayout
 
 # multi_latent_attention.py gives core attention two head sizes, which dot_product_attention.py
 # does not take
@@ -20,8 +21,8 @@ LATENT_NEEDS_ENGINE = Problem(
 )
 
 
-def megatron_problems(config: MegatronConfig) -> Iterator[Problem]:
-    """Everything that is wrong for megatron-core."""
+def engine_problems(config: MegatronConfig, run: RunLayout) -> Iterator[Problem]:
+    """Yield everything that is wrong for megatron-core."""
     yield from _tensor_problems(config)
     yield from _split_problems(config)
     yield from _implementation_problems(config)

@@ -1,17 +1,30 @@
-"""What only an external Megatron-LM asks for: its checkout, and arguments of the user's own.
+"""What only an external Megatron-LM reads of a spec, and what it can do.
 
 Belongs here: which arguments of `pretrain_gpt.py` a spec may not give, because a field of the spec
-or hpctrain itself decides them. Does not belong here: rendering arguments (see
+or hpctrain itself decides them; its abilities. Does not belong here: rendering arguments (see
 `hpctrain.engines.megatron_lm`), and whether a checkout knows an argument, which only its own
 parser can tell (it does so when the job starts).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
+
+from hpctrain.spec.contradiction import Contradiction
+from hpctrain.spec.engines.abilities import (
+    MEGATRON_CORE,
+    MODEL_AXES,
+    OFFLOAD_WORD,
+    WORDS_OF_EVERY_ENGINE,
+    EngineAbilities,
+)
+from hpctrain.spec.engines.megatron import ENVIRONMENT, MESH_WORDS, ZERO_WORDS
+
+if TYPE_CHECKING:
+    from hpctrain.spec.engine import EngineSpec
 
 MEGATRON_LM_ENTRY = "pretrain_gpt.py"
 ArgumentName = Annotated[str, Field(pattern=r"^[a-z][A-Za-z0-9_-]*$")]
@@ -142,3 +155,51 @@ def first_wrong(arguments: Mapping[str, ArgumentValue]) -> tuple[str, str, str] 
         if wrong is not None:
             return name, *wrong
     return None
+
+
+def wrong_settings(engine: EngineSpec) -> Iterator[Contradiction]:
+    """Find a missing checkout, and the first argument that a spec may not give."""
+    if engine.checkout is None:
+        message = "engine megatron-lm needs `checkout`, the directory of the Megatron-LM"
+        hint = "add `checkout: /path/to/Megatron-LM`"
+        yield Contradiction(("engine", "name"), message, hint)
+    wrong = first_wrong(engine.arguments)
+    if wrong is not None:
+        name, message, hint = wrong
+        yield Contradiction(("engine", "arguments", name), message, hint)
+
+
+def profiler_arguments(steps: tuple[int, ...]) -> str:
+    """Write the arguments with which Megatron-LM traces these steps itself."""
+    return (
+        f"Megatron-LM's own `engine.arguments`: {{profile: true, "
+        f"profile-step-start: {steps[0]}, profile-step-end: {steps[-1] + 1}, "
+        "use-pytorch-profiler: true}"
+    )
+
+
+ABILITIES = EngineAbilities(
+    name="megatron-lm",
+    title="an external Megatron-LM",
+    document="hpctrain.engines.megatron_lm:MegatronLmConfig",
+    fill="hpctrain.engines.megatron_lm:megatron_lm_config",
+    program="hpctrain.train.engines.megatron_lm.running",
+    preflight="hpctrain.train.engines.megatron.preflight",
+    rules="hpctrain.plan.abilities.trainable_megatron_lm",
+    verifier="hpctrain.train.engines.megatron.verify",
+    settings={"checkout": "", "entry": MEGATRON_LM_ENTRY, "arguments": "{}"},
+    wrong_settings=wrong_settings,
+    model_classes=MEGATRON_CORE,
+    families=("gpt", "llama"),
+    pads_vocab=True,
+    axes=MODEL_AXES,
+    zero_stages=(0, 1),
+    offloads=("none", "cpu"),  # --optimizer-cpu-offload
+    recomputes=("none", "selective", "full"),
+    calibration="mcore",
+    chooses_overlap=True,
+    saves_by_steps_only=True,
+    environment=ENVIRONMENT,
+    own_profiler=profiler_arguments,
+    words=(*ZERO_WORDS, OFFLOAD_WORD, *WORDS_OF_EVERY_ENGINE, *MESH_WORDS),
+)
