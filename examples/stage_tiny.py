@@ -146,7 +146,6 @@ def _class(name: str) -> Any:
 
 def _save(model: str, config: str, shape: dict[str, Any], directory: Path) -> None:
     import torch
-
     from hpctrain.train.convert.directory import write_model
 
     torch.manual_seed(1)

@@ -14,7 +14,6 @@ from pathlib import Path
 from hpctrain.actions.prepare import load_inputs, load_knowledge
 from hpctrain.errors import DoesNotFitError, HpctrainError, LimitError, UsageError
 from hpctrain.plan.alternatives import explain
-from hpctrain.plan.cost.from_spec import Knowledge
 from hpctrain.plan.documents import Explanation, Goal, Plan
 from hpctrain.plan.forecast import (
     Budget,
@@ -29,6 +28,7 @@ from hpctrain.plan.forecast import (
 )
 from hpctrain.plan.limits import usable_gpus
 from hpctrain.plan.planner import Decision, decide
+from hpctrain.plan.request import Knowledge, PlanRequest
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec
 from hpctrain.units import Duration
@@ -74,7 +74,7 @@ def plan_option(inputs: Inputs, goal: Goal, gpus: int | None = None) -> Option:
     spec = inputs.spec if gpus is None else with_gpus(inputs.spec, gpus)
     start = time.perf_counter()
     try:
-        decision = decide(spec, inputs.profile, inputs.knowledge, goal)
+        decision = decide(PlanRequest(spec, inputs.profile, inputs.knowledge, goal))
     except (DoesNotFitError, LimitError) as error:
         return Option(spec.resources.gpus, refusal=error)
     seconds = time.perf_counter() - start
@@ -93,12 +93,12 @@ def explanation(inputs: Inputs, option: Option, goal: Goal, top: int) -> Explana
     choose and how the given one compares. Raises what planning raises."""
     decision = option.decision
     assert decision is not None
-    if decision.spec.parallel == "auto":
+    if decision.request.spec.parallel == "auto":
         told = explain(decision, top)
         return told.model_copy(update={"search_seconds": option.search_seconds})
-    free = decision.spec.model_copy(update={"parallel": "auto"})
+    free = decision.request.spec.model_copy(update={"parallel": "auto"})
     start = time.perf_counter()
-    other = decide(free, inputs.profile, inputs.knowledge, goal)
+    other = decide(PlanRequest(free, inputs.profile, inputs.knowledge, goal))
     seconds = time.perf_counter() - start
     told = explain(other, top, given=decision.found.candidate(decision.row))
     return told.model_copy(update={"search_seconds": seconds})
@@ -134,7 +134,7 @@ def spot_comparison(inputs: Inputs, option: Option, budget: Budget | None) -> Sp
     """Spot against on demand for one option; None without a spot price or without a forecast."""
     if option.decision is None or option.forecast is None:
         return None
-    spec = option.decision.spec
+    spec = option.decision.request.spec
     facts = run_facts(spec, inputs.profile, option.decision.plan)
     assert facts is not None
     try:

@@ -39,7 +39,7 @@ from hpctrain.supervise.catalogue import load_signatures
 from hpctrain.supervise.judge.documents import RollbackSettings, SuperviseConfig
 
 if TYPE_CHECKING:
-    from hpctrain.plan.cost.from_spec import Knowledge
+    from hpctrain.plan.request import Knowledge
     from hpctrain.spec.catalogue import Gpu
 
 NODE_LEDGER_NAME = "nodes.jsonl"
@@ -99,7 +99,7 @@ def load_knowledge(profile: Loaded[ClusterProfile]) -> Knowledge:
     knows: then there is none, and time is not predicted. Raises InvalidInputError for any other
     GPU that is not in the catalogue.
     """
-    from hpctrain.plan.cost.from_spec import Knowledge
+    from hpctrain.plan.request import Knowledge
 
     return Knowledge(gpu=_known_gpu(profile), calibration=load_calibration())
 

@@ -127,7 +127,7 @@ def _verified(inputs: Inputs, option: Option) -> Verification:
     from hpctrain.actions.verify import verify_plan
 
     assert option.decision is not None
-    return verify_plan(option.decision.spec, option.decision.plan)
+    return verify_plan(option.decision.request.spec, option.decision.plan)
 
 
 def _print_json(

@@ -1,14 +1,14 @@
 """What an engine has: which axes, which ZeRO stages, what it can put into host memory.
 
-Belongs here: differences between engines as rules with a source. Does not belong here: rules of
-megatron-core about sizes of axes (`layout`), or which engines hpctrain trains (`trainable`).
+Belongs here: differences between engines as rules with a source. Does not belong here: rules about
+layouts (`mesh.rules`), or which engines hpctrain trains (`trainable`).
 """
 
 from __future__ import annotations
 
 from hpctrain.plan.divisors import or_list
 from hpctrain.plan.documents import Engine, Offload
-from hpctrain.spec.run import ParallelSpec, RunSpec
+from hpctrain.spec.run import RunSpec
 
 AXES: dict[Engine, tuple[str, ...]] = {
     "megatron": ("tp", "pp", "vpp", "cp", "ep"),
@@ -32,19 +32,6 @@ OFFLOADS: dict[Engine, tuple[Offload, ...]] = {
     "deepspeed": ("none", "cpu", "nvme"),
     "ddp": ("none",),
 }
-
-
-def axis_problems(spec: RunSpec, parallel: ParallelSpec) -> list[str]:
-    """Axes that the engine does not have; models of images are not split over ranks at all."""
-    engine = spec.engine.name
-    owner, allowed = f"engine {engine}", AXES[engine]
-    if spec.model.reads_images:
-        owner, allowed = f"a {spec.model.family}, planned with data parallelism only,", ()
-    return [
-        f"{owner} has no {axis}: remove `parallel.{axis}` {getattr(parallel, axis)}"
-        for axis in AXES["megatron"]
-        if axis not in allowed and getattr(parallel, axis) > 1
-    ]
 
 
 def sharding_problems(spec: RunSpec) -> list[str]:
@@ -74,15 +61,6 @@ def _stage_problems(spec: RunSpec) -> list[str]:
         word = "true" if spec.optimizer.distributed else "false"
         return [f"optimizer.zero {zero} contradicts `distributed: {word}`: remove one of them"]
     return []
-
-
-def pipeline_allows(zero: int, pp: int) -> bool:
-    """Gradients are sharded (stage 2 and above) without a pipeline only.
-
-    deepspeed/runtime/pipe/engine.py: PipelineEngine asserts a stage below `gradients`, because a
-    pipeline accumulates over microbatches.
-    """
-    return zero < 2 or pp == 1
 
 
 def _offload_problems(spec: RunSpec) -> list[str]:

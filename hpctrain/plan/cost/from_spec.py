@@ -6,7 +6,7 @@ Does not belong here: formulas, constants, or which layouts there are (`hpctrain
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, fields, replace
 from math import sqrt
 from typing import TYPE_CHECKING
 
@@ -15,12 +15,11 @@ from hpctrain.plan.cost.case import Case, Machine, Mesh, Shape, Software
 from hpctrain.plan.cost.constants import calibration_of, machine_of, software_of
 from hpctrain.plan.cost.lora_counts import learned_share, thin_parameters
 from hpctrain.plan.cost.modules import eager
-from hpctrain.plan.mesh.rank_order import ORDERS
+from hpctrain.plan.documents import ORDERS
 from hpctrain.plan.model import vision
 from hpctrain.plan.model.parameters import BERT_SEGMENTS, vocab_multiple
+from hpctrain.plan.request import PlanRequest
 from hpctrain.spec.calibration import Calibration, SoftwareCalibration
-from hpctrain.spec.catalogue import Gpu
-from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import ModelSpec, RecomputeModule, RunSpec
 
 if TYPE_CHECKING:
@@ -54,26 +53,12 @@ AGAIN_FIELDS: dict[RecomputeModule, str] = {
 }
 
 
-@dataclass(frozen=True)
-class Knowledge:
-    """What the planner knows besides spec and profile.
-
-    `gpu`: the GPU with its links, None when nobody knows it: then time is not predicted.
-    """
-
-    gpu: Gpu | None
-    calibration: Calibration
-
-
-def case_of(
-    spec: RunSpec, profile: ClusterProfile, knowledge: Knowledge | None, columns: Columns
-) -> Case:
+def case_of(request: PlanRequest, columns: Columns) -> Case:
     """The case of all rows of `columns`; without a known GPU it is good for memory only.
 
     Without knowledge the software has no overheads, no overlap and no allocator's slack.
     """
-    software = software_for(spec, profile, knowledge)
-    machine = machine_for(spec, profile, knowledge) or NO_MACHINE
+    spec = request.spec
     shape = replace(
         shape_of(spec.model),
         vocab_multiple=vocab_multiple(spec),
@@ -81,7 +66,8 @@ def case_of(
         thin_rank=spec.lora.rank if spec.lora else 0,
         learned=learned_share(spec),
     )
-    return Case(shape, mesh_of(spec, columns), machine, software)
+    machine = machine_for(request) or NO_MACHINE
+    return Case(shape, mesh_of(spec, columns), machine, software_for(request))
 
 
 def shape_of(model: ModelSpec) -> Shape:
@@ -204,10 +190,9 @@ def summed_bytes(spec: RunSpec) -> float:
     return gradient_bytes(spec) / (1 if hook == "none" else 2)
 
 
-def machine_for(
-    spec: RunSpec, profile: ClusterProfile, knowledge: Knowledge | None
-) -> Machine | None:
+def machine_for(request: PlanRequest) -> Machine | None:
     """The GPU and its links with the shares that kernels reach; None when it is not known."""
+    spec, profile, knowledge = request.spec, request.profile, request.knowledge
     if knowledge is None or knowledge.gpu is None:
         return None
     calibration, gpu, switches = knowledge.calibration, knowledge.gpu, profile.network.switches
@@ -221,8 +206,9 @@ def machine_for(
     )
 
 
-def software_for(spec: RunSpec, profile: ClusterProfile, knowledge: Knowledge | None) -> Software:
+def software_for(request: PlanRequest) -> Software:
     """The engine's generation, with what spec and profile say of it."""
+    spec, profile, knowledge = request.spec, request.profile, request.knowledge
     calibration = knowledge.calibration if knowledge else None
     base = software_of(engine_calibration(spec, calibration)) if calibration else PLAIN
     said = replace(

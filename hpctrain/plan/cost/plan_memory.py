@@ -14,7 +14,6 @@ import numpy as np
 from hpctrain.plan.cost.composition import Blocks
 from hpctrain.plan.cost.from_spec import (
     ELEMENT_BYTES,
-    Knowledge,
     case_of,
     gradient_bytes,
     optimizer_bytes,
@@ -27,7 +26,7 @@ from hpctrain.plan.mesh.candidate import Candidate
 from hpctrain.plan.mesh.columns import columns_of
 from hpctrain.plan.mesh.stages import stage_expert_parameters, stage_layers
 from hpctrain.plan.model.parameters import expert_tp
-from hpctrain.spec.profile import ClusterProfile
+from hpctrain.plan.request import PlanRequest
 from hpctrain.spec.run import ModelSpec, RunSpec
 
 TIGHT_SHARE = 0.94  # above this, fragmentation of PyTorch's allocator alone can end a run
@@ -45,15 +44,14 @@ class Shards:
         return -(-dense // self.dense) + -(-experts // self.experts)
 
 
-def candidate_memory(
-    spec: RunSpec, profile: ClusterProfile, knowledge: Knowledge | None, candidate: Candidate
-) -> tuple[MemoryBreakdown, ...]:
-    """Memory of every stage."""
+def candidate_memory(request: PlanRequest, candidate: Candidate) -> tuple[MemoryBreakdown, ...]:
+    """Count the bytes of every stage."""
+    spec = request.spec
     stages = held_stages(spec, candidate.layout, candidate.split)
-    case = case_of(spec, profile, knowledge, columns_of(candidate))
+    case = case_of(request, columns_of(candidate))
     estimate = _at(stage_memory(case, _cost_stages(spec.model, candidate)), len(stages))
     return tuple(
-        _exact(spec, candidate, stage, int(profile.gpu.reserved), estimate[stage.index])
+        _exact(spec, candidate, stage, int(request.profile.gpu.reserved), estimate[stage.index])
         for stage in stages
     )
 
@@ -118,9 +116,6 @@ def shards(candidate: Candidate, least_zero: int) -> Shards:
     return Shards(candidate.shard_gpus or replicas, max(1, replicas * layout.tp // spread))
 
 
-def candidate_peak(
-    spec: RunSpec, profile: ClusterProfile, knowledge: Knowledge | None, candidate: Candidate
-) -> int:
-    """Bytes on the fullest GPU."""
-    memory = candidate_memory(spec, profile, knowledge, candidate)
-    return max(stage.total_bytes for stage in memory)
+def candidate_peak(request: PlanRequest, candidate: Candidate) -> int:
+    """Count the bytes on the fullest GPU."""
+    return max(stage.total_bytes for stage in candidate_memory(request, candidate))

@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.plan.documents import RECOMPUTES
+from hpctrain.plan.documents import ORDERS, RECOMPUTES
 from hpctrain.plan.mesh.candidate import Candidate, candidate_of
-from hpctrain.plan.mesh.rank_order import ORDERS
 from hpctrain.plan.mesh.stages import Split
 from hpctrain.spec.run import ParallelSpec, RunSpec
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from hpctrain.plan.divisors import divisors, nearest, or_list
 from hpctrain.plan.documents import Layout, Stage
 from hpctrain.plan.model.parameters import (
     VOCAB_MULTIPLE,
@@ -28,7 +27,7 @@ Split = tuple[int, ...]  # transformer layers of each virtual stage, in model or
 
 
 def split_layers(layers: int, parallel: ParallelSpec) -> Split:
-    """Layers of each virtual stage. Call `split_problems` first: here the split must exist.
+    """Layers of each virtual stage. The split must exist (`rules`).
 
     `stages` of the spec is taken as it stands: pp x vpp numbers in model order (chunk 0 of all
     pipeline stages, then chunk 1, ...). Otherwise the split is even; with `count_embedding` /
@@ -38,43 +37,15 @@ def split_layers(layers: int, parallel: ParallelSpec) -> Split:
     if parallel.stages is not None:
         return parallel.stages
     virtual = parallel.pp * parallel.vpp
-    split = [counted_layers(layers, parallel) // virtual] * virtual
+    counted = layers + int(parallel.count_embedding) + int(parallel.count_loss)
+    split = [counted // virtual] * virtual
     split[0] -= int(parallel.count_embedding)
     split[-1] -= int(parallel.count_loss)
     return tuple(split)
 
 
-def counted_layers(layers: int, parallel: ParallelSpec) -> int:
-    """Transformer layers, plus the embedding and the loss where they count as layers."""
-    return layers + int(parallel.count_embedding) + int(parallel.count_loss)
-
-
-def split_problems(layers: int, parallel: ParallelSpec) -> list[str]:
-    """Why the layers cannot be split as asked; empty when they can."""
-    if parallel.stages is not None:
-        return _listed_problems(layers, parallel.stages)
-    virtual = parallel.pp * parallel.vpp
-    counted = counted_layers(layers, parallel)
-    if counted % virtual == 0:
-        return []
-    extra = " (embedding and loss counted as asked)" if counted != layers else ""
-    chunks = f"pp {parallel.pp}" + (f" x vpp {parallel.vpp}" if parallel.vpp > 1 else "")
-    proposal = or_list(nearest(virtual, divisors(counted)))
-    return [
-        f"{counted} layers{extra} cannot be split evenly over {chunks} = {virtual} chunks: "
-        f"nearest numbers of chunks {proposal}{_counting_hint(layers, virtual)}"
-    ]
-
-
-def _counting_hint(layers: int, virtual: int) -> str:
-    if (layers + 2) % virtual == 0:
-        return "; or set count_embedding and count_loss"
-    if (layers + 1) % virtual == 0:
-        return "; or set one of count_embedding and count_loss"
-    return "; or list the layers of each chunk in `stages`"
-
-
-def _listed_problems(layers: int, stages: Split) -> list[str]:
+def split_messages(layers: int, stages: Split) -> list[str]:
+    """Return why a model of so many layers cannot have the stages that a spec lists."""
     problems = []
     if sum(stages) != layers:
         problems.append(f"stages add up to {sum(stages)} layers, the model has {layers}")

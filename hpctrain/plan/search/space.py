@@ -15,11 +15,10 @@ from hpctrain.plan.abilities.trainable_deepspeed import (
     untrainable_in_tensors,
 )
 from hpctrain.plan.divisors import divisors
-from hpctrain.plan.documents import DEFAULT_ORDER, RECOMPUTES
+from hpctrain.plan.documents import DEFAULT_ORDER, ORDERS, RECOMPUTES
 from hpctrain.plan.mesh.batch import micro_choices
 from hpctrain.plan.mesh.layout import settled, tensor_sizes
 from hpctrain.plan.mesh.placement import stays_inside
-from hpctrain.plan.mesh.rank_order import ORDERS
 from hpctrain.plan.mesh.stages import Split
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import ParallelSpec, RunSpec

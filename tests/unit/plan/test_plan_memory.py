@@ -13,6 +13,7 @@ from hpctrain.plan.documents import MemoryBreakdown, Recompute
 from hpctrain.plan.mesh.candidate import Candidate, candidate_of
 from hpctrain.plan.mesh.columns import columns_of
 from hpctrain.plan.planner import make_plan
+from hpctrain.plan.request import PlanRequest
 from hpctrain.plan.search.layouts import BORDER
 from hpctrain.spec.run import ParallelSpec, RunSpec
 
@@ -47,7 +48,7 @@ def candidate(
 
 def stages(model: dict[str, Any], *args: Any, **axes: Any) -> tuple[MemoryBreakdown, ...]:
     spec, one = candidate(model, *args, **axes)
-    return candidate_memory(spec, cluster(), None, one)
+    return candidate_memory(PlanRequest(spec, cluster()), one)
 
 
 def layer_bytes(model: dict[str, Any], *args: Any, **axes: Any) -> int:
@@ -60,7 +61,7 @@ def layer_bytes(model: dict[str, Any], *args: Any, **axes: Any) -> int:
 
 def case(model: dict[str, Any], *args: Any, **axes: Any) -> Case:
     spec, one = candidate(model, *args, **axes)
-    return case_of(spec, cluster(), None, columns_of(one))
+    return case_of(PlanRequest(spec, cluster()), columns_of(one))
 
 
 # -- one layer: Korthikanti et al. 2022, arXiv 2205.05198 -------------------------------------
@@ -307,6 +308,6 @@ def test_the_estimate_of_the_search_is_within_its_border(
     model: dict[str, Any], axes: dict[str, Any], gpus: int
 ) -> None:
     spec, one = candidate(model, gpus=gpus, batch=gpus * 16, **axes)
-    exact = max(stage.total_bytes for stage in candidate_memory(spec, cluster(), None, one))
+    exact = max(stage.total_bytes for stage in candidate_memory(PlanRequest(spec, cluster()), one))
     estimate = float(peak_bytes(case(model, gpus=gpus, batch=gpus * 16, **axes))[0])
     assert estimate == pytest.approx(exact, rel=BORDER - 1)
