@@ -15,17 +15,16 @@ from hpctrain.actions.prepare import load_inputs, load_knowledge
 from hpctrain.errors import DoesNotFitError, HpctrainError, LimitError, UsageError
 from hpctrain.plan.alternatives import explain
 from hpctrain.plan.documents import Explanation, Goal, Plan
-from hpctrain.plan.forecast import (
+from hpctrain.plan.forecast.budget import cheapest_plan, check_currency
+from hpctrain.plan.forecast.documents import (
     Budget,
     BudgetDecision,
     Forecast,
     RunFacts,
     SpotComparison,
-    cheapest_plan,
-    check_currency,
-    compare_spot,
-    forecast,
 )
+from hpctrain.plan.forecast.predict import forecast
+from hpctrain.plan.forecast.spot import compare_spot
 from hpctrain.plan.limits import usable_gpus
 from hpctrain.plan.planner import Decision, decide
 from hpctrain.plan.request import Knowledge, PlanRequest

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hpctrain.actions.plan import Inputs, Option
     from hpctrain.engines.verification import Verification
     from hpctrain.plan.documents import Explanation, Goal
-    from hpctrain.plan.forecast import Budget, BudgetDecision
+    from hpctrain.plan.forecast.documents import Budget, BudgetDecision
 
 
 class GpuCounts(click.ParamType[tuple[int, ...]]):
@@ -83,7 +83,7 @@ def plan(
       hpctrain plan -p a100x64 examples/gpt175b.yaml --budget 900000usd --deadline 60d
     """
     from hpctrain.actions import plan as action
-    from hpctrain.plan.forecast import check_currency, parse_budget
+    from hpctrain.plan.forecast.budget import check_currency, parse_budget
 
     budget = parse_budget(money, deadline) if money or deadline else None
     inputs = action.load(spec, profile, overrides)

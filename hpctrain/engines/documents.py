@@ -6,6 +6,7 @@ Belongs here: the choice by the engine's name. Does not belong here: what is in 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Annotated, Any
 
 from pydantic import Discriminator, Tag, TypeAdapter
@@ -40,12 +41,17 @@ AnyTrainConfig = Annotated[
     | Annotated[DeepSpeedConfig, Tag("deepspeed")],
     Discriminator(_document_of),
 ]
-_READER: TypeAdapter[AnyTrainConfig] = TypeAdapter(AnyTrainConfig)
+
+
+@cache
+def _reader() -> TypeAdapter[AnyTrainConfig]:
+    """Build the validator of all engines, which takes longer than to import them."""
+    return TypeAdapter(AnyTrainConfig)
 
 
 def parse_train_config(text: str | bytes) -> TrainConfig:
     """A `train.json`. Raises pydantic.ValidationError."""
-    return _READER.validate_json(text)
+    return _reader().validate_json(text)
 
 
 def train_config(spec: RunSpec, plan: Plan, peak_flops_per_gpu: float | None) -> TrainConfig:

@@ -7,10 +7,10 @@ import math
 import forecast_specimens as specimen
 import pytest
 
-from hpctrain.plan.forecast import forecast
 from hpctrain.plan.forecast.attempts import Attempt, expected, first_order_ettr
 from hpctrain.plan.forecast.checkpoint import bytes_per_parameter
 from hpctrain.plan.forecast.intervals import best_steps, daly_seconds, young_seconds
+from hpctrain.plan.forecast.predict import forecast
 from hpctrain.plan.forecast.published import (
     LLAMA3_FAILURES_PER_NODE_DAY,
     RSC1_FAILURES_PER_NODE_DAY,
