@@ -49,8 +49,9 @@ def step_parts(request: PlanRequest, columns: Columns, stages: Split | None) -> 
     islands = crossed_islands(int(columns.gpus[0]), request.profile) if len(columns) else ()
     if islands:
         loads = uplink_seconds(request.spec, columns, islands, stages)
-        charged = (times.total, parts["data_messages"])
-        parts["islands"] = shown_seconds(columns, case.software, *charged, loads)
+        total = np.broadcast_to(np.asarray(times.total, dtype=float), shape)
+        charged = parts["data_messages"]
+        parts["islands"] = shown_seconds(columns, case.software, total, charged, loads)
     return [
         StepParts(**{f"{name}_seconds": float(part[row]) for name, part in parts.items()})
         for row in range(len(columns))
