@@ -14,8 +14,6 @@ from hpctrain.plan.cost.composition import Blocks
 from hpctrain.plan.cost.from_spec import (
     ELEMENT_BYTES,
     case_of,
-    gradient_bytes,
-    optimizer_bytes,
 )
 from hpctrain.plan.cost.lora_counts import held_stages
 from hpctrain.plan.cost.memory import Stage as CostStage
@@ -42,7 +40,7 @@ def candidate_memory(request: PlanRequest, candidate: Candidate) -> tuple[Memory
         for part in (estimate.activations, estimate.logits, estimate.buffers)
     )
     held = ELEMENT_BYTES[spec.precision] + int(spec.precision == "fp8")  # and an 8-bit copy
-    state = 0 if candidate.offload else optimizer_bytes(spec)
+    state = 0.0 if candidate.offload else float(case.software.main_bytes)
     found = []
     for n, stage in enumerate(stages):
         experts = stage_expert_parameters(spec.model, candidate.layout, candidate.split, n)
@@ -53,7 +51,7 @@ def candidate_memory(request: PlanRequest, candidate: Candidate) -> tuple[Memory
         found.append(
             MemoryBreakdown(
                 weights_bytes=held * weights,
-                gradients_bytes=round(gradient_bytes(spec) * gradients),
+                gradients_bytes=round(float(case.mesh.gradient_bytes) * gradients),
                 optimizer_bytes=round(state * optimizer),
                 activations_bytes=round(float(activations[n])),
                 logits_bytes=round(float(logits[n])),

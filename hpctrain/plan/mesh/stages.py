@@ -11,16 +11,7 @@ from __future__ import annotations
 from itertools import accumulate
 
 from hpctrain.plan.documents import Layout, Stage
-from hpctrain.plan.model.parameters import (
-    VOCAB_MULTIPLE,
-    embedding_parameters,
-    expert_parameters,
-    layer_parameters,
-    mtp_parameters,
-    norm_parameters,
-    output_parameters,
-    total_parameters,
-)
+from hpctrain.plan.model.parameters import VOCAB_MULTIPLE, expert_parameters, stage_parameters
 from hpctrain.spec.run import ModelSpec, ParallelSpec
 
 Split = tuple[int, ...]  # transformer layers of each virtual stage, in model order
@@ -81,12 +72,25 @@ def build_stage(
 
     `vocab_multiple`: see `parameters.vocab_multiple`.
     """
+    dense, with_experts = _kinds_of_layers(model, stage_layers(split, layout.pp, index))
+    first, last = index == 0, index == layout.pp - 1
+    parameters = stage_parameters(
+        model,
+        layout.tp,
+        layout.ep,
+        dense,
+        with_experts,
+        first=first,
+        last=last,
+        final_norm=index == _final_norm_stage(model, layout, split),
+        multiple=vocab_multiple,
+    )
     return Stage(
         index=index,
         chunk_layers=split[index :: layout.pp],
-        embedding=index == 0,
-        loss=index == layout.pp - 1,
-        parameters_per_gpu=_stage_parameters(model, layout, split, index, vocab_multiple),
+        embedding=first,
+        loss=last,
+        parameters_per_gpu=parameters,
     )
 
 
@@ -101,43 +105,11 @@ def stage_expert_parameters(model: ModelSpec, layout: Layout, split: Split, inde
     return with_experts * expert_parameters(model, layout.tp, layout.ep)
 
 
-def _stage_parameters(
-    model: ModelSpec, layout: Layout, split: Split, index: int, vocab_multiple: int
-) -> int:
-    if model.family == "resnet":
-        assert layout.pp == layout.tp == 1, "a ResNet is planned with data parallelism only"
-        return total_parameters(model)
-    tp, ep = layout.tp, layout.ep
-    dense, with_experts = _kinds_of_layers(model, stage_layers(split, layout.pp, index))
-    layers = dense * layer_parameters(model, tp, ep, 0)
-    layers += with_experts * layer_parameters(model, tp, ep, None)
-    return layers + _end_parameters(model, layout, split, index, vocab_multiple)
-
-
 def _kinds_of_layers(model: ModelSpec, chunks: tuple[range, ...]) -> tuple[int, int]:
     """(dense layers, layers with experts) of these chunks; the first layers are the dense ones."""
     dense_until = model.moe.dense_layers if model.moe is not None else model.layers
     dense = sum(len(range(chunk.start, min(chunk.stop, dense_until))) for chunk in chunks)
     return dense, sum(map(len, chunks)) - dense
-
-
-def _end_parameters(
-    model: ModelSpec, layout: Layout, split: Split, index: int, vocab_multiple: int
-) -> int:
-    """Embedding, final norm, output and token prediction, as far as they are on this stage.
-
-    Token prediction is on the last stage, with a copy of the embedding (GPTModel: `pre_process or
-    mtp_process`), tied or not.
-    """
-    first, last = index == 0, index == layout.pp - 1
-    parameters = 0
-    if first or (last and model.mtp_layers):
-        parameters += embedding_parameters(model, layout.tp, vocab_multiple)
-    if last:
-        parameters += output_parameters(model, layout.tp, first, vocab_multiple)
-        parameters += mtp_parameters(model, layout.tp, layout.ep)
-    norm_is_here = index == _final_norm_stage(model, layout, split)
-    return parameters + (int(norm_is_here) - int(last)) * norm_parameters(model)
 
 
 def _final_norm_stage(model: ModelSpec, layout: Layout, split: Split) -> int:
