@@ -66,12 +66,13 @@ class Refusals:
 
     site: Sequence[str]
     size: Sequence[str]
+    sharding: Sequence[str]
     layout: Sequence[str]
     memory: Sequence[str] = ()
 
     @property
     def messages(self) -> list[str]:
-        return [*self.site, *self.size, *self.layout, *self.memory]
+        return [*self.site, *self.size, *self.sharding, *self.layout, *self.memory]
 
 
 def make_plan(
@@ -98,10 +99,12 @@ def decide(request: PlanRequest) -> Decision:
     refused = Refusals(
         site=limit_problems(spec, profile),
         size=size_problems(spec.resources.gpus, profile),
+        sharding=sharding_problems(spec),
         layout=_layout_refusals(request),
     )
     # the memory of a layout on too many GPUs is worth mentioning in the same message
-    if not refused.layout and (spec.parallel != "auto" or not refused.size):
+    impossible = refused.sharding or refused.layout or (spec.parallel == "auto" and refused.size)
+    if not impossible:
         found = search(request, freedom_of(spec, profile))
         row = _chosen(found)
         if row is None:
@@ -112,12 +115,12 @@ def decide(request: PlanRequest) -> Decision:
 
 
 def _layout_refusals(request: PlanRequest) -> list[str]:
-    """List what is wrong with sharding and with an explicit layout, except its memory."""
+    """List what is wrong with an explicit layout, except its memory."""
     spec = request.spec
     if spec.parallel == "auto":
-        return sharding_problems(spec)
+        return []
     values = layout_values(spec, settled(spec, spec.parallel), spec.resources.gpus)
-    return sharding_problems(spec) + refusals(request, values)
+    return refusals(request, values)
 
 
 def _chosen(found: Found) -> int | None:
@@ -148,18 +151,17 @@ def _memory_refusal(found: Found) -> str:
 def _refusal(request: PlanRequest, refused: Refusals) -> HpctrainError:
     spec = request.spec
     kind = LimitError if refused.site else DoesNotFitError
-    only_site = not (refused.size or refused.layout or refused.memory)
+    only_site = list(refused.site) == refused.messages
     too_many = allowed_gpus(spec, request.profile) != spec.resources.gpus
-    hint = None if only_site and not too_many else _hint(request)
-    return kind("\n".join(refused.messages), hint)
+    # a sharding that the engine lacks has its hint in its message
+    wanted = not refused.sharding and (too_many or not only_site)
+    return kind("\n".join(refused.messages), _hint(request) if wanted else None)
 
 
-def _hint(request: PlanRequest) -> str | None:
+def _hint(request: PlanRequest) -> str:
     """Say what would work: on the GPUs asked for, on fewer where those are too many, else on
-    more. A sharding that the engine lacks has its hint in its message."""
+    more."""
     spec, profile = request.spec, request.profile
-    if sharding_problems(spec):
-        return None
     gpus, asked = allowed_gpus(spec, profile), spec.resources.gpus
     for number in (gpus, *powers_of_two_below(gpus)) if gpus != asked else (gpus,):
         found = proposal(nearest_fits(request, number))
