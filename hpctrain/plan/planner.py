@@ -36,7 +36,7 @@ from hpctrain.plan.mesh.islands import island_warnings, on_islands, slow_links, 
 from hpctrain.plan.mesh.layout import settled
 from hpctrain.plan.mesh.placement import place_axes
 from hpctrain.plan.mesh.rank_order import OrderChoice, choose_order
-from hpctrain.plan.mesh.rules import layout_values, refusals
+from hpctrain.plan.mesh.rules import BATCH, MESH_RULES, RULES, Rule, layout_values, refusals
 from hpctrain.plan.model.parameters import pad_vocab, vocab_multiple
 from hpctrain.plan.request import Knowledge, PlanRequest
 from hpctrain.plan.search.hints import larger_fit, nearest_fits, roomiest
@@ -96,11 +96,14 @@ def decide(request: PlanRequest) -> Decision:
     spec, profile = request.spec, request.profile
     found: Found | None = None
     row: int | None = None
+    sharding = sharding_problems(spec)
+    # what the engine cannot do at all says enough about sharding
+    rules = (*MESH_RULES, BATCH) if sharding else RULES
     refused = Refusals(
         site=limit_problems(spec, profile),
         size=size_problems(spec.resources.gpus, profile),
-        sharding=sharding_problems(spec),
-        layout=_layout_refusals(request),
+        sharding=sharding,
+        layout=_layout_refusals(request, rules),
     )
     # the memory of a layout on too many GPUs is worth mentioning in the same message
     impossible = refused.sharding or refused.layout or (spec.parallel == "auto" and refused.size)
@@ -114,13 +117,13 @@ def decide(request: PlanRequest) -> Decision:
     return Decision(request, found, row, _assemble(found, row))
 
 
-def _layout_refusals(request: PlanRequest) -> list[str]:
+def _layout_refusals(request: PlanRequest, rules: Sequence[Rule]) -> list[str]:
     """List what is wrong with an explicit layout, except its memory."""
     spec = request.spec
     if spec.parallel == "auto":
         return []
     values = layout_values(spec, settled(spec, spec.parallel), spec.resources.gpus)
-    return refusals(request, values)
+    return refusals(request, values, rules)
 
 
 def _chosen(found: Found) -> int | None:

@@ -449,6 +449,6 @@ CANDIDATE_RULES: tuple[Rule, ...] = (
 RULES = (*MESH_RULES, *CANDIDATE_RULES)
 
 
-def refusals(request: PlanRequest, layout: OneLayout) -> list[str]:
-    """The messages about one layout: one line for each rule that it breaks."""
-    return [rule.message(request, layout) for rule in broken_rules(request.spec, layout, RULES)]
+def refusals(request: PlanRequest, layout: OneLayout, rules: Sequence[Rule] = RULES) -> list[str]:
+    """List the messages about one layout: one for each rule that it breaks."""
+    return [rule.message(request, layout) for rule in broken_rules(request.spec, layout, rules)]
