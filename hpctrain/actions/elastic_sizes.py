@@ -20,7 +20,7 @@ from hpctrain.spec.run import ParallelSpec, RunSpec
 from hpctrain.store.supervise_config import LaunchShape
 
 if TYPE_CHECKING:
-    from hpctrain.plan.cost.from_spec import Knowledge
+    from hpctrain.plan.request import Knowledge
 
 PLANNED_FILE = "train.json"
 

@@ -14,21 +14,20 @@ from pathlib import Path
 from hpctrain.actions.prepare import load_inputs, load_knowledge
 from hpctrain.errors import DoesNotFitError, HpctrainError, LimitError, UsageError
 from hpctrain.plan.alternatives import explain
-from hpctrain.plan.cost.from_spec import Knowledge
 from hpctrain.plan.documents import Explanation, Goal, Plan
-from hpctrain.plan.forecast import (
+from hpctrain.plan.forecast.budget import cheapest_plan, check_currency
+from hpctrain.plan.forecast.documents import (
     Budget,
     BudgetDecision,
     Forecast,
     RunFacts,
     SpotComparison,
-    cheapest_plan,
-    check_currency,
-    compare_spot,
-    forecast,
 )
+from hpctrain.plan.forecast.predict import forecast
+from hpctrain.plan.forecast.spot import compare_spot
 from hpctrain.plan.limits import usable_gpus
 from hpctrain.plan.planner import Decision, decide
+from hpctrain.plan.request import Knowledge, PlanRequest
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec
 
@@ -73,7 +72,7 @@ def plan_option(inputs: Inputs, goal: Goal, gpus: int | None = None) -> Option:
     spec = inputs.spec if gpus is None else with_gpus(inputs.spec, gpus)
     start = time.perf_counter()
     try:
-        decision = decide(spec, inputs.profile, inputs.knowledge, goal)
+        decision = decide(PlanRequest(spec, inputs.profile, inputs.knowledge, goal))
     except (DoesNotFitError, LimitError) as error:
         return Option(spec.resources.gpus, refusal=error)
     seconds = time.perf_counter() - start
@@ -95,12 +94,12 @@ def explanation(inputs: Inputs, option: Option, goal: Goal, top: int) -> Explana
     """
     decision = option.decision
     assert decision is not None
-    if decision.spec.parallel == "auto":
+    if decision.request.spec.parallel == "auto":
         explained = explain(decision, top)
         return explained.model_copy(update={"search_seconds": option.search_seconds})
-    free = decision.spec.model_copy(update={"parallel": "auto"})
+    free = decision.request.spec.model_copy(update={"parallel": "auto"})
     start = time.perf_counter()
-    other = decide(free, inputs.profile, inputs.knowledge, goal)
+    other = decide(PlanRequest(free, inputs.profile, inputs.knowledge, goal))
     seconds = time.perf_counter() - start
     explained = explain(other, top, given=decision.found.candidate(decision.row))
     return explained.model_copy(update={"search_seconds": seconds})
@@ -131,7 +130,7 @@ def spot_comparison(inputs: Inputs, option: Option, budget: Budget | None) -> Sp
     """Compare spot with on demand for one option; None without spot price or forecast."""
     if option.decision is None or option.forecast is None:
         return None
-    spec = option.decision.spec
+    spec = option.decision.request.spec
     facts = run_facts(spec, inputs.profile, option.decision.plan)
     assert facts is not None
     try:

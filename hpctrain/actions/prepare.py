@@ -40,7 +40,7 @@ from hpctrain.store.supervise_config import RollbackSettings, SuperviseConfig
 from hpctrain.supervise.catalogue import load_signatures
 
 if TYPE_CHECKING:
-    from hpctrain.plan.cost.from_spec import Knowledge
+    from hpctrain.plan.request import Knowledge
 
 NODE_LEDGER_NAME = "nodes.jsonl"
 PROFILE_PATH_VARIABLE = "HPCTRAIN_PROFILE_PATH"
@@ -99,7 +99,7 @@ def load_knowledge(profile: Loaded[ClusterProfile]) -> Knowledge:
     there is none, and time is not predicted. Raises InvalidInputError for any other GPU that is not
     in the catalogue.
     """
-    from hpctrain.plan.cost.from_spec import Knowledge
+    from hpctrain.plan.request import Knowledge
     from hpctrain.spec.catalogue import cluster_gpu, match_gpu
 
     catalogue, given = load_catalogue(profile_search_path()), profile.document.gpu

@@ -6,6 +6,7 @@ package prints and exits. stdout carries what can be piped, stderr everything el
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import sys
@@ -107,6 +108,8 @@ def main() -> None:
     """Entry point of the `hpctrain` program."""
     # Looking for plugins of pydantic reads the metadata of every installed package.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
+    # Imports make hundreds of thousands of objects that stay; Python would look through them often.
+    gc.set_threshold(50_000, 20, 20)
     debug = "--debug" in sys.argv or bool(os.environ.get("HPCTRAIN_DEBUG"))
     sys.exit(run(sys.argv[1:], debug=debug))
 

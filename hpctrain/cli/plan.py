@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hpctrain.actions.plan import Inputs, Option
     from hpctrain.engines.verification import Verification
     from hpctrain.plan.documents import Explanation, Goal
-    from hpctrain.plan.forecast import Budget, BudgetDecision
+    from hpctrain.plan.forecast.documents import Budget, BudgetDecision
 
 
 class GpuCounts(click.ParamType[tuple[int, ...]]):
@@ -82,7 +82,7 @@ def plan(
       hpctrain plan -p a100x64 examples/gpt175b.yaml --budget 900000usd --deadline 60d
     """
     from hpctrain.actions import plan as action
-    from hpctrain.plan.forecast import check_currency, parse_budget
+    from hpctrain.plan.forecast.budget import check_currency, parse_budget
 
     budget = parse_budget(money, deadline) if money or deadline else None
     inputs = action.load(spec, profile, overrides)
@@ -95,7 +95,7 @@ def plan(
         from hpctrain.actions.verify import verify_plan
 
         assert option.decision is not None
-        built = verify_plan(option.decision.spec, option.decision.plan)
+        built = verify_plan(option.decision.request.spec, option.decision.plan)
     if as_json:
         assert option.plan is not None
         json_out(

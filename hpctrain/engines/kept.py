@@ -31,7 +31,8 @@ def planned_kept_bytes(spec: RunSpec, plan: Plan) -> tuple[int, ...]:
     """
     case = _case_of(spec, plan)
     outside = float(outside_bytes(case))
-    ends = (outside / case.mesh.element_bytes if spec.model.dropout else 0.0, 2 * outside)
+    element = float(case.mesh.element_bytes)
+    ends = (outside / element if spec.model.dropout else 0.0, 2 * outside)
     logits = float(logit_bytes(case))
     return tuple(
         round(

@@ -22,7 +22,8 @@ Order = Literal["tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"]
 Span = Literal[
     "one GPU", "inside a node", "inside an NVLink domain", "across nodes", "across islands"
 ]
-DEFAULT_ORDER: Order = "tp-cp-ep-dp-pp"
+ORDERS: tuple[Order, ...] = get_args(Order)
+DEFAULT_ORDER: Order = ORDERS[0]
 
 
 class Layout(Document):

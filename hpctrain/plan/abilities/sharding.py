@@ -1,28 +1,15 @@
 """What of a spec's layout, sharding and offload its engine does not have.
 
 Belongs here: sentences about that, and the values that a search may try. Does not belong here: what
-each engine has (see `hpctrain.spec.engines`), rules of megatron-core about sizes of axes
-(`layout`), what hpctrain trains (`trainable`).
+each engine has (see `hpctrain.spec.engines`), rules about layouts (`mesh.rules`), what hpctrain
+trains (`trainable`).
 """
 
 from __future__ import annotations
 
 from hpctrain.plan.divisors import or_list
-from hpctrain.spec.engines.abilities import MODEL_AXES
 from hpctrain.spec.engines.registry import ENGINES
-from hpctrain.spec.run import ParallelSpec, RunSpec
-
-
-def axis_problems(spec: RunSpec, parallel: ParallelSpec) -> list[str]:
-    """Find axes that the engine does not have; models of images are not split over ranks at all."""
-    owner, allowed = f"engine {spec.engine.name}", spec.engine.abilities.axes
-    if spec.model.reads_images:
-        owner, allowed = f"a {spec.model.family}, planned with data parallelism only,", ()
-    return [
-        f"{owner} has no {axis}: remove `parallel.{axis}` {getattr(parallel, axis)}"
-        for axis in MODEL_AXES
-        if axis not in allowed and getattr(parallel, axis) > 1
-    ]
+from hpctrain.spec.run import RunSpec
 
 
 def sharding_problems(spec: RunSpec) -> list[str]:

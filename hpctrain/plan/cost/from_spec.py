@@ -6,7 +6,7 @@ Does not belong here: formulas, constants, or which layouts there are (`hpctrain
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, fields, replace
 from math import sqrt
 from typing import TYPE_CHECKING
 
@@ -15,13 +15,12 @@ from hpctrain.plan.cost.case import Case, Machine, Mesh, Shape, Software
 from hpctrain.plan.cost.constants import calibration_of, machine_of, software_of
 from hpctrain.plan.cost.lora_counts import learned_share, thin_parameters
 from hpctrain.plan.cost.modules import eager
-from hpctrain.plan.mesh.rank_order import ORDERS
+from hpctrain.plan.documents import DEFAULT_ORDER, ORDERS
 from hpctrain.plan.model import vision
 from hpctrain.plan.model.parameters import BERT_SEGMENTS, vocab_multiple
+from hpctrain.plan.request import PlanRequest
 from hpctrain.spec.calibration import Calibration, SoftwareCalibration
-from hpctrain.spec.catalogue import Gpu
-from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.run import ModelSpec, RecomputeModule, RunSpec
+from hpctrain.spec.run import ModelSpec, RunSpec
 
 if TYPE_CHECKING:
     from hpctrain.plan.mesh.columns import Columns
@@ -32,37 +31,14 @@ GRADIENT_BYTES = 4  # one fp32 buffer (DistributedDataParallelConfig.grad_reduce
 # (megatron/core/optimizer/optimizer.py, Float16OptimizerWithFloat16Params and FP32Optimizer).
 OPTIMIZER_BYTES = {"fp32": 8, "fp16": 12, "bf16": 12, "fp8": 12}
 MOMENT_BYTES = 8
-# What selective recomputation computes again: Megatron's names, and those of a case.
-AGAIN_FIELDS: dict[RecomputeModule, str] = {
-    "core_attn": "again_core",
-    "mlp": "again_mlp",
-    "moe": "again_moe",
-    "layernorm": "again_norm",
-    "moe_act": "again_activation",
-    "mla_up_proj": "again_up",
-}
 
 
-@dataclass(frozen=True)
-class Knowledge:
-    """What the planner knows besides spec and profile.
-
-    `gpu`: the GPU with its links, None when nobody knows it: then time is not predicted.
-    """
-
-    gpu: Gpu | None
-    calibration: Calibration
-
-
-def case_of(
-    spec: RunSpec, profile: ClusterProfile, knowledge: Knowledge | None, columns: Columns
-) -> Case:
+def case_of(request: PlanRequest, columns: Columns) -> Case:
     """The case of all rows of `columns`; without a known GPU it is good for memory only.
 
     Without knowledge the software has no overheads, no overlap and no allocator's slack.
     """
-    software = software_for(spec, profile, knowledge)
-    machine = machine_for(spec, profile, knowledge) or NO_MACHINE
+    spec = request.spec
     shape = replace(
         shape_of(spec.model),
         vocab_multiple=vocab_multiple(spec),
@@ -70,7 +46,8 @@ def case_of(
         thin_rank=spec.lora.rank if spec.lora else 0,
         learned=learned_share(spec),
     )
-    return Case(shape, mesh_of(spec, columns), machine, software)
+    machine = machine_for(request) or NO_MACHINE
+    return Case(shape, mesh_of(spec, columns), machine, software_for(request))
 
 
 def shape_of(model: ModelSpec) -> Shape:
@@ -155,17 +132,30 @@ def resnet_shape(model: ModelSpec) -> Shape:
 
 def mesh_of(spec: RunSpec, columns: Columns) -> Mesh:
     """All layouts as real numbers; fields that the spec fixes are plain numbers."""
-    arrays = {
-        name: getattr(columns, name).astype(float)
-        for name in columns.__dataclass_fields__
-        if name in Mesh.__dataclass_fields__
-    }
-    arrays["offload"] = arrays["offload"] * (2 if spec.optimizer.offload == "nvme" else 1)
-    near = columns.order == ORDERS.index("tp-cp-ep-dp-pp")
-    again = {field: int(module in spec.recompute_modules) for module, field in AGAIN_FIELDS.items()}
+    near, again = columns.order == ORDERS.index(DEFAULT_ORDER), spec.recompute_modules
     return Mesh(
-        **arrays,
-        **again,
+        tp=columns.tp.astype(float),
+        pp=columns.pp.astype(float),
+        vpp=columns.vpp.astype(float),
+        cp=columns.cp.astype(float),
+        ep=columns.ep.astype(float),
+        dp=columns.dp.astype(float),
+        micro_batch=columns.micro_batch.astype(float),
+        accumulation=columns.accumulation.astype(float),
+        sequence_parallel=columns.sequence_parallel.astype(float),
+        zero=columns.zero.astype(float),
+        recompute=columns.recompute.astype(float),
+        layers_first=columns.layers_first.astype(float),
+        layers_middle=columns.layers_middle.astype(float),
+        layers_last=columns.layers_last.astype(float),
+        shard_gpus=columns.shard_gpus.astype(float),
+        offload=columns.offload.astype(float) * (2 if spec.optimizer.offload == "nvme" else 1),
+        again_core=int("core_attn" in again),
+        again_mlp=int("mlp" in again),
+        again_moe=int("moe" in again),
+        again_norm=int("layernorm" in again),
+        again_activation=int("moe_act" in again),
+        again_up=int("mla_up_proj" in again),
         pipeline_outside=near.astype(float),
         low=int(spec.precision == "fp8"),
         element_bytes=ELEMENT_BYTES[spec.precision],
@@ -193,10 +183,9 @@ def summed_bytes(spec: RunSpec) -> float:
     return gradient_bytes(spec) / (1 if hook == "none" else 2)
 
 
-def machine_for(
-    spec: RunSpec, profile: ClusterProfile, knowledge: Knowledge | None
-) -> Machine | None:
+def machine_for(request: PlanRequest) -> Machine | None:
     """The GPU and its links with the shares that kernels reach; None when it is not known."""
+    spec, profile, knowledge = request.spec, request.profile, request.knowledge
     if knowledge is None or knowledge.gpu is None:
         return None
     calibration, gpu, switches = knowledge.calibration, knowledge.gpu, profile.network.switches
@@ -210,8 +199,9 @@ def machine_for(
     )
 
 
-def software_for(spec: RunSpec, profile: ClusterProfile, knowledge: Knowledge | None) -> Software:
+def software_for(request: PlanRequest) -> Software:
     """The engine's generation, with what spec and profile say of it."""
+    spec, profile, knowledge = request.spec, request.profile, request.knowledge
     calibration = knowledge.calibration if knowledge else None
     base = software_of(engine_calibration(spec, calibration)) if calibration else PLAIN
     abilities = spec.engine.abilities

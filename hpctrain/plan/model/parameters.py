@@ -198,6 +198,36 @@ def mtp_parameters(model: ModelSpec, tp: int, ep: int = 1) -> int:
     return model.mtp_layers * (layer + projection + 3 * norm_parameters(model))
 
 
+def stage_parameters(
+    model: ModelSpec,
+    tp: int,
+    ep: int,
+    dense: int,
+    with_experts: int,
+    *,
+    first: bool,
+    last: bool,
+    final_norm: bool,
+    multiple: int = VOCAB_MULTIPLE,
+) -> int:
+    """Count one pipeline stage: so many layers of both kinds, and the ends of the model on it.
+
+    Token prediction is on the last stage, with a copy of the embedding (GPTModel: `pre_process or
+    mtp_process`), tied or not.
+    """
+    if model.family == "resnet":
+        assert first and last, "a ResNet is planned with data parallelism only"
+        return total_parameters(model)
+    parameters = dense * layer_parameters(model, tp, ep, 0)
+    parameters += with_experts * layer_parameters(model, tp, ep, None)
+    if first or (last and model.mtp_layers):
+        parameters += embedding_parameters(model, tp, multiple)
+    if last:
+        parameters += output_parameters(model, tp, first, multiple)
+        parameters += mtp_parameters(model, tp, ep)
+    return parameters + (int(final_norm) - int(last)) * norm_parameters(model)
+
+
 def total_parameters(model: ModelSpec) -> int:
     """Parameters of the model itself: each once, vocabulary as given (not padded).
 
