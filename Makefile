@@ -3,13 +3,13 @@
 
 PYTHON := .venv/bin/python
 # Test processes side by side; each has a Slurm of its own. Half of their time they wait for Slurm,
-# so three keep two cores busy.
-WORKERS ?= 3
+# so four keep two cores busy.
+WORKERS ?= 4
 .DEFAULT_GOAL := help
 # Faults of `make chaos`, and the storm: the same seed gives the same faults at the same steps.
 N ?= 100
 SEED ?= 1
-.PHONY: help install demo test unit lint golden reliability slurm-24 chaos bench gpu sandbox-down clean
+.PHONY: help install demo test unit lint golden reliability slurm-24 chaos bench house gpu sandbox-down clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -20,8 +20,8 @@ install:  ## Slurm and munge from the distribution, .venv with pinned packages, 
 demo: install  ## Train, preempt, resume and finish a real Megatron job on a real Slurm
 	@$(PYTHON) scripts/demo.py
 
-test: install  ## All tests: unit, golden, engines, Slurm
-	@OMP_NUM_THREADS=1 $(PYTHON) -m pytest -rR -n $(WORKERS) --dist worksteal
+test: install  ## All tests: unit, golden, engines, Slurm; and the 15 slowest of them
+	@OMP_NUM_THREADS=1 $(PYTHON) -m pytest -rR -n $(WORKERS) --dist worksteal --durations=15
 
 unit: install  ## The fast tests only
 	@$(PYTHON) -m pytest tests/unit tests/golden tests/test_house.py
@@ -50,13 +50,17 @@ slurm-24: install  ## The rehearsals on Slurm 24.11 of Debian trixie, unpacked i
 chaos: install  ## N=100 faults of both tables at random, three runs at a time, and three questions
 	@$(PYTHON) -m bench.chaos --strikes $(N) --seed $(SEED)
 
-bench: install  ## Benchmarks; each prints ratios against a peer in the same run
+bench: install  ## Benchmarks and their tests; each prints ratios against a peer in the same run
+	@$(PYTHON) -m pytest -q bench/tests
 	@$(PYTHON) bench/login_node.py
 	@$(PYTHON) -m bench.overhead
 	@$(PYTHON) bench/planner_search.py
 	@$(PYTHON) -m bench.digests_while_loading
 	@$(PYTHON) -m bench.recovery
 	@$(PYTHON) -m bench.supervisor_cost
+
+house: install  ## Measures of the code base; draws docs/rooms.md
+	@$(PYTHON) -m bench.house --pictures
 
 gpu:  ## On a machine with a GPU, with the Python that sees it: PYTHON=python3
 	@$(PYTHON) -m pytest tests/gpu -n 4

@@ -24,11 +24,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from bench import prefork
 from bench.overhead.jobs import MEGATRON as CONFIG
 from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.run_records import SaveRecord, read_saves
-from hpctrain.train import prefork, startup
+from hpctrain.train import startup
 from hpctrain.train.job import Job
 from hpctrain.train.rank_environment import read_launch
 from hpctrain.train.saving.saver import Saver

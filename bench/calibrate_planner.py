@@ -36,7 +36,7 @@ from bench.rows_split import in_calibration
 from hpctrain.plan.cost.case import Case, stack
 from hpctrain.plan.cost.step import step_seconds
 from hpctrain.spec.calibration import Calibration
-from hpctrain.spec.loader import PACKAGED_CALIBRATION, load_catalogue
+from hpctrain.spec.loader import PACKAGED_CALIBRATION, load_catalogue, packaged_json
 
 TOLERANCE = 0.04  # relative error at which a residual counts 1
 MISTRUST = 3.0  # residuals beyond so many tolerances count less (soft L1)
@@ -323,6 +323,7 @@ def write(sections: dict[str, dict[str, dict[str, Any]]]) -> None:
     with open(PACKAGED_CALIBRATION, "w", encoding="utf-8") as file:
         file.write(HEADER)
         yaml.dump(checked, file)
+    PACKAGED_CALIBRATION.with_suffix(".json").write_text(packaged_json(PACKAGED_CALIBRATION))
 
 
 if __name__ == "__main__":

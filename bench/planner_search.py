@@ -20,11 +20,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from hpctrain.plan.cost.from_spec import Knowledge, case_of  # noqa: E402
+from hpctrain.plan.cost.from_spec import case_of  # noqa: E402
 from hpctrain.plan.cost.memory import peak_bytes  # noqa: E402
 from hpctrain.plan.cost.step import step_seconds  # noqa: E402
 from hpctrain.plan.mesh.columns import columns_of  # noqa: E402
 from hpctrain.plan.planner import Decision, decide  # noqa: E402
+from hpctrain.plan.request import Knowledge, PlanRequest  # noqa: E402
 from hpctrain.spec.catalogue import cluster_gpu  # noqa: E402
 from hpctrain.spec.loader import (  # noqa: E402
     find_profile,
@@ -70,7 +71,7 @@ def measure(name: str) -> dict[str, Any]:
     seconds, decision = [], None
     for _ in range(ROUNDS):
         start = time.perf_counter()
-        decision = decide(spec, profile, knowledge)
+        decision = decide(PlanRequest(spec, profile, knowledge))
         seconds.append(time.perf_counter() - start)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert decision is not None
@@ -97,7 +98,7 @@ def loop_seconds(decision: Decision) -> float:
     start = time.perf_counter()
     for row in rows:
         columns = columns_of(found.candidate(row))
-        case = case_of(decision.spec, decision.profile, decision.knowledge, columns)
+        case = case_of(decision.request, columns)
         if float(peak_bytes(case)[0]) <= found.capacity_bytes:
             step_seconds(case)
     return (time.perf_counter() - start) / len(rows)

@@ -15,7 +15,7 @@ from typing import Any
 
 from hpctrain.simulate.scenario import Scenario
 from hpctrain.simulate.trials import play
-from hpctrain.supervise.judge.documents import SuperviseConfig
+from hpctrain.store.supervise_config import SuperviseConfig
 
 DAY, HOUR = 86400.0, 3600.0
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import codecs
 import contextlib
+import functools
 import importlib
 import os
 import pwd
@@ -37,6 +38,7 @@ _PATIENCE_SECONDS = 300.0
 _PACKAGE = Path(hpctrain.__file__).parent
 # What a login node needs of Python; no engines.
 _WANTED = {*sys.stdlib_module_names, "hpctrain", "click", "pydantic", "rich", "ruamel", "jinja2"}
+_WITH_TORCH = ("train", "prepare", "convert")
 _Result = TypeVar("_Result")
 
 
@@ -59,6 +61,7 @@ class AnotherUser:
 
         Raises RuntimeError in the words of the exception that ended it.
         """
+        import_what_root_hides()
         context = get_context("fork")  # not a new interpreter: it may lie where only root reads
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(target=self._live, args=(theirs, function, arguments))
@@ -84,6 +87,7 @@ class AnotherUser:
     @contextlib.contextmanager
     def attending(self) -> Iterator[Bystander]:
         """The same, for a caller that is about to start threads: nobody may fork after that."""
+        import_what_root_hides()
         context = get_context("fork")
         ours, theirs = context.Pipe()
         process = context.Process(target=self._attend, args=(theirs, ours), daemon=True)
@@ -115,7 +119,6 @@ class AnotherUser:
         self, answer: Connection, function: Callable[..., object], arguments: tuple[object, ...]
     ) -> None:
         try:
-            _import_what_root_hides()
             self._become()
             answer.send((function(*arguments), ""))
         except BaseException as error:
@@ -124,7 +127,6 @@ class AnotherUser:
     def _attend(self, questions: Connection, ours: Connection) -> None:
         """Answers one command after the other until the other end is closed."""
         ours.close()
-        _import_what_root_hides()
         self._become()
         with contextlib.suppress(EOFError):
             while True:
@@ -190,16 +192,20 @@ def _open_to_all(sandbox: Sandbox) -> None:
     sandbox.paths.slurm_conf.chmod(0o644)
 
 
-def _import_what_root_hides() -> None:
-    """hpctrain imports late; once we are somebody else, Python's own library may be out of reach
-    (an interpreter below /root)."""
+@functools.cache
+def import_what_root_hides() -> None:
+    """Import what hpctrain imports late, once, before the first fork.
+
+    Python's own library may be out of reach of another user (an interpreter below /root).
+    """
     for encoding in ("utf-8-sig", "latin-1", "idna"):
         codecs.lookup(encoding)
     for path in sorted(_PACKAGE.rglob("*.py")):
-        if "train" in path.relative_to(_PACKAGE).parts:
+        if path.relative_to(_PACKAGE).parts[0] in _WITH_TORCH:
             continue
         for name in sorted(_imported(path)):
-            if name.partition(".")[0] in _WANTED and not name.startswith("hpctrain.train"):
+            words = name.split(".")
+            if words[0] in _WANTED and not {*words[1:2]} & {*_WITH_TORCH}:
                 with contextlib.suppress(ImportError):
                     importlib.import_module(name)
 

@@ -5,12 +5,15 @@ A shell on a cluster is full of variables that change what Slurm, the trainer or
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import longest_first
 import pytest
+import reruns
 from reliability_report import ReliabilityReport
 
 if TYPE_CHECKING:
@@ -37,6 +40,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="Write the table of docs/reliability.md from what tests/slurm/faults see.",
     )
     parser.addoption(
+        "--write-durations",
+        action="store_true",
+        help="Write tests/durations.json, by which processes begin with the longest files.",
+    )
+    parser.addoption(
         "--slurm",
         type=Path,
         metavar="DIRECTORY",
@@ -45,8 +53,33 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--write-reliability") and not hasattr(config, "workerinput"):
+    if hasattr(config, "workerinput"):
+        return
+    if config.getoption("--write-reliability"):
         config.pluginmanager.register(ReliabilityReport(), "reliability")
+    if config.getoption("--write-durations"):
+        config.pluginmanager.register(longest_first.DurationsWriter(), "durations")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    reruns.mark_allowed(items)
+    worker = getattr(config, "workerinput", None)
+    if worker is not None:
+        longest_first.order(items, worker["workercount"])
+
+
+def pytest_collection_finish() -> None:
+    """Take what was imported and collected out of the garbage collector's sight.
+
+    It never goes away, and scanning it took two fifths of the time of tests that build models.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    repeated = [report.nodeid for report in terminalreporter.stats.get("rerun", [])]
+    terminalreporter.write_line(reruns.summary(repeated))
 
 
 @pytest.fixture

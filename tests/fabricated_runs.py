@@ -26,7 +26,7 @@ from hpctrain.store.run_records import (
     append_metrics,
     write_record,
 )
-from hpctrain.supervise.judge.documents import SuperviseConfig
+from hpctrain.store.supervise_config import SuperviseConfig
 
 NOW = 1_800_000_000.0
 TARGET_STEP = 60

@@ -8,13 +8,21 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from command_line import hpctrain as command
+from pydantic import BaseModel
 
 import hpctrain
 from hpctrain import errors
+from hpctrain.spec.engines.abilities import EngineAbilities
+from hpctrain.spec.engines.registry import ENGINES
+from hpctrain.spec.profile import ClusterProfile
+from hpctrain.spec.run import RunSpec
+from hpctrain.store.ledger import EventKind
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "hpctrain"
@@ -50,6 +58,15 @@ POPEN = (*POPEN, "supervise/evidence/probe.py")
 POPEN = (*POPEN, "train/engines/deepspeed/universal_checkpoint.py")
 # A profiler that lives as long as the rank below it.
 POPEN = (*POPEN, "train/launchers/nsight_task.py")
+
+# Rooms of engines, which may name them; all others ask `EngineAbilities` what an engine can do.
+ENGINE_ROOMS = ("spec/engines/", "engines/", "train/engines/")
+# Names that are an engine's and something else's.
+NOT_THE_ENGINE = {
+    ("prepare/texts.py", "megatron"): "the extra of pip that has the tokenizers",
+    ("prepare/tokens.py", "megatron"): "the extra of pip that has the tokenizers",
+    ("train/startup.py", "megatron"): "the logger of the Python package",
+}
 
 
 def name(path: Path) -> str:
@@ -274,6 +291,32 @@ def test_names_of_quantities_say_their_unit() -> None:
     assert not found, f"step_seconds, memory_bytes, ...: {found}"
 
 
+def test_engines_are_named_in_their_rooms_only() -> None:
+    """What an engine can do is a field of its abilities, not a comparison with its name."""
+    found: dict[tuple[str, str], str] = {}
+    for path, tree in TREES.items():
+        if name(path).startswith(ENGINE_ROOMS):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and node.value in ENGINES:
+                found[name(path), node.value] = where(path, node)
+    wrong = [place for key, place in found.items() if key not in NOT_THE_ENGINE]
+    assert not wrong, f"{len(wrong)} names of engines: ask `spec.engine.abilities`: {wrong}"
+    assert not NOT_THE_ENGINE.keys() - found.keys(), "an exception that nothing needs"
+
+
+def test_every_ability_is_read() -> None:
+    """A field of the abilities that no room reads would promise what nothing keeps."""
+    read = {
+        node.attr
+        for path, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+    }
+    unread = {one.name for one in fields(EngineAbilities)} - read
+    assert not unread, f"use it, or remove it: {unread}"
+
+
 def test_import_contracts() -> None:
     program = Path(sys.executable).with_name("lint-imports")
     done = subprocess.run(
@@ -324,6 +367,21 @@ def test_the_command_line_imports_nothing_heavy(tmp_path: Path, code: str, plans
     assert not heavy, f"imported on a login node: {heavy}"
 
 
+def test_submitting_loads_no_supervisor() -> None:
+    """Only what both need: the causes that a spec gives budgets for, and whose a job is."""
+    code = "import hpctrain.actions.submit" + DUMP
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    loaded = set(done.stderr.splitlines()[-1].split())
+    assert {name for name in loaded if name.startswith("hpctrain.supervise")} <= {
+        *("hpctrain.supervise", "hpctrain.supervise.judge"),
+        # the signatures that are written into the run directory, and the causes that they name
+        *("hpctrain.supervise.catalogue", "hpctrain.supervise.judge.signatures"),
+        *("hpctrain.supervise.judge.causes", "hpctrain.supervise.judge.documents"),
+        # which of Slurm's jobs are the run's: pure, and the same for everybody
+        "hpctrain.supervise.run_jobs",
+    }
+
+
 def test_help_needs_neither_documents_nor_tables() -> None:
     code = "from hpctrain.cli.main import run; run(['--help'])" + DUMP
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
@@ -364,7 +422,7 @@ def test_public_surface() -> None:
 
 def test_templates_only_fill_in() -> None:
     """Nothing deeper than an if or a for, no arithmetic: what is decided is decided in Python."""
-    allowed = {"if", "for", "endif", "endfor", "else"}
+    allowed = {"if", "for", "endif", "endfor", "else", "block", "endblock", "extends"}
     templates = list((ROOT / "templates").rglob("*.j2"))
     assert templates
     for template in templates:
@@ -374,13 +432,80 @@ def test_templates_only_fill_in() -> None:
         assert set(words) <= allowed, f"{file}: {set(words) - allowed}"
         depth = 0
         for word in words:
-            depth += (word in ("if", "for")) - word.startswith("end")
+            depth += (word in ("if", "for")) - (word in ("endif", "endfor"))
             assert depth <= 2, f"{file}: blocks inside blocks inside blocks"
         for expression in re.findall(r"\{[{%](.*?)[}%]\}", text):
             bare = re.sub(r"'[^']*'", "''", expression)
             assert not re.search(r"[+*/%~]| - |==|[<>]", bare), f"{file}: {expression}"
         shown = re.findall(r"^export .*\{\{(.*?)\}\}$", text, re.MULTILINE)
         assert all("| sh" in expression for expression in shown), f"{file}: unquoted {shown}"
+
+
+# -- nothing that a user sets or reads is without effect --------------------------------------
+
+
+def test_every_field_of_spec_and_profile_has_a_reader() -> None:
+    """Outside of spec/, or in a method of the document that is itself read there."""
+    read = {
+        node.attr
+        for path, tree in TREES.items()
+        if not name(path).startswith("spec/")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+    }
+    for method in document_methods():
+        if method.name in read:
+            read |= {node.attr for node in ast.walk(method) if isinstance(node, ast.Attribute)}
+    unread = [
+        f"{kind.__name__}.{field}"
+        for kind in sorted(document_kinds(RunSpec, ClusterProfile), key=lambda kind: kind.__name__)
+        for field in kind.model_fields
+        if field not in read
+    ]
+    assert not unread, f"a field that nothing reads is a bug: use it, or delete it: {unread}"
+
+
+def document_kinds(*types: object) -> set[type[BaseModel]]:
+    """All documents that these ones consist of."""
+    found: set[type[BaseModel]] = set()
+    left = list(types)
+    while left:
+        one = left.pop()
+        left.extend(get_args(one))
+        if isinstance(one, type) and issubclass(one, BaseModel) and one not in found:
+            found.add(one)
+            left.extend(field.annotation for field in one.model_fields.values())
+    return found
+
+
+def document_methods() -> Iterator[ast.FunctionDef]:
+    """Methods in spec/ that are no validators."""
+    for path, tree in TREES.items():
+        if name(path).startswith("spec/"):
+            for node in ast.walk(tree):
+                if isinstance(node, ast.FunctionDef):
+                    decorators = ast.unparse(ast.Tuple(node.decorator_list, ast.Load()))
+                    if "validator" not in decorators:
+                        yield node
+
+
+# Kinds of older ledgers that are still read: none. An unknown kind is passed over.
+ONLY_READ: dict[EventKind, str] = {}
+
+
+def test_every_kind_of_event_has_a_writer() -> None:
+    """The kind is an argument of a call that writes, or one of two that are chosen for it."""
+    writers = {"append", "note", "_note"}
+    written = set()
+    for tree in TREES.values():
+        for node in ast.walk(tree):
+            chosen = isinstance(node, ast.IfExp)
+            if chosen or (
+                isinstance(node, ast.Call) and dotted(node.func).rpartition(".")[2] in writers
+            ):
+                written |= {dotted(part) for part in ast.walk(node)}
+    unwritten = {kind for kind in EventKind if f"EventKind.{kind.name}" not in written}
+    assert unwritten == ONLY_READ.keys(), "delete the kind, or give the reason why it is only read"
 
 
 def test_links_lead_somewhere() -> None:

@@ -21,13 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.one_gpu.jobs import CASES, Case
+from bench.prefork import free_port
 from hpctrain.actions.plan import load, plan_option
 from hpctrain.engines.documents import train_config
 from hpctrain.errors import HpctrainError
 from hpctrain.plan.documents import Plan
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.run_records import RankTimes, read_metrics, read_record
-from hpctrain.train.prefork import free_port
 
 HERE = Path(__file__).parent
 STEPS, WARM_UP = 12, 4

@@ -18,12 +18,12 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
+from bench import prefork
 from bench.overhead.jobs import JOBS, MEGATRON_LM, on_one_gpu
 from bench.overhead.ranks import SECONDS_FILE, measure
 from bench.overhead.turns import BARE, OURS, Found, read_found
 from bench.pairs import Ratio, ratio
 from hpctrain.store.layout import RunLayout
-from hpctrain.train import prefork
 
 LIMIT_SECONDS = 600.0
 

@@ -1,7 +1,7 @@
-"""Write down what a person accepts when a run goes on: a start at step 0, or data that changed.
+"""Records what a person accepts when a run resumes: a start at step 0, or changed data.
 
 Belongs here: whether there is anything to accept, and the line in the ledger. Does not belong here:
-having the run go on (`control`), refusing without such a line (`hpctrain.supervise`).
+resuming the run (`control`), refusing without such a line (`hpctrain.supervise`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass
 
-from hpctrain.actions.requests import one_line, user_name
 from hpctrain.actions.run_data import record_data
 from hpctrain.actions.runs import RunFiles
 from hpctrain.checkpoints.discover import checkpoints
@@ -17,11 +16,12 @@ from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.store.data_identity import compare, read_identity
 from hpctrain.store.epochs import current_epoch
 from hpctrain.store.known_steps import known_steps
-from hpctrain.store.ledger import Event, EventKind
+from hpctrain.store.ledger import EventKind
+from hpctrain.store.requests import printable_reason, user_name
 from hpctrain.supervise.judge.causes import Cause
 from hpctrain.supervise.judge.launch_history import pending_rejections
 
-# After these the checkpoints that are still there are of no use.
+# After these causes the remaining checkpoints are of no use.
 _OF_CHECKPOINTS = frozenset({Cause.BAD_CHECKPOINT, Cause.LOAD_FAILED})
 
 
@@ -38,17 +38,17 @@ class Acceptance:
 
 
 def accept(run: RunFiles, acceptance: Acceptance, reason: str) -> list[str]:
-    """Write what is accepted into the ledger, and change what follows from it; returns it in words.
+    """Write what is accepted into the ledger, and apply it; returns a sentence for each part.
 
     The run must not be running. Raises UsageError where there is nothing to accept, so that nobody
-    gives up steps by a habit, InvalidInputError when the data cannot be read.
+    gives up steps out of habit, InvalidInputError when the data cannot be read.
     """
-    words = []
+    accepted = []
     if acceptance.data:
-        words.append(_accept_data(run, reason))
+        accepted.append(_accept_data(run, reason))
     if acceptance.from_scratch:
-        words.append(_accept_fresh_start(run, reason))
-    return words
+        accepted.append(_accept_fresh_start(run, reason))
+    return accepted
 
 
 def _accept_fresh_start(run: RunFiles, reason: str) -> str:
@@ -60,10 +60,11 @@ def _accept_fresh_start(run: RunFiles, reason: str) -> str:
         root.mkdir(mode=0o700)
     given_up = pending_rejections(events)
     good = [one.step for one in checkpoints(root) if one.good and one.step not in given_up]
-    if good and not _ended_by_checkpoint(events):
+    ends = [event for event in events if event.event is EventKind.LAUNCH_ENDED]
+    if good and not (ends and ends[-1].cause in _OF_CHECKPOINTS):
         raise UsageError(
             f"run `{run.run_id}` has a good checkpoint of step {good[0]:,}",
-            hint=f"`hpctrain resume {run.run_id}` goes on from it; a new run starts at step 0",
+            hint=f"`hpctrain resume {run.run_id}` continues from it; a new run starts at step 0",
         )
     known = known_steps(run.layout, events)
     lost = max(known.saved_step, known.trained)
@@ -76,20 +77,23 @@ def _accept_fresh_start(run: RunFiles, reason: str) -> str:
         EventKind.FRESH_START_ACCEPTED,
         epoch=current_epoch(run.layout.epochs),
         user=user_name(),
-        reason=one_line(reason) or None,
+        reason=printable_reason(reason) or None,
         last_step=lost or None,
         checkpoint_step=known.saved_step or None,
     )
-    return f"it starts at step 0: {lost:,} steps are given up, what is left of them is kept"
-
-
-def _ended_by_checkpoint(events: list[Event]) -> bool:
-    ends = [event for event in events if event.event is EventKind.LAUNCH_ENDED]
-    return bool(ends) and ends[-1].cause in _OF_CHECKPOINTS
+    return f"it starts at step 0: {lost:,} steps are given up, their remaining files are kept"
 
 
 def _accept_data(run: RunFiles, reason: str) -> str:
-    changed = _changes(run)
+    try:
+        identity = read_identity(run.layout.data_identity)
+    except HpctrainError as error:
+        changed: tuple[str, ...] = (str(error),)
+    else:
+        if identity is None:  # a run of an older version
+            changed = ("nothing was recorded about the data before",)
+        else:
+            changed = compare(identity).changed
     if not changed:
         raise UsageError(
             f"the data of run `{run.run_id}` are as they were recorded",
@@ -99,22 +103,10 @@ def _accept_data(run: RunFiles, reason: str) -> str:
         EventKind.DATA_ACCEPTED,
         epoch=current_epoch(run.layout.epochs),
         user=user_name(),
-        reason=one_line(reason) or None,
+        reason=printable_reason(reason) or None,
         evidence=changed,
     )
     record_data(run.layout)
-    # Indexes of the old data would be taken for those of the new.
+    # The engine would use indexes of the old data for the new data.
     shutil.rmtree(run.layout.data_cache, ignore_errors=True)
-    return f"it goes on with changed data ({changed[0]})"
-
-
-def _changes(run: RunFiles) -> tuple[str, ...]:
-    """Also for a record that cannot be read, and for a run of an older version, which has none."""
-    path = run.layout.data_identity
-    try:
-        identity = read_identity(path)
-    except HpctrainError as error:
-        return (str(error),)
-    if identity is None:
-        return ("nothing was recorded about the data before",)
-    return compare(identity).changed
+    return f"it continues with changed data ({changed[0]})"

@@ -1,6 +1,6 @@
-"""What people have asked of a run, and what came of it: from its ledger and its saves. Pure.
+"""Lists the requests of people to a run with their results, from its ledger and saves. Pure.
 
-Belongs here: finding the answer to a request. Does not belong here: making requests (`requests`,
+Belongs here: finding the result of a request. Does not belong here: making requests (`requests`,
 `control`).
 """
 
@@ -15,7 +15,7 @@ from hpctrain.store.ledger import Event, EventKind
 from hpctrain.store.run_records import SaveRecord
 from hpctrain.supervise.judge.documents import ActionKind
 
-# What a person has accepted, in the words of the command line.
+# What a person has accepted, as options of the command line.
 _ACCEPTED = {
     EventKind.FRESH_START_ACCEPTED: "resume --from-scratch",
     EventKind.DATA_ACCEPTED: "resume --accept-data",
@@ -38,51 +38,44 @@ class AskedStory(BaseModel):
 
 
 def asked(events: Sequence[Event], saves: Sequence[SaveRecord]) -> list[AskedStory]:
-    """All requests, and what was accepted, in the order of the ledger."""
-    return [
-        _story(event, events[number + 1 :], saves)
-        for number, event in enumerate(events)
-        if event.event is EventKind.CONTROL or event.event in _ACCEPTED
-    ]
-
-
-def _story(event: Event, later: Sequence[Event], saves: Sequence[SaveRecord]) -> AskedStory:
-    time, answer = _answer(event, later, saves) or (None, None)
-    return AskedStory(
-        asked_time=event.time,
-        user=event.user,
-        action=_ACCEPTED.get(event.event, event.action or ""),
-        reason=event.reason,
-        answer=answer,
-        answer_seconds=None if time is None else max(0.0, time - event.time),
-    )
+    """List all requests, and everything accepted, in the order of the ledger."""
+    stories = []
+    for number, event in enumerate(events):
+        if event.event is not EventKind.CONTROL and event.event not in _ACCEPTED:
+            continue
+        time, answer = _answer(event, events[number + 1 :], saves) or (None, None)
+        stories.append(
+            AskedStory(
+                asked_time=event.time,
+                user=event.user,
+                action=_ACCEPTED.get(event.event, event.action or ""),
+                reason=event.reason,
+                answer=answer,
+                answer_seconds=None if time is None else max(0.0, time - event.time),
+            )
+        )
+    return stories
 
 
 def _answer(
     event: Event, later: Sequence[Event], saves: Sequence[SaveRecord]
 ) -> tuple[float, str] | None:
+    """Find when and how a request was answered; None if it has not been followed yet."""
     if event.event in _ACCEPTED:
         return event.time, "; ".join(event.evidence) or f"{event.last_step or 0:,} steps given up"
     if event.action == TAKE_BACK:
         return event.time, "withdrawn"
-    return _saved(event, saves) if event.action == "save" else _done(event.action or "", later)
-
-
-def _saved(event: Event, saves: Sequence[SaveRecord]) -> tuple[float, str] | None:
-    """The first checkpoint that counts after the request."""
-    after = [save for save in saves if save.time >= event.time]
-    return (after[0].time, f"step {after[0].step:,} is saved") if after else None
-
-
-def _done(action: str, later: Sequence[Event]) -> tuple[float, str] | None:
-    """What the supervisor has done about it, or a later request that takes its place."""
-    for event in later:
-        if event.event is EventKind.CONTROL and event.action != "save":
-            return event.time, f"asked to {event.action} instead"
-        if action == "resume" and event.event is EventKind.SUBMITTED:
-            return event.time, f"submitted as job {event.job_id}"
-        if action == "resume" and event.event is EventKind.ATTEMPT_STARTED:
-            return event.time, "started again"
-        if action != "resume" and event.event is EventKind.ACTION and event.action in _ENDS:
-            return event.time, f"{event.action}: {event.reason}"
+    if event.action == "save":
+        after = [save for save in saves if save.time >= event.time]
+        return (after[0].time, f"step {after[0].step:,} is saved") if after else None
+    resumes = event.action == "resume"
+    for one in later:
+        if one.event is EventKind.CONTROL and one.action != "save":
+            return one.time, f"asked to {one.action} instead"
+        if resumes and one.event is EventKind.SUBMITTED:
+            return one.time, f"submitted as job {one.job_id}"
+        if resumes and one.event is EventKind.ATTEMPT_STARTED:
+            return one.time, "started again"
+        if not resumes and one.event is EventKind.ACTION and one.action in _ENDS:
+            return one.time, f"{one.action}: {one.reason}"
     return None

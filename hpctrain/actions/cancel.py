@@ -1,10 +1,10 @@
-"""Cancelling a run so that it stays cancelled, and saying truly what became of it.
+"""Cancels a run so that it stays cancelled, and reports exactly which jobs have ended.
 
-First Slurm is asked which jobs are the run's: an id alone may be somebody else's job. Then the
-ledger announces it, so that a supervisor that is being ended knows why; then `Requeue=0` (otherwise
-a supervisor that is just requeueing its job could bring it back), then scancel: the jobs that wait
-before the one that runs, or they would follow it. An announcement that Slurm did not follow is
-taken back, or it would be followed at the next crash.
+The first query finds the run's jobs, because an id alone may be somebody else's job. Then the
+ledger announces the cancel, so that a supervisor that is terminated can find the reason. Then
+comes `Requeue=0`: otherwise a supervisor that is just requeueing its job could revive it. The last
+step is scancel, for waiting jobs before the running one, because they would start after it. If
+Slurm refuses, the announcement is withdrawn, or it would be followed at the next crash.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hpctrain.actions.requests import user_name
 from hpctrain.actions.run_jobs import jobs_of, record_found
 from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.state import RunState
@@ -24,6 +23,7 @@ from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.records import JobRecord
 from hpctrain.slurm.states import JobState
 from hpctrain.store.ledger import EventKind
+from hpctrain.store.requests import user_name
 
 # A controller that has accepted scancel shows COMPLETING or CANCELLED within one pass.
 _CONFIRM_SECONDS = 5.0
@@ -32,7 +32,7 @@ _POLL_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class Cancelled:
-    """The jobs that were told to end; `job_id` is the one that counts, None if there was none.
+    """The cancelled jobs; `job_id` is the one that counts, None if there was none.
 
     `already`: the run was cancelled before, so nothing was done. `still` are jobs that Slurm still
     shows as running or waiting.
@@ -59,22 +59,27 @@ def cancel(
     live = _live(run, slurm)
     if not live:
         return _nothing_to_cancel(run, slurm)
-    told = _announce(run, live)
+    # One line for each job, because every supervisor looks for a cancel of its own job.
+    active = [job for job in live if job.state.is_active]
+    ordered = [*(job for job in live if job not in active), *active]
+    for job in ordered:
+        run.ledger.append(EventKind.CANCEL_REQUESTED, job_id=job.job_id, user=user_name())
+    announced = _Announced(ordered[-1].job_id)
     try:
         # A job may have submitted its successor while we cancelled the others.
-        while more := [job for job in live if job.submitted_id not in told.cancelled]:
-            told.cancel(more, slurm)
+        while more := [job for job in live if job.submitted_id not in announced.cancelled]:
+            announced.cancel(more, slurm)
             live = _live(run, slurm)
     except SlurmError as error:
-        raise _failed(run, slurm, live, told.cancelled, error) from error
-    still = _unconfirmed(run, slurm, tuple(told.cancelled), sleep)
+        raise _failed(run, slurm, live, announced.cancelled, error) from error
+    still = _unconfirmed(run, slurm, tuple(announced.cancelled), sleep)
     if not still:
-        run.ledger.append(EventKind.CANCELLED, job_id=told.job_id, user=user_name())
-    return Cancelled(run.run_id, told.job_id, tuple(told.cancelled), still=still)
+        run.ledger.append(EventKind.CANCELLED, job_id=announced.job_id, user=user_name())
+    return Cancelled(run.run_id, announced.job_id, tuple(announced.cancelled), still=still)
 
 
 class _Announced:
-    """A cancel that the ledger knows: which jobs Slurm has accepted to end so far."""
+    """A cancel that the ledger contains: the jobs that Slurm has accepted to end so far."""
 
     def __init__(self, job_id: int) -> None:
         self.job_id = job_id
@@ -88,15 +93,6 @@ class _Announced:
         slurm.cancel_all(ids, pending_only=True)
         slurm.cancel_all(ids)
         self.cancelled += ids
-
-
-def _announce(run: RunFiles, live: list[JobRecord]) -> _Announced:
-    """One line for each job: every supervisor looks for a cancel of its own job."""
-    active = [job for job in live if job.state.is_active]
-    ordered = [*(job for job in live if job not in active), *active]
-    for job in ordered:
-        run.ledger.append(EventKind.CANCEL_REQUESTED, job_id=job.job_id, user=user_name())
-    return _Announced(ordered[-1].job_id)
 
 
 def _live(run: RunFiles, slurm: SlurmClient) -> list[JobRecord]:
@@ -120,7 +116,7 @@ def _nothing_to_cancel(run: RunFiles, slurm: SlurmClient) -> Cancelled:
     reason = f": {row.reason}" if row.reason else ""
     raise UsageError(
         f"run `{run.run_id}` is {row.state}, so there is nothing to cancel{reason}",
-        hint=f"`hpctrain resume {run.run_id}` would go on with it",
+        hint=f"`hpctrain resume {run.run_id}` would continue it",
     )
 
 
@@ -131,7 +127,7 @@ def _failed(
     cancelled: list[int],
     error: SlurmError,
 ) -> SlurmError:
-    """Take the announcement back where Slurm has followed none of it."""
+    """Withdraw the announcement if Slurm has followed none of it; returns the error to raise."""
     if not cancelled:
         for job in live:
             with contextlib.suppress(SlurmError):
@@ -139,18 +135,18 @@ def _failed(
             run.ledger.append(
                 EventKind.CANCEL_FAILED, job_id=job.job_id, user=user_name(), reason=str(error)
             )
-        words = f"nothing of run `{run.run_id}` was cancelled: {error}"
+        message = f"nothing of run `{run.run_id}` was cancelled: {error}"
     else:
         ids = ", ".join(map(str, cancelled))
-        words = f"run `{run.run_id}`: job {ids} was cancelled, others perhaps not: {error}"
+        message = f"run `{run.run_id}`: job {ids} was cancelled, others perhaps not: {error}"
     kind = SlurmRefusedError if isinstance(error, SlurmRefusedError) else SlurmUnreachableError
-    return kind(words, hint=f"`hpctrain cancel {run.run_id}` again")
+    return kind(message, hint=f"`hpctrain cancel {run.run_id}` again")
 
 
 def _unconfirmed(
     run: RunFiles, slurm: SlurmClient, asked_for: tuple[int, ...], sleep: Callable[[float], None]
 ) -> tuple[int, ...]:
-    """Jobs that Slurm has not begun to end within a few seconds, as far as it tells."""
+    """Wait a few seconds for jobs to end; returns those that Slurm has not begun to end."""
     deadline = time.monotonic() + _CONFIRM_SECONDS
     while True:
         found = jobs_of(run, slurm)

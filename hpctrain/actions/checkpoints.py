@@ -17,13 +17,13 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
+from hpctrain.actions.run_documents import known_train_config
 from hpctrain.actions.runs import RunFiles
 from hpctrain.checkpoints.discover import Checkpoint
 from hpctrain.checkpoints.discover import checkpoints as inspect_all
 from hpctrain.checkpoints.manifest import partial_epoch
 from hpctrain.checkpoints.publish import QUARANTINE_NAME
 from hpctrain.checkpoints.verify import Verified, verify_all
-from hpctrain.engines.documents import parse_train_config
 from hpctrain.engines.training import TrainConfig
 from hpctrain.errors import CheckpointError
 from hpctrain.plan.forecast.intervals import daly_seconds
@@ -37,7 +37,7 @@ from hpctrain.store.run_records import (
     read_saves,
     tail_metrics,
 )
-from hpctrain.supervise.judge.documents import SuperviseConfig
+from hpctrain.store.supervise_config import known_supervise_config
 from hpctrain.supervise.judge.launch_history import (
     loaded_instead,
     mean_time_to_failure,
@@ -163,7 +163,7 @@ def shelf(
     events = run.ledger.events()
     found = _with_rejections(found, pending_rejections(events))
     saves = read_saves(run.layout)
-    config = _train_config(run.layout)
+    config = known_train_config(run.layout)
     return Shelf(
         run_id=run.run_id,
         directory=str(root),
@@ -392,15 +392,5 @@ def _step_seconds(layout: RunLayout) -> float | None:
 
 
 def _prior_seconds(layout: RunLayout) -> float | None:
-    try:
-        text = layout.supervise_config.read_bytes()
-        return SuperviseConfig.model_validate_json(text).mttf_seconds
-    except (OSError, ValueError):
-        return None
-
-
-def _train_config(layout: RunLayout) -> TrainConfig | None:
-    try:
-        return parse_train_config(layout.train_config.read_bytes())
-    except (OSError, ValueError):
-        return None
+    config = known_supervise_config(layout.supervise_config)
+    return config.mttf_seconds if config else None

@@ -1,4 +1,4 @@
-"""`compare` and `scale`: several short runs of one spec, or what the planner says of them.
+"""Compares variants or sizes of one spec by short runs, or by predictions of the planner.
 
     found = hpctrain.compare("gpt.yaml", "a100x1", engines="fsdp,deepspeed:zero2")
     print(found.recommendation.sentences)
@@ -16,7 +16,7 @@ from pathlib import Path
 from hpctrain.actions.runs import runs_directory
 from hpctrain.actions.trial_plans import Request, Subject, predicted_record, subject_of
 from hpctrain.actions.trial_results import predicted_comparison
-from hpctrain.actions.trials import POLL_SECONDS, Pursuit, Tell, look, start
+from hpctrain.actions.trials import POLL_SECONDS, Report, TrialRunner, look, start
 from hpctrain.comparison.documents import Comparison
 from hpctrain.comparison.trial_spec import FEWEST_STEPS, sizes
 from hpctrain.comparison.variants import parse_variants
@@ -29,14 +29,14 @@ DEFAULT_STEPS = 20
 
 
 @dataclass(frozen=True)
-class Manner:
-    """How trials are run and waited for; see `Pursuit`."""
+class TrialRunOptions:
+    """How trials are run and waited for; see `TrialRunner`."""
 
     at_a_time: int | None = None
     wait: bool = True
     keep_checkpoints: bool = False
     poll_seconds: float = POLL_SECONDS
-    tell: Tell = lambda line: None
+    report: Report = lambda line: None
 
 
 def engines_request(
@@ -46,7 +46,7 @@ def engines_request(
     steps: int = DEFAULT_STEPS,
     walltime: Duration | None = None,
 ) -> Request:
-    """What `--engines` and `--variant` ask for. Raises UsageError."""
+    """Build the request of `--engines` and `--variant`. Raises UsageError."""
     parsed = parse_variants(engines, variants, subject.run.engine.name)
     return Request("engines", parsed, _steps(steps), walltime=walltime)
 
@@ -59,31 +59,34 @@ def sizes_request(
     *,
     weak: bool = False,
 ) -> Request:
-    """What `--gpus` and `--weak` ask for. Raises UsageError."""
+    """Build the request of `--gpus` and `--weak`. Raises UsageError."""
     return Request("sizes", sizes(subject.run, gpus, weak=weak), _steps(steps), weak, walltime)
 
 
 def _steps(steps: int) -> int:
+    """Return `steps`; raises UsageError if they are too few."""
     if steps < FEWEST_STEPS:
-        raise UsageError(f"{steps} steps say nothing about a pace", hint="20 is the default")
+        raise UsageError(f"{steps} steps are too few to measure a rate", hint="20 is the default")
     return steps
 
 
 def predict(subject: Subject, request: Request) -> Comparison:
-    """The planner's word on every variant; no job, no file."""
+    """Predict every variant; no job, no file."""
     return predicted_comparison(predicted_record(subject, request))
 
 
-def pursue(layout: ComparisonLayout, slurm: SlurmClient, manner: Manner) -> Comparison:
-    """Submit what is left to submit, and wait."""
-    return Pursuit(
+def run_trials(
+    layout: ComparisonLayout, slurm: SlurmClient, run_options: TrialRunOptions
+) -> Comparison:
+    """Submit the remaining trials, and wait."""
+    return TrialRunner(
         layout,
         slurm,
-        manner.tell,
-        at_a_time=manner.at_a_time,
-        wait=manner.wait,
-        keep_checkpoints=manner.keep_checkpoints,
-        poll_seconds=manner.poll_seconds,
+        run_options.report,
+        at_a_time=run_options.at_a_time,
+        wait=run_options.wait,
+        keep_checkpoints=run_options.keep_checkpoints,
+        poll_seconds=run_options.poll_seconds,
     ).run()
 
 
@@ -100,13 +103,13 @@ def compare(
     slurm: SlurmClient | None = None,
     at_a_time: int | None = None,
 ) -> Comparison:
-    """Run every variant for `steps` steps as a job and wait; `predicted`: ask the planner only.
+    """Run every variant for `steps` steps as a job and wait; `predicted`: predictions only.
 
     Raises what `hpctrain compare` reports; a variant that fails is in the result.
     """
     subject = subject_of(Path(spec), profile, overrides)
     request = engines_request(subject, engines, variants, steps)
-    return _done(subject, request, predicted, runs, slurm, at_a_time)
+    return _predict_or_run(subject, request, predicted, runs, slurm, at_a_time)
 
 
 def scale(
@@ -122,13 +125,13 @@ def scale(
     slurm: SlurmClient | None = None,
     at_a_time: int | None = None,
 ) -> Comparison:
-    """The same spec on several numbers of GPUs: speed-up, efficiency, losses, where time goes."""
+    """Run one spec on several numbers of GPUs: speed-up, efficiency, losses, shares of a step."""
     subject = subject_of(Path(spec), profile, overrides)
     request = sizes_request(subject, gpus, steps, weak=weak)
-    return _done(subject, request, predicted, runs, slurm, at_a_time)
+    return _predict_or_run(subject, request, predicted, runs, slurm, at_a_time)
 
 
-def _done(
+def _predict_or_run(
     subject: Subject,
     request: Request,
     predicted: bool,
@@ -139,7 +142,7 @@ def _done(
     if predicted:
         return predict(subject, request)
     layout = start(subject, request, runs_directory(runs))
-    return pursue(layout, slurm or SlurmClient(), Manner(at_a_time))
+    return run_trials(layout, slurm or SlurmClient(), TrialRunOptions(at_a_time))
 
 
 def open_comparison(directory: str | Path, slurm: SlurmClient | None = None) -> Comparison:

@@ -1,4 +1,4 @@
-"""A comparison as a picture: step times with their spread, memory against the GPU's, losses.
+"""Draws a comparison: step times with their spread, memory against the GPU's, losses.
 
 matplotlib is imported when a plot is drawn, and is not needed for anything else of the package.
 Belongs here: drawing. Does not belong here: any figure that the tables do not have.
@@ -7,7 +7,6 @@ Belongs here: drawing. Does not belong here: any figure that the tables do not h
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +23,7 @@ _PARTS = (("data", "#c9a227"), ("compute", "#3b6ea5"), ("update", "#6a994e"), ("
 
 
 def can_plot() -> bool:
-    """Whether matplotlib is installed."""
+    """Return True if matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
@@ -37,7 +36,7 @@ def check_plot(path: Path) -> None:
 
 
 def draw(found: Comparison, path: Path) -> None:
-    """Write the picture to `path`; matplotlib must be installed. Raises OSError."""
+    """Write the plot to `path`; matplotlib must be installed. Raises OSError."""
     import matplotlib
 
     matplotlib.use("Agg")  # a login node has no display
@@ -55,13 +54,14 @@ def draw(found: Comparison, path: Path) -> None:
     for axes, panel in zip(places, panels, strict=True):
         panel(axes, found)
         axes.spines[["top", "right"]].set_visible(False)
-    word = f"{found.record.steps} steps each" if found.measured else "predicted"
-    figure.suptitle(f"{found.record.run_name} on {found.record.profile_name}, {word}", fontsize=11)
+    origin = f"{found.record.steps} steps each" if found.measured else "predicted"
+    title = f"{found.record.run_name} on {found.record.profile_name}, {origin}"
+    figure.suptitle(title, fontsize=11)
     figure.savefig(path, dpi=120)
 
 
 def _bars(axes: Axes, found: Comparison) -> list[int]:
-    """Rows from top to bottom in the order of the table; failed trials are empty rows."""
+    """Label rows from top to bottom in the order of the table; failed trials are empty rows."""
     rows = list(range(len(found.trials)))
     axes.set_yticks(rows, [_label(trial, found) for trial in found.trials], fontsize=8)
     axes.set_ylim(len(rows) - 0.4, -0.6)
@@ -96,11 +96,11 @@ def _step_times(axes: Axes, found: Comparison) -> None:
 def _memory(axes: Axes, found: Comparison) -> None:
     limit = found.record.gpu_memory_bytes / _GIB
     for row, trial, colour in zip(_bars(axes, found), found.trials, _colours(found), strict=True):
-        told = trial.record.predicted
+        prediction = trial.record.predicted
         if trial.peak_bytes is not None and (trial.measured or not found.measured):
             axes.barh(row, trial.peak_bytes / _GIB, color=colour, height=0.6)
-        if told is not None and found.measured:
-            axes.plot(told.peak_bytes / _GIB, row, marker="|", color="black", markersize=14)
+        if prediction is not None and found.measured:
+            axes.plot(prediction.peak_bytes / _GIB, row, marker="|", color="black", markersize=14)
     largest = max((trial.peak_bytes or 0) / _GIB for trial in found.trials)
     if largest > limit / 5:
         axes.axvline(limit, color=_WARNING, linewidth=1)
@@ -110,7 +110,7 @@ def _memory(axes: Axes, found: Comparison) -> None:
 
 
 def _losses(axes: Axes, found: Comparison) -> None:
-    """Thinner from curve to curve, so that equal ones stay visible below each other."""
+    """Draw thinner curves on top, so that equal ones stay visible."""
     for number, (trial, colour) in enumerate(zip(found.trials, _colours(found), strict=True)):
         if trial.losses:
             steps, losses = zip(*trial.losses, strict=True)
@@ -123,7 +123,7 @@ def _losses(axes: Axes, found: Comparison) -> None:
 
 
 def _scaling(axes: Axes, found: Comparison) -> None:
-    """Samples per second over GPUs; the straight line is what the smallest size promises."""
+    """Draw samples per second over GPUs, and linear scaling from the smallest size."""
     paced = [
         t for t in found.trials if t.samples_per_second and (t.succeeded or not found.measured)
     ]
@@ -142,15 +142,15 @@ def _scaling(axes: Axes, found: Comparison) -> None:
 
 
 def _shares(axes: Axes, found: Comparison) -> None:
-    """Parts of the mean step beside each other."""
+    """Draw the parts of the mean step as stacked bars."""
     rows = _bars(axes, found)
-    told = [(row, _shares_of(trial)) for row, trial in zip(rows, found.trials, strict=True)]
-    known = [(row, shares) for row, shares in told if shares is not None]
+    pairs = [(row, _shares_of(trial)) for row, trial in zip(rows, found.trials, strict=True)]
+    known = [(row, shares) for row, shares in pairs if shares is not None]
     left = [0.0] * len(known)
     for name, colour in _PARTS:
         widths = [getattr(shares, name) or 0.0 for _, shares in known]
         axes.barh([row for row, _ in known], widths, left=left, color=colour, label=name)
-        left = _added(left, widths)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
     axes.set_xlabel("seconds a step")
     axes.set_title("Where the step goes", fontsize=9)
     axes.legend(fontsize=7, frameon=False)
@@ -158,7 +158,3 @@ def _shares(axes: Axes, found: Comparison) -> None:
 
 def _shares_of(trial: Trial) -> TimeShares | None:
     return trial.measured.shares if trial.measured else None
-
-
-def _added(one: Sequence[float], other: Sequence[float]) -> list[float]:
-    return [a + b for a, b in zip(one, other, strict=True)]

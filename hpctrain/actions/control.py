@@ -4,7 +4,7 @@ A run that trains is asked by a file (`requests`), so that no signal is lost and
 chooses the step boundary. A job that waits in the queue has nobody to ask: Slurm is told. Without
 an answer of Slurm the request is made all the same, because it stands until it is followed.
 Asking twice is no error. Belongs here: which of these it is, and the answer in words. Does not
-belong here: the files, following them (`hpctrain.supervise.requests`), printing.
+belong here: the files, following them (`hpctrain.supervise`), printing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from hpctrain.actions import requests
 from hpctrain.actions.acceptances import Acceptance, accept
-from hpctrain.actions.requests import RequestKind
+from hpctrain.actions.run_documents import known_plan
 from hpctrain.actions.run_jobs import jobs_of, record_found
 from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.state import RunState
@@ -24,15 +24,22 @@ from hpctrain.actions.status import statuses
 from hpctrain.actions.submit import resubmit
 from hpctrain.checkpoints.publish import published_steps
 from hpctrain.errors import RunFailedError, SlurmError, SlurmUnreachableError, UsageError
-from hpctrain.plan.documents import Plan
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.records import JobRecord
+from hpctrain.spec.engines.registry import abilities_of
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import EventKind
+from hpctrain.store.requests import (
+    Request,
+    RequestKind,
+    is_requested,
+    read_request,
+    take_back,
+    user_name,
+)
 from hpctrain.store.run_records import Progress, read_record
+from hpctrain.store.supervise_config import read_supervise_config
 from hpctrain.supervise.judge.documents import ActionKind
-from hpctrain.supervise.loop import read_supervise_config
-from hpctrain.supervise.requests import Request, requested
 
 # A checkpoint takes seconds to minutes; squeue(1), PERFORMANCE: do not ask in a loop.
 _ASK_SLURM_SECONDS = 30.0
@@ -88,7 +95,7 @@ def stop(run: RunFiles, slurm: SlurmClient, *, now: bool = False, reason: str = 
     queue = _queue(run, slurm)
     if queue.answered and not queue.jobs:
         return _stopped_already(run, slurm)
-    standing = requested(run.layout)
+    standing = read_request(run.layout)
     if not queue.only_waits and standing is not None and standing.kind in (kind, "stop-now"):
         return _asked_already(run, standing, queue.job_id)
     requests.ask(run, kind, reason, queue.job_id)
@@ -114,7 +121,7 @@ def hold(run: RunFiles, slurm: SlurmClient, *, reason: str = "") -> Answer:
         queue, answer = _hold_in_queue(run, slurm, queue, reason)
         if answer is not None:
             return answer
-    standing = requested(run.layout)
+    standing = read_request(run.layout)
     if standing is not None and standing.kind == "hold":
         return _asked_already(run, standing, queue.job_id)
     if standing is not None and standing.kind == "stop-now":
@@ -155,7 +162,7 @@ def resume(
         return _take_back(run, queue, reason)
     accepted = accept(run, acceptance, reason)
     requests.note(run, "resume", reason, queue.job_id)
-    requests.take_back(run.layout)
+    take_back(run.layout)
     if not queue.jobs:
         submitted = resubmit(run, slurm)
         words = f"resubmitted run {_name(run)} as job {submitted.job_id}"
@@ -181,7 +188,7 @@ def save(run: RunFiles, slurm: SlurmClient, *, reason: str = "") -> Answer:
         where = "waits in the queue" if queue.jobs else "does not run"
         hint = "`hpctrain checkpoints` lists what there is"
         raise UsageError(f"run {_name(run)} {where}: {has}", hint=hint)
-    if requests.path_of(run.layout, "save").exists():
+    if is_requested(run.layout, "save"):
         words = f"run {_name(run)} was asked to save already and has not begun to"
         return Answer(run.run_id, words, changed=False, job_id=queue.job_id)
     requests.ask(run, "save", reason, queue.job_id)
@@ -191,11 +198,8 @@ def save(run: RunFiles, slurm: SlurmClient, *, reason: str = "") -> Answer:
 
 def _refuse_if_only_by_steps(run: RunFiles) -> None:
     """An external Megatron-LM knows its interval, and SIGTERM, after which it ends."""
-    try:
-        plan = Plan.model_validate_json(run.layout.plan.read_bytes())
-    except (OSError, ValueError):
-        return
-    if plan.engine == "megatron-lm":
+    plan = known_plan(run.layout)
+    if plan is not None and abilities_of(plan.engine).saves_by_steps_only:
         hint = "`hpctrain stop` has it save and leave, `hpctrain resume` goes on from there"
         raise UsageError(f"run {_name(run)} saves by steps: its engine is {plan.engine}", hint=hint)
 
@@ -225,10 +229,9 @@ def wait_for_save(
     `timeout_seconds`.
     """
     begun_at = asked_at = time.monotonic()
-    request = requests.path_of(run.layout, "save")
     while True:
         newest = newest_checkpoint(run.layout)
-        if newest > after_step and not request.exists():
+        if newest > after_step and not is_requested(run.layout, "save"):
             return newest
         now = time.monotonic()
         if timeout_seconds is not None and now - begun_at >= timeout_seconds:
@@ -317,10 +320,10 @@ def _take_out(run: RunFiles, slurm: SlurmClient, queue: _Queue) -> _Queue:
             job_id=queue.job_id,
             action=ActionKind.STOP,
             exit_code=0,
-            user=requests.user_name(),
+            user=user_name(),
             reason=words,
         )
-        requests.take_back(run.layout)
+        take_back(run.layout)
     return left
 
 
@@ -342,7 +345,7 @@ def _hold_in_queue(
             slurm.release(left.active.job_id)
         return left, None
     # Followed, and newer than a request to stop: neither is for the next attempt.
-    requests.take_back(run.layout, ("hold", "stop"))
+    take_back(run.layout, ("hold", "stop"))
     return left, _said(
         run, f"run {_name(run)} is held in the queue", "`hpctrain resume` releases it", queue=left
     )
@@ -350,13 +353,13 @@ def _hold_in_queue(
 
 def _take_back(run: RunFiles, queue: _Queue, reason: str) -> Answer:
     """The run is in the queue and not held: all there may be to do is to forget requests."""
-    standing = requested(run.layout)
+    standing = read_request(run.layout)
     state = "running" if queue.active is not None else "waiting in the queue"
     if standing is None:
         words = f"Run {_name(run)} is {state} already"
         return Answer(run.run_id, words, changed=False, job_id=queue.job_id)
     requests.note(run, requests.TAKE_BACK, reason, queue.job_id)
-    requests.take_back(run.layout, ("stop", "stop-now", "hold"))
+    take_back(run.layout, ("stop", "stop-now", "hold"))
     again = "if it has begun to leave, resume it again when it has stopped"
     words = f"took back what {standing.by} asked for ({standing.kind})"
     return _said(run, words, again if queue.active is not None else f"the run is {state}")

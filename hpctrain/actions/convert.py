@@ -1,26 +1,19 @@
-"""`convert`: the same weights in another form.
+"""Converts weights into another form, for `hpctrain convert`.
 
-Belongs here: starting the process that converts (it needs torch, this room must not), and saying
-how it ended. Does not belong here: converting (see `hpctrain.convert`), output.
+Belongs here: starting the program that converts (it needs torch, this room must not), and the
+error if it fails. Does not belong here: converting (see `hpctrain.convert`), output.
 """
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
 import sys
 from pathlib import Path
-from typing import TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
+from hpctrain.actions.trainer_process import TrainerProgram, run_program
 from hpctrain.errors import HpctrainError
 from hpctrain.store.conversions import ConversionFailure, ConversionReport
-
-_PROGRAM = "hpctrain.convert"
-Answer = TypeVar("Answer", bound=BaseModel)
-_MISSING = re.compile(r"No module named '([\w.]+)'")
 
 
 def convert_weights(
@@ -32,46 +25,19 @@ def convert_weights(
     checkpoint of a run (`RUN/checkpoints/iter_N`). Raises InvalidInputError when it cannot be
     converted, HpctrainError when the packages are missing or the process fails.
     """
-    command = [python, "-P", "-m", _PROGRAM, str(source), str(target)]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    program = TrainerProgram("hpctrain.convert", "convert", "megatron,huggingface", python)
+    ended = run_program(program, str(source), str(target), timeout_seconds=timeout_seconds)
     try:
-        ended = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            env=environment,
-            timeout=timeout_seconds,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise HpctrainError(f"converting took longer than {timeout_seconds:g} seconds") from error
-    except OSError as error:
-        raise HpctrainError(f"cannot start {python}: {error.strerror}") from error
-    if report := _parsed(ConversionReport, ended.stdout):
-        return report
-    if failure := _parsed(ConversionFailure, ended.stdout):
-        raise failure.error()
-    raise _failure(python, ended.returncode, ended.stderr)
-
-
-def _parsed(kind: type[Answer], text: str) -> Answer | None:
-    try:
-        return kind.model_validate_json(text)
+        return ConversionReport.model_validate_json(ended.stdout)
     except ValidationError:
-        return None
-
-
-def _failure(python: str, returncode: int, stderr: str) -> HpctrainError:
-    """The exception that stands for how the process ended."""
-    lines = [line for line in stderr.splitlines() if line.strip()] or ["no message"]
-    if missing := _MISSING.search(lines[-1]):
-        return HpctrainError(
-            f"convert needs the trainer's packages: {python} has no {missing[1]}",
-            hint="pip install 'hpctrain[megatron,huggingface]'",
-        )
-    if returncode == -9:
-        return HpctrainError(
-            "the process that converts was killed", hint="is there memory for the whole model?"
-        )
-    ending = f"exit code {returncode}" if returncode >= 0 else f"signal {-returncode}"
-    return HpctrainError(f"the weights could not be converted ({ending}): {lines[-1].strip()}")
+        pass
+    try:
+        failure = ConversionFailure.model_validate_json(ended.stdout)
+    except ValidationError:
+        if ended.returncode == -9:
+            raise HpctrainError(
+                "the process that converts was killed", hint="is there memory for the whole model?"
+            ) from None
+        message = f"the weights could not be converted ({ended.ending}): {ended.last_line}"
+        raise HpctrainError(message) from None
+    raise failure.error()

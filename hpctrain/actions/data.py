@@ -1,4 +1,4 @@
-"""The verbs about datasets: make one, say what is in one, compare it with its digests.
+"""Makes, describes and verifies datasets.
 
 Belongs here: starting the program that makes a dataset (it needs megatron-core, this room must
 not), and reading the head of Megatron's `.idx` file. Does not belong here: tokenizing, output,
@@ -58,7 +58,7 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class DatasetRequest:
-    """What `prepare_dataset` makes; the same as the program's options.
+    """The dataset that `prepare_dataset` makes; equal to the program's options.
 
     Either `inputs` (files and directories) or `builtin` (`stdlib`: source of Python's standard
     library, `digits`: scikit-learn's). `vocab_size` includes the end of the document, whose id is
@@ -83,7 +83,7 @@ class DatasetRequest:
     force: bool = False
 
     def command(self, stage: str | None = None) -> list[str]:
-        """The program's argv. -P: text often lies beside files named like Python modules."""
+        """Build the program's argv. -P: text is often beside files named like Python modules."""
         argv = [*program(sys.executable), f"--output={self.output}"]
         argv += [f"--suffix={suffix}" for suffix in self.suffixes]
         valued = {
@@ -107,12 +107,12 @@ class DatasetRequest:
 
 
 def program(python: str) -> list[str]:
-    """How the data program is started."""
+    """Build the words that start the data program."""
     return [python, "-P", "-m", _PROGRAM, "--json"]
 
 
 def prepare_dataset(request: DatasetRequest, *, timeout_seconds: float = 86400.0) -> DatasetReport:
-    """Make a dataset on this machine; progress goes to our stderr, one line per step.
+    """Make a dataset on this machine; progress goes to stderr, one line per step.
 
     Raises UsageError, InvalidInputError (a wrong input, or another dataset in the way), and
     HpctrainError when the program fails otherwise or exceeds the time limit.
@@ -122,7 +122,7 @@ def prepare_dataset(request: DatasetRequest, *, timeout_seconds: float = 86400.0
 
 
 def run_program(command: list[str], output: Path, timeout_seconds: float) -> bytes:
-    """What the data program prints: JSON. Raises as `prepare_dataset` does."""
+    """Run the data program and return the JSON that it prints. Raises as `prepare_dataset` does."""
     try:
         ended = subprocess.run(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, timeout=timeout_seconds
@@ -138,7 +138,7 @@ def run_program(command: list[str], output: Path, timeout_seconds: float) -> byt
 
 
 def _failure(returncode: int, stdout: bytes) -> HpctrainError:
-    """The exception that stands for how the program ended."""
+    """Build the exception for a program that failed."""
     if returncode < 0:
         return HpctrainError(
             f"data preparation was killed by {signal.Signals(-returncode).name}",
@@ -163,7 +163,7 @@ def _failure(returncode: int, stdout: bytes) -> HpctrainError:
 
 
 class DatasetDescription(BaseModel):
-    """What the head of `PREFIX.idx` says; `sidecar` is what `prepare_dataset` left beside it."""
+    """The head of `PREFIX.idx`; `sidecar` is what `prepare_dataset` wrote beside it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -178,7 +178,7 @@ class DatasetDescription(BaseModel):
 
 
 class SamplesDescription(BaseModel):
-    """What the heads in `PREFIX.npz` say: type and shape of each array."""
+    """The heads in `PREFIX.npz`: type and shape of each array."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -189,13 +189,22 @@ class SamplesDescription(BaseModel):
 
 
 def describe_dataset(prefix: Path) -> DatasetDescription | SamplesDescription:
-    """Read the head and the ends of `PREFIX.idx`; takes as long for a terabyte as for a kilobyte.
+    """Read the head and the ends of `PREFIX.idx`, or the heads of arrays.
 
-    Of arrays their heads. Raises InvalidInputError when a file is missing, is not Megatron's or no
-    archive, or the two do not belong together by size.
+    This takes as long for a terabyte as for a kilobyte. Raises InvalidInputError when a
+    file is missing, is not Megatron's or no archive, or the two do not belong together by size.
     """
     if npz_path(prefix).exists() and not idx_path(prefix).exists():
-        return _describe_samples(prefix)
+        path = npz_path(prefix)
+        return SamplesDescription(
+            prefix=str(prefix),
+            arrays={
+                name: f"{head.dtype} {' x '.join(map(str, head.shape))}"
+                for name, head in read_heads(path).items()
+            },
+            npz_bytes=path.stat().st_size,
+            sidecar=read_samples_sidecar(path),
+        )
     try:
         idx_bytes = idx_path(prefix).stat().st_size
         bin_bytes = bin_path(prefix).stat().st_size
@@ -206,21 +215,8 @@ def describe_dataset(prefix: Path) -> DatasetDescription | SamplesDescription:
         raise InvalidInputError([problem]) from error
 
 
-def _describe_samples(prefix: Path) -> SamplesDescription:
-    path = npz_path(prefix)
-    heads = read_heads(path)
-    return SamplesDescription(
-        prefix=str(prefix),
-        arrays={
-            name: f"{head.dtype} {' x '.join(map(str, head.shape))}" for name, head in heads.items()
-        },
-        npz_bytes=path.stat().st_size,
-        sidecar=read_samples_sidecar(path),
-    )
-
-
 class VerifiedDataset(BaseModel):
-    """`files` are what they were when the dataset was made."""
+    """A dataset whose `files` are unchanged since it was made."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -229,14 +225,21 @@ class VerifiedDataset(BaseModel):
 
 
 def verify_dataset(prefix: Path) -> VerifiedDataset:
-    """Read all of a dataset, and compare it with the digests it was made with.
+    """Read a whole dataset, and compare it with the digests from when it was made.
 
     Raises InvalidInputError for files that are missing or changed, and for a dataset without
     digests.
     """
-    expected = _digests(prefix)
+    samples, tokens = read_samples_sidecar(npz_path(prefix)), _read_sidecar(prefix)
+    expected: dict[Path, str] = {}
+    if samples is not None:
+        expected[npz_path(prefix)] = samples.npz_sha256
+    elif tokens is not None and tokens.bin_sha256 is not None and tokens.idx_sha256 is not None:
+        expected = {bin_path(prefix): tokens.bin_sha256, idx_path(prefix): tokens.idx_sha256}
     if not expected:
-        _refuse_missing(prefix)
+        if not any(path.is_file() for path in (idx_path(prefix), npz_path(prefix))):
+            hint = f"neither {idx_path(prefix).name} nor {npz_path(prefix).name} is there"
+            raise InvalidInputError([Problem("does not exist", file=str(prefix), hint=hint)])
         hint = "datasets of older versions and of others have none; prepare it again"
         problem = Problem("has no digests to compare with", file=str(prefix), hint=hint)
         raise InvalidInputError([problem])
@@ -248,23 +251,6 @@ def verify_dataset(prefix: Path) -> VerifiedDataset:
     if problems:
         raise InvalidInputError(problems)
     return VerifiedDataset(prefix=str(prefix), files=tuple(path.name for path in expected))
-
-
-def _refuse_missing(prefix: Path) -> None:
-    """Raise InvalidInputError where there is no dataset of that name at all."""
-    if not any(path.is_file() for path in (idx_path(prefix), npz_path(prefix))):
-        message = "does not exist"
-        hint = f"neither {idx_path(prefix).name} nor {npz_path(prefix).name} is there"
-        raise InvalidInputError([Problem(message, file=str(prefix), hint=hint)])
-
-
-def _digests(prefix: Path) -> dict[Path, str]:
-    samples, tokens = read_samples_sidecar(npz_path(prefix)), _read_sidecar(prefix)
-    if samples is not None:
-        return {npz_path(prefix): samples.npz_sha256}
-    if tokens is None or tokens.bin_sha256 is None or tokens.idx_sha256 is None:
-        return {}
-    return {bin_path(prefix): tokens.bin_sha256, idx_path(prefix): tokens.idx_sha256}
 
 
 def _sha256(path: Path) -> str:
@@ -297,7 +283,7 @@ def _describe(prefix: Path, idx_bytes: int, bin_bytes: int) -> DatasetDescriptio
 
 
 def _read_head(path: Path, idx_bytes: int) -> tuple[int, int, int]:
-    """Type code, number of sequences and number of document indices. Raises InvalidInputError."""
+    """Read type code, number of sequences and of document indices. Raises InvalidInputError."""
     with path.open("rb") as stream:
         raw = stream.read(_HEAD.size)
     if len(raw) < _HEAD.size or not raw.startswith(_MAGIC):
@@ -312,7 +298,7 @@ def _read_head(path: Path, idx_bytes: int) -> tuple[int, int, int]:
 
 
 def _read_tokens(path: Path, sequences: int, token_bytes: int) -> int:
-    """The end of the last sequence, in tokens."""
+    """Read the end of the last sequence, in tokens."""
     if sequences == 0:
         return 0
     lengths_end = _HEAD.size + sequences * _LENGTH.size

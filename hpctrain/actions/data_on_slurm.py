@@ -1,8 +1,8 @@
-"""Making a dataset by a job array: plan here, shards there, and put together here.
+"""Makes a dataset by a job array: plans here, makes shards in jobs, and merges them here.
 
-The shards are in the dataset's workplace, so the same command goes on where an earlier one, or a
-part of its array, has ended. Belongs here: the order of things, and waiting politely. Does not
-belong here: the program (see `data`), what Slurm says (see `hpctrain.slurm`).
+The shards are in the dataset's work directory, so the same command continues after an interrupted
+one, or after a failed part of its array. Belongs here: the order of the stages, and waiting with
+few queries. Does not belong here: the program (see `data`), Slurm commands (see `hpctrain.slurm`).
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _array(
     plan: ShardsReport,
     slurm: SlurmClient,
 ) -> int:
-    """The array that makes the shards: one that an earlier command has submitted, or a new one."""
+    """Return the array that makes the shards: one of an earlier command, or a new one."""
     directory = Path(plan.directory)
     note = directory / _ARRAY_NAME
     earlier = int(note.read_text()) if note.exists() else None
@@ -109,7 +109,7 @@ def _array(
 
 
 def _options(request: DatasetRequest, array: ArrayRequest) -> ArrayOptions:
-    """From the profile. Raises UsageError for what it does not allow."""
+    """Choose options from the profile. Raises UsageError for what it does not allow."""
     profile, software = array.profile, array.profile.software
     if array.jobs < 1:
         raise UsageError("--jobs must be at least 1")
@@ -125,6 +125,11 @@ def _options(request: DatasetRequest, array: ArrayRequest) -> ArrayOptions:
     walltime = array.walltime or min(partition.max_walltime or _LONGEST, _LONGEST)
     if partition.max_walltime is not None and walltime > partition.max_walltime:
         raise UsageError(f"partition {partition.name} allows {partition.max_walltime} at most")
+    setup: list[str] = []
+    if modules := software.modules:
+        setup += [f"source {shlex.quote(modules.init)}"] if modules.init else []
+        setup += ["module purge"] if modules.purge else []
+        setup += [shlex.join(["module", "load", *modules.load])] if modules.load else []
     return ArrayOptions(
         name=f"data-{request.output.name}",
         python=software.python or sys.executable,
@@ -134,22 +139,12 @@ def _options(request: DatasetRequest, array: ArrayRequest) -> ArrayOptions:
         account=profile.slurm.account,
         qos=profile.slurm.qos,
         constraint=profile.slurm.constraint,
-        setup=_modules(profile),
+        setup=tuple(setup),
     )
 
 
-def _modules(profile: ClusterProfile) -> tuple[str, ...]:
-    modules = profile.software.modules
-    if modules is None:
-        return ()
-    lines = [f"source {shlex.quote(modules.init)}"] if modules.init else []
-    lines += ["module purge"] if modules.purge else []
-    lines += [shlex.join(["module", "load", *modules.load])] if modules.load else []
-    return tuple(lines)
-
-
 def wait_for(job_id: int, slurm: SlurmClient) -> None:
-    """Until no element of the array waits or runs. Raises SlurmUnreachableError in the end."""
+    """Wait until no element of the array waits or runs. Raises SlurmUnreachableError at last."""
     pause, answered_at = _FIRST_PAUSE_SECONDS, time.monotonic()
     while True:
         try:
@@ -164,5 +159,5 @@ def wait_for(job_id: int, slurm: SlurmClient) -> None:
 
 
 def _is_live(job_id: int, slurm: SlurmClient) -> bool:
-    """Ended jobs are forgotten after some minutes: one that is not known has ended."""
+    """Return True if an element waits or runs; Slurm forgets ended jobs after some minutes."""
     return any(not record.state.is_ended for record in slurm.jobs([job_id]).values())

@@ -1,4 +1,4 @@
-"""Everything there is to say about one run: attempts, launches, verdicts, actions, files."""
+"""Describes one run: its attempts, launches, verdicts, actions and checkpoints."""
 
 from __future__ import annotations
 
@@ -66,15 +66,20 @@ class RunStory(BaseModel):
 
 
 def describe(run: RunFiles) -> RunStory:
-    """Tell the run's history; reads the run directory only."""
+    """Describe the run's history; reads the run directory only."""
     found = checkpoints(run.layout.checkpoints)
     events = run.ledger.events()
+    starts = [i for i, event in enumerate(events) if event.event is EventKind.ATTEMPT_STARTED]
+    ends = [*starts[1:], len(events)]  # one too many if nothing has started yet
     return RunStory(
         run_id=run.run_id,
         directory=str(run.layout.directory),
         script=str(run.layout.script),
         done=run.layout.done.exists(),
-        attempts=tuple(_attempts(events)),
+        attempts=tuple(
+            _attempt(events[start:end], events[end:])
+            for start, end in zip(starts, ends, strict=False)
+        ),
         checkpoints=tuple(
             CheckpointStory(
                 step=item.step,
@@ -87,23 +92,25 @@ def describe(run: RunFiles) -> RunStory:
     )
 
 
-def _attempts(events: list[Event]) -> list[AttemptStory]:
-    starts = [i for i, event in enumerate(events) if event.event is EventKind.ATTEMPT_STARTED]
-    ends = [*starts[1:], len(events)]  # one too many when nothing has started yet
-    return [
-        _attempt(events[start:end], events[end:]) for start, end in zip(starts, ends, strict=False)
-    ]
-
-
 def _attempt(events: list[Event], later: list[Event]) -> AttemptStory:
-    """One attempt; what became of a lost one is told by the start of a later attempt.
+    """Describe one attempt; the end of a lost one is recorded when a later attempt starts.
 
     A supervisor that outlives its attempt still writes after the next one has begun.
     """
     start = events[0]
-    events = [event for event in events if _is_of(event, start)]
+
+    def is_same(event: Event) -> bool:
+        return (event.job_id, event.restart_count) == (start.job_id, start.restart_count)
+
+    about_no_attempt = (EventKind.SUBMITTED, EventKind.ADOPTED)
+    events = [
+        event
+        for event in events
+        if event.job_id is None or event.event in about_no_attempt or is_same(event)
+    ]
+    lost = [e for e in (*events, *later) if e.event is EventKind.ATTEMPT_LOST and is_same(e)]
     actions = [event for event in events if event.event is EventKind.ACTION]
-    last = actions[-1] if actions else _lost(start, [*events, *later])
+    last = actions[-1] if actions else next(iter(lost), None)
     return AttemptStory(
         job_id=start.job_id,
         restart_count=start.restart_count,
@@ -114,22 +121,6 @@ def _attempt(events: list[Event], later: list[Event]) -> AttemptStory:
         action=(last.action or last.cause) if last else None,
         reason=last.reason if last else None,
     )
-
-
-def _is_of(event: Event, start: Event) -> bool:
-    if event.event in (EventKind.SUBMITTED, EventKind.ADOPTED) or event.job_id is None:
-        return True
-    return (event.job_id, event.restart_count) == (start.job_id, start.restart_count)
-
-
-def _lost(start: Event, events: list[Event]) -> Event | None:
-    same = [
-        event
-        for event in events
-        if event.event is EventKind.ATTEMPT_LOST
-        and (event.job_id, event.restart_count) == (start.job_id, start.restart_count)
-    ]
-    return same[0] if same else None
 
 
 def _launches(events: list[Event]) -> list[LaunchStory]:

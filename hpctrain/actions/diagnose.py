@@ -1,7 +1,7 @@
-"""`diagnose`: why a run is as fast as it is, from its directory alone, and what would change it.
+"""Diagnoses why a run is as fast as it is, from its directory alone, and prices changes.
 
-Belongs here: reading what the judges ask for, and having the planner price the changes that they
-name. Does not belong here: judging (`hpctrain.diagnose`), text.
+Belongs here: reading the inputs of the judges, and pricing the changes that they propose. Does not
+belong here: judging (`hpctrain.diagnose`), text.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from hpctrain.actions.prepare import load_inputs, load_knowledge
+from hpctrain.actions.run_documents import known_plan
 from hpctrain.actions.runs import RunFiles
 from hpctrain.diagnose.facts import Facts, Planned, RankFacts, SaveFacts, StepFacts
 from hpctrain.diagnose.findings import Finding, Price, Remedy
@@ -30,9 +31,9 @@ from hpctrain.store.run_records import (
 )
 from hpctrain.telemetry.traces import TraceSummary, read_trace, trace_files
 
-# Traces of several ranks say who waits for whom; more of them say the same once more.
+# Traces of several ranks show which rank waits for which; more of them show the same.
 MOST_TRACES = 4
-# Changes are priced one after the other, each by a search of its own.
+# Each price needs a search, and they run one after the other.
 _MOST_PRICES = 10
 _WORTH = 0.01
 
@@ -47,8 +48,11 @@ class Read(BaseModel):
 
 
 class Diagnosis(BaseModel):
-    """Everything that `hpctrain diagnose` tells. `shares`: of a step, by part, of the middle rank;
-    `predicted_seconds`: the plan's step. `findings`: what stands out first, by gain."""
+    """The output of `hpctrain diagnose`.
+
+    `shares` are parts of a step of the middle rank; `predicted_seconds` is the plan's step.
+    `findings` that stand out come first, ordered by gain.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -67,7 +71,7 @@ class Diagnosis(BaseModel):
 
 
 def diagnose(run: RunFiles, *, price: bool = True) -> Diagnosis:
-    """Judge a run by what lies in its directory; `price`: ask the planner about changes.
+    """Judge a run by the files in its directory; `price`: let the planner price changes.
 
     Raises UsageError when the run has not finished a step yet.
     """
@@ -75,7 +79,7 @@ def diagnose(run: RunFiles, *, price: bool = True) -> Diagnosis:
     if facts.steps is None and facts.ranks is None:
         raise UsageError(
             f"run `{run.run_id}` has not finished a step yet: there is nothing to judge",
-            hint="`hpctrain why` says what it waits for",
+            hint="`hpctrain why` shows what it waits for",
         )
     findings = judge(facts)
     if price and facts.planned is not None:
@@ -94,20 +98,35 @@ def diagnose(run: RunFiles, *, price: bool = True) -> Diagnosis:
 
 
 def gather(run: RunFiles) -> tuple[Facts, tuple[Read, ...]]:
-    """Everything that the run directory tells; what cannot be read is left out."""
+    """Read all facts of the run directory; files that cannot be read are left out."""
     layout = run.layout
     rows, times = read_metrics(layout), read_record(layout.rank_times, RankTimes)
-    planned, traces = _planned(layout), _traces(layout)
+    try:
+        spec, profile = load_inputs(layout.spec, str(layout.profile.absolute()))
+        plan = known_plan(layout)
+        planned = Planned(spec.document, profile.document, plan) if plan is not None else None
+    except (OSError, InvalidInputError):
+        planned = None
+    traces: list[TraceSummary] = []  # of the newest launch that has any
+    for path in trace_files(layout.traces)[:MOST_TRACES]:
+        summary = read_trace(path)
+        if summary is not None and (not traces or summary.epoch == traces[0].epoch):
+            traces.append(summary)
     saves = read_saves(layout)
     read = []
     if times is not None:
-        words = f"{len(times.compute_seconds)} ranks, steps {times.first_step} to {times.last_step}"
-        read.append(Read(file="ranks.json", words=words))
+        extent = f"steps {times.first_step} to {times.last_step}"
+        read.append(Read(file="ranks.json", words=f"{len(times.compute_seconds)} ranks, {extent}"))
     read.append(Read(file="metrics.jsonl", words=f"{len(rows)} steps"))
     read.append(Read(file="saves.jsonl", words=f"{len(saves)} saves"))
     if planned is None:
         read.append(Read(file="plan.json", words="not readable"))
-    read += [Read(file=f"traces/{one.file}", words=_extent(one)) for one in traces]
+    for one in traces:
+        first, last = one.steps[0], one.steps[-1]
+        steps = f"{first}" if len(one.steps) == 1 else f"{first}-{last}"
+        rest = "" if one.whole else ", not the whole file"
+        extent = f"rank {one.rank}, steps {steps}, {one.events:,} events{rest}"
+        read.append(Read(file=f"traces/{one.file}", words=extent))
     left = len(trace_files(layout.traces)) - len(traces)
     if left > 0:
         read.append(Read(file="traces", words=f"{left} more were not read"))
@@ -115,36 +134,11 @@ def gather(run: RunFiles) -> tuple[Facts, tuple[Read, ...]]:
         run_id=run.run_id,
         ranks=None if times is None else _ranks(times),
         steps=_steps(rows),
-        saves=_saves(saves, {(row.epoch, row.step) for row in _last_rows(rows)}, planned),
+        saves=_saves(saves, rows, planned),
         planned=planned,
         traces=tuple(traces),
     )
     return facts, tuple(read)
-
-
-def _extent(trace: TraceSummary) -> str:
-    steps = f"{trace.steps[0]}" if len(trace.steps) == 1 else f"{trace.steps[0]}-{trace.steps[-1]}"
-    rest = "" if trace.whole else ", not the whole file"
-    return f"rank {trace.rank}, steps {steps}, {trace.events:,} events{rest}"
-
-
-def _traces(layout: RunLayout) -> list[TraceSummary]:
-    """Of the newest launch that has any."""
-    found: list[TraceSummary] = []
-    for path in trace_files(layout.traces)[:MOST_TRACES]:
-        summary = read_trace(path)
-        if summary is not None and (not found or summary.epoch == found[0].epoch):
-            found.append(summary)
-    return found
-
-
-def _planned(layout: RunLayout) -> Planned | None:
-    try:
-        spec, profile = load_inputs(layout.spec, str(layout.profile.absolute()))
-        plan = Plan.model_validate_json(layout.plan.read_bytes())
-    except (OSError, InvalidInputError, ValidationError):
-        return None
-    return Planned(spec.document, profile.document, plan)
 
 
 def _ranks(times: RankTimes) -> RankFacts:
@@ -184,15 +178,12 @@ def _steps(rows: Sequence[StepMetrics]) -> StepFacts | None:
     )
 
 
-def _last_rows(rows: Sequence[StepMetrics]) -> list[StepMetrics]:
-    """The last step of each launch."""
-    return list({row.epoch: row for row in rows}.values())
-
-
 def _saves(
-    saves: Sequence[SaveRecord], last: set[tuple[int, int]], planned: Planned | None
+    saves: Sequence[SaveRecord], rows: Sequence[StepMetrics], planned: Planned | None
 ) -> SaveFacts | None:
-    stalls = [save.stall_seconds for save in saves if (save.epoch, save.step) not in last]
+    """Sum up the stalls of saves, without the last save of each launch."""
+    last_steps = {row.epoch: row.step for row in rows}
+    stalls = [s.stall_seconds for s in saves if last_steps.get(s.epoch) != s.step]
     if not stalls:
         return None
     asynchronous = planned is None or planned.spec.checkpoint.asynchronous
@@ -201,34 +192,41 @@ def _saves(
 
 @dataclass
 class _Pricing:
-    """Has the planner plan anew with each change, as `hpctrain plan --set` would."""
+    """Prices each change by a new plan, as `hpctrain plan --set` would."""
 
     layout: RunLayout
     now: Plan
     left: int = _MOST_PRICES
 
     def of_all(self, findings: Sequence[Finding]) -> tuple[Finding, ...]:
-        return tuple(one.model_copy(update={"remedies": self._priced(one)}) for one in findings)
+        """Price all remedies, and drop those that are impossible or bring nothing.
 
-    def _priced(self, finding: Finding) -> tuple[Remedy, ...]:
-        """Without changes that are not possible or bring nothing; what is done about memory by
-        what it costs."""
-        told = [self._with_price(one) for one in finding.remedies]
-        memory = finding.topic == "memory"
-        kept = [one for one in told if one is not None and is_worth_it(one.price, memory=memory)]
-        if memory:
-            kept.sort(key=_by_time)
-        return tuple(kept)
+        Remedies for memory are ordered by the time that they cost.
+        """
+        priced = []
+        for finding in findings:
+            memory = finding.topic == "memory"
+            remedies = [one for one in map(self._with_price, finding.remedies) if one is not None]
+            worthy = [one for one in remedies if is_worth_it(one.price, memory=memory)]
+            if memory:
+                worthy.sort(key=_slowdown_seconds)
+            priced.append(finding.model_copy(update={"remedies": tuple(worthy)}))
+        return tuple(priced)
 
     def _with_price(self, remedy: Remedy) -> Remedy | None:
+        """Price one remedy; None if it cannot be planned."""
         planned = remedy.changes and not remedy.changes[0].startswith(
             ("supervise.", "checkpoint.", "environment.", "resources.")
         )
         if not planned or self.left <= 0:
             return remedy
+        from hpctrain.plan.planner import make_plan  # with NumPy, which only planning needs
+
         self.left -= 1
         try:
-            plan = _plan_with(self.layout, remedy.changes)
+            profile_path = str(self.layout.profile.absolute())
+            spec, profile = load_inputs(self.layout.spec, profile_path, remedy.changes)
+            plan = make_plan(spec.document, profile.document, load_knowledge(profile))
         except HpctrainError:
             return None
         peak, peak_now = _peak(plan), _peak(self.now)
@@ -242,7 +240,7 @@ class _Pricing:
 
 
 def is_worth_it(price: Price | None, *, memory: bool) -> bool:
-    """False when the planner sees nothing in it: neither time, nor (`memory`) memory."""
+    """Return False if the plan with it saves neither time nor (`memory`) memory."""
     if price is None:
         return True
     if memory and price.peak_bytes < (1 - _WORTH) * price.peak_bytes_now:
@@ -252,19 +250,12 @@ def is_worth_it(price: Price | None, *, memory: bool) -> bool:
     return price.step_seconds < (1 - _WORTH) * price.step_seconds_now
 
 
-def _plan_with(layout: RunLayout, changes: Sequence[str]) -> Plan:
-    from hpctrain.plan.planner import make_plan  # with NumPy, which only planning needs
-
-    spec, profile = load_inputs(layout.spec, str(layout.profile.absolute()), changes)
-    return make_plan(spec.document, profile.document, load_knowledge(profile))
-
-
 def _peak(plan: Plan) -> int:
     return plan.memory[plan.peak_stage].total_bytes
 
 
-def _by_time(remedy: Remedy) -> float:
-    """Seconds that the step gets longer; what has no price first, for it costs nothing."""
+def _slowdown_seconds(remedy: Remedy) -> float:
+    """Return how much longer a step gets; -inf without a price, because it costs nothing."""
     price = remedy.price
     if price is None:
         return float("-inf")

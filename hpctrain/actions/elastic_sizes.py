@@ -1,4 +1,4 @@
-"""The sizes at which a run can be launched: as planned, and on fewer nodes if the spec allows it.
+"""Plans the sizes at which a run can be launched: the planned one, and smaller ones if allowed.
 
 On fewer nodes only the data-parallel size shrinks and accumulation grows, so the global batch and
 the order of samples stay. Planned when the run is submitted, because nothing that plans is on the
@@ -17,10 +17,10 @@ from hpctrain.errors import DoesNotFitError, LimitError
 from hpctrain.plan.documents import Plan
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import ParallelSpec, RunSpec
-from hpctrain.supervise.judge.documents import LaunchShape
+from hpctrain.store.supervise_config import LaunchShape
 
 if TYPE_CHECKING:
-    from hpctrain.plan.cost.from_spec import Knowledge
+    from hpctrain.plan.request import Knowledge
 
 PLANNED_FILE = "train.json"
 
@@ -40,7 +40,7 @@ def smaller_sizes(
     knowledge: Knowledge,
     peak_flops: float | None,
 ) -> tuple[SizedConfig, ...]:
-    """Every size from one node less down to `resources.min_nodes` that works out, largest first."""
+    """Plan each node count from one less down to `resources.min_nodes`, if it has a valid plan."""
     least = spec.resources.min_nodes
     if least is None:
         return ()
@@ -52,7 +52,7 @@ def smaller_sizes(
 
 
 def shapes_of(plan: Plan, smaller: tuple[SizedConfig, ...]) -> tuple[LaunchShape, ...]:
-    """All sizes, the planned one first."""
+    """List the shapes of all sizes, the planned one first."""
     planned = LaunchShape(
         nodes=plan.nodes.nodes, tasks=plan.layout.world_size, train_config=PLANNED_FILE
     )
@@ -67,7 +67,7 @@ def _size(
     nodes: int,
     peak_flops: float | None,
 ) -> SizedConfig | None:
-    """The plan on `nodes` nodes with the same model-parallel layout; None if there is none."""
+    """Plan the run on `nodes` nodes with the same model-parallel layout; None if impossible."""
     from hpctrain.plan.planner import make_plan  # with NumPy, which only planning needs
 
     for micro in (plan.batch.micro_batch, "auto"):
@@ -86,6 +86,7 @@ def _size(
 
 
 def _on_fewer(spec: RunSpec, plan: Plan, nodes: int, micro: int | str) -> RunSpec:
+    """Change a spec to `nodes` nodes, with the plan's model-parallel layout."""
     layout, stages = plan.layout, None
     if isinstance(spec.parallel, ParallelSpec):
         stages = spec.parallel.stages
@@ -104,7 +105,7 @@ def _on_fewer(spec: RunSpec, plan: Plan, nodes: int, micro: int | str) -> RunSpe
     )
     batch = spec.batch.model_copy(update={"micro": micro})
     # a checkpoint of DeepSpeed belongs to a ZeRO stage
-    stage = {"zero": plan.zero} if plan.engine == "deepspeed" else {}
+    stage = {} if spec.engine.abilities.resumes_other_stage else {"zero": plan.zero}
     changed = dict(
         parallel=parallel,
         resources=resources,

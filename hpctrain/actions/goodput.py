@@ -6,17 +6,18 @@ document that comes out. Does not belong here: what a moment went into (`telemet
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 
 from pydantic import BaseModel, ConfigDict
 
+from hpctrain.actions.run_documents import known_plan
 from hpctrain.actions.runs import RunFiles
 from hpctrain.store.ledger import Event, EventKind
 from hpctrain.store.run_records import DoneMarker, read_metrics, read_record, read_saves
+from hpctrain.store.supervise_config import known_supervise_config
 from hpctrain.supervise.judge.causes import FAILURE_CAUSES, Cause
-from hpctrain.supervise.judge.documents import ActionKind, SuperviseConfig
+from hpctrain.supervise.judge.documents import ActionKind
 from hpctrain.telemetry.goodput import Account, account
 from hpctrain.telemetry.rolling_goodput import Sliding
 from hpctrain.telemetry.timeline import Mark, MarkKind, Save, Step, timeline
@@ -142,21 +143,18 @@ def _is_over(events: Sequence[Event]) -> bool:
 
 def _quiet_seconds(run: RunFiles) -> float:
     """How long the supervisor itself would wait for a sign of life."""
-    try:
-        config = SuperviseConfig.model_validate_json(run.layout.supervise_config.read_bytes())
-    except (OSError, ValueError):
+    config = known_supervise_config(run.layout.supervise_config)
+    if config is None:
         return _QUIET_SECONDS
     return max(config.stall_seconds, config.setup_stall_seconds)
 
 
 def _gpus(run: RunFiles) -> int | None:
     """GPUs that the run holds, spare nodes included; None when the plan cannot be read."""
-    try:
-        nodes = json.loads(run.layout.plan.read_bytes())["nodes"]
-        spares = json.loads(run.layout.supervise_config.read_bytes()).get("spare_nodes", 0)
-        return (int(nodes["nodes"]) + int(spares)) * int(nodes["gpus_per_node"])
-    except (OSError, ValueError, KeyError, TypeError):
+    plan, config = known_plan(run.layout), known_supervise_config(run.layout.supervise_config)
+    if plan is None or config is None:
         return None
+    return (plan.nodes.nodes + config.spare_nodes) * plan.nodes.gpus_per_node
 
 
 def _document(

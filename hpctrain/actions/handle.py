@@ -4,7 +4,7 @@
     run.wait()
     print(run.state, run.status.loss)
 
-The same frozen objects as the command line shows; nothing is printed.
+It returns the same frozen objects as the command line shows, and prints nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from hpctrain.slurm.client import SlurmClient
 
 @dataclass(frozen=True)
 class Run:
-    """A submitted run. Every look asks the run directory and, at most once, Slurm."""
+    """A submitted run. Every property reads the run directory and queries Slurm at most once."""
 
     files: RunFiles
     slurm: SlurmClient
@@ -104,7 +104,7 @@ class Run:
     def resume(
         self, *, reason: str = "", from_scratch: bool = False, accept_data: bool = False
     ) -> str:
-        """Have a held, stopped or failed run go on; returns what was done.
+        """Continue a held, stopped or failed run; returns what was done.
 
         `from_scratch` gives up all steps where checkpoints are gone or of no use, `accept_data`
         goes on with data that changed; both go into the ledger. Raises UsageError where there is

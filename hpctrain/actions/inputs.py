@@ -1,4 +1,4 @@
-"""List what a run reads outside of its run directory, so that every node can be asked for it.
+"""Lists the files that a run reads outside of its run directory, so that every node can check them.
 
 Belongs here: which files and directories a trainer's settings name. Does not belong here: looking
 for them (`hpctrain.supervise.evidence.node_checks` on a node, `hpctrain.train.preflight` in a
@@ -9,42 +9,25 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hpctrain.engines.megatron import MegatronConfig
-from hpctrain.engines.megatron_lm import MegatronLmConfig
 from hpctrain.engines.module import ModuleConfig
 from hpctrain.engines.training import TrainConfig
 from hpctrain.store.datasets import bin_path, idx_path, npz_path
 
 
 def input_paths(config: TrainConfig) -> tuple[str, ...]:
-    """The files and directories that every launch reads on every node.
+    """List the files and directories that every launch reads on every node.
 
-    Not what only the first launch reads (weights that megatron-core starts from), and not what a
-    node has for itself (caches, NVMe).
+    This excludes what only the first launch reads (initial weights for megatron-core), and what
+    each node has for itself (caches, NVMe).
     """
     paths: list[Path] = []
     if isinstance(config, ModuleConfig) and config.data_format != "tokens":
         sources = [path for _, path in config.data_blend]
         sources += [config.data_validation] if config.data_validation is not None else []
-        paths += [_samples(config.data_format, Path(source)) for source in sources]
+        images = config.data_format == "images"
+        for source in map(Path, sources):
+            paths.append(source if images and source.is_dir() else npz_path(source))
     else:
         prefixes = [Path(prefix) for _, prefix in config.data_blend]
         paths += [path for prefix in prefixes for path in (bin_path(prefix), idx_path(prefix))]
-    if isinstance(config, ModuleConfig) and config.model.pretrained is not None:
-        paths.append(Path(config.model.pretrained))
-    if isinstance(config, MegatronLmConfig):
-        paths.append(Path(config.checkout, config.entry))
-    if _reads_tokenizer(config) and config.tokenizer is not None:
-        paths.append(Path(config.tokenizer))
-    return tuple(dict.fromkeys(map(str, paths)))
-
-
-def _samples(data_format: str, source: Path) -> Path:
-    return source if data_format == "images" and source.is_dir() else npz_path(source)
-
-
-def _reads_tokenizer(config: TrainConfig) -> bool:
-    """Only hiding words needs the tokenizer while training; all else reads token numbers."""
-    if isinstance(config, ModuleConfig):
-        return config.task == "masked_language_modeling"
-    return isinstance(config, MegatronConfig) and config.model_type == "bert"
+    return tuple(dict.fromkeys([*map(str, paths), *config.needed_paths]))

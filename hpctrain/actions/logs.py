@@ -21,28 +21,24 @@ _POLL_SECONDS = 1.0
 
 
 def attempt_directories(run: RunFiles) -> list[Path]:
-    """Log directories `JOB.RESTART`, in the order of the attempts."""
+    """List the log directories `JOB.RESTART`, in the order of the attempts."""
     matches = ((path, _ATTEMPT.fullmatch(path.name)) for path in run.layout.logs.iterdir())
     found = [(int(m["job"]), int(m["restart"]), path) for path, m in matches if m]
-    order = _order_of_jobs(run)
-    return [path for _, _, path in sorted(found, key=lambda one: (order(one[0]), *one))]
-
-
-def _order_of_jobs(run: RunFiles) -> Callable[[int], int]:
-    """Jobs in the order in which they began; the last element of an array has the lowest id."""
-    numbers = {job_id: n for n, job_id in enumerate(started_ids(run.ledger.events()))}
-    return lambda job_id: numbers.get(job_id, len(numbers))
+    # by the start of the jobs, because the last element of an array has the lowest id
+    order = {job_id: n for n, job_id in enumerate(started_ids(run.ledger.events()))}
+    found.sort(key=lambda one: (order.get(one[0], len(order)), *one))
+    return [path for _, _, path in found]
 
 
 def job_logs(run: RunFiles) -> list[Path]:
-    """What the job script and the supervisor printed, one file per job id, oldest first."""
+    """List the logs of job script and supervisor, one file per job id, oldest first."""
     matches = ((path, _JOB_LOG.fullmatch(path.name)) for path in run.layout.logs.iterdir())
     found = [(int(m["job"]), int(m["task"] or 0), path) for path, m in matches if m]
     return [path for _, _, path in sorted(found)]
 
 
 def rank_logs(run: RunFiles, rank: int, attempt: int | None = None) -> list[Path]:
-    """Logs of one rank, in order of launches; `attempt` counts from 1, None means all.
+    """List the logs of one rank in order of launches; `attempt` counts from 1, None means all.
 
     Raises UsageError when there is no such attempt or no log of that rank.
     """
@@ -51,22 +47,20 @@ def rank_logs(run: RunFiles, rank: int, attempt: int | None = None) -> list[Path
         if not 1 <= attempt <= len(directories):
             raise UsageError(f"run `{run.run_id}` has {len(directories)} attempts with logs")
         directories = [directories[attempt - 1]]
-    logs = [path for directory in directories for path in _of_rank(directory, rank)]
+    logs: list[Path] = []
+    for directory in directories:
+        matches = ((path, _RANK_LOG.fullmatch(path.name)) for path in directory.iterdir())
+        mine = [(int(m["step"]), path) for path, m in matches if m and int(m["rank"]) == rank]
+        logs += [path for _, path in sorted(mine)]
     if not logs:
         raise UsageError(f"run `{run.run_id}` has no log of rank {rank} yet")
     return logs
 
 
-def _of_rank(directory: Path, rank: int) -> list[Path]:
-    matches = ((path, _RANK_LOG.fullmatch(path.name)) for path in directory.iterdir())
-    mine = [(int(m["step"]), path) for path, m in matches if m and int(m["rank"]) == rank]
-    return [path for _, path in sorted(mine)]
-
-
 def follow(newest_log: Callable[[], Path | None], over: Callable[[], bool]) -> Iterator[str]:
     """Yield text as it appears in the newest log, moving on when a newer log appears.
 
-    Ends when `over()` says so and everything is read.
+    Ends when `over()` is true and everything has been read.
     """
     current: Path | None = None
     position = 0

@@ -1,4 +1,4 @@
-"""What the runs have against nodes, for people: scores, who is avoided, words for a ticket.
+"""Shows the evidence of runs against nodes: scores, avoided nodes, and a command for admins.
 
 Belongs here: reading the node ledger for a person, and forgiving a node in a person's name. Does
 not belong here: weighing (`hpctrain.nodes.blame`), and collecting evidence
@@ -17,8 +17,8 @@ from hpctrain.errors import InvalidInputError, Problem, UsageError
 from hpctrain.nodes.blame import NodeScore, nodes_to_avoid, scores, story
 from hpctrain.nodes.record import NodeEvidence, NodeLedger, forgiveness
 
-# What cannot end a double-quoted word of a shell or mean anything inside it: the reason comes from
-# logs, and an administrator pastes it as root.
+# Everything but characters that are harmless inside double quotes of a shell: the reason comes
+# from logs, and an administrator pastes it as root.
 _UNSAFE = re.compile(r"[^A-Za-z0-9 .,:;_/()+@-]")
 _LONGEST_REASON = 160
 
@@ -50,19 +50,22 @@ class NodeRow(BaseModel):
 def node_rows(
     ledger: Path, cluster: str | None = None, usable_nodes: int = 0, now: float | None = None
 ) -> tuple[NodeRow, ...]:
-    """Nodes with evidence against them, the worst of each cluster first.
+    """List nodes with evidence against them, the worst of each cluster first.
 
     `usable_nodes`: nodes of the cluster (0: unknown). `now` is seconds since the epoch. Raises
     InvalidInputError when the ledger cannot be read.
     """
-    evidence = _read(ledger)
+    try:
+        evidence = NodeLedger(ledger).read()
+    except OSError as error:
+        raise InvalidInputError([_problem(ledger, "read", error)]) from error
     at = time.time() if now is None else now
     clusters = dict.fromkeys(one.cluster for one in evidence if cluster in (None, one.cluster))
     return tuple(row for name in clusters for row in _rows(evidence, name, usable_nodes, at))
 
 
 def forgive(ledger: Path, node: str, user: str, cluster: str | None = None) -> NodeEvidence:
-    """Void what is written about a node, in the name of `user`; the entry stays in the ledger.
+    """Void the evidence against a node, in the name of `user`; the entry stays in the ledger.
 
     Raises UsageError when there is nothing against the node, or on several clusters something.
     """
@@ -75,20 +78,13 @@ def forgive(ledger: Path, node: str, user: str, cluster: str | None = None) -> N
         )
     if len(clusters) > 1:
         names = " and ".join(clusters)
-        raise UsageError(f"`{node}` is a node of {names}", hint="say which one with `--cluster`")
+        raise UsageError(f"`{node}` is a node of {names}", hint="choose one with `--cluster`")
     entry = forgiveness(time.time(), clusters[0], node, user, f"forgiven by {user}")
     try:
         NodeLedger(ledger).append([entry])
     except OSError as error:
         raise InvalidInputError([_problem(ledger, "written", error)]) from error
     return entry
-
-
-def _read(ledger: Path) -> tuple[NodeEvidence, ...]:
-    try:
-        return NodeLedger(ledger).read()
-    except OSError as error:
-        raise InvalidInputError([_problem(ledger, "read", error)]) from error
 
 
 def _problem(ledger: Path, what: str, error: OSError) -> Problem:
@@ -119,7 +115,7 @@ def _rows(
 
 
 def drain_command(one: NodeScore) -> str:
-    """What an administrator may paste to take a node out of service (scontrol(1), State=DRAIN)."""
+    """Write the command with which an administrator drains a node (scontrol(1), State=DRAIN)."""
     day = time.strftime("%Y-%m-%d", time.gmtime(one.heaviest.time))
-    words = _UNSAFE.sub("?", story(one).rpartition(", score ")[0])[:_LONGEST_REASON]
-    return f'scontrol update NodeName={one.node} State=DRAIN Reason="hpctrain: {words}, {day}"'
+    reason = _UNSAFE.sub("?", story(one).rpartition(", score ")[0])[:_LONGEST_REASON]
+    return f'scontrol update NodeName={one.node} State=DRAIN Reason="hpctrain: {reason}, {day}"'

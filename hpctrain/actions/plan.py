@@ -1,7 +1,7 @@
-"""`plan`: one spec on one profile, or the same on several numbers of GPUs.
+"""Plans one spec on one profile, or on several numbers of GPUs.
 
-Belongs here: loading, measuring the search, putting plan and forecast together, and choosing
-among sizes. Does not belong here: planning itself (`hpctrain.plan`), text.
+Belongs here: loading, measuring the search, combining plan and forecast, and choosing among sizes.
+Does not belong here: planning itself (`hpctrain.plan`), text.
 """
 
 from __future__ import annotations
@@ -14,24 +14,22 @@ from pathlib import Path
 from hpctrain.actions.prepare import load_inputs, load_knowledge
 from hpctrain.errors import DoesNotFitError, HpctrainError, LimitError, UsageError
 from hpctrain.plan.alternatives import explain
-from hpctrain.plan.cost.from_spec import Knowledge
 from hpctrain.plan.documents import Explanation, Goal, Plan
-from hpctrain.plan.forecast import (
+from hpctrain.plan.forecast.budget import cheapest_plan, check_currency
+from hpctrain.plan.forecast.documents import (
     Budget,
     BudgetDecision,
     Forecast,
     RunFacts,
     SpotComparison,
-    cheapest_plan,
-    check_currency,
-    compare_spot,
-    forecast,
 )
+from hpctrain.plan.forecast.predict import forecast
+from hpctrain.plan.forecast.spot import compare_spot
 from hpctrain.plan.limits import usable_gpus
 from hpctrain.plan.planner import Decision, decide
+from hpctrain.plan.request import Knowledge, PlanRequest
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec
-from hpctrain.units import Duration
 
 
 @dataclass(frozen=True)
@@ -45,9 +43,9 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Option:
-    """One number of GPUs: what was decided, how long that took, and what it would cost.
+    """One number of GPUs: the decision, the time of the search, and the forecast.
 
-    `refusal` says why there is no plan, `remark` why there is no forecast.
+    `refusal` is the reason for a missing plan, `remark` that for a missing forecast.
     """
 
     gpus: int
@@ -70,11 +68,11 @@ def load(spec: Path, profile: str, overrides: Sequence[str] = ()) -> Inputs:
 
 
 def plan_option(inputs: Inputs, goal: Goal, gpus: int | None = None) -> Option:
-    """The plan on `gpus` GPUs (default: those of the spec), or why there is none."""
+    """Plan on `gpus` GPUs (default: those of the spec), or record why that is impossible."""
     spec = inputs.spec if gpus is None else with_gpus(inputs.spec, gpus)
     start = time.perf_counter()
     try:
-        decision = decide(spec, inputs.profile, inputs.knowledge, goal)
+        decision = decide(PlanRequest(spec, inputs.profile, inputs.knowledge, goal))
     except (DoesNotFitError, LimitError) as error:
         return Option(spec.resources.gpus, refusal=error)
     seconds = time.perf_counter() - start
@@ -82,37 +80,41 @@ def plan_option(inputs: Inputs, goal: Goal, gpus: int | None = None) -> Option:
     if facts is None:
         return Option(spec.resources.gpus, decision, seconds)
     try:
-        told = forecast(spec, inputs.profile, facts)
+        predicted = forecast(spec, inputs.profile, facts)
     except DoesNotFitError as error:
         return Option(spec.resources.gpus, decision, seconds, remark=str(error))
-    return Option(spec.resources.gpus, decision, seconds, told)
+    return Option(spec.resources.gpus, decision, seconds, predicted)
 
 
 def explanation(inputs: Inputs, option: Option, goal: Goal, top: int) -> Explanation:
-    """Why the plan of `option` wins; for a layout that the spec gives, what `parallel: auto` would
-    choose and how the given one compares. Raises what planning raises."""
+    """Explain why the plan of `option` wins.
+
+    A layout that the spec gives is compared with the one that `parallel: auto` would choose. Raises
+    what planning raises.
+    """
     decision = option.decision
     assert decision is not None
-    if decision.spec.parallel == "auto":
-        told = explain(decision, top)
-        return told.model_copy(update={"search_seconds": option.search_seconds})
-    free = decision.spec.model_copy(update={"parallel": "auto"})
+    if decision.request.spec.parallel == "auto":
+        explained = explain(decision, top)
+        return explained.model_copy(update={"search_seconds": option.search_seconds})
+    free = decision.request.spec.model_copy(update={"parallel": "auto"})
     start = time.perf_counter()
-    other = decide(free, inputs.profile, inputs.knowledge, goal)
+    other = decide(PlanRequest(free, inputs.profile, inputs.knowledge, goal))
     seconds = time.perf_counter() - start
-    told = explain(other, top, given=decision.found.candidate(decision.row))
-    return told.model_copy(update={"search_seconds": seconds})
+    explained = explain(other, top, given=decision.found.candidate(decision.row))
+    return explained.model_copy(update={"search_seconds": seconds})
 
 
 def with_gpus(spec: RunSpec, gpus: int) -> RunSpec:
-    """The same spec on another number of GPUs."""
+    """Copy a spec with another number of GPUs."""
     return spec.model_copy(update={"resources": spec.resources.model_copy(update={"gpus": gpus})})
 
 
 def run_facts(spec: RunSpec, profile: ClusterProfile, plan: Plan) -> RunFacts | None:
-    """What a forecast needs; None when no step time is known."""
+    """Collect the inputs of a forecast; None when no step time is known."""
     if plan.step_seconds is None:
         return None
+    partition = profile.slurm.partition(spec.resources.partition)
     return RunFacts(
         step_seconds=plan.step_seconds,
         gpus=plan.layout.world_size,
@@ -120,21 +122,15 @@ def run_facts(spec: RunSpec, profile: ClusterProfile, plan: Plan) -> RunFacts | 
         parameters=plan.learned,
         tokens_per_step=plan.batch.tokens_per_step,
         train_steps=plan.batch.train_steps,
-        walltime=_walltime(spec, profile),
+        walltime=spec.resources.walltime or (partition.max_walltime if partition else None),
     )
 
 
-def _walltime(spec: RunSpec, profile: ClusterProfile) -> Duration | None:
-    """Of one attempt: the spec's, else the partition's limit."""
-    partition = profile.slurm.partition(spec.resources.partition)
-    return spec.resources.walltime or (partition.max_walltime if partition else None)
-
-
 def spot_comparison(inputs: Inputs, option: Option, budget: Budget | None) -> SpotComparison | None:
-    """Spot against on demand for one option; None without a spot price or without a forecast."""
+    """Compare spot with on demand for one option; None without spot price or forecast."""
     if option.decision is None or option.forecast is None:
         return None
-    spec = option.decision.spec
+    spec = option.decision.request.spec
     facts = run_facts(spec, inputs.profile, option.decision.plan)
     assert facts is not None
     try:
@@ -144,17 +140,17 @@ def spot_comparison(inputs: Inputs, option: Option, budget: Budget | None) -> Sp
 
 
 def sizes_to_try(inputs: Inputs) -> tuple[int, ...]:
-    """Halvings and doublings of the GPUs asked for, in whole nodes, up to what one run may have."""
-    asked, per_node = inputs.spec.resources.gpus, inputs.profile.gpu.per_node
+    """List halvings and doublings of the requested GPUs, in whole nodes, up to a run's limit."""
+    wanted, per_node = inputs.spec.resources.gpus, inputs.profile.gpu.per_node
     limit = usable_gpus(inputs.spec, inputs.profile)
-    smaller = [asked >> n for n in range(asked.bit_length()) if asked % 2**n == 0]
-    larger = [asked << n for n in range(1, 12) if asked << n <= limit]
+    smaller = [wanted >> n for n in range(wanted.bit_length()) if wanted % 2**n == 0]
+    larger = [wanted << n for n in range(1, 12) if wanted << n <= limit]
     sizes = sorted({*smaller, *larger})
     return tuple(n for n in sizes if n <= limit and (n <= per_node or n % per_node == 0))
 
 
 def best_option(options: Sequence[Option], goal: Goal) -> Option:
-    """The option to show among sizes: fastest, fewest GPU-hours, or most memory head-room.
+    """Choose the option to show: fastest, fewest GPU-hours, or most free memory.
 
     Raises the refusal of the last option when no size has a plan.
     """
@@ -167,6 +163,7 @@ def best_option(options: Sequence[Option], goal: Goal) -> Option:
 
 
 def _cost_of(option: Option, goal: Goal) -> float:
+    """Return the quantity that `goal` minimizes."""
     plan = option.plan
     assert plan is not None
     if goal == "memory" or plan.step_seconds is None:
@@ -177,7 +174,7 @@ def _cost_of(option: Option, goal: Goal) -> float:
 def within_budget(
     inputs: Inputs, options: Sequence[Option], budget: Budget
 ) -> tuple[BudgetDecision, Option]:
-    """The cheapest option that meets the budget, on demand or on spot; else the nearest to it.
+    """Choose the cheapest option that meets the budget, on demand or spot; else the nearest.
 
     Raises UsageError for a currency that the profile does not have or where no option has a
     forecast.
@@ -186,9 +183,9 @@ def within_budget(
     priced: list[tuple[Forecast, Option]] = []
     for option in options:
         comparison = spot_comparison(inputs, option, budget)
-        told = [option.forecast, comparison.spot if comparison else None]
-        told += [comparison.on_demand] if comparison else []
-        for one in {(f.tariff): f for f in told if f is not None}.values():
+        forecasts = [option.forecast, comparison.spot if comparison else None]
+        forecasts += [comparison.on_demand] if comparison else []
+        for one in {f.tariff: f for f in forecasts if f is not None}.values():
             priced.append((one, option))
     if not priced:
         reason = next((str(o.refusal or o.remark) for o in options if o.refusal or o.remark), "")

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from pydantic import BaseModel, ConfigDict
 
 from hpctrain.store.ledger import Event, EventKind
+from hpctrain.store.supervise_config import SuperviseConfig
 from hpctrain.supervise.judge.causes import FAILURE_CAUSES, Cause
-from hpctrain.supervise.judge.documents import History, Situation, SuperviseConfig, Verdict
+from hpctrain.supervise.judge.documents import History, Situation, Verdict
 from hpctrain.supervise.judge.launch_history import history
 from hpctrain.supervise.judge.policy import budget_of, decide
 

@@ -1,7 +1,7 @@
-"""From two YAML files to everything that would be submitted, without touching runs/ or Slurm.
+"""Turns two YAML files into everything that would be submitted, without touching runs/ or Slurm.
 
-`--dry-run`, `--check` and `submit` all go through `prepare`, so that what is shown is what is
-submitted. Belongs here: putting the pure column together. Does not belong here: writing files.
+`--dry-run`, `--check` and `submit` all use `prepare`, so that what is shown is what is submitted.
+Belongs here: combining the pure rooms. Does not belong here: writing files.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from hpctrain.engines.training import TrainConfig
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.plan.abilities.trainable import untrainable_fields, untrainable_layout
 from hpctrain.plan.documents import Plan
-from hpctrain.render.script import ScriptFacts, build_script, render_script, walltime
+from hpctrain.render.script import ScriptFacts, build_script, walltime
+from hpctrain.render.template import render_script
 from hpctrain.render.warning_lead import warning_lead
 from hpctrain.spec.loader import (
     Loaded,
@@ -35,12 +36,11 @@ from hpctrain.spec.loader import (
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import DataSource, RunSpec
 from hpctrain.store.jobs import run_comment
+from hpctrain.store.supervise_config import RollbackSettings, SuperviseConfig
 from hpctrain.supervise.catalogue import load_signatures
-from hpctrain.supervise.judge.documents import RollbackSettings, SuperviseConfig
 
 if TYPE_CHECKING:
-    from hpctrain.plan.cost.from_spec import Knowledge
-    from hpctrain.spec.catalogue import Gpu
+    from hpctrain.plan.request import Knowledge
 
 NODE_LEDGER_NAME = "nodes.jsonl"
 PROFILE_PATH_VARIABLE = "HPCTRAIN_PROFILE_PATH"
@@ -50,7 +50,7 @@ PROFILE_PATH_VARIABLE = "HPCTRAIN_PROFILE_PATH"
 class Prepared:
     """A job that is ready to be submitted; `script` is the exact text, `signatures` is JSON.
 
-    `facts` and `template_directory` are what the script was rendered with.
+    `facts` and `template_directory` are the inputs of rendering.
     """
 
     run_id: str
@@ -67,7 +67,7 @@ class Prepared:
 
 
 def profile_search_path() -> list[Path]:
-    """Directories of $HPCTRAIN_PROFILE_PATH; the packaged profiles come after them."""
+    """List the directories of $HPCTRAIN_PROFILE_PATH; packaged profiles come after them."""
     entries = os.environ.get(PROFILE_PATH_VARIABLE, "").split(os.pathsep)
     return [Path(entry) for entry in entries if entry]
 
@@ -93,30 +93,26 @@ def load_inputs(
 
 
 def load_knowledge(profile: Loaded[ClusterProfile]) -> Knowledge:
-    """The catalogue's GPU for a profile, and the constants of the cost model.
+    """Load the catalogue's GPU for a profile, and the constants of the cost model.
 
-    A profile that leaves `gpu.peak` empty on purpose (`peak: {}`) may have a GPU that nobody
-    knows: then there is none, and time is not predicted. Raises InvalidInputError for any other
-    GPU that is not in the catalogue.
+    A profile that leaves `gpu.peak` empty on purpose (`peak: {}`) may have an unknown GPU: then
+    there is none, and time is not predicted. Raises InvalidInputError for any other GPU that is not
+    in the catalogue.
     """
-    from hpctrain.plan.cost.from_spec import Knowledge
-
-    return Knowledge(gpu=_known_gpu(profile), calibration=load_calibration())
-
-
-def _known_gpu(profile: Loaded[ClusterProfile]) -> Gpu | None:
+    from hpctrain.plan.request import Knowledge
     from hpctrain.spec.catalogue import cluster_gpu, match_gpu
 
     catalogue, given = load_catalogue(profile_search_path()), profile.document.gpu
     unknown_on_purpose = "peak" in given.model_fields_set and not given.peak
     nameless = given.model is None and match_gpu(catalogue, given.type, given.memory) is None
-    if unknown_on_purpose and nameless:
-        return None
-    return cluster_gpu(catalogue, profile.document, profile.origin)
+    gpu = None
+    if not (unknown_on_purpose and nameless):
+        gpu = cluster_gpu(catalogue, profile.document, profile.origin)
+    return Knowledge(gpu=gpu, calibration=load_calibration())
 
 
 def refuse_untrainable(spec: Loaded[RunSpec], plan: Plan | None = None) -> None:
-    """Raise InvalidInputError for what can be planned but not trained by hpctrain."""
+    """Raise InvalidInputError for settings that hpctrain can plan but not train."""
     found = untrainable_fields(spec.document) if plan is None else untrainable_layout(plan)
     hint = "`hpctrain plan` can plan it; to submit, change this field"
     problems = [spec.problem(field, f"`{field}`: {words}", hint) for field, words in found]
@@ -168,7 +164,7 @@ def prepare(
 
 
 def with_free_run_id(prepared: Prepared, runs: Path) -> Prepared:
-    """The same job under the next free run id: two submits of one spec may choose the same one."""
+    """Give the job the next free run id: two submits of one spec may choose the same one."""
     document, site = prepared.spec.document, prepared.profile.document
     run_id = new_run_id(runs, document.name, prepared.spec.digest, prepared.profile.digest)
     facts = replace(prepared.facts, run_id=run_id, comment=run_comment(run_id))
@@ -183,7 +179,7 @@ def with_free_run_id(prepared: Prepared, runs: Path) -> Prepared:
 
 
 def _with_absolute_paths(spec: RunSpec) -> RunSpec:
-    """Data paths of a spec are relative to where `submit` runs; the job runs elsewhere."""
+    """Make the paths of a spec absolute: they are relative to where `submit` runs."""
     data = spec.data
     sources = tuple(
         DataSource(path=os.path.abspath(source.path), weight=source.weight)
@@ -213,8 +209,12 @@ def _supervise_config(
     runs: Path,
     smaller: tuple[SizedConfig, ...],
 ) -> SuperviseConfig:
+    """Collect the supervisor's settings from spec, profile and plan."""
     from hpctrain.plan.forecast.interruptions import node_mtbf_seconds
 
+    partition = profile.slurm.partition(spec.resources.partition)
+    assert partition is not None, "the planner has checked the partition"
+    limit, rollback = walltime(spec, profile, partition), spec.supervise.rollback
     return SuperviseConfig(
         run_id=run_id,
         target_step=plan.batch.train_steps,
@@ -225,7 +225,7 @@ def _supervise_config(
         stall_seconds=float(spec.supervise.stall),
         setup_stall_seconds=float(spec.supervise.setup_stall),
         kill_wait_seconds=float(profile.slurm.kill_wait),
-        warning_seconds=_warning_seconds(spec, profile, plan),
+        warning_seconds=float(warning_lead(spec, profile, plan, limit).seconds),
         verify=spec.checkpoint.verify,
         cluster=profile.name,
         budgets={str(cause): count for cause, count in spec.supervise.budgets.items()},
@@ -234,28 +234,15 @@ def _supervise_config(
         learn_stalls=spec.supervise.learn_stalls,
         slow_rank=spec.supervise.slow_rank,
         exclude_nodes=spec.supervise.exclude_nodes,
-        rollback=_rollback(spec),
+        rollback=RollbackSettings(
+            act=rollback.mode == "act",
+            checkpoints=rollback.checkpoints,
+            skip_steps=rollback.skip_steps,
+            other_nodes=rollback.other_nodes,
+        ),
         shapes=shapes_of(plan, smaller),
         spare_nodes=spec.resources.spare_nodes,
         cluster_nodes=profile.nodes.count,
         node_ledger=str(runs.absolute() / NODE_LEDGER_NAME),
         mttf_seconds=node_mtbf_seconds(profile) / plan.nodes.nodes,
-    )
-
-
-def _warning_seconds(spec: RunSpec, profile: ClusterProfile, plan: Plan) -> float:
-    """As the script asks of Slurm."""
-    partition = profile.slurm.partition(spec.resources.partition)
-    assert partition is not None, "the planner has checked the partition"
-    limit = walltime(spec, profile, partition)
-    return float(warning_lead(spec, profile, plan, limit).seconds)
-
-
-def _rollback(spec: RunSpec) -> RollbackSettings:
-    wanted = spec.supervise.rollback
-    return RollbackSettings(
-        act=wanted.mode == "act",
-        checkpoints=wanted.checkpoints,
-        skip_steps=wanted.skip_steps,
-        other_nodes=wanted.other_nodes,
     )

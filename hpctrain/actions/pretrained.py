@@ -1,6 +1,6 @@
-"""`model.pretrained`: whether the directory holds the model of the spec, before the queue.
+"""Checks before submission that the directory of `model.pretrained` holds the model of the spec.
 
-Belongs here: reading its small files, and saying what is wrong where the spec names it. Does not
+Belongs here: reading its small files, and reporting problems at the place in the spec. Does not
 belong here: loading weights (see `hpctrain.train.engines.models`), which imports torch.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from hpctrain.checkpoints.staged import Kind, open_staged, require_kind
+from hpctrain.checkpoints.staged import open_staged, require_kind
 from hpctrain.engines.described import disagreements
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.spec.loader import Loaded
@@ -23,10 +23,9 @@ def check_pretrained(spec: Loaded[RunSpec]) -> None:
     model = spec.document.model
     if model.pretrained is None:
         return
-    kind: Kind = "megatron" if spec.document.engine.name == "megatron" else "hugging_face"
     try:
         staged = open_staged(Path(os.path.abspath(model.pretrained)))
-        require_kind(staged, kind)
+        require_kind(staged, spec.document.engine.abilities.weights)
     except InvalidInputError as error:
         placed = [found_at(spec, one.message, one.hint) for one in error.problems]
         raise InvalidInputError(placed) from None
@@ -35,5 +34,5 @@ def check_pretrained(spec: Loaded[RunSpec]) -> None:
 
 
 def found_at(spec: Loaded[RunSpec], words: str, hint: str | None = None) -> Problem:
-    """A problem with the directory, at the place that names it."""
+    """Locate a problem with the directory at the place in the spec that names it."""
     return spec.problem(FIELD, f"`{FIELD}`: {words}", hint)

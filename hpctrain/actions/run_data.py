@@ -1,4 +1,4 @@
-"""Find the files that a run reads, to record which bytes they hold when it is submitted.
+"""Finds the files that a run reads, to record their contents when it is submitted.
 
 Belongs here: from the trainer's configuration to files and folders. Does not belong here: the
 record itself and comparing with it (`hpctrain.store.data_identity`).
@@ -13,8 +13,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from hpctrain.engines.documents import parse_train_config
 from hpctrain.engines.module import ModuleConfig
+from hpctrain.engines.train_json import train_config_of
 from hpctrain.engines.training import TrainConfig
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.store.archives import ArrayHead, read_heads
@@ -36,21 +36,23 @@ _END = struct.Struct("<q")
 
 
 def record_data(layout: RunLayout) -> DataIdentity:
-    """Record the data of a run in its directory, as they are now; returns the record.
+    """Record the present data of a run in its directory; returns the record.
 
     Raises InvalidInputError for what cannot be read.
     """
     try:
-        identity = identity_of(parse_train_config(layout.train_config.read_bytes()))
+        identity = identity_of(
+            train_config_of(layout.train_config, layout.train_config.read_bytes())
+        )
         write_identity(layout.data_identity, identity)
     except OSError as error:
-        words = f"cannot be read: {error.strerror or error}"
-        raise InvalidInputError([Problem(words, error.filename)]) from error
+        message = f"cannot be read: {error.strerror or error}"
+        raise InvalidInputError([Problem(message, error.filename)]) from error
     return identity
 
 
 def identity_of(config: TrainConfig) -> DataIdentity:
-    """All files that this configuration reads, with digests from sidecars. Raises OSError."""
+    """List the files that a configuration reads, with digests from sidecars. Raises OSError."""
     files: list[FileIdentity] = []
     folders: list[FolderIdentity] = []
     tokens = not isinstance(config, ModuleConfig) or config.data_format == "tokens"
@@ -59,29 +61,29 @@ def identity_of(config: TrainConfig) -> DataIdentity:
         paths.append(Path(config.data_validation))
     for path in paths:
         if tokens:
-            files += _pair(path)
+            try:
+                sidecar = DatasetSidecar.model_validate_json(sidecar_path(path).read_bytes())
+            except (OSError, ValidationError):
+                sidecar = None
+            files.append(identify_file(bin_path(path), sidecar.bin_sha256 if sidecar else None))
+            files.append(identify_file(idx_path(path), sidecar.idx_sha256 if sidecar else None))
         elif path.is_dir():
             folder, sample = identify_folder(path)
             folders.append(folder)
             files += sample
         else:
             files += _archive(path)
-    files += map(identify_file, _tokenizer_files(config))
+    if config.tokenizer:
+        path = Path(config.tokenizer)
+        visible = [path]
+        if path.is_dir():
+            visible = sorted(p for p in path.iterdir() if p.is_file() and p.name[0] != ".")
+        files += map(identify_file, visible)
     return DataIdentity(files=tuple(files), folders=tuple(folders))
 
 
-def _pair(prefix: Path) -> Iterator[FileIdentity]:
-    """Megatron's tokens and their index."""
-    try:
-        sidecar = DatasetSidecar.model_validate_json(sidecar_path(prefix).read_bytes())
-    except (OSError, ValidationError):
-        sidecar = None
-    yield identify_file(bin_path(prefix), sidecar.bin_sha256 if sidecar else None)
-    yield identify_file(idx_path(prefix), sidecar.idx_sha256 if sidecar else None)
-
-
 def _archive(path: Path) -> Iterator[FileIdentity]:
-    """Arrays, and a sample of the images that they name."""
+    """Identify arrays, and a sample of the images that they name."""
     file = npz_path(path)
     sidecar = read_samples_sidecar(file)
     yield identify_file(file, sidecar.npz_sha256 if sidecar else None)
@@ -91,8 +93,10 @@ def _archive(path: Path) -> Iterator[FileIdentity]:
 
 
 def _listed_images(file: Path) -> list[str]:
-    """Some of the names in a list of images, which is read without NumPy where it is as `data
-    prepare` writes it; none from others."""
+    """Read some names of a list of images as `data prepare` writes it, without NumPy.
+
+    Lists in another form give none.
+    """
     heads = read_heads(file)
     ends, names = heads.get("ends"), heads.get("names")
     if ends is None or names is None or ends.dtype != "<i8":
@@ -112,12 +116,3 @@ def _name(file: Path, ends: ArrayHead, names: ArrayHead, row: int) -> str:
         end = _END.unpack(stream.read(_END.size))[0]
         stream.seek(names.offset + begin)
         return os.fsdecode(stream.read(end - begin))
-
-
-def _tokenizer_files(config: TrainConfig) -> list[Path]:
-    if not config.tokenizer:
-        return []
-    path = Path(config.tokenizer)
-    if not path.is_dir():
-        return [path]
-    return sorted(one for one in path.iterdir() if one.is_file() and one.name[0] != ".")

@@ -1,7 +1,7 @@
-"""Asking Slurm for the jobs of runs: one query for all, whatever their number.
+"""Queries Slurm for the jobs of runs: one query for all, whatever their number.
 
 Belongs here: the query, refusing jobs of another cluster by name, recording jobs that are missing
-in a ledger. Does not belong here: telling whose a job is (`hpctrain.supervise.run_jobs`).
+in a ledger. Does not belong here: assigning jobs to runs (`hpctrain.supervise.run_jobs`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def find_jobs(
     *,
     silent: bool = True,
 ) -> dict[str, RunJobs]:
-    """The jobs of each run, by run id.
+    """Find the jobs of each run, by run id.
 
     `events` are the ledgers by run id; without them they are read. When Slurm does not answer, all
     are unanswered, or SlurmError is raised if not `silent`.
@@ -51,17 +51,17 @@ def find_jobs(
 def _cluster_asked(
     slurm: SlurmClient, records: Mapping[int, JobRecord], events: Mapping[str, Sequence[Event]]
 ) -> str | None:
-    """Which cluster has answered: its jobs tell; without any, its configuration does."""
-    told = next((record.cluster for record in records.values() if record.cluster), None)
-    if told is not None or not any(cluster_of(one) for one in events.values()):
-        return told
+    """Find the name of the cluster that answered, from its jobs or else its configuration."""
+    cluster = next((record.cluster for record in records.values() if record.cluster), None)
+    if cluster is not None or not any(cluster_of(one) for one in events.values()):
+        return cluster
     return slurm.cluster_name()
 
 
 def with_past(
     found: RunJobs, run_id: str, events: Sequence[Event], past: Mapping[int, JobRecord]
 ) -> RunJobs:
-    """With what accounting knows (`SlurmClient.past_jobs`) about a run without jobs in squeue."""
+    """Add the jobs of accounting (`SlurmClient.past_jobs`) for a run without jobs in squeue."""
     if found.jobs or not found.answered:
         return found
     ids, home = job_ids(generation(events)), cluster_of(events)
@@ -76,7 +76,7 @@ def with_past(
 
 
 def jobs_of(run: RunFiles, slurm: SlurmClient) -> RunJobs:
-    """The jobs of one run. Raises UsageError if they are on another cluster."""
+    """Find the jobs of one run. Raises UsageError if they are on another cluster."""
     found = find_jobs([run], slurm)[run.run_id]
     if found.elsewhere is not None:
         raise UsageError(
@@ -88,8 +88,10 @@ def jobs_of(run: RunFiles, slurm: SlurmClient) -> RunJobs:
 
 
 def record_found(run: RunFiles, found: RunJobs) -> None:
-    """Write jobs that Slurm knows by the run's comment into the ledger that does not know them:
-    the client that submitted them died, or a person called sbatch."""
+    """Record jobs with the run's comment that the ledger does not contain.
+
+    The client that submitted them died, or a person called sbatch.
+    """
     for job in found.unrecorded:
         run.ledger.append(
             EventKind.ADOPTED,

@@ -1,6 +1,6 @@
-"""Runs on disk: the `Run` handle of the Python API, finding runs by name, naming new ones.
+"""Finds run directories by name, and names new ones.
 
-Belongs here: which directory is meant. Does not belong here: Slurm or the state of a run.
+Belongs here: which directory a name means. Does not belong here: Slurm or the state of a run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ RUNS_VARIABLE = "HPCTRAIN_RUNS"
 
 
 def runs_directory(given: Path | None = None) -> Path:
-    """Where runs live: the given directory, else $HPCTRAIN_RUNS, else ./runs."""
+    """Choose the directory of runs: the given one, else $HPCTRAIN_RUNS, else ./runs."""
     return given or Path(os.environ.get(RUNS_VARIABLE) or "runs")
 
 
@@ -26,7 +26,7 @@ def runs_directory(given: Path | None = None) -> Path:
 class RunFiles:
     """One run directory and its ledger.
 
-    `unreadable` says why nothing can be read, in words; it is empty for a run that can be read.
+    `unreadable` is the reason why nothing can be read; it is empty for a readable run.
     """
 
     layout: RunLayout
@@ -46,7 +46,7 @@ class RunFiles:
         return self.layout.directory.stat().st_uid
 
     def refuse_unreadable(self) -> None:
-        """Raises UsageError for a run that cannot be read."""
+        """Raise UsageError for a run that cannot be read."""
         if self.unreadable:
             raise UsageError(
                 f"run `{self.run_id}` {self.unreadable}",
@@ -54,8 +54,10 @@ class RunFiles:
             )
 
     def refuse_unless_writable(self, verb: str) -> None:
-        """Raises UsageError for a run whose ledger this user may not write into: its jobs are
-        somebody else's, and only their owner can end or submit them."""
+        """Raise UsageError for a run whose ledger this user may not write into.
+
+        Its jobs are somebody else's, and only their owner can end or submit them.
+        """
         if not os.access(self.layout.ledger, os.W_OK):
             owner = _owner_name(self.layout.directory)
             whose = f"belongs to {owner}" if owner else "you may only read"
@@ -66,10 +68,10 @@ class RunFiles:
 
 
 def all_runs(runs: Path) -> list[RunFiles]:
-    """Every run under `runs`, newest ledger last. Directories without a ledger are not runs.
+    """List the runs under `runs`, newest ledger last. Directories without a ledger are not runs.
 
     Runs that this user may not read, and those whose ledger is damaged, come first, each with the
-    reason: they hide none of the others.
+    reason, so that they hide none of the others.
     """
     try:
         with os.scandir(runs) as entries:
@@ -83,7 +85,7 @@ def all_runs(runs: Path) -> list[RunFiles]:
 
 
 def _look_at(layout: RunLayout) -> tuple[tuple[int, str], RunFiles] | None:
-    """A run and what it is sorted by; None for a directory that is no run."""
+    """Open a run and return it with its sort key; None for a directory that is no run."""
     try:
         found = layout.ledger.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -94,8 +96,8 @@ def _look_at(layout: RunLayout) -> tuple[tuple[int, str], RunFiles] | None:
     if not stat.S_ISREG(found.st_mode):
         return (0, layout.run_id), RunFiles(layout, "is damaged: ledger.jsonl is no file")
     if not os.access(layout.ledger, os.R_OK):
-        words = _unreadable(layout.directory, "Permission denied")
-        return (0, layout.run_id), RunFiles(layout, words)
+        reason = _unreadable(layout.directory, "Permission denied")
+        return (0, layout.run_id), RunFiles(layout, reason)
     return (found.st_mtime_ns, layout.run_id), RunFiles(layout)
 
 
@@ -115,7 +117,7 @@ def _owner_name(directory: Path) -> str | None:
 
 
 def find_run(runs: Path, name: str) -> RunFiles:
-    """The run of that id, or the only one whose id starts with `name`.
+    """Find the run of that id, or the only one whose id starts with `name`.
 
     Raises NoSuchRunError (with the nearest ids) or UsageError when the prefix is ambiguous or the
     run cannot be read.
@@ -130,21 +132,20 @@ def find_run(runs: Path, name: str) -> RunFiles:
     if matches:
         ids = ", ".join(f"`{run.run_id}`" for run in matches)
         raise UsageError(f"`{name}` is the start of several runs: {ids}")
-    raise NoSuchRunError(f"no run `{name}` in {runs}", hint=_nearest(name, runs_found))
-
-
-def _nearest(name: str, runs: list[RunFiles]) -> str:
     import difflib
 
-    ids = [run.run_id for run in runs]
-    near = difflib.get_close_matches(name, ids, n=3, cutoff=0.5)
+    near = difflib.get_close_matches(name, [run.run_id for run in runs_found], n=3, cutoff=0.5)
     if near:
-        return "did you mean " + " or ".join(f"`{run_id}`" for run_id in near) + "?"
-    return "`hpctrain status -a` lists all runs" if ids else "no run has been submitted here yet"
+        hint = "did you mean " + " or ".join(f"`{run_id}`" for run_id in near) + "?"
+    elif runs_found:
+        hint = "`hpctrain status -a` lists all runs"
+    else:
+        hint = "no run has been submitted here yet"
+    raise NoSuchRunError(f"no run `{name}` in {runs}", hint=hint)
 
 
 def new_run_id(runs: Path, name: str, *digests: str) -> str:
-    """`NAME-xxxx`: four hexadecimal digits of spec and profile, the next free ones if taken."""
+    """Choose `NAME-xxxx`: four hexadecimal digits of spec and profile, or the next free ones."""
     import hashlib  # loads OpenSSL, which `status` does not need
 
     for number in range(65536):

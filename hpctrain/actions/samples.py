@@ -1,7 +1,7 @@
-"""Whether the data of a spec are there and for its model, before the queue.
+"""Checks before submission that the data of a spec exist and fit its model.
 
-Belongs here: which files a spec names. Does not belong here: what is looked at in them (see
-`hpctrain.store.prepared`).
+Belongs here: which files a spec names. Does not belong here: which properties of them are checked
+(see `hpctrain.store.prepared`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,12 @@ def check_samples(spec: Loaded[RunSpec]) -> None:
     """Raise InvalidInputError for everything that would end the job as soon as it starts."""
     data = spec.document.data
     tokens = data.format == "tokens"
-    problems = _missing(spec) if tokens else _unfit(spec)
+    if tokens:
+        prefixes = [Path(os.path.abspath(source.path)) for source in data.sources]
+        wanted = [path for prefix in prefixes for path in (bin_path(prefix), idx_path(prefix))]
+        problems = [_missing_file(spec, str(path)) for path in wanted if not path.exists()]
+    else:
+        problems = _unfit(spec)
     problems = problems or list(_empty_documents(spec) if tokens else _empty_rows(spec))
     if data.tokenizer and not os.path.exists(data.tokenizer):
         problems.append(_missing_file(spec, os.path.abspath(data.tokenizer)))
@@ -35,18 +40,12 @@ def check_samples(spec: Loaded[RunSpec]) -> None:
         raise InvalidInputError(problems)
 
 
-def _missing(spec: Loaded[RunSpec]) -> list[Problem]:
-    prefixes = [Path(os.path.abspath(source.path)) for source in spec.document.data.sources]
-    wanted = [path for prefix in prefixes for path in (bin_path(prefix), idx_path(prefix))]
-    return [_missing_file(spec, str(path)) for path in wanted if not path.exists()]
-
-
 def _missing_file(spec: Loaded[RunSpec], path: str) -> Problem:
     return Problem(f"data file {path} does not exist", spec.file, hint=_HINT)
 
 
 def _unfit(spec: Loaded[RunSpec]) -> list[Problem]:
-    """Formats that are not tokens."""
+    """List the problems of prepared samples (all formats but tokens)."""
     data, model = spec.document.data, spec.document.model
     expected = Expected(
         format=data.format,
@@ -66,26 +65,22 @@ def _unfit(spec: Loaded[RunSpec]) -> list[Problem]:
 
 
 def _empty_documents(spec: Loaded[RunSpec]) -> Iterator[Problem]:
-    """Shares of `data.split` that are rounded to no document of a source."""
+    """Report shares of `data.split` that are rounded to no document of a source."""
     split = spec.document.data.split
     for source in spec.document.data.sources:
-        count = _sequences(Path(os.path.abspath(source.path)))
+        try:
+            found = describe_dataset(Path(os.path.abspath(source.path)))
+        except InvalidInputError:
+            continue  # an index that is not Megatron's, such as a fork's
+        # Megatron's split counts sequences
+        count = found.sequences if isinstance(found, DatasetDescription) else 0
         for part in parts_without_documents(split, count) if count else ():
-            words = f"leaves none of the {count} documents of {source.path} for {part}"
-            yield spec.problem("data.split", f"`data.split` {split} {words}", HINT)
-
-
-def _sequences(prefix: Path) -> int:
-    """What Megatron's split counts; 0 for an index that is not Megatron's, as forks have them."""
-    try:
-        found = describe_dataset(prefix)
-    except InvalidInputError:
-        return 0
-    return found.sequences if isinstance(found, DatasetDescription) else 0
+            message = f"leaves none of the {count} documents of {source.path} for {part}"
+            yield spec.problem("data.split", f"`data.split` {split} {message}", HINT)
 
 
 def _empty_rows(spec: Loaded[RunSpec]) -> Iterator[Problem]:
-    """Parts that are read, and that get no sample; folders of images are not counted here."""
+    """Report parts that are read but get no sample; image folders are not counted here."""
     data = spec.document.data
     files = [npz_path(Path(os.path.abspath(source.path))) for source in data.sources]
     if data.validation is not None or not files or not all(file.is_file() for file in files):
@@ -95,5 +90,5 @@ def _empty_rows(spec: Loaded[RunSpec]) -> Iterator[Problem]:
     read = ("training", "validation") if spec.document.evaluation.every_steps else ("training",)
     for part in parts_without_rows(data.split, count):
         if part in read:
-            words = f"leaves none of {count} samples for {part}"
-            yield spec.problem("data.split", f"`data.split` {data.split} {words}", HINT)
+            message = f"leaves none of {count} samples for {part}"
+            yield spec.problem("data.split", f"`data.split` {data.split} {message}", HINT)

@@ -19,7 +19,7 @@ from hpctrain.simulate.choice import Choice, Goal, auto_interval_seconds, choose
 from hpctrain.simulate.scenario import MixName, Scenario
 from hpctrain.spec.profile import ClusterProfile, PriceProfile
 from hpctrain.spec.run import RunSpec, SuperviseSpec
-from hpctrain.supervise.judge.documents import SuperviseConfig
+from hpctrain.store.supervise_config import SuperviseConfig
 from hpctrain.units import Duration, short_duration
 
 # An answer takes seconds, and the hours of a mean run are not worth more than this.

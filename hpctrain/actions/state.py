@@ -1,7 +1,7 @@
-"""The state of a run in one word, from its ledger, its signs of life and what Slurm knows. Pure.
+"""Decides the state of a run from its ledger, its records and the jobs in Slurm. Pure.
 
-Silence of Slurm is *unknown*, never *gone*. Belongs here: the decision. Does not belong here:
-asking anybody.
+Without an answer of Slurm the state is *unknown*, never *gone*. Belongs here: the decision. Does
+not belong here: any query.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class RunState(StrEnum):
 
 @dataclass(frozen=True)
 class Judged:
-    """A state and the reason in words (empty when the state says it all)."""
+    """A state and the reason as a sentence (empty if the state needs none)."""
 
     state: RunState
     reason: str = ""
@@ -73,7 +73,11 @@ def judge(
         return Judged(RunState.DONE)
     if queued is not None and not queued.state.is_ended:
         return _in_queue(events, queued)
-    if not asked and _may_be_submitted(events):
+    # Without a recorded answer to the newest sbatch there may be a new job, and then the end of
+    # earlier jobs does not count.
+    last = last_submission(events)
+    failed = last is not None and last.event is EventKind.SUBMIT_FAILED
+    if not asked and (being_submitted(events) or (failed and not _has_no_job(events))):
         return Judged(RunState.UNKNOWN, _why_not_asked(events, elsewhere))
     stopped = _stopped_by_supervisor(events)
     if stopped is not None:
@@ -81,7 +85,9 @@ def judge(
     if cancel_confirmed(events):
         return Judged(RunState.CANCELLED, "by its user")
     if last_job_id(events) is None and (asked or _has_no_job(events)):
-        return _never_submitted(events)
+        failures = [event for event in events if event.event is EventKind.SUBMIT_FAILED]
+        without = "the run directory was made, but sbatch did not finish"
+        return Judged(RunState.NOT_SUBMITTED, (failures[-1].reason or "") if failures else without)
     if not asked:
         return Judged(RunState.UNKNOWN, _why_not_asked(events, elsewhere))
     if cancel_requested(events):
@@ -90,79 +96,69 @@ def judge(
 
 
 def _why_not_asked(events: Sequence[Event], elsewhere: str | None) -> str:
-    """Silence of Slurm confirms nothing, a cancel that was announced included."""
-    words = f"its jobs are on cluster {elsewhere}" if elsewhere else "Slurm does not answer"
+    """Explain the state UNKNOWN; without Slurm nothing is confirmed, not even a cancel."""
+    reason = f"its jobs are on cluster {elsewhere}" if elsewhere else "Slurm does not answer"
     if cancel_requested(events):
-        return f"{words}, so nobody knows whether the cancel was done"
-    return words
+        return f"{reason}, so nobody knows whether the cancel was done"
+    return reason
 
 
 def _has_no_job(events: Sequence[Event]) -> bool:
-    """Nobody has called sbatch, or Slurm itself has said no to the newest submission."""
+    """Return True if sbatch was never called, or Slurm itself refused the newest submission."""
     last = last_submission(events)
     return last is None or (last.event is EventKind.SUBMIT_FAILED and last.answered)
 
 
-def _may_be_submitted(events: Sequence[Event]) -> bool:
-    """Somebody has called sbatch since, and has not recorded what Slurm said: what the jobs before
-    ended as does not count if there is a new one."""
-    last = last_submission(events)
-    failed = last is not None and last.event is EventKind.SUBMIT_FAILED
-    return being_submitted(events) or (failed and not _has_no_job(events))
-
-
 def counted(jobs: Collection[JobRecord]) -> JobRecord | None:
-    """The one of a run's jobs that says what the run is doing: the one that holds nodes, else the
-    first of those that wait, else the last that ran, else the last that was cancelled waiting."""
+    """Select the job that determines the state of its run.
+
+    It is the one that holds nodes, else the first that waits, else the last that ran, else the last
+    that was cancelled while it waited.
+    """
     active = [job for job in jobs if job.state.is_active]
     waiting = active or [job for job in jobs if job.state.is_pending]
     if waiting:
         return min(waiting, key=lambda job: (job.start_time or float("inf"), job.job_id))
-    return max(jobs, key=_last_to_run, default=None)
-
-
-def _last_to_run(job: JobRecord) -> tuple[bool, float, int]:
-    return bool(job.node_list), job.start_time or 0.0, job.job_id
+    return max(
+        jobs,
+        key=lambda job: (bool(job.node_list), job.start_time or 0.0, job.job_id),
+        default=None,
+    )
 
 
 def last_job_id(events: Sequence[Event]) -> int | None:
-    """The job id of the newest submission, a successor's included."""
+    """Return the job id of the newest submission, which may be a successor's."""
     return next(reversed(submitted_ids(events) or started_ids(events)), None)
 
 
 def _since_submission(events: Sequence[Event]) -> list[Event]:
-    """Events after the newest submission: earlier ends do not count any more."""
+    """Return the events after the newest submission; earlier ends do not count any more."""
     return generation(events)[1:]
 
 
 def _in_queue(events: Sequence[Event], job: JobRecord) -> Judged:
-    if job.state.is_pending:
-        return Judged(RunState.PENDING, f"{_why_again(events, job)}{job.reason or 'waiting'}")
-    reason = "" if job.state is JobState.RUNNING else job.state.name.lower()
-    return Judged(RunState.RUNNING, reason)
-
-
-def _why_again(events: Sequence[Event], job: JobRecord) -> str:
-    """What ended the attempt before: of the same job, or of the one that `job` follows."""
+    """Judge a run whose job waits or runs, with the cause that ended the attempt before."""
+    if not job.state.is_pending:
+        reason = "" if job.state is JobState.RUNNING else job.state.name.lower()
+        return Judged(RunState.RUNNING, reason)
+    reason = job.reason or "waiting"
     recent = _since_submission(events)
-    if not any(event.event is EventKind.ACTION for event in recent):
-        return ""
-    starts = [event for event in recent if event.event is EventKind.ATTEMPT_STARTED]
-    same = not starts or job.belongs_to({starts[-1].job_id or 0})
-    return f"{'requeued' if same else 'next job'}: {_last_cause(events)}; "
-
-
-def _last_cause(events: Sequence[Event]) -> str:
-    causes = [e.cause for e in events if e.event is EventKind.LAUNCH_ENDED and e.cause]
-    return causes[-1].replace("_", " ") if causes else "cause unknown"
+    if any(event.event is EventKind.ACTION for event in recent):
+        starts = [event for event in recent if event.event is EventKind.ATTEMPT_STARTED]
+        same = not starts or job.belongs_to({starts[-1].job_id or 0})
+        causes = [e.cause for e in events if e.event is EventKind.LAUNCH_ENDED and e.cause]
+        cause = causes[-1].replace("_", " ") if causes else "cause unknown"
+        reason = f"{'requeued' if same else 'next job'}: {cause}; {reason}"
+    return Judged(RunState.PENDING, reason)
 
 
 def _stopped_by_supervisor(events: Sequence[Event]) -> Judged | None:
+    """Judge a run whose supervisor has stopped it for good; None if it has not."""
     recent = _since_submission(events)
     stops = [e for e in recent if e.event is EventKind.ACTION and e.action == ActionKind.STOP]
     starts = [event for event in recent if event.event is EventKind.ATTEMPT_STARTED]
     if not stops or (starts and recent.index(starts[-1]) > recent.index(stops[-1])):
-        return None  # somebody has revived the job since
+        return None  # the job has been started again since
     if stops[-1].exit_code == 0:  # as somebody asked, perhaps before any launch
         return Judged(RunState.STOPPED, stops[-1].reason or "")
     ends = [event for event in recent if event.event is EventKind.LAUNCH_ENDED]
@@ -174,23 +170,16 @@ def _stopped_by_supervisor(events: Sequence[Event]) -> Judged | None:
     return Judged(RunState.FAILED, stops[-1].reason or "")
 
 
-def _never_submitted(events: Sequence[Event]) -> Judged:
-    failed = [event for event in events if event.event is EventKind.SUBMIT_FAILED]
-    if failed:
-        return Judged(RunState.NOT_SUBMITTED, failed[-1].reason or "")
-    return Judged(RunState.NOT_SUBMITTED, "the run directory was made, but sbatch did not finish")
-
-
 def _after_the_queue(job: JobRecord | None) -> Judged:
-    """The job has left the queue and its supervisor has not said why."""
+    """Judge a run whose job has left the queue while its ledger contains no reason."""
     if job is None:
         return Judged(RunState.UNKNOWN, "Slurm does not know the job any more")
     name = job.state.name
     if job.state is JobState.CANCELLED:
         return Judged(RunState.CANCELLED, "cancelled in Slurm")
     if job.exit_signal == _NO_LOG_SIGNAL:
-        words = "Slurm could not write the job's log: is the run directory there on its nodes?"
-        return Judged(RunState.FAILED, words)
+        reason = "Slurm could not write the job's log: is the run directory there on its nodes?"
+        return Judged(RunState.FAILED, reason)
     if job.exit_signal:
         return Judged(
             RunState.FAILED,

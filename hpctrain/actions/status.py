@@ -15,11 +15,12 @@ from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.state import Judged, RunState, counted, judge, last_job_id
 from hpctrain.checkpoints.publish import published_steps
 from hpctrain.errors import SlurmError
+from hpctrain.formats import NewerFormatError
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.store.jobs import generation, job_ids
 from hpctrain.store.ledger import Event, EventKind
 from hpctrain.store.run_records import Progress, StepMetrics, read_record, tail_metrics
-from hpctrain.supervise.judge.documents import SuperviseConfig
+from hpctrain.store.supervise_config import SuperviseConfig, known_supervise_config
 from hpctrain.supervise.run_jobs import RunJobs
 from hpctrain.telemetry.rates import Row, recent_rates
 
@@ -64,18 +65,23 @@ def statuses(runs: Sequence[RunFiles], slurm: SlurmClient) -> list[RunStatus]:
                 events[run.run_id] = run.ledger.events()
             except OSError as error:
                 unreadable[run.run_id] = f"cannot be read: {error.strerror}"
+            except NewerFormatError as error:
+                unreadable[run.run_id] = str(error)
     open_runs = [run for run in runs if run.run_id in events and not run.layout.done.exists()]
     jobs = _with_past(slurm, find_jobs(open_runs, slurm, events), events)
-    return [
-        _unreadable(run, unreadable[run.run_id])
-        if run.run_id in unreadable
-        else _status(run, events[run.run_id], jobs.get(run.run_id))
-        for run in runs
-    ]
-
-
-def _unreadable(run: RunFiles, why: str) -> RunStatus:
-    return RunStatus(run_id=run.run_id, state=RunState.UNKNOWN, reason=why, readable=False)
+    rows: list[RunStatus] = []
+    for run in runs:
+        reason = unreadable.get(run.run_id)
+        if reason is None:
+            try:
+                rows.append(_status(run, events[run.run_id], jobs.get(run.run_id)))
+                continue
+            except NewerFormatError as error:
+                reason = str(error)
+        rows.append(
+            RunStatus(run_id=run.run_id, state=RunState.UNKNOWN, reason=reason, readable=False)
+        )
+    return rows
 
 
 def _with_past(
@@ -107,7 +113,7 @@ def _status(run: RunFiles, events: Sequence[Event], found: RunJobs | None) -> Ru
         elsewhere=jobs.elsewhere,
     )
     progress = read_record(run.layout.progress, Progress)
-    config = _config(run)
+    config = known_supervise_config(run.layout.supervise_config)
     rates = recent_rates([_row(metrics) for metrics in tail_metrics(run.layout, _RECENT_STEPS)])
     age = None if progress is None else max(0.0, time.time() - progress.time)
     step = progress.step if progress else None
@@ -150,13 +156,6 @@ def _is_stale(judged: Judged, age: float | None, config: SuperviseConfig | None)
     if judged.state is not RunState.RUNNING or age is None or config is None:
         return False
     return age > config.stall_seconds
-
-
-def _config(run: RunFiles) -> SuperviseConfig | None:
-    try:
-        return SuperviseConfig.model_validate_json(run.layout.supervise_config.read_bytes())
-    except (OSError, ValueError):
-        return None
 
 
 def _row(metrics: StepMetrics) -> Row:

@@ -15,13 +15,11 @@ from pathlib import Path
 
 from hpctrain.actions.prepare import Prepared, with_free_run_id
 from hpctrain.actions.pretrained import check_pretrained
-from hpctrain.actions.requests import take_back
 from hpctrain.actions.run_data import record_data
 from hpctrain.actions.run_jobs import find_jobs, jobs_of, record_found
 from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.samples import check_samples
 from hpctrain.durable import replace_text
-from hpctrain.engines.deepspeed import DeepSpeedConfig, ds_config
 from hpctrain.errors import RunFailedError, SlurmError, SlurmUnreachableError, UsageError
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.records import TestOnlyAnswer
@@ -29,7 +27,8 @@ from hpctrain.spec.resolved import write_resolved
 from hpctrain.store.jobs import sbatch_options
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import EventKind
-from hpctrain.supervise.loop import read_supervise_config
+from hpctrain.store.requests import take_back
+from hpctrain.store.supervise_config import read_supervise_config
 
 
 class RunExistsError(UsageError):
@@ -120,7 +119,7 @@ def write_run_directory(prepared: Prepared, runs: Path) -> RunLayout:
         (layout.signatures, prepared.signatures),
         (layout.script, prepared.script),
         *_smaller_configs(layout, prepared),
-        *_deepspeed_configs(layout, prepared),
+        *_library_configs(layout, prepared),
     ):
         replace_text(path, text, mode=0o600)
     digest = hashlib.sha256(prepared.script.encode()).hexdigest()
@@ -146,16 +145,16 @@ def _smaller_configs(layout: RunLayout, prepared: Prepared) -> list[tuple[Path, 
     ]
 
 
-def _deepspeed_configs(layout: RunLayout, prepared: Prepared) -> list[tuple[Path, str]]:
-    """What DeepSpeed is told, for each size of the run."""
-    told = [
+def _library_configs(layout: RunLayout, prepared: Prepared) -> list[tuple[Path, str]]:
+    """Render the configuration of the engine's own library, if it has one, for each size."""
+    configs = [
         (layout.ds_config, prepared.train),
         *((layout.ds_config_for(size.shape.nodes), size.train) for size in prepared.smaller),
     ]
     return [
-        (path, json.dumps(ds_config(config), indent=1) + "\n")
-        for path, config in told
-        if isinstance(config, DeepSpeedConfig)
+        (path, json.dumps(config.library_config, indent=1) + "\n")
+        for path, config in configs
+        if config.library_config is not None
     ]
 
 

@@ -1,4 +1,4 @@
-"""Every variant of a comparison, planned: the trials that can run, and why others cannot.
+"""Plans every variant of a comparison: the trials that can run, and why others cannot.
 
 Belongs here: spec + variant -> plan and prepared run. Does not belong here: submitting.
 """
@@ -22,12 +22,10 @@ from hpctrain.comparison.documents import (
     ComparisonRecord,
     Kind,
     Predicted,
-    Price,
     TrialRecord,
 )
 from hpctrain.comparison.trial_spec import training_digest, trial_name, trial_overrides
 from hpctrain.comparison.variants import Variant
-from hpctrain.engines.training import TrainConfig
 from hpctrain.errors import DoesNotFitError, InvalidInputError, LimitError, UsageError
 from hpctrain.plan.documents import Plan
 from hpctrain.spec.loader import Loaded
@@ -35,14 +33,14 @@ from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec
 from hpctrain.units import Duration
 
-# What one variant may be refused for without ending the comparison.
+# Errors of one variant that do not end the comparison.
 REFUSALS = (InvalidInputError, DoesNotFitError, LimitError)
 DEFAULT_WALLTIME = Duration(1800)
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is compared: a spec, a profile, overrides for all trials, and the documents of both."""
+    """The inputs of a comparison: spec, profile, overrides for all trials, and both documents."""
 
     spec: Path
     profile: str
@@ -78,7 +76,7 @@ def subject_of(spec: Path, profile: str, overrides: Sequence[str] = ()) -> Subje
 
 
 def predicted_record(subject: Subject, request: Request) -> ComparisonRecord:
-    """Every variant as the planner sees it; nothing is written."""
+    """Predict every variant; nothing is written."""
     trials = tuple(_predicted_trial(subject, variant) for variant in request.variants)
     return comparison_record(subject, request, trials, None)
 
@@ -100,7 +98,7 @@ def _predicted_trial(subject: Subject, variant: Variant) -> TrialRecord:
 def prepared_trial(
     subject: Subject, request: Request, variant: Variant, runs: Path
 ) -> tuple[TrialRecord, Prepared | None]:
-    """One trial, ready to be submitted, or the record of its refusal."""
+    """Prepare one trial for submission, or record its refusal."""
     own = None
     try:
         given = _given(subject, variant)
@@ -115,24 +113,23 @@ def prepared_trial(
     except REFUSALS as error:
         return trial_record(variant, own.document if own else subject.run, refusal=error), None
     record = trial_record(variant, document, plan=prepared.plan, run_id=prepared.run_id)
-    return record, replace(prepared, train=_timed_early(prepared.train, request.steps))
-
-
-def _timed_early(train: TrainConfig, steps: int) -> TrainConfig:
-    """Ranks tell their times twice: the first step is in no window, and rank 0 has the times of a
-    window one step after it."""
-    window_steps = max(1, (steps - 2) // 2)
-    return train.model_copy(update={"rank_times_interval_steps": window_steps})
+    # Two windows of rank times: the first step is in none, and rank 0 gets the times of a window
+    # one step after its end.
+    window_steps = max(1, (request.steps - 2) // 2)
+    train = prepared.train.model_copy(update={"rank_times_interval_steps": window_steps})
+    return record, replace(prepared, train=train)
 
 
 def _given(subject: Subject, variant: Variant) -> tuple[str, ...]:
-    """Overrides of one variant. Traces of the spec would slow some steps, and the FLOPs of one
-    engine are refused for another: only a variant that asks for them has any."""
+    """Combine the overrides of one variant, without profiling unless it asks for that.
+
+    Traces would slow some steps, and the FLOPs of one engine are refused for another.
+    """
     return (*subject.overrides, "profile=", *variant.overrides)
 
 
 def _walltime(spec: RunSpec, profile: ClusterProfile) -> Duration:
-    """Half an hour, or less where the spec or the partition allows less: short jobs start early."""
+    """Choose half an hour, or less if spec or partition allow less: short jobs start early."""
     partition = profile.slurm.partition(spec.resources.partition)
     limits = (spec.resources.walltime, partition.max_walltime if partition else None)
     return min([DEFAULT_WALLTIME, *(limit for limit in limits if limit)])
@@ -146,7 +143,12 @@ def trial_record(
     run_id: str | None = None,
     refusal: Exception | None = None,
 ) -> TrialRecord:
-    """What is written down about one variant; `spec` is that of the whole run."""
+    """Record one variant; `spec` is that of the whole run."""
+    first_problem = None  # for a cell of a table; `hpctrain plan` shows all of them
+    if isinstance(refusal, InvalidInputError):
+        first_problem = str(refusal.problems[0]).splitlines()[0]
+    elif refusal is not None:
+        first_problem = str(refusal).splitlines()[0]
     return TrialRecord(
         name=variant.name,
         overrides=variant.overrides,
@@ -157,7 +159,7 @@ def trial_record(
         precision=spec.precision,
         training=training_digest(spec),
         run_id=run_id,
-        refusal=None if refusal is None else _first_words(refusal),
+        refusal=first_problem,
         predicted=None if plan is None else _prediction(plan),
     )
 
@@ -175,17 +177,16 @@ def _prediction(plan: Plan) -> Predicted:
     )
 
 
-def _first_words(error: Exception) -> str:
-    """The first problem, for a cell of a table; `hpctrain plan` shows all of them."""
-    if isinstance(error, InvalidInputError):
-        return str(error.problems[0]).splitlines()[0]
-    return str(error).splitlines()[0]
-
-
 def comparison_record(
     subject: Subject, request: Request, trials: tuple[TrialRecord, ...], comparison_id: str | None
 ) -> ComparisonRecord:
-    """The record of all of them."""
+    """Record the whole comparison."""
+    prices, price = subject.site.prices, None
+    if prices is not None:  # spot where the partition can be preempted, as in the forecast
+        partition = subject.site.slurm.partition(subject.run.resources.partition)
+        preemptible = partition is not None and partition.preemption.mode != "off"
+        amount = prices.spot if preemptible and prices.spot else prices.on_demand
+        price = (amount, prices.currency)
     return ComparisonRecord(
         kind=request.kind,
         comparison_id=comparison_id,
@@ -195,17 +196,6 @@ def comparison_record(
         weak=request.weak,
         unit="images" if subject.run.model.reads_images else "tokens",
         gpu_memory_bytes=round(subject.site.gpu.memory),
-        price_per_gpu_hour=_price(subject),
+        price_per_gpu_hour=price,
         trials=trials,
     )
-
-
-def _price(subject: Subject) -> Price | None:
-    """Of spot where the partition can be preempted, as the forecast takes it."""
-    prices = subject.site.prices
-    if prices is None:
-        return None
-    partition = subject.site.slurm.partition(subject.run.resources.partition)
-    taken_away = partition is not None and partition.preemption.mode != "off"
-    amount = prices.spot if taken_away and prices.spot else prices.on_demand
-    return amount, prices.currency

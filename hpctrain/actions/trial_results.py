@@ -1,7 +1,7 @@
-"""What the run directories say about the trials of a comparison.
+"""Reads the results of the trials of a comparison from their run directories.
 
-Belongs here: reading, and putting figures, agreement and recommendation together. Does not belong
-here: what they mean (`hpctrain.comparison`), or asking Slurm.
+Belongs here: reading, and combining figures, agreement and recommendation. Does not belong here:
+judging them (`hpctrain.comparison`), or Slurm queries.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from hpctrain.comparison.measure import Ranks, Step, measure, warm_up_steps
 from hpctrain.comparison.recommend import recommend
 from hpctrain.comparison.scaling import recommend_size, scale_points
 from hpctrain.store.layout import RunLayout
-from hpctrain.store.ledger import Event, EventKind
-from hpctrain.store.run_records import RankTimes, StepMetrics, lineage, read_metrics, read_record
+from hpctrain.store.ledger import EventKind
+from hpctrain.store.run_records import RankTimes, lineage, read_metrics, read_record
 from hpctrain.supervise.judge.causes import FAILURE_CAUSES, FINAL_CAUSES, SCHEDULER_CAUSES
 
 REFUSED, PREDICTED = "REFUSED", "PREDICTED"
 
 
 def predicted_comparison(record: ComparisonRecord) -> Comparison:
-    """From the planner alone."""
+    """Build a comparison from predictions alone."""
     return judged(record, [_without_run(one, record, PREDICTED) for one in record.trials])
 
 
 def read_comparison(
     record: ComparisonRecord, runs: Path, rows: Mapping[str, RunStatus]
 ) -> Comparison:
-    """From the run directories; `rows` is the status of each run by its id."""
+    """Build a comparison from the run directories; `rows` maps run ids to statuses."""
     trials = []
     for one in record.trials:
         if one.run_id is None:
@@ -53,26 +53,32 @@ def read_comparison(
 
 
 def judged(record: ComparisonRecord, trials: Sequence[Trial]) -> Comparison:
-    """Agreement with the first that has trained, and what to take."""
+    """Add the agreement with the first trial that has trained, and the recommendation."""
     measured = record.comparison_id is not None
-    agreed = _with_agreement(trials)
+    first = next((trial for trial in trials if trial.losses), None)
+    agreed = []
+    for trial in trials:
+        agreement = None if first is None or trial is first else agreement_of(first, trial)
+        agreed.append(trial.model_copy(update={"agreement": agreement}))
     if record.kind == "sizes":
         points = scale_points(agreed, measured=measured)
-        told = recommend_size(agreed, points, weak=record.weak)
+        advice = recommend_size(agreed, points, weak=record.weak)
     else:
         points = ()
-        told = recommend(agreed, record.gpu_memory_bytes, measured=measured)
-    return Comparison(record=record, trials=tuple(agreed), recommendation=told, points=points)
+        advice = recommend(agreed, record.gpu_memory_bytes, measured=measured)
+    return Comparison(record=record, trials=tuple(agreed), recommendation=advice, points=points)
 
 
 def _without_run(one: TrialRecord, record: ComparisonRecord, state: str) -> Trial:
     seconds = one.predicted.step_seconds if one.predicted else None
+    gpu_hours, cost = _costs(one, record, seconds)
     return Trial(
         record=one,
         state=REFUSED if one.refusal else state,
         reason=one.refusal or "",
         over=True,
-        **_costs(one, record, seconds),
+        gpu_hours=gpu_hours,
+        cost=cost,
     )
 
 
@@ -80,79 +86,62 @@ def _read_trial(one: TrialRecord, record: ComparisonRecord, run: RunFiles, row: 
     written = read_metrics(run.layout)
     kept = lineage(written)
     events = run.ledger.events()
-    steps = [_step(metrics) for metrics in kept]
+    steps = [
+        Step(
+            step=metrics.step,
+            launch=metrics.epoch,
+            seconds=metrics.step_seconds,
+            loss=float.fromhex(metrics.loss_hex),
+            memory_bytes=metrics.memory_bytes,
+            eval_loss=metrics.eval_loss,
+            eval_accuracy=metrics.eval_accuracy,
+        )
+        for metrics in kept
+    ]
+    refused = any(event.event is EventKind.SUBMIT_FAILED for event in events)
+    waits = row.state is RunState.NOT_SUBMITTED and not refused
+    ends = [str(e.cause) for e in events if e.event is EventKind.LAUNCH_ENDED]
     measured = measure(steps, warm_up_steps(record.steps), one.global_batch, _ranks(run))
+    gpu_hours, cost = _costs(one, record, measured.step_seconds.mean if measured else None)
     return Trial(
         record=one,
         state=row.state.value,
         reason=row.reason,
-        over=row.state.over and not _waits(row, events),
+        over=row.state.over and not waits,
         measured=measured,
-        stability=_stability(events, len(written) - len(kept)),
+        stability=Stability(
+            launches=sum(e.event is EventKind.LAUNCH_STARTED for e in events),
+            failures=tuple(cause for cause in ends if cause in FAILURE_CAUSES | FINAL_CAUSES),
+            preemptions=sum(cause in SCHEDULER_CAUSES for cause in ends),
+            steps_again=len(written) - len(kept),
+        ),
         losses=tuple((step.step, step.loss) for step in steps if math.isfinite(step.loss)),
         step_times=tuple((step.step, step.seconds) for step in steps),
-        **_costs(one, record, measured.step_seconds.mean if measured else None),
-    )
-
-
-def _waits(row: RunStatus, events: Sequence[Event]) -> bool:
-    """It has not been submitted yet, and nobody has refused it."""
-    refused = any(event.event is EventKind.SUBMIT_FAILED for event in events)
-    return row.state is RunState.NOT_SUBMITTED and not refused
-
-
-def _step(row: StepMetrics) -> Step:
-    return Step(
-        step=row.step,
-        launch=row.epoch,
-        seconds=row.step_seconds,
-        loss=float.fromhex(row.loss_hex),
-        memory_bytes=row.memory_bytes,
-        eval_loss=row.eval_loss,
-        eval_accuracy=row.eval_accuracy,
+        gpu_hours=gpu_hours,
+        cost=cost,
     )
 
 
 def _ranks(run: RunFiles) -> Ranks | None:
-    told = read_record(run.layout.rank_times, RankTimes)
-    if told is None:
+    times = read_record(run.layout.rank_times, RankTimes)
+    if times is None:
         return None
     return Ranks(
-        compute_seconds=told.compute_seconds,
-        backward_seconds=told.backward_seconds,
-        data_seconds=told.data_seconds,
-        update_seconds=told.optimizer_seconds,
-        step_seconds=told.step_seconds,
-        peak_bytes=told.peak_memory_bytes,
-    )
-
-
-def _stability(events: Sequence[Event], steps_again: int) -> Stability:
-    ends = [str(e.cause) for e in events if e.event is EventKind.LAUNCH_ENDED]
-    return Stability(
-        launches=sum(e.event is EventKind.LAUNCH_STARTED for e in events),
-        failures=tuple(cause for cause in ends if cause in FAILURE_CAUSES | FINAL_CAUSES),
-        preemptions=sum(cause in SCHEDULER_CAUSES for cause in ends),
-        steps_again=steps_again,
+        compute_seconds=times.compute_seconds,
+        backward_seconds=times.backward_seconds,
+        data_seconds=times.data_seconds,
+        update_seconds=times.optimizer_seconds,
+        step_seconds=times.step_seconds,
+        peak_bytes=times.peak_memory_bytes,
     )
 
 
 def _costs(
     one: TrialRecord, record: ComparisonRecord, step_seconds: float | None
-) -> dict[str, float | Price | None]:
-    """Of the whole budget at this pace, training alone."""
+) -> tuple[float | None, Price | None]:
+    """Price the whole budget at this pace, training alone: GPU-hours, and money if known."""
     if step_seconds is None:
-        return {}
+        return None, None
     gpu_hours = one.train_steps * step_seconds * one.gpus / 3600
     price = record.price_per_gpu_hour
-    return {"gpu_hours": gpu_hours, "cost": (gpu_hours * price[0], price[1]) if price else None}
-
-
-def _with_agreement(trials: Sequence[Trial]) -> list[Trial]:
-    """With that of the first that has trained."""
-    first = next((trial for trial in trials if trial.losses), None)
-    found = []
-    for trial in trials:
-        told = None if first is None or trial is first else agreement_of(first, trial)
-        found.append(trial.model_copy(update={"agreement": told}))
-    return found
+    return gpu_hours, (gpu_hours * price[0], price[1]) if price else None

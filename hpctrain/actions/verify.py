@@ -1,32 +1,27 @@
-"""`plan --verify`: what megatron-core really builds for each pipeline stage, beside the plan.
+"""Compares the plan with what megatron-core builds for each pipeline stage, for `plan --verify`.
 
-Belongs here: starting the process that builds (it needs torch and megatron-core, this room must
-not), and what the plan says of the same quantities. Does not belong here: building (see
+Belongs here: starting the program that builds (it needs torch and megatron-core, this room must
+not), and the planned values of the same quantities. Does not belong here: building (see
 `hpctrain.train.engines.megatron.verify`), the comparison's documents (see
 `hpctrain.engines.verification`), output.
 """
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 from pydantic import ValidationError
 
+from hpctrain.actions.trainer_process import TrainerProgram, run_program
+from hpctrain.engines.documents import train_config
 from hpctrain.engines.kept import planned_kept_bytes
-from hpctrain.engines.megatron import megatron_config
 from hpctrain.engines.verification import Built, Verification, compare
 from hpctrain.errors import HpctrainError, InvalidInputError, Problem, UsageError
 from hpctrain.plan.documents import Plan
+from hpctrain.spec.engines.registry import abilities_of
 from hpctrain.spec.run import RunSpec
-
-_PROGRAM = "hpctrain.train.engines.megatron.verify"
-_MISSING = re.compile(r"No module named '([\w.]+)'")
-_RANK = re.compile(r"^(\[rank\d+\]: )+")  # torch.distributed puts it before a traceback's lines
 
 
 def verify_plan(
@@ -41,19 +36,8 @@ def verify_plan(
     `python` is the interpreter with the trainer's packages. Raises UsageError when the plan is not
     one that megatron-core trains, HpctrainError when the packages are missing or building fails.
     """
-    _refuse_other_engines(spec, plan)
-    # 16 bits are 16 bits for what is counted here, and fp8 keeps its parameters in bf16
-    precision = "fp32" if plan.precision == "fp32" else "bf16"
-    config = megatron_config(spec, plan.model_copy(update={"precision": precision}), None)
-    with tempfile.TemporaryDirectory(prefix="hpctrain-verify-") as directory:
-        told = Path(directory, "train.json")
-        told.write_text(config.model_dump_json())
-        built = _run([python, "-P", "-m", _PROGRAM, str(told)], timeout_seconds)
-    return compare(plan, planned_kept_bytes(spec, plan), built)
-
-
-def _refuse_other_engines(spec: RunSpec, plan: Plan) -> None:
-    if plan.engine not in ("megatron", "megatron-lm"):
+    verifier = abilities_of(plan.engine).verifier
+    if verifier is None:
         raise UsageError(
             f"--verify builds with megatron-core, the engine is {plan.engine}",
             hint="leave out --verify",
@@ -63,40 +47,22 @@ def _refuse_other_engines(spec: RunSpec, plan: Plan) -> None:
             f"--verify builds gpt, llama and bert models, the family is {spec.model.family}",
             hint="leave out --verify",
         )
-
-
-def _run(command: list[str], timeout_seconds: float) -> Built:
-    """The document of the process; its CUDA devices are hidden, so that it needs none."""
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    try:
-        ended = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            env=environment,
-            timeout=timeout_seconds,
+    # all 16-bit types are equal for what is counted here, and fp8 keeps its parameters in bf16
+    precision = "fp32" if plan.precision == "fp32" else "bf16"
+    config = train_config(spec, plan.model_copy(update={"precision": precision}), None)
+    program = TrainerProgram(verifier, "plan --verify", "megatron", python)
+    with tempfile.TemporaryDirectory(prefix="hpctrain-verify-") as directory:
+        file = Path(directory, "train.json")
+        file.write_text(config.model_dump_json())
+        one_thread = {"OMP_NUM_THREADS": "1"}
+        ended = run_program(
+            program, str(file), timeout_seconds=timeout_seconds, variables=one_thread
         )
-    except subprocess.TimeoutExpired as error:
-        raise HpctrainError(f"--verify took longer than {timeout_seconds:g} seconds") from error
-    except OSError as error:
-        raise HpctrainError(f"--verify cannot start {command[0]}: {error.strerror}") from error
     try:
-        return Built.model_validate_json(ended.stdout)
+        built = Built.model_validate_json(ended.stdout)
     except ValidationError:
-        raise _failure(command[0], ended.returncode, ended.stderr) from None
-
-
-def _failure(python: str, returncode: int, stderr: str) -> HpctrainError:
-    """The exception that stands for how the process ended."""
-    lines = [line for line in stderr.splitlines() if line.strip()] or ["no message"]
-    last = _RANK.sub("", lines[-1]).strip()
-    if missing := _MISSING.search(last):
-        return HpctrainError(
-            f"plan --verify needs the trainer's packages: {python} has no {missing[1]}",
-            hint="pip install 'hpctrain[megatron]'",
-        )
-    ending = f"exit code {returncode}" if returncode >= 0 else f"signal {-returncode}"
-    if returncode == InvalidInputError.exit_code:
-        return InvalidInputError([Problem(last)])
-    return HpctrainError(f"megatron-core could not build the plan ({ending}): {last}")
+        if ended.returncode == InvalidInputError.exit_code:
+            raise InvalidInputError([Problem(ended.last_line)]) from None
+        message = f"megatron-core could not build the plan ({ended.ending}): {ended.last_line}"
+        raise HpctrainError(message) from None
+    return compare(plan, planned_kept_bytes(spec, plan), built)

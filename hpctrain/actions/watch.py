@@ -1,11 +1,10 @@
-"""One pass over all runs from outside, for cron: look, and with `act` do what the rules allow.
+"""Makes one pass over all runs, for cron: finds problems, and with `act` applies the rules.
 
-A pass keeps nothing in memory between two of them: what it knows it reads from Slurm (one squeue
-for all runs) and from the ledgers, and what it does it writes there first. So it can be repeated,
-interrupted and run from several hosts. Silence of Slurm is *unknown*: then nothing is done, and
-no heartbeat is written, so that whoever watches the heartbeat hears of it. Belongs here: asking,
-acting, the heartbeat, the lock. Does not belong here: what is wrong and what may be done about it
-(`watch_rules`), cron itself, printing.
+A pass keeps no state in memory: it reads Slurm (one squeue for all runs) and the ledgers, and
+writes its actions to the ledgers before it takes them. So it can be repeated, interrupted and run
+from several hosts. Without an answer of Slurm nothing is done and no heartbeat is written, so that
+monitoring of the heartbeat raises an alarm. Belongs here: queries, acting, the heartbeat, the lock.
+Does not belong here: problems and their remedies (`watch_rules`), cron itself, printing.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from hpctrain.actions.requests import user_name
 from hpctrain.actions.run_jobs import find_jobs, jobs_of, record_found, with_past
 from hpctrain.actions.runs import RunFiles, all_runs
 from hpctrain.actions.submit import submit_jobs
@@ -28,14 +26,15 @@ from hpctrain.actions.watch_look import Look, Remedy, Sighting, Symptom, told_al
 from hpctrain.actions.watch_rules import sightings
 from hpctrain.durable import replace_text
 from hpctrain.errors import HpctrainError, SlurmError, UsageError
+from hpctrain.formats import NewerFormatError
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.store.jobs import generation, job_ids
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import Event, EventKind
+from hpctrain.store.requests import read_request, user_name
 from hpctrain.store.run_records import Progress, read_record
-from hpctrain.supervise.judge.documents import ActionKind, SuperviseConfig
-from hpctrain.supervise.loop import read_supervise_config
-from hpctrain.supervise.requests import requested
+from hpctrain.store.supervise_config import known_supervise_config
+from hpctrain.supervise.judge.documents import ActionKind
 from hpctrain.supervise.run_jobs import RunJobs
 
 # Between the end of a job and the pass that calls its run orphaned: the last line of its ledger
@@ -43,9 +42,9 @@ from hpctrain.supervise.run_jobs import RunJobs
 # may just be submitting it again.
 GRACE_SECONDS = 120.0
 WATCH_DIRECTORY = ".watch"
-# Of a ledger this much is read first; it mostly reaches back to the newest submission.
+# This much of a ledger is read first; it mostly contains the newest submission.
 _TAIL_BYTES = 16384
-# So many signs of life may be late before a trainer counts as silent.
+# A trainer counts as silent after it has missed this many progress records.
 _SIGNS_MISSED = 5
 
 
@@ -147,9 +146,9 @@ def watch(
     with _only_one(runs) if act else contextlib.nullcontext():
         survey = _survey(runs)
         jobs, silence = _ask(slurm, survey.open)
-        blind = (*survey.unreadable, *([silence] if silence else []))
         here = [one for one in survey.open if not silence and not jobs[one.run.run_id].elsewhere]
-        found = _look_at_all(here, jobs, grace_seconds)
+        found = _look_at_all(here, jobs, grace_seconds, survey.unreadable)
+        blind = (*survey.unreadable, *([silence] if silence else []))
         seen = tuple(
             _deal_with(one, sighting, slurm, act=act)
             for one, sighting in found
@@ -190,6 +189,9 @@ def _survey(runs: Path) -> _Survey:
         except OSError as error:
             survey.unreadable.append(f"{run.layout.ledger}: {error.strerror}")
             continue
+        except NewerFormatError as error:
+            survey.unreadable.append(str(error))
+            continue
         if opened is not None:
             survey.open.append(opened)
     return survey
@@ -211,7 +213,7 @@ def _read(run: RunFiles) -> _Open | None:
 
 
 def _ask(slurm: SlurmClient, opened: Sequence[_Open]) -> tuple[dict[str, RunJobs], str | None]:
-    """The jobs of each run, by run id, and why nothing is known, if so."""
+    """Query the jobs of each run, by run id; the second value is the error, if any."""
     events = {one.run.run_id: one.events for one in opened}
     try:
         found = find_jobs([one.run for one in opened], slurm, events, silent=False)
@@ -230,15 +232,23 @@ def _ask(slurm: SlurmClient, opened: Sequence[_Open]) -> tuple[dict[str, RunJobs
 
 
 def _look_at_all(
-    opened: Sequence[_Open], jobs: dict[str, RunJobs], grace_seconds: float
+    opened: Sequence[_Open],
+    jobs: dict[str, RunJobs],
+    grace_seconds: float,
+    unreadable: list[str],
 ) -> list[tuple[_Open, Sighting]]:
+    """What is to be done about each run; adds to `unreadable` those that cannot be judged."""
     found: list[tuple[_Open, Sighting]] = []
     for one in opened:
         mine = jobs[one.run.run_id]
-        config = _config(one.run.layout)
+        try:
+            config = known_supervise_config(one.run.layout.supervise_config)
+            progress = read_record(one.run.layout.progress, Progress)
+        except NewerFormatError as error:
+            unreadable.append(str(error))
+            continue
         if config is None:
             continue
-        progress = read_record(one.run.layout.progress, Progress)
         look = Look(
             run_id=one.run.run_id,
             events=one.events,
@@ -266,8 +276,10 @@ def _judged(look: Look, one: _Open) -> list[Sighting]:
 
 
 def _alive_until(progress: Progress | None, grace_seconds: float) -> float:
-    """Until when a trainer that gave this sign of life may be silent: it gives one in each step,
-    but no more than one in a second. A trainer that leaves is not alive any more."""
+    """Compute until when a trainer with this progress record may be silent.
+
+    It writes one in each step, but at most one per second. A trainer in phase `leaving` has ended.
+    """
     if progress is None or progress.phase == "leaving":
         return 0.0
     pace_seconds = _SIGNS_MISSED * max(1.0, progress.step_seconds or 0.0)
@@ -280,15 +292,8 @@ def _newest_sign(one: _Open, progress: Progress | None) -> float | None:
 
 
 def _asked_by(layout: RunLayout) -> str | None:
-    request = requested(layout)
+    request = read_request(layout)
     return request.by if request else None
-
-
-def _config(layout: RunLayout) -> SuperviseConfig | None:
-    try:
-        return read_supervise_config(layout.supervise_config)
-    except HpctrainError:
-        return None
 
 
 # -- acting ------------------------------------------------------------------------------------
@@ -310,9 +315,9 @@ def _deal_with(one: _Open, sighting: Sighting, slurm: SlurmClient, *, act: bool)
 
 
 def _act(one: _Open, sighting: Sighting, slurm: SlurmClient) -> tuple[str, str]:
-    """Do it, and say so in the ledger first; nothing when somebody has acted meanwhile."""
+    """Apply the remedy after an entry in the ledger; nothing if the run has changed meanwhile."""
     layout, ledger = one.run.layout, one.run.ledger
-    if layout.ledger.stat().st_size != one.ledger_bytes or requested(layout):
+    if layout.ledger.stat().st_size != one.ledger_bytes or read_request(layout):
         return "told", "the run has changed meanwhile; the next pass looks again"
     if sighting.lost is not None:
         lost = sighting.lost
@@ -361,8 +366,11 @@ def _remedy(run: RunFiles, sighting: Sighting, slurm: SlurmClient) -> str:
 
 @contextlib.contextmanager
 def _only_one(runs: Path) -> Iterator[None]:
-    """Hold the lock of `runs`. The kernel frees it when its process ends in any way (flock(2)),
-    on NFS for other hosts, too, so it is never stale."""
+    """Hold the lock of `runs`.
+
+    The kernel frees it when its process ends in any way (flock(2)), on NFS for other hosts, too, so
+    it is never stale.
+    """
     directory = watch_directory(runs)
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)

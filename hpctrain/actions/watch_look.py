@@ -12,14 +12,9 @@ from enum import StrEnum
 
 from hpctrain.slurm.records import JobRecord
 from hpctrain.store.ledger import Event, EventKind
+from hpctrain.store.supervise_config import SuperviseConfig
 from hpctrain.supervise.judge.causes import Cause
-from hpctrain.supervise.judge.documents import (
-    ActionKind,
-    History,
-    Situation,
-    SuperviseConfig,
-    Verdict,
-)
+from hpctrain.supervise.judge.documents import ActionKind, History, Situation, Verdict
 from hpctrain.supervise.judge.launch_history import history
 from hpctrain.supervise.judge.policy import decide
 

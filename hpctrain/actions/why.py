@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 from pydantic import BaseModel, ConfigDict
 
-from hpctrain.actions import requests
 from hpctrain.actions.policy_preview import Budget, Foresight, budgets, foresee
 from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.state import RunState
@@ -23,11 +22,10 @@ from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.reasons import JobHold, WaitReason
 from hpctrain.slurm.records import JobRecord
 from hpctrain.store.ledger import Event, EventKind
-from hpctrain.supervise.judge.documents import SuperviseConfig
+from hpctrain.store.requests import is_requested, read_request
+from hpctrain.store.supervise_config import SuperviseConfig, read_supervise_config
 from hpctrain.supervise.judge.launch_history import history
 from hpctrain.supervise.judge.policy import limit_of_all
-from hpctrain.supervise.loop import read_supervise_config
-from hpctrain.supervise.requests import requested
 from hpctrain.units import short_duration
 
 _ENDS = (EventKind.LAUNCH_ENDED, EventKind.ATTEMPT_LOST)
@@ -192,9 +190,9 @@ def _storm(events: Sequence[Event], config: SuperviseConfig, now: float) -> Stor
 
 def _requests(run: RunFiles) -> tuple[str, ...]:
     """What people have asked for and nobody has followed yet."""
-    standing = requested(run.layout)
+    standing = read_request(run.layout)
     words = [f"{standing.kind}, by {standing.by}"] if standing else []
-    if requests.path_of(run.layout, "save").exists():
+    if is_requested(run.layout, "save"):
         words.append("save")
     return tuple(words)
 

@@ -1,8 +1,9 @@
-"""Deal the files of a checkpoint out to the ranks that compare their digests. Pure.
+"""Distribute the files of a checkpoint over the ranks that compare their digests. Pure.
 
-Every rank computes the same deal from the manifest alone, so that no message is needed. Each file
-goes to exactly one rank: to the one that wrote it, which reads it anyway when it loads the same
-layout, unless that rank would have much more to read than others. Belongs here: who reads what.
+Every rank computes the same distribution from the manifest alone, so no message is needed. Each
+file goes to exactly one rank: to the one that wrote it, which reads it anyway when it loads the
+same layout, unless that rank would have much more to read than others. Belongs here: who reads
+what.
 Does not belong here: reading (see `hpctrain.train.saving.digest_check`).
 """
 
@@ -43,7 +44,7 @@ def _dealt(
     dealt: list[list[FileDigest]] = [[] for _ in range(world_size)]
     bytes_of = [0] * world_size
     left: list[FileDigest] = []
-    for file, home in sorted(files, key=_largest_first):
+    for file, home in sorted(files, key=lambda pair: (-pair[0].size_bytes, pair[0].name)):
         fits = 0 <= home < world_size and bytes_of[home] + file.size_bytes <= limit_bytes
         if fits:
             dealt[home].append(file)
@@ -56,12 +57,6 @@ def _dealt(
         load, rank = heapq.heappop(least_loaded)
         dealt[rank].append(file)
         heapq.heappush(least_loaded, (load + file.size_bytes, rank))
-    return tuple(tuple(sorted(files, key=_size, reverse=True)) for files in dealt)
-
-
-def _largest_first(pair: tuple[FileDigest, int]) -> tuple[int, str]:
-    return (-pair[0].size_bytes, pair[0].name)
-
-
-def _size(file: FileDigest) -> int:
-    return file.size_bytes
+    return tuple(
+        tuple(sorted(files, key=lambda file: file.size_bytes, reverse=True)) for files in dealt
+    )

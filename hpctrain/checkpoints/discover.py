@@ -27,6 +27,7 @@ from hpctrain.checkpoints.publish import (
     quarantine,
 )
 from hpctrain.errors import CheckpointError
+from hpctrain.formats import USE_NEWER, NewerFormatError
 
 VerifyLevel = Literal["auto", "size", "sha256"]
 # Read before the launch in about a second, which spares the launch if a byte has changed. Above
@@ -37,13 +38,17 @@ HOW_TO_START_OVER = "`hpctrain resume --from-scratch` starts at step 0 on purpos
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A published checkpoint directory and whether it can be used."""
+    """A published checkpoint directory and whether it can be used.
+
+    `newer`: a newer hpctrain has written its manifest, so that nothing is known against it.
+    """
 
     directory: Path
     step: int
     manifest: Manifest | None
     problem: str | None
     deep: bool
+    newer: bool = False
 
     @property
     def good(self) -> bool:
@@ -52,7 +57,10 @@ class Checkpoint:
 
 def inspect(directory: Path, step: int, level: VerifyLevel) -> Checkpoint:
     """Check one checkpoint; `auto` reads everything up to 1 GiB, above that sizes only."""
-    manifest = read_manifest(directory)
+    try:
+        manifest = read_manifest(directory)
+    except NewerFormatError as error:
+        return Checkpoint(directory, step, None, str(error), deep=False, newer=True)
     deep = reads_content(manifest, level)
     problem = what_is_wrong(directory, manifest, deep=deep)
     return Checkpoint(directory, step, manifest, problem, deep)
@@ -74,15 +82,10 @@ def checkpoints(root: Path, level: VerifyLevel = "size") -> list[Checkpoint]:
 
 @dataclass(frozen=True)
 class Selection:
-    """What to resume from (None: a fresh start) and what was put into quarantine on the way.
-
-    `rolled_back` are the steps of newer checkpoints that were moved away because an older one was
-    asked for, newest first.
-    """
+    """What to resume from (None: a fresh start) and what was put into quarantine on the way."""
 
     checkpoint: Checkpoint | None
     rejected: tuple[Checkpoint, ...]
-    rolled_back: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,8 @@ def select_for_resume(
     `from_scratch` all go there, and none is chosen.
 
     Raises CheckpointError when there are (or were) checkpoints but no good one is left; with
-    `at_most_step` nothing newer is moved then. Raises OSError when `root` is not there, which is no
+    `at_most_step` nothing newer is moved then. Raises it, too, for one that only a newer hpctrain
+    can judge, which stays where it is. Raises OSError when `root` is not there, which is no
     proof that it holds nothing: a file system may not be mounted.
     """
     decisions = decisions or Decisions()
@@ -133,9 +137,12 @@ def _newest_good(root: Path, level: VerifyLevel, decisions: Decisions) -> Select
         if at_most_step is not None and step > at_most_step:
             continue
         candidate = _inspect_twice(root, step, level)
+        if candidate.newer:
+            raise CheckpointError(f"{candidate.problem}", hint=USE_NEWER)
         if candidate.good:
-            newer = _move_newer(root, step) if at_most_step is not None else ()
-            return Selection(candidate, tuple(rejected), newer)
+            if at_most_step is not None:
+                _move_newer(root, step)
+            return Selection(candidate, tuple(rejected))
         quarantine(root, candidate.directory, candidate.problem or "")
         rejected.append(candidate)
     known = not decisions.loss_accepted and _something_was_published(root)
@@ -164,14 +171,13 @@ def _put_aside(root: Path, step: int, reason: str) -> None:
         quarantine(root, directory, reason)
 
 
-def _move_newer(root: Path, step: int) -> tuple[int, ...]:
-    """Newest first: whatever an interruption leaves is still a row without a gap at its end."""
-    newer = tuple(one for one in reversed(published_steps(root)) if one > step)
+def _move_newer(root: Path, step: int) -> None:
+    """Put newer checkpoints into quarantine, newest first: an interruption then leaves no gap."""
+    newer = [one for one in reversed(published_steps(root)) if one > step]
     for one in newer:
         quarantine(root, root / checkpoint_name(one), f"rolled back to step {step}")
     if newer:
         point_tracker_to(root, step)
-    return newer
 
 
 def _something_was_published(root: Path) -> bool:

@@ -19,6 +19,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from hpctrain.durable import replace_text
+from hpctrain.formats import refuse_newer
 
 MANIFEST_NAME = "manifest.json"
 DIGESTS_DIRECTORY = "digests"
@@ -167,10 +168,19 @@ def _left_by_ranks(directory: Path) -> Iterator[tuple[int, FileDigest]]:
 
 
 def read_manifest(directory: Path) -> Manifest | None:
-    """The manifest of a checkpoint directory, None when there is none that can be read."""
+    """The manifest of a checkpoint directory, None when there is none that can be read.
+
+    Raises NewerFormatError: a checkpoint of a newer hpctrain is not an unfinished one.
+    """
+    path = directory / MANIFEST_NAME
     try:
-        return Manifest.model_validate_json((directory / MANIFEST_NAME).read_bytes())
-    except (OSError, ValidationError):
+        text = path.read_bytes()
+    except OSError:
+        return None
+    try:
+        return Manifest.model_validate_json(text)
+    except ValidationError:
+        refuse_newer(path, text, Manifest)
         return None
 
 

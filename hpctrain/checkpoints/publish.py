@@ -1,4 +1,4 @@
-"""From files in a partial directory to a checkpoint that counts: manifest last, then one rename.
+"""Publish a checkpoint: write its manifest last, then rename its partial directory.
 
 Fencing: a launch publishes only while it owns the run (its epoch is the highest). A newer launch
 first takes its epoch and then renames the partial directories of older ones away, so a stale
@@ -39,7 +39,7 @@ class StaleEpochError(CheckpointError):
 
 @dataclass(frozen=True)
 class Fence:
-    """Who is publishing, and how to ask who owns the run now (raises OSError: nobody can tell)."""
+    """The launch that publishes, and how to read which launch owns the run (may raise OSError)."""
 
     epoch: int
     current_epoch: Callable[[], int]
@@ -67,15 +67,18 @@ def publish(root: Path, manifest: Manifest, fence: Fence) -> Path:
     tracker file to it. A good checkpoint of the same step that is already there is kept.
     Raises StaleEpochError when a newer launch owns the run, CheckpointError when the files are
     not as the manifest says, and OSError when the file system keeps it from being done: then it
-    can be called again, and goes on where it was.
+    can be called again, and continues where it was.
     """
     partial = root / partial_name(manifest.step, manifest.epoch)
     final = root / checkpoint_name(manifest.step)
     fence.check()
-    if not _is_renamed(root, partial, final, manifest):
+    os.stat(root)
+    # An earlier call may have renamed the directory and have failed after that.
+    if partial.exists() or read_manifest(final) != manifest.sealed():
         _complete(partial, manifest, fence)
         fence.check()
-        _clear_the_way(root, final)
+        if final.exists() and not _is_good(final):
+            quarantine(root, final, "replaced by a new save of the same step")
         if final.exists():
             shutil.rmtree(partial, ignore_errors=True)  # what stays, the next launch deletes
             return final
@@ -83,12 +86,6 @@ def publish(root: Path, manifest: Manifest, fence: Fence) -> Path:
     fsync_directory(root)
     point_tracker_to(root, manifest.step)
     return final
-
-
-def _is_renamed(root: Path, partial: Path, final: Path, manifest: Manifest) -> bool:
-    """An earlier call has done so, and has failed after that."""
-    os.stat(root)
-    return not partial.exists() and read_manifest(final) == manifest.sealed()
 
 
 def point_tracker_to(root: Path, step: int) -> None:
@@ -124,11 +121,6 @@ def _rename(partial: Path, final: Path, manifest: Manifest, fence: Fence) -> Non
         raise CheckpointError(f"{final.name} is not complete right after saving: {problem}")
 
 
-def _clear_the_way(root: Path, final: Path) -> None:
-    if final.exists() and what_is_wrong(final, read_manifest(final), deep=False) is not None:
-        quarantine(root, final, "replaced by a new save of the same step")
-
-
 def quarantine(root: Path, directory: Path, reason: str) -> Path:
     """Move a bad directory out of the way, with the reason beside it; nothing is deleted."""
     shelf = root / QUARANTINE_NAME
@@ -145,7 +137,7 @@ def quarantine(root: Path, directory: Path, reason: str) -> Path:
 
 
 def fence_off(root: Path, epoch: int) -> list[str]:
-    """Take away what older epochs have not published; returns the names.
+    """Remove what older epochs have not published; returns the names.
 
     Called after `epoch` was claimed and before anything is resumed. The rename is what stops a
     stale writer; the data of an unfinished save has no use and is deleted after it.
@@ -172,7 +164,7 @@ def retire(
     ones pass the size check. A directory is renamed first, so that half of it never counts and
     the next launch can delete the rest (see `fence_off`).
     """
-    good = [step for step in published_steps(root) if _is_good(root, step)]
+    good = [step for step in published_steps(root) if _is_good(root / checkpoint_name(step))]
     doomed = [
         step
         for step in good[:-keep]
@@ -196,6 +188,5 @@ def published_steps(root: Path) -> list[int]:
     return sorted(step for step in steps if step is not None)
 
 
-def _is_good(root: Path, step: int) -> bool:
-    directory = root / checkpoint_name(step)
+def _is_good(directory: Path) -> bool:
     return what_is_wrong(directory, read_manifest(directory), deep=False) is None

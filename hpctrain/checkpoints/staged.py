@@ -20,7 +20,7 @@ WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 MEGATRON_NAME = "metadata.json"
 _LONGEST_HEADER = 100 * 2**20  # as the safetensors library has it
-Kind = Literal["hugging_face", "megatron"]
+Kind = Literal["hugging_face", "megatron_core"]
 
 _HINT = (
     "stage it before, on a node with internet: `hf download OWNER/MODEL --local-dir {path}`; "
@@ -42,7 +42,7 @@ def open_staged(path: Path) -> Staged:
     """Look at every file, read none but headers. Raises InvalidInputError for what is missing."""
     config = _read_json(path, path / CONFIG_NAME)
     if (path / MEGATRON_NAME).exists() and (path / "common.pt").exists():
-        return Staged(path, config, "megatron")
+        return Staged(path, config, "megatron_core")
     for file in weight_files(path):
         _check_length(path, file)
     return Staged(path, config, "hugging_face")
@@ -103,7 +103,7 @@ def require_kind(staged: Staged, kind: Kind) -> None:
     """Raise InvalidInputError where an engine cannot read this kind of directory."""
     if staged.kind == kind:
         return
-    if kind == "megatron":
+    if kind == "megatron_core":
         hint = _CONVERT.format(path="DIRECTORY")
         raise _problem(f"megatron-core cannot start from {staged.path}, a Hugging Face model", hint)
     raise _problem(

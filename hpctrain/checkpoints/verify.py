@@ -1,4 +1,4 @@
-"""Reading every byte of a run's checkpoints on demand, with several threads.
+"""Read every byte of a run's checkpoints on demand, with several threads.
 
 Reading and hashing release Python's lock, so threads are enough to keep a parallel file system
 busy. Belongs here: checking all checkpoints of a run at once. Does not belong here: what a good
@@ -16,7 +16,6 @@ from pathlib import Path
 from hpctrain.checkpoints.discover import Checkpoint, VerifyLevel, inspect, reads_content
 from hpctrain.checkpoints.manifest import (
     FileDigest,
-    Manifest,
     checkpoint_name,
     file_problem,
     read_manifest,
@@ -58,19 +57,22 @@ def verify_all(
     found = [(step, root / checkpoint_name(step)) for step in reversed(published_steps(root))]
     manifests = {step: read_manifest(directory) for step, directory in found}
     deep = {step for step, manifest in manifests.items() if reads_content(manifest, level)}
-    items = [item for step, directory in found for item in _items(step, directory, manifests)]
-    problems = _read([item for item in items if item.step in deep], workers, progress)
-    return [
-        _judge(step, directory, manifests[step], problems.get(step))
-        if step in deep
-        else inspect(directory, step, "size")
+    items = [
+        _Item(directory, step, file)
         for step, directory in found
+        if (manifest := manifests[step]) is not None
+        for file in manifest.files
     ]
-
-
-def _items(step: int, directory: Path, manifests: dict[int, Manifest | None]) -> list[_Item]:
-    manifest = manifests[step]
-    return [] if manifest is None else [_Item(directory, step, file) for file in manifest.files]
+    problems = _read([item for item in items if item.step in deep], workers, progress)
+    judged = []
+    for step, directory in found:
+        if step in deep:
+            # Names and sizes first, then what reading has found.
+            problem = what_is_wrong(directory, manifests[step], deep=False) or problems.get(step)
+            judged.append(Checkpoint(directory, step, manifests[step], problem, deep=True))
+        else:
+            judged.append(inspect(directory, step, "size"))
+    return judged
 
 
 def _read(
@@ -93,10 +95,10 @@ def _read(
 
 
 class _Counter:
-    """Adds up what the threads have read and tells it."""
+    """Adds up what the threads have read, and reports it."""
 
-    def __init__(self, items: list[_Item], told: Callable[[Verified], None] | None) -> None:
-        self._told = told
+    def __init__(self, items: list[_Item], report: Callable[[Verified], None] | None) -> None:
+        self._report = report
         self._lock = threading.Lock()
         self._files = self._bytes = 0
         self._total_files = len(items)
@@ -106,15 +108,9 @@ class _Counter:
         with self._lock:
             self._files += 1
             self._bytes += item.file.size_bytes
-            if self._told is not None:
-                self._told(
+            if self._report is not None:
+                self._report(
                     Verified(
                         item.step, self._files, self._total_files, self._bytes, self._total_bytes
                     )
                 )
-
-
-def _judge(step: int, directory: Path, manifest: Manifest | None, read: str | None) -> Checkpoint:
-    """What the manifest says against names and sizes first, then what reading has found."""
-    problem = what_is_wrong(directory, manifest, deep=False) or read
-    return Checkpoint(directory, step, manifest, problem, deep=True)

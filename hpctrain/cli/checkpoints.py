@@ -1,9 +1,8 @@
-"""`checkpoints`: the checkpoints of a run, verified on demand, and the interval between them."""
+"""Command `checkpoints`: list and verify the checkpoints of a run, and judge their interval."""
 
 from __future__ import annotations
 
 import sys
-import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hpctrain.cli.options import RunName, json_option, runs_option
-from hpctrain.cli.output import json_out, or_dash, table
+from hpctrain.cli.output import json_out, or_dash, paragraph, table
 from hpctrain.units import short_bytes, short_duration
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ _PROGRESS_SECONDS = 0.5
 @json_option
 def checkpoints(run: str, verify: bool, threads: int, runs: Path | None, as_json: bool) -> None:
     """List the checkpoints of a run, newest first: whether they are good and why they
-    are kept, what is unfinished or in quarantine, the room that is left, what a save costs,
+    are kept, which are unfinished or in quarantine, free disk space, the cost of a save,
     and whether the interval between saves is a good one.
 
     \b
@@ -49,18 +48,31 @@ def checkpoints(run: str, verify: bool, threads: int, runs: Path | None, as_json
     from hpctrain.actions.runs import find_run, runs_directory
 
     found = find_run(runs_directory(runs), run)
-    told = progress_line() if verify and sys.stderr.isatty() else None
-    seen = shelf(found, verify=verify, workers=threads, progress=told)
+    progress = progress_line() if verify and sys.stderr.isatty() else None
+    seen = shelf(found, verify=verify, workers=threads, progress=progress)
     if as_json:
         json_out("checkpoints", seen)
     else:
-        _show(seen)
+        if seen.rows:
+            table(_HEADERS, [_cells(row) for row in seen.rows])
+        else:
+            click.echo("no checkpoint has been published yet")
+        for line in _more_lines(seen):
+            click.echo(line)
     if verify and seen.bad:
-        _fail(seen)
+        from hpctrain.checkpoints.discover import AUTO_DEEP_LIMIT_BYTES
+        from hpctrain.errors import CheckpointError
+
+        good = next((row.step for row in seen.rows if row.problem is None), None)
+        hint = "no checkpoint is good" if good is None else f"the newest good one is step {good:,}"
+        if any((row.size_bytes or 0) > AUTO_DEEP_LIMIT_BYTES for row in seen.bad):
+            hint += "; a launch would find it when its ranks load it, and step back"
+        problems = "\n".join(f"step {row.step:,}: {row.problem}" for row in seen.bad)
+        raise CheckpointError(problems, hint=hint)
 
 
 def progress_line() -> Callable[[Verified], None]:
-    """A line on the terminal that is written over, at most twice a second."""
+    """Make a callback that overwrites one line of the terminal, at most twice a second."""
     began_at, shown_at = time.monotonic(), 0.0
 
     def show(verified: Verified) -> None:
@@ -83,27 +95,6 @@ def progress_line() -> Callable[[Verified], None]:
     return show
 
 
-def _fail(seen: Shelf) -> None:
-    from hpctrain.checkpoints.discover import AUTO_DEEP_LIMIT_BYTES
-    from hpctrain.errors import CheckpointError
-
-    words = "\n".join(f"step {row.step:,}: {row.problem}" for row in seen.bad)
-    good = next((row.step for row in seen.rows if row.problem is None), None)
-    hint = "no checkpoint is good" if good is None else f"the newest good one is step {good:,}"
-    if any((row.size_bytes or 0) > AUTO_DEEP_LIMIT_BYTES for row in seen.bad):
-        hint += "; a launch would find it when its ranks load it, and step back"
-    raise CheckpointError(words, hint=hint)
-
-
-def _show(seen: Shelf) -> None:
-    if seen.rows:
-        table(_HEADERS, [_cells(row) for row in seen.rows])
-    else:
-        click.echo("no checkpoint has been published yet")
-    for line in _more_lines(seen):
-        click.echo(line)
-
-
 def _cells(row: Row) -> list[str]:
     return [
         f"{row.step:,}",
@@ -119,6 +110,7 @@ def _cells(row: Row) -> list[str]:
 
 
 def _more_lines(seen: Shelf) -> list[str]:
+    """Format what the table does not show: bad and unfinished checkpoints, disk, interval."""
     lines = [""]
     for row in seen.bad:
         lines += _entry("Bad", f"step {row.step:,}: {row.problem}")
@@ -158,11 +150,4 @@ def _interval_lines(interval: Interval) -> list[str]:
 
 
 def _entry(label: str, text: str) -> list[str]:
-    return textwrap.wrap(
-        text,
-        _WIDTH,
-        initial_indent=f"{label:<{_MARGIN}}",
-        subsequent_indent=" " * _MARGIN,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    return paragraph(text, f"{label:<{_MARGIN}}", hang=_MARGIN)

@@ -1,4 +1,4 @@
-"""`compare` and `scale`: several short runs of one spec side by side, or predicted."""
+"""Commands `compare` and `scale`: several short runs of one spec, or predictions of them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ _OPTIONS = (
         "--profile", "-p", type=ProfileName(), help="Cluster profile: name or file. For a new one."
     ),
     set_option,
-    click.option("--predict", is_flag=True, help="Ask the planner only: no job, no file."),
+    click.option(
+        "--predict", is_flag=True, help="Predictions of the planner only: no job, no file."
+    ),
     click.option(
         "--steps",
         type=click.IntRange(3),
@@ -61,13 +63,15 @@ _OPTIONS = (
         metavar="N",
         help="Jobs in the queue.  [default: all]",
     ),
-    click.option("--no-wait", is_flag=True, help="Submit, show what is known, and leave."),
-    click.option("--keep-checkpoints", is_flag=True, help="Else those of finished trials go."),
+    click.option("--no-wait", is_flag=True, help="Submit, show the present results, and return."),
+    click.option(
+        "--keep-checkpoints", is_flag=True, help="Otherwise those of finished trials are deleted."
+    ),
     click.option(
         "--plot",
         type=click.Path(path_type=Path, dir_okay=False),
         metavar="FILE",
-        help="Where the plot goes.  [default: into the directory of the comparison]",
+        help="File of the plot.  [default: in the directory of the comparison]",
     ),
     runs_option,
     yes_option,
@@ -76,7 +80,7 @@ _OPTIONS = (
 
 
 def trial_options(function: Any) -> Any:
-    """The options of both commands."""
+    """Add the options of both commands."""
     for option in reversed(_OPTIONS):
         function = option(function)
     return function
@@ -101,9 +105,9 @@ def trial_options(function: Any) -> Any:
 def compare(spec: Path, engines: str, variants: tuple[str, ...], **options: Any) -> None:
     """Run variants of one spec for a few steps each, as Slurm jobs; then one table and one plot.
 
-    Memory, pace, spread, agreement of losses, stability, costs, and which one to take. Trials that
-    fail are rows with their reason. With the DIRECTORY of a comparison: show it, and go on with
-    what is not over.
+    Compares memory, speed, spread, agreement of losses, stability and costs, and recommends one.
+    Failed trials are rows with their reason. With the DIRECTORY of a comparison: show it, and
+    continue its unfinished trials.
 
     \b
     Examples:
@@ -126,7 +130,7 @@ def compare(spec: Path, engines: str, variants: tuple[str, ...], **options: Any)
 @click.option("--weak", is_flag=True, help="Let the batch grow with the GPUs; the lr does not.")
 @trial_options
 def scale(spec: Path, gpus: tuple[int, ...] | None, weak: bool, **options: Any) -> None:
-    """Run one spec on several numbers of GPUs for a few steps: speed-up, and where the time goes.
+    """Run one spec on several numbers of GPUs for a few steps: speed-up, and shares of the time.
 
     The global batch stays the same (strong scaling), so that every size trains the same steps and
     the losses must agree with those of the smallest one.
@@ -147,11 +151,16 @@ def scale(spec: Path, gpus: tuple[int, ...] | None, weak: bool, **options: Any) 
 
 
 def _carry_out(spec: Path, request: MakeRequest, asked: bool, options: dict[str, Any]) -> None:
-    """A new comparison, or one that exists."""
+    """Start a new comparison, or continue the one in the directory `spec`."""
     if spec.is_dir():
-        _refuse_with_directory(asked, options)
+        if asked or options["profile"] or options["overrides"] or options["predict"]:
+            raise click.UsageError("a comparison that exists has its variants, profile and fields")
+        from hpctrain.actions.trials import read_record_of
+        from hpctrain.store.comparisons import ComparisonLayout
+
         _check_plot(options)
-        _go_on(spec, options)
+        read_record_of(spec)  # reports a directory without a comparison before anything is printed
+        _run(ComparisonLayout(spec.absolute()), options)
         return
     if options["profile"] is None or not asked:
         what = "--profile" if options["profile"] is None else "what to compare"
@@ -161,59 +170,40 @@ def _carry_out(spec: Path, request: MakeRequest, asked: bool, options: dict[str,
 
     _check_plot(options)
     subject = subject_of(spec, options["profile"], options["overrides"])
-    asked_for = request(subject)
     if options["predict"]:
-        _show(predict(subject, asked_for), options)
+        _show(predict(subject, request(subject)), options)
         return
-    _start(subject, asked_for, options)
-
-
-def _refuse_with_directory(asked: bool, options: dict[str, Any]) -> None:
-    """What was asked for is written down in the directory."""
-    if asked or options["profile"] or options["overrides"] or options["predict"]:
-        raise click.UsageError("a comparison that exists has its variants, profile and fields")
-
-
-def _start(subject: Subject, request: Request, options: dict[str, Any]) -> None:
     from hpctrain.actions import trials
     from hpctrain.actions.runs import runs_directory
     from hpctrain.cli.options import confirm
 
-    layout = trials.start(subject, request, runs_directory(options["runs"]))
+    layout = trials.start(subject, request(subject), runs_directory(options["runs"]))
     record = trials.read_record_of(layout.directory)
     for one in record.trials:
         say(f"{one.name}: {'refused: ' + one.refusal if one.refusal else one.run_id}")
     jobs = sum(one.run_id is not None for one in record.trials)
     if jobs and not confirm(f"Submit {jobs} jobs?", yes=options["yes"]):
         raise click.Abort
-    _pursue(layout, options)
+    _run(layout, options)
 
 
-def _go_on(directory: Path, options: dict[str, Any]) -> None:
-    from hpctrain.actions.trials import read_record_of
-    from hpctrain.store.comparisons import ComparisonLayout
-
-    read_record_of(directory)  # before anything else is said
-    _pursue(ComparisonLayout(directory.absolute()), options)
-
-
-def _pursue(layout: ComparisonLayout, options: dict[str, Any]) -> None:
-    from hpctrain.actions.compare import Manner, pursue
+def _run(layout: ComparisonLayout, options: dict[str, Any]) -> None:
+    from hpctrain.actions.compare import TrialRunOptions, run_trials
     from hpctrain.slurm.client import SlurmClient
 
-    manner = Manner(
-        options["at_a_time"], not options["no_wait"], options["keep_checkpoints"], tell=say
+    run_options = TrialRunOptions(
+        options["at_a_time"], not options["no_wait"], options["keep_checkpoints"], report=say
     )
     try:
-        found = pursue(layout, SlurmClient(), manner)
+        found = run_trials(layout, SlurmClient(), run_options)
     except KeyboardInterrupt:
-        say(f"the trials go on without you; `hpctrain compare {_short(layout)}` shows them")
+        say(f"the trials continue in Slurm; `hpctrain compare {_short(layout)}` shows them")
         raise
     _show(found, options, layout)
 
 
 def _short(layout: ComparisonLayout) -> str:
-    """The directory as it would be typed here."""
+    """Shorten the directory to how a user would type it here."""
     here = Path.cwd()
     inside = layout.directory.is_relative_to(here)
     return str(layout.directory.relative_to(here) if inside else layout.directory)
@@ -222,16 +212,34 @@ def _short(layout: ComparisonLayout) -> str:
 def _show(
     found: Comparison, options: dict[str, Any], layout: ComparisonLayout | None = None
 ) -> None:
+    """Print a comparison and draw its plot.
+
+    Raises RunFailedError if no trial has worked, DoesNotFitError if none can be planned.
+    """
     if options["as_json"]:
         json_out("comparison", found)
     else:
         _print(found)
-    _plot(found, options["plot"] or (layout.plot if layout and found.over else None))
+    plot = options["plot"] or (layout.plot if layout and found.over else None)
+    drawable = any(t.measured if found.measured else t.peak_bytes for t in found.trials)
+    if plot is not None and drawable:
+        from hpctrain.actions.comparison_plot import can_plot, draw
+
+        if can_plot():
+            draw(found, plot)
+            say(f"Plot  {plot}")
+        else:
+            say("no plot without matplotlib: pip install 'hpctrain[plots]'")
     if not found.over:
         assert layout is not None
-        say(f"not over yet; `hpctrain compare {_short(layout)}` goes on")
+        say(f"not finished yet; `hpctrain compare {_short(layout)}` continues")
         return
-    _refuse_nothing(found)
+    from hpctrain.errors import DoesNotFitError, RunFailedError
+
+    if found.measured and not any(trial.succeeded for trial in found.trials):
+        raise RunFailedError("no trial has worked: see the reasons above")
+    if not found.measured and all(trial.record.refusal for trial in found.trials):
+        raise DoesNotFitError("no variant can be planned: see the reasons above")
 
 
 def _check_plot(options: dict[str, Any]) -> None:
@@ -239,20 +247,6 @@ def _check_plot(options: dict[str, Any]) -> None:
         from hpctrain.actions.comparison_plot import check_plot
 
         check_plot(options["plot"])
-
-
-def _plot(found: Comparison, path: Path | None) -> None:
-    """Where there is something to draw, and matplotlib to draw it with."""
-    from hpctrain.actions.comparison_plot import can_plot, draw
-
-    told = [trial.measured if found.measured else trial.peak_bytes for trial in found.trials]
-    if path is None or not any(told):
-        return
-    if not can_plot():
-        say("no plot without matplotlib: pip install 'hpctrain[plots]'")
-        return
-    draw(found, path)
-    say(f"Plot  {path}")
 
 
 def _print(found: Comparison) -> None:
@@ -272,13 +266,3 @@ def _print(found: Comparison) -> None:
             click.echo("\n".join(lines) + "\n")
     if found.over:
         click.echo("\n".join(text.recommendation_lines(found)))
-
-
-def _refuse_nothing(found: Comparison) -> None:
-    """Exit code 7 where no trial has worked, 4 where none can be planned."""
-    from hpctrain.errors import DoesNotFitError, RunFailedError
-
-    if found.measured and not any(trial.succeeded for trial in found.trials):
-        raise RunFailedError("no trial has worked: see the reasons above")
-    if not found.measured and all(trial.record.refusal for trial in found.trials):
-        raise DoesNotFitError("no variant can be planned: see the reasons above")

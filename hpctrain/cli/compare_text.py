@@ -1,4 +1,4 @@
-"""A comparison in columns and sentences, at most 80 columns wide where names are short.
+"""Formats a comparison as columns and sentences, at most 80 columns wide for short names.
 
 Belongs here: cells and lines. Does not belong here: options (`compare`), judging
 (`hpctrain.comparison`).
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from hpctrain.cli.output import or_dash
 from hpctrain.cli.plan_text import wrapped
-from hpctrain.comparison.documents import Comparison, ComparisonRecord, ScalePoint, Trial
+from hpctrain.comparison.documents import Comparison, ComparisonRecord, Trial
 from hpctrain.comparison.recommend import short_number
 
 _VERDICTS = {
@@ -23,7 +23,7 @@ Rows = tuple[list[str], list[list[str]]]
 
 
 def heading(found: Comparison) -> str:
-    """What the tables are about."""
+    """Name the run, the cluster and the number of steps that the tables are about."""
     record = found.record
     what = f"{record.run_name} on {record.profile_name}"
     if not found.measured:
@@ -32,28 +32,29 @@ def heading(found: Comparison) -> str:
 
 
 def predicted_rows(found: Comparison) -> Rows:
-    """Memory and time by the planner."""
+    """Tabulate memory and time as the planner predicts them."""
     headers = ["VARIANT", "ZERO", "REC", "MICRO", "GIB", "S/STEP", "SAMPLES/S"]
     rows = []
     for trial in found.trials:
-        told = trial.record.predicted
+        prediction = trial.record.predicted
         plan = ["-"] * 3
-        if told is not None:
-            plan = [str(told.zero), told.recompute[:4], str(told.micro_batch)]
+        if prediction is not None:
+            zero, recompute = str(prediction.zero), prediction.recompute[:4]
+            plan = [zero, recompute, str(prediction.micro_batch)]
         pace = [_gib(trial.peak_bytes), _seconds(trial.step_seconds), _pace(trial)]
         rows.append([trial.name, *plan, *pace, _cost(trial)])
     return [*headers, _cost_header(found.record)], rows
 
 
 def measured_rows(found: Comparison) -> Rows:
-    """Memory and time as seen, what the planner had said of the memory beside it."""
+    """Tabulate measured memory and time, with the predicted memory beside it."""
     headers = ["VARIANT", "GIB", "PLAN", "SAMPLES/S", "S/STEP", "P10..P90"]
     rows = []
     for trial in found.trials:
-        told = trial.record.predicted
-        planned = _gib(told.peak_bytes if told else None)
-        seen = _gib(trial.measured.peak_bytes if trial.measured else None)
-        rows.append([trial.name, seen, planned, *_times(trial), _cost(trial)])
+        prediction = trial.record.predicted
+        planned = _gib(prediction.peak_bytes if prediction else None)
+        measured = _gib(trial.measured.peak_bytes if trial.measured else None)
+        rows.append([trial.name, measured, planned, *_times(trial), _cost(trial)])
     return [*headers, _cost_header(found.record)], rows
 
 
@@ -66,7 +67,7 @@ def _times(trial: Trial) -> list[str]:
 
 
 def outcome_rows(found: Comparison) -> Rows:
-    """How each trial ended, and whether it trains the same model as the first."""
+    """Tabulate how each trial ended, and whether it trains the same model as the first."""
     last = last_common_step(found.trials)
     loss = "LOSS" if last is None else f"LOSS@{last}"
     headers = ["VARIANT", "STATE", "STEPS", loss, "DIFF%", "LOSSES", "STARTS", "AGAIN"]
@@ -74,7 +75,10 @@ def outcome_rows(found: Comparison) -> Rows:
 
 
 def _outcome(trial: Trial, trials: Sequence[Trial], last: int | None) -> list[str]:
-    agreed, stable = trial.agreement, trial.stability
+    agreed, stable, difference = trial.agreement, trial.stability, "-"
+    if agreed is not None:
+        percent = 100 * agreed.largest
+        difference = f"{percent:.2g}" if percent < 10 else f"{percent:.0f}"
     verdict = str(agreed.verdict) if agreed else None
     if trial.losses and trial is next(one for one in trials if one.losses):
         verdict = "reference"
@@ -83,15 +87,11 @@ def _outcome(trial: Trial, trials: Sequence[Trial], last: int | None) -> list[st
         trial.state,
         str(len(trial.losses)) if trial.losses else "-",
         or_dash(_loss_at(trial, last)),
-        "-" if agreed is None else _difference(100 * agreed.largest),
+        difference,
         or_dash(verdict),
         "-" if stable is None else str(stable.launches),
         "-" if stable is None else str(stable.steps_again),
     ]
-
-
-def _difference(percent: float) -> str:
-    return f"{percent:.2g}" if percent < 10 else f"{percent:.0f}"
 
 
 def _loss_at(trial: Trial, step: int | None) -> str | None:
@@ -100,19 +100,19 @@ def _loss_at(trial: Trial, step: int | None) -> str | None:
 
 
 def last_common_step(trials: Sequence[Trial]) -> int | None:
-    """The last step that every trial that trained at all has."""
+    """Find the last step that all trials with losses have in common."""
     steps = [{step for step, _ in trial.losses} for trial in trials if trial.losses]
     common = set.intersection(*steps) if steps else set()
     return max(common, default=None)
 
 
 def scale_rows(found: Comparison) -> Rows:
-    """Pace against the smallest size, and what the planner had said of the efficiency."""
+    """Tabulate speed-up over the smallest size, with the predicted efficiency."""
     headers = ["GPUS", "GIB", "SAMPLES/S", "S/STEP"]
     headers += ["P10..P90", "SPEED-UP", "EFF%", "PLAN%"] if found.measured else ["SPEED-UP", "EFF%"]
     rows = []
     for trial in found.trials:
-        point = _point(found, trial)
+        point = next((one for one in found.points if one.gpus == trial.record.gpus), None)
         times = _times(trial) if found.measured else [_pace(trial), _seconds(trial.step_seconds)]
         shares = [_percent(point.efficiency if point else None)]
         if found.measured:
@@ -124,31 +124,30 @@ def scale_rows(found: Comparison) -> Rows:
 
 
 def share_rows(found: Comparison) -> Rows:
-    """Where the step goes, and the losses, for each size."""
+    """Tabulate the shares of a step, and the losses, for each size."""
     last = last_common_step(found.trials)
     loss = "LOSS" if last is None else f"LOSS@{last}"
     headers = ["GPUS", "STATE", "DATA%", "COMPUTE%", "UPDATE%", "OTHER%", "IMBALANCE%"]
     rows = []
     for trial in found.trials:
-        seen = trial.measured
+        measured = trial.measured
         parts = ["-"] * 5
-        if seen is not None and seen.shares is not None:
-            told, step = seen.shares, seen.shares.step
-            named = (told.data, told.compute, told.update, told.other, told.imbalance)
-            parts = [_percent(None if one is None else one / step) for one in named]
-        evaluated = seen.eval_loss if seen else None
-        accuracy = seen.eval_accuracy if seen else None
-        shown = [or_dash(_loss_at(trial, last)), _number(evaluated), _percent(accuracy)]
-        rows.append([str(trial.record.gpus), trial.state, *parts, *shown])
+        if measured is not None and measured.shares is not None:
+            shares = measured.shares
+            seconds = (shares.data, shares.compute, shares.update, shares.other, shares.imbalance)
+            parts = [_percent(None if one is None else one / shares.step) for one in seconds]
+        eval_loss, accuracy = "-", None
+        if measured is not None:
+            accuracy = measured.eval_accuracy
+            if measured.eval_loss is not None:
+                eval_loss = f"{measured.eval_loss:.4f}"
+        losses = [or_dash(_loss_at(trial, last)), eval_loss, _percent(accuracy)]
+        rows.append([str(trial.record.gpus), trial.state, *parts, *losses])
     return [*headers, loss, "EVAL", "ACC%"], rows
 
 
-def _point(found: Comparison, trial: Trial) -> ScalePoint | None:
-    return next((one for one in found.points if one.gpus == trial.record.gpus), None)
-
-
 def reason_lines(found: Comparison) -> list[str]:
-    """Why trials have not worked."""
+    """List the reasons of trials that failed."""
     lines: list[str] = []
     for trial in found.trials:
         if trial.reason and not trial.succeeded:
@@ -157,15 +156,15 @@ def reason_lines(found: Comparison) -> list[str]:
 
 
 def recommendation_lines(found: Comparison) -> list[str]:
-    """The sentences of the recommendation."""
+    """List the sentences of the recommendation."""
     return [line for text in found.recommendation.sentences for line in wrapped(text, "- ", "  ")]
 
 
 def note_lines(found: Comparison) -> list[str]:
-    """What the reader of the tables must know."""
+    """Explain verdicts and measurements that the tables show."""
     notes = []
-    seen = [trial.measured for trial in found.trials if trial.measured is not None]
-    if seen and not all(one.peak_of_all_ranks for one in seen):
+    measured = [trial.measured for trial in found.trials if trial.measured is not None]
+    if measured and not all(one.peak_of_all_ranks for one in measured):
         notes.append("GIB of measured trials is the peak of rank 0.")
     verdicts = {one.agreement.verdict for one in found.trials if one.agreement}
     notes += [text for verdict, text in _VERDICTS.items() if verdict in verdicts]
@@ -177,7 +176,7 @@ def _cost_header(record: ComparisonRecord) -> str:
 
 
 def _cost(trial: Trial) -> str:
-    """Of the whole budget: money where the profile has prices, else GPU-hours."""
+    """Cost of the whole training budget: money if the profile has prices, else GPU-hours."""
     amount = trial.cost[0] if trial.cost else trial.gpu_hours
     return "-" if amount is None else short_number(amount)
 
@@ -197,7 +196,3 @@ def _seconds(value: float | None) -> str:
 
 def _percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.0f}"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"

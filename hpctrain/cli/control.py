@@ -1,4 +1,4 @@
-"""`stop`, `save`, `hold`, `resume`: what a team asks of a run."""
+"""Commands `stop`, `save`, `hold` and `resume`: requests of a team to a run."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def reason_option(function: Decorated) -> Decorated:
 @runs_option
 @yes_option
 def stop(run: str, graceful: bool, reason: str, runs: Path | None, yes: bool) -> None:
-    """Have a run save, leave its nodes and stop; `hpctrain resume` goes on.
+    """Make a run save, release its nodes and stop; `hpctrain resume` continues it.
 
     \b
-    A job that waits is taken out of the queue. The file alone does the same for a
-    run that trains: touch RUN/control/stop (or stop-now).
+    A job that waits leaves the queue. For a run that trains, creating the file has the
+    same effect: touch RUN/control/stop (or stop-now).
     Examples:
       hpctrain stop gpt175b-7f3a --reason "maintenance at noon"
       hpctrain stop gpt175b-7f3a --now -y
@@ -59,10 +59,10 @@ def stop(run: str, graceful: bool, reason: str, runs: Path | None, yes: bool) ->
 @reason_option
 @runs_option
 def save(run: str, wait: bool, timeout: float | None, reason: str, runs: Path | None) -> None:
-    """Have a run save a checkpoint at the next step boundary; training goes on.
+    """Make a run save a checkpoint at the next step boundary; training continues.
 
     \b
-    The file alone does the same: touch RUN/control/save
+    Creating the file has the same effect: touch RUN/control/save
     Examples:
       hpctrain save gpt175b-7f3a
       hpctrain save gpt175b-7f3a --wait --timeout 600
@@ -75,20 +75,17 @@ def save(run: str, wait: bool, timeout: float | None, reason: str, runs: Path | 
     after_step = control.step_now(found.layout)
     _tell(control.save(found, _slurm(), reason=reason))
     if wait:
-        step = _wait(found, after_step, timeout)
+        from hpctrain.errors import RunFailedError
+
+        try:
+            step = control.wait_for_save(found, _slurm(), after_step, timeout)
+        except TimeoutError as error:
+            hint = (
+                f"the request stands; `hpctrain checkpoints {found.run_id}` shows when it is done"
+            )
+            raise RunFailedError(str(error), hint=hint) from error
         say(f"Checkpoint of step {step:,} is published")
         click.echo(step)
-
-
-def _wait(found: RunFiles, after_step: int, timeout: float | None) -> int:
-    from hpctrain.actions import control
-    from hpctrain.errors import RunFailedError
-
-    try:
-        return control.wait_for_save(found, _slurm(), after_step, timeout)
-    except TimeoutError as error:
-        hint = f"the request stands; `hpctrain checkpoints {found.run_id}` shows when it is done"
-        raise RunFailedError(str(error), hint=hint) from error
 
 
 @click.command()
@@ -96,11 +93,11 @@ def _wait(found: RunFiles, after_step: int, timeout: float | None) -> int:
 @reason_option
 @runs_option
 def hold(run: str, reason: str, runs: Path | None) -> None:
-    """Have a run save, leave its nodes and wait in the queue until `hpctrain resume`.
+    """Make a run save, release its nodes and wait in the queue until `hpctrain resume`.
 
     \b
-    Where the site does not requeue, the run stops instead. The file alone does the
-    same for a run that trains: touch RUN/control/hold
+    Where the site does not requeue, the run stops instead. For a run that trains,
+    creating the file has the same effect: touch RUN/control/hold
     Examples:
       hpctrain hold gpt175b-7f3a --reason "evaluation first"
     """
@@ -114,17 +111,17 @@ def hold(run: str, reason: str, runs: Path | None) -> None:
 @click.option(
     "--from-scratch",
     is_flag=True,
-    help="Checkpoints are gone or of no use: give up all steps and start at step 0.",
+    help="Checkpoints are lost or unusable: give up all steps and start at step 0.",
 )
-@click.option("--accept-data", is_flag=True, help="Go on although the data have changed.")
+@click.option("--accept-data", is_flag=True, help="Continue although the data have changed.")
 @reason_option
 @runs_option
 def resume(run: str, from_scratch: bool, accept_data: bool, reason: str, runs: Path | None) -> None:
-    """Have a held, stopped or failed run go on from its newest checkpoint.
+    """Continue a held, stopped or failed run from its newest checkpoint.
 
     \b
-    A held job is released, a run that is over is submitted again. Requests that
-    nobody has followed yet are taken back. What is accepted goes into the ledger.
+    A held job is released, a run that is over is submitted again. Pending requests are
+    withdrawn. What is accepted goes into the ledger.
     Examples:
       hpctrain resume gpt175b-7f3a
       hpctrain resume gpt175b-7f3a --accept-data --reason "typos corrected"

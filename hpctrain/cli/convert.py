@@ -1,4 +1,4 @@
-"""`convert`: weights from one form into another."""
+"""Command `convert`: weights from one form into another."""
 
 from __future__ import annotations
 

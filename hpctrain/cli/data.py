@@ -94,7 +94,7 @@ def prepare(output: Path, as_json: bool, **options: Any) -> None:
     images    a directory with one directory per class: looked at, and listed
     arrays    small pictures: digits, or two files in MNIST's format
 
-    Finished shards are kept when it fails: the same command goes on.
+    Finished shards are kept after a failure: the same command continues.
 
     \b
     Examples:
@@ -109,8 +109,11 @@ def prepare(output: Path, as_json: bool, **options: Any) -> None:
         report = _prepared_on_slurm(_request(output, options), **on_slurm)
     else:
         from hpctrain.actions.data import prepare_dataset
+        from hpctrain.errors import UsageError
 
-        _refuse_without_slurm(on_slurm)
+        given = [name for name, value in on_slurm.items() if value is not None]
+        if given:
+            raise UsageError(f"--{given[0]} goes with --slurm")
         report = prepare_dataset(_request(output, options))
     if as_json:
         json_out("dataset", report)
@@ -132,14 +135,6 @@ def _request(output: Path, options: dict[str, Any]) -> Any:
     return DatasetRequest(output=output, **options)
 
 
-def _refuse_without_slurm(options: dict[str, Any]) -> None:
-    from hpctrain.errors import UsageError
-
-    given = [name for name, value in options.items() if value is not None]
-    if given:
-        raise UsageError(f"--{given[0]} goes with --slurm")
-
-
 def _prepared_on_slurm(
     request: Any,
     profile: str | None,
@@ -154,7 +149,7 @@ def _prepared_on_slurm(
     from hpctrain.spec.loader import find_profile, load_profile
 
     if profile is None:
-        raise UsageError("--slurm needs --profile, which says how to ask for nodes")
+        raise UsageError("--slurm needs --profile, which defines how to request nodes")
     site = load_profile(find_profile(profile, profile_search_path())).document
     array = ArrayRequest(site, jobs or 8, partition, time)
     return prepare_on_slurm(request, array, SlurmClient(), lambda line: click.echo(line, err=True))
@@ -164,7 +159,7 @@ def _prepared_on_slurm(
 @click.argument("prefix", type=PATH)
 @json_option
 def show(prefix: Path, as_json: bool) -> None:
-    """Show what a dataset holds.
+    """Show the contents of a dataset.
 
     \b
     Examples:
@@ -187,7 +182,7 @@ def show(prefix: Path, as_json: bool) -> None:
 @click.argument("prefix", type=PATH)
 @json_option
 def verify(prefix: Path, as_json: bool) -> None:
-    """Read a whole dataset, and compare it with the digests it was made with.
+    """Read a whole dataset, and compare it with the digests from when it was made.
 
     \b
     Examples:

@@ -12,7 +12,7 @@ from hpctrain.cli.output import json_out
 
 @click.command()
 @click.argument("run", type=RunName())
-@click.option("--no-prices", is_flag=True, help="Do not ask the planner what changes would bring.")
+@click.option("--no-prices", is_flag=True, help="Do not predict the effect of changes.")
 @runs_option
 @json_option
 def diagnose(run: str, no_prices: bool, runs: Path | None, as_json: bool) -> None:
@@ -31,9 +31,9 @@ def diagnose(run: str, no_prices: bool, runs: Path | None, as_json: bool) -> Non
     from hpctrain.actions.runs import find_run, runs_directory
     from hpctrain.cli.diagnose_text import diagnosis_lines
 
-    told = judge(find_run(runs_directory(runs), run), price=not no_prices)
+    diagnosis = judge(find_run(runs_directory(runs), run), price=not no_prices)
     if as_json:
-        json_out("diagnose", told)
+        json_out("diagnose", diagnosis)
         return
-    for line in diagnosis_lines(told):
+    for line in diagnosis_lines(diagnosis):
         click.echo(line)

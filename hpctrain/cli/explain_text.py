@@ -1,4 +1,4 @@
-"""Why a plan was chosen, in lines of at most 80 columns.
+"""Formats why a plan was chosen, in lines of at most 80 columns.
 
 Belongs here: sentences and columns. Does not belong here: which runners-up there are
 (`hpctrain.plan.alternatives`).
@@ -17,12 +17,20 @@ _MARGIN = 11
 
 
 def explanation_lines(explanation: Explanation) -> list[str]:
-    """Counts, the winner, other meshes, single changes, and the front of time and memory."""
+    """Format counts, the winner, other meshes, single changes, and the Pareto front."""
+    winner, given = explanation.winner, explanation.given
+    price = f"{short_bytes(winner.peak_bytes)} a GPU"
+    if winner.step_seconds is not None:
+        price = f"{seconds_text(winner.step_seconds)} a step · {price}"
+    given_lines = []
+    if given is not None:  # the spec's layout beside the one that `parallel: auto` would choose
+        slower = "" if given.slower is None else f"{share(given.slower)}: "
+        given_lines = [*entry("Given", f"{slower}{given.description}"), *entry("", _loss(given))]
     return [
         *entry("Search", counts_text(explanation)),
-        *entry("Winner", explanation.winner.description),
-        *entry("", _price(explanation.winner)),
-        *_given_lines(explanation.given),
+        *entry("Winner", winner.description),
+        *entry("", price),
+        *given_lines,
         *_section(f"Other meshes: the best of each of {explanation.groups:,}", explanation.others),
         *_section("The winner with one thing changed", explanation.variants),
         *_front_lines(explanation.front),
@@ -40,39 +48,20 @@ def counts_text(explanation: Explanation) -> str:
     )
 
 
-def _price(runner: RunnerUp) -> str:
-    memory = f"{short_bytes(runner.peak_bytes)} a GPU"
-    if runner.step_seconds is None:
-        return memory
-    return f"{seconds_text(runner.step_seconds)} a step · {memory}"
-
-
-def _given_lines(given: RunnerUp | None) -> list[str]:
-    """The layout of the spec beside the one that `parallel: auto` would choose."""
-    if given is None:
-        return []
-    slower = "" if given.slower is None else f"{share(given.slower)}: "
-    return [*entry("Given", f"{slower}{given.description}"), *entry("", _loss(given))]
-
-
 def _section(title: str, runners: tuple[RunnerUp, ...]) -> list[str]:
-    if not runners:
-        return []
-    return ["", title, *(line for runner in runners for line in _runner_lines(runner))]
-
-
-def _runner_lines(runner: RunnerUp) -> list[str]:
-    """Two lines: what it is, and what it loses."""
-    head = "no room" if runner.shortage else "" if runner.slower is None else share(runner.slower)
-    variant = runner.differs != str(runner.layout)
-    name = runner.differs if variant else runner.description
+    """Format runners-up below a title, in two lines each: the layout, and what it loses."""
     indent = " " * _MARGIN
-    lines = wrapped(name, f"{head:>{_MARGIN - 2}}  ", indent)
-    return lines + wrapped(_loss(runner), indent, indent)
+    lines = ["", title] if runners else []
+    for one in runners:
+        head = "no room" if one.shortage else "" if one.slower is None else share(one.slower)
+        name = one.description if one.differs == str(one.layout) else one.differs
+        lines += wrapped(name, f"{head:>{_MARGIN - 2}}  ", indent)
+        lines += wrapped(_loss(one), indent, indent)
+    return lines
 
 
 def _loss(runner: RunnerUp) -> str:
-    """`61.2 GiB · bubble +4.9%, data messages -0.3%`, or by how much it does not fit."""
+    """Format `61.2 GiB · bubble +4.9%, data messages -0.3%`, or by how much it does not fit."""
     shown = ", ".join(change_text(change) for change in shown_changes(runner))
     if runner.shortage is not None:
         missing = (
@@ -85,7 +74,7 @@ def _loss(runner: RunnerUp) -> str:
 
 
 def shown_changes(runner: RunnerUp) -> tuple[Change, ...]:
-    """The largest differences that are more than noise."""
+    """Select the largest differences that are more than noise."""
     large = [change for change in runner.changes if abs(change.share) >= _LEAST_SHOWN]
     return tuple(large[:_PARTS_SHOWN])
 
@@ -100,7 +89,7 @@ def share(part: float) -> str:
 
 
 def _front_lines(front: tuple[FrontPoint, ...]) -> list[str]:
-    """A few points of the front, from the fastest to the leanest."""
+    """Format a few points of the Pareto front, from the fastest to the leanest."""
     if len(front) < 2:
         return []
     count = min(_FRONT_SHOWN, len(front))

@@ -1,4 +1,4 @@
-"""A forecast in words: lines of at most 80 columns.
+"""Formats a forecast as sentences and columns, at most 80 columns wide.
 
 Belongs here: sentences and columns. Does not belong here: any number that is not in the documents.
 """
@@ -10,10 +10,8 @@ import textwrap
 
 from hpctrain.plan.forecast.documents import (
     BudgetDecision,
-    CheckpointCost,
     Forecast,
     SpotComparison,
-    TimeShares,
 )
 from hpctrain.units import short_bytes, short_duration
 
@@ -25,11 +23,30 @@ _BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:d|h|min|s|ms|[KMGT]iB|[A-Z]{3}|GPUs|st
 
 
 def forecast_lines(forecast: Forecast) -> list[str]:
-    """The block that `plan` shows below the plan itself."""
+    """Format the block that `plan` shows below the plan itself."""
+    times = forecast.times
+    slices = f" · {forecast.slices:,} time slices" if forecast.slices > 1 else ""
+    time = (
+        f"{_days(times.total_seconds)} expected = {_days(times.training_seconds)} of training "
+        f"({forecast.steps:,} steps x {short_duration(forecast.step_seconds)}) at "
+        f"{forecast.ettr:.1%} effective time{slices}"
+    )
+    overheads = [
+        f"{name} {_days(getattr(times, f'{name}_seconds'))}"
+        for name in ("evaluation", "saving", "redone", "starting", "waiting")
+        if getattr(times, f"{name}_seconds") >= 0.5
+    ]
+    cost = f"{forecast.gpu_hours:,.0f} GPU-hours on {forecast.gpus:,} GPUs"
+    if forecast.cost is None:
+        cost = f"{cost} (the profile has no prices)"
+    else:
+        price, currency = forecast.cost.per_gpu_hour, forecast.cost.currency
+        tariff = forecast.cost.tariff
+        cost = f"{forecast.cost.amount:,.0f} {currency} = {cost} x {price:g} {currency} ({tariff})"
     lines = [
-        *_entry("Time", _time(forecast)),
-        *_entry("", _shares(forecast.times)),
-        *_entry("Cost", _cost(forecast)),
+        *_entry("Time", time),
+        *_entry("", " · ".join(overheads)),
+        *_entry("Cost", cost),
         *_entry("Failures", _failures(forecast)),
         *_entry("Saves", _saves(forecast)),
     ]
@@ -41,14 +58,25 @@ def forecast_lines(forecast: Forecast) -> list[str]:
 
 
 def spot_lines(comparison: SpotComparison) -> list[str]:
-    """Both tariffs in columns, then the recommendation."""
+    """Format both tariffs in columns, then the recommendation."""
     lines = [f"{'Tariff':<{_INDENT}}{'DAYS':>8}  {'GPU-HOURS':>11}  {'COST':>16}  {'STARTS':>7}"]
     for one in (comparison.on_demand, comparison.spot):
         if one is not None:
-            lines.append(_tariff_row(one))
+            cost = f"{one.cost.amount:,.0f} {one.cost.currency}" if one.cost else "-"
+            lines.append(
+                f"{one.tariff:<{_INDENT}}{one.days:>8,.1f}  {one.gpu_hours:>11,.0f}  {cost:>16}  "
+                f"{one.starts:>7,.1f}"
+            )
     lines += _entry("Take", f"{comparison.recommended}: {comparison.reason}")
     if comparison.spot is not None:
-        lines += _entry("", _break_even(comparison))
+        limit = comparison.break_even_preemption_seconds
+        if limit is None:
+            break_even = "spot is dearer even without preemptions"
+        elif limit == 0:
+            break_even = "spot is cheaper however often nodes are taken away"
+        else:
+            break_even = f"spot is cheaper while preemptions are rarer than one per {_days(limit)}"
+        lines += _entry("", break_even)
         lines += [
             line
             for assumption in comparison.spot.assumptions
@@ -59,7 +87,7 @@ def spot_lines(comparison: SpotComparison) -> list[str]:
 
 
 def decision_lines(decision: BudgetDecision) -> list[str]:
-    """What the budget allows, or what is missing: one paragraph per statement."""
+    """Format what the budget allows, or what is missing: one paragraph per statement."""
     lines = []
     for number, sentence in enumerate(decision.lines):
         lines += _entry("Budget" if number == 0 else "", sentence)
@@ -67,7 +95,7 @@ def decision_lines(decision: BudgetDecision) -> list[str]:
 
 
 def _entry(label: str, text: str) -> list[str]:
-    """A paragraph with a label; a number stays on one line with its unit."""
+    """Wrap a labelled paragraph; a number stays on one line with its unit."""
     lines = textwrap.wrap(
         _BEFORE_UNIT.sub(_TIE, text),
         _WIDTH,
@@ -77,37 +105,6 @@ def _entry(label: str, text: str) -> list[str]:
         break_on_hyphens=False,
     )
     return [line.replace(_TIE, " ") for line in lines]
-
-
-def _time(forecast: Forecast) -> str:
-    training = forecast.times.training_seconds
-    slices = f" · {forecast.slices:,} time slices" if forecast.slices > 1 else ""
-    return (
-        f"{_days(forecast.times.total_seconds)} expected = {_days(training)} of training "
-        f"({forecast.steps:,} steps x {short_duration(forecast.step_seconds)}) at "
-        f"{forecast.ettr:.1%} effective time{slices}"
-    )
-
-
-def _shares(times: TimeShares) -> str:
-    """Where the rest goes; what is nothing is left out."""
-    parts = [
-        f"{word} {_days(getattr(times, f'{word}_seconds'))}"
-        for word in ("evaluation", "saving", "redone", "starting", "waiting")
-        if getattr(times, f"{word}_seconds") >= 0.5
-    ]
-    return " · ".join(parts)
-
-
-def _cost(forecast: Forecast) -> str:
-    hours = f"{forecast.gpu_hours:,.0f} GPU-hours on {forecast.gpus:,} GPUs"
-    if forecast.cost is None:
-        return f"{hours} (the profile has no prices)"
-    cost = forecast.cost
-    return (
-        f"{cost.amount:,.0f} {cost.currency} = {hours} x {cost.per_gpu_hour:g} {cost.currency} "
-        f"({cost.tariff})"
-    )
 
 
 def _failures(forecast: Forecast) -> str:
@@ -131,38 +128,17 @@ def _saves(forecast: Forecast) -> str:
         f"({_days(interval.seconds)}); best {interval.best_steps:,} (Young "
         f"{_days(interval.young_seconds)}, Daly {_days(interval.daly_seconds)})"
     )
-    return f"{text} · {_save(checkpoint)}"
-
-
-def _save(checkpoint: CheckpointCost) -> str:
     write = f"{short_duration(checkpoint.write_seconds)} to write ({checkpoint.write_limit})"
-    return f"{write}, stops training for {short_duration(checkpoint.stall_seconds)}"
-
-
-def _tariff_row(one: Forecast) -> str:
-    cost = f"{one.cost.amount:,.0f} {one.cost.currency}" if one.cost else "-"
-    return (
-        f"{one.tariff:<{_INDENT}}{one.days:>8,.1f}  {one.gpu_hours:>11,.0f}  {cost:>16}  "
-        f"{one.starts:>7,.1f}"
-    )
-
-
-def _break_even(comparison: SpotComparison) -> str:
-    limit = comparison.break_even_preemption_seconds
-    if limit is None:
-        return "spot is dearer even without preemptions"
-    if limit == 0:
-        return "spot is cheaper however often nodes are taken away"
-    return f"spot is cheaper while preemptions are rarer than one per {_days(limit)}"
+    return f"{text} · {write}, stops training for {short_duration(checkpoint.stall_seconds)}"
 
 
 def _count(number: float) -> str:
-    """Expected numbers: two digits below ten."""
+    """Format an expected number: two digits below ten."""
     return f"{number:.2g}" if 0.001 <= number < 10 else f"{number:,.0f}"
 
 
 def _days(seconds: float) -> str:
-    """`short_duration`, but days never in powers of ten and with thousands apart."""
+    """Format as `short_duration`, but days without exponent and with a thousands separator."""
     if seconds >= 2 * _DAY_SECONDS:
         days = seconds / _DAY_SECONDS
         return f"{days:,.1f} d" if days < 100 else f"{days:,.0f} d"

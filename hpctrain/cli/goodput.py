@@ -1,4 +1,4 @@
-"""`goodput`: where the time of a run went."""
+"""Command `goodput`: where the time of a run went."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def goodput(run: str, runs: Path | None, as_json: bool) -> None:
     from hpctrain.actions.runs import find_run, runs_directory
     from hpctrain.cli.goodput_text import goodput_lines
 
-    told = account_for(find_run(runs_directory(runs), run))
+    account = account_for(find_run(runs_directory(runs), run))
     if as_json:
-        json_out("goodput", told)
+        json_out("goodput", account)
         return
-    for line in goodput_lines(told):
+    for line in goodput_lines(account):
         click.echo(line)

@@ -1,6 +1,6 @@
-"""The account of a run in lines of at most 80 columns.
+"""Formats where the time of a run went, in lines of at most 80 columns.
 
-Belongs here: bars and words. Does not belong here: any number that is not in the document.
+Belongs here: bars and labels. Does not belong here: any number that is not in the document.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from hpctrain.units import short_duration
 
 _BAR = 30
 # In the order in which a run goes through them.
-_WORDS = {
+_LABELS = {
     "productive": "productive",
     "redone": "redone steps",
     "saving": "saving",
@@ -26,56 +26,47 @@ _WORDS = {
 }
 
 
-def goodput_lines(told: Goodput) -> list[str]:
-    """A heading, one bar for each category, ratios, and what each cause has cost."""
-    if told.wall_seconds <= 0:
-        return [f"Run {told.run_id} has not been submitted: there is nothing to account for"]
-    return [
-        *_heading(told),
+def goodput_lines(goodput: Goodput) -> list[str]:
+    """Format a heading, one bar for each category, ratios, and the cost of each cause."""
+    wall = goodput.wall_seconds
+    if wall <= 0:
+        return [f"Run {goodput.run_id} has not been submitted: there is nothing to account for"]
+    until = "to its end" if goodput.over else "so far"
+    hours = "" if goodput.gpu_hours is None else f", {goodput.gpu_hours:,.1f} GPU-hours"
+    gpus = "" if goodput.gpus is None else f" on {goodput.gpus:,} GPUs"
+    steps = f"{goodput.kept_steps:,} steps kept, {goodput.lost_steps:,} lost and redone"
+    unsaved = f", {goodput.unsaved_steps:,} not saved yet" if goodput.unsaved_steps else ""
+    lines = [
+        f"{goodput.run_id}: {short_duration(wall)} {until}{gpus}{hours}",
+        f"{steps}{unsaved}; {goodput.attempts} attempts, {goodput.launches} launches",
         "",
-        *(_bar(_WORDS[name], told.seconds[name], told.wall_seconds) for name in _WORDS),
-        "",
-        *_ratios(told),
-        *(["", *_causes(told)] if told.causes else []),
     ]
+    for name, label in _LABELS.items():
+        spent = goodput.seconds[name]
+        filled = max(round(spent / wall * _BAR), 1) if spent > 0 else 0  # visible if not zero
+        bar = f"{'#' * filled:<{_BAR}}"
+        lines.append(f"{label:<14} {bar} {spent / wall:>7.2%}  {_time(spent):>10}".rstrip())
+    lines += ["", *_ratios(goodput)]
+    return [*lines, "", *_causes(goodput)] if goodput.causes else lines
 
 
-def _heading(told: Goodput) -> list[str]:
-    until = "to its end" if told.over else "so far"
-    hours = "" if told.gpu_hours is None else f", {told.gpu_hours:,.1f} GPU-hours"
-    gpus = "" if told.gpus is None else f" on {told.gpus:,} GPUs"
-    steps = f"{told.kept_steps:,} steps kept, {told.lost_steps:,} lost and redone"
-    unsaved = f", {told.unsaved_steps:,} not saved yet" if told.unsaved_steps else ""
-    return [
-        f"{told.run_id}: {short_duration(told.wall_seconds)} {until}{gpus}{hours}",
-        f"{steps}{unsaved}; {told.attempts} attempts, {told.launches} launches",
-    ]
-
-
-def _bar(word: str, spent: float, wall: float) -> str:
-    share = spent / wall
-    filled = round(share * _BAR)
-    # What there is at all is to be seen.
-    filled = max(filled, 1) if spent > 0 else 0
-    bar = f"{'#' * filled:<{_BAR}}"
-    return f"{word:<14} {bar} {share:>7.2%}  {_time(spent):>10}".rstrip()
-
-
-def _ratios(told: Goodput) -> list[str]:
-    queue = f"{_percent(told.ettr)} with the queue, {_percent(told.ettr_without_queue)} without"
+def _ratios(goodput: Goodput) -> list[str]:
+    queue = (
+        f"{_percent(goodput.ettr)} with the queue, {_percent(goodput.ettr_without_queue)} without"
+    )
     windows = ", ".join(
         f"last {name} {_percent(window.last)} (worst {_percent(window.worst)})"
-        for name, window in (("hour", told.hour), ("day", told.day))
+        for name, window in (("hour", goodput.hour), ("day", goodput.day))
         if window.last is not None
     )
     lines = [f"ETTR      {queue}"]
     lines += [f"Windows   {windows}"] if windows else []
-    failures = f"{told.failures} failure{'' if told.failures == 1 else 's'}"
-    mttf = f", one per {short_duration(told.mttf_seconds)}" if told.mttf_seconds else ""
+    failures = f"{goodput.failures} failure{'' if goodput.failures == 1 else 's'}"
+    mttf = f", one per {short_duration(goodput.mttf_seconds)}" if goodput.mttf_seconds else ""
     lines.append(f"Failures  {failures}{mttf}")
-    if told.recovery_median_seconds is not None and told.recovery_mean_seconds is not None:
-        median = short_duration(told.recovery_median_seconds)
-        mean = short_duration(told.recovery_mean_seconds)
+    if goodput.recovery_median_seconds is not None and goodput.recovery_mean_seconds is not None:
+        median = short_duration(goodput.recovery_median_seconds)
+        mean = short_duration(goodput.recovery_mean_seconds)
         lines.append(f"Recovery  median {median}, mean {mean}, from the last sign to a new step")
     return lines
 
@@ -88,19 +79,16 @@ _COLUMNS: tuple[tuple[str, Callable[[Loss], str]], ...] = (
 )
 
 
-def _causes(told: Goodput) -> list[str]:
-    """One row for each cause, the dearest first; the last column says what most of it was."""
+def _causes(goodput: Goodput) -> list[str]:
+    """Tabulate the causes, the most expensive first, with the largest category of each."""
     widths = [6, 10, 12, 8]
     heads = "".join(f"{head:>{w}}" for (head, _), w in zip(_COLUMNS, widths, strict=True))
     lines = [f"{'CAUSE':<18}{heads}  MOSTLY"]
-    for loss in told.causes:
+    for loss in goodput.causes:
+        mostly = _LABELS[max(loss.seconds, key=loss.seconds.__getitem__)] if loss.seconds else "-"
         cells = "".join(f"{cell(loss):>{w}}" for (_, cell), w in zip(_COLUMNS, widths, strict=True))
-        lines.append(f"{loss.cause.replace('_', ' '):<18}{cells}  {_mostly(loss)}")
+        lines.append(f"{loss.cause.replace('_', ' '):<18}{cells}  {mostly}")
     return [line.rstrip() for line in lines]
-
-
-def _mostly(loss: Loss) -> str:
-    return _WORDS[max(loss.seconds, key=lambda name: loss.seconds[name])] if loss.seconds else "-"
 
 
 def _time(seconds: float) -> str:

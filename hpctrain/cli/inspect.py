@@ -1,4 +1,4 @@
-"""`validate`, `profiles`, `schema`: looking at documents, without Slurm."""
+"""Commands `validate`, `profiles` and `schema`: check and show documents, without Slurm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line: finding commands, and turning errors into one message and an exit code.
+"""Runs the command line: finds commands, and reports errors with one message and exit code.
 
 Commands are imported when they are used, so that `--help` stays fast on a login node. Only this
 package prints and exits. stdout carries what can be piped, stderr everything else.
@@ -6,6 +6,7 @@ package prints and exits. stdout carries what can be piped, stderr everything el
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import sys
@@ -20,29 +21,29 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "validate": ("inspect", "Check a run spec or a cluster profile"),
     "plan": ("plan", "Choose a layout; predict memory, time and cost, without Slurm"),
     "submit": ("submit", "Plan, render and submit a run"),
-    "resubmit": ("submit", "Submit a stopped run again; it goes on where it was"),
+    "resubmit": ("submit", "Submit a stopped run again; it continues from its newest checkpoint"),
     "status": ("runs", "Show what runs are doing"),
-    "describe": ("runs", "Tell the history of a run: attempts, causes, actions"),
+    "describe": ("runs", "Show the history of a run: attempts, causes, actions"),
     "goodput": ("goodput", "Show where the time of a run went, and what causes have cost"),
-    "compare": ("compare", "Run variants of a spec for a few steps each: which one to take"),
-    "scale": ("compare", "Run a spec on several numbers of GPUs: speed-up, where time goes"),
-    "diagnose": ("diagnose", "Say why a run is as fast as it is, and what to change first"),
-    "simulate": ("simulate", "Play a run with failures: choose interval, spares and budgets"),
+    "compare": ("compare", "Run variants of a spec for a few steps each, and recommend one"),
+    "scale": ("compare", "Run a spec on several numbers of GPUs: speed-up, shares of the time"),
+    "diagnose": ("diagnose", "Explain why a run is as fast as it is, and what to change first"),
+    "simulate": ("simulate", "Simulate a run with failures: choose interval, spares and budgets"),
     "logs": ("runs", "Show or follow the logs of a run"),
-    "why": ("why", "Say why a run does what it does, and what happens next"),
-    "checkpoints": ("checkpoints", "List a run's checkpoints, verify them, judge the interval"),
-    "stop": ("control", "Have a run save, leave its nodes and stop"),
-    "save": ("control", "Have a run save a checkpoint and go on"),
-    "hold": ("control", "Have a run save, leave its nodes and wait in the queue"),
-    "resume": ("control", "Have a held, stopped or failed run go on"),
+    "why": ("why", "Explain the state of a run, and what happens next"),
+    "checkpoints": ("checkpoints", "List a run's checkpoints, verify them, assess the interval"),
+    "stop": ("control", "Make a run save, release its nodes and stop"),
+    "save": ("control", "Make a run save a checkpoint and continue"),
+    "hold": ("control", "Make a run save, release its nodes and wait in the queue"),
+    "resume": ("control", "Continue a held, stopped or failed run"),
     "cancel": ("runs", "Cancel a run for good"),
-    "watch": ("watch", "Look after all runs once, from cron: find what is lost"),
-    "nodes": ("nodes", "Show nodes that runs had trouble with, and hints for admins"),
+    "watch": ("watch", "Check all runs once, from cron: find and revive lost ones"),
+    "nodes": ("nodes", "Show evidence against nodes, and hints for administrators"),
     "profiles": ("inspect", "List cluster profiles, or show one"),
     "schema": ("inspect", "Print the JSON Schema of specs or profiles, for editors"),
     "sandbox": ("sandbox", "A real multi-node Slurm in a directory"),
     "convert": ("convert", "Convert weights: Hugging Face, megatron-core, checkpoints of runs"),
-    "data": ("data", "Make Megatron datasets from text"),
+    "data": ("data", "Prepare datasets from text, conversations and images"),
 }
 
 EXIT_CODES = """\b
@@ -76,15 +77,12 @@ class LazyGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0] if args else ""
         if name not in COMMANDS and not name.startswith("-"):
-            ctx.fail(_unknown_command(name))
+            import difflib
+
+            near = difflib.get_close_matches(name, COMMANDS, n=1)
+            suggestion = f" Did you mean '{near[0]}'?" if near else ""
+            ctx.fail(f"No such command '{name}'.{suggestion}")
         return super().resolve_command(ctx, args)
-
-
-def _unknown_command(name: str) -> str:
-    import difflib
-
-    near = difflib.get_close_matches(name, COMMANDS, n=1)
-    return f"No such command '{name}'." + (f" Did you mean '{near[0]}'?" if near else "")
 
 
 @click.group(
@@ -110,6 +108,8 @@ def main() -> None:
     """Entry point of the `hpctrain` program."""
     # Looking for plugins of pydantic reads the metadata of every installed package.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
+    # Imports make hundreds of thousands of objects that stay; Python would look through them often.
+    gc.set_threshold(50_000, 20, 20)
     debug = "--debug" in sys.argv or bool(os.environ.get("HPCTRAIN_DEBUG"))
     sys.exit(run(sys.argv[1:], debug=debug))
 
@@ -128,7 +128,8 @@ def run(arguments: list[str], *, debug: bool = False) -> int:
         return error.exit_code
     except (BrokenPipeError, SystemExit):
         # No command exits by itself, but click and rich do so when the reader of a pipe has gone.
-        _close_stdout()
+        # Without this, Python would complain about the closed pipe while it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except HpctrainError as error:
         if debug:
@@ -138,7 +139,10 @@ def run(arguments: list[str], *, debug: bool = False) -> int:
     except Exception as error:
         if debug:
             _show_traceback()
-        _show_bug(error)
+        red, cyan = click.style("error: ", fg="red"), click.style("hint: ", fg="cyan")
+        click.echo(f"{red}unexpected {type(error).__name__}: {error}\n", err=True)
+        report = "run again with `--debug` and report the traceback"
+        click.echo(f"{cyan}this is a bug of hpctrain; {report}", err=True)
         return 1
 
 
@@ -149,7 +153,7 @@ def _show_traceback() -> None:
 
 
 def show_error(error: HpctrainError) -> None:
-    """`error: what`, one line per problem, then the hints after a blank line."""
+    """Print `error: ...`, one line per problem, then the hints after a blank line."""
     hints: list[str]
     if isinstance(error, InvalidInputError):
         lines = [str(problem) for problem in error.problems]
@@ -162,19 +166,3 @@ def show_error(error: HpctrainError) -> None:
         click.echo(err=True)
     for hint in dict.fromkeys(hints):
         click.echo(click.style("hint: ", fg="cyan") + hint, err=True)
-
-
-def _show_bug(error: Exception) -> None:
-    kind = type(error).__name__
-    click.echo(click.style("error: ", fg="red") + f"unexpected {kind}: {error}", err=True)
-    click.echo(err=True)
-    click.echo(
-        click.style("hint: ", fg="cyan")
-        + "this is a bug of hpctrain; run again with `--debug` and report the traceback",
-        err=True,
-    )
-
-
-def _close_stdout() -> None:
-    """The reader of our pipe has gone; keep Python from complaining while it exits."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""`nodes`: what the runs have against nodes, and words for the administrators."""
+"""Command `nodes`: evidence of runs against nodes, and hints for the administrators."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.option("--profile", "-p", type=ProfileName(), help="Only the cluster of this profile.")
 @click.option("--cluster", metavar="NAME", help="Only the cluster of this name.")
-@click.option("--forgive", metavar="NODE", help="Void what is written about a node.")
+@click.option("--forgive", metavar="NODE", help="Void the evidence against a node.")
 @runs_option
 @json_option
 def nodes(
@@ -28,9 +28,9 @@ def nodes(
     runs: Path | None,
     as_json: bool,
 ) -> None:
-    """Show the nodes that runs have had trouble with, and what to tell the administrators.
+    """Show the nodes with evidence against them, and hints for the administrators.
 
-    Runs share what they learn about nodes in RUNS/nodes.jsonl. From a score of 100 on a node is
+    Runs share evidence about nodes in RUNS/nodes.jsonl. A node with a score of 100 or more is
     avoided by runs with `supervise.exclude_nodes: act`. Evidence counts in full for a day, broken
     hardware for a week; later it fades. Users cannot drain nodes: the last lines are for a ticket.
 
@@ -49,7 +49,11 @@ def nodes(
     ledger = runs_directory(runs) / NODE_LEDGER_NAME
     usable_nodes = 0
     if profile:
-        cluster, usable_nodes = _cluster_of(profile)
+        from hpctrain.actions.prepare import profile_search_path
+        from hpctrain.spec.loader import find_profile, load_profile
+
+        document = load_profile(find_profile(profile, profile_search_path())).document
+        cluster, usable_nodes = document.name, document.nodes.count
     if forgive is not None:
         entry = action.forgive(ledger, forgive, getpass.getuser(), cluster)
         say(f"Forgave node `{entry.node}` of {entry.cluster}")
@@ -57,34 +61,20 @@ def nodes(
     rows = action.node_rows(ledger, cluster, usable_nodes)
     if as_json:
         json_out("nodes", rows)
-    elif rows:
-        _show(rows)
+    elif not rows:
+        say("no run has evidence against a node")
     else:
-        say("no run has anything against a node")
-
-
-def _cluster_of(profile: str) -> tuple[str, int]:
-    from hpctrain.actions.prepare import profile_search_path
-    from hpctrain.spec.loader import find_profile, load_profile
-
-    document = load_profile(find_profile(profile, profile_search_path())).document
-    return document.name, document.nodes.count
-
-
-def _show(rows: tuple[NodeRow, ...]) -> None:
-    several = len({row.cluster for row in rows}) > 1
-    headers = ["NODE", "SCORE", "AVOIDED", "RUNS", "AGE", "EVIDENCE"]
-    cells = [_cells(row) for row in rows]
-    if several:
-        headers.insert(0, "CLUSTER")
-        for row, line in zip(rows, cells, strict=True):
-            line.insert(0, row.cluster)
-    table(headers, cells)
-    hints = [row.admin_hint for row in rows if row.admin_hint]
-    if hints:
-        click.echo("\nFor the administrators (users cannot drain nodes):")
-    for hint in hints:
-        click.echo(f"  {hint}")
+        headers = ["NODE", "SCORE", "AVOIDED", "RUNS", "AGE", "EVIDENCE"]
+        cells = [_cells(row) for row in rows]
+        if len({row.cluster for row in rows}) > 1:
+            headers.insert(0, "CLUSTER")
+            cells = [[row.cluster, *line] for row, line in zip(rows, cells, strict=True)]
+        table(headers, cells)
+        hints = [row.admin_hint for row in rows if row.admin_hint]
+        if hints:
+            click.echo("\nFor the administrators (users cannot drain nodes):")
+        for hint in hints:
+            click.echo(f"  {hint}")
 
 
 def _cells(row: NodeRow) -> list[str]:

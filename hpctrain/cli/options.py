@@ -1,4 +1,4 @@
-"""Options that mean the same in every command, and completion of names."""
+"""Defines the options that several commands share, and completes names of runs and profiles."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def yes_option(function: Decorated) -> Decorated:
 
 
 def confirm(question: str, *, yes: bool) -> bool:
-    """Ask on a terminal. Raises UsageError without one, instead of waiting for ever."""
+    """Ask on a terminal. Raises UsageError without one, because nobody could answer."""
     import sys
 
     if yes:

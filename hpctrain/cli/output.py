@@ -1,4 +1,4 @@
-"""How things are shown: tables, JSON, and words for numbers.
+"""Prints tables and JSON, and formats paragraphs.
 
 Tables are plain columns like squeue's, so that they can be grepped; in a pipe they are never cut.
 """
@@ -6,12 +6,15 @@ Tables are plain columns like squeue's, so that they can be grepped; in a pipe t
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 
 import click
 from pydantic import BaseModel
 
 SCHEMA_VERSION = 1
+_WIDTH = 80
+_IN_NUMBERS = str.maketrans("", "", ",./")  # `1,234`, `0.5` and `3/10` are numbers
 
 
 def json_out(
@@ -23,21 +26,22 @@ def json_out(
 
     `more`: further documents under their own names; those that are None are left out.
     """
-    parts = {kind: content, **{name: one for name, one in more.items() if one is not None}}
-    body = ", ".join(f'"{name}": {_json(one)}' for name, one in parts.items())
-    click.echo(f'{{"schema_version": {SCHEMA_VERSION}, {body}}}')
-
-
-def _json(content: BaseModel | Sequence[BaseModel]) -> str:
-    if isinstance(content, BaseModel):
-        return content.model_dump_json(indent=2)
-    items = ",\n".join(item.model_dump_json(indent=2) for item in content)
-    return f"[{items}]"
+    body = f'"schema_version": {SCHEMA_VERSION}'
+    for name, part in {kind: content, **more}.items():
+        if isinstance(part, BaseModel):
+            body += f', "{name}": {part.model_dump_json(indent=2)}'
+        elif part is not None:
+            items = ",\n".join(item.model_dump_json(indent=2) for item in part)
+            body += f', "{name}": [{items}]'
+    click.echo(f"{{{body}}}")
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print columns; right-aligned where every cell is a number, cut only on a narrow terminal."""
-    numeric = [all(_is_number(row[number]) for row in rows) for number in range(len(headers))]
+    numeric = [
+        all(row[column] == "-" or row[column].translate(_IN_NUMBERS).isdigit() for row in rows)
+        for column in range(len(headers))
+    ]
     lines = _fitted_lines if sys.stdout.isatty() else _plain_lines
     for line in lines(headers, rows, numeric):
         click.echo(line.rstrip())
@@ -46,8 +50,10 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 def _plain_lines(
     headers: Sequence[str], rows: Sequence[Sequence[str]], numeric: Sequence[bool]
 ) -> Iterator[str]:
-    """For pipes: one line per row, as long as it takes. Without rich, whose import and rendering
-    would be a third of the CPU time of `status`, which scripts call often.
+    """Format rows for pipes: one line per row, never cut.
+
+    This does without rich, whose import and rendering would be a third of the CPU time of
+    `status`, which scripts call often.
     """
     cells = [[" ".join(cell.splitlines()) for cell in row] for row in (headers, *rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -61,7 +67,7 @@ def _plain_lines(
 def _fitted_lines(
     headers: Sequence[str], rows: Sequence[Sequence[str]], numeric: Sequence[bool]
 ) -> list[str]:
-    """For people: wrapped to the width of their terminal."""
+    """Format rows for people: wrapped to the width of their terminal."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -77,15 +83,23 @@ def _fitted_lines(
     return text.get().splitlines()
 
 
-def _is_number(cell: str) -> bool:
-    return cell == "-" or cell.replace(",", "").replace(".", "").replace("/", "").isdigit()
+def paragraph(text: str, first: str, *, hang: int) -> list[str]:
+    """Wrap a text to 80 columns: it begins with `first`, and further lines are indented."""
+    return textwrap.wrap(
+        text,
+        _WIDTH,
+        initial_indent=first,
+        subsequent_indent=" " * hang,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def say(text: str = "") -> None:
-    """Words for people, on stderr."""
+    """Print a message for people, on stderr."""
     click.echo(text, err=True)
 
 
 def or_dash(value: object | None) -> str:
-    """Unknown is `-`, never empty."""
+    """Format a cell: `-` for unknown values, never empty."""
     return "-" if value is None or value == "" else str(value)

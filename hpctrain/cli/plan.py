@@ -1,8 +1,7 @@
-"""`plan`: how a run would be laid out, how fast it is and what it costs; without Slurm."""
+"""Command `plan`: the layout of a run, its speed and its cost, without Slurm."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
     from hpctrain.actions.plan import Inputs, Option
     from hpctrain.engines.verification import Verification
     from hpctrain.plan.documents import Explanation, Goal
-    from hpctrain.plan.forecast import Budget, BudgetDecision
+    from hpctrain.plan.forecast.documents import Budget, BudgetDecision
 
 
 class GpuCounts(click.ParamType[tuple[int, ...]]):
@@ -83,29 +82,53 @@ def plan(
       hpctrain plan -p a100x64 examples/gpt175b.yaml --budget 900000usd --deadline 60d
     """
     from hpctrain.actions import plan as action
-    from hpctrain.plan.forecast import check_currency, parse_budget
+    from hpctrain.plan.forecast.budget import check_currency, parse_budget
 
     budget = parse_budget(money, deadline) if money or deadline else None
     inputs = action.load(spec, profile, overrides)
     if budget is not None:
         check_currency(budget, inputs.profile)
     options, option, decision = _decided(inputs, goal, sizes, budget)
-    told = action.explanation(inputs, option, goal, top) if explain else None
-    built = _verified(inputs, option) if verify else None
+    explained = action.explanation(inputs, option, goal, top) if explain else None
+    built = None
+    if verify:
+        from hpctrain.actions.verify import verify_plan
+
+        assert option.decision is not None
+        built = verify_plan(option.decision.request.spec, option.decision.plan)
     if as_json:
-        _print_json(inputs, option, budget, decision, told, built)
+        assert option.plan is not None
+        json_out(
+            "plan",
+            option.plan,
+            forecast=option.forecast,
+            spot=action.spot_comparison(inputs, option, budget),
+            budget=decision,
+            explanation=explained,
+            verification=built,
+        )
     else:
-        _print_options(options)
+        if options:
+            from hpctrain.cli.sizes_text import option_rows
+
+            table(*option_rows(options))
+            click.echo()
         _print_option(inputs, option, budget, decision)
-        _print_more(told, built)
-    _refuse_overrun(decision)
-    _refuse_difference(built)
+        _print_more(explained, built)
+    if decision is not None and decision.chosen is None:
+        from hpctrain.errors import DoesNotFitError
+
+        raise DoesNotFitError("no plan meets the budget: see what is missing above")
+    if built is not None and not built.equal:
+        from hpctrain.errors import HpctrainError
+
+        raise HpctrainError("megatron-core builds other numbers of parameters than planned")
 
 
 def _decided(
     inputs: Inputs, goal: Goal, sizes: tuple[int, ...] | None, budget: Budget | None
 ) -> tuple[list[Option], Option, BudgetDecision | None]:
-    """(what was compared, what was chosen, why within the budget)."""
+    """Return the options to compare, the chosen one, and the decision within the budget."""
     from hpctrain.actions import plan as action
 
     if sizes is None and budget is None:
@@ -123,47 +146,10 @@ def _decided(
     return shown, chosen, decision
 
 
-def _verified(inputs: Inputs, option: Option) -> Verification:
-    from hpctrain.actions.verify import verify_plan
-
-    assert option.decision is not None
-    return verify_plan(option.decision.spec, option.decision.plan)
-
-
-def _print_json(
-    inputs: Inputs,
-    option: Option,
-    budget: Budget | None,
-    decision: BudgetDecision | None,
-    told: Explanation | None,
-    built: Verification | None,
-) -> None:
-    from hpctrain.actions.plan import spot_comparison
-
-    assert option.plan is not None
-    json_out(
-        "plan",
-        option.plan,
-        forecast=option.forecast,
-        spot=spot_comparison(inputs, option, budget),
-        budget=decision,
-        explanation=told,
-        verification=built,
-    )
-
-
-def _print_options(options: Sequence[Option]) -> None:
-    """One row for each number of GPUs."""
-    from hpctrain.cli.sizes_text import option_rows
-
-    if options:
-        table(*option_rows(options))
-        click.echo()
-
-
 def _print_option(
     inputs: Inputs, option: Option, budget: Budget | None, decision: BudgetDecision | None
 ) -> None:
+    """Print the budget's decision, the plan, its forecast, stages, reasons and warnings."""
     from hpctrain.actions.plan import spot_comparison
     from hpctrain.cli.forecast_text import decision_lines, forecast_lines, spot_lines
     from hpctrain.cli.plan_text import continuation_lines, plan_lines, stage_rows, wrapped
@@ -188,28 +174,12 @@ def _print_option(
         say(f"warning: {warning}")
 
 
-def _print_more(told: Explanation | None, built: Verification | None) -> None:
+def _print_more(explained: Explanation | None, built: Verification | None) -> None:
     from hpctrain.cli.explain_text import explanation_lines
 
-    if told is not None:
-        click.echo("\n" + "\n".join(explanation_lines(told)))
+    if explained is not None:
+        click.echo("\n" + "\n".join(explanation_lines(explained)))
     if built is not None:
         from hpctrain.cli.verify_text import verification_lines
 
         click.echo("\n" + "\n".join(verification_lines(built)))
-
-
-def _refuse_difference(built: Verification | None) -> None:
-    """Exit code 1 where the engine builds something else: that is a bug of ours."""
-    if built is not None and not built.equal:
-        from hpctrain.errors import HpctrainError
-
-        raise HpctrainError("megatron-core builds other numbers of parameters than planned")
-
-
-def _refuse_overrun(decision: BudgetDecision | None) -> None:
-    """Exit code 4 where no plan meets the budget; what is missing was printed before."""
-    if decision is not None and decision.chosen is None:
-        from hpctrain.errors import DoesNotFitError
-
-        raise DoesNotFitError("no plan meets the budget: see what is missing above")

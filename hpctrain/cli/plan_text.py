@@ -1,11 +1,11 @@
-"""A plan in words and columns, at most 80 columns wide where that is possible."""
+"""Formats a plan as sentences and columns, at most 80 columns wide where that is possible."""
 
 from __future__ import annotations
 
 import re
 import textwrap
 
-from hpctrain.plan.documents import DEFAULT_ORDER, MemoryBreakdown, Plan, Prediction, Stage
+from hpctrain.plan.documents import DEFAULT_ORDER, Plan, Prediction, Stage
 from hpctrain.render.continuation import continuation_line, continuation_problems
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec
@@ -20,33 +20,40 @@ _AXIS = re.compile(r"\b(tp|pp|vpp|cp|ep|dp|micro|recompute|stage|zero|order) (?=
 
 
 def plan_lines(plan: Plan) -> list[str]:
-    """The summary that `plan` and `submit` show."""
-    batch = plan.batch
+    """Format the summary that `plan` and `submit` show."""
+    batch, learned = plan.batch, plan.learned_parameters
+    learning = "" if learned is None else f", {short_count(learned)} of them learn"
+    spans = ", ".join(f"{p.axis} {p.span}" for p in plan.placements if p.size > 1) or "one GPU"
+    order = plan.layout.order
+    spans = spans if order == DEFAULT_ORDER else f"{spans}; order {order}"
+    peak = plan.memory[plan.peak_stage]
+    sizes = {name: getattr(peak, f"{name}_bytes") for name in _COMPONENTS}
+    ordered = sorted(sizes.items(), key=lambda item: -item[1])[:4]
+    largest = ", ".join(f"{name} {short_bytes(size)}" for name, size in ordered if size)
     return [
         *entry(
             "Plan",
             f"{plan.run_name} -> {plan.profile_name} ({plan.nodes}), engine {plan.engine}, "
-            f"{short_count(plan.parameters)} parameters{_learned(plan)}",
+            f"{short_count(plan.parameters)} parameters{learning}",
         ),
-        *entry("Layout", f"{plan.layout} ({_spans(plan)})"),
+        *entry("Layout", f"{plan.layout} ({spans})"),
         *entry(
             "Batch",
             f"{batch.global_batch:,} = micro {batch.micro_batch} x accumulation "
             f"{batch.accumulation} x dp {plan.layout.dp}, {per_step(plan):,} {plan.unit} a step",
         ),
-        *entry("Memory", _memory(plan)),
+        *entry(
+            "Memory",
+            f"{short_bytes(peak.total_bytes)} of {short_bytes(plan.gpu_memory_bytes)} a GPU in "
+            f"stage {plan.peak_stage} ({largest})",
+        ),
         *(_step_lines(plan, plan.prediction) if plan.prediction else []),
         *entry("Run", _run(plan)),
     ]
 
 
-def _learned(plan: Plan) -> str:
-    learned = plan.learned_parameters
-    return "" if learned is None else f", {short_count(learned)} of them learn"
-
-
 def continuation_lines(spec: RunSpec, profile: ClusterProfile) -> list[str]:
-    """How the run goes on after an attempt that ends early, and what speaks against that."""
+    """Describe how the run continues after an attempt that ends early, and what prevents it."""
     partition = profile.slurm.partition(spec.resources.partition)
     assert partition is not None, "the planner has checked the partition"
     lines = entry("Continues", continuation_line(profile, partition))
@@ -56,12 +63,12 @@ def continuation_lines(spec: RunSpec, profile: ClusterProfile) -> list[str]:
 
 
 def entry(label: str, text: str) -> list[str]:
-    """A paragraph with a label; numbers stay with their unit and names of axes with their size."""
+    """Wrap a labelled paragraph; numbers stay with their unit, names of axes with their size."""
     return wrapped(text, f"{label:<{_INDENT}}", " " * _INDENT)
 
 
 def wrapped(text: str, first: str, later: str) -> list[str]:
-    """Lines of at most 80 columns that begin with `first` and `later`."""
+    """Wrap a text into lines of at most 80 columns that begin with `first` and `later`."""
     tied = _AXIS.sub(rf"\1{_TIE}", _TIED.sub(_TIE, text))
     lines = textwrap.wrap(
         tied,
@@ -75,42 +82,21 @@ def wrapped(text: str, first: str, later: str) -> list[str]:
 
 
 def short_count(count: int) -> str:
-    """Four digits: 174.6B, 940.8K."""
+    """Format with four digits: 174.6B, 940.8K."""
     for suffix, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if count >= scale:
             return f"{count / scale:.4g}{suffix}"
     return str(count)
 
 
-def _spans(plan: Plan) -> str:
-    shown = [p for p in plan.placements if p.size > 1]
-    spans = ", ".join(f"{p.axis} {p.span}" for p in shown) or "one GPU"
-    order = plan.layout.order
-    return spans if order == DEFAULT_ORDER else f"{spans}; order {order}"
-
-
-def _memory(plan: Plan) -> str:
-    peak = plan.memory[plan.peak_stage]
-    return (
-        f"{short_bytes(peak.total_bytes)} of {short_bytes(plan.gpu_memory_bytes)} a GPU in stage "
-        f"{plan.peak_stage} ({_largest(peak)})"
-    )
-
-
-def _largest(memory: MemoryBreakdown) -> str:
-    sizes = {name: getattr(memory, f"{name}_bytes") for name in _COMPONENTS}
-    ordered = sorted(sizes.items(), key=lambda item: -item[1])[:4]
-    return ", ".join(f"{name} {short_bytes(size)}" for name, size in ordered if size)
-
-
 def per_step(plan: Plan) -> int:
-    """Tokens of one step, or images."""
+    """Count the tokens of one step, or its images."""
     batch = plan.batch
     return batch.global_batch if plan.unit == "images" else batch.tokens_per_step
 
 
 def _step_lines(plan: Plan, prediction: Prediction) -> list[str]:
-    """Seconds, shares of the peak, and where the time goes, the largest part first."""
+    """Format seconds, shares of the peak rate, and the parts of a step, the largest first."""
     seconds = prediction.parts.total_seconds
     rates = f"MFU {percent(prediction.mfu)}, HFU {percent(prediction.hfu)}"
     rate = per_step(plan) / (seconds * plan.layout.world_size)
@@ -133,7 +119,7 @@ def percent(share: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Three or four digits, so that layouts can be told apart: `33.98 s`, `0.512 s`."""
+    """Format with three or four digits, so that layouts differ: `33.98 s`, `0.512 s`."""
     if seconds >= 1000:
         return short_duration(seconds)
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds:.3g} s"
@@ -154,7 +140,7 @@ def _run(plan: Plan) -> str:
 
 
 def stage_rows(plan: Plan) -> tuple[list[str], list[list[str]]]:
-    """Headers and rows of the table of stages; memory in GiB."""
+    """Tabulate the stages; memory in GiB."""
     headers = ["STAGE", "LAYERS", "PARAMS", *_HEADERS, "GiB"]
     rows: list[list[str]] = []
     for stage, memory in zip(plan.stages, plan.memory, strict=True):
@@ -167,7 +153,7 @@ def stage_rows(plan: Plan) -> tuple[list[str], list[list[str]]]:
 
 
 def _layers(stage: Stage) -> str:
-    """`12`, `3x4` for three chunks of four layers, `3+4+4`; and the ends of the model."""
+    """Format `12`, `3x4` for three chunks of four layers, or `3+4+4`, and the model's ends."""
     chunks = stage.chunk_layers
     alike = len(set(chunks)) == 1
     text = "+".join(map(str, chunks))

@@ -1,4 +1,4 @@
-"""`status`, `describe`, `logs`, `cancel`: what runs are doing and have done."""
+"""Commands `status`, `describe`, `logs` and `cancel`: the state and history of runs."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from hpctrain.actions.status import RunStatus
 
 _WATCH_SECONDS = 10.0
+_HEADERS = (
+    *("RUN", "STATE", "JOB", "TRY", "STEP", "LOSS", "S/STEP", "TOK/S", "UPDATED", "LEFT"),
+    "REASON",
+)
 
 
 @click.command()
@@ -52,18 +56,23 @@ def status(
         over = all(row.state.over for row in rows)
         if watch:
             click.clear()
-        if watch or not wait or over:
-            _show(rows, as_json=as_json)
+        if as_json and (over or not wait):
+            json_out("runs", rows)
+        elif (watch or over or not wait) and not rows:
+            say("no runs here yet; `hpctrain submit --help` shows how to start one")
+        elif watch or over or not wait:
+            table(_HEADERS, [_cells(row) for row in rows])
         if wait and over:
             _fail_if_any_failed(rows)
         if (wait and over) or not (wait or watch):
             return
-        time.sleep(_WATCH_SECONDS)  # squeue(1), PERFORMANCE: do not ask in a loop
+        time.sleep(_WATCH_SECONDS)  # squeue(1), PERFORMANCE: no queries in a tight loop
 
 
 def _collect(
     names: tuple[str, ...], show_all: bool, last: int | None, runs: Path | None
 ) -> list[RunStatus]:
+    """Determine the state of the selected runs: by default the unfinished and the last finished."""
     from hpctrain.actions.runs import all_runs, find_run, runs_directory
     from hpctrain.actions.status import statuses
     from hpctrain.slurm.client import SlurmClient
@@ -79,28 +88,6 @@ def _collect(
     rows = [row for row in rows if row.readable]
     newest_finished = [row for row in rows if row.state.over][-1:]
     return [row for row in rows if not row.state.over or row in newest_finished]
-
-
-def _show(rows: list[RunStatus], *, as_json: bool) -> None:
-    if as_json:
-        json_out("runs", rows)
-    elif rows:
-        headers = [
-            "RUN",
-            "STATE",
-            "JOB",
-            "TRY",
-            "STEP",
-            "LOSS",
-            "S/STEP",
-            "TOK/S",
-            "UPDATED",
-            "LEFT",
-            "REASON",
-        ]
-        table(headers, [_cells(row) for row in rows])
-    else:
-        say("no runs here yet; `hpctrain submit --help` shows how to start one")
 
 
 def _cells(row: RunStatus) -> list[str]:
@@ -132,8 +119,9 @@ def _fail_if_any_failed(rows: list[RunStatus]) -> None:
 
     failed = [row for row in rows if row.state is not RunState.DONE]
     if failed:
-        words = "; ".join(f"run `{row.run_id}` is {row.state}: {row.reason}" for row in failed)
-        raise RunFailedError(words)
+        raise RunFailedError(
+            "; ".join(f"run `{row.run_id}` is {row.state}: {row.reason}" for row in failed)
+        )
 
 
 @click.command()
@@ -141,18 +129,18 @@ def _fail_if_any_failed(rows: list[RunStatus]) -> None:
 @runs_option
 @json_option
 def describe(run: str, runs: Path | None, as_json: bool) -> None:
-    """Tell what happened to a run: attempts, launches, why each ended and what was done.
+    """Show the history of a run: attempts, launches, why each ended and what was done.
 
     \b
     Examples:
       hpctrain describe gpt175b-7f3a
       hpctrain describe gpt175b-7f3a --json
     """
-    from hpctrain.actions.describe import describe as tell
+    from hpctrain.actions.describe import describe as read_story
     from hpctrain.actions.runs import find_run, runs_directory
     from hpctrain.cli.story_text import story_lines
 
-    story = tell(find_run(runs_directory(runs), run))
+    story = read_story(find_run(runs_directory(runs), run))
     if as_json:
         json_out("run", story)
         return
@@ -164,10 +152,10 @@ def describe(run: str, runs: Path | None, as_json: bool) -> None:
 @click.argument("run", type=RunName())
 @click.option("--rank", type=click.IntRange(0), help="The log of this rank instead of the job's.")
 @click.option("--attempt", type=click.IntRange(1), help="Only this attempt, counted from 1.")
-@click.option("--follow", "-f", is_flag=True, help="Go on until the run is over.")
+@click.option("--follow", "-f", is_flag=True, help="Continue until the run is over.")
 @runs_option
 def logs(run: str, rank: int | None, attempt: int | None, follow: bool, runs: Path | None) -> None:
-    """Show the log of the job, or of one rank; all attempts unless told otherwise.
+    """Show the log of the job, or of one rank; of all attempts by default.
 
     \b
     Examples:
@@ -191,6 +179,7 @@ def logs(run: str, rank: int | None, attempt: int | None, follow: bool, runs: Pa
 
 
 def _follow(run_id: str, rank: int | None, runs: Path | None) -> None:
+    """Print the newest log as it grows, until the run is over."""
     from hpctrain.actions import logs as action
     from hpctrain.actions.runs import find_run, runs_directory
     from hpctrain.errors import UsageError
@@ -239,14 +228,10 @@ def cancel(run: str, runs: Path | None, yes: bool) -> None:
     if cancelled.already or cancelled.job_id is None:
         say(f"Run `{cancelled.run_id}` was cancelled already")
         return
-    jobs = _jobs(cancelled.job_id, cancelled.job_ids)
+    others = len(cancelled.job_ids) - 1
+    jobs = f"job {cancelled.job_id}" + (f" and {others} more of it" if others >= 1 else "")
     if cancelled.still:
-        say(f"Told Slurm to cancel run `{cancelled.run_id}` ({jobs}), and it has not ended yet:")
-        say(f"`hpctrain status {cancelled.run_id}` shows when it has")
+        say(f"Slurm accepted to cancel run `{cancelled.run_id}` ({jobs}), which has not ended yet:")
+        say(f"`hpctrain status {cancelled.run_id}` shows when it has ended")
         return
     say(f"Cancelled run `{cancelled.run_id}` ({jobs})")
-
-
-def _jobs(job_id: int, job_ids: tuple[int, ...]) -> str:
-    others = len(job_ids) - 1
-    return f"job {job_id}" if others < 1 else f"job {job_id} and {others} more of it"

@@ -1,4 +1,4 @@
-"""`simulate`: play a run with failures before it is submitted."""
+"""Command `simulate`: play a run with failures before it is submitted."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from hpctrain.cli.output import json_out
 from hpctrain.units import Duration
 
 if TYPE_CHECKING:
-    from hpctrain.actions.simulate import BareNumbers
     from hpctrain.simulate.choice import Goal
     from hpctrain.simulate.scenario import MixName
 
@@ -75,6 +74,14 @@ class Counts(click.ParamType[tuple[int, ...]]):
         return tuple(int(word) for word in words)
 
 
+# options whose field of BareNumbers has another name
+_FIELDS = {
+    "node_failures_per_day": "failures_per_node_day",
+    "save_stall": "save_stall_seconds",
+    "save_write": "save_write_seconds",
+    "restart": "restart_seconds",
+    "walltime": "walltime_seconds",
+}
 _NUMBERS = (
     ("gpus_per_node", click.IntRange(1), "GPUs of one node.  [default: 8]"),
     (
@@ -92,11 +99,11 @@ _NUMBERS = (
 )
 
 
-def _number_options(function: Any) -> Any:
-    for name, kind, words in reversed(_NUMBERS):
-        function = click.option(f"--{name.replace('_', '-')}", name, type=kind, help=words)(
-            function
-        )
+def number_options(function: Any) -> Any:
+    """Add an option for each entry of `_NUMBERS`."""
+    for name, kind, text in reversed(_NUMBERS):
+        option = click.option(f"--{name.replace('_', '-')}", name, type=kind, help=text)
+        function = option(function)
     return function
 
 
@@ -105,7 +112,7 @@ def _number_options(function: Any) -> Any:
 @click.option("--profile", "-p", type=ProfileName(), help="Cluster profile: name or file.")
 @set_option
 @click.option("--gpus", type=click.IntRange(1), help="Instead of a spec: GPUs that train.")
-@_number_options
+@number_options
 @click.option("--requeue-wait", type=Seconds(), default=0.0, help="Mean wait in the queue.")
 @click.option(
     "--causes",
@@ -178,30 +185,34 @@ def simulate(
     from hpctrain.cli.simulate_text import simulation_lines
 
     given = {name: number for name, number in numbers.items() if number is not None}
-    _check(spec, profile, overrides, gpus, given)
+    _check_inputs(spec, profile, overrides, gpus, given)
     prices = None
     if spec is not None and profile is not None:
         scenario, prices, notes = action.scenario_of_spec(
             spec, profile, overrides, causes, requeue_wait
         )
     else:
-        bare = _bare(gpus, given, causes, requeue_wait)
-        scenario, notes = action.scenario_of_numbers(bare)
-    told = action.simulate(scenario, spares, intervals, trials, seed, goal, prices, notes)
+        fields = {_FIELDS.get(name, name): number for name, number in given.items()}
+        if fields.get("walltime_seconds") == 0:
+            fields["walltime_seconds"] = math.inf
+        bare = {"gpus": gpus, **fields, "mix": causes, "queue_wait_seconds": requeue_wait}
+        scenario, notes = action.scenario_of_numbers(action.BareNumbers.model_validate(bare))
+    simulation = action.simulate(scenario, spares, intervals, trials, seed, goal, prices, notes)
     if as_json:
-        json_out("simulation", told)
+        json_out("simulation", simulation)
         return
-    for line in simulation_lines(told):
+    for line in simulation_lines(simulation):
         click.echo(line)
 
 
-def _check(
+def _check_inputs(
     spec: Path | None,
     profile: str | None,
     overrides: tuple[str, ...],
     gpus: int | None,
     given: dict[str, float | int],
 ) -> None:
+    """Raise UsageError unless there is either a spec with a profile, or GPUs and numbers."""
     if (spec is None) == (gpus is None):
         raise click.UsageError("give either a spec with --profile, or --gpus")
     if (spec is None) != (profile is None):
@@ -210,26 +221,4 @@ def _check(
         raise click.UsageError("--set changes a spec, and there is none")
     if spec is not None and given:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise click.UsageError(f"{names}: with a spec, spec and profile say this")
-
-
-_FIELDS = {
-    "node_failures_per_day": "failures_per_node_day",
-    "save_stall": "save_stall_seconds",
-    "save_write": "save_write_seconds",
-    "restart": "restart_seconds",
-    "walltime": "walltime_seconds",
-}
-
-
-def _bare(
-    gpus: int | None, given: dict[str, float | int], causes: MixName, requeue_wait: float
-) -> BareNumbers:
-    from hpctrain.actions.simulate import BareNumbers
-
-    fields = {_FIELDS.get(name, name): number for name, number in given.items()}
-    if fields.get("walltime_seconds") == 0:
-        fields["walltime_seconds"] = math.inf
-    return BareNumbers.model_validate(
-        {"gpus": gpus, **fields, "mix": causes, "queue_wait_seconds": requeue_wait}
-    )
+        raise click.UsageError(f"{names}: with a spec, these come from spec and profile")

@@ -1,22 +1,30 @@
-"""The history of a run in words."""
+"""Formats the history of a run."""
 
 from __future__ import annotations
 
 import time
 
-from hpctrain.actions.audit import AskedStory
 from hpctrain.actions.describe import AttemptStory, LaunchStory, RunStory
 from hpctrain.units import short_bytes, short_duration
 
 
 def story_lines(story: RunStory) -> list[str]:
-    """Attempts in order, each with its launches, then checkpoints and files."""
+    """Format attempts in order, each with its launches, then requests and checkpoints."""
     lines = [f"Run        {story.run_id}" + ("   done" if story.done else "")]
     lines.append(f"Directory  {story.directory}")
     for number, attempt in enumerate(story.attempts, 1):
         lines += ["", *_attempt_lines(number, attempt)]
     if story.asked:
-        lines += ["", "Requests", *(line for one in story.asked for line in _asked_lines(one))]
+        lines += ["", "Requests"]
+    for asked in story.asked:
+        why = f": {asked.reason}" if asked.reason else ""
+        lines.append(
+            f"  {_clock(asked.asked_time)}  {asked.action} by {asked.user or 'somebody'}{why}"
+        )
+        if asked.answer is None or asked.answer_seconds is None:
+            lines.append("    not followed yet")
+        else:
+            lines.append(f"    {short_duration(asked.answer_seconds)} later  {asked.answer}")
     lines += ["", "Checkpoints"]
     for checkpoint in story.checkpoints:
         size = "-" if checkpoint.total_bytes is None else short_bytes(checkpoint.total_bytes)
@@ -26,19 +34,9 @@ def story_lines(story: RunStory) -> list[str]:
     return lines
 
 
-def _asked_lines(asked: AskedStory) -> list[str]:
-    clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(asked.asked_time))
-    why = f": {asked.reason}" if asked.reason else ""
-    lines = [f"  {clock}  {asked.action} by {asked.user or 'somebody'}{why}"]
-    if asked.answer is None or asked.answer_seconds is None:
-        return [*lines, "    not followed yet"]
-    return [*lines, f"    {short_duration(asked.answer_seconds)} later  {asked.answer}"]
-
-
 def _attempt_lines(number: int, attempt: AttemptStory) -> list[str]:
-    clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(attempt.start_time))
     job = f"job {attempt.job_id}, restart {attempt.restart_count}"
-    lines = [f"Attempt {number}  {clock}   {job}   nodes {attempt.nodes}"]
+    lines = [f"Attempt {number}  {_clock(attempt.start_time)}   {job}   nodes {attempt.nodes}"]
     for launch in attempt.launches:
         lines += _launch_lines(launch)
     if attempt.signals:
@@ -58,3 +56,7 @@ def _launch_lines(launch: LaunchStory) -> list[str]:
         lines.append(f"  ended     {launch.cause}: {launch.reason}")
     lines += [f"            | {line}" for line in launch.evidence]
     return lines
+
+
+def _clock(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

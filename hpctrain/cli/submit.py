@@ -1,4 +1,4 @@
-"""`submit` and `resubmit`: handing a run to Slurm, or showing exactly what would be handed."""
+"""Commands `submit` and `resubmit`: pass a run to Slurm, or show exactly what would be passed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from hpctrain.cli.options import (
 from hpctrain.cli.output import say
 
 if TYPE_CHECKING:
-    from hpctrain.actions.prepare import Prepared
     from hpctrain.actions.submit import Submitted
 
 
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 @click.option(
     "--template-dir",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="Templates of the site; they win over the packaged ones.",
+    help="Templates of the site: job.sbatch.j2, which replaces or extends the packaged one.",
 )
 @yes_option
 @json_option
@@ -57,52 +56,37 @@ def submit(
       hpctrain submit --profile a100x64 examples/gpt175b.yaml --check
       hpctrain submit --profile a100x64 examples/gpt175b.yaml -y
     """
+    from hpctrain.actions import submit as action
     from hpctrain.actions.prepare import prepare
     from hpctrain.actions.runs import runs_directory
     from hpctrain.cli.plan_text import continuation_lines, plan_lines
+    from hpctrain.slurm.client import SlurmClient
 
     if as_json and (dry_run or check):
-        raise click.UsageError("--json tells what was submitted: not with --dry-run or --check")
+        raise click.UsageError(
+            "--json describes a submission: it cannot be used with --dry-run or --check"
+        )
     directory = runs_directory(runs)
     prepared = prepare(spec, profile, overrides, runs=directory, template_directory=template_dir)
-    goes_on = continuation_lines(prepared.spec.document, prepared.profile.document)
-    for line in (*plan_lines(prepared.plan), *goes_on):
+    continuation = continuation_lines(prepared.spec.document, prepared.profile.document)
+    for line in (*plan_lines(prepared.plan), *continuation):
         say(line)
     for warning in prepared.plan.warnings:
         say(f"warning: {warning}")
     if dry_run:
         click.echo(prepared.script, nl=False)
     if check:
-        _check(prepared)
+        say(f"Slurm accepts the script: {action.check(prepared, SlurmClient()).text}")
     if dry_run or check:
         return
-    _submit(prepared, directory, yes=yes, as_json=as_json)
-
-
-def _check(prepared: Prepared) -> None:
-    from hpctrain.actions import submit as action
-    from hpctrain.slurm.client import SlurmClient
-
-    answer = action.check(prepared, SlurmClient())
-    say(f"Slurm accepts the script: {answer.text}")
-
-
-def _submit(prepared: Prepared, directory: Path, *, yes: bool, as_json: bool) -> None:
-    from hpctrain.actions import submit as action
-    from hpctrain.slurm.client import SlurmClient
-
     action.check_data(prepared)
-    if not confirm(f"Submit to partition `{_partition(prepared)}`?", yes=yes):
+    partition = prepared.profile.document.slurm.partition(
+        prepared.spec.document.resources.partition
+    )
+    assert partition is not None, "the planner has checked the partition"
+    if not confirm(f"Submit to partition `{partition.name}`?", yes=yes):
         raise click.Abort
-    submitted = action.submit(prepared, directory, SlurmClient())
-    _announce(submitted, as_json=as_json)
-
-
-def _partition(prepared: Prepared) -> str:
-    """The partition that the script asks for; the planner has made sure that it exists."""
-    wanted = prepared.spec.document.resources.partition
-    partition = prepared.profile.document.slurm.partition(wanted)
-    return partition.name if partition else "-"
+    _announce(action.submit(prepared, directory, SlurmClient()), as_json=as_json)
 
 
 @click.command()
@@ -111,7 +95,7 @@ def _partition(prepared: Prepared) -> str:
 @yes_option
 @json_option
 def resubmit(run: str, runs: Path | None, yes: bool, as_json: bool) -> None:
-    """Submit a stopped run again; it goes on from its newest verified checkpoint.
+    """Submit a stopped run again; it continues from its newest verified checkpoint.
 
     \b
     Examples:

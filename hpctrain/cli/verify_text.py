@@ -1,4 +1,4 @@
-"""The comparison of a plan with what megatron-core built, in lines of at most 80 columns."""
+"""Formats the comparison of a plan with what megatron-core built, at most 80 columns wide."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _WIDTH = 80
 
 
 def verification_lines(verification: Verification) -> list[str]:
-    """One line per stage, a verdict, and the remarks."""
+    """Format one line per stage, a verdict, and the remarks."""
     return [
         f"Verify    one rank of each stage, built by megatron-core "
         f"{verification.megatron_core_version} on no GPU",
@@ -23,25 +23,24 @@ def verification_lines(verification: Verification) -> list[str]:
 
 
 def _rows(stages: tuple[VerifiedStage, ...]) -> Iterator[str]:
-    """Parameters planned and built; bytes of one microbatch planned and measured."""
-    headers = ("STAGE", "RANK", "PLANNED", "BUILT", "", "KEPT", "MEASURED")
-    cells = [headers, *(_cells(stage) for stage in stages)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(headers))]
+    """Tabulate parameters planned and built, and planned and measured bytes of a microbatch."""
+    cells = [("STAGE", "RANK", "PLANNED", "BUILT", "", "KEPT", "MEASURED")]
+    cells += [
+        (
+            str(stage.index),
+            str(stage.rank),
+            f"{stage.planned_parameters:,}",
+            f"{stage.built_parameters:,}",
+            "equal" if stage.equal else "DIFFERENT",
+            "-" if stage.planned_kept_bytes is None else short_bytes(stage.planned_kept_bytes),
+            "-" if stage.measured_kept_bytes is None else short_bytes(stage.measured_kept_bytes),
+        )
+        for stage in stages
+    ]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for row in cells:
         columns = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
         yield "  ".join(columns).rstrip()
-
-
-def _cells(stage: VerifiedStage) -> tuple[str, ...]:
-    return (
-        str(stage.index),
-        str(stage.rank),
-        f"{stage.planned_parameters:,}",
-        f"{stage.built_parameters:,}",
-        "equal" if stage.equal else "DIFFERENT",
-        "-" if stage.planned_kept_bytes is None else short_bytes(stage.planned_kept_bytes),
-        "-" if stage.measured_kept_bytes is None else short_bytes(stage.measured_kept_bytes),
-    )
 
 
 def _verdict(verification: Verification) -> str:

@@ -1,7 +1,10 @@
-"""`watch`: one pass over all runs, for cron and monitoring."""
+"""Command `watch`: one pass over all runs, for cron and monitoring."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,13 +12,15 @@ import click
 
 from hpctrain.cli.options import json_option, runs_option
 from hpctrain.cli.output import json_out, say
+from hpctrain.errors import HpctrainError
+from hpctrain.units import short_duration
 
 if TYPE_CHECKING:
-    from hpctrain.actions.watch import Pass, Seen
+    from hpctrain.actions.watch import Pass
 
 _HINT = """\
-# One pass every two minutes. A pass asks Slurm once, whatever the number of runs, and prints only
-# what is wrong, so that cron mails only then. Without --act it does nothing but tell.
+# One pass every two minutes. A pass queries Slurm once, whatever the number of runs, and prints
+# problems only, so that cron mails only then. Without --act it only reports.
 
 # crontab -e, on a login node:
 PATH={path}
@@ -34,7 +39,7 @@ PATH={path}
 
 
 @click.command()
-@click.option("--act", is_flag=True, help="Do it; without this only tell what would be done.")
+@click.option("--act", is_flag=True, help="Apply remedies; without this only report them.")
 @click.option(
     "--heartbeat",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -45,7 +50,7 @@ PATH={path}
     default="2min",
     show_default=True,
     metavar="DURATION",
-    help="How long after its end a job without a last word counts as lost.",
+    help="How long after its end a job without a final record counts as lost.",
 )
 @click.option(
     "--check-heartbeat",
@@ -65,10 +70,10 @@ def watch(
     runs: Path | None,
     as_json: bool,
 ) -> None:
-    """Look after all runs once: submit again what was lost, release what was held by a fault.
+    """Check all runs once: submit lost ones again, release those that a fault has held.
 
-    Never touches what its user has cancelled, held or stopped. Does nothing, and ends with exit
-    code 5, when Slurm does not answer.
+    Never touches runs that their user has cancelled, held or stopped. Does nothing, and ends
+    with exit code 5, when Slurm does not answer.
 
     \b
     Examples:
@@ -83,12 +88,24 @@ def watch(
 
     directory = runs_directory(runs)
     if install_hint:
-        program, path = _program()
+        # cron's own PATH is short, so the hint contains the one with Slurm's commands
+        squeue = shutil.which("squeue")
+        directories = [os.path.dirname(squeue)] if squeue else []
+        path = os.pathsep.join(dict.fromkeys([*directories, "/usr/bin", "/bin"]))
+        program = shutil.which("hpctrain") or os.path.abspath(sys.argv[0])
         hint = _HINT.format(program=program, path=path, runs=directory.absolute())
         click.echo(hint, nl=False)
         return
     if max_age is not None:
-        _check(heartbeat or action.heartbeat_path(directory), _seconds(max_age))
+        most_seconds = _seconds(max_age)
+        file = heartbeat or action.heartbeat_path(directory)
+        age_seconds = action.heartbeat_age_seconds(file)
+        if age_seconds is None:
+            raise HpctrainError(f"no heartbeat in {file}", hint="`hpctrain watch` writes it")
+        age = short_duration(max(0.0, age_seconds))
+        if age_seconds > most_seconds:
+            raise HpctrainError(f"the heartbeat is {age} old: {file}")
+        say(f"the heartbeat is {age} old")
         return
     seconds = _seconds(grace)
     result = action.watch(
@@ -98,20 +115,14 @@ def watch(
         json_out("watch", result)
     else:
         for one in result.seen:
-            click.echo(_line(one))
-    _raise_if_blind_or_failed(result)
-
-
-def _program() -> tuple[str, str]:
-    """How cron finds hpctrain, and the PATH on which Slurm's commands are (cron's own is short)."""
-    import os
-    import shutil
-    import sys
-
-    squeue = shutil.which("squeue")
-    directories = [os.path.dirname(squeue)] if squeue else []
-    path = os.pathsep.join(dict.fromkeys([*directories, "/usr/bin", "/bin"]))
-    return shutil.which("hpctrain") or os.path.abspath(sys.argv[0]), path
+            deed = {
+                "would": f"would {one.remedy}",
+                "done": f"{one.remedy}: {one.answer}",
+                "failed": f"{one.remedy} FAILED: {one.answer}",
+                "told": one.answer or "nothing is done",
+            }[one.outcome]
+            click.echo(f"{one.run_id}  {one.symptom}: {one.reason}  [{deed}]")
+    _report_outcome(result)
 
 
 def _seconds(text: str) -> float:
@@ -123,46 +134,16 @@ def _seconds(text: str) -> float:
         raise click.UsageError(str(error)) from error
 
 
-def _line(one: Seen) -> str:
-    deed = {
-        "would": f"would {one.remedy}",
-        "done": f"{one.remedy}: {one.answer}",
-        "failed": f"{one.remedy} FAILED: {one.answer}",
-        "told": one.answer or "nothing is done",
-    }[one.outcome]
-    return f"{one.run_id}  {one.symptom}: {one.reason}  [{deed}]"
-
-
-def _raise_if_blind_or_failed(result: Pass) -> None:
-    from hpctrain.errors import HpctrainError, SlurmError, SlurmUnreachableError
+def _report_outcome(result: Pass) -> None:
+    """Raise an error for an incomplete or failed pass; print a line if there is nothing to do."""
+    from hpctrain.errors import SlurmError, SlurmUnreachableError
 
     if not result.complete:
-        words = "; ".join(result.blind_because)
+        reasons = "; ".join(result.blind_because)
         kind = SlurmUnreachableError if result.slurm_silent else HpctrainError
-        raise kind(f"this pass has not seen everything: {words}", hint="no heartbeat was written")
+        raise kind(f"this pass is incomplete: {reasons}", hint="no heartbeat was written")
     if result.failed:
         raise SlurmError("not everything could be done")
-    if not result.seen:
-        _say_all_well(result)
-
-
-def _say_all_well(result: Pass) -> None:
-    """On a terminal only: cron mails every line."""
-    import sys
-
-    if sys.stderr.isatty():
+    if not result.seen and sys.stderr.isatty():  # cron would mail the line
         elsewhere = f", {result.elsewhere} on other clusters" if result.elsewhere else ""
         say(f"{result.runs} runs, {result.open_runs} of them not over{elsewhere}: nothing to do")
-
-
-def _check(path: Path, max_age_seconds: float) -> None:
-    from hpctrain.actions.watch import heartbeat_age_seconds
-    from hpctrain.errors import HpctrainError
-    from hpctrain.units import short_duration
-
-    age_seconds = heartbeat_age_seconds(path)
-    if age_seconds is None:
-        raise HpctrainError(f"no heartbeat in {path}", hint="`hpctrain watch` writes it")
-    if age_seconds > max_age_seconds:
-        raise HpctrainError(f"the heartbeat is {short_duration(age_seconds)} old: {path}")
-    say(f"the heartbeat is {short_duration(max(0.0, age_seconds))} old")

@@ -1,4 +1,4 @@
-"""`why`: what the supervisor has decided about a run, and what it would decide next."""
+"""Command `why`: the supervisor's last decision about a run, and its next ones."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hpctrain.cli.output import json_out
 @runs_option
 @json_option
 def why(run: str, runs: Path | None, as_json: bool) -> None:
-    """Say why a run does what it does: the last cause and what was done about it, the
-    budget of each cause, why it waits, and what happens at the next failure.
+    """Explain the state of a run: the last cause and the action taken, the budget of
+    each cause, why it waits, and what happens at the next failure.
 
     \b
-    The last part asks the policy that the supervisor itself asks.
+    The last part applies the policy that the supervisor itself uses.
     Examples:
       hpctrain why gpt175b-7f3a
       hpctrain why gpt175b-7f3a --json
@@ -32,9 +32,9 @@ def why(run: str, runs: Path | None, as_json: bool) -> None:
     from hpctrain.slurm.client import SlurmClient
 
     now = time.time()
-    told = explain(find_run(runs_directory(runs), run), SlurmClient(), now)
+    explained = explain(find_run(runs_directory(runs), run), SlurmClient(), now)
     if as_json:
-        json_out("why", told)
+        json_out("why", explained)
         return
-    for line in why_lines(told, now):
+    for line in why_lines(explained, now):
         click.echo(line)

@@ -1,4 +1,6 @@
-"""Why a run does what it does, in lines of at most 80 columns (lines of evidence are not cut).
+"""Formats the state of a run and its reasons, in lines of at most 80 columns.
+
+Lines of evidence are not cut.
 
 Belongs here: sentences and columns. Does not belong here: the answers (`hpctrain.actions.why`).
 """
@@ -10,14 +12,15 @@ import time
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from hpctrain.cli.output import paragraph
 from hpctrain.units import short_duration
 
 if TYPE_CHECKING:
     from hpctrain.actions.policy_preview import Budget
-    from hpctrain.actions.why import LastAction, LastEnd, Why
+    from hpctrain.actions.why import LastEnd, Why
 
 _WIDTH, _MARGIN, _INDENT = 80, 10, "  "
-# What has to be in the spec for something that is only said to be done.
+# The setting of the spec with which the supervisor does what it now only reports.
 _SWITCHES = (
     ("would go back", "supervise.rollback.mode: act"),
     ("would avoid", "supervise.exclude_nodes: act"),
@@ -26,17 +29,24 @@ _SWITCHES = (
 
 
 def why_lines(why: Why, now: float) -> list[str]:
-    """What has happened, what is left, what would happen next."""
+    """Format the last events of a run, its remaining budgets, and the policy's next actions."""
     job = "" if why.job_id is None else f", job {why.job_id}"
     reason = f": {why.state_reason}" if why.state_reason else ""
     number = f", attempt {why.attempts}" if why.attempts else ""
     lines = _entry("Run", f"{why.run_id} {why.state}{reason}{job}{number}")
     if why.waiting:
         lines += _entry("Waits", why.waiting)
-    for words in why.requests:
-        lines += _entry("Asked", f"{words}; not followed yet")
+    for request in why.requests:
+        lines += _entry("Asked", f"{request}; not followed yet")
     lines += _end_lines(why.ended, now)
-    lines += _action_lines(why.action)
+    if action := why.action:
+        lines += _entry("Done", f"{action.action}: {action.reason}{_after(action.delay_seconds)}")
+        if action.result:
+            lines += _entry("  answer", action.result)
+        if action.excluded:
+            lines += _entry("  avoids", ", ".join(action.excluded))
+        for observation in action.observed:
+            lines += _entry("Observed", _observed(observation))
     lines += _entry("Goes on", f"{why.continuation}: {why.continuation_words}")
     return [*lines, "", *_budget_lines(why), *_foresight_lines(why)]
 
@@ -46,43 +56,28 @@ def _end_lines(ended: LastEnd | None, now: float) -> list[str]:
         return _entry("Ended", "no launch has ended yet")
     launch = "the attempt was lost" if ended.epoch is None else f"launch {ended.epoch}"
     ago = short_duration(max(0.0, now - ended.end_time))
-    lines = _entry("Ended", f"{launch}, {_clock(ended.end_time)}, {ago} ago")
+    clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(ended.end_time))
+    lines = _entry("Ended", f"{launch}, {clock}, {ago} ago")
     lines += _entry("  cause", f"{_words(ended.cause)}: {ended.reason}")
-    if suspect := _suspect(ended):
-        lines += _entry("  suspect", suspect)
-    if ended.launches_alike > 1:
-        lines += _entry("  alike", f"the last {ended.launches_alike} launches ended the same way")
-    return [*lines, *(f"{'':{_MARGIN}}| {line}" for line in ended.evidence)]
-
-
-def _suspect(ended: LastEnd) -> str:
-    parts = [
+    suspect = [
         f"rank {ended.rank}" if ended.rank is not None else "",
         f"node {ended.node}" if ended.node else "",
         "hardware beyond doubt" if ended.hard else "",
         f"at step {ended.failed_step:,}" if ended.failed_step is not None else "",
     ]
-    return ", ".join(part for part in parts if part)
+    if any(suspect):
+        lines += _entry("  suspect", ", ".join(part for part in suspect if part))
+    if ended.launches_alike > 1:
+        lines += _entry("  alike", f"the last {ended.launches_alike} launches ended the same way")
+    return [*lines, *(f"{'':{_MARGIN}}| {line}" for line in ended.evidence)]
 
 
-def _action_lines(action: LastAction | None) -> list[str]:
-    if action is None:
-        return []
-    lines = _entry("Done", f"{action.action}: {action.reason}{_after(action.delay_seconds)}")
-    if action.result:
-        lines += _entry("  answer", action.result)
-    if action.excluded:
-        lines += _entry("  avoids", ", ".join(action.excluded))
-    for words in action.observed:
-        lines += _entry("Observed", _observed(words))
-    return lines
-
-
-def _observed(words: str) -> str:
+def _observed(observation: str) -> str:
+    """Add the setting that turns an observation into an action."""
     for start, switch in _SWITCHES:
-        if words.startswith(start):
-            return f"{words}; set `{switch}` to have it done"
-    return words
+        if observation.startswith(start):
+            return f"{observation}; set `{switch}` to have it done"
+    return observation
 
 
 # -- budgets -----------------------------------------------------------------------------------
@@ -132,8 +127,8 @@ def _foresight_lines(why: Why) -> list[str]:
         lines += _paragraph(", ".join(one.conditions), _INDENT)
         text = f"{one.action}: {one.reason}{_after(one.delay_seconds)}"
         lines += _paragraph(text, f"{_INDENT}  -> ")
-        for words in one.observed:
-            lines += _paragraph(f"observed: {_observed(words)}", f"{_INDENT}     ")
+        for observation in one.observed:
+            lines += _paragraph(f"observed: {_observed(observation)}", f"{_INDENT}     ")
     return lines
 
 
@@ -149,18 +144,7 @@ def _entry(label: str, text: str) -> list[str]:
 
 
 def _paragraph(text: str, first: str) -> list[str]:
-    return textwrap.wrap(
-        text,
-        _WIDTH,
-        initial_indent=first,
-        subsequent_indent=" " * len(first),
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-
-
-def _clock(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    return paragraph(text, first, hang=len(first))
 
 
 def _words(cause: str) -> str:

@@ -12,18 +12,19 @@ from hpctrain.comparison.documents import Agreement, Trial
 
 # What rounding explains, relative to the loss. bf16 has 8 significant bits (2**-8 = 0.0039), and
 # losses of engines that round at other places were seen 0.004 apart at a loss of 5.5, those of one
-# that drifts 0.11 (`hpctrain.spec.deepspeed`). fp32: 2**-23 a number, grown over tens of steps.
+# that drifts 0.11 (`hpctrain.spec.engines.deepspeed`). fp32: 2**-23 a number, grown over tens of
+# steps.
 _BOUNDS = {"fp32": 1e-4}
 _COARSE_BOUND = 4e-3
 
 
 def bound_of(precision: str, other: str) -> float:
-    """Largest relative difference of losses that rounding explains."""
+    """Find the largest relative difference of losses that rounding explains."""
     return max(_BOUNDS.get(precision, _COARSE_BOUND), _BOUNDS.get(other, _COARSE_BOUND))
 
 
 def agreement_of(first: Trial, other: Trial) -> Agreement | None:
-    """How the losses of `other` agree with those of `first`; None without a common step."""
+    """Compare the losses of `other` with those of `first`; None without a common step."""
     bound = bound_of(first.record.precision, other.record.precision)
     same = first.record.training == other.record.training
     return agreement(first.name, dict(first.losses), dict(other.losses), bound, same=same)
@@ -37,7 +38,7 @@ def agreement(
     *,
     same: bool = True,
 ) -> Agreement | None:
-    """The same for losses by step; `same`: both train the same, so that they should agree."""
+    """Compare losses by step; `same`: both train the same model, so they should agree."""
     common = sorted(reference.keys() & losses.keys())
     if not common:
         return None

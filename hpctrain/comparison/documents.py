@@ -16,7 +16,7 @@ Price = tuple[float, str]
 
 
 class Predicted(Document):
-    """What the planner says about one variant; `step_seconds` is absent where it predicts none."""
+    """The planner's figures of one variant; `step_seconds` is absent where it predicts none."""
 
     layout: str
     zero: int
@@ -29,7 +29,7 @@ class Predicted(Document):
 
 
 class TrialRecord(Document):
-    """One variant. `run_id` is absent where there is nothing to run; `refusal` says why.
+    """One variant. `run_id` is absent where there is nothing to run; `refusal` is the reason.
 
     `training` is a digest of everything that decides which numbers are computed: two trials with
     the same one must have the same losses but for rounding.
@@ -49,7 +49,7 @@ class TrialRecord(Document):
 
 
 class ComparisonRecord(Document):
-    """What was asked for; written once, before anything is submitted.
+    """The request; written once, before anything is submitted.
 
     `comparison_id` is absent for a prediction, which leaves no directory. `price_per_gpu_hour` is
     absent where the profile has no prices.
@@ -224,7 +224,7 @@ class ScalePoint(Document):
 
 
 class Comparison(Document):
-    """What `compare` and `scale` tell."""
+    """The result of `compare` and `scale`."""
 
     record: ComparisonRecord
     trials: tuple[Trial, ...]

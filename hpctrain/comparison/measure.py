@@ -29,7 +29,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Ranks:
-    """What the ranks have told: means per step in seconds, peaks in bytes; each by rank.
+    """What the ranks have reported: means per step in seconds, peaks in bytes; each by rank.
 
     `compute_seconds` hold no waiting for other ranks, as far as the engine can tell; those of
     `backward_seconds` do. Empty: not told.
@@ -44,12 +44,12 @@ class Ranks:
 
 
 def warm_up_steps(steps: int) -> int:
-    """Steps of a launch that say nothing about the pace: memory is found, kernels are chosen."""
+    """Count the first steps of a launch, in which memory is found and kernels are chosen."""
     return max(1, steps // 10)
 
 
 def counted_steps(rows: Sequence[Step], warm_up: int) -> list[Step]:
-    """Without the first steps of every launch; all but the very first if nothing else is left."""
+    """Drop the first steps of every launch; all but the very first if nothing else is left."""
     seen: dict[int, int] = {}
     counted = []
     for row in rows:
@@ -62,7 +62,7 @@ def counted_steps(rows: Sequence[Step], warm_up: int) -> list[Step]:
 def measure(
     rows: Sequence[Step], warm_up: int, global_batch: int, ranks: Ranks | None
 ) -> Measured | None:
-    """The figures; None as long as no step counts."""
+    """Compute the figures of a trial; None as long as no step counts."""
     counted = counted_steps(rows, warm_up)
     if not counted:
         return None
@@ -83,7 +83,7 @@ def measure(
 
 
 def spread_of(seconds: Sequence[float]) -> Spread:
-    """Quantiles by the nearest rank, so that each is a step that was really seen."""
+    """Compute quantiles by the nearest rank, so that each is a step that was really seen."""
     ordered = sorted(seconds)
 
     def quantile(share: float) -> float:
@@ -98,7 +98,7 @@ def spread_of(seconds: Sequence[float]) -> Spread:
 
 
 def shares_of(step_seconds: float, ranks: Ranks) -> TimeShares | None:
-    """Where the step goes; None where no rank has told."""
+    """Divide the step into its parts; None where no rank has reported."""
     if not ranks.compute_seconds:
         return None
     own = statistics.fmean(ranks.compute_seconds)

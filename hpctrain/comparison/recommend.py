@@ -22,7 +22,7 @@ _WORTH_TELLING = 0.05  # of the memory that the choice takes
 
 
 def recommend(trials: Sequence[Trial], gpu_memory_bytes: int, *, measured: bool) -> Recommendation:
-    """The choice and its reasons; no choice where nothing has worked or time is not known."""
+    """Choose a variant, with reasons; no choice where nothing has worked or time is not known."""
     able = [trial for trial in trials if trial.succeeded or not measured]
     able = [trial for trial in able if trial.peak_bytes is not None]
     timed = [trial for trial in able if trial.samples_per_second is not None]
@@ -38,7 +38,7 @@ def recommend(trials: Sequence[Trial], gpu_memory_bytes: int, *, measured: bool)
 
 
 def flaw(trial: Trial, gpu_memory_bytes: int) -> str:
-    """Why a trial that has worked should not be taken; empty: nothing speaks against it."""
+    """Say why a trial that has worked should not be taken; empty where nothing is wrong."""
     share = (trial.peak_bytes or 0) / gpu_memory_bytes
     if share > ROOM:
         return f"fills {100 * share:.0f} % of the memory"
@@ -75,14 +75,14 @@ def _why(best: Trial, among: Sequence[Trial], gpu_memory_bytes: int, own_flaw: s
 
 
 def _flawed(trial: Trial, best: Trial, what: str) -> str:
-    """About one that was left out only because of its flaw."""
+    """Describe a variant that was left out only because of its flaw."""
     if trial is best or _pace(trial) <= _pace(best):
         return ""
     return f"{trial.name} is faster ({short_number(_pace(trial))} samples/s), but {what}."
 
 
 def _others(others: Sequence[Trial], best: Trial) -> list[str]:
-    """Ties first, then the slower one that saves most memory."""
+    """Describe ties first, then the slower one that saves most memory."""
     ties = [trial for trial in others if is_tie(best, trial)]
     sentences = []
     if ties:
@@ -99,7 +99,7 @@ def _others(others: Sequence[Trial], best: Trial) -> list[str]:
 
 
 def is_tie(best: Trial, other: Trial) -> bool:
-    """The difference is smaller than what the steps of either differ by."""
+    """Tell whether the difference is smaller than what the steps of either differ by."""
     if best.measured is None or other.measured is None:
         return _pace(best) / _pace(other) - 1 <= _TIE_OF_PREDICTIONS
     noise = sum(_noise(trial) for trial in (best, other))
@@ -121,7 +121,7 @@ def _memory_against(trial: Trial, best: Trial) -> str:
 
 
 def short_number(value: float) -> str:
-    """Three digits, or all of a large one."""
+    """Write three digits, or all of a large number."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 

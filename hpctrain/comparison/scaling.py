@@ -19,7 +19,7 @@ _GOOD = 0.8  # below that the last GPUs give less than most sites accept
 
 
 def scale_points(trials: Sequence[Trial], *, measured: bool) -> tuple[ScalePoint, ...]:
-    """Each size against the smallest that has a pace; none where nothing has."""
+    """Compare each size with the smallest that has a pace; empty where none has."""
     paced = [trial for trial in trials if _has_pace(trial, measured)]
     if not paced:
         return ()
@@ -54,7 +54,7 @@ def _point(trial: Trial, first: Trial) -> ScalePoint:
 
 
 def lost_time(trial: Trial, first: Trial) -> LostTime | None:
-    """Why a step takes longer than its share of the work of the `first`; None: not told."""
+    """Explain why a step takes longer than its share of the work of the `first`; None: unknown."""
     own, base = trial.measured, first.measured
     if own is None or base is None or own.shares is None or base.shares is None:
         return None
@@ -82,7 +82,7 @@ def _apart(trial: Trial, first: Trial, figure: str) -> float | None:
 def recommend_size(
     trials: Sequence[Trial], points: Sequence[ScalePoint], *, weak: bool
 ) -> Recommendation:
-    """The largest size that is still used well, and what the next one loses."""
+    """Recommend the largest size that is still used well, and what the next one loses."""
     if not points:
         return Recommendation(choice=None, sentences=("No size has worked: see why above.",))
     names = {trial.record.gpus: trial.name for trial in trials}

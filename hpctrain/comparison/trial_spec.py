@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Sequence
 
-from hpctrain.comparison.variants import MEGATRON, Variant
+from hpctrain.comparison.variants import Variant
 from hpctrain.errors import UsageError
 from hpctrain.spec.run import RunSpec
 from hpctrain.units import Duration
@@ -24,7 +24,7 @@ _OPTIMIZER_NUMBERS = {
 
 
 def trial_name(run_name: str, variant: str) -> str:
-    """`gpt-fsdp-zero2`: what the run of a variant is called."""
+    """Name the run of a variant, such as `gpt-fsdp-zero2`."""
     word = re.sub(r"[^A-Za-z0-9]+", "-", variant).strip("-")
     return f"{run_name[: _LONGEST_NAME - len(word) - 1]}-{word}"
 
@@ -57,13 +57,13 @@ def trial_overrides(spec: RunSpec, name: str, steps: int, walltime: Duration) ->
 
 
 def training_digest(spec: RunSpec) -> str:
-    """The same for two specs that compute the same numbers but for rounding.
+    """Digest what is the same for two specs that compute the same numbers but for rounding.
 
     Sharding, offload, recomputation, micro-batches and precision round differently and no more.
     Megatron draws other first weights than the classes of transformers.
     """
     parts = {
-        "weights": "megatron" if spec.engine.name in MEGATRON else "transformers",
+        "weights": spec.engine.abilities.model_classes,
         "batch": spec.batch.global_,
         "task": spec.learned_task,
         "seed": spec.seed,
@@ -77,7 +77,7 @@ def training_digest(spec: RunSpec) -> str:
 
 
 def sizes(spec: RunSpec, gpus: Sequence[int], *, weak: bool) -> tuple[Variant, ...]:
-    """The same spec on several numbers of GPUs, fewest first.
+    """Vary the number of GPUs of a spec, fewest first.
 
     Strong scaling keeps the global batch, so that every size trains the same steps. `weak` keeps
     the samples of a GPU: the batch grows with the GPUs, and the learning rate stays as it is.

@@ -1,8 +1,8 @@
 """What is compared, in words: `fsdp`, `deepspeed:zero3+offload`, `large: batch.micro=4`.
 
-A variant is a name and overrides of the spec, the same as those of `--set`. The words of each
-engine are a table. Belongs here: the grammar and the table. Does not belong here: whether an
-engine can do it (validation and the planner say so, about the field).
+A variant is a name and overrides of the spec, the same as those of `--set`. Belongs here: the
+grammar. Does not belong here: the words of an engine (see `hpctrain.spec.engines`), whether it can
+do what they set (validation and the planner report that, about the field).
 """
 
 from __future__ import annotations
@@ -13,15 +13,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hpctrain.errors import UsageError
-from hpctrain.spec.megatron_lm import MEGATRON_LM_ENTRY
+from hpctrain.spec.engines.abilities import MEGATRON_CORE
+from hpctrain.spec.engines.registry import ENGINES, abilities_of, engine_names
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_:+-]{0,39}")
 _OPTION = re.compile(r"(?P<name>[^=]*?):\s+(?P<fields>.*\S)\s*", re.DOTALL)
 _NEXT_FIELD = re.compile(r",\s*(?=[A-Za-z_][\w.\[\]]*=)")
-
-MODULES = ("fsdp", "deepspeed", "ddp")
-MEGATRON = ("megatron", "megatron-lm")
-ENGINES = (*MODULES, *MEGATRON)
 
 
 @dataclass(frozen=True)
@@ -32,54 +29,6 @@ class Variant:
     overrides: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Word:
-    """A word after an engine's name; `#` in it stands for a number, also in the overrides."""
-
-    text: str
-    engines: tuple[str, ...]
-    overrides: tuple[str, ...]
-
-    def match(self, word: str) -> tuple[str, ...] | None:
-        """The overrides of `word`; None when it is another one."""
-        pattern = re.escape(self.text).replace(r"\#", "([1-9][0-9]*)")
-        found = re.fullmatch(pattern, word)
-        if found is None:
-            return None
-        number = found[1] if found.groups() else ""
-        return tuple(override.replace("#", number) for override in self.overrides)
-
-
-def _zero(stage: int, *engines: str) -> Word:
-    fields = (f"optimizer.zero={stage}", f"optimizer.distributed={str(stage > 0).lower()}")
-    return Word(f"zero{stage}", engines, fields)
-
-
-_MESH = ("deepspeed", *MEGATRON)
-WORDS = (
-    _zero(0, "deepspeed"),
-    _zero(1, "deepspeed"),
-    _zero(2, "deepspeed", "fsdp"),
-    _zero(3, "deepspeed", "fsdp"),
-    Word("zero0", MEGATRON, ("optimizer.distributed=false",)),
-    Word("zero1", MEGATRON, ("optimizer.distributed=true",)),
-    Word("shard#", ("fsdp",), ("optimizer.shard_gpus=#",)),
-    Word("offload", ("fsdp", "deepspeed", "megatron-lm"), ("optimizer.offload=cpu",)),
-    Word("offload-nvme", ("deepspeed",), ("optimizer.offload=nvme",)),
-    Word("offload-weights", ("deepspeed",), ("engine.deepspeed.offload_parameters=cpu",)),
-    Word("recompute", ENGINES, ("recompute=full",)),
-    Word("no-recompute", ENGINES, ("recompute=none",)),
-    Word("powersgd", ("ddp",), ("engine.ddp.hook=powersgd",)),
-    Word("hierarchical", ("ddp",), ("engine.ddp.hook=hierarchical",)),
-    Word("bf16-sums", ("ddp",), ("engine.ddp.hook=bf16",)),
-    Word("fp16-sums", ("ddp",), ("engine.ddp.hook=fp16",)),
-    Word("bf16", ENGINES, ("precision=bf16",)),
-    Word("fp32", ENGINES, ("precision=fp32",)),
-    Word("micro#", ENGINES, ("batch.micro=#",)),
-    Word("tp#", _MESH, ("parallel.tp=#",)),
-    Word("pp#", _MESH, ("parallel.pp=#",)),
-    Word("cp#", MEGATRON, ("parallel.cp=#",)),
-)
 # An engine as it is without words: all GPUs data parallel, no offload. Stages: fsdp 3, deepspeed 1,
 # megatron's optimizer distributed.
 _PLAIN = (
@@ -87,16 +36,7 @@ _PLAIN = (
     "optimizer.shard_gpus=",
     "optimizer.offload=none",
 )
-# What one engine only reads, and what takes it out of a spec: for another it would be refused.
-_OWN_SETTINGS = {
-    "ddp": ("engine.ddp={}",),
-    "deepspeed": ("engine.deepspeed={}",),
-    "megatron-lm": (
-        "engine.checkout=",
-        f"engine.entry={MEGATRON_LM_ENTRY}",
-        "engine.arguments={}",
-    ),
-}
+# What only megatron-core reads, as it is by default: other engines would refuse another value.
 _ONLY_MEGATRON = (
     "engine.implementation=auto",
     "optimizer.overlap_grad_reduce=true",
@@ -105,7 +45,7 @@ _ONLY_MEGATRON = (
 
 
 def parse_engines(text: str, own_engine: str) -> list[Variant]:
-    """`fsdp,deepspeed:zero2`: one variant for each word; `own_engine` is that of the spec.
+    """Parse `fsdp,deepspeed:zero2` into a variant for each word; `own_engine` is that of the spec.
 
     Raises UsageError with what is known, for what is not.
     """
@@ -118,52 +58,61 @@ def parse_engines(text: str, own_engine: str) -> list[Variant]:
 
 
 def engine_overrides(expression: str, own_engine: str) -> tuple[str, ...]:
-    """Overrides of `ENGINE[:WORD][+WORD...]`.
+    """Translate `ENGINE[:WORD][+WORD...]` to overrides.
 
     The bare name of the spec's own engine is the spec as it is. Anything else says all about
     sharding and offload, and starts from the plain form of its engine.
     """
     engine, *words = re.split(r"[:+]", expression)
-    if engine not in ENGINES:
-        raise UsageError(f"no engine `{engine}`{_nearest(engine, ENGINES)}", hint=_known(ENGINES))
+    known = sorted(engine_names(), key=_trains_megatron_core)
+    if engine not in known:
+        raise UsageError(f"no engine `{engine}`{_nearest(engine, known)}", hint=_known(known))
     found = [override for word in words for override in _word_overrides(engine, word, expression)]
     if not words and engine == own_engine:
         return ()
     return (f"engine.name={engine}", *_plain(engine, own_engine, found), *found)
 
 
+def _trains_megatron_core(engine: str) -> bool:
+    return abilities_of(engine).model_classes == MEGATRON_CORE
+
+
 def _plain(engine: str, own_engine: str, found: Sequence[str]) -> list[str]:
-    fields = list(_PLAIN)
-    for owner, taken_out in _OWN_SETTINGS.items():
-        fields += taken_out if owner != engine else ()
-    if engine == "deepspeed":
-        fields.append("engine.deepspeed.offload_parameters=none")
-        on_nvme = "optimizer.offload=nvme" in found
-        fields += [] if on_nvme else ["engine.deepspeed.nvme_path="]
-    if engine in MODULES:  # an explicit layout: with `auto`, offload is an offer and no order
+    """List what takes a spec of `own_engine` to the plain form of `engine`."""
+    fields, abilities = list(_PLAIN), abilities_of(engine)
+    for other in ENGINES.values():
+        # what one engine only reads would be refused for another
+        settings = other.settings if other.name != engine else {}
+        fields += [f"engine.{field}={default}" for field, default in settings.items()]
+    fields += abilities.plain
+    if abilities.nvme_directory is not None and "optimizer.offload=nvme" not in found:
+        fields.append(f"{abilities.nvme_directory}=")
+    was, becomes = _trains_megatron_core(own_engine), _trains_megatron_core(engine)
+    if not becomes:  # an explicit layout: with `auto`, offload is an offer and no order
         fields += ["parallel=auto", "parallel.pp=1"]
-        fields += _ONLY_MEGATRON if own_engine in MEGATRON else ()
-    elif own_engine in MODULES:
+        fields += _ONLY_MEGATRON if was else ()
+    elif not was:
         fields.append("parallel=auto")
-    if (engine in MODULES) != (own_engine in MODULES):
-        fields.append("recompute=auto")  # `selective` is for megatron only
+    if abilities.recomputes != abilities_of(own_engine).recomputes:
+        fields.append("recompute=auto")
     return fields
 
 
 def _word_overrides(engine: str, word: str, expression: str) -> tuple[str, ...]:
-    for known in WORDS:
-        fields = known.match(word) if engine in known.engines else None
+    words = abilities_of(engine).words
+    for known in words:
+        fields = known.match(word)
         if fields is not None:
             return fields
-    of_engine = [known.text for known in WORDS if engine in known.engines]
+    texts = [known.text for known in words]
     raise UsageError(
-        f"`{expression}`: engine {engine} knows no word `{word}`{_nearest(word, of_engine)}",
-        hint=f"{_known(of_engine)}; anything else: `--variant 'NAME: FIELD=VALUE'`",
+        f"`{expression}`: engine {engine} knows no word `{word}`{_nearest(word, texts)}",
+        hint=f"{_known(texts)}; anything else: `--variant 'NAME: FIELD=VALUE'`",
     )
 
 
 def parse_variant(text: str, own_engine: str) -> Variant:
-    """`NAME: [ENGINE...,] FIELD=VALUE, FIELD=VALUE`; a comma within a list is no separator."""
+    """Parse `NAME: [ENGINE...,] FIELD=VALUE, FIELD=VALUE`; commas in lists do not separate."""
     match = _OPTION.fullmatch(text)
     name = match["name"].strip() if match else ""
     if match is None or not _NAME.fullmatch(name):
@@ -185,7 +134,7 @@ def _fields(text: str) -> list[str]:
 
 
 def parse_variants(engines: str, others: Sequence[str], own_engine: str) -> tuple[Variant, ...]:
-    """All that the command line asks for. Raises UsageError for nothing, or one name twice."""
+    """Parse all variants of the command line. Raises UsageError for nothing, or one name twice."""
     variants = parse_engines(engines, own_engine) if engines else []
     variants += [parse_variant(text, own_engine) for text in others]
     names = [variant.name for variant in variants]

@@ -19,7 +19,6 @@ from hpctrain.engines.conversion import unexportable
 from hpctrain.engines.deepspeed import DeepSpeedConfig
 from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.engines.module import ModuleConfig
-from hpctrain.engines.shape import shape_of
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.store.conversions import ConversionReport
 from hpctrain.store.layout import RunLayout
@@ -50,7 +49,7 @@ def _of_megatron(config: MegatronConfig, checkpoint: Path, target: Path) -> Conv
     from hpctrain.convert import megatron
     from hpctrain.convert.weights import module_of, report_of
 
-    model = shape_of(config)
+    model = config.model
     if wrong := unexportable(model):
         raise InvalidInputError([Problem(words, str(checkpoint)) for words in wrong])
     with megatron.one_rank():
@@ -78,7 +77,7 @@ def _of_module(config: ModuleConfig, checkpoint: Path, target: Path) -> Conversi
 
 
 def _load(config: ModuleConfig, module: Any, checkpoint: Path) -> None:
-    if config.engine == "deepspeed":
+    if isinstance(config, DeepSpeedConfig):
         _load_deepspeed(config, module, checkpoint)
     else:
         _load_distributed(module, checkpoint)
@@ -96,14 +95,13 @@ def _load_distributed(module: Any, checkpoint: Path) -> None:
     dcp.load({"model": state}, storage_reader=reader, no_dist=True)
 
 
-def _load_deepspeed(config: ModuleConfig, module: Any, checkpoint: Path) -> None:
+def _load_deepspeed(config: DeepSpeedConfig, module: Any, checkpoint: Path) -> None:
     """By DeepSpeed's own reader of its files (utils/zero_to_fp32.py): weights in fp32.
 
     Without ZeRO there are none that it knows, and the weights are whole in one file; where ranks
     split weights it knows not how, and each has a file; a pipeline has one for each layer. These
     are in the precision of the training.
     """
-    assert isinstance(config, DeepSpeedConfig)
     if config.pipeline_stages:
         from hpctrain.train.engines.deepspeed.pipeline_stages import load_layers
 

@@ -7,8 +7,11 @@ here: that question. Does not belong here: other messages (`messages`).
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from hpctrain.diagnose.facts import Facts, Planned
 from hpctrain.diagnose.findings import Evidence, Finding, Remedy, fine, unknown
+from hpctrain.spec.engines.registry import abilities_of
 from hpctrain.telemetry.traces import Message, TraceSummary
 
 _SHARE = 0.05
@@ -20,14 +23,15 @@ _MIB = 2**20
 
 
 def buckets(facts: Facts) -> Finding:
-    """Whether another size of buckets would hide more."""
+    """Judge whether another size of buckets would hide more."""
     planned = facts.planned
     if planned is None:
         return unknown("buckets", "plan.json cannot be read")
-    size = _bucket_bytes(planned)
-    if planned.plan.engine == "deepspeed" and planned.plan.layout.pp > 1:
-        # runtime/pipe/engine.py, _exec_reduce_grads
-        return fine("buckets", "a pipeline of DeepSpeed's sums gradients after its passes")
+    size, abilities = _bucket_bytes(planned), abilities_of(planned.plan.engine)
+    if abilities.sums_behind_pipeline and planned.plan.layout.pp > 1:
+        # of DeepSpeed runtime/pipe/engine.py, _exec_reduce_grads
+        words = f"a pipeline of {abilities.title}'s sums gradients after its passes"
+        return fine("buckets", words)
     if size is None:
         return fine("buckets", f"{planned.plan.engine} has no size of buckets to choose here")
     if planned.plan.layout.dp == 1:
@@ -40,12 +44,10 @@ def buckets(facts: Facts) -> Finding:
 
 
 def _bucket_bytes(planned: Planned) -> int | None:
-    engine, plan = planned.spec.engine, planned.plan
-    if plan.engine == "ddp":
-        return int(engine.ddp.bucket)
-    if plan.engine == "deepspeed" and plan.zero in (1, 2):
-        return int(engine.deepspeed.reduce_bucket)
-    return None
+    plan, abilities = planned.plan, abilities_of(planned.plan.engine)
+    if abilities.bucket is None or plan.zero not in abilities.bucket_stages:
+        return None
+    return int(attrgetter(abilities.bucket)(planned.spec))
 
 
 def _is_gradients(message: Message) -> bool:
@@ -78,7 +80,7 @@ def _by_trace(planned: Planned, trace: TraceSummary, sent: list[Message], size: 
 
 
 def _by_plan(planned: Planned, size: int) -> Finding:
-    """Without a trace: how many buckets the gradients fill."""
+    """Estimate without a trace how many buckets the gradients fill."""
     gradients = planned.gradient_bytes
     count = max(1, round(gradients / size))
     proof = Evidence(
@@ -102,7 +104,7 @@ def _finding(
     planned: Planned, words: str, proof: Evidence, size: int, gain: float | None
 ) -> Finding:
     better = max(1, round(planned.gradient_bytes / _USEFUL / _MIB))
-    name = "engine.ddp.bucket" if planned.plan.engine == "ddp" else "engine.deepspeed.reduce_bucket"
+    name = abilities_of(planned.plan.engine).bucket
     remedies: tuple[Remedy, ...] = ()
     if not 0.5 <= better * _MIB / size <= 2 and better * _MIB < planned.gradient_bytes:
         remedy = Remedy(words=f"about {_USEFUL} buckets", changes=(f"{name}={better}MiB",))

@@ -18,7 +18,7 @@ _NO_STEPS = "no usual step is through yet: the first one of a launch does not co
 
 
 def saves(facts: Facts) -> Finding:
-    """Whether training stands still for checkpoints."""
+    """Judge whether training stands still for checkpoints."""
     told, steps = facts.saves, facts.steps
     if told is None or steps is None or not steps.all_seconds:
         return unknown("saves", "no save is through yet")
@@ -49,7 +49,7 @@ def saves(facts: Facts) -> Finding:
 
 
 def warm_up(facts: Facts) -> Finding:
-    """Whether first steps of launches (connections, compilation, caches) cost a lot."""
+    """Judge whether first steps of launches (connections, compilation, caches) cost a lot."""
     steps = facts.steps
     if steps is None or steps.median_seconds is None:
         return unknown("warm_up", _NO_STEPS)
@@ -77,7 +77,7 @@ def warm_up(facts: Facts) -> Finding:
 
 
 def unsteady(facts: Facts) -> Finding:
-    """Whether some steps take much longer than the median, for example behind saves."""
+    """Judge whether some steps take much longer than the median, for example behind saves."""
     steps = facts.steps
     if steps is None or len(steps.usual) < _FEWEST:
         count = 0 if steps is None else len(steps.usual)

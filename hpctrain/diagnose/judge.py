@@ -32,13 +32,13 @@ _ORDER = {"yes": 0, "no": 1, "unknown": 2}
 
 
 def judge(facts: Facts) -> tuple[Finding, ...]:
-    """What stands out first, by gain; then what does not; then what nobody can tell."""
+    """Answer all questions: problems first, by gain, then what is fine, then what is unknown."""
     found = [ask(facts) for ask in _JUDGES]
     return tuple(sorted(found, key=lambda one: (_ORDER[one.answer], -(one.gain_seconds or 0.0))))
 
 
 def shares(facts: Facts) -> dict[str, float]:
-    """Shares of a step, of the middle rank in each; empty when they are not known."""
+    """Compute shares of a step, of the middle rank in each; empty when they are not known."""
     ranks, step = facts.ranks, facts.step_seconds
     if ranks is None or not ranks.step or not step:
         return {}

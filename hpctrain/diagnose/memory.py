@@ -9,6 +9,7 @@ from __future__ import annotations
 from hpctrain.diagnose.facts import Facts, Planned, RankFacts
 from hpctrain.diagnose.findings import Evidence, Finding, Remedy, fine, unknown
 from hpctrain.diagnose.waiting import NO_WINDOW, OLD_RECORD
+from hpctrain.spec.engines.registry import abilities_of
 
 _NEAR, _ROOMY = 0.92, 0.6
 _FRAGMENTED = 0.15
@@ -16,7 +17,7 @@ _GIB = 2**30
 
 
 def memory(facts: Facts) -> Finding:
-    """Whether memory is short, or lies idle where it could buy time."""
+    """Judge whether memory is short, or is unused where it could save time."""
     ranks, planned = facts.ranks, facts.planned
     if ranks is None:
         return unknown("memory", NO_WINDOW)
@@ -73,7 +74,7 @@ def _defragment(ranks: RankFacts, planned: Planned, worst: int) -> tuple[Remedy,
 
 
 def _savings(planned: Planned) -> tuple[Remedy, ...]:
-    """In the order in which they usually cost least; the prices then decide."""
+    """List what saves memory, usually cheapest first; the prices then decide."""
     spec, plan = planned.spec, planned.plan
     found = []
     if plan.batch.micro_batch > 1:
@@ -83,7 +84,7 @@ def _savings(planned: Planned) -> tuple[Remedy, ...]:
     if spec.precision == "fp32":
         found.append(Remedy(words="weights and activations in half precision",
                             changes=("precision=bf16",)))  # fmt: skip
-    if plan.recompute == "none" and plan.engine.startswith("megatron"):
+    if plan.recompute == "none" and "selective" in abilities_of(plan.engine).recomputes:
         change = ("recompute=selective",)
         found.append(Remedy(words="compute attention again in the backward pass", changes=change))
     if plan.recompute != "full":
@@ -96,20 +97,19 @@ def _sharding(planned: Planned) -> list[Remedy]:
     plan = planned.plan
     if plan.layout.dp == 1:
         return []
-    if plan.engine == "ddp":
-        change = ("engine.name=fsdp",)
+    abilities = abilities_of(plan.engine)
+    if not abilities.shards and abilities.sharding_alternative is not None:
+        change = (f"engine.name={abilities.sharding_alternative}",)
         return [Remedy(words="shard weights, gradients and optimizer over ranks", changes=change)]
-    highest = 1 if plan.engine.startswith("megatron") else 3
-    if plan.zero >= highest:
-        return []
     return [
         Remedy(words=f"shard more (ZeRO {stage})", changes=(f"optimizer.zero={stage}",))
-        for stage in range(plan.zero + 1, highest + 1)
+        for stage in abilities.zero_stages
+        if stage > plan.zero
     ]
 
 
 def _offloading(planned: Planned) -> list[Remedy]:
-    if planned.plan.offload != "none" or planned.plan.engine == "ddp":
+    if planned.plan.offload != "none" or "cpu" not in abilities_of(planned.plan.engine).offloads:
         return []
     return [
         Remedy(words="optimizer state in the host's memory", changes=("optimizer.offload=cpu",))
@@ -117,7 +117,7 @@ def _offloading(planned: Planned) -> list[Remedy]:
 
 
 def _spending(planned: Planned) -> tuple[Remedy, ...]:
-    """What could be faster with more memory."""
+    """List what could be faster with more memory."""
     spec, plan = planned.spec, planned.plan
     found = []
     if plan.offload != "none":
@@ -130,7 +130,7 @@ def _spending(planned: Planned) -> tuple[Remedy, ...]:
         words = "larger microbatches"
         change = (f"batch.micro={2 * plan.batch.micro_batch}",)
         found.append(Remedy(words=words, changes=change))
-    if plan.zero == 3 and spec.engine.name in ("fsdp", "deepspeed"):
+    if plan.zero == 3 and 2 in spec.engine.abilities.zero_stages:
         words = "keep weights gathered between the passes"
         found.append(Remedy(words=words, changes=("optimizer.zero=2",)))
     return tuple(found)

@@ -8,11 +8,13 @@ to be an estimate. Belongs here: that question. Does not belong here: the pipeli
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 
 from hpctrain.diagnose.facts import Facts, Planned, RankFacts
 from hpctrain.diagnose.findings import Evidence, Finding, Remedy, fine, unknown
 from hpctrain.diagnose.waiting import NO_WINDOW, OLD_RECORD
 from hpctrain.plan.documents import Axis
+from hpctrain.spec.engines.registry import abilities_of
 
 _SHARE = 0.08
 _ESTIMATED_SHARE = 0.15
@@ -43,7 +45,7 @@ class _Exposed:
 
 
 def communication(facts: Facts) -> Finding:
-    """Whether messages between ranks hold up a step, beyond waiting for a slow rank."""
+    """Judge whether messages between ranks hold up a step, beyond waiting for a slow rank."""
     if facts.planned is not None and facts.planned.plan.layout.world_size == 1:
         return fine("communication", "there is one rank only")
     exposed = _of_traces(facts) or _of_times(facts)
@@ -96,7 +98,7 @@ def _of_times(facts: Facts) -> _Exposed | None:
 
 
 def _behind_backward(facts: Facts, ranks: RankFacts, step: float) -> _Exposed:
-    """What backward passes take beyond their work, on the rank that waits least."""
+    """Estimate what backward passes take beyond their work, on the rank that waits least."""
     again = facts.planned is not None and facts.planned.plan.recompute == "full"
     times = _BACKWARD_AGAIN if again else _BACKWARD
     left = [b - times * f for b, f in zip(ranks.backward, ranks.compute, strict=True)]
@@ -119,7 +121,7 @@ def bubble_seconds(facts: Facts) -> float:
 
 
 def _planned_messages(planned: Planned | None) -> tuple[Evidence, ...]:
-    """Predicted seconds of each axis, where its ranks are, and the link that they use."""
+    """List predicted seconds of each axis, where its ranks are, and the link that they use."""
     if planned is None or planned.plan.prediction is None:
         return ()
     parts, spans = planned.plan.prediction.parts, _spans(planned)
@@ -144,7 +146,7 @@ def _spans(planned: Planned) -> dict[Axis, str]:
 
 
 def _rates(facts: Facts) -> tuple[Evidence, ...]:
-    """Bytes per second of the largest messages of a trace, beside the network's."""
+    """Compute bytes per second of the largest messages of a trace, beside the network's."""
     sent = [
         (message.size_bytes, message.size_bytes / message.seconds, trace.file)
         for trace in facts.traces
@@ -159,7 +161,7 @@ def _rates(facts: Facts) -> tuple[Evidence, ...]:
 
 
 def _dominant(planned: Planned | None) -> Axis | None:
-    """The axis with most predicted messages; without a prediction the only one there is."""
+    """Find the axis with most predicted messages; without a prediction the only one there is."""
     if planned is None:
         return None
     spans = _spans(planned)
@@ -180,16 +182,18 @@ def _less_of_it(planned: Planned | None, axis: Axis | None) -> list[Remedy]:
     spec, plan = planned.spec, planned.plan
     across = _spans(planned)["dp"] in ("across nodes", "across islands")
     found = []
-    overlaps = ("megatron", "megatron-lm", *(["deepspeed"] if plan.layout.pp == 1 else []))
-    if not spec.optimizer.overlap_grad_reduce and plan.engine in overlaps:
+    abilities = abilities_of(plan.engine)
+    sums_late = abilities.sums_behind_pipeline and plan.layout.pp > 1
+    chooses_overlap = abilities.chooses_overlap and not sums_late
+    if chooses_overlap and not spec.optimizer.overlap_grad_reduce:
         words = "sum gradients while the backward pass goes on"
         found.append(Remedy(words=words, changes=("optimizer.overlap_grad_reduce=true",)))
-    if plan.engine == "ddp" and spec.engine.ddp.hook == "none":
+    if abilities.gradient_hook and attrgetter(abilities.gradient_hook)(spec) == "none":
         hook = "hierarchical" if across and plan.nodes.gpus_per_node > 1 else "bf16"
         words = "send fewer bytes: half precision, or in full within nodes and half between them"
-        found.append(Remedy(words=words, changes=(f"engine.ddp.hook={hook}",)))
+        found.append(Remedy(words=words, changes=(f"{abilities.gradient_hook}={hook}",)))
     if (
-        plan.engine == "fsdp"
+        abilities.shards_over_part
         and across
         and plan.nodes.gpus_per_node > 1
         and plan.shard_gpus is None
@@ -197,10 +201,10 @@ def _less_of_it(planned: Planned | None, axis: Axis | None) -> list[Remedy]:
         words = "shard within a node, with copies across nodes (HSDP)"
         change = f"optimizer.shard_gpus={plan.nodes.gpus_per_node}"
         found.append(Remedy(words=words, changes=(change,)))
-    if plan.engine == "deepspeed" and spec.engine.deepspeed.reduce_precision == "auto":
-        change = "engine.deepspeed.reduce_precision=bf16"
+    if abilities.sum_precision and attrgetter(abilities.sum_precision)(spec) == "auto":
+        change = f"{abilities.sum_precision}=bf16"
         found.append(Remedy(words="sum gradients in half precision", changes=(change,)))
-    if plan.zero == 3 and plan.engine in ("fsdp", "deepspeed"):
+    if plan.zero == 3 and 2 in abilities.zero_stages:
         words = "keep weights gathered between the passes, for more memory"
         found.append(Remedy(words=words, changes=("optimizer.zero=2",)))
     larger = 2 * spec.batch.global_

@@ -12,13 +12,14 @@ from hpctrain.diagnose.findings import Evidence, Finding, Remedy, fine, unknown
 from hpctrain.diagnose.messages import bubble_seconds
 from hpctrain.diagnose.waiting import NO_WINDOW, OLD_RECORD
 from hpctrain.plan.documents import Plan
+from hpctrain.spec.engines.registry import abilities_of
 
 _SHARE = 0.08
 _UNEQUAL = 1.1
 
 
 def pipeline(facts: Facts) -> Finding:
-    """Whether stages wait for each other."""
+    """Judge whether stages wait for each other."""
     if facts.planned is None:
         return unknown("pipeline", "plan.json cannot be read")
     plan, ranks, step = facts.planned.plan, facts.ranks, facts.step_seconds
@@ -53,7 +54,7 @@ def pipeline(facts: Facts) -> Finding:
 
 
 def _stage_seconds(facts: Facts) -> list[float]:
-    """The middle rank of each stage."""
+    """Take the middle rank of each stage."""
     assert facts.planned is not None and facts.ranks is not None
     by_stage: dict[int, list[float]] = {}
     for rank, seconds in enumerate(facts.ranks.passes):
@@ -68,7 +69,8 @@ def _shorter(plan: Plan, stages: list[float]) -> list[Remedy]:
         words = "smaller microbatches, hence more of them"
         found.append(Remedy(words=words, changes=(f"batch.micro={half}",)))
     layers = sum(sum(stage.chunk_layers) for stage in plan.stages)
-    if plan.engine == "megatron" and layers % (2 * plan.layout.vpp * plan.layout.pp) == 0:
+    interleaves = "vpp" in abilities_of(plan.engine).axes
+    if interleaves and layers % (2 * plan.layout.vpp * plan.layout.pp) == 0:
         layout = plan.layout
         changes = [f"parallel.{name}={getattr(layout, name)}" for name in ("tp", "pp", "cp", "ep")]
         words = "interleave: more chunks of the model per stage"

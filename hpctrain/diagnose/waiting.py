@@ -22,7 +22,7 @@ OLD_RECORD = "ranks.json is of an older version of hpctrain: it has compute time
 
 
 def data_loading(facts: Facts) -> Finding:
-    """Whether the step waits for the next batch on any rank."""
+    """Judge whether the step waits for the next batch on any rank."""
     ranks, step = facts.ranks, facts.step_seconds
     if ranks is None or step is None:
         return unknown("data", NO_WINDOW)
@@ -75,7 +75,7 @@ def _faster_reading(
 
 
 def imbalance(facts: Facts) -> Finding:
-    """Whether a rank computes longer than its peers, those of its pipeline stage."""
+    """Judge whether a rank computes longer than its peers, those of its pipeline stage."""
     ranks, step = facts.ranks, facts.step_seconds
     if ranks is None or step is None:
         return unknown("imbalance", NO_WINDOW)

@@ -6,12 +6,9 @@ be. Does not belong here: weights (see `hpctrain.convert`), files.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 from hpctrain.engines.described import Config, described, family_described, rope_of
 from hpctrain.engines.hugging_face import ACTIVATIONS
-from hpctrain.engines.megatron import MegatronConfig, model_fields
+from hpctrain.engines.megatron import MegatronConfig, megatron_model
 from hpctrain.plan.abilities.representable import unrepresentable_model
 from hpctrain.spec.model import ModelSpec
 
@@ -19,54 +16,44 @@ CONVERTED_FAMILIES = ("gpt", "llama")
 
 
 def unconvertible(config: Config) -> list[str]:
-    """Why megatron-core cannot compute what this `config.json` says; empty when it can."""
+    """List why megatron-core cannot compute what this `config.json` says; empty when it can."""
     family = family_described(config)
     if family not in CONVERTED_FAMILIES:
         return [f"model_type is {config.get('model_type')}: gpt2 and llama can be converted"]
-    return [*_rotary(config), *_attention(config), *_choices(config)]
-
-
-def _rotary(config: Config) -> Iterator[str]:
-    rope = rope_of(config)
+    found, rope, fields = [], rope_of(config), described(config)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
-        yield f"rotary positions are scaled ({kind}), which hpctrain does not train"
-
-
-def _attention(config: Config) -> Iterator[str]:
+        found.append(f"rotary positions are scaled ({kind}), which hpctrain does not train")
     if not config.get("scale_attn_weights", True):
-        yield "scale_attn_weights is false: megatron-core always scales"
+        found.append("scale_attn_weights is false: megatron-core always scales")
     for name in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
         if config.get(name):
-            yield f"{name} is true, which megatron-core's GPT has not"
-
-
-def _choices(config: Config) -> Iterator[str]:
-    fields = described(config)
+            found.append(f"{name} is true, which megatron-core's GPT has not")
     if fields["activation"] not in ACTIVATIONS:
-        yield f"the activation {fields['activation']} is none that hpctrain trains"
+        found.append(f"the activation {fields['activation']} is none that hpctrain trains")
     if not isinstance(fields.get("bias", True), bool):
-        yield f"biases are {fields['bias']}"
+        found.append(f"biases are {fields['bias']}")
+    return found
 
 
 def shape_described(config: Config) -> ModelSpec:
-    """The model of a `config.json` in which `unconvertible` finds nothing."""
+    """Build the model of a `config.json` in which `unconvertible` finds nothing."""
     return ModelSpec.model_validate(described(config))
 
 
 def unexportable(model: ModelSpec) -> list[str]:
-    """Why no class of Hugging Face computes what megatron-core trains here; empty if one does."""
+    """List why no class of Hugging Face computes what megatron-core trains; empty if one does."""
     weights_alone = model.model_copy(update={"dropout": 0.0})
     return [words for _, words in unrepresentable_model(weights_alone)]
 
 
 def conversion_config(model: ModelSpec, *, half: bool) -> MegatronConfig:
-    """A model on one rank, its vocabulary as it is; only the fields that building it asks for.
+    """Describe a model on one rank, its vocabulary not padded; only fields that building needs.
 
     `half`: weights in bf16, else fp32.
     """
-    fields: dict[str, Any] = dict(
-        model_fields(model, model.vocab, "local"),
+    return MegatronConfig.model_construct(
+        **dict(megatron_model(model, model.vocab, "local")),
         vocab_size=model.vocab,
         seq_length=model.seq,
         precision="bf16" if half else "fp32",
@@ -81,4 +68,3 @@ def conversion_config(model: ModelSpec, *, half: bool) -> MegatronConfig:
         recompute_granularity=None,
         micro_batch_size=1,
     )
-    return MegatronConfig.model_construct(**fields)

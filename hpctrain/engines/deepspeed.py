@@ -1,14 +1,14 @@
 """DeepSpeed: from spec and plan to `train.json`, and from that to DeepSpeed's own `ds_config.json`.
 
 Belongs here: both documents and the pure functions that fill them. Does not belong here: torch,
-deepspeed, what contradicts what in a spec (see `hpctrain.spec.deepspeed`).
+deepspeed, what contradicts what in a spec (see `hpctrain.spec.engines.deepspeed`).
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
-from hpctrain.engines.module import ModuleConfig, module_fields
+from hpctrain.engines.module import ModuleConfig, module_config
 from hpctrain.plan.documents import DEFAULT_ORDER, Offload, Order, Plan
 from hpctrain.spec.run import RunSpec
 
@@ -49,9 +49,20 @@ class DeepSpeedConfig(ModuleConfig):
         return bool(self.pipeline_stages) and self.parallel_order != DEFAULT_ORDER
 
     @property
+    def library_config(self) -> dict[str, Any]:
+        return ds_config(self)
+
+    @property
     def world_size(self) -> int:
         stages = max(1, len(self.pipeline_stages))
         return self.tensor_parallel * stages * self.data_parallel_size
+
+    def pipeline_stage(self, rank: int) -> int:
+        """Ranks count tp first, then by the order of the layout dp and pp or pp and dp."""
+        inner = self.tensor_parallel
+        if self.parallel_order == DEFAULT_ORDER:
+            inner *= self.data_parallel_size
+        return rank // inner % max(1, len(self.pipeline_stages))
 
     @property
     def layout_words(self) -> str:
@@ -63,12 +74,13 @@ class DeepSpeedConfig(ModuleConfig):
 def deepspeed_config(
     spec: RunSpec, plan: Plan, peak_flops_per_gpu: float | None
 ) -> DeepSpeedConfig:
-    """The trainer's view of a plan for engine `deepspeed`."""
+    """Fill the document of engine `deepspeed` from a plan."""
     own, element_bytes = spec.engine.deepspeed, _ELEMENT_BYTES[plan.precision]
     uses_nvme = "nvme" in (plan.offload, own.offload_parameters)
+    stages = tuple(sum(stage.chunk_layers) for stage in plan.stages)
     return DeepSpeedConfig(
-        **module_fields(spec, plan, peak_flops_per_gpu),
-        zero_stage=plan.zero,
+        **dict(module_config(spec, plan, peak_flops_per_gpu)),
+        zero_stage=cast(Literal[0, 1, 2, 3], plan.zero),
         offload_optimizer=plan.offload,
         offload_parameters=own.offload_parameters,
         nvme_path=own.nvme_path if uses_nvme else None,
@@ -83,20 +95,14 @@ def deepspeed_config(
         gather_bucket_elements=max(1, int(own.gather_bucket) // element_bytes),
         communication_dtype=None if own.reduce_precision == "auto" else own.reduce_precision,
         flops_steps=spec.profile.chosen if spec.profile and spec.profile.flops else (),
-        pipeline_stages=_stages(plan),
+        pipeline_stages=stages if plan.layout.pp > 1 else (),
         tensor_parallel=plan.layout.tp,
         parallel_order=plan.layout.order,
     )
 
 
-def _stages(plan: Plan) -> tuple[int, ...]:
-    if plan.layout.pp == 1:
-        return ()
-    return tuple(sum(stage.chunk_layers) for stage in plan.stages)
-
-
 def ds_config(config: DeepSpeedConfig) -> dict[str, Any]:
-    """What `deepspeed.initialize` is given; plain values, as in JSON."""
+    """Render the configuration of `deepspeed.initialize`, as plain values of JSON."""
     settings: dict[str, Any] = dict(
         train_batch_size=config.global_batch_size,
         train_micro_batch_size_per_gpu=config.micro_batch_size,
@@ -167,7 +173,7 @@ def _zero(config: DeepSpeedConfig) -> dict[str, Any]:
 
 
 def _home(config: DeepSpeedConfig, device: str) -> dict[str, Any]:
-    """A directory of the run's own, for DeepSpeed empties the one that it is given
+    """Describe a directory of the run's own, because DeepSpeed empties the one it is given
     (runtime/swap_tensor/partitioned_param_swapper.py, _configure_aio)."""
     home: dict[str, Any] = dict(device=device, pin_memory=True)
     if device == "nvme":
@@ -177,6 +183,6 @@ def _home(config: DeepSpeedConfig, device: str) -> dict[str, Any]:
 
 
 def _swap_buffer_elements(config: DeepSpeedConfig) -> int:
-    """A buffer takes the largest part of a weight on one rank, which is of the embedding."""
+    """Size a buffer for the largest part of a weight on one rank, that of the embedding."""
     largest = max(config.model.vocab, config.model.ffn_size) * config.model.hidden
     return max(_LEAST_SWAP_BUFFER, -(-largest // config.data_parallel_size))

@@ -24,12 +24,12 @@ _SPEC_ACTIVATIONS = {name: ours for ours, name in ACTIVATIONS.items()} | {
 
 
 def family_described(config: Config) -> str | None:
-    """The family of a spec; None for a kind of model that hpctrain does not train."""
+    """Find the family of a spec; None for a kind of model that hpctrain does not train."""
     return _FAMILIES.get(str(config.get("model_type")))
 
 
 def described(config: Config) -> Fields:
-    """The fields of `model` with which a spec has this shape; `config` is of a known family.
+    """Translate to the fields of `model` in a spec; `config` is of a known family.
 
     Where `config` is silent, transformers' default holds (configuration_*.py).
     """
@@ -39,7 +39,7 @@ def described(config: Config) -> Fields:
 
 
 def disagreements(model: ModelSpec, config: Config) -> list[str]:
-    """One sentence for each field in which the spec is another model; empty when it is this one.
+    """Write one sentence for each field in which the spec is another model; empty for this one.
 
     Classes of a classifier may differ, for its last layer is made anew; so may dropout, which a
     run chooses. A text may be shorter than the positions that were learned.
@@ -66,7 +66,7 @@ _EFFECTIVE = {"ffn": "ffn_size", "kv_heads": "key_value_heads", "head_dim": "hea
 
 
 def _value(model: ModelSpec, name: str) -> object:
-    """What holds in a spec, also where it follows from other fields."""
+    """Read a field's value, also where it follows from other fields."""
     return getattr(model, _EFFECTIVE.get(name, name))
 
 
@@ -116,7 +116,7 @@ def _bias(config: Config) -> object:
 
 
 def rope_of(config: Config) -> Config:
-    """Base and kind of rotary positions; transformers 4 had them in two places."""
+    """Read base and kind of rotary positions; transformers 4 had them in two places."""
     older = {"rope_theta": config.get("rope_theta", 10000), **(config.get("rope_scaling") or {})}
     return config.get("rope_parameters") or older
 

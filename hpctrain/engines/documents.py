@@ -1,59 +1,41 @@
 """Which engine's document a run has: filling it from a plan, and reading it back.
 
-Belongs here: the choice by the engine's name. Does not belong here: what is in the documents.
+Belongs here: the choice by the engine's name. Does not belong here: what is in the documents, which
+engine has which (see `hpctrain.spec.engines.registry`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, Any
+import json
+from typing import cast
 
-from pydantic import Discriminator, Tag, TypeAdapter
+from pydantic import TypeAdapter
 
-from hpctrain.engines.deepspeed import DeepSpeedConfig, deepspeed_config
-from hpctrain.engines.megatron import MegatronConfig, megatron_config
-from hpctrain.engines.megatron_lm import MegatronLmConfig, megatron_lm_config
-from hpctrain.engines.native import NativeConfig, native_config
 from hpctrain.engines.training import TrainConfig
 from hpctrain.plan.documents import Plan
+from hpctrain.spec.engines.registry import EngineName, abilities_of, resolve
 from hpctrain.spec.run import RunSpec
 
-_DOCUMENTS = {
-    "megatron": "megatron",
-    "megatron-lm": "megatron-lm",
-    "fsdp": "native",
-    "ddp": "native",
-    "deepspeed": "deepspeed",
-}
-
-
-def _document_of(value: Any) -> str | None:
-    """By the engine's name; a document from before there were several engines has none."""
-    name = value.get("engine", "megatron") if isinstance(value, dict) else value.engine
-    return _DOCUMENTS.get(name)
-
-
-AnyTrainConfig = Annotated[
-    Annotated[MegatronConfig, Tag("megatron")]
-    | Annotated[MegatronLmConfig, Tag("megatron-lm")]
-    | Annotated[NativeConfig, Tag("native")]
-    | Annotated[DeepSpeedConfig, Tag("deepspeed")],
-    Discriminator(_document_of),
-]
-_READER: TypeAdapter[AnyTrainConfig] = TypeAdapter(AnyTrainConfig)
+# The engine of documents from before there were several engines.
+_FIRST_ENGINE = "megatron"
 
 
 def parse_train_config(text: str | bytes) -> TrainConfig:
-    """A `train.json`. Raises pydantic.ValidationError."""
-    return _READER.validate_json(text)
+    """Read a `train.json` as the document of its engine. Raises pydantic.ValidationError.
+
+    Only the table of engines decides which module has the class.
+    """
+    try:
+        fields = json.loads(text)
+    except ValueError:
+        fields = {}  # pydantic reports what is wrong with the text
+    named = fields.get("engine", _FIRST_ENGINE) if isinstance(fields, dict) else _FIRST_ENGINE
+    name = TypeAdapter(EngineName).validate_python(named)
+    document = cast(type[TrainConfig], resolve(abilities_of(name).document))
+    return document.model_validate_json(text)
 
 
 def train_config(spec: RunSpec, plan: Plan, peak_flops_per_gpu: float | None) -> TrainConfig:
-    """What the trainer is told of a plan, in the document of the plan's engine."""
-    fill: dict[str, Callable[[RunSpec, Plan, float | None], TrainConfig]] = {
-        "megatron": megatron_config,
-        "megatron-lm": megatron_lm_config,
-        "native": native_config,
-        "deepspeed": deepspeed_config,
-    }
-    return fill[_DOCUMENTS[plan.engine]](spec, plan, peak_flops_per_gpu)
+    """Fill the document of the plan's engine, which configures the trainer."""
+    fill = resolve(abilities_of(plan.engine).fill)
+    return cast(TrainConfig, fill(spec, plan, peak_flops_per_gpu))

@@ -38,19 +38,19 @@ Settings = dict[str, object]
 
 
 def settings_of(model: ModelSpec) -> Settings:
-    """Keyword arguments of the family's configuration class."""
+    """List keyword arguments of the family's configuration class."""
     return {**_SETTINGS[model.family](model), **fresh_settings(model)}
 
 
 def fresh_settings(model: ModelSpec) -> Settings:
-    """Those that a run chooses anew where it goes on from somebody's weights."""
+    """List the settings that a run chooses anew when it starts from existing weights."""
     names, classes = _DROPOUTS[model.family], classes_of(model)
     labels: Settings = {} if classes is None else {"num_labels": classes}
     return {**dict.fromkeys(names, model.dropout), **labels}
 
 
 def classes_of(model: ModelSpec) -> int | None:
-    """Outputs of a classifier; None for a model of words."""
+    """Count the outputs of a classifier; None for a model of words."""
     return model.vocab if model.reads_images else model.classes
 
 

@@ -24,14 +24,15 @@ from hpctrain.spec.run import RunSpec
 
 
 def planned_kept_bytes(spec: RunSpec, plan: Plan) -> tuple[int, ...]:
-    """Bytes that one microbatch of a dense model keeps on each stage, by `cost.memory`.
+    """Predict the bytes that one microbatch of a dense model keeps on each stage, by `cost.memory`.
 
     One forward pass through all chunks of a stage: without the allocator's slack, without the
     layer that is being recomputed, with one dropout mask behind the embedding and the logits.
     """
     case = _case_of(spec, plan)
     outside = float(outside_bytes(case))
-    ends = (outside / case.mesh.element_bytes if spec.model.dropout else 0.0, 2 * outside)
+    element = float(case.mesh.element_bytes)
+    ends = (outside / element if spec.model.dropout else 0.0, 2 * outside)
     logits = float(logit_bytes(case))
     return tuple(
         round(
@@ -48,7 +49,7 @@ def _dense(layers: int) -> Blocks:
 
 
 def _case_of(spec: RunSpec, plan: Plan) -> Case:
-    """The plan as the formulas see it, with attention and rotation as megatron-core computes it."""
+    """Describe the plan to the formulas, with attention and rotation as in megatron-core."""
     layout, batch = plan.layout, plan.batch
     layers = [sum(stage.chunk_layers) for stage in plan.stages]
     mesh = Mesh(

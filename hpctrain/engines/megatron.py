@@ -1,8 +1,8 @@
-"""Megatron-core: from spec and plan to the one file that tells the trainer what to do.
+"""Megatron-core: from spec and plan to the file that configures the trainer, and back to the model.
 
 `MegatronConfig` uses Megatron's own names (megatron-core TransformerConfig, OptimizerConfig,
 DistributedDataParallelConfig), so that whoever knows Megatron can read `train.json`.
-Belongs here: the document and the pure function that fills it. Does not belong here: torch,
+Belongs here: the document and the pure functions that fill it. Does not belong here: torch,
 megatron imports, or reading files.
 """
 
@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from hpctrain.engines.training import TrainConfig, shared_fields
+from hpctrain.engines.training import TrainConfig, shared_config
 from hpctrain.plan.documents import DEFAULT_ORDER, Order, Plan
-from hpctrain.spec.model import ModelSpec
+from hpctrain.spec.document import Document
+from hpctrain.spec.model import MlaSpec, ModelSpec, MoeSpec
 from hpctrain.spec.run import RecomputeModule, RunSpec
 
 # Weight of the loss that spreads tokens over experts (Fedus et al. 2021, arXiv 2101.03961, section
@@ -20,10 +21,9 @@ from hpctrain.spec.run import RecomputeModule, RunSpec
 BALANCE_LOSS_WEIGHT = 1e-2
 
 
-class MegatronConfig(TrainConfig):
-    """A GPT, Llama or BERT on megatron-core: its shape, its layout and what is kept in memory."""
+class _Dense(Document):
+    """The shape of a GPT, Llama or BERT without experts."""
 
-    engine: Literal["megatron", "megatron-lm"] = "megatron"
     # a directory that `hpctrain convert` has made; None: random weights
     pretrained: str | None = None
     # bert: guesses masked words, gpt: the next token
@@ -44,20 +44,40 @@ class MegatronConfig(TrainConfig):
     add_bias_linear: bool
     dropout: float
     transformer_impl: Literal["auto", "local", "transformer_engine"]
-    # experts in place of the MLP, from layer `moe_first_dense_layers` on; None: dense everywhere
+
+
+class _Experts(Document):
+    """Experts in place of the MLP."""
+
+    # from layer `moe_first_dense_layers` on; None: an MLP everywhere
     num_moe_experts: int | None = None
     moe_router_topk: int = 2
     moe_ffn_hidden_size: int | None = None
     moe_shared_expert_intermediate_size: int | None = None
     moe_first_dense_layers: int = 0
-    # multi-head latent attention; q_lora_rank None: one full query projection
+
+
+class _LatentAttention(Document):
+    """Multi-head latent attention; `q_lora_rank` None: one full query projection."""
+
     multi_latent_attention: bool = False
     q_lora_rank: int | None = None
     kv_lora_rank: int = 512
     qk_head_dim: int = 128
     qk_pos_emb_head_dim: int = 64
     v_head_dim: int = 128
+
+
+class MegatronModel(_LatentAttention, _Experts, _Dense):
+    """The shape of a model in megatron-core's names."""
+
     mtp_num_layers: int | None = None
+
+
+class MegatronConfig(MegatronModel, TrainConfig):
+    """A GPT, Llama or BERT on megatron-core: its shape, its layout and what is kept in memory."""
+
+    engine: Literal["megatron", "megatron-lm"] = "megatron"
     # layout
     tensor_model_parallel_size: int
     pipeline_model_parallel_size: int
@@ -90,6 +110,11 @@ class MegatronConfig(TrainConfig):
         return 1 if spread else self.tensor_model_parallel_size
 
     @property
+    def needed_paths(self) -> tuple[str, ...]:
+        """The tokenizer where words are hidden; only the first launch reads initial weights."""
+        return (self.tokenizer,) if self.model_type == "bert" and self.tokenizer else ()
+
+    @property
     def world_size(self) -> int:
         return (
             self.tensor_model_parallel_size
@@ -98,28 +123,110 @@ class MegatronConfig(TrainConfig):
             * self.data_parallel_size
         )
 
+    def pipeline_stage(self, rank: int) -> int:
+        """Ranks count tp first, then cp, then by the order of the layout dp and pp or pp and dp
+        (megatron-core: parallel_state.py, RankGenerator)."""
+        inner = self.tensor_model_parallel_size * self.context_parallel_size
+        if self.parallel_order == DEFAULT_ORDER:
+            inner *= self.data_parallel_size
+        return rank // inner % self.pipeline_model_parallel_size
+
     @property
     def layout_words(self) -> str:
         tp, pp = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
         replicas = self.data_parallel_size * self.context_parallel_size
         return f"tp {tp} · pp {pp} · dp {replicas}"
 
+    @property
+    def model(self) -> ModelSpec:
+        """The model as a spec would give it; a Llama where it has that family's choices."""
+        rope, rms = self.position_embedding_type == "rope", self.normalization == "RMSNorm"
+        family: Literal["gpt", "llama"] = "gpt"
+        if rope and rms and self.activation == "swiglu":
+            family = "llama"
+        moe, mla = None, None
+        if self.num_moe_experts is not None:
+            moe = MoeSpec(
+                experts=self.num_moe_experts,
+                top_k=self.moe_router_topk,
+                ffn=self.moe_ffn_hidden_size or self.ffn_hidden_size,
+                shared_ffn=self.moe_shared_expert_intermediate_size or 0,
+                dense_layers=self.moe_first_dense_layers,
+            )
+        if self.multi_latent_attention:
+            mla = MlaSpec(
+                q_rank=self.q_lora_rank,
+                kv_rank=self.kv_lora_rank,
+                nope_dim=self.qk_head_dim,
+                rope_dim=self.qk_pos_emb_head_dim,
+                value_dim=self.v_head_dim,
+            )
+        return ModelSpec(
+            family="bert" if self.model_type == "bert" else family,
+            layers=self.num_layers,
+            hidden=self.hidden_size,
+            ffn=self.ffn_hidden_size,
+            heads=self.num_attention_heads,
+            kv_heads=self.num_query_groups if mla is None else None,
+            head_dim=self.kv_channels if mla is None else None,
+            vocab=self.vocab_size,
+            seq=self.seq_length,
+            activation=self.activation,
+            norm="rmsnorm" if rms else "layernorm",
+            norm_epsilon=self.layernorm_epsilon,
+            positions="rope" if rope else "learned",
+            rope_base=self.rotary_base,
+            tied=self.share_embeddings_and_output_weights,
+            bias=self.add_bias_linear,
+            dropout=self.dropout,
+            moe=moe,
+            mla=mla,
+            mtp_layers=self.mtp_num_layers or 0,
+            pretrained=self.pretrained,
+        )
+
 
 def megatron_config(spec: RunSpec, plan: Plan, peak_flops_per_gpu: float | None) -> MegatronConfig:
-    """The trainer's view of a plan: spec values where the plan did not decide, plan values else."""
+    """Fill the document from a plan, and from the spec where the plan did not decide."""
+    layout, optimizer = plan.layout, spec.optimizer
     return MegatronConfig(
-        **shared_fields(spec, plan, peak_flops_per_gpu),
-        **model_fields(spec.model, plan.padded_vocab, spec.engine.implementation),
-        **_expert_fields(spec),
-        **_latent_fields(spec),
-        **_layout_fields(spec, plan),
-        **_memory_fields(spec, plan),
+        **dict(shared_config(spec, plan, peak_flops_per_gpu)),
+        **dict(megatron_model(spec.model, plan.padded_vocab, spec.engine.implementation)),
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        parallel_order=layout.order,
+        sequence_parallel=layout.sequence_parallel,
+        pipeline_layer_split=tuple(stage.chunk_layers for stage in plan.stages),
+        recompute_granularity=None if plan.recompute == "none" else plan.recompute,
+        recompute_modules=spec.recompute_modules,
+        use_distributed_optimizer=optimizer.distributed,
+        overlap_grad_reduce=optimizer.overlap_grad_reduce and layout.dp > 1,
+        overlap_param_gather=(
+            optimizer.overlap_param_gather
+            and optimizer.overlap_grad_reduce
+            and optimizer.distributed
+            and layout.dp > 1
+        ),
+        # only a run that may go on with fewer nodes ever loads into another layout
+        optimizer_sharding=(
+            "dp_reshardable" if spec.resources.min_nodes is None else "fully_reshardable"
+        ),
     )
 
 
-def model_fields(model: ModelSpec, padded_vocab: int, implementation: str) -> dict[str, object]:
-    """What a dense model needs; experts and latent attention have fields of their own."""
-    return dict(
+def megatron_model(
+    model: ModelSpec,
+    padded_vocab: int,
+    implementation: Literal["auto", "local", "transformer_engine"],
+) -> MegatronModel:
+    """Translate a model's shape into megatron-core's names."""
+    moe, mla = model.moe, model.mla
+    activation, tied, bias = model.activation, model.tied, model.bias
+    assert activation is not None and tied is not None and bias is not None, "by the family"
+    dense = _Dense(
         pretrained=model.pretrained,
         model_type="bert" if model.family == "bert" else "gpt",
         num_layers=model.layers,
@@ -129,77 +236,33 @@ def model_fields(model: ModelSpec, padded_vocab: int, implementation: str) -> di
         num_query_groups=model.key_value_heads,
         kv_channels=model.head_size,
         padded_vocab_size=padded_vocab,
-        activation=model.activation,
-        normalization={"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}[str(model.norm)],
+        activation=activation,
+        normalization="RMSNorm" if model.norm == "rmsnorm" else "LayerNorm",
         layernorm_epsilon=model.norm_epsilon,
         position_embedding_type="rope" if model.positions == "rope" else "learned_absolute",
         rotary_base=model.rope_base,
-        share_embeddings_and_output_weights=model.tied,
-        add_bias_linear=model.bias,
+        share_embeddings_and_output_weights=tied,
+        add_bias_linear=bias,
         dropout=model.dropout,
         transformer_impl=implementation,
-        mtp_num_layers=model.mtp_layers or None,
     )
-
-
-def _expert_fields(spec: RunSpec) -> dict[str, object]:
-    moe = spec.model.moe
-    if moe is None:
-        return {}
-    return dict(
-        num_moe_experts=moe.experts,
-        moe_router_topk=moe.top_k,
-        moe_ffn_hidden_size=moe.ffn,
-        moe_shared_expert_intermediate_size=moe.shared_ffn or None,
-        moe_first_dense_layers=moe.dense_layers,
-    )
-
-
-def _latent_fields(spec: RunSpec) -> dict[str, object]:
-    mla = spec.model.mla
-    if mla is None:
-        return {}
-    return dict(
-        multi_latent_attention=True,
-        q_lora_rank=mla.q_rank,
-        kv_lora_rank=mla.kv_rank,
-        qk_head_dim=mla.nope_dim,
-        qk_pos_emb_head_dim=mla.rope_dim,
-        v_head_dim=mla.value_dim,
-    )
-
-
-def _layout_fields(spec: RunSpec, plan: Plan) -> dict[str, object]:
-    layout = plan.layout
-    return dict(
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-        context_parallel_size=layout.cp,
-        parallel_order=layout.order,
-        expert_model_parallel_size=layout.ep,
-        sequence_parallel=layout.sequence_parallel,
-        pipeline_layer_split=tuple(stage.chunk_layers for stage in plan.stages),
-    )
-
-
-def _memory_fields(spec: RunSpec, plan: Plan) -> dict[str, object]:
-    optimizer = spec.optimizer
-    return dict(
-        recompute_granularity=None if plan.recompute == "none" else plan.recompute,
-        recompute_modules=spec.recompute_modules,
-        use_distributed_optimizer=optimizer.distributed,
-        overlap_grad_reduce=optimizer.overlap_grad_reduce and plan.layout.dp > 1,
-        overlap_param_gather=(
-            optimizer.overlap_param_gather
-            and optimizer.overlap_grad_reduce
-            and optimizer.distributed
-            and plan.layout.dp > 1
-        ),
-        optimizer_sharding=_optimizer_sharding(spec),
-    )
-
-
-def _optimizer_sharding(spec: RunSpec) -> Literal["fully_reshardable", "dp_reshardable"]:
-    """Only a run that may go on with fewer nodes ever loads into another layout."""
-    return "dp_reshardable" if spec.resources.min_nodes is None else "fully_reshardable"
+    experts, latent = _Experts(), _LatentAttention()
+    if moe is not None:
+        experts = _Experts(
+            num_moe_experts=moe.experts,
+            moe_router_topk=moe.top_k,
+            moe_ffn_hidden_size=moe.ffn,
+            moe_shared_expert_intermediate_size=moe.shared_ffn or None,
+            moe_first_dense_layers=moe.dense_layers,
+        )
+    if mla is not None:
+        latent = _LatentAttention(
+            multi_latent_attention=True,
+            q_lora_rank=mla.q_rank,
+            kv_lora_rank=mla.kv_rank,
+            qk_head_dim=mla.nope_dim,
+            qk_pos_emb_head_dim=mla.rope_dim,
+            v_head_dim=mla.value_dim,
+        )
+    prediction = model.mtp_layers or None
+    return MegatronModel(**dict(dense), **dict(experts), **dict(latent), mtp_num_layers=prediction)

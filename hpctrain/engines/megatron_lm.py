@@ -3,7 +3,7 @@
 `MegatronLmConfig` says of a run what `MegatronConfig` does, and which checkout trains it;
 `arguments` renders it. Names are those that both Megatron-LM core_v0.16 and its main line accept
 (megatron/training/arguments.py). Belongs here: the document and the rendering. Does not belong
-here: what a spec may not give (see `hpctrain.spec.megatron_lm`), starting the program (see
+here: what a spec may not give (see `hpctrain.spec.engines.megatron_lm`), starting the program (see
 `hpctrain.train.engines.megatron_lm`), reading files.
 """
 
@@ -11,20 +11,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Literal
 
 from pydantic import Field
 
 from hpctrain.engines.megatron import BALANCE_LOSS_WEIGHT, MegatronConfig, megatron_config
 from hpctrain.plan.documents import DEFAULT_ORDER, Plan
-from hpctrain.spec.megatron_lm import MEGATRON_LM_ENTRY, ArgumentValue
+from hpctrain.spec.engines.megatron_lm import MEGATRON_LM_ENTRY, ArgumentValue
 from hpctrain.spec.run import RunSpec
 
 Given = dict[str, ArgumentValue | None]
 
 
 class MegatronLmConfig(MegatronConfig):
-    """What Megatron-LM is told, in megatron-core's names, and where it is.
+    """The configuration of Megatron-LM in megatron-core's names, and its checkout.
 
     `extra_arguments` are the user's own: name without dashes, and value.
     """
@@ -35,10 +36,15 @@ class MegatronLmConfig(MegatronConfig):
     extra_arguments: dict[str, ArgumentValue] = Field({})
     optimizer_cpu_offload: bool = False
 
+    @property
+    def needed_paths(self) -> tuple[str, ...]:
+        """The program in the checkout."""
+        return (str(PurePath(self.checkout, self.entry)),)
+
 
 @dataclass(frozen=True)
 class Places:
-    """Directories of one launch. `load` with `load_step`: the checkpoint to go on from."""
+    """Directories of one launch. `load` with `load_step`: the checkpoint to resume from."""
 
     save: str
     data_cache: str
@@ -49,11 +55,10 @@ class Places:
 def megatron_lm_config(
     spec: RunSpec, plan: Plan, peak_flops_per_gpu: float | None
 ) -> MegatronLmConfig:
-    """The trainer's view of a plan for engine `megatron-lm`."""
+    """Fill the document of engine `megatron-lm` from a plan."""
     assert spec.engine.checkout is not None, "the spec was checked for a checkout"
-    shared = megatron_config(spec, plan, peak_flops_per_gpu).model_dump(exclude={"engine"})
     return MegatronLmConfig(
-        **shared,
+        **dict(megatron_config(spec, plan, peak_flops_per_gpu)),
         checkout=spec.engine.checkout,
         entry=spec.engine.entry,
         extra_arguments=spec.engine.arguments,
@@ -62,7 +67,7 @@ def megatron_lm_config(
 
 
 def arguments(config: MegatronLmConfig, places: Places, *, on_cpu: bool = False) -> tuple[str, ...]:
-    """The words behind `pretrain_gpt.py`. `on_cpu`: for a trial on a machine without GPUs.
+    """Render the arguments of `pretrain_gpt.py`. `on_cpu`: for a trial on a machine without GPUs.
 
     The user's own arguments take the place of what is only a default here.
     """
@@ -200,7 +205,7 @@ def _layout(config: MegatronLmConfig) -> Given:
 
 
 def stage_layout(split: tuple[tuple[int, ...], ...], prediction_layers: int) -> str | None:
-    """Megatron's string of stages for an uneven split, None for an even one.
+    """Write Megatron's string of stages for an uneven split, None for an even one.
 
     `E` is the embedding, `t` a layer, `m` a prediction layer, `L` the loss; stages of the first
     chunks come before those of the second ones (pipeline_parallel_layer_layout.py).
@@ -265,7 +270,7 @@ def _optimizer(config: MegatronLmConfig) -> Given:
 
 
 def _data(config: MegatronLmConfig, places: Places) -> Given:
-    """Only sizes are asked of the tokenizer, so none has to be installed."""
+    """Name data and sizes; only sizes are read of a tokenizer, so none has to be installed."""
     blend = tuple(word for weight, prefix in config.data_blend for word in (weight, prefix))
     paths = blend if len(config.data_blend) > 1 else blend[1:]
     return {
@@ -285,7 +290,7 @@ def _data(config: MegatronLmConfig, places: Places) -> Given:
 
 
 def _checkpoints(config: MegatronLmConfig, places: Places) -> Given:
-    """Nothing is loaded at a fresh start, so that nothing can be loaded by accident."""
+    """Name what is saved and loaded: nothing is loaded by accident at a fresh start."""
     return {
         "save": places.save,
         "save-interval": config.save_interval_steps,
@@ -302,7 +307,7 @@ def _checkpoints(config: MegatronLmConfig, places: Places) -> Given:
 
 
 def _supervision(config: MegatronLmConfig) -> Given:
-    """Every step is printed, for that is the sign of life; the log gets fewer lines."""
+    """Print every step, which shows that the run is alive; the log gets fewer lines."""
     return {
         "exit-signal-handler": True,
         "exit-signal-handler-for-dataloader": True,
@@ -312,7 +317,7 @@ def _supervision(config: MegatronLmConfig) -> Given:
 
 
 def _cpu() -> Given:
-    """Without CUDA, TransformerEngine and Apex: gloo, and nothing that is fused."""
+    """Switch off what needs CUDA, TransformerEngine or Apex: gloo, and nothing fused."""
     switches = (
         "no-gradient-accumulation-fusion no-masked-softmax-fusion no-bias-gelu-fusion "
         "no-bias-swiglu-fusion no-bias-dropout-fusion no-persist-layer-norm no-rope-fusion "

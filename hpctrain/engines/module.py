@@ -6,7 +6,7 @@ Belongs here: those fields. Does not belong here: how the module is sharded (see
 
 from __future__ import annotations
 
-from hpctrain.engines.training import TrainConfig, shared_fields
+from hpctrain.engines.training import TrainConfig, shared_config
 from hpctrain.plan.abilities.readable import data_format
 from hpctrain.plan.documents import Plan
 from hpctrain.spec.data import Augmentation, Colors, DataFormat
@@ -33,30 +33,36 @@ class ModuleConfig(TrainConfig):
     activation_checkpointing: bool = False
 
     @property
+    def pretrained(self) -> str | None:
+        """The directory of the weights to begin with; None: random ones."""
+        return self.model.pretrained
+
+    @property
+    def needed_paths(self) -> tuple[str, ...]:
+        """The directory of the weights, and the tokenizer where words are hidden while training."""
+        masked = self.task == "masked_language_modeling"
+        paths = (self.pretrained, self.tokenizer if masked else None)
+        return tuple(path for path in paths if path is not None)
+
+    @property
     def labels_per_sample(self) -> int:
         """What a sample has at most that a loss is computed for: its tokens, or one class."""
         return 1 if self.task == "classification" else self.seq_length
 
 
-def module_fields(spec: RunSpec, plan: Plan, peak_flops_per_gpu: float | None) -> dict[str, object]:
-    """The fields of `ModuleConfig` but `engine`."""
-    return dict(
-        **shared_fields(spec, plan, peak_flops_per_gpu),
+def module_config(spec: RunSpec, plan: Plan, peak_flops_per_gpu: float | None) -> ModuleConfig:
+    """Fill what the engines of these modules share."""
+    mean, std = spec.data.normalization
+    return ModuleConfig(
+        **dict(shared_config(spec, plan, peak_flops_per_gpu)),
         model=spec.model,
         task=spec.learned_task,
         lora=spec.lora,
-        **_data_fields(spec),
-        activation_checkpointing=plan.recompute == "full",
-    )
-
-
-def _data_fields(spec: RunSpec) -> dict[str, object]:
-    mean, std = spec.data.normalization
-    return dict(
         data_format=data_format(spec),
         data_validation=spec.data.validation,
         data_workers=spec.data.workers,
         augmentation=spec.data.augmentation,
         pixel_mean=mean,
         pixel_std=std,
+        activation_checkpointing=plan.recompute == "full",
     )

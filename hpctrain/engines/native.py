@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from hpctrain.engines.module import ModuleConfig, module_fields
+from hpctrain.engines.module import ModuleConfig, module_config
 from hpctrain.plan.documents import Plan
-from hpctrain.spec.engine import DdpSpec
+from hpctrain.spec.engines.ddp import DdpSpec
+from hpctrain.spec.engines.registry import abilities_of
 from hpctrain.spec.run import RunSpec
 
 
@@ -37,11 +38,10 @@ class NativeConfig(ModuleConfig):
 
 
 def native_config(spec: RunSpec, plan: Plan, peak_flops_per_gpu: float | None) -> NativeConfig:
-    """The trainer's view of a plan for engine `fsdp` or `ddp`."""
-    sharded = plan.engine == "fsdp"
+    """Fill the document of engine `fsdp` or `ddp` from a plan."""
+    sharded = abilities_of(plan.engine).shards
     return NativeConfig(
-        engine="fsdp" if sharded else "ddp",
-        **module_fields(spec, plan, peak_flops_per_gpu),
+        **dict(module_config(spec, plan, peak_flops_per_gpu)),
         shard_size=plan.shard_gpus or plan.layout.dp if sharded else 1,
         reshard_after_forward=plan.zero == 3,
         cpu_offload=plan.offload == "cpu",

@@ -1,4 +1,4 @@
-"""What every trainer is told, whatever trains: batch, schedule, data, checkpoints, logging.
+"""What configures every trainer, whatever engine: batch, schedule, data, checkpoints, logging.
 
 `TrainConfig` is what the engines' own documents have in common, with Megatron's names; its file
 is the run's `train.json`. Belongs here: those fields, and the pure function that fills them. Does
@@ -7,7 +7,7 @@ not belong here: what only one engine asks for (see `megatron`, `native`), torch
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal, cast
 
 from hpctrain.plan.documents import Plan
 from hpctrain.spec.document import Document
@@ -80,10 +80,24 @@ class TrainConfig(Document):
         """Processes of one launch."""
         return self.data_parallel_size
 
+    def pipeline_stage(self, rank: int) -> int:
+        """The pipeline stage that a rank computes: 0 where there is no pipeline."""
+        return 0
+
     @property
     def layout_words(self) -> str:
         """The layout in a manifest, for people: `tp 2 · pp 1 · dp 4`."""
         return f"dp {self.data_parallel_size}"
+
+    @property
+    def needed_paths(self) -> tuple[str, ...]:
+        """Files and directories that every launch reads on every node, apart from data."""
+        return ()
+
+    @property
+    def library_config(self) -> dict[str, Any] | None:
+        """The configuration of the engine's own library, to be kept beside `train.json`."""
+        return None
 
     @property
     def microbatches(self) -> int:
@@ -91,27 +105,24 @@ class TrainConfig(Document):
         return self.global_batch_size // (self.micro_batch_size * self.data_parallel_size)
 
 
-def shared_fields(spec: RunSpec, plan: Plan, peak_flops_per_gpu: float | None) -> dict[str, object]:
-    """The fields of `TrainConfig` but `engine`: spec values where the plan did not decide."""
-    return dict(
+def shared_config(spec: RunSpec, plan: Plan, peak_flops_per_gpu: float | None) -> TrainConfig:
+    """Fill what all engines share: spec values where the plan did not decide.
+
+    An engine's own document takes these fields: `OwnConfig(**dict(shared), own_field=...)`.
+    """
+    optimizer, schedule, data = spec.optimizer, spec.schedule, spec.data
+    checkpoint, evaluation = spec.checkpoint, spec.evaluation
+    return TrainConfig(
+        engine=plan.engine,
         run_name=spec.name,
         vocab_size=spec.model.vocab,
         seq_length=spec.model.seq,
         data_parallel_size=plan.layout.dp,
-        **_training_fields(spec, plan),
-        **_io_fields(spec),
-        model_flops_per_step=plan.model_flops_per_step,
-        peak_flops_per_gpu=peak_flops_per_gpu,
-    )
-
-
-def _training_fields(spec: RunSpec, plan: Plan) -> dict[str, object]:
-    optimizer, schedule = spec.optimizer, spec.schedule
-    return dict(
         micro_batch_size=plan.batch.micro_batch,
         global_batch_size=plan.batch.global_batch,
         train_steps=plan.batch.train_steps,
-        precision=plan.precision,
+        # pydantic refuses the others, which can be planned only
+        precision=cast(Literal["bf16", "fp32"], plan.precision),
         deterministic_mode=spec.engine.deterministic,
         seed=spec.seed,
         lr=optimizer.lr,
@@ -124,40 +135,38 @@ def _training_fields(spec: RunSpec, plan: Plan) -> dict[str, object]:
         adam_eps=optimizer.epsilon,
         weight_decay=optimizer.weight_decay,
         clip_grad=optimizer.clip_grad,
-        rank_times_interval_steps=_times_interval(plan.batch.train_steps),
-    )
-
-
-def _times_interval(train_steps: int) -> int:
-    """Short runs tell the times and nodes of their ranks, too: a window begins after the first
-    step, and is told one step after its last."""
-    return max(1, min(_TIMES_INTERVAL_STEPS, train_steps - 2))
-
-
-def _io_fields(spec: RunSpec) -> dict[str, object]:
-    data, checkpoint = spec.data, spec.checkpoint
-    return dict(
         data_blend=tuple((source.weight, source.path) for source in data.sources),
         data_split=data.split,
         data_cache=data.cache,
         tokenizer=data.tokenizer,
-        eval_interval_steps=spec.evaluation.every_steps,
-        eval_batches=spec.evaluation.batches,
+        eval_interval_steps=evaluation.every_steps,
+        eval_batches=evaluation.batches,
         save_interval_steps=checkpoint.every_steps,
         save_interval_seconds=_interval_seconds(checkpoint),
         save_interval_auto=checkpoint.every == "auto",
-        loss_spike=spec.supervise.rollback.spike,
         async_save=checkpoint.asynchronous,
         keep_checkpoints=checkpoint.keep,
         keep_every_steps=checkpoint.keep_every_steps,
         log_interval_steps=spec.logging.every_steps,
-        profile=spec.profile,
         distributed_timeout_seconds=float(spec.engine.collective_timeout),
+        loss_spike=spec.supervise.rollback.spike,
+        rank_times_interval_steps=_times_interval(plan.batch.train_steps),
+        profile=spec.profile,
+        model_flops_per_step=plan.model_flops_per_step,
+        peak_flops_per_gpu=peak_flops_per_gpu,
     )
 
 
+def _times_interval(train_steps: int) -> int:
+    """Choose a window in which short runs report times and nodes of their ranks, too.
+
+    It begins after the first step, and is reported one step after its last.
+    """
+    return max(1, min(_TIMES_INTERVAL_STEPS, train_steps - 2))
+
+
 def _interval_seconds(checkpoint: CheckpointSpec) -> float | None:
-    """`auto` begins with a save after some minutes, whose cost then sets the interval."""
+    """Choose the time between saves; `auto` begins with some minutes, then measures."""
     if checkpoint.every == "auto":
         return _FIRST_SAVE_SECONDS
     return float(checkpoint.every) if checkpoint.every else None

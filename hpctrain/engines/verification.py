@@ -73,7 +73,7 @@ class Verification(Document):
 
 
 def compare(plan: Plan, kept_bytes: tuple[int | None, ...], built: Built) -> Verification:
-    """Set `built` beside `plan`; `kept_bytes` are the planned ones of each stage."""
+    """Compare `built` with `plan`; `kept_bytes` are the planned ones of each stage."""
     stages = tuple(
         _verified(stage, kept, real)
         for stage, kept, real in zip(plan.stages, kept_bytes, built.stages, strict=True)

@@ -1,4 +1,4 @@
-"""Whom the evidence speaks against: from a failure to evidence, from evidence to nodes to avoid.
+"""Turn failures into evidence about nodes, and evidence into nodes to avoid.
 
 Pure: evidence and times come in, decisions go out. Belongs here: who is blamed for what, adding
 up, limits. Does not belong here: the file (`record`), and whether anything is done
@@ -46,7 +46,7 @@ _CONTAINED = re.compile(r"\bxid\b(?:\s*\([^)]*\))?[\s:]*94\b", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Witness:
-    """Who has seen something: a run's job on a cluster at a time (seconds since the epoch)."""
+    """The source of evidence: a run's job on a cluster at a time (seconds since the epoch)."""
 
     time: float
     cluster: str
@@ -62,7 +62,7 @@ class Witness:
         gpu: str | None = None,
         weight: float | None = None,
     ) -> NodeEvidence:
-        """A piece of evidence with the weight of its kind unless told otherwise."""
+        """Make a piece of evidence; its weight is that of its kind unless one is given."""
         return NodeEvidence(
             time=self.time,
             cluster=self.cluster,
@@ -90,7 +90,7 @@ def blame(
     short_launch: bool = False,
     gpu: str | None = None,
 ) -> tuple[NodeEvidence, ...]:
-    """What one failed launch says about nodes.
+    """Collect the evidence about nodes that one failed launch gives.
 
     `cause` and `reason` are the verdict's, `nodes` its suspects, `hard` that their hardware is
     broken beyond doubt, `job_nodes` all nodes of the launch, `lost` those that do not answer any
@@ -100,7 +100,10 @@ def blame(
     have taken out of service (`planned`).
     """
     gone = [node for node in _names(lost) if is_singular(lost, job_nodes)]
-    kind = kind or _kind(cause, reason, hard=hard)
+    if kind is None:
+        kind = EvidenceKind.HARDWARE if hard else _BY_CAUSE.get(cause)
+        if not hard and cause == "gpu_error" and _CONTAINED.search(reason):
+            kind = EvidenceKind.GPU_ERROR_CONTAINED
     suspects = [node for node in _names(nodes) if node not in gone]
     if kind is EvidenceKind.LOST and not is_singular([*suspects, *gone], job_nodes):
         suspects = []
@@ -112,7 +115,7 @@ def blame(
         found += [witness.says(kind, node, reason, gpu=gpu) for node in suspects]
     if short_launch and cause in _BY_CAUSE:
         named = {one.node for one in found} | set(planned)
-        found += _smear(witness, reason, job_nodes, named)
+        found += _shared_evidence(witness, reason, job_nodes, named)
     return tuple(found)
 
 
@@ -125,7 +128,7 @@ def blame_problem(
     blocks: bool,
     gpu: str | None = None,
 ) -> NodeEvidence:
-    """What a failed check of one node says, when the same check has passed on others.
+    """Make the evidence of a failed check of one node that has passed on others.
 
     `hard`: its hardware is broken beyond doubt; `blocks`: no launch can use it as it is.
     """
@@ -141,18 +144,10 @@ def is_singular(some: Collection[str], job_nodes: Collection[str]) -> bool:
     return len(some) <= 1 or 2 * len(some) <= len(job_nodes)
 
 
-def _kind(cause: str, reason: str, *, hard: bool) -> EvidenceKind | None:
-    if hard:
-        return EvidenceKind.HARDWARE
-    if cause == "gpu_error" and _CONTAINED.search(reason):
-        return EvidenceKind.GPU_ERROR_CONTAINED
-    return _BY_CAUSE.get(cause)
-
-
-def _smear(
+def _shared_evidence(
     witness: Witness, reason: str, job_nodes: Sequence[str], named: Collection[str]
 ) -> list[NodeEvidence]:
-    """A little for everybody who was there, unless it is too little to matter."""
+    """Divide a weight among all other nodes of the launch, unless the share is too small."""
     kind = EvidenceKind.SHORT_ATTEMPT
     weight = KINDS[kind].weight / max(1, len(job_nodes))
     if weight < _LEAST_WEIGHT:
@@ -242,27 +237,23 @@ def scores(
             by_node.pop(one.node, None)
             continue
         by_node[(homes or {}).get(one.gpu or "", one.node)].append(one)
-    found = [_score(node, seen, now) for node, seen in by_node.items()]
-    return tuple(sorted((one for one in found if one.score > 0), key=_worst_first))
-
-
-def _score(node: str, seen: Sequence[NodeEvidence], now: float) -> NodeScore:
-    counted: dict[object, NodeEvidence] = {}
-    for number, one in enumerate(seen):
-        same = (one.run_id, one.kind, one.gpu) if not KINDS[one.kind].repeats else number
-        counted.pop(same, None)
-        counted[same] = one
-    current = tuple(one for one in counted.values() if weight_now(one, now) > 0)
-    return NodeScore(node, tuple(weight_now(one, now) for one in current), current)
+    found = []
+    for node, seen in by_node.items():
+        counted: dict[object, NodeEvidence] = {}
+        for number, one in enumerate(seen):
+            same = (one.run_id, one.kind, one.gpu) if not KINDS[one.kind].repeats else number
+            counted.pop(same, None)
+            counted[same] = one
+        current = tuple(one for one in counted.values() if weight_now(one, now) > 0)
+        found.append(NodeScore(node, tuple(weight_now(one, now) for one in current), current))
+    return tuple(
+        sorted((one for one in found if one.score > 0), key=lambda one: (-one.score, one.node))
+    )
 
 
 def program_of(run_id: str) -> str:
     """The name that people gave to the runs of one program: run ids are `NAME-xxxx`."""
     return run_id.rpartition("-")[0] or run_id
-
-
-def _worst_first(one: NodeScore) -> tuple[float, str]:
-    return -one.score, one.node
 
 
 def unfit_nodes(
@@ -345,7 +336,7 @@ def _why(kept: Sequence[NodeScore], dropped: Sequence[NodeScore], usable: int, n
 
 
 def story(one: NodeScore) -> str:
-    """The case against a node in a few words: `XID 79 GPU fell off the bus, 2 runs, score 200`."""
+    """Summarise the evidence against a node: `XID 79 GPU fell off the bus, 2 runs, score 200`."""
     worst = one.heaviest
     runs = f", {one.runs} runs" if one.runs > 1 else ""
     return f"{worst.reason or KINDS[worst.kind].words}{runs}, score {one.score:.0f}"

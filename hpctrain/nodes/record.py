@@ -14,14 +14,17 @@ evidence against a node at all.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hpctrain.durable import append_line
+from hpctrain.printable_text import printable_line
 
 DAY_SECONDS = 86400.0
 _SOFT_SECONDS, _HARD_SECONDS = DAY_SECONDS, 7 * DAY_SECONDS
@@ -100,11 +103,13 @@ KINDS: dict[EvidenceKind, KindFacts] = {
 class NodeEvidence(BaseModel):
     """One line of the node ledger. `time` is seconds since the epoch, `gpu` an UUID.
 
-    FORGIVEN voids what was said about the node before it; `user` is who forgave.
+    FORGIVEN voids what was said about the node before it; `user` is who forgave. Lines of a newer
+    format are left out: the file is shared by runs of several versions, and is advice only.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore", defer_build=True)
 
+    schema_version: Literal[1] = 1
     time: float
     cluster: str
     node: str = Field(pattern=NODE_NAME)
@@ -131,7 +136,7 @@ class NodeLedger:
             append_line(self.path, "\n".join(lines), mode=0o600)
 
     def read(self) -> tuple[NodeEvidence, ...]:
-        """What is readable, in the order written; torn, foreign and very old lines are left out.
+        """Read all evidence in the order written, without torn, foreign and very old lines.
 
         Raises OSError when the file exists and cannot be read: then nothing is known.
         """
@@ -142,15 +147,11 @@ class NodeLedger:
                 lines = stream.read().splitlines()
         except FileNotFoundError:
             return ()
-        return tuple(_readable(lines))
-
-
-def _readable(lines: Sequence[bytes]) -> Iterable[NodeEvidence]:
-    for line in lines:
-        try:
-            yield NodeEvidence.model_validate_json(line)
-        except ValidationError:
-            continue
+        evidence = []
+        for line in lines:
+            with contextlib.suppress(ValidationError):
+                evidence.append(NodeEvidence.model_validate_json(line))
+        return tuple(evidence)
 
 
 def forgiveness(now: float, cluster: str, node: str, user: str, reason: str) -> NodeEvidence:
@@ -168,5 +169,4 @@ def forgiveness(now: float, cluster: str, node: str, user: str, reason: str) -> 
 
 def short(text: str) -> str:
     """One printable line: reasons are often lines of logs, which may hold anything."""
-    line = " ".join(text.split())
-    return "".join(c if c.isprintable() else "?" for c in line)[:_LONGEST_REASON]
+    return printable_line(text, _LONGEST_REASON)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from hpctrain.plan.cost.plan_memory import TIGHT_SHARE, candidate_memory
 from hpctrain.plan.cost.prediction import step_parts
 from hpctrain.plan.documents import (
+    ORDERS,
     RECOMPUTES,
     Change,
     Explanation,
@@ -25,7 +26,6 @@ from hpctrain.plan.documents import (
 )
 from hpctrain.plan.mesh.candidate import Candidate
 from hpctrain.plan.mesh.columns import Columns, columns_of, joined
-from hpctrain.plan.mesh.rank_order import ORDERS
 from hpctrain.plan.planner import Decision
 from hpctrain.plan.search.layouts import Found
 from hpctrain.plan.search.ranking import pareto, preferred
@@ -53,7 +53,7 @@ def explain(decision: Decision, top: int = 8, given: Candidate | None = None) ->
     told = _runners(decision, [*candidates, *([given] if given else [])], [*labels, ""])
     cut = 1 + len(others)
     return Explanation(
-        goal=decision.goal,
+        goal=decision.request.goal,
         counts=found.counts,
         groups=len(best),
         winner=told[0],
@@ -67,7 +67,7 @@ def explain(decision: Decision, top: int = 8, given: Candidate | None = None) ->
 def group_winners(found: Found, decision: Decision) -> Rows:
     """The best row of each mesh (tp, pp, cp, ep), best mesh first; those that do not fit last,
     by what they lack."""
-    ranked = preferred(found, decision.goal)
+    ranked = preferred(found)
     chosen = np.concatenate([[decision.row], ranked[ranked != decision.row]])
     tight = np.flatnonzero(found.fits & ~found.roomy)
     key = found.step_seconds if found.timed else found.peak_bytes
@@ -118,7 +118,7 @@ def _runners(
     parts = _parts(decision, joined([columns_of(candidate) for candidate in candidates]))
     told = []
     for number, (candidate, label) in enumerate(zip(candidates, labels, strict=False)):
-        memory = candidate_memory(decision.spec, decision.profile, decision.knowledge, candidate)
+        memory = candidate_memory(decision.request, candidate)
         pair = (parts[0], parts[number]) if parts else None
         told.append(_runner(candidate, label, memory, decision.found.capacity_bytes, pair))
     return told
@@ -128,8 +128,7 @@ def _parts(decision: Decision, columns: Columns) -> list[StepParts]:
     """Step times of a few rows, also of those that do not fit; empty without a known GPU."""
     if not decision.found.timed:
         return []
-    known = (decision.spec, decision.profile, decision.knowledge)
-    return step_parts(*known, columns, decision.found.freedom.stages)
+    return step_parts(decision.request, columns, decision.found.freedom.stages)
 
 
 def _runner(

@@ -9,19 +9,21 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 from hpctrain.spec.document import Document
+from hpctrain.spec.engines.abilities import Home
+from hpctrain.spec.engines.abilities import Recompute as Recompute
+from hpctrain.spec.engines.registry import EngineName
 from hpctrain.spec.run import Precision
 
 Axis = Literal["tp", "cp", "ep", "dp", "pp"]
-Recompute = Literal["none", "selective", "full"]
 RECOMPUTES: tuple[Recompute, ...] = get_args(Recompute)
-Engine = Literal["megatron", "megatron-lm", "fsdp", "deepspeed", "ddp"]
-Offload = Literal["none", "cpu", "nvme"]
+Offload = Home
 Goal = Literal["time", "gpu-hours", "memory"]
 Order = Literal["tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"]
 Span = Literal[
     "one GPU", "inside a node", "inside an NVLink domain", "across nodes", "across islands"
 ]
-DEFAULT_ORDER: Order = "tp-cp-ep-dp-pp"
+ORDERS: tuple[Order, ...] = get_args(Order)
+DEFAULT_ORDER: Order = ORDERS[0]
 
 
 class Layout(Document):
@@ -179,7 +181,7 @@ class Plan(Document):
     schema_version: Literal[1] = 1
     run_name: str
     profile_name: str
-    engine: Engine
+    engine: EngineName
     layout: Layout
     layout_origin: Literal["spec", "auto"]
     nodes: NodeRequest

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from hpctrain.plan.cost.from_spec import Knowledge, uses_flash_attention
+from hpctrain.plan.cost.from_spec import uses_flash_attention
 from hpctrain.plan.cost.plan_memory import TIGHT_SHARE, candidate_peak
 from hpctrain.plan.divisors import divisors
 from hpctrain.plan.documents import (
@@ -22,6 +22,7 @@ from hpctrain.plan.mesh.batch import LOW_BUBBLE, bubble_fraction
 from hpctrain.plan.mesh.candidate import Candidate
 from hpctrain.plan.mesh.placement import stays_inside
 from hpctrain.plan.model.parameters import pad_vocab, vocab_multiple
+from hpctrain.plan.request import PlanRequest
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec
 from hpctrain.units import short_bytes
@@ -37,15 +38,12 @@ _BEST: dict[Goal, str] = {
 class Facts:
     """Everything about one plan that sentences are made of."""
 
-    spec: RunSpec
-    profile: ClusterProfile
-    knowledge: Knowledge | None
+    request: PlanRequest
     candidate: Candidate
     placements: Sequence[AxisPlacement]
     memory: Sequence[MemoryBreakdown]
     counts: SearchCounts
     prediction: Prediction | None
-    goal: Goal
 
     @property
     def bubble(self) -> float:
@@ -96,7 +94,7 @@ def proposal(found: Iterable[Candidate]) -> str | None:
 
 def reasons(facts: Facts) -> tuple[str, ...]:
     """Why the plan is as it is, one full sentence each."""
-    spec, profile, layout = facts.spec, facts.profile, facts.candidate.layout
+    spec, profile, layout = facts.request.spec, facts.request.profile, facts.candidate.layout
     lines = [
         *_choice_reasons(facts),
         *_placement_reasons(profile, facts.placements),
@@ -123,7 +121,9 @@ def _choice_reasons(facts: Facts) -> list[str]:
         lines += _untimed_reasons(facts)
     elif counts.fitting > 1:
         more = f"; {counts.too_large:,} more would not" if counts.too_large else ""
-        lines.append(f"{_BEST[facts.goal]} of {counts.fitting:,} candidates that fit{more}.")
+        lines.append(
+            f"{_BEST[facts.request.goal]} of {counts.fitting:,} candidates that fit{more}."
+        )
     if len(set(candidate.split)) > 1:
         lines.append(f"Layers per chunk are uneven: {list(candidate.split)} in model order.")
     return lines
@@ -131,7 +131,7 @@ def _choice_reasons(facts: Facts) -> list[str]:
 
 def _untimed_reasons(facts: Facts) -> list[str]:
     """Where the GPU is unknown, size and bubble decide; nothing is said about what is fixed."""
-    spec, candidate = facts.spec, facts.candidate
+    spec, candidate = facts.request.spec, facts.candidate
     lines, layout = [], candidate.layout
     if spec.parallel == "auto":
         lines.append(
@@ -157,11 +157,10 @@ def _micro_reason(candidate: Candidate, bubble: float) -> str:
 
 def _recompute_reasons(facts: Facts) -> list[str]:
     """What recomputation buys, so that nobody pays for it without need."""
-    spec, candidate = facts.spec, facts.candidate
+    spec, candidate = facts.request.spec, facts.candidate
     if candidate.recompute == "none":
         return []
-    known = (spec, facts.profile, facts.knowledge)
-    without = candidate_peak(*known, replace(candidate, recompute="none"))
+    without = candidate_peak(facts.request, replace(candidate, recompute="none"))
     saved = without - max(stage.total_bytes for stage in facts.memory)
     why = " (flash attention keeps no s x s matrices anyway)"
     flash = candidate.recompute == "selective" and uses_flash_attention(spec)
@@ -193,19 +192,20 @@ def _placement_reasons(profile: ClusterProfile, placements: Sequence[AxisPlaceme
 def warnings(facts: Facts) -> tuple[str, ...]:
     """What works but should be known before the GPU hours are spent."""
     return (
-        *_domain_warnings(facts.profile, facts.placements),
-        *_memory_warnings(facts.profile, facts.memory),
+        *_domain_warnings(facts.request.profile, facts.placements),
+        *_memory_warnings(facts.request.profile, facts.memory),
         *_bubble_warnings(facts),
-        *_engine_warnings(facts.spec, facts.candidate),
+        *_engine_warnings(facts.request.spec, facts.candidate),
     )
 
 
 def _time_reasons(facts: Facts) -> list[str]:
-    if facts.prediction is not None or facts.knowledge is None:
+    profile = facts.request.profile
+    if facts.prediction is not None or facts.request.knowledge is None:
         return []
-    gpu = facts.profile.gpu
+    gpu = profile.gpu
     return [
-        f"Step time is not predicted: profile {facts.profile.name} says neither the peak rate nor "
+        f"Step time is not predicted: profile {profile.name} says neither the peak rate nor "
         f"the memory bandwidth of its {gpu.type} with {short_bytes(gpu.memory)}."
     ]
 
@@ -234,7 +234,7 @@ def _memory_warnings(profile: ClusterProfile, memory: Sequence[MemoryBreakdown])
 
 
 def _bubble_warnings(facts: Facts) -> list[str]:
-    spec, candidate, bubble = facts.spec, facts.candidate, facts.bubble
+    spec, candidate, bubble = facts.request.spec, facts.candidate, facts.bubble
     layout = candidate.layout
     if bubble <= LOW_BUBBLE:
         return []
@@ -255,7 +255,7 @@ def _engine_warnings(spec: RunSpec, candidate: Candidate) -> list[str]:
     layout, lines = candidate.layout, []
     if layout.cp > 1 and spec.engine.implementation == "auto":
         lines.append(f"cp {layout.cp} needs TransformerEngine on the nodes.")
-    if layout.dp * layout.cp > 1 and candidate.zero == 0 and spec.engine.name != "ddp":
+    if layout.dp * layout.cp > 1 and candidate.zero == 0 and spec.engine.abilities.shards:
         replicas = layout.dp * layout.cp
         lines.append(f"Optimizer state is not shared out: {replicas} GPUs hold the same.")
     if spec.model.key_value_heads < layout.tp:

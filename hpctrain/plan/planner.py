@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from hpctrain.errors import DoesNotFitError, HpctrainError, LimitError
 from hpctrain.plan.abilities.sharding import sharding_problems
 from hpctrain.plan.abilities.trainable import untrainable
-from hpctrain.plan.cost.from_spec import Knowledge
 from hpctrain.plan.cost.lora_counts import (
     flops_per_step,
     held_parameters,
@@ -31,22 +30,21 @@ from hpctrain.plan.limits import (
     size_problems,
     usable_gpus,
 )
-from hpctrain.plan.mesh.batch import batch_problems, batch_split
-from hpctrain.plan.mesh.candidate import Candidate, candidate_of
+from hpctrain.plan.mesh.batch import batch_split
+from hpctrain.plan.mesh.candidate import Candidate
 from hpctrain.plan.mesh.islands import island_warnings, on_islands, slow_links, used_islands
-from hpctrain.plan.mesh.layout import layout_of, layout_problems, settled, world_problems
+from hpctrain.plan.mesh.layout import settled
 from hpctrain.plan.mesh.placement import place_axes
-from hpctrain.plan.mesh.rank_order import OrderChoice, choose_order, order_problems
-from hpctrain.plan.model.parameters import (
-    pad_vocab,
-    vocab_multiple,
-)
+from hpctrain.plan.mesh.rank_order import OrderChoice, choose_order
+from hpctrain.plan.mesh.rules import BATCH, MESH_RULES, RULES, Rule, layout_values, refusals
+from hpctrain.plan.model.parameters import pad_vocab, vocab_multiple
+from hpctrain.plan.request import Knowledge, PlanRequest
 from hpctrain.plan.search.hints import larger_fit, nearest_fits, roomiest
 from hpctrain.plan.search.layouts import Found, search
 from hpctrain.plan.search.ranking import preferred
 from hpctrain.plan.search.space import freedom_of
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.run import ParallelSpec, RunSpec
+from hpctrain.spec.run import RunSpec
 
 # How many candidates just below the capacity are looked at exactly before giving up.
 BORDERLINE = 64
@@ -56,13 +54,25 @@ BORDERLINE = 64
 class Decision:
     """A plan and the search behind it: `row` of `found` became the plan."""
 
-    spec: RunSpec
-    profile: ClusterProfile
-    knowledge: Knowledge | None
-    goal: Goal
+    request: PlanRequest
     found: Found
     row: int
     plan: Plan
+
+
+@dataclass(frozen=True)
+class Refusals:
+    """Why a request has no plan, one message each, by kind."""
+
+    site: Sequence[str]
+    size: Sequence[str]
+    sharding: Sequence[str]
+    layout: Sequence[str]
+    memory: Sequence[str] = ()
+
+    @property
+    def messages(self) -> list[str]:
+        return [*self.site, *self.size, *self.sharding, *self.layout, *self.memory]
 
 
 def make_plan(
@@ -78,132 +88,100 @@ def make_plan(
     batch or memory do not work out. The message has one line per problem, with numbers; the hint
     has the nearest layouts that fit.
     """
-    return decide(spec, profile, knowledge, goal).plan
+    return decide(PlanRequest(spec, profile, knowledge, goal)).plan
 
 
-def decide(
-    spec: RunSpec,
-    profile: ClusterProfile,
-    knowledge: Knowledge | None = None,
-    goal: Goal = "time",
-) -> Decision:
-    """`make_plan`, with the search that led to the plan."""
-    limits = limit_problems(spec, profile)
-    problems = _problems(spec, profile)
+def decide(request: PlanRequest) -> Decision:
+    """Make a plan, and keep the search that led to it."""
+    spec, profile = request.spec, request.profile
     found: Found | None = None
     row: int | None = None
-    if not problems or (_only_too_many(spec, profile, problems)):
-        found = search(spec, profile, knowledge, freedom_of(spec, profile))
-        row = _chosen(spec, profile, knowledge, found, goal)
-        problems += [] if row is not None else _memory_problems(spec, profile, knowledge, found)
-    if limits or problems or found is None or row is None:
-        raise _refusal(spec, profile, knowledge, limits, problems)
-    plan = _assemble(spec, profile, knowledge, found, row, goal)
-    return Decision(spec, profile, knowledge, goal, found, row, plan)
+    sharding = sharding_problems(spec)
+    # what the engine cannot do at all says enough about sharding
+    rules = (*MESH_RULES, BATCH) if sharding else RULES
+    refused = Refusals(
+        site=limit_problems(spec, profile),
+        size=size_problems(spec.resources.gpus, profile),
+        sharding=sharding,
+        layout=_layout_refusals(request, rules),
+    )
+    # the memory of a layout on too many GPUs is worth mentioning in the same message
+    impossible = refused.sharding or refused.layout or (spec.parallel == "auto" and refused.size)
+    if not impossible:
+        found = search(request, freedom_of(spec, profile))
+        row = _chosen(found)
+        if row is None:
+            refused = replace(refused, memory=[_memory_refusal(found)])
+    if found is None or row is None or refused.messages:
+        raise _refusal(request, refused)
+    return Decision(request, found, row, _assemble(found, row))
 
 
-def _problems(spec: RunSpec, profile: ClusterProfile) -> list[str]:
-    """Everything but memory that is wrong with the sizes asked for, in words."""
-    gpus = spec.resources.gpus
-    problems = size_problems(gpus, profile)
+def _layout_refusals(request: PlanRequest, rules: Sequence[Rule]) -> list[str]:
+    """List what is wrong with an explicit layout, except its memory."""
+    spec = request.spec
     if spec.parallel == "auto":
-        return problems + sharding_problems(spec)
-    parallel = settled(spec, spec.parallel)
-    problems += sharding_problems(spec) + layout_problems(spec, parallel)
-    worlds = world_problems(parallel, gpus, profile)
-    if worlds:
-        return problems + worlds
-    problems += batch_problems(spec, layout_of(parallel, gpus))
-    return problems or _mesh_problems(spec, parallel)
+        return []
+    values = layout_values(spec, settled(spec, spec.parallel), spec.resources.gpus)
+    return refusals(request, values, rules)
 
 
-def _mesh_problems(spec: RunSpec, parallel: ParallelSpec) -> list[str]:
-    """What can only be said of a mesh that is fine by itself: its order and its shards."""
-    candidate = candidate_of(spec, parallel, spec.resources.gpus, 1, "none")
-    layout, size = candidate.layout, spec.optimizer.shard_gpus
-    problems = order_problems(candidate, layout.order)
-    replicas = layout.dp * layout.cp
-    if size is not None and replicas % size:
-        problems.append(f"shards of {size} GPUs do not divide the {replicas} replicas (dp x cp)")
-    return problems
-
-
-def _only_too_many(spec: RunSpec, profile: ClusterProfile, problems: Sequence[str]) -> bool:
-    """True where an explicit layout is fine but for the number of GPUs: its memory is worth
-    mentioning in the same message."""
-    sizes = size_problems(spec.resources.gpus, profile)
-    return spec.parallel != "auto" and list(problems) == sizes
-
-
-def _chosen(
-    spec: RunSpec,
-    profile: ClusterProfile,
-    knowledge: Knowledge | None,
-    found: Found,
-    goal: Goal,
-) -> int | None:
-    """The first preferred row whose exact memory fits; None when none does."""
-    for row in preferred(found, goal)[:BORDERLINE]:
-        memory = candidate_memory(spec, profile, knowledge, found.candidate(int(row)))
+def _chosen(found: Found) -> int | None:
+    """Find the first preferred row whose exact memory fits; None when none does."""
+    for row in preferred(found)[:BORDERLINE]:
+        memory = candidate_memory(found.request, found.candidate(int(row)))
         if max(stage.total_bytes for stage in memory) <= found.capacity_bytes:
             return int(row)
     return None
 
 
-def _memory_problems(
-    spec: RunSpec, profile: ClusterProfile, knowledge: Knowledge | None, found: Found
-) -> list[str]:
-    """Why nothing was chosen: what the leanest candidate needs, or that there is none."""
+def _memory_refusal(found: Found) -> str:
+    """Say why nothing was chosen: what the leanest candidate needs, or that there is none."""
+    spec = found.request.spec
     if not len(found.columns):
-        model = spec.model
-        return [
-            f"no layout of {spec.resources.gpus} GPUs divides layers {model.layers}, heads "
-            f"{model.heads} and global batch {spec.batch.global_} (micro {spec.batch.micro})"
-        ]
+        return (
+            f"no layout of {spec.resources.gpus} GPUs divides layers {spec.model.layers}, heads "
+            f"{spec.model.heads} and global batch {spec.batch.global_} (micro {spec.batch.micro})"
+        )
     best = roomiest(found)
-    memory = candidate_memory(spec, profile, knowledge, best)
-    refusal = memory_refusal(best, memory, found.capacity_bytes)
+    refusal = memory_refusal(best, candidate_memory(found.request, best), found.capacity_bytes)
     if spec.parallel == "auto":
         how = "" if spec.recompute == "auto" else f" with recompute {spec.recompute}"
         refusal = f"no layout fits{how}; the leanest, {refusal}"
-    return [refusal]
+    return refusal
 
 
-def _refusal(
-    spec: RunSpec,
-    profile: ClusterProfile,
-    knowledge: Knowledge | None,
-    limits: Sequence[str],
-    problems: Sequence[str],
-) -> HpctrainError:
-    kind = LimitError if limits else DoesNotFitError
-    too_many = allowed_gpus(spec, profile) != spec.resources.gpus
-    hint = _hint(spec, profile, knowledge) if problems or too_many else None
-    return kind("\n".join([*limits, *problems]), hint)
+def _refusal(request: PlanRequest, refused: Refusals) -> HpctrainError:
+    spec = request.spec
+    kind = LimitError if refused.site else DoesNotFitError
+    only_site = list(refused.site) == refused.messages
+    too_many = allowed_gpus(spec, request.profile) != spec.resources.gpus
+    # a sharding that the engine lacks has its hint in its message
+    wanted = not refused.sharding and (too_many or not only_site)
+    return kind("\n".join(refused.messages), _hint(request) if wanted else None)
 
 
-def _hint(spec: RunSpec, profile: ClusterProfile, knowledge: Knowledge | None) -> str | None:
-    """What would work: on the GPUs asked for, on fewer where those are too many, else on more."""
-    if sharding_problems(spec):
-        return None
+def _hint(request: PlanRequest) -> str:
+    """Say what would work: on the GPUs asked for, on fewer where those are too many, else on
+    more."""
+    spec, profile = request.spec, request.profile
     gpus, asked = allowed_gpus(spec, profile), spec.resources.gpus
     for number in (gpus, *powers_of_two_below(gpus)) if gpus != asked else (gpus,):
-        found = proposal(nearest_fits(spec, profile, knowledge, number))
+        found = proposal(nearest_fits(request, number))
         if found is not None:
             return found if number == asked else f"on {number} GPUs {found}"
     limit = usable_gpus(spec, profile)
-    larger = larger_fit(spec, profile, knowledge, limit)
+    larger = larger_fit(request, limit)
     if larger is not None:
         needed = larger.layout.world_size
         return f"no layout of {asked} GPUs fits; {needed} GPUs would do: {larger}"
     return f"no layout was found on up to {limit} GPUs, the most that one run may have here"
 
 
-def _ordered(
-    spec: RunSpec, profile: ClusterProfile, found: Found, candidate: Candidate, nodes: NodeRequest
-) -> OrderChoice:
-    """The search's order of axes where it has priced slow links, or where there are none; else
-    the one that sends less over them."""
+def _ordered(found: Found, candidate: Candidate, nodes: NodeRequest) -> OrderChoice:
+    """Choose the order of axes: the search's where it has priced slow links, or where there are
+    none; else the one that sends less over them."""
+    spec, profile = found.request.spec, found.request.profile
     own, several = candidate.layout.order, len(used_islands(nodes, profile)) > 1
     links = slow_links(nodes, profile)
     if not found.timed or (links and not several):
@@ -211,30 +189,21 @@ def _ordered(
     if not links:
         return OrderChoice(own, ())
     other = choose_order(spec, profile, candidate, nodes)
-    said = other.reasons if other.order == own else (f"order {own} has the shorter step.",)
-    return OrderChoice(own, said)
+    reasons = other.reasons if other.order == own else (f"order {own} has the shorter step.",)
+    return OrderChoice(own, reasons)
 
 
-def _assemble(
-    spec: RunSpec,
-    profile: ClusterProfile,
-    knowledge: Knowledge | None,
-    found: Found,
-    row: int,
-    goal: Goal,
-) -> Plan:
-    candidate, model = found.candidate(row), spec.model
-    request = node_request(candidate.layout.world_size, profile.gpu.per_node)
-    nodes = on_islands(request, profile)
-    ordered = _ordered(spec, profile, found, candidate, nodes)
+def _assemble(found: Found, row: int) -> Plan:
+    request, candidate = found.request, found.candidate(row)
+    spec, profile, model = request.spec, request.profile, request.spec.model
+    nodes = on_islands(node_request(candidate.layout.world_size, profile.gpu.per_node), profile)
+    ordered = _ordered(found, candidate, nodes)
     layout = candidate.layout.model_copy(update={"order": ordered.order})
     candidate = replace(candidate, layout=layout)
-    memory = candidate_memory(spec, profile, knowledge, candidate)
+    memory = candidate_memory(request, candidate)
     placements = place_axes(layout, profile, nodes)
-    prediction = predict(spec, profile, knowledge, candidate)
-    facts = Facts(
-        *(spec, profile, knowledge, candidate, placements, memory, found.counts, prediction), goal
-    )
+    prediction = predict(request, candidate)
+    facts = Facts(request, candidate, placements, memory, found.counts, prediction)
     return Plan(
         run_name=spec.name,
         profile_name=profile.name,

@@ -1,13 +1,13 @@
-"""How a run goes on after preemption, time limit and node failure: the options of each mode, the
-sentence that explains it, and what contradicts it. Pure.
+"""Decides how a run continues after preemption, time limit and node failure. Pure.
 
 requeue    one job, which Slurm starts again under the same id
-chain      each job submits the one behind it (`hpctrain.supervise.act.successor`)
+chain      each job submits its successor (`hpctrain.supervise.act.successor`)
 singleton  several jobs of one name, of which Slurm runs one at a time (sbatch(1), --dependency)
 array      one job array of which one element runs at a time (sbatch(1), --array=1-N%1)
 none       one job; a person, or `hpctrain watch --act`, submits the run again
 
-Belongs here: what follows from the profile's `continuation`. Does not belong here: other options.
+Belongs here: options, sentences and contradictions that follow from the profile's `continuation`.
+Does not belong here: other options.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hpctrain.spec.profile import ClusterProfile, PartitionProfile
 
 
 def continuation_options(profile: ClusterProfile) -> dict[str, str | None]:
-    """The options of sbatch with values; `--requeue` and `--no-requeue` have none."""
+    """Return the options of sbatch that take a value, None where the mode does not need them."""
     jobs = profile.continuation_jobs
     return {
         "dependency": "singleton" if profile.continuation == "singleton" else None,
@@ -25,12 +25,12 @@ def continuation_options(profile: ClusterProfile) -> dict[str, str | None]:
 
 
 def requeue_flag(profile: ClusterProfile) -> str:
-    """Only one mode wants Slurm's own requeue: in the others it would start a second writer."""
+    """Return `--requeue` for mode requeue only: in the others Slurm would start a second writer."""
     return "--requeue" if profile.continuation == "requeue" else "--no-requeue"
 
 
-def continuation_words(profile: ClusterProfile) -> str:
-    """What happens when an attempt ends early, as a clause."""
+def continuation_clause(profile: ClusterProfile) -> str:
+    """Describe what happens after an attempt has ended early, as a clause."""
     jobs = profile.continuation_jobs
     return {
         "requeue": "Slurm restarts the same job",
@@ -42,19 +42,19 @@ def continuation_words(profile: ClusterProfile) -> str:
 
 
 def continuation_line(profile: ClusterProfile, partition: PartitionProfile) -> str:
-    """One line for `plan` and `submit`: the mode, what it means, and where it comes from."""
-    words = f"{profile.continuation}: {continuation_words(profile)}"
+    """Describe the mode in one line for `plan` and `submit`, with the profile that sets it."""
+    line = f"{profile.continuation}: {continuation_clause(profile)}"
     preemption = partition.preemption
     if profile.continuation == "requeue" and preemption.mode == "cancel":
-        words += (
+        line += (
             f"; partition {partition.name} cancels preempted jobs, so the supervisor requeues "
             f"itself within the grace of {float(preemption.grace):g} s"
         )
-    return f"{words}; profile {profile.name}"
+    return f"{line}; profile {profile.name}"
 
 
 def continuation_problems(profile: ClusterProfile, partition: PartitionProfile) -> list[str]:
-    """What cannot work in this partition, each with the way out."""
+    """List what cannot work in this partition, each with a remedy."""
     preemption = partition.preemption
     problems = []
     if profile.continuation == "requeue" and preemption.mode == "cancel" and not preemption.grace:

@@ -1,7 +1,7 @@
-"""How many nodes the script asks for, and what the job does when one of them fails. Pure.
+"""Decides how many nodes the script requests, and whether the job survives a failed node. Pure.
 
-The job may hold spare nodes beside those that train, and may begin with fewer where the spec
-allows it. Belongs here: the options about that, and where they cannot be had. Does not belong
+The job may hold spare nodes, and may start with fewer nodes than planned if the spec allows it.
+Belongs here: the options for that, and where Slurm cannot provide them. Does not belong
 here: which nodes a launch then uses (`hpctrain.supervise.judge.launch_nodes`).
 """
 
@@ -12,21 +12,21 @@ from hpctrain.spec.run import RunSpec
 
 
 def most_nodes(spec: RunSpec, plan: Plan) -> int:
-    """Nodes of the plan and the spare ones."""
+    """Count the nodes of the plan and the spare ones."""
     return plan.nodes.nodes + spec.resources.spare_nodes
 
 
 def least_nodes(spec: RunSpec, plan: Plan) -> int:
-    """The job starts with no fewer. Without `min_nodes` it waits for all, the spare ones too."""
+    """Return the fewest nodes that the job starts with: all, spare ones included, by default."""
     return spec.resources.min_nodes or most_nodes(spec, plan)
 
 
 def node_options(spec: RunSpec, plan: Plan, cpus_per_gpu: int) -> dict[str, str | None]:
-    """`--nodes`, tasks and CPUs.
+    """Choose `--nodes`, and the tasks and CPUs per node.
 
     With a range of nodes there is no `--ntasks-per-node`: with it Slurm 22.05.8 may allocate the
-    least number although more nodes are free. srun is told the tasks, and sbatch one task per node
-    that has the CPUs of all.
+    least number although more nodes are free. Then only srun gets the number of tasks, and sbatch
+    requests one task per node with the CPUs of all.
     """
     least, most = least_nodes(spec, plan), most_nodes(spec, plan)
     per_node = plan.nodes.gpus_per_node
@@ -41,8 +41,10 @@ def node_options(spec: RunSpec, plan: Plan, cpus_per_gpu: int) -> dict[str, str 
 
 
 def survives_node_failure(spec: RunSpec, plan: Plan) -> bool:
-    """The job is to go on when a node fails (sbatch(1), --no-kill): another takes its place, or
-    the launch gets smaller."""
+    """Return True if the job continues when a node fails (sbatch(1), --no-kill).
+
+    A spare node replaces it, or the next launch is smaller.
+    """
     resources = spec.resources
     return resources.spare_nodes > 0 or least_nodes(spec, plan) < most_nodes(spec, plan)
 
@@ -50,7 +52,7 @@ def survives_node_failure(spec: RunSpec, plan: Plan) -> bool:
 def node_problems(
     spec: RunSpec, plan: Plan, constraint: str | None, segment: str | None
 ) -> list[str]:
-    """Spare nodes or a range of nodes where Slurm wants exact numbers."""
+    """List where spare nodes or a range of nodes meet options that need exact numbers."""
     if not survives_node_failure(spec, plan):
         return []
     problems = []

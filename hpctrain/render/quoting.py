@@ -1,4 +1,4 @@
-"""Quoting for the shell, done once, at the edge, by the template's `sh` filter."""
+"""Quotes values for bash and for #SBATCH lines; the template's `sh` filter does it once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hpctrain.errors import InvalidInputError, Problem
 
 
 def sh(value: object) -> str:
-    """One word of a POSIX shell command; `shlex.quote` handles everything but NUL."""
+    """Quote one word of a POSIX shell command; `shlex.quote` handles everything but NUL."""
     text = str(value)
     if "\0" in text:
         raise InvalidInputError([Problem("a value contains a NUL character")])
@@ -16,7 +16,7 @@ def sh(value: object) -> str:
 
 
 def directive_value(option: str, value: str) -> str:
-    """The value of one #SBATCH line.
+    """Quote the value of one #SBATCH line.
 
     sbatch splits these lines itself (src/sbatch/opt.c, `_next_line` and `_get_argument`): quotes
     and backslashes work, but a line break would end the directive, so it is refused.

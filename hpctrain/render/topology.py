@@ -1,9 +1,9 @@
-"""What the script asks Slurm for so that the job gets the nodes that the plan has in mind.
+"""Chooses the options that give the job nodes as close together as the plan assumes. Pure.
 
 Rank order needs no option: Slurm numbers the ranks of `--distribution=block` along the nodes in
 the order of their names, whatever slurm.conf and topology.conf say (22.05.8, tests/slurm/
 test_rank_order.py), or along leaves and blocks where a site sets TopologyParam=SwitchAsNodeRank
-(23.02) or BlockAsNodeRank. A host file (`--distribution=arbitrary`) would say the same once more.
+(23.02) or BlockAsNodeRank. A host file (`--distribution=arbitrary`) would repeat this.
 Belongs here: features, leaves, blocks. Does not belong here: all other options (`script`).
 """
 
@@ -21,7 +21,7 @@ _SWITCH_WAIT = Duration(300)
 def topology_options(
     profile: ClusterProfile, plan: Plan, spare_nodes: int = 0
 ) -> dict[str, str | None]:
-    """`--constraint`, `--switches` and `--segment`, None where the job does not need one."""
+    """Choose `--constraint`, `--switches` and `--segment`; None where the job does not need one."""
     names = (profile.slurm.constraint, island_constraint(profile, plan))
     return {
         "constraint": "&".join(name for name in names if name) or None,
@@ -31,7 +31,7 @@ def topology_options(
 
 
 def island_constraint(profile: ClusterProfile, plan: Plan) -> str | None:
-    """The features of the islands: `[a|b]` for all nodes on either, `[a*4&b*4]` for some of each.
+    """Select islands by feature: `[a|b]` for all nodes on either, `[a*4&b*4]` for some of each.
 
     sbatch(1), --constraint: Matching OR, and Multiple Counts. None when the islands have no
     features, or when it makes no difference: all nodes of the cluster, or any single one.
@@ -50,10 +50,10 @@ def island_constraint(profile: ClusterProfile, plan: Plan) -> str | None:
 
 
 def switch_request(profile: ClusterProfile, plan: Plan, spare_nodes: int = 0) -> str | None:
-    """The fewest leaves that can hold the job, and how long to wait for them.
+    """Request the fewest leaves that can hold the job, and the longest wait for them.
 
-    sbatch(1), --switches: the job is pending until so many leaves do, or until the time is over.
-    None where any choice of nodes has so few leaves.
+    sbatch(1), --switches: the job is pending until that many leaves can hold it, or until the time
+    is over. None where any choice of nodes has so few leaves.
     """
     switches, leaf = profile.network.switches, profile.network.switches.nodes_per_leaf
     if switches.plugin != "tree" or not switches.request or leaf is None or plan.nodes.nodes == 1:
@@ -67,7 +67,7 @@ def switch_request(profile: ClusterProfile, plan: Plan, spare_nodes: int = 0) ->
 
 
 def segment_request(profile: ClusterProfile, plan: Plan) -> str | None:
-    """Nodes that must share a block: the most that divide the job and keep its groups whole.
+    """Choose how many nodes must share a block: the most that divide the job in whole groups.
 
     sbatch(1), --segment (24.05): the number of nodes must be a multiple of it, a block at least
     as large. A job that fits into one block gets one without it, and only axes that rely on NVLink

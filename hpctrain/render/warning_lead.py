@@ -1,8 +1,8 @@
-"""How long before the time limit Slurm warns: the longest that a stop may take. Pure.
+"""Computes how long before the time limit Slurm sends its signal: the longest stop. Pure.
 
-A stop is heard between two steps, between two batches of an evaluation, after a save that is waited
-for, and at once in a start or a pause. Then the last checkpoint is written. Belongs here: that sum
-and its words. Does not belong here: what the supervisor does when it is warned.
+The trainer handles a stop between two steps, between two batches of an evaluation, after a
+synchronous save, and immediately during a start or a pause. Then it writes the last checkpoint.
+Belongs here: that sum and its sentence. Does not belong here: how the supervisor reacts.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec
 from hpctrain.units import Duration
 
-# slurmctld looks every 30 s (sbatch(1), --signal: up to 60 s early), a busy one later; then the
-# ranks leave, the verdict is written and the job is requeued.
+# slurmctld checks every 30 s (sbatch(1), --signal: up to 60 s early), a busy one later; then the
+# ranks exit, the verdict is written and the job is requeued.
 _SLURM_SECONDS = 60.0
-# Nothing that a stop waits for is expected to take less: a step, the batch of an evaluation (a
+# The least time to expect for whatever a stop waits for: a step, the batch of an evaluation (a
 # forward pass, a third of a step: Kaplan et al. 2020, arXiv 2001.08361, section 2.1), the end of a
 # start (20 s, `hpctrain.supervise.evidence.launch_watch`), a trace of a profiler (measured: 0.6 MB
 # of compressed trace per second, so up to 36 MB).
@@ -35,9 +35,9 @@ _LONGEST_SECONDS = 65535
 
 @dataclass(frozen=True)
 class WarningLead:
-    """`seconds` before the limit, and the parts that it was added up from, in seconds each.
+    """`seconds` before the limit, and the parts of this sum.
 
-    `cut`: half of the time limit is less than the sum, and a job must train before it is warned.
+    `cut`: the sum is more than half of the time limit, and a job must train before its warning.
     """
 
     seconds: int
@@ -47,8 +47,8 @@ class WarningLead:
     cut: bool
 
     @property
-    def words(self) -> str:
-        """The sum in one sentence, for a comment of the script."""
+    def sentence(self) -> str:
+        """Describe the sum in one sentence, for a comment of the script."""
         parts = (
             f"{self.slurm_seconds:.0f} s for Slurm, {self.running_seconds:.0f} s for the running "
             f"step (or batch of an evaluation), {self.saving_seconds:.0f} s for a save under way "
@@ -61,14 +61,17 @@ class WarningLead:
 def warning_lead(
     spec: RunSpec, profile: ClusterProfile, plan: Plan, limit: Duration
 ) -> WarningLead:
-    """The lead of the warning (sbatch(1), --signal) for an attempt of this time limit.
+    """Compute the lead of the warning (sbatch(1), --signal) for an attempt of this time limit.
 
-    Never more than half of the limit, or the job would be warned before it has trained.
+    It is at most half of the limit, so that the job trains before it is warned.
     """
     checkpoint_bytes = plan.learned * _CHECKPOINT_BYTES_PER_PARAMETER
     slowest = min(float(filesystem.write_bandwidth) for filesystem in profile.filesystems)
     saving_seconds = _SAVES * checkpoint_bytes / slowest
-    running_seconds = max(_LEAST_RUNNING_SECONDS, _STEP_FACTOR * _longest_step_seconds(spec, plan))
+    # on as few nodes as the run may continue with; 0 if the plan predicts no time
+    fewer = plan.nodes.nodes / (spec.resources.min_nodes or plan.nodes.nodes)
+    longest_step_seconds = (plan.step_seconds or 0.0) * max(1.0, fewer)
+    running_seconds = max(_LEAST_RUNNING_SECONDS, _STEP_FACTOR * longest_step_seconds)
     wanted = round((_SLURM_SECONDS + running_seconds + saving_seconds) / 10) * 10
     most = min(round(float(limit) / 2), _LONGEST_SECONDS)
     return WarningLead(
@@ -78,9 +81,3 @@ def warning_lead(
         saving_seconds=saving_seconds,
         cut=wanted > most,
     )
-
-
-def _longest_step_seconds(spec: RunSpec, plan: Plan) -> float:
-    """As planned, on as few nodes as the run may go on with; 0 where the plan knows no time."""
-    fewer = plan.nodes.nodes / (spec.resources.min_nodes or plan.nodes.nodes)
-    return (plan.step_seconds or 0.0) * max(1.0, fewer)

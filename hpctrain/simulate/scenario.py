@@ -13,7 +13,7 @@ from pydantic import Field
 
 from hpctrain.simulate.failures import MIXES, Mix
 from hpctrain.spec.document import Document
-from hpctrain.supervise.judge.documents import SuperviseConfig
+from hpctrain.store.supervise_config import SuperviseConfig
 
 MixName = Literal["llama3", "byterobust", "nodes", "crashes"]
 

@@ -10,7 +10,6 @@ from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.reasons import JobEnd, JobHold, WaitReason
 from hpctrain.slurm.records import (
     JobRecord,
-    PartitionRecord,
     RequeueAnswer,
     RequeueResult,
     SlurmConfig,
@@ -25,7 +24,6 @@ __all__ = [
     "JobHold",
     "JobRecord",
     "JobState",
-    "PartitionRecord",
     "RequeueAnswer",
     "RequeueResult",
     "SlurmClient",

@@ -23,14 +23,12 @@ from hpctrain.slurm.process import Command, CommandResult, Runner, run_command
 from hpctrain.slurm.records import (
     JobRecord,
     NodeState,
-    PartitionRecord,
     RequeueAnswer,
     RequeueResult,
     SlurmConfig,
     StepRecord,
     SubmittedJob,
     TestOnlyAnswer,
-    version_numbers,
 )
 
 _Parsed = TypeVar("_Parsed")
@@ -214,17 +212,6 @@ class SlurmClient:
         if self._settled is None:
             self._settled = self.config()
         return self._settled
-
-    def partitions(self) -> tuple[PartitionRecord, ...]:
-        """List all partitions that this user may see."""
-        argv = ["scontrol", "--oneliner", "show", "partition"]
-        text = _answered(argv, self._ask(argv))
-        return _parsed("scontrol show partition", lambda: parse.partitions(text))
-
-    def version(self) -> tuple[int, ...]:
-        """Query the version of the commands here, such as (22, 5, 8). Needs no controller."""
-        argv = ["sinfo", "--version"]
-        return version_numbers(_answered(argv, self._ask(argv)))
 
     # Changes ------------------------------------------------------------------------------------
 

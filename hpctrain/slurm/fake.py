@@ -17,7 +17,6 @@ from hpctrain.slurm.parse import node_state
 from hpctrain.slurm.records import (
     JobRecord,
     NodeState,
-    PartitionRecord,
     RequeueAnswer,
     RequeueResult,
     SlurmConfig,
@@ -43,7 +42,6 @@ class FakeSlurm:
         self.settings = {"SLURM_VERSION": "22.05.8", "JobRequeue": "1", "ClusterName": "fake"}
         self.node_words: dict[str, str] = {}
         self.booted: dict[str, float] = {}
-        self.partition_records: tuple[PartitionRecord, ...] = ()
         self.options: dict[int, list[str]] = {}
         self.refusal = ""
         self.away = False
@@ -132,13 +130,6 @@ class FakeSlurm:
 
     def cluster_name(self) -> str | None:
         return self.config().cluster_name or None
-
-    def partitions(self) -> tuple[PartitionRecord, ...]:
-        self._present()
-        return self.partition_records
-
-    def version(self) -> tuple[int, ...]:
-        return SlurmConfig(self.settings).version
 
     def requeue(self, job_id: int, *, shielded: bool = False) -> RequeueAnswer:
         if self.away:

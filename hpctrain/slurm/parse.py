@@ -18,7 +18,6 @@ from datetime import UTC, datetime
 from hpctrain.slurm.records import (
     JobRecord,
     NodeState,
-    PartitionRecord,
     RequeueResult,
     StepRecord,
     SubmittedJob,
@@ -268,29 +267,6 @@ def config_values(text: str) -> dict[str, str]:
     """Parse `scontrol show config`: one `Key = value` a line."""
     pairs = (line.partition("=") for line in text.splitlines() if "=" in line)
     return {key.strip(): value.strip() for key, _, value in pairs}
-
-
-def partitions(text: str) -> tuple[PartitionRecord, ...]:
-    """Parse `scontrol -o show partition`: one line each, values without blanks."""
-    return tuple(_partition(line) for line in text.splitlines() if line.strip())
-
-
-def _partition(line: str) -> PartitionRecord:
-    cell = dict(word.split("=", 1) for word in line.split() if "=" in word)
-    max_nodes = cell.get("MaxNodes", "UNLIMITED")
-    max_seconds = limit_seconds(cell.get("MaxTime", "UNLIMITED"))
-    return PartitionRecord(
-        name=cell["PartitionName"],
-        is_default=cell.get("Default") == "YES",
-        is_up=cell.get("State") == "UP",
-        node_list=_value(cell.get("Nodes", "")) or "",
-        node_count=int(cell.get("TotalNodes", "0")),
-        max_nodes=int(max_nodes) if max_nodes.isdigit() else None,
-        max_time_seconds=math.inf if max_seconds is None else max_seconds,
-        grace_seconds=limit_seconds(cell.get("GraceTime", "0")) or 0.0,
-        preempt_mode=cell.get("PreemptMode", "OFF"),
-        priority_tier=int(cell.get("PriorityTier", "1")),
-    )
 
 
 def _value(text: str) -> str | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -116,14 +116,6 @@ class JobIdentity:
         return self.comment in (job.comment or "").split()
 
 
-def by_submission(jobs: Iterable[JobRecord]) -> dict[int, list[JobRecord]]:
-    """Group jobs by the ids that sbatch printed: several under that of an array."""
-    found: dict[int, list[JobRecord]] = {}
-    for job in jobs:
-        found.setdefault(job.submitted_id, []).append(job)
-    return found
-
-
 @dataclass(frozen=True)
 class SubmittedJob:
     """The result of sbatch; `messages` come from the site (job_submit plugin), often empty."""
@@ -209,22 +201,6 @@ class NodeState:
 
 
 @dataclass(frozen=True)
-class PartitionRecord:
-    """One partition; `max_nodes` None and `max_time_seconds` infinite mean no limit."""
-
-    name: str
-    is_default: bool
-    is_up: bool
-    node_list: str
-    node_count: int
-    max_nodes: int | None
-    max_time_seconds: float
-    grace_seconds: float
-    preempt_mode: str
-    priority_tier: int
-
-
-@dataclass(frozen=True)
 class SlurmConfig:
     """`scontrol show config`, with the values that decisions depend on as typed properties."""
 
@@ -238,71 +214,14 @@ class SlurmConfig:
     @property
     def version(self) -> tuple[int, ...]:
         """`22.05.8` as (22, 5, 8)."""
-        return version_numbers(self.get("SLURM_VERSION"))
+        match = re.search(r"\d+(?:\.\d+)+", self.get("SLURM_VERSION"))
+        return tuple(int(part) for part in match[0].split(".")) if match else ()
 
     @property
     def cluster_name(self) -> str:
         return self.get("ClusterName")
 
     @property
-    def kill_wait_seconds(self) -> float:
-        """Time from TERM to KILL at the end of a job (slurm.conf(5), KillWait)."""
-        return self._seconds("KillWait", 30)
-
-    @property
-    def min_job_age_seconds(self) -> float:
-        """How long the controller remembers an ended job (slurm.conf(5), MinJobAge)."""
-        return self._seconds("MinJobAge", 300)
-
-    @property
-    def slurmd_timeout_seconds(self) -> float:
-        """How long a silent node counts as alive (slurm.conf(5), SlurmdTimeout)."""
-        return self._seconds("SlurmdTimeout", 300)
-
-    @property
-    def requeue_delay_seconds(self) -> float:
-        """A requeued job waits cred_expire + 1 s (slurmctld/job_mgr.c, batch_requeue_fini)."""
-        match = re.search(r"cred_expire=(\d+)", self.get("AuthInfo"))
-        return float(match[1] if match else 120) + 1
-
-    @property
-    def requeue_allowed(self) -> bool:
-        """JobRequeue: the default for jobs without --requeue or --no-requeue."""
-        return self.get("JobRequeue") == "1"
-
-    @property
-    def requeue_exit_codes(self) -> str:
-        """RequeueExit: exit codes of the batch script that requeue the job; "" for none."""
-        return self.get("RequeueExit")
-
-    @property
-    def preempt_mode(self) -> str:
-        return self.get("PreemptMode", "OFF")
-
-    @property
-    def preempt_type(self) -> str:
-        return self.get("PreemptType", "preempt/none")
-
-    @property
-    def sends_user_signal_on_preemption(self) -> bool:
-        """`--signal` is sent at the start of the grace period.
-
-        22.05 keeps the switch in SlurmctldParameters, 23.02 and later in PreemptParameters.
-        """
-        switches = f"{self.get('SlurmctldParameters')},{self.get('PreemptParameters')}".split(",")
-        return bool({"preempt_send_user_signal", "send_user_signal"} & set(switches))
-
-    @property
     def accounting_enabled(self) -> bool:
         """True if sacct has a database to query."""
         return self.get("AccountingStorageType").rpartition("/")[2] not in ("", "none")
-
-    def _seconds(self, key: str, default_seconds: float) -> float:
-        match = re.match(r"\d+", self.get(key))
-        return float(match[0]) if match else default_seconds
-
-
-def version_numbers(text: str) -> tuple[int, ...]:
-    """The numbers of the first `a.b.c` in a text: `slurm-wlm 22.05.8` is (22, 5, 8)."""
-    match = re.search(r"\d+(?:\.\d+)+", text)
-    return tuple(int(part) for part in match[0].split(".")) if match else ()

@@ -1,8 +1,7 @@
-"""What trains the model: the engine's name and what only engines ask for.
+"""What trains the model: the engine's name and the settings that engines read.
 
-Belongs here: the fields of `engine`. Does not belong here: what an engine can do (see
-`hpctrain.plan.abilities.sharding`, `hpctrain.plan.abilities.trainable`) or how it is told (see
-`hpctrain.engines`).
+Belongs here: the fields of `engine`. Does not belong here: what an engine can do and which settings
+exclude each other (see `hpctrain.spec.engines`), or how it is configured (see `hpctrain.engines`).
 """
 
 from __future__ import annotations
@@ -11,34 +10,21 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from hpctrain.spec.deepspeed import Contradiction, DeepSpeedSpec
+from hpctrain.spec.contradiction import Contradiction
 from hpctrain.spec.document import Document
-from hpctrain.spec.megatron_lm import MEGATRON_LM_ENTRY, ArgumentName, ArgumentValue, first_wrong
-from hpctrain.units import ByteSize, Duration
-
-EngineName = Literal["megatron", "megatron-lm", "fsdp", "deepspeed", "ddp"]
-
-
-class DdpSpec(Document):
-    """How DistributedDataParallel sums gradients."""
-
-    bucket: ByteSize = Field(
-        ByteSize(25 * 2**20), gt=0, description="Gradients that are summed together"
-    )
-    hook: Literal["none", "bf16", "fp16", "powersgd", "hierarchical"] = Field(
-        "none",
-        description="Fewer bytes over a slow link: sums in half precision, of low rank (PowerSGD), "
-        "or in full within nodes and in bf16 between them (hierarchical)",
-    )
-    powersgd_rank: int = Field(4, ge=1, description="Rank of PowerSGD's approximation")
-    sync_batchnorm: bool = Field(True, description="Batch statistics over all GPUs (ResNet)")
+from hpctrain.spec.engines.abilities import EngineAbilities
+from hpctrain.spec.engines.ddp import DdpSpec
+from hpctrain.spec.engines.deepspeed import DeepSpeedSpec
+from hpctrain.spec.engines.megatron_lm import MEGATRON_LM_ENTRY, ArgumentName, ArgumentValue
+from hpctrain.spec.engines.registry import DEFAULT_ENGINE, ENGINES, EngineName, abilities_of
+from hpctrain.units import Duration
 
 
 class EngineSpec(Document):
     """What trains the model."""
 
     name: EngineName = Field(
-        "megatron", description="megatron: megatron-core; megatron-lm: somebody's own checkout"
+        DEFAULT_ENGINE, description="megatron: megatron-core; megatron-lm: somebody's own checkout"
     )
     implementation: Literal["auto", "local", "transformer_engine"] = Field(
         "auto", description="Layer implementation; auto: TransformerEngine where it is installed"
@@ -60,46 +46,24 @@ class EngineSpec(Document):
         Duration(600), gt=0, description="Give up a collective operation after this long"
     )
 
-    @model_validator(mode="after")
-    def _deepspeed_is_asked(self) -> Self:
-        if self.name != "deepspeed" and self.deepspeed != DeepSpeedSpec():
-            message = f"these are settings of DeepSpeed, and {self.name} would not read them"
-            hint = "remove them, or set `engine.name: deepspeed`"
-            raise Contradiction(("engine", "deepspeed"), message, hint)
-        return self
+    @property
+    def abilities(self) -> EngineAbilities:
+        """What the engine of this name can do."""
+        return abilities_of(self.name)
 
     @model_validator(mode="after")
-    def _ddp_is_asked(self) -> Self:
-        if self.name != "ddp" and self.ddp != DdpSpec():
-            message = f"these are settings of DDP, and {self.name} would not read them"
-            raise Contradiction(
-                ("engine", "ddp"), message, "remove them, or set `engine.name: ddp`"
-            )
-        if self.ddp.powersgd_rank != DdpSpec().powersgd_rank and self.ddp.hook != "powersgd":
-            message = "this is for PowerSGD, which is not the hook"
-            path = ("engine", "ddp", "powersgd_rank")
-            raise Contradiction(path, message, "remove it, or set `engine.ddp.hook: powersgd`")
+    def _settings_are_read(self) -> Self:
+        """Refuse settings of another engine, and those of its own that contradict each other."""
+        for other in ENGINES.values():
+            for field in other.settings if other.name != self.name else ():
+                value, default = getattr(self, field), type(self).model_fields[field].default
+                if value != default:
+                    what, it = "this is for", "it"
+                    if isinstance(value, Document):
+                        what, it = "these are settings of", "them"
+                    message = f"{what} {other.title}, and {self.name} would not read {it}"
+                    hint = f"remove {it}, or set `engine.name: {other.name}`"
+                    raise Contradiction(("engine", field), message, hint)
+        for wrong in self.abilities.wrong_settings(self):
+            raise wrong
         return self
-
-    @model_validator(mode="after")
-    def _megatron_lm_is_asked(self) -> Self:
-        if self.name == "megatron-lm":
-            self._check_checkout()
-            return self
-        given = {"checkout": self.checkout, "arguments": self.arguments}
-        given["entry"] = self.entry if self.entry != MEGATRON_LM_ENTRY else None
-        for field, value in given.items():
-            if value:
-                message = f"this is for an external Megatron-LM, and {self.name} would not read it"
-                hint = "remove it, or set `engine.name: megatron-lm`"
-                raise Contradiction(("engine", field), message, hint)
-        return self
-
-    def _check_checkout(self) -> None:
-        if self.checkout is None:
-            message = "engine megatron-lm needs `checkout`, the directory of the Megatron-LM"
-            raise Contradiction(("engine", "name"), message, "add `checkout: /path/to/Megatron-LM`")
-        wrong = first_wrong(self.arguments)
-        if wrong is not None:
-            name, message, hint = wrong
-            raise Contradiction(("engine", "arguments", name), message, hint)

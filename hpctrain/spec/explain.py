@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from hpctrain.errors import Problem
-from hpctrain.spec.deepspeed import Contradiction
+from hpctrain.spec.contradiction import Contradiction
 from hpctrain.spec.fields import (
     annotation_at,
     description,

@@ -162,13 +162,14 @@ def did_you_mean(word: str, names: Iterable[str]) -> str | None:
 
 
 def literal_values(annotation: Any) -> tuple[str, ...]:
-    """The words that a Literal accepts; empty for anything else."""
-    return tuple(
-        str(value)
-        for member in members(annotation)
-        if get_origin(member) is Literal
-        for value in get_args(member)
-    )
+    """List the words that a Literal or an open set of words accepts; empty for anything else."""
+    found: list[str] = []
+    for member in members(annotation):
+        if get_origin(member) is Literal:
+            found += map(str, get_args(member))
+        elif hasattr(member, "known_words"):
+            found += member.known_words()
+    return tuple(found)
 
 
 def _did_you_mean(names: list[str]) -> str:

@@ -18,6 +18,8 @@ from hpctrain.spec.document import Document
 RESNET_FEATURES = {18: 512, 34: 512, 50: 2048, 101: 2048, 152: 2048}
 RESNET_STRIDE = 32  # pixels of the image for one position of the last feature map
 
+Family = Literal["gpt", "llama", "bert", "distilbert", "vit", "resnet"]
+
 
 class MoeSpec(Document):
     """Mixture of experts in place of the MLP: every token goes to `top_k` of `experts` MLPs."""
@@ -66,9 +68,7 @@ class ModelSpec(Document):
     pretrained: str | None = Field(
         None, description="Local Hugging Face directory (config.json, weights) to start from"
     )
-    family: Literal["gpt", "llama", "bert", "distilbert", "vit", "resnet"] = Field(
-        "gpt", description="Preset of the choices below"
-    )
+    family: Family = Field("gpt", description="Preset of the choices below")
     layers: int = Field(
         ge=1, description="Number of transformer layers; resnet: 18, 34, 50, 101 or 152"
     )

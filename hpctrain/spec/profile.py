@@ -11,12 +11,15 @@ from typing import Literal, Self, get_args
 
 from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_validator
 
+from hpctrain.spec.contradiction import Contradiction
 from hpctrain.spec.document import Document
-from hpctrain.spec.engine import EngineName
+from hpctrain.spec.engines.registry import EngineName
 from hpctrain.spec.run import Name, Precision, RunSpec, VariableName
 from hpctrain.units import Bandwidth, ByteSize, Duration, FlopRate
 
 Continuation = Literal["requeue", "chain", "singleton", "array", "none"]
+# Variables that name the interface of TCP traffic; both take the start of a name.
+INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
 class GpuProfile(Document):
@@ -90,7 +93,12 @@ class NetworkProfile(Document):
     )
     nics_per_node: int = Field(ge=1, description="Cards of one node that NCCL may use")
     nic_bandwidth: Bandwidth = Field(gt=0, description="Per card and direction")
-    interface: str | None = Field(None, description="For TCP traffic (NCCL_SOCKET_IFNAME)")
+    interface: str | None = Field(
+        None,
+        min_length=1,
+        description="For TCP traffic between nodes: value of NCCL_SOCKET_IFNAME and "
+        "GLOO_SOCKET_IFNAME where `environment` does not set them",
+    )
     switches: SwitchProfile = SwitchProfile()
     islands: tuple[IslandProfile, ...] = Field(
         (), description="Groups of nodes with slower links between them; empty: all alike"
@@ -328,6 +336,27 @@ class ClusterProfile(Document):
                 f"{', '.join(sorted(others))}: use `gres`"
             )
         return slurm
+
+    @field_validator("environment")
+    @classmethod
+    def _one_interface(
+        cls, environment: tuple[FabricVariable, ...], info: ValidationInfo
+    ) -> tuple[FabricVariable, ...]:
+        network = info.data.get("network")
+        interface = network.interface if network is not None else None
+        for number, variable in enumerate(environment):
+            if interface is None or variable.name not in INTERFACE_VARIABLES:
+                continue
+            # NCCL: `=eth0` is exact, `eth` is a prefix, `^docker0` excludes
+            names = variable.value.lstrip("=").split(",")
+            selected = any(name and interface.startswith(name) for name in names)
+            if not selected and not variable.value.startswith("^"):
+                raise Contradiction(
+                    ("environment", number, "value"),
+                    f"{variable.name} is {variable.value}, but network.interface is {interface}",
+                    f"remove one of the two; `interface` alone sets {variable.name}",
+                )
+        return environment
 
     @field_validator("locked")
     @classmethod

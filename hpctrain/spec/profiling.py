@@ -11,8 +11,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from hpctrain.spec.deepspeed import Contradiction
+from hpctrain.spec.contradiction import Contradiction
 from hpctrain.spec.document import Document
+from hpctrain.spec.engines.registry import ENGINES, abilities_of
 from hpctrain.units import ByteSize
 
 # A step of a large model is some hundred MB of events; so many are still looked at by somebody.
@@ -83,18 +84,14 @@ def profile_contradictions(
     profile: ProfileSpec, *, engine: str, gpus: int, steps: int
 ) -> Iterator[Contradiction]:
     """What would be asked for and never happen; `gpus` and `steps` are those of the run."""
-    if engine == "megatron-lm":
-        message = "an external Megatron-LM is not looked into from outside"
-        last = profile.chosen[-1] + 1
-        yield Contradiction(
-            ("profile",),
-            message,
-            "remove it, and give Megatron-LM's own `engine.arguments`: {profile: true, "
-            f"profile-step-start: {profile.chosen[0]}, profile-step-end: {last}, "
-            "use-pytorch-profiler: true}",
-        )
-    if profile.flops and engine != "deepspeed":
-        message = f"FLOPs are counted by DeepSpeed, and {engine} would not read this"
+    abilities = abilities_of(engine)
+    if abilities.own_profiler is not None:
+        message = f"{abilities.title} is not looked into from outside"
+        hint = f"remove it, and give {abilities.own_profiler(profile.chosen)}"
+        yield Contradiction(("profile",), message, hint)
+    if profile.flops and not abilities.counts_flops:
+        counting = " or ".join(one.title for one in ENGINES.values() if one.counts_flops)
+        message = f"FLOPs are counted by {counting}, and {engine} would not read this"
         yield Contradiction(
             ("profile", "flops"), message, "remove it; `hpctrain plan` shows the model's FLOPs"
         )

@@ -15,9 +15,9 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from hpctrain.spec.data import BatchSpec as BatchSpec
 from hpctrain.spec.data import DataSource as DataSource
 from hpctrain.spec.data import DataSpec as DataSpec
-from hpctrain.spec.deepspeed import contradictions
 from hpctrain.spec.document import Document
 from hpctrain.spec.engine import EngineSpec as EngineSpec
+from hpctrain.spec.engines.abilities import Choices
 from hpctrain.spec.model import MlaSpec as MlaSpec
 from hpctrain.spec.model import ModelSpec as ModelSpec
 from hpctrain.spec.model import MoeSpec as MoeSpec
@@ -251,21 +251,21 @@ class RunSpec(Document):
 
     @field_validator("engine")
     @classmethod
-    def _deepspeed_can_do_it(cls, engine: EngineSpec, info: ValidationInfo) -> EngineSpec:
-        """Says the first thing that it cannot; sections that are wrong themselves come first."""
+    def _engine_can_do_it(cls, engine: EngineSpec, info: ValidationInfo) -> EngineSpec:
+        """Refuse the first thing that it cannot; sections that are wrong themselves come first."""
         given = info.data
-        if engine.name != "deepspeed" or not given.keys() >= {"optimizer", "precision", "parallel"}:
+        if not given.keys() >= {"optimizer", "precision", "parallel"}:
             return engine
         optimizer, parallel = given["optimizer"], given["parallel"]
-        for wrong in contradictions(
-            engine.deepspeed,
+        choices = Choices(
             zero=optimizer.zero,
             distributed=optimizer.distributed,
             offload=optimizer.offload,
             precision=given["precision"],
             pp=1 if parallel == "auto" else parallel.pp,
             sequence_parallel=parallel != "auto" and bool(parallel.sequence_parallel),
-        ):
+        )
+        for wrong in engine.abilities.contradictions(engine, choices):
             raise wrong
         return engine
 
@@ -301,8 +301,8 @@ class RunSpec(Document):
         family = self.model.family
         if self.model.reads_images and self.budget.tokens is not None:
             raise ValueError(f"budget.tokens counts tokens of text: give `steps` for a {family}")
-        engine = self.engine.name
-        if self.model.reads_images and engine in ("megatron", "megatron-lm"):
+        if self.model.reads_images and family not in self.engine.abilities.families:
+            engine = self.engine.name
             raise ValueError(f"engine {engine} trains no {family}: set `engine.name` to `ddp`")
         return self
 

@@ -1,4 +1,4 @@
-"""Record which bytes a run trains on, and tell later whether they are still the same: `data.json`.
+"""Record which bytes a run trains on, and compare them later with the files: `data.json`.
 
 Datasets of terabytes cannot be read at each start. A file is the same if its size, its time of
 change and a sample of its blocks are. If only the time differs (a copy, a restore, a `touch`), more
@@ -17,11 +17,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from hpctrain.durable import replace_text
 from hpctrain.errors import HpctrainError
+from hpctrain.formats import refuse_newer
 from hpctrain.store.prepared import class_directories, is_image
 
 _BLOCK_BYTES = 64 * 2**10
@@ -70,18 +72,18 @@ class DataIdentity(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    schema_version: int = 1
+    schema_version: Literal[1] = 1
     files: tuple[FileIdentity, ...]
     folders: tuple[FolderIdentity, ...] = ()
 
 
 class InterruptedReadingError(HpctrainError):
-    """Somebody needs this process for something else than reading on."""
+    """The process was needed for something else, so reading was given up."""
 
 
 @dataclass(frozen=True)
 class DataComparison:
-    """What became of recorded data.
+    """How recorded data differ from the files as they are now.
 
     `changed` has a sentence for each file with other content; `touched` are new records of those
     that only have another time; `unread` has a sentence for each that could not be read, which
@@ -91,10 +93,6 @@ class DataComparison:
     changed: tuple[str, ...] = ()
     touched: tuple[FileIdentity | FolderIdentity, ...] = ()
     unread: tuple[str, ...] = ()
-
-
-def _never() -> bool:
-    return False
 
 
 def identify_file(path: Path, sha256: str | None = None) -> FileIdentity:
@@ -133,10 +131,13 @@ def evenly(names: Sequence[str], count: int) -> list[str]:
 def read_identity(path: Path) -> DataIdentity | None:
     """The record of a run; None for runs of older versions. Raises OSError, HpctrainError."""
     try:
-        return DataIdentity.model_validate_json(path.read_bytes())
+        text = path.read_bytes()
     except FileNotFoundError:
         return None
+    try:
+        return DataIdentity.model_validate_json(text)
     except ValidationError as error:
+        refuse_newer(path, text, DataIdentity)
         raise HpctrainError(f"{path} is damaged, so the data cannot be compared with it") from error
 
 
@@ -144,10 +145,12 @@ def write_identity(path: Path, identity: DataIdentity) -> None:
     replace_text(path, identity.model_dump_json(indent=1), mode=0o600)
 
 
-def compare(identity: DataIdentity, interrupted: Callable[[], bool] = _never) -> DataComparison:
-    """Look at all recorded files, several at a time.
+def compare(
+    identity: DataIdentity, interrupted: Callable[[], bool] = lambda: False
+) -> DataComparison:
+    """Compare all recorded files with the record, several at a time.
 
-    Raises InterruptedReadingError soon after `interrupted` says so.
+    Raises InterruptedReadingError soon after `interrupted` returns True.
     """
     changed: list[str] = []
     touched: list[FileIdentity | FolderIdentity] = []
@@ -174,7 +177,7 @@ def compare(identity: DataIdentity, interrupted: Callable[[], bool] = _never) ->
 
 
 def with_touched(identity: DataIdentity, comparison: DataComparison) -> DataIdentity:
-    """The record with new times, so that the next start need not read so much again."""
+    """Update the record with new times, so that the next start reads less."""
     files = {one.path: one for one in comparison.touched if isinstance(one, FileIdentity)}
     folders = {one.path: one for one in comparison.touched if isinstance(one, FolderIdentity)}
     return identity.model_copy(
@@ -186,7 +189,7 @@ def with_touched(identity: DataIdentity, comparison: DataComparison) -> DataIden
 
 
 def recorded_again(identity: DataIdentity) -> DataIdentity:
-    """The same files as they are now; what cannot be read stays as it was recorded."""
+    """Record the same files as they are now; the record of an unreadable one stays."""
 
     def file_now(known: FileIdentity) -> FileIdentity:
         with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
-"""Epochs: which launch owns a run. Every launch takes the next number; the highest one owns.
+"""Number the launches of a run; the launch with the highest number (epoch) owns the run.
 
-A stale launch (its node came back, its `srun` was orphaned) can see that it is stale, and must
-not publish a checkpoint any more. Belongs here: taking and reading the number.
+A stale launch (its node came back, its `srun` was orphaned) can see that it is stale, and must no
+longer publish a checkpoint. Belongs here: taking and reading the number.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _SUFFIX = ".json"
 def current_epoch(epochs: Path) -> int:
     """The highest epoch taken so far, 0 before the first launch.
 
-    Raises OSError when the directory cannot be listed: a directory that is away says nothing
-    about who owns the run.
+    Raises OSError when the directory cannot be listed: a directory that is away does not
+    show who owns the run.
     """
     stems = (name.removesuffix(_SUFFIX) for name in os.listdir(epochs) if name.endswith(_SUFFIX))
     return max((int(stem) for stem in stems if stem.isdigit()), default=0)

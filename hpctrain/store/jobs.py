@@ -1,10 +1,10 @@
-"""Which Slurm jobs a run has, from its ledger. Pure.
+"""Read from a ledger which Slurm jobs a run has. Pure.
 
-A run that Slurm does not requeue goes on in a new job each time: a successor that waits behind the
-running one (chain), or jobs that were submitted together (singletons, the elements of an array).
-All jobs since somebody last submitted the run are one **generation**; what is said about earlier
-ones does not count any more. Belongs here: reading that, and the words by which Slurm's records of
-these jobs are recognised. Does not belong here: what Slurm says about the jobs, or making them.
+A run that Slurm does not requeue continues in a new job each time: a successor that waits behind
+the running one (chain), or jobs that were submitted together (singletons, elements of an array).
+All jobs since somebody last submitted the run are one **generation**; events of earlier ones no
+longer count. Belongs here: reading that, and the comment by which Slurm's records of these jobs are
+recognised. Does not belong here: Slurm's records of the jobs, or making them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def run_comment(run_id: str) -> str:
 
 
 def sbatch_options(directory: Path, *, array: bool = False) -> list[str]:
-    """What sbatch has to be told about the run directory besides the script.
+    """Make the options of sbatch that depend on the run directory.
 
     Slurm reads `%` in the whole path of a log as a pattern, also in the directory (sbatch(1),
     FILENAME PATTERN): a job below such a directory would die at once, with signal 53.
@@ -84,29 +84,28 @@ def job_ids(events: Sequence[Event]) -> list[int]:
 
 
 def cluster_of(events: Sequence[Event]) -> str | None:
-    """ClusterName of the Slurm that has the newest jobs; None if the ledger does not tell."""
-    told = (event.cluster for event in reversed(generation(events)) if event.cluster)
-    return next(told, None)
+    """ClusterName of the Slurm that has the newest jobs; None if the ledger does not contain it."""
+    return next((event.cluster for event in reversed(generation(events)) if event.cluster), None)
 
 
 def being_submitted(events: Sequence[Event]) -> bool:
-    """A client has called sbatch and has not recorded an answer."""
+    """Whether a client has called sbatch and has not recorded an answer."""
     last = last_submission(events)
     return last is not None and last.event is EventKind.SUBMITTING
 
 
 def last_submission(events: Sequence[Event]) -> Event | None:
-    """The last word about a submission: it begins, it has a job, or it failed."""
+    """The newest event of a submission: it begins, it has a job, or it failed."""
     return next((event for event in reversed(events) if event.event in _SUBMISSION), None)
 
 
 def cancel_requested(events: Sequence[Event]) -> bool:
-    """Somebody has cancelled the newest generation, or has announced it and not taken it back."""
+    """Whether the newest generation is cancelled, or its cancellation announced and not revoked."""
     return _last_cancel(events) in (EventKind.CANCEL_REQUESTED, EventKind.CANCELLED)
 
 
 def cancel_confirmed(events: Sequence[Event]) -> bool:
-    """The newest generation is cancelled, and Slurm itself has confirmed that."""
+    """Whether the newest generation is cancelled and Slurm itself has confirmed that."""
     return _last_cancel(events) is EventKind.CANCELLED
 
 
@@ -116,5 +115,5 @@ def _last_cancel(events: Sequence[Event]) -> EventKind | None:
 
 
 def successor_ids(events: Sequence[Event], job_id: int) -> list[int]:
-    """The jobs that were submitted to go on after `job_id`."""
+    """The jobs that were submitted to continue after `job_id`."""
     return submitted_ids([event for event in events if event.successor_of == job_id])

@@ -1,7 +1,7 @@
-"""Find out how far a run had come by everything but its checkpoints: ledger, saves, metrics.
+"""Find out how far a run has trained from its ledger, saves and metrics, without checkpoints.
 
-Checkpoints may be gone: scratch that was purged, a directory that somebody emptied. What the other
-records tell decides whether a start at step 0 would lose work. A person may accept that loss; what
+Checkpoints may be gone: scratch that was purged, a directory that somebody emptied. The other
+records decide whether a start at step 0 would lose work. A person may accept that loss; what
 was known by then does not count any more. Belongs here: reading these records. Does not belong
 here: looking for checkpoints (`hpctrain.checkpoints`), what follows (`hpctrain.supervise`).
 """
@@ -15,8 +15,8 @@ from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import Event, EventKind
 from hpctrain.store.run_records import Progress, read_record, read_saves, tail_metrics
 
-# Events whose `checkpoint_step` and `resume_step` name a checkpoint that there was.
-_TELLING = frozenset(
+# Events whose `checkpoint_step` and `resume_step` name a checkpoint that existed.
+_NAMING_CHECKPOINTS = frozenset(
     {
         EventKind.RESUME,
         EventKind.LAUNCH_STARTED,
@@ -29,9 +29,9 @@ _TELLING = frozenset(
 
 @dataclass(frozen=True)
 class KnownSteps:
-    """What a run's records tell about its past.
+    """What a run's records contain about its past.
 
-    `saved` maps each source that knows of a published checkpoint to the newest step that it knows;
+    `saved` maps each source that names a published checkpoint to the newest step that it names;
     `trained` is the last step of the metrics, 0 if there is none.
     """
 
@@ -40,7 +40,7 @@ class KnownSteps:
 
     @property
     def saved_step(self) -> int:
-        """The newest step that was ever published, 0 if no source knows one."""
+        """The newest step that was ever published, 0 if no source names one."""
         return max(self.saved.values(), default=0)
 
     @property
@@ -50,20 +50,29 @@ class KnownSteps:
 
 
 def known_steps(run: RunLayout, events: Sequence[Event]) -> KnownSteps:
-    """What is known since a person has last accepted a start at step 0, if ever.
+    """Collect what is known since a person last accepted a start at step 0, if ever.
 
     Raises OSError when a record is there and cannot be read.
     """
     accepted = accepted_fresh_start(events)
     since = 0 if accepted is None else accepted.epoch or 0
-    later = events if accepted is None else events[_index(events, accepted) + 1 :]
+    later = events
+    if accepted is not None:
+        later = events[max(i for i, event in enumerate(events) if event is accepted) + 1 :]
     saves = [save.step for save in read_saves(run) if save.epoch > since or accepted is None]
     progress = read_record(run.progress, Progress)
     if progress is not None and accepted is not None and progress.epoch <= since:
         progress = None
     found = {
         run.saves.name: max(saves, default=0),
-        run.ledger.name: max((_named(event) for event in later), default=0),
+        run.ledger.name: max(
+            (
+                max(event.checkpoint_step or 0, event.resume_step or 0)
+                for event in later
+                if event.event in _NAMING_CHECKPOINTS
+            ),
+            default=0,
+        ),
         run.progress.name: (progress.checkpoint_step or 0) if progress is not None else 0,
     }
     rows = [row for row in tail_metrics(run, 1) if row.epoch > since or accepted is None]
@@ -89,13 +98,3 @@ def fresh_start_pending(events: Sequence[Event]) -> bool:
         if event.event is EventKind.FRESH_START_ACCEPTED:
             return True
     return False
-
-
-def _named(event: Event) -> int:
-    if event.event not in _TELLING:
-        return 0
-    return max(event.checkpoint_step or 0, event.resume_step or 0)
-
-
-def _index(events: Sequence[Event], wanted: Event) -> int:
-    return next(i for i in range(len(events) - 1, -1, -1) if events[i] is wanted)

@@ -1,7 +1,9 @@
 """Where everything lies inside a run directory. No path is spelled anywhere else.
 
+Who writes and reads each file, and which versions of it there are: docs/run-directory.md.
+
 spec.yaml profile.yaml plan.json       the resolved documents that were submitted
-train.json supervise.json job.sbatch   what the trainer and the supervisor are told, the script
+train.json supervise.json job.sbatch   settings of trainer and supervisor, the script
 ledger.jsonl                           append-only events: the single truth about attempts
 metrics.jsonl                          one object per optimizer step
 progress.json                          the trainer's last sign of life
@@ -9,14 +11,14 @@ done.json                              the run has reached its target; nothing i
 data.json                              which bytes the run trains on, to notice that they changed
 control/                               requests of people and of the supervisor to the trainer
 epochs/                                one file per launch; the highest number owns the run
-exits/e000001/rank-000003.json         how a rank of a launch ended, in its own words
+exits/e000001/rank-000003.json         how a rank of a launch ended, as it reports itself
 exits/e000001/node-000001.json         ranks that failed below an agent (launcher: torchrun)
 stacks/e000001/rank-000003.txt         where each rank of a launch was when it hung
 ranks.json saves.jsonl skips.json      times of each rank, each save and its cost, data left out
 signatures.json                        the lines of logs and kernels that name a cause, and XIDs
 train-n000003.json                     the trainer's file for a launch on fewer nodes than planned
-ds_config.json ds_config-n000003.json  what DeepSpeed is told, for people and its own tools
-flops-0000012.txt                      what DeepSpeed's profiler has counted in a step
+ds_config.json ds_config-n000003.json  DeepSpeed's configuration, for people and its own tools
+flops-0000012.txt                      FLOPs of a step as DeepSpeed's profiler counts them
 traces/e000001-rank-000003-steps-10-12.json.gz  what happened in steps of a rank (`profile:`)
 logs/                                  slurm-JOB.out, JOB.RESTART/stepS-rankT.log, -nodeT.log
 checkpoints/                           iter_0000012/ and iter_0000012.partial-e000003/
@@ -34,7 +36,7 @@ from hpctrain.errors import StorageError
 
 @dataclass(frozen=True)
 class RunLayout:
-    """Paths of one run directory."""
+    """The paths of one run directory."""
 
     directory: Path
 
@@ -93,22 +95,22 @@ class RunLayout:
 
     @property
     def stop_request(self) -> Path:
-        """Exists while the trainer is asked to save and leave at the next step boundary."""
+        """Exists while the trainer is to save and leave at the next step boundary."""
         return self.control / "stop"
 
     @property
     def stop_now_request(self) -> Path:
-        """Exists while the supervisor is asked to end the run at once, without a save."""
+        """Exists while the supervisor is to end the run at once, without a save."""
         return self.control / "stop-now"
 
     @property
     def hold_request(self) -> Path:
-        """Exists while the run is asked to save, leave its nodes and be held in the queue."""
+        """Exists while the run is to save, leave its nodes and be held in the queue."""
         return self.control / "hold"
 
     @property
     def save_request(self) -> Path:
-        """Exists until the trainer has begun the save that it asks for."""
+        """Exists until the trainer has begun the requested save."""
         return self.control / "save"
 
     @property

@@ -11,12 +11,10 @@ import time
 from enum import StrEnum
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from hpctrain.durable import LineBuffer, append_line
 from hpctrain.errors import StorageError
 from hpctrain.store.layout import RunLayout
-from hpctrain.store.run_records import Record
+from hpctrain.store.run_records import Record, parse_record
 
 # A supervisor writes a few lines for each launch: this is more than all of its budgets allow.
 _MOST_LINES = 10_000
@@ -36,14 +34,12 @@ class EventKind(StrEnum):
     CHECKPOINT_REJECTED = "checkpoint_rejected"
     LAUNCH_STARTED = "launch_started"
     SIGNAL = "signal"
-    STOP_REQUESTED = "stop_requested"
     LAUNCH_ENDED = "launch_ended"
     ACTION = "action"
     ACTION_RESULT = "action_result"
     CANCEL_REQUESTED = "cancel_requested"
     CANCEL_FAILED = "cancel_failed"
     CANCELLED = "cancelled"
-    ATTEMPT_ENDED = "attempt_ended"
     CONTROL = "control"
     OBSERVED = "observed"
     STACKS_SAVED = "stacks_saved"
@@ -113,10 +109,13 @@ class Ledger:
         append_line(self.path, line, mode=0o600)
 
     def events(self) -> list[Event]:
-        """All readable events in the order written; a torn line of a crashed writer is left out."""
+        """All readable events in the order written; a torn line of a crashed writer is left out.
+
+        Raises NewerFormatError when a newer hpctrain has written events that must be understood.
+        """
         if not self.path.exists():
             return []
-        return _readable(self.path.read_bytes())
+        return self._readable(self.path.read_bytes())
 
     def last_events(self, size_bytes: int) -> tuple[list[Event], bool]:
         """The readable events at the end of the file, and whether these are all there are.
@@ -127,7 +126,12 @@ class Ledger:
             start = max(0, stream.seek(0, 2) - size_bytes)
             stream.seek(start)
             data = stream.read()
-        return _readable(data.partition(b"\n")[2] if start else data), start == 0
+        return self._readable(data.partition(b"\n")[2] if start else data), start == 0
+
+    def _readable(self, data: bytes) -> list[Event]:
+        """The events in `data`. Torn lines and kinds of events that are not known are left out."""
+        events = (parse_record(self.path, line, Event) for line in data.splitlines())
+        return [event for event in events if event is not None]
 
 
 class BufferedLedger(Ledger):
@@ -154,7 +158,7 @@ class BufferedLedger(Ledger):
 
     def waiting_events(self) -> list[Event]:
         """What waits, as events."""
-        return _readable("\n".join(self.waiting).encode())
+        return self._readable("\n".join(self.waiting).encode())
 
     def flush(self) -> OSError | None:
         """Write what waits; returns the error that keeps it from the file."""
@@ -172,7 +176,7 @@ class BufferedLedger(Ledger):
         written = self._read()
         lines = set(written.splitlines())
         late = [line for line in waiting if line.encode() not in lines]
-        return _readable(b"\n".join([written, *(line.encode() for line in late)]))
+        return self._readable(b"\n".join([written, *(line.encode() for line in late)]))
 
     def _may_create(self) -> None:
         """Only the first line makes the file: one that has held lines is not begun anew."""
@@ -184,28 +188,13 @@ class BufferedLedger(Ledger):
         try:
             self._known = self.path.read_bytes()
         except FileNotFoundError:
-            self._known = self._without_file()
+            if self._known is None:
+                self._require()  # its whole directory may be away
+                self._known = b""
         except OSError:
             if self._known is None:
                 raise
         return self._known
 
-    def _without_file(self) -> bytes:
-        """A run that has written nothing yet, unless its whole directory is away."""
-        if self._known is None:
-            self._require()
-            return b""
-        return self._known
-
     def _write(self, line: str) -> None:
         self._buffer.append(line)
-
-
-def _readable(data: bytes) -> list[Event]:
-    events = []
-    for line in data.splitlines():
-        try:
-            events.append(Event.model_validate_json(line))
-        except ValidationError:
-            continue
-    return events

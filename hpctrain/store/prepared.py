@@ -1,4 +1,4 @@
-"""Whether a dataset of arrays or images is what a model can read, by small files and heads alone.
+"""Check from headers and small files whether a model can read a dataset of arrays or images.
 
 The same checks before the queue and before torch is imported. Belongs here: what names, types,
 shapes and sidecars tell. Does not belong here: the numbers themselves, Megatron's pairs.
@@ -33,7 +33,7 @@ class Expected:
 
 
 def problems_of(path: Path, expected: Expected) -> list[Problem]:
-    """Everything that is wrong with one source; empty when the model can read it."""
+    """List everything that is wrong with one source; empty when the model can read it."""
     if expected.format == "images" and path.is_dir():
         return list(_folder_problems(path, expected))
     file = npz_path(path)
@@ -109,18 +109,14 @@ def _shape_problems(heads: dict[str, ArrayHead], expected: Expected) -> Iterator
         counts = ", ".join(f"{name} {count}" for name, count in rows.items())
         yield f"arrays have different numbers of samples: {counts}"
     if expected.format in ("packed", "examples"):
-        yield from _length_problems(heads, expected)
+        wanted = heads["tokens"].shape
+        if wanted[1] > expected.seq_length:
+            yield f"samples have {wanted[1]} tokens, the model reads {expected.seq_length} at most"
+        for name in columns:
+            if len(heads[name].shape) == 2 and heads[name].shape != wanted:
+                yield f"array {name} has shape {heads[name].shape}, tokens {wanted}"
     if expected.format == "arrays":
         yield from _pixel_problems(heads["x"], expected.side)
-
-
-def _length_problems(heads: dict[str, ArrayHead], expected: Expected) -> Iterator[str]:
-    wanted = heads["tokens"].shape
-    if wanted[1] > expected.seq_length:
-        yield f"samples have {wanted[1]} tokens, the model reads {expected.seq_length} at most"
-    for name in COLUMNS[expected.format]:
-        if len(heads[name].shape) == 2 and heads[name].shape != wanted:
-            yield f"array {name} has shape {heads[name].shape}, tokens {wanted}"
 
 
 def _pixel_problems(x: ArrayHead, side: int) -> Iterator[str]:

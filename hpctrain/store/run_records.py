@@ -1,12 +1,11 @@
-"""What the trainer tells about itself: progress, step metrics, how each rank ended, done.
+"""Records that the trainer writes: progress, step metrics, how each rank ended, done.
 
-Belongs here: the formats and their reading and writing. The trainer writes, everybody else reads.
-Does not belong here: what follows from them (see `hpctrain.supervise`).
+Belongs here: the formats, reading and writing them. The trainer writes, everybody else reads. Does
+not belong here: what follows from them (see `hpctrain.supervise`).
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from enum import IntEnum
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from hpctrain.durable import append_line, replace_text
+from hpctrain.formats import refuse_newer
 from hpctrain.store.layout import RunLayout
 
 Phase = Literal["starting", "loading", "training", "saving", "evaluating", "profiling", "leaving"]
@@ -36,13 +36,23 @@ class TrainerExit(IntEnum):
     CONFIG_ERROR = 78
 
 
-class Record(BaseModel):
-    """Base of everything that is written as JSON into a run directory.
+class RecordPart(BaseModel):
+    """Base of what stands inside a record. Fields of later versions are left out when it is read.
 
-    `defer_build`: a validator is made when it is first used, for `status` uses only a few.
+    `defer_build`: a validator is made when it is first used, because `status` uses only a few.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore", defer_build=True)
+
+
+class Record(RecordPart):
+    """Base of all documents and lines that the trainer and the supervisor write while a run lives.
+
+    `schema_version`: the type lists all versions that are known; the default is that of files
+    without it, so lines of version 1 need not carry it (see `hpctrain.formats`).
+    """
+
+    schema_version: Literal[1] = 1
 
 
 class Progress(Record):
@@ -61,7 +71,7 @@ class Progress(Record):
 class StepMetrics(Record):
     """One optimizer step. `loss_hex` is the exact float64 (float.hex), for bitwise comparison.
 
-    `profiled`: a profiler was at work, so that its time is not that of other steps.
+    `profiled`: a profiler was active, so the step's time is not comparable with other steps.
     """
 
     step: int
@@ -84,8 +94,8 @@ class StepMetrics(Record):
 class EvaluationMetrics(Record):
     """The evaluation of a step that an earlier launch has trained.
 
-    That launch was asked to stop before the evaluation was complete. The line stands in the file of
-    the step metrics; readers get the values in the row of the step.
+    That launch was asked to stop before the evaluation was complete. The line is appended to the
+    step metrics; readers get the values in the row of the step.
     """
 
     step: int
@@ -124,7 +134,7 @@ class ExitRecord(Record):
     loading_step: int | None = None
 
 
-class RankEnd(Record):
+class RankEnd(RecordPart):
     """How a process of a rank ended; a negative code is the signal that killed it."""
 
     rank: int
@@ -132,9 +142,9 @@ class RankEnd(Record):
 
 
 class AgentRecord(Record):
-    """What an agent saw when the first of its ranks had failed: all that had failed by then.
+    """The ranks that had failed when an agent noticed the first failure.
 
-    Below srun itself Slurm tells this (`srun: error: n1: task 3: Killed`).
+    For ranks directly below srun, Slurm reports this (`srun: error: n1: task 3: Killed`).
     """
 
     epoch: int
@@ -186,8 +196,8 @@ class RankTimes(Record):
 
     @property
     def rest_seconds(self) -> tuple[float, ...]:
-        """Neither computing nor reading: with megatron-core waiting for pipeline neighbours and
-        for gradients, else hardly anything; empty for a record of an older version."""
+        """Step time outside compute, data and optimizer: with megatron-core mostly waiting for
+        pipeline neighbours and gradients, else nearly 0. Empty for a record of an older version."""
         parts = (
             self.compute_seconds,
             self.backward_seconds,
@@ -202,8 +212,8 @@ class RankTimes(Record):
         )
 
 
-class SkippedData(Record):
-    """Samples that training leaves out: at `from_samples` consumed it goes on at `to_samples`."""
+class SkippedData(RecordPart):
+    """Samples that training leaves out: after `from_samples` it continues at `to_samples`."""
 
     from_samples: int
     to_samples: int
@@ -231,10 +241,26 @@ _LONGEST_ROW_BYTES = 512
 
 
 def read_record(path: Path, kind: type[RecordT]) -> RecordT | None:
-    """The record in `path`; None when it is absent, unreadable or not of that kind (unknown)."""
+    """The record in `path`; None when it is absent, unreadable or not of that kind (unknown).
+
+    Raises NewerFormatError for a format of a newer hpctrain.
+    """
     try:
-        return kind.model_validate_json(path.read_bytes())
-    except (OSError, ValidationError):
+        text = path.read_bytes()
+    except OSError:
+        return None
+    return parse_record(path, text, kind)
+
+
+def parse_record(path: Path, text: bytes, kind: type[RecordT]) -> RecordT | None:
+    """The record in `text`, which is a line or the whole of `path`; None when it is none.
+
+    Raises NewerFormatError for a format of a newer hpctrain.
+    """
+    try:
+        return kind.model_validate_json(text)
+    except ValidationError:
+        refuse_newer(path, text, kind)
         return None
 
 
@@ -244,36 +270,44 @@ def write_record(path: Path, record: Record, *, durable: bool = True) -> None:
 
 
 def write_exit_record(run: RunLayout, record: ExitRecord) -> None:
-    """Leave the record of how a rank has ended; makes the directory of its launch."""
+    """Write the record of how a rank has ended; makes the directory of its launch."""
     path = run.exit_record(record.epoch, record.rank)
     run.make_directory(path.parent)
     write_record(path, record)
 
 
 def write_agent_record(run: RunLayout, node_rank: int, record: AgentRecord) -> None:
-    """Leave the record of an agent; makes the directory of its launch."""
+    """Write the record of an agent; makes the directory of its launch."""
     path = run.agent_record(record.epoch, node_rank)
     run.make_directory(path.parent)
     write_record(path, record)
 
 
+def _append(path: Path, record: Record) -> None:
+    """Append a line, with its format version unless that is the one of lines without it."""
+    omitted = {"schema_version"} if record.schema_version == 1 else None
+    append_line(path, record.model_dump_json(exclude=omitted), mode=0o600, durable=False)
+
+
 def append_metrics(run: RunLayout, metrics: StepMetrics | EvaluationMetrics) -> None:
-    append_line(run.metrics, metrics.model_dump_json(), mode=0o600, durable=False)
+    _append(run.metrics, metrics)
 
 
 def read_metrics(run: RunLayout) -> list[StepMetrics]:
-    """All readable rows in the order written; a torn line is left out.
+    """Read all rows in the order written; a torn line is left out.
 
-    An evaluation that a later launch has made up for is in the row of its step.
+    An evaluation that a later launch has completed is in the row of its step.
     """
-    return _readable(run.metrics.read_bytes().splitlines()) if run.metrics.exists() else []
+    if not run.metrics.exists():
+        return []
+    return _readable(run.metrics, run.metrics.read_bytes().splitlines())
 
 
 def lineage(rows: Sequence[StepMetrics]) -> list[StepMetrics]:
-    """The rows of the steps that count, out of rows in the order written: one per step, ascending.
+    """Select the rows of the steps that count: one per step, ascending.
 
-    A launch that trains step N takes the place of what earlier launches had from N on, also of
-    their later steps that it has not reached yet (they are not in its weights).
+    A launch that trains step N replaces the rows of earlier launches from N on, also of later
+    steps that it has not reached yet, because they are not in its weights.
     """
     kept: list[StepMetrics] = []
     for row in sorted(rows, key=lambda row: row.epoch):
@@ -284,20 +318,17 @@ def lineage(rows: Sequence[StepMetrics]) -> list[StepMetrics]:
 
 
 def append_save(run: RunLayout, save: SaveRecord) -> None:
-    append_line(run.saves, save.model_dump_json(), mode=0o600, durable=False)
+    _append(run.saves, save)
 
 
 def read_saves(run: RunLayout) -> list[SaveRecord]:
     """All readable records of saves in the order written; none when there is no such file."""
-    saves: list[SaveRecord] = []
     try:
         lines = run.saves.read_bytes().splitlines()
     except FileNotFoundError:
-        return saves
-    for line in lines:
-        with contextlib.suppress(ValidationError):
-            saves.append(SaveRecord.model_validate_json(line))
-    return saves
+        return []
+    saves = (parse_record(run.saves, line, SaveRecord) for line in lines)
+    return [save for save in saves if save is not None]
 
 
 def tail_metrics(run: RunLayout, count: int) -> list[StepMetrics]:
@@ -310,27 +341,23 @@ def tail_metrics(run: RunLayout, count: int) -> list[StepMetrics]:
             lines = stream.read().splitlines()[1 if start else 0 :]
     except FileNotFoundError:
         return []
-    return _readable(lines)[-count:]
+    return _readable(run.metrics, lines)[-count:]
 
 
-def _readable(lines: list[bytes]) -> list[StepMetrics]:
+def _readable(path: Path, lines: list[bytes]) -> list[StepMetrics]:
+    """The rows of steps; an evaluation is added to the newest row of its step, if that was read."""
     rows: list[StepMetrics] = []
     for line in lines:
-        try:
-            rows.append(StepMetrics.model_validate_json(line))
-        except ValidationError:
-            with contextlib.suppress(ValidationError):
-                _add_evaluation(rows, EvaluationMetrics.model_validate_json(line))
-    return rows
-
-
-def _add_evaluation(rows: list[StepMetrics], late: EvaluationMetrics) -> None:
-    """Into the newest row of its step; without one (only the tail was read) nowhere."""
-    for index in reversed(range(len(rows))):
-        if rows[index].step == late.step:
+        row = parse_record(path, line, StepMetrics)
+        if row is not None:
+            rows.append(row)
+        elif (late := parse_record(path, line, EvaluationMetrics)) is not None:
             values = {"eval_loss": late.eval_loss, "eval_accuracy": late.eval_accuracy}
-            rows[index] = rows[index].model_copy(update=values)
-            return
+            for index in reversed(range(len(rows))):
+                if rows[index].step == late.step:
+                    rows[index] = rows[index].model_copy(update=values)
+                    break
+    return rows
 
 
 def read_exit_records(run: RunLayout, epoch: int) -> list[ExitRecord]:

@@ -17,6 +17,7 @@ from hpctrain.errors import CheckpointError, SlurmError
 from hpctrain.store.epochs import claim_epoch
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import EventKind
+from hpctrain.store.requests import clear_stale_requests
 from hpctrain.store.run_records import Progress, read_record
 from hpctrain.supervise.context import AttemptContext, say
 from hpctrain.supervise.data_check import data_problem
@@ -37,7 +38,6 @@ from hpctrain.supervise.judge.launch_history import pinned_steps
 from hpctrain.supervise.judge.launch_nodes import Placement, place_command
 from hpctrain.supervise.judge.probe_answers import KernelLine, ProbeResult
 from hpctrain.supervise.judge.stragglers import SlowRank
-from hpctrain.supervise.requests import clear_stale_requests
 from hpctrain.supervise.srun_process import Launch, free_port
 from hpctrain.supervise.time_limit import Outlook
 

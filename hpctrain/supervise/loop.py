@@ -22,6 +22,8 @@ from hpctrain.store.epochs import is_superseded
 from hpctrain.store.jobs import generation
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import BufferedLedger, Event, EventKind
+from hpctrain.store.requests import Request, read_request
+from hpctrain.store.supervise_config import read_supervise_config
 from hpctrain.supervise.act.execute import act
 from hpctrain.supervise.act.successor import adopt_own_job, ensure_successor, must_leave
 from hpctrain.supervise.attempt import attempt_from, unfinished_attempt, why_lost
@@ -51,17 +53,13 @@ from hpctrain.supervise.judge.launch_nodes import Allocation, place
 from hpctrain.supervise.judge.lost_attempts import why_ended
 from hpctrain.supervise.judge.policy import decide
 from hpctrain.supervise.launching import Ended, Launcher
-from hpctrain.supervise.requests import Request, requested
 from hpctrain.supervise.restarted_job import came_back
 from hpctrain.supervise.run_jobs import identity_of
-from hpctrain.supervise.settings import read_supervise_config
 from hpctrain.supervise.srun_process import Signals
 from hpctrain.supervise.step_ids import use_up_step_ids
 from hpctrain.supervise.storage_retry import outlast
 from hpctrain.supervise.termination_guard import Guard
 from hpctrain.supervise.time_limit import Outlook, look_ahead, why_no_launch
-
-__all__ = ["Supervisor", "read_supervise_config"]
 
 _SLURM_TIMEOUT_SECONDS = 8.0
 # Pause between two storage faults, when the second interrupts the handling of the first.
@@ -246,7 +244,7 @@ class Supervisor:
         context = self.context
         if context.run_layout.done.exists():
             return Action(ActionKind.FINISH, "the run was done before this attempt")
-        request = requested(context.run_layout)
+        request = read_request(context.run_layout)
         if request is not None:
             verdict = _yielded(request)
             verdict = replace(verdict, reason=f"{verdict.reason} before this attempt")
@@ -317,7 +315,7 @@ class Supervisor:
 
     def _request(self) -> Request | None:
         try:
-            return requested(self.context.run_layout)
+            return read_request(self.context.run_layout)
         except OSError:
             return None  # the next launch finds out
 

@@ -6,8 +6,8 @@ Belongs here: writing it once. Does not belong here: following the request (`lau
 from __future__ import annotations
 
 from hpctrain.store.ledger import EventKind
+from hpctrain.store.requests import Request
 from hpctrain.supervise.context import AttemptContext
-from hpctrain.supervise.requests import Request
 
 _RECENT_EVENTS = 50
 

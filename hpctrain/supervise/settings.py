@@ -1,7 +1,6 @@
-"""Reading what the supervisor is told (`supervise.json`), also when its directory comes up late.
+"""Wait for the supervisor's settings, whose directory may come up late, or end the job without.
 
-Belongs here: reading, waiting, and what is left to do without any settings. Does not belong here:
-what the settings mean (`documents`).
+Does not belong here: the document and its reader (`hpctrain.store.supervise_config`).
 """
 
 from __future__ import annotations
@@ -10,33 +9,17 @@ import signal
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from hpctrain.errors import InvalidInputError, Problem, SlurmError, StorageError
+from hpctrain.errors import SlurmError, StorageError
 from hpctrain.slurm.client import SlurmClient
+from hpctrain.store.supervise_config import read_supervise_config
 from hpctrain.supervise.attempt import attempt_from
 from hpctrain.supervise.context import say
 from hpctrain.supervise.judge.causes import Cause
-from hpctrain.supervise.judge.documents import SuperviseConfig
 from hpctrain.supervise.judge.policy import RETRIES, STOPPED_EXIT_CODE
 
 # As often and as long as the policy tries again after a fault of storage.
 _TRIES = RETRIES[Cause.STORAGE] + 1
 _PAUSE_SECONDS = 30.0
-
-
-def read_supervise_config(path: Path) -> SuperviseConfig:
-    """The supervisor's own file.
-
-    Raises StorageError when it cannot be read, InvalidInputError when it is no such file.
-    """
-    try:
-        text = path.read_bytes()
-    except OSError as error:
-        raise StorageError(f"{path} cannot be read: {error.strerror}") from error
-    try:
-        return SuperviseConfig.model_validate_json(text)
-    except ValueError as error:
-        problem = Problem("cannot be read: not a supervise.json", str(path))
-        raise InvalidInputError([problem]) from error
 
 
 def settings_come(path: Path, signals: Collection[signal.Signals]) -> bool:

@@ -22,10 +22,11 @@ from hpctrain.checkpoints.manifest import (
     what_is_wrong,
 )
 from hpctrain.checkpoints.publish import StaleEpochError
-from hpctrain.engines.megatron_lm import MegatronLmConfig
 from hpctrain.engines.training import TrainConfig
 from hpctrain.errors import CheckpointError, HpctrainError, InvalidInputError, Problem
+from hpctrain.spec.engines.registry import abilities_of, resolve
 from hpctrain.store.layout import RunLayout
+from hpctrain.store.requests import is_requested
 from hpctrain.store.run_records import (
     DoneMarker,
     ExitRecord,
@@ -51,7 +52,7 @@ from hpctrain.train.rank_environment import Launch, quiet_defaults, read_launch
 from hpctrain.train.saving.digest_check import DigestCheck, start_digest_check
 from hpctrain.train.stacks import StackDump, flight_recorder, open_stack_dump
 from hpctrain.train.startup_stop import StartupStop
-from hpctrain.train.stop import StopSignals, file_exists
+from hpctrain.train.stop import StopSignals
 from hpctrain.train.storage import failed_below, fence_of, is_present, outlast, stale_or
 
 # How long the record of a rank that ends waits for the run directory: Slurm may be ending the job.
@@ -76,11 +77,11 @@ def main(arguments: list[str], stop: StopSignals) -> int:
     try:
         path = _config_path(arguments)
         launch = read_launch(os.environ)
+        run = RunLayout(path.parent)
+        if read_record(run.done, DoneMarker) is not None:
+            return TrainerExit.DONE
     except InvalidInputError as error:
         return _say(str(error), TrainerExit.CONFIG_ERROR)
-    run = RunLayout(path.parent)
-    if read_record(run.done, DoneMarker) is not None:
-        return TrainerExit.DONE
     ending = _Ending(run, launch, stop)
     stacks = _open_stacks(run, launch)
     code = ending.of(lambda: _train(_job(path, launch, run, stop), ending))
@@ -161,7 +162,7 @@ class _Ending:
         """A signal to this rank, or the stop file, which rank 0 looks for."""
         if self._stop.requested or self.asked():
             return True
-        return self._launch.leads and file_exists(self._run.stop_request)
+        return self._launch.leads and is_requested(self._run, "stop")
 
     def _leave_startup(self) -> None:
         """Not by `leave`: the main thread may be anywhere, also within a write to a stream.
@@ -292,8 +293,9 @@ def _train(job: Job, ending: _Ending) -> Outcome:
         job, lambda: _refuse_damaged(job), BadCheckpointError, UnreadableCheckpointError
     )
     os.environ.update(quiet_defaults(job.config.engine) | flight_recorder(job.run, job.launch))
-    if isinstance(job.config, MegatronLmConfig):
-        return _supervise(job, ending, digests)
+    program = abilities_of(job.config.engine).program
+    if program is not None:
+        return _run_program(program, job, ending, digests)
     from hpctrain.train.startup import assemble  # torch and megatron-core come in here
 
     loop = assemble(job, ending, digests)
@@ -309,11 +311,10 @@ def _train(job: Job, ending: _Ending) -> Outcome:
     return outcome
 
 
-def _supervise(job: Job, ending: _Ending, digests: DigestCheck | None) -> Outcome:
-    """Have somebody's own program train."""
-    from hpctrain.train.engines.megatron_lm.program import run
-
-    outcome, step = run(job, ending, digests)
+def _run_program(program: str, job: Job, ending: _Ending, digests: DigestCheck | None) -> Outcome:
+    """Train with somebody's own program, which the engine's module `program` runs."""
+    outcome: Outcome
+    outcome, step = resolve(program).run(job, ending, digests)
     if outcome == "done" and job.launch.leads:
         outlast(job.run, lambda: _mark_done(job, step))
     return outcome

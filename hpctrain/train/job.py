@@ -8,9 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import ValidationError
-
-from hpctrain.engines.documents import parse_train_config
+from hpctrain.engines.train_json import train_config_of
 from hpctrain.engines.training import TrainConfig
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.store.layout import RunLayout
@@ -42,14 +40,8 @@ class Job:
 def read_config(path: Path) -> TrainConfig:
     """Read `train.json`. Raises InvalidInputError with all that is wrong in it."""
     try:
-        return parse_train_config(path.read_bytes())
+        text = path.read_bytes()
     except OSError as error:
         words = error.strerror or str(error)
         raise InvalidInputError([Problem(words, str(path), node_dependent=True)]) from error
-    except ValidationError as error:
-        raise InvalidInputError(
-            [
-                Problem(f"{'.'.join(map(str, item['loc']))}: {item['msg']}", str(path))
-                for item in error.errors()
-            ]
-        ) from error
+    return train_config_of(path, text)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from hpctrain.store.requests import SaveRequest, is_requested
 from hpctrain.train.datasets.skipped_samples import Skips
 from hpctrain.train.device import wait_for_device
 from hpctrain.train.engine import Engine, Evaluation, Position
@@ -21,10 +22,8 @@ from hpctrain.train.numerics import LossWindow, what_is_not_finite
 from hpctrain.train.profiling import StepProfiler
 from hpctrain.train.report import Reporter, StepResult
 from hpctrain.train.saving.save_interval import SaveInterval
-from hpctrain.train.saving.save_request import SaveRequest
 from hpctrain.train.saving.saver import Saver
 from hpctrain.train.step_agreement import Agreement, Control, WriterState
-from hpctrain.train.stop import file_exists
 from hpctrain.train.times import RankClock
 
 Ending = Literal["done", "yielded"]
@@ -141,7 +140,7 @@ class Loop:
         """A signal on any rank, or the stop file, which rank 0 looks for."""
         if self.job.stop.requested:
             return True
-        return self.job.launch.leads and file_exists(self.job.run.stop_request)
+        return self.job.launch.leads and is_requested(self.job.run, "stop")
 
     def _wants_to_save(self) -> bool:
         """Rank 0's clock, or a request; neither is worth waiting for a save under way."""

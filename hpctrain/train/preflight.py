@@ -10,18 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import cast
 
 from hpctrain.checkpoints.manifest import checkpoint_name, read_manifest, step_of
 from hpctrain.checkpoints.publish import published_steps
-from hpctrain.engines.deepspeed import DeepSpeedConfig
-from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.engines.training import TrainConfig
 from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.spec.engines.registry import abilities_of, resolve
 from hpctrain.store.epochs import current_epoch
 from hpctrain.train.datasets.checks import data_problems
 from hpctrain.train.datasets.skipped_samples import parse_skips, read_skips
-from hpctrain.train.engines.deepspeed.preflight import deepspeed_problems
-from hpctrain.train.engines.megatron.preflight import megatron_problems
 from hpctrain.train.job import Job
 from hpctrain.train.starting import starting_problems
 
@@ -57,11 +55,10 @@ def _world_problems(config: TrainConfig, world_size: int) -> Iterator[Problem]:
 
 
 def _problems_of_the_engine(job: Job) -> Iterable[Problem]:
-    if isinstance(job.config, MegatronConfig):
-        return megatron_problems(job.config)
-    if isinstance(job.config, DeepSpeedConfig):
-        return deepspeed_problems(job.config, job.run)
-    return ()
+    module = abilities_of(job.config.engine).preflight
+    if module is None:
+        return ()
+    return cast(Iterable[Problem], resolve(module).engine_problems(job.config, job.run))
 
 
 def _schedule_problems(config: TrainConfig) -> Iterator[Problem]:

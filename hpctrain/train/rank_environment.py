@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.spec.engines.registry import DEFAULT_ENGINE, abilities_of
 
 
 @dataclass(frozen=True)
@@ -59,17 +60,13 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
 
 
 def quiet_defaults(
-    engine: str = "megatron", environment: Mapping[str, str] = os.environ
+    engine: str = DEFAULT_ENGINE, environment: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Variables to set before torch is imported, unless the user has set them.
+    """List variables to set before torch is imported, unless the user has set them.
 
     One OpenMP thread per rank: the GPU does the work, and on a CPU the ranks share the cores.
-    CUDA_DEVICE_MAX_CONNECTIONS: tensor_parallel/layers.py relies on kernels that start in launch
-    order; FSDP overlaps less with it (Megatron-LM's arguments.py refuses that pair).
     """
-    wanted = {"OMP_NUM_THREADS": "1"}
-    if engine.startswith("megatron"):
-        wanted["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    wanted = {"OMP_NUM_THREADS": "1", **abilities_of(engine).environment}
     return {name: value for name, value in wanted.items() if name not in environment}
 
 

@@ -47,10 +47,21 @@ class StackDump:
 
 def open_stack_dump(run: RunLayout, launch: Launch) -> StackDump:
     """Open this rank's dump file and take over SIGQUIT. Raises OSError if it cannot be made."""
-    header = f"rank={launch.rank} node={launch.node} pid={os.getpid()} epoch={launch.epoch}\n"
     path = run.stack_dump(launch.epoch, launch.rank)
     run.make_directory(path.parent)
-    return StackDump(path, header)
+    return StackDump(path, dump_header(launch.rank, launch.node, launch.epoch))
+
+
+def dump_header(rank: int, node: str, epoch: int) -> str:
+    """Describe this process in the first line of its dump file.
+
+    `package` is the directory of hpctrain, by which the supervisor recognises frames of the
+    trainer. It comes last because it may contain spaces, and is escaped as faulthandler escapes
+    paths (CPython: Python/traceback.c, _Py_DumpASCII).
+    """
+    directory = os.path.dirname(os.path.dirname(__file__))
+    package = directory.encode("ascii", "backslashreplace").decode().replace("\n", "\\x0a")
+    return f"rank={rank} node={node} pid={os.getpid()} epoch={epoch} package={package}\n"
 
 
 def ignore_requests() -> None:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hpctrain.checkpoints.staged import Kind, Staged, open_staged, require_kind
+from hpctrain.checkpoints.staged import Staged, open_staged, require_kind
 from hpctrain.engines.described import disagreements
 from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.engines.module import ModuleConfig
-from hpctrain.engines.shape import shape_of
 from hpctrain.engines.training import TrainConfig
 from hpctrain.errors import InvalidInputError, Problem
-from hpctrain.spec.model import ModelSpec
+from hpctrain.spec.engines.registry import abilities_of
 
 
 def starting_problems(config: TrainConfig, *, resumes: bool) -> tuple[Problem, ...]:
@@ -23,7 +22,7 @@ def starting_problems(config: TrainConfig, *, resumes: bool) -> tuple[Problem, .
 
     megatron-core needs them once; a module is built by its config.json each time.
     """
-    if resumes and isinstance(config, MegatronConfig):
+    if resumes and abilities_of(config.engine).weights == "megatron_core":
         return ()
     try:
         open_weights(config)
@@ -33,17 +32,11 @@ def starting_problems(config: TrainConfig, *, resumes: bool) -> tuple[Problem, .
 
 
 def open_weights(config: TrainConfig) -> Staged | None:
-    """The directory of `model.pretrained`; None without. Raises InvalidInputError."""
-    if isinstance(config, MegatronConfig) and config.pretrained:
-        return _opened(config.pretrained, "megatron", shape_of(config))
-    if isinstance(config, ModuleConfig) and config.model.pretrained:
-        return _opened(config.model.pretrained, "hugging_face", config.model)
-    return None
-
-
-def _opened(path: str, kind: Kind, model: ModelSpec) -> Staged:
-    staged = open_staged(Path(path))
-    require_kind(staged, kind)
-    if wrong := disagreements(model, staged.config):
-        raise InvalidInputError([Problem(words, path) for words in wrong])
+    """Open the directory of `model.pretrained`; None without. Raises InvalidInputError."""
+    if not isinstance(config, MegatronConfig | ModuleConfig) or not config.pretrained:
+        return None
+    staged = open_staged(Path(config.pretrained))
+    require_kind(staged, abilities_of(config.engine).weights)
+    if wrong := disagreements(config.model, staged.config):
+        raise InvalidInputError([Problem(words, config.pretrained) for words in wrong])
     return staged

@@ -6,7 +6,6 @@ belong here: what an engine builds (see its room's `assembly`).
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import warnings
@@ -17,6 +16,8 @@ import torch
 
 from hpctrain.checkpoints.manifest import step_of
 from hpctrain.engines.training import TrainConfig
+from hpctrain.spec.engines.registry import abilities_of, resolve
+from hpctrain.store.requests import SaveRequest
 from hpctrain.store.run_records import SaveRecord, read_saves
 from hpctrain.train.datasets.skipped_samples import Skips, parse_skips, read_skips
 from hpctrain.train.engine import Engine, Position, Room, Snapshot
@@ -29,15 +30,12 @@ from hpctrain.train.profiling import step_profiler
 from hpctrain.train.report import Reporter
 from hpctrain.train.saving.digest_check import DigestCheck
 from hpctrain.train.saving.save_interval import SaveInterval
-from hpctrain.train.saving.save_request import SaveRequest
 from hpctrain.train.saving.saver import Saver
 from hpctrain.train.step_agreement import Control
 from hpctrain.train.times import RankClock
 
 # They say at import that TransformerEngine or Apex are missing, from every rank.
 warnings.filterwarnings("ignore", module=r"(torch|megatron)\b.*")
-
-_ROOMS = {"megatron": "megatron", "fsdp": "native", "ddp": "native", "deepspeed": "deepspeed"}
 
 
 class Keeper(Protocol):
@@ -52,9 +50,10 @@ class Keeper(Protocol):
 
 
 def room_of(config: TrainConfig) -> Room:
-    """The engine's room, whose import brings in the engine."""
-    name = _ROOMS[config.engine]
-    return cast(Room, importlib.import_module(f"hpctrain.train.engines.{name}.assembly"))
+    """Import the room of the engine, and the engine with it."""
+    assembly = abilities_of(config.engine).assembly
+    assert assembly is not None, f"engine {config.engine} trains with a program of its own"
+    return cast(Room, resolve(assembly))
 
 
 def assemble(job: Job, keeper: Keeper, digests: DigestCheck | None = None) -> Loop:
@@ -90,7 +89,7 @@ def assemble(job: Job, keeper: Keeper, digests: DigestCheck | None = None) -> Lo
         losses=_losses(job, control, position),
         clock=_clock(job, control, parts.engine, reporter),
         profiler=step_profiler(job, parts.engine.clock, reporter, control),
-        request=SaveRequest(job.run.save_request, looks=job.launch.leads),
+        request=SaveRequest(job.run, looks=job.launch.leads),
         owes_evaluation=_owes_evaluation(job, control, position),
         on_begin=keeper.begin,
     )

@@ -1,14 +1,13 @@
-"""Being asked to stop: signals and the stop file, both only remembered until a step boundary.
+"""Remember signals that ask a rank to stop, until a step boundary.
 
-Belongs here: the flag. Does not belong here: how the ranks agree (see `step_agreement`) and what is
+Belongs here: the flag. Does not belong here: the file `control/stop`
+(`hpctrain.store.requests`), how the ranks agree (see `step_agreement`) and what is
 done then (see `loop`). Imports nothing heavy, because it must be in force before torch is imported.
 """
 
 from __future__ import annotations
 
-import os
 import signal
-from pathlib import Path
 
 # SIGTERM: Slurm's preemption, time limit and scancel. SIGUSR1, SIGUSR2: what sites let Slurm send
 # as a warning (sbatch(1), --signal). SIGCONT precedes SIGTERM in Slurm and must not matter.
@@ -37,8 +36,3 @@ class StopSignals:
         """This signal has arrived; others than stop signals do not matter."""
         if self.name is None and number in STOP_SIGNALS:
             self.name = signal.Signals(number).name
-
-
-def file_exists(path: Path) -> bool:
-    """One stat(2), cheap enough for every step."""
-    return os.path.exists(path)

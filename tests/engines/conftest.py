@@ -18,14 +18,6 @@ import hpctrain.train.engines.megatron.assembly
 assert hpctrain.train.engines.megatron.assembly is not None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Launches of many processes meet on two busy cores: one that fails is put on once more, and
-    the summary says so (RERUN, with `-rR`)."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.flaky(reruns=1))
-
-
 @pytest.fixture
 def trial(tmp_path: Path) -> Callable[..., Trial]:
     """Make run directories below this test's own directory."""

@@ -13,9 +13,9 @@ from typing import Any
 
 from trial_runs import GPT, Trial, make_trial
 
+from bench import prefork
 from hpctrain.checkpoints.discover import checkpoints
 from hpctrain.checkpoints.manifest import checkpoint_name
-from hpctrain.train import prefork
 from hpctrain.train.stop import StopSignals
 
 HERE = Path(__file__).parent

@@ -14,17 +14,27 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from trial_runs import GPT, Trial, largest_difference
 
 from hpctrain.engines.megatron import MegatronConfig
-from hpctrain.plan.documents import Layout, Order
-from hpctrain.plan.mesh.candidate import Candidate
+from hpctrain.plan.documents import ORDERS, Layout, Order
 from hpctrain.plan.mesh.placement import strides
-from hpctrain.plan.mesh.rank_order import ORDERS, order_problems
-from hpctrain.spec.run import ParallelSpec
+from hpctrain.plan.mesh.rules import ORDER, broken_rules, layout_values
+from hpctrain.spec.run import ParallelSpec, RunSpec
 from hpctrain.train.engines.megatron.mesh import parallel_sizes
 
 PIPELINES_NEAR: Order = "tp-cp-ep-pp-dp"
 DATA_NEAR: Order = "tp-cp-ep-dp-pp"
 # The norm is a sum over ranks in their order; clipping would carry its last bits into the weights.
 UNCLIPPED = 1e9
+SPEC = RunSpec.model_validate(
+    dict(
+        name="orders",
+        model=dict(layers=2, hidden=16, heads=2, vocab=64, seq=16),
+        batch={"global": 64, "micro": 1},
+        budget={"steps": 1},
+        optimizer={"lr": 1e-3},
+        checkpoint={"every_steps": 1},
+        resources={"gpus": 4},
+    )
+)
 NORM_TOLERANCE = 1e-6
 FOUR = dict(
     pipeline_model_parallel_size=2,
@@ -109,21 +119,14 @@ def test_refusals_are_those_of_megatron() -> None:
             parallel_order=order,
         )
         config = MegatronConfig(**{**GPT, **changes})
-        candidate = Candidate(
-            ParallelSpec(tp=tp, cp=cp, pp=pp, ep=ep),
-            layout(order, tp=tp, cp=cp, pp=pp, dp=4),
-            (1,) * pp,
-            1,
-            1,
-            "none",
-        )
+        values = layout_values(SPEC, ParallelSpec(tp=tp, cp=cp, pp=pp, ep=ep, order=order), world)
         refused = False
         try:
             with megatron(config, 0, world):
                 pass
         except AssertionError:
             refused = True
-        assert bool(order_problems(candidate, order)) == refused, (tp, cp, pp, ep, order)
+        assert bool(broken_rules(SPEC, values, [ORDER])) == refused, (tp, cp, pp, ep, order)
         seen.add(refused)
     assert seen == {True, False}
 

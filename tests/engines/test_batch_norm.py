@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hpctrain.train import prefork
+from bench import prefork
 from hpctrain.train.engines.native.batch_norm import SummedBatchNorm, synchronize_batch_norms
 
 TOLERANCE = 1e-12

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from bench import prefork
 from hpctrain.actions.prepare import prepare
 from hpctrain.prepare import __main__
 from hpctrain.store.layout import RunLayout
-from hpctrain.train import prefork
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 # Two partial sums in place of one, in fp32; relative to the largest number of a tensor.

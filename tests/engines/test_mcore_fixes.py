@@ -15,7 +15,7 @@ import pytest
 import torch
 from trial_runs import LIMIT_SECONDS, Trial, largest_difference
 
-from hpctrain.train import prefork
+from bench import prefork
 from hpctrain.train.engines.megatron import fixes, model
 
 DP2 = dict(data_parallel_size=2, overlap_grad_reduce=True, overlap_param_gather=True)

@@ -20,8 +20,8 @@ import pytest
 
 from hpctrain.engines.megatron_lm import MegatronLmConfig, Places, arguments, megatron_lm_config
 from hpctrain.plan.planner import make_plan
+from hpctrain.spec.engines.megatron_lm import FIELD_OF, KEPT_BACK
 from hpctrain.spec.loader import find_profile, load_profile, load_run_spec
-from hpctrain.spec.megatron_lm import FIELD_OF, KEPT_BACK
 from hpctrain.spec.run import RunSpec
 
 HERE = Path(__file__).parent

@@ -11,6 +11,7 @@ import pytest
 from megatron_lm_trials import LmTrial, make_lm_trial
 from trial_runs import LIMIT_SECONDS
 
+from bench import prefork
 from hpctrain.checkpoints.discover import select_for_resume
 from hpctrain.checkpoints.publish import TRACKER_NAME, fence_off
 from hpctrain.store.epochs import claim_epoch
@@ -21,7 +22,6 @@ from hpctrain.store.run_records import (
     read_record,
     read_saves,
 )
-from hpctrain.train import prefork
 
 
 @pytest.fixture

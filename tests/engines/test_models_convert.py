@@ -39,7 +39,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 def apart(function: Callable[..., None], *given: Any) -> None:
     """Call it in a forked process: process groups and threads must not live where ranks are forked
-    from later on (hpctrain.train.prefork)."""
+    from later on (bench.prefork)."""
     process = multiprocessing.get_context("fork").Process(target=function, args=given)
     process.start()
     process.join(60)
@@ -88,7 +88,7 @@ def compare_logits(directory: Path) -> None:
     """With those of megatron-core on one rank."""
     tokens, wanted = torch.load(directory / "logits.pt")
     staged = open_staged(directory / "megatron")
-    assert staged.kind == "megatron"
+    assert staged.kind == "megatron_core"
     with megatron.one_rank(), torch.no_grad():
         chunk = megatron.build(shape_described(staged.config), torch.float32)
         megatron.load(chunk, staged.path)

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from hpctrain.plan.mesh.layout import layout_of, layout_problems
+from hpctrain.plan.mesh.layout import layout_of
+from hpctrain.plan.mesh.rules import MODEL_RULES, broken_rules, layout_values
 from hpctrain.plan.mesh.stages import build_stages, split_layers
 from hpctrain.plan.model.parameters import expert_tp, pad_vocab
 from hpctrain.spec.run import (
@@ -189,7 +190,9 @@ def test_parameters_per_gpu_are_what_megatron_builds(
     name: str, built: dict[str, list[int]]
 ) -> None:
     model, parallel = CASES[name]
-    assert layout_problems(spec_of(model, parallel), parallel) == []
+    spec = spec_of(model, parallel)
+    values = layout_values(spec, parallel, spec.resources.gpus)
+    assert not broken_rules(spec, values, MODEL_RULES)
     layout = layout_of(parallel, parallel.tp * parallel.pp * parallel.ep)
     stages = build_stages(model, layout, split_layers(model.layers, parallel))
     assert [stage.parameters_per_gpu for stage in stages] == built[name]

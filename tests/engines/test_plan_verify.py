@@ -16,13 +16,14 @@ from hpctrain.actions.verify import verify_plan
 from hpctrain.engines.kept import planned_kept_bytes
 from hpctrain.engines.megatron import megatron_config
 from hpctrain.engines.verification import Verification, compare
-from hpctrain.plan.cost.from_spec import Knowledge
 from hpctrain.plan.documents import NodeRequest, Plan, Stage
 from hpctrain.plan.mesh.batch import batch_split
-from hpctrain.plan.mesh.layout import layout_of, layout_problems
+from hpctrain.plan.mesh.layout import layout_of
+from hpctrain.plan.mesh.rules import MODEL_RULES, broken_rules, layout_values
 from hpctrain.plan.mesh.stages import build_stages, split_layers
 from hpctrain.plan.model.parameters import pad_vocab
 from hpctrain.plan.planner import make_plan
+from hpctrain.plan.request import Knowledge
 from hpctrain.spec.catalogue import cluster_gpu
 from hpctrain.spec.loader import (
     find_profile,
@@ -72,7 +73,8 @@ def plan_of(spec: RunSpec) -> Plan:
     """The plan as far as an engine reads it; how it is found is not the matter here."""
     parallel = spec.parallel
     assert isinstance(parallel, ParallelSpec)
-    assert layout_problems(spec, parallel) == []
+    values = layout_values(spec, parallel, spec.resources.gpus)
+    assert not broken_rules(spec, values, MODEL_RULES)
     layout = layout_of(parallel, spec.resources.gpus)
     return Plan(
         run_name=spec.name,

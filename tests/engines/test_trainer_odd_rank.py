@@ -77,11 +77,11 @@ def test_one_rank_hangs(
             ranks.signal(signal.SIGQUIT)
             wait_for_dumps(run, 1, before, 15.0)
             given = read_dumps(run, 1, before)
-            found = odd_ranks(given.texts, given.nodes, stuck.world_size)
+            found = odd_ranks(given.texts, given.nodes, stuck.world_size, given.packages)
             if [odd.rank for odd in found] == [rank] or time.monotonic() > end:
                 break
     finally:
         ranks.signal(signal.SIGKILL)
         ranks.wait(LIMIT_SECONDS)
-    assert [odd.rank for odd in found] == [rank], places(given.texts)
+    assert [odd.rank for odd in found] == [rank], places(given.texts, given.packages)
     assert found[0].where.startswith(("one_step (", "forward (")), found[0].where

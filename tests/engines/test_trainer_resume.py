@@ -12,10 +12,10 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from trial_runs import LIMIT_SECONDS, Trial, largest_difference
 
+from bench import prefork
 from hpctrain.checkpoints.discover import inspect
 from hpctrain.checkpoints.manifest import checkpoint_name, digest_file, read_manifest
 from hpctrain.store.run_records import TrainerExit
-from hpctrain.train import prefork
 from hpctrain.train.engines.megatron import model
 
 TP2_PP2 = dict(

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from trial_runs import LIMIT_SECONDS, Trial, held_at
 
+from bench import prefork
 from hpctrain.checkpoints.manifest import checkpoint_name, read_manifest
 from hpctrain.checkpoints.publish import published_steps
 from hpctrain.plan.forecast.intervals import daly_seconds
 from hpctrain.store.run_records import SaveRecord, read_saves
-from hpctrain.train import prefork
 from hpctrain.train.saving import publisher, writer
 from hpctrain.train.saving.save_interval import SaveInterval
 

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 from trial_runs import LIMIT_SECONDS, Trial, held_at
 
+from bench import prefork
 from hpctrain.store.epochs import claim_epoch
 from hpctrain.store.run_records import TrainerExit
-from hpctrain.train import prefork, stacks
+from hpctrain.train import stacks
 from hpctrain.train.rank_environment import Launch
 from hpctrain.train.saving import writer
 from hpctrain.train.stacks import flight_recorder
@@ -73,7 +74,7 @@ def test_stacks_of_ranks_that_are_stuck(trial: Callable[..., Trial]) -> None:
         waiting = _dump(stuck.run.stack_dump(1, 0), "distributed_c10d.py", ranks)
         holding = _dump(stuck.run.stack_dump(1, 1), "in hold", ranks)
     header, _, body = waiting.partition("\n")
-    assert header.startswith("rank=0 node=") and header.endswith("epoch=1")
+    assert header.startswith("rank=0 node=") and " epoch=1 package=" in header
     assert f"pid={ranks.pids[0]} " in header
     assert "most recent call first" in body
     assert "distributed_c10d.py" in body, "rank 0 is in a collective"

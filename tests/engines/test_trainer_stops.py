@@ -14,10 +14,11 @@ import torch
 from deepspeed_trials import ZERO
 from trial_runs import GPT, LIMIT_SECONDS, MODULE_GPT, Trial
 
+from bench import prefork
 from hpctrain.checkpoints.publish import published_steps
 from hpctrain.store.epochs import claim_epoch
 from hpctrain.store.run_records import TrainerExit, append_metrics, read_metrics, read_saves
-from hpctrain.train import evaluating, prefork, startup_stop
+from hpctrain.train import evaluating, startup_stop
 from hpctrain.train.evaluating import EvaluationBatches, evaluation_is_missing
 
 YIELDED = TrainerExit.YIELDED

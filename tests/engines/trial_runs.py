@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench import prefork
 from hpctrain.checkpoints.manifest import checkpoint_name
 from hpctrain.engines.documents import parse_train_config
 from hpctrain.engines.training import TrainConfig
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.run_records import ExitRecord, StepMetrics, read_exit_records, read_metrics
-from hpctrain.train import prefork
 
 LIMIT_SECONDS = 300.0
 

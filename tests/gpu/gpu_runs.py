@@ -13,9 +13,9 @@ from typing import Any
 
 from trial_runs import GPT, MODULE_GPT, Trial, make_trial
 
+from bench.prefork import free_port
 from hpctrain.checkpoints.manifest import checkpoint_name
 from hpctrain.store.run_records import RankTimes, read_record
-from hpctrain.train.prefork import free_port
 
 LIMIT_SECONDS = 240.0
 STEPS, SAVED = 8, 4

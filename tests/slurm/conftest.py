@@ -34,14 +34,6 @@ def pytest_configure(config: pytest.Config) -> None:
     choose_slurm(config.getoption("--slurm"))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Rehearsals share two cores with another Slurm, and some race with Slurm's own clocks: one
-    that fails is put on once more, and the summary says so (RERUN, with `-rR`)."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.flaky(reruns=1))
-
-
 @pytest.fixture(scope="session")
 def sandbox() -> Iterator[Sandbox]:
     with own_sandbox(four_nodes()) as box:

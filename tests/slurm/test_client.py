@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -239,16 +238,11 @@ def test_a_node_tells_when_it_booted(slurm: SlurmClient, sandbox: Sandbox) -> No
         slurm.boot_times(["n77"])
 
 
-def test_configuration_and_partitions(slurm: SlurmClient, sandbox: Sandbox) -> None:
+def test_configuration(slurm: SlurmClient, sandbox: Sandbox) -> None:
     config = slurm.config()
-    assert config.version == slurm.version() and config.version[:2] == sandbox.state.version
-    assert config.requeue_allowed and config.preempt_mode == "REQUEUE"
-    assert config.kill_wait_seconds > 0
+    assert config.version[:2] == sandbox.state.version
+    assert (config.get("JobRequeue"), config.get("PreemptMode")) == ("1", "REQUEUE")
     assert slurm.accounting_enabled() is False
-    train, urgent, *_ = slurm.partitions()
-    assert (train.name, train.is_default, train.grace_seconds) == ("train", True, 20.0)
-    assert (urgent.name, urgent.is_up, urgent.node_count) == ("urgent", True, 4)
-    assert urgent.max_time_seconds == math.inf and urgent.priority_tier > train.priority_tier
 
 
 def test_without_a_controller_nothing_is_known(slurm: SlurmClient, sandbox: Sandbox) -> None:

@@ -9,10 +9,10 @@ import pytest
 from rehearsal import Stage
 
 from hpctrain.actions.compare import (
-    Manner,
+    TrialRunOptions,
     engines_request,
     open_comparison,
-    pursue,
+    run_trials,
     sizes_request,
 )
 from hpctrain.actions.comparison_plot import draw
@@ -70,8 +70,8 @@ def test_engines_are_compared_and_failures_are_rows(
     layout = begun(subject, engines_request(subject, engines, variants, STEPS), tmp_path)
     # somebody submits and closes the laptop; the second call goes on with the same jobs
     lines: list[str] = []
-    pursue(layout, stage.slurm, Manner(wait=False))
-    found = pursue(layout, stage.slurm, Manner(poll_seconds=0.5, tell=lines.append))
+    run_trials(layout, stage.slurm, TrialRunOptions(wait=False))
+    found = run_trials(layout, stage.slurm, TrialRunOptions(poll_seconds=0.5, report=lines.append))
     trials = by_name(found)
     states = {name: trial.state for name, trial in trials.items()}
     wanted = dict.fromkeys(engines.split(","), "DONE") | {"huge": "REFUSED", "broken": "FAILED"}
@@ -101,7 +101,7 @@ def submissions(layout: ComparisonLayout, trial: Trial) -> int:
 
 def test_a_run_is_scaled(subject: Subject, stage: Stage, tmp_path: Path) -> None:
     layout = begun(subject, sizes_request(subject, (1, 2), STEPS), tmp_path)
-    found = pursue(layout, stage.slurm, Manner(at_a_time=1, poll_seconds=0.5))
+    found = run_trials(layout, stage.slurm, TrialRunOptions(at_a_time=1, poll_seconds=0.5))
     one, two = found.trials
     assert one.succeeded and two.succeeded, run_logs(layout)
     assert [point.baseline for point in found.points] == [1, 1]

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from rehearsal import PATIENCE_SECONDS, STEPS, PlannedFault, Rehearsal, Stage
 
+from bench import prefork
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import EventKind
 from hpctrain.store.run_records import read_metrics
-from hpctrain.train import prefork
 from hpctrain.train.job import read_config
 
 ENGINES = {

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from rehearsal import Rehearsal, Stage
 
+from bench import prefork
 from hpctrain.actions.prepare import prepare
 from hpctrain.actions.runs import find_run
 from hpctrain.actions.state import RunState
@@ -26,7 +27,6 @@ from hpctrain.plan.documents import Plan
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import EventKind
 from hpctrain.store.run_records import RankTimes, StepMetrics, lineage, read_metrics, read_record
-from hpctrain.train import prefork
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.DOTALL | re.MULTILINE)

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from rehearsal import PATIENCE_SECONDS, Rehearsal, Stage
 
+from bench.prefork import free_port
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import EventKind
 from hpctrain.store.run_records import lineage, read_metrics
-from hpctrain.train.prefork import free_port
 
 PACKAGE = Path(sys.prefix, "megatron-lm")
 PROGRAM = Path(__file__).resolve().parents[1] / "engines" / "pretrain_package.py"

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from rehearsal import STEPS, Rehearsal, Stage, four_nodes, own_sandbox
 
+from bench import prefork
 from hpctrain.actions.logs import rank_logs
 from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.state import RunState
@@ -19,7 +20,6 @@ from hpctrain.sandbox.job_processes import JobProcess
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import EventKind
 from hpctrain.store.run_records import TrainerExit, lineage, read_agent_records, read_metrics
-from hpctrain.train import prefork
 
 # fp32, and sums over one or two halves of a batch in another order, over 60 steps of Adam.
 BOUND = 5e-6

@@ -11,25 +11,25 @@ from hpctrain.spec.run import RunSpec
 
 
 def readable_formats(spec: RunSpec) -> tuple[DataFormat, ...]:
-    """Formats of data for the spec's task; the first is the one that is made up."""
+    """List the formats of data for the spec's task; synthetic data have the first."""
     task = spec.learned_task
     if task == "language_modeling":
-        return ("tokens", "packed") if spec.engine.name != "megatron" else ("tokens",)
+        return ("tokens", "packed") if spec.engine.abilities.reads_packed else ("tokens",)
     if task == "masked_language_modeling":
         return ("tokens",)
     return ("images", "arrays") if spec.model.reads_images else ("examples",)
 
 
 def data_format(spec: RunSpec) -> DataFormat:
-    """What the run reads: data that are made up need no format to be given."""
+    """Find the format that the run reads; synthetic data need none to be given."""
     data = spec.data
     return data.format if data.sources or data.format != "tokens" else readable_formats(spec)[0]
 
 
 def unreadable(spec: RunSpec) -> list[tuple[str, str]]:
-    """(dotted path of the field, why that data cannot be learned from)."""
+    """List (dotted path of the field, why the model cannot learn from that data)."""
     chosen, formats = data_format(spec), readable_formats(spec)
-    if chosen in formats or spec.engine.name == "megatron-lm":  # which says so itself
+    if chosen in formats:
         return []
     what = f"{spec.learned_task} of a {spec.model.family} by {spec.engine.name}"
     return [("data.format", f"{what} reads {' or '.join(formats)}, not {chosen}")]

@@ -59,12 +59,12 @@ Found = Iterator[tuple[str, str]]
 
 
 def unrepresentable(spec: RunSpec) -> list[tuple[str, str]]:
-    """(dotted path of the field, why no class of Hugging Face has it); empty when one has."""
+    """List (dotted path of the field, why no class of Hugging Face has it); empty when one has."""
     return [*unrepresentable_model(spec.model), *_task(spec), *_lora(spec), *_blocks(spec)]
 
 
 def unrepresentable_model(model: ModelSpec) -> list[tuple[str, str]]:
-    """The same for the shape alone."""
+    """List the same for the shape alone."""
     return [found for check in _CHECKS for found in check(model)]
 
 
@@ -76,7 +76,7 @@ def _fixed(model: ModelSpec) -> Found:
 
 
 def _word(value: object) -> str:
-    """As YAML has it."""
+    """Write a value as YAML does."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -100,7 +100,7 @@ def _heads(model: ModelSpec) -> Found:
 
 
 def _megatrons(model: ModelSpec) -> Found:
-    """Parts that megatron-core has and these classes have not."""
+    """Find parts that megatron-core has and these classes have not."""
     given = [("moe", model.moe), ("mla", model.mla), ("mtp_layers", model.mtp_layers)]
     for field, value in given:
         if value:

@@ -1,73 +1,41 @@
-"""What an engine has: which axes, which ZeRO stages, what it can put into host memory.
+"""What of a spec's layout, sharding and offload its engine does not have.
 
-Belongs here: differences between engines as rules with a source. Does not belong here: rules of
-megatron-core about sizes of axes (`layout`), or which engines hpctrain trains (`trainable`).
+Belongs here: sentences about that, and the values that a search may try. Does not belong here: what
+each engine has (see `hpctrain.spec.engines`), rules about layouts (`mesh.rules`), what hpctrain
+trains (`trainable`).
 """
 
 from __future__ import annotations
 
 from hpctrain.plan.divisors import or_list
-from hpctrain.plan.documents import Engine, Offload
-from hpctrain.spec.run import ParallelSpec, RunSpec
-
-AXES: dict[Engine, tuple[str, ...]] = {
-    "megatron": ("tp", "pp", "vpp", "cp", "ep"),
-    "megatron-lm": ("tp", "pp", "vpp", "cp", "ep"),
-    "fsdp": ("tp", "cp"),  # 2-D meshes of torch.distributed: FSDP2 with DTensor, context parallel
-    "deepspeed": ("tp", "pp"),  # deepspeed.pipe.PipelineModule, and its `mpu` for tensors
-    "ddp": (),
-}
-STAGES: dict[Engine, tuple[int, ...]] = {
-    "megatron": (0, 1),  # without and with the distributed optimizer
-    "megatron-lm": (0, 1),
-    "fsdp": (2, 3),  # reshard_after_forward off and on (torch.distributed.fsdp.fully_shard)
-    "deepspeed": (0, 1, 2, 3),
-    "ddp": (0,),
-}
-# `offload_optimizer.device` of DeepSpeed's configuration: cpu with stages 1-3, nvme with stage 3
-OFFLOADS: dict[Engine, tuple[Offload, ...]] = {
-    "megatron": ("none", "cpu"),  # OptimizerConfig.optimizer_cpu_offload
-    "megatron-lm": ("none", "cpu"),  # --optimizer-cpu-offload
-    "fsdp": ("none", "cpu"),  # CPUOffloadPolicy
-    "deepspeed": ("none", "cpu", "nvme"),
-    "ddp": ("none",),
-}
-
-
-def axis_problems(spec: RunSpec, parallel: ParallelSpec) -> list[str]:
-    """Axes that the engine does not have; models of images are not split over ranks at all."""
-    engine = spec.engine.name
-    owner, allowed = f"engine {engine}", AXES[engine]
-    if spec.model.reads_images:
-        owner, allowed = f"a {spec.model.family}, planned with data parallelism only,", ()
-    return [
-        f"{owner} has no {axis}: remove `parallel.{axis}` {getattr(parallel, axis)}"
-        for axis in AXES["megatron"]
-        if axis not in allowed and getattr(parallel, axis) > 1
-    ]
+from hpctrain.spec.engines.registry import ENGINES
+from hpctrain.spec.run import RunSpec
 
 
 def sharding_problems(spec: RunSpec) -> list[str]:
-    """What the spec asks of sharding and offload that the engine cannot do.
+    """Find what of the spec's sharding and offload the engine cannot do.
 
-    What DeepSpeed's settings exclude among themselves was found with the spec (`spec.deepspeed`).
+    What settings exclude among themselves was found with the spec (`hpctrain.spec.engines`).
     """
-    return [
-        *_stage_problems(spec),
-        *_offload_problems(spec),
-        *_shard_problems(spec),
-    ]
+    engine, optimizer, abilities = spec.engine.name, spec.optimizer, spec.engine.abilities
+    found = _stage_problems(spec)
+    if optimizer.offload not in abilities.offloads:
+        found.append(f"engine {engine} has no `optimizer.offload: {optimizer.offload}`")
+    if optimizer.shard_gpus is not None and not abilities.shards_over_part:
+        able = " or ".join(name for name, other in ENGINES.items() if other.shards_over_part)
+        found.append(f"optimizer.shard_gpus is for engine {able} (HSDP), not for {engine}")
+    return found
 
 
 def _stage_problems(spec: RunSpec) -> list[str]:
-    engine, zero = spec.engine.name, spec.optimizer.zero
+    zero, stages = spec.optimizer.zero, spec.engine.abilities.zero_stages
     if zero is None:
         return []
-    if zero not in STAGES[engine]:
-        others = [name for name, stages in STAGES.items() if zero in stages]
+    if zero not in stages:
+        others = [name for name, other in ENGINES.items() if zero in other.zero_stages]
         return [
-            f"engine {engine} has no ZeRO stage {zero}: set `optimizer.zero` to "
-            f"{or_list(STAGES[engine])}, or `engine.name` to {' or '.join(others)}"
+            f"engine {spec.engine.name} has no ZeRO stage {zero}: set `optimizer.zero` to "
+            f"{or_list(stages)}, or `engine.name` to {' or '.join(others)}"
         ]
     written = "distributed" in spec.optimizer.model_fields_set
     if written and spec.optimizer.distributed != (zero > 0):
@@ -76,55 +44,33 @@ def _stage_problems(spec: RunSpec) -> list[str]:
     return []
 
 
-def pipeline_allows(zero: int, pp: int) -> bool:
-    """Gradients are sharded (stage 2 and above) without a pipeline only.
-
-    deepspeed/runtime/pipe/engine.py: PipelineEngine asserts a stage below `gradients`, because a
-    pipeline accumulates over microbatches.
-    """
-    return zero < 2 or pp == 1
-
-
-def _offload_problems(spec: RunSpec) -> list[str]:
-    engine, offload = spec.engine.name, spec.optimizer.offload
-    if offload not in OFFLOADS[engine]:
-        return [f"engine {engine} has no `optimizer.offload: {offload}`"]
-    return []
-
-
-def _shard_problems(spec: RunSpec) -> list[str]:
-    shard_gpus, engine = spec.optimizer.shard_gpus, spec.engine.name
-    if shard_gpus is None or engine == "fsdp":
-        return []
-    return [f"optimizer.shard_gpus is for engine fsdp (HSDP), not for {engine}"]
-
-
 def zero_choices(spec: RunSpec) -> tuple[int, ...]:
-    """ZeRO stages that a search may use: what the spec says, all of the engine with `auto`."""
-    optimizer, engine = spec.optimizer, spec.engine.name
+    """List the ZeRO stages of a search: the spec's, or with `auto` all that shard something."""
+    optimizer, stages = spec.optimizer, spec.engine.abilities.zero_stages
     if optimizer.zero is not None:
         return (optimizer.zero,)
-    if engine == "ddp":
+    if 0 in stages and (len(stages) == 1 or not optimizer.distributed):
         return (0,)
-    if engine == "fsdp":
-        return (2, 3) if spec.parallel == "auto" else (3,)
-    if not optimizer.distributed:
-        return (0,)
-    if optimizer.offload == "nvme" or spec.engine.deepspeed.offload_parameters != "none":
+    if 0 in stages and (
+        optimizer.offload == "nvme" or spec.engine.deepspeed.offload_parameters != "none"
+    ):
         return (3,)
-    return (1, 2, 3) if engine == "deepspeed" and spec.parallel == "auto" else (1,)
+    sharding = tuple(stage for stage in stages if stage > 0)
+    if spec.parallel == "auto":
+        return sharding
+    return (1,) if 1 in sharding else (max(sharding),)
 
 
 def offload_choices(spec: RunSpec) -> tuple[int, ...]:
-    """1: as `optimizer.offload` says. With `parallel: auto` that is an offer, else an order."""
+    """List what a search tries: 1 offloads, which `parallel: auto` may do and others must."""
     if spec.optimizer.offload == "none":
         return (0,)
     return (0, 1) if spec.parallel == "auto" else (1,)
 
 
 def shard_choices(spec: RunSpec, domain: int) -> tuple[int, ...]:
-    """GPUs to shard over, 0 for all: FSDP over all or over one NVLink domain (HSDP)."""
+    """List GPUs to shard over, 0 for all: FSDP over all or over one NVLink domain (HSDP)."""
     if spec.optimizer.shard_gpus is not None:
         return (spec.optimizer.shard_gpus,)
-    free = spec.engine.name == "fsdp" and spec.parallel == "auto"
+    free = spec.engine.abilities.shards_over_part and spec.parallel == "auto"
     return (0, domain) if free and 1 < domain < spec.resources.gpus else (0,)

@@ -1,20 +1,27 @@
 """What hpctrain cannot train with DeepSpeed, out of all that can be planned for it.
 
 Belongs here: one sentence for each. Does not belong here: what DeepSpeed's settings exclude among
-themselves (`hpctrain.spec.deepspeed`).
+themselves (`hpctrain.spec.engines.deepspeed`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hpctrain.plan.abilities import trainable_modules
 from hpctrain.spec.run import RunSpec
 
 
-def untrainable_by_deepspeed(spec: RunSpec) -> Iterator[tuple[str, str]]:
-    """(dotted path of the field, what the trainer lacks).
+def untrainable(spec: RunSpec) -> Iterator[tuple[str, str]]:
+    """Yield (dotted path of the field, what the trainer or the classes lack)."""
+    yield from trainable_modules.untrainable(spec)
+    yield from untrainable_by_deepspeed(spec)
 
-    Of `parallel: auto` nothing is said: the planner chooses what can be trained.
+
+def untrainable_by_deepspeed(spec: RunSpec) -> Iterator[tuple[str, str]]:
+    """Yield what only DeepSpeed lacks.
+
+    Nothing is refused of `parallel: auto`: the planner chooses what can be trained.
     """
     homes = (spec.optimizer.offload, spec.engine.deepspeed.offload_parameters)
     if spec.resources.min_nodes is not None and "nvme" in homes:
@@ -30,6 +37,12 @@ def untrainable_by_deepspeed(spec: RunSpec) -> Iterator[tuple[str, str]]:
             yield "parallel.tp", f"{words}: {heads} of them cannot be divided by {tp}"
     if spec.parallel.pp > 1:
         yield from untrainable_in_a_pipeline(spec)
+
+
+def untrainable_axes(spec: RunSpec) -> tuple[str, ...]:
+    """Name the axes by which this model is not split."""
+    refused = {"tp": untrainable_in_tensors(spec), "pp": untrainable_in_a_pipeline(spec)}
+    return tuple(axis for axis, problems in refused.items() if any(problems))
 
 
 def untrainable_in_tensors(spec: RunSpec) -> Iterator[tuple[str, str]]:

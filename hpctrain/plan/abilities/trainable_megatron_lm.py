@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hpctrain.plan.abilities import trainable_megatron
 from hpctrain.spec.run import RunSpec
 
 Found = list[tuple[str, str]]
 
 
-def untrainable_by_megatron_lm(spec: RunSpec) -> Found:
-    """(dotted path of the field, what Megatron-LM lacks)."""
-    return [*_of_model_and_data(spec), *_of_saving(spec)]
+def untrainable(spec: RunSpec) -> Found:
+    """List (dotted path of the field, what Megatron-LM lacks)."""
+    return [*trainable_megatron.untrainable(spec), *_of_model_and_data(spec), *_of_saving(spec)]
 
 
 def _of_model_and_data(spec: RunSpec) -> Iterator[tuple[str, str]]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hpctrain.plan.cost import links
-from hpctrain.plan.cost.case import Array, Case
+from hpctrain.plan.cost.case import Array, Case, flag
 from hpctrain.plan.cost.kernels import flash_seconds, product_seconds, stream, unfused_seconds
 
 EXPERT_TILE = 128  # rows of a tile of a grouped product: experts' shares are padded to it
@@ -73,7 +73,9 @@ def thin_matrices(case: Case) -> Passes:
     shape = case.shape
     learned = replace(case, shape=replace(shape, learned=1))
     rank = np.maximum(shape.thin_rank, 1)
-    return linear(learned, tokens(case), rank, shape.thin / rank).times(np.asarray(shape.thin) > 0)
+    return linear(learned, tokens(case), rank, shape.thin / rank).times(
+        flag(np.asarray(shape.thin) > 0)
+    )
 
 
 def streaming(case: Case, forward_bytes: Array) -> Passes:
@@ -131,7 +133,7 @@ def plain_projections(case: Case) -> Passes:
 def latent_projections(case: Case) -> Passes:
     """MLA: down to the ranks (on every tensor parallel rank), up to the heads, output."""
     shape, mesh, rows = case.shape, case.mesh, tokens(case)
-    has_rank = np.asarray(shape.q_rank) > 0
+    has_rank = flag(np.asarray(shape.q_rank) > 0)
     down = linear(case, rows, shape.q_rank, shape.hidden).times(has_rank)
     joint = linear(case, rows, shape.kv_rank + shape.rope_dim, shape.hidden)
     output = linear(case, rows, shape.hidden, shape.heads * shape.value_dim / mesh.tp)
@@ -154,7 +156,7 @@ def visible_pairs(case: Case, causal_saves: Array) -> Array:
     everything = length * np.where(np.asarray(shape.causal) * causal_saves > 0, 0.5, 1.0)
     window = np.where(np.asarray(shape.window) > 0, np.minimum(shape.window, length), length)
     limited = np.minimum(window, everything)
-    keys = shape.window_share * limited + (1 - shape.window_share) * everything
+    keys: Array = shape.window_share * limited + (1 - shape.window_share) * everything
     return tokens(case) * keys
 
 
@@ -214,7 +216,7 @@ def moe(case: Case) -> Passes:
     """Norm, router, experts as grouped products, shared experts, residual; no messages."""
     shape = case.shape
     router = linear(case, split_tokens(case), shape.experts, shape.hidden)
-    shared = feed_forward(case, shape.shared_ffn).times(np.asarray(shape.shared_ffn) > 0)
+    shared = feed_forward(case, shape.shared_ffn).times(flag(np.asarray(shape.shared_ffn) > 0))
     parts = surroundings(case) + router + shared + experts(case) + permutation(case)
     overhead = case.software.expert_overhead
     return parts + Passes(overhead, overhead)

@@ -8,15 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-Array = Any  # float or NDArray[np.float64]; operators treat both alike
+Array = float | NDArray[np.float64]  # operators treat both alike
+Mask = bool | NDArray[np.bool_]
 Floats = NDArray[np.float64]
 
 RECOMPUTE_NONE, RECOMPUTE_SELECTIVE, RECOMPUTE_FULL = 0, 1, 2
+
+
+def flag(condition: Mask) -> Array:
+    """Turn a condition into 0 or 1."""
+    return np.asarray(condition, dtype=float)
 
 
 @dataclass(frozen=True)

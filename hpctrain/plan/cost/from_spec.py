@@ -6,7 +6,7 @@ Does not belong here: formulas, constants, or which layouts there are (`hpctrain
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, fields, replace
 from math import sqrt
 from typing import TYPE_CHECKING
 
@@ -15,65 +15,30 @@ from hpctrain.plan.cost.case import Case, Machine, Mesh, Shape, Software
 from hpctrain.plan.cost.constants import calibration_of, machine_of, software_of
 from hpctrain.plan.cost.lora_counts import learned_share, thin_parameters
 from hpctrain.plan.cost.modules import eager
-from hpctrain.plan.mesh.rank_order import ORDERS
+from hpctrain.plan.documents import DEFAULT_ORDER, ORDERS
 from hpctrain.plan.model import vision
 from hpctrain.plan.model.parameters import BERT_SEGMENTS, vocab_multiple
+from hpctrain.plan.request import PlanRequest
 from hpctrain.spec.calibration import Calibration, SoftwareCalibration
-from hpctrain.spec.catalogue import Gpu
-from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.run import ModelSpec, RecomputeModule, RunSpec
+from hpctrain.spec.run import ModelSpec, RunSpec
 
 if TYPE_CHECKING:
     from hpctrain.plan.mesh.columns import Columns
 
-# Which generation of software of the calibration each engine is like. hpctrain's own trainer has
-# not been measured on GPUs: it takes the median of measured software, and hides gradients and
-# weights of data parallelism (`train.model.ddp_settings`) as the runs of `DATA_OVERLAP` do.
-ENGINE_SOFTWARE = {
-    "megatron": "generic",
-    "megatron-lm": "mcore",
-    "fsdp": "fsdp",
-    "deepspeed": "deepspeed-zero3-2021",
-    "ddp": "fsdp",
-}
-DATA_OVERLAP = "mcore"
 ELEMENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 2}  # fp8: weights stay in 16 bits
 GRADIENT_BYTES = 4  # one fp32 buffer (DistributedDataParallelConfig.grad_reduce_in_fp32)
 # Two fp32 moments of Adam; 16-bit weights have an fp32 main copy besides
 # (megatron/core/optimizer/optimizer.py, Float16OptimizerWithFloat16Params and FP32Optimizer).
 OPTIMIZER_BYTES = {"fp32": 8, "fp16": 12, "bf16": 12, "fp8": 12}
 MOMENT_BYTES = 8
-# What selective recomputation computes again: Megatron's names, and those of a case.
-AGAIN_FIELDS: dict[RecomputeModule, str] = {
-    "core_attn": "again_core",
-    "mlp": "again_mlp",
-    "moe": "again_moe",
-    "layernorm": "again_norm",
-    "moe_act": "again_activation",
-    "mla_up_proj": "again_up",
-}
 
 
-@dataclass(frozen=True)
-class Knowledge:
-    """What the planner knows besides spec and profile.
-
-    `gpu`: the GPU with its links, None when nobody knows it: then time is not predicted.
-    """
-
-    gpu: Gpu | None
-    calibration: Calibration
-
-
-def case_of(
-    spec: RunSpec, profile: ClusterProfile, knowledge: Knowledge | None, columns: Columns
-) -> Case:
+def case_of(request: PlanRequest, columns: Columns) -> Case:
     """The case of all rows of `columns`; without a known GPU it is good for memory only.
 
     Without knowledge the software has no overheads, no overlap and no allocator's slack.
     """
-    software = software_for(spec, profile, knowledge)
-    machine = machine_for(spec, profile, knowledge) or NO_MACHINE
+    spec = request.spec
     shape = replace(
         shape_of(spec.model),
         vocab_multiple=vocab_multiple(spec),
@@ -81,7 +46,8 @@ def case_of(
         thin_rank=spec.lora.rank if spec.lora else 0,
         learned=learned_share(spec),
     )
-    return Case(shape, mesh_of(spec, columns), machine, software)
+    machine = machine_for(request) or NO_MACHINE
+    return Case(shape, mesh_of(spec, columns), machine, software_for(request))
 
 
 def shape_of(model: ModelSpec) -> Shape:
@@ -166,17 +132,30 @@ def resnet_shape(model: ModelSpec) -> Shape:
 
 def mesh_of(spec: RunSpec, columns: Columns) -> Mesh:
     """All layouts as real numbers; fields that the spec fixes are plain numbers."""
-    arrays = {
-        name: getattr(columns, name).astype(float)
-        for name in columns.__dataclass_fields__
-        if name in Mesh.__dataclass_fields__
-    }
-    arrays["offload"] = arrays["offload"] * (2 if spec.optimizer.offload == "nvme" else 1)
-    near = columns.order == ORDERS.index("tp-cp-ep-dp-pp")
-    again = {field: int(module in spec.recompute_modules) for module, field in AGAIN_FIELDS.items()}
+    near, again = columns.order == ORDERS.index(DEFAULT_ORDER), spec.recompute_modules
     return Mesh(
-        **arrays,
-        **again,
+        tp=columns.tp.astype(float),
+        pp=columns.pp.astype(float),
+        vpp=columns.vpp.astype(float),
+        cp=columns.cp.astype(float),
+        ep=columns.ep.astype(float),
+        dp=columns.dp.astype(float),
+        micro_batch=columns.micro_batch.astype(float),
+        accumulation=columns.accumulation.astype(float),
+        sequence_parallel=columns.sequence_parallel.astype(float),
+        zero=columns.zero.astype(float),
+        recompute=columns.recompute.astype(float),
+        layers_first=columns.layers_first.astype(float),
+        layers_middle=columns.layers_middle.astype(float),
+        layers_last=columns.layers_last.astype(float),
+        shard_gpus=columns.shard_gpus.astype(float),
+        offload=columns.offload.astype(float) * (2 if spec.optimizer.offload == "nvme" else 1),
+        again_core=int("core_attn" in again),
+        again_mlp=int("mlp" in again),
+        again_moe=int("moe" in again),
+        again_norm=int("layernorm" in again),
+        again_activation=int("moe_act" in again),
+        again_up=int("mla_up_proj" in again),
         pipeline_outside=near.astype(float),
         low=int(spec.precision == "fp8"),
         element_bytes=ELEMENT_BYTES[spec.precision],
@@ -188,7 +167,7 @@ def mesh_of(spec: RunSpec, columns: Columns) -> Mesh:
 
 def hook_of(spec: RunSpec) -> str:
     """How DistributedDataParallel sums gradients; `none` for every other engine."""
-    return spec.engine.ddp.hook if spec.engine.name == "ddp" else "none"
+    return spec.engine.ddp.hook if spec.engine.abilities.gradient_hook else "none"
 
 
 def summed_bytes(spec: RunSpec) -> float:
@@ -204,10 +183,9 @@ def summed_bytes(spec: RunSpec) -> float:
     return gradient_bytes(spec) / (1 if hook == "none" else 2)
 
 
-def machine_for(
-    spec: RunSpec, profile: ClusterProfile, knowledge: Knowledge | None
-) -> Machine | None:
+def machine_for(request: PlanRequest) -> Machine | None:
     """The GPU and its links with the shares that kernels reach; None when it is not known."""
+    spec, profile, knowledge = request.spec, request.profile, request.knowledge
     if knowledge is None or knowledge.gpu is None:
         return None
     calibration, gpu, switches = knowledge.calibration, knowledge.gpu, profile.network.switches
@@ -221,18 +199,18 @@ def machine_for(
     )
 
 
-def software_for(spec: RunSpec, profile: ClusterProfile, knowledge: Knowledge | None) -> Software:
+def software_for(request: PlanRequest) -> Software:
     """The engine's generation, with what spec and profile say of it."""
+    spec, profile, knowledge = request.spec, request.profile, request.knowledge
     calibration = knowledge.calibration if knowledge else None
     base = software_of(engine_calibration(spec, calibration)) if calibration else PLAIN
+    abilities = spec.engine.abilities
     said = replace(
         base,
         flash=int(uses_flash_attention(spec)),
         dp_overlap=data_overlap(spec, calibration, base),
-        # runtime/engine.py, _configure_zero_optimizer: no `overlap_comm` behind a pipeline
-        late_sums=int(spec.engine.name == "deepspeed"),
-        # runtime/pipe/engine.py: `pipe_partitioned` and `grad_partitioned` are on
-        scatter_gather=1.0 if spec.engine.name == "deepspeed" else base.scatter_gather,
+        late_sums=int(abilities.sums_behind_pipeline),
+        scatter_gather=1.0 if abilities.splits_stage_messages else base.scatter_gather,
         main_bytes=optimizer_bytes(spec),
         context_bytes=float(profile.gpu.reserved),
     )
@@ -252,22 +230,23 @@ def optimizer_bytes(spec: RunSpec) -> float:
     """
     learned = learned_share(spec)
     main = OPTIMIZER_BYTES[spec.precision] - MOMENT_BYTES
-    copied = learned if spec.engine.name == "deepspeed" else 1.0
+    copied = learned if spec.engine.abilities.main_copy_of_trained_only else 1.0
     return main * copied + MOMENT_BYTES * learned
 
 
 def data_overlap(spec: RunSpec, calibration: Calibration | None, base: Software) -> float:
     """Share of data parallel traffic that can hide; half of it for each of the two switches."""
     hidden = float(base.dp_overlap)
-    if spec.engine.name == "megatron" and calibration and DATA_OVERLAP in calibration.software:
-        hidden = calibration.software[DATA_OVERLAP].dp_overlap
+    measured = spec.engine.abilities.overlap_calibration
+    if measured is not None and calibration and measured in calibration.software:
+        hidden = calibration.software[measured].dp_overlap
     switches = (spec.optimizer.overlap_grad_reduce, spec.optimizer.overlap_param_gather)
     return hidden * sum(switches) / len(switches)
 
 
 def engine_calibration(spec: RunSpec, calibration: Calibration) -> SoftwareCalibration:
     """The software that the engine is like. Raises InvalidInputError where the file lacks it."""
-    key = ENGINE_SOFTWARE[spec.engine.name]
+    key = spec.engine.abilities.calibration
     if key not in calibration.software:
         raise InvalidInputError([Problem(f"the calibration has no software `{key}`")])
     return calibration.software[key]

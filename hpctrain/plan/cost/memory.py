@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hpctrain.plan.cost.blocks import routed_rows, split_tokens, tokens
-from hpctrain.plan.cost.case import RECOMPUTE_FULL, RECOMPUTE_SELECTIVE, Array, Case
+from hpctrain.plan.cost.case import RECOMPUTE_FULL, RECOMPUTE_SELECTIVE, Array, Case, Mask, flag
 from hpctrain.plan.cost.composition import (
     Blocks,
     first_blocks,
@@ -64,7 +64,7 @@ def stages_that_matter(case: Case) -> tuple[Stage, Stage, Stage]:
     """
     mesh = case.mesh
     alone, several = np.asarray(mesh.pp) == 1, np.asarray(mesh.pp) > 2
-    both, early = 1.0 * alone, 1.0 - several  # numbers: to add two flags is no "or"
+    both, early = flag(alone), 1.0 - flag(several)  # numbers: to add two flags is no "or"
     first = first_blocks(case)
     inner = later_blocks(case, np.where(several, mesh.layers_middle, mesh.layers_last))
     last = later_blocks(case, mesh.layers_last)
@@ -75,12 +75,14 @@ def stages_that_matter(case: Case) -> tuple[Stage, Stage, Stage]:
     )
 
 
-def _either(condition: Array, yes: Blocks, no: Blocks) -> Blocks:
-    chosen = {
-        name: np.where(condition, getattr(yes, name), getattr(no, name))
-        for name in Blocks.__dataclass_fields__
-    }
-    return Blocks(**chosen)
+def _either(condition: Mask, yes: Blocks, no: Blocks) -> Blocks:
+    return Blocks(
+        layers=np.where(condition, yes.layers, no.layers),
+        attention=np.where(condition, yes.attention, no.attention),
+        mlp=np.where(condition, yes.mlp, no.mlp),
+        moe=np.where(condition, yes.moe, no.moe),
+        mamba=np.where(condition, yes.mamba, no.mamba),
+    )
 
 
 def peak_bytes(case: Case) -> Array:
@@ -114,7 +116,11 @@ def held_weights(case: Case, stage: Stage) -> Weights:
 
 
 def shards(case: Case, least_zero: int) -> tuple[Array, Array]:
-    """By how many ranks dense and routed state is divided at this ZeRO stage and above."""
+    """By how many ranks dense and routed state is divided at this ZeRO stage and above.
+
+    Megatron's optimizer groups include context parallel ranks (ZeRO-1: Rajbhandari et al. 2020,
+    arXiv 1910.02054, section 5.1); experts are held by fewer replicas.
+    """
     mesh = case.mesh
     on = np.asarray(mesh.zero) >= least_zero
     size = np.where(np.asarray(mesh.shard_gpus) > 0, mesh.shard_gpus, mesh.replicas)

@@ -8,10 +8,10 @@ backward passes hold (tests/engines/test_kept_by_modules.py). Belongs here: the 
 
 from __future__ import annotations
 
+from hpctrain.spec.engines.abilities import TRANSFORMERS
 from hpctrain.spec.model import ModelSpec
 from hpctrain.spec.run import RunSpec
 
-ENGINES = ("fsdp", "deepspeed", "ddp")
 # Per logit, in fp32 whatever the precision: log-probabilities, their gradient, and that of the
 # logits (train/engines/models/tasks.py, masked_sum; torch/_decomp: _log_softmax_backward_data).
 _LOGIT_BYTES = 12.0
@@ -31,7 +31,7 @@ def eager(spec: RunSpec) -> dict[str, float]:
 
     Attention is torch's fused kernel in any precision.
     """
-    if spec.engine.name not in ENGINES or spec.model.family == "resnet":
+    if spec.engine.abilities.model_classes != TRANSFORMERS or spec.model.family == "resnet":
         return {}
     return dict(
         flash=1.0,
@@ -44,8 +44,8 @@ def eager(spec: RunSpec) -> dict[str, float]:
 
 
 def uses_autocast(spec: RunSpec) -> bool:
-    """DDP keeps weights in fp32 and lets each operation choose its precision."""
-    return spec.engine.name == "ddp" and spec.precision == "bf16"
+    """Tell whether weights stay in fp32 and each operation chooses its precision (DDP)."""
+    return spec.engine.abilities.autocast and spec.precision == "bf16"
 
 
 def _norm_bytes(model: ModelSpec, *, autocast: bool) -> float:

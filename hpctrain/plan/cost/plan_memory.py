@@ -7,55 +7,65 @@ breakdown of one candidate. Does not belong here: formulas, or what to do when i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
+from hpctrain.plan.cost.case import Case
 from hpctrain.plan.cost.composition import Blocks
 from hpctrain.plan.cost.from_spec import (
     ELEMENT_BYTES,
-    Knowledge,
     case_of,
-    gradient_bytes,
-    optimizer_bytes,
 )
 from hpctrain.plan.cost.lora_counts import held_stages
 from hpctrain.plan.cost.memory import Stage as CostStage
-from hpctrain.plan.cost.memory import StageMemory, stage_memory
-from hpctrain.plan.documents import MemoryBreakdown, Stage
+from hpctrain.plan.cost.memory import shards, stage_memory
+from hpctrain.plan.documents import MemoryBreakdown
 from hpctrain.plan.mesh.candidate import Candidate
 from hpctrain.plan.mesh.columns import columns_of
 from hpctrain.plan.mesh.stages import stage_expert_parameters, stage_layers
-from hpctrain.plan.model.parameters import expert_tp
-from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.run import ModelSpec, RunSpec
+from hpctrain.plan.request import PlanRequest
+from hpctrain.spec.run import ModelSpec
 
 TIGHT_SHARE = 0.94  # above this, fragmentation of PyTorch's allocator alone can end a run
 
 
-@dataclass(frozen=True)
-class Shards:
-    """Over how many ranks a ZeRO stage divides something: dense weights, and routed experts."""
-
-    dense: int
-    experts: int
-
-    def part(self, dense: int, experts: int) -> int:
-        """Elements on the rank that holds the most."""
-        return -(-dense // self.dense) + -(-experts // self.experts)
-
-
-def candidate_memory(
-    spec: RunSpec, profile: ClusterProfile, knowledge: Knowledge | None, candidate: Candidate
-) -> tuple[MemoryBreakdown, ...]:
-    """Memory of every stage."""
+def candidate_memory(request: PlanRequest, candidate: Candidate) -> tuple[MemoryBreakdown, ...]:
+    """Count the bytes of every stage."""
+    spec = request.spec
+    case = case_of(request, columns_of(candidate))
+    estimate = stage_memory(case, _cost_stages(spec.model, candidate))
     stages = held_stages(spec, candidate.layout, candidate.split)
-    case = case_of(spec, profile, knowledge, columns_of(candidate))
-    estimate = _at(stage_memory(case, _cost_stages(spec.model, candidate)), len(stages))
-    return tuple(
-        _exact(spec, candidate, stage, int(profile.gpu.reserved), estimate[stage.index])
-        for stage in stages
+    shape = (len(stages),)
+    activations, logits, buffers = (
+        np.broadcast_to(np.asarray(part, dtype=float), shape)
+        for part in (estimate.activations, estimate.logits, estimate.buffers)
     )
+    held = ELEMENT_BYTES[spec.precision] + int(spec.precision == "fp8")  # and an 8-bit copy
+    state = 0.0 if candidate.offload else float(case.software.main_bytes)
+    found = []
+    for n, stage in enumerate(stages):
+        experts = stage_expert_parameters(spec.model, candidate.layout, candidate.split, n)
+        dense = stage.parameters_per_gpu - experts
+        weights, gradients, optimizer = (
+            _largest_part(case, least_zero, dense, experts) for least_zero in (3, 2, 1)
+        )
+        found.append(
+            MemoryBreakdown(
+                weights_bytes=held * weights,
+                gradients_bytes=round(float(case.mesh.gradient_bytes) * gradients),
+                optimizer_bytes=round(state * optimizer),
+                activations_bytes=round(float(activations[n])),
+                logits_bytes=round(float(logits[n])),
+                buffers_bytes=round(float(buffers[n])),
+                reserved_bytes=int(request.profile.gpu.reserved),
+            )
+        )
+    return tuple(found)
+
+
+def _largest_part(case: Case, least_zero: int, dense: int, experts: int) -> int:
+    """Count the elements on the rank that holds the most, if divided from this ZeRO stage on."""
+    by = [int(np.asarray(ranks).item()) for ranks in shards(case, least_zero)]
+    return -(-dense // by[0]) + -(-experts // by[1])
 
 
 def _cost_stages(model: ModelSpec, candidate: Candidate) -> CostStage:
@@ -67,7 +77,7 @@ def _cost_stages(model: ModelSpec, candidate: Candidate) -> CostStage:
         [sum(model.has_experts(n) for chunk in chunks for n in chunk) for chunks in held],
         dtype=float,
     )
-    ends = np.arange(pp)
+    ends = np.arange(pp, dtype=float)
     attention = layers * (model.family != "resnet")
     return CostStage(
         index=ends,
@@ -77,50 +87,6 @@ def _cost_stages(model: ModelSpec, candidate: Candidate) -> CostStage:
     )
 
 
-def _at(memory: StageMemory, count: int) -> list[dict[str, float]]:
-    """The components of each stage."""
-    parts = {
-        name: np.broadcast_to(np.asarray(getattr(memory, name), dtype=float), (count,))
-        for name in type(memory).__dataclass_fields__
-    }
-    return [{name: float(values[n]) for name, values in parts.items()} for n in range(count)]
-
-
-def _exact(
-    spec: RunSpec, candidate: Candidate, stage: Stage, reserved: int, estimate: dict[str, float]
-) -> MemoryBreakdown:
-    experts = stage_expert_parameters(spec.model, candidate.layout, candidate.split, stage.index)
-    dense = stage.parameters_per_gpu - experts
-    held = ELEMENT_BYTES[spec.precision] + int(spec.precision == "fp8")  # and an 8-bit copy
-    state = 0 if candidate.offload else optimizer_bytes(spec)
-    return MemoryBreakdown(
-        weights_bytes=held * shards(candidate, 3).part(dense, experts),
-        gradients_bytes=round(gradient_bytes(spec) * shards(candidate, 2).part(dense, experts)),
-        optimizer_bytes=round(state * shards(candidate, 1).part(dense, experts)),
-        activations_bytes=round(estimate["activations"]),
-        logits_bytes=round(estimate["logits"]),
-        buffers_bytes=round(estimate["buffers"]),
-        reserved_bytes=reserved,
-    )
-
-
-def shards(candidate: Candidate, least_zero: int) -> Shards:
-    """Ranks that share what is divided from this ZeRO stage on; one where it is not.
-
-    Megatron's optimizer groups include context parallel ranks (ZeRO-1: Rajbhandari et al. 2020,
-    arXiv 1910.02054, section 5.1); experts are held by fewer replicas.
-    """
-    if candidate.zero < least_zero:
-        return Shards(1, 1)
-    layout = candidate.layout
-    replicas = layout.dp * layout.cp
-    spread = layout.ep * expert_tp(layout.tp, layout.ep)
-    return Shards(candidate.shard_gpus or replicas, max(1, replicas * layout.tp // spread))
-
-
-def candidate_peak(
-    spec: RunSpec, profile: ClusterProfile, knowledge: Knowledge | None, candidate: Candidate
-) -> int:
-    """Bytes on the fullest GPU."""
-    memory = candidate_memory(spec, profile, knowledge, candidate)
-    return max(stage.total_bytes for stage in memory)
+def candidate_peak(request: PlanRequest, candidate: Candidate) -> int:
+    """Count the bytes on the fullest GPU."""
+    return max(stage.total_bytes for stage in candidate_memory(request, candidate))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hpctrain.plan.cost.from_spec import Knowledge, case_of
+from hpctrain.plan.cost.from_spec import case_of
 from hpctrain.plan.cost.island_links import crossed_islands, shown_seconds, uplink_seconds
 from hpctrain.plan.cost.lora_counts import flops_per_step
 from hpctrain.plan.cost.step import step_seconds
@@ -21,44 +21,37 @@ from hpctrain.plan.model.flops import (
     attention_flops_per_token,
     model_flops_per_step,
 )
+from hpctrain.plan.request import PlanRequest
 from hpctrain.spec.catalogue import Gpu
-from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import ModelSpec, RunSpec
 
 SECONDS_PER_DAY = 86400
 
 
-def predict(
-    spec: RunSpec, profile: ClusterProfile, knowledge: Knowledge | None, candidate: Candidate
-) -> Prediction | None:
+def predict(request: PlanRequest, candidate: Candidate) -> Prediction | None:
     """The prediction for one candidate; None when the GPU is not known."""
-    if knowledge is None or knowledge.gpu is None:
+    if request.knowledge is None or request.knowledge.gpu is None:
         return None
     stages = candidate.parallel.stages
-    (parts,) = step_parts(spec, profile, knowledge, columns_of(candidate), stages)
-    return _prediction(spec, knowledge.gpu, candidate, parts)
+    (parts,) = step_parts(request, columns_of(candidate), stages)
+    return _prediction(request.spec, request.knowledge.gpu, candidate, parts)
 
 
-def step_parts(
-    spec: RunSpec,
-    profile: ClusterProfile,
-    knowledge: Knowledge | None,
-    columns: Columns,
-    stages: Split | None,
-) -> list[StepParts]:
+def step_parts(request: PlanRequest, columns: Columns, stages: Split | None) -> list[StepParts]:
     """Where the time goes, for each row; `stages` is the split of all rows with listed stages."""
-    case = case_of(spec, profile, knowledge, columns)
+    case = case_of(request, columns)
     times = step_seconds(case)
     shape = (len(columns),)
     parts = {
         name: np.broadcast_to(np.asarray(getattr(times, name), dtype=float), shape)
         for name in type(times).__dataclass_fields__
     }
-    islands = crossed_islands(int(columns.gpus[0]), profile) if len(columns) else ()
+    islands = crossed_islands(int(columns.gpus[0]), request.profile) if len(columns) else ()
     if islands:
-        loads = uplink_seconds(spec, columns, islands, stages)
-        charged = (times.total, parts["data_messages"])
-        parts["islands"] = shown_seconds(columns, case.software, *charged, loads)
+        loads = uplink_seconds(request.spec, columns, islands, stages)
+        total = np.broadcast_to(np.asarray(times.total, dtype=float), shape)
+        charged = parts["data_messages"]
+        parts["islands"] = shown_seconds(columns, case.software, total, charged, loads)
     return [
         StepParts(**{f"{name}_seconds": float(part[row]) for name, part in parts.items()})
         for row in range(len(columns))

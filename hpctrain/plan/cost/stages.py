@@ -12,7 +12,7 @@ import numpy as np
 
 from hpctrain.plan.cost import blocks as block
 from hpctrain.plan.cost.blocks import Passes
-from hpctrain.plan.cost.case import RECOMPUTE_FULL, RECOMPUTE_SELECTIVE, Array, Case
+from hpctrain.plan.cost.case import RECOMPUTE_FULL, RECOMPUTE_SELECTIVE, Array, Case, Mask, flag
 from hpctrain.plan.cost.composition import (
     Blocks,
     all_blocks,
@@ -73,7 +73,7 @@ def _slowest(one: Turn, other: Turn) -> Turn:
     return _where(one.total >= other.total, one, other)
 
 
-def _where(condition: Array, yes: Turn, no: Turn) -> Turn:
+def _where(condition: Mask, yes: Turn, no: Turn) -> Turn:
     return Turn(
         *(np.where(condition, getattr(yes, f.name), getattr(no, f.name)) for f in fields(Turn))
     )
@@ -142,7 +142,7 @@ def _attention_turn(case: Case) -> Turn:
     mesh = case.mesh
     passes = block.attention(case)
     core = mesh.again_core * block.core_attention(case).forward
-    up = mesh.again_up * block.latent_up(case).forward * (np.asarray(case.shape.mla) > 0)
+    up = mesh.again_up * block.latent_up(case).forward * flag(np.asarray(case.shape.mla) > 0)
     norm = mesh.again_norm * block.norm(case).forward
     again, messages = _again(case, passes, core + up + norm)
     turn = _plain(case, passes, again)

@@ -7,7 +7,7 @@ belong here: what a single microbatch costs in a block (`blocks`) or in a stage 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -48,21 +48,21 @@ def step_seconds(case: Case) -> StepTime:
     stages, weights, turns = stages_of(case), weights_of(case), case.mesh.accumulation
     transfer = transfer_seconds(case)
     slow = stages.slowest
-    parts = {
-        "compute": turns * (slow.forward + slow.backward),
-        "recompute": turns * slow.again,
-        "tensor_messages": turns * slow.tensor,
-        "context_messages": turns * slow.context,
-        "expert_messages": turns * slow.experts,
-        "pipeline_messages": transfers(case, transfer),
-        "bubble": bubble_seconds(case, stages, transfer),
-        "data_messages": data_messages(case, weights, stages),
-        "optimizer": optimizer_seconds(case, weights),
-        "overhead": case.software.step_overhead + 0.0 * slow.forward,
-    }
-    total = sum(parts.values(), start=0.0)
+    smooth = StepTime(
+        compute=turns * (slow.forward + slow.backward),
+        recompute=turns * slow.again,
+        tensor_messages=turns * slow.tensor,
+        context_messages=turns * slow.context,
+        expert_messages=turns * slow.experts,
+        pipeline_messages=transfers(case, transfer),
+        bubble=bubble_seconds(case, stages, transfer),
+        data_messages=data_messages(case, weights, stages),
+        optimizer=optimizer_seconds(case, weights),
+        overhead=case.software.step_overhead + 0.0 * slow.forward,
+        straggling=0.0,
+    )
     doublings = np.log2(np.maximum(1.0, case.mesh.gpus / 8))
-    return StepTime(**parts, straggling=case.software.straggling * doublings * total)
+    return replace(smooth, straggling=case.software.straggling * doublings * smooth.total)
 
 
 def bubble_seconds(case: Case, stages: Stages, transfer: Array) -> Array:

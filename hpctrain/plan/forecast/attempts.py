@@ -7,8 +7,8 @@ two exponential times and a constant; all expectations below are exact for that.
 
 Without a limit, preemptions, and delay of durability, the ratio of saved to elapsed time is
 Daly's: tau / (M e^(R/M) (e^((tau + delta)/M) - 1)) (Daly 2006, "A higher order estimate of the
-optimum checkpoint interval for restart dumps", FGCS 22, 303-312: the complete cost function). The
-first order of it is that of Kokolis et al. (arXiv 2410.21680), see `first_order_ettr`.
+optimum checkpoint interval for restart dumps", FGCS 22, 303-312: the complete cost function). Its
+first order is that of Kokolis et al. (arXiv 2410.21680), with which tests compare it.
 
 Belongs here: this arithmetic. Does not belong here: where the rates come from.
 """
@@ -148,15 +148,3 @@ def _powers(attempt: Attempt, count: float) -> float:
     """1 + r + ... + r^(count - 1) with r = e^(-period x rate), also where r is nearly 1."""
     exponent = attempt.period_seconds * attempt.ends_per_second
     return math.expm1(-count * exponent) / math.expm1(-exponent)
-
-
-def first_order_ettr(
-    failures_per_second: float, start_seconds: float, interval_seconds: float, stall_seconds: float
-) -> float:
-    """(1 - N r_f (u0 + dt/2)) / (1 + w/dt): Kokolis et al. 2024, arXiv 2410.21680, E[ETTR].
-
-    N r_f is `failures_per_second` of the whole job; u0 the restart, dt the interval, w the stall.
-    Good while failures are rare within one interval; may be negative beyond that.
-    """
-    unlost = 1 - failures_per_second * (start_seconds + interval_seconds / 2)
-    return unlost / (1 + stall_seconds / interval_seconds)

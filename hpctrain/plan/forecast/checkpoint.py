@@ -20,7 +20,7 @@ from hpctrain.spec.run import RunSpec
 
 def bytes_per_parameter(spec: RunSpec) -> float:
     """Of a full checkpoint with Adam, by engine and precision (see `published`)."""
-    if spec.engine.name in ("fsdp", "ddp"):
+    if spec.engine.abilities.one_copy_checkpoints:
         return ONE_COPY_CHECKPOINT_BYTES
     if spec.precision == "fp32":
         return FP32_CHECKPOINT_BYTES

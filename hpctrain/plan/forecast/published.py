@@ -11,17 +11,12 @@ from typing import Final
 SECONDS_PER_DAY: Final = 86400.0
 
 # Kokolis et al., "Revisiting Reliability in Large-Scale Machine Learning Research Clusters",
-# HPCA 2025, arXiv 2410.21680: 6.50 failures per 1000 node-days on RSC-1, 2.34 on RSC-2 (nodes of
-# eight A100, Slurm, 11 months, 4 million jobs). These are failures of the infrastructure; the same
+# HPCA 2025, arXiv 2410.21680: 6.50 failures per 1000 node-days on RSC-1 (nodes of eight
+# A100, Slurm, 11 months, 4 million jobs). These are failures of the infrastructure; the same
 # paper measures 7.9 h between failures of jobs with 1024 GPUs where this rate gives 28.8 h,
 # because jobs of that size die of software as well.
 RSC1_FAILURES_PER_NODE_DAY: Final = 6.50e-3
-RSC2_FAILURES_PER_NODE_DAY: Final = 2.34e-3
 RSC_GPUS_PER_NODE: Final = 8
-
-# "The Llama 3 Herd of Models", arXiv 2407.21783, section 3.3.4: 419 unexpected interruptions in
-# 54 days on 16,384 H100 (2,048 nodes), software included; more than 90% effective training time.
-LLAMA3_FAILURES_PER_NODE_DAY: Final = 419 / (54 * 2048)
 
 NODE_FAILURES_SOURCE: Final = "6.5 per 1000 node-days, Meta RSC-1, arXiv 2410.21680"
 

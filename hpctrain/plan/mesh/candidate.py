@@ -19,7 +19,7 @@ from hpctrain.spec.run import ParallelSpec, RunSpec
 class Candidate:
     """An explicit layout on so many GPUs, with microbatch, recomputation and sharding.
 
-    `layout_problems`, `world_problems` and the divisibility of the batch must have been checked.
+    It must keep the rules of `mesh.rules`.
     `zero` is the ZeRO stage, `shard_gpus` over how many GPUs it shards (None: all replicas),
     `offload` whether the optimizer state is where `optimizer.offload` says.
     """

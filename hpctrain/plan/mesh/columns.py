@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.plan.documents import RECOMPUTES
+from hpctrain.plan.documents import ORDERS, RECOMPUTES
 from hpctrain.plan.mesh.candidate import Candidate, candidate_of
-from hpctrain.plan.mesh.rank_order import ORDERS
 from hpctrain.plan.mesh.stages import Split
 from hpctrain.spec.run import ParallelSpec, RunSpec
 
@@ -129,26 +128,29 @@ def columns_of(candidate: Candidate) -> Columns:
     """A table of one row."""
     parallel, layout, split = candidate.parallel, candidate.layout, candidate.split
     stages = [sum(split[index :: layout.pp]) for index in range(layout.pp)]
-    values = dict(
-        tp=layout.tp,
-        pp=layout.pp,
-        vpp=layout.vpp,
-        cp=layout.cp,
-        ep=layout.ep,
-        dp=layout.dp,
-        sequence_parallel=layout.sequence_parallel,
-        count_embedding=parallel.count_embedding,
-        count_loss=parallel.count_loss,
-        uneven=parallel.stages is not None,
-        layers_first=stages[0],
-        layers_middle=max(stages[1:-1], default=max(stages)),
-        layers_last=stages[-1],
-        micro_batch=candidate.micro_batch,
-        accumulation=candidate.accumulation,
-        recompute=RECOMPUTES.index(candidate.recompute),
-        zero=candidate.zero,
-        shard_gpus=candidate.shard_gpus or 0,
-        offload=candidate.offload,
-        order=ORDERS.index(layout.order),
+
+    def row(value: int) -> Ints:
+        return np.array([value], dtype=np.int32)
+
+    return Columns(
+        tp=row(layout.tp),
+        pp=row(layout.pp),
+        vpp=row(layout.vpp),
+        cp=row(layout.cp),
+        ep=row(layout.ep),
+        dp=row(layout.dp),
+        sequence_parallel=row(layout.sequence_parallel),
+        count_embedding=row(parallel.count_embedding),
+        count_loss=row(parallel.count_loss),
+        uneven=row(parallel.stages is not None),
+        layers_first=row(stages[0]),
+        layers_middle=row(max(stages[1:-1], default=max(stages))),
+        layers_last=row(stages[-1]),
+        micro_batch=row(candidate.micro_batch),
+        accumulation=row(candidate.accumulation),
+        recompute=row(RECOMPUTES.index(candidate.recompute)),
+        zero=row(candidate.zero),
+        shard_gpus=row(candidate.shard_gpus or 0),
+        offload=row(candidate.offload),
+        order=row(ORDERS.index(layout.order)),
     )
-    return Columns(**{name: np.array([value], dtype=np.int32) for name, value in values.items()})

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpctrain.plan.documents import DEFAULT_ORDER, Layout, NodeRequest, Order
+from hpctrain.plan.documents import ORDERS, Layout, NodeRequest, Order
 from hpctrain.plan.mesh.candidate import Candidate
 from hpctrain.plan.mesh.islands import (
     Island,
@@ -21,13 +21,13 @@ from hpctrain.plan.mesh.islands import (
     wraps_outside,
 )
 from hpctrain.plan.mesh.placement import strides
+from hpctrain.plan.mesh.rules import layout_values, possible_orders
 from hpctrain.plan.mesh.stages import build_stage, stage_expert_parameters
 from hpctrain.plan.model.parameters import expert_tp, vocab_multiple
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec
 from hpctrain.units import short_bytes
 
-ORDERS: tuple[Order, ...] = ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp")
 _GRADIENT_BYTES = 4  # summed in fp32 (DistributedDataParallelConfig.grad_reduce_in_fp32)
 
 
@@ -73,11 +73,12 @@ def choose_order(
     """The spec's order; for `auto` the one that keeps the busiest uplink busy for less time.
 
     Equal times, or no slow link between the nodes of the run, give Megatron's default. Orders
-    that megatron-core refuses are not considered (see `order_problems`).
+    that megatron-core refuses are not considered.
     """
     asked = "auto" if spec.parallel == "auto" else spec.parallel.order
     islands = slow_links(request, profile)
-    possible = [order for order in ORDERS if not order_problems(candidate, order)]
+    values = layout_values(spec, candidate.parallel, candidate.layout.world_size)
+    possible = [ORDERS[number] for number in possible_orders(spec, values)]
     loads = {order: busiest_uplink(spec, candidate, order, islands) for order in possible}
     if asked == "auto":
         chosen = min(possible, key=lambda order: loads[order].seconds if islands else 0.0)
@@ -85,23 +86,6 @@ def choose_order(
         chosen = asked
     different = len({load.seconds for load in loads.values()}) > 1
     return OrderChoice(chosen, _reasons(asked, chosen, loads) if islands and different else ())
-
-
-def order_problems(candidate: Candidate, order: Order) -> list[str]:
-    """What megatron-core does not allow about an order; empty when it is fine.
-
-    Pipelines of dense layers and of experts must have the same ranks (megatron-core 0.16.1,
-    megatron/core/parallel_state.py:808-820). The stride of pp is tp x cp in one mesh and expert
-    tp x ep in the other.
-    """
-    layout, ep = candidate.layout, candidate.parallel.ep
-    expert_ranks = expert_tp(layout.tp, ep) * ep
-    if order == DEFAULT_ORDER or layout.pp == 1 or layout.tp * layout.cp == expert_ranks:
-        return []
-    return [
-        f"order {order} is not possible with pp {layout.pp}: megatron-core needs tp x cp = "
-        f"{layout.tp * layout.cp} to be expert tp x ep = {expert_ranks}; use {DEFAULT_ORDER}"
-    ]
 
 
 def step_traffic(spec: RunSpec, candidate: Candidate) -> Traffic:
@@ -127,7 +111,8 @@ def step_traffic(spec: RunSpec, candidate: Candidate) -> Traffic:
     whole, experts = max(pairs)
     replicas, copies = layout.dp * layout.cp, _expert_copies(layout)
     tokens = candidate.micro_batch * model.seq / layout.cp
-    split = layout.tp if layout.sequence_parallel or spec.engine.name == "deepspeed" else 1
+    is_split = layout.sequence_parallel or spec.engine.abilities.splits_stage_messages
+    split = layout.tp if is_split else 1
     return Traffic(
         dense_ring_bytes=moved * (whole - experts) * (replicas - 1) / replicas,
         expert_ring_bytes=moved * experts * (copies - 1) / copies,

@@ -10,25 +10,15 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from hpctrain.plan.divisors import divisors, nearest, or_list
 from hpctrain.plan.documents import Layout, Stage
-from hpctrain.plan.model.parameters import (
-    VOCAB_MULTIPLE,
-    embedding_parameters,
-    expert_parameters,
-    layer_parameters,
-    mtp_parameters,
-    norm_parameters,
-    output_parameters,
-    total_parameters,
-)
+from hpctrain.plan.model.parameters import VOCAB_MULTIPLE, expert_parameters, stage_parameters
 from hpctrain.spec.run import ModelSpec, ParallelSpec
 
 Split = tuple[int, ...]  # transformer layers of each virtual stage, in model order
 
 
 def split_layers(layers: int, parallel: ParallelSpec) -> Split:
-    """Layers of each virtual stage. Call `split_problems` first: here the split must exist.
+    """Layers of each virtual stage. The split must exist (`rules`).
 
     `stages` of the spec is taken as it stands: pp x vpp numbers in model order (chunk 0 of all
     pipeline stages, then chunk 1, ...). Otherwise the split is even; with `count_embedding` /
@@ -38,43 +28,15 @@ def split_layers(layers: int, parallel: ParallelSpec) -> Split:
     if parallel.stages is not None:
         return parallel.stages
     virtual = parallel.pp * parallel.vpp
-    split = [counted_layers(layers, parallel) // virtual] * virtual
+    counted = layers + int(parallel.count_embedding) + int(parallel.count_loss)
+    split = [counted // virtual] * virtual
     split[0] -= int(parallel.count_embedding)
     split[-1] -= int(parallel.count_loss)
     return tuple(split)
 
 
-def counted_layers(layers: int, parallel: ParallelSpec) -> int:
-    """Transformer layers, plus the embedding and the loss where they count as layers."""
-    return layers + int(parallel.count_embedding) + int(parallel.count_loss)
-
-
-def split_problems(layers: int, parallel: ParallelSpec) -> list[str]:
-    """Why the layers cannot be split as asked; empty when they can."""
-    if parallel.stages is not None:
-        return _listed_problems(layers, parallel.stages)
-    virtual = parallel.pp * parallel.vpp
-    counted = counted_layers(layers, parallel)
-    if counted % virtual == 0:
-        return []
-    extra = " (embedding and loss counted as asked)" if counted != layers else ""
-    chunks = f"pp {parallel.pp}" + (f" x vpp {parallel.vpp}" if parallel.vpp > 1 else "")
-    proposal = or_list(nearest(virtual, divisors(counted)))
-    return [
-        f"{counted} layers{extra} cannot be split evenly over {chunks} = {virtual} chunks: "
-        f"nearest numbers of chunks {proposal}{_counting_hint(layers, virtual)}"
-    ]
-
-
-def _counting_hint(layers: int, virtual: int) -> str:
-    if (layers + 2) % virtual == 0:
-        return "; or set count_embedding and count_loss"
-    if (layers + 1) % virtual == 0:
-        return "; or set one of count_embedding and count_loss"
-    return "; or list the layers of each chunk in `stages`"
-
-
-def _listed_problems(layers: int, stages: Split) -> list[str]:
+def split_messages(layers: int, stages: Split) -> list[str]:
+    """Return why a model of so many layers cannot have the stages that a spec lists."""
     problems = []
     if sum(stages) != layers:
         problems.append(f"stages add up to {sum(stages)} layers, the model has {layers}")
@@ -110,12 +72,25 @@ def build_stage(
 
     `vocab_multiple`: see `parameters.vocab_multiple`.
     """
+    dense, with_experts = _kinds_of_layers(model, stage_layers(split, layout.pp, index))
+    first, last = index == 0, index == layout.pp - 1
+    parameters = stage_parameters(
+        model,
+        layout.tp,
+        layout.ep,
+        dense,
+        with_experts,
+        first=first,
+        last=last,
+        final_norm=index == _final_norm_stage(model, layout, split),
+        multiple=vocab_multiple,
+    )
     return Stage(
         index=index,
         chunk_layers=split[index :: layout.pp],
-        embedding=index == 0,
-        loss=index == layout.pp - 1,
-        parameters_per_gpu=_stage_parameters(model, layout, split, index, vocab_multiple),
+        embedding=first,
+        loss=last,
+        parameters_per_gpu=parameters,
     )
 
 
@@ -130,43 +105,11 @@ def stage_expert_parameters(model: ModelSpec, layout: Layout, split: Split, inde
     return with_experts * expert_parameters(model, layout.tp, layout.ep)
 
 
-def _stage_parameters(
-    model: ModelSpec, layout: Layout, split: Split, index: int, vocab_multiple: int
-) -> int:
-    if model.family == "resnet":
-        assert layout.pp == layout.tp == 1, "a ResNet is planned with data parallelism only"
-        return total_parameters(model)
-    tp, ep = layout.tp, layout.ep
-    dense, with_experts = _kinds_of_layers(model, stage_layers(split, layout.pp, index))
-    layers = dense * layer_parameters(model, tp, ep, 0)
-    layers += with_experts * layer_parameters(model, tp, ep, None)
-    return layers + _end_parameters(model, layout, split, index, vocab_multiple)
-
-
 def _kinds_of_layers(model: ModelSpec, chunks: tuple[range, ...]) -> tuple[int, int]:
     """(dense layers, layers with experts) of these chunks; the first layers are the dense ones."""
     dense_until = model.moe.dense_layers if model.moe is not None else model.layers
     dense = sum(len(range(chunk.start, min(chunk.stop, dense_until))) for chunk in chunks)
     return dense, sum(map(len, chunks)) - dense
-
-
-def _end_parameters(
-    model: ModelSpec, layout: Layout, split: Split, index: int, vocab_multiple: int
-) -> int:
-    """Embedding, final norm, output and token prediction, as far as they are on this stage.
-
-    Token prediction is on the last stage, with a copy of the embedding (GPTModel: `pre_process or
-    mtp_process`), tied or not.
-    """
-    first, last = index == 0, index == layout.pp - 1
-    parameters = 0
-    if first or (last and model.mtp_layers):
-        parameters += embedding_parameters(model, layout.tp, vocab_multiple)
-    if last:
-        parameters += output_parameters(model, layout.tp, first, vocab_multiple)
-        parameters += mtp_parameters(model, layout.tp, layout.ep)
-    norm_is_here = index == _final_norm_stage(model, layout, split)
-    return parameters + (int(norm_is_here) - int(last)) * norm_parameters(model)
 
 
 def _final_norm_stage(model: ModelSpec, layout: Layout, split: Split) -> int:

@@ -19,8 +19,6 @@ from hpctrain.spec.run import MlaSpec, ModelSpec, MoeSpec, RunSpec
 # (`make_vocab_size_divisible_by`, megatron/training/arguments.py, default 128), so that every
 # rank holds the same number of rows and the output matrix multiplication is aligned.
 VOCAB_MULTIPLE = 128
-# Engines that train Hugging Face's classes, whose tables have as many rows as there are words.
-_UNPADDED = ("fsdp", "deepspeed", "ddp")
 
 # Embeddings of sentences A and B (Devlin et al. 2018, arXiv 1810.04805, section 3.2). Telling if
 # B follows A is not learned: no loss without it (Liu et al. 2019, arXiv 1907.11692, section 4.2).
@@ -29,7 +27,7 @@ BERT_SEGMENTS = 2
 
 def vocab_multiple(spec: RunSpec) -> int:
     """What the rows of an embedding table on each rank are a multiple of."""
-    padded = spec.engine.name not in _UNPADDED or spec.model.reads_images
+    padded = spec.engine.abilities.pads_vocab or spec.model.reads_images
     return VOCAB_MULTIPLE if padded else 1
 
 
@@ -200,6 +198,36 @@ def mtp_parameters(model: ModelSpec, tp: int, ep: int = 1) -> int:
     return model.mtp_layers * (layer + projection + 3 * norm_parameters(model))
 
 
+def stage_parameters(
+    model: ModelSpec,
+    tp: int,
+    ep: int,
+    dense: int,
+    with_experts: int,
+    *,
+    first: bool,
+    last: bool,
+    final_norm: bool,
+    multiple: int = VOCAB_MULTIPLE,
+) -> int:
+    """Count one pipeline stage: so many layers of both kinds, and the ends of the model on it.
+
+    Token prediction is on the last stage, with a copy of the embedding (GPTModel: `pre_process or
+    mtp_process`), tied or not.
+    """
+    if model.family == "resnet":
+        assert first and last, "a ResNet is planned with data parallelism only"
+        return total_parameters(model)
+    parameters = dense * layer_parameters(model, tp, ep, 0)
+    parameters += with_experts * layer_parameters(model, tp, ep, None)
+    if first or (last and model.mtp_layers):
+        parameters += embedding_parameters(model, tp, multiple)
+    if last:
+        parameters += output_parameters(model, tp, first, multiple)
+        parameters += mtp_parameters(model, tp, ep)
+    return parameters + (int(final_norm) - int(last)) * norm_parameters(model)
+
+
 def total_parameters(model: ModelSpec) -> int:
     """Parameters of the model itself: each once, vocabulary as given (not padded).
 
@@ -214,16 +242,3 @@ def total_parameters(model: ModelSpec) -> int:
     ends = words + _other_embeddings(model) + norm_parameters(model)
     ends += encoder_head_parameters(model, model.vocab)
     return layers + mtp_parameters(model, 1) + ends
-
-
-def active_parameters(model: ModelSpec) -> int:
-    """Parameters that one token meets: `top_k` of the routed experts, all of the rest.
-
-    Without multi-token prediction layers, as model cards count them.
-    """
-    if model.moe is None:
-        return total_parameters(model) - mtp_parameters(model, 1)
-    idle = model.moe.experts - model.moe.top_k
-    idle_per_layer = idle * mlp_parameters(model, 1, model.moe.ffn)
-    moe_layers = model.layers - model.moe.dense_layers
-    return total_parameters(model) - mtp_parameters(model, 1) - moe_layers * idle_per_layer

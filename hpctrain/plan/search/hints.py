@@ -7,27 +7,23 @@ from __future__ import annotations
 
 import numpy as np
 
-from hpctrain.plan.cost.from_spec import Knowledge
 from hpctrain.plan.documents import RECOMPUTES
 from hpctrain.plan.mesh.candidate import Candidate
 from hpctrain.plan.mesh.columns import Columns
+from hpctrain.plan.request import PlanRequest
 from hpctrain.plan.search.layouts import Floats, Found, search
 from hpctrain.plan.search.space import hint_freedom
-from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import ParallelSpec, RunSpec
 
 
 def nearest_fits(
-    spec: RunSpec,
-    profile: ClusterProfile,
-    knowledge: Knowledge | None = None,
-    gpus: int | None = None,
-    count: int = 3,
+    request: PlanRequest, gpus: int | None = None, count: int = 3
 ) -> tuple[Candidate, ...]:
     """Up to `count` candidates of different layouts that leave memory to the allocator, the most
     similar to the spec first."""
-    freedom = hint_freedom(spec, profile, gpus or spec.resources.gpus)
-    priced = search(spec, profile, knowledge, freedom, timed=False)
+    spec = request.spec
+    freedom = hint_freedom(spec, request.profile, gpus or spec.resources.gpus)
+    priced = search(request, freedom, timed=False)
     rows = np.flatnonzero(priced.roomy)
     distances = distance(spec, priced.columns.take(rows))
     found: dict[ParallelSpec, Candidate] = {}
@@ -58,14 +54,12 @@ def distance(spec: RunSpec, columns: Columns) -> Floats:
     return np.asarray(total + settled - 0.001 * np.log2(columns.micro_batch), dtype=float)
 
 
-def larger_fit(
-    spec: RunSpec, profile: ClusterProfile, knowledge: Knowledge | None, limit: int
-) -> Candidate | None:
+def larger_fit(request: PlanRequest, limit: int) -> Candidate | None:
     """A fitting candidate on more GPUs than asked for, doubling up to `limit`; None if none."""
-    gpus = spec.resources.gpus * 2
+    gpus, per_node = request.spec.resources.gpus * 2, request.profile.gpu.per_node
     while gpus <= limit:
-        whole = gpus <= profile.gpu.per_node or gpus % profile.gpu.per_node == 0
-        found = nearest_fits(spec, profile, knowledge, gpus, count=1) if whole else ()
+        whole = gpus <= per_node or gpus % per_node == 0
+        found = nearest_fits(request, gpus, count=1) if whole else ()
         if found:
             return found[0]
         gpus *= 2

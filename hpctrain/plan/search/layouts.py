@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.plan.cost.case import Case
-from hpctrain.plan.cost.from_spec import Knowledge, case_of, machine_for
+from hpctrain.plan.cost.from_spec import case_of, machine_for
 from hpctrain.plan.cost.island_links import crossed_islands, shown_seconds, uplink_seconds
 from hpctrain.plan.cost.memory import peak_bytes
 from hpctrain.plan.cost.plan_memory import TIGHT_SHARE
@@ -23,10 +23,9 @@ from hpctrain.plan.cost.step import step_seconds
 from hpctrain.plan.documents import SearchCounts
 from hpctrain.plan.mesh.candidate import Candidate
 from hpctrain.plan.mesh.columns import Columns, candidate_at, joined
+from hpctrain.plan.request import PlanRequest
 from hpctrain.plan.search.grid import enumerated, structures, tables
 from hpctrain.plan.search.space import Freedom
-from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.run import RunSpec
 
 Floats = NDArray[np.float64]
 # Estimates of the search are within this of the exact memory of a plan (closed forms of
@@ -43,7 +42,7 @@ class Found:
     `step_seconds` is NaN where a candidate does not fit and everywhere when the GPU is unknown.
     """
 
-    spec: RunSpec
+    request: PlanRequest
     freedom: Freedom
     columns: Columns
     peak_bytes: Floats
@@ -74,24 +73,19 @@ class Found:
         )
 
     def candidate(self, row: int) -> Candidate:
-        return candidate_at(self.spec, self.columns, row, self.freedom.stages)
+        return candidate_at(self.request.spec, self.columns, row, self.freedom.stages)
 
 
-def search(
-    spec: RunSpec,
-    profile: ClusterProfile,
-    knowledge: Knowledge | None,
-    freedom: Freedom,
-    timed: bool = True,
-) -> Found:
+def search(request: PlanRequest, freedom: Freedom, timed: bool = True) -> Found:
     """Price everything that `freedom` allows. `timed`: False leaves out step times."""
+    spec, profile = request.spec, request.profile
     grid = structures(spec, freedom)
-    timed = timed and machine_for(spec, profile, knowledge) is not None
+    timed = timed and machine_for(request) is not None
     capacity = int(profile.gpu.memory)
     islands = crossed_islands(freedom.gpus, profile) if timed else ()
     parts: list[tuple[Columns, Floats, Floats]] = []
     for columns in tables(spec, freedom, grid, ROWS_PER_TABLE):
-        case = case_of(spec, profile, knowledge, columns)
+        case = case_of(request, columns)
         peaks, seconds, data = _priced(case, capacity, timed)
         rows = np.flatnonzero(np.isfinite(seconds))
         if islands and len(rows):
@@ -100,7 +94,7 @@ def search(
             seconds[rows] += shown_seconds(some, case.software, seconds[rows], data[rows], loads)
         parts.append((columns, peaks, seconds))
     return Found(
-        spec=spec,
+        request=request,
         freedom=freedom,
         columns=joined([part[0] for part in parts]),
         peak_bytes=_end_to_end([part[1] for part in parts]),

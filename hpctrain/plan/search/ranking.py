@@ -18,7 +18,7 @@ Rows = NDArray[np.intp]
 NEAR_TIE = 0.01  # predictions are not better than that
 
 
-def preferred(found: Found, goal: Goal = "time") -> Rows:
+def preferred(found: Found, goal: Goal | None = None) -> Rows:
     """Rows that may be taken, best first: those that leave memory to the allocator, and only if
     there are none, those that just fit.
 
@@ -27,6 +27,7 @@ def preferred(found: Found, goal: Goal = "time") -> Rows:
     memory: the least memory; within 1 % of the capacity the fastest. Without times, whatever the
     goal: see `_by_size`.
     """
+    goal = goal or found.request.goal
     rows = np.flatnonzero(found.roomy)
     if not len(rows):
         rows = np.flatnonzero(found.peak_bytes <= BORDER * found.capacity_bytes)

@@ -121,7 +121,10 @@ def cluster_gpu(
         name=found.name if found else given.type,
         generation=found.generation if found else "other",
         memory=given.memory,
-        peak={**(found.peak if found else {}), **given.peak},
+        peak={
+            **(found.peak if found else {}),
+            **{precision: rate for precision, rate in given.peak.items()},
+        },
         memory_bandwidth=_first(given.memory_bandwidth, found),
         nvlink_bandwidth=profile.nvlink.bandwidth,
         nvlink_domain=profile.nvlink.domain,

@@ -7,9 +7,10 @@ trainer).
 
 from __future__ import annotations
 
-import json
 import time
 
+from hpctrain.engines.train_json import train_config_of
+from hpctrain.errors import InvalidInputError
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.run_records import (
     SkipList,
@@ -32,8 +33,11 @@ def skip_batches(run: RunLayout, step: int, skip_steps: int, reason: str) -> Ski
         # Consumed before the first skipped step, by the newest row of the step before it.
         rows = [row for row in read_metrics(run) if row.step == first_step - 1]
         first = rows[-1].consumed_samples if rows else None
-    batch = _global_batch_size(run)
-    if skip_steps < 1 or first is None or batch is None:
+    try:
+        batch = train_config_of(run.train_config, run.train_config.read_bytes()).global_batch_size
+    except (OSError, InvalidInputError):
+        return None
+    if skip_steps < 1 or first is None:
         return None
     skipped = SkippedData(
         from_samples=first,
@@ -44,10 +48,3 @@ def skip_batches(run: RunLayout, step: int, skip_steps: int, reason: str) -> Ski
     known = read_record(run.skips, SkipList) or SkipList()
     write_record(run.skips, SkipList(skips=(*known.skips, skipped)))
     return skipped
-
-
-def _global_batch_size(run: RunLayout) -> int | None:
-    try:
-        return int(json.loads(run.train_config.read_bytes())["global_batch_size"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from hpctrain.spec.loader import SIGNATURES_FILE, XIDS_FILE, load_document
+from hpctrain.spec.loader import SIGNATURES_FILE, XIDS_FILE, load_document, load_packaged
 from hpctrain.supervise.judge.signatures import SignatureFile, Signatures, XidFile
 
 PACKAGED = Path(__file__).resolve().parent
@@ -34,6 +34,6 @@ def load_signatures(search_path: Sequence[Path] = ()) -> Signatures:
 
 @cache
 def _packaged() -> Signatures:
-    lines = load_document(SignatureFile, PACKAGED / SIGNATURES_FILE).document
-    codes = load_document(XidFile, PACKAGED / XIDS_FILE).document
+    lines = load_packaged(SignatureFile, PACKAGED / SIGNATURES_FILE)
+    codes = load_packaged(XidFile, PACKAGED / XIDS_FILE)
     return Signatures(signatures=lines.signatures, xids=codes.xids, sxids=codes.sxids)

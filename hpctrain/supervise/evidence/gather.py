@@ -9,6 +9,7 @@ from hpctrain.checkpoints.discover import checkpoints
 from hpctrain.slurm.messages import TaskFailure
 from hpctrain.slurm.states import JobState
 from hpctrain.store.ledger import EventKind
+from hpctrain.store.requests import Request, read_request
 from hpctrain.store.run_records import (
     ExitRecord,
     Progress,
@@ -23,7 +24,6 @@ from hpctrain.supervise.judge.agent_failures import failures_below_agents
 from hpctrain.supervise.judge.causes import Cause
 from hpctrain.supervise.judge.documents import Evidence, Finding, JobFacts, RankExit
 from hpctrain.supervise.judge.scheduler_verdict import left_unexplained
-from hpctrain.supervise.requests import Request, requested
 from hpctrain.supervise.srun_process import Launch
 from hpctrain.supervise.storage_retry import outlast
 
@@ -49,7 +49,7 @@ def _gather(context: AttemptContext, launch: Launch, watch: LaunchWatch) -> Evid
     records = read_exit_records(run, watch.epoch)
     done = run.done.exists()
     wrong = any(record.outcome == "config_error" for record in records)
-    wish = requested(run)
+    wish = read_request(run)
     job = None if done or watch.superseded else job_facts(context, patient=not wrong)
     progress = read_record(run.progress, Progress)
     good = (checkpoint.step for checkpoint in checkpoints(run.checkpoints) if checkpoint.good)

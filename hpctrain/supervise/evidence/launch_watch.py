@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hpctrain.store.ledger import EventKind
+from hpctrain.store.requests import Request, ask_trainer_to_leave
 from hpctrain.store.run_records import Progress, RankTimes
 from hpctrain.supervise.context import AttemptContext, say
 from hpctrain.supervise.evidence import stack_files
@@ -38,7 +39,6 @@ from hpctrain.supervise.judge.stragglers import (
     one_stage,
 )
 from hpctrain.supervise.request_audit import audit
-from hpctrain.supervise.requests import Request, ask_trainer_to_leave
 from hpctrain.supervise.srun_process import Launch
 from hpctrain.supervise.time_limit import Outlook, OwnWarning
 from hpctrain.supervise.timeouts import run_with_timeout

@@ -7,7 +7,6 @@ here: time limits (`preflight`), comparing nodes (`judge.probe_answers`).
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -17,6 +16,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+
+from hpctrain.store.supervise_inputs import read_inputs
 
 KERNEL_LOG_VARIABLE = "HPCTRAIN_KERNEL_LOG"
 _TRIAL_BYTES = 4096
@@ -118,12 +119,8 @@ def check_inputs(report: NodeReport, settings: Path | None) -> None:
 
     `settings` lists them. If it cannot be read, the check of the run directory reports that.
     """
-    try:
-        inputs = json.loads(settings.read_bytes()).get("inputs", []) if settings else []
-    except (OSError, ValueError):
-        return
     missing: list[tuple[str, str]] = []
-    for path in inputs:
+    for path in read_inputs(settings) if settings else ():
         # stat(2) asks the server of a network file system; access(2) checks this user's rights.
         try:
             os.stat(path)

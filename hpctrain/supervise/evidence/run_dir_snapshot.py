@@ -7,7 +7,6 @@ snapshot, or from its absence (`launch_watch`).
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 from collections.abc import Callable
@@ -15,19 +14,20 @@ from dataclasses import dataclass
 from itertools import pairwise
 from queue import Empty, SimpleQueue
 
-from pydantic import ValidationError
-
 from hpctrain.checkpoints.manifest import partial_epoch, saving_name, step_of
+from hpctrain.errors import StorageError
+from hpctrain.formats import NewerFormatError
 from hpctrain.store.epochs import current_epoch
 from hpctrain.store.layout import RunLayout
+from hpctrain.store.requests import Request, read_request
 from hpctrain.store.run_records import (
     ExitRecord,
     Progress,
     RankTimes,
+    parse_record,
     read_record,
     tail_metrics,
 )
-from hpctrain.supervise.requests import Request, requested
 
 _PAST_STEPS = 200
 
@@ -83,7 +83,7 @@ class RunDirReader:
             failed=bool({"crash", "config_error"} & outcomes),
             left=bool({"done", "yielded"} & outcomes),
             ranks_seen=bool(progress or outcomes or _names(run.stack_dump(epoch, 0).parent)),
-            request=requested(run),
+            request=read_request(run),
             save_in_flight=find_saves and save_in_flight(run, epoch),
             rank_times=times if times is not None and times.epoch == epoch else None,
         )
@@ -94,10 +94,8 @@ class RunDirReader:
             text = self._run.progress.read_bytes()
         except FileNotFoundError:
             return None
-        with contextlib.suppress(ValidationError):
-            progress = Progress.model_validate_json(text)
-            return progress if progress.epoch == self._epoch else None
-        return None
+        progress = parse_record(self._run.progress, text, Progress)
+        return progress if progress is not None and progress.epoch == self._epoch else None
 
 
 def save_in_flight(run: RunLayout, epoch: int) -> bool:
@@ -136,6 +134,9 @@ class BackgroundReader:
                     self._results.put(read(*wanted))
                 except OSError as error:
                     self._results.put(error)
+                except NewerFormatError as error:
+                    # The run's hpctrain has been replaced: the next attempt runs the newer one.
+                    self._results.put(StorageError(str(error)))
 
         threading.Thread(target=serve, daemon=True, name="run-dir-reader").start()
 

@@ -1,9 +1,10 @@
 """Read the files into which the ranks of a launch dump their stacks.
 
-Each rank opens its file at start and writes one header line (`rank= node= pid= epoch=`). SIGQUIT
-appends the stacks of all its threads. Belongs here: waiting for these files, reading them within
-limits, removing old ones. Does not belong here: sending the signal (`stack_inquiry`), what stacks
-mean (`judge.odd_stacks`). NCCL's flight recordings in the same directory are kept and not read.
+Each rank opens its file at start and writes one header line (`rank= node= pid= epoch= package=`).
+SIGQUIT appends the stacks of all its threads. Belongs here: waiting for these files, reading them
+within limits, removing old ones. Does not belong here: sending the signal (`stack_inquiry`), what
+stacks mean (`judge.odd_stacks`). NCCL's flight recordings in the same directory are kept and not
+read.
 """
 
 from __future__ import annotations
@@ -13,19 +14,20 @@ import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpctrain.store.layout import RunLayout
 
 _NAME = re.compile(r"rank-(\d+)\.txt")
-_HEADER = re.compile(r"rank=\d+ node=(\S+) ")
+# Trainers before `package=` was recorded end the line behind the epoch.
+_HEADER = re.compile(r"rank=\d+ node=(?P<node>\S+) (?:.*? package=(?P<package>.+))?")
 _EPOCH_NAME = re.compile(r"e(\d+)")
 # Epochs whose stacks are kept, the present one included.
 _KEPT_EPOCHS = 4
 # A trainer's dump is a few kB; this cuts off a hundred threads of a hundred frames.
 _LONGEST_DUMP_BYTES = 256 * 1024
-_LONGEST_HEADER_BYTES = 512
+_LONGEST_HEADER_BYTES = 8 * 1024
 _POLL_SECONDS = 0.1
 # faulthandler writes in small pieces, with pauses on a busy node.
 _QUIET_SECONDS = 0.5
@@ -38,12 +40,14 @@ class StackDumps:
     """Stacks that the ranks have written since the signal, and the nodes in their headers.
 
     `texts` has an empty text for a rank that has a file and wrote nothing. It does not contain a
-    rank without a file. `complete`: all files could be read in time.
+    rank without a file. `packages` has the directory of hpctrain of each rank that recorded it.
+    `complete`: all files could be read in time.
     """
 
     texts: Mapping[int, str]
     nodes: Mapping[int, str]
     complete: bool
+    packages: Mapping[int, str] = field(default_factory=dict)
 
 
 def sizes(run: RunLayout, epoch: int) -> dict[int, int]:
@@ -72,6 +76,7 @@ def read_dumps(run: RunLayout, epoch: int, before: Mapping[int, int]) -> StackDu
     deadline = time.monotonic() + _READING_SECONDS
     texts: dict[int, str] = {}
     nodes: dict[int, str] = {}
+    packages: dict[int, str] = {}
     complete = True
     for rank, path in _files(run, epoch):
         try:
@@ -84,10 +89,12 @@ def read_dumps(run: RunLayout, epoch: int, before: Mapping[int, int]) -> StackDu
             continue
         header = _HEADER.match(first)
         if header is not None:
-            nodes[rank] = header[1]
+            nodes[rank] = header["node"]
+            if header["package"]:
+                packages[rank] = header["package"]
         if time.monotonic() >= deadline:
-            return StackDumps(texts, nodes, complete=False)
-    return StackDumps(texts, nodes, complete)
+            return StackDumps(texts, nodes, complete=False, packages=packages)
+    return StackDumps(texts, nodes, complete, packages)
 
 
 def forget_old_dumps(run: RunLayout, epoch: int) -> None:

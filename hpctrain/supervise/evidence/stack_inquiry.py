@@ -103,14 +103,15 @@ class StackInquiry:
         all_count = found[0].complete and phase != "leaving"
         texts = found[0].texts
         nodes = {**self._planned_nodes(), **found[0].nodes}
-        odd = odd_ranks(texts, nodes, self._tasks if all_count else 0)
+        packages = found[0].packages
+        odd = odd_ranks(texts, nodes, self._tasks if all_count else 0, packages)
         dumped = sum(bool(text) for text in texts.values())
         reason = f"{dumped} of {self._tasks or len(texts)} ranks gave their stacks"
         names = [f"rank {rank.rank} on {rank.node or 'an unknown node'}" for rank in odd]
         if len(names) > _LONGEST_EVIDENCE:
             names[_LONGEST_EVIDENCE:] = [f"{len(names) - _LONGEST_EVIDENCE} more"]
         reason += f"; unlike the others: {', '.join(names)}" if names else ""
-        return OddRanks(odd, reason, places(texts)[:_LONGEST_EVIDENCE])
+        return OddRanks(odd, reason, places(texts, packages)[:_LONGEST_EVIDENCE])
 
     def _planned_nodes(self) -> dict[int, str]:
         """The node of each rank as `--distribution=block` places it; empty if not known."""

@@ -1,4 +1,7 @@
-"""Settings of the supervisor (`supervise.json`), the facts it judges, its verdicts and actions."""
+"""The facts that the supervisor judges and decides by. Pure data.
+
+Does not belong here: its settings (see `hpctrain.store.supervise_config`).
+"""
 
 from __future__ import annotations
 
@@ -6,71 +9,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field
-
 from hpctrain.slurm.reasons import JobEnd, JobHold, job_end, job_hold
 from hpctrain.slurm.states import JobState
-from hpctrain.spec.document import Document
 from hpctrain.supervise.judge.causes import Cause
 
 if TYPE_CHECKING:  # its patterns are compiled on import, which `hpctrain status` does not need
     from hpctrain.slurm.messages import StepNotice, TaskFailure
-
-
-class LaunchShape(Document):
-    """One size at which the run can be launched: the planned one, or a smaller one."""
-
-    nodes: int
-    tasks: int
-    train_config: str
-
-
-class RollbackSettings(Document):
-    """What is done about a loss that is not finite or jumps; see `spec.run.RollbackSpec`."""
-
-    act: bool = False
-    checkpoints: int = 1
-    skip_steps: int = 1
-    other_nodes: bool = True
-
-
-class SuperviseConfig(Document):
-    """Written once at submit time; durations in seconds.
-
-    `shapes` is ordered from the planned size to the smallest; empty means the size in the script
-    only. `budgets` holds the spec's own numbers only (see `policy.RETRIES` for the others).
-    `mttf_seconds` is the expected time between failures of the whole run, before it has had any.
-    `inputs` are the files and directories that every node must be able to read.
-    `warning_seconds` is how long before the time limit Slurm warns, which is what a stop may take;
-    0 if unknown.
-    """
-
-    schema_version: Literal[1] = 1
-    run_id: str
-    target_step: int
-    launcher: Literal["srun", "torchrun"] = "srun"
-    continuation: Literal["requeue", "chain", "singleton", "array", "none"]
-    continuation_jobs: int = 8
-    failures_without_progress: int
-    stall_seconds: float
-    setup_stall_seconds: float
-    kill_wait_seconds: float
-    warning_seconds: float = 0.0
-    verify: Literal["auto", "size", "sha256"]
-    cluster: str = ""
-    budgets: dict[str, int] = Field(default_factory=dict)
-    storm_failures: int = 5
-    storm_window_seconds: float = 1800.0
-    learn_stalls: bool = True
-    slow_rank: float = 1.2
-    exclude_nodes: Literal["observe", "act"] = "observe"
-    rollback: RollbackSettings = RollbackSettings()
-    shapes: tuple[LaunchShape, ...] = ()
-    spare_nodes: int = 0
-    cluster_nodes: int = 0
-    node_ledger: str | None = None
-    mttf_seconds: float | None = None
-    inputs: tuple[str, ...] = ()
 
 
 class ActionKind(StrEnum):

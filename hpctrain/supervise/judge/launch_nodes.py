@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from hpctrain.supervise.judge.documents import LaunchShape, SuperviseConfig
+from hpctrain.store.supervise_config import LaunchShape, SuperviseConfig
 
 # Of `hpctrain.train.agent`: the nodes of the launch.
 _AGENT_OPTION = "--nnodes="

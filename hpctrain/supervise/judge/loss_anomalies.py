@@ -9,15 +9,9 @@ allows it, and stop otherwise. Belongs here: this part of the policy.
 
 from __future__ import annotations
 
+from hpctrain.store.supervise_config import SuperviseConfig
 from hpctrain.supervise.judge.causes import Cause
-from hpctrain.supervise.judge.documents import (
-    Action,
-    ActionKind,
-    History,
-    Situation,
-    SuperviseConfig,
-    Verdict,
-)
+from hpctrain.supervise.judge.documents import Action, ActionKind, History, Situation, Verdict
 
 _STOPPED_EXIT_CODE = 1
 # Anomalies at one step: the first, the repetition, and one more after going back.

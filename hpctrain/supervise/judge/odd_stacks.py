@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from hpctrain.supervise.judge.documents import OddRank
 
@@ -20,11 +21,14 @@ _THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+.*\(most recent call 
 _FRAME = re.compile(r'^  File "(?P<path>[^"\n]+)", line (?P<line>\d+) in (?P<function>.+)$')
 # Frames that tell two places apart. More of them would tell apart the callers of one wait.
 _INNERMOST = 3
+NOT_RECORDED: Mapping[int, str] = MappingProxyType({})
 NO_STACK = "gave no stack: stopped, stuck in the kernel, or its node is gone"
+_PACKAGE = "hpctrain"
 # Where a rank waits for others, by file and function (None: any). A C call such as `work.wait()`
 # has no frame of its own, so its callers are listed: megatron-core's pipeline schedules and
-# gradient buffers, and our own agreement between ranks.
-_WAITS: tuple[tuple[str, frozenset[str] | None], ...] = (
+# gradient buffers, and our own agreement between ranks. Files of the trainer list the same names
+# in `WAITS_FOR_RANKS`; tests/unit/supervise/test_supervise_stacks.py compares the two.
+WAITS: tuple[tuple[str, frozenset[str] | None], ...] = (
     ("torch/distributed/distributed_c10d.py", None),
     ("torch/distributed/_functional_collectives.py", None),
     ("torch/distributed/rendezvous.py", None),
@@ -48,7 +52,10 @@ _WRITER_REMAINS = "its writer of a checkpoint has not ended, those of others hav
 
 @dataclass(frozen=True)
 class Frame:
-    """One line of a stack; `path` as the interpreter knows it."""
+    """One line of a stack.
+
+    `path` is as the interpreter knows it, but begins with `hpctrain/` for files of the trainer.
+    """
 
     path: str
     line: int
@@ -63,11 +70,13 @@ class Frame:
     def waits(self) -> bool:
         """True in code that waits for other ranks."""
         return any(
-            self.is_in(path) and (names is None or self.function in names) for path, names in _WAITS
+            self.is_in(path) and (names is None or self.function in names) for path, names in WAITS
         )
 
     def is_in(self, path: str) -> bool:
         """True for `path` itself or, where it ends in a slash, whatever is below it."""
+        if path.startswith(f"{_PACKAGE}/"):
+            return self.path == path
         return f"/{path}" in f"/{self.path}"
 
     def __str__(self) -> str:
@@ -97,13 +106,14 @@ class Stack:
         return " < ".join(str(frame) for frame in self.frames[:_INNERMOST])
 
 
-def main_stack(dump: str) -> Stack | None:
-    """The main thread in one dump of faulthandler; None if there is no stack in the text.
+def main_stack(dump: str, package: str = "") -> Stack | None:
+    """Return the main thread in one dump of faulthandler; None if there is no stack in the text.
 
+    `package` is the directory of hpctrain that the rank recorded, empty if it recorded none.
     Of several threads it is the one that does not begin in `threading`; threads print newest
     first, so it is the last of those. The thread that got the signal decides if none is left.
     """
-    threads = _threads(dump)
+    threads = _threads(dump, package)
     own = [
         frames
         for _, frames in threads
@@ -115,33 +125,49 @@ def main_stack(dump: str) -> Stack | None:
     return Stack(found[-1]) if found else None
 
 
-def _threads(dump: str) -> list[tuple[bool, tuple[Frame, ...]]]:
+def _threads(dump: str, package: str) -> list[tuple[bool, tuple[Frame, ...]]]:
     threads: list[tuple[bool, list[Frame]]] = []
     for line in dump.splitlines():
         heading, frame = _THREAD.match(line), _FRAME.match(line)
         if heading is not None:
             threads.append((heading[1] == "Current thread", []))
         elif frame is not None and threads:
-            read = Frame(frame["path"], int(frame["line"]), frame["function"])
+            path = _own_path(frame["path"], package)
+            read = Frame(path, int(frame["line"]), frame["function"])
             threads[-1][1].append(read)
     return [(is_current, tuple(frames)) for is_current, frames in threads]
 
 
+def _own_path(path: str, package: str) -> str:
+    """Replace the directory of the trainer's package by `hpctrain`; leave other paths alone.
+
+    Without a recorded `package` it is the last directory of this name outside site-packages.
+    """
+    if package:
+        above, found, inside = path.partition(f"{package}/")
+        return f"{_PACKAGE}/{inside}" if found and not above else path
+    _, found, inside = path.rpartition(f"/{_PACKAGE}/")
+    return f"{_PACKAGE}/{inside}" if found and "site-packages/" not in inside else path
+
+
 def _short(path: str) -> str:
-    """`megatron/core/utils.py` of a path below site-packages, else its last two names."""
+    """Shorten a path below site-packages to what is below, others to their last two names."""
+    if path.startswith(f"{_PACKAGE}/"):
+        return path
     _, found, inside = path.rpartition("site-packages/")
-    if not found:
-        _, found, inside = path.rpartition("/hpctrain/")
-        inside = f"hpctrain/{inside}"
     return inside if found else "/".join(path.split("/")[-2:])
 
 
 def odd_ranks(
-    dumps: Mapping[int, str], nodes_by_rank: Mapping[int, str], world_size: int
+    dumps: Mapping[int, str],
+    nodes_by_rank: Mapping[int, str],
+    world_size: int,
+    packages: Mapping[int, str] = NOT_RECORDED,
 ) -> tuple[OddRank, ...]:
-    """The ranks that are not where the others are, in rank order; empty when nobody stands out.
+    """Find the ranks that are not where the others are, in rank order; empty if none stands out.
 
     `dumps` holds what each rank wrote, empty text if nothing; `world_size` 0 means: only those.
+    `packages` has the directory of hpctrain of each rank that recorded it.
     Odd is a rank without a stack while at least as many have one, and a rank that computes, sleeps
     or reads while at least as many wait, or whose writer of a checkpoint has not ended while those
     of at least as many have. Waiting in GPU calls that give no frame of their own (a
@@ -149,7 +175,7 @@ def odd_ranks(
     the ranks are is the wait.
     """
     ranks = range(world_size) if world_size else sorted(dumps)
-    stacks = {rank: main_stack(dumps.get(rank, "")) for rank in ranks}
+    stacks = {rank: main_stack(dumps.get(rank, ""), packages.get(rank, "")) for rank in ranks}
     silent = [rank for rank, stack in stacks.items() if stack is None]
     known = {rank: stack for rank, stack in stacks.items() if stack is not None}
     found = {rank: NO_STACK for rank in silent if len(silent) <= len(known)}
@@ -176,12 +202,12 @@ def _holding_up_a_save(stacks: Mapping[int, Stack]) -> list[int]:
     return own if len(own) <= others else []
 
 
-def places(dumps: Mapping[int, str]) -> tuple[str, ...]:
+def places(dumps: Mapping[int, str], packages: Mapping[int, str] = NOT_RECORDED) -> tuple[str, ...]:
     """`6 ranks (0-3,6,7): result (hpctrain/train/step_agreement.py:90) < ...`, most ranks first."""
     ranks_by_place: dict[tuple[str, ...], list[int]] = {}
     example: dict[tuple[str, ...], str] = {}
     for rank, dump in sorted(dumps.items()):
-        stack = main_stack(dump)
+        stack = main_stack(dump, packages.get(rank, ""))
         place = stack.place if stack else (NO_STACK,)
         ranks_by_place.setdefault(place, []).append(rank)
         example.setdefault(place, str(stack) if stack else NO_STACK)

@@ -16,15 +16,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from hpctrain.store.supervise_config import SuperviseConfig
 from hpctrain.supervise.judge.causes import FAILURE_CAUSES, FINAL_CAUSES, SCHEDULER_CAUSES, Cause
-from hpctrain.supervise.judge.documents import (
-    Action,
-    ActionKind,
-    History,
-    Situation,
-    SuperviseConfig,
-    Verdict,
-)
+from hpctrain.supervise.judge.documents import Action, ActionKind, History, Situation, Verdict
 from hpctrain.supervise.judge.loss_anomalies import decide_numerics
 from hpctrain.supervise.judge.unusable_checkpoint import decide_checkpoint
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from hpctrain.supervise.judge.documents import Stall, SuperviseConfig
+from hpctrain.store.supervise_config import SuperviseConfig
+from hpctrain.supervise.judge.documents import Stall
 
 # Five times the longest silence seen: `safety_factor` of nvidia-resiliency-ext, whose
 # fault_tolerance/timeouts_calc.py multiplies the maximum, not a quantile, by it.

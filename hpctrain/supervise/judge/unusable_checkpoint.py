@@ -9,15 +9,9 @@ part of the policy.
 
 from __future__ import annotations
 
+from hpctrain.store.supervise_config import SuperviseConfig
 from hpctrain.supervise.judge.causes import Cause
-from hpctrain.supervise.judge.documents import (
-    Action,
-    ActionKind,
-    History,
-    Situation,
-    SuperviseConfig,
-    Verdict,
-)
+from hpctrain.supervise.judge.documents import Action, ActionKind, History, Situation, Verdict
 
 _STOPPED_EXIT_CODE = 1
 # Launches that may fail to load one checkpoint before it is given up.

@@ -13,6 +13,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.formats import refuse_newer
 from hpctrain.store.run_records import SkipList, SkippedData
 
 
@@ -57,12 +58,14 @@ def read_skips(path: Path) -> str | None:
 
 
 def parse_skips(text: str | None, path: Path) -> Skips:
-    """Raises InvalidInputError when the text is no list of ranges that make sense."""
+    """Raises InvalidInputError when the text is no list of ranges that make sense, and
+    NewerFormatError, which is one, when a newer hpctrain has written it."""
     if text is None:
         return Skips()
     try:
         listed = SkipList.model_validate_json(text).skips
     except ValidationError as error:
+        refuse_newer(path, text, SkipList)
         reason = f"is no list of skipped data: {error.errors()[0]['msg']}"
         raise InvalidInputError([Problem(reason, str(path))]) from error
     problems = [

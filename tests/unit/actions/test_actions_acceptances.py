@@ -141,7 +141,7 @@ def test_accepted_data_are_recorded_anew(trained: RunFiles) -> None:
     (trained.layout.data_cache / "indexes").mkdir(parents=True)
     (Path.cwd() / "data/text.idx").write_text("TEXT.idx")
     words = accept(trained, DATA, "typos corrected")
-    assert "goes on with changed data" in words[0] and "text.idx" in words[0]
+    assert "continues with changed data" in words[0] and "text.idx" in words[0]
     (event,) = [e for e in trained.ledger.events() if e.event is EventKind.DATA_ACCEPTED]
     assert (event.user, event.reason) == (ME, "typos corrected")
     assert len(event.evidence) == 1 and "same size and other content" in event.evidence[0]

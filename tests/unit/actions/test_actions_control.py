@@ -24,7 +24,7 @@ from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.states import JobState
 from hpctrain.spec.loader import find_profile, load_profile, load_run_spec
 from hpctrain.store.ledger import Event, EventKind
-from hpctrain.supervise.requests import requested
+from hpctrain.store.requests import KINDS, read_request, request_path, take_back
 
 ME = pwd.getpwuid(os.getuid()).pw_name
 Verb = Callable[..., Answer]
@@ -129,7 +129,7 @@ def test_the_newest_way_to_leave_counts_but_nothing_outranks_now(
     control.stop(running, slurm)
     assert files(running) == ["stop"]
     control.stop(running, slurm, now=True)
-    request = requested(running.layout)
+    request = read_request(running.layout)
     assert request is not None and request.kind == "stop-now"
     assert not control.stop(running, slurm).changed
     with pytest.raises(UsageError, match="asked to stop at once"):
@@ -141,9 +141,9 @@ def test_a_request_takes_the_place_of_the_supervisors_own(
 ) -> None:
     """Near the time limit the supervisor asks, too; that must not hide what a person wants."""
     running.layout.stop_request.write_text("supervisor: Slurm's warning signal USR1\n")
-    assert requested(running.layout) is None
+    assert read_request(running.layout) is None
     assert control.stop(running, slurm).changed
-    request = requested(running.layout)
+    request = read_request(running.layout)
     assert request is not None and request.by == ME
 
 
@@ -316,8 +316,8 @@ def test_resume_submits_it_again_and_old_requests_do_not_stop_it(
     tmp_path: Path, slurm: FakeSlurm
 ) -> None:
     run = over(tmp_path, slurm)
-    for kind in requests.KINDS:
-        requests.path_of(run.layout, kind).touch()
+    for kind in KINDS:
+        request_path(run.layout, kind).touch()
     answer = control.resume(run, slurm, reason="fixed")
     assert answer.job_id == 2 and slurm.records[2].state is JobState.PENDING
     assert files(run) == []
@@ -380,7 +380,7 @@ def test_words_of_people_are_one_short_printable_line(running: RunFiles, slurm: 
     (line,) = audit(running)
     assert line.reason is not None and line.reason.startswith("a b?[31mx")
     assert len(line.reason) == 160 and line.reason.isprintable()
-    request = requested(running.layout)
+    request = read_request(running.layout)
     assert request is not None and line.reason[:100] in request.by
 
 
@@ -402,7 +402,7 @@ def test_links_in_the_control_directory_are_not_followed(
     requests.ask(running, "stop-now")
     assert victim.read_text() == "precious" and not running.layout.stop_now_request.is_symlink()
     running.layout.hold_request.symlink_to(victim)
-    assert requests.take_back(running.layout) == ("stop-now", "hold")
+    assert take_back(running.layout) == ("stop-now", "hold")
     assert victim.exists()
 
 
@@ -420,4 +420,4 @@ def test_a_member_who_does_not_own_the_ledger_can_still_ask(
 def test_what_cannot_be_removed_is_told(running: RunFiles) -> None:
     running.layout.hold_request.mkdir()
     with pytest.raises(UsageError, match="cannot be removed"):
-        requests.take_back(running.layout)
+        take_back(running.layout)

@@ -27,7 +27,7 @@ from hpctrain.slurm.records import SubmittedJob
 from hpctrain.spec.loader import load_profile, load_run_spec
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import EventKind
-from hpctrain.supervise.judge.documents import SuperviseConfig
+from hpctrain.store.supervise_config import SuperviseConfig
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY = ROOT / "examples/gpt-tiny.yaml"

@@ -8,6 +8,8 @@ import pytest
 from stand_ins import python_program
 
 from hpctrain.actions.verify import verify_plan
+from hpctrain.engines.documents import parse_train_config
+from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.engines.verification import Built, BuiltStage
 from hpctrain.errors import HpctrainError, InvalidInputError, UsageError
 from hpctrain.plan.documents import Plan
@@ -29,10 +31,16 @@ def interpreter(directory: Path, body: str) -> str:
     return str(python_program(directory / "python", f"import sys\n{body}"))
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [(), ("engine.name=megatron-lm", "engine.checkout=/opt/lm")],
+    ids=["megatron", "megatron-lm"],
+)
 def test_the_process_is_given_the_training_configuration(
-    planned: tuple[RunSpec, Plan], tmp_path: Path
+    overrides: tuple[str, ...], tmp_path: Path
 ) -> None:
-    spec, plan = planned
+    spec = load_run_spec(ROOT / "examples" / "gpt-tiny.yaml", overrides).document
+    plan = make_plan(spec, load_profile(find_profile("sandbox")).document)
     stages = tuple(
         BuiltStage(index=s.index, rank=0, parameters=s.parameters_per_gpu, kept_bytes=None)
         for s in plan.stages
@@ -49,7 +57,8 @@ def test_the_process_is_given_the_training_configuration(
     )
     verification = verify_plan(spec, plan, python=python)
     assert verification.equal and verification.megatron_core_version == "1"
-    assert f'"num_layers":{spec.model.layers}' in told.read_text()
+    config = parse_train_config(told.read_text())
+    assert isinstance(config, MegatronConfig) and config.num_layers == spec.model.layers
 
 
 def test_missing_packages_are_named_with_what_to_install(

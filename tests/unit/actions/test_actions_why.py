@@ -24,14 +24,9 @@ from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.records import JobRecord
 from hpctrain.slurm.states import JobState
 from hpctrain.store.ledger import Event, EventKind
+from hpctrain.store.supervise_config import LaunchShape, RollbackSettings, SuperviseConfig
 from hpctrain.supervise.judge.causes import Cause
-from hpctrain.supervise.judge.documents import (
-    ActionKind,
-    History,
-    LaunchShape,
-    RollbackSettings,
-    SuperviseConfig,
-)
+from hpctrain.supervise.judge.documents import ActionKind, History
 
 CONFIG = SuperviseConfig(
     run_id="gpt-tiny-7f3a",

@@ -10,7 +10,13 @@ import pytest
 from trained_trials import SPEC, train
 
 from hpctrain.actions import trials
-from hpctrain.actions.compare import Manner, compare, engines_request, open_comparison, pursue
+from hpctrain.actions.compare import (
+    TrialRunOptions,
+    compare,
+    engines_request,
+    open_comparison,
+    run_trials,
+)
 from hpctrain.actions.trial_plans import Request, Subject, subject_of
 from hpctrain.actions.trials import start
 from hpctrain.comparison.documents import Comparison
@@ -54,9 +60,9 @@ def begun(subject: Subject, *variants: str, engines: str = ENGINES) -> Compariso
     return start(subject, asked(subject, *variants, engines=engines), Path("runs"))
 
 
-def submitted(layout: ComparisonLayout, slurm: FakeSlurm, **manner: object) -> Comparison:
-    wanted = {"wait": False, **manner}
-    return pursue(layout, slurm, Manner(**wanted))  # type: ignore[arg-type]
+def submitted(layout: ComparisonLayout, slurm: FakeSlurm, **run_options: object) -> Comparison:
+    wanted = {"wait": False, **run_options}
+    return run_trials(layout, slurm, TrialRunOptions(**wanted))  # type: ignore[arg-type]
 
 
 def run_of(found: Comparison, name: str) -> RunLayout:
@@ -123,7 +129,7 @@ def test_one_process_submits_and_another_watches(subject: Subject) -> None:
     slurm, layout, lines = FakeSlurm(), begun(subject), list[str]()
     lock = layout.try_lock()
     assert lock is not None and layout.try_lock() is None
-    submitted(layout, slurm, tell=lines.append)
+    submitted(layout, slurm, report=lines.append)
     assert not slurm.scripts and "another process" in lines[0]
     os.close(lock)
     submitted(layout, slurm)

@@ -25,7 +25,7 @@ from hpctrain.slurm.states import JobState
 from hpctrain.store.jobs import run_comment
 from hpctrain.store.ledger import EventKind
 from hpctrain.store.run_records import Progress, write_record
-from hpctrain.supervise.judge.documents import LaunchShape, SuperviseConfig
+from hpctrain.store.supervise_config import LaunchShape, SuperviseConfig
 
 BEGUN = (*SUBMITTED, STARTED, LAUNCHED)
 

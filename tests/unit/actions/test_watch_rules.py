@@ -12,7 +12,7 @@ from hpctrain.actions.watch_rules import sightings
 from hpctrain.slurm.records import JobRecord
 from hpctrain.slurm.states import JobState
 from hpctrain.store.ledger import Event, EventKind
-from hpctrain.supervise.judge.documents import LaunchShape, SuperviseConfig
+from hpctrain.store.supervise_config import LaunchShape, SuperviseConfig
 
 RUN = "gpt-tiny-7f3a"
 BEGUN = (*SUBMITTED, STARTED, LAUNCHED)

@@ -10,7 +10,7 @@ from bench.overhead.__main__ import told
 from bench.overhead.jobs import JOBS
 from bench.overhead.turns import BARE, LEAST_PAIRS, OURS, STEPS_PER_TURN, Took, Turns
 from bench.pairs import interval, ratio
-from hpctrain.plan.abilities.trainable import TRAINED_ENGINES
+from hpctrain.spec.engines.registry import ENGINES
 
 
 def kinds_of(seconds: float, round_seconds: float) -> tuple[list[str], Turns]:
@@ -59,6 +59,6 @@ def test_the_interval_of_a_median() -> None:
 
 
 def test_every_engine_is_measured_on_the_same_work() -> None:
-    assert set(JOBS) == set(TRAINED_ENGINES)
+    assert set(JOBS) == set(ENGINES)
     sizes = {(job.global_batch_size, job.seq_length, job.vocab_size) for job in JOBS.values()}
     assert len(sizes) == 1

@@ -84,10 +84,10 @@ def test_an_absent_directory(tmp_path: Path) -> None:
 def test_each_engine_has_its_kind(tmp_path: Path) -> None:
     directory = complete(tmp_path / "gpt2")
     with pytest.raises(InvalidInputError, match="megatron-core cannot start from"):
-        require_kind(open_staged(directory), "megatron")
+        require_kind(open_staged(directory), "megatron_core")
     for name in ("metadata.json", "common.pt"):
         (directory / name).write_text("")
     staged = open_staged(directory)
-    require_kind(staged, "megatron")
+    require_kind(staged, "megatron_core")
     with pytest.raises(InvalidInputError, match="is for megatron-core"):
         require_kind(staged, "hugging_face")

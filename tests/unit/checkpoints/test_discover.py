@@ -138,7 +138,7 @@ def test_rolling_back_moves_the_newer_ones_away(shelf: Any) -> None:
     shelf.save(2, 4, 6, 8)
     selection = select_for_resume(shelf.root, "auto", Decisions(at_most_step=5))
     assert selection.checkpoint is not None
-    assert (selection.checkpoint.step, selection.rolled_back) == (4, (8, 6))
+    assert selection.checkpoint.step == 4
     assert [one.step for one in checkpoints(shelf.root)] == [4, 2]
     quarantine = shelf.root / "quarantine"
     assert (quarantine / "iter_0000006.reason").read_text() == "rolled back to step 4\n"
@@ -147,7 +147,7 @@ def test_rolling_back_moves_the_newer_ones_away(shelf: Any) -> None:
     shelf.save(6, epoch=2)
     again = select_for_resume(shelf.root, "auto", Decisions(at_most_step=6))
     assert again.checkpoint is not None
-    assert (again.checkpoint.step, again.rolled_back) == (6, ())
+    assert again.checkpoint.step == 6
     assert again.checkpoint.manifest is not None and again.checkpoint.manifest.epoch == 2
 
 
@@ -156,7 +156,7 @@ def test_rolling_back_over_a_bad_one(shelf: Any) -> None:
     (shelf.root / "iter_0000004" / "__0_0.distcp").unlink()
     selection = select_for_resume(shelf.root, "auto", Decisions(at_most_step=4))
     assert selection.checkpoint is not None
-    assert (selection.checkpoint.step, selection.rolled_back) == (2, (6,))
+    assert selection.checkpoint.step == 2
     assert [bad.step for bad in selection.rejected] == [4]
 
 

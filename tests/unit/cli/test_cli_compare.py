@@ -62,9 +62,10 @@ def test_the_document_shows_what_is_printed_now() -> None:
     printed = done("compare", "-p", "a100x1", spec, "--engines", engines, "--predict").stdout
     document = (root / "docs/comparing.md").read_text()
     assert f"--engines {engines} --predict\n{printed}```" in document
-    from hpctrain.comparison.variants import WORDS
+    from hpctrain.spec.engines.registry import ENGINES
 
-    words = {word.text.replace("#", "N") for word in WORDS} - {"zero1", "zero2"}
+    words = {word.text.replace("#", "N") for one in ENGINES.values() for word in one.words}
+    words -= {"zero1", "zero2"}
     assert not [word for word in words if f"`{word}`" not in document], "a word nobody can find"
 
 
@@ -77,7 +78,7 @@ def test_sizes_are_predicted_against_the_smallest() -> None:
 
 def test_a_comparison_from_the_first_word_to_the_plot(slurm: FakeSlurm) -> None:
     begun = done(*NEW, "-y", "--no-wait")
-    assert len(slurm.scripts) == 2 and f"`hpctrain compare {directory()}` goes on" in begun.stderr
+    assert len(slurm.scripts) == 2 and f"`hpctrain compare {directory()}` continues" in begun.stderr
     assert "PENDING" in begun.stdout and "reference" not in begun.stdout
     assert not Path(directory(), "comparison.png").exists(), "a plot is drawn of what is over"
     finish("tiny-ddp-*", 1.0)
@@ -140,7 +141,7 @@ def test_who_leaves_is_told_how_to_come_back(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(trials.time, "sleep", leave)
     left = done(*NEW, "-y", code=130)
-    assert f"the trials go on without you; `hpctrain compare {directory()}`" in left.stderr
+    assert f"the trials continue in Slurm; `hpctrain compare {directory()}`" in left.stderr
 
 
 def test_without_matplotlib_there_are_tables(monkeypatch: pytest.MonkeyPatch) -> None:

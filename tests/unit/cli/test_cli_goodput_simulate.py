@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from command_line import hpctrain
 from fabricated_runs import LAUNCHED, NOW, STARTED, SUBMITTED, ended, fabricate, said
+from trainer_documents import plan_json
 
 from hpctrain.actions.goodput import goodput
 from hpctrain.durable import append_line
@@ -25,7 +26,7 @@ def crashed(runs: Path) -> RunLayout:
     relaunch = said(EventKind.LAUNCH_STARTED, job_id=1, restart_count=0, epoch=2, resume_step=30)
     entries = (*SUBMITTED, STARTED, LAUNCHED, *ended("crash", "rank 3", "relaunch"), relaunch)
     run = fabricate(runs, entries=entries, steps=60)
-    (run.layout.directory / "plan.json").write_text('{"nodes": {"nodes": 4, "gpus_per_node": 8}}')
+    run.layout.plan.write_text(plan_json(nodes={"nodes": 4, "gpus_per_node": 8}))
     return run.layout
 
 

@@ -80,5 +80,5 @@ def test_forgiving(tmp_path: Path) -> None:
 def test_nothing_known(tmp_path: Path) -> None:
     shown = hpctrain("nodes", "--runs", str(tmp_path))
     assert (shown.exit_code, shown.stdout) == (0, "")
-    assert "no run has anything against a node" in shown.stderr
+    assert "no run has evidence against a node" in shown.stderr
     assert json.loads(hpctrain("nodes", "--runs", str(tmp_path), "--json").stdout)["nodes"] == []

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from hpctrain.engines.megatron import MegatronConfig, megatron_config
+from hpctrain.engines.documents import parse_train_config
+from hpctrain.engines.megatron import MegatronConfig, megatron_config, megatron_model
 from hpctrain.plan.planner import make_plan
 from hpctrain.spec.loader import find_profile, load_profile, load_run_spec
 from hpctrain.spec.run import RunSpec
@@ -61,3 +62,24 @@ def test_latent_attention() -> None:
 
 def test_prediction_layers() -> None:
     assert told(mtp_layers=2).mtp_num_layers == 2
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {},
+        dict(moe=EXPERTS),
+        dict(moe={**EXPERTS, "shared_ffn": 0, "dense_layers": 0}, kv_heads=8),
+        dict(mla=LATENT),
+        dict(mla={**LATENT, "q_rank": 768}, mtp_layers=1),
+        dict(family="gpt", **dict.fromkeys(("activation", "norm", "positions", "tied", "bias"))),
+        dict(family="bert", **dict.fromkeys(("activation", "norm", "positions", "tied", "bias"))),
+    ],
+    ids=["llama", "experts", "grouped", "latent", "prediction", "gpt", "bert"],
+)
+def test_the_model_comes_back_from_megatrons_names(model: dict[str, Any]) -> None:
+    config = told(**model)
+    again = megatron_model(config.model, config.padded_vocab_size, config.transformer_impl)
+    assert dict(again) == {name: getattr(config, name) for name in dict(again)}
+    assert config.model.family == model.get("family", "llama")
+    assert parse_train_config(config.model_dump_json()) == config

@@ -9,7 +9,6 @@ import pytest
 from hpctrain.engines.conversion import conversion_config, shape_described, unconvertible
 from hpctrain.engines.described import described, disagreements
 from hpctrain.engines.hugging_face import MODEL_TYPES, settings_of
-from hpctrain.engines.shape import shape_of
 from hpctrain.spec.model import ModelSpec
 
 TEXT: dict[str, Any] = dict(layers=2, hidden=64, heads=4, vocab=100, seq=32)
@@ -113,5 +112,5 @@ def test_the_shape_survives_every_translation(family: str) -> None:
     assert unconvertible(config) == []
     wanted = model.model_copy(update={"dropout": 0.0})
     assert settings_of(shape_described(config)) == settings_of(wanted)
-    built = shape_of(conversion_config(wanted, half=False))
+    built = conversion_config(wanted, half=False).model
     assert settings_of(built) == settings_of(wanted) and built.family == family

@@ -18,8 +18,8 @@ from hpctrain.engines.megatron_lm import (
     stage_layout,
 )
 from hpctrain.plan.planner import make_plan
+from hpctrain.spec.engines.megatron_lm import refusal
 from hpctrain.spec.loader import find_profile, load_profile, load_run_spec
-from hpctrain.spec.megatron_lm import refusal
 from hpctrain.spec.run import RunSpec
 
 ROOT = Path(__file__).resolve().parents[3]

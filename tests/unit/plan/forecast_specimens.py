@@ -6,7 +6,7 @@ from typing import Any
 
 from specimens import GPT_TINY, cluster, run_spec
 
-from hpctrain.plan.forecast import RunFacts
+from hpctrain.plan.forecast.documents import RunFacts
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec
 

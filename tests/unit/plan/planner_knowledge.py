@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpctrain.plan.cost.from_spec import Knowledge
+from hpctrain.plan.request import Knowledge
 from hpctrain.spec.catalogue import cluster_gpu
 from hpctrain.spec.loader import load_calibration, load_catalogue
 from hpctrain.spec.profile import ClusterProfile

@@ -8,14 +8,9 @@ import forecast_specimens as specimen
 import pytest
 
 from hpctrain.errors import UsageError
-from hpctrain.plan.forecast import (
-    Budget,
-    Forecast,
-    cheapest_plan,
-    check_currency,
-    forecast,
-    parse_budget,
-)
+from hpctrain.plan.forecast.budget import cheapest_plan, check_currency, parse_budget
+from hpctrain.plan.forecast.documents import Budget, Forecast
+from hpctrain.plan.forecast.predict import forecast
 from hpctrain.units import Duration
 
 PRICES = {"currency": "USD", "on_demand": 2.0, "spot": 1.0}

@@ -6,16 +6,17 @@ import math
 
 import forecast_specimens as specimen
 import pytest
+from published_failures import (
+    LLAMA3_FAILURES_PER_NODE_DAY,
+    RSC2_FAILURES_PER_NODE_DAY,
+    first_order_ettr,
+)
 
-from hpctrain.plan.forecast import forecast
-from hpctrain.plan.forecast.attempts import Attempt, expected, first_order_ettr
+from hpctrain.plan.forecast.attempts import Attempt, expected
 from hpctrain.plan.forecast.checkpoint import bytes_per_parameter
 from hpctrain.plan.forecast.intervals import best_steps, daly_seconds, young_seconds
-from hpctrain.plan.forecast.published import (
-    LLAMA3_FAILURES_PER_NODE_DAY,
-    RSC1_FAILURES_PER_NODE_DAY,
-    RSC2_FAILURES_PER_NODE_DAY,
-)
+from hpctrain.plan.forecast.predict import forecast
+from hpctrain.plan.forecast.published import RSC1_FAILURES_PER_NODE_DAY
 
 DAY = 86400.0
 

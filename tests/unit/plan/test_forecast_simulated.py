@@ -14,8 +14,9 @@ from typing import Any
 import forecast_specimens as specimen
 import pytest
 
-from hpctrain.plan.forecast import Forecast, RunFacts, forecast
 from hpctrain.plan.forecast.attempts import Attempt, expected
+from hpctrain.plan.forecast.documents import Forecast, RunFacts
+from hpctrain.plan.forecast.predict import forecast
 
 REPEATS = 300
 

@@ -19,6 +19,7 @@ from hpctrain.plan.cost.step import StepTime
 from hpctrain.plan.documents import RECOMPUTES, Explanation, Plan, Prediction, RunnerUp, StepParts
 from hpctrain.plan.model.vision import resnet_multiplications, resnet_parameters
 from hpctrain.plan.planner import Decision, decide, make_plan
+from hpctrain.plan.request import PlanRequest
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import ModelSpec, RunSpec
 
@@ -27,7 +28,7 @@ SMALL = {**LLAMA7B, "layers": 8, "hidden": 2048, "heads": 16, "ffn": 5632, "seq"
 
 def decision(spec: RunSpec, profile: ClusterProfile | None = None) -> Decision:
     profile = profile or cluster()
-    return decide(spec, profile, knowledge_of(profile))
+    return decide(PlanRequest(spec, profile, knowledge_of(profile)))
 
 
 def predicted(spec: RunSpec, profile: ClusterProfile | None = None) -> tuple[Plan, Prediction]:

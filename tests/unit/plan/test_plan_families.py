@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from hpctrain.plan.model.parameters import (
-    active_parameters,
     expert_parameters,
     expert_tp,
     layer_parameters,
@@ -82,24 +81,6 @@ def spec(shape: dict[str, Any], **others: object) -> ModelSpec:
 )
 def test_totals_of_published_checkpoints(shape: dict[str, Any], parameters: int) -> None:
     assert total_parameters(spec(shape)) == parameters
-
-
-@pytest.mark.parametrize(
-    ("shape", "billions"),
-    [(DEEPSEEK_V3, 37), (DEEPSEEK_V2, 21), (MIXTRAL, 13)],
-    ids=["arXiv 2412.19437", "arXiv 2405.04434", "arXiv 2401.04088"],
-)
-def test_active_parameters_of_the_papers(shape: dict[str, Any], billions: int) -> None:
-    assert active_parameters(spec(shape)) / 1e9 == pytest.approx(billions, abs=0.6)
-
-
-def test_active_parameters_leave_out_idle_experts_and_token_prediction() -> None:
-    # Mixtral: 6 of 8 experts are idle, 3 x 4096 x 14336 each, in 32 layers
-    idle = 32 * 6 * 3 * 4096 * 14336
-    assert active_parameters(spec(MIXTRAL)) == total_parameters(spec(MIXTRAL)) - idle
-    assert active_parameters(spec(MIXTRAL, mtp_layers=2)) == active_parameters(spec(MIXTRAL))
-    dense = spec(BERT)
-    assert active_parameters(dense) == total_parameters(dense)
 
 
 def test_experts_are_spread_over_ep_and_whole_then() -> None:

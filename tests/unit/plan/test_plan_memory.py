@@ -7,12 +7,13 @@ from specimens import GPT175B, GPT_TINY, LLAMA405B, cluster, run_spec
 
 from hpctrain.plan.cost.case import Case
 from hpctrain.plan.cost.from_spec import case_of
-from hpctrain.plan.cost.memory import peak_bytes
-from hpctrain.plan.cost.plan_memory import candidate_memory, shards
+from hpctrain.plan.cost.memory import peak_bytes, shards
+from hpctrain.plan.cost.plan_memory import candidate_memory
 from hpctrain.plan.documents import MemoryBreakdown, Recompute
 from hpctrain.plan.mesh.candidate import Candidate, candidate_of
 from hpctrain.plan.mesh.columns import columns_of
 from hpctrain.plan.planner import make_plan
+from hpctrain.plan.request import PlanRequest
 from hpctrain.plan.search.layouts import BORDER
 from hpctrain.spec.run import ParallelSpec, RunSpec
 
@@ -47,7 +48,7 @@ def candidate(
 
 def stages(model: dict[str, Any], *args: Any, **axes: Any) -> tuple[MemoryBreakdown, ...]:
     spec, one = candidate(model, *args, **axes)
-    return candidate_memory(spec, cluster(), None, one)
+    return candidate_memory(PlanRequest(spec, cluster()), one)
 
 
 def layer_bytes(model: dict[str, Any], *args: Any, **axes: Any) -> int:
@@ -60,7 +61,7 @@ def layer_bytes(model: dict[str, Any], *args: Any, **axes: Any) -> int:
 
 def case(model: dict[str, Any], *args: Any, **axes: Any) -> Case:
     spec, one = candidate(model, *args, **axes)
-    return case_of(spec, cluster(), None, columns_of(one))
+    return case_of(PlanRequest(spec, cluster()), columns_of(one))
 
 
 # -- one layer: Korthikanti et al. 2022, arXiv 2205.05198 -------------------------------------
@@ -272,12 +273,9 @@ def test_offload_leaves_no_optimizer_state_on_the_gpu() -> None:
 
 def test_experts_are_shared_by_fewer_replicas_than_the_rest() -> None:
     # tp 2, cp 1, dp 4: 8 ranks; ep 4 of whole experts leaves 2 replicas of each
-    _, one = candidate(MOE, gpus=8, batch=4, tp=2, ep=4)
-    assert (shards(one, 1).dense, shards(one, 1).experts) == (4, 2)
-    assert shards(one, 1).part(dense=10, experts=7) == 3 + 4
+    assert shards(case(MOE, gpus=8, batch=4, tp=2, ep=4), 1) == (4, 2)
     # without ep an expert is split over tp, and dp ranks hold the same
-    _, plain = candidate(MOE, gpus=8, batch=4, tp=2)
-    assert (shards(plain, 1).dense, shards(plain, 1).experts) == (4, 4)
+    assert shards(case(MOE, gpus=8, batch=4, tp=2), 1) == (4, 4)
 
 
 def test_expert_parallelism_divides_experts_only() -> None:
@@ -307,6 +305,6 @@ def test_the_estimate_of_the_search_is_within_its_border(
     model: dict[str, Any], axes: dict[str, Any], gpus: int
 ) -> None:
     spec, one = candidate(model, gpus=gpus, batch=gpus * 16, **axes)
-    exact = max(stage.total_bytes for stage in candidate_memory(spec, cluster(), None, one))
+    exact = max(stage.total_bytes for stage in candidate_memory(PlanRequest(spec, cluster()), one))
     estimate = float(peak_bytes(case(model, gpus=gpus, batch=gpus * 16, **axes))[0])
     assert estimate == pytest.approx(exact, rel=BORDER - 1)

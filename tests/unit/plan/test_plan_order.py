@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,10 +15,11 @@ from hpctrain.plan.mesh.layout import layout_of
 from hpctrain.plan.mesh.rank_order import (
     OrderChoice,
     choose_order,
-    order_problems,
     step_traffic,
     uplink_load,
 )
+from hpctrain.plan.mesh.rules import layout_values, refusals
+from hpctrain.plan.request import PlanRequest
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import ParallelSpec, RunSpec
 
@@ -141,11 +143,12 @@ def test_one_axis_alone_has_no_order() -> None:
 
 def test_an_order_that_megatron_refuses_is_not_chosen() -> None:
     spec, candidate = case(4096, tp=4, pp=2, cp=2)
-    assert order_problems(candidate, PIPELINES_NEAR) == [
+    values = replace(layout_values(spec, candidate.parallel, 64), order=1)
+    assert refusals(PlanRequest(spec, TWO_HALLS), values) == [
         "order tp-cp-ep-pp-dp is not possible with pp 2: megatron-core needs tp x cp = 8 to be "
         "expert tp x ep = 4; use tp-cp-ep-dp-pp"
     ]
-    assert order_problems(candidate, DATA_NEAR) == []
+    assert refusals(PlanRequest(spec, TWO_HALLS), replace(values, order=0)) == []
     choice = chosen(spec, candidate)
     assert choice == OrderChoice(DATA_NEAR, ())
 

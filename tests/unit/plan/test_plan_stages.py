@@ -1,13 +1,13 @@
 from __future__ import annotations
 
 import pytest
-from specimens import GPT_TINY
+from specimens import GPT_TINY, cluster, run_spec
 
 from hpctrain.plan.mesh.layout import layout_of
+from hpctrain.plan.mesh.rules import MESH_RULES, broken_rules, layout_values
 from hpctrain.plan.mesh.stages import (
     build_stages,
     split_layers,
-    split_problems,
     stage_expert_parameters,
     stage_layers,
 )
@@ -17,6 +17,7 @@ from hpctrain.plan.model.parameters import (
     pad_vocab,
     total_parameters,
 )
+from hpctrain.plan.request import PlanRequest
 from hpctrain.spec.run import ModelSpec, ParallelSpec
 
 
@@ -63,7 +64,11 @@ def test_listed_stages_are_in_model_order() -> None:
 def test_impossible_splits_are_explained(
     layers: int, parallel: dict[str, object], words: list[str]
 ) -> None:
-    message = "\n".join(split_problems(layers, ParallelSpec.model_validate(parallel)))
+    wanted = ParallelSpec.model_validate(parallel)
+    spec = run_spec({**GPT_TINY, "layers": layers}, gpus=wanted.pp)
+    values = layout_values(spec, wanted, wanted.pp)
+    (rule,) = broken_rules(spec, values, MESH_RULES)
+    message = rule.message(PlanRequest(spec, cluster()), values)
     for word in words:
         assert word in message
 
@@ -71,11 +76,13 @@ def test_impossible_splits_are_explained(
 def test_every_possible_split_holds_every_layer() -> None:
     seen = 0
     for layers in range(1, 49):
+        spec = run_spec({**GPT_TINY, "layers": layers})
         for pp in (1, 2, 3, 4, 6, 8):
             for vpp in (1, 2, 3) if pp > 1 else (1,):
                 for counted in (dict(), dict(count_embedding=True), dict(count_loss=True)):
                     parallel = ParallelSpec(pp=pp, vpp=vpp, **counted)
-                    if split_problems(layers, parallel):
+                    values = layout_values(spec, parallel, pp)
+                    if broken_rules(spec, values, MESH_RULES):
                         continue
                     split = split_layers(layers, parallel)
                     assert (sum(split), len(split), min(split) >= 0) == (layers, pp * vpp, True)

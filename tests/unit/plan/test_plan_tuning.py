@@ -21,6 +21,7 @@ from hpctrain.plan.mesh.candidate import candidate_of
 from hpctrain.plan.mesh.columns import columns_of
 from hpctrain.plan.model.parameters import linear_parameters, model_flops_per_step, total_parameters
 from hpctrain.plan.planner import make_plan
+from hpctrain.plan.request import PlanRequest
 from hpctrain.spec.loader import find_profile, load_profile
 from hpctrain.spec.run import ParallelSpec, RunSpec
 
@@ -84,7 +85,7 @@ def test_the_plan_counts_thin_matrices_and_what_learns() -> None:
 def test_the_search_counts_what_the_plan_counts() -> None:
     tuned = spec(lora=dict(rank=64))
     columns = columns_of(candidate_of(tuned, ParallelSpec(), 8, 1, "full"))
-    case = case_of(tuned, load_profile(find_profile("a100x64")).document, None, columns)
+    case = case_of(PlanRequest(tuned, load_profile(find_profile("a100x64")).document), columns)
     assert float(np.max(weights_of(case).dense)) == pytest.approx(held_parameters(tuned), rel=1e-5)
 
 

@@ -11,6 +11,7 @@ from hpctrain.errors import DoesNotFitError, HpctrainError
 from hpctrain.plan.documents import Plan
 from hpctrain.plan.mesh.candidate import Candidate
 from hpctrain.plan.planner import make_plan
+from hpctrain.plan.request import PlanRequest
 from hpctrain.plan.search.hints import nearest_fits
 from hpctrain.plan.search.layouts import Found, search
 from hpctrain.plan.search.space import freedom_of
@@ -136,7 +137,7 @@ def test_too_many_gpus_are_answered_with_a_layout_on_fewer(
     with pytest.raises(HpctrainError) as caught:
         make_plan(spec, profile)
     assert str(caught.value.hint).startswith(f"on {number} GPUs these fit:\n  tp ")
-    found = nearest_fits(spec, profile, gpus=number)
+    found = nearest_fits(PlanRequest(spec, profile), gpus=number)
     assert found and all(
         make_plan(as_proposed(spec, candidate), profile).nodes.nodes for candidate in found
     )
@@ -164,7 +165,7 @@ def test_proposed_layouts_fit_when_planned(
 ) -> None:
     spec = run_spec(model, gpus=gpus, batch=batch, parallel=parallel, **others)
     hint = str(refusal(spec).hint)
-    found = nearest_fits(spec, cluster())
+    found = nearest_fits(PlanRequest(spec, cluster()))
     assert 1 <= len(found) <= 3
     assert hint.splitlines()[1:] == [f"  {candidate}" for candidate in found]
     for candidate in found:
@@ -192,12 +193,12 @@ def test_auto_takes_a_tight_layout_when_there_is_no_other() -> None:
 
 
 def everything(spec: RunSpec, profile: ClusterProfile) -> Found:
-    return search(spec, profile, None, freedom_of(spec, profile), timed=False)
+    return search(PlanRequest(spec, profile), freedom_of(spec, profile), timed=False)
 
 
 def test_hints_keep_tp_inside_the_nvlink_domain() -> None:
     spec = run_spec({**GPT175B, "layers": 8}, gpus=16, batch=64)
-    proposed = nearest_fits(spec, cluster(domain=4), count=100)
+    proposed = nearest_fits(PlanRequest(spec, cluster(domain=4)), count=100)
     assert {candidate.layout.tp for candidate in proposed} == {1, 2, 4}
     found = everything(spec, cluster(domain=4))
     assert set(found.columns.tp.tolist()) == {1, 2, 4, 8, 16}

@@ -13,6 +13,7 @@ from hpctrain.plan.mesh.candidate import candidate_of
 from hpctrain.plan.mesh.columns import columns_of
 from hpctrain.plan.model.parameters import total_parameters
 from hpctrain.plan.planner import decide, make_plan
+from hpctrain.plan.request import PlanRequest
 from hpctrain.plan.search.layouts import search
 from hpctrain.plan.search.space import freedom_of
 from hpctrain.spec.profile import ClusterProfile
@@ -84,9 +85,9 @@ def test_the_search_prices_islands_as_the_plan_does(uplink: str) -> None:
     profile = halls(uplink)
     known = knowledge_of(profile)
     spec = run_spec(SMALL, gpus=32, batch=64, micro="auto", recompute="none")
-    found = search(spec, profile, known, freedom_of(spec, profile))
+    found = search(PlanRequest(spec, profile, known), freedom_of(spec, profile))
     for row in range(0, len(found.columns), 29):
-        prediction = predict(spec, profile, known, found.candidate(row))
+        prediction = predict(PlanRequest(spec, profile, known), found.candidate(row))
         assert prediction is not None
         assert prediction.parts.total_seconds == pytest.approx(found.step_seconds[row])
 
@@ -108,7 +109,7 @@ def test_order_and_split_of_a_plan_on_islands(parallel: Any) -> None:
     model = {**SMALL, "layers": 7} if isinstance(parallel, dict) and len(parallel) > 1 else SMALL
     profile = halls("10Gb/s")
     spec = run_spec(model, gpus=32, batch=64, micro="auto", parallel=parallel)
-    decision = decide(spec, profile, knowledge_of(profile))
+    decision = decide(PlanRequest(spec, profile, knowledge_of(profile)))
     row = decision.row
     assert decision.plan.step_seconds == pytest.approx(decision.found.step_seconds[row])
     assert decision.plan.layout.order == decision.found.candidate(row).layout.order

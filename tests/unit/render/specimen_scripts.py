@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from hpctrain.plan.planner import make_plan
-from hpctrain.render.script import ScriptFacts, build_script, render_script
+from hpctrain.render.script import ScriptFacts, build_script
+from hpctrain.render.template import render_script
 from hpctrain.spec.loader import find_profile, load_profile, load_run_spec
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import re
 
 import pytest
-from specimen_scripts import PROFILE, ROOT, SPEC, profile_with, render, spec_with
+from specimen_scripts import PROFILE, ROOT, profile_with, render, spec_with
 
-from hpctrain.errors import InvalidInputError
-from hpctrain.plan.planner import make_plan
-from hpctrain.render.script import ScriptFacts, build_script, render_script
 from hpctrain.spec.loader import find_profile, load_profile, load_run_spec
+from hpctrain.spec.profile import FabricVariable
 
 A100 = load_profile(find_profile("a100x64")).document
 GPT175B = load_run_spec(ROOT / "examples/gpt175b.yaml").document
@@ -93,6 +91,40 @@ def test_a_variable_of_one_engine_is_not_in_scripts_of_others() -> None:
     assert "export NCCL_DEBUG=WARN" in render(sharded, profile)
 
 
+def exports(script: str) -> list[str]:
+    return re.findall(r"^export (\w+_SOCKET_IFNAME=.*)$", script, re.MULTILINE)
+
+
+def test_the_interface_between_nodes() -> None:
+    network = PROFILE.network.model_copy(update={"interface": "ib0"})
+    plain = PROFILE.model_copy(update={"environment": (), "network": network})
+    both = ["NCCL_SOCKET_IFNAME=ib0", "GLOO_SOCKET_IFNAME=ib0"]
+    assert exports(render(profile=plain)) == both
+    own = spec_with(environment={"variables": {"GLOO_SOCKET_IFNAME": "lo"}})
+    assert exports(render(own, plain)) == [both[0], "GLOO_SOCKET_IFNAME=lo"]
+    alone = spec_with(resources={"gpus": 2}, parallel={"tp": 2, "pp": 1})
+    assert exports(render(alone, plain)) == [], "one node has no traffic between nodes"
+    none = profile_with(network={"interface": None}).model_copy(update={"environment": ()})
+    assert exports(render(profile=none)) == []
+
+
+def test_a_variable_of_the_site_comes_before_the_interface() -> None:
+    assert exports(render()) == ["GLOO_SOCKET_IFNAME=lo", "NCCL_SOCKET_IFNAME=lo"]
+    listed = FabricVariable(name="NCCL_SOCKET_IFNAME", value="^docker0", reason="no bridge")
+    site = PROFILE.model_copy(update={"environment": (listed,)})
+    assert exports(render(profile=site)) == [
+        "NCCL_SOCKET_IFNAME='^docker0'",
+        "GLOO_SOCKET_IFNAME=lo",
+    ]
+
+
+def test_a_container_gets_the_interface() -> None:
+    container = {"launcher": "pyxis", "image": "image.sqsh"}
+    script = render(profile=profile_with(software={"container": container}))
+    (names,) = re.findall(r"--container-env=(\S+)", script)
+    assert "NCCL_SOCKET_IFNAME" in names.split(",")
+
+
 def test_order_of_the_parts() -> None:
     profile = profile_with(software={"modules": {"load": ["cuda/12.4"]}})
     script = render(profile=profile)
@@ -102,16 +134,3 @@ def test_order_of_the_parts() -> None:
 
 def test_rendering_twice_gives_the_same_bytes() -> None:
     assert render() == render()
-
-
-def test_templates_of_the_site_win(tmp_path: Path) -> None:
-    (tmp_path / "sbatch").mkdir()
-    template = tmp_path / "sbatch/megatron.sbatch.j2"
-    template.write_text("#!/bin/bash\n# {{ script.run_id }} {{ script.trainer[0] | sh }}\n")
-    facts = ScriptFacts("r-0000", "hpctrain:r-0000", "a" * 64, "b" * 64, "/a b/python")
-    script = build_script(SPEC, PROFILE, make_plan(SPEC, PROFILE), facts)
-    assert render_script(script, tmp_path) == "#!/bin/bash\n# r-0000 '/a b/python'\n"
-    for mistake in ("{{ script.no_such_thing }}", "{% if %}", "{{ 1 | no_such_filter }}"):
-        template.write_text(mistake)
-        with pytest.raises(InvalidInputError, match="job template"):
-            render_script(script, tmp_path)

@@ -55,7 +55,7 @@ def test_a_save_under_way_and_the_last_one() -> None:
 def test_half_of_the_time_is_for_training(limit: int, seconds: int, cut: bool) -> None:
     found = lead(limit=Duration(limit), step_seconds=4030.0)
     assert (found.seconds, found.cut) == (seconds, cut)
-    assert found.words.endswith("; cut to half of the limit") is cut
+    assert found.sentence.endswith("; cut to half of the limit") is cut
 
 
 def test_a_large_model() -> None:

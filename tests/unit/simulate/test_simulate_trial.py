@@ -7,9 +7,10 @@ import random
 from typing import Any
 
 import pytest
+from published_failures import first_order_ettr
 from simulated_scenarios import scenario, settings
 
-from hpctrain.plan.forecast.attempts import Attempt, expected, first_order_ettr
+from hpctrain.plan.forecast.attempts import Attempt, expected
 from hpctrain.plan.forecast.intervals import daly_seconds
 from hpctrain.simulate.choice import auto_interval_seconds, choose, poisson_spares
 from hpctrain.simulate.failures import LLAMA3, MIXES

@@ -13,7 +13,6 @@ from hpctrain.errors import SlurmError, SlurmRefusedError, SlurmUnreachableError
 from hpctrain.slurm import JobState, RequeueResult, SlurmClient, parse
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.process import Command, CommandResult
-from hpctrain.slurm.records import by_submission
 
 ENVIRONMENT = {
     "PATH": "/usr/bin",
@@ -152,7 +151,6 @@ def test_elements_of_an_array_come_with_it() -> None:
     found = asked(answer)[0].jobs([7])
     assert list(found) == [7, 8] and {job.submitted_id for job in found.values()} == {7}
     assert found[7].node_count == 2
-    assert list(by_submission(found.values())) == [7]
 
 
 def test_live_jobs_of_a_name() -> None:

@@ -48,8 +48,8 @@ def test_a_hanging_requeue_is_unreachable(tmp_path: Path) -> None:
 
 
 def test_a_missing_command_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(SlurmUnreachableError, match="cannot run `sinfo`") as caught:
-        SlurmClient({"PATH": str(tmp_path)}).version()
+    with pytest.raises(SlurmUnreachableError, match="cannot run `scontrol`") as caught:
+        SlurmClient({"PATH": str(tmp_path)}).config()
     assert "login node" in (caught.value.hint or "")
 
 

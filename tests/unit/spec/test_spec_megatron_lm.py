@@ -8,8 +8,8 @@ import pytest
 from wrong_specs import VALID, problems_of, shown
 
 from hpctrain.plan.abilities.trainable import untrainable_fields
+from hpctrain.spec.engines.megatron_lm import FIELD_OF, KEPT_BACK, refusal
 from hpctrain.spec.loader import load_run_spec
-from hpctrain.spec.megatron_lm import FIELD_OF, KEPT_BACK, refusal
 
 CHECKOUT = "checkout: /opt/Megatron-LM"
 ENGINE = f"engine: {{name: megatron-lm, {CHECKOUT}"

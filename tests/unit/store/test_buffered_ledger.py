@@ -112,3 +112,13 @@ def test_memory_is_bounded(run: RunLayout) -> None:
         ledger.append(EventKind.OBSERVED)
     with pytest.raises(OSError, match="is away"):
         ledger.append(EventKind.OBSERVED)
+
+
+def test_a_kind_of_another_version_is_passed_over(run: RunLayout) -> None:
+    """Older versions knew `stop_requested`, and newer ones may have kinds of their own."""
+    ledger = Ledger(run.ledger)
+    ledger.append(EventKind.OBSERVED, reason="first")
+    with run.ledger.open("a") as stream:
+        stream.write('{"event": "stop_requested", "time": 1.0}\n')
+    ledger.append(EventKind.OBSERVED, reason="second")
+    assert reasons(ledger) == ["first", "second"]

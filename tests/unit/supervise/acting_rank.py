@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from hpctrain.store.layout import RunLayout
-from hpctrain.train.stacks import StackDump
+from hpctrain.train.stacks import StackDump, dump_header
 
 RUN, EPOCH, RANK, NODE, PLACE = sys.argv[1:6]
 layout = RunLayout(Path(RUN))
@@ -49,7 +49,7 @@ def one_step() -> None:
 signal.signal(signal.SIGQUIT, signal.SIG_IGN)
 path = layout.stack_dump(int(EPOCH), int(RANK))
 layout.make_directory(path.parent)
-dump = StackDump(path, f"rank={RANK} node={NODE} pid={os.getpid()} epoch={EPOCH}\n")
+dump = StackDump(path, dump_header(int(RANK), NODE, int(EPOCH)))
 for _ in range(2):  # as data loaders and writers of checkpoints do
     threading.Thread(target=time.sleep, args=(100,), daemon=True).start()
 one_step()

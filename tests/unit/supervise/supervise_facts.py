@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Literal
 
 from hpctrain.slurm.states import JobState
-from hpctrain.supervise.judge.documents import Evidence, JobFacts, RankExit, SuperviseConfig
+from hpctrain.store.supervise_config import SuperviseConfig
+from hpctrain.supervise.judge.documents import Evidence, JobFacts, RankExit
 
 NOTHING = Evidence(
     done=False,

@@ -21,8 +21,8 @@ from hpctrain.slurm.records import JobRecord, RequeueAnswer, StepRecord
 from hpctrain.slurm.states import JobState
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import Event, EventKind, Ledger
+from hpctrain.store.supervise_config import SuperviseConfig
 from hpctrain.supervise.context import AttemptContext
-from hpctrain.supervise.judge.documents import SuperviseConfig
 from hpctrain.supervise.judge.probe_answers import ProbeResult
 from hpctrain.supervise.loop import Supervisor
 

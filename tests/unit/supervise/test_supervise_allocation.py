@@ -7,7 +7,7 @@ import itertools
 import pytest
 from supervise_facts import config
 
-from hpctrain.supervise.judge.documents import LaunchShape, SuperviseConfig
+from hpctrain.store.supervise_config import LaunchShape, SuperviseConfig
 from hpctrain.supervise.judge.launch_nodes import (
     Allocation,
     Placement,

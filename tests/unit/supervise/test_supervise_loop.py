@@ -18,9 +18,9 @@ from hpctrain.slurm.records import RequeueAnswer, StepRecord
 from hpctrain.slurm.states import JobState
 from hpctrain.store.epochs import claim_epoch
 from hpctrain.store.ledger import EventKind, Ledger
+from hpctrain.store.requests import ask_trainer_to_leave
 from hpctrain.supervise import launching
 from hpctrain.supervise.judge.probe_answers import NodeAnswer, ProbeResult
-from hpctrain.supervise.requests import ask_trainer_to_leave
 
 
 def test_a_run_that_is_done(stage: Stage) -> None:

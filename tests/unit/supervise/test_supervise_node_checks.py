@@ -387,7 +387,7 @@ def test_the_program_imports_little() -> None:
         *("hpctrain", "hpctrain.version", "hpctrain.supervise"),
         *("hpctrain.supervise.evidence", "hpctrain.supervise.evidence.node_checks"),
         *("hpctrain.supervise.judge", "hpctrain.supervise.judge.preflight_format"),
-        "hpctrain.supervise.preflight",
+        *("hpctrain.supervise.preflight", "hpctrain.store", "hpctrain.store.supervise_inputs"),
     }
 
 

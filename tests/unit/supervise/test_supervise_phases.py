@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from supervise_facts import config
 
-from hpctrain.supervise.judge.documents import SuperviseConfig
+from hpctrain.store.supervise_config import SuperviseConfig
 from hpctrain.supervise.judge.silence_limits import SilenceMonitor, StallLimits
 
 CAP, SETUP_CAP = 600.0, 1800.0

@@ -8,14 +8,9 @@ from dataclasses import replace
 import pytest
 from supervise_facts import config
 
+from hpctrain.store.supervise_config import SuperviseConfig
 from hpctrain.supervise.judge.causes import FAILURE_CAUSES, FINAL_CAUSES, SCHEDULER_CAUSES, Cause
-from hpctrain.supervise.judge.documents import (
-    ActionKind,
-    History,
-    Situation,
-    SuperviseConfig,
-    Verdict,
-)
+from hpctrain.supervise.judge.documents import ActionKind, History, Situation, Verdict
 from hpctrain.supervise.judge.policy import RETRIES, budget_of, decide
 
 HERE = Situation()

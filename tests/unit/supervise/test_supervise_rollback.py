@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
+from trainer_documents import train_json
 
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.run_records import SkipList, StepMetrics, append_metrics, read_record
@@ -18,7 +18,7 @@ BATCH = 8
 def run(tmp_path: Path) -> RunLayout:
     layout = RunLayout(tmp_path / "r1")
     layout.create()
-    layout.train_config.write_text(json.dumps({"global_batch_size": BATCH}))
+    layout.train_config.write_text(train_json(global_batch_size=BATCH))
     for step in range(1, 40):
         add_row(layout, step, step * BATCH)
     return layout

@@ -19,10 +19,10 @@ import hpctrain
 from hpctrain.store.layout import RunLayout
 from hpctrain.supervise.evidence import stack_files
 from hpctrain.supervise.judge.odd_stacks import (
-    _WAITS,
     NO_STACK,
     OTHER_WRITERS,
     OWN_WRITER,
+    WAITS,
     main_stack,
     odd_ranks,
     places,
@@ -45,7 +45,7 @@ def dump(*innermost: str, more: str = LOOP, thread: str = "Current thread") -> s
     """One thread; `innermost` are `path:line function`, paths below site-packages."""
     frames = ""
     for word in innermost:
-        place, _, function = word.partition(" ")
+        place, _, function = word.rpartition(" ")
         path, _, line = place.rpartition(":")
         path = path if path.startswith("/") else f"{SITE}/{path}"
         frames += f'  File "{path}", line {line} in {function}\n'
@@ -312,7 +312,8 @@ def test_real_ranks(run: RunLayout, start: Start) -> None:
     given = ask(run, ranks, timeout_seconds=1.0)
     assert given.complete
     assert given.nodes == {0: "n0", 1: "n1", 2: "n2", 3: "n3"}
-    found = odd_ranks(given.texts, given.nodes, 4)
+    assert set(given.packages.values()) == {os.path.dirname(hpctrain.__file__)}
+    found = odd_ranks(given.texts, given.nodes, 4, given.packages)
     assert [(o.rank, o.node) for o in found] == [(1, "n1"), (2, "n2")]
     assert found[0].where.startswith("load_batch (supervise/acting_rank.py:")
     assert " < one_step (supervise/acting_rank.py:" in found[0].where
@@ -440,14 +441,81 @@ def _source(path: str) -> Path:
     return Path(found.submodule_search_locations[0]).parent / path
 
 
-@pytest.mark.parametrize(("path", "names"), _WAITS)
+@pytest.mark.parametrize(("path", "names"), WAITS)
 def test_places_where_ranks_wait_exist(path: str, names: frozenset[str] | None) -> None:
-    """Ranks that wait are told by the names of functions: a new name there needs one here."""
+    """Ranks that wait are recognised by the names of functions: a rename there needs one here."""
     source = _source(path)
     assert source.exists(), source
     assert _functions(source) >= (names or frozenset()), f"{source} defines other functions"
 
 
-@pytest.mark.parametrize(("path", "function"), [OWN_WRITER, OTHER_WRITERS])
-def test_places_where_ranks_wait_for_writers_exist(path: str, function: str) -> None:
+def _constants(name: str) -> dict[str, object]:
+    """Collect the values that files of the trainer give to a constant, by path below the clone."""
+    found: dict[str, object] = {}
+    for path in sorted((PACKAGE / "hpctrain/train").rglob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
+                found[path.relative_to(PACKAGE).as_posix()] = ast.literal_eval(node.value)
+    return found
+
+
+def test_the_trainer_names_the_same_functions_that_wait() -> None:
+    expected = {path: names for path, names in WAITS if path.startswith("hpctrain/")}
+    given = _constants("WAITS_FOR_RANKS")
+    assert {
+        path: None if names is None else frozenset(names)  # type: ignore[call-overload]
+        for path, names in given.items()
+    } == expected
+
+
+@pytest.mark.parametrize(
+    ("constant", "place"),
+    [("WAITS_FOR_OWN_WRITER", OWN_WRITER), ("WAITS_FOR_OTHER_WRITERS", OTHER_WRITERS)],
+)
+def test_places_where_ranks_wait_for_writers_exist(constant: str, place: tuple[str, str]) -> None:
+    path, function = place
     assert function in _functions(_source(path))
+    assert _constants(constant) == {path: function}
+
+
+# -- directories of the package ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "package",
+    [
+        "/src/hpctrain",
+        "/ann/hpctrain/hpctrain",
+        "/ann/main/hpctrain",
+        "/ann/a b/hpctrain",
+        "/env/lib/python3.11/site-packages/hpctrain",
+        "/hpctrain/.venv/lib/python3.11/site-packages/hpctrain",
+    ],
+)
+@pytest.mark.parametrize("recorded", [True, False])
+def test_frames_of_the_trainer_wherever_it_lies(package: str, recorded: bool) -> None:
+    text = dump(f"{package}/train/step_agreement.py:90 result")
+    stack = main_stack(text, package if recorded else "")
+    assert stack is not None and stack.waits
+    assert stack.place[0] == "hpctrain/train/step_agreement.py:result"
+
+
+def test_files_beside_the_package_are_not_its_own() -> None:
+    """A clone whose directory is called as the package: only what is recorded tells them apart."""
+    package = "/ann/hpctrain/hpctrain"
+    text = dump("/ann/hpctrain/train/step_agreement.py:90 result")
+    stack = main_stack(text, package)
+    assert stack is not None and not stack.waits
+    assert stack.place[0] == "train/step_agreement.py:result"
+    assert str(main_stack(dump("/ann/hpctrain/tests/unit/mine.py:3 work"), package)).startswith(
+        "work (unit/mine.py:3)"
+    )
+
+
+def test_the_directory_of_the_package_is_recorded(run: RunLayout) -> None:
+    first = "rank=3 node=n1 pid=4 epoch=7"
+    write(run, 0, f"{first}\nstack")
+    write(run, 1, f"{first} package=/ann/a b/hpctrain\nstack")
+    given = stack_files.read_dumps(run, EPOCH, {})
+    assert given.packages == {1: "/ann/a b/hpctrain"}
+    assert given.nodes == {0: "n1", 1: "n1"}

@@ -19,9 +19,10 @@ from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.states import JobState
 from hpctrain.store.epochs import current_epoch
 from hpctrain.store.ledger import EventKind, Ledger
+from hpctrain.store.requests import read_request
+from hpctrain.store.supervise_config import read_supervise_config
 from hpctrain.supervise import launching, settings
-from hpctrain.supervise.requests import requested
-from hpctrain.supervise.settings import end_without_settings, read_supervise_config, settings_come
+from hpctrain.supervise.settings import end_without_settings, settings_come
 
 
 def away(stage: Stage) -> Path:
@@ -192,7 +193,7 @@ def test_a_file_system_that_is_away_has_no_requests_in_it(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (stage.layout.control / "stop").mkdir()  # whatever it is, it is there
-    assert requested(stage.layout) is not None
+    assert read_request(stage.layout) is not None
 
     def stale(*_: object, **__: object) -> int:
         raise OSError(116, "Stale file handle")
@@ -200,7 +201,7 @@ def test_a_file_system_that_is_away_has_no_requests_in_it(
     monkeypatch.setattr(os, "open", stale)
     monkeypatch.setattr(os, "lstat", stale)
     with pytest.raises(OSError, match="Stale"):
-        requested(stage.layout)
+        read_request(stage.layout)
 
 
 # -- settings ----------------------------------------------------------------------------------

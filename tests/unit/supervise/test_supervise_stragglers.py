@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
+from trainer_documents import train_json
 
 from hpctrain.store.run_records import RankTimes
 from hpctrain.supervise.evidence.pipeline_stages import read_stages
@@ -127,15 +127,9 @@ def test_slowness(seconds: tuple[float, ...], stage_size: int, expected: list[fl
 )
 def test_stages_of_a_layout(tmp_path: Path, order: str | None, expected: list[int]) -> None:
     """tp 2, pp 2, dp 2; see the tests of `plan.placement` for the same order of ranks."""
-    sizes = {
-        "tensor_model_parallel_size": 2,
-        "pipeline_model_parallel_size": 2,
-        "context_parallel_size": 1,
-        "data_parallel_size": 2,
-    }
-    config = sizes if order is None else {**sizes, "parallel_order": order}
+    sizes = dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, data_parallel_size=2)
     path = tmp_path / "train.json"
-    path.write_text(json.dumps(config))
+    path.write_text(train_json(**sizes, **({} if order is None else {"parallel_order": order})))
     stage_of = read_stages(path)
     assert [stage_of(rank) for rank in range(8)] == expected
 
@@ -145,12 +139,12 @@ def test_stages_of_deepspeed(tmp_path: Path) -> None:
     expected = {"tp-cp-ep-dp-pp": [0, 0, 1, 1], "tp-cp-ep-pp-dp": [0, 1, 0, 1]}
     for order, stages in expected.items():
         config = dict(pipeline_stages=[2, 1], data_parallel_size=2, parallel_order=order)
-        path.write_text(json.dumps(config))
+        path.write_text(train_json("deepspeed", **config))
         assert [read_stages(path)(rank) for rank in range(4)] == stages
-        path.write_text(json.dumps({**config, "tensor_parallel": 2}))
+        path.write_text(train_json("deepspeed", **config, tensor_parallel=2))
         pairs = [stage for stage in stages for _ in range(2)]
         assert [read_stages(path)(rank) for rank in range(8)] == pairs
-    path.write_text(json.dumps(dict(pipeline_stages=[], data_parallel_size=4)))
+    path.write_text(train_json("deepspeed", data_parallel_size=4))
     assert [read_stages(path)(rank) for rank in range(4)] == [0, 0, 0, 0]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -13,6 +12,7 @@ from typing import Any, cast
 import pytest
 from supervise_facts import config
 from supervise_stage import Stage
+from trainer_documents import train_json
 
 from hpctrain.slurm.messages import TaskFailure
 from hpctrain.slurm.records import StepRecord
@@ -28,11 +28,11 @@ from hpctrain.store.run_records import (
     write_exit_record,
     write_record,
 )
+from hpctrain.store.supervise_config import LaunchShape
 from hpctrain.supervise.evidence import gather, launch_watch
 from hpctrain.supervise.evidence.launch_watch import LaunchWatch
 from hpctrain.supervise.evidence.run_dir_snapshot import BackgroundReader
 from hpctrain.supervise.evidence.srun_steps import OwnSteps
-from hpctrain.supervise.judge.documents import LaunchShape
 from hpctrain.supervise.srun_process import Launch
 
 
@@ -365,9 +365,9 @@ def test_stages_differ_by_what_they_do(scene: Scene) -> None:
 
 
 def test_the_stages_of_the_size_that_runs(scene: Scene) -> None:
-    sizes = {"tensor_model_parallel_size": 1, "context_parallel_size": 1, "data_parallel_size": 3}
     for stages, name in ((1, "train.json"), (2, "train-n000001.json")):
-        text = json.dumps({**sizes, "pipeline_model_parallel_size": stages})
+        sizes = {"tensor_model_parallel_size": 1, "data_parallel_size": 3}
+        text = train_json(**sizes, pipeline_model_parallel_size=stages)
         (scene.stage.layout.directory / name).write_text(text)
     shapes = (
         LaunchShape(nodes=2, tasks=8, train_config="train.json"),

@@ -41,7 +41,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def problems(directory: Path, **changes: Any) -> list[str]:
     config = DeepSpeedConfig(**{**GOOD, **changes})
-    found = preflight.deepspeed_problems(config, RunLayout(directory))
+    found = preflight.engine_problems(config, RunLayout(directory))
     return [str(problem) for problem in found]
 
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from hpctrain.errors import InvalidInputError
+from hpctrain.store.layout import RunLayout
+from hpctrain.store.requests import is_requested
 from hpctrain.train.rank_environment import Launch, quiet_defaults, read_launch
-from hpctrain.train.stop import file_exists
 
 SLURM = {
     "SLURM_PROCID": "5",
@@ -88,8 +89,9 @@ def test_signals_are_remembered_and_do_not_kill() -> None:
 
 
 def test_the_stop_file(tmp_path: Path) -> None:
-    path = tmp_path / "stop"
-    assert not file_exists(path)
-    path.touch()
-    assert file_exists(path)
-    assert not file_exists(Path(os.devnull) / "stop")
+    run = RunLayout(tmp_path / "r1")
+    run.create()
+    assert not is_requested(run, "stop")
+    run.stop_request.touch()
+    assert is_requested(run, "stop") and not is_requested(run, "save")
+    assert not is_requested(RunLayout(Path(os.devnull)), "stop")

@@ -1,7 +1,7 @@
 """Find what DeepSpeed lacks on this machine, before torch is imported and before any rank waits.
 
 Belongs here: packages, tools and directories. Does not belong here: contradictions in a spec (see
-`hpctrain.spec.deepspeed`), building an operator (see `library`).
+`hpctrain.spec.engines.deepspeed`), building an operator (see `library`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hpctrain.store.layout import RunLayout
 _TOOLS_HINT = "load a compiler's module, or build DeepSpeed's operators into the environment"
 
 
-def deepspeed_problems(config: DeepSpeedConfig, run: RunLayout) -> Iterator[Problem]:
+def engine_problems(config: DeepSpeedConfig, run: RunLayout) -> Iterator[Problem]:
     """Yield everything that is missing."""
     home = package_directory()
     if home is None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.errors import Problem
+from hpctrain.store.layout import RunLayout
 
 # multi_latent_attention.py gives core attention two head sizes, which dot_product_attention.py
 # does not take
@@ -20,7 +21,7 @@ LATENT_NEEDS_ENGINE = Problem(
 )
 
 
-def megatron_problems(config: MegatronConfig) -> Iterator[Problem]:
+def engine_problems(config: MegatronConfig, run: RunLayout) -> Iterator[Problem]:
     """Yield everything that is wrong for megatron-core."""
     yield from _layout_problems(config)
     has_te = importlib.util.find_spec("transformer_engine") is not None

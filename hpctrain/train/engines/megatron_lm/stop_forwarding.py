@@ -8,15 +8,14 @@ what follows (Megatron-LM saves and exits).
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable
 
+from hpctrain.store.requests import is_requested, remove_request
 from hpctrain.train.job import Job
-from hpctrain.train.stop import file_exists
 
 _POLL_SECONDS = 0.5
 
@@ -48,16 +47,14 @@ class StopForwarder:
     def stop_requested(self) -> bool:
         if self._job.stop.requested:
             return True
-        return self._job.launch.leads and file_exists(self._job.run.stop_request)
+        return self._job.launch.leads and is_requested(self._job.run, "stop")
 
     def _poll(self) -> None:
-        save_request = self._job.run.save_request
         reported = False
         while not self._closed.wait(_POLL_SECONDS):
-            if self._job.launch.leads and file_exists(save_request):
+            if self._job.launch.leads and is_requested(self._job.run, "save"):
                 # Made by hand, because `hpctrain save` refuses; its author would wait for it.
-                with contextlib.suppress(OSError):
-                    save_request.unlink()
+                remove_request(self._job.run, "save")
                 message = (
                     "control/save: Megatron-LM saves by steps only; control/stop saves and ends"
                 )

@@ -1,0 +1,85 @@
+"""Runs a program of ours that needs the trainer's packages, in a process without GPUs.
+
+Belongs here: starting it, its time limit, and the errors that any such program can end with. Does
+not belong here: what the program does, and the documents that it prints (see `convert`, `verify`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hpctrain.errors import HpctrainError
+
+_MISSING = re.compile(r"No module named '([\w.]+)'")
+_RANK = re.compile(r"^(\[rank\d+\]: )+")  # torch.distributed puts it before a traceback's lines
+
+
+@dataclass(frozen=True)
+class TrainerProgram:
+    """A module to run with `python -m`.
+
+    `name` is the command that needs it and `extras` are its packages, for messages; `python` is an
+    interpreter that has them.
+    """
+
+    module: str
+    name: str
+    extras: str
+    python: str
+
+
+@dataclass(frozen=True)
+class EndedProgram:
+    """How a program ended; `last_line` of its stderr usually names the reason."""
+
+    returncode: int
+    stdout: str
+    last_line: str
+
+    @property
+    def ending(self) -> str:
+        """The exit code or the signal, for messages."""
+        code = self.returncode
+        return f"exit code {code}" if code >= 0 else f"signal {-code}"
+
+
+def run_program(
+    program: TrainerProgram,
+    *arguments: str,
+    timeout_seconds: float,
+    variables: Mapping[str, str] | None = None,
+) -> EndedProgram:
+    """Run a program to its end, with `variables` added to the environment.
+
+    Raises HpctrainError when it cannot be started, lacks a package or exceeds the time limit. Any
+    other failure is for the caller to report.
+    """
+    # -P: the working directory often contains files named like Python modules
+    command = [program.python, "-P", "-m", program.module, *arguments]
+    try:
+        ended = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **(variables or {})},
+            timeout=timeout_seconds,
+        )
+    except subprocess.TimeoutExpired as error:
+        message = f"{program.name} took longer than {timeout_seconds:g} seconds"
+        raise HpctrainError(message) from error
+    except OSError as error:
+        message = f"{program.name} cannot start {program.python}: {error.strerror}"
+        raise HpctrainError(message) from error
+    lines = [line for line in ended.stderr.splitlines() if line.strip()] or ["no message"]
+    last_line = _RANK.sub("", lines[-1]).strip()
+    if ended.returncode and (missing := _MISSING.search(last_line)):
+        raise HpctrainError(
+            f"{program.name} needs the trainer's packages: {program.python} has no {missing[1]}",
+            hint=f"pip install 'hpctrain[{program.extras}]'",
+        )
+    return EndedProgram(ended.returncode, ended.stdout, last_line)

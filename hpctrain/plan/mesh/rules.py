@@ -1,0 +1,455 @@
+"""The one table of rules that a layout has to keep.
+
+Each rule has a mask over many layouts and a message about one. The search applies the masks, a
+refusal is the messages of the rules that one layout breaks. Belongs here: divisibility, and what
+the engines demand of axes, batch, sharding and order. Does not belong here: what a spec alone
+excludes (`abilities`), limits of the site (`limits`), memory (`plan_memory`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from math import lcm
+from typing import Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.plan.abilities.sharding import zero_choices
+from hpctrain.plan.divisors import divisors, multiples_around, nearest, or_list
+from hpctrain.plan.documents import DEFAULT_ORDER, ORDERS
+from hpctrain.plan.mesh.layout import split_widths, tensor_sizes, uses_sequence_parallel
+from hpctrain.plan.mesh.stages import Split, split_messages
+from hpctrain.plan.request import PlanRequest
+from hpctrain.spec.engines.abilities import MODEL_AXES, Axis
+from hpctrain.spec.run import ModelSpec, ParallelSpec, RunSpec
+
+Whole = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+Number = TypeVar("Number", int, Whole)
+
+
+@dataclass(frozen=True)
+class LayoutValues(Generic[Number]):
+    """What the rules read: of one layout numbers, of many arrays of shape [layouts].
+
+    `listed`: 1 where the layers of the stages are listed, `order` a position in ORDERS. `gpus` and
+    the split that a spec lists are the same for all layouts. The details that follow `listed` are
+    those of a candidate; without them they stand for the least demanding one.
+    """
+
+    gpus: int
+    stages: Split | None
+    tp: Number
+    cp: Number
+    pp: Number
+    vpp: Number
+    ep: Number
+    sequence_parallel: Number
+    count_embedding: Number
+    count_loss: Number
+    listed: Number
+    micro_batch: Number
+    zero: Number
+    shard_gpus: Number
+    order: Number
+
+    @cached_property
+    def model_gpus(self) -> Number:
+        """GPUs that hold one copy of the model."""
+        return self.tp * self.cp * self.pp
+
+    @cached_property
+    def dp(self) -> Number:
+        """Data parallel size; call it where `model_gpus` divides the GPUs."""
+        return self.gpus // self.model_gpus
+
+    @property
+    def chunks(self) -> Number:
+        """Virtual pipeline stages."""
+        return self.pp * self.vpp
+
+
+COLUMNS = tuple(one.name for one in fields(LayoutValues) if one.name not in ("gpus", "stages"))
+OneLayout = LayoutValues[int]
+ManyLayouts = LayoutValues[Whole]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a layout has to keep, or else is refused with a message.
+
+    `holds`: the mask of the layouts that keep it. `message`: about one layout that does not.
+    `after`: rules that have to hold before the message makes sense.
+    """
+
+    name: str
+    holds: Callable[[RunSpec, ManyLayouts], Mask | bool]
+    message: Callable[[PlanRequest, OneLayout], str]
+    after: tuple[str, ...] = ()
+
+
+def allowed(spec: RunSpec, layouts: ManyLayouts, rules: Iterable[Rule]) -> Mask:
+    """The layouts that keep all these rules."""
+    kept = np.ones(layouts.tp.shape, dtype=bool)
+    for rule in rules:
+        kept &= rule.holds(spec, layouts)
+    return kept
+
+
+def broken_rules(spec: RunSpec, layout: OneLayout, rules: Sequence[Rule]) -> tuple[Rule, ...]:
+    """The rules that one layout breaks, without those whose message needs another one to hold."""
+    columns = {name: np.array([getattr(layout, name)], dtype=np.int64) for name in COLUMNS}
+    row = LayoutValues[Whole](gpus=layout.gpus, stages=layout.stages, **columns)
+    broken: dict[str, Rule] = {}
+    for rule in rules:
+        if broken.keys().isdisjoint(rule.after) and not np.all(rule.holds(spec, row)):
+            broken[rule.name] = rule
+    return tuple(broken.values())
+
+
+def layout_values(spec: RunSpec, parallel: ParallelSpec, gpus: int) -> OneLayout:
+    """The values of an explicit layout on `gpus` GPUs, with the microbatch and shards of the spec.
+
+    A microbatch or an order that is still to be chosen counts as the one that is always possible.
+    """
+    return LayoutValues(
+        gpus=gpus,
+        stages=parallel.stages,
+        tp=parallel.tp,
+        cp=parallel.cp,
+        pp=parallel.pp,
+        vpp=parallel.vpp,
+        ep=parallel.ep,
+        sequence_parallel=int(uses_sequence_parallel(parallel)),
+        count_embedding=int(parallel.count_embedding),
+        count_loss=int(parallel.count_loss),
+        listed=int(parallel.stages is not None),
+        micro_batch=1 if spec.batch.micro == "auto" else spec.batch.micro,
+        zero=min(zero_choices(spec)),
+        shard_gpus=spec.optimizer.shard_gpus or 0,
+        order=0 if parallel.order == "auto" else ORDERS.index(parallel.order),
+    )
+
+
+def possible_orders(spec: RunSpec, layout: OneLayout) -> tuple[int, ...]:
+    """Positions in ORDERS of those that megatron-core allows for this mesh."""
+    numbers = range(len(ORDERS))
+    return tuple(n for n in numbers if not broken_rules(spec, replace(layout, order=n), [ORDER]))
+
+
+def _axis(name: Axis) -> Rule:
+    """The engine splits along this axis; models of images are not split over ranks at all."""
+
+    def holds(spec: RunSpec, at: ManyLayouts) -> Mask | bool:
+        has = name in spec.engine.abilities.axes and not spec.model.reads_images
+        return has or np.asarray(getattr(at, name) == 1)
+
+    def message(request: PlanRequest, at: OneLayout) -> str:
+        model, owner = request.spec.model, f"engine {request.spec.engine.name}"
+        if model.reads_images:
+            owner = f"a {model.family}, planned with data parallelism only,"
+        return f"{owner} has no {name}: remove `parallel.{name}` {getattr(at, name)}"
+
+    return Rule(f"engine has {name}", holds, message)
+
+
+def _width(name: str) -> Rule:
+    """tp divides a width of the layers (transformer_config.py:925-948 of megatron-core)."""
+
+    def holds(spec: RunSpec, at: ManyLayouts) -> Mask:
+        return np.asarray(split_widths(spec.model).get(name, 0) % at.tp == 0)
+
+    def message(request: PlanRequest, at: OneLayout) -> str:
+        size = split_widths(request.spec.model)[name]
+        return f"{name} {size} is not divisible by tp {at.tp}{_nearest_tp(request, at)}"
+
+    return Rule(f"tp divides {name}", holds, message)
+
+
+def _nearest_tp(request: PlanRequest, at: OneLayout) -> str:
+    return f": nearest tp {or_list(nearest(at.tp, tensor_sizes(request.spec.model)))}"
+
+
+def _key_value_heads_hold(spec: RunSpec, at: ManyLayouts) -> Mask:
+    groups = spec.model.key_value_heads
+    return np.asarray((groups % at.tp == 0) | (at.tp % groups == 0))
+
+
+def _qkv_width(model: ModelSpec) -> int:
+    return (model.heads + 2 * model.key_value_heads) * model.head_size
+
+
+def _experts(spec: RunSpec) -> int:
+    return spec.model.moe.experts if spec.model.moe else 0
+
+
+def _expert_ffn(spec: RunSpec) -> int:
+    return spec.model.moe.ffn if spec.model.moe else 0
+
+
+def _nearest_ep(at: OneLayout, number: int) -> str:
+    return f"nearest ep {or_list(nearest(at.ep, divisors(number)))}"
+
+
+def _sequence_message(request: PlanRequest, at: OneLayout) -> str:
+    seq = request.spec.model.seq
+    return (
+        f"sequence_parallel splits {seq // at.cp} tokens over tp {at.tp}: "
+        f"nearest seq {or_list(multiples_around(seq, at.tp * at.cp))}"
+    )
+
+
+def _context_message(request: PlanRequest, at: OneLayout) -> str:
+    seq = request.spec.model.seq
+    choices = or_list(nearest(at.cp, divisors(seq // 2 or 1)))
+    return f"seq {seq} is not divisible by 2 x cp {at.cp}: nearest cp {choices}"
+
+
+def _split_holds(spec: RunSpec, at: ManyLayouts) -> Mask | bool:
+    if at.stages is not None:
+        return not split_messages(spec.model.layers, at.stages)
+    counted = spec.model.layers + at.count_embedding + at.count_loss
+    return np.asarray((at.listed > 0) | (counted % at.chunks == 0))
+
+
+def _split_message(request: PlanRequest, at: OneLayout) -> str:
+    layers = request.spec.model.layers
+    if at.stages is not None:
+        return "\n".join(split_messages(layers, at.stages))
+    counted = layers + at.count_embedding + at.count_loss
+    extra = " (embedding and loss counted as asked)" if counted != layers else ""
+    axes = f"pp {at.pp}" + (f" x vpp {at.vpp}" if at.vpp > 1 else "")
+    proposal = or_list(nearest(at.chunks, divisors(counted)))
+    if (layers + 2) % at.chunks == 0:
+        hint = "; or set count_embedding and count_loss"
+    elif (layers + 1) % at.chunks == 0:
+        hint = "; or set one of count_embedding and count_loss"
+    else:
+        hint = "; or list the layers of each chunk in `stages`"
+    return (
+        f"{counted} layers{extra} cannot be split evenly over {axes} = {at.chunks} chunks: "
+        f"nearest numbers of chunks {proposal}{hint}"
+    )
+
+
+def _world_message(request: PlanRequest, at: OneLayout) -> str:
+    profile = request.profile
+    axes = [("tp", at.tp), ("pp", at.pp), ("cp", at.cp)]
+    product = " x ".join(f"{name} {size}" for name, size in axes if name != "cp" or size > 1)
+    per_node, total = profile.gpu.per_node, profile.gpu_count
+    part_of_node = range(at.model_gpus, per_node + 1, at.model_gpus)
+    whole_nodes = multiples_around(at.gpus, lcm(at.model_gpus, per_node), limit=total)
+    proposal = or_list(nearest(at.gpus, (*part_of_node, *whole_nodes)))
+    return (
+        f"{at.gpus} GPUs cannot be divided into groups of {product} = {at.model_gpus}: "
+        f"nearest {proposal} GPUs"
+    )
+
+
+def _expert_ranks_message(request: PlanRequest, at: OneLayout) -> str:
+    ranks = at.gpus // at.pp
+    return f"ep {at.ep} does not divide tp x cp x dp {ranks}: {_nearest_ep(at, ranks)}"
+
+
+def _microbatch_group(at: ManyLayouts) -> Whole:
+    """Microbatches per step must be a multiple of this.
+
+    The interleaved schedule moves microbatches through the chunks in groups of pp
+    (megatron/core/pipeline_parallel/schedules.py:995-1015); 1F1B takes any number.
+    """
+    return np.where(at.vpp > 1, at.pp, 1)
+
+
+def _batch_message(request: PlanRequest, at: OneLayout) -> str:
+    batch, micro = request.spec.batch.global_, request.spec.batch.micro
+    names = [("micro", at.micro_batch)] * (micro != "auto") + [("dp", at.dp)]
+    if batch % (at.micro_batch * at.dp) == 0:
+        names.append(("pp", at.pp))
+    group = at.pp if at.vpp > 1 else 1
+    product = " x ".join(f"{name} {number}" for name, number in names)
+    why = " (the interleaved schedule takes microbatches in groups of pp)" * ("pp" in dict(names))
+    around = multiples_around(batch, at.micro_batch * at.dp * group)
+    proposals = [f"global batch {or_list(around)}"]
+    per_gpu, rest = divmod(batch, at.dp * group)
+    if micro != "auto" and rest == 0 and per_gpu:
+        proposals.append(f"micro {or_list(nearest(micro, divisors(per_gpu)))}")
+    return (
+        f"global batch {batch} is not divisible by {product}{why}: "
+        f"nearest {', or '.join(proposals)}"
+    )
+
+
+def _order_holds(spec: RunSpec, at: ManyLayouts) -> Mask:
+    """Pipelines of dense layers and of experts must have the same ranks (megatron-core 0.16.1,
+    megatron/core/parallel_state.py:808-820). The stride of pp is tp x cp in one mesh and expert
+    tp x ep in the other."""
+    same = at.tp * at.cp == _expert_ranks(at)
+    return np.asarray((at.order == 0) | (at.pp == 1) | same)
+
+
+def _expert_ranks(at: ManyLayouts) -> Whole:
+    """Expert tp x ep; expert tp is 1 with ep > 1 (`parameters.expert_tp`)."""
+    return np.where(at.ep > 1, at.ep, at.tp)
+
+
+def _order_message(request: PlanRequest, at: OneLayout) -> str:
+    return (
+        f"order {ORDERS[at.order]} is not possible with pp {at.pp}: megatron-core needs tp x cp = "
+        f"{at.tp * at.cp} to be expert tp x ep = {at.ep if at.ep > 1 else at.tp}; "
+        f"use {DEFAULT_ORDER}"
+    )
+
+
+def _tensors_hold_stage(spec: RunSpec, at: ManyLayouts) -> Mask | bool:
+    """What the trainer can (`trainable_deepspeed.untrainable_in_tensors`); a layout that a spec
+    gives may be planned all the same."""
+    if not spec.engine.abilities.stage3_with_tensors and spec.parallel == "auto":
+        return np.asarray((at.zero < 3) | (at.tp == 1))
+    return True
+
+
+_WIDTHS = tuple(_width(name) for name in ("heads", "ffn", "moe.shared_ffn"))
+
+# Rules about the mesh alone, in the order of their messages.
+MODEL_RULES: tuple[Rule, ...] = (
+    *(_axis(name) for name in MODEL_AXES),
+    *_WIDTHS,
+    Rule(
+        "tp fits kv_heads",
+        _key_value_heads_hold,
+        lambda request, at: (
+            f"kv_heads {request.spec.model.key_value_heads} is neither a multiple nor a divisor "
+            f"of tp {at.tp}{_nearest_tp(request, at)}"
+        ),
+    ),
+    Rule(
+        "tp divides QKV",
+        lambda spec, at: _qkv_width(spec.model) % at.tp == 0,
+        lambda request, at: (
+            f"the QKV width {_qkv_width(request.spec.model)} is not divisible by tp {at.tp}"
+            f"{_nearest_tp(request, at)}"
+        ),
+        after=(*(rule.name for rule in _WIDTHS), "tp fits kv_heads"),
+    ),
+    Rule(
+        "ep needs experts",
+        lambda spec, at: (at.ep == 1) | (spec.model.moe is not None),
+        lambda request, at: f"ep {at.ep} needs a model with experts",
+    ),
+    Rule(
+        "ep divides experts",
+        lambda spec, at: _experts(spec) % at.ep == 0,
+        lambda request, at: (
+            f"experts {_experts(request.spec)} are not divisible by ep {at.ep}: "
+            f"{_nearest_ep(at, _experts(request.spec))}"
+        ),
+    ),
+    Rule(
+        "tp divides moe.ffn",
+        lambda spec, at: (at.ep > 1) | (_expert_ffn(spec) % at.tp == 0),
+        lambda request, at: (
+            f"moe.ffn {_expert_ffn(request.spec)} is not divisible by tp {at.tp}: use ep"
+        ),
+    ),
+    Rule(  # transformer_config.py: "Bias in Moe is only supported when ETP==1"
+        "experts with biases are whole",
+        lambda spec, at: (
+            (at.ep > 1) | (at.tp == 1) | (not spec.model.bias) | (spec.model.moe is None)
+        ),
+        lambda request, at: f"experts with biases cannot be split over tp {at.tp}: use ep",
+    ),
+    Rule(  # megatron/core/transformer/moe/moe_layer.py, MoELayer.forward refuses to train
+        "experts need sequence_parallel",
+        lambda spec, at: (at.tp == 1) | (at.sequence_parallel > 0) | (spec.model.moe is None),
+        lambda request, at: f"experts with tp {at.tp} need sequence_parallel",
+    ),
+    Rule(  # each context parallel rank takes two of 2 x cp slices, to balance the causal mask
+        "cp divides seq",
+        lambda spec, at: (at.cp == 1) | (spec.model.seq % (2 * at.cp) == 0),
+        _context_message,
+    ),
+    Rule(
+        "tp divides the sequence",
+        lambda spec, at: (at.sequence_parallel == 0) | (spec.model.seq // at.cp % at.tp == 0),
+        _sequence_message,
+        after=("cp divides seq",),
+    ),
+    Rule("stages hold the layers", _split_holds, _split_message),
+    Rule(  # megatron/core/transformer/dot_product_attention.py asserts context_parallel_size == 1
+        "cp needs TransformerEngine",
+        lambda spec, at: (at.cp == 1) | (spec.engine.implementation != "local"),
+        lambda request, at: (
+            f"cp {at.cp} needs TransformerEngine: the local implementation has no context "
+            "parallel attention"
+        ),
+    ),
+    Rule(
+        # parallel_state.py, default_position_embedding_ranks: gradients of the copy behind the
+        # pipeline are summed with nobody's
+        "mtp_layers behind a pipeline",
+        lambda spec, at: (
+            (at.pp == 1) | (not spec.model.mtp_layers) | (spec.model.positions != "learned")
+        ),
+        lambda request, at: (
+            f"mtp_layers behind pp {at.pp} need rotary positions: use pp 1 or `positions: rope`"
+        ),
+    ),
+)
+WORLD = Rule(
+    "tp x cp x pp divides the GPUs",
+    lambda spec, at: at.gpus % at.model_gpus == 0,
+    _world_message,
+)
+# megatron/core/parallel_state.py:788-795
+EXPERT_RANKS = Rule(
+    "ep divides the ranks of a stage",
+    lambda spec, at: at.gpus // at.pp % _expert_ranks(at) == 0,
+    _expert_ranks_message,
+    after=(WORLD.name,),
+)
+MESH_RULES = (*MODEL_RULES, WORLD, EXPERT_RANKS)
+
+# Rules about microbatch, sharding and order of a mesh.
+BATCH = Rule(
+    "micro x dp divides the batch",
+    lambda spec, at: spec.batch.global_ % (at.micro_batch * at.dp * _microbatch_group(at)) == 0,
+    _batch_message,
+    after=(WORLD.name, EXPERT_RANKS.name),
+)
+_MESH_NAMES = (*(rule.name for rule in MESH_RULES), BATCH.name)
+ORDER = Rule("pipelines of experts are pipelines", _order_holds, _order_message, after=_MESH_NAMES)
+CANDIDATE_RULES: tuple[Rule, ...] = (
+    BATCH,
+    ORDER,
+    Rule(
+        "shards divide the replicas",
+        lambda spec, at: at.dp * at.cp % np.where(at.shard_gpus > 0, at.shard_gpus, 1) == 0,
+        lambda request, at: (
+            f"shards of {at.shard_gpus} GPUs do not divide the {at.dp * at.cp} replicas (dp x cp)"
+        ),
+        after=_MESH_NAMES,
+    ),
+    Rule(
+        # deepspeed/runtime/pipe/engine.py: PipelineEngine asserts a stage below `gradients`,
+        # because a pipeline accumulates over microbatches
+        "gradients behind a pipeline are whole",
+        lambda spec, at: (at.zero < 2) | (at.pp == 1),
+        lambda request, at: f"ZeRO stage {at.zero} cannot be combined with pp {at.pp}: use pp 1",
+        after=_MESH_NAMES,
+    ),
+    Rule(
+        "ZeRO 3 of DeepSpeed divides no tensors",
+        _tensors_hold_stage,
+        lambda request, at: f"ZeRO stage {at.zero} of DeepSpeed is not trained with tp {at.tp}",
+        after=_MESH_NAMES,
+    ),
+)
+RULES = (*MESH_RULES, *CANDIDATE_RULES)
+
+
+def refusals(request: PlanRequest, layout: OneLayout, rules: Sequence[Rule] = RULES) -> list[str]:
+    """List the messages about one layout: one for each rule that it breaks."""
+    return [rule.message(request, layout) for rule in broken_rules(request.spec, layout, rules)]

@@ -1,0 +1,114 @@
+"""Fills the job template: the packaged one, or one of the site that extends or replaces it.
+
+Belongs here: where templates are found, what they may use, and errors with file and line. Does not
+belong here: the values (see `script`), and what a site may change (docs/templates.md).
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.render.quoting import sh
+from hpctrain.render.script import Script
+
+if TYPE_CHECKING:
+    from jinja2 import BaseLoader, Environment
+
+TEMPLATE = "job.sbatch.j2"
+# `hpctrain/job.sbatch.j2` is the packaged template, whatever a site's directory contains.
+PACKAGED = "hpctrain"
+_FORMER_NAME = "sbatch/megatron.sbatch.j2"
+
+
+def render_script(script: Script, template_directory: Path | None = None) -> str:
+    """Render the job script, with `job.sbatch.j2` of `template_directory` if one is given.
+
+    Raises InvalidInputError for a directory without that file, and for a mistake in it.
+    """
+    from jinja2 import FileSystemLoader
+
+    if template_directory is None:
+        return template_environment().get_template(TEMPLATE).render(script=script)
+    site = FileSystemLoader(template_directory)
+    environment = template_environment(site)
+    _refuse_missing(template_directory, site, environment)
+    try:
+        return environment.get_template(TEMPLATE).render(script=script)
+    except InvalidInputError:
+        raise  # a value that no shell can take: not the template's mistake
+    except Exception as error:  # a template can raise anything, such as ZeroDivisionError
+        raise InvalidInputError([_template_problem(error, template_directory)]) from error
+
+
+def template_environment(site: BaseLoader | None = None) -> Environment:
+    """Build jinja2's environment for the packaged templates and those of a site."""
+    from jinja2 import ChoiceLoader, Environment, PackageLoader, PrefixLoader, StrictUndefined
+
+    class JobTemplates(Environment):
+        """A template that extends its own name gets the packaged one, not itself."""
+
+        def join_path(self, template: str, parent: str) -> str:
+            return f"{PACKAGED}/{template}" if template == parent else template
+
+    packaged = PackageLoader("hpctrain", "templates")
+    environment = JobTemplates(
+        loader=ChoiceLoader([PrefixLoader({PACKAGED: packaged}), site or packaged]),
+        undefined=StrictUndefined,
+        autoescape=False,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["sh"] = sh
+    return environment
+
+
+def _refuse_missing(directory: Path, site: BaseLoader, environment: Environment) -> None:
+    """Raise InvalidInputError where the directory has no `job.sbatch.j2` that could be used."""
+    from jinja2 import TemplateNotFound
+
+    def has(name: str) -> bool:
+        try:
+            site.get_source(environment, name)
+        except TemplateNotFound:
+            return False
+        except (OSError, UnicodeDecodeError):
+            pass  # rendering reads it again, and reports why it cannot
+        return True
+
+    if has(TEMPLATE):
+        return
+    hint = f"`{{% extends 'hpctrain/{TEMPLATE}' %}}` and the blocks that differ: docs/templates.md"
+    for former in (_FORMER_NAME, Path(_FORMER_NAME).name):
+        if has(former):
+            message = f"no longer read: the job template is called {TEMPLATE} now"
+            raise InvalidInputError([Problem(message, str(directory / former), hint=hint)])
+    message = f"this template directory has no {TEMPLATE}"
+    raise InvalidInputError([Problem(message, str(directory), hint=hint)])
+
+
+def _template_problem(error: Exception, directory: Path) -> Problem:
+    """Describe an error with the file and line of the site's template that it comes from."""
+    from jinja2 import TemplateNotFound, TemplateSyntaxError
+
+    if isinstance(error, TemplateSyntaxError):
+        return Problem(f"job template: {error.message}", error.filename, error.lineno)
+    file: str | None = str(directory / TEMPLATE)
+    line = None
+    root = os.path.normpath(directory)  # as jinja2 normalizes the names of files
+    for frame in traceback.extract_tb(error.__traceback__):
+        if Path(frame.filename).is_relative_to(root) and not frame.filename.endswith(".py"):
+            file, line = frame.filename, frame.lineno
+    if isinstance(error, TemplateNotFound):
+        message = f"there is no template `{error.name}` to extend or include"
+    elif isinstance(error, UnicodeDecodeError):
+        message = "not UTF-8"
+    elif isinstance(error, RecursionError):
+        message = "templates extend or include each other without end"
+    else:
+        message = str(error) or type(error).__name__
+    return Problem(f"job template: {message}", file, line)

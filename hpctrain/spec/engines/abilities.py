@@ -1,0 +1,212 @@
+"""What is known about an engine before anything of it is imported: one record per engine.
+
+Belongs here: the record, and the types of what engines put into it. Does not belong here: any
+engine (each has a module beside this one), the table of engines (see `registry`), code that trains.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, get_args
+
+from hpctrain.spec.contradiction import Contradiction
+from hpctrain.spec.model import Family
+
+if TYPE_CHECKING:
+    from hpctrain.spec.engine import EngineSpec
+
+Axis = Literal["tp", "pp", "vpp", "cp", "ep"]
+Home = Literal["none", "cpu", "nvme"]
+Recompute = Literal["none", "selective", "full"]
+MODEL_AXES: tuple[Axis, ...] = ("tp", "pp", "vpp", "cp", "ep")
+FAMILIES: tuple[Family, ...] = get_args(Family)
+# Libraries whose classes the engines train.
+MEGATRON_CORE, TRANSFORMERS = "megatron", "transformers"
+
+
+@dataclass(frozen=True)
+class Word:
+    """A word after an engine's name in `--engines`, and the fields of the spec that it sets.
+
+    `#` in it stands for a number, also in the overrides.
+    """
+
+    text: str
+    overrides: tuple[str, ...]
+
+    def match(self, word: str) -> tuple[str, ...] | None:
+        """The overrides of `word`; None when it is another one."""
+        pattern = re.escape(self.text).replace(r"\#", "([1-9][0-9]*)")
+        found = re.fullmatch(pattern, word)
+        if found is None:
+            return None
+        number = found[1] if found.groups() else ""
+        return tuple(override.replace("#", number) for override in self.overrides)
+
+
+def zero_word(stage: int) -> Word:
+    """`zero2`, for an engine that reads `optimizer.zero`."""
+    fields = (f"optimizer.zero={stage}", f"optimizer.distributed={str(stage > 0).lower()}")
+    return Word(f"zero{stage}", fields)
+
+
+OFFLOAD_WORD = Word("offload", ("optimizer.offload=cpu",))
+WORDS_OF_EVERY_ENGINE = (
+    Word("recompute", ("recompute=full",)),
+    Word("no-recompute", ("recompute=none",)),
+    Word("bf16", ("precision=bf16",)),
+    Word("fp32", ("precision=fp32",)),
+    Word("micro#", ("batch.micro=#",)),
+)
+TENSOR_WORD = Word("tp#", ("parallel.tp=#",))
+PIPELINE_WORD = Word("pp#", ("parallel.pp=#",))
+CONTEXT_WORD = Word("cp#", ("parallel.cp=#",))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """The fields of a spec outside of `engine` that may contradict an engine's settings.
+
+    `zero` None: the planner chooses, from stage 1 upwards where `distributed`, else stage 0.
+    """
+
+    zero: int | None
+    distributed: bool
+    offload: Home
+    precision: str
+    pp: int
+    sequence_parallel: bool = False
+
+
+def _nothing_wrong(engine: EngineSpec) -> Iterator[Contradiction]:
+    return iter(())
+
+
+def _no_contradictions(engine: EngineSpec, choices: Choices) -> Iterator[Contradiction]:
+    return iter(())
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineAbilities:
+    """What one engine is called, can do and reads, and the modules in which its code is.
+
+    Modules are named, not imported, because most commands need no code of an engine. They are
+    imported by these names only, never by what a document contains.
+    """
+
+    name: str
+    # as people write it
+    title: str
+
+    # -- modules -----------------------------------------------------------------------------
+    # `module:name` of the class of its train.json, below `hpctrain.engines.training.TrainConfig`
+    document: str
+    # `module:name` of the function (spec, plan, peak FLOP/s of a GPU) -> that document
+    fill: str
+    # has `join` and `build` (`hpctrain.train.engine.Room`); None: `program` trains
+    assembly: str | None = None
+    # has `run(job, keeper, digests)`, which runs somebody's own training program
+    program: str | None = None
+    # has `engine_problems(config, run)`, which a rank calls before torch is imported
+    preflight: str | None = None
+    # has `untrainable(spec)` and perhaps `untrainable_axes(spec)` (`hpctrain.plan.abilities`)
+    rules: str | None = None
+    # program that builds the stages of a plan without GPUs, for `plan --verify`
+    verifier: str | None = None
+
+    # -- settings that it alone reads ----------------------------------------------------------
+    # field of `engine` -> the YAML value that takes it back to its default
+    settings: Mapping[str, str] = field(default_factory=dict)
+    # contradictions within `engine`, and with other sections of the spec
+    wrong_settings: Callable[[EngineSpec], Iterator[Contradiction]] = _nothing_wrong
+    contradictions: Callable[[EngineSpec, Choices], Iterator[Contradiction]] = _no_contradictions
+
+    # -- models and data -----------------------------------------------------------------------
+    # the library whose classes are trained: it decides about first weights and what is kept
+    model_classes: str = TRANSFORMERS
+    families: tuple[Family, ...] = FAMILIES
+    # samples that are packed sequences of tokens
+    reads_packed: bool = False
+    # kind of directory that `model.pretrained` names (`hpctrain.checkpoints.staged`)
+    weights: Literal["hugging_face", "megatron_core"] = "hugging_face"
+    # rows of the word table are a multiple of 128 x tp
+    pads_vocab: bool = False
+
+    # -- splitting over ranks --------------------------------------------------------------------
+    axes: tuple[Axis, ...] = ()
+    # of `axes`, those that can be planned but that hpctrain does not train
+    planned_axes: tuple[Axis, ...] = ()
+    sequence_parallel: bool = True
+    # ranks of tp share a key/value head where there are fewer heads than ranks
+    copies_kv_heads: bool = True
+    # what one pipeline stage sends to the next is split over tp without sequence parallelism, too
+    splits_stage_messages: bool = False
+    zero_stages: tuple[int, ...] = (0,)
+    # sharding over a part of the ranks, with copies beyond (`optimizer.shard_gpus`)
+    shards_over_part: bool = False
+    # ZeRO stage 3 together with tensor parallelism
+    stage3_with_tensors: bool = True
+
+    # -- memory and time -------------------------------------------------------------------------
+    offloads: tuple[Home, ...] = ("none",)
+    # of `offloads`, those that can be planned but that hpctrain does not train
+    planned_offloads: tuple[Home, ...] = ()
+    recomputes: tuple[Recompute, ...] = ("none", "full")
+    # which generation of software in `calibration.yaml` it is like
+    calibration: str
+    # one of which only the share of hidden data-parallel traffic is taken
+    overlap_calibration: str | None = None
+    # gradients are summed after all passes of a pipeline, not while they run
+    sums_behind_pipeline: bool = False
+    # reads `optimizer.overlap_grad_reduce`
+    chooses_overlap: bool = False
+    # weights stay in fp32, and each operation chooses its precision (torch.autocast)
+    autocast: bool = False
+    # an fp32 main copy only of weights that are trained, not of frozen ones
+    main_copy_of_trained_only: bool = False
+
+    # -- checkpoints and control -----------------------------------------------------------------
+    # weights are in checkpoints once, in fp32, whatever the precision
+    one_copy_checkpoints: bool = False
+    # a checkpoint can be loaded at another ZeRO stage
+    resumes_other_stage: bool = True
+    # saves when a number of steps is reached, and not when it is asked to
+    saves_by_steps_only: bool = False
+    # variables that must be set before torch is imported
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    # -- profiling -------------------------------------------------------------------------------
+    counts_flops: bool = False
+    # chosen steps -> the arguments that make its own program trace them; None: hpctrain traces
+    own_profiler: Callable[[tuple[int, ...]], str] | None = None
+
+    # -- comparing and advising ------------------------------------------------------------------
+    # words of `--engines` after its name, in the order in which messages list them
+    words: tuple[Word, ...] = WORDS_OF_EVERY_ENGINE
+    # overrides that take its own sharding and offload back to their plain form
+    plain: tuple[str, ...] = ()
+    # dotted field that names a directory on each node's NVMe
+    nvme_directory: str | None = None
+    # dotted field with the size of a bucket of gradients, and the ZeRO stages that have buckets
+    bucket: str | None = None
+    bucket_stages: tuple[int, ...] = ()
+    # dotted field that lets DDP sum fewer bytes, and one with the precision of sums
+    gradient_hook: str | None = None
+    sum_precision: str | None = None
+    # the engine to change to where this one shards nothing
+    sharding_alternative: str | None = None
+
+    @property
+    def trained_axes(self) -> tuple[Axis, ...]:
+        return tuple(axis for axis in self.axes if axis not in self.planned_axes)
+
+    @property
+    def trained_offloads(self) -> tuple[Home, ...]:
+        return tuple(home for home in self.offloads if home not in self.planned_offloads)
+
+    @property
+    def shards(self) -> bool:
+        """Whether ranks can share out the state of the optimizer."""
+        return self.zero_stages != (0,)

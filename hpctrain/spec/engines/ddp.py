@@ -1,0 +1,75 @@
+"""What only DistributedDataParallel reads of a spec, and what it can do.
+
+Belongs here: the fields of `engine.ddp`, their contradictions, its abilities. Does not belong here:
+its document (see `hpctrain.engines.native`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from hpctrain.spec.contradiction import Contradiction
+from hpctrain.spec.document import Document
+from hpctrain.spec.engines.abilities import WORDS_OF_EVERY_ENGINE, EngineAbilities, Word
+from hpctrain.units import ByteSize
+
+if TYPE_CHECKING:
+    from hpctrain.spec.engine import EngineSpec
+
+
+class DdpSpec(Document):
+    """How DistributedDataParallel sums gradients."""
+
+    bucket: ByteSize = Field(
+        ByteSize(25 * 2**20), gt=0, description="Gradients that are summed together"
+    )
+    hook: Literal["none", "bf16", "fp16", "powersgd", "hierarchical"] = Field(
+        "none",
+        description="Fewer bytes over a slow link: sums in half precision, of low rank (PowerSGD), "
+        "or in full within nodes and in bf16 between them (hierarchical)",
+    )
+    powersgd_rank: int = Field(4, ge=1, description="Rank of PowerSGD's approximation")
+    sync_batchnorm: bool = Field(True, description="Batch statistics over all GPUs (ResNet)")
+
+
+def wrong_settings(engine: EngineSpec) -> Iterator[Contradiction]:
+    """Find a rank of PowerSGD that no hook reads."""
+    if engine.ddp.powersgd_rank != DdpSpec().powersgd_rank and engine.ddp.hook != "powersgd":
+        message = "this is for PowerSGD, which is not the hook"
+        path = ("engine", "ddp", "powersgd_rank")
+        yield Contradiction(path, message, "remove it, or set `engine.ddp.hook: powersgd`")
+
+
+def _hook_word(word: str, hook: str) -> Word:
+    return Word(word, (f"engine.ddp.hook={hook}",))
+
+
+ABILITIES = EngineAbilities(
+    name="ddp",
+    title="DDP",
+    document="hpctrain.engines.native:NativeConfig",
+    fill="hpctrain.engines.native:native_config",
+    assembly="hpctrain.train.engines.native.assembly",
+    rules="hpctrain.plan.abilities.trainable_modules",
+    settings={"ddp": "{}"},
+    wrong_settings=wrong_settings,
+    reads_packed=True,
+    calibration="fsdp",
+    autocast=True,
+    one_copy_checkpoints=True,
+    words=(
+        *WORDS_OF_EVERY_ENGINE[:2],
+        _hook_word("powersgd", "powersgd"),
+        _hook_word("hierarchical", "hierarchical"),
+        _hook_word("bf16-sums", "bf16"),
+        _hook_word("fp16-sums", "fp16"),
+        *WORDS_OF_EVERY_ENGINE[2:],
+    ),
+    bucket="engine.ddp.bucket",
+    bucket_stages=(0,),
+    gradient_hook="engine.ddp.hook",
+    sharding_alternative="fsdp",
+)

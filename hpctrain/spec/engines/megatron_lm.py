@@ -1,0 +1,205 @@
+"""What only an external Megatron-LM reads of a spec, and what it can do.
+
+Belongs here: which arguments of `pretrain_gpt.py` a spec may not give, because a field of the spec
+or hpctrain itself decides them; its abilities. Does not belong here: rendering arguments (see
+`hpctrain.engines.megatron_lm`), and whether a checkout knows an argument, which only its own
+parser can tell (it does so when the job starts).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
+
+from hpctrain.spec.contradiction import Contradiction
+from hpctrain.spec.engines.abilities import (
+    MEGATRON_CORE,
+    MODEL_AXES,
+    OFFLOAD_WORD,
+    WORDS_OF_EVERY_ENGINE,
+    EngineAbilities,
+)
+from hpctrain.spec.engines.megatron import ENVIRONMENT, MESH_WORDS, ZERO_WORDS
+
+if TYPE_CHECKING:
+    from hpctrain.spec.engine import EngineSpec
+
+MEGATRON_LM_ENTRY = "pretrain_gpt.py"
+ArgumentName = Annotated[str, Field(pattern=r"^[a-z][A-Za-z0-9_-]*$")]
+ArgumentValue = bool | int | float | str | tuple[int | float | str, ...]
+
+# Field of the spec that decides -> arguments, without the dashes. Names of several versions.
+_BY_FIELD: dict[str, str] = {
+    "model.layers": "num-layers encoder-num-layers decoder-num-layers hybrid-layer-pattern "
+    "hybrid-override-pattern heterogeneous-layers-config-path",
+    "model.hidden": "hidden-size",
+    "model.ffn": "ffn-hidden-size",
+    "model.heads": "num-attention-heads",
+    "model.kv_heads": "group-query-attention num-query-groups",
+    "model.head_dim": "kv-channels",
+    "model.vocab": "vocab-size padded-vocab-size make-vocab-size-divisible-by",
+    "model.seq": "seq-length encoder-seq-length decoder-seq-length max-position-embeddings",
+    "model.activation": "swiglu squared-relu openai-gelu quick-geglu",
+    "model.norm": "normalization",
+    "model.norm_epsilon": "norm-epsilon layernorm-epsilon",
+    "model.positions": "position-embedding-type use-rotary-position-embeddings rope-type "
+    "no-position-embedding",
+    "model.rope_base": "rotary-base",
+    "model.tied": "untie-embeddings-and-output-weights",
+    "model.bias": "disable-bias-linear add-bias-linear",
+    "model.dropout": "hidden-dropout attention-dropout",
+    "model.moe": "num-experts moe-layer-freq moe-ffn-hidden-size moe-router-topk "
+    "moe-shared-expert-intermediate-size",
+    "model.mla": "multi-latent-attention q-lora-rank kv-lora-rank qk-head-dim "
+    "qk-pos-emb-head-dim v-head-dim",
+    "model.mtp_layers": "mtp-num-layers",
+    "model.pretrained": "pretrained-checkpoint finetune",
+    "data.sources": "data-path train-data-path valid-data-path test-data-path data-args-path "
+    "per-split-data-args-path mock-data",
+    "data.split": "split",
+    "data.cache": "data-cache-path",
+    "batch.global": "global-batch-size batch-size rampup-batch-size step-batch-size-schedule "
+    "decrease-batch-size-if-needed",
+    "batch.micro": "micro-batch-size",
+    "budget": "train-iters train-samples",
+    "precision": "bf16 fp16",
+    "optimizer.name": "optimizer",
+    "optimizer.lr": "lr",
+    "optimizer.min_lr": "min-lr",
+    "optimizer.beta1": "adam-beta1",
+    "optimizer.beta2": "adam-beta2",
+    "optimizer.epsilon": "adam-eps",
+    "optimizer.weight_decay": "weight-decay start-weight-decay end-weight-decay "
+    "weight-decay-incr-style",
+    "optimizer.clip_grad": "clip-grad",
+    "optimizer.distributed": "use-distributed-optimizer use-torch-fsdp2 use-megatron-fsdp "
+    "use-custom-fsdp data-parallel-sharding-strategy num-distributed-optimizer-instances",
+    "optimizer.offload": "optimizer-cpu-offload optimizer-offload-fraction "
+    "use-precision-aware-optimizer",
+    "optimizer.overlap_grad_reduce": "overlap-grad-reduce",
+    "optimizer.overlap_param_gather": "overlap-param-gather",
+    "schedule.style": "lr-decay-style",
+    "schedule.warmup_steps": "lr-warmup-iters lr-warmup-samples lr-warmup-fraction",
+    "schedule.decay_steps": "lr-decay-iters lr-decay-samples",
+    "parallel.tp": "tensor-model-parallel-size model-parallel-size",
+    "parallel.pp": "pipeline-model-parallel-size",
+    "parallel.vpp": "num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank",
+    "parallel.stages": "pipeline-model-parallel-layout decoder-first-pipeline-num-layers "
+    "decoder-last-pipeline-num-layers account-for-embedding-in-pipeline-split "
+    "account-for-loss-in-pipeline-split",
+    "parallel.cp": "context-parallel-size hierarchical-context-parallel-sizes "
+    "hybrid-context-parallel",
+    "parallel.ep": "expert-model-parallel-size expert-tensor-parallel-size",
+    "parallel.order": "use-tp-pp-dp-mapping",
+    "parallel.sequence_parallel": "sequence-parallel",
+    "recompute": "recompute-granularity recompute-method recompute-num-layers "
+    "recompute-activations checkpoint-activations",
+    "recompute_modules": "recompute-modules",
+    "checkpoint.every_steps": "save-interval persistent-save-interval",
+    "checkpoint.keep": "save-retain-interval most-recent-k",
+    "checkpoint.asynchronous": "async-save use-persistent-ckpt-worker",
+    "evaluation.every_steps": "eval-interval",
+    "evaluation.batches": "eval-iters",
+    "engine.implementation": "transformer-impl",
+    "engine.deterministic": "deterministic-mode",
+    "engine.collective_timeout": "distributed-timeout-minutes",
+    "resources.min_nodes": "dist-ckpt-optim-fully-reshardable",
+    "logging.every_steps": "log-interval",
+    "seed": "seed",
+}
+# What would take a launch out of hpctrain's hands.
+_OWN = (
+    "save load ckpt-format ckpt-step use-dist-ckpt dist-ckpt-format exit-on-missing-checkpoint "
+    "no-save-optim no-save-rng no-load-optim no-load-rng override-ckpt-iteration "
+    "non-persistent-save-interval non-persistent-ckpt-type use-checkpoint-args "
+    "use-mp-args-from-checkpoint-args ckpt-convert-format ckpt-convert-save "
+    "exit-interval exit-duration-in-mins exit-signal exit-signal-handler "
+    "exit-signal-handler-for-dataloader exit-signal-handler-for-training "
+    "distributed-backend local-rank fake-process-group skip-train test-mode "
+    "inprocess-restart enable-ft-package adlr-autoresume yaml-cfg perform-rl-step "
+    "phase-transition-iterations iterations-to-skip"
+)
+FIELD_OF = {name: field for field, names in _BY_FIELD.items() for name in names.split()}
+KEPT_BACK = frozenset(_OWN.split())
+
+
+def refusal(name: str) -> tuple[str, str] | None:
+    """Why a spec may not give the argument `name`, and what to do; None where it may."""
+    plain = name.replace("_", "-")
+    field = FIELD_OF.get(plain) or FIELD_OF.get(plain.removeprefix("no-"))
+    if field is not None:
+        return f"`{field}` decides --{plain}", f"remove it, and set `{field}`"
+    if plain in KEPT_BACK:
+        return f"hpctrain decides --{plain}: it saves, resumes and ends launches", "remove it"
+    return None
+
+
+def misuse(value: ArgumentValue) -> tuple[str, str] | None:
+    """What is wrong with the value of an argument, and what to do; None if nothing is."""
+    if value is False:
+        return "a switch is on, or it is not given", "remove it, or write `no-...: true`"
+    words = value if isinstance(value, tuple) else (value,)
+    if isinstance(value, tuple) and any(str(word).startswith("-") for word in words):
+        return "an element beginning with `-` would be read as another argument", "remove it"
+    if not words or any(not str(word).isprintable() or not str(word) for word in words):
+        return "not a word for a command line", "give a value, or `true` for a switch"
+    return None
+
+
+def first_wrong(arguments: Mapping[str, ArgumentValue]) -> tuple[str, str, str] | None:
+    """The first argument that cannot be given: its name, what is wrong, what to do."""
+    for name, value in arguments.items():
+        wrong = refusal(name) or misuse(value)
+        if wrong is not None:
+            return name, *wrong
+    return None
+
+
+def wrong_settings(engine: EngineSpec) -> Iterator[Contradiction]:
+    """Find a missing checkout, and the first argument that a spec may not give."""
+    if engine.checkout is None:
+        message = "engine megatron-lm needs `checkout`, the directory of the Megatron-LM"
+        hint = "add `checkout: /path/to/Megatron-LM`"
+        yield Contradiction(("engine", "name"), message, hint)
+    wrong = first_wrong(engine.arguments)
+    if wrong is not None:
+        name, message, hint = wrong
+        yield Contradiction(("engine", "arguments", name), message, hint)
+
+
+def profiler_arguments(steps: tuple[int, ...]) -> str:
+    """Write the arguments with which Megatron-LM traces these steps itself."""
+    return (
+        f"Megatron-LM's own `engine.arguments`: {{profile: true, "
+        f"profile-step-start: {steps[0]}, profile-step-end: {steps[-1] + 1}, "
+        "use-pytorch-profiler: true}"
+    )
+
+
+ABILITIES = EngineAbilities(
+    name="megatron-lm",
+    title="an external Megatron-LM",
+    document="hpctrain.engines.megatron_lm:MegatronLmConfig",
+    fill="hpctrain.engines.megatron_lm:megatron_lm_config",
+    program="hpctrain.train.engines.megatron_lm.program",
+    preflight="hpctrain.train.engines.megatron.preflight",
+    rules="hpctrain.plan.abilities.trainable_megatron_lm",
+    verifier="hpctrain.train.engines.megatron.verify",
+    settings={"checkout": "", "entry": MEGATRON_LM_ENTRY, "arguments": "{}"},
+    wrong_settings=wrong_settings,
+    model_classes=MEGATRON_CORE,
+    families=("gpt", "llama"),
+    pads_vocab=True,
+    axes=MODEL_AXES,
+    zero_stages=(0, 1),
+    offloads=("none", "cpu"),  # --optimizer-cpu-offload
+    recomputes=("none", "selective", "full"),
+    calibration="mcore",
+    chooses_overlap=True,
+    saves_by_steps_only=True,
+    environment=ENVIRONMENT,
+    own_profiler=profiler_arguments,
+    words=(*ZERO_WORDS, OFFLOAD_WORD, *WORDS_OF_EVERY_ENGINE, *MESH_WORDS),
+)

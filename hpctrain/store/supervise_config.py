@@ -1,0 +1,111 @@
+"""The settings of the supervisor (`supervise.json`), written once when a run is submitted.
+
+Belongs here: the document and its reader. Does not belong here: what the settings lead to (see
+`hpctrain.supervise.judge`), and waiting for the file (`hpctrain.supervise.settings`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from hpctrain.errors import InvalidInputError, Problem, StorageError
+from hpctrain.formats import refuse_newer
+
+
+class _Settings(BaseModel):
+    """Unlike in records, an unknown field is an error: nobody would act on it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, defer_build=True)
+
+
+class LaunchShape(_Settings):
+    """One size at which the run can be launched: the planned one, or a smaller one."""
+
+    nodes: int
+    tasks: int
+    train_config: str
+
+
+class RollbackSettings(_Settings):
+    """What is done about a loss that is not finite or jumps; see `spec.run.RollbackSpec`."""
+
+    act: bool = False
+    checkpoints: int = 1
+    skip_steps: int = 1
+    other_nodes: bool = True
+
+
+class SuperviseConfig(_Settings):
+    """Written once at submit time; durations in seconds.
+
+    `shapes` is ordered from the planned size to the smallest; empty means the size in the script
+    only. `budgets` holds only the numbers that the spec sets (see
+    `hpctrain.supervise.judge.policy.RETRIES` for the others). `mttf_seconds` is the expected time
+    between failures of the whole run, before it has had any. `inputs` are the files and directories
+    that every node must be able to read. `warning_seconds` is how long before the time limit Slurm
+    warns, which is what a stop may take; 0 if it is not known.
+    """
+
+    schema_version: Literal[1] = 1
+    run_id: str
+    target_step: int
+    launcher: Literal["srun", "torchrun"] = "srun"
+    continuation: Literal["requeue", "chain", "singleton", "array", "none"]
+    continuation_jobs: int = 8
+    failures_without_progress: int
+    stall_seconds: float
+    setup_stall_seconds: float
+    kill_wait_seconds: float
+    warning_seconds: float = 0.0
+    verify: Literal["auto", "size", "sha256"]
+    cluster: str = ""
+    budgets: dict[str, int] = Field(default_factory=dict)
+    storm_failures: int = 5
+    storm_window_seconds: float = 1800.0
+    learn_stalls: bool = True
+    slow_rank: float = 1.2
+    exclude_nodes: Literal["observe", "act"] = "observe"
+    rollback: RollbackSettings = RollbackSettings()
+    shapes: tuple[LaunchShape, ...] = ()
+    spare_nodes: int = 0
+    cluster_nodes: int = 0
+    node_ledger: str | None = None
+    mttf_seconds: float | None = None
+    inputs: tuple[str, ...] = ()
+
+
+def read_supervise_config(path: Path) -> SuperviseConfig:
+    """Read the settings of the supervisor.
+
+    Raises StorageError when the file cannot be read, NewerFormatError when a newer hpctrain has
+    written it, InvalidInputError when it is no such file.
+    """
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise StorageError(f"{path} cannot be read: {error.strerror}") from error
+    try:
+        return SuperviseConfig.model_validate_json(text)
+    except ValidationError as error:
+        refuse_newer(path, text, SuperviseConfig)
+        problem = Problem("cannot be read: not a supervise.json", str(path))
+        raise InvalidInputError([problem]) from error
+
+
+def known_supervise_config(path: Path) -> SuperviseConfig | None:
+    """The settings where they only add to an answer; None when they cannot be read.
+
+    Raises NewerFormatError when a newer hpctrain has written them.
+    """
+    try:
+        text = path.read_bytes()
+    except OSError:
+        return None
+    try:
+        return SuperviseConfig.model_validate_json(text)
+    except ValidationError:
+        refuse_newer(path, text, SuperviseConfig)
+        return None

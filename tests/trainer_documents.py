@@ -1,0 +1,44 @@
+"""The text of a whole `train.json` or `plan.json`, as `submit` writes it, with fields changed."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from hpctrain.engines.documents import train_config
+from hpctrain.plan.documents import Plan
+from hpctrain.plan.planner import make_plan
+from hpctrain.spec.loader import find_profile, load_profile, load_run_spec
+from hpctrain.spec.run import RunSpec
+
+_EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "gpt-tiny.yaml"
+
+
+def train_json(engine: str = "megatron", **changes: Any) -> str:
+    """The document of the smallest example for this engine; it need not be one that can train."""
+    return json.dumps({**_document(engine), **changes})
+
+
+def plan_json(**changes: Any) -> str:
+    """The plan of the smallest example."""
+    document = json.loads(_plan("megatron").model_dump_json())
+    return json.dumps({**document, **changes})
+
+
+@cache
+def _document(engine: str) -> dict[str, Any]:
+    config = train_config(_spec(engine), _plan(engine), None)
+    document: dict[str, Any] = json.loads(config.model_dump_json())
+    return document
+
+
+@cache
+def _plan(engine: str) -> Plan:
+    return make_plan(_spec(engine), load_profile(find_profile("sandbox")).document)
+
+
+def _spec(engine: str) -> RunSpec:
+    layout = ["parallel.tp=2", "parallel.pp=2"] if engine == "megatron" else ["parallel=auto"]
+    return load_run_spec(_EXAMPLE, [f"engine.name={engine}", *layout]).document

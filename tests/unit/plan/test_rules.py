@@ -1,0 +1,142 @@
+"""The table of layout rules: each refuses something, with the offending values in its message."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from specimens import GPT_TINY, LLAMA7B, cluster, run_spec
+
+from hpctrain.plan.mesh.layout import settled
+from hpctrain.plan.mesh.rules import RULES, broken_rules, layout_values, refusals
+from hpctrain.plan.request import PlanRequest
+from hpctrain.spec.run import ParallelSpec, RunSpec
+
+EXPERTS = {**LLAMA7B, "moe": dict(experts=8, top_k=2, ffn=510)}
+SHARED = {**LLAMA7B, "moe": dict(experts=8, top_k=2, ffn=512, shared_ffn=510)}
+NARROW = dict(GPT_TINY, hidden=64, heads=32, kv_heads=1, head_dim=2)
+VIT = dict(family="vit", layers=4, hidden=192, heads=3, vocab=10, image=32, patch=4)
+FSDP, DEEPSPEED, DDP = ({"name": name} for name in ("fsdp", "deepspeed", "ddp"))
+BIASED = {**EXPERTS, "bias": True, "moe": dict(experts=8, top_k=2, ffn=512)}
+PREDICTING = dict(GPT_TINY, positions="learned", mtp_layers=1)
+
+# Rule -> spec, layout, and what its message has to contain.
+BROKEN: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
+    "engine has tp": (dict(engine=DDP), dict(tp=2), ["engine ddp has no tp", "tp` 2"]),
+    "engine has pp": (dict(engine=FSDP), dict(pp=2), ["engine fsdp has no pp", "pp` 2"]),
+    "engine has vpp": (dict(engine=DEEPSPEED), dict(pp=2, vpp=2), ["has no vpp", "vpp` 2"]),
+    "engine has cp": (dict(model=VIT, engine=DDP), dict(cp=4), ["a vit, planned", "cp` 4"]),
+    "engine has ep": (dict(engine=FSDP), dict(ep=2), ["engine fsdp has no ep", "ep` 2"]),
+    "tp divides heads": (dict(model=LLAMA7B), dict(tp=3), ["heads 32", "tp 3", "2 or 4"]),
+    "tp divides ffn": (
+        dict(model={**LLAMA7B, "ffn": 11007}),
+        dict(tp=2),
+        ["ffn 11007", "tp 2", "nearest tp 1"],
+    ),
+    "tp divides moe.shared_ffn": (
+        dict(model=SHARED),
+        dict(tp=4, ep=2),
+        ["moe.shared_ffn 510", "tp 4"],
+    ),
+    "tp fits kv_heads": (
+        dict(model={**LLAMA7B, "heads": 24, "hidden": 3072, "kv_heads": 12}),
+        dict(tp=8),
+        ["kv_heads 12", "tp 8"],
+    ),
+    "tp divides QKV": (dict(model=NARROW), dict(tp=8), ["QKV width 68", "tp 8"]),
+    "ep needs experts": (dict(model=LLAMA7B), dict(ep=2), ["ep 2", "experts"]),
+    "ep divides experts": (dict(model=EXPERTS), dict(ep=3), ["experts 8", "ep 3", "2 or 4"]),
+    "tp divides moe.ffn": (dict(model=EXPERTS), dict(tp=4), ["moe.ffn 510", "tp 4", "use ep"]),
+    "experts with biases are whole": (dict(model=BIASED), dict(tp=2), ["biases", "tp 2"]),
+    "experts need sequence_parallel": (
+        dict(model=EXPERTS),
+        dict(tp=2, ep=2, sequence_parallel=False),
+        ["tp 2", "sequence_parallel"],
+    ),
+    "cp divides seq": (dict(model=GPT_TINY), dict(cp=3), ["seq 64", "2 x cp 3", "2 or 4"]),
+    "tp divides the sequence": (
+        dict(model={**GPT_TINY, "seq": 63}),
+        dict(tp=4),
+        ["63 tokens", "tp 4", "60 or 64"],
+    ),
+    "stages hold the layers": (dict(model=GPT_TINY), dict(pp=3), ["4 layers", "pp 3 = 3 chunks"]),
+    "cp needs TransformerEngine": (
+        dict(engine={"implementation": "local"}),
+        dict(cp=2),
+        ["cp 2", "local"],
+    ),
+    "mtp_layers behind a pipeline": (dict(model=PREDICTING), dict(pp=2), ["mtp_layers", "pp 2"]),
+    "tp x cp x pp divides the GPUs": (
+        dict(gpus=6),
+        dict(tp=4),
+        ["6 GPUs", "tp 4 x pp 1 = 4", "4 or 8"],
+    ),
+    "ep divides the ranks of a stage": (
+        dict(model=EXPERTS, gpus=4),
+        dict(ep=8),
+        ["ep 8", "tp x cp x dp 4", "2 or 4"],
+    ),
+    "micro x dp divides the batch": (
+        dict(gpus=4, batch=6, micro=1),
+        dict(),
+        ["batch 6", "micro 1 x dp 4", "4 or 8"],
+    ),
+    "pipelines of experts are pipelines": (
+        dict(gpus=8),
+        dict(tp=2, pp=2, cp=2, order="tp-cp-ep-pp-dp"),
+        ["order tp-cp-ep-pp-dp", "pp 2", "tp x cp = 4", "= 2"],
+    ),
+    "shards divide the replicas": (
+        dict(gpus=8, engine=FSDP, optimizer=dict(lr=1e-3, shard_gpus=3)),
+        dict(),
+        ["shards of 3", "8 replicas"],
+    ),
+    "gradients behind a pipeline are whole": (
+        dict(engine=DEEPSPEED, optimizer=dict(lr=1e-3, zero=2)),
+        dict(pp=2),
+        ["stage 2", "pp 2"],
+    ),
+    "ZeRO 3 of DeepSpeed divides no tensors": (
+        dict(engine=DEEPSPEED, optimizer=dict(lr=1e-3, zero=3)),
+        dict(tp=2),
+        ["stage 3", "tp 2"],
+    ),
+}
+
+
+def of_search(name: str, spec: dict[str, Any], parallel: ParallelSpec) -> RunSpec:
+    """The spec with its layout, but for what only a search can meet."""
+    made = run_spec(**{"gpus": 8, **spec})
+    if name.startswith("ZeRO 3"):
+        return made
+    return made.model_copy(update={"parallel": parallel})
+
+
+def test_every_rule_is_in_the_table_below() -> None:
+    assert [rule.name for rule in RULES] == list(BROKEN)
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_each_rule_refuses_a_layout_and_names_its_values(name: str) -> None:
+    kept, axes, words = BROKEN[name]
+    parallel = ParallelSpec.model_validate(axes)
+    spec = of_search(name, kept, parallel)
+    values = layout_values(spec, settled(spec, parallel), spec.resources.gpus)
+    (rule,) = [rule for rule in broken_rules(spec, values, RULES) if rule.name == name]
+    message = rule.message(PlanRequest(spec, cluster()), values)
+    assert message in refusals(PlanRequest(spec, cluster()), values)
+    for word in words:
+        assert word in message
+
+
+def test_a_layout_without_faults_breaks_no_rule() -> None:
+    parallel = ParallelSpec(tp=2, pp=2)
+    spec = run_spec(gpus=8).model_copy(update={"parallel": parallel})
+    assert refusals(PlanRequest(spec, cluster()), layout_values(spec, parallel, 8)) == []
+
+
+def test_a_rule_only_waits_for_rules_before_it() -> None:
+    seen: set[str] = set()
+    for rule in RULES:
+        assert seen.issuperset(rule.after), rule.name
+        seen.add(rule.name)
