@@ -20,7 +20,7 @@ from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.train.data import Microbatch, Samples
 from hpctrain.train.engines.megatron.bert import MaskedTokensStep
 from hpctrain.train.engines.megatron.mesh import MegatronMesh
-from hpctrain.train.engines.megatron.model import MegatronModel
+from hpctrain.train.engines.megatron.model import ModelChunks
 
 _TOKEN_FIELDS = ("tokens", "labels", "loss_mask", "positions")
 
@@ -31,7 +31,7 @@ class GlobalBatchPass:
 
     config: MegatronConfig
     mesh: MegatronMesh
-    model: MegatronModel
+    model: ModelChunks
 
     @cached_property
     def step(self) -> Any:

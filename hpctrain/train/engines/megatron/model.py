@@ -50,7 +50,7 @@ _ACTIVATIONS = {
 
 
 @dataclass(frozen=True)
-class MegatronModel:
+class ModelChunks:
     """The chunks of this rank: `wrapped` data-parallel to train, `bare` the same ones to save."""
 
     settings: TransformerConfig
@@ -58,7 +58,7 @@ class MegatronModel:
     bare: list[Any]
 
 
-def build_model(config: MegatronConfig, mesh: MegatronMesh, *, initialize: bool) -> MegatronModel:
+def build_model(config: MegatronConfig, mesh: MegatronMesh, *, initialize: bool) -> ModelChunks:
     """Build all chunks of this rank; `initialize` False leaves weights unset for a checkpoint."""
     settings = transformer_settings(config, initialize=initialize)
     bare = [chunk.to(mesh.device) for chunk in build_chunks(config, settings)]
@@ -75,7 +75,7 @@ def build_model(config: MegatronConfig, mesh: MegatronMesh, *, initialize: bool)
         settings.no_sync_func = _list_or_one([chunk.no_sync for chunk in wrapped])
     if _aligned_gather(config):
         settings.param_sync_func = _list_or_one([chunk.start_param_sync for chunk in wrapped])
-    return MegatronModel(settings, wrapped, bare)
+    return ModelChunks(settings, wrapped, bare)
 
 
 def _list_or_one(functions: list[Any]) -> Any:

@@ -16,7 +16,7 @@ from megatron.core.optimizer_param_scheduler import (
 )
 
 from hpctrain.engines.megatron import MegatronConfig
-from hpctrain.train.engines.megatron.model import MegatronModel
+from hpctrain.train.engines.megatron.model import ModelChunks
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class MegatronOptimizer:
         return float(get_canonical_lr_for_logging(self.inner.param_groups) or 0.0)
 
 
-def build_optimizer(config: MegatronConfig, model: MegatronModel) -> MegatronOptimizer:
+def build_optimizer(config: MegatronConfig, model: ModelChunks) -> MegatronOptimizer:
     """Build both; no weight decay on biases and norms (optimizer/__init__.py, standard
     overrides)."""
     inner = get_megatron_optimizer(optimizer_settings(config), model.wrapped)

@@ -14,12 +14,12 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 
 from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.errors import InvalidInputError, Problem
-from hpctrain.train.engines.megatron.model import MegatronModel
+from hpctrain.train.engines.megatron.model import ModelChunks
 
 _POSITIONS = "embedding.position_embeddings.weight"
 
 
-def start_from_weights(config: MegatronConfig, model: MegatronModel, *, loads: bool) -> None:
+def start_from_weights(config: MegatronConfig, model: ModelChunks, *, loads: bool) -> None:
     """Load the weights and leave padded rows out of the loss.
 
     `loads` False: do not load, because a checkpoint will be loaded. All ranks must call this.

@@ -26,7 +26,7 @@ from hpctrain.train.engine import Form, Position, Writing
 from hpctrain.train.engines.megatron import random_state
 from hpctrain.train.engines.megatron.fixes import prime_adam
 from hpctrain.train.engines.megatron.mesh import seed_everything
-from hpctrain.train.engines.megatron.model import MegatronModel
+from hpctrain.train.engines.megatron.model import ModelChunks
 from hpctrain.train.engines.megatron.optimizer import MegatronOptimizer
 from hpctrain.train.engines.megatron.save_strategy import SaveStrategy
 from hpctrain.train.engines.megatron.shard_writing import WriteResults, writing_from_request
@@ -44,7 +44,7 @@ class MegatronSnapshot:
     def __init__(
         self,
         config: MegatronConfig,
-        model: MegatronModel,
+        model: ModelChunks,
         optimizer: MegatronOptimizer,
         control: Control,
     ) -> None:
