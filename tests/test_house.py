@@ -63,6 +63,7 @@ POPEN = (*POPEN, "train/launchers/nsight_task.py")
 ENGINE_ROOMS = ("spec/engines/", "engines/", "train/engines/")
 # Names that are an engine's and something else's.
 NOT_THE_ENGINE = {
+    ("actions/verify.py", "megatron"): "the extra of pip that has megatron-core",
     ("prepare/texts.py", "megatron"): "the extra of pip that has the tokenizers",
     ("prepare/tokens.py", "megatron"): "the extra of pip that has the tokenizers",
     ("train/startup.py", "megatron"): "the logger of the Python package",
