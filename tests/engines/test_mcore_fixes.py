@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from trial_runs import LIMIT_SECONDS, Trial, largest_difference
 
 from bench import prefork
@@ -53,13 +54,20 @@ def _small_buckets() -> None:
     model.BUCKET_ELEMENTS = 3000
 
 
+# Another test may have installed the fixes in this process before ranks are forked from it.
+_UNFIXED_PARAM_STATE = DistributedOptimizer.sharded_param_state_fully_reshardable
+_UNFIXED_LOAD = DistributedOptimizer.load_state_dict
+
+
 def _small_buckets_without_the_fix() -> None:
     _small_buckets()
     fixes.keep_bucket_padding = lambda: None
+    DistributedOptimizer.sharded_param_state_fully_reshardable = _UNFIXED_PARAM_STATE
 
 
 def _shared_steps() -> None:
     fixes.separate_adam_steps = lambda: None
+    DistributedOptimizer.load_state_dict = _UNFIXED_LOAD
 
 
 def _resumed(trial: Callable[..., Trial], save: Any, load: Any) -> float:
