@@ -139,7 +139,7 @@ def _chat_tokenizer(directory: Path) -> int:
 
 def _class(name: str) -> Any:
     """A class of transformers, without the packages that it would import along."""
-    from hpctrain.train.models.library import class_named
+    from hpctrain.train.engines.models.library import class_named
 
     return class_named(name)
 
@@ -147,7 +147,7 @@ def _class(name: str) -> Any:
 def _save(model: str, config: str, shape: dict[str, Any], directory: Path) -> None:
     import torch
 
-    from hpctrain.train.convert.directory import write_model
+    from hpctrain.convert.directory import write_model
 
     torch.manual_seed(1)
     write_model(_class(model)(_class(config)(**shape)), directory)

@@ -1,7 +1,7 @@
-"""What somebody asks for: the options of the program, and which of them go together.
+"""The options of `python -m hpctrain.prepare`, and which combinations of them are valid.
 
-Belongs here: contradictions that need no file to be found. Does not belong here: the command
-line's words (see `hpctrain.prepare`), reading the input.
+Belongs here: contradictions that can be found without reading a file. Does not belong here: the
+command-line parser (see `__main__`), reading the input.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from hpctrain.prepare.corpus import DEFAULT_SUFFIXES, LINES_SUFFIX
 from hpctrain.spec.data import DataFormat
 
 Builtin = Literal["stdlib", "digits"]
-Stage = Literal["all", "plan", "merge"]
+PrepareStage = Literal["all", "plan", "merge"]
 DEFAULT_FIELD = "text"
 
-# Options that mean something for some formats only: name of the field -> formats.
+# Options that apply to some formats only: name of the field -> formats.
 _ONLY_FOR: dict[str, tuple[DataFormat, ...]] = {
     "suffixes": ("tokens", "packed", "examples"),
     "max_bytes": ("tokens",),
@@ -34,8 +34,8 @@ _OPTIONS = {"suffixes": "--suffix", "seq_length": "--seq"}
 
 
 @dataclass(frozen=True)
-class Request:
-    """The options. `None` and empty values were not given."""
+class PrepareOptions:
+    """The options of one dataset. Options that were not given are None or empty."""
 
     output: Path
     inputs: tuple[Path, ...]
@@ -53,7 +53,7 @@ class Request:
     workers: int
     shard_bytes: int
     force: bool
-    stage: Stage
+    stage: PrepareStage
 
     @property
     def text_field(self) -> str:
@@ -65,12 +65,12 @@ class Request:
         return self.format in ("packed", "examples")
 
     @property
-    def wanted_suffixes(self) -> tuple[str, ...]:
+    def effective_suffixes(self) -> tuple[str, ...]:
         return self.suffixes or ((LINES_SUFFIX,) if self.reads_lines else DEFAULT_SUFFIXES)
 
     @property
     def hugging_face(self) -> bool:
-        """True if transformers has to load the tokenizer: a directory, or for labels and chats."""
+        """True if transformers loads the tokenizer: a directory, or for labels and chats."""
         return self.tokenizer is not None and (self.tokenizer.is_dir() or self.reads_lines)
 
     @property
@@ -79,44 +79,36 @@ class Request:
 
     @property
     def tokenizer_target(self) -> Path:
-        """Where the dataset's tokenizer is, or will be."""
+        """Where the dataset's tokenizer is, or will be written."""
         chosen = self.tokenizer or self.tokenizer_output
         return chosen or self.output.with_name("tokenizer.json")
 
 
-def check_usage(request: Request) -> None:
-    """Raise UsageError for options that contradict each other."""
-    if bool(request.inputs) == (request.builtin is not None):
+def check_usage(options: PrepareOptions) -> None:
+    """Raise UsageError for options that contradict each other or are missing."""
+    if bool(options.inputs) == (options.builtin is not None):
         raise UsageError("give either files and directories, or --builtin")
-    if not request.output.name:
+    if not options.output.name:
         raise UsageError("--output must end with the name of the dataset, such as data/text")
     expected = {"stdlib": "tokens", "digits": "arrays"}
-    if request.builtin and request.format != expected[request.builtin]:
-        words = f"--builtin {request.builtin} is for --format {expected[request.builtin]}"
-        raise UsageError(f"{words}, not {request.format}")
-    _check_options(request)
-    _check_what_is_needed(request)
-
-
-def _check_options(request: Request) -> None:
+    if options.builtin and options.format != expected[options.builtin]:
+        message = f"--builtin {options.builtin} is for --format {expected[options.builtin]}"
+        raise UsageError(f"{message}, not {options.format}")
     for name, formats in _ONLY_FOR.items():
-        if getattr(request, name) and request.format not in formats:
+        if getattr(options, name) and options.format not in formats:
             option = _OPTIONS.get(name, f"--{name.replace('_', '-')}")
             raise UsageError(f"{option} is for --format {' and '.join(formats)}")
-    if request.tokenizer is not None and request.tokenizer_output is not None:
+    if options.tokenizer is not None and options.tokenizer_output is not None:
         raise UsageError("--tokenizer-output is for a trained tokenizer, not with --tokenizer")
-    if request.max_bytes is not None and request.max_bytes < 1:
+    if options.max_bytes is not None and options.max_bytes < 1:
         raise UsageError("--max-bytes must be at least 1")
-    if request.workers < 1 or request.shard_bytes < 1:
+    if options.workers < 1 or options.shard_bytes < 1:
         raise UsageError("--workers and --shard-bytes must be at least 1")
-
-
-def _check_what_is_needed(request: Request) -> None:
-    if request.reads_lines and request.tokenizer is None:
-        raise UsageError(f"--format {request.format} needs --tokenizer, that of the model")
-    if request.reads_lines and (request.seq_length or 0) < 2:
-        raise UsageError(f"--format {request.format} needs --seq, tokens of a sample (at least 2)")
-    if request.format == "images" and not (len(request.inputs) == 1 and request.inputs[0].is_dir()):
+    if options.reads_lines and options.tokenizer is None:
+        raise UsageError(f"--format {options.format} needs --tokenizer, that of the model")
+    if options.reads_lines and (options.seq_length or 0) < 2:
+        raise UsageError(f"--format {options.format} needs --seq, tokens of a sample (at least 2)")
+    if options.format == "images" and not (len(options.inputs) == 1 and options.inputs[0].is_dir()):
         raise UsageError("--format images needs one directory, with a directory for each class")
-    if request.format == "arrays" and request.stage != "all":
+    if options.format == "arrays" and options.stage != "all":
         raise UsageError("--format arrays is made at once: it has no shards")

@@ -1,6 +1,6 @@
-"""Image folders: whether every image can be decoded, and the list of them.
+"""Format `images`: check that every image of a folder can be decoded, and write their list.
 
-Belongs here: shards of files to look at, and the list. Does not belong here: pixels for training
+Belongs here: shards of files to decode, and the list. Does not belong here: pixels for training
 (see `hpctrain.train.datasets`).
 """
 
@@ -13,33 +13,33 @@ from pathlib import Path
 import numpy as np
 
 from hpctrain.errors import InvalidInputError, Problem
-from hpctrain.prepare.contents import Contents, Counts
 from hpctrain.prepare.corpus import Corpus, Source
-from hpctrain.prepare.tokens import missing
+from hpctrain.prepare.optional_packages import missing_package
+from hpctrain.prepare.shard_contents import DocumentCounts, ShardContents
 from hpctrain.train.datasets.archive import write_archive
 from hpctrain.train.datasets.listing import Listing, list_images, listing_columns
 
-_SHOWN = 20
+_MAX_PROBLEMS = 20
 
 
-def picture_corpus(listing: Listing, root: Path) -> Corpus:
-    """The files as sources. Their contents are not read: names, sizes and times stand for them."""
+def image_corpus(listing: Listing, root: Path) -> Corpus:
+    """Describe the files as sources; digests cover name, size and time, not the contents."""
     sources = []
     for name in listing.names:
-        about = (root / name).stat()
-        identity = f"{name} {about.st_size} {about.st_mtime_ns}"
+        status = (root / name).stat()
+        identity = f"{name} {status.st_size} {status.st_mtime_ns}"
         digest = hashlib.sha256(identity.encode()).hexdigest()
-        source = Source(path=root / name, name=name, size_bytes=about.st_size, sha256=digest)
+        source = Source(path=root / name, name=name, size_bytes=status.st_size, sha256=digest)
         sources.append(source)
     return Corpus(tuple(sources), (), 0, tuple(source.sha256 for source in sources))
 
 
-def check_pictures(sources: Sequence[Source]) -> Contents:
-    """Decode every image. Raises InvalidInputError with those that cannot be."""
+def check_images(sources: Sequence[Source]) -> ShardContents:
+    """Decode every image. Raises InvalidInputError with those that cannot be decoded."""
     try:
         from PIL import Image
     except ImportError as error:
-        raise missing(error, "data") from error
+        raise missing_package(error, "data") from error
     problems = []
     for source in sources:
         try:
@@ -50,19 +50,20 @@ def check_pictures(sources: Sequence[Source]) -> Contents:
         except Exception as error:  # decoders raise all kinds of exceptions at a damaged file
             problems.append(Problem(f"cannot be decoded: {error}", file=str(source.path)))
     if problems:
-        raise InvalidInputError(problems[:_SHOWN])
-    return Contents({"checked": np.arange(len(sources))}, Counts(documents=len(sources)))
+        raise InvalidInputError(problems[:_MAX_PROBLEMS])
+    counts = DocumentCounts(documents=len(sources))
+    return ShardContents({"checked": np.arange(len(sources))}, counts)
 
 
-def join_pictures(root: Path, expected: int, target: Path) -> int:
+def join_images(root: Path, expected: int, target: Path) -> int:
     """Write the list of files, and return their number.
 
-    Raises InvalidInputError when files came or went meanwhile.
+    Raises InvalidInputError when files were added or removed since the shards were planned.
     """
     listing = list_images(root)
     if len(listing.names) != expected:
         hint = "start again when nobody writes to the input"
-        changed = Problem("changed while its images were looked at", file=str(root), hint=hint)
+        changed = Problem("changed while its images were checked", file=str(root), hint=hint)
         raise InvalidInputError([changed])
     write_archive(target, listing_columns(listing))
     return len(listing.names)

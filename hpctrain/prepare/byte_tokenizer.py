@@ -1,18 +1,18 @@
-"""Our own tokenizer: byte-level BPE (Sennrich et al. 2016, arXiv:1508.07909, as in GPT-2).
+"""Byte-level BPE tokenizers (Sennrich et al. 2016, arXiv:1508.07909, as in GPT-2).
 
-It gives every text back exactly, and its last id ends a document. Belongs here: training it,
-reading it, using it. Does not belong here: tokenizers of Hugging Face's models (see
-`hugging_face`). The tokenizers library is imported on first use.
+Such a tokenizer is lossless, and its last id ends a document. Belongs here: training, loading and
+using it. Does not belong here: tokenizers of Hugging Face models (see `hugging_face_tokenizer`).
+The tokenizers library is imported on first use.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from hpctrain.errors import HpctrainError, InvalidInputError, Problem
+from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.prepare.optional_packages import missing_package
 from hpctrain.store.datasets import END_OF_DOCUMENT
 
 ALPHABET_TOKENS = 256
@@ -26,7 +26,7 @@ class ByteTokenizer:
         # `<|endoftext|>` spelled in a text is text: only the writer ends documents.
         tokenizer.encode_special_tokens = True
         self._tokenizer = tokenizer
-        # the highest id counts, not the number of tokens: ids of others' tokenizers may have gaps
+        # the highest id matters, not the number of tokens: ids may have gaps
         self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
 
     @property
@@ -37,7 +37,7 @@ class ByteTokenizer:
         return str(self._tokenizer.to_str(pretty=True)) + "\n"
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """Token ids of each text, without the end of the document."""
+        """Tokenize each text, without the end of the document."""
         encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
@@ -48,7 +48,7 @@ class ByteTokenizer:
 def train_tokenizer(texts: Iterable[list[str]], vocab_size: int) -> ByteTokenizer:
     """Train a tokenizer of exactly `vocab_size` tokens, the last of them `<|endoftext|>`.
 
-    Raises InvalidInputError if the text does not hold enough repeated pairs for that many.
+    Raises InvalidInputError if the text has too few repeated pairs for that many.
     """
     if vocab_size < ALPHABET_TOKENS + 1:
         least = f"{ALPHABET_TOKENS + 1} ({ALPHABET_TOKENS} bytes and {END_OF_DOCUMENT})"
@@ -65,23 +65,17 @@ def train_tokenizer(texts: Iterable[list[str]], vocab_size: int) -> ByteTokenize
         initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
     )
     tokenizer.train_from_iterator(texts, trainer)
-    _add_end_of_document(library, tokenizer)
-    trained = ByteTokenizer(tokenizer)
-    if trained.vocab_size != vocab_size:
-        raise InvalidInputError([_too_little_text(trained.vocab_size, vocab_size)])
-    return trained
-
-
-def _add_end_of_document(library: Any, tokenizer: Any) -> None:
     token = library.AddedToken(END_OF_DOCUMENT, special=True, normalized=False)
     tokenizer.add_special_tokens([token])
-
-
-def _too_little_text(reached: int, wanted: int) -> Problem:
-    return Problem(
-        f"the text is too little for a vocabulary of {wanted}: it gives {reached} tokens",
-        hint=f"add text, or ask for --vocab-size {reached} or less",
-    )
+    trained = ByteTokenizer(tokenizer)
+    reached = trained.vocab_size
+    if reached != vocab_size:
+        problem = Problem(
+            f"the text is too short for a vocabulary of {vocab_size}: it gives {reached} tokens",
+            hint=f"add text, or use --vocab-size {reached} or less",
+        )
+        raise InvalidInputError([problem])
+    return trained
 
 
 def load_tokenizer(path: Path) -> ByteTokenizer:
@@ -105,37 +99,31 @@ def load_tokenizer(path: Path) -> ByteTokenizer:
         message = f"{END_OF_DOCUMENT} has id {last}, but must have the last one, {expected}"
         hint = (
             "the trainer ends documents with id vocabulary size - 1 (Megatron's null tokenizer); "
-            "of another tokenizer give the directory, with its tokenizer_config.json"
+            "for another tokenizer give its directory, which has a tokenizer_config.json"
         )
         raise InvalidInputError([Problem(message, file=str(path), hint=hint)])
     return loaded
 
 
-def encoded_exactly(texts: list[str], tokenizer: ByteTokenizer) -> list[list[int]]:
-    """The ids of each text. Raises InvalidInputError if decoding does not give it back."""
+def encode_losslessly(texts: list[str], tokenizer: ByteTokenizer) -> list[list[int]]:
+    """Tokenize each text. Raises InvalidInputError if decoding does not reproduce it."""
     sequences = tokenizer.encode(texts)
-    decoded = tokenizer.decode(sequences)
-    for text, ids, again in zip(texts, sequences, decoded, strict=True):
-        if again != text:
-            raise InvalidInputError([_lossy(text, again)])
+    decoded_texts = tokenizer.decode(sequences)
+    for text, ids, decoded in zip(texts, sequences, decoded_texts, strict=True):
+        if decoded != text:
+            pairs = enumerate(zip(text, decoded, strict=False))
+            shorter = min(len(text), len(decoded))
+            start = next((index for index, (a, b) in pairs if a != b), shorter)
+            got, expected = decoded[start : start + 20], text[start : start + 20]
+            problem = Problem(
+                f"the tokenizer does not give the text back: {got!r} instead of {expected!r}",
+                hint="use a byte-level tokenizer without a normalizer",
+            )
+            raise InvalidInputError([problem])
         if tokenizer.end_of_document_id in ids:
             message = f"the tokenizer makes {END_OF_DOCUMENT} out of a text that spells it"
             raise InvalidInputError([Problem(message)])
     return sequences
-
-
-def _lossy(text: str, again: str) -> Problem:
-    pairs = enumerate(zip(text, again, strict=False))
-    start = next((at for at, (a, b) in pairs if a != b), min(len(text), len(again)))
-    got, wanted = again[start : start + 20], text[start : start + 20]
-    return Problem(
-        f"the tokenizer does not give the text back: {got!r} instead of {wanted!r}",
-        hint="use a byte-level tokenizer without a normalizer",
-    )
-
-
-def sha256_of(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _tokenizers() -> Any:
@@ -146,13 +134,5 @@ def _tokenizers() -> Any:
         import tokenizers.pre_tokenizers
         import tokenizers.trainers
     except ImportError as error:
-        raise missing(error, "megatron") from error
+        raise missing_package(error, "megatron") from error
     return tokenizers
-
-
-def missing(error: ImportError, extra: str) -> HpctrainError:
-    """What to tell when a package is not installed."""
-    return HpctrainError(
-        f"preparing a dataset needs a Python package that is not here: {error}",
-        hint=f"pip install 'hpctrain[{extra}]'",
-    )

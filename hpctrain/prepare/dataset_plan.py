@@ -1,8 +1,8 @@
-"""The plan of a dataset: what is made, of which pieces, in which shards.
+"""The plan of a dataset: the recipe, the pieces of input, and their distribution over shards.
 
-A shard's key is a digest of everything that its content depends on, so a finished one is good for
-ever: after a restart, with other processes, also when some other piece of the input was changed.
-Belongs here: these documents and cutting the input up. Does not belong here: making shards.
+A shard's key is a digest of everything that its content depends on. A finished shard therefore
+stays valid after a restart, with other processes, or when other input changes. Belongs here:
+these documents and cutting the input into shards. Does not belong here: making shards.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hpctrain.prepare.corpus import Source
 from hpctrain.store.datasets import SkippedFile
 
 _PLAN_NAME = "plan.json"
-_VERSION = 1  # of what shards hold: another one makes all of them anew
+_VERSION = 1  # of the content of shards; a new one invalidates all of them
 
 ShardedFormat = Literal["tokens", "packed", "examples", "images"]
 
@@ -34,9 +34,9 @@ class PlanDocument(BaseModel):
 class Recipe(PlanDocument):
     """How documents become samples.
 
-    `tokenizer` is a tokenizer.json of our own kind, or (`hugging_face`) a directory or a file
-    that transformers loads. `classes` are the names of labels by number, `directory` is where
-    the names of images begin.
+    `tokenizer` is a byte-level tokenizer.json, or (`hugging_face`) a directory or a file that
+    transformers loads. `classes` are the names of labels by number. `directory` is what the names
+    of images are relative to.
     """
 
     format: ShardedFormat
@@ -52,7 +52,7 @@ class Recipe(PlanDocument):
 
 
 class ShardPlan(PlanDocument):
-    """One shard and the pieces of the input that it is made of, in order."""
+    """One shard and its pieces of the input, in order."""
 
     key: str
     sources: tuple[Source, ...]
@@ -62,8 +62,8 @@ class ShardPlan(PlanDocument):
         return sum(source.size_bytes for source in self.sources)
 
 
-class Plan(PlanDocument):
-    """Everything that making shards and putting them together takes."""
+class DatasetPlan(PlanDocument):
+    """Everything that is needed to make the shards and to merge them."""
 
     recipe: Recipe
     shards: tuple[ShardPlan, ...]
@@ -80,44 +80,44 @@ class Plan(PlanDocument):
 def cut_into_shards(
     recipe: Recipe, sources: Sequence[Source], shard_bytes: int
 ) -> tuple[ShardPlan, ...]:
-    """Shards of about `shard_bytes`, whatever the number of processes that make them."""
+    """Group sources into shards of about `shard_bytes`, independent of the number of processes."""
     shards: list[ShardPlan] = []
-    held: list[Source] = []
-    held_bytes = 0
+    group: list[Source] = []
+    group_bytes = 0
     for source in sources:
-        held.append(source)
-        held_bytes += source.size_bytes
-        if held_bytes >= shard_bytes:
-            shards.append(ShardPlan(key=_key(recipe, held), sources=tuple(held)))
-            held, held_bytes = [], 0
-    if held:
-        shards.append(ShardPlan(key=_key(recipe, held), sources=tuple(held)))
+        group.append(source)
+        group_bytes += source.size_bytes
+        if group_bytes >= shard_bytes:
+            shards.append(ShardPlan(key=_key(recipe, group), sources=tuple(group)))
+            group, group_bytes = [], 0
+    if group:
+        shards.append(ShardPlan(key=_key(recipe, group), sources=tuple(group)))
     return tuple(shards)
 
 
 def _key(recipe: Recipe, sources: Sequence[Source]) -> str:
-    # where a tokenizer lies says nothing about it; its digest does
-    made_by = recipe.model_copy(update={"tokenizer": None}).model_dump_json()
+    # the path of a tokenizer is irrelevant, its digest is part of the recipe
+    recipe_json = recipe.model_copy(update={"tokenizer": None}).model_dump_json()
     pieces = [f"{source.first_line is not None} {source.sha256}" for source in sources]
-    text = "\n".join([str(_VERSION), made_by, *pieces])
+    text = "\n".join([str(_VERSION), recipe_json, *pieces])
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
-def write_plan(directory: Path, plan: Plan) -> None:
-    """Put it where the processes that make shards look for it."""
+def write_plan(directory: Path, plan: DatasetPlan) -> None:
+    """Write the plan into the directory of its shards, where the other processes read it."""
     replace_text(directory / _PLAN_NAME, plan.model_dump_json() + "\n")
 
 
-def read_plan(directory: Path) -> Plan | None:
-    """The plan in a directory of shards; None if there is none of this version."""
+def read_plan(directory: Path) -> DatasetPlan | None:
+    """Read the plan in a directory of shards; None if there is none of this version."""
     try:
-        return Plan.model_validate_json((directory / _PLAN_NAME).read_bytes())
+        return DatasetPlan.model_validate_json((directory / _PLAN_NAME).read_bytes())
     except (OSError, ValidationError):
         return None
 
 
-def need_plan(directory: Path) -> Plan:
-    """As `read_plan`. Raises InvalidInputError when there is none."""
+def need_plan(directory: Path) -> DatasetPlan:
+    """Read the plan in a directory of shards. Raises InvalidInputError when there is none."""
     plan = read_plan(directory)
     if plan is None:
         hint = "the first stage makes it: --stage plan"
