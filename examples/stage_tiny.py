@@ -147,7 +147,7 @@ def _class(name: str) -> Any:
 def _save(model: str, config: str, shape: dict[str, Any], directory: Path) -> None:
     import torch
 
-    from hpctrain.convert.directory import write_model
+    from hpctrain.convert.hugging_face_directory import write_model
 
     torch.manual_seed(1)
     write_model(_class(model)(_class(config)(**shape)), directory)

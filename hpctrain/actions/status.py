@@ -21,7 +21,7 @@ from hpctrain.store.ledger import Event, EventKind
 from hpctrain.store.run_records import Progress, StepMetrics, read_record, tail_metrics
 from hpctrain.supervise.judge.documents import SuperviseConfig
 from hpctrain.supervise.run_jobs import RunJobs
-from hpctrain.telemetry.rates import Row, recent_rates
+from hpctrain.telemetry.rates import MetricsRow, recent_rates
 
 # What `recent_rates` looks at, and the first step of a launch, which it leaves out.
 _RECENT_STEPS = 21
@@ -159,8 +159,8 @@ def _config(run: RunFiles) -> SuperviseConfig | None:
         return None
 
 
-def _row(metrics: StepMetrics) -> Row:
-    return Row(
+def _row(metrics: StepMetrics) -> MetricsRow:
+    return MetricsRow(
         metrics.step,
         metrics.epoch,
         metrics.loss,

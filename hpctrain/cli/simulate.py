@@ -14,7 +14,7 @@ from hpctrain.units import Duration
 
 if TYPE_CHECKING:
     from hpctrain.actions.simulate import BareNumbers
-    from hpctrain.simulate.choice import Goal
+    from hpctrain.simulate.interval_choice import Goal
     from hpctrain.simulate.scenario import MixName
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import textwrap
 
 from hpctrain.actions.simulate import Simulation
-from hpctrain.simulate.trials import Outcome, Spread
+from hpctrain.simulate.monte_carlo import Distribution, Outcome
 from hpctrain.units import short_duration
 
 _WIDTH, _INDENT = 80, 10
@@ -99,7 +99,7 @@ def _finish(told: Simulation, best: Outcome) -> str:
     return f"{text}; {amount:,.0f} {told.currency}"
 
 
-def _days(days: Spread) -> str:
+def _days(days: Distribution) -> str:
     return f"{days.mean:,.1f} ({days.p5:,.1f} to {days.p95:,.1f})"
 
 

@@ -1,7 +1,8 @@
-"""One run, played from failure to failure; what follows each is the supervisor's policy's choice.
+"""Simulate one run from failure to failure; the supervisor's policy decides after each.
 
 Failures of nodes are a Poisson process with a constant rate. Belongs here: the course of one run.
-Does not belong here: sums over runs (`trials`), the arithmetic of a stretch (`training`).
+Does not belong here: statistics over runs (see `monte_carlo`), the arithmetic of a stretch (see
+`training_stretch`).
 """
 
 from __future__ import annotations
@@ -13,24 +14,24 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from functools import cache
 
-from hpctrain.simulate.failures import Kind
-from hpctrain.simulate.memory import Memory
+from hpctrain.simulate.failure_mixes import FailureKind
+from hpctrain.simulate.history_counter import HistoryCounter
 from hpctrain.simulate.scenario import Scenario
-from hpctrain.simulate.training import Cycle, Stretch
+from hpctrain.simulate.training_stretch import Cycle, Stretch
 from hpctrain.supervise.judge.causes import Cause
 from hpctrain.supervise.judge.documents import Action, ActionKind, Situation, Verdict
 from hpctrain.supervise.judge.policy import decide
-from hpctrain.telemetry.segments import Category
+from hpctrain.telemetry.time_categories import Category
 
-# A run that takes so many times its work is not going to end.
+# A run that takes this many times its work is taken as endless.
 _HOPELESS_FACTOR = 50.0
 _HOPELESS_SECONDS = 30 * 86400.0
 NO_END = "the run makes no progress"
 
 
 @dataclass(frozen=True)
-class Played:
-    """One run: seconds by category and lost by cause, what happened, why it stopped (if so)."""
+class RunOutcome:
+    """Result of one run: seconds by category, losses by cause, counts, why it stopped (or None)."""
 
     seconds: dict[Category, float]
     lost_seconds: dict[Cause, float]
@@ -44,20 +45,20 @@ class Played:
 
     @property
     def occupied_seconds(self) -> float:
-        """With nodes: all but the queue."""
+        """Seconds with nodes allocated: all but the queue."""
         return self.wall_seconds - self.seconds.get(Category.QUEUEING, 0.0)
 
 
 @dataclass(frozen=True)
-class _End:
-    """What ended a launch. `bad`: its node is of no use, though it may still answer."""
+class _LaunchEnd:
+    """Why a launch ended. `bad`: its node is unusable, although it may still respond."""
 
     cause: Cause
     node_gone: bool = False
     bad: bool = False
     requeued: bool = False
     keeps_nodes: bool = True
-    kind: Kind | None = None
+    kind: FailureKind | None = None
 
 
 @cache
@@ -65,18 +66,18 @@ def _verdict(cause: Cause, requeued: bool, hard: bool) -> Verdict:
     return Verdict(cause, str(cause).replace("_", " "), already_requeued=requeued, hard=hard)
 
 
-class Trial:
-    """Plays one run; every random number comes from `dice`."""
+class SimulatedRun:
+    """The state of one simulated run; every random number comes from `rng`."""
 
-    def __init__(self, scenario: Scenario, dice: random.Random) -> None:
-        self.scenario, self.dice = scenario, dice
+    def __init__(self, scenario: Scenario, rng: random.Random) -> None:
+        self.scenario, self.rng = scenario, rng
         self.cycle = Cycle(
             scenario.work_between_saves,
             scenario.stall,
             scenario.save_write_seconds,
             scenario.last_save,
         )
-        self.memory = Memory(scenario.supervise.storm_window_seconds)
+        self.history_counter = HistoryCounter(scenario.supervise.storm_window_seconds)
         self.spent: defaultdict[Category, float] = defaultdict(float)
         self.lost: defaultdict[Cause, float] = defaultdict(float)
         self.failures: Counter[str] = Counter()
@@ -85,22 +86,25 @@ class Trial:
         self.requeues = 0
         self.blame: Cause | None = None
         self.healthy = 0
-        self.bad: Kind | None = None
+        self.bad: FailureKind | None = None
         self.limit_at = self.preempted_at = math.inf
         self.kinds = scenario.failure_mix.kinds
         self.weights = [kind.weight for kind in self.kinds]
 
-    def play(self) -> Played:
-        """From the first submission to the end of training, or to where the policy gives up."""
-        self._pass(Category.QUEUEING, self.scenario.first_wait_seconds)
+    def run(self) -> RunOutcome:
+        """Simulate from the first submission to the end of training, or until the policy stops."""
+        self._spend(Category.QUEUEING, self.scenario.first_wait_seconds)
         self._allocate()
+        limit = _HOPELESS_FACTOR * self.scenario.work_seconds + _HOPELESS_SECONDS
         stopped: str | None = None
         while stopped is None:
             end = self._launch()
             if end is None:
                 break
-            stopped = self._go_on(end) or self._hopeless()
-        return Played(
+            stopped = self._follow_policy(end)
+            if stopped is None and self.now > limit:
+                stopped = NO_END
+        return RunOutcome(
             seconds=dict(self.spent),
             lost_seconds=dict(self.lost),
             failures=dict(self.failures),
@@ -108,21 +112,17 @@ class Trial:
             stopped=stopped,
         )
 
-    def _pass(self, category: Category, seconds: float) -> None:
-        """Time goes by; what the last interruption costs is put to its account."""
+    def _spend(self, category: Category, seconds: float) -> None:
+        """Advance the clock; attribute the time to the last interruption until it is over."""
         self.spent[category] += seconds
         self.now += seconds
         if self.blame is not None:
             self.lost[self.blame] += seconds
 
-    def _hopeless(self) -> str | None:
-        limit = _HOPELESS_FACTOR * self.scenario.work_seconds + _HOPELESS_SECONDS
-        return NO_END if self.now > limit else None
-
     # -- a launch --------------------------------------------------------------------------------
 
-    def _launch(self) -> _End | None:
-        """One launch up to its end; None: the run is done."""
+    def _launch(self) -> _LaunchEnd | None:
+        """Simulate one launch and return its end; None when the run is complete."""
         scenario, began = self.scenario, self.now
         resumed = self.saved
         fails_at = began + self._next(scenario.nodes * scenario.failures_per_second)
@@ -133,82 +133,75 @@ class Trial:
         ready = began + scenario.restart_seconds
         done_at = ready + self.cycle.to_the_end(left)
         ends_at = min(fails_at, self.preempted_at, soft_limit)
-        self._pass(Category.STARTING, min(ready, max(ends_at, began)) - began)
+        self._spend(Category.STARTING, min(ready, max(ends_at, began)) - began)
         self.blame = None
         if done_at <= ends_at:
             self._train(self.cycle.finished(left), None)
             return None
-        end = self._what_ended(fails_at, soft_limit)
+        end = self._draw_end(fails_at, soft_limit)
         graceful = end.cause is Cause.TIME_LIMIT or (
             end.cause is Cause.PREEMPTED and scenario.warned
         )
         stretch = self.cycle.cut_off(max(0.0, ends_at - ready), left)
         self._train(stretch, end.cause, graceful=graceful and ends_at > ready)
-        self._lose_spares(self.now - began)
-        self._detect(end)
-        self.memory.ended(end.cause, self.now, self.saved, resumed)
+        # Idle spare nodes fail like others, unnoticed until they are needed.
+        rate = scenario.failures_per_second * scenario.failure_mix.share_taking_nodes
+        survives = math.exp(-rate * (self.now - began))
+        for _ in range(self.healthy - scenario.nodes):
+            if self.rng.random() > survives:
+                self._lose_node()
+        if end.cause not in (Cause.TIME_LIMIT, Cause.PREEMPTED):
+            self._detect(end)
+        self.history_counter.ended(end.cause, self.now, self.saved, resumed)
         return end
 
     def _train(self, stretch: Stretch, cause: Cause | None, *, graceful: bool = False) -> None:
-        """`graceful`: a last save makes everything durable."""
+        """Account for a stretch; `graceful`: a last save makes all of its work durable."""
         kept = stretch.done if graceful else stretch.kept
-        self._pass(Category.PRODUCTIVE, kept)
-        self._pass(Category.SAVING, stretch.stalled + (self.scenario.last_save if graceful else 0))
+        self._spend(Category.PRODUCTIVE, kept)
+        self._spend(Category.SAVING, stretch.stalled + (self.scenario.last_save if graceful else 0))
         self.saved += kept
         self.blame = cause
-        self._pass(Category.REDONE, stretch.done - kept)
+        self._spend(Category.REDONE, stretch.done - kept)
 
     def _next(self, rate: float) -> float:
-        return self.dice.expovariate(rate) if rate else math.inf
+        return self.rng.expovariate(rate) if rate else math.inf
 
-    def _what_ended(self, fails_at: float, soft_limit: float) -> _End:
+    def _draw_end(self, fails_at: float, soft_limit: float) -> _LaunchEnd:
         if soft_limit <= min(fails_at, self.preempted_at):
-            return _End(Cause.TIME_LIMIT, keeps_nodes=False)
+            return _LaunchEnd(Cause.TIME_LIMIT, keeps_nodes=False)
         if self.preempted_at <= fails_at:
-            return _End(Cause.PREEMPTED, keeps_nodes=False)
-        # A broken node that is still in use fails in the way in which it did before.
-        kind = self.bad or self.dice.choices(self.kinds, self.weights)[0]
+            return _LaunchEnd(Cause.PREEMPTED, keeps_nodes=False)
+        # A broken node that is still in use fails as it did before.
+        kind = self.bad or self.rng.choices(self.kinds, self.weights)[0]
         self.failures[kind.name] += 1
-        return self._failure(kind)
-
-    def _failure(self, kind: Kind) -> _End:
-        """The node of the supervisor itself takes the job with it, and Slurm requeues that."""
         gone = kind.takes_node and kind.cause is Cause.NODE_FAILURE
-        if gone and self.dice.random() * self.scenario.nodes < 1:
-            return _End(Cause.NODE_FAILURE, True, requeued=True, keeps_nodes=False)
-        return _End(kind.cause, node_gone=gone, bad=kind.takes_node and not gone, kind=kind)
-
-    def _lose_spares(self, seconds: float) -> None:
-        """Nodes that wait fail like others; nobody notices until they are needed."""
-        rate = self.scenario.failures_per_second * self.scenario.failure_mix.share_taking_nodes
-        survives = math.exp(-rate * seconds)
-        for _ in range(self.healthy - self.scenario.nodes):
-            if self.dice.random() > survives:
-                self._lose_node()
+        if gone and self.rng.random() * self.scenario.nodes < 1:
+            # The loss of the supervisor's own node ends the job, and Slurm requeues it.
+            return _LaunchEnd(Cause.NODE_FAILURE, True, requeued=True, keeps_nodes=False)
+        return _LaunchEnd(kind.cause, node_gone=gone, bad=kind.takes_node and not gone, kind=kind)
 
     def _lose_node(self) -> None:
         self.healthy -= 1
         heapq.heappush(self.repairs, self.now + self.scenario.repair_seconds)
 
-    def _detect(self, end: _End) -> None:
-        """Until the verdict: what says nothing takes the stall limit, a dead node Slurm's time."""
-        if end.cause in (Cause.TIME_LIMIT, Cause.PREEMPTED):
-            return
+    def _detect(self, end: _LaunchEnd) -> None:
+        """Spend the time until the verdict: the stall limit, Slurm's timeout, or a short delay."""
         if end.node_gone:
             category = Category.DOWN if end.requeued else Category.DETECTING
-            self._pass(category, self.scenario.lost_node_seconds)
+            self._spend(category, self.scenario.lost_node_seconds)
             return
         silent = end.cause in (Cause.HANG, Cause.FABRIC)
         seconds = self.scenario.stall_seconds if silent else self.scenario.detect_seconds
-        self._pass(Category.DETECTING, seconds)
+        self._spend(Category.DETECTING, seconds)
 
-    # -- what follows ----------------------------------------------------------------------------
+    # -- after a launch --------------------------------------------------------------------------
 
-    def _go_on(self, end: _End) -> str | None:
-        """Do what the policy decides; returns its reason if that is to stop."""
+    def _follow_policy(self, end: _LaunchEnd) -> str | None:
+        """Perform the policy's action; returns its reason if the action is to stop."""
         if end.node_gone:
             self._lose_node()
-        found = end.bad and self.dice.random() < self.scenario.bad_nodes_found
+        found = end.bad and self.rng.random() < self.scenario.bad_nodes_found
         if found:
             self._lose_node()
         action = self._decide(end, excludes=end.bad and not found)
@@ -219,12 +212,12 @@ class Trial:
         elif end.bad and not found:
             self.bad = end.kind
         if action.kind is ActionKind.RELAUNCH:
-            self._pass(Category.RESTARTING, self.scenario.relaunch_seconds + action.delay_seconds)
+            self._spend(Category.RESTARTING, self.scenario.relaunch_seconds + action.delay_seconds)
             return None
-        self._queue(end)
+        self._requeue(end)
         return None
 
-    def _decide(self, end: _End, *, excludes: bool) -> Action:
+    def _decide(self, end: _LaunchEnd, *, excludes: bool) -> Action:
         scenario = self.scenario
         situation = Situation(
             keeps_nodes=end.keeps_nodes,
@@ -235,27 +228,24 @@ class Trial:
             exclude=("a broken node",) if excludes else (),
         )
         verdict = _verdict(end.cause, end.requeued, end.bad)
-        return decide(verdict, self.memory.history(), situation, scenario.supervise)
+        return decide(verdict, self.history_counter.history(), situation, scenario.supervise)
 
-    def _queue(self, end: _End) -> None:
-        """Back into the queue, then a new allocation; a full cluster waits for repairs."""
+    def _requeue(self, end: _LaunchEnd) -> None:
+        """Wait in the queue for a new allocation; a full cluster also waits for repairs."""
         scenario = self.scenario
         self.requeues += 1
         wait = scenario.requeue_delay_seconds
         if scenario.queue_wait_seconds:
-            wait += self.dice.expovariate(1 / scenario.queue_wait_seconds)
+            wait += self.rng.expovariate(1 / scenario.queue_wait_seconds)
         if end.cause is Cause.PREEMPTED and scenario.preemption_wait_seconds:
-            wait += self.dice.expovariate(1 / scenario.preemption_wait_seconds)
-        self._pass(Category.QUEUEING, max(wait, self._repaired_at() - self.now))
+            wait += self.rng.expovariate(1 / scenario.preemption_wait_seconds)
+        enough_nodes_at = self.now
+        if scenario.cluster_nodes is not None:
+            surplus = scenario.cluster_nodes - scenario.nodes - scenario.spare_nodes
+            missing = len(self.repairs) - surplus
+            enough_nodes_at = sorted(self.repairs)[missing - 1] if missing > 0 else self.now
+        self._spend(Category.QUEUEING, max(wait, enough_nodes_at - self.now))
         self._allocate()
-
-    def _repaired_at(self) -> float:
-        """When the cluster has as many good nodes as the job asks for."""
-        if self.scenario.cluster_nodes is None:
-            return self.now
-        surplus = self.scenario.cluster_nodes - self.scenario.nodes - self.scenario.spare_nodes
-        missing = len(self.repairs) - surplus
-        return sorted(self.repairs)[missing - 1] if missing > 0 else self.now
 
     def _allocate(self) -> None:
         scenario = self.scenario

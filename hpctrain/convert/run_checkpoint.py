@@ -1,4 +1,4 @@
-"""A checkpoint of a run as a Hugging Face directory, whatever engine has written it.
+"""Export a checkpoint of a run, written by any engine, as a Hugging Face directory.
 
 Belongs here: from an engine's files to a module. Does not belong here: writing the directory.
 """
@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from hpctrain.checkpoints.discover import inspect
 from hpctrain.checkpoints.manifest import step_of
 from hpctrain.checkpoints.staged import CONFIG_NAME
-from hpctrain.convert.directory import copy_companions, write_model
+from hpctrain.convert.hugging_face_directory import copy_companions, write_model
 from hpctrain.engines.conversion import unexportable
 from hpctrain.engines.deepspeed import DeepSpeedConfig
 from hpctrain.engines.megatron import MegatronConfig
@@ -28,65 +28,59 @@ from hpctrain.train.job import read_config
 
 def export(checkpoint: Path, target: Path) -> ConversionReport:
     """Write the model of a published checkpoint. Raises InvalidInputError."""
-    _refuse_damaged(checkpoint)
-    config = read_config(RunLayout(checkpoint.parent.parent).train_config)
-    if isinstance(config, MegatronConfig):
-        return _of_megatron(config, checkpoint, target)
-    assert isinstance(config, ModuleConfig)
-    return _of_module(config, checkpoint, target)
-
-
-def _refuse_damaged(checkpoint: Path) -> None:
     step = step_of(checkpoint.name)
     if step is None:
         problem = Problem("is not the name of a checkpoint", str(checkpoint))
         raise InvalidInputError([problem])
-    found = inspect(checkpoint, step, "size")
-    if found.problem is not None:
-        raise InvalidInputError([Problem(found.problem, str(checkpoint))])
+    inspection = inspect(checkpoint, step, "size")
+    if inspection.problem is not None:
+        raise InvalidInputError([Problem(inspection.problem, str(checkpoint))])
+    config = read_config(RunLayout(checkpoint.parent.parent).train_config)
+    if isinstance(config, MegatronConfig):
+        return _export_megatron(config, checkpoint, target)
+    assert isinstance(config, ModuleConfig)
+    return _export_module(config, checkpoint, target)
 
 
-def _of_megatron(config: MegatronConfig, checkpoint: Path, target: Path) -> ConversionReport:
-    from hpctrain.convert import megatron
-    from hpctrain.convert.weights import module_of, report_of
+def _export_megatron(config: MegatronConfig, checkpoint: Path, target: Path) -> ConversionReport:
+    from hpctrain.convert import megatron_checkpoint
+    from hpctrain.convert.pretrained_weights import module_of, report_of
 
     model = shape_of(config)
-    if wrong := unexportable(model):
-        raise InvalidInputError([Problem(words, str(checkpoint)) for words in wrong])
-    with megatron.one_rank():
+    if reasons := unexportable(model):
+        raise InvalidInputError([Problem(reason, str(checkpoint)) for reason in reasons])
+    with megatron_checkpoint.one_rank():
         dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
-        chunk = megatron.build(model, dtype)
-        megatron.load(chunk, checkpoint)
+        chunk = megatron_checkpoint.build(model, dtype)
+        megatron_checkpoint.load(chunk, checkpoint)
         module = module_of(chunk, model, None)
     write_model(module, target)
-    _companions_of_the_start(config.pretrained, target)
+    _copy_pretrained_companions(config.pretrained, target)
     return report_of(module, model, checkpoint, "Hugging Face")
 
 
-def _of_module(config: ModuleConfig, checkpoint: Path, target: Path) -> ConversionReport:
-    from hpctrain.convert.weights import report_of
+def _export_module(config: ModuleConfig, checkpoint: Path, target: Path) -> ConversionReport:
+    from hpctrain.convert.pretrained_weights import report_of
     from hpctrain.train.engines.models.build import build_module
     from hpctrain.train.engines.models.lora import merged
 
     module = build_module(config, device=torch.device("cpu"), initialize=config.lora is not None)
-    _load(config, module, checkpoint)
-    plain = merged(module)
-    write_model(plain, target)
-    _companions_of_the_start(config.model.pretrained, target)
-    adapted = config.lora is not None
-    return report_of(plain, config.model, checkpoint, "Hugging Face", merged_lora=adapted)
-
-
-def _load(config: ModuleConfig, module: Any, checkpoint: Path) -> None:
     if config.engine == "deepspeed":
         _load_deepspeed(config, module, checkpoint)
     else:
         _load_distributed(module, checkpoint)
+    plain = merged(module)
+    write_model(plain, target)
+    _copy_pretrained_companions(config.model.pretrained, target)
+    adapted = config.lora is not None
+    return report_of(plain, config.model, checkpoint, "Hugging Face", merged_lora=adapted)
 
 
 def _load_distributed(module: Any, checkpoint: Path) -> None:
-    """FSDP's and DDP's checkpoints are torch.distributed.checkpoint's, by name; with LoRA they
-    hold what is learned, and the rest is as it was built."""
+    """Load a checkpoint of FSDP or DDP, written by torch.distributed.checkpoint.
+
+    With LoRA it holds the trainable weights only; the others stay as they were built.
+    """
     reader = dcp.FileSystemReader(checkpoint)
     stored = reader.read_metadata().state_dict_metadata
     state = {
@@ -97,11 +91,11 @@ def _load_distributed(module: Any, checkpoint: Path) -> None:
 
 
 def _load_deepspeed(config: ModuleConfig, module: Any, checkpoint: Path) -> None:
-    """By DeepSpeed's own reader of its files (utils/zero_to_fp32.py): weights in fp32.
+    """Load a DeepSpeed checkpoint.
 
-    Without ZeRO there are none that it knows, and the weights are whole in one file; where ranks
-    split weights it knows not how, and each has a file; a pipeline has one for each layer. These
-    are in the precision of the training.
+    With ZeRO, DeepSpeed's own reader (utils/zero_to_fp32.py) gives weights in fp32. Otherwise the
+    weights are in the precision of the training: in one file, in one per rank with tensor
+    parallelism, or in one per layer of a pipeline.
     """
     assert isinstance(config, DeepSpeedConfig)
     if config.pipeline_stages:
@@ -112,32 +106,32 @@ def _load_deepspeed(config: ModuleConfig, module: Any, checkpoint: Path) -> None
     if config.tensor_parallel > 1:
         from hpctrain.train.engines.deepspeed.tensors import joined
 
-        parts = [_weights_in(one) for one in sorted(checkpoint.glob("mp_rank_*_model_states.pt"))]
-        state = joined(module.state_dict(), parts)
+        paths = sorted(checkpoint.glob("mp_rank_*_model_states.pt"))
+        state = joined(module.state_dict(), [_module_weights(path) for path in paths])
     elif any(checkpoint.glob("zero_pp_rank_*_optim_states.pt")):
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
         state = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint.parent), checkpoint.name)
     else:
-        state = _weights_in(checkpoint / "mp_rank_00_model_states.pt")
+        state = _module_weights(checkpoint / "mp_rank_00_model_states.pt")
     _refuse_incomplete(module, set(state), checkpoint)
     module.load_state_dict(state, strict=False)
 
 
-def _weights_in(path: Path) -> dict[str, Any]:
+def _module_weights(path: Path) -> dict[str, Any]:
     state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=False)["module"]
     return state
 
 
-def _refuse_incomplete(module: Any, found: set[str], checkpoint: Path) -> None:
-    """Everything that learns must come from the checkpoint; a tied weight has two names."""
-    wanted = {name for name, one in module.named_parameters() if one.requires_grad}
-    if lost := sorted(wanted - found):
-        words = f"has no weights {', '.join(lost[:3])}: it is of another model"
-        raise InvalidInputError([Problem(words, str(checkpoint))])
+def _refuse_incomplete(module: Any, loaded: set[str], checkpoint: Path) -> None:
+    """Raise InvalidInputError if a trainable weight is missing; a tied weight has two names."""
+    trainable = {name for name, weight in module.named_parameters() if weight.requires_grad}
+    if missing := sorted(trainable - loaded):
+        message = f"has no weights {', '.join(missing[:3])}: it is of another model"
+        raise InvalidInputError([Problem(message, str(checkpoint))])
 
 
-def _companions_of_the_start(pretrained: str | None, target: Path) -> None:
-    """The tokenizer of the weights that the run has started from, if they are still there."""
+def _copy_pretrained_companions(pretrained: str | None, target: Path) -> None:
+    """Copy tokenizer files of the weights that the run started from, if they still exist."""
     if pretrained is not None and (Path(pretrained) / CONFIG_NAME).exists():
         copy_companions(Path(pretrained), target)

@@ -1,8 +1,7 @@
-"""What the ledger of a played run would say: `History` kept up to date launch by launch.
+"""Maintain the policy's `History` of a simulated run, launch by launch.
 
-The same counts as `hpctrain.supervise.judge.launch_history.history`, which reads them off a list of
-events; a test holds the two against each other. Belongs here: counting. Does not belong here:
-deciding.
+The counts equal those of `hpctrain.supervise.judge.launch_history.history`, which computes them
+from a list of events; a test compares the two. Does not belong here: deciding.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from hpctrain.supervise.judge.causes import FAILURE_CAUSES, Cause
 from hpctrain.supervise.judge.documents import History
 
 
-class Memory:
+class HistoryCounter:
     """Counts ends of launches since the last one that brought a new checkpoint."""
 
     def __init__(self, window_seconds: float) -> None:
@@ -24,7 +23,10 @@ class Memory:
         self._ever = False
 
     def ended(self, cause: Cause, now: float, checkpoint: float, resumed_at: float) -> None:
-        """A launch that began at `resumed_at` has ended; the newest checkpoint is `checkpoint`."""
+        """Count the end of a launch that began at `resumed_at` seconds of work.
+
+        `checkpoint` is the work in the newest checkpoint, `now` the wall-clock time, in seconds.
+        """
         if checkpoint > self._best:
             self._best, self._ever = checkpoint, True
             self._by_cause.clear()
@@ -36,7 +38,7 @@ class Memory:
             self._recent.popleft()
 
     def history(self) -> History:
-        """As the policy wants it. Played failures have no fingerprints and no steps."""
+        """Return the policy's input. Simulated failures have no fingerprints and no steps."""
         return History(
             failures_without_progress=sum(
                 count for cause, count in self._by_cause.items() if cause in FAILURE_CAUSES

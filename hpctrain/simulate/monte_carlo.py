@@ -1,6 +1,6 @@
-"""Many runs of one scenario, and what they say: means, quantiles, shares.
+"""Simulate many runs of one scenario, and compute means, quantiles and shares.
 
-Belongs here: repeating and adding up. Does not belong here: the course of one run (`trial`).
+Does not belong here: the course of one run (see `simulated_run`).
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from hpctrain.simulate.scenario import Scenario
-from hpctrain.simulate.trial import Played, Trial
+from hpctrain.simulate.simulated_run import RunOutcome, SimulatedRun
 from hpctrain.spec.document import Document
 from hpctrain.supervise.judge.causes import Cause
-from hpctrain.telemetry.segments import Category
+from hpctrain.telemetry.time_categories import Category
 
 Name = TypeVar("Name", Category, Cause)
 
 
-class Spread(Document):
+class Distribution(Document):
     """Mean, standard error of the mean, and the quantiles 5 % and 95 % over the trials."""
 
     mean: float
@@ -31,19 +31,19 @@ class Spread(Document):
 
 
 class Outcome(Document):
-    """What playing a scenario `trials` times has given. Seconds are means for each run.
+    """Statistics of `trials` simulated runs of one scenario. Seconds are means per run.
 
-    Runs that stopped count in `stopped` (a share) and in nothing else, unless all of them did:
-    then `days`, `gpu_hours` and the ratios are those up to the stop.
+    Runs that stopped count in `stopped` (a share) and in nothing else. If all runs stopped, `days`,
+    `gpu_hours` and the ratios are those up to the stop.
     """
 
     trials: int
     spare_nodes: int
     interval_seconds: float
-    ettr: Spread
-    ettr_without_queue: Spread
-    days: Spread
-    gpu_hours: Spread
+    ettr: Distribution
+    ettr_without_queue: Distribution
+    days: Distribution
+    gpu_hours: Distribution
     seconds: dict[str, float]
     lost_seconds: dict[str, float]
     failures: float
@@ -52,12 +52,13 @@ class Outcome(Document):
     stop_reasons: tuple[str, ...]
 
 
-def play(scenario: Scenario, trials: int, seed: int) -> Outcome:
-    """Play a scenario. The same seed gives the same numbers, on every machine."""
-    runs = [Trial(scenario, random.Random(f"{seed}/{n}")).play() for n in range(trials)]
+def simulate(scenario: Scenario, trials: int, seed: int) -> Outcome:
+    """Simulate a scenario. The same seed gives the same numbers, on every machine."""
+    runs = [SimulatedRun(scenario, random.Random(f"{seed}/{n}")).run() for n in range(trials)]
     ended = [run for run in runs if run.stopped is None]
     shown = ended or runs
     held_gpus = scenario.held_gpus
+    reasons = Counter(run.stopped for run in runs if run.stopped is not None)
     return Outcome(
         trials=trials,
         spare_nodes=scenario.spare_nodes,
@@ -71,18 +72,18 @@ def play(scenario: Scenario, trials: int, seed: int) -> Outcome:
         failures=statistics.fmean(sum(run.failures.values()) for run in shown),
         requeues=statistics.fmean(run.requeues for run in shown),
         stopped=1 - len(ended) / trials,
-        stop_reasons=_reasons(runs),
+        stop_reasons=tuple(reason for reason, _ in reasons.most_common(3)),
     )
 
 
-def _productive(run: Played) -> float:
+def _productive(run: RunOutcome) -> float:
     return run.seconds.get(Category.PRODUCTIVE, 0.0)
 
 
-def _spread(values: Sequence[float]) -> Spread:
+def _spread(values: Sequence[float]) -> Distribution:
     ordered = sorted(values)
     deviation = statistics.stdev(ordered) if len(ordered) > 1 else 0.0
-    return Spread(
+    return Distribution(
         mean=statistics.fmean(ordered),
         standard_error=deviation / math.sqrt(len(ordered)),
         p5=_quantile(ordered, 0.05),
@@ -91,7 +92,7 @@ def _spread(values: Sequence[float]) -> Spread:
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float:
-    """Nearest rank."""
+    """Return the nearest-rank quantile."""
     return ordered[min(len(ordered) - 1, max(0, math.ceil(share * len(ordered)) - 1))]
 
 
@@ -101,9 +102,3 @@ def _means(tables: Sequence[Mapping[Name, float]]) -> dict[str, float]:
         for name, seconds in table.items():
             sums[str(name)] += seconds
     return {name: total / len(tables) for name, total in sorted(sums.items())}
-
-
-def _reasons(runs: Sequence[Played]) -> tuple[str, ...]:
-    """Why runs stopped, the most frequent reasons first, three at most."""
-    counted = Counter(run.stopped for run in runs if run.stopped is not None)
-    return tuple(reason for reason, _ in counted.most_common(3))

@@ -1,7 +1,7 @@
-"""Hugging Face directories: reading one tensor after the other, and writing a whole model.
+"""Read single tensors from a Hugging Face directory, and write a whole model as one.
 
-Belongs here: safetensors and the small files beside them. Does not belong here: which tensor is
-what (see `mapping`), whether the directory is complete (`hpctrain.checkpoints.staged`).
+Belongs here: safetensors and the small files beside them. Does not belong here: the meaning of
+tensors (see `weight_rules`), whether the directory is complete (`hpctrain.checkpoints.staged`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hpctrain.checkpoints.staged import Staged, weight_files
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.train.engines.models.library import alone
 
-# Files that go along with weights, whatever form these have.
+# Files that accompany weights in any format.
 _COMPANIONS = (
     "config.json",
     "generation_config.json",
@@ -32,52 +32,52 @@ _COMPANIONS = (
     "merges.txt",
     "LICENSE*",
 )
-# Bodies that were saved without the head have names without this (AutoModel.save_pretrained).
-_BODIES = ("transformer.", "model.")
+# Prefixes that are missing in models saved without a head (AutoModel.save_pretrained).
+_BODY_PREFIXES = ("transformer.", "model.")
 
 
 @contextmanager
 def open_tensors(staged: Staged) -> Iterator[Callable[[str], Any]]:
-    """A function from a name to its tensor. Raises InvalidInputError for one that is missing."""
+    """Yield a function from a name to its tensor, which raises InvalidInputError if missing."""
     with ExitStack() as stack:
         files: dict[str, Any] = {}
         for path in weight_files(staged.path):
-            opened = stack.enter_context(_opened(path))
+            opened = stack.enter_context(_open(path))
             files.update(dict.fromkeys(opened.keys(), opened))
-        yield lambda name: _tensor(files, name, staged.path)
+
+        def read(name: str) -> Any:
+            for known in (name, *(name.removeprefix(prefix) for prefix in _BODY_PREFIXES)):
+                if known in files:
+                    return files[known].get_tensor(known)
+            raise InvalidInputError([Problem(f"has no weight {name}", str(staged.path))])
+
+        yield read
 
 
-def _opened(path: Path) -> Any:
+def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
         raise InvalidInputError([Problem(f"cannot be read: {error}", str(path))]) from error
 
 
-def _tensor(files: dict[str, Any], name: str, path: Path) -> Any:
-    for known in (name, *(name.removeprefix(body) for body in _BODIES)):
-        if known in files:
-            return files[known].get_tensor(known)
-    raise InvalidInputError([Problem(f"has no weight {name}", str(path))])
-
-
 def dtype_of(staged: Staged) -> torch.dtype:
-    """bf16 where all weights are; fp32, which holds any of them, everywhere else."""
-    found = set()
+    """Return bf16 if all weights are bf16, else fp32, which can represent any of them."""
+    dtypes = set()
     for path in weight_files(staged.path):
-        with _opened(path) as opened:
-            found |= {opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118
-    return torch.bfloat16 if found == {"BF16"} else torch.float32
+        with _open(path) as opened:
+            dtypes |= {opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118
+    return torch.bfloat16 if dtypes == {"BF16"} else torch.float32
 
 
 def write_model(module: Any, target: Path) -> None:
-    """config.json and safetensors of at most 5 GB each."""
+    """Write config.json and safetensors files of at most 5 GB each."""
     with alone():
         module.save_pretrained(target, max_shard_size="5GB")
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Tokenizer, license and settings, but nothing that is there already."""
+    """Copy tokenizer, license and settings; existing files are kept."""
     for pattern in _COMPANIONS:
         for file in source.glob(pattern):
             if file.is_file() and not (target / file.name).exists():

@@ -1,7 +1,6 @@
-"""A GPTModel on one rank and on the CPU: built, loaded from a checkpoint, or saved as one.
+"""Build a GPTModel on one rank on the CPU; load and save its megatron-core checkpoints.
 
-Belongs here: megatron-core, on as little as it can do with. Does not belong here: which weight is
-which (see `mapping`).
+Does not belong here: the names of weights in other formats (see `weight_rules`).
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# First of all that imports megatron-core: it puts the CPU layer in force.
+# Before anything that imports megatron-core: it installs the CPU layer.
 import hpctrain.train.engines.megatron.assembly  # noqa: F401  # isort: skip
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.serialization import (
@@ -33,7 +32,7 @@ _PLAIN = {"singleton_local_shards": False}
 
 @contextmanager
 def one_rank() -> Iterator[None]:
-    """This process as a world of its own."""
+    """Initialize process groups of world size 1 for the duration of the block."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         parallel_state.initialize_model_parallel()
@@ -45,7 +44,7 @@ def one_rank() -> Iterator[None]:
 
 
 def build(model: ModelSpec, dtype: torch.dtype) -> Any:
-    """A GPTModel with room for the weights, on one rank; its vocabulary is not padded."""
+    """Build a GPTModel with unset weights, on one rank; its vocabulary is not padded."""
     config = conversion_config(model, half=dtype == torch.bfloat16)
     settings = transformer_settings(config, initialize=False, compiled=False)
     (chunk,) = build_chunks(config, settings)
@@ -53,7 +52,7 @@ def build(model: ModelSpec, dtype: torch.dtype) -> Any:
 
 
 def save(chunk: Any, directory: Path) -> None:
-    """A `torch_dist` checkpoint with weights alone, for every layout."""
+    """Write a `torch_dist` checkpoint of the weights, which any layout can load."""
     results = Results()
     results.install()
     strategy = get_default_save_sharded_strategy("torch_dist", 1)
@@ -70,13 +69,13 @@ def save(chunk: Any, directory: Path) -> None:
 
 
 def stored_dtype(directory: Path) -> torch.dtype:
-    """The type of the weights in a `torch_dist` checkpoint."""
-    about = load_tensors_metadata(str(directory))
-    return about["embedding.word_embeddings.weight"].dtype
+    """Return the type of the weights in a `torch_dist` checkpoint."""
+    metadata = load_tensors_metadata(str(directory))
+    return metadata["embedding.word_embeddings.weight"].dtype
 
 
 def load(chunk: Any, directory: Path) -> None:
-    """The weights of a `torch_dist` checkpoint, whatever else it holds and whoever saved it.
+    """Load the weights of a `torch_dist` checkpoint, which may hold more than weights.
 
     Raises InvalidInputError when one is missing.
     """

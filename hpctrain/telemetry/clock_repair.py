@@ -1,8 +1,8 @@
-"""Times that can be computed with, out of times that several machines have written down. Pure.
+"""Repair timestamps that several machines wrote into one ordered log. Pure.
 
-What is written later happened later; clocks may say otherwise, because they are set back, or one
-of them is wrong. Belongs here: making times agree with the order. Does not belong here: what the
-times are of.
+A later entry happened later, but its clock may have been set back or be wrong. Belongs here:
+microsecond arithmetic, and making timestamps agree with the order. Does not belong here: what the
+timestamps are of.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ _LATEST_SECONDS = 1e12
 
 
 def ticks(seconds: float) -> int:
-    """Whole microseconds: integers add up exactly. What is no number counts as 0."""
+    """Convert to whole microseconds, which add up exactly; returns 0 for a damaged number."""
     if not math.isfinite(seconds) or abs(seconds) > _LATEST_SECONDS:
         return 0
     return round(seconds * TICKS_PER_SECOND)
 
 
 def moment(time: float) -> int | None:
-    """Ticks since the epoch; None for a damaged time."""
+    """Convert seconds since the epoch to ticks; returns None for a damaged time."""
     return ticks(time) or None
 
 
 def seconds(count: int) -> float:
-    """From ticks."""
+    """Convert ticks to seconds."""
     return count / TICKS_PER_SECOND
 
 
-def agreeing(times: Sequence[int | None]) -> list[int]:
-    """The times in the order written, made non-decreasing with as few changes as possible.
+def non_decreasing_times(times: Sequence[int | None]) -> list[int]:
+    """Make times, in the order written, non-decreasing with as few changes as possible.
 
     The longest non-decreasing subsequence is kept (patience sorting: Fredman 1975, Discrete
-    Mathematics 11, 29-35); each other time becomes that of the kept one before it, or of the first
-    kept one. So one wrong clock does not move what the others say. None is not kept.
+    Mathematics 11, 29-35). Every other time becomes that of the kept one before it, or of the first
+    kept one. So one wrong clock does not change the times of the others. None is never kept.
     """
     known = [(index, time) for index, time in enumerate(times) if time is not None]
-    run = _longest_run([time for _, time in known])
-    trusted = dict(known[position] for position in run)
-    latest = known[run[0]][1] if run else 0
+    kept = _longest_non_decreasing([time for _, time in known])
+    trusted = dict(known[position] for position in kept)
+    latest = known[kept[0]][1] if kept else 0
     result = []
     for index in range(len(times)):
         latest = trusted.get(index, latest)
@@ -51,8 +51,8 @@ def agreeing(times: Sequence[int | None]) -> list[int]:
     return result
 
 
-def _longest_run(times: Sequence[int]) -> list[int]:
-    """Positions of the longest non-decreasing subsequence."""
+def _longest_non_decreasing(times: Sequence[int]) -> list[int]:
+    """Return the positions of the longest non-decreasing subsequence."""
     lowest_end: list[int] = []
     positions: list[int] = []
     before: list[int] = []
@@ -64,8 +64,8 @@ def _longest_run(times: Sequence[int]) -> list[int]:
             positions.append(index)
         else:
             lowest_end[length], positions[length] = time, index
-    run, index = [], positions[-1] if positions else -1
+    chain, index = [], positions[-1] if positions else -1
     while index >= 0:
-        run.append(index)
+        chain.append(index)
         index = before[index]
-    return run[::-1]
+    return chain[::-1]

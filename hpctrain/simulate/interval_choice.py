@@ -1,6 +1,7 @@
-"""Which interval and how many spare nodes: every combination played, the best marked, and why.
+"""Choose a checkpoint interval and a number of spare nodes by simulating every combination.
 
-Belongs here: the comparison and its sentences. Does not belong here: playing (`trials`), tables.
+Belongs here: the comparison and its reasons. Does not belong here: simulating (see
+`monte_carlo`), tables.
 """
 
 from __future__ import annotations
@@ -10,19 +11,19 @@ from collections.abc import Sequence
 from typing import Literal
 
 from hpctrain.plan.forecast.intervals import best_steps
+from hpctrain.simulate.monte_carlo import Distribution, Outcome, simulate
 from hpctrain.simulate.scenario import Scenario
-from hpctrain.simulate.trials import Outcome, Spread, play
 from hpctrain.spec.document import Document
 
 Goal = Literal["gpu-hours", "time"]
-# Combinations that stop this much more often than the safest are no choice.
+# Combinations that stop more often than the safest by more than this share are excluded.
 _MORE_STOPS = 0.05
 _NOISE_ERRORS = 2.0
 _QUANTILE = 0.95
 
 
 class Choice(Document):
-    """All outcomes, the position of the best, the reasons in sentences.
+    """All outcomes, the index of the best, and the reasons as sentences.
 
     `poisson_spares`: the 95 % quantile of the nodes that a job loses in `poisson_seconds`.
     """
@@ -36,7 +37,7 @@ class Choice(Document):
 
 
 def auto_interval_seconds(scenario: Scenario) -> float:
-    """Daly's interval (`plan.forecast.intervals`), no shorter than a write in the background."""
+    """Return Daly's interval (`plan.forecast.intervals`), not shorter than a background write."""
     if math.isinf(scenario.mttf_seconds):
         return scenario.interval_seconds
     stall, write = scenario.save_stall_seconds, scenario.save_write_seconds
@@ -52,30 +53,33 @@ def choose(
     seed: int,
     goal: Goal = "gpu-hours",
 ) -> Choice:
-    """Play `scenario` with each number of spare nodes and each interval (seconds).
+    """Simulate `scenario` with each number of spare nodes and each interval (seconds).
 
-    All combinations use the same seed, so that they differ less by chance than by themselves.
+    All combinations use the same seed, which reduces the noise of their differences.
     """
     outcomes = []
     for spare_nodes in spares:
         for seconds in intervals:
             change = {"spare_nodes": spare_nodes, "interval_seconds": seconds}
-            outcomes.append(play(scenario.model_copy(update=change), trials, seed))
-    best = _best(outcomes, goal)
+            outcomes.append(simulate(scenario.model_copy(update=change), trials, seed))
+    allowed = _allowed(outcomes)
+    best = min(allowed, key=lambda index: (_measure(outcomes[index], goal).mean, index))
     attempt = min(scenario.walltime_seconds, scenario.work_seconds)
     return Choice(
         goal=goal,
         outcomes=tuple(outcomes),
         best=best,
-        reasons=tuple(_reasons(outcomes, best, goal)),
+        reasons=tuple(_reasons(outcomes, allowed, best, goal)),
         poisson_spares=poisson_spares(scenario, attempt),
         poisson_seconds=attempt,
     )
 
 
 def poisson_spares(scenario: Scenario, seconds: float) -> int:
-    """Spare nodes that last for `seconds` in 95 of 100 jobs, if a node stays away once it is lost:
-    the quantile of a Poisson law with mean N r_f T, of the failures that take a node."""
+    """Return the spare nodes that suffice for `seconds` in 95 of 100 jobs without repairs.
+
+    It is the quantile of a Poisson distribution with mean N r_f T of the failures that take a node.
+    """
     share = scenario.failure_mix.share_taking_nodes
     mean = scenario.nodes * scenario.failures_per_second * share * seconds
     count, log_term = 0, -mean
@@ -87,28 +91,32 @@ def poisson_spares(scenario: Scenario, seconds: float) -> int:
     return count
 
 
-def _measure(outcome: Outcome, goal: Goal) -> Spread:
+def _measure(outcome: Outcome, goal: Goal) -> Distribution:
     return outcome.days if goal == "time" else outcome.gpu_hours
 
 
 def _allowed(outcomes: Sequence[Outcome]) -> list[int]:
-    """Positions of those that are about as likely to reach the end as the safest."""
+    """List the outcomes that are about as likely to reach the end as the safest, by index."""
     safest = min(outcome.stopped for outcome in outcomes)
-    return [i for i, one in enumerate(outcomes) if one.stopped <= safest + _MORE_STOPS]
+    limit = safest + _MORE_STOPS
+    return [index for index, outcome in enumerate(outcomes) if outcome.stopped <= limit]
 
 
-def _best(outcomes: Sequence[Outcome], goal: Goal) -> int:
-    return min(_allowed(outcomes), key=lambda i: (_measure(outcomes[i], goal).mean, i))
-
-
-def _reasons(outcomes: Sequence[Outcome], best: int, goal: Goal) -> list[str]:
-    allowed, chosen = _allowed(outcomes), outcomes[best]
-    words = "fewest GPU-hours, spare nodes included" if goal == "gpu-hours" else "shortest time"
-    lines = [f"{words}, of {len(allowed)} that are about as likely to reach the end as any"]
-    mine = _measure(chosen, goal)
-    alike = [i for i in allowed if i != best and _alike(_measure(outcomes[i], goal), mine)]
-    if alike:
-        lines.append(f"{len(alike)} others are as good within the noise of these trials")
+def _reasons(
+    outcomes: Sequence[Outcome], allowed: Sequence[int], best: int, goal: Goal
+) -> list[str]:
+    chosen = outcomes[best]
+    target = "fewest GPU-hours, spare nodes included" if goal == "gpu-hours" else "shortest time"
+    lines = [f"{target}, of {len(allowed)} that are about as likely to reach the end as any"]
+    measure = _measure(chosen, goal)
+    equal = 0
+    for index in allowed:
+        other = _measure(outcomes[index], goal)
+        # two standard errors of the difference of two means, taken as independent
+        noise = _NOISE_ERRORS * math.hypot(other.standard_error, measure.standard_error)
+        equal += index != best and other.mean - measure.mean < noise
+    if equal:
+        lines.append(f"{equal} others are as good within the noise of these trials")
     risky = len(outcomes) - len(allowed)
     if risky:
         lines.append(f"{risky} others stop more often: more than {_MORE_STOPS:.0%} above the best")
@@ -117,9 +125,3 @@ def _reasons(outcomes: Sequence[Outcome], best: int, goal: Goal) -> list[str]:
             f"{chosen.stopped:.0%} of the runs stop even so, most often: {chosen.stop_reasons[0]}"
         )
     return lines
-
-
-def _alike(one: Spread, best: Spread) -> bool:
-    """Within two standard errors of the difference of two means, taken as independent."""
-    noise = _NOISE_ERRORS * math.hypot(one.standard_error, best.standard_error)
-    return one.mean - best.mean < noise

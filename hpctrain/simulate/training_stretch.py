@@ -1,7 +1,7 @@
-"""One stretch of undisturbed training in closed form: what is done and what is kept. Pure.
+"""Compute the work done and kept in one uninterrupted stretch of training, in closed form. Pure.
 
-Nothing is stepped: a stretch is whole cycles of work and stall, and a rest. Belongs here: this
-arithmetic. Does not belong here: what ends a stretch (`trial`).
+A stretch is a number of whole cycles of work and stall, and a remainder. Does not belong here:
+what ends a stretch (see `simulated_run`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Stretch:
 class Cycle:
     """`work` seconds, then `stall` without training; durable `delay` after the stall.
 
-    `last` is what a save takes with nothing beside it, at the end of the run or of an attempt.
+    `last` is the duration of a foreground save, at the end of the run or of an attempt.
     """
 
     work: float
@@ -34,14 +34,14 @@ class Cycle:
     last: float
 
     def to_the_end(self, left: float) -> float:
-        """Seconds until `left` seconds of work are done and durable."""
+        """Return the seconds until `left` seconds of work are done and durable."""
         return left + self._saves_before_the_end(left) * self.stall + self.last
 
     def finished(self, left: float) -> Stretch:
         return Stretch(left, left, self.to_the_end(left) - left)
 
     def cut_off(self, seconds: float, left: float) -> Stretch:
-        """After `seconds`, which do not reach the end of `left`: later work is lost."""
+        """Return the stretch after `seconds`, before `left` is done; unsaved work is lost."""
         period = self.work + self.stall
         saves = self._saves_before_the_end(left)
         whole = min(math.floor(seconds / period), saves)
