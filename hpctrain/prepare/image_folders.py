@@ -16,13 +16,13 @@ from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.prepare.corpus import Corpus, Source
 from hpctrain.prepare.optional_packages import missing_package
 from hpctrain.prepare.shard_contents import DocumentCounts, ShardContents
-from hpctrain.train.datasets.archive import write_archive
-from hpctrain.train.datasets.listing import Listing, list_images, listing_columns
+from hpctrain.train.datasets.image_listing import ImageListing, list_images, listing_columns
+from hpctrain.train.datasets.npz_arrays import write_archive
 
 _MAX_PROBLEMS = 20
 
 
-def image_corpus(listing: Listing, root: Path) -> Corpus:
+def image_corpus(listing: ImageListing, root: Path) -> Corpus:
     """Describe the files as sources; digests cover name, size and time, not the contents."""
     sources = []
     for name in listing.names:

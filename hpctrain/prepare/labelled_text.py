@@ -17,7 +17,7 @@ from hpctrain.prepare.hugging_face_tokenizer import load_hugging_face
 from hpctrain.prepare.jsonl import Line, read_lines
 from hpctrain.prepare.shard_contents import DocumentCounts, ShardContents, token_type
 from hpctrain.prepare.tokenized_text import BATCH_CHARACTERS
-from hpctrain.train.datasets.archive import Pieces, open_archive, write_archive
+from hpctrain.train.datasets.npz_arrays import Pieces, open_archive, write_archive
 
 LABEL_FIELD = "label"
 _COLUMNS = ("tokens", "lengths", "labels")

@@ -38,7 +38,7 @@ from hpctrain.prepare.labelled_text import find_classes
 from hpctrain.prepare.options import DEFAULT_FIELD, PrepareOptions
 from hpctrain.prepare.publication import StagingDirectory, refuse_to_replace_tokenizer
 from hpctrain.prepare.tokenized_text import BATCH_CHARACTERS
-from hpctrain.train.datasets.listing import list_images
+from hpctrain.train.datasets.image_listing import list_images
 
 DEFAULT_VOCAB_SIZE = 4096
 BUILTIN_MAX_BYTES = 4_000_000

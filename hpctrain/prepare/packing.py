@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hpctrain.train.datasets.archive import Pieces, open_archive, write_archive
+from hpctrain.train.datasets.npz_arrays import Pieces, open_archive, write_archive
 
 _COLUMNS = ("tokens", "learned", "lengths")
 _SEQUENCES_AT_ONCE = 256

@@ -20,7 +20,7 @@ from hpctrain.prepare.dataset_plan import DatasetPlan, ShardPlan
 from hpctrain.prepare.digests import sha256_of_file
 from hpctrain.prepare.shard_contents import DocumentCounts, ShardContents
 from hpctrain.store.datasets import ReportedProblem
-from hpctrain.train.datasets.archive import write_archive
+from hpctrain.train.datasets.npz_arrays import write_archive
 
 
 class ShardRecord(BaseModel):

@@ -31,7 +31,7 @@ from hpctrain.store.datasets import (
     ShardsReport,
     npz_path,
 )
-from hpctrain.train.datasets.archive import write_archive
+from hpctrain.train.datasets.npz_arrays import write_archive
 
 
 def prepare(options: PrepareOptions, log: Log) -> DatasetReport | ShardsReport:

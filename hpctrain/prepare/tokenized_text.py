@@ -24,7 +24,7 @@ from hpctrain.prepare.jsonl import documents
 from hpctrain.prepare.optional_packages import missing_package
 from hpctrain.prepare.shard_contents import DocumentCounts, ShardContents, token_type
 from hpctrain.store.datasets import bin_path, idx_path
-from hpctrain.train.datasets.archive import open_archive
+from hpctrain.train.datasets.npz_arrays import open_archive
 
 BATCH_CHARACTERS = 4 << 20
 _COLUMNS = ("tokens", "lengths")

@@ -10,12 +10,12 @@ import gc
 import sys
 
 if __name__ == "__main__":
-    from hpctrain.train.launchers.below_agent import settle_below_agent
+    from hpctrain.train.launchers.agent_rank_setup import set_up_under_agent
     from hpctrain.train.stop import StopSignals
 
     stop = StopSignals()
     stop.install()
-    settle_below_agent()
+    set_up_under_agent()
     # Importing torch makes a million objects that live for ever; `Loop.run` switches it on again.
     gc.disable()
 

@@ -97,13 +97,13 @@ def sample_order(config: TrainConfig, data: Data | None = None) -> dict[str, Any
 def import_reader(config: TrainConfig) -> None:
     """What reading this run's data needs, so that ranks forked from this process share it."""
     if _is_tokens(config):
-        from hpctrain.train.datasets import tokens
+        from hpctrain.train.datasets import token_samples
 
-        assert tokens is not None  # it brings megatron-core in
+        assert token_samples is not None  # it brings megatron-core in
     else:
-        from hpctrain.train.datasets import opening
+        from hpctrain.train.datasets import open_samples
 
-        assert opening is not None
+        assert open_samples is not None
 
 
 def open_data(config: TrainConfig, share: Share, cache: Path, *, needed: bool = True) -> Data:
@@ -116,10 +116,10 @@ def open_data(config: TrainConfig, share: Share, cache: Path, *, needed: bool = 
     evaluated = config.eval_batches * config.global_batch_size if evaluates else 0
     horizons = training_samples(config), evaluated
     if isinstance(config, ModuleConfig) and not _is_tokens(config):
-        from hpctrain.train.datasets.opening import open_rows
+        from hpctrain.train.datasets.open_samples import open_rows
 
         training, validation = open_rows(config, share, cache, horizons)
         return Data(training, validation, len(training.order.rows))
-    from hpctrain.train.datasets.tokens import open_tokens
+    from hpctrain.train.datasets.token_samples import open_tokens
 
     return Data(*open_tokens(config, share, cache, horizons, needed=needed))

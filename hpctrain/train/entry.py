@@ -45,7 +45,7 @@ from hpctrain.train.faults import (
     is_node_dependent,
 )
 from hpctrain.train.job import Job, read_config
-from hpctrain.train.launchers.nsight import become_recorded
+from hpctrain.train.launchers.nsight import run_under_nsight
 from hpctrain.train.preflight import check
 from hpctrain.train.rank_environment import Launch, quiet_defaults, read_launch
 from hpctrain.train.saving.digest_check import DigestCheck, start_digest_check
@@ -92,7 +92,7 @@ def main(arguments: list[str], stop: StopSignals) -> int:
 def _job(path: Path, launch: Launch, run: RunLayout, stop: StopSignals) -> Job:
     """Does not return where this rank has to be started below a profiler."""
     config = _read_config(path, launch, run)
-    become_recorded(path, config, launch, run, os.environ, stop)
+    run_under_nsight(path, config, launch, run, os.environ, stop)
     return Job(config, launch, run, stop)
 
 

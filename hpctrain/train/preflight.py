@@ -18,7 +18,7 @@ from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.engines.training import TrainConfig
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.store.epochs import current_epoch
-from hpctrain.train.datasets.checks import data_problems
+from hpctrain.train.datasets.data_checks import data_problems
 from hpctrain.train.datasets.skipped_samples import parse_skips, read_skips
 from hpctrain.train.engines.deepspeed.preflight import deepspeed_problems
 from hpctrain.train.engines.megatron.preflight import megatron_problems

@@ -54,7 +54,7 @@ class Keeper(Protocol):
 def room_of(config: TrainConfig) -> Room:
     """The engine's room, whose import brings in the engine."""
     name = _ROOMS[config.engine]
-    return cast(Room, importlib.import_module(f"hpctrain.train.{name}.assembly"))
+    return cast(Room, importlib.import_module(f"hpctrain.train.engines.{name}.assembly"))
 
 
 def assemble(job: Job, keeper: Keeper, digests: DigestCheck | None = None) -> Loop:

@@ -1,8 +1,7 @@
-"""Samples that are made up, to try a run out without data, as Megatron's mock dataset does it.
+"""Generate mock samples, to test a run without data, like Megatron's mock dataset.
 
-Each row follows from its number alone, and there is something to learn in it. Belongs here: such
-rows, for the formats that are not tokens. Does not belong here: anything that a result could rest
-on.
+Each row is a function of its number and contains a learnable signal. Belongs here: such rows, for
+all formats but tokens.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from hpctrain.train.datasets.batches import LabelledTexts, Microbatch, Pictures
-from hpctrain.train.datasets.pixels import Look
+from hpctrain.train.datasets.batches import ImageBatch, LabelledTexts, Microbatch
+from hpctrain.train.datasets.image_transforms import ImageTransform
 
 ROWS = 65536
 _NOISE = 0.2
@@ -21,34 +20,34 @@ _WAVES = 4
 
 
 @dataclass(frozen=True)
-class MadeUpPictures:
-    """Waves whose directions and lengths are those of the class, in noise."""
+class MockImages:
+    """Noisy waves whose direction and length depend on the class."""
 
     classes: int
-    look: Look
+    transform: ImageTransform
 
     def __len__(self) -> int:
         return ROWS
 
-    def read(self, rows: np.ndarray, samples: range, *, training: bool) -> Pictures:
-        shown = [
-            self.look.of_array(self._picture(int(row)), sample if training else None)
+    def read(self, rows: np.ndarray, samples: range, *, training: bool) -> ImageBatch:
+        pixels = [
+            self.transform.of_array(self._image(int(row)), sample if training else None)
             for row, sample in zip(rows, samples, strict=True)
         ]
         labels = torch.from_numpy(rows.astype(np.int64) % self.classes)
-        return Pictures(torch.from_numpy(np.stack(shown)), labels, samples)
+        return ImageBatch(torch.from_numpy(np.stack(pixels)), labels, samples)
 
-    def _picture(self, row: int) -> np.ndarray:
+    def _image(self, row: int) -> np.ndarray:
         across, down = np.random.RandomState(row % self.classes).uniform(-_WAVES, _WAVES, 2)
-        x, y = np.meshgrid(*[np.linspace(0, 2 * np.pi, self.look.side)] * 2)
+        x, y = np.meshgrid(*[np.linspace(0, 2 * np.pi, self.transform.side)] * 2)
         noise = np.random.RandomState(row).random_sample(x.shape)
         waves = 0.5 + 0.5 * np.sin(across * x + down * y)
         return ((1 - _NOISE) * waves + _NOISE * noise).astype(np.float32)
 
 
 @dataclass(frozen=True)
-class MadeUpTexts:
-    """Half of the words of a text are its class's own word."""
+class MockTexts:
+    """Random tokens, half of which are replaced by the token of the class."""
 
     classes: int
     vocab_size: int
@@ -58,20 +57,21 @@ class MadeUpTexts:
         return ROWS
 
     def read(self, rows: np.ndarray, samples: range, *, training: bool) -> LabelledTexts:
-        tokens = torch.from_numpy(np.stack([self._text(int(row)) for row in rows]))
+        texts = []
+        for row in map(int, rows):
+            rng = np.random.RandomState(row)
+            noise = rng.randint(self.vocab_size, size=self.seq_length)
+            replaced = rng.random_sample(self.seq_length) < 0.5
+            class_token = row % self.classes % self.vocab_size
+            texts.append(np.where(replaced, class_token, noise).astype(np.int64))
+        tokens = torch.from_numpy(np.stack(texts))
         labels = torch.from_numpy(rows.astype(np.int64) % self.classes)
         return LabelledTexts(tokens, torch.ones_like(tokens), labels, samples)
 
-    def _text(self, row: int) -> np.ndarray:
-        draws = np.random.RandomState(row)
-        words = draws.randint(self.vocab_size, size=self.seq_length)
-        own = draws.random_sample(self.seq_length) < 0.5
-        return np.where(own, row % self.classes % self.vocab_size, words).astype(np.int64)
-
 
 @dataclass(frozen=True)
-class MadeUpConversations:
-    """Two texts a sequence, each of numbers that count up."""
+class MockConversations:
+    """Two texts per sequence, each of increasing numbers."""
 
     vocab_size: int
     seq_length: int

@@ -1,7 +1,7 @@
-"""Arrays of .npz files: mapped into memory when read, and written piece by piece.
+"""Read arrays of .npz files by memory mapping, and write them piece by piece.
 
-Belongs here: the numbers. Does not belong here: heads (see `hpctrain.store.archives`), what the
-arrays mean.
+Belongs here: array data. Does not belong here: headers (see `hpctrain.store.archives`), the meaning
+of the arrays.
 """
 
 from __future__ import annotations
@@ -13,36 +13,37 @@ from pathlib import Path
 
 import numpy as np
 
-from hpctrain.store.archives import ArrayHead, read_heads
+from hpctrain.store.archives import read_heads
 
 
 def open_archive(path: Path, columns: Iterable[str]) -> dict[str, np.ndarray]:
-    """Some arrays of a file. Raises InvalidInputError when it is no .npz file.
+    """Open some arrays of a file. Raises InvalidInputError when it is not an .npz file.
 
-    Uncompressed ones are not read but mapped, so that the ranks of a node share one copy.
+    Uncompressed arrays are mapped, so that the ranks of a node share one copy.
     """
     heads = read_heads(path)
-    return {name: _open_array(path, name, heads[name]) for name in columns}
-
-
-def _open_array(path: Path, name: str, head: ArrayHead) -> np.ndarray:
-    if head.offset is None or 0 in head.shape:
-        with np.load(path, allow_pickle=False) as archive:
-            return np.asarray(archive[name])
-    mapped = np.memmap(
-        path,
-        dtype=np.dtype(head.dtype),
-        mode="r",
-        offset=head.offset,
-        shape=head.shape,
-        order="F" if head.fortran_order else "C",
-    )
-    return mapped.view(np.ndarray)  # a subclass of np.memmap checks itself with every access
+    arrays: dict[str, np.ndarray] = {}
+    for name in columns:
+        head = heads[name]
+        if head.offset is None or 0 in head.shape:
+            with np.load(path, allow_pickle=False) as archive:
+                arrays[name] = np.asarray(archive[name])
+            continue
+        mapped = np.memmap(
+            path,
+            dtype=np.dtype(head.dtype),
+            mode="r",
+            offset=head.offset,
+            shape=head.shape,
+            order="F" if head.fortran_order else "C",
+        )
+        arrays[name] = mapped.view(np.ndarray)  # np.memmap itself has overhead at every access
+    return arrays
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """An array that is written in pieces along its first axis."""
+    """An array to be written in pieces along its first axis."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -50,14 +51,16 @@ class Pieces:
 
 
 def write_archive(path: Path, arrays: Mapping[str, np.ndarray | Pieces]) -> None:
-    """An uncompressed .npz file: the same arrays give the same bytes.
+    """Write an uncompressed .npz file; the same arrays give the same bytes.
 
-    NumPy's own `savez` would need all of them in memory at once.
+    NumPy's own `savez` needs all arrays in memory at once.
     """
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
         for name, array in arrays.items():
-            pieces = array if isinstance(array, Pieces) else _whole(array)
-            # by its name alone: a ZipInfo has no time of day then
+            pieces = array
+            if not isinstance(pieces, Pieces):
+                pieces = Pieces(pieces.dtype, pieces.shape, [pieces])
+            # opened by name, so that the entry has no time of day
             with archive.open(f"{name}.npy", "w", force_zip64=True) as stream:
                 fields = {
                     "descr": np.lib.format.dtype_to_descr(pieces.dtype),
@@ -73,8 +76,8 @@ def _whole(array: np.ndarray) -> Pieces:
     return Pieces(array.dtype, array.shape, [array])
 
 
-class Table:
-    """Rows of one or several archives, one behind the other."""
+class ArchiveTable:
+    """The rows of one or several archives, concatenated."""
 
     def __init__(self, archives: list[dict[str, np.ndarray]], counted: str) -> None:
         """`counted` is an array whose first axis counts rows."""
@@ -85,16 +88,12 @@ class Table:
         return int(self._ends[-1])
 
     def place(self, row: int) -> tuple[int, int]:
-        """Number of the archive, and of the row in it."""
+        """Return the index of the archive, and of the row in it."""
         number = int(np.searchsorted(self._ends, row, side="right"))
         begin = int(self._ends[number - 1]) if number else 0
         return number, row - begin
 
     def take(self, column: str, rows: np.ndarray) -> np.ndarray:
-        """A copy of some rows of a column, in this order."""
+        """Copy some rows of a column, in this order."""
         places = [self.place(int(row)) for row in rows]
         return np.stack([self._archives[number][column][row] for number, row in places])
-
-    def whole(self, column: str) -> np.ndarray:
-        """A column of all archives."""
-        return np.concatenate([archive[column] for archive in self._archives])

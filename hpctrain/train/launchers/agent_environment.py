@@ -1,7 +1,6 @@
-"""Which part of a launch an agent has: its words and variables, and the logs of its ranks.
+"""Read an agent's arguments and environment: its node in the launch, and the logs of its ranks.
 
-Belongs here: reading what srun, Slurm and the supervisor tell an agent. Does not belong here: torch
-(see `elastic`), signals (see `signal_forwarding`).
+Does not belong here: torch (see `torchelastic_agent`), signals (see `signal_forwarding`).
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from hpctrain.store.layout import RunLayout
 
 
 @dataclass(frozen=True)
-class Place:
-    """The place of this node in its launch; `node_rank` counts nodes in Slurm's order."""
+class AgentEnvironment:
+    """This node within its launch; `node_rank` counts nodes in Slurm's order."""
 
     run: RunLayout
     train_config: str
@@ -36,17 +35,23 @@ class Place:
         return self.run.rank_log(self.job_id, self.restart_count, self.step_id, rank)
 
 
-def read_place(arguments: list[str], environment: Mapping[str, str]) -> Place:
-    """From the words after `hpctrain.train.agent` and from what Slurm and the supervisor set.
+def read_agent_environment(
+    arguments: list[str], environment: Mapping[str, str]
+) -> AgentEnvironment:
+    """Parse the arguments of `hpctrain.train.agent` and the variables of Slurm and the supervisor.
 
     Raises InvalidInputError when a variable is missing or not a number.
     """
-    given = _parser().parse_args(arguments)
-    return Place(
-        run=RunLayout(Path(given.train_config).absolute().parent),
-        train_config=given.train_config,
-        nodes=given.nnodes,
-        ranks_per_node=given.nproc_per_node,
+    parser = argparse.ArgumentParser(prog="python -m hpctrain.train.agent")
+    parser.add_argument("--nnodes", type=int, required=True, help="nodes of this launch")
+    parser.add_argument("--nproc-per-node", type=int, required=True, help="ranks on each node")
+    parser.add_argument("train_config", help="the trainer's settings, RUN_DIRECTORY/train.json")
+    options = parser.parse_args(arguments)
+    return AgentEnvironment(
+        run=RunLayout(Path(options.train_config).absolute().parent),
+        train_config=options.train_config,
+        nodes=options.nnodes,
+        ranks_per_node=options.nproc_per_node,
         node_rank=_number(environment, "SLURM_PROCID"),
         node=_text(environment, "SLURMD_NODENAME"),
         epoch=_number(environment, "HPCTRAIN_EPOCH"),
@@ -59,19 +64,11 @@ def read_place(arguments: list[str], environment: Mapping[str, str]) -> Place:
     )
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m hpctrain.train.agent")
-    parser.add_argument("--nnodes", type=int, required=True, help="nodes of this launch")
-    parser.add_argument("--nproc-per-node", type=int, required=True, help="ranks on each node")
-    parser.add_argument("train_config", help="the trainer's settings, RUN_DIRECTORY/train.json")
-    return parser
-
-
 def _text(environment: Mapping[str, str], name: str) -> str:
     text = environment.get(name)
     if not text:
-        words = f"{name} is not set: start this with srun, below hpctrain's supervisor"
-        raise InvalidInputError([Problem(words)])
+        message = f"{name} is not set: start this with srun, below hpctrain's supervisor"
+        raise InvalidInputError([Problem(message)])
     return text
 
 

@@ -1,7 +1,6 @@
-"""Rows of the formats that are arrays: texts with classes, packed conversations, pictures.
+"""Build batches in CPU memory from rows of array formats: texts with classes, packed texts, images.
 
-Belongs here: from rows to a batch in CPU memory. Does not belong here: which rows, decoding image
-files (see `images`).
+Does not belong here: choosing rows (see `sample_order`), decoding image files (see `image_rows`).
 """
 
 from __future__ import annotations
@@ -13,20 +12,20 @@ import numpy as np
 import torch
 
 from hpctrain.errors import InvalidInputError, Problem
-from hpctrain.train.datasets.archive import Table
-from hpctrain.train.datasets.batches import Batch, LabelledTexts, Microbatch, Pictures
-from hpctrain.train.datasets.pixels import Look
+from hpctrain.train.datasets.batches import Batch, ImageBatch, LabelledTexts, Microbatch
+from hpctrain.train.datasets.image_transforms import ImageTransform
+from hpctrain.train.datasets.npz_arrays import ArchiveTable
 
 
-class Rows(Protocol):
-    """A dataset: something that makes a batch of any of its rows."""
+class SampleRows(Protocol):
+    """A dataset that can build a batch of any of its rows."""
 
     def __len__(self) -> int: ...
 
     def read(self, rows: np.ndarray, samples: range, *, training: bool) -> Batch:
-        """These rows as samples of those numbers, in CPU memory; augmented while training.
+        """Read rows as the samples of the run with these numbers; `training` augments them.
 
-        Raises DataError when they cannot be read, InvalidInputError when they are not for the
+        Raises DataError when they cannot be read, InvalidInputError when they do not fit the
         model.
         """
         ...
@@ -34,16 +33,16 @@ class Rows(Protocol):
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Several texts in one sequence. The label of a token is the one that follows."""
+    """Several texts in one sequence. The label of a token is the next token."""
 
-    table: Table
+    table: ArchiveTable
     vocab_size: int
 
     def __len__(self) -> int:
         return len(self.table)
 
     def read(self, rows: np.ndarray, samples: range, *, training: bool) -> Microbatch:
-        """Positions begin again with each text; padding at the end is a text of its own."""
+        """Read rows; positions restart with each text, and padding counts as a text."""
         tokens = _integers(self.table.take("tokens", rows))
         check_vocabulary(tokens, self.vocab_size)
         labels = torch.nn.functional.pad(tokens[:, 1:], (0, 1))
@@ -54,16 +53,16 @@ class PackedRows:
 
 @dataclass(frozen=True)
 class LabelledRows:
-    """Texts of one length by padding, each with its class."""
+    """Texts padded to one length, each with its class."""
 
-    table: Table
+    table: ArchiveTable
     vocab_size: int
 
     def __len__(self) -> int:
         return len(self.table)
 
     def read(self, rows: np.ndarray, samples: range, *, training: bool) -> LabelledTexts:
-        """As it was prepared; the mask follows from the lengths."""
+        """Read rows; the attention mask is computed from the lengths."""
         tokens = _integers(self.table.take("tokens", rows))
         check_vocabulary(tokens, self.vocab_size)
         lengths = _integers(self.table.take("lengths", rows))
@@ -74,23 +73,23 @@ class LabelledRows:
 
 @dataclass(frozen=True)
 class ArrayRows:
-    """Pictures that are arrays already, each with its class."""
+    """Images stored as arrays, each with its class."""
 
-    table: Table
-    look: Look
+    table: ArchiveTable
+    transform: ImageTransform
 
     def __len__(self) -> int:
         return len(self.table)
 
-    def read(self, rows: np.ndarray, samples: range, *, training: bool) -> Pictures:
-        """One color stands for three."""
-        pixels = self.table.take("x", rows)
-        shown = [
-            self.look.of_array(picture, sample if training else None)
-            for picture, sample in zip(pixels, samples, strict=True)
+    def read(self, rows: np.ndarray, samples: range, *, training: bool) -> ImageBatch:
+        """Read and transform rows; a single color channel becomes three."""
+        images = self.table.take("x", rows)
+        pixels = [
+            self.transform.of_array(image, sample if training else None)
+            for image, sample in zip(images, samples, strict=True)
         ]
         labels = _integers(self.table.take("y", rows))
-        return Pictures(torch.from_numpy(np.stack(shown)), labels, samples)
+        return ImageBatch(torch.from_numpy(np.stack(pixels)), labels, samples)
 
 
 def _integers(values: np.ndarray) -> Any:
@@ -98,12 +97,12 @@ def _integers(values: np.ndarray) -> Any:
 
 
 def check_vocabulary(tokens: Any, vocab_size: int) -> None:
-    """Raise InvalidInputError: an embedding fails on a GPU without a word, or not at all."""
+    """Raise InvalidInputError for an id out of range; an embedding on a GPU may not report it."""
     smallest, largest = int(tokens.min()), int(tokens.max())
     if largest >= vocab_size or smallest < 0:
         wrong = largest if largest >= vocab_size else smallest
-        words = f"token id {wrong} in the data, but the model has vocab_size {vocab_size}"
-        raise InvalidInputError([Problem(words)])
+        message = f"token id {wrong} in the data, but the model has vocab_size {vocab_size}"
+        raise InvalidInputError([Problem(message)])
 
 
 def check_classes(labels: np.ndarray, classes: int, path: str) -> None:
@@ -111,5 +110,5 @@ def check_classes(labels: np.ndarray, classes: int, path: str) -> None:
     smallest, largest = int(labels.min()), int(labels.max())
     if smallest < 0 or largest >= classes:
         wrong = largest if largest >= classes else smallest
-        words = f"class {wrong} in the data, but the model has classes 0 to {classes - 1}"
-        raise InvalidInputError([Problem(words, path)])
+        message = f"class {wrong} in the data, but the model has classes 0 to {classes - 1}"
+        raise InvalidInputError([Problem(message, path)])

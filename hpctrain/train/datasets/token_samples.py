@@ -1,9 +1,9 @@
-"""Megatron's tokens: megatron-core datasets in an order that a resume continues exactly.
+"""Read tokens through megatron-core's datasets, in an order that a resume continues exactly.
 
 The order is a function of files, seed, sequence length, split and the number of samples of the
-whole run. Ranks read what they need from memory-mapped files themselves: neighbours on a node
-share the page cache, which is cheaper than a broadcast per microbatch. Belongs here: datasets and
-microbatches. Does not belong here: other formats, what the model does with them.
+whole run. Each rank reads memory-mapped files: ranks on a node share the page cache, which is
+cheaper than a broadcast per microbatch. Does not belong here: other formats, what the model does
+with them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hpctrain.store.datasets import idx_path  # noqa: E402
 from hpctrain.store.shares import HINT, parts_without_documents  # noqa: E402
 from hpctrain.train.datasets.batches import Microbatch  # noqa: E402
 from hpctrain.train.datasets.index_cache import complete_files  # noqa: E402
-from hpctrain.train.datasets.rows import check_vocabulary  # noqa: E402
+from hpctrain.train.datasets.sample_rows import check_vocabulary  # noqa: E402
 from hpctrain.train.datasets.share import Share  # noqa: E402
 from hpctrain.train.faults import DataError  # noqa: E402
 
@@ -44,10 +44,10 @@ _COLUMNS = ("tokens", "labels", "loss_mask", "position_ids")
 
 @dataclass(frozen=True)
 class TokenSamples:
-    """One dataset seen from one rank; `dataset` is None on ranks that need no data.
+    """The samples of one rank; `dataset` is None on ranks that need no data.
 
-    `horizon` is the number of samples in it: a run that leaves some out takes the first ones
-    again at its end, for more samples would be another order of all.
+    `horizon` is the number of samples: a run that skips samples repeats the first ones at its
+    end, because a larger dataset would have another order.
     """
 
     dataset: Any
@@ -58,9 +58,9 @@ class TokenSamples:
     def microbatches(
         self, consumed_samples: int, reads: bool = True
     ) -> Iterator[Microbatch | None]:
-        """This rank's microbatches of the global batch that begins at `consumed_samples`.
+        """Yield this rank's microbatches of the global batch that begins at `consumed_samples`.
 
-        None in the place of each if the rank need not read. Raises DataError, InvalidInputError.
+        Without `reads`, yields None for each. Raises DataError, InvalidInputError.
         """
         config = self.config
         for samples in self.share.deal(
@@ -77,7 +77,7 @@ class TokenSamples:
         tokens, labels, loss_mask, positions = (
             torch.stack([row[name] for row in rows]) for name in _COLUMNS
         )
-        # vocabulary-parallel layers would mask a foreign token silently
+        # vocabulary-parallel layers would silently mask an id that is out of range
         check_vocabulary(tokens, self.config.vocab_size)
         check_vocabulary(labels, self.config.vocab_size)
         return Microbatch(tokens, labels, loss_mask, positions, samples)
@@ -86,13 +86,17 @@ class TokenSamples:
 def open_tokens(
     config: TrainConfig, share: Share, cache: Path, horizons: tuple[int, int], *, needed: bool
 ) -> tuple[TokenSamples, TokenSamples | None]:
-    """Training and validation samples; all ranks must call this (rank 0 builds the index).
+    """Open training and validation samples; a collective call (rank 0 builds the index).
 
     `horizons` are their numbers, the second one 0 without validation. Raises InvalidInputError
     when the split leaves nothing to read.
     """
     settings = dataset_settings(config, cache)
-    _refuse_empty_parts(config)
+    # `submit` checks the same, if it can read the index.
+    for _, prefix in config.data_blend:
+        count = _document_count(idx_path(Path(prefix)))
+        for part in parts_without_documents(config.data_split, count):
+            raise _empty(part, config, f"none of the {count} documents of {prefix}")
     builder = BlendedMegatronDatasetBuilder(
         GPTDataset if config.data_blend else MockGPTDataset,
         [*horizons, 0],
@@ -105,7 +109,7 @@ def open_tokens(
         raise _empty("training", config)
     if needed and validation is None and horizons[1]:
         raise _empty("validation", config)
-    if not needed:  # a stage in the middle of a pipeline; rank 0 has built an index of its own
+    if not needed:  # a stage in the middle of a pipeline; rank 0 only builds the index
         training = validation = None
     return (
         TokenSamples(training, config, share, horizons[0]),
@@ -113,32 +117,21 @@ def open_tokens(
     )
 
 
-def _refuse_empty_parts(config: TrainConfig) -> None:
-    """Raise InvalidInputError where a share is rounded to no document at all.
-
-    `submit` has said so before, if it could read the index.
-    """
-    for _, prefix in config.data_blend:
-        count = _documents(idx_path(Path(prefix)))
-        for part in parts_without_documents(config.data_split, count):
-            raise _empty(part, config, f"none of the {count} documents of {prefix}")
-
-
-def _documents(index: Path) -> int:
-    """As the split counts them: sequences (megatron/core/datasets/indexed_dataset.py)."""
+def _document_count(index: Path) -> int:
+    """Count sequences, as the split does (megatron/core/datasets/indexed_dataset.py)."""
     if not index.exists():
-        return sys.maxsize  # the builder says so
+        return sys.maxsize  # the builder raises the error
     with index.open("rb") as file:
         return int(_INDEX_HEAD.unpack(file.read(_INDEX_HEAD.size))[-1])
 
 
 def _empty(part: str, config: TrainConfig, what: str = "no documents") -> InvalidInputError:
-    words = f"data_split {config.data_split} leaves {what} for {part}"
-    return InvalidInputError([Problem(words, hint=HINT)])
+    message = f"data_split {config.data_split} leaves {what} for {part}"
+    return InvalidInputError([Problem(message, hint=HINT)])
 
 
 def dataset_settings(config: TrainConfig, cache: Path) -> GPTDatasetConfig:
-    """The dataset's configuration. The null tokenizer is enough: only its size is asked for."""
+    """Build the dataset's configuration. A null tokenizer suffices: only its size is used."""
     blend = config.data_blend
     weights = [weight for weight, _ in blend] if len(blend) > 1 else None
     return GPTDatasetConfig(
