@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from typing import Any
 
 from torch.distributed.elastic.agent.server import WorkerSpec
@@ -17,7 +18,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from hpctrain.store.run_records import RankEnd, TrainerExit
+from hpctrain.store.run_records import AgentRecord, RankEnd, TrainerExit, write_agent_record
 from hpctrain.train.launchers.agent_environment import AgentEnvironment
 from hpctrain.train.launchers.agent_rank_setup import LOG_VARIABLE
 from hpctrain.train.launchers.signal_forwarding import SignalForwarder
