@@ -1,7 +1,7 @@
-"""Being asked to stop: signals and the stop file, both only remembered until a step boundary.
+"""Record requests to stop (signals, the stop file) until the next step boundary.
 
-Belongs here: the flag. Does not belong here: how the ranks agree (see `step_agreement`) and what is
-done then (see `loop`). Imports nothing heavy, because it must be in force before torch is imported.
+Does not belong here: agreement of ranks (see `step_agreement`), the reaction (see `loop`). Imports
+nothing heavy, because it must take effect before torch is imported.
 """
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ import os
 import signal
 from pathlib import Path
 
-# SIGTERM: Slurm's preemption, time limit and scancel. SIGUSR1, SIGUSR2: what sites let Slurm send
-# as a warning (sbatch(1), --signal). SIGCONT precedes SIGTERM in Slurm and must not matter.
+# SIGTERM: Slurm's preemption, time limit and scancel. SIGUSR1, SIGUSR2: warnings that sites
+# configure (sbatch(1), --signal). Slurm sends SIGCONT before SIGTERM; it is ignored.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class StopSignals:
-    """Remembers that a stop signal has arrived; `name` says which one came first."""
+    """Records that a stop signal has arrived; `name` is the first one."""
 
     def __init__(self) -> None:
         self.name: str | None = None
 
     def install(self) -> None:
-        """Take over the stop signals of this process."""
+        """Install handlers for the stop signals of this process."""
         for number in STOP_SIGNALS:
             signal.signal(number, lambda number, frame: self.remember(number))
         signal.signal(signal.SIGCONT, signal.SIG_IGN)
-        # asks for stacks (see `stacks`); until that file is open it must not end the process
+        # requests stacks (see `stacks`); until their file is open it must not end the process
         signal.signal(signal.SIGQUIT, signal.SIG_IGN)
 
     @property
@@ -34,11 +34,11 @@ class StopSignals:
         return self.name is not None
 
     def remember(self, number: int) -> None:
-        """This signal has arrived; others than stop signals do not matter."""
+        """Record a signal that has arrived, if it is the first stop signal."""
         if self.name is None and number in STOP_SIGNALS:
             self.name = signal.Signals(number).name
 
 
 def file_exists(path: Path) -> bool:
-    """One stat(2), cheap enough for every step."""
+    """Check for a file with one stat(2), cheap enough for every step."""
     return os.path.exists(path)

@@ -16,7 +16,7 @@ from hpctrain.store.run_records import Phase, Progress, write_record
 from hpctrain.train.engine import Evaluation
 from hpctrain.train.engines.megatron_lm.lines import OwnMeans, StepLine, read_evaluation, read_step
 from hpctrain.train.job import Job
-from hpctrain.train.report import Rows, StepResult, step_metrics
+from hpctrain.train.report import RecordFile, StepResult, step_metrics
 
 _PROGRESS_SECONDS = 1.0
 
@@ -47,7 +47,7 @@ class Teller:
     def __init__(self, job: Job, config: MegatronLmConfig, resume_step: int) -> None:
         self.step = resume_step
         self._job = job
-        self._rows = Rows(job.run, job.run.metrics)
+        self._rows = RecordFile(job.run, job.run.metrics)
         self._config = config
         self._means = OwnMeans()
         self._waiting: StepLine | None = None

@@ -1,7 +1,7 @@
 """A model with the weights of a local Hugging Face directory.
 
 Belongs here: loading, and whether everything has come. Does not belong here: whether the directory
-is complete and the right model (`hpctrain.train.starting`, before torch is imported).
+is complete and the right model (`hpctrain.train.pretrained_checks`, before torch is imported).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The weights that a run starts from, looked at before torch is imported.
+"""Check the pretrained weights of a run before torch is imported.
 
-Belongs here: whether the directory is there on this node and is the model of the configuration.
-Does not belong here: the same at submission (see `hpctrain.actions.pretrained`), loading.
+Belongs here: whether the directory exists on this node and matches the configured model. Does not
+belong here: the same at submission (see `hpctrain.actions.pretrained`), loading.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from hpctrain.spec.model import ModelSpec
 
 
 def starting_problems(config: TrainConfig, *, resumes: bool) -> tuple[Problem, ...]:
-    """Everything that is wrong with them; empty for a run that starts from random weights.
+    """List all problems of the weights; empty for a run that starts from random weights.
 
-    megatron-core needs them once; a module is built by its config.json each time.
+    megatron-core reads them in the first launch only; a module is built from its config.json in
+    every launch.
     """
     if resumes and isinstance(config, MegatronConfig):
         return ()
@@ -33,17 +34,17 @@ def starting_problems(config: TrainConfig, *, resumes: bool) -> tuple[Problem, .
 
 
 def open_weights(config: TrainConfig) -> Staged | None:
-    """The directory of `model.pretrained`; None without. Raises InvalidInputError."""
+    """Open the directory of `model.pretrained`; None without one. Raises InvalidInputError."""
     if isinstance(config, MegatronConfig) and config.pretrained:
-        return _opened(config.pretrained, "megatron", shape_of(config))
+        return _open(config.pretrained, "megatron", shape_of(config))
     if isinstance(config, ModuleConfig) and config.model.pretrained:
-        return _opened(config.model.pretrained, "hugging_face", config.model)
+        return _open(config.model.pretrained, "hugging_face", config.model)
     return None
 
 
-def _opened(path: str, kind: Kind, model: ModelSpec) -> Staged:
+def _open(path: str, kind: Kind, model: ModelSpec) -> Staged:
     staged = open_staged(Path(path))
     require_kind(staged, kind)
-    if wrong := disagreements(model, staged.config):
-        raise InvalidInputError([Problem(words, path) for words in wrong])
+    if reasons := disagreements(model, staged.config):
+        raise InvalidInputError([Problem(reason, path) for reason in reasons])
     return staged

@@ -1,4 +1,4 @@
-"""The batches of one evaluation, which ends early when all ranks agree to stop.
+"""Iterate over the batches of an evaluation, which ends early when all ranks agree to stop.
 
 Belongs here: the numbers of the batches, and whether an evaluation is missing. Does not belong
 here: the forward passes (see the engines), the agreement itself (see `step_agreement`).
@@ -20,8 +20,8 @@ _FIRST_TAIL_ROWS = 256
 class EvaluationBatches:
     """Yields the numbers of the global batches of the validation data, 0 to `count` - 1.
 
-    `agree_to_stop` is called by all ranks together between two batches; the iteration ends when it
-    returns True, and `interrupted` is set. The first batch is always yielded.
+    All ranks call `agree_to_stop` between two batches. The iteration ends when it returns True, and
+    `interrupted` is set. The first batch is always yielded.
     """
 
     count: int
@@ -37,16 +37,16 @@ class EvaluationBatches:
 
 
 def is_evaluated(config: TrainConfig, step: int) -> bool:
-    """True for steps that are followed by an evaluation."""
+    """Check whether a step is followed by an evaluation."""
     interval = config.eval_interval_steps
     return interval is not None and step > 0 and step % interval == 0
 
 
 def evaluation_is_missing(run: RunLayout, step: int) -> bool:
-    """True if the metrics have the row of `step` without the result of its evaluation.
+    """Check whether the metrics have the row of `step` without the result of its evaluation.
 
-    Read on rank 0 when a launch resumes at an evaluated step: the launch that trained the step was
-    asked to stop and saved before the evaluation was complete.
+    Called on rank 0 when a launch resumes at an evaluated step. The launch that trained the step
+    may have stopped and saved before the evaluation was complete.
     """
     count = _FIRST_TAIL_ROWS
     while True:
