@@ -128,8 +128,8 @@ def restart_controller(sandbox: Sandbox) -> None:
 def job_processes(sandbox: Sandbox, job_id: str, node: str | None = None) -> tuple[JobProcess, ...]:
     """List the processes of a job on one node or on all: batch shell, supervisor, srun, ranks."""
     nodes = sandbox.shape.node_names if node is None else (_known(sandbox, node),)
-    found = find_job_processes(sandbox.paths, nodes)
-    return tuple(process for process in found if process.job_id == job_id)
+    processes = find_job_processes(sandbox.paths, nodes)
+    return tuple(process for process in processes if process.job_id == job_id)
 
 
 def _everything_on(sandbox: Sandbox, node: str) -> list[ProcessId]:

@@ -62,7 +62,9 @@ def choose(
         for seconds in intervals:
             change = {"spare_nodes": spare_nodes, "interval_seconds": seconds}
             outcomes.append(simulate(scenario.model_copy(update=change), trials, seed))
-    allowed = _allowed(outcomes)
+    # about as likely to reach the end as the safest combination
+    limit = min(outcome.stopped for outcome in outcomes) + _MORE_STOPS
+    allowed = [index for index, outcome in enumerate(outcomes) if outcome.stopped <= limit]
     best = min(allowed, key=lambda index: (_measure(outcomes[index], goal).mean, index))
     attempt = min(scenario.walltime_seconds, scenario.work_seconds)
     return Choice(
@@ -93,13 +95,6 @@ def poisson_spares(scenario: Scenario, seconds: float) -> int:
 
 def _measure(outcome: Outcome, goal: Goal) -> Distribution:
     return outcome.days if goal == "time" else outcome.gpu_hours
-
-
-def _allowed(outcomes: Sequence[Outcome]) -> list[int]:
-    """List the outcomes that are about as likely to reach the end as the safest, by index."""
-    safest = min(outcome.stopped for outcome in outcomes)
-    limit = safest + _MORE_STOPS
-    return [index for index, outcome in enumerate(outcomes) if outcome.stopped <= limit]
 
 
 def _reasons(

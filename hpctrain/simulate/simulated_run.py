@@ -201,15 +201,15 @@ class SimulatedRun:
         """Perform the policy's action; returns its reason if the action is to stop."""
         if end.node_gone:
             self._lose_node()
-        found = end.bad and self.rng.random() < self.scenario.bad_nodes_found
-        if found:
+        detected = end.bad and self.rng.random() < self.scenario.bad_nodes_found
+        if detected:
             self._lose_node()
-        action = self._decide(end, excludes=end.bad and not found)
+        action = self._decide(end, excludes=end.bad and not detected)
         if action.kind in (ActionKind.STOP, ActionKind.HOLD):
             return action.reason
         if action.exclude:
             self._lose_node()
-        elif end.bad and not found:
+        elif end.bad and not detected:
             self.bad = end.kind
         if action.kind is ActionKind.RELAUNCH:
             self._spend(Category.RESTARTING, self.scenario.relaunch_seconds + action.delay_seconds)

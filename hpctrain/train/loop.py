@@ -37,7 +37,7 @@ _NOT_FROM_OUTSIDE = (None, "SIGUSR2")
 class Loop:
     """All parts of a running rank; `position` is the progress of the run.
 
-    `owes_evaluation`: the evaluation of the last finished step was skipped because of a stop; the
+    `evaluation_pending`: the evaluation of the last finished step was skipped due to a stop. The
     next launch repeats it before it trains. `on_begin` is called once all ranks have agreed that
     start-up is complete.
     """
@@ -54,7 +54,7 @@ class Loop:
     clock: RankClock
     profiler: StepProfiler
     request: SaveRequest
-    owes_evaluation: bool
+    evaluation_pending: bool
     on_begin: Callable[[], None]
     signalled_ranks: tuple[int, ...] = ()
 
@@ -73,7 +73,7 @@ class Loop:
         self.on_begin()
         trained = False
         try:
-            if self.owes_evaluation and not stopping:  # of the resumed step
+            if self.evaluation_pending and not stopping:  # of the resumed step
                 none = StepAgreement(
                     stop=False, save=False, writer=WriterState.FINISHED, rejected=False
                 )
@@ -96,7 +96,7 @@ class Loop:
         finally:
             self.profiler.leave()
             self.reporter.flush()
-        return "done" if self.position.step >= target and not self.owes_evaluation else "yielded"
+        return "done" if self.position.step >= target and not self.evaluation_pending else "yielded"
 
     def one_step(self) -> StepAgreement:
         """Run one optimizer step, with agreement, evaluation, reporting and saving."""
@@ -168,14 +168,14 @@ class Loop:
         training, and the next launch repeats it in full. A save in progress continues.
         """
         self.saver.poll(agreed.writer)
-        self.owes_evaluation = agreed.stop or self._agree_to_leave_evaluation()
-        if self.owes_evaluation:
+        self.evaluation_pending = agreed.stop or self._agree_to_leave_evaluation()
+        if self.evaluation_pending:
             return None, replace(agreed, stop=True)
         self.reporter.phase("evaluating", self.position.step)
         batches = EvaluationBatches(self.job.config.eval_batches, self._agree_to_leave_evaluation)
         evaluation = self.engine.evaluate(batches)
         self.reporter.phase("training")
-        self.owes_evaluation = batches.interrupted
+        self.evaluation_pending = batches.interrupted
         if batches.interrupted:
             return None, replace(agreed, stop=True)
         return evaluation, agreed
@@ -198,7 +198,7 @@ class Loop:
         config = self.job.config
         by_steps = config.save_interval_steps
         due = agreed.save or (by_steps is not None and self.position.step % by_steps == 0)
-        due = due or (self.saver.owed and not self.saver.busy)
+        due = due or (self.saver.postponed and not self.saver.busy)
         at_the_end = agreed.stop or self.position.step >= config.train_steps
         if due and not at_the_end:
             self._save(wait=not config.async_save)
@@ -222,7 +222,7 @@ class Loop:
             self.reporter.log("save_requested", step=self.position.step)
         if wait:
             self.saver.finish()
-        while wait and self.saver.owed:
+        while wait and self.saver.postponed:
             self.saver.begin(self.position)
             self.saver.finish()
         self.reporter.phase("training")

@@ -128,13 +128,13 @@ def _uneven_exchanges() -> None:
     @functools.wraps(exchange)
     def all_to_all_single(
         output: Any,
-        given: Any,
+        input: Any,
         output_split_sizes: Any = None,
         input_split_sizes: Any = None,
         **keywords: Any,
     ) -> Any:
         return exchange(
-            output, given, _numbers(output_split_sizes), _numbers(input_split_sizes), **keywords
+            output, input, _numbers(output_split_sizes), _numbers(input_split_sizes), **keywords
         )
 
     torch.distributed.all_to_all_single = all_to_all_single

@@ -101,7 +101,7 @@ def assemble(job: Job, keeper: Keeper, digests: DigestCheck | None = None) -> Lo
         ),
         profiler=step_profiler(job, parts.engine.clock, reporter, control),
         request=SaveRequest(job.run.save_request, looks=job.launch.leads),
-        owes_evaluation=_owes_evaluation(job, control, position),
+        evaluation_pending=_evaluation_pending(job, control, position),
         on_begin=keeper.begin,
     )
 
@@ -118,7 +118,7 @@ def _losses(job: Job, control: Control, position: Position) -> LossWindow:
     return LossWindow(limit, [float.fromhex(loss) for loss in text.split()])
 
 
-def _owes_evaluation(job: Job, control: Control, position: Position) -> bool:
+def _evaluation_pending(job: Job, control: Control, position: Position) -> bool:
     """Agree on whether the launch that saved the checkpoint skipped its last evaluation."""
     if not is_evaluated(job.config, position.step):
         return False

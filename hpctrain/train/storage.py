@@ -94,7 +94,7 @@ def outlast(
             if time.monotonic() >= deadline:
                 raise StorageError(
                     f"{run.directory} was away for {patience_seconds:.0f} s: {error}",
-                    hint="the mount of this file system is to be looked at",
+                    hint="check the mount of this file system",
                 ) from error
         time.sleep(_RETRY_SECONDS)
 

@@ -72,10 +72,6 @@ def write_archive(path: Path, arrays: Mapping[str, np.ndarray | Pieces]) -> None
                     stream.write(np.ascontiguousarray(piece, pieces.dtype).tobytes())
 
 
-def _whole(array: np.ndarray) -> Pieces:
-    return Pieces(array.dtype, array.shape, [array])
-
-
 class ArchiveTable:
     """The rows of one or several archives, concatenated."""
 

@@ -3,9 +3,8 @@
 Both modes have the same stages: plan and fork the writers (`begin`), wait until all of them have
 finished (`poll` with the step's agreement, or `finish`), write the engine's metadata, let rank 0
 publish, wait for the result. While the run directory is away, a save waits. A save that has lost
-its files is postponed: `owed` is set until a later one is published. Belongs here: this sequence
-on all ranks. Does not belong here: what makes a checkpoint valid and the fencing protocol
-(`hpctrain.checkpoints`), when to save (`loop`).
+its files is repeated: `postponed` is set until a later one is published. Does not belong here: what
+makes a checkpoint valid and the fencing protocol (`hpctrain.checkpoints`), when to save (`loop`).
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from hpctrain.train.storage import is_away, lost_in
 _POLL_SECONDS = 0.01
 _RETRY_SECONDS = 1.0
 # With more saves in a row that have lost their files, the run fails.
-_MOST_PUT_OFF = 5
+_MOST_POSTPONED = 5
 
 
 # A problem of rank 0 that may pass.
@@ -56,7 +55,7 @@ class _Pending:
 class Saver:
     """Writes checkpoints of one launch, one at a time.
 
-    `published` is called on rank 0 for each published checkpoint. `owed` is True on all ranks after
+    `published` is called on rank 0 for each published checkpoint. `postponed` is True on all ranks after
     a postponed save, until one is published.
     """
 
@@ -77,8 +76,8 @@ class Saver:
         self._estimate_bytes: int | None = None
         self._pending: _Pending | None = None
         self.newest_step: int | None = None
-        self.owed = False
-        self._put_off_in_a_row = 0
+        self.postponed = False
+        self._postponed_in_a_row = 0
         self._lost_metadata = False
 
     @property
@@ -127,7 +126,7 @@ class Saver:
             self._fail(pending, agreed)
         elif pending.publishing:
             self._pending, self.newest_step = None, pending.position.step
-            self.owed, self._put_off_in_a_row = False, 0
+            self.postponed, self._postponed_in_a_row = False, 0
         else:
             self._start_publishing(pending)
         pending.stall_seconds += time.monotonic() - began_at
@@ -260,11 +259,11 @@ class Saver:
         """
         self._pending, self._lost_metadata = None, False
         self._writer.abandon()
-        self.owed = True
-        self._put_off_in_a_row += 1
+        self.postponed = True
+        self._postponed_in_a_row += 1
         name = checkpoint_name(pending.position.step)
-        if self._put_off_in_a_row > _MOST_PUT_OFF:
-            times = f"{self._put_off_in_a_row} saves in a row, the last one of {name}"
+        if self._postponed_in_a_row > _MOST_POSTPONED:
+            times = f"{self._postponed_in_a_row} saves in a row, the last one of {name}"
             raise StorageError(f"{self._job.run.directory} was away during {times}")
         if self._job.launch.leads:
             with contextlib.suppress(OSError):
