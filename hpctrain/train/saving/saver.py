@@ -55,8 +55,8 @@ class _Pending:
 class Saver:
     """Writes checkpoints of one launch, one at a time.
 
-    `published` is called on rank 0 for each published checkpoint. `postponed` is True on all ranks after
-    a postponed save, until one is published.
+    `published` is called on rank 0 for each published checkpoint. `postponed` is True on all ranks
+    after a save that has lost its files, until one is published.
     """
 
     def __init__(
