@@ -144,12 +144,7 @@ class SimulatedRun:
         )
         stretch = self.cycle.cut_off(max(0.0, ends_at - ready), left)
         self._train(stretch, end.cause, graceful=graceful and ends_at > ready)
-        # Idle spare nodes fail like others, unnoticed until they are needed.
-        rate = scenario.failures_per_second * scenario.failure_mix.share_taking_nodes
-        survives = math.exp(-rate * (self.now - began))
-        for _ in range(self.healthy - scenario.nodes):
-            if self.rng.random() > survives:
-                self._lose_node()
+        self._lose_spares(self.now - began)
         if end.cause not in (Cause.TIME_LIMIT, Cause.PREEMPTED):
             self._detect(end)
         self.history_counter.ended(end.cause, self.now, self.saved, resumed)
@@ -180,6 +175,14 @@ class SimulatedRun:
             # The loss of the supervisor's own node ends the job, and Slurm requeues it.
             return _LaunchEnd(Cause.NODE_FAILURE, True, requeued=True, keeps_nodes=False)
         return _LaunchEnd(kind.cause, node_gone=gone, bad=kind.takes_node and not gone, kind=kind)
+
+    def _lose_spares(self, seconds: float) -> None:
+        """Let idle spare nodes fail like others, which remains unnoticed until they are needed."""
+        rate = self.scenario.failures_per_second * self.scenario.failure_mix.share_taking_nodes
+        survives = math.exp(-rate * seconds)
+        for _ in range(self.healthy - self.scenario.nodes):
+            if self.rng.random() > survives:
+                self._lose_node()
 
     def _lose_node(self) -> None:
         self.healthy -= 1

@@ -9,7 +9,6 @@ with them.
 from __future__ import annotations
 
 import struct
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,7 +93,12 @@ def open_tokens(
     settings = dataset_settings(config, cache)
     # `submit` checks the same, if it can read the index.
     for _, prefix in config.data_blend:
-        count = _document_count(idx_path(Path(prefix)))
+        index = idx_path(Path(prefix))
+        if not index.exists():
+            continue  # the builder raises the error
+        with index.open("rb") as file:
+            # the split counts sequences (megatron/core/datasets/indexed_dataset.py)
+            count = int(_INDEX_HEAD.unpack(file.read(_INDEX_HEAD.size))[-1])
         for part in parts_without_documents(config.data_split, count):
             raise _empty(part, config, f"none of the {count} documents of {prefix}")
     builder = BlendedMegatronDatasetBuilder(
@@ -115,14 +119,6 @@ def open_tokens(
         TokenSamples(training, config, share, horizons[0]),
         TokenSamples(validation, config, share, horizons[1]) if horizons[1] else None,
     )
-
-
-def _document_count(index: Path) -> int:
-    """Count sequences, as the split does (megatron/core/datasets/indexed_dataset.py)."""
-    if not index.exists():
-        return sys.maxsize  # the builder raises the error
-    with index.open("rb") as file:
-        return int(_INDEX_HEAD.unpack(file.read(_INDEX_HEAD.size))[-1])
 
 
 def _empty(part: str, config: TrainConfig, what: str = "no documents") -> InvalidInputError:
