@@ -14,8 +14,8 @@ import matplotlib as mpl
 
 from bench.simulate_published import settings
 from hpctrain.plan.forecast.intervals import daly_seconds
+from hpctrain.simulate.monte_carlo import simulate
 from hpctrain.simulate.scenario import Scenario
-from hpctrain.simulate.trials import play
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt
@@ -51,7 +51,7 @@ def draw(trials: int, path: Path) -> None:
     figure, axes = plt.subplots(figsize=(7.2, 4.4))
     for gpus, (spares, colour) in SIZES.items():
         for count, style in ((spares, "-"), (0, ":")):
-            ratios = [play(scenario(gpus, count, m), trials, 1).ettr for m in MINUTES]
+            ratios = [simulate(scenario(gpus, count, m), trials, 1).ettr for m in MINUTES]
             words = f"{count} spare nodes" if count else "no spare nodes"
             axes.plot(
                 MINUTES,

@@ -1,4 +1,4 @@
-"""Played runs beside published ones: what is known, what is assumed, and what range results.
+"""RunOutcome runs beside published ones: what is known, what is assumed, and what range results.
 
     python -m bench.simulate_published [--trials 100]
 
@@ -13,8 +13,8 @@ import argparse
 from dataclasses import dataclass, field
 from typing import Any
 
+from hpctrain.simulate.monte_carlo import simulate
 from hpctrain.simulate.scenario import Scenario
-from hpctrain.simulate.trials import play
 from hpctrain.store.supervise_config import SuperviseConfig
 
 DAY, HOUR = 86400.0, 3600.0
@@ -144,7 +144,7 @@ def played(case: Case, end: dict[str, Any], trials: int) -> tuple[float, float, 
     seen = {"lost_node_seconds": end.get("detect_seconds", 300.0)}
     given = {**case.known, **case.extra, **seen, **end, "supervise": settings()}
     scenario = Scenario.model_validate(given)
-    told = play(scenario, trials, seed=1)
+    told = simulate(scenario, trials, seed=1)
     lost = sum(told.seconds.values()) - told.seconds["productive"] - told.seconds["saving"]
     measures = {
         "ettr": told.ettr.mean,

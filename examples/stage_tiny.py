@@ -146,7 +146,8 @@ def _class(name: str) -> Any:
 
 def _save(model: str, config: str, shape: dict[str, Any], directory: Path) -> None:
     import torch
-    from hpctrain.train.convert.directory import write_model
+
+    from hpctrain.convert.hugging_face_directory import write_model
 
     torch.manual_seed(1)
     write_model(_class(model)(_class(config)(**shape)), directory)

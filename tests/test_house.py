@@ -40,8 +40,13 @@ PURE_FILES = (
         "actions/watch_rules.py",
         "actions/watch_gone.py",
     ),
-    *("telemetry/rates.py", "telemetry/clocks.py", "telemetry/segments.py", "telemetry/goodput.py"),
-    *("telemetry/launch_body.py", "telemetry/timeline.py", "telemetry/rolling_goodput.py"),
+    *(
+        "telemetry/rates.py",
+        "telemetry/clock_repair.py",
+        "telemetry/time_categories.py",
+        "telemetry/goodput.py",
+    ),
+    *("telemetry/launch_segments.py", "telemetry/timeline.py", "telemetry/rolling_goodput.py"),
 )
 # Rooms that run as processes of their own, with torch: they print, exit and unpickle.
 PROGRAMS = ("train/", "prepare/", "convert/")

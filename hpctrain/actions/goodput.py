@@ -19,8 +19,8 @@ from hpctrain.store.supervise_config import known_supervise_config
 from hpctrain.supervise.judge.causes import FAILURE_CAUSES, Cause
 from hpctrain.supervise.judge.documents import ActionKind
 from hpctrain.telemetry.goodput import Account, account
-from hpctrain.telemetry.rolling_goodput import Sliding
-from hpctrain.telemetry.timeline import Mark, MarkKind, Save, Step, timeline
+from hpctrain.telemetry.rolling_goodput import RollingGoodput
+from hpctrain.telemetry.timeline import Mark, MarkKind, Save, TrainedStep, timeline
 
 _KINDS = {
     EventKind.SUBMITTED: MarkKind.SUBMITTED,
@@ -102,7 +102,7 @@ def goodput(run: RunFiles, now: float | None = None) -> Goodput:
     """
     layout = run.layout
     rows, saves = read_metrics(layout), read_saves(layout)
-    steps = [Step(row.step, row.epoch, row.time, row.step_seconds) for row in rows]
+    steps = [TrainedStep(row.step, row.epoch, row.time, row.step_seconds) for row in rows]
     events = run.ledger.events()
     told = timeline(
         [mark for event in events if (mark := _mark(event)) is not None],
@@ -196,5 +196,5 @@ def _document(
     )
 
 
-def _windows(told: Sliding) -> Windows:
+def _windows(told: RollingGoodput) -> Windows:
     return Windows(last=told.last, worst=told.worst)

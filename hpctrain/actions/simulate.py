@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from hpctrain.errors import UsageError
 from hpctrain.plan.forecast.documents import Forecast
 from hpctrain.plan.forecast.published import RESTART_SECONDS
-from hpctrain.simulate.choice import Choice, Goal, auto_interval_seconds, choose
+from hpctrain.simulate.interval_choice import Choice, Goal, auto_interval_seconds, choose
 from hpctrain.simulate.scenario import MixName, Scenario
 from hpctrain.spec.profile import ClusterProfile, PriceProfile
 from hpctrain.spec.run import RunSpec, SuperviseSpec

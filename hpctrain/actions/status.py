@@ -22,7 +22,7 @@ from hpctrain.store.ledger import Event, EventKind
 from hpctrain.store.run_records import Progress, StepMetrics, read_record, tail_metrics
 from hpctrain.store.supervise_config import SuperviseConfig, known_supervise_config
 from hpctrain.supervise.run_jobs import RunJobs
-from hpctrain.telemetry.rates import Row, recent_rates
+from hpctrain.telemetry.rates import MetricsRow, recent_rates
 
 # What `recent_rates` looks at, and the first step of a launch, which it leaves out.
 _RECENT_STEPS = 21
@@ -158,8 +158,8 @@ def _is_stale(judged: Judged, age: float | None, config: SuperviseConfig | None)
     return age > config.stall_seconds
 
 
-def _row(metrics: StepMetrics) -> Row:
-    return Row(
+def _row(metrics: StepMetrics) -> MetricsRow:
+    return MetricsRow(
         metrics.step,
         metrics.epoch,
         metrics.loss,

@@ -13,7 +13,7 @@ from hpctrain.cli.output import json_out
 from hpctrain.units import Duration
 
 if TYPE_CHECKING:
-    from hpctrain.simulate.choice import Goal
+    from hpctrain.simulate.interval_choice import Goal
     from hpctrain.simulate.scenario import MixName
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from hpctrain.actions.simulate import Simulation
 from hpctrain.cli.output import paragraph
-from hpctrain.simulate.trials import Outcome
+from hpctrain.simulate.monte_carlo import Outcome
 from hpctrain.units import short_duration
 
 _INDENT = 10

@@ -1,9 +1,11 @@
-"""`python -m hpctrain.convert SOURCE TARGET`: write the same model in another form.
+"""`python -m hpctrain.convert SOURCE TARGET`: convert a model between weight formats.
 
-SOURCE and what TARGET becomes: a Hugging Face directory, megatron-core's starting weights; these,
-a Hugging Face directory; a checkpoint of a run, a Hugging Face directory (LoRA merged). Prints one
-JSON document of `hpctrain.store.conversions`. Belongs here: the choice, and that TARGET is there
-completely or not at all. Does not belong here: the forms.
+- a Hugging Face directory becomes starting weights for megatron-core;
+- starting weights for megatron-core become a Hugging Face directory;
+- a checkpoint of a run becomes a Hugging Face directory (with LoRA merged).
+
+Prints one JSON document of `hpctrain.store.conversions`. Belongs here: the choice, and writing
+TARGET atomically. Does not belong here: the formats.
 """
 
 from __future__ import annotations
@@ -25,33 +27,28 @@ from hpctrain.store.layout import RunLayout
 
 
 def convert(source: Path, target: Path) -> ConversionReport:
-    """Raises InvalidInputError for what cannot be converted; then there is no TARGET."""
-    _refuse_run(RunLayout(source))
+    """Convert SOURCE to TARGET. Raises InvalidInputError, and leaves no TARGET, if it cannot."""
+    if (whole_run := RunLayout(source)).train_config.exists():
+        steps = published_steps(whole_run.checkpoints)
+        newest = whole_run.checkpoints / checkpoint_name(steps[-1]) if steps else "it has none yet"
+        hint = f"give one of its checkpoints: {newest}"
+        raise InvalidInputError([Problem("is a run", str(source), hint=hint)])
     run = RunLayout(source.parent.parent)
-    with _becoming(target) as partial:
+    with _atomic_directory(target) as partial:
         if source.parent == run.checkpoints and run.train_config.exists():
-            from hpctrain.convert.checkpoint import export
+            from hpctrain.convert.run_checkpoint import export
 
             report = export(source, partial)
         else:
-            from hpctrain.convert.weights import convert_staged
+            from hpctrain.convert.pretrained_weights import convert_staged
 
             report = convert_staged(open_staged(source), partial)
     return report.model_copy(update={"target": str(target)})
 
 
-def _refuse_run(run: RunLayout) -> None:
-    """A run has many models: somebody must say which."""
-    if run.train_config.exists():
-        steps = published_steps(run.checkpoints)
-        newest = run.checkpoints / checkpoint_name(steps[-1]) if steps else "it has none yet"
-        hint = f"give one of its checkpoints: {newest}"
-        raise InvalidInputError([Problem("is a run", str(run.directory), hint=hint)])
-
-
 @contextlib.contextmanager
-def _becoming(target: Path) -> Iterator[Path]:
-    """A directory beside `target` that takes its name at the end, and is removed on an error."""
+def _atomic_directory(target: Path) -> Iterator[Path]:
+    """Make a directory that is renamed to `target` at the end, or removed on an error."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         hint = "give the name of a directory that is not there yet"
         raise InvalidInputError([Problem("exists already", str(target), hint=hint)])
@@ -65,8 +62,8 @@ def _becoming(target: Path) -> Iterator[Path]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print one document and nothing else on stdout; exit code 0, or that of the error."""
-    source, target = (Path(os.path.abspath(word)) for word in argv)
+    """Print only one document on stdout; returns exit code 0, or that of the error."""
+    source, target = (Path(os.path.abspath(argument)) for argument in argv)
     try:
         with redirect_stdout(sys.stderr):
             report = convert(source, target)

@@ -1,7 +1,8 @@
-"""Making datasets: from texts, conversations and images to what the trainer reads.
+"""Make datasets for the trainer from texts, conversations and images.
 
-In three stages, so that many processes on many nodes can take part and nothing is lost when they
-end: a plan that cuts the input into shards, the shards, and one dataset of all of them.
-`hpctrain.prepare` is the program. Nothing here needs torch but Megatron's own writer of
-its files. Does not belong here: reading datasets while training (`hpctrain.train.datasets`).
+There are three stages: plan (`make_plan`) cuts the input into shards, `shard_making` makes them,
+and `merging` joins them into one dataset. Many processes on many nodes can make shards, and
+finished shards survive an interruption. `python -m hpctrain.prepare` is the program. Only
+Megatron's own writer of .bin/.idx files needs torch. Does not belong here: reading datasets while
+training (`hpctrain.train.datasets`).
 """

@@ -1,9 +1,8 @@
-"""`python -m hpctrain.prepare`: from text, conversations or images to a dataset.
+"""`python -m hpctrain.prepare`: make a dataset from text, conversations or images.
 
-Writes PREFIX.bin and PREFIX.idx, or PREFIX.npz, and PREFIX.json: what is in them and what they
-were made from. The same input and options give the same bytes, whatever the number of processes.
-Belongs here: the command line, and telling how it went. Does not belong here: the work (see
-`hpctrain.prepare`).
+Writes PREFIX.bin and PREFIX.idx, or PREFIX.npz, and PREFIX.json, which describes them and their
+input. The same input and options give the same bytes, whatever the number of processes. Belongs
+here: the command line, and printing the result. Does not belong here: the work (see `stages`).
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from typing import get_args
 
 from hpctrain.errors import HpctrainError, InvalidInputError, UsageError
 from hpctrain.prepare.corpus import DEFAULT_SUFFIXES
-from hpctrain.prepare.planning import BUILTIN_MAX_BYTES, DEFAULT_VOCAB_SIZE
-from hpctrain.prepare.request import Builtin, Request, check_usage
+from hpctrain.prepare.make_plan import BUILTIN_MAX_BYTES, DEFAULT_VOCAB_SIZE
+from hpctrain.prepare.options import Builtin, PrepareOptions, PrepareStage, check_usage
 from hpctrain.prepare.stages import make_share, merge, prepare
 from hpctrain.spec.data import DataFormat
 from hpctrain.store.datasets import (
@@ -54,13 +53,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--force", action="store_true", help="write again, and replace what is there")
     add("--json", action="store_true", help="print the report, or what is wrong, as JSON")
-    _add_text_options(parser)
-    _add_stage_options(parser)
-    return parser
-
-
-def _add_text_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
     add(
         "--suffix",
         action="append",
@@ -97,10 +89,6 @@ def _add_text_options(parser: argparse.ArgumentParser) -> None:
     add("--seq", type=int, dest="seq_length", metavar="N", help="tokens of a sample")
     add("--chat-template", type=Path, metavar="FILE", help="instead of the tokenizer's own")
     add("--classes", metavar="A,B,...", help="names of labels by number (default: as found)")
-
-
-def _add_stage_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
     add("--workers", type=int, default=1, metavar="N", help="processes on this machine")
     add(
         "--shard-bytes",
@@ -111,23 +99,24 @@ def _add_stage_options(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--stage",
-        choices=("all", "plan", "merge"),
+        choices=get_args(PrepareStage),
         default="all",
         help="plan: stop before the shards; merge: put together what others have made",
     )
     add("--shards", type=Path, metavar="DIR", help="make shards of the plan in DIR, nothing else")
     add("--share", default="0/1", metavar="I/N", help="with --shards: every Nth, from the Ith on")
+    return parser
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     print(f"prepare_data: {line}", file=sys.stderr, flush=True)
 
 
-def _request(args: argparse.Namespace) -> Request:
-    """The options of a dataset. Raises UsageError."""
+def _options(args: argparse.Namespace) -> PrepareOptions:
+    """Validate the options of a dataset. Raises UsageError."""
     if args.output is None:
         raise UsageError("give --output, or --shards")
-    request = Request(
+    options = PrepareOptions(
         output=args.output,
         inputs=tuple(args.inputs),
         builtin=args.builtin,
@@ -146,23 +135,22 @@ def _request(args: argparse.Namespace) -> Request:
         force=args.force,
         stage=args.stage,
     )
-    check_usage(request)
-    return request
+    check_usage(options)
+    return options
 
 
-def _failure(error: HpctrainError) -> DatasetFailure:
+def _print_failure(error: HpctrainError, *, as_json: bool) -> None:
     if isinstance(error, InvalidInputError):
         problems = tuple(
-            ReportedProblem(message=one.message, file=one.file, line=one.line, hint=one.hint)
-            for one in error.problems
+            ReportedProblem(message=p.message, file=p.file, line=p.line, hint=p.hint)
+            for p in error.problems
         )
     else:
         problems = (ReportedProblem(message=str(error), hint=error.hint),)
-    return DatasetFailure(exit_code=error.exit_code, problems=problems)
-
-
-def _print_failure(failure: DatasetFailure) -> None:
-    for problem in failure.problems:
+    if as_json:
+        print(DatasetFailure(exit_code=error.exit_code, problems=problems).model_dump_json())
+        return
+    for problem in problems:
         place = "".join(f"{part}:" for part in (problem.file, problem.line) if part is not None)
         print(f"error: {place}{' ' * bool(place)}{problem.message}", file=sys.stderr)
         if problem.hint is not None:
@@ -184,28 +172,22 @@ def _print_report(report: DatasetReport | ShardsReport) -> None:
         )
 
 
-def _run(args: argparse.Namespace) -> DatasetReport | ShardsReport:
-    if args.shards is not None:
-        return make_share(args.shards, args.share, args.workers, _say)
-    request = _request(args)
-    return merge(request, _say) if request.stage == "merge" else prepare(request, _say)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program and return its exit code (0, or that of the error; 2 for wrong usage)."""
     args = _parser().parse_args(argv)
     try:
-        report = _run(args)
+        report: DatasetReport | ShardsReport
+        if args.shards is not None:
+            report = make_share(args.shards, args.share, args.workers, _log)
+        else:
+            options = _options(args)
+            report = (merge if options.stage == "merge" else prepare)(options, _log)
     except KeyboardInterrupt:
         return 130
     except (HpctrainError, OSError) as raised:
         error = raised if isinstance(raised, HpctrainError) else HpctrainError(str(raised))
-        failure = _failure(error)
-        if args.json:
-            print(failure.model_dump_json())
-        else:
-            _print_failure(failure)
-        return failure.exit_code
+        _print_failure(error, as_json=args.json)
+        return error.exit_code
     if args.json:
         print(report.model_dump_json())
     else:

@@ -1,9 +1,9 @@
-"""Finding what a dataset is made of: files, directories, the standard library's source.
+"""Find and read the input of a dataset: files, directories, the standard library's source.
 
-A file of text is one document; of a JSONL file each line is one, and the file is read in pieces
-of whole lines. Belongs here: which files count, in which order, and reading them exactly as they
-are on disk. Does not belong here: tokens, what a line holds. Nothing is held in memory but names
-and digests, so the text may be larger than the machine.
+A text file is one document. Each line of a JSONL file is one document, and the file is read in
+pieces of whole lines. Only names and digests stay in memory, so the text may be larger than the
+memory. Belongs here: which files are used, in which order, and reading them exactly as they are
+on disk. Does not belong here: tokens, the fields of a line.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from pydantic import BaseModel, ConfigDict
 
@@ -30,18 +29,18 @@ _STDLIB_GENERATED = "_sysconfigdata"
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A file that may become a document; `name` is how reports call it."""
+class InputFile:
+    """A file that may become a document; `name` is its name in reports."""
 
     path: Path
     name: str
 
 
 class Source(BaseModel):
-    """Bytes `start` to `start + size_bytes` of a file: UTF-8, not empty; `sha256` is theirs.
+    """Bytes `start` to `start + size_bytes` of a file, not empty; `sha256` is the digest of them.
 
-    The whole of a file that is one document; of a JSONL file some lines, `first_line` of which is
-    the first (counted from 1).
+    Either a whole text file (`first_line` None), or some lines of a JSONL file, of which
+    `first_line` is the first (counted from 1).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -56,9 +55,9 @@ class Source(BaseModel):
 
 @dataclass(frozen=True)
 class Corpus:
-    """All documents in their order, and what was found but is not among them.
+    """All sources in document order, and the files that were skipped.
 
-    `digests`: one of each file that documents come from, however it is cut into pieces.
+    `digests`: one per file that documents come from, however it is cut into pieces.
     """
 
     sources: tuple[Source, ...]
@@ -68,7 +67,7 @@ class Corpus:
 
     @property
     def files(self) -> int:
-        """Files that documents come from."""
+        """Number of files that documents come from."""
         return len(self.digests)
 
     @property
@@ -77,56 +76,56 @@ class Corpus:
 
     @property
     def sha256(self) -> str:
-        """SHA-256 over the files' SHA-256 in order: says which text, not where it lay."""
-        return hashlib.sha256("".join(f"{one}\n" for one in self.digests).encode()).hexdigest()
+        """SHA-256 over the files' SHA-256 in order: identifies the text, not its location."""
+        text = "".join(f"{digest}\n" for digest in self.digests)
+        return hashlib.sha256(text.encode()).hexdigest()
 
 
-def find_files(inputs: Sequence[Path], suffixes: Sequence[str]) -> list[Candidate]:
-    """The files among `inputs` as they are, directories recursively by suffix and sorted.
+def find_files(inputs: Sequence[Path], suffixes: Sequence[str]) -> list[InputFile]:
+    """List the files in `inputs`: files in the given order, directories recursively and sorted.
 
-    A file that is reached twice counts once. Raises InvalidInputError for inputs that do not
-    exist and directories that cannot be read.
+    `suffixes` select files of directories only. A file that is reached twice counts once. Raises
+    InvalidInputError for inputs that do not exist and directories that cannot be read.
     """
     problems: list[Problem] = []
-    found: dict[Path, Candidate] = {}
-    for given in inputs:
-        if given.is_dir():
-            names = _walk(given, tuple(suffixes), problems)
-        elif given.is_file():
-            names = [given]
+    files: dict[Path, InputFile] = {}
+    for path in inputs:
+        if path.is_dir():
+            below = _walk(path, tuple(suffixes), problems)
+        elif path.is_file():
+            below = [path]
         else:
-            problems.append(Problem("no such file or directory", file=str(given)))
+            problems.append(Problem("no such file or directory", file=str(path)))
             continue
-        for path in names:
-            found.setdefault(path.resolve(), Candidate(path, str(path)))
+        for file in below:
+            files.setdefault(file.resolve(), InputFile(file, str(file)))
     if problems:
         raise InvalidInputError(problems)
-    return list(found.values())
+    return list(files.values())
 
 
-def find_stdlib() -> list[Candidate]:
-    """The Python source of the running interpreter's standard library, without its tests."""
+def find_stdlib() -> list[InputFile]:
+    """List the Python files of the running interpreter's standard library, without its tests."""
     root = Path(sysconfig.get_path("stdlib"))
     problems: list[Problem] = []
     paths = _walk(root, (".py",), problems)
     if problems:
         raise InvalidInputError(problems)
     names = ((path, path.relative_to(root)) for path in paths)
-    return [Candidate(path, str(name)) for path, name in names if _is_library_source(name)]
-
-
-def _is_library_source(name: Path) -> bool:
-    generated = name.name.startswith(_STDLIB_GENERATED)
-    return not generated and _STDLIB_LEFT_OUT.isdisjoint(name.parts)
+    return [
+        InputFile(path, str(name))
+        for path, name in names
+        if not name.name.startswith(_STDLIB_GENERATED) and _STDLIB_LEFT_OUT.isdisjoint(name.parts)
+    ]
 
 
 def _walk(root: Path, suffixes: tuple[str, ...], problems: list[Problem]) -> list[Path]:
-    def note(error: OSError) -> None:
+    def record(error: OSError) -> None:
         problems.append(Problem(f"cannot be read: {error.strerror}", file=str(error.filename)))
 
     names = [
         Path(directory) / name
-        for directory, _, files in os.walk(root, onerror=note)
+        for directory, _, files in os.walk(root, onerror=record)
         for name in files
         if name.endswith(suffixes)
     ]
@@ -134,26 +133,27 @@ def _walk(root: Path, suffixes: tuple[str, ...], problems: list[Problem]) -> lis
 
 
 def read_corpus(
-    candidates: Iterable[Candidate],
+    files: Iterable[InputFile],
     max_bytes: int | None,
     piece_bytes: int,
     *,
     lines: bool | None = None,
 ) -> Corpus:
-    """Read every candidate once, up to `max_bytes` of text; whole files only, in order.
+    """Read every file once, up to `max_bytes` of text; whole files only, in order.
 
     The file that would exceed the budget and all after it are counted in `over_budget_files`.
-    JSONL files come in pieces of about `piece_bytes`; `lines` None: those are by their suffix.
+    JSONL files are cut into pieces of about `piece_bytes`. `lines`: whether all files are JSONL;
+    None decides by their suffix.
     """
     sources: list[Source] = []
     skipped: list[SkippedFile] = []
     digests: list[str] = []
-    remaining = list(candidates)
+    remaining = list(files)
     budget_bytes = max_bytes
     beyond = 0
-    for number, candidate in enumerate(remaining):
-        has_lines = candidate.path.suffix == LINES_SUFFIX if lines is None else lines
-        checked = _check_lines(candidate, piece_bytes) if has_lines else _check(candidate)
+    for number, file in enumerate(remaining):
+        has_lines = file.path.suffix == LINES_SUFFIX if lines is None else lines
+        checked = _cut_lines(file, piece_bytes) if has_lines else _read_document(file)
         if isinstance(checked, SkippedFile):
             skipped.append(checked)
             continue
@@ -171,34 +171,36 @@ def read_corpus(
 _Checked = tuple[list[Source], str] | SkippedFile
 
 
-def _check(candidate: Candidate) -> _Checked:
+def _read_document(file: InputFile) -> _Checked:
     try:
-        raw = candidate.path.read_bytes()
+        raw = file.path.read_bytes()
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        return SkippedFile(name=candidate.name, reason=f"not UTF-8 at byte {error.start}")
+        return SkippedFile(name=file.name, reason=f"not UTF-8 at byte {error.start}")
     except OSError as error:
-        return SkippedFile(name=candidate.name, reason=f"cannot be read: {error.strerror}")
+        return SkippedFile(name=file.name, reason=f"cannot be read: {error.strerror}")
     if not text:
-        return SkippedFile(name=candidate.name, reason="empty")
+        return SkippedFile(name=file.name, reason="empty")
     if "\0" in text:
-        return SkippedFile(name=candidate.name, reason="binary: holds a zero byte")
+        return SkippedFile(name=file.name, reason="binary: holds a zero byte")
     digest = hashlib.sha256(raw).hexdigest()
-    path, name = candidate.path.absolute(), candidate.name
+    path, name = file.path.absolute(), file.name
     return [Source(path=path, name=name, size_bytes=len(raw), sha256=digest)], digest
 
 
-def _check_lines(candidate: Candidate, piece_bytes: int) -> _Checked:
-    """Pieces that end with a line. What their lines hold is looked at when they are read."""
+def _cut_lines(file: InputFile, piece_bytes: int) -> _Checked:
+    """Cut a JSONL file into pieces that end with a line; lines are parsed later."""
     pieces: list[Source] = []
     whole = hashlib.sha256()
     start, line = 0, 1
     try:
-        with candidate.path.open("rb") as stream:
-            while raw := _whole_lines(stream, piece_bytes):
+        with file.path.open("rb") as stream:
+            while raw := stream.read(piece_bytes):
+                if not raw.endswith(b"\n"):
+                    raw += stream.readline()
                 piece = Source(
-                    path=candidate.path.absolute(),
-                    name=candidate.name,
+                    path=file.path.absolute(),
+                    name=file.name,
                     size_bytes=len(raw),
                     sha256=hashlib.sha256(raw).hexdigest(),
                     start=start,
@@ -208,19 +210,14 @@ def _check_lines(candidate: Candidate, piece_bytes: int) -> _Checked:
                 whole.update(raw)
                 start, line = start + len(raw), line + raw.count(b"\n")
     except OSError as error:
-        return SkippedFile(name=candidate.name, reason=f"cannot be read: {error.strerror}")
+        return SkippedFile(name=file.name, reason=f"cannot be read: {error.strerror}")
     if not pieces:
-        return SkippedFile(name=candidate.name, reason="empty")
+        return SkippedFile(name=file.name, reason="empty")
     return pieces, whole.hexdigest()
 
 
-def _whole_lines(stream: IO[bytes], piece_bytes: int) -> bytes:
-    raw = stream.read(piece_bytes)
-    return raw if raw.endswith(b"\n") or not raw else raw + stream.readline()
-
-
 def read_text(source: Source) -> str:
-    """The text of a source. Raises InvalidInputError if it is not what it was before."""
+    """Read the text of a source. Raises InvalidInputError if its bytes have changed."""
     try:
         with source.path.open("rb") as stream:
             stream.seek(source.start)
@@ -241,14 +238,14 @@ def read_text(source: Source) -> str:
 
 
 def batches(texts: Iterable[str], batch_characters: int) -> Iterator[list[str]]:
-    """The texts in order, in lists of about `batch_characters`."""
-    held: list[str] = []
+    """Group the texts, in order, into lists of about `batch_characters`."""
+    batch: list[str] = []
     characters = 0
     for text in texts:
-        held.append(text)
+        batch.append(text)
         characters += len(text)
         if characters >= batch_characters:
-            yield held
-            held, characters = [], 0
-    if held:
-        yield held
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch

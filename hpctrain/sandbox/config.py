@@ -1,10 +1,10 @@
-"""The text of the configuration files of a sandbox.
+"""Generate the text of a sandbox's configuration files.
 
-Belongs here: slurm.conf, gres.conf, topology.conf and cgroup.conf as pure functions of what the
-sandbox is and where it lies. Does not belong here: writing them, or starting anything.
+Belongs here: slurm.conf, gres.conf, topology.conf and cgroup.conf as pure functions of the
+sandbox's shape and location. Does not belong here: writing them, or starting anything.
 
-Source of every unusual key: slurm.conf(5), or trials on Slurm 22.05.8; the reason stands beside
-the key in the generated file, for whoever opens it.
+Source of every unusual key: slurm.conf(5), or trials on Slurm 22.05.8. The generated file gives
+the reason beside the key.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from hpctrain.sandbox.paths import SandboxPaths
 from hpctrain.sandbox.ports import Ports
 from hpctrain.sandbox.shape import FeatureShape, PartitionShape, SandboxShape, SwitchShape, bracket
 
-# A comment, the end of a quoted value, a list of hosts, a pattern of names: slurm.conf(5). Blanks
-# are quoted.
-_UNSPEAKABLE = re.compile(r'[\n\r"#%,\[\]\\]')
-# From here on many slurmds share one machine so tightly that 5 s is too short for an answer.
+# Characters that slurm.conf(5) gives a meaning: comments, quotes, host lists, name patterns.
+# Blanks are quoted.
+_UNWRITABLE = re.compile(r'[\n\r"#%,\[\]\\]')
+# With this many slurmds on one machine, 5 s is too short for a reply.
 _CROWDED_NODES = 65
 
 
@@ -35,10 +35,10 @@ class ConfigFile:
 
 @dataclass(frozen=True)
 class Site:
-    """What the text needs to know besides the shape.
+    """Inputs of the text besides the shape.
 
-    `version` is that of Slurm: (22, 5). `plugins` is where its plugins lie, unless that is compiled
-    in.
+    `version` is Slurm's, such as (22, 5). `plugins` is the directory of its plugins, None for the
+    compiled-in one.
     """
 
     paths: SandboxPaths
@@ -49,15 +49,15 @@ class Site:
 
 
 def config_files(shape: SandboxShape, site: Site) -> tuple[ConfigFile, ...]:
-    """All files, each with the name that Slurm looks for beside slurm.conf.
+    """Generate all files, each with the name that Slurm expects beside slurm.conf.
 
-    Raises UsageError when a path has a character that these files cannot say.
+    Raises UsageError when a path has a character that cannot be written in these files.
     """
     for path in (site.paths.directory, site.paths.sockets, site.plugins):
-        found = _UNSPEAKABLE.search(str(path or ""))
-        if found:
+        match = _UNWRITABLE.search(str(path or ""))
+        if match:
             raise UsageError(
-                f"a sandbox cannot lie in {path}: slurm.conf has no way to write {found[0]!r}",
+                f"a sandbox cannot lie in {path}: slurm.conf has no way to write {match[0]!r}",
                 "choose another directory",
             )
     files = [
@@ -72,15 +72,15 @@ def config_files(shape: SandboxShape, site: Site) -> tuple[ConfigFile, ...]:
 
 
 def slurm_conf(shape: SandboxShape, site: Site) -> str:
-    """The main file, one subject after the other."""
+    """Generate the main file."""
+    accounting = "# No accounting: sacct answers with an error."
+    if shape.accounting == "filetxt":
+        accounting = f"JobCompType=jobcomp/filetxt\nJobCompLoc={_quoted(site.paths.jobcomp)}"
     blocks = (
-        _identity(shape, site),
-        _files(site),
-        _processes(shape),
-        _time_limits(shape),
-        _scheduling(shape),
+        _daemon_settings(shape, site),
+        _job_settings(shape),
         _preemption(shape, site.version),
-        _accounting(shape, site),
+        accounting,
         _nodes(shape, site.ports),
         "\n".join(_partition(partition, shape) for partition in shape.partitions),
     )
@@ -88,7 +88,7 @@ def slurm_conf(shape: SandboxShape, site: Site) -> str:
 
 
 def gres_conf(shape: SandboxShape, site: Site) -> str:
-    """GPUs that are links to /dev/null: a gpu without File= makes its node invalid."""
+    """Declare GPUs as links to /dev/null: a gpu without File= makes its node invalid."""
     lines = ["AutoDetect=off"]
     if shape.gpus_per_node:
         device = site.paths.devices / f"gpu{bracket(0, shape.gpus_per_node)}"
@@ -97,22 +97,24 @@ def gres_conf(shape: SandboxShape, site: Site) -> str:
 
 
 def topology_conf(switches: tuple[SwitchShape, ...]) -> str:
-    """A tree for topology/tree: topology.conf(5)."""
-    return "".join(f"{_switch(switch)}\n" for switch in switches)
+    """Generate a tree for topology/tree: topology.conf(5)."""
+    lines = [
+        f"SwitchName={switch.name} Nodes={','.join(switch.nodes)}\n"
+        if switch.nodes
+        else f"SwitchName={switch.name} Switches={','.join(switch.switches)}\n"
+        for switch in switches
+    ]
+    return "".join(lines)
 
 
-def _switch(switch: SwitchShape) -> str:
-    if switch.nodes:
-        return f"SwitchName={switch.name} Nodes={','.join(switch.nodes)}"
-    return f"SwitchName={switch.name} Switches={','.join(switch.switches)}"
-
-
-# Without this, 24.05 and newer look for a usable cgroup file system, and an ordinary user has
-# none. Older versions refuse the word, and with proctrack/linuxproc they need no such file.
+# Without this, 24.05 and newer need a usable cgroup file system, which an ordinary user lacks.
+# Older versions refuse the key, and with proctrack/linuxproc they need no such file.
 _CGROUP_CONF = "CgroupPlugin=disabled\n"
 
 
-def _identity(shape: SandboxShape, site: Site) -> str:
+def _daemon_settings(shape: SandboxShape, site: Site) -> str:
+    paths = site.paths
+    plugins = f"PluginDir={_quoted(site.plugins)}\n" if site.plugins else ""
     return f"""\
 # Made by `hpctrain sandbox`; written anew by every start.
 ClusterName={shape.cluster_name}
@@ -123,26 +125,23 @@ SlurmUser={site.user}
 SlurmdUser={site.user}
 AuthType=auth/munge
 # cred_expire is also the delay of a requeue (the default 120 means 121 s); less than 5 means 120.
-AuthInfo={_word(f"socket={site.paths.munge_socket},cred_expire=5")}
+AuthInfo={_quoted(f"socket={paths.munge_socket},cred_expire=5")}
 # Otherwise every daemon listens on all network devices.
-CommunicationParameters=NoCtldInAddrAny,NoInAddrAny"""
+CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
 
-
-def _files(site: Site) -> str:
-    paths = site.paths
-    plugins = f"PluginDir={_word(site.plugins)}\n" if site.plugins else ""
-    return f"""\
-{plugins}StateSaveLocation={_word(paths.state)}
-SlurmdSpoolDir={_word(paths.spool / "%n")}
-SlurmctldPidFile={_word(paths.pid_file("slurmctld"))}
-SlurmdPidFile={_word(paths.pid_file("slurmd-%n"))}
-SlurmctldLogFile={_word(paths.log("slurmctld"))}
-SlurmdLogFile={_word(paths.log("slurmd-%n"))}
+{plugins}StateSaveLocation={_quoted(paths.state)}
+SlurmdSpoolDir={_quoted(paths.spool / "%n")}
+SlurmctldPidFile={_quoted(paths.pid_file("slurmctld"))}
+SlurmdPidFile={_quoted(paths.pid_file("slurmd-%n"))}
+SlurmctldLogFile={_quoted(paths.log("slurmctld"))}
+SlurmdLogFile={_quoted(paths.log("slurmd-%n"))}
 # There is no mail here, and the default program is missing on most machines.
 MailProg=/bin/true"""
 
 
-def _processes(shape: SandboxShape) -> str:
+def _job_settings(shape: SandboxShape) -> str:
+    message_seconds = 5 if shape.nodes < _CROWDED_NODES else 20
+    topology = "\nTopologyPlugin=topology/tree" if shape.switches else ""
     return f"""\
 # Neither cgroups nor root are needed this way.
 ProctrackType=proctrack/{shape.process_tracking}
@@ -152,12 +151,8 @@ MpiDefault=none
 # An unprivileged daemon cannot set the groups of another user.
 LaunchParameters=disable_send_gids
 # Claim the CPUs and the memory of a big node, whatever this machine has.
-SlurmdParameters=config_overrides"""
+SlurmdParameters=config_overrides
 
-
-def _time_limits(shape: SandboxShape) -> str:
-    message_seconds = 5 if shape.nodes < _CROWDED_NODES else 20
-    return f"""\
 KillWait={shape.kill_wait_seconds}
 SlurmdTimeout={shape.slurmd_timeout_seconds}
 SlurmctldTimeout=10
@@ -169,12 +164,8 @@ UnkillableStepTimeout=60
 # How long `scontrol show job` knows a finished job.
 MinJobAge=300
 # 1, not 2: with 2 a node that crashes and returns quickly loses its job without a word.
-ReturnToService=1"""
+ReturnToService=1
 
-
-def _scheduling(shape: SandboxShape) -> str:
-    topology = "\nTopologyPlugin=topology/tree" if shape.switches else ""
-    return f"""\
 SchedulerType=sched/backfill
 # Look every 2 s instead of every 30 s to 60 s: somebody is waiting for this.
 SchedulerParameters=sched_interval=2,bf_interval=2,batch_sched_delay=0
@@ -190,20 +181,13 @@ def _preemption(shape: SandboxShape, version: tuple[int, int]) -> str:
         return "PreemptType=preempt/none"
     lines = ["PreemptType=preempt/partition_prio", "PreemptMode=REQUEUE"]
     if shape.user_signal_on_preempt:
-        # The option moved in 23.02; either version takes the other's spelling for an error or,
-        # worse, for nothing at all.
+        # The option moved in 23.02. Each version rejects the other's spelling or ignores it.
         lines.append(
             "PreemptParameters=send_user_signal"
             if version >= (23, 2)
             else "SlurmctldParameters=preempt_send_user_signal"
         )
     return "\n".join(lines)
-
-
-def _accounting(shape: SandboxShape, site: Site) -> str:
-    if shape.accounting == "filetxt":
-        return f"JobCompType=jobcomp/filetxt\nJobCompLoc={_word(site.paths.jobcomp)}"
-    return "# No accounting: sacct answers with an error."
 
 
 _NODES_HEAD = """\
@@ -231,26 +215,23 @@ def _nodes(shape: SandboxShape, ports: Ports) -> str:
 
 
 def _partition(partition: PartitionShape, shape: SandboxShape) -> str:
-    words = [
+    # slurm.conf(5): the resolution of MaxTime is a minute, and seconds are rounded up.
+    seconds = partition.max_walltime_seconds
+    max_time = "INFINITE" if seconds is None else max(1, -(-seconds // 60))
+    settings = [
         f"PartitionName={partition.name}",
         f"Nodes={partition.nodes}",
         f"Default={'YES' if partition.default else 'NO'}",
-        f"MaxTime={_minutes(partition.max_walltime_seconds)}",
+        f"MaxTime={max_time}",
         f"PriorityTier={partition.priority_tier}",
         "State=UP",
     ]
     if shape.preempt_type == "partition_prio":
-        words.append(f"PreemptMode={partition.preempt_mode}")
-        words.append(f"GraceTime={partition.grace_seconds}")
-    return " ".join(words)
+        settings.append(f"PreemptMode={partition.preempt_mode}")
+        settings.append(f"GraceTime={partition.grace_seconds}")
+    return " ".join(settings)
 
 
-def _word(value: Path | str) -> str:
-    """A value as slurm.conf takes it: in quotes if there are blanks in it (Slurm's
-    src/common/parse_config.c, `keyvalue_pattern`)."""
+def _quoted(value: Path | str) -> str:
+    """Quote a value with blanks, as src/common/parse_config.c (`keyvalue_pattern`) expects."""
     return f'"{value}"' if re.search(r"\s", str(value)) else str(value)
-
-
-def _minutes(seconds: int | None) -> str:
-    # slurm.conf(5): the resolution of MaxTime is a minute, and seconds are rounded up.
-    return "INFINITE" if seconds is None else str(max(1, -(-seconds // 60)))

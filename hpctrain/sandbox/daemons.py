@@ -1,7 +1,7 @@
-"""Starting and stopping the daemons of a sandbox, and telling which process is which.
+"""Start, stop and identify the daemons of a sandbox.
 
-Belongs here: munged, slurmctld, slurmd, and the slurmstepds and job processes they leave behind.
-Does not belong here: the order in which a whole sandbox comes up (see `sandbox`).
+Belongs here: munged, slurmctld, slurmd, and the slurmstepds they leave behind. Does not belong
+here: the order in which a whole sandbox is started (see `sandbox`).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _LOG_TAIL_LINES = 8
 
 
 @dataclass(frozen=True)
-class Launcher:
-    """Starts daemons: all of them go into the background by themselves and leave a PID file."""
+class DaemonLauncher:
+    """Starts daemons. All of them daemonize themselves and write a PID file."""
 
     paths: SandboxPaths
     programs: Programs
@@ -60,12 +60,12 @@ class Launcher:
         return self._start("slurmctld", argv)
 
     def slurmd(self, node: str, *, rebooted: bool = False) -> DaemonRecord:
-        """`rebooted` makes slurmctld believe that the machine has just booted: slurmd(8), -b."""
+        """Start the slurmd of a node; `rebooted` reports a fresh boot: slurmd(8), -b."""
         argv = [*self._slurmd_argv(node), "-b"] if rebooted else self._slurmd_argv(node)
         return self._start(slurmd_name(node), argv)
 
     def slurmds(self, nodes: tuple[str, ...]) -> list[DaemonRecord]:
-        """Many at once: the time they need to write their PID files passes only once."""
+        """Start many at once, and then wait for their PID files."""
         names = [slurmd_name(node) for node in nodes]
         commands = [self._slurmd_argv(node) for node in nodes]
         for name, argv in zip(names, commands, strict=True):
@@ -84,16 +84,20 @@ class Launcher:
         return self._await(name, argv)
 
     def _launch(self, name: str, argv: list[str]) -> None:
-        # One that was killed leaves its file behind, and its PID may be somebody else's by now.
+        # A killed daemon leaves its file behind, and another process may have that PID by now.
         self.paths.pid_file(name).unlink(missing_ok=True)
         environment = daemon_environment(self.paths.slurm_conf, self.programs)
         call(argv, environment, directory=self.paths.directory)
 
     def _await(self, name: str, argv: list[str]) -> DaemonRecord:
-        await_condition(
-            lambda: read_record(self.paths, name) is not None or not _runs(argv),
-            _START_TIMEOUT_SECONDS,
-        )
+        def started_or_died() -> bool:
+            # A daemon daemonizes first and reads most of its configuration later, so its exit code
+            # proves little. One that dies then never writes a PID file.
+            return read_record(self.paths, name) is not None or not any(
+                read_command_line(process.pid) == tuple(argv) for process in all_processes()
+            )
+
+        await_condition(started_or_died, _START_TIMEOUT_SECONDS)
         record = read_record(self.paths, name)
         if record is None:
             raise SlurmError(f"{name} did not start: {log_tail(self.paths.log(name))}")
@@ -101,12 +105,12 @@ class Launcher:
 
 
 def slurmd_name(node: str) -> str:
-    """The name of the daemon of one node."""
+    """Return the name of one node's slurmd in records and logs."""
     return f"slurmd-{node}"
 
 
 def read_record(paths: SandboxPaths, name: str) -> DaemonRecord | None:
-    """The living daemon that its PID file names; None while there is none."""
+    """Return the running daemon that the PID file names; None while there is none."""
     with contextlib.suppress(OSError, ValueError):
         process = find_process(int(paths.pid_file(name).read_text()))
         if process is not None:
@@ -115,7 +119,7 @@ def read_record(paths: SandboxPaths, name: str) -> DaemonRecord | None:
 
 
 def log_tail(log: Path) -> str:
-    """The last lines of a log file, for an error message."""
+    """Return the last lines of a log file, for an error message."""
     try:
         lines = log.read_text(errors="replace").splitlines()
     except OSError:
@@ -124,32 +128,30 @@ def log_tail(log: Path) -> str:
 
 
 def sandbox_daemons(paths: SandboxPaths) -> tuple[Process, ...]:
-    """Every living daemon of this sandbox, also those that no record names."""
+    """List every running daemon of this sandbox, also those without a record."""
+    logs = f"{paths.log('slurmd').parent}/"
+
+    def belongs(process: Process) -> bool:
+        if read_environment(process.pid).get("SLURM_CONF") == str(paths.slurm_conf):
+            return True
+        # Since 24.11 a slurmstepd writes its title over its environment, and /proc shows no
+        # SLURM_CONF; but it holds a log of the sandbox open.
+        return process.name.startswith("slurmstepd") and any(
+            name.startswith(logs) for name in open_files(process.pid)
+        )
+
     return tuple(
         process
         for process in all_processes()
-        if process.name.startswith(_DAEMON_NAMES) and _belongs_to(paths, process)
-    )
-
-
-def _belongs_to(paths: SandboxPaths, process: Process) -> bool:
-    """By its environment, or by the log that it holds open.
-
-    Since 24.11 a slurmstepd writes its title over its environment: /proc shows no SLURM_CONF then.
-    """
-    if read_environment(process.pid).get("SLURM_CONF") == str(paths.slurm_conf):
-        return True
-    logs = f"{paths.log('slurmd').parent}/"
-    return process.name.startswith("slurmstepd") and any(
-        name.startswith(logs) for name in open_files(process.pid)
+        if process.name.startswith(_DAEMON_NAMES) and belongs(process)
     )
 
 
 def step_daemons(paths: SandboxPaths, node: str | None = None) -> tuple[Process, ...]:
-    """The slurmstepds of this sandbox, of one node or of all.
+    """List the slurmstepds of this sandbox, of one node or of all.
 
-    They outlive their slurmd, are adopted by PID 1, and say nowhere which node they belong to:
-    only the log file they share with their slurmd tells.
+    They outlive their slurmd, and PID 1 adopts them. Their node is known only from the log file
+    that they share with their slurmd.
     """
     log = None if node is None else str(paths.log(slurmd_name(node)))
     return tuple(
@@ -160,7 +162,7 @@ def step_daemons(paths: SandboxPaths, node: str | None = None) -> tuple[Process,
 
 
 def stop_daemons(paths: SandboxPaths, records: Iterable[DaemonRecord]) -> None:
-    """End every daemon, munged last: the others cannot say goodbye without it."""
+    """End every daemon, munged last because the others need it to shut down cleanly."""
     known = {record.identity: record.name for record in records}
     known |= {daemon.identity: daemon.name for daemon in sandbox_daemons(paths)}
     munged = [identity for identity, name in known.items() if name.startswith("munged")]
@@ -170,9 +172,3 @@ def stop_daemons(paths: SandboxPaths, records: Iterable[DaemonRecord]) -> None:
     # A slurmd that was just starting a step may have left one more.
     kill(daemon.identity for daemon in sandbox_daemons(paths) if daemon.identity not in munged)
     end(munged, _STOP_GRACE_SECONDS)
-
-
-def _runs(argv: list[str]) -> bool:
-    # A daemon goes into the background first and reads most of its configuration later, so its
-    # exit code says little; and one that dies then never writes a PID file to wait for.
-    return any(read_command_line(process.pid) == tuple(argv) for process in all_processes())

@@ -1,11 +1,11 @@
-"""Breaking a sandbox on purpose, for rehearsals and tests.
+"""Inject faults into a sandbox, for rehearsals and tests.
 
 Belongs here: crashes, hangs and returns of nodes, of the controller and of single processes.
-Does not belong here: putting everything right again (see `repair`).
+Does not belong here: restoring a sandbox (see `repair`).
 
-A crash here differs from a loss of power in one respect: the kernel lives on and closes the
-connections of the dead, so peers see a reset at once. `freeze_node` is the case in which
-connections stay open and nothing comes.
+A crash here differs from a loss of power in one respect: the kernel keeps running and closes the
+connections of killed processes, so peers see a reset at once. `freeze_node` is the case in which
+connections stay open and nothing arrives.
 """
 
 from __future__ import annotations
@@ -21,67 +21,67 @@ from hpctrain.sandbox.reconfigure import set_option
 from hpctrain.sandbox.sandbox import Sandbox
 
 _CONTROLLER_TIMEOUT_SECONDS = 30.0
-# slurmctld calls a node rebooted when it booted after its last message, in whole seconds: one that
-# comes back within the same second passes for never gone.
+# slurmctld compares boot time and last message in whole seconds: a node that returns within the
+# same second does not count as rebooted.
 _BOOT_SECONDS = 2.0
 _SHUTDOWN_SECONDS = 30.0
 _PROLOG = "prolog"
 
 
 def crash_node(sandbox: Sandbox, node: str) -> None:
-    """Power off: slurmd, every slurmstepd and every process of jobs on the node, at once."""
+    """Kill slurmd, every slurmstepd and every job process on the node at once, like a power-off."""
     # Stopped first: a slurmstepd that saw its tasks die would still report it.
     freeze_node(sandbox, node)
     kill(_everything_on(sandbox, node))
 
 
 def freeze_node(sandbox: Sandbox, node: str) -> None:
-    """Hang the node: all its processes are stopped, and nobody is told."""
-    for _ in range(2):  # a process that was forking at the first look is seen at the second
+    """Hang the node: stop all its processes."""
+    for _ in range(2):  # a process that was being forked in the first pass is seen in the second
         send(_everything_on(sandbox, node), signal.SIGSTOP)
 
 
 def thaw_node(sandbox: Sandbox, node: str) -> None:
-    """Let a frozen node go on."""
+    """Let the processes of a frozen node continue."""
     send(_everything_on(sandbox, node), signal.SIGCONT)
 
 
 def shut_down_node(sandbox: Sandbox, node: str) -> None:
-    """What an orderly shutdown begins with: TERM to every process on the node, slurmd among them.
+    """Begin an orderly shutdown: SIGTERM to every process on the node, including slurmd.
 
-    systemd sends KILL to what is left 90 s later (systemd-system.conf(5), DefaultTimeoutStopSec):
-    `crash_node`. `restart_node` with `rebooted` completes a reboot.
+    systemd sends SIGKILL to the rest 90 s later (systemd-system.conf(5), DefaultTimeoutStopSec);
+    `crash_node` does that. `restart_node` with `rebooted` completes a reboot.
     """
     send(_everything_on(sandbox, node), signal.SIGTERM)
     daemon = slurmd_name(_known(sandbox, node))
     if not await_condition(lambda: not sandbox.daemon_is_alive(daemon), _SHUTDOWN_SECONDS):
-        raise SlurmError(f"the slurmd of {node} was asked to end and lives on")
+        raise SlurmError(f"the slurmd of {node} got SIGTERM and is still running")
 
 
 def kill_slurmd(sandbox: Sandbox, node: str) -> None:
-    """SIGKILL the slurmd only: its steps run on, as after a crash of the daemon."""
+    """SIGKILL the slurmd only: its steps keep running, as after a crash of the daemon."""
     kill(_daemon(sandbox, slurmd_name(_known(sandbox, node))))
 
 
 def kill_stepd(sandbox: Sandbox, node: str) -> None:
-    """SIGKILL every slurmstepd of the node: the ranks run on as orphans, and Slurm sees nothing."""
+    """SIGKILL every slurmstepd of the node: ranks keep running as orphans, unnoticed by Slurm."""
     kill(step.identity for step in step_daemons(sandbox.paths, _known(sandbox, node)))
 
 
 def restart_node(sandbox: Sandbox, node: str, *, rebooted: bool) -> None:
-    """Start the slurmd of a crashed node; with `rebooted` it claims that the machine has booted.
+    """Start the slurmd of a crashed node; with `rebooted` it reports a fresh boot.
 
-    Raises UsageError when the slurmd lives.
+    Raises UsageError when the slurmd is running.
     """
     if sandbox.daemon_is_alive(slurmd_name(_known(sandbox, node))):
-        raise UsageError(f"the slurmd of {node} lives", "crash the node first")
+        raise UsageError(f"the slurmd of {node} is running", "crash the node first")
     if rebooted:
         time.sleep(_BOOT_SECONDS)
     sandbox.remember(sandbox.launcher.slurmd(node, rebooted=rebooted))
 
 
 def resume_node(sandbox: Sandbox, node: str) -> None:
-    """Give a node that is down or drained back to the scheduler: scontrol(1), State=RESUME.
+    """Return a node that is down or drained to the scheduler: scontrol(1), State=RESUME.
 
     Raises SlurmError when the node is in use already.
     """
@@ -89,7 +89,7 @@ def resume_node(sandbox: Sandbox, node: str) -> None:
 
 
 def break_prolog(sandbox: Sandbox, node: str) -> None:
-    """Have Slurm run a prolog before each job that fails on this node: slurm.conf(5), Prolog."""
+    """Configure a job prolog that fails on this node: slurm.conf(5), Prolog."""
     script = sandbox.directory / _PROLOG
     script.write_text(f'#!/bin/sh\n[ "$SLURMD_NODENAME" != {_known(sandbox, node)} ]\n')
     script.chmod(0o700)
@@ -97,7 +97,7 @@ def break_prolog(sandbox: Sandbox, node: str) -> None:
 
 
 def mend_prolog(sandbox: Sandbox) -> None:
-    """No prolog any more; nothing to do when none was broken."""
+    """Remove the failing prolog, if there is one."""
     script = sandbox.directory / _PROLOG
     if script.exists():
         set_option(sandbox, "Prolog", None)
@@ -105,10 +105,10 @@ def mend_prolog(sandbox: Sandbox) -> None:
 
 
 def kill_controller(sandbox: Sandbox) -> None:
-    """SIGKILL slurmctld; jobs run on, and commands fail after MessageTimeout.
+    """SIGKILL slurmctld; jobs keep running, and commands fail after MessageTimeout.
 
-    What happened in the last 5 s is forgotten, even a submission: slurmctld writes its state in
-    the background (seen on 22.05.8).
+    Events of the last 5 s are lost, even a submission: slurmctld saves its state in the background
+    (seen on 22.05.8).
     """
     kill(_daemon(sandbox, "slurmctld"))
 
@@ -116,20 +116,20 @@ def kill_controller(sandbox: Sandbox) -> None:
 def restart_controller(sandbox: Sandbox) -> None:
     """Start slurmctld again from its saved state and wait until it answers.
 
-    Raises UsageError when it lives, SlurmUnreachableError when it does not answer in time.
+    Raises UsageError when it is running, SlurmUnreachableError when it does not answer in time.
     """
     if sandbox.daemon_is_alive("slurmctld"):
-        raise UsageError("slurmctld lives", "kill it first")
+        raise UsageError("slurmctld is running", "kill it first")
     sandbox.remember(sandbox.launcher.slurmctld())
     if not await_condition(lambda: bool(sandbox.node_states()), _CONTROLLER_TIMEOUT_SECONDS):
         raise SlurmUnreachableError("slurmctld was started again and does not answer")
 
 
 def job_processes(sandbox: Sandbox, job_id: str, node: str | None = None) -> tuple[JobProcess, ...]:
-    """The processes of a job, of one node or of all: batch shell, supervisor, srun and ranks."""
+    """List the processes of a job on one node or on all: batch shell, supervisor, srun, ranks."""
     nodes = sandbox.shape.node_names if node is None else (_known(sandbox, node),)
-    found = find_job_processes(sandbox.paths, nodes)
-    return tuple(process for process in found if process.job_id == job_id)
+    processes = find_job_processes(sandbox.paths, nodes)
+    return tuple(process for process in processes if process.job_id == job_id)
 
 
 def _everything_on(sandbox: Sandbox, node: str) -> list[ProcessId]:

@@ -1,7 +1,8 @@
-"""A sandbox in the shape of a cluster profile, so that scripts for it can be checked here.
+"""Derive a sandbox's shape from a cluster profile, so that its scripts can be checked locally.
 
-What a single machine cannot have (GPUs, NVLink, InfiniBand) is left out; what Slurm decides by
-(nodes, CPUs, memory, GRES, partitions, limits, preemption, switches) is taken over. Pure.
+Everything that Slurm schedules by is copied: nodes, CPUs, memory, GRES, partitions, limits,
+preemption, switches. Hardware that a single machine lacks (GPUs, NVLink, InfiniBand) is left out.
+Pure.
 """
 
 from __future__ import annotations
@@ -13,11 +14,17 @@ from hpctrain.spec.profile import ClusterProfile, PartitionProfile
 
 
 def shape_from_profile(profile: ClusterProfile) -> SandboxShape:
-    """The profile's nodes, islands, partitions and switches.
+    """Copy the profile's nodes, islands, partitions and switches.
 
     Raises UsageError for more than 1024 nodes.
     """
     partitions = profile.slurm.partitions
+    # Scripts request the features of islands; either all islands have one or none has.
+    features = tuple(
+        FeatureShape(island.feature, island.nodes)
+        for island in profile.network.islands
+        if island.feature is not None
+    )
     preemption = any(partition.preemption.mode != "off" for partition in partitions)
     return SandboxShape(
         nodes=profile.nodes.count,
@@ -32,7 +39,7 @@ def shape_from_profile(profile: ClusterProfile) -> SandboxShape:
         kill_wait_seconds=round(float(profile.slurm.kill_wait)),
         requeue=profile.continuation == "requeue",
         node_prefix=profile.nodes.prefix,
-        features=_features(profile),
+        features=features,
     )
 
 
@@ -53,19 +60,10 @@ def _partition(partition: PartitionProfile) -> PartitionShape:
     )
 
 
-def _features(profile: ClusterProfile) -> tuple[FeatureShape, ...]:
-    """Those of the islands, which scripts ask for; islands have all of them a feature, or none."""
-    return tuple(
-        FeatureShape(island.feature, island.nodes)
-        for island in profile.network.islands
-        if island.feature is not None
-    )
-
-
 def _switches(profile: ClusterProfile) -> tuple[SwitchShape, ...]:
-    """Leaves of `nodes_per_leaf` nodes under one spine.
+    """Build leaves of `nodes_per_leaf` nodes under one spine.
 
-    Blocks are shown as leaves too: topology/block exists only from Slurm 23.11 on.
+    Blocks become leaves too: topology/block exists only since Slurm 23.11.
     """
     size = profile.network.switches.nodes_per_leaf
     if size is None:

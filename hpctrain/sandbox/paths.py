@@ -1,7 +1,6 @@
-"""Where the files of one sandbox lie.
+"""Paths of the files of one sandbox, and the limit on the length of socket names.
 
-Belongs here: names of files and directories, and the limit on the length of socket names.
-Does not belong here: what is written into them.
+Does not belong here: the content of the files.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _LONGEST_STEP = "_4294967295.4294967295"
 
 @dataclass(frozen=True)
 class SandboxPaths:
-    """`directory` holds all; sockets, spool and devices are in `sockets`, maybe elsewhere."""
+    """Paths in `directory`; sockets, spool and devices are in `sockets`, which may be elsewhere."""
 
     directory: Path
     sockets: Path
@@ -58,25 +57,26 @@ class SandboxPaths:
         return self.directory / "run" / f"{daemon}.pid"
 
     def all_directories(self, node_names: tuple[str, ...]) -> tuple[Path, ...]:
-        """Every directory that has to exist before the daemons start."""
+        """List every directory that has to exist before the daemons start."""
         inside = tuple(self.directory / name for name in ("munge", "run", "log", "state"))
         return (*inside, self.devices, self.spool, *(self.spool / name for name in node_names))
 
 
 def state_file(directory: Path) -> Path:
-    """The file that marks `directory` as a sandbox."""
+    """Return the file that marks `directory` as a sandbox."""
     return directory / "sandbox.json"
 
 
 def default_sockets(directory: Path) -> Path:
-    """Where sockets, spool and devices lie when the name of `directory` allows it."""
+    """Return the directory of sockets, spool and devices, unless its name is too long."""
     return directory / "sockets"
 
 
 def sockets_fit(sockets: Path, longest_node: str) -> bool:
-    """Whether every socket below `sockets` can be bound: unix(7) has a limit on its name.
+    """Check that every socket below `sockets` can be bound: unix(7) limits the length of names.
 
-    The devices lie there, too, and their names are a list of hosts for gres.conf, which blanks end.
+    Blanks are refused too: device files are in the same directory, and gres.conf parses their
+    names as a host list, which a blank ends.
     """
     if re.search(r"\s", str(sockets)):
         return False

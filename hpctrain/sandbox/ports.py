@@ -1,7 +1,4 @@
-"""Free TCP ports on the loopback device for the daemons of one sandbox.
-
-Belongs here: finding a block of ports. Does not belong here: who listens on them.
-"""
+"""Find free TCP ports on the loopback device for the daemons of one sandbox."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from dataclasses import dataclass
 from hpctrain.errors import SlurmError
 
 # Below the ephemeral ports of Linux (ip_local_port_range starts at 32768), so that no outgoing
-# connection takes a port between our look and the start of the daemon.
+# connection takes a port between the check and the start of the daemon.
 _LOWEST, _HIGHEST = 12000, 32000
 _TRIES = 200
 
@@ -31,8 +28,8 @@ class Ports:
 
 
 def find_ports(nodes: int) -> Ports:
-    """A block of `nodes + 1` ports on which nobody listens. Raises SlurmError if there is none."""
-    # A random start keeps two sandboxes that come up at the same moment apart.
+    """Find a block of `nodes + 1` free ports. Raises SlurmError if there is none."""
+    # A random start separates two sandboxes that start at the same moment.
     for _ in range(_TRIES):
         ports = Ports(random.randint(_LOWEST, _HIGHEST - nodes - 1), nodes)
         if are_free(ports):
@@ -41,11 +38,11 @@ def find_ports(nodes: int) -> Ports:
 
 
 def are_free(ports: Ports) -> bool:
-    """Whether every port of the block can be bound now."""
+    """Check that every port of the block can be bound now."""
     with ExitStack() as stack:
         for port in range(ports.controller, ports.first_node + ports.nodes):
             probe = stack.enter_context(socket.socket())
-            # The daemons set it too: connections in TIME_WAIT are no obstacle.
+            # As the daemons do: connections in TIME_WAIT do not matter.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind(("127.0.0.1", port))

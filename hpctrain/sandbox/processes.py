@@ -1,7 +1,10 @@
-"""Processes as /proc shows them: who they are, whether they live, how to end them.
+"""List, identify and end processes by /proc.
 
-Belongs here: reading proc(5), signals, waiting. Does not belong here: which daemon is which
-(see `daemons`).
+psutil is not used, because `sandbox.json` must identify a process across restarts of hpctrain:
+psutil has start times only as wall-clock time, which changes with the clock, and its `open_files`
+omits deleted logs. The field of proc(5) that is needed comes with all others in one read. Belongs
+here: reading proc(5), signals, waiting. Does not belong here: which daemon a process is (see
+`daemons`).
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ _POLL_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class ProcessId:
-    """A process that cannot be mistaken: PIDs are used again, a start time with a PID is not."""
+    """Unique identity of a process: a PID is reused, a PID with a start time is not."""
 
     pid: int
     start_ticks: int
@@ -28,7 +31,7 @@ class ProcessId:
 
 @dataclass(frozen=True)
 class Process:
-    """One living process; `state` is the letter of proc(5), `T` for a stopped one."""
+    """One running process; `state` is the letter of proc(5), `T` for a stopped one."""
 
     identity: ProcessId
     parent_pid: int
@@ -41,7 +44,7 @@ class Process:
 
 
 def parse_stat(text: str) -> Process:
-    """One /proc/PID/stat; the name in parentheses may hold spaces and parentheses (proc(5))."""
+    """Parse /proc/PID/stat; the name in parentheses may hold spaces and parentheses (proc(5))."""
     head, _, tail = text.rpartition(")")
     pid, _, name = head.partition(" (")
     fields = tail.split()
@@ -51,7 +54,7 @@ def parse_stat(text: str) -> Process:
 
 
 def find_process(pid: int) -> Process | None:
-    """The living process with this PID. A zombie is dead: a PID 1 that never reaps keeps them."""
+    """Return the running process with this PID. Zombies are dead: PID 1 may never reap them."""
     try:
         process = parse_stat((_PROC / str(pid) / "stat").read_text())
     except (OSError, ValueError, IndexError):
@@ -60,20 +63,20 @@ def find_process(pid: int) -> Process | None:
 
 
 def is_alive(identity: ProcessId) -> bool:
-    """Whether this very process still runs (or is stopped)."""
+    """Check that this very process still runs (or is stopped)."""
     process = find_process(identity.pid)
     return process is not None and process.identity == identity
 
 
 def all_processes() -> tuple[Process, ...]:
-    """Every living process on this machine, except ourselves."""
+    """List every running process on this machine except this one."""
     pids = (int(entry.name) for entry in _PROC.iterdir() if entry.name.isdigit())
-    found = (find_process(pid) for pid in pids if pid != os.getpid())
-    return tuple(process for process in found if process is not None)
+    processes = (find_process(pid) for pid in pids if pid != os.getpid())
+    return tuple(process for process in processes if process is not None)
 
 
 def read_environment(pid: int) -> dict[str, str]:
-    """The environment at the start of the process; empty when it may not be read or is gone."""
+    """Read the initial environment of a process; empty when it is gone or not readable."""
     try:
         entries = (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
     except OSError:
@@ -83,7 +86,7 @@ def read_environment(pid: int) -> dict[str, str]:
 
 
 def read_command_line(pid: int) -> tuple[str, ...]:
-    """The arguments of the process; empty when it is gone."""
+    """Read the arguments of a process; empty when it is gone."""
     try:
         raw = (_PROC / str(pid) / "cmdline").read_bytes()
     except OSError:
@@ -92,7 +95,7 @@ def read_command_line(pid: int) -> tuple[str, ...]:
 
 
 def open_files(pid: int) -> Iterator[str]:
-    """The names of the files that the process holds open."""
+    """Yield the names of the files that a process holds open."""
     with contextlib.suppress(OSError):
         for descriptor in (_PROC / str(pid) / "fd").iterdir():
             with contextlib.suppress(OSError):
@@ -100,21 +103,21 @@ def open_files(pid: int) -> Iterator[str]:
 
 
 def descendants(roots: Iterable[int], processes: Iterable[Process]) -> tuple[Process, ...]:
-    """All children of `roots`, their children, and so on; the roots themselves are left out."""
+    """List all descendants of `roots`, without the roots themselves."""
     children: dict[int, list[Process]] = {}
     for process in processes:
         children.setdefault(process.parent_pid, []).append(process)
-    found: list[Process] = []
+    result: list[Process] = []
     todo = list(roots)
     while todo:
         below = children.get(todo.pop(), [])
-        found += below
+        result += below
         todo += [process.pid for process in below]
-    return tuple(found)
+    return tuple(result)
 
 
 def send(identities: Iterable[ProcessId], number: signal.Signals) -> None:
-    """Send a signal to those that still live."""
+    """Send a signal to the processes that still run."""
     for identity in identities:
         if is_alive(identity):
             with contextlib.suppress(ProcessLookupError):
@@ -122,24 +125,24 @@ def send(identities: Iterable[ProcessId], number: signal.Signals) -> None:
 
 
 def end(identities: Iterable[ProcessId], grace_seconds: float) -> None:
-    """Ask with SIGTERM, insist with SIGKILL after `grace_seconds`, and wait for the end."""
-    left = tuple(identities)
-    send(left, signal.SIGTERM)
-    # A stopped process takes note of SIGTERM only when it runs again.
-    send(left, signal.SIGCONT)
-    if not await_condition(lambda: not any(map(is_alive, left)), grace_seconds):
-        kill(left)
+    """Send SIGTERM, after `grace_seconds` SIGKILL, and wait for the processes to end."""
+    targets = tuple(identities)
+    send(targets, signal.SIGTERM)
+    # A stopped process handles SIGTERM only when it runs again.
+    send(targets, signal.SIGCONT)
+    if not await_condition(lambda: not any(map(is_alive, targets)), grace_seconds):
+        kill(targets)
 
 
 def kill(identities: Iterable[ProcessId]) -> None:
-    """SIGKILL, and wait until they are gone; a process in state D may take longer than we wait."""
-    left = tuple(identities)
-    send(left, signal.SIGKILL)
-    await_condition(lambda: not any(map(is_alive, left)), timeout_seconds=5)
+    """Send SIGKILL and wait up to 5 s; a process in state D may take longer."""
+    targets = tuple(identities)
+    send(targets, signal.SIGKILL)
+    await_condition(lambda: not any(map(is_alive, targets)), timeout_seconds=5)
 
 
 def await_condition(condition: Callable[[], bool], timeout_seconds: float) -> bool:
-    """Ask every 50 ms; False when the time is over and the answer is still no."""
+    """Poll a condition every 50 ms; returns False at the timeout."""
     deadline = time.monotonic() + timeout_seconds
     while not condition():
         if time.monotonic() > deadline:

@@ -1,7 +1,6 @@
-"""The programs of Slurm and munge on this machine: where they are, which version, running one.
+"""Find the programs of Slurm and munge on this machine, and run them with a timeout.
 
-Belongs here: looking programs up and calling them with a time limit. Does not belong here: what
-a particular call means.
+Does not belong here: what a particular call means.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _CALL_TIMEOUT_SECONDS = 30.0
 class Programs:
     """Full paths by name, the search path that finds them, and the version, e.g. (22, 5).
 
-    `plugins` is the directory of Slurm's plugins where it is not the one that is compiled in.
+    `plugins` is the directory of Slurm's plugins, None for the compiled-in one.
     """
 
     by_name: dict[str, str]
@@ -41,43 +40,45 @@ class Programs:
 
 
 def find_programs(unpacked: Path | None = None) -> Programs:
-    """Look up every program a sandbox needs: in `unpacked`, or where this machine has them.
+    """Look up every program that a sandbox needs, in `unpacked` or on this machine's search path.
 
     `unpacked` is a directory made by scripts/slurm-from-debian; it goes first on the search path.
     Raises SlurmUnreachableError when a program is missing, UsageError when `unpacked` holds no
     Slurm.
     """
-    system_path = _search_path(os.environ.get("PATH", os.defpath))
+    known = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    extra = [directory for directory in _SYSTEM_DIRECTORIES if directory not in known]
+    system_path = os.pathsep.join(known + extra)
     if unpacked is None:
-        return _found_on(system_path, system_path)
+        return _find_on(system_path, system_path)
     own, plugins = unpacked / "bin", unpacked / "plugins"
     if not plugins.is_dir():
         raise UsageError(f"{unpacked} holds no unpacked Slurm", UNPACK_HINT)
-    programs = _found_on(str(own), f"{own}{os.pathsep}{system_path}", "slurmstepd")
+    programs = _find_on(str(own), f"{own}{os.pathsep}{system_path}", "slurmstepd")
     return replace(programs, plugins=plugins)
 
 
-def _found_on(path: str, search_path: str, *more: str) -> Programs:
-    found = {name: shutil.which(name, path=path) for name in (*_NAMES, *more)}
-    if missing := [name for name, program in found.items() if program is None]:
+def _find_on(path: str, search_path: str, *more: str) -> Programs:
+    paths = {name: shutil.which(name, path=path) for name in (*_NAMES, *more)}
+    if missing := [name for name, program in paths.items() if program is None]:
         raise SlurmUnreachableError(
             f"a sandbox needs Slurm and munge; not found here: {', '.join(missing)}", INSTALL_HINT
         )
-    by_name = {name: program for name, program in found.items() if program is not None}
-    answer = call([by_name["slurmctld"], "-V"], {"PATH": search_path})
-    return Programs(by_name, search_path, parse_version(answer))
+    by_name = {name: program for name, program in paths.items() if program is not None}
+    output = call([by_name["slurmctld"], "-V"], {"PATH": search_path})
+    return Programs(by_name, search_path, parse_version(output))
 
 
-def parse_version(answer: str) -> tuple[int, int]:
-    """`slurm-wlm 22.05.8` -> (22, 5). Raises SlurmError on anything else."""
-    match = re.search(r"\b(\d+)\.(\d+)", answer)
+def parse_version(output: str) -> tuple[int, int]:
+    """Parse `slurm-wlm 22.05.8` -> (22, 5). Raises SlurmError on anything else."""
+    match = re.search(r"\b(\d+)\.(\d+)", output)
     if match is None:
-        raise SlurmError(f"slurmctld -V gave no version: {answer.strip()!r}")
+        raise SlurmError(f"slurmctld -V gave no version: {output.strip()!r}")
     return int(match[1]), int(match[2])
 
 
 def daemon_environment(slurm_conf: Path, programs: Programs) -> dict[str, str]:
-    """What daemons and our own calls see: nothing of another Slurm the caller may live in."""
+    """Return the environment of daemons and clients, without any other Slurm of the caller."""
     kept = {name: os.environ[name] for name in _INHERITED if name in os.environ}
     return kept | {"SLURM_CONF": str(slurm_conf), "PATH": programs.search_path}
 
@@ -91,8 +92,8 @@ def call(
 ) -> str:
     """Run one program to its end and return what it wrote to stdout.
 
-    Raises SlurmError with the program's own words when it fails, SlurmUnreachableError when it
-    does not end in time.
+    Raises SlurmError with the program's message when it fails, SlurmUnreachableError when it does
+    not end in time.
     """
     name = Path(argv[0]).name
     try:
@@ -110,12 +111,6 @@ def call(
     except subprocess.TimeoutExpired as expired:
         raise SlurmUnreachableError(f"{name} gave no answer in {timeout_seconds:g} s") from expired
     if done.returncode != 0:
-        words = (done.stderr or done.stdout).strip()
-        raise SlurmError(f"{name} failed with exit code {done.returncode}: {words}")
+        message = (done.stderr or done.stdout).strip()
+        raise SlurmError(f"{name} failed with exit code {done.returncode}: {message}")
     return done.stdout
-
-
-def _search_path(path: str) -> str:
-    known = path.split(os.pathsep)
-    extra = [directory for directory in _SYSTEM_DIRECTORIES if directory not in known]
-    return os.pathsep.join(known + extra)

@@ -1,7 +1,7 @@
-"""Changing the configuration of a sandbox that is up.
+"""Change the configuration of a running sandbox.
 
-Belongs here: single keys of slurm.conf that Slurm takes over while jobs run. Does not belong here:
-the file as a whole (see `config`), which the next start writes anew.
+Belongs here: single keys of slurm.conf that Slurm accepts while jobs run. Does not belong here: the
+whole file (see `config`), which the next start rewrites.
 """
 
 from __future__ import annotations
@@ -19,46 +19,45 @@ _REPLACED_TIMEOUT_SECONDS = 30.0
 
 
 def set_option(sandbox: Sandbox, key: str, value: str | None) -> None:
-    """Give `key` of slurm.conf this value, or none, and have all daemons read the file again.
+    """Set or remove `key` in slurm.conf, and make all daemons read the file again.
 
     Raises SlurmError when slurmctld refuses it, SlurmUnreachableError when a daemon does not come
     back.
     """
     conf = sandbox.paths.slurm_conf
-    lines = [one for one in conf.read_text().splitlines() if not one.startswith(f"{key}=")]
+    lines = [line for line in conf.read_text().splitlines() if not line.startswith(f"{key}=")]
     if value is not None:
         lines.append(f"{key}={value}")
     conf.write_text("\n".join(lines) + "\n")
-    before = [record for record in sandbox.state.daemons if _reads_its_configuration(record)]
+    running = []  # daemons of Slurm that are neither dead nor frozen
+    for record in sandbox.state.daemons:
+        process = find_process(record.identity.pid)
+        if process is None or process.identity != record.identity or process.state == "T":
+            continue
+        if record.name != "munged":
+            running.append(record)
     sandbox.command("scontrol", "reconfigure")
     if sandbox.state.version >= _REPLACES_DAEMONS:
-        for record in before:
-            sandbox.remember(_successor(sandbox, record))
+        for record in running:
+            sandbox.remember(_await_successor(sandbox, record))
 
 
 def raise_job_ids(sandbox: Sandbox, first: int) -> None:
-    """Have the next job get the id `first`, or a higher one if that is taken already.
+    """Make the next job get the id `first`, or a higher one if that is taken already.
 
     slurm.conf(5), FirstJobId. Raises SlurmError when slurmctld does not answer.
     """
     set_option(sandbox, "FirstJobId", str(first))
 
 
-def _reads_its_configuration(record: DaemonRecord) -> bool:
-    """A daemon of Slurm that lives and is not frozen."""
-    process = find_process(record.identity.pid)
-    alive = process is not None and process.identity == record.identity and process.state != "T"
-    return alive and record.name != "munged"
-
-
-def _successor(sandbox: Sandbox, record: DaemonRecord) -> DaemonRecord:
-    """The process that has taken the place of a daemon, by the PID file that it has written."""
+def _await_successor(sandbox: Sandbox, record: DaemonRecord) -> DaemonRecord:
+    """Wait for the process that replaces a daemon, by the PID file that it writes."""
 
     def replaced() -> bool:
         return read_record(sandbox.paths, record.name) not in (None, record)
 
     if await_condition(replaced, _REPLACED_TIMEOUT_SECONDS):
-        found = read_record(sandbox.paths, record.name)
-        if found is not None:
-            return found
+        successor = read_record(sandbox.paths, record.name)
+        if successor is not None:
+            return successor
     raise SlurmUnreachableError(f"{record.name} did not come back after `scontrol reconfigure`")

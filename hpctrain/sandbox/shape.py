@@ -1,7 +1,6 @@
-"""What a sandbox looks like: nodes, GPUs, partitions, switches.
+"""The shape of a sandbox: nodes, GPUs, partitions, switches, and checks of their consistency.
 
-Belongs here: frozen descriptions and the checks that they make sense. Pure. Does not belong here:
-the words of slurm.conf (see `config`), or where the sandbox lies (see `paths`).
+Pure. Does not belong here: the text of slurm.conf (see `config`), paths (see `paths`).
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Literal
 
 from hpctrain.errors import UsageError
 
-# More slurmds than this on one machine answer too late for each other's time-outs.
+# With more slurmds on one machine, replies exceed Slurm's timeouts.
 MAX_NODES = 1024
 
 
@@ -42,7 +41,7 @@ class SwitchShape:
 
 @dataclass(frozen=True)
 class FeatureShape:
-    """So many consecutive nodes with one Slurm feature."""
+    """A number of consecutive nodes with one Slurm feature."""
 
     name: str
     nodes: int
@@ -53,11 +52,10 @@ class SandboxShape:
     """A whole sandbox; all nodes are alike. CPUs and memory may exceed those of this machine.
 
     `user_signal_on_preempt` makes a preemption send the job's own `--signal` at the start of the
-    grace period. `features` are of all nodes, in their order. With `process_tracking: pgid` signals
-    reach the tasks of a step and not what these have started in sessions of their own, as with
-    proctrack/cgroup; linuxproc also finds these. `cluster_name` is Slurm's ClusterName: two
-    sandboxes that share a file system need two. Raises UsageError when the parts do not fit
-    together.
+    grace period. `features` cover all nodes in order. With `process_tracking: pgid` signals reach
+    the tasks of a step but not children in sessions of their own, as with proctrack/cgroup;
+    linuxproc reaches both. `cluster_name` is Slurm's ClusterName, which must differ between
+    sandboxes that share a file system. Raises UsageError when the parts are inconsistent.
     """
 
     nodes: int
@@ -79,19 +77,34 @@ class SandboxShape:
     cluster_name: str = "sandbox"
 
     def __post_init__(self) -> None:
-        _check_numbers(self)
-        _check_cluster_name(self.cluster_name)
-        _check_partitions(self.partitions)
+        if not 1 <= self.nodes <= MAX_NODES:
+            raise UsageError(f"a sandbox has 1 to {MAX_NODES} nodes, not {self.nodes}")
+        if self.gpus_per_node < 0 or self.cpus_per_node < 1 or self.memory_mib < 1:
+            message = "a node of a sandbox needs a CPU, memory, and no negative number of GPUs"
+            raise UsageError(message)
+        if self.features and sum(feature.nodes for feature in self.features) != self.nodes:
+            raise UsageError("the features of a sandbox must be those of all its nodes")
+        if self.preempt_type == "none" and self.user_signal_on_preempt:
+            raise UsageError("a sandbox without preemption cannot signal it")
+        # slurm.conf(5): Slurm lower-cases the name.
+        if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", self.cluster_name):
+            raise UsageError(
+                f"`{self.cluster_name}` is not a name of a cluster: lower-case letters, digits, "
+                "- and _"
+            )
+        _refuse_duplicates("partition", (partition.name for partition in self.partitions))
+        if sum(partition.default for partition in self.partitions) != 1:
+            raise UsageError("exactly one partition of a sandbox is the default one")
         _check_switches(self.switches, self.node_names)
 
     @property
     def node_names(self) -> tuple[str, ...]:
-        """The names of all nodes: n0, n1, ..."""
+        """Names of all nodes: n0, n1, ..."""
         return tuple(f"{self.node_prefix}{index}" for index in range(self.nodes))
 
     @property
     def node_range(self) -> str:
-        """All nodes in the short form of Slurm: `n[0-3]`, or `n0` for a single node."""
+        """All nodes as a Slurm node list: `n[0-3]`, or `n0` for a single node."""
         return self.node_prefix + bracket(0, self.nodes)
 
 
@@ -102,7 +115,7 @@ def default_shape(
     grace_seconds: int = 20,
     user_signal_on_preempt: bool = False,
 ) -> SandboxShape:
-    """A small cluster: jobs of `urgent` preempt those of the default partition `train`."""
+    """Describe a small cluster: jobs of `urgent` preempt those of the default partition `train`."""
     return SandboxShape(
         nodes=nodes,
         gpus_per_node=gpus_per_node,
@@ -120,31 +133,8 @@ def default_shape(
 
 
 def bracket(first: int, count: int) -> str:
-    """`count` consecutive numbers as Slurm writes them: `[3-5]`, or `3` when it is one."""
+    """Format `count` consecutive numbers as Slurm does: `[3-5]`, or `3` for one number."""
     return f"[{first}-{first + count - 1}]" if count > 1 else str(first)
-
-
-def _check_numbers(shape: SandboxShape) -> None:
-    if not 1 <= shape.nodes <= MAX_NODES:
-        raise UsageError(f"a sandbox has 1 to {MAX_NODES} nodes, not {shape.nodes}")
-    if shape.gpus_per_node < 0 or shape.cpus_per_node < 1 or shape.memory_mib < 1:
-        raise UsageError("a node of a sandbox needs a CPU, memory, and no negative number of GPUs")
-    if shape.features and sum(feature.nodes for feature in shape.features) != shape.nodes:
-        raise UsageError("the features of a sandbox must be those of all its nodes")
-    if shape.preempt_type == "none" and shape.user_signal_on_preempt:
-        raise UsageError("a sandbox without preemption cannot signal it")
-
-
-def _check_cluster_name(name: str) -> None:
-    # slurm.conf(5): Slurm writes the name in lower case, whatever the file says.
-    if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", name):
-        raise UsageError(f"`{name}` is no name of a cluster: lower-case letters, digits, - and _")
-
-
-def _check_partitions(partitions: tuple[PartitionShape, ...]) -> None:
-    _refuse_duplicates("partition", (partition.name for partition in partitions))
-    if sum(partition.default for partition in partitions) != 1:
-        raise UsageError("exactly one partition of a sandbox is the default one")
 
 
 def _check_switches(switches: tuple[SwitchShape, ...], node_names: tuple[str, ...]) -> None:

@@ -1,7 +1,4 @@
-"""The file `sandbox.json`: what another process must know to find and stop a sandbox.
-
-Belongs here: its content, reading and writing. Does not belong here: deciding anything from it.
-"""
+"""Read and write `sandbox.json`, which lets another process find and stop a sandbox."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class DaemonRecord:
-    """A daemon that we started: `munged`, `slurmctld` or `slurmd-NODE`."""
+    """A daemon that was started: `munged`, `slurmctld` or `slurmd-NODE`."""
 
     name: str
     identity: ProcessId
@@ -31,9 +28,10 @@ class DaemonRecord:
 
 @dataclass(frozen=True)
 class SandboxState:
-    """`sockets` is the directory of sockets and spool; `version` is that of Slurm.
+    """Content of the file.
 
-    `slurm` is the directory of an unpacked Slurm; None is that of the machine.
+    `sockets` is the directory of sockets and spool; `version` is Slurm's. `slurm` is the directory
+    of an unpacked Slurm, None for the machine's own.
     """
 
     shape: SandboxShape
@@ -45,7 +43,7 @@ class SandboxState:
     format: int = _FORMAT
 
     def with_daemon(self, record: DaemonRecord) -> tuple[DaemonRecord, ...]:
-        """The daemons after `record` has been started in place of its namesake."""
+        """Return the daemons with `record` replacing the record of the same name."""
         return (*(old for old in self.daemons if old.name != record.name), record)
 
 
@@ -66,7 +64,7 @@ def read_state(directory: Path) -> SandboxState:
 
 
 def write_state(paths: SandboxPaths, state: SandboxState) -> None:
-    """Replace the file; other processes see the old or the new one."""
+    """Replace the file atomically."""
     text = _adapter().dump_json(state, indent=2).decode()
     replace_text(state_file(paths.directory), text + "\n", mode=0o600, durable=False)
 

@@ -1,7 +1,7 @@
-"""What is played: a run, its cluster, how often it fails and what that costs. Frozen documents.
+"""The inputs of a simulation: a run, its cluster, failure rates and costs. Frozen documents.
 
-Belongs here: fields, units, and what follows from them by arithmetic. Does not belong here: where
-the numbers come from (`hpctrain.actions.simulate`), chance.
+Belongs here: fields, units, and quantities derived from them. Does not belong here: the source of
+the numbers (`hpctrain.actions.simulate`), random numbers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from hpctrain.simulate.failures import MIXES, Mix
+from hpctrain.simulate.failure_mixes import MIXES, FailureMix
 from hpctrain.spec.document import Document
 from hpctrain.store.supervise_config import SuperviseConfig
 
@@ -19,15 +19,15 @@ MixName = Literal["llama3", "byterobust", "nodes", "crashes"]
 
 
 class Scenario(Document):
-    """One run to be played. Durations in seconds; `nodes` train, `spare_nodes` wait beside them.
+    """One run to be simulated. Durations in seconds; `nodes` train, `spare_nodes` are idle.
 
-    An interruption costs: until it is seen (`detect_seconds`, or `stall_seconds` when nothing is
-    said), then `relaunch_seconds` in place or a wait in the queue, then `restart_seconds` for
-    start-up and loading. `requeue_delay_seconds` is Slurm's own delay (cred_expire + 1 s = 121 s),
+    An interruption costs detection (`detect_seconds`, or `stall_seconds` for a silent one), then
+    `relaunch_seconds` in place or a wait in the queue, then `restart_seconds` for start-up and
+    loading. `requeue_delay_seconds` is Slurm's own delay (cred_expire + 1 s = 121 s),
     `queue_wait_seconds` the mean of an exponential wait after it. `walltime_seconds` ends
     attempts; before that, and with `warned` before a preemption, there is time for a last save.
-    `bad_nodes_found`: of the nodes that still answer with broken hardware, the share that a probe
-    finds; the others are avoided if the policy may exclude nodes, and fail the next launch if not.
+    `bad_nodes_found` is the share of responsive nodes with broken hardware that a probe detects.
+    The other ones are avoided if the policy may exclude nodes, or else fail the next launch.
     """
 
     nodes: int = Field(ge=1)
@@ -59,26 +59,26 @@ class Scenario(Document):
 
     @property
     def gpus(self) -> int:
-        """Of the nodes that train."""
+        """GPUs of the training nodes."""
         return self.nodes * self.gpus_per_node
 
     @property
     def held_gpus(self) -> int:
-        """Spare nodes included: what is allocated and paid for."""
+        """GPUs of all allocated nodes, spare nodes included."""
         return (self.nodes + self.spare_nodes) * self.gpus_per_node
 
     @property
-    def failure_mix(self) -> Mix:
+    def failure_mix(self) -> FailureMix:
         return MIXES[self.mix]
 
     @property
     def failures_per_second(self) -> float:
-        """Of one node."""
+        """Failure rate of one node."""
         return self.failures_per_node_day / 86400
 
     @property
     def mttf_seconds(self) -> float:
-        """Mean time between failures of all nodes that train; infinite without failures."""
+        """Mean time between failures of all training nodes; infinite without failures."""
         rate = self.nodes * self.failures_per_second
         return 1 / rate if rate else math.inf
 
@@ -94,5 +94,5 @@ class Scenario(Document):
 
     @property
     def last_save(self) -> float:
-        """Seconds until a save is durable when nothing goes on beside it."""
+        """Seconds until a save is durable when training waits for it."""
         return self.save_stall_seconds + self.save_write_seconds

@@ -1,9 +1,9 @@
-"""The account of a run: where its wall time went, and what that says in a few numbers. Pure.
+"""Compute goodput: how a run spent its wall time, effective training time, losses by cause. Pure.
 
 Effective training time ratio (ETTR) after Kokolis et al. 2024, arXiv 2410.21680, section II: the
 productive time over the time in which the run had nodes or waited in the queue for them. Time in
-which nobody wanted it to train (held, stopped) counts in neither. Belongs here: sums and ratios of
-segments. Does not belong here: what a moment went into (`timeline`), text.
+which the run was held or stopped counts in neither. Belongs here: sums and ratios of segments. Does
+not belong here: classifying time (see `timeline`), text.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpctrain.telemetry.clocks import seconds
-from hpctrain.telemetry.rolling_goodput import Sliding, sliding
-from hpctrain.telemetry.segments import Category, Segment
+from hpctrain.telemetry.clock_repair import seconds
+from hpctrain.telemetry.rolling_goodput import RollingGoodput, rolling_goodput
+from hpctrain.telemetry.time_categories import Category, Segment
 from hpctrain.telemetry.timeline import Timeline
 
 FIRST_START = "first start"
-# With nodes of its own, training or not; queueing, held and down cost no GPU-hours of the run.
+# Time with allocated nodes; queueing, held and down cost no GPU-hours of the run.
 OCCUPYING = frozenset(
     {
         Category.PRODUCTIVE,
@@ -39,7 +39,7 @@ _HOUR_SECONDS, _DAY_SECONDS = 3600, 86400
 
 @dataclass(frozen=True)
 class CauseLoss:
-    """What one cause has cost: launches and attempts ended, seconds, GPU-hours, steps."""
+    """Losses due to one cause: launches and attempts ended, seconds, GPU-hours, steps."""
 
     cause: str
     ends: int
@@ -51,10 +51,10 @@ class CauseLoss:
 
 @dataclass(frozen=True)
 class Account:
-    """Where the wall time of a run went; times in seconds, ratios from 0 to 1, None: unknown.
+    """How a run spent its wall time; times in seconds, ratios from 0 to 1, None: unknown.
 
-    `seconds` has every category and adds up to `wall_seconds`. `ettr` counts the queue, as its
-    definition does. `recovery` is from the last sign of life to the first new step.
+    `seconds` has every category and adds up to `wall_seconds`. `ettr` includes the queue, as it is
+    defined. `recovery` lasts from the last observed progress to the first new step.
     """
 
     gpus: int
@@ -64,8 +64,8 @@ class Account:
     gpu_hours: float
     ettr: float | None
     ettr_without_queue: float | None
-    hour: Sliding
-    day: Sliding
+    hour: RollingGoodput
+    day: RollingGoodput
     attempts: int
     launches: int
     failures: int
@@ -77,18 +77,20 @@ class Account:
     causes: tuple[CauseLoss, ...]
 
     def of(self, category: Category) -> float:
-        """Seconds of one category."""
+        """Return the seconds of one category."""
         return dict(self.seconds)[category]
 
 
-def account(told: Timeline, gpus: int) -> Account:
-    """Add up a time line of a run that holds `gpus` GPUs while it has nodes (spares included)."""
-    segments = told.segments
-    spent = _by_category(segments)
+def account(timeline: Timeline, gpus: int) -> Account:
+    """Sum up the timeline of a run that has `gpus` GPUs while it has nodes (spares included)."""
+    segments = timeline.segments
+    spent: Counter[Category] = Counter()  # in ticks
+    for segment in segments:
+        spent[segment.category] += segment.end - segment.start
     wall = segments[-1].end - segments[0].start if segments else 0
     wanted = wall - spent[Category.HELD]
     productive = spent[Category.PRODUCTIVE]
-    failures = sum(failure for _, failure in told.ends)
+    failures = sum(failure for _, failure in timeline.ends)
     alive = sum(spent[category] for category in _ALIVE)
     recoveries = _recoveries(segments)
     return Account(
@@ -96,43 +98,35 @@ def account(told: Timeline, gpus: int) -> Account:
         start_time=seconds(segments[0].start) if segments else 0.0,
         wall_seconds=seconds(wall),
         seconds=tuple((category, seconds(spent[category])) for category in Category),
-        gpu_hours=gpus * seconds(sum(spent[one] for one in OCCUPYING)) / _HOUR_SECONDS,
+        gpu_hours=gpus * seconds(sum(spent[c] for c in OCCUPYING)) / _HOUR_SECONDS,
         ettr=_ratio(productive, wanted),
         ettr_without_queue=_ratio(productive, wanted - spent[Category.QUEUEING]),
-        hour=sliding(segments, _HOUR_SECONDS),
-        day=sliding(segments, _DAY_SECONDS),
-        attempts=told.attempts,
-        launches=told.launches,
+        hour=rolling_goodput(segments, _HOUR_SECONDS),
+        day=rolling_goodput(segments, _DAY_SECONDS),
+        attempts=timeline.attempts,
+        launches=timeline.launches,
         failures=failures,
         mttf_seconds=seconds(alive) / failures if failures else None,
         recovery_median_seconds=statistics.median(recoveries) if recoveries else None,
         recovery_mean_seconds=statistics.fmean(recoveries) if recoveries else None,
-        kept_steps=told.kept_steps,
-        lost_steps=sum(count for _, count in told.lost_steps),
-        causes=_causes(told, gpus),
+        kept_steps=timeline.kept_steps,
+        lost_steps=sum(count for _, count in timeline.lost_steps),
+        causes=_losses_by_cause(timeline, gpus),
     )
-
-
-def _by_category(segments: Sequence[Segment]) -> Counter[Category]:
-    """Ticks of each category."""
-    spent: Counter[Category] = Counter()
-    for segment in segments:
-        spent[segment.category] += segment.end - segment.start
-    return spent
 
 
 def _ratio(part: int, whole: int) -> float | None:
     return part / whole if whole > 0 else None
 
 
-def _causes(told: Timeline, gpus: int) -> tuple[CauseLoss, ...]:
-    """The dearest cause first. What no cause is to blame for (steps, saves) is in none."""
+def _losses_by_cause(timeline: Timeline, gpus: int) -> tuple[CauseLoss, ...]:
+    """Sum up losses per cause, the largest first; steps and saves without a cause are excluded."""
     spent: dict[str, Counter[Category]] = defaultdict(Counter)
-    for segment in told.segments:
+    for segment in timeline.segments:
         if segment.cause is not None or segment.category not in _TRAINING:
             cause = segment.cause or FIRST_START
             spent[cause][segment.category] += segment.end - segment.start
-    ends, lost_steps = Counter(cause for cause, _ in told.ends), dict(told.lost_steps)
+    ends, lost_steps = Counter(cause for cause, _ in timeline.ends), dict(timeline.lost_steps)
     losses = []
     for cause in spent.keys() | ends.keys() | lost_steps.keys():
         lost = spent[cause]
@@ -145,25 +139,25 @@ def _causes(told: Timeline, gpus: int) -> tuple[CauseLoss, ...]:
                 lost_seconds=seconds(wasted),
                 lost_gpu_hours=gpus * seconds(occupied) / _HOUR_SECONDS,
                 lost_steps=lost_steps.get(cause, 0),
-                seconds=tuple((one, seconds(lost[one])) for one in Category if lost[one]),
+                seconds=tuple((c, seconds(lost[c])) for c in Category if lost[c]),
             )
         )
     return tuple(sorted(losses, key=lambda loss: (-loss.lost_seconds, loss.cause)))
 
 
 def _recoveries(segments: Sequence[Segment]) -> list[float]:
-    """Seconds of each interruption, from the last sign of life to the first new step.
+    """List the seconds of each interruption, from the last progress to the first new step.
 
-    One that a person made last (the run was held or stopped in between) is none of these.
+    Interruptions during which the run was held or stopped are excluded.
     """
-    found: list[float] = []
+    durations: list[float] = []
     since, trained, held = None, False, False
     for segment in segments:
         if segment.category in _STEPPING:
             if since is not None and not held:
-                found.append(seconds(segment.start - since))
+                durations.append(seconds(segment.start - since))
             since, trained, held = None, True, False
         elif segment.category not in _TRAINING and trained:
             since = segment.start if since is None else since
             held = held or segment.category is Category.HELD
-    return found
+    return durations

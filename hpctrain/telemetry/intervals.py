@@ -1,6 +1,6 @@
-"""Arithmetic of intervals of time: what overlaps, what is left. Pure; any unit.
+"""Merge, intersect and measure time intervals. Pure; any unit.
 
-An interval is (begin, end); a list of them is sorted and without overlaps once it was `merged`.
+An interval is (begin, end). A merged list is sorted and has no overlaps.
 """
 
 from __future__ import annotations
@@ -11,32 +11,32 @@ Interval = tuple[float, float]
 
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same moments, sorted and without overlaps."""
-    found: list[Interval] = []
+    """Return the union of intervals, sorted and without overlaps."""
+    union: list[Interval] = []
     for begin, end in sorted(intervals):
-        if found and begin <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
+        if union and begin <= union[-1][1]:
+            union[-1] = (union[-1][0], max(union[-1][1], end))
         elif end > begin:
-            found.append((begin, end))
-    return found
+            union.append((begin, end))
+    return union
 
 
 def overlap(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
-    """The moments that are in both; both are merged."""
-    found: list[Interval] = []
+    """Return the intersection of two merged lists."""
+    common: list[Interval] = []
     left = right = 0
     while left < len(one) and right < len(other):
         begin = max(one[left][0], other[right][0])
         end = min(one[left][1], other[right][1])
         if begin < end:
-            found.append((begin, end))
+            common.append((begin, end))
         if one[left][1] < other[right][1]:
             left += 1
         else:
             right += 1
-    return found
+    return common
 
 
 def length(intervals: Sequence[Interval]) -> float:
-    """Of merged intervals."""
+    """Return the total length of merged intervals."""
     return sum(end - begin for begin, end in intervals)

@@ -1,6 +1,6 @@
-"""What the metrics of a run say in a few numbers: rate, loss, time left. Pure.
+"""Summarize the latest metrics of a run: loss, step time, throughput, MFU. Pure.
 
-Belongs here: summaries of metric rows. Does not belong here: reading files or showing anything.
+Does not belong here: reading files, text.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Row:
-    """The part of one step's metrics that summaries need."""
+class MetricsRow:
+    """The metrics of one step that summaries need."""
 
     step: int
     epoch: int
@@ -33,11 +33,11 @@ class Rates:
     mfu: float | None
 
 
-def recent_rates(rows: Sequence[Row], window: int = 20) -> Rates:
-    """Summarise the last `window` steps of the newest epoch.
+def recent_rates(rows: Sequence[MetricsRow], window: int = 20) -> Rates:
+    """Summarize the last `window` steps of the newest epoch.
 
-    The first step of a launch is left out when there are others: it includes warm-up; so are
-    steps at which a profiler was at work.
+    The first step of a launch, which includes warm-up, and profiled steps are left out when there
+    are others.
     """
     if not rows:
         return Rates(None, None, None, None)

@@ -1,7 +1,7 @@
-"""The share of productive time in windows that slide over a run. Pure.
+"""Compute the productive share of a run in rolling windows: the last and the worst. Pure.
 
-After ByteRobust (arXiv 2509.16293), which watches the ratio of the last hour beside that of the
-whole run: a run that has been well for weeks hides a bad day. Belongs here: windows over segments.
+After ByteRobust (arXiv 2509.16293), which reports the ratio of the last hour beside that of the
+whole run: the whole-run average of a long run hides one bad day.
 """
 
 from __future__ import annotations
@@ -11,52 +11,49 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from hpctrain.telemetry.clocks import ticks
-from hpctrain.telemetry.segments import Category, Segment
+from hpctrain.telemetry.clock_repair import ticks
+from hpctrain.telemetry.time_categories import Category, Segment
 
 _MOVES_PER_WINDOW = 60
-# Beyond this (of hours: ten weeks) the window moves further at a time.
+# With more moves (for windows of an hour: ten weeks) the window moves in larger steps.
 _MOST_MOVES = 100_000
 
 
 @dataclass(frozen=True)
-class Sliding:
+class RollingGoodput:
     """Productive share of the last and of the worst window; None for a run shorter than one."""
 
     last: float | None
     worst: float | None
 
 
-def sliding(segments: Sequence[Segment], window_seconds: float) -> Sliding:
-    """Over windows of that length inside the run, with everything in them that is not productive.
+def rolling_goodput(segments: Sequence[Segment], window_seconds: float) -> RollingGoodput:
+    """Compute the shares for windows of that length which lie inside the run.
 
-    The window moves by a sixtieth of its length, so `worst` is within a sixtieth of the very
-    worst.
+    The window moves by a sixtieth of its length, so `worst` is within 1/60 of the true minimum.
     """
     window = ticks(window_seconds)
     if not segments or segments[-1].end - segments[0].start < window:
-        return Sliding(None, None)
-    curve = _Curve(segments)
+        return RollingGoodput(None, None)
+    curve = _ProductiveTicks(segments)
     first, last = segments[0].start + window, segments[-1].end
     move = max(1, window // _MOVES_PER_WINDOW, (last - first) // _MOST_MOVES)
     ends = (*range(first, last, move), last)
-    shares = [(curve.at(end) - curve.at(end - window)) / window for end in ends]
-    return Sliding(last=shares[-1], worst=min(shares))
+    shares = [(curve.before(end) - curve.before(end - window)) / window for end in ends]
+    return RollingGoodput(last=shares[-1], worst=min(shares))
 
 
-class _Curve:
-    """Productive ticks from the beginning up to a moment."""
+class _ProductiveTicks:
+    """Cumulative productive ticks since the beginning of the run."""
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         self._segments = segments
         self._starts = [segment.start for segment in segments]
-        lengths = (
-            one.end - one.start if one.category is Category.PRODUCTIVE else 0 for one in segments
-        )
+        lengths = (s.end - s.start if s.category is Category.PRODUCTIVE else 0 for s in segments)
         self._before = [0, *accumulate(lengths)]
 
-    def at(self, moment: int) -> int:
-        """Productive ticks before `moment`, which lies inside the run."""
+    def before(self, moment: int) -> int:
+        """Return the productive ticks before `moment`, which lies inside the run."""
         index = bisect.bisect_right(self._starts, moment) - 1
         segment = self._segments[index]
         inside = moment - segment.start if segment.category is Category.PRODUCTIVE else 0

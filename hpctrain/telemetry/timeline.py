@@ -1,8 +1,8 @@
-"""What every moment of a run went into: the run's wall time, cut into segments without gaps. Pure.
+"""Cut the wall time of a run into segments without gaps, by category and cause. Pure.
 
-Segments follow each other and add up exactly (times are whole microseconds). Belongs here: which
-moment belongs to what, from the ledger's marks and the trainer's rows. Does not belong here: sums
-and ratios (`goodput`), reading files.
+Segments follow each other and add up exactly (times are whole microseconds). Belongs here:
+classifying time from the ledger's marks and the trainer's rows. Does not belong here: sums and
+ratios (see `goodput`), reading files.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from hpctrain.telemetry.clocks import agreeing, moment, ticks
-from hpctrain.telemetry.launch_body import Body, Piece, Row, cut_body
-from hpctrain.telemetry.segments import Category, Segment
+from hpctrain.telemetry.clock_repair import moment, non_decreasing_times, ticks
+from hpctrain.telemetry.launch_segments import LaunchSteps, Piece, StepTicks, cut_launch
+from hpctrain.telemetry.time_categories import Category, Segment
 
 
 class MarkKind(StrEnum):
-    """What the ledger says that changes what time goes into."""
+    """Entries of the ledger that change the category of time."""
 
     SUBMITTED = "submitted"
     ATTEMPT_STARTED = "attempt_started"
@@ -45,7 +45,7 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class Step:
+class TrainedStep:
     """One row of metrics; `time` is the end of the step, in seconds since the epoch."""
 
     step: int
@@ -56,7 +56,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Save:
-    """What one checkpoint cost: training stood still for `stall_seconds` after `step`."""
+    """The cost of one checkpoint: training waited for `stall_seconds` after `step`."""
 
     step: int
     epoch: int
@@ -81,66 +81,67 @@ _QUIET_SECONDS = 1800.0
 
 def timeline(
     marks: Sequence[Mark],
-    steps: Sequence[Step],
+    steps: Sequence[TrainedStep],
     saves: Sequence[Save] = (),
     now: float = 0.0,
     quiet_seconds: float = _QUIET_SECONDS,
 ) -> Timeline:
     """Cut the time from the first submission to `now`, or to the end of a run that is over.
 
-    Marks and steps in the order written. A launch that has given no sign of life for
-    `quiet_seconds` before `now` counts as down since then. A run that was never submitted has no
-    segments.
+    Marks and steps are in the order written. A launch without progress for `quiet_seconds` before
+    `now` counts as down since then. A run that was never submitted has no segments.
     """
-    popped = _popped_by(steps)
-    known = _with_unannounced_launches(marks, steps)
-    times = agreeing([moment(mark.time) for mark in known])
-    machine = _Machine(_bodies(steps, popped, saves), quiet=ticks(quiet_seconds))
+    redone_by = _redone_by(steps)
+    known = _with_missing_starts(marks, steps)
+    times = non_decreasing_times([moment(mark.time) for mark in known])
+    builder = _TimelineBuilder(
+        _steps_by_launch(steps, redone_by, saves), quiet=ticks(quiet_seconds)
+    )
     for mark, time in zip(known, times, strict=True):
-        machine.take(mark, time)
-    machine.close(max(ticks(now), times[-1] if times else 0))
-    return machine.told(steps, popped)
+        builder.take(mark, time)
+    builder.close(max(ticks(now), times[-1] if times else 0))
+    return builder.timeline(redone_by)
 
 
-def _popped_by(steps: Sequence[Step]) -> list[int | None]:
-    """For each row the epoch that took its place in the lineage; None: it is in the weights.
+def _redone_by(steps: Sequence[TrainedStep]) -> list[int | None]:
+    """Return for each row the epoch that trained its step again; None: it is in the weights.
 
-    A launch that trains step N takes the place of all that earlier launches had from N on.
+    A launch that trains step N replaces all steps of earlier launches from N on.
     """
-    popped: list[int | None] = [None] * len(steps)
+    redone_by: list[int | None] = [None] * len(steps)
     kept: list[int] = []
     for index in sorted(range(len(steps)), key=lambda i: steps[i].epoch):
         while kept and steps[kept[-1]].step >= steps[index].step:
-            popped[kept.pop()] = steps[index].epoch
+            redone_by[kept.pop()] = steps[index].epoch
         kept.append(index)
-    return popped
+    return redone_by
 
 
-def _bodies(
-    steps: Sequence[Step], popped: Sequence[int | None], saves: Sequence[Save]
-) -> dict[int, Body]:
-    """What the trainer says about each launch."""
+def _steps_by_launch(
+    steps: Sequence[TrainedStep], redone_by: Sequence[int | None], saves: Sequence[Save]
+) -> dict[int, LaunchSteps]:
+    """Group the trainer's records by launch."""
     indices: dict[int, list[int]] = defaultdict(list)
     stalls: dict[int, dict[int, int]] = defaultdict(dict)
     for index, step in enumerate(steps):
         indices[step.epoch].append(index)
     for save in saves:
         stalls[save.epoch][save.step] = max(0, ticks(save.stall_seconds))
-    bodies = {}
-    for epoch, mine in indices.items():
-        times = agreeing([moment(steps[index].time) for index in mine])
+    launches = {}
+    for epoch, of_launch in indices.items():
+        times = non_decreasing_times([moment(steps[index].time) for index in of_launch])
         rows = tuple(
-            Row(steps[i].step, time, max(0, ticks(steps[i].step_seconds)), popped[i])
-            for i, time in zip(mine, times, strict=True)
+            StepTicks(steps[i].step, time, max(0, ticks(steps[i].step_seconds)), redone_by[i])
+            for i, time in zip(of_launch, times, strict=True)
         )
-        bodies[epoch] = Body(rows, stalls[epoch])
-    return bodies
+        launches[epoch] = LaunchSteps(rows, stalls[epoch])
+    return launches
 
 
-def _with_unannounced_launches(marks: Sequence[Mark], steps: Sequence[Step]) -> list[Mark]:
-    """With a start for each launch whose own line in the ledger is torn."""
+def _with_missing_starts(marks: Sequence[Mark], steps: Sequence[TrainedStep]) -> list[Mark]:
+    """Insert a start for each launch whose own line in the ledger is damaged."""
     announced = {mark.epoch for mark in marks if mark.kind is MarkKind.LAUNCH_STARTED}
-    first: dict[int, Step] = {}
+    first: dict[int, TrainedStep] = {}
     for step in steps:
         first.setdefault(step.epoch, step)
     known = list(marks)
@@ -157,8 +158,8 @@ _CLOSES_ATTEMPT = {
     MarkKind.STOPPED: Category.HELD,
     MarkKind.FINISHED: None,
 }
-# The highest epoch owns the run, so a launch needs no attempt that is known.
-_OF_ANYBODY = (
+# Accepted from any attempt: the highest epoch owns the run, known attempt or not.
+_FROM_ANY_ATTEMPT = (
     MarkKind.SUBMITTED,
     MarkKind.ATTEMPT_STARTED,
     MarkKind.LAUNCH_STARTED,
@@ -167,10 +168,10 @@ _OF_ANYBODY = (
 
 
 @dataclass
-class _Machine:
-    """Reads marks in order; `since` is up to where time has been given out."""
+class _TimelineBuilder:
+    """State machine over marks in order; time before `since` has been classified."""
 
-    bodies: dict[int, Body]
+    steps_by_launch: dict[int, LaunchSteps]
     quiet: int
     pieces: list[Piece] = field(default_factory=list)
     ends: list[tuple[str, bool]] = field(default_factory=list)
@@ -185,70 +186,67 @@ class _Machine:
     launches: int = 0
 
     def take(self, mark: Mark, time: int) -> None:
-        if not self._foreign(mark):
-            getattr(self, f"_{mark.kind}")(mark, time)
-
-    def _foreign(self, mark: Mark) -> bool:
-        """Of a supervisor that has outlived its attempt, or of a launch that has been replaced."""
+        """Process a mark, unless its launch was replaced or its attempt is over."""
         if mark.epoch is not None and mark.epoch < self.epoch:
-            return True
-        if mark.kind in _OF_ANYBODY or mark.attempt == (None, None) or self.attempt is None:
-            return False
-        return mark.attempt != self.attempt
+            return
+        from_any = mark.kind in _FROM_ANY_ATTEMPT or mark.attempt == (None, None)
+        if not from_any and self.attempt not in (None, mark.attempt):
+            return
+        getattr(self, f"_on_{mark.kind}")(mark, time)
 
-    # -- one method for each kind of mark -------------------------------------------------------
+    # -- one method for each kind of mark, called by `take` --------------------------------------
 
-    def _submitted(self, mark: Mark, time: int) -> None:
+    def _on_submitted(self, mark: Mark, time: int) -> None:
         if self.attempt is None and self.launched is None:
-            self._turn(time, Category.QUEUEING)
+            self._switch(time, Category.QUEUEING)
 
-    def _attempt_started(self, mark: Mark, time: int) -> None:
+    def _on_attempt_started(self, mark: Mark, time: int) -> None:
         self._end_launch(time, Category.DOWN, UNKNOWN_CAUSE)
-        self._turn(time, Category.STARTING)
+        self._switch(time, Category.STARTING)
         self.attempt = mark.attempt
         self.attempts += 1
 
-    def _attempt_lost(self, mark: Mark, time: int) -> None:
+    def _on_attempt_lost(self, mark: Mark, time: int) -> None:
         cause = mark.cause or UNKNOWN_CAUSE
         if not self._end_launch(time, Category.DOWN, cause):
-            self._turn(time, Category.DOWN)
-        self._ended(mark, cause)
+            self._switch(time, Category.DOWN)
+        self._record_end(mark, cause)
         self.category, self.attempt = Category.DOWN, None
 
-    def _launch_started(self, mark: Mark, time: int) -> None:
+    def _on_launch_started(self, mark: Mark, time: int) -> None:
         self._end_launch(time, Category.DOWN, UNKNOWN_CAUSE)
-        self._turn(time, Category.STARTING)
+        self._switch(time, Category.STARTING)
         self.epoch = mark.epoch if mark.epoch is not None else self.epoch + 1
         self.launched, self.attempt = time, mark.attempt
         self.cause_before[self.epoch] = self.cause
         self.launches += 1
 
-    def _launch_ended(self, mark: Mark, time: int) -> None:
+    def _on_launch_ended(self, mark: Mark, time: int) -> None:
         cause = mark.cause or UNKNOWN_CAUSE
         self._end_launch(time, Category.DETECTING, cause)
-        self._turn(time, Category.RESTARTING)
-        self._ended(mark, cause)
+        self._switch(time, Category.RESTARTING)
+        self._record_end(mark, cause)
 
-    def _relaunching(self, mark: Mark, time: int) -> None:
+    def _on_relaunching(self, mark: Mark, time: int) -> None:
         self._end_launch(time, Category.DETECTING, UNKNOWN_CAUSE)
-        self._turn(time, Category.RESTARTING)
+        self._switch(time, Category.RESTARTING)
 
-    def _queued(self, mark: Mark, time: int) -> None:
+    def _on_queued(self, mark: Mark, time: int) -> None:
         self._end_launch(time, Category.DETECTING, UNKNOWN_CAUSE)
-        self._turn(time, _CLOSES_ATTEMPT[mark.kind])
+        self._switch(time, _CLOSES_ATTEMPT[mark.kind])
         self.attempt = None
 
-    _stopped = _finished = _queued
+    _on_stopped = _on_finished = _on_queued
 
-    def _cancelled(self, mark: Mark, time: int) -> None:
-        """While an attempt runs, its supervisor has the last word."""
+    def _on_cancelled(self, mark: Mark, time: int) -> None:
+        """Ignore a cancellation during an attempt: its supervisor records how it ends."""
         if self.attempt is None and self.launched is None:
-            self._turn(time, Category.HELD)
+            self._switch(time, Category.HELD)
 
-    # -- giving out time --------------------------------------------------------------------------
+    # -- classifying time -------------------------------------------------------------------------
 
-    def _turn(self, time: int, category: Category | None) -> None:
-        """What has been going on ends here, `category` begins."""
+    def _switch(self, time: int, category: Category | None) -> None:
+        """End the current category at `time` and begin `category`."""
         if self.since is not None and self.category is not None:
             self.pieces.append(Piece(self.since, time, self.category, self.cause, None))
         elif self.since is not None and time > self.since:
@@ -256,57 +254,54 @@ class _Machine:
         self.since, self.category = time, category
 
     def _end_launch(self, time: int, tail: Category, cause: str) -> bool:
-        """The open launch ends, with `tail` from its last sign of life; False if none is open."""
+        """End the open launch, with `tail` after its last step; returns False if none is open."""
         if self.launched is None or self.since is None:
             return False
-        body = self.bodies.pop(self.epoch, Body())
-        self.pieces.extend(cut_body(body, self.since, time, tail, cause, self.cause))
+        launch = self.steps_by_launch.pop(self.epoch, LaunchSteps())
+        self.pieces.extend(cut_launch(launch, self.since, time, tail, cause, self.cause))
         self.since, self.category, self.launched = time, Category.DOWN, None
         self.cause = cause
         return True
 
-    def _ended(self, mark: Mark, cause: str) -> None:
+    def _record_end(self, mark: Mark, cause: str) -> None:
         self.cause = cause
         self.ends.append((cause, mark.failure))
 
     def close(self, now: int) -> None:
-        """The present moment, or the end of a run that has finished or is stopped."""
+        """Classify the time up to `now`, unless the run has finished or is stopped."""
         if self.since is None or self.category in (None, Category.HELD):
             return
         if self.launched is None:
-            self._turn(max(now, self.since), self.category)
+            self._switch(max(now, self.since), self.category)
             return
-        rows = self.bodies[self.epoch].rows if self.epoch in self.bodies else ()
-        seen = max(self.since, rows[-1].end if rows else 0)
-        tail = Category.DOWN if now - seen > self.quiet else Category.BETWEEN
+        steps = self.steps_by_launch.get(self.epoch, LaunchSteps()).steps
+        last_progress = max(self.since, steps[-1].end if steps else 0)
+        tail = Category.DOWN if now - last_progress > self.quiet else Category.BETWEEN
         before = self.cause
         self._end_launch(max(now, self.since), tail, before or UNKNOWN_CAUSE)
 
-    def told(self, steps: Sequence[Step], popped: Sequence[int | None]) -> Timeline:
-        lost: dict[str, int] = defaultdict(int)
-        for epoch in popped:
-            if epoch is not None:
-                lost[self.cause_before.get(epoch) or UNKNOWN_CAUSE] += 1
-        return Timeline(
-            segments=tuple(self._merged()),
-            ends=tuple(self.ends),
-            attempts=self.attempts,
-            launches=self.launches,
-            kept_steps=sum(epoch is None for epoch in popped),
-            lost_steps=tuple(sorted(lost.items())),
-        )
-
-    def _merged(self) -> list[Segment]:
-        """Without empty segments; neighbours of one kind become one."""
+    def timeline(self, redone_by: Sequence[int | None]) -> Timeline:
+        """Return the result: no empty segments, neighbours of one kind merged."""
         segments: list[Segment] = []
-        for start, end, category, cause, popped_by in self.pieces:
+        for start, end, category, cause, epoch in self.pieces:
             if end <= start:
                 continue
-            if popped_by is not None:
-                cause = self.cause_before.get(popped_by) or UNKNOWN_CAUSE
+            if epoch is not None:
+                cause = self.cause_before.get(epoch) or UNKNOWN_CAUSE
             last = segments[-1] if segments else None
             if last is not None and (last.category, last.cause) == (category, cause):
                 segments[-1] = last._replace(end=end)
             else:
                 segments.append(Segment(start, end, category, cause))
-        return segments
+        lost: dict[str, int] = defaultdict(int)
+        for epoch in redone_by:
+            if epoch is not None:
+                lost[self.cause_before.get(epoch) or UNKNOWN_CAUSE] += 1
+        return Timeline(
+            segments=tuple(segments),
+            ends=tuple(self.ends),
+            attempts=self.attempts,
+            launches=self.launches,
+            kept_steps=sum(epoch is None for epoch in redone_by),
+            lost_steps=tuple(sorted(lost.items())),
+        )

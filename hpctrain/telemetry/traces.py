@@ -1,15 +1,15 @@
-"""Chrome traces of torch.profiler in a few numbers: what was sent, and what of it nothing hid.
+"""Summarize torch.profiler's Chrome traces: collective operations, and which of them were exposed.
 
-A trace of one step of a large model is hundreds of MB of JSON, so events are taken one at a time
-from the compressed stream, and reading stops at a limit, which the summary says. Belongs here:
-reading and adding up. Does not belong here: taking traces (the trainer does), judging them
-(`hpctrain.diagnose`).
+A trace of one step of a large model is hundreds of MB of JSON. Events are therefore parsed one at a
+time from the compressed stream, and reading stops at a limit, which the summary reports. Does not
+belong here: recording traces (the trainer does), interpreting them (`hpctrain.diagnose`).
 """
 
 from __future__ import annotations
 
 import gzip
 import json
+import math
 import re
 import zlib
 from collections.abc import Iterator
@@ -59,8 +59,10 @@ _ELEMENT_BYTES = {
 
 @dataclass(frozen=True)
 class Message:
-    """One collective operation: when it began within the trace, how long it and what of it took
-    that nothing else hid, in seconds; its bytes where they are known."""
+    """One collective operation: begin within the step, duration and exposed part in seconds.
+
+    The exposed part is not overlapped by computation. `size_bytes` is None where it is unknown.
+    """
 
     kind: str
     begin: float
@@ -73,9 +75,9 @@ class Message:
 class TraceSummary:
     """One rank in one range of steps. All seconds are means per step.
 
-    `exposed_seconds`: communication during which nothing was computed. `parts`: how long the parts
-    of a step took as the rank's own process saw it, by name. `messages` are those of the first
-    step. `whole` is False when reading stopped before the end.
+    `exposed_seconds`: communication not overlapped by computation. `parts`: durations of the parts
+    of a step in the rank's own process, by name. `messages` are those of the first step. `whole`
+    is False when reading stopped before the end.
     """
 
     file: str
@@ -93,8 +95,8 @@ class TraceSummary:
 
 
 @dataclass
-class _Collected:
-    """What is kept of the events, in microseconds of the trace's clock."""
+class _TraceEvents:
+    """The relevant events, in microseconds of the trace's clock."""
 
     steps: dict[int, Interval] = field(default_factory=dict)
     parts: dict[str, float] = field(default_factory=dict)
@@ -111,45 +113,40 @@ class _Collected:
         begin = float(event.get("ts", 0.0))
         when = (begin, begin + float(event.get("dur", 0.0)))
         if category == "user_annotation" and name.startswith(_PART):
-            self._take_part(name, when)
+            if step := _STEP.match(name):
+                self.steps[int(step[1])] = when
+            else:
+                part = name.removeprefix(_PART)
+                self.parts[part] = self.parts.get(part, 0.0) + when[1] - when[0]
         elif category == "kernel" and "nccl" not in name.lower():
             self.kernels.append(when)
         elif category == "kernel" or (category == "user_annotation" and name.startswith("gloo:")):
-            kind = _kind(name)
+            kind = message_kind(name)
             if kind is not None:
-                self.sent.append((when, kind, _size(event.get("args") or {})))
+                self.sent.append((when, kind, _message_bytes(event.get("args") or {})))
         elif category == "cpu_op" and name.startswith("aten::"):
             self.operations.append(when)
 
-    def _take_part(self, name: str, when: Interval) -> None:
-        step = _STEP.match(name)
-        if step is not None:
-            self.steps[int(step[1])] = when
-        else:
-            part = name.removeprefix(_PART)
-            self.parts[part] = self.parts.get(part, 0.0) + when[1] - when[0]
-
 
 def trace_files(directory: Path) -> list[Path]:
-    """The traces of torch.profiler, those of the newest launch first, then by rank and step."""
+    """List the traces of torch.profiler: the newest launch first, then by rank and step."""
     if not directory.is_dir():
         return []
-    named = [(path, _NAME.match(path.name)) for path in directory.iterdir()]
-    found = [(path, [int(n) for n in match.groups()]) for path, match in named if match]
-    return [path for path, (e, r, f, _) in sorted(found, key=lambda one: _order(one[1]))]
-
-
-def _order(numbers: list[int]) -> tuple[int, ...]:
-    epoch, rank, first, _ = numbers
-    return (-epoch, rank, first)
+    matches = [(path, _NAME.match(path.name)) for path in directory.iterdir()]
+    numbered = []
+    for path, match in matches:
+        if match:
+            epoch, rank, first, _ = map(int, match.groups())
+            numbered.append(((-epoch, rank, first), path))
+    return [path for _, path in sorted(numbered, key=lambda entry: entry[0])]
 
 
 def read_trace(path: Path, most_events: int = MOST_EVENTS) -> TraceSummary | None:
-    """Sum up a trace; None when it is no trace of ours or nothing of a step is in it."""
+    """Summarize a trace; None when the file is not such a trace or contains no step."""
     named = _NAME.match(path.name)
     if named is None:
         return None
-    collected = _Collected()
+    collected = _TraceEvents()
     try:
         with gzip.open(path, "rt", encoding="utf-8", errors="replace") as stream:
             for event in _events(stream):
@@ -160,16 +157,16 @@ def read_trace(path: Path, most_events: int = MOST_EVENTS) -> TraceSummary | Non
             else:
                 collected.whole = True
     except (OSError, EOFError, zlib.error, ValueError):
-        pass  # what was read until there counts, and the summary says that it is not all
+        pass  # the events so far are used, and the summary reports that some are missing
     if not collected.steps:
         return None
     return _summary(path.name, int(named[1]), int(named[2]), collected)
 
 
 def _events(stream: TextIO) -> Iterator[dict[str, Any]]:
-    """The members of `traceEvents`. Raises ValueError where it is not JSON, EOFError at its end."""
+    """Yield the members of `traceEvents`. Raises ValueError, EOFError if the file is damaged."""
     decoder = json.JSONDecoder()
-    buffer, position = _up_to_the_list(stream)
+    buffer, position = _skip_to_events(stream), 0
     while True:
         between = _BETWEEN_EVENTS.match(buffer, position)
         position = between.end() if between else position
@@ -189,7 +186,8 @@ def _events(stream: TextIO) -> Iterator[dict[str, Any]]:
             yield event
 
 
-def _up_to_the_list(stream: TextIO) -> tuple[str, int]:
+def _skip_to_events(stream: TextIO) -> str:
+    """Read up to the list of events; returns the text after its opening bracket."""
     buffer = ""
     while len(buffer) < _LONGEST_EVENT:
         more = stream.read(_CHUNK)
@@ -199,18 +197,22 @@ def _up_to_the_list(stream: TextIO) -> tuple[str, int]:
         key = buffer.find('"traceEvents"')
         begin = buffer.find("[", key) if key >= 0 else -1
         if begin >= 0:
-            return buffer[begin + 1 :], 0
+            return buffer[begin + 1 :]
     raise ValueError("no traceEvents")
 
 
-def _kind(name: str) -> str | None:
+def message_kind(name: str) -> str | None:
+    """Return the collective operation of a kernel or annotation, None if it is none."""
     plain = name.lower().replace("_", "")
     return next((kind for word, kind in _KINDS if word in plain), None)
 
 
-def _size(arguments: dict[str, Any]) -> int | None:
-    """Bytes of a message: NCCL's kernels have elements and type (kineto), gloo's operations have
-    shapes where they were recorded."""
+def _message_bytes(arguments: dict[str, Any]) -> int | None:
+    """Return the bytes of a message, None if unknown.
+
+    NCCL's kernels have a number of elements and a type (kineto); gloo's operations have shapes
+    where they were recorded.
+    """
     elements, kind = arguments.get("In msg nelems"), arguments.get("dtype")
     if elements is None and arguments.get("Input Dims"):
         elements, kind = _elements(arguments["Input Dims"]), arguments.get("Input type", [None])[0]
@@ -219,18 +221,15 @@ def _size(arguments: dict[str, Any]) -> int | None:
 
 
 def _elements(dims: Any) -> int:
-    """Of all tensors: a list of numbers is one tensor's shape."""
+    """Count the elements of all tensors; a list of numbers is the shape of one tensor."""
     if not isinstance(dims, list):
         return 0
-    if dims and all(isinstance(one, int) for one in dims):
-        product = 1
-        for one in dims:
-            product *= one
-        return product
-    return sum(_elements(one) for one in dims)
+    if dims and all(isinstance(size, int) for size in dims):
+        return math.prod(dims)
+    return sum(_elements(shape) for shape in dims)
 
 
-def _summary(file: str, epoch: int, rank: int, collected: _Collected) -> TraceSummary:
+def _summary(file: str, epoch: int, rank: int, collected: _TraceEvents) -> TraceSummary:
     steps = merged(collected.steps.values())
     count = len(collected.steps)
     busy = merged(collected.kernels or collected.operations)
@@ -253,9 +252,9 @@ def _summary(file: str, epoch: int, rank: int, collected: _Collected) -> TraceSu
     )
 
 
-def _messages(collected: _Collected, step: Interval, busy: list[Interval]) -> Iterator[Message]:
-    """Those that began within one step, in order."""
-    for when, kind, size_bytes in sorted(collected.sent, key=lambda one: one[0]):
+def _messages(collected: _TraceEvents, step: Interval, busy: list[Interval]) -> Iterator[Message]:
+    """Yield the operations that began within one step, in order."""
+    for when, kind, size_bytes in sorted(collected.sent, key=lambda entry: entry[0]):
         if step[0] <= when[0] <= step[1]:
             hidden = length(overlap([when], busy))
             seconds = (when[1] - when[0]) / 1e6

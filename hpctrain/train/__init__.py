@@ -1,6 +1,6 @@
-"""The process on the GPUs: one rank of a training run on megatron-core.
+"""The training process: one rank of a run.
 
-Started as `python -m hpctrain.train RUN_DIRECTORY/train.json`, once per GPU; nobody imports it.
-Belongs here: everything that touches torch and megatron-core. Does not belong here: deciding what
-follows from an ending (see `hpctrain.supervise`) or which checkpoint is good (`checkpoints`).
+Started as `python -m hpctrain.train RUN_DIRECTORY/train.json`, once per GPU; nothing imports it.
+Belongs here: everything that uses torch and the engines. Does not belong here: reacting to the end
+of a rank (see `hpctrain.supervise`), choosing a checkpoint (see `hpctrain.checkpoints`).
 """

@@ -1,7 +1,7 @@
 """Entry point of one rank: `python -m hpctrain.train RUN_DIRECTORY/train.json`.
 
-Light and guarded on purpose: a process that multiprocessing spawns imports this file again. The
-signal handlers come before torch, whose import takes seconds in which a SIGTERM would kill.
+Light and guarded on purpose: processes spawned by multiprocessing import this file again. Signal
+handlers are installed before torch, whose import takes seconds in which a SIGTERM would kill.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import gc
 import sys
 
 if __name__ == "__main__":
-    from hpctrain.train.launchers.below_agent import settle_below_agent
+    from hpctrain.train.launchers.agent_rank_setup import set_up_under_agent
     from hpctrain.train.stop import StopSignals
 
     stop = StopSignals()
     stop.install()
-    settle_below_agent()
-    # Importing torch makes a million objects that live for ever; `Loop.run` switches it on again.
+    set_up_under_agent()
+    # Importing torch creates a million permanent objects; `Loop.run` enables collection again.
     gc.disable()
 
     from hpctrain.train.entry import leave, main

@@ -1,13 +1,12 @@
-"""One node of a launch with `launcher: torchrun`: a torchelastic agent that starts its ranks.
+"""Start the ranks of one node below a torchelastic agent (`launcher: torchrun`).
 
     python -m hpctrain.train.agent --nnodes=2 --nproc-per-node=8 RUN_DIRECTORY/train.json
 
-srun starts one per node. Options have torchrun's names. What differs from torchrun is what a
-supervised run needs: signals are handed on and end nobody, ranks follow the order of Slurm's nodes,
-logs are where those of srun's tasks are, and ranks are never restarted, because each start of ranks
-is a launch with an epoch and a checkpoint of its own, which only the supervisor gives.
-Belongs here: the order of things at start and end. Does not belong here: anything that takes time
-to import before signals are caught.
+srun starts one agent per node. Options have torchrun's names. It differs from torchrun where a
+supervised run requires it: signals are forwarded and end no rank, ranks follow the order of Slurm's
+nodes, and logs are where those of srun's tasks are. Ranks are never restarted, because each start
+of ranks is a launch with its own epoch and checkpoint, which only the supervisor assigns. Does not
+belong here: slow imports before signal handlers are installed.
 """
 
 from __future__ import annotations
@@ -16,34 +15,37 @@ import os
 import sys
 from typing import NoReturn
 
-from hpctrain.train.launchers.signal_forwarding import Passing
+from hpctrain.train.launchers.signal_forwarding import SignalForwarder
 
 
-def main(arguments: list[str], passing: Passing) -> int:
-    """Run the ranks of this node to their end. Returns the exit code that speaks for them."""
+def main(arguments: list[str], forwarder: SignalForwarder) -> int:
+    """Run the ranks of this node to their end. Returns their common exit code."""
     from hpctrain.errors import InvalidInputError
     from hpctrain.store.run_records import TrainerExit
-    from hpctrain.train.launchers.agent_place import read_place
+    from hpctrain.train.launchers.agent_environment import read_agent_environment
 
     try:
-        place = read_place(arguments, os.environ)
+        place = read_agent_environment(arguments, os.environ)
     except InvalidInputError as error:
         print(error, file=sys.stderr, flush=True)
         return TrainerExit.CONFIG_ERROR
-    from hpctrain.train.launchers.elastic import run  # torch comes in here
+    from hpctrain.train.launchers.torchelastic_agent import run  # imports torch
 
-    return run(place, passing)
+    return run(place, forwarder)
 
 
 def leave(code: int) -> NoReturn:
-    """Not by sys.exit: the interpreter gives up its signal handlers first, and a signal that comes
-    while it ends (the supervisor's, after the file that said the same) would be our exit code."""
+    """Exit without interpreter teardown.
+
+    sys.exit removes signal handlers first. A signal during teardown (the supervisor's, which
+    follows its stop file) would then determine the exit code.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 if __name__ == "__main__":
-    signals = Passing()
+    signals = SignalForwarder()
     signals.install()
     leave(main(sys.argv[1:], signals))

@@ -1,9 +1,9 @@
-"""The way to the samples of one rank, in an order that a resume continues exactly.
+"""Open the samples of one rank, in an order that a resume continues exactly.
 
-The order is a function of the data, the seed and the number of samples of the whole run, so the
-only state is how many samples were consumed; it is the same for every engine and layout. Belongs
-here: dispatch by format, and what decides about the order. Does not belong here: any format (see
-`hpctrain.train.datasets`), what the model does with a batch.
+The order is a function of the data, the seed and the number of samples of the whole run. The only
+state is the number of consumed samples; it is the same for every engine and layout. Belongs here:
+dispatch by format, and the settings that determine the order. Does not belong here: any format
+(see `hpctrain.train.datasets`), what the model does with a batch.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _MOCK_SPLIT = "90,10,0"
 
 
 class Samples(Protocol):
-    """One part of the data seen from one rank."""
+    """One part of the data, as read by one rank."""
 
     def microbatches(self, consumed_samples: int, reads: bool = True) -> Iterator[Any]:
-        """This rank's microbatches of the global batch that begins at `consumed_samples`.
+        """Yield this rank's microbatches of the global batch that begins at `consumed_samples`.
 
-        Batches of `hpctrain.train.datasets.batches` on the rank's device; None in the place of
-        each if the rank need not read. Raises DataError, InvalidInputError.
+        Batches of `hpctrain.train.datasets.batches` on the rank's device; None for each without
+        `reads`. Raises DataError, InvalidInputError.
         """
         ...
 
@@ -39,8 +39,8 @@ class Samples(Protocol):
 class Data:
     """Training samples, and validation samples if the run evaluates.
 
-    `rows`: how many different training samples there are; None for tokens, whose samples
-    megatron-core cuts out of documents.
+    `rows`: the number of distinct training samples; None for tokens, whose samples megatron-core
+    cuts out of documents.
     """
 
     training: Samples
@@ -50,7 +50,7 @@ class Data:
 
 @dataclass(frozen=True)
 class _Timed:
-    """Samples that let a clock know how long they were waited for."""
+    """Samples that measure with a clock how long training waits for them."""
 
     samples: Samples
     clock: StepClock
@@ -60,12 +60,12 @@ class _Timed:
 
 
 def timed(data: Data, clock: StepClock) -> Data:
-    """The same data; `clock` measures what training waits for it."""
+    """Wrap the data so that `clock` measures how long training waits for it."""
     return replace(data, training=_Timed(data.training, clock))
 
 
 def training_samples(config: TrainConfig) -> int:
-    """The horizon: samples of the whole run. The order of the very first one depends on it."""
+    """Return the horizon: samples of the whole run, on which the order of all samples depends."""
     return config.train_steps * config.global_batch_size
 
 
@@ -74,9 +74,9 @@ def _is_tokens(config: TrainConfig) -> bool:
 
 
 def sample_order(config: TrainConfig, data: Data | None = None) -> dict[str, Any]:
-    """Everything that decides which sample comes when; kept in each checkpoint.
+    """Return all settings that determine the sample order; they are stored in each checkpoint.
 
-    `data` is needed for formats that are not tokens.
+    `data` is needed for formats other than tokens.
     """
     order = {
         "training samples (train_steps x global_batch_size)": training_samples(config),
@@ -95,31 +95,31 @@ def sample_order(config: TrainConfig, data: Data | None = None) -> dict[str, Any
 
 
 def import_reader(config: TrainConfig) -> None:
-    """What reading this run's data needs, so that ranks forked from this process share it."""
+    """Import the modules that read this run's data, so that forked ranks share them."""
     if _is_tokens(config):
-        from hpctrain.train.datasets import tokens
+        from hpctrain.train.datasets import token_samples
 
-        assert tokens is not None  # it brings megatron-core in
+        assert token_samples is not None  # it imports megatron-core
     else:
-        from hpctrain.train.datasets import opening
+        from hpctrain.train.datasets import open_samples
 
-        assert opening is not None
+        assert open_samples is not None
 
 
 def open_data(config: TrainConfig, share: Share, cache: Path, *, needed: bool = True) -> Data:
-    """Open the datasets; all ranks must call this (rank 0 builds indexes, others wait).
+    """Open the datasets; a collective call (rank 0 builds indexes, others wait).
 
-    Not `needed`: this rank takes part, but reads nothing later. Raises InvalidInputError when
-    there is nothing to read.
+    Not `needed`: this rank takes part in the call but reads nothing later. Raises
+    InvalidInputError when there is nothing to read.
     """
     evaluates = config.eval_interval_steps is not None
     evaluated = config.eval_batches * config.global_batch_size if evaluates else 0
     horizons = training_samples(config), evaluated
     if isinstance(config, ModuleConfig) and not _is_tokens(config):
-        from hpctrain.train.datasets.opening import open_rows
+        from hpctrain.train.datasets.open_samples import open_rows
 
         training, validation = open_rows(config, share, cache, horizons)
         return Data(training, validation, len(training.order.rows))
-    from hpctrain.train.datasets.tokens import open_tokens
+    from hpctrain.train.datasets.token_samples import open_tokens
 
     return Data(*open_tokens(config, share, cache, horizons, needed=needed))

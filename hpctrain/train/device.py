@@ -1,7 +1,7 @@
-"""Where a rank computes: its GPU with NCCL, or the CPU with gloo where there is no GPU.
+"""Choose the device of a rank: its GPU with NCCL, or the CPU with gloo where there is no GPU.
 
-Belongs here: that choice, for all engines, and how much memory a rank has used. Does not belong
-here: process groups.
+Belongs here: that choice, for all engines, and memory statistics. Does not belong here: process
+groups.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from hpctrain.train.rank_environment import Launch
 
 
 def on_cpu() -> bool:
-    """True where there is no usable GPU."""
+    """Return True where there is no usable GPU."""
     return not torch.cuda.is_available()
 
 
 def backend(*, host_tensors: bool = False) -> str:
-    """The backend of torch.distributed for tensors on this rank's device.
+    """Return the backend of torch.distributed for tensors on this rank's device.
 
-    `host_tensors`: for those on the host, too. NCCL knows none, and weights that FSDP keeps there
-    are handed out and measured by collectives on them.
+    `host_tensors`: also for tensors on the host, which NCCL does not support. FSDP needs them for
+    collectives on offloaded weights.
     """
     if on_cpu():
         return "gloo"
@@ -30,9 +30,9 @@ def backend(*, host_tensors: bool = False) -> str:
 
 
 def choose_device(launch: Launch) -> torch.device:
-    """The GPU of this rank, or the CPU.
+    """Return the GPU of this rank, or the CPU.
 
-    With `--gpus-per-task` Slurm shows each task one GPU only, which is then number 0.
+    With `--gpus-per-task` each task sees a single GPU, which is then number 0.
     """
     if on_cpu():
         return torch.device("cpu")
@@ -42,18 +42,18 @@ def choose_device(launch: Launch) -> torch.device:
 
 
 def wait_for_device() -> None:
-    """Return when this rank's GPU has done everything that was started on it; at once on a CPU."""
+    """Wait until this rank's GPU has finished all queued work; returns at once on a CPU."""
     if not on_cpu():
         torch.cuda.synchronize()
 
 
 def peak_memory_bytes() -> int:
-    """Peak of allocated GPU memory; on a CPU the peak resident set (getrusage(2), in KiB)."""
+    """Return the peak of allocated GPU memory; on a CPU the peak resident set (getrusage(2))."""
     if on_cpu():
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # ru_maxrss is in KiB
     return int(torch.cuda.max_memory_allocated())
 
 
 def reserved_memory_bytes() -> int:
-    """Peak of what PyTorch has taken from the GPU, used or not; 0 on a CPU."""
+    """Return the peak of GPU memory reserved by PyTorch's allocator; 0 on a CPU."""
     return 0 if on_cpu() else int(torch.cuda.max_memory_reserved())

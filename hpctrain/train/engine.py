@@ -1,8 +1,8 @@
-"""What an engine does for the training loop, and what of it ends up in a checkpoint.
+"""Protocols between the training loop and an engine: training, evaluation, checkpoints.
 
-The loop, the saver and everything that watches over a run know an engine by these protocols only;
-each engine has a room of its own below this one. Belongs here: the protocols and the values that
-cross them. Does not belong here: any engine, any file.
+The loop and the saver use an engine through these protocols only; each engine has a package of its
+own in `engines`. Belongs here: the protocols and the values that cross them. Does not belong here:
+any engine, any file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hpctrain.train.times import StepClock
 
 @dataclass(frozen=True)
 class Position:
-    """Where the run stands: finished steps and the samples they consumed."""
+    """Progress of the run: finished steps and the samples they consumed."""
 
     step: int
     consumed_samples: int
@@ -30,7 +30,7 @@ class Position:
 class Update:
     """One optimizer step: [sum of losses, number of them] over all ranks, on this rank's device.
 
-    `learning_rate` is the one the step was made with; `grad_norm` is taken before clipping.
+    `learning_rate` is the rate used in the step; `grad_norm` is the norm before clipping.
     """
 
     totals: Any
@@ -39,12 +39,12 @@ class Update:
 
     @property
     def loss(self) -> float:
-        """Waits for the device. float64 of the reduced fp32 sums; nan where nothing counts."""
+        """The mean loss as a float, computed from the reduced fp32 sums; waits for the device."""
         return mean_loss(self.totals)
 
 
 def mean_loss(totals: Any) -> float:
-    """The mean of [sum of losses, number of them]; nan for a batch in which nothing counts."""
+    """Return the mean of [sum of losses, number of them]; nan for a fully masked batch."""
     loss_sum, count = totals.tolist()
     return loss_sum / count if count else float("nan")
 
@@ -58,7 +58,7 @@ class Evaluation:
 
 
 def evaluated(totals: Any) -> Evaluation:
-    """From [sum of losses, number of them], for classes also how many were right."""
+    """Compute means from [sum of losses, number of them(, number of correct classes)]."""
     right = float(totals[2]) if len(totals) > 2 else None
     count = float(totals[1])
     return Evaluation(mean_loss(totals[:2]), right / count if right is not None and count else None)
@@ -67,8 +67,8 @@ def evaluated(totals: Any) -> Evaluation:
 class Engine(Protocol):
     """The model, its optimizer and its data on this rank. All ranks call the same methods.
 
-    `clock` is started and stopped around forward and backward passes, and around reading (see
-    `data.timed`); the loop does so around the optimizer.
+    The engine starts and stops `clock` around forward and backward passes and around reading (see
+    `data.timed`), the loop around the optimizer.
     """
 
     @property
@@ -76,32 +76,32 @@ class Engine(Protocol):
 
     @property
     def rejection(self) -> str | None:
-        """Why this rank's gradients must not be trained on; None while they are good."""
+        """Why this rank's gradients must be rejected; None while they are finite."""
 
     def update(self, first_sample: int, before_step: Callable[[], None]) -> Update:
-        """One optimizer step on the global batch that begins at `first_sample`.
+        """Run one optimizer step on the global batch that begins at `first_sample`.
 
         `before_step` is called between the backward passes and the optimizer's step.
         """
 
     def evaluate(self, batches: Iterable[int]) -> Evaluation | None:
-        """On these global batches of the validation data; None without any data.
+        """Evaluate these global batches of the validation data; None without any data.
 
         `batches` is consumed one by one, as the batches are computed, and may end early; it yields
-        at least one number, the same on all ranks. Leaves no trace in the training.
+        at least one number, the same on all ranks. Does not affect training.
         """
 
     def weights_are_finite(self) -> bool:
-        """Of this rank's weights."""
+        """Check this rank's weights."""
 
 
 @dataclass(frozen=True)
 class Writing:
-    """One rank's part of a checkpoint, planned.
+    """One rank's planned part of a checkpoint.
 
     `write` runs in a forked process: it writes this rank's files below the directory, and returns
-    their names and something to hand to `finish`; None where this rank has nothing to write.
-    `finish` runs on all ranks together once all of them have written.
+    their names and the argument of `finish`. It is None where this rank has nothing to write.
+    `finish` is a collective call after all ranks have written.
     """
 
     write: Callable[[], tuple[list[str], Any]] | None
@@ -110,7 +110,7 @@ class Writing:
 
 @dataclass(frozen=True)
 class Form:
-    """What an engine's checkpoint looks like on disk, to be sure that nothing was left out.
+    """The files of an engine's checkpoint, to verify that none is missing from the manifest.
 
     `leader_files` are written by rank 0 beside the shards; `shards` is a glob for all others.
     """
@@ -120,18 +120,18 @@ class Form:
 
 
 class Snapshot(Protocol):
-    """What a checkpoint holds. All ranks call the same methods together."""
+    """The state in a checkpoint. All methods are collective calls."""
 
     form: Form
 
     def estimated_bytes(self, control: Control) -> int:
-        """About the size of a checkpoint on disk."""
+        """Estimate the size of a checkpoint on disk."""
 
     def plan(self, position: Position, directory: Path) -> Writing:
-        """Who writes what; what is on a GPU is copied to the CPU before this returns."""
+        """Plan the files of all ranks; GPU tensors are copied to the CPU before this returns."""
 
     def restore(self, directory: Path) -> tuple[Position, str | None]:
-        """Load everything; a remark if something could not be kept as it was.
+        """Load everything; returns the position, and a remark if some state was not restored.
 
         Raises InvalidInputError when the checkpoint belongs to another run, LoadFailedError
         when its files are damaged.
@@ -140,7 +140,7 @@ class Snapshot(Protocol):
 
 @dataclass(frozen=True)
 class Parts:
-    """What a room builds on one rank."""
+    """The objects that an engine builds on one rank."""
 
     engine: Engine
     snapshot: Snapshot
@@ -151,14 +151,14 @@ class Mesh(Protocol):
 
     @property
     def control(self) -> Any:
-        """A gloo group of all ranks for agreements, apart from the collectives on GPUs."""
+        """A gloo group of all ranks for agreements, separate from the collectives on GPUs."""
 
 
 class Room(Protocol):
-    """The module `assembly` of an engine's room; all ranks call its functions together."""
+    """The module `assembly` of an engine; its functions are collective calls."""
 
     def join(self, config: Any, launch: Launch) -> Mesh:
         """Join the launch's process groups."""
 
     def build(self, job: Job, mesh: Any, control: Control) -> Parts:
-        """Model, optimizer and data; weights are not set where a checkpoint will be loaded."""
+        """Build model, optimizer and data; weights stay unset if a checkpoint will be loaded."""

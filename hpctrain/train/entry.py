@@ -1,7 +1,7 @@
-"""One rank from start to exit code: checks, start-up, loop, and the records of how it ended.
+"""Run one rank from checks to exit code, and write the record of how it ended.
 
-Exit codes are `hpctrain.store.run_records.TrainerExit`. Belongs here: which ending is which, and
-who writes what about it. Does not belong here: training.
+Exit codes are `hpctrain.store.run_records.TrainerExit`. Belongs here: classifying the end of a
+rank, and its records. Does not belong here: training.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import NoReturn, TypeVar, cast
 
 from hpctrain.checkpoints.manifest import (
     Manifest,
@@ -46,7 +46,7 @@ from hpctrain.train.faults import (
     is_node_dependent,
 )
 from hpctrain.train.job import Job, read_config
-from hpctrain.train.launchers.nsight import become_recorded
+from hpctrain.train.launchers.nsight import run_under_nsight
 from hpctrain.train.preflight import check
 from hpctrain.train.rank_environment import Launch, quiet_defaults, read_launch
 from hpctrain.train.saving.digest_check import DigestCheck, start_digest_check
@@ -55,8 +55,8 @@ from hpctrain.train.startup_stop import StartupStop
 from hpctrain.train.stop import StopSignals
 from hpctrain.train.storage import failed_below, fence_of, is_present, outlast, stale_or
 
-# How long the record of a rank that ends waits for the run directory: Slurm may be ending the job.
-_LAST_WORD_SECONDS = 10.0
+# How long the exit record waits for the run directory: Slurm may be ending the job.
+_EXIT_RECORD_SECONDS = 10.0
 _Checked = TypeVar("_Checked")
 _CODES: dict[Outcome, TrainerExit] = {
     "done": TrainerExit.DONE,
@@ -75,7 +75,10 @@ _CODES_OF_CAUSES = {
 def main(arguments: list[str], stop: StopSignals) -> int:
     """Run one rank; `arguments` is the path of `train.json`. Returns the exit code."""
     try:
-        path = _config_path(arguments)
+        if len(arguments) != 1:
+            usage = "usage: python -m hpctrain.train RUN_DIRECTORY/train.json"
+            raise InvalidInputError([Problem(usage)])
+        path = Path(arguments[0]).absolute()
         launch = read_launch(os.environ)
         run = RunLayout(path.parent)
         if read_record(run.done, DoneMarker) is not None:
@@ -83,22 +86,25 @@ def main(arguments: list[str], stop: StopSignals) -> int:
     except InvalidInputError as error:
         return _say(str(error), TrainerExit.CONFIG_ERROR)
     ending = _Ending(run, launch, stop)
-    stacks = _open_stacks(run, launch)
-    code = ending.of(lambda: _train(_job(path, launch, run, stop), ending))
+    stacks: StackDump | None = None
+    try:
+        stacks = open_stack_dump(run, launch)
+    except OSError as error:  # train without stack dumps of this rank
+        _say(f"stacks cannot be written: {error}", TrainerExit.CRASH)
+
+    def train() -> Outcome:
+        config = _read_config(path, launch, run)
+        run_under_nsight(path, config, launch, run, os.environ, stop)  # may not return
+        return _train(Job(config, launch, run, stop), ending)
+
+    code = ending.of(train)
     if stacks is not None:
         stacks.discard_if_unused()
     return code
 
 
-def _job(path: Path, launch: Launch, run: RunLayout, stop: StopSignals) -> Job:
-    """Does not return where this rank has to be started below a profiler."""
-    config = _read_config(path, launch, run)
-    become_recorded(path, config, launch, run, os.environ, stop)
-    return Job(config, launch, run, stop)
-
-
 def _read_config(path: Path, launch: Launch, run: RunLayout) -> TrainConfig:
-    """In a supervised launch the file was there: if it is missing, its directory is away."""
+    """Read `train.json`; a supervised launch retries, because the file existed before."""
 
     def read() -> TrainConfig:
         run.require()
@@ -107,36 +113,19 @@ def _read_config(path: Path, launch: Launch, run: RunLayout) -> TrainConfig:
     return outlast(run, read) if launch.epoch else read_config(path)
 
 
-def _open_stacks(run: RunLayout, launch: Launch) -> StackDump | None:
-    """Without a file for stacks training goes on; whoever asks for them gets none of this rank."""
-    try:
-        return open_stack_dump(run, launch)
-    except OSError as error:
-        _say(f"stacks cannot be written: {error}", TrainerExit.CRASH)
-        return None
-
-
 def leave(code: int) -> NoReturn:
     """End the process without interpreter teardown.
 
-    Threads of gloo and NCCL may still run; tearing down under them can hang or abort a rank that
-    has done all its work.
+    Threads of gloo and NCCL may still run; teardown can hang or abort a rank that has completed its
+    work.
     """
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
-def _config_path(arguments: list[str]) -> Path:
-    if len(arguments) != 1:
-        raise InvalidInputError(
-            [Problem("usage: python -m hpctrain.train RUN_DIRECTORY/train.json")]
-        )
-    return Path(arguments[0]).absolute()
-
-
 class _Ending:
-    """Turns what happens into an exit code and an exit record of this rank."""
+    """Converts the outcome of this rank into an exit code and an exit record."""
 
     def __init__(self, run: RunLayout, launch: Launch, stop: StopSignals) -> None:
         self._run = run
@@ -150,25 +139,25 @@ class _Ending:
         self.asked: Callable[[], bool] = lambda: False
 
     def starting(self) -> None:
-        """Until `begin`, a stop ends this rank without waiting for any other."""
+        """Let a stop end this rank without waiting for others, until `begin` is called."""
         self._startup.begin()
 
     def begin(self) -> None:
-        """All ranks have started: from now on they agree on when to stop."""
+        """Mark the end of start-up: from now on all ranks agree on when to stop."""
         self._startup.end()
         self._begun = True
 
     def _is_asked_to_stop(self) -> bool:
-        """A signal to this rank, or the stop file, which rank 0 looks for."""
+        """Check for a signal to this rank, and on rank 0 for the stop file."""
         if self._stop.requested or self.asked():
             return True
         return self._launch.leads and is_requested(self._run, "stop")
 
     def _leave_startup(self) -> None:
-        """Not by `leave`: the main thread may be anywhere, also within a write to a stream.
+        """End the process during start-up, unless a step of this launch has been trained.
 
-        Returns if a step of this launch has been trained after all, which is not to be lost: a
-        program of somebody else's may not have let us know.
+        That can happen with an external program, which does not report the end of its start-up.
+        `leave` is not used, because the main thread may be within a write to a stream.
         """
         progress, resumed = read_record(self._run.progress, Progress), step_of(self._launch.resume)
         ours = progress is not None and progress.epoch == self._launch.epoch
@@ -183,8 +172,9 @@ class _Ending:
         return TrainerExit.YIELDED
 
     def _is_leaving_startup(self) -> bool:
-        """Whether this rank was asked to stop before its first step, or others were and have left:
-        what fails then fails because ranks are gone.
+        """Check whether this rank or others were stopped during start-up.
+
+        Errors are then a consequence of missing ranks.
         """
         if self._begun:
             return False
@@ -195,7 +185,11 @@ class _Ending:
 
     def of(self, work: Callable[[], Outcome]) -> int:
         try:
-            return self._good(work())
+            outcome = work()
+            self._startup.end()
+            if self._launch.leads:
+                self._record(outcome, None, None)
+            return _CODES[outcome]
         except InvalidInputError as error:
             return self._bad("config_error", str(error), None, node_dependent=error.node_dependent)
         except Exception as error:
@@ -216,12 +210,6 @@ class _Ending:
         trace = "".join(traceback.format_exception(error))
         return self._bad("crash", _in_one_line(error), trace, error, node_dependent=here)
 
-    def _good(self, outcome: Outcome) -> int:
-        self._startup.end()
-        if self._launch.leads:
-            self._record(outcome, None, None)
-        return _CODES[outcome]
-
     def _bad(
         self,
         outcome: Outcome,
@@ -232,18 +220,15 @@ class _Ending:
         node_dependent: bool = False,
     ) -> int:
         self._startup.end()
-        cause = self._cause(error) if error is not None else None
+        cause = cause_of(error) if error is not None else None
+        if error is not None and cause is None and failed_below(self._run, error):
+            cause = "storage"  # the error is about a run directory that is away
         code = _CODES_OF_CAUSES.get(cause or "", _CODES[outcome])
         self._record(outcome, message, trace, cause, error, node_dependent)
         if outcome == "config_error" and not node_dependent and not self._launch.leads:
-            return code  # every rank found the same: rank 0 says it
+            return code  # every rank has the same problem, and rank 0 prints it
         rank = f"rank {self._launch.rank} on {self._launch.node}"
         return _say(f"{trace or ''}{rank}: {outcome}: {message}", code)
-
-    def _cause(self, error: BaseException) -> str | None:
-        """Where the error alone does not tell, it may be about a run directory that is away."""
-        cause = cause_of(error)
-        return "storage" if cause is None and failed_below(self._run, error) else cause
 
     def _record(
         self,
@@ -254,6 +239,8 @@ class _Ending:
         error: BaseException | None = None,
         node_dependent: bool = False,
     ) -> None:
+        blamed = error is not None and blames_checkpoint(error)
+        loading_step = self.loading_step if blamed else None
         record = ExitRecord(
             epoch=self._launch.epoch,
             rank=self._launch.rank,
@@ -267,36 +254,36 @@ class _Ending:
             cause=cause,
             consumed_samples=getattr(error, "consumed_samples", None),
             node_dependent=node_dependent,
-            loading_step=self._unloadable_step(error),
+            loading_step=loading_step,
             signal=self._stop.name,
             signalled_ranks=self.signalled_ranks,
         )
         try:
-            outlast(self._run, lambda: write_exit_record(self._run, record), _LAST_WORD_SECONDS)
+            outlast(self._run, lambda: write_exit_record(self._run, record), _EXIT_RECORD_SECONDS)
         except OSError as error:
             _say(f"the exit record could not be written: {error}", TrainerExit.CRASH)
 
-    def _unloadable_step(self, error: BaseException | None) -> int | None:
-        """The checkpoint that was being loaded, if the error speaks against it."""
-        if error is None or not blames_checkpoint(error):
-            return None
-        return self.loading_step
-
 
 def _train(job: Job, ending: _Ending) -> Outcome:
-    """Everything from the first check to the done marker."""
+    """Run everything from the first check to the done marker."""
     ending.starting()
     if job.launch.epoch:
-        _refuse_stale(job)
-    _twice(job, lambda: check(job), InvalidInputError)
-    digests = _twice(
+        # The epoch of this launch may reach this node late: nfs(5), attributes are cached for up
+        # to acdirmax = 60 s. Until then the directory shows an earlier state.
+        outlast(job.run, fence_of(job.run, job.launch).check)
+    _confirmed(job, lambda: check(job), InvalidInputError)
+    digests = _confirmed(
         job, lambda: _refuse_damaged(job), BadCheckpointError, UnreadableCheckpointError
     )
     os.environ.update(quiet_defaults(job.config.engine) | flight_recorder(job.run, job.launch))
     program = abilities_of(job.config.engine).program
     if program is not None:
-        return _run_program(program, job, ending, digests)
-    from hpctrain.train.startup import assemble  # torch and megatron-core come in here
+        # the engine trains with an external program
+        outcome, step = resolve(program).run(job, ending, digests)
+        if outcome == "done" and job.launch.leads:
+            outlast(job.run, lambda: _mark_done(job, step))
+        return cast(Outcome, outcome)
+    from hpctrain.train.startup import assemble  # imports torch and the engine
 
     loop = assemble(job, ending, digests)
     try:
@@ -311,25 +298,13 @@ def _train(job: Job, ending: _Ending) -> Outcome:
     return outcome
 
 
-def _run_program(program: str, job: Job, ending: _Ending, digests: DigestCheck | None) -> Outcome:
-    """Train with somebody's own program, which the engine's module `program` runs."""
-    outcome: Outcome
-    outcome, step = resolve(program).run(job, ending, digests)
-    if outcome == "done" and job.launch.leads:
-        outlast(job.run, lambda: _mark_done(job, step))
-    return outcome
-
-
-def _refuse_stale(job: Job) -> None:
-    """The epoch of this launch may reach this node late: nfs(5), attributes are cached for up to
-    acdirmax = 60 s. Until then the directory is one of before."""
-    outlast(job.run, fence_of(job.run, job.launch).check)
-
-
-def _twice(
+def _confirmed(
     job: Job, check_once: Callable[[], _Checked], *refusals: type[HpctrainError]
 ) -> _Checked:
-    """A refusal ends the run for good: it has to stand while the run directory is there, too."""
+    """Run a check; repeat a failed one once the run directory is reachable.
+
+    A failed check ends the run permanently, so an outage must not cause it.
+    """
     try:
         return check_once()
     except refusals:
@@ -340,7 +315,7 @@ def _twice(
 
 
 def _refuse_damaged(job: Job) -> DigestCheck | None:
-    """Compare names and sizes now, and begin to compare this rank's share of the content."""
+    """Verify names and sizes now, and start to verify this rank's share of the content."""
     directory = job.resume_directory
     if directory is None:
         return None
@@ -348,15 +323,14 @@ def _refuse_damaged(job: Job) -> DigestCheck | None:
     problem = what_is_wrong(directory, manifest, deep=False)
     if problem is not None:
         where = f"rank {job.launch.rank} on {job.launch.node}"
-        words = f"{where} cannot resume from {directory.name}: {problem}"
-        unreadable = manifest is None or _cannot_read(directory, manifest)
-        raise UnreadableCheckpointError(words) if unreadable else BadCheckpointError(words)
+        message = f"{where} cannot resume from {directory.name}: {problem}"
+        unreadable = manifest is None or _lacks_files(directory, manifest)
+        raise UnreadableCheckpointError(message) if unreadable else BadCheckpointError(message)
     return start_digest_check(directory, job.launch.rank, job.launch.world_size, job.launch.node)
 
 
-def _cannot_read(directory: Path, manifest: Manifest) -> bool:
-    """True if a listed file is not there for this rank: its node's fault, as long as the supervisor
-    has just seen all of them."""
+def _lacks_files(directory: Path, manifest: Manifest) -> bool:
+    """Check for files that this node cannot see, although the supervisor has just seen them."""
     try:
         for file in manifest.files:
             (directory / file.name).stat()
@@ -366,7 +340,7 @@ def _cannot_read(directory: Path, manifest: Manifest) -> bool:
 
 
 def _mark_done(job: Job, step: int) -> None:
-    """Only a checkpoint that passes the check makes a run done."""
+    """Write the done marker. Raises CheckpointError if the final checkpoint fails the check."""
     directory = job.run.checkpoints / checkpoint_name(step)
     problem = what_is_wrong(directory, read_manifest(directory), deep=False)
     if problem is not None:

@@ -1,7 +1,7 @@
-"""From an exception to the word for it that the supervisor knows, where the trainer can tell.
+"""Map exceptions to the supervisor's causes of failure, where the exception proves the cause.
 
-Belongs here: errors whose cause is beyond doubt. Everything else stays a plain crash, and the logs
-of all ranks decide. Imports nothing heavy: it is needed when importing torch has failed, too.
+Everything else stays a plain crash, and the supervisor decides from the logs of all ranks. Imports
+nothing heavy: it must work when importing torch has failed.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from hpctrain.errors import CheckpointError, HpctrainError, StorageError
 from hpctrain.train.free_space import NoSpaceError, exhausted
 from hpctrain.train.storage import chain
 
-# rerun_state_machine.py: what megatron-core ends a process with that has computed a result twice
+# Exit codes of megatron-core's rerun_state_machine.py, which computes suspicious results again
 _MEGATRON_EXITS: dict[object, str] = {16: "suspect_numerics", 17: "diverged"}
-# How a full disk reads when only the text of an error has crossed a process or a library.
+# Messages of a full disk, for errors that have lost their errno in another process or a library.
 _FULL_WORDS = re.compile(
     rf"\[Errno ({errno.ENOSPC}|{errno.EDQUOT})\]|No space left on device"
     r"|Not enough free space to write"  # numpy, ndarray.tofile
@@ -29,7 +29,7 @@ _PORT_WORDS = re.compile(r"EADDRINUSE|[Aa]ddress already in use")
 
 
 class BadCheckpointError(CheckpointError):
-    """Files of the checkpoint to resume from are not as they were written: proven, by digests."""
+    """Files of the checkpoint to resume from differ from what was written, as digests prove."""
 
 
 class LoadFailedError(CheckpointError):
@@ -37,7 +37,7 @@ class LoadFailedError(CheckpointError):
 
 
 class UnreadableCheckpointError(CheckpointError):
-    """This rank cannot read a file of the checkpoint, of which nothing else is wrong."""
+    """This rank cannot read a file of a checkpoint that is otherwise intact."""
 
 
 class DataError(HpctrainError):
@@ -45,7 +45,7 @@ class DataError(HpctrainError):
 
 
 class DivergedError(HpctrainError):
-    """A step whose numbers must not be trained on; nothing after `step` - 1 may be saved."""
+    """A step with invalid numbers; no state after `step` - 1 may be saved."""
 
     def __init__(self, step: int, consumed_samples: int, loss: float, what: str) -> None:
         super().__init__(
@@ -57,20 +57,15 @@ class DivergedError(HpctrainError):
 
 
 def cause_of(error: BaseException) -> str | None:
-    """`hpctrain.supervise.judge.causes.Cause` by its value; None when the error alone does not
-    tell.
+    """Return the value of a `hpctrain.supervise.judge.causes.Cause`; None if the error is unclear.
 
-    Looks through the chain of exceptions, the outermost first.
+    Examines the chain of exceptions, the outermost first.
     """
-    for one in chain(error):
-        cause = _own_cause(one)
-        if cause is not None:
-            return cause
-    return None
+    return next((cause for link in chain(error) if (cause := _own_cause(link))), None)
 
 
 def is_full(error: BaseException) -> bool:
-    """True if the file system or a quota is full."""
+    """Check whether the file system or a quota is full."""
     if isinstance(error, NoSpaceError):
         return True
     if isinstance(error, OSError) and error.errno in FULL_ERRNOS:
@@ -79,26 +74,26 @@ def is_full(error: BaseException) -> bool:
 
 
 def is_node_dependent(error: BaseException, checkpoints: Path) -> bool:
-    """True if ranks on other nodes may not have met the error: a disk of this node is full.
+    """Check whether only this node has the problem: a full disk that other nodes do not share.
 
-    Not that of `checkpoints`, which all nodes share, nor a quota, which a user has on such a disk.
+    The disk of `checkpoints` is shared by all nodes; so is one with quotas.
     """
-    for one in chain(error):
-        if isinstance(one, NoSpaceError):
+    for link in chain(error):
+        if isinstance(link, NoSpaceError):
             return False
-        if isinstance(one, OSError) and one.errno == errno.ENOSPC:
+        if isinstance(link, OSError) and link.errno == errno.ENOSPC:
             return not exhausted(checkpoints)
     return False
 
 
 def is_damage(error: BaseException) -> bool:
-    """True if loading failed by what the files hold, not by a machine or a file system.
+    """Check whether loading failed because of the content of files, not a machine or file system.
 
-    torch's loader collects what each rank has met (checkpoint/api.py, CheckpointException).
+    torch's loader collects the failures of all ranks (checkpoint/api.py, CheckpointException).
     """
     failures = getattr(error, "failures", None)
     if isinstance(failures, dict) and failures:
-        return all(is_damage(one[0]) for one in failures.values())
+        return all(is_damage(failure[0]) for failure in failures.values())
     if isinstance(error, EOFError | KeyError | pickle.UnpicklingError):
         return True
     if isinstance(error, OSError) and error.errno == errno.EINVAL:
@@ -107,13 +102,13 @@ def is_damage(error: BaseException) -> bool:
 
 
 def blames_checkpoint(error: BaseException) -> bool:
-    """True if what was raised while loading may be the checkpoint's fault, by its type.
+    """Check whether an error raised while loading may be the checkpoint's fault, by its type.
 
-    Not so where a machine, a file system, a peer or a person ended it: on another try, or on other
-    nodes, the same files may load. A file that is not there counts, for the rank has seen all that
-    the manifest lists before.
+    Errors of a machine, a file system, a peer or a person do not count: the same files may load in
+    another attempt or on other nodes. A missing file counts, because the rank has checked before
+    that all files of the manifest exist.
     """
-    return not any(_is_machine_fault(one) for one in chain(error))
+    return not any(_is_machine_fault(link) for link in chain(error))
 
 
 # torch.distributed's own errors (torch/distributed/__init__.py), without importing torch
@@ -123,7 +118,7 @@ _DISTRIBUTED_ERRORS = frozenset({"DistError", "OutOfMemoryError"})
 def _is_machine_fault(error: BaseException) -> bool:
     failures = getattr(error, "failures", None)
     if isinstance(failures, dict) and failures:
-        return any(not blames_checkpoint(one[0]) for one in failures.values())
+        return any(not blames_checkpoint(failure[0]) for failure in failures.values())
     if isinstance(error, SystemExit | KeyboardInterrupt | MemoryError):
         return True
     if isinstance(error, StaleEpochError | UnreadableCheckpointError) or is_full(error):

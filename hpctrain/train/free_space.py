@@ -1,8 +1,8 @@
-"""Is there room for a checkpoint? Asked before anything of it is written.
+"""Check for free space before a checkpoint is written.
 
-A full disk in the middle of a save costs the save and whatever else shares the disk. Nothing is
-deleted to make room: what is there may be all that is left of the run. Belongs here: the question.
-Does not belong here: retention, which deletes by age (see `hpctrain.checkpoints.publish`).
+A disk that fills up during a save breaks the save and other users of the disk. Nothing is deleted
+to make room: old checkpoints may be all that is left of the run. Does not belong here: retention,
+which deletes by age (see `hpctrain.checkpoints.publish`).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from hpctrain.checkpoints.manifest import checkpoint_name, read_manifest
 from hpctrain.checkpoints.publish import published_steps
 from hpctrain.errors import CheckpointError
 
-# Checkpoints of a run differ by little; the rest is for metadata and for others on the disk.
+# Checkpoints of a run differ by little; the margin is for metadata and other users of the disk.
 _MARGIN = 1.2
-_NEXT_TO_NOTHING_BYTES = 1 << 16
+_EXHAUSTED_BYTES = 1 << 16
 # Digests, metadata and records beside the shards.
 _SPARE_INODES = 16
 
@@ -28,7 +28,7 @@ class NoSpaceError(CheckpointError):
 
 @dataclass(frozen=True)
 class Need:
-    """What a checkpoint takes, in bytes and files, and how that is known."""
+    """Space for a checkpoint in bytes and files, and the source of these numbers."""
 
     size_bytes: int
     files: int
@@ -36,7 +36,7 @@ class Need:
 
 
 def newest_size(root: Path, world_size: int) -> Need | None:
-    """What the newest published checkpoint took; None if there is none with a manifest."""
+    """Return the size of the newest published checkpoint; None if there is none with a manifest."""
     for step in reversed(published_steps(root)):
         manifest = read_manifest(root / checkpoint_name(step))
         if manifest is not None:
@@ -46,10 +46,10 @@ def newest_size(root: Path, world_size: int) -> Need | None:
 
 
 def check_room(root: Path, need: Need) -> str | None:
-    """What is missing on the file system of `root`, in a sentence; None if there is room.
+    """Describe the missing space on the file system of `root`; None if there is room.
 
-    statvfs(3): f_bavail is what an ordinary user may still use. File systems without a fixed
-    number of inodes report 0 of them. Quotas of users show in neither.
+    statvfs(3): f_bavail is available to unprivileged users. File systems without a fixed number of
+    inodes report 0. User quotas appear in neither.
     """
     state = os.statvfs(root)
     free_bytes, wanted_bytes = state.f_bavail * state.f_frsize, int(_MARGIN * need.size_bytes)
@@ -68,13 +68,15 @@ def check_room(root: Path, need: Need) -> str | None:
 
 
 def exhausted(path: Path) -> bool:
-    """True if next to nothing can be written beside `path`: libraries often lose the reason why
-    a write has failed (PyTorchStreamWriter has none in its message)."""
+    """Check whether the file system of `path` is practically full.
+
+    Libraries often lose the reason of a failed write (PyTorchStreamWriter's message has none).
+    """
     try:
         state = os.statvfs(path)
     except OSError:
         return False
-    full = state.f_bavail * state.f_frsize < _NEXT_TO_NOTHING_BYTES
+    full = state.f_bavail * state.f_frsize < _EXHAUSTED_BYTES
     return full or bool(state.f_files and not state.f_favail)
 
 

@@ -1,4 +1,4 @@
-"""What one rank knows before torch is imported: configuration, place, run directory, stop flag.
+"""The inputs of one rank before torch is imported: configuration, launch, run directory, stop flag.
 
 Belongs here: reading `train.json`. Does not belong here: checking it (see `preflight`).
 """
@@ -18,7 +18,7 @@ from hpctrain.train.stop import StopSignals
 
 @dataclass(frozen=True)
 class Job:
-    """Everything that is fixed while the process lives."""
+    """Everything that is constant for the lifetime of the process."""
 
     config: TrainConfig
     launch: Launch
@@ -27,7 +27,7 @@ class Job:
 
     @property
     def data_cache(self) -> Path:
-        """Where the sample order is cached; every rank must see the same directory."""
+        """Cache directory of the sample order; every rank must see the same directory."""
         return Path(self.config.data_cache) if self.config.data_cache else self.run.data_cache
 
     @property
@@ -38,10 +38,10 @@ class Job:
 
 
 def read_config(path: Path) -> TrainConfig:
-    """Read `train.json`. Raises InvalidInputError with all that is wrong in it."""
+    """Read `train.json`. Raises InvalidInputError with all of its problems."""
     try:
         text = path.read_bytes()
     except OSError as error:
-        words = error.strerror or str(error)
-        raise InvalidInputError([Problem(words, str(path), node_dependent=True)]) from error
+        message = error.strerror or str(error)
+        raise InvalidInputError([Problem(message, str(path), node_dependent=True)]) from error
     return train_config_of(path, text)

@@ -1,6 +1,6 @@
-"""The training loop of one rank: step, agree, evaluate, save, and leave at a step boundary.
+"""The training loop of one rank: step, agree, evaluate, save, and stop at a step boundary.
 
-Belongs here: the order of things. Does not belong here: how each of them is done.
+Belongs here: the order of these actions. Does not belong here: how each of them is done.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hpctrain.store.requests import SaveRequest, is_requested
 from hpctrain.train.datasets.skipped_samples import Skips
 from hpctrain.train.device import wait_for_device
 from hpctrain.train.engine import Engine, Evaluation, Position
-from hpctrain.train.evaluating import EvaluationBatches, is_evaluated
+from hpctrain.train.evaluation import EvaluationBatches, is_evaluated
 from hpctrain.train.faults import DivergedError
 from hpctrain.train.job import Job
 from hpctrain.train.numerics import LossWindow, what_is_not_finite
@@ -23,22 +23,22 @@ from hpctrain.train.profiling import StepProfiler
 from hpctrain.train.report import Reporter, StepResult
 from hpctrain.train.saving.save_interval import SaveInterval
 from hpctrain.train.saving.saver import Saver
-from hpctrain.train.step_agreement import Agreement, Control, WriterState
+from hpctrain.train.step_agreement import Control, StepAgreement, WriterState
 from hpctrain.train.times import RankClock
 
 Ending = Literal["done", "yielded"]
 _MOST_SIGNALLED = 64
-# The supervisor sends USR2 to hand on a wish to stop.
+# The supervisor sends USR2 to pass on a request to stop.
 _NOT_FROM_OUTSIDE = (None, "SIGUSR2")
 
 
 @dataclass
 class Loop:
-    """All parts of a running rank; `position` is where the run stands.
+    """All parts of a running rank; `position` is the progress of the run.
 
-    `owes_evaluation`: the evaluation of the last finished step was left because of a stop; the next
-    launch makes up for it before it trains. `on_begin` is called once all ranks have agreed that
-    the start is over.
+    `evaluation_pending`: the evaluation of the last finished step was skipped due to a stop. The
+    next launch repeats it before it trains. `on_begin` is called once all ranks have agreed that
+    start-up is complete.
     """
 
     job: Job
@@ -53,35 +53,41 @@ class Loop:
     clock: RankClock
     profiler: StepProfiler
     request: SaveRequest
-    owes_evaluation: bool
+    evaluation_pending: bool
     on_begin: Callable[[], None]
     signalled_ranks: tuple[int, ...] = ()
 
     def run(self) -> Ending:
-        """Train until the target step or until a rank was asked to stop; saves before it ends.
+        """Train until the target step or until a rank gets a request to stop; saves at the end.
 
-        Raises DivergedError, on all ranks and after the same step, when a step's numbers must not
-        be trained on; a checkpoint from before that step may still be published then.
+        Raises DivergedError, on all ranks and after the same step, when the numbers of a step are
+        invalid. A checkpoint from before that step may still be published then.
         """
         target = self.job.config.train_steps
         self.reporter.phase("training", self.position.step)
         self.interval.begun()
-        gc.freeze()  # model and optimizer live for ever: do not scan them again and again
-        gc.enable()  # `__main__` has switched it off for the start
+        gc.freeze()  # model and optimizer are permanent: exclude them from garbage collection
+        gc.enable()  # `__main__` has disabled it for the start
         stopping = self.control.agree_to_stop(self._asked_to_stop())
         self.on_begin()
         trained = False
         try:
-            if self.owes_evaluation and not stopping:
-                stopping = self._make_up_evaluation()
+            if self.evaluation_pending and not stopping:  # of the resumed step
+                none = StepAgreement(
+                    stop=False, save=False, writer=WriterState.FINISHED, rejected=False
+                )
+                evaluation, agreed = self._evaluate(none)
+                if evaluation is not None:
+                    self.reporter.made_up_evaluation(evaluation)
+                stopping = agreed.stop
             while self.position.step < target and not stopping:
                 agreed = self.one_step()
                 stopping, trained = agreed.stop, True
             if stopping:
-                # Whom a signal has reached is what tells a node that shuts down from the others.
+                # The signalled ranks identify a node that is shutting down.
                 signalled = self.control.who(self.job.stop.name not in _NOT_FROM_OUTSIDE)
                 self.signalled_ranks = signalled[:_MOST_SIGNALLED]
-            self._save_the_end(trained)
+            self._finish_saves(trained)
             self.reporter.close()
         except DivergedError:
             self.saver.leave()
@@ -89,14 +95,19 @@ class Loop:
         finally:
             self.profiler.leave()
             self.reporter.flush()
-        return "done" if self.position.step >= target and not self.owes_evaluation else "yielded"
+        return "done" if self.position.step >= target and not self.evaluation_pending else "yielded"
 
-    def one_step(self) -> Agreement:
-        """One optimizer step with everything that belongs to it."""
+    def one_step(self) -> StepAgreement:
+        """Run one optimizer step, with agreement, evaluation, reporting and saving."""
         self.profiler.begin(self.position.step + 1)
         started_at = time.perf_counter()
         first = self.skips.next_sample(self.position.consumed_samples)
-        update = self.engine.update(first, self._before_the_optimizer)
+
+        def before_optimizer() -> None:
+            self._propose()
+            self.engine.clock.start("optimizer")
+
+        update = self.engine.update(first, before_optimizer)
         self.engine.clock.stop("optimizer")
         agreed = self.control.result()
         loss = update.loss
@@ -112,7 +123,14 @@ class Loop:
             profiled=self.profiler.covers(self.position.step),
         )
         self.profiler.end(result.step, stopping=agreed.stop)
-        problem = self._problem(result, agreed)
+        # the same numbers on all ranks, hence the same result
+        if agreed.rejected:
+            problem: str | None = (
+                self.engine.rejection or "gradients of another rank are not finite"
+            )
+        else:
+            problem = what_is_not_finite(result.loss, result.grad_norm)
+            problem = problem or self.losses.spike(result.loss)
         self.clock.finished_step(result.step, result.step_seconds, counts=not result.profiled)
         evaluation, evaluates = None, not problem and is_evaluated(self.job.config, result.step)
         if evaluates:
@@ -124,81 +142,62 @@ class Loop:
             self.saver.poll(agreed.writer)
         return self._save_if_due(agreed)
 
-    def _before_the_optimizer(self) -> None:
-        self._propose()
-        self.engine.clock.start("optimizer")
-
     def _propose(self) -> None:
+        save = False
+        if self.job.launch.leads and not self.saver.busy:  # neither is worth waiting for a save
+            save = self.request.made or self.interval.overdue
         self.control.propose(
             stop=self._asked_to_stop(),
-            save=self._wants_to_save(),
+            save=save,
             writer=self.saver.writer_state,
             rejected=self.engine.rejection is not None,
         )
 
     def _asked_to_stop(self) -> bool:
-        """A signal on any rank, or the stop file, which rank 0 looks for."""
+        """Check for a signal to this rank, and on rank 0 for the stop file."""
         if self.job.stop.requested:
             return True
         return self.job.launch.leads and is_requested(self.job.run, "stop")
 
-    def _wants_to_save(self) -> bool:
-        """Rank 0's clock, or a request; neither is worth waiting for a save under way."""
-        if not self.job.launch.leads or self.saver.busy:
-            return False
-        return self.request.made or self.interval.overdue
+    def _evaluate(self, agreed: StepAgreement) -> tuple[Evaluation | None, StepAgreement]:
+        """Evaluate unless a stop is agreed on before or between two batches.
 
-    def _problem(self, result: StepResult, agreed: Agreement) -> str | None:
-        """Why this step must not count; all ranks know the same numbers, so all say the same."""
-        if agreed.rejected:
-            return self.engine.rejection or "gradients of another rank are not finite"
-        problem = what_is_not_finite(result.loss, result.grad_norm)
-        return problem or self.losses.spike(result.loss)
-
-    def _evaluate(self, agreed: Agreement) -> tuple[Evaluation | None, Agreement]:
-        """Evaluate unless a stop is agreed before or between two batches, and say which it was.
-
-        An evaluation may take longer than a warning comes ahead, so it is left between batches. It
-        changes nothing that is trained on: the next launch repeats it in full. A save under way
-        goes on meanwhile.
+        Returns the evaluation, if complete, and the agreement with `stop` updated. An evaluation
+        may take longer than the warning time, so it is aborted between batches. It does not affect
+        training, and the next launch repeats it in full. A save in progress continues.
         """
         self.saver.poll(agreed.writer)
-        self.owes_evaluation = agreed.stop or self._agree_to_leave_evaluation()
-        if self.owes_evaluation:
+        self.evaluation_pending = agreed.stop or self._agree_to_leave_evaluation()
+        if self.evaluation_pending:
             return None, replace(agreed, stop=True)
         self.reporter.phase("evaluating", self.position.step)
         batches = EvaluationBatches(self.job.config.eval_batches, self._agree_to_leave_evaluation)
-        found = self.engine.evaluate(batches)
+        evaluation = self.engine.evaluate(batches)
         self.reporter.phase("training")
-        self.owes_evaluation = batches.interrupted
+        self.evaluation_pending = batches.interrupted
         if batches.interrupted:
             return None, replace(agreed, stop=True)
-        return found, agreed
+        return evaluation, agreed
 
     def _agree_to_leave_evaluation(self) -> bool:
-        """True if any rank was asked to stop; also takes a save under way one stage further."""
-        wait_for_device()  # else the batches of a whole evaluation may be queued on the GPU
+        """Agree on whether any rank should stop; also advances a save in progress."""
+        wait_for_device()  # otherwise all batches of the evaluation may be queued on the GPU
         self.reporter.still_working()
         self.control.propose(stop=self._asked_to_stop(), save=False, writer=self.saver.writer_state)
         agreed = self.control.result()
         self.saver.poll(agreed.writer)
         return agreed.stop
 
-    def _make_up_evaluation(self) -> bool:
-        """The evaluation of the resumed step, before the first own one; True to stop."""
-        nothing = Agreement(stop=False, save=False, writer=WriterState.FINISHED, rejected=False)
-        found, agreed = self._evaluate(nothing)
-        if found is not None:
-            self.reporter.made_up_evaluation(found)
-        return agreed.stop
+    def _save_if_due(self, agreed: StepAgreement) -> StepAgreement:
+        """Save if a save is due; returns the agreement.
 
-    def _save_if_due(self, agreed: Agreement) -> Agreement:
-        """A stop that comes during a save that is waited for is agreed on at this step, so that
-        the step is not followed by another one and another save."""
+        A request to stop during a synchronous save is agreed on at this step, so that neither
+        another step nor another save follows.
+        """
         config = self.job.config
         by_steps = config.save_interval_steps
         due = agreed.save or (by_steps is not None and self.position.step % by_steps == 0)
-        due = due or (self.saver.owed and not self.saver.busy)
+        due = due or (self.saver.postponed and not self.saver.busy)
         at_the_end = agreed.stop or self.position.step >= config.train_steps
         if due and not at_the_end:
             self._save(wait=not config.async_save)
@@ -208,34 +207,29 @@ class Loop:
         return agreed
 
     def _save(self, *, wait: bool) -> None:
+        """Save the current position. Raises DivergedError on all ranks for invalid weights."""
         self.reporter.phase("saving")
-        self._refuse_broken_weights()
+        # The update itself can overflow, which the next loss would show too late for this save.
+        if not self.control.all_agree(self.engine.weights_are_finite()):
+            step, batch = self.position.step, self.job.config.global_batch_size
+            consumed = self.position.consumed_samples - batch
+            what = "weights are not finite after the update"
+            raise DivergedError(step, consumed, self.losses.last, what)
         self.saver.begin(self.position)
         self.interval.begun()
         if self.request.done():
             self.reporter.log("save_requested", step=self.position.step)
         if wait:
             self.saver.finish()
-        while wait and self.saver.owed:
+        while wait and self.saver.postponed:
             self.saver.begin(self.position)
             self.saver.finish()
         self.reporter.phase("training")
 
-    def _refuse_broken_weights(self) -> None:
-        """The update itself can overflow, which the next loss would tell: too late for this save.
-
-        Raises DivergedError on all ranks.
-        """
-        if not self.control.all_agree(self.engine.weights_are_finite()):
-            step, batch = self.position.step, self.job.config.global_batch_size
-            consumed = self.position.consumed_samples - batch
-            what = "weights are not finite after the update"
-            raise DivergedError(step, consumed, self.losses.last, what)
-
-    def _save_the_end(self, trained: bool) -> None:
-        """Finish what is being written and save the last step, unless nothing is new."""
+    def _finish_saves(self, trained: bool) -> None:
+        """Finish a save in progress, and save the last step if it is new."""
         if self.saver.busy:
-            self.reporter.phase("saving")  # waiting for the writers is no slow step
+            self.reporter.phase("saving")  # waiting for the writers is not a slow step
         self.saver.finish()
         if trained and self.saver.newest_step != self.position.step:
             self._save(wait=True)

@@ -1,10 +1,9 @@
-"""megatron-core on a CPU: stand-ins for the CUDA symbols that it takes for granted (0.16.1).
+"""Run megatron-core (0.16.1) on a CPU: replace the CUDA symbols that it requires.
 
-Inert when `torch.cuda.is_available()`: then nothing is replaced and the same trainer code runs on
-NCCL. Each function below replaces one group of symbols and says who needs it. Two of them matter
-even though nothing fails without them: `_rng_trackers` (without it all tensor-parallel ranks draw
-the same dropout masks) is the worst. Belongs here: CPU only. Faults of megatron-core that also
-exist on GPUs are in `fixes`.
+With a GPU nothing is replaced, and the same trainer code runs on NCCL. Each function below replaces
+one group of symbols and names its users. `_rng_trackers` matters most, because nothing fails
+without it: all tensor-parallel ranks would draw the same dropout masks. Does not belong here:
+faults of megatron-core that also exist on GPUs (see `engines/megatron/fixes.py`).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _installed = False
 
 
 def install() -> None:
-    """Put the stand-ins in force; does nothing with CUDA, or when called again.
+    """Replace the symbols; does nothing with CUDA, or when called again.
 
     Must run before the first import of megatron.core, which binds some symbols while importing.
     """
@@ -37,45 +36,35 @@ def install() -> None:
         return
     assert "megatron.core" not in sys.modules, "cpu.install() must precede megatron.core"
     _installed = True
-    _no_compiler()
-    _current_device()
-    _device_factories()
-    _moves()
+    # megatron-core's fusions use torch.compile, which would run a C++ compiler here. As a decorator
+    # it also imports torch._dynamo, which takes a sixth of the start-up time of a rank.
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    torch.compile = _uncompiled
+    # About eighty places use `device=torch.cuda.current_device()`.
+    torch.cuda.current_device = lambda: _CPU
+    torch.cuda.set_device = lambda device: None
+    torch.cuda.synchronize = lambda device=None: None
+    # Literal `device="cuda"`: optimizer.py:907, clip_grads.py:103, schedules.py:596 and others.
+    # `with torch.device(...)` recognizes factories by identity: make it cache the real ones first.
+    torch.utils._device._device_constructors()
+    for name in _FACTORIES:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    # `.cuda()` in the optimizer's gather (distrib_optimizer.py:1089) and in parallel loading.
+    torch.Tensor.cuda = lambda self, *args, **keywords: self
+    torch.nn.Module.cuda = lambda self, *args, **keywords: self
     _tensor_type_names()
     _generators()
-    _streams()
+    # Streams are constructed with several optimizer instances; events by timers.
+    torch.cuda.Stream = torch.cuda.Event = _NoStream
+    for name in ("stream", "current_stream", "default_stream"):
+        setattr(torch.cuda, name, _NoStream)
     _rng_trackers()
     _uneven_exchanges()
 
 
-def _no_compiler() -> None:
-    """megatron-core's fusions go through torch.compile, which would run a C++ compiler here.
-
-    Used as a decorator it also imports torch._dynamo, a sixth of the time that a rank takes to
-    start.
-    """
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    torch.compile = _as_it_is
-
-
-def _as_it_is(model: Any = None, **options: Any) -> Any:
-    """What torch.compile gives back when it is switched off."""
-    return model if model is not None else _as_it_is
-
-
-def _current_device() -> None:
-    """About eighty places ask for `device=torch.cuda.current_device()`."""
-    torch.cuda.current_device = lambda: _CPU
-    torch.cuda.set_device = lambda device: None
-    torch.cuda.synchronize = lambda device=None: None
-
-
-def _device_factories() -> None:
-    """Literal `device="cuda"`: optimizer.py:907, clip_grads.py:103, schedules.py:596 and others."""
-    # `with torch.device(...)` knows factories by identity: let it remember the real ones
-    torch.utils._device._device_constructors()
-    for name in _FACTORIES:
-        setattr(torch, name, _on_cpu(getattr(torch, name)))
+def _uncompiled(model: Any = None, **options: Any) -> Any:
+    """Return what a disabled torch.compile returns."""
+    return model if model is not None else _uncompiled
 
 
 def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
@@ -89,14 +78,8 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
-def _moves() -> None:
-    """`.cuda()` in the optimizer's gather (distrib_optimizer.py:1089) and in parallel loading."""
-    torch.Tensor.cuda = lambda self, *args, **keywords: self
-    torch.nn.Module.cuda = lambda self, *args, **keywords: self
-
-
 def _tensor_type_names() -> None:
-    """Optimizers and clip_grads.py:167 compare `Tensor.type()` with 'torch.cuda.FloatTensor'."""
+    """Prefix types, because optimizers and clip_grads.py:167 expect 'torch.cuda.FloatTensor'."""
     original = torch.Tensor.type
 
     def type_name(self: Any, *args: Any, **keywords: Any) -> Any:
@@ -109,7 +92,7 @@ def _tensor_type_names() -> None:
 
 
 def _generators() -> None:
-    """The CUDA generator becomes the CPU's default generator."""
+    """Replace the CUDA generator by the CPU's default generator."""
 
     def manual_seed(seed: int) -> None:
         torch.default_generator.manual_seed(int(seed))
@@ -121,42 +104,37 @@ def _generators() -> None:
 
 
 class _NoStream(contextlib.nullcontext[None]):
-    """A stream or event on a device that computes synchronously: waiting is over at once."""
+    """A stream or event of a device that computes synchronously: waiting returns at once."""
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__()
 
     def record_event(self, event: Any = None) -> _NoStream:
-        """Already over; token_dispatcher.py waits for it."""
+        """Return a completed event, for which token_dispatcher.py waits."""
         return self
 
     def __getattr__(self, name: str) -> Callable[..., bool]:
         return lambda *args, **keywords: True
 
 
-def _streams() -> None:
-    """Streams are constructed with several optimizer instances; events by timers."""
-    torch.cuda.Stream = torch.cuda.Event = _NoStream
-    for name in ("stream", "current_stream", "default_stream"):
-        setattr(torch.cuda, name, _NoStream)
-
-
 def _uneven_exchanges() -> None:
-    """The dispatcher of experts turns split sizes into lists only when they are CUDA tensors
-    (token_dispatcher.py, maybe_move_tensor_to_cpu), and gloo takes nothing but lists.
+    """Convert split sizes to lists for gloo.
+
+    The expert dispatcher converts only CUDA tensors (token_dispatcher.py,
+    maybe_move_tensor_to_cpu).
     """
     exchange = torch.distributed.all_to_all_single
 
     @functools.wraps(exchange)
     def all_to_all_single(
         output: Any,
-        given: Any,
+        input: Any,
         output_split_sizes: Any = None,
         input_split_sizes: Any = None,
         **keywords: Any,
     ) -> Any:
         return exchange(
-            output, given, _numbers(output_split_sizes), _numbers(input_split_sizes), **keywords
+            output, input, _numbers(output_split_sizes), _numbers(input_split_sizes), **keywords
         )
 
     torch.distributed.all_to_all_single = all_to_all_single
@@ -167,11 +145,11 @@ def _numbers(sizes: Any) -> list[int] | None:
 
 
 def _rng_trackers() -> None:
-    """megatron-core's tracker sets its state through `torch.cuda._lazy_call`.
+    """Make megatron-core's RNG tracker use the CPU's generator.
 
-    On a CPU build that call is only queued and never made (torch/cuda/__init__.py), so the
-    tracker would never switch: tensor-parallel ranks would share dropout masks and nobody would
-    be told. `fork()` then warns that the CPU state changed, which is what it should do here.
+    The tracker sets its state through `torch.cuda._lazy_call`. On a CPU build that call is queued
+    and never made (torch/cuda/__init__.py): tensor-parallel ranks would silently share dropout
+    masks. `fork()` warns that the CPU state changed, which is intended here.
     """
     import megatron.core.tensor_parallel.random as tracker
 

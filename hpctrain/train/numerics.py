@@ -1,7 +1,7 @@
-"""Numbers that must not be trained on: gradients, losses and weights that are not finite, spikes.
+"""Detect non-finite gradients, losses and weights, and loss spikes.
 
-Belongs here: noticing. Does not belong here: how the ranks agree (see `step_agreement`), ending the
-run (see `loop`, `entry`) and what is done about it (the supervisor's business).
+Does not belong here: agreement of ranks (see `step_agreement`), ending the run (see `loop`,
+`entry`), the reaction (the supervisor decides).
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from hpctrain.store.run_records import lineage, tail_metrics
 
 WINDOW_STEPS = 64
 LEAST_STEPS = 16
-# A loss that hardly moves (a tiny model that has learned its data) has a spread near zero, and
-# anything would be a spike: a spread below this part of the median does not count.
+# A nearly constant loss (a tiny model that has memorized its data) has a spread near zero, and
+# anything would be a spike: the spread is at least this fraction of the median.
 _LEAST_SPREAD = 1e-3
 _FIRST_TAIL_ROWS = 4 * WINDOW_STEPS
 
 
 class LossWindow:
-    """The last losses, to tell a spike: so many median absolute deviations above their median.
+    """The last losses. A spike is `limit` median absolute deviations (MAD) above their median.
 
-    Median and MAD do not follow a single outlier, unlike mean and standard deviation (Leys et al.
-    2013, J. Exp. Soc. Psychol. 49, 764-766). `limit` None: nothing is a spike.
+    Median and MAD are robust against a single outlier, unlike mean and standard deviation (Leys et
+    al. 2013, J. Exp. Soc. Psychol. 49, 764-766). `limit` None: nothing is a spike.
     """
 
     def __init__(self, limit: float | None, losses: Iterable[float] = ()) -> None:
@@ -38,31 +38,29 @@ class LossWindow:
 
     @property
     def last(self) -> float:
-        """The last remembered loss; nan when there is none."""
+        """The last stored loss; nan when there is none."""
         return self._losses[-1] if self._losses else math.nan
 
     def spike(self, loss: float) -> str | None:
-        """What is wrong with the loss of a finished step; None, and remembered, if it is not."""
-        deviations = self._deviations(loss)
-        if self._limit is not None and deviations >= self._limit:
-            median = statistics.median(self._losses)
-            return (
-                f"loss spike: {deviations:.3g} median absolute deviations above the median "
-                f"{median:.7g} of the last {len(self._losses)} losses (limit {self._limit:g})"
-            )
+        """Describe a spike of a finished step; for a usual loss, store it and return None."""
+        if self._limit is not None:
+            deviations = 0.0
+            if len(self._losses) >= LEAST_STEPS:
+                median = statistics.median(self._losses)
+                spread = statistics.median(abs(known - median) for known in self._losses)
+                deviations = (loss - median) / max(spread, _LEAST_SPREAD * abs(median))
+            if deviations >= self._limit:
+                median = statistics.median(self._losses)
+                return (
+                    f"loss spike: {deviations:.3g} median absolute deviations above the median "
+                    f"{median:.7g} of the last {len(self._losses)} losses (limit {self._limit:g})"
+                )
         self._losses.append(loss)
         return None
 
-    def _deviations(self, loss: float) -> float:
-        if self._limit is None or len(self._losses) < LEAST_STEPS:
-            return 0.0
-        median = statistics.median(self._losses)
-        spread = statistics.median(abs(one - median) for one in self._losses)
-        return (loss - median) / max(spread, _LEAST_SPREAD * abs(median))
-
 
 def earlier_losses(run: RunLayout, step: int) -> list[float]:
-    """The losses of the last steps up to `step` that led to its weights, oldest first."""
+    """Read the losses of the last steps that led to the weights of `step`, oldest first."""
     count = _FIRST_TAIL_ROWS
     while True:
         rows = tail_metrics(run, count)
@@ -75,7 +73,7 @@ def earlier_losses(run: RunLayout, step: int) -> list[float]:
 
 
 def what_is_not_finite(loss: float, grad_norm: float | None) -> str | None:
-    """Which number of a step is not finite; None if all are."""
+    """Name the number of a step that is not finite; None if all are."""
     if not math.isfinite(loss):
         return "the loss is not finite"
     if grad_norm is not None and not math.isfinite(grad_norm):
@@ -85,7 +83,7 @@ def what_is_not_finite(loss: float, grad_norm: float | None) -> str | None:
 
 @torch.no_grad()
 def are_finite(tensors: Sequence[Any]) -> bool:
-    """One pass over tensors of one device: the largest magnitude is nan or inf if anything is."""
+    """Check tensors of one device in one pass: the largest magnitude is nan or inf if any is."""
     if not tensors:
         return True
     largest = torch.stack(torch._foreach_norm(list(tensors), float("inf"))).max()

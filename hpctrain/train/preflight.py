@@ -1,15 +1,13 @@
-"""What a user may have got wrong, found before torch is imported and before any rank waits.
+"""Check configuration, data files and run directory before torch is imported.
 
-Every rank runs these checks on the same files, so all of them leave with the same message, unless
-a node has not what the others have: a `Problem` that may be so says that it is `node_dependent`.
-Belongs here: checks of the configuration, the data files and the run directory. Does not belong
-here: whether a checkpoint's content is good (see `hpctrain.checkpoints`), plans and their memory.
+Every rank runs these checks on the same files, so all of them exit with the same message. A
+`Problem` that may occur on some nodes only is marked as `node_dependent`. Does not belong here: the
+content of a checkpoint (see `hpctrain.checkpoints`), plans and their memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import cast
 
 from hpctrain.checkpoints.manifest import checkpoint_name, read_manifest, step_of
@@ -18,29 +16,32 @@ from hpctrain.engines.training import TrainConfig
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.spec.engines.registry import abilities_of, resolve
 from hpctrain.store.epochs import current_epoch
-from hpctrain.train.datasets.checks import data_problems
+from hpctrain.train.datasets.data_checks import data_problems
 from hpctrain.train.datasets.skipped_samples import parse_skips, read_skips
 from hpctrain.train.job import Job
-from hpctrain.train.starting import starting_problems
+from hpctrain.train.pretrained_checks import starting_problems
 
 
 def check(job: Job) -> None:
-    """Raise InvalidInputError with everything that is wrong."""
+    """Raise InvalidInputError with all problems."""
     config = job.config
     problems = [
-        *_world_problems(config, job.launch.world_size),
+        *_settings_problems(config, job.launch.world_size),
         *_problems_of_the_engine(job),
-        *_schedule_problems(config),
         *data_problems(config),
         *starting_problems(config, resumes=bool(job.launch.resume)),
         *_resume_problems(job),
-        *_skip_problems(job.run.skips),
     ]
+    try:
+        parse_skips(read_skips(job.run.skips), job.run.skips)
+    except InvalidInputError as error:
+        problems += error.problems
     if problems:
         raise InvalidInputError(problems)
 
 
-def _world_problems(config: TrainConfig, world_size: int) -> Iterator[Problem]:
+def _settings_problems(config: TrainConfig, world_size: int) -> Iterator[Problem]:
+    """Check processes, batch sizes and the learning-rate schedule."""
     if config.world_size != world_size:
         yield Problem(
             f"the layout {config.layout_words} needs {config.world_size} processes, "
@@ -52,16 +53,6 @@ def _world_problems(config: TrainConfig, world_size: int) -> Iterator[Problem]:
             f"global_batch_size {config.global_batch_size} is not divisible by micro_batch_size "
             f"{config.micro_batch_size} x data_parallel_size {config.data_parallel_size}"
         )
-
-
-def _problems_of_the_engine(job: Job) -> Iterable[Problem]:
-    module = abilities_of(job.config.engine).preflight
-    if module is None:
-        return ()
-    return cast(Iterable[Problem], resolve(module).engine_problems(job.config, job.run))
-
-
-def _schedule_problems(config: TrainConfig) -> Iterator[Problem]:
     if config.lr_warmup_steps >= config.lr_decay_steps:
         yield Problem(
             f"lr_warmup_steps {config.lr_warmup_steps} must be below "
@@ -71,16 +62,15 @@ def _schedule_problems(config: TrainConfig) -> Iterator[Problem]:
         yield Problem(f"min_lr {config.min_lr:g} is above lr {config.lr:g}")
 
 
-def _skip_problems(path: Path) -> tuple[Problem, ...]:
-    try:
-        parse_skips(read_skips(path), path)
-    except InvalidInputError as error:
-        return error.problems
-    return ()
+def _problems_of_the_engine(job: Job) -> Iterable[Problem]:
+    module = abilities_of(job.config.engine).preflight
+    if module is None:
+        return ()
+    return cast(Iterable[Problem], resolve(module).engine_problems(job.config, job.run))
 
 
 def _resume_problems(job: Job) -> Iterator[Problem]:
-    """Never start at step 0 beside checkpoints, never resume from what is not one."""
+    """Check that a fresh start has no checkpoints, and that a resume has a valid one."""
     published = published_steps(job.run.checkpoints)
     if job.launch.epoch == 0 and job.run.epochs.is_dir() and current_epoch(job.run.epochs) != 0:
         yield Problem("HPCTRAIN_EPOCH is not set, but the run has launches with epochs")
@@ -97,8 +87,8 @@ def _resume_problems(job: Job) -> Iterator[Problem]:
     if step is None:
         yield Problem(f"HPCTRAIN_RESUME is not a checkpoint's name: {job.launch.resume!r}")
     elif not directory.is_dir():
-        words = "the checkpoint to resume from does not exist"
-        yield Problem(words, str(directory), node_dependent=True)
+        message = "the checkpoint to resume from does not exist"
+        yield Problem(message, str(directory), node_dependent=True)
     elif read_manifest(directory) is None:
-        words = "the checkpoint to resume from has no readable manifest"
-        yield Problem(words, str(directory), node_dependent=True)
+        message = "the checkpoint to resume from has no readable manifest"
+        yield Problem(message, str(directory), node_dependent=True)

@@ -1,9 +1,9 @@
-"""Looking into chosen steps of chosen ranks while they train, for every engine alike.
+"""Profile selected steps of selected ranks, for every engine.
 
-All ranks know which steps are looked into, so that all leave them out of what they tell about
-usual steps, and wait together while traces are written. Belongs here: when a profiler works, and
-where its trace goes. Does not belong here: DeepSpeed's count of FLOPs (its own room), starting a
-rank under Nsight Systems (`nsight`), reading traces (`hpctrain.diagnose`).
+All ranks know the profiled steps: they exclude them from timing statistics, and wait together while
+traces are written. Belongs here: when a profiler runs, and where its trace is written. Does not
+belong here: DeepSpeed's FLOP counter (in its engine), starting a rank under Nsight Systems
+(`launchers.nsight`), reading traces (`hpctrain.diagnose`).
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ class Tool(Protocol):
     """Something that records one range of steps at a time."""
 
     def prepare(self) -> None:
-        """Called before the step in front of the range, so that warming up is not recorded."""
+        """Warm up before the step in front of the range, so that warm-up is not recorded."""
 
     def start(self) -> None: ...
 
     def mark(self, name: str) -> contextlib.AbstractContextManager[Any]:
-        """A named stretch of time in what is recorded."""
+        """Return a context manager that marks a named range in the recording."""
 
     def stop(self, path: Path) -> str:
-        """Stop and write to `path`; says what was written, or why nothing was."""
+        """Stop and write to `path`; returns a message about what was written, or why not."""
 
     def discard(self) -> None:
-        """Stop and forget."""
+        """Stop without writing."""
 
 
 class TorchTrace:
@@ -77,7 +77,7 @@ class TorchTrace:
         profiler, self._profiler = self._profiler, None
         profiler.stop_trace()
         make_private_directory(path.parent)
-        # the name ends in .gz, by which torch knows that it is to compress
+        # torch compresses because the name ends in .gz
         unfinished = path.with_name(f"unfinished-{path.name}")
         try:
             profiler.export_chrome_trace(str(unfinished))
@@ -102,7 +102,7 @@ _BOTH = (ProfilerActivity.CPU, ProfilerActivity.CUDA)
 
 
 class NsightRange:
-    """Nsight Systems, under which this rank was started: it records between these two calls."""
+    """Nsight Systems, under which this rank was started: it records from `start` to `stop`."""
 
     def prepare(self) -> None:
         pass
@@ -122,7 +122,7 @@ class NsightRange:
 
 
 def tool_of(settings: ProfileSpec) -> Tool | None:
-    """What records; None where only FLOPs are counted."""
+    """Return the profiler of the settings; None where only FLOPs are counted."""
     if settings.tool == "none":
         return None
     return NsightRange() if settings.tool == "nsys" else TorchTrace(settings)
@@ -143,29 +143,30 @@ class StepProfiler:
     _marks: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, init=False)
 
     def covers(self, step: int) -> bool:
-        """True for steps whose times are not those of others, on all ranks."""
+        """Check whether profiling distorts the time of a step; the same on all ranks."""
         return any(first - 1 <= step <= last for first, last in self.windows)
 
     def begin(self, step: int) -> None:
-        """Before a step."""
+        """Start or prepare the tool before a step, if needed."""
+
+        def start(tool: Tool) -> None:
+            tool.start()
+            self.clock.mark = tool.mark
+
         window = self._window(step)
         if window is not None and self._first is None:
             self._first = step
             self.reporter.phase("profiling")
-            self._attempt(self._start)
+            self._attempt(start)
         elif self._window(step + 1) is not None and self._first is None:
             self._attempt(lambda tool: tool.prepare())
         if window is not None and self.tool is not None:
             self._marks.enter_context(self.tool.mark(f"hpctrain: step {step}"))
 
-    def _start(self, tool: Tool) -> None:
-        tool.start()
-        self.clock.mark = tool.mark
-
     def end(self, step: int, *, stopping: bool = False) -> None:
-        """After it; with the last one of a range the trace is written while all ranks wait.
+        """Write the trace after the last step of a range, while all ranks wait.
 
-        When the launch is `stopping`, writing would take the time of the last save: see `leave`.
+        When the launch is `stopping`, writing would delay the last save: see `leave`.
         """
         self._marks.close()
         window = self._window(step)
@@ -173,36 +174,36 @@ class StepProfiler:
             return
         first, self._first = self._first or window[0], None
         self.clock.mark = None
-        self._attempt(lambda tool: self._say(tool.stop(self.path_of(first, step))))
+        self._attempt(lambda tool: self._log(tool.stop(self.path_of(first, step))))
         self.control.barrier()
         self.reporter.phase("training")
 
     def leave(self) -> None:
-        """Training ends; a range that is not through is forgotten, for time may be short."""
+        """Discard an incomplete range at the end of training, because time may be short."""
         self._marks.close()
         self.clock.mark = None
         if self._first is not None:
             self._attempt(lambda tool: tool.discard())
 
     def _attempt(self, work: Callable[[Tool], None]) -> None:
-        """A profiler that fails is said and given up: training matters more."""
+        """Run `work`; a profiler that fails is reported and disabled, and training continues."""
         if self.tool is None:
             return
         try:
             work(self.tool)
         except (OSError, RuntimeError, AssertionError) as error:
             self.tool, self.clock.mark = None, None
-            self._say(f"profiling given up, {_BUSY_HINT} {type(error).__name__}: {error}")
+            self._log(f"profiling given up, {_BUSY_HINT} {type(error).__name__}: {error}")
 
-    def _say(self, words: str) -> None:
-        print(f"event=profile rank={self.rank} {words}", flush=True)
+    def _log(self, message: str) -> None:
+        print(f"event=profile rank={self.rank} {message}", flush=True)
 
     def _window(self, step: int) -> tuple[int, int] | None:
-        return next((one for one in self.windows if one[0] <= step <= one[1]), None)
+        return next((window for window in self.windows if window[0] <= step <= window[1]), None)
 
 
 def step_profiler(job: Job, clock: StepClock, reporter: Reporter, control: Control) -> StepProfiler:
-    """The profiler of this rank, by the run's `profile`; without one it does nothing."""
+    """Build the profiler of this rank by the run's `profile`; without one it does nothing."""
     settings, launch = job.config.profile, job.launch
     chosen = settings is not None and launch.rank in settings.ranks
     return StepProfiler(

@@ -1,6 +1,6 @@
-"""Who this process is: rank, world, epoch and what to resume from, as the launcher says it.
+"""Read the launcher's environment variables: rank, world size, epoch, checkpoint to resume from.
 
-Belongs here: reading the environment of the process. Does not belong here: anything with torch.
+Does not belong here: anything with torch.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from hpctrain.spec.engines.registry import DEFAULT_ENGINE, abilities_of
 
 @dataclass(frozen=True)
 class Launch:
-    """The place of this process in its launch.
+    """This process within its launch.
 
     `epoch` is the fencing number of the launch, `resume` the name of a checkpoint directory or
-    empty for a fresh start. `mttf_seconds` is the time between failures of the whole run as far
-    as it is known, `pinned_steps` are checkpoints that retention must leave.
+    empty for a fresh start. `mttf_seconds` is the mean time between failures of the whole run,
+    infinite if unknown. `pinned_steps` are checkpoints that retention must keep.
     """
 
     rank: int
@@ -44,6 +44,14 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
 
     Raises InvalidInputError when a variable is missing or not a number.
     """
+    mttf = environment.get("HPCTRAIN_MTTF_SECONDS", "")
+    try:
+        mttf_seconds = float(mttf or "inf")
+    except ValueError:
+        mttf_seconds = math.nan
+    if not mttf_seconds > 0:
+        message = f"HPCTRAIN_MTTF_SECONDS is not a positive number: {mttf!r}"
+        raise InvalidInputError([Problem(message)])
     return Launch(
         rank=_number(environment, "RANK", "SLURM_PROCID"),
         world_size=_number(environment, "WORLD_SIZE", "SLURM_NTASKS"),
@@ -51,10 +59,10 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
         node=environment.get("SLURMD_NODENAME") or socket.gethostname(),
         epoch=_number(environment, "HPCTRAIN_EPOCH", default="0"),
         resume=environment.get("HPCTRAIN_RESUME", ""),
-        mttf_seconds=_mttf(environment.get("HPCTRAIN_MTTF_SECONDS", "")),
+        mttf_seconds=mttf_seconds,
         pinned_steps=frozenset(
-            _parse("HPCTRAIN_PINNED_STEPS", word)
-            for word in environment.get("HPCTRAIN_PINNED_STEPS", "").split()
+            _parse("HPCTRAIN_PINNED_STEPS", step)
+            for step in environment.get("HPCTRAIN_PINNED_STEPS", "").split()
         ),
     )
 
@@ -62,24 +70,12 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
 def quiet_defaults(
     engine: str = DEFAULT_ENGINE, environment: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """List variables to set before torch is imported, unless the user has set them.
+    """Return variables to set before torch is imported, except those that the user has set.
 
     One OpenMP thread per rank: the GPU does the work, and on a CPU the ranks share the cores.
     """
     wanted = {"OMP_NUM_THREADS": "1", **abilities_of(engine).environment}
     return {name: value for name, value in wanted.items() if name not in environment}
-
-
-def _mttf(text: str) -> float:
-    """Empty: unknown, as if nothing ever failed."""
-    try:
-        seconds = float(text or "inf")
-    except ValueError:
-        seconds = math.nan
-    if not seconds > 0:
-        message = f"HPCTRAIN_MTTF_SECONDS is not a positive number: {text!r}"
-        raise InvalidInputError([Problem(message)])
-    return seconds
 
 
 def _number(environment: Mapping[str, str], *names: str, default: str | None = None) -> int:

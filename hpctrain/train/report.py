@@ -1,9 +1,8 @@
-"""What rank 0 says while it works: progress, step metrics, log lines. Other ranks say nothing.
+"""Write progress, step metrics and log lines on rank 0; other ranks write nothing.
 
-While the run directory is away training goes on: rows of metrics wait in memory and none is lost,
-progress is written when it can be again. Belongs here: writing the run's signs of life, cheaply
-enough for every step. Does not belong here: measuring (see `loop`), and how a rank ended (see
-`entry`).
+While the run directory is away, training continues: rows of metrics are buffered in memory and none
+is lost, and progress is written as soon as possible. Belongs here: writing records, cheaply enough
+for every step. Does not belong here: measuring (see `loop`), the exit record (see `entry`).
 """
 
 from __future__ import annotations
@@ -48,8 +47,8 @@ class StepResult:
     profiled: bool = False
 
 
-class Rows:
-    """Records that are appended to one file, none of which is lost while it cannot be written."""
+class RecordFile:
+    """Appends records to one file; buffers them while it cannot be written."""
 
     def __init__(self, run: RunLayout, path: Path) -> None:
         self._run = run
@@ -60,11 +59,11 @@ class Rows:
         _raise_if_full(self._lines.append(record.model_dump_json()))
 
     def flush(self) -> OSError | None:
-        """Write what waits; returns the error that keeps it from the file."""
+        """Write buffered records; returns the error if they cannot be written."""
         return self._lines.flush()
 
     def close(self) -> None:
-        """Write what waits, if need be after a while. Raises OSError when that is not to be."""
+        """Write buffered records, retrying for a while. Raises OSError when that fails."""
 
         def write() -> None:
             error = self.flush()
@@ -80,14 +79,14 @@ def _raise_if_full(error: OSError | None) -> None:
 
 
 class Reporter:
-    """Signs of life of a launch; does nothing on other ranks than 0."""
+    """Writes the records of a launch; does nothing on ranks other than 0."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._metrics = Rows(job.run, job.run.metrics)
-        self._saves = Rows(job.run, job.run.saves)
+        self._metrics = RecordFile(job.run, job.run.metrics)
+        self._saves = RecordFile(job.run, job.run.saves)
         self._phase: Phase = "starting"
-        # A run that goes on is not at its beginning while its checkpoint is being loaded.
+        # A resumed run is not at step 0 while its checkpoint is being loaded.
         self._checkpoint_step = step_of(job.launch.resume)
         self._step = self._checkpoint_step or 0
         self._last: StepResult | None = None
@@ -95,17 +94,17 @@ class Reporter:
 
     @property
     def step(self) -> int:
-        """The last finished step that this rank knows of."""
+        """The last finished step known to this rank."""
         return self._step
 
     def phase(self, phase: Phase, step: int | None = None) -> None:
-        """Enter a phase, which is always written."""
+        """Enter a phase; the progress record is always written."""
         self._phase = phase
         self._step = self._step if step is None else step
         self._write_progress()
 
     def still_working(self) -> None:
-        """Renew the sign of life within a long phase, about once a second."""
+        """Renew the progress record within a long phase, about once a second."""
         if time.monotonic() - self._written_at >= _PROGRESS_SECONDS:
             self._write_progress()
 
@@ -124,7 +123,7 @@ class Reporter:
             self._log_step(metrics)
 
     def made_up_evaluation(self, evaluation: Evaluation) -> None:
-        """Record the evaluation of the resumed step, which an earlier launch has trained."""
+        """Record the evaluation of the resumed step, which an earlier launch trained."""
         if not self._job.launch.leads:
             return
         metrics = EvaluationMetrics(
@@ -138,7 +137,7 @@ class Reporter:
         self.log("evaluation", step=self._step, eval_loss=evaluation.loss)
 
     def published(self, save: SaveRecord) -> None:
-        """A checkpoint counts; only rank 0 is told."""
+        """Record a published checkpoint; called on rank 0 only."""
         self._checkpoint_step = save.step
         self._saves.append(save)
         self.log(
@@ -153,20 +152,24 @@ class Reporter:
         self._replace(self._job.run.rank_times, times)
 
     def flush(self) -> None:
-        """Write what waits, if that can be done at once."""
+        """Write buffered records if that is possible at once."""
         self._metrics.flush()
         self._saves.flush()
 
     def close(self) -> None:
-        """All steps of this launch are in the files when this returns. Raises OSError if not."""
+        """Write all records of this launch. Raises OSError if that fails."""
         self._metrics.close()
         self._saves.close()
 
     def log(self, event: str, **values: object) -> None:
-        """One `key=value` line on stdout."""
-        if self._job.launch.leads:
-            words = [f"{name}={_plain(value)}" for name, value in values.items()]
-            print(" ".join([f"event={event}", *words]), flush=True)
+        """Print one `key=value` line on stdout."""
+        if not self._job.launch.leads:
+            return
+        pairs = [f"event={event}"]
+        for name, value in values.items():
+            number = isinstance(value, float)
+            pairs.append(f"{name}={value:.7g}" if number else f"{name}={value}".replace(" ", "_"))
+        print(" ".join(pairs), flush=True)
 
     def _log_step(self, metrics: StepMetrics) -> None:
         optional = {
@@ -204,7 +207,7 @@ class Reporter:
             self._written_at = -math.inf  # with the next step
 
     def _replace(self, path: Path, record: Record) -> bool:
-        """False if it could not be written, as long as the disk is not full."""
+        """Write a record; returns False if that failed. Raises OSError when the disk is full."""
         try:
             write_record(path, record, durable=False)
         except OSError as error:
@@ -216,8 +219,12 @@ class Reporter:
 def step_metrics(
     config: TrainConfig, epoch: int, result: StepResult, evaluation: Evaluation | None
 ) -> StepMetrics:
-    """The row of one step. MFU as in PaLM (Chowdhery et al. 2022, appendix B)."""
+    """Build the metrics row of one step. MFU as in PaLM (Chowdhery et al. 2022, appendix B)."""
     tokens = config.global_batch_size * config.seq_length
+    mfu = None
+    if config.peak_flops_per_gpu is not None:
+        peak_flops = config.world_size * config.peak_flops_per_gpu
+        mfu = config.model_flops_per_step / (result.step_seconds * peak_flops)
     return StepMetrics(
         step=result.step,
         epoch=epoch,
@@ -228,7 +235,7 @@ def step_metrics(
         learning_rate=result.learning_rate,
         step_seconds=result.step_seconds,
         tokens_per_second=tokens / result.step_seconds,
-        mfu=_mfu(config, result.step_seconds),
+        mfu=mfu,
         memory_bytes=peak_memory_bytes(),
         consumed_samples=result.consumed_samples,
         eval_loss=_finite(evaluation.loss) if evaluation else None,
@@ -237,16 +244,5 @@ def step_metrics(
     )
 
 
-def _mfu(config: TrainConfig, step_seconds: float) -> float | None:
-    if config.peak_flops_per_gpu is None:
-        return None
-    peak_flops = config.world_size * config.peak_flops_per_gpu
-    return config.model_flops_per_step / (step_seconds * peak_flops)
-
-
 def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
-
-
-def _plain(value: object) -> str:
-    return f"{value:.7g}" if isinstance(value, float) else str(value).replace(" ", "_")

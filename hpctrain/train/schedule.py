@@ -1,8 +1,8 @@
-"""The learning rate of a step, for engines whose optimizer has no schedule of its own.
+"""Compute the learning rate of a step, for engines without a scheduler of their own.
 
-The same numbers as megatron-core's (optimizer_param_scheduler.py, get_lr), so that losses of
-different engines can be compared. A pure function of the step: nothing of it is in a checkpoint.
-Belongs here: that function. Does not belong here: setting it on an optimizer.
+The numbers equal megatron-core's (optimizer_param_scheduler.py, get_lr), so that losses of
+different engines can be compared. A pure function of the step: it has no state in a checkpoint.
+Does not belong here: setting the rate of an optimizer.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from hpctrain.engines.training import TrainConfig
 
 
 def learning_rate(config: TrainConfig, finished_steps: int) -> float:
-    """The rate of the step that follows `finished_steps` steps.
+    """Return the rate of the step that follows `finished_steps` steps.
 
-    Linear from 0 up to `lr` over the warm-up, then down to `min_lr` over the decay; the very
-    first step of a warm-up has a rate of 0.
+    Linear from 0 up to `lr` over the warm-up, then down to `min_lr` over the decay; the first step
+    of a warm-up has a rate of 0.
     """
     warmup = config.lr_warmup_steps
     if warmup > 0 and finished_steps <= warmup:

@@ -1,10 +1,10 @@
-"""Telling where every thread of a rank is, on SIGQUIT, into a file that is open from the start.
+"""Dump the stacks of all threads of a rank on SIGQUIT, into a file that is open from the start.
 
-The dump is made by faulthandler in C, in the signal handler itself: it needs neither Python's lock
-nor a main thread that listens, so it works while a collective hangs or an extension holds the
-lock, and it touches the file system only to write. Belongs here: that file, and the same for NCCL
-(its flight recorder). Does not belong here: when a dump is asked for and what it tells (the
-supervisor's business). Imports nothing heavy, because it must be in force before torch.
+faulthandler writes the dump in C, within the signal handler: it needs neither Python's lock nor a
+responsive main thread. So it works while a collective hangs or an extension holds the lock, and
+uses the file system only to write. Belongs here: that file, and NCCL's flight recorder. Does not
+belong here: requesting and interpreting dumps (the supervisor does). Imports nothing heavy,
+because it must take effect before torch is imported.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from hpctrain.durable import shared_mode
 from hpctrain.store.layout import RunLayout
 from hpctrain.train.rank_environment import Launch
 
-# Entries of the ring buffer per rank: what newer torch keeps by default (FlightRecorder.hpp); older
-# ones keep none unless told.
+# Entries of the ring buffer per rank: the default of newer torch (FlightRecorder.hpp); older ones
+# keep none by default.
 _TRACE_ENTRIES = 2000
-# What the drivers of NVIDIA and AMD create.
+# Device files of NVIDIA's and AMD's drivers.
 _GPU_FILES = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
 
 
@@ -38,15 +38,14 @@ class StackDump:
         faulthandler.register(signal.SIGQUIT, self._descriptor, all_threads=True, chain=False)
 
     def discard_if_unused(self) -> None:
-        """Remove the file of a rank that ends by itself and was never asked: one file per rank
-        and launch adds up on a large machine."""
+        """Remove a file without dumps: one file per rank and launch adds up on a large machine."""
         faulthandler.unregister(signal.SIGQUIT)
         if os.fstat(self._descriptor).st_size == self._empty_bytes:
             self._path.unlink(missing_ok=True)
 
 
 def open_stack_dump(run: RunLayout, launch: Launch) -> StackDump:
-    """Open this rank's dump file and take over SIGQUIT. Raises OSError if it cannot be made."""
+    """Open this rank's dump file and handle SIGQUIT. Raises OSError if it cannot be opened."""
     path = run.stack_dump(launch.epoch, launch.rank)
     run.make_directory(path.parent)
     return StackDump(path, dump_header(launch.rank, launch.node, launch.epoch))
@@ -65,7 +64,7 @@ def dump_header(rank: int, node: str, epoch: int) -> str:
 
 
 def ignore_requests() -> None:
-    """In a forked child: the file is its parent's, so a request is not for it."""
+    """Ignore SIGQUIT in a forked child, because the dump file belongs to its parent."""
     faulthandler.unregister(signal.SIGQUIT)
     signal.signal(signal.SIGQUIT, signal.SIG_IGN)
 
@@ -73,7 +72,7 @@ def ignore_requests() -> None:
 def flight_recorder(
     run: RunLayout, launch: Launch, environment: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Variables that let NCCL's watchdog say which collective hangs, unless the user set them.
+    """Return variables that enable NCCL's flight recorder, except those that the user has set.
 
     Names: PyTorch's ProcessGroupNCCL.hpp; the file is the given prefix and the rank
     (FlightRecorder.cpp, DebugInfoWriter). Empty where there is no GPU.

@@ -1,7 +1,7 @@
-"""From a checked job to a loop that is ready to run: process groups, engine, data, checkpoint.
+"""Build the training loop of a rank: process groups, engine, data, checkpoint.
 
 The first module that imports torch. Belongs here: the order, the same for all engines. Does not
-belong here: what an engine builds (see its room's `assembly`).
+belong here: what an engine builds (see its `assembly`).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from hpctrain.engines.training import TrainConfig
 from hpctrain.spec.engines.registry import abilities_of, resolve
 from hpctrain.store.requests import SaveRequest
 from hpctrain.store.run_records import SaveRecord, read_saves
-from hpctrain.train.datasets.skipped_samples import Skips, parse_skips, read_skips
-from hpctrain.train.engine import Engine, Position, Room, Snapshot
-from hpctrain.train.evaluating import evaluation_is_missing, is_evaluated
+from hpctrain.train.datasets.skipped_samples import parse_skips, read_skips
+from hpctrain.train.engine import Position, Room, Snapshot
+from hpctrain.train.evaluation import evaluation_is_missing, is_evaluated
 from hpctrain.train.faults import blames_checkpoint
 from hpctrain.train.job import Job
 from hpctrain.train.loop import Loop
@@ -34,7 +34,7 @@ from hpctrain.train.saving.saver import Saver
 from hpctrain.train.step_agreement import Control
 from hpctrain.train.times import RankClock
 
-# They say at import that TransformerEngine or Apex are missing, from every rank.
+# Every rank would warn at import that TransformerEngine or Apex are missing.
 warnings.filterwarnings("ignore", module=r"(torch|megatron)\b.*")
 
 
@@ -57,18 +57,20 @@ def room_of(config: TrainConfig) -> Room:
 
 
 def assemble(job: Job, keeper: Keeper, digests: DigestCheck | None = None) -> Loop:
-    """Build everything on this rank; all ranks must call this.
+    """Build everything on this rank; a collective call.
 
-    `digests` reads the checkpoint meanwhile: no rank returns before all of it is as it was written.
+    `digests` verifies the checkpoint meanwhile; no rank returns before all of it is verified.
     """
     room = room_of(job.config)
-    _settle(job.config, leads=job.launch.leads)
+    _configure_libraries(job.config, leads=job.launch.leads)
     reporter = Reporter(job)
     keeper.step = lambda: reporter.step
     reporter.phase("starting")
     mesh = room.join(job.config, job.launch)
     control = Control(mesh.control)
-    skips = _skips(job, control)
+    # Rank 0 reads the list: a shared file system may show other ranks another version.
+    text = read_skips(job.run.skips) if job.launch.leads else None
+    skips = parse_skips(control.from_leader(text), job.run.skips)
     parts = room.build(job, mesh, control)
     position = _position(job, parts.snapshot, reporter, keeper, digests, control)
     interval = SaveInterval(job.config, job.launch.mttf_seconds, read_saves(job.run))
@@ -87,51 +89,41 @@ def assemble(job: Job, keeper: Keeper, digests: DigestCheck | None = None) -> Lo
         interval=interval,
         skips=skips,
         losses=_losses(job, control, position),
-        clock=_clock(job, control, parts.engine, reporter),
+        clock=RankClock(
+            clock=parts.engine.clock,
+            control=control,
+            rank=job.launch.rank,
+            nodes=tuple(control.everywhere(job.launch.node)),
+            epoch=job.launch.epoch,
+            interval_steps=job.config.rank_times_interval_steps,
+            tell=reporter.rank_times,
+        ),
         profiler=step_profiler(job, parts.engine.clock, reporter, control),
         request=SaveRequest(job.run, looks=job.launch.leads),
-        owes_evaluation=_owes_evaluation(job, control, position),
+        evaluation_pending=_evaluation_pending(job, control, position),
         on_begin=keeper.begin,
     )
 
 
-def _skips(job: Job, control: Control) -> Skips:
-    """Rank 0 reads the list, for a shared file system may show each rank another version."""
-    text = read_skips(job.run.skips) if job.launch.leads else None
-    return parse_skips(control.from_leader(text), job.run.skips)
-
-
 def _losses(job: Job, control: Control, position: Position) -> LossWindow:
-    """Begins with the losses that led to the checkpoint, by what rank 0 reads of them."""
+    """Broadcast the losses that led to the checkpoint, which rank 0 reads."""
     limit = job.config.loss_spike
     if limit is None:
         return LossWindow(None)
-    words = None
+    text = None
     if job.launch.leads:
-        words = " ".join(loss.hex() for loss in earlier_losses(job.run, position.step))
-    words = control.from_leader(words) or ""
-    return LossWindow(limit, [float.fromhex(word) for word in words.split()])
+        text = " ".join(loss.hex() for loss in earlier_losses(job.run, position.step))
+    text = control.from_leader(text) or ""
+    return LossWindow(limit, [float.fromhex(loss) for loss in text.split()])
 
 
-def _owes_evaluation(job: Job, control: Control, position: Position) -> bool:
-    """Whether the launch that saved the checkpoint left the evaluation of its last step."""
+def _evaluation_pending(job: Job, control: Control, position: Position) -> bool:
+    """Agree on whether the launch that saved the checkpoint skipped its last evaluation."""
     if not is_evaluated(job.config, position.step):
         return False
     leads = job.launch.leads
     missing = "missing" if leads and evaluation_is_missing(job.run, position.step) else None
     return control.from_leader(missing) is not None
-
-
-def _clock(job: Job, control: Control, engine: Engine, reporter: Reporter) -> RankClock:
-    return RankClock(
-        clock=engine.clock,
-        control=control,
-        rank=job.launch.rank,
-        nodes=tuple(control.everywhere(job.launch.node)),
-        epoch=job.launch.epoch,
-        interval_steps=job.config.rank_times_interval_steps,
-        tell=reporter.rank_times,
-    )
 
 
 def _position(
@@ -142,8 +134,10 @@ def _position(
     digests: DigestCheck | None,
     control: Control,
 ) -> Position:
-    """Step 0, or what the checkpoint says; raises BadCheckpointError on all ranks if a digest of
-    any of its files differs."""
+    """Restore the checkpoint, if any, and return the position.
+
+    Raises BadCheckpointError on all ranks if the digest of any of its files differs.
+    """
     directory = job.resume_directory
     if directory is None:
         reporter.log("start", step=0, world_size=job.launch.world_size)
@@ -152,7 +146,7 @@ def _position(
     keeper.loading_step = step_of(directory.name)
     try:
         position, remark = snapshot.restore(directory)
-    except BaseException as error:  # torch's CheckpointException is no Exception
+    except BaseException as error:  # torch's CheckpointException is not an Exception
         if digests is not None and blames_checkpoint(error):
             digests.explain()
         raise
@@ -166,8 +160,8 @@ def _position(
     return position
 
 
-def _settle(config: TrainConfig, *, leads: bool) -> None:
-    """Threads, determinism and the chatter of libraries."""
+def _configure_libraries(config: TrainConfig, *, leads: bool) -> None:
+    """Set the number of threads, determinism and log levels."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     if config.deterministic_mode:
         # cuBLAS, NCCL and TransformerEngine read these when they are first used

@@ -1,9 +1,9 @@
-"""Leaving a start that is asked to stop: nothing has been trained yet, so nothing has to be saved.
+"""Stop a rank during start-up, when there is nothing to save yet.
 
 A start takes minutes (imports, process groups, datasets, weights) and waits for other ranks, so a
-stop cannot wait for the first agreement of all ranks. A thread ends the process instead. Belongs
-here: that thread. Does not belong here: stopping between steps (see `loop`), the record of the end
-(see `entry`). Imports nothing heavy: it comes before torch.
+stop cannot wait for the first agreement of all ranks. A thread ends the process instead. Does not
+belong here: stopping between steps (see `loop`), the exit record (see `entry`). Imports nothing
+heavy: it runs before torch is imported.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from collections.abc import Callable
 
 from hpctrain.train.stop import StopSignals
 
-# Slurm signals one node after the other, and a rank that leaves breaks the connections of the
-# others: all of them should have been asked by then.
+# Slurm signals one node after the other, and a rank that ends breaks the connections of the others.
+# After this time all of them should have been signalled.
 SETTLE_SECONDS = 5.0
 _POLL_SECONDS = 0.2
 
 
 class StartupStop:
-    """Calls `leave` in a thread some seconds after a stop was asked for, until `end` is called.
+    """Calls `leave` in a thread some seconds after a request to stop, until `end` is called.
 
-    `stop` has caught signals until now, `asked` tells of other ways to ask; it is called several
-    times a second. `leave` ends the process, or returns if a step has been trained. Code that keeps
-    Python's global lock for long keeps the thread from running; the supervisor ends the step then
-    (see `hpctrain.supervise.evidence.launch_watch`).
+    `stop` has caught signals until now. `asked` checks for other requests, several times a second.
+    `leave` ends the process, or returns if a step has been trained. Code that holds Python's global
+    lock for long blocks the thread; the supervisor then ends the step (see
+    `hpctrain.supervise.evidence.launch_watch`).
     """
 
     def __init__(
@@ -43,17 +43,20 @@ class StartupStop:
         self._thread = threading.Thread(target=self._run, name="startup-stop", daemon=True)
 
     def begin(self) -> None:
-        """Start the thread. Only in the main thread.
+        """Start the thread; call this in the main thread only.
 
         Python runs signal handlers in its main thread, which may wait for other ranks in C++; the
-        pipe gets the number of a signal at once (signal.set_wakeup_fd).
+        pipe receives the number of a signal at once (signal.set_wakeup_fd).
         """
         signal.set_wakeup_fd(self._arriving, warn_on_full_buffer=False)
         self._thread.start()
 
     def end(self) -> None:
-        """The start is over: from now on all ranks agree on stops. Does not return if this rank is
-        leaving already. The thread has ended when this returns, because a launch forks later."""
+        """End the thread, because from now on all ranks agree on stops.
+
+        Does not return if this rank is ending already. The thread has ended when this returns,
+        because a launch forks later.
+        """
         if threading.current_thread() is threading.main_thread():
             signal.set_wakeup_fd(-1)
         self._over.set()
@@ -64,7 +67,10 @@ class StartupStop:
     def _run(self) -> None:
         asked_at: float | None = None
         while not self._over.is_set():
-            self._take_arrivals()
+            # wait a moment for signals, and remember those that request a stop
+            if select.select([self._arrivals], [], [], _POLL_SECONDS)[0]:
+                for number in os.read(self._arrivals, 64):
+                    self._stop.remember(number)
             if asked_at is None:
                 asked = self._stop.requested or self._asked()
                 asked_at = time.monotonic() if asked else None
@@ -72,9 +78,3 @@ class StartupStop:
                 break
         if not self._over.is_set():
             self._leave()
-
-    def _take_arrivals(self) -> None:
-        """Wait a moment for signals, and remember those that ask to stop."""
-        if select.select([self._arrivals], [], [], _POLL_SECONDS)[0]:
-            for number in os.read(self._arrivals, 64):
-                self._stop.remember(number)

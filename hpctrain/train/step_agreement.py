@@ -1,8 +1,8 @@
-"""What all ranks must agree on at a step boundary, in one small all-reduce per step.
+"""Agree among all ranks at a step boundary (stop, save, writer state), in one small all-reduce.
 
-Runs on its own gloo group of CPU tensors: it neither waits for the GPU nor mixes with the
-collectives of training. Started before the optimizer step and read after it, so its latency is
-hidden. Belongs here: agreement. Does not belong here: what follows from it.
+It uses its own gloo group of CPU tensors: it neither waits for the GPU nor mixes with the
+collectives of training. It starts before the optimizer step and is read after it, which hides its
+latency. Does not belong here: what follows from the result.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ _Value = TypeVar("_Value")
 
 
 class WriterState(IntEnum):
-    """A rank's background writer; the largest value of all ranks is what counts."""
+    """State of a rank's background writer; the agreed state is the largest of all ranks."""
 
     FINISHED = 0
     RUNNING = 1
-    AWAY = 2  # the run directory is out of reach; what was written may not count
+    AWAY = 2  # the run directory is unreachable; written files may be lost
     FAILED = 3
     NO_SPACE = 4
 
 
 @dataclass(frozen=True)
-class Agreement:
-    """The same on all ranks."""
+class StepAgreement:
+    """The result of an agreement, the same on all ranks."""
 
     stop: bool
     save: bool
@@ -41,7 +41,7 @@ class Agreement:
 
 
 class Control:
-    """Agreement of all ranks; every method must be called by all of them."""
+    """StepAgreement of all ranks; every method must be called by all of them."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -51,7 +51,7 @@ class Control:
     def propose(
         self, *, stop: bool, save: bool, writer: WriterState, rejected: bool = False
     ) -> None:
-        """Start to reduce this rank's wishes; `result` waits for it.
+        """Start to reduce this rank's votes; `result` waits for it.
 
         `rejected`: this rank's gradients are not finite.
         """
@@ -62,14 +62,14 @@ class Control:
             self._votes, op=dist.ReduceOp.MAX, group=self._group, async_op=True
         )
 
-    def result(self) -> Agreement:
+    def result(self) -> StepAgreement:
         self._work.wait()
         self._work = None
         stop, save, writer, rejected = self._votes.tolist()
-        return Agreement(bool(stop), bool(save), WriterState(writer), bool(rejected))
+        return StepAgreement(bool(stop), bool(save), WriterState(writer), bool(rejected))
 
     def agree_to_stop(self, stop: bool) -> bool:
-        """True if any rank wants to stop."""
+        """Return True if any rank votes to stop."""
         self.propose(stop=stop, save=False, writer=WriterState.FINISHED)
         return self.result().stop
 
@@ -84,28 +84,28 @@ class Control:
         return box[0]
 
     def start_sum(self, vector: Any) -> Any:
-        """Begin to add up a CPU tensor over all ranks, in place; `.wait()` on what is returned."""
+        """Start to sum a CPU tensor over all ranks, in place; returns a handle with `.wait()`."""
         return dist.all_reduce(vector, group=self._group, async_op=True)
 
     def total(self, number: float) -> float:
-        """The sum of a number over all ranks."""
+        """Return the sum of a number over all ranks."""
         vector = torch.tensor([number], dtype=torch.float64)
         self.start_sum(vector).wait()
         return float(vector[0])
 
     def all_agree(self, yes: bool) -> bool:
-        """True if all ranks say yes."""
+        """Return True if `yes` is True on all ranks."""
         return self.total(float(not yes)) == 0
 
     def who(self, yes: bool) -> tuple[int, ...]:
-        """The ranks that say yes, in their order."""
+        """Return the ranks on which `yes` is True, in order."""
         vector = torch.zeros(dist.get_world_size(self._group), dtype=torch.int32)
         vector[dist.get_rank(self._group)] = int(yes)
         self.start_sum(vector).wait()
         return tuple(int(rank) for rank in vector.nonzero().flatten())
 
     def everywhere(self, text: str) -> list[str]:
-        """The text of each rank, by rank."""
+        """Gather the text of each rank, by rank."""
         texts: list[str] = [""] * dist.get_world_size(self._group)
         dist.all_gather_object(texts, text, group=self._group)
         return texts

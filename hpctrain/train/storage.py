@@ -1,9 +1,8 @@
-"""Faults of storage as the ranks meet them: telling them from others, and outlasting them.
+"""Recognize outages of the run directory, and retry until it is back.
 
-A run directory may be away for seconds (a remount, an eviction, a failover). What a rank wants to
-read or write then is tried again for a while, and what is missing then is no word about who owns
-the run. Belongs here: that decision and the waiting. Does not belong here: what is tried again.
-Imports nothing heavy.
+A run directory may be away for seconds (a remount, an eviction, a failover). Reads and writes are
+then retried for a while, and missing files prove nothing about the owner of the run. Does not
+belong here: the operations that are retried. Imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -21,38 +20,43 @@ from hpctrain.store.epochs import current_epoch
 from hpctrain.store.layout import RunLayout
 from hpctrain.train.rank_environment import Launch
 
-# For how long a rank waits for its run directory before it gives up and the supervisor takes over:
-# longer than a failover of a shared file system, as a rule, takes.
+# How long a rank waits for its run directory before it fails and the supervisor decides: longer
+# than a typical failover of a shared file system.
 PATIENCE_SECONDS = 300.0
 _RETRY_SECONDS = 1.0
-# A file of a directory that is there again by now may have been missing with it: seen once more.
+# A file may have been missing with its directory, which is back by now: retry this often.
 _SECOND_LOOKS = 2
 _Result = TypeVar("_Result")
 
 
 def is_away(error: BaseException, run: RunLayout) -> bool:
-    """True if `error` came about because the run directory is, or was, out of reach.
+    """Check whether `error` occurred because the run directory is, or was, unreachable.
 
-    A missing file is such a case while the whole directory is missing.
+    This includes a missing file while the whole directory is missing.
     """
-    if any(isinstance(one, StorageError) or is_storage_fault(one) for one in chain(error)):
+    if any(isinstance(link, StorageError) or is_storage_fault(link) for link in chain(error)):
         return True
     return not is_present(run)
 
 
 def lost_in(directory: Path, error: BaseException) -> bool:
-    """True if a file below `directory`, which this rank is just writing, cannot be found: only
-    with the whole directory can it have gone."""
-    missing = (one for one in chain(error) if isinstance(one, FileNotFoundError) and one.filename)
-    return any(_is_below(directory, one.filename) for one in missing)
+    """Check whether a file below `directory`, which this rank is writing, is missing.
+
+    It can only have disappeared together with the whole directory.
+    """
+    links = chain(error)
+    missing = (link for link in links if isinstance(link, FileNotFoundError) and link.filename)
+    return any(_is_below(directory, link.filename) for link in missing)
 
 
 def failed_below(run: RunLayout, error: BaseException) -> bool:
-    """True if the error is about a file of the run, and the run directory is out of reach: what
-    else fails meanwhile, such as a connection, has other reasons."""
-    own = [one for one in chain(error) if isinstance(one, OSError) and one.filename]
-    ours = [one for one in own if _is_below(run.directory, one.filename)]
-    return bool(ours) and (not is_present(run) or any(map(is_storage_fault, ours)))
+    """Check whether the error is about a file of the run while the run directory is unreachable.
+
+    Other errors in the meantime, such as broken connections, have other reasons.
+    """
+    with_file = [link for link in chain(error) if isinstance(link, OSError) and link.filename]
+    of_run = [link for link in with_file if _is_below(run.directory, link.filename)]
+    return bool(of_run) and (not is_present(run) or any(map(is_storage_fault, of_run)))
 
 
 def _is_below(directory: Path, name: str | bytes) -> bool:
@@ -60,7 +64,7 @@ def _is_below(directory: Path, name: str | bytes) -> bool:
 
 
 def is_present(run: RunLayout) -> bool:
-    """True if the run directory can be looked into at this moment."""
+    """Check whether the run directory is reachable at this moment."""
     try:
         run.require()
     except OSError:
@@ -71,9 +75,9 @@ def is_present(run: RunLayout) -> bool:
 def outlast(
     run: RunLayout, work: Callable[[], _Result], patience_seconds: float | None = None
 ) -> _Result:
-    """Do `work`, again and again while the run directory is away.
+    """Run `work`, retrying while the run directory is away.
 
-    Raises what `work` raises for any other reason, and StorageError after `patience_seconds`
+    Raises errors of `work` that have other reasons, and StorageError after `patience_seconds`
     (default: `PATIENCE_SECONDS`).
     """
     patience_seconds = PATIENCE_SECONDS if patience_seconds is None else patience_seconds
@@ -90,31 +94,31 @@ def outlast(
             if time.monotonic() >= deadline:
                 raise StorageError(
                     f"{run.directory} was away for {patience_seconds:.0f} s: {error}",
-                    hint="the mount of this file system is to be looked at",
+                    hint="check the mount of this file system",
                 ) from error
         time.sleep(_RETRY_SECONDS)
 
 
 def fence_of(run: RunLayout, launch: Launch) -> Fence:
-    """The right to publish: this launch's epoch is still the highest of the run."""
-    return Fence(launch.epoch, lambda: _newest_epoch(run, launch))
+    """Return the fence for publishing: this launch's epoch must still be the run's highest."""
 
+    def newest_epoch() -> int:
+        try:
+            return current_epoch(run.epochs)
+        except FileNotFoundError:
+            if launch.epoch:
+                raise
+            run.require()
+            return 0  # started by hand in a directory that never had a supervisor
 
-def _newest_epoch(run: RunLayout, launch: Launch) -> int:
-    try:
-        return current_epoch(run.epochs)
-    except FileNotFoundError:
-        if launch.epoch:
-            raise
-        run.require()
-        return 0  # started by hand in a directory that never had a supervisor
+    return Fence(launch.epoch, newest_epoch)
 
 
 def stale_or(error: Exception, run: RunLayout, launch: Launch) -> Exception:
-    """StaleEpochError if a newer launch owns the run, else `error` itself.
+    """Return a StaleEpochError if a newer launch owns the run, else `error` itself.
 
-    A newer launch takes the files of this one away, which shows as all kinds of errors. Where
-    nobody can tell who owns the run, nothing is concluded.
+    A newer launch removes the files of this one, which causes all kinds of errors. If the owner is
+    unknown, `error` is returned.
     """
     if isinstance(error, StaleEpochError):
         return error
@@ -128,10 +132,10 @@ def stale_or(error: Exception, run: RunLayout, launch: Launch) -> Exception:
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:
-    """The exception and those behind it, the outermost first."""
+    """Yield the exception and its causes or contexts, the outermost first."""
     seen: set[int] = set()
-    one: BaseException | None = error
-    while one is not None and id(one) not in seen:
-        seen.add(id(one))
-        yield one
-        one = one.__cause__ or one.__context__
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        link = link.__cause__ or link.__context__

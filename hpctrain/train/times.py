@@ -1,11 +1,11 @@
-"""Where the time of each rank goes: reading, forward and backward passes, optimizer.
+"""Measure where each rank spends its time: reading, forward and backward passes, optimizer.
 
 megatron-core's schedules start and stop a timer around each pass (schedules.py, forward_step and
-backward_step), so that waiting for pipeline neighbours and for the sums of gradients lies outside.
-Waiting for tensor and expert parallel neighbours lies inside: a slow rank shows as its whole
-tensor-parallel group. Once per window of steps the means of all ranks are added up into one
-vector, beside training. Belongs here: measuring and sharing. Does not belong here: who is slow
-(the supervisor's business), what to do about it (`hpctrain.diagnose`).
+backward_step). Waiting for pipeline neighbours and for gradient sums is therefore excluded. Waiting
+for tensor and expert parallel neighbours is included: a slow rank appears as its whole
+tensor-parallel group. Once per window of steps the means of all ranks are gathered in one vector,
+beside training. Belongs here: measuring and gathering. Does not belong here: finding slow ranks
+(the supervisor does), advice (`hpctrain.diagnose`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hpctrain.train.step_agreement import Control
 
 Part = Literal["compute", "backward", "data", "optimizer"]
 PARTS: tuple[Part, ...] = get_args(Part)
-# What a rank puts into the vector that is added up, in this order.
+# A rank's row of the gathered vector, in this order.
 _TIMES = (*PARTS, "step")
 _COLUMNS = (*_TIMES, "peak_memory", "reserved_memory")
 _MEGATRON_PASSES = ("forward-compute", "backward-compute")
@@ -36,7 +36,7 @@ Item = TypeVar("Item")
 
 
 class Stopwatch(Protocol):
-    """What megatron-core expects a timer to be (timers.py), as far as its schedules use it."""
+    """The part of megatron-core's timer interface (timers.py) that its schedules use."""
 
     def start(self, barrier: bool = False) -> None: ...
 
@@ -44,7 +44,7 @@ class Stopwatch(Protocol):
 
 
 class _Ignored:
-    """A timer of something else than computing."""
+    """A timer that measures nothing."""
 
     def start(self, barrier: bool = False) -> None:
         pass
@@ -54,7 +54,7 @@ class _Ignored:
 
 
 class WallClock:
-    """On a CPU: the time between start and stop, by the process's own clock."""
+    """Measures the time between start and stop on a CPU, by the process's own clock."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -67,13 +67,13 @@ class WallClock:
         self._seconds += time.perf_counter() - self._started_at
 
     def take_seconds(self) -> float:
-        """The seconds since the last call."""
+        """Return the seconds accumulated since the last call."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
 
 class EventClock:
-    """On a GPU: the time between two events in the stream, which nobody waits for.
+    """Measures the time between two CUDA events in the stream, without waiting for them.
 
     `take_seconds` is called after the step's loss was read, hence after all of its events.
     """
@@ -92,23 +92,23 @@ class EventClock:
         self._used[-1][1].record()
 
     def take_seconds(self) -> float:
-        """The seconds since the last call; elapsed_time is in milliseconds."""
+        """Return the seconds accumulated since the last call."""
         used, self._used = self._used, []
         self._free += used
-        return sum(begin.elapsed_time(end) for begin, end in used) / 1e3
+        return sum(begin.elapsed_time(end) for begin, end in used) / 1e3  # milliseconds
 
 
 class StepClock:
     """Measures the parts of a step, on the device of this rank.
 
-    On a GPU waiting for data counts only while the GPU has nothing left to do.
+    On a GPU, waiting for data counts only while the GPU is idle.
     """
 
     def __init__(self) -> None:
         kind: Callable[[], WallClock | EventClock] = WallClock if on_cpu() else EventClock
         self._clocks = {part: kind() for part in PARTS}
         self._computing = False
-        # shows the parts to a profiler while one is at work
+        # marks the parts for a profiler while one is running
         self.mark: Callable[[str], contextlib.AbstractContextManager[Any]] | None = None
         self._marked = contextlib.ExitStack()
 
@@ -132,18 +132,18 @@ class StepClock:
             self.stop(part)
 
     def computing(self) -> contextlib.AbstractContextManager[None]:
-        """A block of code that computes."""
+        """Time a block as computing."""
         return self.timing("compute")
 
     def reading(self, items: Iterator[Item]) -> Iterator[Item]:
-        """The same items; the time each lets its reader wait is the data's, not the pass's."""
+        """Yield the same items; time spent waiting for them counts as data, not as computing."""
         passes, data = self._clocks["compute"], self._clocks["data"]
         nothing = object()
         while True:
             if self._computing:
                 passes.stop()
             data.start()
-            with self._marking("data"):
+            with _UNMARKED if self.mark is None else self.mark("hpctrain: data"):
                 item: Any = next(items, nothing)
             data.stop()
             if self._computing:
@@ -152,16 +152,13 @@ class StepClock:
                 return
             yield item
 
-    def _marking(self, part: Part) -> contextlib.AbstractContextManager[Any]:
-        return _UNMARKED if self.mark is None else self.mark(f"hpctrain: {part}")
-
     def take(self) -> dict[str, float]:
-        """Seconds by part since the last call."""
+        """Return the seconds by part since the last call."""
         return {part: clock.take_seconds() for part, clock in self._clocks.items()}
 
 
 class _Passes:
-    """megatron-core's timer of forward and backward passes, which are one part to us."""
+    """megatron-core's timer of forward and backward passes; both count as computing."""
 
     def __init__(self, clock: StepClock) -> None:
         self._clock = clock
@@ -174,7 +171,7 @@ class _Passes:
 
 
 class ComputeTimers:
-    """In the place of megatron-core's Timers: measures computing, ignores everything else."""
+    """Replaces megatron-core's Timers: measures computing, ignores everything else."""
 
     def __init__(self, clock: StepClock) -> None:
         self._passes = _Passes(clock)
@@ -186,7 +183,7 @@ class ComputeTimers:
 
 @dataclass
 class _Window:
-    """Steps whose times are on their way to rank 0: a row per rank, see `_COLUMNS`."""
+    """A window of steps whose times are being gathered: a row per rank, see `_COLUMNS`."""
 
     first_step: int
     last_step: int
@@ -196,10 +193,10 @@ class _Window:
 
 @dataclass
 class RankClock:
-    """Means per step of all ranks, every `interval_steps` steps; `tell` is called on rank 0.
+    """Gathers means per step of all ranks every `interval_steps` steps; `tell` runs on rank 0.
 
-    The first step of a launch, which warms up, is in no window, nor are steps that do not count.
-    All ranks must call `finished_step` after the same steps, with the same `counts`.
+    The first step of a launch (warm-up) and steps without `counts` are in no window. All ranks must
+    call `finished_step` after the same steps, with the same `counts`.
     """
 
     clock: StepClock
@@ -216,7 +213,7 @@ class RankClock:
     _sent: _Window | None = field(default=None)
 
     def finished_step(self, step: int, step_seconds: float, *, counts: bool = True) -> None:
-        """Count a step; at the end of a window begin to share, and tell at the next step."""
+        """Add a step; at the end of a window start to gather, and report at the next step."""
         seconds = {"step": step_seconds, **self.clock.take()}
         self._receive()
         if not self._warm or not counts:
@@ -224,7 +221,7 @@ class RankClock:
             return
         if self._steps == 0:
             self._first_step = step
-        self._sums = {name: self._sums.get(name, 0.0) + each for name, each in seconds.items()}
+        self._sums = {name: self._sums.get(name, 0.0) + value for name, value in seconds.items()}
         self._steps += 1
         if self._steps == self.interval_steps:
             self._send(step)
@@ -239,27 +236,27 @@ class RankClock:
         self._sums, self._steps = {}, 0
 
     def _receive(self) -> None:
-        """A step later everybody has sent: nobody waits for the slowest rank here."""
+        """Finish gathering, one step later, so that no rank waits for the slowest one."""
         if self._sent is None:
             return
         sent, self._sent = self._sent, None
         sent.work.wait()
-        if self.rank == 0:
-            self.tell(self._times(sent))
-
-    def _times(self, sent: _Window) -> RankTimes:
+        if self.rank != 0:
+            return
         columns = dict(zip(_COLUMNS, zip(*sent.vector.tolist(), strict=True), strict=True))
-        return RankTimes(
-            epoch=self.epoch,
-            first_step=sent.first_step,
-            last_step=sent.last_step,
-            time=time.time(),
-            compute_seconds=columns["compute"],
-            nodes=self.nodes,
-            backward_seconds=columns["backward"],
-            data_seconds=columns["data"],
-            optimizer_seconds=columns["optimizer"],
-            step_seconds=columns["step"],
-            peak_memory_bytes=tuple(map(int, columns["peak_memory"])),
-            reserved_memory_bytes=tuple(map(int, columns["reserved_memory"])),
+        self.tell(
+            RankTimes(
+                epoch=self.epoch,
+                first_step=sent.first_step,
+                last_step=sent.last_step,
+                time=time.time(),
+                compute_seconds=columns["compute"],
+                nodes=self.nodes,
+                backward_seconds=columns["backward"],
+                data_seconds=columns["data"],
+                optimizer_seconds=columns["optimizer"],
+                step_seconds=columns["step"],
+                peak_memory_bytes=tuple(map(int, columns["peak_memory"])),
+                reserved_memory_bytes=tuple(map(int, columns["reserved_memory"])),
+            )
         )

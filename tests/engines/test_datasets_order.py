@@ -23,7 +23,7 @@ from dataset_specimens import (
 
 from hpctrain.errors import InvalidInputError
 from hpctrain.train.data import sample_order
-from hpctrain.train.datasets.order import Order, split_rows
+from hpctrain.train.datasets.sample_order import SampleOrder, split_rows
 
 WRITERS: dict[str, tuple[dict[str, Any], Callable[[Path], Path]]] = {
     "arrays": (VIT, lambda place: write_pictures(place / "a.npz")),
@@ -37,7 +37,7 @@ WRITERS: dict[str, tuple[dict[str, Any], Callable[[Path], Path]]] = {
 
 
 def test_every_epoch_shows_every_row_once_and_in_another_order() -> None:
-    order = Order(np.arange(100, 150), horizon=1000, seed=7)
+    order = SampleOrder(np.arange(100, 150), horizon=1000, seed=7)
     epochs = [order.of(range(first, first + 50)) for first in (0, 50, 100)]
     for epoch in epochs:
         assert sorted(epoch) == [*range(100, 150)]
@@ -49,7 +49,7 @@ def test_every_epoch_shows_every_row_once_and_in_another_order() -> None:
 
 def test_the_order_is_what_it_was_when_this_was_written() -> None:
     """Runs that are under way go on after an upgrade, so these numbers must never change."""
-    order = Order(np.arange(10), horizon=100, seed=1234)
+    order = SampleOrder(np.arange(10), horizon=100, seed=1234)
     assert order.of(range(20)).tolist() == [
         9, 5, 6, 4, 0, 1, 8, 2, 7, 3,
         7, 4, 1, 8, 9, 2, 6, 3, 0, 5,

@@ -29,9 +29,9 @@ from PIL import Image
 from torch.utils.data._utils import signal_handling
 
 from hpctrain.errors import InvalidInputError
-from hpctrain.train.datasets.archive import open_archive
-from hpctrain.train.datasets.pixels import Look
-from hpctrain.train.datasets.reading import RowSamples
+from hpctrain.train.datasets.image_transforms import ImageTransform
+from hpctrain.train.datasets.npz_arrays import open_archive
+from hpctrain.train.datasets.row_samples import RowSamples
 from hpctrain.train.faults import DataError
 
 FOLDER: dict[str, Any] = {**VIT, "data_format": "images", "augmentation": "crop_flip"}
@@ -125,13 +125,13 @@ def test_archives_are_mapped_unless_they_are_compressed(tmp_path: Path, compress
 
 
 def test_pixels_depend_on_seed_and_sample_alone() -> None:
-    look = Look(side=8, mean=(0.5,), std=(0.5,), augmentation="crop_flip", seed=1)
+    look = ImageTransform(side=8, mean=(0.5,), std=(0.5,), augmentation="crop_flip", seed=1)
     image = Image.fromarray(np.arange(40 * 30 * 3, dtype=np.uint8).reshape(40, 30, 3))
     array = np.arange(64, dtype=np.uint8).reshape(8, 8)
     for show in (lambda look, k: look.of_image(image, k), lambda look, k: look.of_array(array, k)):
         once, again, other = show(look, 5), show(look, 5), show(look, 6)
         assert np.array_equal(once, again) and not np.array_equal(once, other)
-        reseeded = Look(8, (0.5,), (0.5,), "crop_flip", 2)
+        reseeded = ImageTransform(8, (0.5,), (0.5,), "crop_flip", 2)
         assert any(not np.array_equal(show(look, k), show(reseeded, k)) for k in range(4))
         assert np.array_equal(show(look, None), show(look, None))
     assert look.of_array(array, None).shape == (3, 8, 8)
@@ -143,7 +143,7 @@ def test_mirroring_is_left_out_where_it_is_not_asked_for() -> None:
     """A mirrored 2 is no 2."""
     ramp = np.tile(np.arange(8, dtype=np.float32) / 8, (8, 1))
     for augmentation, falling in (("crop", False), ("crop_flip", True)):
-        look = Look(8, (0.0,), (1.0,), augmentation, 1)  # type: ignore[arg-type]
+        look = ImageTransform(8, (0.0,), (1.0,), augmentation, 1)  # type: ignore[arg-type]
         middles = [look.of_array(ramp, sample)[0, 4, 2:6] for sample in range(20)]
         assert any((np.diff(middle) < 0).all() for middle in middles) == falling
 
@@ -191,8 +191,8 @@ def test_a_damaged_image_is_named(workers: int, tmp_path: Path) -> None:
 
 def close(samples: Any) -> None:
     assert isinstance(samples, RowSamples)
-    if samples.ahead is not None:
-        samples.ahead.close()
+    if samples.prefetcher is not None:
+        samples.prefetcher.close()
 
 
 def pixels(samples: Any, *firsts: int) -> torch.Tensor:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional
 from trial_runs import MODULE_GPT
 
-from hpctrain.convert.directory import write_model
+from hpctrain.convert.hugging_face_directory import write_model
 from hpctrain.engines.documents import parse_train_config
 from hpctrain.errors import InvalidInputError
 from hpctrain.plan.abilities.representable import LINEAR_LAYERS

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from trial_runs import GPT, LLAMA, MODULE_GPT, MODULE_LLAMA, Trial, largest_difference
 
 from hpctrain.checkpoints.staged import open_staged
-from hpctrain.convert import megatron
+from hpctrain.convert import megatron_checkpoint
 from hpctrain.convert.__main__ import convert
-from hpctrain.convert.directory import write_model
+from hpctrain.convert.hugging_face_directory import write_model
 from hpctrain.engines.conversion import shape_described
 from hpctrain.engines.documents import parse_train_config
 from hpctrain.errors import InvalidInputError
@@ -89,9 +89,9 @@ def compare_logits(directory: Path) -> None:
     tokens, wanted = torch.load(directory / "logits.pt")
     staged = open_staged(directory / "megatron")
     assert staged.kind == "megatron_core"
-    with megatron.one_rank(), torch.no_grad():
-        chunk = megatron.build(shape_described(staged.config), torch.float32)
-        megatron.load(chunk, staged.path)
+    with megatron_checkpoint.one_rank(), torch.no_grad():
+        chunk = megatron_checkpoint.build(shape_described(staged.config), torch.float32)
+        megatron_checkpoint.load(chunk, staged.path)
         positions = torch.arange(tokens.shape[1]).expand_as(tokens)
         found = chunk.eval()(tokens, positions, None)
     assert (found - wanted).abs().max() <= LOGITS < wanted.abs().max() / 1000

@@ -19,7 +19,7 @@ pytest.importorskip("megatron.core", reason="needs the megatron extra")
 from hpctrain.actions.data import DatasetRequest, describe_dataset, prepare_dataset
 from hpctrain.errors import InvalidInputError
 from hpctrain.prepare import __main__, stages
-from hpctrain.prepare.publication import workplace
+from hpctrain.prepare.publication import staging_directory
 from hpctrain.store.datasets import DatasetReport
 
 VOCAB_SIZE = 300
@@ -353,7 +353,7 @@ def test_the_trained_tokenizer_can_go_elsewhere(
 def test_a_second_writer_is_refused(
     capsys: pytest.CaptureFixture[str], corpus: Path, tmp_path: Path
 ) -> None:
-    with workplace(tmp_path / "text"):
+    with staging_directory(tmp_path / "text"):
         code, failure = run(
             capsys, corpus, "--output", tmp_path / "text", "--vocab-size", VOCAB_SIZE
         )

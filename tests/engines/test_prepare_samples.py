@@ -25,7 +25,7 @@ from prepared_specimens import (
 )
 
 from hpctrain.prepare import __main__
-from hpctrain.prepare.hugging_face import digest_of
+from hpctrain.prepare.hugging_face_tokenizer import tokenizer_digest
 from hpctrain.prepare.packing import best_fit
 from hpctrain.store.prepared import Expected, problems_of
 
@@ -117,8 +117,8 @@ def test_long_conversations_are_cut_and_those_without_answers_dropped(
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ({"text": "x"}, "is no conversation: it has text"),
-        ({"messages": []}, "`messages` is no list of messages"),
+        ({"text": "x"}, "is not a conversation: it has text"),
+        ({"messages": []}, "`messages` is not a list of messages"),
         ({"messages": [{"role": "user", "content": "a <|im_end|> b"}]}, "spells the control token"),
         ({"prompt": "", "completion": "b"}, "field `prompt` is empty"),
         ({"prompt": "a", "completion": "\ud800"}, "half of a surrogate pair"),
@@ -259,7 +259,7 @@ def test_files_of_mnist(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     labels.write_bytes(labels.read_bytes()[:-1])
     assert "has 2 numbers instead of 3" in wrong(capsys, 3, pictures, labels, *force)["message"]
     labels.write_bytes(b"text")
-    assert "is no file in MNIST's format" in wrong(capsys, 3, labels, *force)["message"]
+    assert "is not a file in MNIST's format" in wrong(capsys, 3, labels, *force)["message"]
 
 
 def test_a_tokenizer_that_is_not_there(
@@ -275,7 +275,7 @@ def test_a_tokenizer_that_is_not_there(
     assert problem["file"].endswith("nowhere") and "nothing is downloaded" in problem["hint"]
     (tmp_path / "tokenizer.json").write_text("{")
     problem = wrong(capsys, 3, path, *options, "--tokenizer", tmp_path / "tokenizer.json")
-    assert "is no tokenizer that transformers can load" in problem["message"]
+    assert "is not a tokenizer that transformers can load" in problem["message"]
     alone = tokenizer / "tokenizer.json"  # without what says which token ends a text
     problem = wrong(capsys, 3, path, *options, "--tokenizer", alone)
     assert "has no token that ends a text" in problem["message"]
@@ -286,7 +286,7 @@ BESIDE_A_MODEL = """
 import json, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from hpctrain.prepare.hugging_face import digest_of, load_hugging_face
+from hpctrain.prepare.hugging_face_tokenizer import tokenizer_digest, load_hugging_face
 found = load_hugging_face(Path(sys.argv[1]))
 loaded = sorted(name for name in sys.modules if name.startswith("transformers.models.llama"))
 print(json.dumps([found.encode(["some words", "more"]), found.vocab_size, found.end, loaded]))
@@ -312,7 +312,8 @@ def test_a_tokenizer_beside_a_model(tmp_path: Path, tokenizer: Path) -> None:
     ]
     assert (ids, vocab_size, end) == (expected, len(words), words.eos_token)
     assert modules, "the case that is meant: the model's module was imported"
-    assert digest_of(whole) == digest_of(tokenizer), "the model decides about no token"
+    expected_digest = tokenizer_digest(tokenizer)
+    assert tokenizer_digest(whole) == expected_digest, "the model decides about no token"
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ from prepared_specimens import (
     wrong,
 )
 
-from hpctrain.prepare import __main__, contents, shards
-from hpctrain.prepare.plan import read_plan
+from hpctrain.prepare import __main__, shard_making
+from hpctrain.prepare.dataset_plan import read_plan
 
 SMALL = ("--shard-bytes", 700)
 
@@ -62,14 +62,14 @@ def test_many_processes_make_the_same_bytes(
     cut = made(capsys, *wanted, "--output", place / "two" / "data", *SMALL, "--workers", 3)
     assert digests(place / "one") == digests(place / "two")
     assert whole["dataset"] == cut["dataset"]
-    assert not list(place.glob("*/.*")), "no workplace is left"
+    assert not list(place.glob("*/.*")), "no staging directory is left"
 
 
 def killed_at_shard(number: int, argv: list[str]) -> None:
     """The program in another process, which gets SIGKILL when it begins with that shard."""
     child = os.fork()
     if child == 0:
-        original, begun = contents.contents_of, []
+        original, begun = shard_making.build_shard, []
 
         def counted(*arguments: Any) -> Any:
             begun.append(1)
@@ -77,7 +77,7 @@ def killed_at_shard(number: int, argv: list[str]) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             return original(*arguments)
 
-        shards.contents_of = counted
+        shard_making.build_shard = counted
         os._exit(__main__.main(argv))
     _, status = os.waitpid(child, 0)
     assert os.WTERMSIG(status) == signal.SIGKILL
@@ -196,14 +196,14 @@ def test_a_process_that_dies_is_told(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    parent, original = os.getpid(), contents.contents_of
+    parent, original = os.getpid(), shard_making.build_shard
 
     def dies(recipe: Any, sources: Any) -> Any:
         if os.getpid() != parent and sources[0].start == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         return original(recipe, sources)
 
-    monkeypatch.setattr(shards, "contents_of", dies)
+    monkeypatch.setattr(shard_making, "build_shard", dies)
     wanted = (*request("examples", place, tokenizer), "--output", place / "out" / "data", *SMALL)
     problem = wrong(capsys, 1, *wanted, "--workers", 2)
     assert "was killed" in problem["message"] and "out of memory" in problem["hint"]

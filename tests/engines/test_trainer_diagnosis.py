@@ -16,7 +16,7 @@ from hpctrain.actions.prepare import prepare
 from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.submit import write_run_directory
 from hpctrain.diagnose.findings import Finding
-from hpctrain.train.datasets.tokens import TokenSamples
+from hpctrain.train.datasets.token_samples import TokenSamples
 
 # Large against what everything else takes here, so that a busy machine does not decide.
 SLOW_SECONDS = 0.15

@@ -11,7 +11,7 @@ from trial_runs import Trial
 from hpctrain.checkpoints.manifest import checkpoint_name, read_manifest
 from hpctrain.checkpoints.publish import published_steps
 from hpctrain.store.run_records import SkipList, SkippedData, TrainerExit, write_record
-from hpctrain.train.datasets.tokens import TokenSamples
+from hpctrain.train.datasets.token_samples import TokenSamples
 
 DP2 = dict(data_parallel_size=2)
 

@@ -18,8 +18,8 @@ from bench import prefork
 from hpctrain.checkpoints.publish import published_steps
 from hpctrain.store.epochs import claim_epoch
 from hpctrain.store.run_records import TrainerExit, append_metrics, read_metrics, read_saves
-from hpctrain.train import evaluating, startup_stop
-from hpctrain.train.evaluating import EvaluationBatches, evaluation_is_missing
+from hpctrain.train import evaluation, startup_stop
+from hpctrain.train.evaluation import EvaluationBatches, evaluation_is_missing
 
 YIELDED = TrainerExit.YIELDED
 DP2 = dict(data_parallel_size=2)
@@ -62,7 +62,7 @@ def stop_in_evaluation(number: int, batch: int, rank: int = 1) -> Callable[[], N
                     os.kill(os.getpid(), signal.SIGTERM)
                 yield one
 
-        evaluating.EvaluationBatches.__iter__ = noted  # type: ignore[method-assign]
+        evaluation.EvaluationBatches.__iter__ = noted  # type: ignore[method-assign]
 
     return prepare
 
@@ -170,7 +170,7 @@ def test_a_save_under_way_counts_during_an_evaluation(trial: Callable[..., Trial
                     break
             assert batches.count != 6 or published_steps(root) == [3]
 
-        evaluating.EvaluationBatches.__iter__ = until_published  # type: ignore[method-assign]
+        evaluation.EvaluationBatches.__iter__ = until_published  # type: ignore[method-assign]
 
     saving = trial(
         **DP2, eval_interval_steps=4, eval_batches=6, save_interval_steps=3, async_save=True

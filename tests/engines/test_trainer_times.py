@@ -13,7 +13,7 @@ from deepspeed_trials import ZERO
 from trial_runs import GPT, MODULE_GPT, Trial
 
 from hpctrain.store.run_records import RankTimes, read_record
-from hpctrain.train.datasets.tokens import TokenSamples
+from hpctrain.train.datasets.token_samples import TokenSamples
 from hpctrain.train.engines.megatron import forward
 from hpctrain.train.step_agreement import Control
 from hpctrain.train.times import ComputeTimers, EventClock, RankClock, StepClock

@@ -194,9 +194,9 @@ def test_repair_revives_what_was_killed(sandbox: Sandbox) -> None:
 def test_faults_name_what_they_cannot_do(sandbox: Sandbox) -> None:
     with pytest.raises(UsageError, match="no node n9"):
         faults.crash_node(sandbox, "n9")
-    with pytest.raises(UsageError, match="lives"):
+    with pytest.raises(UsageError, match="is running"):
         faults.restart_node(sandbox, "n0", rebooted=True)
-    with pytest.raises(UsageError, match="lives"):
+    with pytest.raises(UsageError, match="is running"):
         faults.restart_controller(sandbox)
 
 

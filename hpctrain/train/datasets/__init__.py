@@ -1,5 +1,5 @@
-"""What the trainer reads: datasets of all formats, their order, and batches of them.
+"""Read datasets of all formats: the order of samples, and batches of them.
 
-`hpctrain.train.data` is the way in. Does not belong here: making datasets (see
+`hpctrain.train.data` is the entry point. Does not belong here: making datasets (see
 `hpctrain.prepare`), what a model does with a batch.
 """

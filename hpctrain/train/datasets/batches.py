@@ -1,6 +1,6 @@
-"""What a model gets in one piece: a few samples of one format.
+"""Batches of samples, one class per format, and moving them to a device.
 
-Belongs here: these records, and moving them. Does not belong here: where samples come from.
+Does not belong here: reading samples.
 """
 
 from __future__ import annotations
@@ -17,23 +17,25 @@ class Batch:
     """Tensors whose first axis counts samples; `samples` are their numbers within the run."""
 
     def to(self, device: torch.device) -> Self:
-        """On `device`; copies from pinned memory go on beside the computation."""
+        """Copy to `device`; copies from pinned memory overlap with computation."""
         return self._with(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> Self:
-        """In memory that a GPU can copy from by itself; torch's DataLoader calls this."""
+        """Copy to pinned memory; torch's DataLoader calls this."""
         return self._with(lambda tensor: tensor.pin_memory())
 
     def _with(self, change: Callable[[Any], Any]) -> Self:
-        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
         tensors = {name: value for name, value in values.items() if torch.is_tensor(value)}
         return replace(self, **{name: change(value) for name, value in tensors.items()})
 
 
 @dataclass(frozen=True)
 class Microbatch(Batch):
-    """Tokens [samples, sequence], and for each the one that follows, whether it counts, and its
-    position, which begins again with each text of packed ones."""
+    """Tokens [samples, sequence], with labels, loss mask and positions of the same shape.
+
+    Labels are the following tokens. Positions restart with each text of packed sequences.
+    """
 
     tokens: Any
     labels: Any
@@ -53,7 +55,7 @@ class LabelledTexts(Batch):
 
 
 @dataclass(frozen=True)
-class Pictures(Batch):
+class ImageBatch(Batch):
     """Normalized colors [samples, colors, side, side] in fp32, and classes [samples]."""
 
     pixels: Any

@@ -1,9 +1,8 @@
-"""Index files of datasets that are written whole or not at all.
+"""Make megatron-core write its dataset index files atomically.
 
-megatron-core keeps its indexes in the cache by `numpy.save`, which writes in place, and takes a
-file that exists for a complete one (gpt_dataset.py, blended_dataset.py). A launch that is ended
-while it writes them would leave a file that no later launch can read. Belongs here: that
-replacement. Does not belong here: what is in an index.
+megatron-core caches indexes with `numpy.save`, which writes in place, and takes any existing file
+for a complete one (gpt_dataset.py, blended_dataset.py). A launch that ends while writing would
+leave a file that no later launch can read. Does not belong here: the content of an index.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ import numpy as np
 
 @contextlib.contextmanager
 def complete_files() -> Iterator[None]:
-    """Inside the block `numpy.save` to a path replaces the file once it is complete."""
+    """Within the block, make `numpy.save` to a path replace the file atomically."""
     save = np.save
 
     @functools.wraps(save)
-    def save_completely(file: Any, *given: Any, **keywords: Any) -> None:
+    def save_completely(file: Any, *args: Any, **kwargs: Any) -> None:
         if not isinstance(file, str | os.PathLike):
-            save(file, *given, **keywords)
+            save(file, *args, **kwargs)
             return
         path = Path(f"{os.fspath(file).removesuffix('.npy')}.npy")  # as numpy.save names it
         unfinished = path.with_name(f".{path.name}.{os.getpid()}.npy")
         try:
-            save(unfinished, *given, **keywords)
+            save(unfinished, *args, **kwargs)
             os.replace(unfinished, path)
         except BaseException:
             unfinished.unlink(missing_ok=True)

@@ -1,8 +1,4 @@
-"""Which samples a rank reads.
-
-Belongs here: dealing the samples of a step to ranks and microbatches. Does not belong here: what a
-sample is.
-"""
+"""Distribute the samples of a step over data-parallel ranks and microbatches."""
 
 from __future__ import annotations
 
@@ -14,17 +10,17 @@ import torch
 
 @dataclass(frozen=True)
 class Share:
-    """The samples of data rank `rank` of `size`, onto `device`."""
+    """The samples of data-parallel rank `rank` of `size`, for `device`."""
 
     rank: int
     size: int
     device: torch.device
 
     def deal(self, consumed_samples: int, micro_batch: int, microbatches: int) -> Iterator[range]:
-        """Numbers of the samples of each microbatch of the step that begins there.
+        """Yield the sample numbers of each microbatch of the step that begins there.
 
-        Microbatch m of data rank d holds samples m * (micro * dp) + d * micro + [0, micro), as
-        Megatron-LM's MegatronPretrainingSampler deals them: the same set for every layout.
+        Microbatch m of data rank d has samples m * (micro * dp) + d * micro + [0, micro), as in
+        Megatron-LM's MegatronPretrainingSampler: a step has the same samples for every layout.
         """
         for number in range(microbatches):
             first = consumed_samples + (number * self.size + self.rank) * micro_batch

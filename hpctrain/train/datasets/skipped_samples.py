@@ -1,8 +1,7 @@
-"""Data that a run leaves out: samples that made it diverge, by decision of people or supervisor.
+"""Skip samples that made a run diverge, as decided by a person or the supervisor.
 
 Belongs here: which sample comes next. Does not belong here: reading samples (see `data`), deciding
-what to leave out. The list is part of the run: the same list gives the same samples after every
-restart.
+what to skip. The list is part of the run: the same list gives the same samples after every restart.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from hpctrain.store.run_records import SkipList, SkippedData
 
 @dataclass(frozen=True)
 class Skips:
-    """The data left out, in the order of the samples; ranges may overlap."""
+    """The skipped ranges, in the order of the samples; they may overlap."""
 
     skips: tuple[SkippedData, ...] = ()
 
     def next_sample(self, consumed_samples: int) -> int:
-        """Where the batch begins that follows `consumed_samples` samples.
+        """Return the first sample of the batch that follows `consumed_samples` samples.
 
         A batch that would begin inside a skipped range begins at its end.
         """
@@ -34,7 +33,7 @@ class Skips:
         return consumed_samples
 
     def pinned(self, consumed_of_steps: dict[int, int]) -> set[int]:
-        """For each range the newest step that did not reach it: the last one before an anomaly."""
+        """Return for each range the last step before it: the last one before an anomaly."""
         before = [
             [step for step, consumed in consumed_of_steps.items() if consumed <= skip.from_samples]
             for skip in self.skips
@@ -43,10 +42,10 @@ class Skips:
 
 
 def read_skips(path: Path) -> str | None:
-    """The text of the run's list, None when there is none.
+    """Read the text of the run's list; None when there is none.
 
-    Raises InvalidInputError when it cannot be read: training on data that somebody wanted left
-    out must not happen silently.
+    Raises InvalidInputError when it cannot be read: data that should be skipped must never be
+    trained on silently.
     """
     try:
         return path.read_text()
@@ -58,8 +57,10 @@ def read_skips(path: Path) -> str | None:
 
 
 def parse_skips(text: str | None, path: Path) -> Skips:
-    """Raises InvalidInputError when the text is no list of ranges that make sense, and
-    NewerFormatError, which is one, when a newer hpctrain has written it."""
+    """Parse the run's list. Raises InvalidInputError when it is not a list of valid ranges.
+
+    It raises NewerFormatError, which is one, when a newer hpctrain has written the list.
+    """
     if text is None:
         return Skips()
     try:

@@ -1,1 +1,1 @@
-"""Processes between srun and a rank: torchelastic agents and Nsight Systems."""
+"""Start ranks below srun: torchelastic agents, and Nsight Systems."""

@@ -1,9 +1,9 @@
-"""Starting a rank again under Nsight Systems, where the run's `profile` asks for it.
+"""Restart a rank under Nsight Systems if the run's `profile` selects it.
 
-`nsys` has to be the parent of what it records, and srun starts all ranks with one command: so a
-chosen rank starts `nsys profile ... the same command`, and is the task above it from then on.
-Belongs here: that command. Does not belong here: being the task (see `nsight_task`), the calls
-between which nsys records (see `profiling`). Imports nothing heavy: it comes before torch.
+`nsys` has to be the parent of what it records, and srun starts all ranks with one command. A
+selected rank therefore starts `nsys profile ... the same command`, and becomes the task above it.
+Belongs here: that command. Does not belong here: the task (see `nsight_task`), the range that nsys
+records (see `profiling`). Imports nothing heavy: it runs before torch is imported.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hpctrain.durable import make_private_directory
 from hpctrain.engines.training import TrainConfig
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.store.layout import RunLayout
-from hpctrain.train.launchers.nsight_task import record, tell_task
+from hpctrain.train.launchers.nsight_task import record, report_pid_to_task
 from hpctrain.train.rank_environment import Launch
 from hpctrain.train.stop import StopSignals
 
@@ -26,7 +26,7 @@ from hpctrain.train.stop import StopSignals
 def nsight_command(
     config: TrainConfig, launch: Launch, run: RunLayout, program: list[str]
 ) -> list[str] | None:
-    """`program` below nsys; None if this rank is not to be recorded that way.
+    """Return the command that runs `program` under nsys; None if this rank is not selected.
 
     Nothing is recorded before cudaProfilerStart, and the end of the range leaves the program
     running (nsys profile --help: --capture-range, --capture-range-end, --kill).
@@ -51,7 +51,7 @@ def nsight_command(
     ]
 
 
-def become_recorded(
+def run_under_nsight(
     path: Path,
     config: TrainConfig,
     launch: Launch,
@@ -59,21 +59,19 @@ def become_recorded(
     environment: Mapping[str, str],
     stop: StopSignals,
 ) -> None:
-    """Have the same program run below nsys, and end as it does; returns where nothing is to do.
+    """Run the same program under nsys and exit with its code; returns if there is nothing to do.
 
-    `path` is the file that `config` was read from, which is another one on fewer nodes; `stop` has
-    caught signals until now.
-
-    Raises InvalidInputError when nsys is not installed.
+    `path` is the file that `config` was read from, which differs on fewer nodes. `stop` has caught
+    signals until now. Raises InvalidInputError when nsys is not installed.
     """
-    if tell_task(environment):
+    if report_pid_to_task(environment):
         return
     program = [sys.executable, "-m", "hpctrain.train", str(path)]
     command = nsight_command(config, launch, run, program)
     if command is None:
         return
-    found = shutil.which(command[0], path=environment.get("PATH"))
-    if found is None:
+    executable = shutil.which(command[0], path=environment.get("PATH"))
+    if executable is None:
         raise InvalidInputError(
             [
                 Problem(
@@ -87,4 +85,4 @@ def become_recorded(
         )
     make_private_directory(run.traces)
     sys.stdout.flush()
-    os._exit(record([found, *command[1:]], environment, stop))
+    os._exit(record([executable, *command[1:]], environment, stop))

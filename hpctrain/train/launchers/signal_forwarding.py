@@ -1,10 +1,10 @@
-"""Handing signals on: what an agent gets is meant for the ranks that it has started.
+"""Forward signals from an agent to the ranks that it has started.
 
-Slurm's proctrack/cgroup gives signals to the tasks of a step only, not to what these have started
-(src/plugins/proctrack/cgroup, "only signal slurm tasks unless signal is SIGKILL"), so ranks below
-an agent hear nothing but through it. Belongs here: remembering, and giving each rank what it is
-owed. Does not belong here: what a rank does then (see `stop`, `stacks`). Imports nothing heavy,
-because it must be in force before torch is imported.
+Slurm's proctrack/cgroup sends signals to the tasks of a step only, not to their children
+(src/plugins/proctrack/cgroup, "only signal slurm tasks unless signal is SIGKILL"). Ranks below an
+agent therefore receive only the signals that it forwards. Does not belong here: what a rank does
+then (see `stop`, `stacks`). Imports nothing heavy, because it must take effect before torch is
+imported.
 """
 
 from __future__ import annotations
@@ -16,48 +16,43 @@ from pathlib import Path
 
 from hpctrain.train.stop import STOP_SIGNALS
 
-# SIGQUIT asks ranks for their stacks; torchelastic's own handler would end them all.
-PASSED_ON = (*STOP_SIGNALS, signal.SIGQUIT)
+# SIGQUIT makes ranks dump their stacks; torchelastic's own handler would end them all.
+FORWARDED_SIGNALS = (*STOP_SIGNALS, signal.SIGQUIT)
 
 
-class Passing:
-    """Signals that have arrived here, and the ranks that have not got them yet."""
+class SignalForwarder:
+    """Signals that have arrived here, and those pending for each rank."""
 
     def __init__(self) -> None:
         self._arrived: list[int] = []
-        self._owed: set[tuple[int, int]] = set()
+        self._pending: set[tuple[int, int]] = set()  # (pid, signal number)
 
     def install(self) -> None:
-        """Take over these signals. Children do not inherit it: exec resets caught signals."""
-        for number in PASSED_ON:
-            signal.signal(number, self._remember)
+        """Install the handlers. Children do not inherit them: exec resets caught signals."""
+        for number in FORWARDED_SIGNALS:
+            signal.signal(number, lambda number, frame: self._arrived.append(number))
 
-    def hand_on(self, pids: Collection[int]) -> None:
-        """Give the ranks what they are owed; call this often. Without ranks it is kept for them."""
+    def forward(self, pids: Collection[int]) -> None:
+        """Deliver pending signals; call periodically. They stay queued while there are no ranks.
+
+        A signal stays pending until the process has a handler: a starting process would die of it.
+        """
         if not pids:
             return
         arrived, self._arrived = self._arrived, []
-        self._owed |= {(pid, number) for pid in pids for number in arrived}
-        self._owed = {owed for owed in self._owed if not _given(*owed)}
-
-    def _remember(self, number: int, frame: object) -> None:
-        self._arrived.append(number)
-
-
-def _given(pid: int, number: int) -> bool:
-    """Send it if the process listens, for one that is still starting would die of it; True too
-    when the process is gone."""
-    try:
-        if not catches(pid, number):
-            return False
-        os.kill(pid, number)
-    except (FileNotFoundError, ProcessLookupError):
-        pass
-    return True
+        self._pending |= {(pid, number) for pid in pids for number in arrived}
+        for pid, number in tuple(self._pending):
+            try:
+                if not catches(pid, number):
+                    continue
+                os.kill(pid, number)
+            except (FileNotFoundError, ProcessLookupError):
+                pass  # the process is gone
+            self._pending.discard((pid, number))
 
 
 def catches(pid: int, number: int) -> bool:
-    """True if the process has a handler for the signal (proc(5), SigCgt of /proc/PID/status).
+    """Check whether the process has a handler for the signal (proc(5), SigCgt in PID/status).
 
     Raises FileNotFoundError or ProcessLookupError when there is no such process.
     """

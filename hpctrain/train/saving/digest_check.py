@@ -1,10 +1,10 @@
-"""Compare the digests of the checkpoint that is being loaded, each file on one rank, in a thread.
+"""Verify the digests of a checkpoint while it is loaded, each file on one rank, in a thread.
 
-A checkpoint of terabytes takes one process half an hour to read, and all its ranks seconds; they
-read it anyway, so the page cache serves both. Hashing releases Python's lock, so it runs beside
-starting and loading. A rank may not make a step before all ranks have found their files as they
-were written. Belongs here: the thread and the ranks' agreement. Does not belong here: who reads
-what (see `hpctrain.checkpoints.digest_shares`).
+Reading a checkpoint of terabytes takes one process half an hour, but all its ranks seconds. They
+read it anyway, so the page cache serves both. Hashing releases Python's lock and runs beside
+start-up and loading. No rank makes a step before all ranks have verified their files. Belongs
+here: the thread and the agreement of ranks. Does not belong here: the assignment of files (see
+`hpctrain.checkpoints.digest_shares`).
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from hpctrain.checkpoints.manifest import FileDigest, digest_file, read_manifest
 from hpctrain.train.faults import BadCheckpointError, UnreadableCheckpointError
 
 _POLL_SECONDS = 0.1
-# How long a rank that failed to load goes on reading to find out whether the files are why.
+# How long a rank that failed to load continues to verify, to learn whether the files are damaged.
 _AFTER_FAILURE_SECONDS = 60.0
 _NO_PROBLEM = ""
 
 
-class Agreement(Protocol):
-    """What the check asks of `hpctrain.train.step_agreement.Control`."""
+class DigestAgreement(Protocol):
+    """The methods of `hpctrain.train.step_agreement.Control` that the check uses."""
 
     def total(self, number: float) -> float: ...
     def everywhere(self, text: str) -> list[str]: ...
 
 
 class DigestCheck:
-    """Reads this rank's share of `directory` in a thread; starts at once.
+    """Verifies this rank's share of `directory` in a thread; starts at once.
 
     `who` names the rank and its node in messages.
     """
@@ -48,7 +48,7 @@ class DigestCheck:
         self._problem = _NO_PROBLEM
         self._error: Exception | None = None
         self._abandoned = threading.Event()
-        self._thread = threading.Thread(target=self._read, name="digests", daemon=True)
+        self._thread = threading.Thread(target=self._verify_share, name="digests", daemon=True)
         self._thread.start()
 
     @property
@@ -58,65 +58,71 @@ class DigestCheck:
     def wait(self, timeout_seconds: float | None = None) -> None:
         """Wait for this rank's share only.
 
-        Raises BadCheckpointError for content that was not written so, UnreadableCheckpointError
-        for a file that this rank cannot read.
+        Raises BadCheckpointError for content that differs from what was written,
+        UnreadableCheckpointError for a file that this rank cannot read.
         """
         self._thread.join(timeout_seconds)
         self._raise_own()
         if self._problem:
             raise BadCheckpointError(self._problem)
 
-    def agree(self, control: Agreement, waiting: Callable[[], None] = lambda: None) -> None:
-        """Wait for the shares of all ranks; all of them must call this.
+    def agree(self, control: DigestAgreement, waiting: Callable[[], None] = lambda: None) -> None:
+        """Wait for the shares of all ranks; a collective call.
 
-        `waiting` is called again and again meanwhile. Ranks ask each other again and again, because
-        one collective operation has a time limit. Raises as `wait` does, on all ranks alike.
+        `waiting` is called repeatedly meanwhile. Ranks poll each other, because a single collective
+        operation has a timeout. Raises as `wait` does, on all ranks alike.
         """
         while control.total(float(self.running)):
             waiting()
             time.sleep(_POLL_SECONDS)
-        self._raise_own()  # the others see this rank end
+        self._raise_own()  # the other ranks notice that this rank ends
         for problem in control.everywhere(self._problem):
             if problem:
                 raise BadCheckpointError(problem)
 
     def explain(self) -> None:
-        """After a failure to load: raise if this rank's files are why, as `wait` does."""
+        """After a failure to load: raise as `wait` does if this rank's files are damaged."""
         self.wait(_AFTER_FAILURE_SECONDS)
 
     def abandon(self) -> None:
-        """End reading soon; nothing is asked any more."""
+        """Stop verifying soon; the result is not used."""
         self._abandoned.set()
 
     def _raise_own(self) -> None:
         if isinstance(self._error, OSError):
-            words = f"{self._who} cannot read {self._error.filename}: {self._error.strerror}"
-            raise UnreadableCheckpointError(words) from self._error
+            message = f"{self._who} cannot read {self._error.filename}: {self._error.strerror}"
+            raise UnreadableCheckpointError(message) from self._error
         if self._error is not None:
             raise self._error
 
-    def _read(self) -> None:
+    def _verify_share(self) -> None:
         try:
             for file in self._files:
                 if self._abandoned.is_set():
                     return
-                self._compare(file)
+                self._verify_file(file)
                 if self._problem:
                     return
-        except Exception as error:  # raised by whoever asks: an unread share is not a good one
+        except Exception as error:  # raised in the main thread: an unread share is not verified
             self._error = error
 
-    def _compare(self, file: FileDigest) -> None:
-        found = digest_file(self._directory, file.name)
-        self.read_bytes += found.size_bytes
-        if found == file:
+    def _verify_file(self, file: FileDigest) -> None:
+        path = self._directory / file.name
+        first = digest_file(self._directory, file.name)
+        self.read_bytes += first.size_bytes
+        if first == file:
             return
-        _forget_cached(self._directory / file.name)
+        # read again from the disk (posix_fadvise(2)), as far as the system allows
+        with contextlib.suppress(OSError):
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(descriptor)
         again = digest_file(self._directory, file.name)
         if again == file:
-            # The disk has what was written: what this node has read, and perhaps loaded, differs.
-            path = str(self._directory / file.name)
-            self._error = OSError(0, "its content changed between two readings", path)
+            # The disk is right, but what this node read, and perhaps loaded, was not.
+            self._error = OSError(0, "its content changed between two readings", str(path))
             return
         self._problem = (
             f"cannot resume from {self._directory.name}: {file.name} has other content than was "
@@ -128,7 +134,7 @@ class DigestCheck:
 def start_digest_check(
     directory: Path | None, rank: int, world_size: int, node: str
 ) -> DigestCheck | None:
-    """Begin with this rank's share; None where nothing is resumed.
+    """Start to verify this rank's share; returns None when nothing is resumed.
 
     Raises BadCheckpointError without a readable manifest.
     """
@@ -139,13 +145,3 @@ def start_digest_check(
         raise BadCheckpointError(f"cannot resume from {directory.name}: no readable manifest")
     files = files_of_rank(manifest, rank, world_size)
     return DigestCheck(directory, files, f"rank {rank} on {node}")
-
-
-def _forget_cached(path: Path) -> None:
-    """Have the next reading come from the disk (posix_fadvise(2)), as far as the system follows."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)

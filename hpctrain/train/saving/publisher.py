@@ -1,8 +1,8 @@
-"""What rank 0 does once all ranks have written: manifest, publishing, retention, beside training.
+"""Publish a written checkpoint in a thread of rank 0: manifest, fenced rename, retention.
 
 Flushing the files of hundreds of ranks and deleting an old checkpoint take seconds on a shared
-file system, so a thread does it; the ranks learn of its end by rank 0's vote. Belongs here: that
-thread. Does not belong here: what makes a checkpoint good and the fencing protocol (see
+file system, so a thread does it beside training. The other ranks learn the result from rank 0's
+vote. Does not belong here: what makes a checkpoint valid and the fencing protocol (see
 `hpctrain.checkpoints`).
 """
 
@@ -34,12 +34,12 @@ from hpctrain.train.saving.save_problem import SaveProblem, SaveProblemKind
 from hpctrain.train.step_agreement import WriterState
 from hpctrain.train.storage import fence_of, outlast, stale_or
 
-# How long the end of a launch waits for old checkpoints to be deleted; the next launch goes on.
+# How long the end of a launch waits for the deletion of old checkpoints, which may stay incomplete.
 _RETIRE_SECONDS = 10.0
 
 
 class Publisher:
-    """At most one checkpoint at a time; `published` is its manifest once it counts."""
+    """Publishes one checkpoint at a time; `published` is its manifest once it is published."""
 
     def __init__(self, job: Job, skips: Skips, form: Form) -> None:
         self._job = job
@@ -53,41 +53,39 @@ class Publisher:
         self.published_at = 0.0
 
     def start(self, position: Position, directory: Path) -> None:
-        """Begin to make the files in `directory` a checkpoint that counts."""
+        """Start to publish the files in `directory`."""
         self.state, self.problem, self.published = WriterState.RUNNING, None, None
         self._thread = threading.Thread(
-            target=self._run, args=(position, directory), name="publisher", daemon=True
+            target=self._publish, args=(position, directory), name="publisher", daemon=True
         )
         self._thread.start()
 
     def join(self) -> None:
-        """Give the deletion of old checkpoints some time at the end of a launch."""
+        """Wait for the deletion of old checkpoints, for a limited time."""
         if self._thread is not None:
             self._thread.join(_RETIRE_SECONDS)
 
-    def _run(self, position: Position, directory: Path) -> None:
-        job, made = self._job, list[Manifest]()
+    def _publish(self, position: Position, directory: Path) -> None:
+        """Publish in the thread; sets `published` or `problem`, and `state` last."""
+        job, manifests = self._job, list[Manifest]()
 
-        def make_it_count() -> None:
-            if not made:
-                made.append(self._manifest(position, directory))
-            publish(job.run.checkpoints, made[0], fence_of(job.run, job.launch))
+        def publish_once() -> None:
+            if not manifests:
+                manifests.append(self._manifest(position, directory))
+            publish(job.run.checkpoints, manifests[0], fence_of(job.run, job.launch))
 
         try:
-            outlast(job.run, make_it_count)
-        except Exception as error:
-            self._fail(stale_or(error, job.run, job.launch))
+            outlast(job.run, publish_once)
+        except Exception as raised:
+            # All ranks raise the problem; they learn of it by the state, so it is set first.
+            self.problem = SaveProblem.of(stale_or(raised, job.run, job.launch))
+            full = self.problem.kind is SaveProblemKind.FULL
+            self.state = WriterState.NO_SPACE if full else WriterState.FAILED
             return
-        self.published, self.published_at = made[0], time.monotonic()
+        self.published, self.published_at = manifests[0], time.monotonic()
         self.state = WriterState.FINISHED
         with contextlib.suppress(OSError):  # left to the next checkpoint
             self._retire_old()
-
-    def _fail(self, error: Exception) -> None:
-        """Set the problem, which all ranks raise, before the state by which they learn of it."""
-        self.problem = SaveProblem.of(error)
-        full = self.problem.kind is SaveProblemKind.FULL
-        self.state = WriterState.NO_SPACE if full else WriterState.FAILED
 
     def _manifest(self, position: Position, directory: Path) -> Manifest:
         config = self._job.config
@@ -95,7 +93,7 @@ class Publisher:
         on_disk = {path.name for path in directory.glob(self._form.shards)}
         missing = on_disk - {file.name for file in shards}
         if missing:
-            raise CheckpointError(f"no digest was left for {', '.join(sorted(missing))}")
+            raise CheckpointError(f"no digest was written for {', '.join(sorted(missing))}")
         own = tuple(digest_file(directory, name) for name in self._form.leader_files)
         writers = read_writers(directory)
         return Manifest(
@@ -111,19 +109,20 @@ class Publisher:
         )
 
     def _retire_old(self) -> None:
-        """Left to the next checkpoint while an earlier deletion is still going on."""
+        """Delete old checkpoints, unless an earlier deletion is still running.
+
+        Kept are those pinned by the launcher, and the last one before each range of skipped data.
+        """
         if not self._retiring.acquire(blocking=False):
             return
         try:
             config, root = self._job.config, self._job.run.checkpoints
-            retire(root, config.keep_checkpoints, config.keep_every_steps, self._pinned(root))
+            pinned = set(self._job.launch.pinned_steps)
+            if self._skips.skips:
+                steps = published_steps(root)
+                manifests = [read_manifest(root / checkpoint_name(step)) for step in steps]
+                consumed = {m.step: m.consumed_samples for m in manifests if m is not None}
+                pinned |= self._skips.pinned(consumed)
+            retire(root, config.keep_checkpoints, config.keep_every_steps, pinned)
         finally:
             self._retiring.release()
-
-    def _pinned(self, root: Path) -> set[int]:
-        """What retention must leave: named by the launcher, or the last before skipped data."""
-        if not self._skips.skips:
-            return set(self._job.launch.pinned_steps)
-        manifests = [read_manifest(root / checkpoint_name(step)) for step in published_steps(root)]
-        consumed = {one.step: one.consumed_samples for one in manifests if one is not None}
-        return self._skips.pinned(consumed) | self._job.launch.pinned_steps

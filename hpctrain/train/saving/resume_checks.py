@@ -1,7 +1,7 @@
-"""What every engine asks of a checkpoint before it goes on from it.
+"""Checks common to all engines when they resume from a checkpoint.
 
-Belongs here: whether the samples will come in the same order, and giving damage its name. Does not
-belong here: loading (see the engines' rooms), choosing a checkpoint (the supervisor's business).
+Belongs here: whether the sample order is unchanged, and the exception for damaged files. Does not
+belong here: loading (see the engines' rooms), choosing a checkpoint (the supervisor does).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hpctrain.train.faults import LoadFailedError, is_damage
 
 
 def check_sample_order(now: dict[str, Any], saved: dict[str, Any], directory: Path) -> None:
-    """Raise InvalidInputError for each thing that would change the order of the samples."""
+    """Raise InvalidInputError with every setting that would change the order of the samples."""
     problems = [
         Problem(
             f"{name} was {saved.get(name)} and is now {value}: the order of all samples "
@@ -33,10 +33,10 @@ def check_sample_order(now: dict[str, Any], saved: dict[str, Any], directory: Pa
 
 @contextlib.contextmanager
 def damage_named(directory: Path) -> Iterator[None]:
-    """Raise LoadFailedError for errors of decoding files; all others pass as they are."""
+    """Within the block, raise LoadFailedError for errors in decoding files; others pass."""
     try:
         yield
-    except BaseException as error:  # torch's CheckpointException is no Exception
+    except BaseException as error:  # torch's CheckpointException is not an Exception
         if is_damage(error):
             raise LoadFailedError(f"cannot resume from {directory.name}: {error}") from error
         raise

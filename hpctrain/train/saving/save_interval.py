@@ -1,7 +1,7 @@
-"""When the clock says that a checkpoint is due: a fixed interval, or one that follows the costs.
+"""Decide when a time-based save is due: fixed interval, or Daly's interval from measured costs.
 
-Belongs here: seconds between saves. Does not belong here: saves by steps and on request (see
-`loop`), the formula itself (see `hpctrain.plan.forecast.intervals`).
+Does not belong here: saves by steps and on request (see `loop`), the formula (see
+`hpctrain.plan.forecast.intervals`).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from hpctrain.engines.training import TrainConfig
 from hpctrain.plan.forecast.intervals import daly_seconds
 from hpctrain.store.run_records import SaveRecord
 
-# The first save of a launch is slower than the rest, and single ones meet a busy file system.
+# The first save of a launch is slower, and a busy file system slows single saves.
 _MEASURED_SAVES = 5
 # A stall below the clock's own noise would make the interval zero.
 _LEAST_STALL_SECONDS = 1e-3
 
 
 class SaveInterval:
-    """Rank 0's clock; `earlier` are the saves of the run before this launch."""
+    """Rank 0's timer; `earlier` are the saves of the run before this launch."""
 
     def __init__(
         self, config: TrainConfig, mttf_seconds: float, earlier: Iterable[SaveRecord] = ()
@@ -36,10 +36,10 @@ class SaveInterval:
 
     @property
     def seconds(self) -> float | None:
-        """The present interval; None when the clock has no say.
+        """The current interval; None if time-based saving is off.
 
-        Automatic: Daly's interval from the measured stall, but at least the time until a save
-        counts, for the next one cannot begin before.
+        Automatic: Daly's interval from the measured stall, but at least the time until a checkpoint
+        is published, because the next save cannot begin before.
         """
         if not self._automatic or not self._saves:
             return self._fixed_seconds
@@ -54,7 +54,7 @@ class SaveInterval:
         return seconds is not None and time.monotonic() - self._begun_at >= seconds
 
     def begun(self) -> None:
-        """A save begins now, or the launch: the interval counts from here."""
+        """Restart the interval: a save begins now, or the launch."""
         self._begun_at = time.monotonic()
 
     def published(self, save: SaveRecord) -> None:

@@ -1,11 +1,10 @@
-"""Saving: from the state of all ranks to a published checkpoint, at once or beside training.
+"""Save checkpoints on all ranks, synchronously or beside training.
 
-Both ways go through the same stages: plan and fork the writers (`begin`), learn that all of them
-are through (`poll` with the step's agreement, or `finish`), write the engine's metadata, let
-rank 0 publish, learn that it counts. While the run directory is away a save is waited with, and
-one that has lost its files is put off: `owed` until a later one counts. Belongs here: this sequence
-on all ranks. Does not belong here: what makes a checkpoint good and the fencing protocol
-(`hpctrain.checkpoints`), when to save (`loop`).
+Both modes have the same stages: plan and fork the writers (`begin`), wait until all of them have
+finished (`poll` with the step's agreement, or `finish`), write the engine's metadata, let rank 0
+publish, wait for the result. While the run directory is away, a save waits. A save that has lost
+its files is repeated: `postponed` is set until a later one is published. Does not belong here: what
+makes a checkpoint valid and the fencing protocol (`hpctrain.checkpoints`), when to save (`loop`).
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ from hpctrain.train.storage import is_away, lost_in
 
 _POLL_SECONDS = 0.01
 _RETRY_SECONDS = 1.0
-# So many saves in a row that have lost their files are no accident any more.
-_MOST_PUT_OFF = 5
+# With more saves in a row that have lost their files, the run fails.
+_MOST_POSTPONED = 5
 # Functions of this file in which a rank waits for others, as the supervisor recognises them in
 # stacks (`hpctrain.supervise.judge.odd_stacks`; its unit test compares the two).
 WAITS_FOR_RANKS = ("_agree_or_rest",)
@@ -45,7 +44,7 @@ WAITS_FOR_OTHER_WRITERS = "_wait_for_other_writers"
 
 @dataclass
 class _Pending:
-    """A save under way. `publishing`: all writers are through, rank 0 makes it count."""
+    """A save in progress. `publishing`: all writers have finished, and rank 0 publishes."""
 
     position: Position
     directory: Path
@@ -56,10 +55,10 @@ class _Pending:
 
 
 class Saver:
-    """Writes checkpoints of one launch; at most one is being written at a time.
+    """Writes checkpoints of one launch, one at a time.
 
-    `published` is told about each checkpoint that counts, on rank 0. `owed` is True on all ranks
-    after a save that was put off, until one counts.
+    `published` is called on rank 0 for each published checkpoint. `postponed` is True on all ranks
+    after a save that has lost its files, until one is published.
     """
 
     def __init__(
@@ -79,8 +78,8 @@ class Saver:
         self._estimate_bytes: int | None = None
         self._pending: _Pending | None = None
         self.newest_step: int | None = None
-        self.owed = False
-        self._put_off_in_a_row = 0
+        self.postponed = False
+        self._postponed_in_a_row = 0
         self._lost_metadata = False
 
     @property
@@ -89,7 +88,7 @@ class Saver:
 
     @property
     def writer_state(self) -> WriterState:
-        """Of this rank: its writer, and on rank 0 then the publisher."""
+        """State of this rank's writer, and then of the publisher on rank 0."""
         if self._lost_metadata:
             return WriterState.AWAY
         if self._pending is not None and self._pending.publishing:
@@ -97,9 +96,9 @@ class Saver:
         return self._writer.state()
 
     def begin(self, position: Position) -> None:
-        """Plan a save of `position` and start the writers; waits for an earlier one first.
+        """Plan a save of `position` and start the writers; waits for an earlier save first.
 
-        Raises NoSpaceError when there is no room for it, if possible before anything is written.
+        Raises NoSpaceError when there is no room, if possible before anything is written.
         """
         waited_seconds = self._wait()
         started_at = time.monotonic()
@@ -117,63 +116,71 @@ class Saver:
         self._pending = _Pending(position, directory, writing, started_at, stall_seconds)
 
     def poll(self, agreed: WriterState) -> None:
-        """Take the pending checkpoint one stage further if all ranks are ready; never waits."""
+        """Advance the pending checkpoint by one stage if all ranks are ready; never waits."""
         pending = self._pending
         if pending is None or agreed is WriterState.RUNNING:
             return
         began_at = time.monotonic()
         if agreed is WriterState.AWAY:
-            self._put_off(pending)
+            self._postpone(pending)
             return
         if agreed is not WriterState.FINISHED:
             self._fail(pending, agreed)
         elif pending.publishing:
             self._pending, self.newest_step = None, pending.position.step
-            self.owed, self._put_off_in_a_row = False, 0
+            self.postponed, self._postponed_in_a_row = False, 0
         else:
-            self._hand_over(pending)
+            self._start_publishing(pending)
         pending.stall_seconds += time.monotonic() - began_at
         if self._pending is None and self._job.launch.leads:
-            self._tell(pending)
+            manifest = self._publisher.published
+            assert manifest is not None, "agreed on a checkpoint that is not published"
+            self._published(
+                SaveRecord(
+                    step=manifest.step,
+                    epoch=manifest.epoch,
+                    time=manifest.time,
+                    stall_seconds=pending.stall_seconds,
+                    publish_seconds=self._publisher.published_at - pending.started_at,
+                    size_bytes=manifest.total_bytes,
+                )
+            )
 
     def finish(self) -> None:
-        """Wait for the pending checkpoint, if there is one, until it counts."""
+        """Wait until the pending checkpoint, if any, is published."""
         if self._pending is not None:
             self._wait(self._pending)
 
     def leave(self) -> None:
-        """At the end of a launch: `finish`, and give retention time to end."""
+        """Finish at the end of a launch, and wait for retention for a limited time."""
         self.finish()
         self._publisher.join()
 
     def abandon(self) -> None:
-        """Leave the pending checkpoint unfinished; its files never count."""
+        """Abandon the pending checkpoint; its files are never published."""
         self._writer.abandon()
 
     def _wait(self, charged: _Pending | None = None) -> float:
-        """Until nothing is pending: the seconds waited, added to the stall of `charged`."""
+        """Wait until no save is pending; returns the seconds, added to the stall of `charged`.
+
+        The supervisor reads stacks to find whose writer does not end, and recognizes the functions
+        called here by name (`hpctrain.supervise.judge.odd_stacks`).
+        """
         waited_seconds = 0.0
         while self._pending is not None:
             began_at = time.monotonic()
-            agreed = self._agree_while_waiting(self._pending)
+            if self._pending.publishing:
+                agreed = self._wait_for_publisher()
+            elif self._writer.state() is WriterState.RUNNING:
+                agreed = self._wait_for_own_writer()
+            else:
+                agreed = self._wait_for_other_writers()
             seconds = time.monotonic() - began_at
             waited_seconds += seconds
             if charged is not None:
                 charged.stall_seconds += seconds
             self.poll(agreed)
         return waited_seconds
-
-    def _agree_while_waiting(self, pending: _Pending) -> WriterState:
-        """What all ranks agree on about their writers.
-
-        Which of the functions below a rank is in tells the supervisor, who reads stacks, whose
-        writer does not end (`hpctrain.supervise.judge.odd_stacks` knows them by their names).
-        """
-        if pending.publishing:
-            return self._wait_for_publisher()
-        if self._writer.state() is WriterState.RUNNING:
-            return self._wait_for_own_writer()
-        return self._wait_for_other_writers()
 
     def _wait_for_own_writer(self) -> WriterState:
         return self._agree_or_rest()
@@ -191,7 +198,7 @@ class Saver:
         return agreed
 
     def _prepare_directory(self, step: int) -> Path:
-        """Rank 0 looks for room and makes the directory; its problem, if any, is everybody's."""
+        """Check for free space and make the directory on rank 0; all ranks raise its problem."""
         root = self._job.run.checkpoints
         directory = root / partial_name(step, self._job.launch.epoch)
         if self._estimate_bytes is None:
@@ -238,8 +245,8 @@ class Saver:
             return SaveProblem(kind, str(error))
         return None
 
-    def _hand_over(self, pending: _Pending) -> None:
-        """All writers are through: the engine's metadata, then rank 0 publishes."""
+    def _start_publishing(self, pending: _Pending) -> None:
+        """Write the engine's metadata once all writers have finished, then publish on rank 0."""
         try:
             pending.writing.finish(self._writer.collect())
         except Exception as error:
@@ -248,25 +255,25 @@ class Saver:
                 raise NoSpaceError(f"no room for the metadata: {error}") from error
             if not lost_in(pending.directory, error) and not is_away(error, self._job.run):
                 raise
-            self._lost_metadata = True  # all ranks learn of it when they next agree
+            self._lost_metadata = True  # all ranks learn of it in the next agreement
         pending.publishing = True
         if self._lost_metadata:
             return
         if self._job.launch.leads:
             self._publisher.start(pending.position, pending.directory)
 
-    def _put_off(self, pending: _Pending) -> None:
-        """The run directory was away while this was written: what there is of it never counts.
+    def _postpone(self, pending: _Pending) -> None:
+        """Drop a save that was interrupted because the run directory was away.
 
-        Raises StorageError, on all ranks, when that happens again and again.
+        Raises StorageError, on all ranks, when that happens too often in a row.
         """
         self._pending, self._lost_metadata = None, False
         self._writer.abandon()
-        self.owed = True
-        self._put_off_in_a_row += 1
+        self.postponed = True
+        self._postponed_in_a_row += 1
         name = checkpoint_name(pending.position.step)
-        if self._put_off_in_a_row > _MOST_PUT_OFF:
-            times = f"{self._put_off_in_a_row} saves in a row, the last one of {name}"
+        if self._postponed_in_a_row > _MOST_POSTPONED:
+            times = f"{self._postponed_in_a_row} saves in a row, the last one of {name}"
             raise StorageError(f"{self._job.run.directory} was away during {times}")
         if self._job.launch.leads:
             with contextlib.suppress(OSError):
@@ -276,38 +283,22 @@ class Saver:
     def _fail(self, pending: _Pending, agreed: WriterState) -> None:
         if pending.publishing:
             problem = self._control.from_leader(self._publisher.problem)
-            assert problem is not None, "the publisher failed and says nothing"
+            assert problem is not None, "the publisher failed without a problem"
             if agreed is WriterState.NO_SPACE:
                 self._clear(pending.directory)
             raise problem.error
-        message = self._failure(pending)
+        message = f"the writer of {checkpoint_name(pending.position.step)} failed on "
+        if self._writer.state() in (WriterState.FAILED, WriterState.NO_SPACE):
+            message += f"this rank: {self._writer.failure_reason()}"
+        else:
+            message += "another rank"
         if agreed is WriterState.NO_SPACE:
             self._clear(pending.directory)
             raise NoSpaceError(message)
         raise CheckpointError(message)
 
-    def _failure(self, pending: _Pending) -> str:
-        name = checkpoint_name(pending.position.step)
-        if self._writer.state() in (WriterState.FAILED, WriterState.NO_SPACE):
-            return f"the writer of {name} failed on this rank: {self._writer.what_happened()}"
-        return f"the writer of {name} failed on another rank"
-
     def _clear(self, directory: Path) -> None:
-        """Its files can never count, and the records of how this launch ends need room."""
+        """Delete unusable files: the records of how this launch ends need free space."""
         self._writer.abandon()
         if self._job.launch.leads:
             shutil.rmtree(directory, ignore_errors=True)
-
-    def _tell(self, pending: _Pending) -> None:
-        manifest = self._publisher.published
-        assert manifest is not None, "told of a checkpoint that does not count"
-        self._published(
-            SaveRecord(
-                step=manifest.step,
-                epoch=manifest.epoch,
-                time=manifest.time,
-                stall_seconds=pending.stall_seconds,
-                publish_seconds=self._publisher.published_at - pending.started_at,
-                size_bytes=manifest.total_bytes,
-            )
-        )

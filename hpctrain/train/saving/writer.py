@@ -1,13 +1,12 @@
-"""The process that writes one rank's part of a checkpoint, beside training.
+"""Write one rank's part of a checkpoint in a forked process, beside training.
 
-The process is forked, hence a snapshot by copy-on-write of what is on the CPU (GPU tensors are
-copied to the CPU before), and has an exit code and a deadline. Belongs here: the process. Does not
-belong here: what is saved (see the engines' rooms) and when (see `saver`).
+The fork is a copy-on-write snapshot of CPU memory (GPU tensors are copied to the CPU before). The
+process has an exit code and a deadline. Does not belong here: what is saved (see the engines'
+rooms) and when (see `saver`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import multiprocessing
 import os
@@ -16,7 +15,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from hpctrain.train.stacks import ignore_requests
 from hpctrain.train.step_agreement import WriterState
 from hpctrain.train.storage import is_away, lost_in
 
-# A writer that is not through by then is stuck: a shared file system that no longer answers.
+# A writer that takes longer is stuck: a shared file system that no longer responds.
 DEADLINE_SECONDS = 1800.0
 _DYING_SECONDS = 10.0
 # The process's exit codes when the disk is full, and when the run directory is away (EX_IOERR).
@@ -38,9 +37,9 @@ _AWAY_EXIT = 74
 
 
 class ResultFile:
-    """Carries the writer's result to the trainer.
+    """Passes the writer's result to the trainer, through an unnamed file that both have open.
 
-    An unnamed file that both processes have open: nothing is left behind by a kill.
+    A killed process leaves no file behind.
     """
 
     def __init__(self) -> None:
@@ -54,13 +53,13 @@ class ResultFile:
         os.pwrite(self._file.fileno(), data, 0)
 
     def get(self) -> Any:
-        """The result; None when there is none."""
+        """Read the result; None when there is none."""
         data = os.pread(self._file.fileno(), os.fstat(self._file.fileno()).st_size, 0)
         return pickle.loads(data) if data else None
 
 
 class Writer:
-    """At most one writing process of this rank."""
+    """The writing process of this rank, at most one at a time."""
 
     def __init__(self, rank: int, run: RunLayout) -> None:
         self._rank = rank
@@ -70,7 +69,7 @@ class Writer:
         self._started_at = 0.0
 
     def start(self, writing: Writing, directory: Path) -> None:
-        """Fork the process for what is planned for this rank."""
+        """Fork the process, unless this rank has nothing to write."""
         assert self._process is None, "the previous writer was not collected"
         self._started_at = time.monotonic()
         self._results.clear()
@@ -82,11 +81,15 @@ class Writer:
             args=(self._rank, self._run, writing.write, directory, self._results),
             daemon=True,
         )
-        with _no_stacks_of_the_child():
+        # The child would handle a request for stacks in its parent's file, so block it meanwhile.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGQUIT})
+        try:
             self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def state(self) -> WriterState:
-        """Without waiting: running, finished, or failed (died, or past the deadline)."""
+        """Return the state without waiting; died or past the deadline counts as failed."""
         if self._process is None:
             return WriterState.FINISHED
         if self._process.is_alive():
@@ -94,16 +97,16 @@ class Writer:
             return WriterState.FAILED if late else WriterState.RUNNING
         return _STATES.get(self._process.exitcode, WriterState.FAILED)
 
-    def what_happened(self) -> str:
-        """For the message of a failure."""
+    def failure_reason(self) -> str:
+        """Describe why the process failed."""
         assert self._process is not None, "a rank without a writer cannot have failed"
         if self._process.is_alive():
             return f"it did not finish within {DEADLINE_SECONDS:g} s"
-        told = self._results.get()
-        return str(told) if told else f"it ended with exit code {self._process.exitcode}"
+        reason = self._results.get()
+        return str(reason) if reason else f"it ended with exit code {self._process.exitcode}"
 
     def collect(self) -> Any:
-        """Forget the finished process; what it has told `finish`, None where nothing ran."""
+        """Reap the finished process; returns its result, None where nothing ran."""
         if self._process is None:
             return None
         self._process.join()
@@ -112,11 +115,11 @@ class Writer:
         return self._results.get()
 
     def abandon(self) -> None:
-        """Kill the process, if there is one, and forget it: its checkpoint will not be."""
+        """Kill the process, if there is one, and abandon its checkpoint."""
         if self._process is not None:
             self._process.kill()
             self._process.join(_DYING_SECONDS)
-            if not self._process.is_alive():  # else a dead file system holds it
+            if not self._process.is_alive():  # otherwise a dead file system blocks it
                 self._process.close()
             self._process = None
 
@@ -128,16 +131,6 @@ _STATES = {
 }
 
 
-@contextlib.contextmanager
-def _no_stacks_of_the_child() -> Iterator[None]:
-    """Hold back requests for stacks while forking: the child would answer in its parent's file."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGQUIT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def _write(
     rank: int,
     run: RunLayout,
@@ -145,20 +138,16 @@ def _write(
     directory: Path,
     results: ResultFile,
 ) -> None:
-    """In the forked process: write this rank's files, digest them, report."""
+    """Write this rank's files in the forked process, digest them, and report the result."""
     ignore_requests()
     gc.disable()  # collecting could touch GPU memory that belongs to the parent
     os.nice(5)  # training goes first
     try:
-        names, told = write()
+        names, result = write()
         write_rank_digests(directory, rank, names)
-        results.put(told)
+        results.put(result)
     except Exception as error:
         results.put(f"{type(error).__name__}: {error}")
-        sys.exit(_exit_code(error, run, directory))
-
-
-def _exit_code(error: Exception, run: RunLayout, directory: Path) -> int:
-    if is_full(error) or exhausted(directory):
-        return _NO_SPACE_EXIT
-    return _AWAY_EXIT if lost_in(directory, error) or is_away(error, run) else 1
+        if is_full(error) or exhausted(directory):
+            sys.exit(_NO_SPACE_EXIT)
+        sys.exit(_AWAY_EXIT if lost_in(directory, error) or is_away(error, run) else 1)

@@ -196,7 +196,7 @@ def poison(fault: Fault) -> None:
 def evaluate_slowly(fault: Fault) -> None:
     """Each batch of the validation data takes so long, and is noted in the file `text`."""
     import_loop()
-    from hpctrain.train.evaluating import EvaluationBatches
+    from hpctrain.train.evaluation import EvaluationBatches
 
     real, note = EvaluationBatches.__iter__, PLAN.with_name(fault["text"])
 

@@ -40,7 +40,7 @@ def test_urgent_outranks_train_by_default() -> None:
         ({"partitions": (TRAIN, TRAIN)}, "partition train occurs twice"),
         ({"partitions": (PartitionShape("a"),)}, "exactly one"),
         ({"partitions": (TRAIN, PartitionShape("b", default=True))}, "exactly one"),
-        ({"cluster_name": "Two Words"}, "no name of a cluster"),
+        ({"cluster_name": "Two Words"}, "not a name of a cluster"),
         ({"features": (FeatureShape("east", 3),)}, "must be those of all its nodes"),
         ({"switches": (LEAF, LEAF)}, "switch leaf occurs twice"),
         ({"switches": (SwitchShape("leaf"),)}, "either nodes or switches"),

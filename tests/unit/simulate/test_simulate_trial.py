@@ -1,4 +1,4 @@
-"""Played runs: against closed forms, against slow counting, and what the policy does in them."""
+"""Simulated runs: against closed forms, against slow counting, and what the policy does in them."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from simulated_scenarios import scenario, settings
 
 from hpctrain.plan.forecast.attempts import Attempt, expected
 from hpctrain.plan.forecast.intervals import daly_seconds
-from hpctrain.simulate.choice import auto_interval_seconds, choose, poisson_spares
-from hpctrain.simulate.failures import LLAMA3, MIXES
-from hpctrain.simulate.memory import Memory
+from hpctrain.simulate.failure_mixes import LLAMA3, MIXES
+from hpctrain.simulate.history_counter import HistoryCounter
+from hpctrain.simulate.interval_choice import auto_interval_seconds, choose, poisson_spares
+from hpctrain.simulate.monte_carlo import Outcome, simulate
 from hpctrain.simulate.scenario import Scenario
-from hpctrain.simulate.training import Cycle, Stretch
-from hpctrain.simulate.trial import NO_END, Played, Trial
-from hpctrain.simulate.trials import Outcome, play
+from hpctrain.simulate.simulated_run import NO_END, RunOutcome, SimulatedRun
+from hpctrain.simulate.training_stretch import Cycle, Stretch
 from hpctrain.store.ledger import Event, EventKind
 from hpctrain.supervise.judge import launch_history
 from hpctrain.supervise.judge.causes import Cause
-from hpctrain.telemetry.segments import Category
+from hpctrain.telemetry.time_categories import Category
 
 DAY = 86400
 
 
-def one(seed: int = 1, **changes: Any) -> Played:
-    return Trial(scenario(**changes), random.Random(seed)).play()
+def one(seed: int = 1, **changes: Any) -> RunOutcome:
+    return SimulatedRun(scenario(**changes), random.Random(seed)).run()
 
 
 # -- against what is known ---------------------------------------------------------------------
@@ -71,7 +71,7 @@ def test_agrees_with_the_ratio_of_kokolis(
         restart_seconds=restart,
         work_seconds=40 * DAY,
     )
-    outcome = play(played, 200, seed=nodes)
+    outcome = simulate(played, 200, seed=nodes)
     ettr, mttf = outcome.ettr, played.mttf_seconds
     first_order = first_order_ettr(1 / mttf, restart, interval, stall)
     assert ettr.mean == pytest.approx(first_order, rel=0.01)
@@ -114,7 +114,7 @@ def test_agrees_with_the_exact_means_with_limits_preemptions_and_saves_beside(
         )
     )
     ratio = mean.saved_seconds / mean.occupied_seconds
-    ettr = play(given, 200, seed=5).ettr
+    ettr = simulate(given, 200, seed=5).ettr
     assert ettr.mean == pytest.approx(ratio, abs=4 * ettr.standard_error + 1e-3)
 
 
@@ -128,7 +128,8 @@ def test_the_best_interval_is_flat_around_that_of_daly() -> None:
     assert auto_interval_seconds(base) == pytest.approx(best, abs=10)
     factors = (1 / 3, 2 / 3, 1.0, 1.5, 3.0)
     outcomes = [
-        play(base.model_copy(update={"interval_seconds": best * f}), 100, seed=3) for f in factors
+        simulate(base.model_copy(update={"interval_seconds": best * f}), 100, seed=3)
+        for f in factors
     ]
     daly = outcomes[2].ettr
     for outcome in outcomes:
@@ -179,7 +180,7 @@ def test_a_stretch_is_what_stepping_through_it_gives(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(40))
 def test_memory_counts_what_the_ledger_would_say(seed: int) -> None:
     dice = random.Random(seed)
-    memory, events, clock, best = Memory(1800.0), [], 0.0, 0
+    memory, events, clock, best = HistoryCounter(1800.0), [], 0.0, 0
     causes = [Cause.CRASH, Cause.HANG, Cause.TIME_LIMIT, Cause.PREEMPTED, Cause.GPU_ERROR]
     for epoch in range(1, 25):
         resumed = best
@@ -217,7 +218,7 @@ def test_a_crash_is_started_again_on_the_same_nodes() -> None:
 def test_without_spares_each_lost_node_is_a_requeue_and_a_spare_saves_one() -> None:
     def requeues(spares: int) -> float:
         given = scenario(mix="nodes", spare_nodes=spares, lost_node_seconds=0.0)
-        outcome = play(given, 60, seed=2)
+        outcome = simulate(given, 60, seed=2)
         return outcome.requeues / outcome.failures
 
     # A failure of the first node, one of 128, always takes the job.
@@ -229,7 +230,7 @@ def test_without_spares_each_lost_node_is_a_requeue_and_a_spare_saves_one() -> N
 def test_spares_wait_less_in_the_queue_and_cost_gpu_hours() -> None:
     def played(spares: int) -> Outcome:
         given = scenario(mix="nodes", spare_nodes=spares, queue_wait_seconds=7200.0)
-        return play(given, 40, seed=2)
+        return simulate(given, 40, seed=2)
 
     without, some = played(0), played(3)
     assert some.seconds["queueing"] < 0.5 * without.seconds["queueing"]
@@ -238,12 +239,12 @@ def test_spares_wait_less_in_the_queue_and_cost_gpu_hours() -> None:
 
 
 def test_nodes_that_wait_interrupt_nothing() -> None:
-    few, many = (play(scenario(spare_nodes=n), 30, seed=6).failures for n in (0, 128))
+    few, many = (simulate(scenario(spare_nodes=n), 30, seed=6).failures for n in (0, 128))
     assert many == pytest.approx(few, rel=0.02)
 
 
 def test_nodes_that_wait_fail_too() -> None:
-    trial = Trial(
+    trial = SimulatedRun(
         scenario(nodes=4, spare_nodes=400, mix="nodes", failures_per_node_day=1.0), random.Random(1)
     )
     trial._allocate()
@@ -257,30 +258,34 @@ def test_spares_that_have_failed_cannot_stand_in() -> None:
     is requeued for the loss of that one only, a quarter of all; with mortal ones sooner."""
     given = scenario(nodes=4, spare_nodes=2, mix="nodes", failures_per_node_day=0.05,
                      work_seconds=1000 * DAY)  # fmt: skip
-    outcome = play(given, 20, seed=3)
+    outcome = simulate(given, 20, seed=3)
     # Without the failures of spare nodes: 1 / (1 + 3/4 + 9/16) = 0.43 requeues for each failure.
     assert outcome.requeues / outcome.failures > 0.47
 
 
 def test_a_full_cluster_waits_for_repairs() -> None:
-    full = play(scenario(mix="nodes", cluster_nodes=128, repair_seconds=5000.0), 20, seed=1)
-    roomy = play(scenario(mix="nodes", cluster_nodes=140, repair_seconds=5000.0), 20, seed=1)
+    full = simulate(scenario(mix="nodes", cluster_nodes=128, repair_seconds=5000.0), 20, seed=1)
+    roomy = simulate(scenario(mix="nodes", cluster_nodes=140, repair_seconds=5000.0), 20, seed=1)
     assert full.seconds["queueing"] / full.requeues == pytest.approx(5000, rel=0.001)
     assert roomy.seconds["queueing"] / roomy.requeues == pytest.approx(121, rel=0.001)
 
 
 def test_a_budget_that_is_too_small_ends_runs_and_says_so() -> None:
     tight = dict(nodes=4096, restart_seconds=1800.0)
-    stopped = play(scenario(**tight, supervise=settings(failures_without_progress=2)), 50, seed=1)
+    stopped = simulate(
+        scenario(**tight, supervise=settings(failures_without_progress=2)), 50, seed=1
+    )
     assert stopped.stopped > 0.5
     assert "without a new checkpoint" in stopped.stop_reasons[0]
-    patient = play(scenario(**tight, supervise=settings(failures_without_progress=50)), 20, seed=1)
+    patient = simulate(
+        scenario(**tight, supervise=settings(failures_without_progress=50)), 20, seed=1
+    )
     assert patient.stopped == 0 and patient.stop_reasons == ()
 
 
 def test_a_site_that_does_not_requeue_ends_at_the_first_lost_node() -> None:
     given = scenario(mix="nodes", supervise=settings(continuation="none"))
-    outcome = play(given, 20, seed=1)
+    outcome = simulate(given, 20, seed=1)
     assert outcome.stopped == 1 and "node failure" in outcome.stop_reasons[0]
     assert outcome.failures == 1
 
@@ -289,14 +294,14 @@ def test_a_run_that_cannot_make_progress_is_given_up() -> None:
     hopeless = scenario(nodes=4096, interval_seconds=40000.0, restart_seconds=9000.0,
                         work_seconds=3 * DAY, supervise=settings(failures_without_progress=10**9,
                         storm_failures=10**9))  # fmt: skip
-    assert play(hopeless, 2, seed=1).stop_reasons == (NO_END,)
+    assert simulate(hopeless, 2, seed=1).stop_reasons == (NO_END,)
 
 
 def test_a_broken_node_that_nobody_finds_fails_again() -> None:
     def failures(found: float, exclude: str) -> Outcome:
         supervise = settings(failures_without_progress=100, exclude_nodes=exclude)
         given = scenario(mix="llama3", bad_nodes_found=found, supervise=supervise, spare_nodes=4)
-        return play(given, 20, seed=1)
+        return simulate(given, 20, seed=1)
 
     found, avoided, missed = failures(1, "observe"), failures(0, "act"), failures(0, "observe")
     assert found.stopped == 0
@@ -305,8 +310,10 @@ def test_a_broken_node_that_nobody_finds_fails_again() -> None:
 
 
 def test_what_says_nothing_takes_the_stall_limit() -> None:
-    quick = play(scenario(mix="byterobust", stall_seconds=10.0, detect_seconds=3.0), 40, seed=1)
-    slow = play(scenario(mix="byterobust", stall_seconds=1010.0, detect_seconds=3.0), 40, seed=1)
+    quick = simulate(scenario(mix="byterobust", stall_seconds=10.0, detect_seconds=3.0), 40, seed=1)
+    slow = simulate(
+        scenario(mix="byterobust", stall_seconds=1010.0, detect_seconds=3.0), 40, seed=1
+    )
     hangs = (slow.seconds["detecting"] - quick.seconds["detecting"]) / 1000
     assert hangs / slow.failures == pytest.approx(0.099, abs=0.03)
 
@@ -319,7 +326,7 @@ def test_a_save_waits_for_the_one_before() -> None:
 
 
 def test_the_standard_error_is_that_of_the_mean() -> None:
-    few, many = play(scenario(), 25, seed=1).ettr, play(scenario(), 400, seed=1).ettr
+    few, many = simulate(scenario(), 25, seed=1).ettr, simulate(scenario(), 400, seed=1).ettr
     assert few.standard_error / many.standard_error == pytest.approx(4, rel=0.35)
 
 
@@ -349,12 +356,12 @@ def test_what_is_lost_is_put_to_a_cause() -> None:
 
 def test_the_same_seed_gives_the_same_numbers() -> None:
     given = scenario(mix="llama3", spare_nodes=2, work_seconds=5 * DAY)
-    assert play(given, 8, seed=3) == play(given, 8, seed=3)
-    assert play(given, 8, seed=3) != play(given, 8, seed=4)
+    assert simulate(given, 8, seed=3) == simulate(given, 8, seed=3)
+    assert simulate(given, 8, seed=3) != simulate(given, 8, seed=4)
 
 
 def test_quantiles_enclose_the_mean() -> None:
-    outcome = play(scenario(), 100, seed=1)
+    outcome = simulate(scenario(), 100, seed=1)
     for spread in (outcome.ettr, outcome.days, outcome.gpu_hours):
         assert spread.p5 < spread.mean < spread.p95
         assert 0 < spread.standard_error < spread.p95 - spread.p5
@@ -363,7 +370,7 @@ def test_quantiles_enclose_the_mean() -> None:
 def test_gpu_hours_count_spares_but_not_the_queue() -> None:
     given = scenario(failures_per_node_day=0.0, spare_nodes=2, work_seconds=7200.0,
                      first_wait_seconds=9999.0)  # fmt: skip
-    outcome = play(given, 1, seed=1)
+    outcome = simulate(given, 1, seed=1)
     assert outcome.gpu_hours.mean == pytest.approx(130 * 8 * (7200 + 420 + 120) / 3600)
     assert outcome.ettr.mean == pytest.approx(7200 / (7740 + 9999))
     assert outcome.ettr_without_queue.mean == pytest.approx(7200 / 7740)
@@ -415,4 +422,4 @@ def test_a_month_of_a_large_run() -> None:
                    spare_nodes=16, interval_seconds=900.0).model_dump(),
         "work_seconds": 50.0 * DAY,
     })  # fmt: skip
-    assert play(given, 20, seed=1).failures > 350
+    assert simulate(given, 20, seed=1).failures > 350

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from hpctrain.telemetry.timeline import Mark, MarkKind, Save, Step
+from hpctrain.telemetry.timeline import Mark, MarkKind, Save, TrainedStep
 
 BEGIN = 1_800_000_000.0
 
@@ -18,7 +18,7 @@ class History:
     epoch: int = 0
     attempt: tuple[int, int] = (1, 0)
     marks: list[Mark] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
+    steps: list[TrainedStep] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
 
     @property
@@ -41,7 +41,7 @@ class History:
     def train(self, first: int, last: int, step_seconds: float = 1.0) -> History:
         for step in range(first, last + 1):
             self.clock += step_seconds
-            self.steps.append(Step(step, self.epoch, self.now, step_seconds))
+            self.steps.append(TrainedStep(step, self.epoch, self.now, step_seconds))
         return self
 
     def save(self, stall_seconds: float, at_once: bool = True) -> History:
@@ -100,14 +100,14 @@ def _damaged(history: History, dice: random.Random) -> History:
         for m in history.marks
     ]
     history.steps = [
-        Step(
+        TrainedStep(
             s.step, s.epoch, s.time + dice.choice(wrong), dice.choice([s.step_seconds] * 20 + wrong)
         )
         for s in history.steps
     ]
     if history.steps and dice.random() < 0.3:
         old = dice.choice(history.steps)
-        zombie = [Step(old.step + n, old.epoch, history.now + n, 1.0) for n in range(1, 4)]
+        zombie = [TrainedStep(old.step + n, old.epoch, history.now + n, 1.0) for n in range(1, 4)]
         place = dice.randrange(len(history.steps) + 1)
         history.steps[place:place] = zombie
     return history

@@ -9,10 +9,10 @@ import pytest
 from goodput_histories import BEGIN, History, made_up, submitted
 
 from hpctrain.store.run_records import StepMetrics, lineage
-from hpctrain.telemetry.clocks import agreeing, ticks
+from hpctrain.telemetry.clock_repair import non_decreasing_times, ticks
 from hpctrain.telemetry.goodput import FIRST_START, OCCUPYING, Account, account
-from hpctrain.telemetry.rolling_goodput import sliding
-from hpctrain.telemetry.segments import Category, Segment
+from hpctrain.telemetry.rolling_goodput import rolling_goodput
+from hpctrain.telemetry.time_categories import Category, Segment
 from hpctrain.telemetry.timeline import Mark, MarkKind, Timeline, timeline
 
 ENDED, RELAUNCHING, QUEUED = MarkKind.LAUNCH_ENDED, MarkKind.RELAUNCHING, MarkKind.QUEUED
@@ -288,7 +288,7 @@ def test_one_wrong_clock_moves_nothing_else() -> None:
     ],
 )
 def test_times_agree_with_their_order(written: list[int | None], agreed: list[int]) -> None:
-    assert agreeing(written) == agreed
+    assert non_decreasing_times(written) == agreed
 
 
 def test_a_damaged_first_time_does_not_begin_the_run_in_1970() -> None:
@@ -355,12 +355,12 @@ def stretch(*parts: tuple[Category, int]) -> list[Segment]:
 def test_the_worst_window_need_not_end_with_the_run() -> None:
     good, bad = Category.PRODUCTIVE, Category.DOWN
     parts = stretch((good, 10), (bad, 3), (good, 10))
-    assert sliding(parts, 4 * HOUR).worst == 0.25
-    assert sliding(parts, 4 * HOUR).last == 1
-    assert sliding(parts, 2 * HOUR).worst == 0
-    assert sliding(parts, 24 * HOUR).worst is None
-    assert sliding(stretch((bad, 1), (good, 3)), 2 * HOUR).worst == 0.5
-    assert sliding(stretch((good, 3), (bad, 1)), 2 * HOUR).last == 0.5
+    assert rolling_goodput(parts, 4 * HOUR).worst == 0.25
+    assert rolling_goodput(parts, 4 * HOUR).last == 1
+    assert rolling_goodput(parts, 2 * HOUR).worst == 0
+    assert rolling_goodput(parts, 24 * HOUR).worst is None
+    assert rolling_goodput(stretch((bad, 1), (good, 3)), 2 * HOUR).worst == 0.5
+    assert rolling_goodput(stretch((good, 3), (bad, 1)), 2 * HOUR).last == 0.5
 
 
 def test_windows_are_as_slow_counting_says() -> None:
@@ -370,8 +370,8 @@ def test_windows_are_as_slow_counting_says() -> None:
             for s in parts if s.category is Category.PRODUCTIVE) / ticks(20)
         for end in range(parts[0].start + ticks(20), parts[-1].end + 1, ticks(1))
     ]  # fmt: skip
-    assert sliding(parts, 20).worst == pytest.approx(min(every), abs=1 / 60)
-    assert sliding(parts, 20).last == pytest.approx(every[-1])
+    assert rolling_goodput(parts, 20).worst == pytest.approx(min(every), abs=1 / 60)
+    assert rolling_goodput(parts, 20).last == pytest.approx(every[-1])
 
 
 def test_what_occupies_nodes() -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hpctrain.telemetry.rates import Rates, Row, recent_rates
+from hpctrain.telemetry.rates import MetricsRow, Rates, recent_rates
 
 
-def row(step: int, step_seconds: float, epoch: int = 1, mfu: float | None = None) -> Row:
-    return Row(step, epoch, 10.0 - step, step_seconds, 1000 / step_seconds, mfu)
+def row(step: int, step_seconds: float, epoch: int = 1, mfu: float | None = None) -> MetricsRow:
+    return MetricsRow(step, epoch, 10.0 - step, step_seconds, 1000 / step_seconds, mfu)
 
 
 def test_nothing_is_known_without_a_step() -> None:

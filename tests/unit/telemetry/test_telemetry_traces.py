@@ -111,7 +111,7 @@ def test_gloo_sends_beside_the_operations_of_a_cpu(tmp_path: Path) -> None:
     ],
 )
 def test_kinds_of_messages(name: str, kind: str | None) -> None:
-    assert traces._kind(name) == kind
+    assert traces.message_kind(name) == kind
 
 
 def test_a_trace_that_breaks_off_counts_as_far_as_it_goes(tmp_path: Path) -> None:

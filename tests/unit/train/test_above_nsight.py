@@ -19,7 +19,7 @@ sys.exit(subprocess.run(sys.argv[1:]).returncode)
 """
 RANK = """
 import os, pathlib, signal, time
-from hpctrain.train.launchers.nsight_task import tell_task
+from hpctrain.train.launchers.nsight_task import report_pid_to_task
 from hpctrain.train.stop import StopSignals
 while not os.path.exists("begin"):
     time.sleep(0.01)
@@ -28,7 +28,7 @@ stop.install()
 def stacks(number, frame):
     pathlib.Path("stacks").touch()
 signal.signal(signal.SIGQUIT, stacks)
-assert tell_task(os.environ)
+assert report_pid_to_task(os.environ)
 written = pathlib.Path(f"rank-{os.getpid()}")
 written.write_text(str(os.getpid()))
 written.rename("rank")  # whole, or not there

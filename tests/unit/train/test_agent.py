@@ -11,7 +11,7 @@ import pytest
 
 from hpctrain.errors import InvalidInputError
 from hpctrain.store.run_records import TrainerExit
-from hpctrain.train.launchers.agent_place import read_place
+from hpctrain.train.launchers.agent_environment import read_agent_environment
 
 WORDS = ["--nnodes=2", "--nproc-per-node=8", "train-n000002.json"]
 TOLD = {
@@ -27,24 +27,24 @@ TOLD = {
 
 def test_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    place = read_place(WORDS, TOLD)
+    place = read_agent_environment(WORDS, TOLD)
     assert (place.nodes, place.ranks_per_node, place.node_rank) == (2, 8, 1)
     assert (place.address, place.port, place.epoch) == ("10.0.0.1", 20001, 5)
     assert place.train_config == "train-n000002.json"
     assert place.log_of(11) == tmp_path / "logs/4711.0/step2-rank0011.log"
-    again = read_place(WORDS, {**TOLD, "SLURM_RESTART_COUNT": "3"})
+    again = read_agent_environment(WORDS, {**TOLD, "SLURM_RESTART_COUNT": "3"})
     assert again.log_of(11) == tmp_path / "logs/4711.3/step2-rank0011.log"
 
 
 @pytest.mark.parametrize("name", TOLD)
 def test_what_is_missing_is_named(name: str) -> None:
     with pytest.raises(InvalidInputError, match=f"{name} is not set: start this with srun"):
-        read_place(WORDS, {key: value for key, value in TOLD.items() if key != name})
+        read_agent_environment(WORDS, {key: value for key, value in TOLD.items() if key != name})
 
 
 def test_what_is_no_number_is_named() -> None:
     with pytest.raises(InvalidInputError, match="MASTER_PORT is not a number: '-1'"):
-        read_place(WORDS, {**TOLD, "MASTER_PORT": "-1"})
+        read_agent_environment(WORDS, {**TOLD, "MASTER_PORT": "-1"})
 
 
 def test_started_by_hand_it_says_what_is_missing() -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.train.launchers.below_agent import LOG_VARIABLE, settle_below_agent
-from hpctrain.train.launchers.signal_forwarding import PASSED_ON, Passing, catches
+from hpctrain.train.launchers.agent_rank_setup import LOG_VARIABLE, set_up_under_agent
+from hpctrain.train.launchers.signal_forwarding import FORWARDED_SIGNALS, SignalForwarder, catches
 from hpctrain.train.stop import STOP_SIGNALS
 
 # Deaf until the file `listen` exists; from then on every signal leaves its name in a file.
@@ -41,9 +41,9 @@ def rank(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 @pytest.fixture
-def passing() -> Iterator[Passing]:
-    before = {number: signal.getsignal(number) for number in PASSED_ON}
-    found = Passing()
+def forwarder() -> Iterator[SignalForwarder]:
+    before = {number: signal.getsignal(number) for number in FORWARDED_SIGNALS}
+    found = SignalForwarder()
     found.install()
     yield found
     for number, handler in before.items():
@@ -59,35 +59,35 @@ def until(reached: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGQUIT"])
 def test_a_signal_waits_for_the_rank_to_listen(
-    name: str, passing: Passing, rank: subprocess.Popen[bytes], tmp_path: Path
+    name: str, forwarder: SignalForwarder, rank: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
     os.kill(os.getpid(), signal.Signals[name])  # this process is the agent, and lives on
-    passing.hand_on([])
+    forwarder.forward([])
     for _ in range(3):
-        passing.hand_on([rank.pid])
+        forwarder.forward([rank.pid])
     assert rank.poll() is None, "a rank that is still starting would have died"
     (tmp_path / "listen").touch()
     until(lambda: catches(rank.pid, signal.SIGQUIT))
-    passing.hand_on([rank.pid])
+    forwarder.forward([rank.pid])
     until((tmp_path / f"heard-{name}").exists)
     (tmp_path / f"heard-{name}").unlink()
-    passing.hand_on([rank.pid])
+    forwarder.forward([rank.pid])
     (tmp_path / "leave").touch()
     assert rank.wait(60) == 0
     assert list(tmp_path.glob("heard-*")) == [], "once for each signal"
     os.kill(os.getpid(), signal.Signals[name])
-    passing.hand_on([rank.pid])  # nobody is left
+    forwarder.forward([rank.pid])  # nobody is left
 
 
 def test_what_stops_a_rank_and_what_asks_for_stacks_is_passed_on() -> None:
-    assert set(PASSED_ON) == {*STOP_SIGNALS, signal.SIGQUIT}
+    assert set(FORWARDED_SIGNALS) == {*STOP_SIGNALS, signal.SIGQUIT}
 
 
 def test_a_rank_below_an_agent_writes_its_own_log(tmp_path: Path) -> None:
     program = (
         "import os, subprocess\n"
-        "from hpctrain.train.launchers.below_agent import settle_below_agent\n"
-        "settle_below_agent()\n"
+        "from hpctrain.train.launchers.agent_rank_setup import set_up_under_agent\n"
+        "set_up_under_agent()\n"
         "print('one', flush=True)\n"
         "os.write(2, b'two\\n')\n"
         "subprocess.run(['echo', 'three'])\n"
@@ -105,7 +105,7 @@ def test_a_rank_below_an_agent_writes_its_own_log(tmp_path: Path) -> None:
 
 def test_a_rank_of_srun_has_its_log_from_slurm() -> None:
     before = os.fstat(1)
-    settle_below_agent({})
+    set_up_under_agent({})
     assert os.path.samestat(before, os.fstat(1))
 
 
@@ -113,8 +113,8 @@ def test_a_rank_of_srun_has_its_log_from_slurm() -> None:
 AGENT = """
 import os, subprocess, sys
 program = (
-    "import time; from hpctrain.train.launchers.below_agent import settle_below_agent; "
-    "settle_below_agent(); print('settled', flush=True); time.sleep(300)"
+    "import time; from hpctrain.train.launchers.agent_rank_setup import set_up_under_agent; "
+    "set_up_under_agent(); print('settled', flush=True); time.sleep(300)"
 )
 rank = subprocess.Popen([sys.executable, "-c", program])
 print(rank.pid, flush=True)

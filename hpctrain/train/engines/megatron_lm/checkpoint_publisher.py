@@ -39,7 +39,7 @@ from hpctrain.errors import CheckpointError
 from hpctrain.store.run_records import SaveRecord
 from hpctrain.train.engines.megatron_lm.log_lines import read_save_begun, read_save_done
 from hpctrain.train.job import Job
-from hpctrain.train.report import Rows
+from hpctrain.train.report import RecordFile
 from hpctrain.train.storage import fence_of, outlast, stale_or
 
 # torch's file_system writer names a rank's files `__RANK_NUMBER.distcp`.
@@ -70,7 +70,7 @@ class CheckpointPublisher:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._root = job.run.checkpoints
-        self._rows = Rows(job.run, job.run.saves)
+        self._rows = RecordFile(job.run, job.run.saves)
         self.directory = self._root / saving_name(job.launch.epoch)
         self.problem: Exception | None = None
         self._digested: set[str] = set()

@@ -22,7 +22,7 @@ from hpctrain.train.engines.megatron_lm.log_lines import (
     read_step,
 )
 from hpctrain.train.job import Job
-from hpctrain.train.report import Rows, StepResult, step_metrics
+from hpctrain.train.report import RecordFile, StepResult, step_metrics
 
 _PROGRESS_SECONDS = 1.0
 
@@ -50,7 +50,7 @@ class LogReporter:
     def __init__(self, job: Job, config: MegatronLmConfig, resume_step: int) -> None:
         self.step = resume_step
         self._job = job
-        self._rows = Rows(job.run, job.run.metrics)
+        self._rows = RecordFile(job.run, job.run.metrics)
         self._config = config
         self._correction = FirstStepCorrection()
         self._unrecorded: StepLine | None = None  # until its evaluation is through

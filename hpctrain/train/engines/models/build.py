@@ -18,7 +18,7 @@ from hpctrain.spec.model import ModelSpec
 from hpctrain.train.engines.models.lora import add_adapters
 from hpctrain.train.engines.models.pretrained import load_model
 from hpctrain.train.engines.models.transformers_library import class_named, unset_weights
-from hpctrain.train.starting import open_weights
+from hpctrain.train.pretrained_checks import open_weights
 
 _CONFIGURATIONS = {
     "gpt": "GPT2Config",

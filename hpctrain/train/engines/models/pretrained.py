@@ -1,7 +1,8 @@
 """Load a model with the weights of a local Hugging Face directory.
 
 Belongs here: loading, and checking that all weights were loaded. Does not belong here: whether the
-directory is complete and the right model (`hpctrain.train.starting`, before torch is imported).
+directory is complete and the right model (`hpctrain.train.pretrained_checks`, before torch is
+imported).
 """
 
 from __future__ import annotations

@@ -1,0 +1,135 @@
+"""Export a checkpoint of a run, written by any engine, as a Hugging Face directory.
+
+Belongs here: from an engine's files to a module. Does not belong here: writing the directory.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from hpctrain.checkpoints.discover import inspect
+from hpctrain.checkpoints.manifest import step_of
+from hpctrain.checkpoints.staged import CONFIG_NAME
+from hpctrain.convert.hugging_face_directory import copy_companions, write_model
+from hpctrain.engines.conversion import unexportable
+from hpctrain.engines.deepspeed import DeepSpeedConfig
+from hpctrain.engines.megatron import MegatronConfig
+from hpctrain.engines.module import ModuleConfig
+from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.store.conversions import ConversionReport
+from hpctrain.store.layout import RunLayout
+from hpctrain.train.job import read_config
+
+
+def export(checkpoint: Path, target: Path) -> ConversionReport:
+    """Write the model of a published checkpoint. Raises InvalidInputError."""
+    step = step_of(checkpoint.name)
+    if step is None:
+        problem = Problem("is not the name of a checkpoint", str(checkpoint))
+        raise InvalidInputError([problem])
+    inspection = inspect(checkpoint, step, "size")
+    if inspection.problem is not None:
+        raise InvalidInputError([Problem(inspection.problem, str(checkpoint))])
+    config = read_config(RunLayout(checkpoint.parent.parent).train_config)
+    if isinstance(config, MegatronConfig):
+        return _export_megatron(config, checkpoint, target)
+    assert isinstance(config, ModuleConfig)
+    return _export_module(config, checkpoint, target)
+
+
+def _export_megatron(config: MegatronConfig, checkpoint: Path, target: Path) -> ConversionReport:
+    from hpctrain.convert import megatron_checkpoint
+    from hpctrain.convert.pretrained_weights import module_of, report_of
+
+    model = config.model
+    if reasons := unexportable(model):
+        raise InvalidInputError([Problem(reason, str(checkpoint)) for reason in reasons])
+    with megatron_checkpoint.one_rank():
+        dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+        chunk = megatron_checkpoint.build(model, dtype)
+        megatron_checkpoint.load(chunk, checkpoint)
+        module = module_of(chunk, model, None)
+    write_model(module, target)
+    _copy_pretrained_companions(config.pretrained, target)
+    return report_of(module, model, checkpoint, "Hugging Face")
+
+
+def _export_module(config: ModuleConfig, checkpoint: Path, target: Path) -> ConversionReport:
+    from hpctrain.convert.pretrained_weights import report_of
+    from hpctrain.train.engines.models.build import build_module
+    from hpctrain.train.engines.models.lora import merge_adapters
+
+    module = build_module(config, device=torch.device("cpu"), initialize=config.lora is not None)
+    if isinstance(config, DeepSpeedConfig):
+        _load_deepspeed(config, module, checkpoint)
+    else:
+        _load_distributed(module, checkpoint)
+    plain = merge_adapters(module)
+    write_model(plain, target)
+    _copy_pretrained_companions(config.model.pretrained, target)
+    adapted = config.lora is not None
+    return report_of(plain, config.model, checkpoint, "Hugging Face", merged_lora=adapted)
+
+
+def _load_distributed(module: Any, checkpoint: Path) -> None:
+    """Load a checkpoint of FSDP or DDP, written by torch.distributed.checkpoint.
+
+    With LoRA it holds the trainable weights only; the others stay as they were built.
+    """
+    reader = dcp.FileSystemReader(checkpoint)
+    stored = reader.read_metadata().state_dict_metadata
+    state = {
+        name: tensor for name, tensor in module.state_dict().items() if f"model.{name}" in stored
+    }
+    _refuse_incomplete(module, set(state), checkpoint)
+    dcp.load({"model": state}, storage_reader=reader, no_dist=True)
+
+
+def _load_deepspeed(config: DeepSpeedConfig, module: Any, checkpoint: Path) -> None:
+    """Load a DeepSpeed checkpoint.
+
+    With ZeRO, DeepSpeed's own reader (utils/zero_to_fp32.py) gives weights in fp32. Otherwise the
+    weights are in the precision of the training: in one file, in one per rank with tensor
+    parallelism, or in one per layer of a pipeline.
+    """
+    if config.pipeline_stages:
+        from hpctrain.train.engines.deepspeed.pipeline_stages import load_layers
+
+        load_layers(config, module, checkpoint)
+        return
+    if config.tensor_parallel > 1:
+        from hpctrain.train.engines.deepspeed.tensor_parallel import join_parts
+
+        paths = sorted(checkpoint.glob("mp_rank_*_model_states.pt"))
+        state = join_parts(module.state_dict(), [_module_weights(path) for path in paths])
+    elif any(checkpoint.glob("zero_pp_rank_*_optim_states.pt")):
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+        state = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint.parent), checkpoint.name)
+    else:
+        state = _module_weights(checkpoint / "mp_rank_00_model_states.pt")
+    _refuse_incomplete(module, set(state), checkpoint)
+    module.load_state_dict(state, strict=False)
+
+
+def _module_weights(path: Path) -> dict[str, Any]:
+    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=False)["module"]
+    return state
+
+
+def _refuse_incomplete(module: Any, loaded: set[str], checkpoint: Path) -> None:
+    """Raise InvalidInputError if a trainable weight is missing; a tied weight has two names."""
+    trainable = {name for name, weight in module.named_parameters() if weight.requires_grad}
+    if missing := sorted(trainable - loaded):
+        message = f"has no weights {', '.join(missing[:3])}: it is of another model"
+        raise InvalidInputError([Problem(message, str(checkpoint))])
+
+
+def _copy_pretrained_companions(pretrained: str | None, target: Path) -> None:
+    """Copy tokenizer files of the weights that the run started from, if they still exist."""
+    if pretrained is not None and (Path(pretrained) / CONFIG_NAME).exists():
+        copy_companions(Path(pretrained), target)

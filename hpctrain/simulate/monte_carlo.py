@@ -1,0 +1,104 @@
+"""Simulate many runs of one scenario, and compute means, quantiles and shares.
+
+Does not belong here: the course of one run (see `simulated_run`).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+from hpctrain.simulate.scenario import Scenario
+from hpctrain.simulate.simulated_run import RunOutcome, SimulatedRun
+from hpctrain.spec.document import Document
+from hpctrain.supervise.judge.causes import Cause
+from hpctrain.telemetry.time_categories import Category
+
+Name = TypeVar("Name", Category, Cause)
+
+
+class Distribution(Document):
+    """Mean, standard error of the mean, and the quantiles 5 % and 95 % over the trials."""
+
+    mean: float
+    standard_error: float
+    p5: float
+    p95: float
+
+
+class Outcome(Document):
+    """Statistics of `trials` simulated runs of one scenario. Seconds are means per run.
+
+    Runs that stopped count in `stopped` (a share) and in nothing else. If all runs stopped, `days`,
+    `gpu_hours` and the ratios are those up to the stop.
+    """
+
+    trials: int
+    spare_nodes: int
+    interval_seconds: float
+    ettr: Distribution
+    ettr_without_queue: Distribution
+    days: Distribution
+    gpu_hours: Distribution
+    seconds: dict[str, float]
+    lost_seconds: dict[str, float]
+    failures: float
+    requeues: float
+    stopped: float
+    stop_reasons: tuple[str, ...]
+
+
+def simulate(scenario: Scenario, trials: int, seed: int) -> Outcome:
+    """Simulate a scenario. The same seed gives the same numbers, on every machine."""
+    runs = [SimulatedRun(scenario, random.Random(f"{seed}/{n}")).run() for n in range(trials)]
+    ended = [run for run in runs if run.stopped is None]
+    shown = ended or runs
+    held_gpus = scenario.held_gpus
+    reasons = Counter(run.stopped for run in runs if run.stopped is not None)
+    return Outcome(
+        trials=trials,
+        spare_nodes=scenario.spare_nodes,
+        interval_seconds=scenario.work_between_saves,
+        ettr=_spread([_productive(run) / run.wall_seconds for run in shown]),
+        ettr_without_queue=_spread([_productive(run) / run.occupied_seconds for run in shown]),
+        days=_spread([run.wall_seconds / 86400 for run in shown]),
+        gpu_hours=_spread([held_gpus * run.occupied_seconds / 3600 for run in shown]),
+        seconds=_means([run.seconds for run in shown]),
+        lost_seconds=_means([run.lost_seconds for run in shown]),
+        failures=statistics.fmean(sum(run.failures.values()) for run in shown),
+        requeues=statistics.fmean(run.requeues for run in shown),
+        stopped=1 - len(ended) / trials,
+        stop_reasons=tuple(reason for reason, _ in reasons.most_common(3)),
+    )
+
+
+def _productive(run: RunOutcome) -> float:
+    return run.seconds.get(Category.PRODUCTIVE, 0.0)
+
+
+def _spread(values: Sequence[float]) -> Distribution:
+    ordered = sorted(values)
+    deviation = statistics.stdev(ordered) if len(ordered) > 1 else 0.0
+    return Distribution(
+        mean=statistics.fmean(ordered),
+        standard_error=deviation / math.sqrt(len(ordered)),
+        p5=_quantile(ordered, 0.05),
+        p95=_quantile(ordered, 0.95),
+    )
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    """Return the nearest-rank quantile."""
+    return ordered[min(len(ordered) - 1, max(0, math.ceil(share * len(ordered)) - 1))]
+
+
+def _means(tables: Sequence[Mapping[Name, float]]) -> dict[str, float]:
+    sums: defaultdict[str, float] = defaultdict(float)
+    for table in tables:
+        for name, seconds in table.items():
+            sums[str(name)] += seconds
+    return {name: total / len(tables) for name, total in sorted(sums.items())}

@@ -1,0 +1,259 @@
+"""Simulate one run from failure to failure; the supervisor's policy decides after each.
+
+Failures of nodes are a Poisson process with a constant rate. Belongs here: the course of one run.
+Does not belong here: statistics over runs (see `monte_carlo`), the arithmetic of a stretch (see
+`training_stretch`).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from functools import cache
+
+from hpctrain.simulate.failure_mixes import FailureKind
+from hpctrain.simulate.history_counter import HistoryCounter
+from hpctrain.simulate.scenario import Scenario
+from hpctrain.simulate.training_stretch import Cycle, Stretch
+from hpctrain.supervise.judge.causes import Cause
+from hpctrain.supervise.judge.documents import Action, ActionKind, Situation, Verdict
+from hpctrain.supervise.judge.policy import decide
+from hpctrain.telemetry.time_categories import Category
+
+# A run that takes this many times its work is taken as endless.
+_HOPELESS_FACTOR = 50.0
+_HOPELESS_SECONDS = 30 * 86400.0
+NO_END = "the run makes no progress"
+
+
+@dataclass(frozen=True)
+class RunOutcome:
+    """Result of one run: seconds by category, losses by cause, counts, why it stopped (or None)."""
+
+    seconds: dict[Category, float]
+    lost_seconds: dict[Cause, float]
+    failures: dict[str, int]
+    requeues: int
+    stopped: str | None
+
+    @property
+    def wall_seconds(self) -> float:
+        return math.fsum(self.seconds.values())
+
+    @property
+    def occupied_seconds(self) -> float:
+        """Seconds with nodes allocated: all but the queue."""
+        return self.wall_seconds - self.seconds.get(Category.QUEUEING, 0.0)
+
+
+@dataclass(frozen=True)
+class _LaunchEnd:
+    """Why a launch ended. `bad`: its node is unusable, although it may still respond."""
+
+    cause: Cause
+    node_gone: bool = False
+    bad: bool = False
+    requeued: bool = False
+    keeps_nodes: bool = True
+    kind: FailureKind | None = None
+
+
+@cache
+def _verdict(cause: Cause, requeued: bool, hard: bool) -> Verdict:
+    return Verdict(cause, str(cause).replace("_", " "), already_requeued=requeued, hard=hard)
+
+
+class SimulatedRun:
+    """The state of one simulated run; every random number comes from `rng`."""
+
+    def __init__(self, scenario: Scenario, rng: random.Random) -> None:
+        self.scenario, self.rng = scenario, rng
+        self.cycle = Cycle(
+            scenario.work_between_saves,
+            scenario.stall,
+            scenario.save_write_seconds,
+            scenario.last_save,
+        )
+        self.history_counter = HistoryCounter(scenario.supervise.storm_window_seconds)
+        self.spent: defaultdict[Category, float] = defaultdict(float)
+        self.lost: defaultdict[Cause, float] = defaultdict(float)
+        self.failures: Counter[str] = Counter()
+        self.repairs: list[float] = []
+        self.now = self.saved = 0.0
+        self.requeues = 0
+        self.blame: Cause | None = None
+        self.healthy = 0
+        self.bad: FailureKind | None = None
+        self.limit_at = self.preempted_at = math.inf
+        self.kinds = scenario.failure_mix.kinds
+        self.weights = [kind.weight for kind in self.kinds]
+
+    def run(self) -> RunOutcome:
+        """Simulate from the first submission to the end of training, or until the policy stops."""
+        self._spend(Category.QUEUEING, self.scenario.first_wait_seconds)
+        self._allocate()
+        limit = _HOPELESS_FACTOR * self.scenario.work_seconds + _HOPELESS_SECONDS
+        stopped: str | None = None
+        while stopped is None:
+            end = self._launch()
+            if end is None:
+                break
+            stopped = self._follow_policy(end)
+            if stopped is None and self.now > limit:
+                stopped = NO_END
+        return RunOutcome(
+            seconds=dict(self.spent),
+            lost_seconds=dict(self.lost),
+            failures=dict(self.failures),
+            requeues=self.requeues,
+            stopped=stopped,
+        )
+
+    def _spend(self, category: Category, seconds: float) -> None:
+        """Advance the clock; attribute the time to the last interruption until it is over."""
+        self.spent[category] += seconds
+        self.now += seconds
+        if self.blame is not None:
+            self.lost[self.blame] += seconds
+
+    # -- a launch --------------------------------------------------------------------------------
+
+    def _launch(self) -> _LaunchEnd | None:
+        """Simulate one launch and return its end; None when the run is complete."""
+        scenario, began = self.scenario, self.now
+        resumed = self.saved
+        fails_at = began + self._next(scenario.nodes * scenario.failures_per_second)
+        if self.bad is not None:
+            fails_at = min(fails_at, began + scenario.restart_seconds)
+        soft_limit = self.limit_at - scenario.last_save
+        left = scenario.work_seconds - self.saved
+        ready = began + scenario.restart_seconds
+        done_at = ready + self.cycle.to_the_end(left)
+        ends_at = min(fails_at, self.preempted_at, soft_limit)
+        self._spend(Category.STARTING, min(ready, max(ends_at, began)) - began)
+        self.blame = None
+        if done_at <= ends_at:
+            self._train(self.cycle.finished(left), None)
+            return None
+        end = self._draw_end(fails_at, soft_limit)
+        graceful = end.cause is Cause.TIME_LIMIT or (
+            end.cause is Cause.PREEMPTED and scenario.warned
+        )
+        stretch = self.cycle.cut_off(max(0.0, ends_at - ready), left)
+        self._train(stretch, end.cause, graceful=graceful and ends_at > ready)
+        self._lose_spares(self.now - began)
+        if end.cause not in (Cause.TIME_LIMIT, Cause.PREEMPTED):
+            self._detect(end)
+        self.history_counter.ended(end.cause, self.now, self.saved, resumed)
+        return end
+
+    def _train(self, stretch: Stretch, cause: Cause | None, *, graceful: bool = False) -> None:
+        """Account for a stretch; `graceful`: a last save makes all of its work durable."""
+        kept = stretch.done if graceful else stretch.kept
+        self._spend(Category.PRODUCTIVE, kept)
+        self._spend(Category.SAVING, stretch.stalled + (self.scenario.last_save if graceful else 0))
+        self.saved += kept
+        self.blame = cause
+        self._spend(Category.REDONE, stretch.done - kept)
+
+    def _next(self, rate: float) -> float:
+        return self.rng.expovariate(rate) if rate else math.inf
+
+    def _draw_end(self, fails_at: float, soft_limit: float) -> _LaunchEnd:
+        if soft_limit <= min(fails_at, self.preempted_at):
+            return _LaunchEnd(Cause.TIME_LIMIT, keeps_nodes=False)
+        if self.preempted_at <= fails_at:
+            return _LaunchEnd(Cause.PREEMPTED, keeps_nodes=False)
+        # A broken node that is still in use fails as it did before.
+        kind = self.bad or self.rng.choices(self.kinds, self.weights)[0]
+        self.failures[kind.name] += 1
+        gone = kind.takes_node and kind.cause is Cause.NODE_FAILURE
+        if gone and self.rng.random() * self.scenario.nodes < 1:
+            # The loss of the supervisor's own node ends the job, and Slurm requeues it.
+            return _LaunchEnd(Cause.NODE_FAILURE, True, requeued=True, keeps_nodes=False)
+        return _LaunchEnd(kind.cause, node_gone=gone, bad=kind.takes_node and not gone, kind=kind)
+
+    def _lose_spares(self, seconds: float) -> None:
+        """Let idle spare nodes fail like others, which remains unnoticed until they are needed."""
+        rate = self.scenario.failures_per_second * self.scenario.failure_mix.share_taking_nodes
+        survives = math.exp(-rate * seconds)
+        for _ in range(self.healthy - self.scenario.nodes):
+            if self.rng.random() > survives:
+                self._lose_node()
+
+    def _lose_node(self) -> None:
+        self.healthy -= 1
+        heapq.heappush(self.repairs, self.now + self.scenario.repair_seconds)
+
+    def _detect(self, end: _LaunchEnd) -> None:
+        """Spend the time until the verdict: the stall limit, Slurm's timeout, or a short delay."""
+        if end.node_gone:
+            category = Category.DOWN if end.requeued else Category.DETECTING
+            self._spend(category, self.scenario.lost_node_seconds)
+            return
+        silent = end.cause in (Cause.HANG, Cause.FABRIC)
+        seconds = self.scenario.stall_seconds if silent else self.scenario.detect_seconds
+        self._spend(Category.DETECTING, seconds)
+
+    # -- after a launch --------------------------------------------------------------------------
+
+    def _follow_policy(self, end: _LaunchEnd) -> str | None:
+        """Perform the policy's action; returns its reason if the action is to stop."""
+        if end.node_gone:
+            self._lose_node()
+        detected = end.bad and self.rng.random() < self.scenario.bad_nodes_found
+        if detected:
+            self._lose_node()
+        action = self._decide(end, excludes=end.bad and not detected)
+        if action.kind in (ActionKind.STOP, ActionKind.HOLD):
+            return action.reason
+        if action.exclude:
+            self._lose_node()
+        elif end.bad and not detected:
+            self.bad = end.kind
+        if action.kind is ActionKind.RELAUNCH:
+            self._spend(Category.RESTARTING, self.scenario.relaunch_seconds + action.delay_seconds)
+            return None
+        self._requeue(end)
+        return None
+
+    def _decide(self, end: _LaunchEnd, *, excludes: bool) -> Action:
+        scenario = self.scenario
+        situation = Situation(
+            keeps_nodes=end.keeps_nodes,
+            allocated_nodes=scenario.nodes + scenario.spare_nodes,
+            healthy_nodes=self.healthy,
+            needed_nodes=scenario.nodes,
+            least_nodes=scenario.nodes,
+            exclude=("a broken node",) if excludes else (),
+        )
+        verdict = _verdict(end.cause, end.requeued, end.bad)
+        return decide(verdict, self.history_counter.history(), situation, scenario.supervise)
+
+    def _requeue(self, end: _LaunchEnd) -> None:
+        """Wait in the queue for a new allocation; a full cluster also waits for repairs."""
+        scenario = self.scenario
+        self.requeues += 1
+        wait = scenario.requeue_delay_seconds
+        if scenario.queue_wait_seconds:
+            wait += self.rng.expovariate(1 / scenario.queue_wait_seconds)
+        if end.cause is Cause.PREEMPTED and scenario.preemption_wait_seconds:
+            wait += self.rng.expovariate(1 / scenario.preemption_wait_seconds)
+        enough_nodes_at = self.now
+        if scenario.cluster_nodes is not None:
+            surplus = scenario.cluster_nodes - scenario.nodes - scenario.spare_nodes
+            missing = len(self.repairs) - surplus
+            enough_nodes_at = sorted(self.repairs)[missing - 1] if missing > 0 else self.now
+        self._spend(Category.QUEUEING, max(wait, enough_nodes_at - self.now))
+        self._allocate()
+
+    def _allocate(self) -> None:
+        scenario = self.scenario
+        while self.repairs and self.repairs[0] <= self.now:
+            heapq.heappop(self.repairs)
+        self.healthy, self.bad = scenario.nodes + scenario.spare_nodes, None
+        self.limit_at = self.now + scenario.walltime_seconds
+        self.preempted_at = self.now + self._next(scenario.preemptions_per_day / 86400)
