@@ -69,8 +69,8 @@ ENGINE_ROOMS = ("spec/engines/", "engines/", "train/engines/")
 # Names that are an engine's and something else's.
 NOT_THE_ENGINE = {
     ("actions/verify.py", "megatron"): "the extra of pip that has megatron-core",
-    ("prepare/texts.py", "megatron"): "the extra of pip that has the tokenizers",
-    ("prepare/tokens.py", "megatron"): "the extra of pip that has the tokenizers",
+    ("prepare/tokenized_text.py", "megatron"): "the extra of pip that has the tokenizers",
+    ("prepare/byte_tokenizer.py", "megatron"): "the extra of pip that has the tokenizers",
     ("train/startup.py", "megatron"): "the logger of the Python package",
 }
 
