@@ -524,6 +524,25 @@ def test_links_lead_somewhere() -> None:
     assert not broken, broken
 
 
+def test_references_to_our_modules_resolve() -> None:
+    """Dotted names of our modules, and of what is in them, in code and documents."""
+    broken = []
+    for path in tracked_files():
+        if path.suffix not in (".py", ".md") or path.name == "CHANGELOG.md":
+            continue
+        for reference in re.findall(r"(?<![\w./-])hpctrain(?:\.\w+)+", path.read_text()):
+            names, place = reference.split(".")[1:], PACKAGE
+            while names and (place / names[0]).is_dir():
+                place /= names.pop(0)
+            module = place / "__init__.py"
+            if names and (place / f"{names[0]}.py").is_file():
+                module = place / f"{names.pop(0)}.py"
+            source = module.read_text() if module.is_file() else ""
+            if names and not re.search(rf"\b{names[0]}\b", source) and names != ["__file__"]:
+                broken.append(f"{path.relative_to(ROOT)}: {reference}")
+    assert not broken, broken
+
+
 def test_no_path_of_anybodys_machine() -> None:
     # Put together from parts, so that this file does not find itself.
     pattern = re.compile(rf"(?<![\w.])/({'work'}|{'root'}|{'home'}/(?!\$|<)\w+)/")

@@ -1,7 +1,7 @@
 """What somebody's `config.json` says of a model, in the words of a spec.
 
 Belongs here: reading its names, and setting it beside a spec. Does not belong here: opening the
-file (see `hpctrain.checkpoints.hugging_face`), writing one (see `hugging_face`).
+file (see `hpctrain.checkpoints.staged`), writing one (see `hugging_face`).
 """
 
 from __future__ import annotations
