@@ -1,4 +1,4 @@
-"""What every part of the supervisor needs to know about the attempt it works for."""
+"""The attempt that every part of the supervisor works for: settings, ledger, Slurm, signals."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hpctrain.supervise.srun_process import Signals
 
 @dataclass(frozen=True)
 class AttemptContext:
-    """One attempt: its run directory, its settings, its ways to Slurm and to the ledger."""
+    """One attempt: its run directory, settings, ledger, signals and client of Slurm."""
 
     run_layout: RunLayout
     config: SuperviseConfig
@@ -31,11 +31,11 @@ class AttemptContext:
         return self.attempt.job_id
 
     def mttf_seconds(self) -> float | None:
-        """Expected time between failures of this run, from the profile and its own ledger."""
+        """Estimate the time between failures of this run, from the profile and its own ledger."""
         return mean_time_to_failure(self.ledger.events(), self.config.mttf_seconds)
 
     def note(self, kind: EventKind, **fields: object) -> None:
-        """Append an event of this attempt to the ledger; one that cannot be written now waits."""
+        """Append an event of this attempt to the ledger; it is buffered if it cannot be written."""
         attempt = self.attempt
         self.ledger.append(
             kind, job_id=attempt.job_id, restart_count=attempt.restart_count, **fields
@@ -43,6 +43,5 @@ class AttemptContext:
 
 
 def say(text: str) -> None:
-    """One line into the job's log."""
-    clock = time.strftime("%H:%M:%S")
-    write_log(f"hpctrain {clock} {text}\n")
+    """Write one line with the time into the job's log."""
+    write_log(f"hpctrain {time.strftime('%H:%M:%S')} {text}\n")

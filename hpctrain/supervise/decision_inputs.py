@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.checkpoints.discover import checkpoints
-from hpctrain.errors import SlurmError
+from hpctrain.errors import SlurmError, StorageError
 from hpctrain.nodes.blame import (
-    Avoid,
     Witness,
     blame,
     blame_problem,
@@ -26,6 +25,7 @@ from hpctrain.nodes.blame import (
 from hpctrain.nodes.record import KINDS, EvidenceKind, NodeEvidence, NodeLedger
 from hpctrain.store.jobs import generation, started_ids, successor_ids
 from hpctrain.store.ledger import Event
+from hpctrain.supervise.act.rollback import read_skip_list
 from hpctrain.supervise.context import AttemptContext, say
 from hpctrain.supervise.evidence.gather import keeps_nodes
 from hpctrain.supervise.judge.causes import FAILURE_CAUSES, Cause
@@ -66,7 +66,23 @@ def assess(
     with contextlib.suppress(OSError):
         good = [found.step for found in checkpoints(context.run_layout.checkpoints) if found.good]
         good_checkpoints = tuple(good[:_GOOD_CHECKPOINTS])
-    avoid = _avoid(context, allocation, probe)
+    skip_list_problem = ""
+    try:
+        read_skip_list(context.run_layout)
+    except StorageError as error:
+        skip_list_problem = str(error)
+    except OSError:
+        pass  # a fault of storage, which may pass
+    past = _read_node_ledger(context)
+    avoid = nodes_to_avoid(
+        past,
+        config.cluster,
+        time.time(),
+        usable_nodes=config.cluster_nodes,
+        needed_nodes=least_nodes(config, allocation),
+        allocated=allocation.nodes,
+        homes=probe.homes if probe is not None else None,
+    )
     keeps = evidence is None or keeps_nodes(evidence)
     return Situation(
         keeps_nodes=keeps and not context.signals.final,
@@ -77,10 +93,11 @@ def assess(
         exclude=avoid.nodes,
         exclude_here=tuple(node for node in avoid.here if node in allocation.healthy),
         why_exclude=avoid.why,
-        unfit=_unfit(context, allocation, verdict, probe),
+        unfit=_unfit(context, allocation, verdict, probe, past),
         good_checkpoints=good_checkpoints,
         followed=_has_successor(context),
         storage_away=context.ledger.flush() is not None,
+        skip_list_problem=skip_list_problem,
         restarts=context.attempt.restart_count,
     )
 
@@ -105,6 +122,15 @@ def _has_successor(context: AttemptContext) -> bool:
 def _ledger(context: AttemptContext) -> NodeLedger | None:
     path = context.config.node_ledger
     return NodeLedger(Path(path)) if path else None
+
+
+def _read_node_ledger(context: AttemptContext) -> tuple[NodeEvidence, ...]:
+    """Read the evidence against nodes; empty without a ledger, or if it cannot be read."""
+    ledger = _ledger(context)
+    if ledger is not None:
+        with contextlib.suppress(OSError):
+            return ledger.read()
+    return ()
 
 
 def _record_blame(context: AttemptContext, allocation: Allocation, ended: Ended) -> None:
@@ -219,39 +245,21 @@ def _append(ledger: NodeLedger, evidence: list[NodeEvidence]) -> None:
 
 
 def _unfit(
-    context: AttemptContext, allocation: Allocation, verdict: Verdict, probe: ProbeResult | None
+    context: AttemptContext,
+    allocation: Allocation,
+    verdict: Verdict,
+    probe: ProbeResult | None,
+    past: Sequence[NodeEvidence],
 ) -> tuple[str, ...]:
     """Nodes on which this run cannot work as they are, at most as many as a job may exclude.
 
     Found unfit by this probe, or within the last day and not probed again since.
     """
-    ledger, config = _ledger(context), context.config
+    config = context.config
     now_unfit = [report.node for report in probe.unfit_with_reason] if probe is not None else []
     usable = probe.usable if probe is not None else ()
-    before: tuple[str, ...] = ()
-    if ledger is not None:
-        with contextlib.suppress(OSError):
-            before = unfit_nodes(ledger.read(), config.cluster, config.run_id, time.time())
+    before = unfit_nodes(past, config.cluster, config.run_id, time.time())
     nodes = dict.fromkeys(
         (*verdict.unfit_nodes, *now_unfit, *(node for node in before if node not in usable))
     )
     return tuple(nodes)[: most_avoidable(config.cluster_nodes, least_nodes(config, allocation))]
-
-
-def _avoid(context: AttemptContext, allocation: Allocation, probe: ProbeResult | None) -> Avoid:
-    ledger, config = _ledger(context), context.config
-    if ledger is None:
-        return Avoid()
-    try:
-        evidence = ledger.read()
-    except OSError:
-        return Avoid()
-    return nodes_to_avoid(
-        evidence,
-        config.cluster,
-        time.time(),
-        usable_nodes=config.cluster_nodes,
-        needed_nodes=least_nodes(config, allocation),
-        allocated=allocation.nodes,
-        homes=probe.homes if probe is not None else None,
-    )

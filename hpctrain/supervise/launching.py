@@ -39,7 +39,7 @@ from hpctrain.supervise.judge.launch_nodes import Placement, place_command
 from hpctrain.supervise.judge.probe_answers import KernelLine, ProbeResult
 from hpctrain.supervise.judge.stragglers import SlowRank
 from hpctrain.supervise.srun_process import Launch, free_port
-from hpctrain.supervise.time_limit import Outlook
+from hpctrain.supervise.time_limit import JobTimeLimit
 
 
 @dataclass(frozen=True)
@@ -70,18 +70,18 @@ class Launcher:
         self.epoch = 0
         self.name = f"{context.attempt} on {context.attempt.node}"
         self._state: CrossLaunchState | None = None
-        self._outlook: Outlook | None = None
+        self._time_limit: JobTimeLimit | None = None
         self._seen: frozenset[KernelLine] = frozenset()
 
     def launch(
-        self, placement: Placement, job_nodes: Sequence[str], outlook: Outlook | None = None
+        self, placement: Placement, job_nodes: Sequence[str], time_limit: JobTimeLimit | None = None
     ) -> Ended:
         """Run the trainer once on `placement`, from the newest checkpoint that is not rejected.
 
-        `job_nodes` are all nodes of the job; they are probed if the launch fails. `outlook` is
+        `job_nodes` are all nodes of the job; they are probed if the launch fails. `time_limit` is
         Slurm's latest answer about the time limit.
         """
-        context, self._outlook = self.context, outlook
+        context, self._time_limit = self.context, time_limit
         run = context.run_layout
         run.require()
         self.epoch = claim_epoch(run.epochs, self.name)
@@ -143,7 +143,7 @@ class Launcher:
             state=self._state,
             tasks=placement.shape.tasks if placement.shape else 0,
             nodes=placement.nodes or job_nodes,
-            outlook=self._outlook,
+            time_limit=self._time_limit,
         )
         watch.wait()
         evidence = gather(self.context, launch, watch)
@@ -183,7 +183,15 @@ class Launcher:
         return checkpoint
 
     def _environment(self, placement: Placement, start: Checkpoint | None) -> dict[str, str]:
+        """Set the variables of the trainer for this launch.
+
+        `hostname --ip-address` may give a loopback address, or that of a node that was replaced. So
+        MASTER_ADDR is the address that Slurm uses, or the node's name if Slurm does not answer.
+        """
         context = self.context
+        master = placement.nodes[0] if placement.nodes else context.attempt.node
+        with contextlib.suppress(SlurmError):
+            master = context.slurm.node_address(master)
         name = f"{context.run_layout.directory} {context.attempt} {self.epoch}"
         mttf_seconds = context.mttf_seconds()
         return {
@@ -192,20 +200,9 @@ class Launcher:
             "HPCTRAIN_RESUME": start.directory.name if start else "",
             "HPCTRAIN_PINNED_STEPS": " ".join(map(str, pinned_steps(context.ledger.events()))),
             **({"HPCTRAIN_MTTF_SECONDS": f"{mttf_seconds:.0f}"} if mttf_seconds else {}),
-            "MASTER_ADDR": self._master_address(placement),
+            "MASTER_ADDR": master,
             "MASTER_PORT": str(free_port(name)),
         }
-
-    def _master_address(self, placement: Placement) -> str:
-        """The address that Slurm uses for the first node; its name if Slurm does not answer.
-
-        `hostname --ip-address` may give a loopback address, or that of a node that was replaced.
-        """
-        first = placement.nodes[0] if placement.nodes else self.context.attempt.node
-        try:
-            return self.context.slurm.node_address(first)
-        except SlurmError:
-            return first
 
     def _note_end(self, verdict: Verdict, resume_step: int | None, code: int | None) -> None:
         run = self.context.run_layout

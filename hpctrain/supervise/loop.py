@@ -57,9 +57,9 @@ from hpctrain.supervise.restarted_job import came_back
 from hpctrain.supervise.run_jobs import identity_of
 from hpctrain.supervise.srun_process import Signals
 from hpctrain.supervise.step_ids import use_up_step_ids
-from hpctrain.supervise.storage_retry import outlast
+from hpctrain.supervise.storage_retry import retry_while_storage_fails
 from hpctrain.supervise.termination_guard import Guard
-from hpctrain.supervise.time_limit import Outlook, look_ahead, why_no_launch
+from hpctrain.supervise.time_limit import JobTimeLimit, query_time_limit, too_late_for_launch
 
 _SLURM_TIMEOUT_SECONDS = 8.0
 # Pause between two storage faults, when the second interrupts the handling of the first.
@@ -119,11 +119,6 @@ class Supervisor:
             situation = Situation(restarts=self.context.attempt.restart_count, keeps_nodes=False)
             action = decide(verdict, self._history(), situation, self.context.config)
             code = act(self.context, action)
-        self._flush_ledger()
-        return code
-
-    def _flush_ledger(self) -> None:
-        """Write the buffered lines of the ledger; print to the job's log those that it refuses."""
         ledger = self.context.ledger
 
         def flush() -> None:
@@ -132,9 +127,10 @@ class Supervisor:
                 raise error
 
         with contextlib.suppress(OSError):
-            outlast(self.context, flush)
+            retry_while_storage_fails(self.context, flush)
         for line in ledger.waiting:
             say(f"not in the ledger: {line}")
+        return code
 
     def _supervise(self) -> int:
         """Launch until an action ends the attempt; a storage fault counts as a failed launch."""
@@ -147,11 +143,11 @@ class Supervisor:
                         return act(self.context, action)
                     self._begun = True
                 if ended is None:
-                    outlook = look_ahead(self.context)
-                    forbidden = self._too_late_to_launch(outlook)
+                    time_limit = query_time_limit(self.context)
+                    forbidden = self._too_late_to_launch(time_limit)
                     if forbidden is not None:
                         return act(self.context, forbidden)
-                    ended = self._launch(allocation, outlook)
+                    ended = self._launch(allocation, time_limit)
                 allocation, action = self._decide(allocation, ended)
                 exit_code = act(self.context, action, ended.verdict)
             except OSError as error:
@@ -267,14 +263,14 @@ class Supervisor:
 
     # -- launch after launch ---------------------------------------------------------------
 
-    def _launch(self, allocation: Allocation, outlook: Outlook | None) -> Ended:
+    def _launch(self, allocation: Allocation, time_limit: JobTimeLimit | None) -> Ended:
         placement = place(self.context.config, allocation)
         if placement is None:
             reason = f"{len(allocation.healthy)} of {len(allocation.nodes)} nodes answer"
             return Ended(Verdict(Cause.NODE_FAILURE, reason))
         # Slurm lists the step of a lost node until it gives the node up.
         placement = replace(placement, overlap=bool(allocation.lost))
-        return self.launcher.launch(placement, allocation.nodes, outlook)
+        return self.launcher.launch(placement, allocation.nodes, time_limit)
 
     def _decide(self, allocation: Allocation, ended: Ended) -> tuple[Allocation, Action]:
         """Choose the next action and the nodes that remain for it."""
@@ -299,13 +295,13 @@ class Supervisor:
 
     # -- between two launches --------------------------------------------------------------
 
-    def _too_late_to_launch(self, outlook: Outlook | None) -> Action | None:
+    def _too_late_to_launch(self, time_limit: JobTimeLimit | None) -> Action | None:
         """Return the action if too little time is left for a launch; the next attempt has more.
 
         An attempt that launched nothing counts as one that reached its time limit, so that a limit
         too short for any launch is reported in the end.
         """
-        verdict = why_no_launch(self.context, outlook)
+        verdict = too_late_for_launch(self.context, time_limit)
         if verdict is None:
             return None
         if self.launcher.launches == 0:

@@ -45,7 +45,20 @@ def act(context: AttemptContext, action: Action, verdict: Verdict | None = None)
         )
         say(f"checkpoint of step {action.rejected_step} rejected: {action.reason}")
     if action.rollback_to is not None:
-        _roll_back(context, action, verdict)
+        # The next launch goes back to that checkpoint and skips the batches before the anomaly.
+        step = verdict.step if verdict else None
+        skipped, reason = None, "no data is left out"
+        if verdict is not None and step is not None:
+            skipped = skip_batches(context.run_layout, step, action.skip_steps, verdict.reason)
+        if skipped is not None:
+            reason = f"samples {skipped.from_samples} to {skipped.to_samples} are left out"
+        context.note(
+            EventKind.ROLLED_BACK,
+            checkpoint_step=action.rollback_to,
+            failed_step=step,
+            reason=reason,
+        )
+        say(f"going back to step {action.rollback_to}: {reason}")
     if action.kind in _ENDS_THE_RUN:
         _end_run(context, action, verdict)
     if action.kind is ActionKind.STOP:
@@ -96,21 +109,3 @@ def _end_run(context: AttemptContext, action: Action, verdict: Verdict | None) -
     if action.kind is ActionKind.STOP and verdict is not None and verdict.already_requeued:
         with contextlib.suppress(SlurmError):
             context.slurm.cancel(context.job_id)
-
-
-def _roll_back(context: AttemptContext, action: Action, verdict: Verdict | None) -> None:
-    """Skip the batches before the anomaly from now on; the launch chooses the checkpoint."""
-    step = verdict.step if verdict else None
-    skipped = None
-    if verdict is not None and step is not None:
-        skipped = skip_batches(context.run_layout, step, action.skip_steps, verdict.reason)
-    reason = "no data is left out"
-    if skipped is not None:
-        reason = f"samples {skipped.from_samples} to {skipped.to_samples} are left out"
-    context.note(
-        EventKind.ROLLED_BACK,
-        checkpoint_step=action.rollback_to,
-        failed_step=step,
-        reason=reason,
-    )
-    say(f"going back to step {action.rollback_to}: {reason}")

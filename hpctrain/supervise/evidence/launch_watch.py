@@ -14,14 +14,16 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+from hpctrain.engines.train_json import train_config_of
+from hpctrain.errors import InvalidInputError
 from hpctrain.store.ledger import EventKind
 from hpctrain.store.requests import Request, ask_trainer_to_leave
 from hpctrain.store.run_records import Progress, RankTimes
 from hpctrain.supervise.context import AttemptContext, say
 from hpctrain.supervise.evidence import stack_files
 from hpctrain.supervise.evidence.job_facts import job_facts, still_ours
-from hpctrain.supervise.evidence.pipeline_stages import read_stages
 from hpctrain.supervise.evidence.run_dir_snapshot import (
     BackgroundReader,
     RunDirReader,
@@ -38,9 +40,8 @@ from hpctrain.supervise.judge.stragglers import (
     Stragglers,
     one_stage,
 )
-from hpctrain.supervise.request_audit import audit
 from hpctrain.supervise.srun_process import Launch
-from hpctrain.supervise.time_limit import Outlook, OwnWarning
+from hpctrain.supervise.time_limit import JobTimeLimit, OverdueWarning
 from hpctrain.supervise.timeouts import run_with_timeout
 
 _POLL_SECONDS = 0.2
@@ -65,6 +66,8 @@ _FINAL_READING_SECONDS = 0.2
 # A storage fault counts as the cause of a launch's end if it happened at most this long before:
 # ranks wait for their run directory before they give up, and take some time to report it.
 _FAULT_COUNTS_SECONDS = 60.0
+# The last events of the ledger that may record a request.
+_RECENT_EVENTS = 50
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ class LaunchWatch:
 
     `tasks` is the number of ranks (0: as many as appear). `nodes` are those of the launch in the
     order of its ranks (empty: all of the job). `stage_of` gives a rank's pipeline stage (None: read
-    from the trainer's file). `outlook` is Slurm's latest answer about the time limit.
+    from the trainer's file). `time_limit` is Slurm's latest answer about the time limit.
 
     Results: `superseded`; `started`; `stall` (with the odd ranks); `slow_ranks`; `signals` received
     meanwhile; `left_startup`, the watch ended a start that was requested to stop; `limit_near`, the
@@ -110,7 +113,7 @@ class LaunchWatch:
         tasks: int = 0,
         nodes: Sequence[str] = (),
         stage_of: StageOf | None = None,
-        outlook: Outlook | None = None,
+        time_limit: JobTimeLimit | None = None,
     ) -> None:
         self.context = context
         self.launch = launch
@@ -122,7 +125,12 @@ class LaunchWatch:
         self.step_remains = False
         self.killed_at = float("inf")
         self.tasks, self.nodes = tasks, tuple(nodes)
-        self._stage_of = stage_of or _stages(context, tasks)
+        self._stage_of = stage_of or one_stage
+        files = [shape.train_config for shape in context.config.shapes if shape.tasks == tasks]
+        if stage_of is None and files:
+            path, stages = context.run_layout.directory / files[0], list[StageOf]()
+            run_with_timeout(lambda: stages.append(read_pipeline_stages(path)), _WRITE_SECONDS)
+            self._stage_of = stages[0] if stages else one_stage
         self._state = state or CrossLaunchState.of(context)
         self._state.stragglers.launched()
         self._steps = OwnSteps(context)
@@ -142,7 +150,7 @@ class LaunchWatch:
         self._left_at: float | None = None
         self._stop_requested = self._signal_pending = False
         self._stopping_at: float | None = None
-        self._own_warning = OwnWarning(context, outlook)
+        self._overdue_warning = OverdueWarning(context, time_limit)
         self._inquiry = StackInquiry(context, epoch, tasks, nodes, give_up=self._is_ending)
 
     @property
@@ -168,7 +176,12 @@ class LaunchWatch:
         run_with_timeout(lambda: stack_files.forget_old_dumps(run, self.epoch), _WRITE_SECONDS)
         while self.launch.poll() is None:
             self._handle_signals()
-            self._stop_near_time_limit()
+            # Slurm's warning may have come before this supervisor could receive it.
+            warned = self.limit_near or "USR1" in self.context.signals.names
+            if not warned and self._overdue_warning.is_due():
+                self.limit_near = True
+                self._say("the time limit is near, and Slurm's warning has not come")
+                self._request_stop("the time limit is near")
             if self._time_is_up() or self._poll_snapshot(background):
                 break
             time.sleep(_POLL_SECONDS)
@@ -181,8 +194,19 @@ class LaunchWatch:
         self._check_final_signal(_WRITE_SECONDS)
         if not self.context.signals.final:
             self._end_step()
-        if self.stall is not None:
-            self._record_odd_ranks(self.stall)
+        odd_ranks = self._inquiry.close(self.stall.phase) if self.stall is not None else None
+        if self.stall is not None and odd_ranks is not None:
+            self.stall = replace(self.stall, odd=odd_ranks.odd)
+            first = odd_ranks.odd[0] if odd_ranks.odd else None
+            self._note(
+                EventKind.STACKS_SAVED,
+                reason=odd_ranks.reason,
+                evidence=odd_ranks.evidence,
+                rank=first.rank if first else None,
+                node=(first.node or None) if first else None,
+                nodes=",".join(dict.fromkeys(o.node for o in odd_ranks.odd if o.node)) or None,
+            )
+            self._say(odd_ranks.reason)
 
     # -- signals and requests --------------------------------------------------------------
 
@@ -212,15 +236,6 @@ class LaunchWatch:
             self._request_stop(f"signal {self.signals[-1]}, which Slurm did not send")
             self._say(f"signal {self.signals[-1]} did not come from Slurm, which runs the job on")
 
-    def _stop_near_time_limit(self) -> None:
-        """Replace Slurm's warning, which may have come before this supervisor could receive it."""
-        if self.limit_near or "USR1" in self.context.signals.names:
-            return
-        if self._own_warning.is_due():
-            self.limit_near = True
-            self._say("the time limit is near, and Slurm's warning has not come")
-            self._request_stop("the time limit is near")
-
     def _request_stop(self, reason: str) -> None:
         """Request a stop by file and by signal: either may be lost or late.
 
@@ -245,7 +260,7 @@ class LaunchWatch:
         if request is None:
             return False
         if not self._stop_requested:
-            run_with_timeout(lambda: audit(self.context, request), _WRITE_SECONDS)
+            run_with_timeout(lambda: _record_request(self.context, request), _WRITE_SECONDS)
         if request.kind == "stop-now":
             return True
         if not self._stop_requested:
@@ -287,19 +302,15 @@ class LaunchWatch:
             return False
         snapshot = background.result()
         if snapshot is None:
-            self._count_failed_read(now, None if background.busy else background.fault)
+            if not background.busy and background.fault is not None:
+                self.storage_fault, self._fault_at = background.fault, now
+            gap_seconds = now - self._seen_at
+            if gap_seconds > _READ_SECONDS + _BLOCKED_SECONDS:
+                self.storage_stalled_seconds = self._stalled_before_seconds + gap_seconds
             return False
         if not self._must_end(snapshot, now):
             return False
         return self.stall is None or self._confirm_stall(background, self.stall)
-
-    def _count_failed_read(self, now: float, fault: OSError | None) -> None:
-        """The run directory does not answer, or only with errors."""
-        if fault is not None:
-            self.storage_fault, self._fault_at = fault, now
-        gap_seconds = now - self._seen_at
-        if gap_seconds > _READ_SECONDS + _BLOCKED_SECONDS:
-            self.storage_stalled_seconds = self._stalled_before_seconds + gap_seconds
 
     def _must_end(self, snapshot: RunDirSnapshot, now: float) -> bool:
         """Whether the step must end; sets `stall` if the reason is silence."""
@@ -317,7 +328,8 @@ class LaunchWatch:
             self._progress = progress
             self._silence.sign(progress.phase, progress.step, progress.step_seconds, now)
             self._send_pending_signal()
-        self._record_slow_ranks(snapshot.rank_times)
+        if snapshot.rank_times is not None:
+            self._record_slow_ranks(snapshot.rank_times)
         self.superseded = snapshot.newest_epoch > self.epoch
         if self._follow_request(snapshot.request):
             return True
@@ -347,9 +359,7 @@ class LaunchWatch:
             )
         return self.stall is not None
 
-    def _record_slow_ranks(self, times: RankTimes | None) -> None:
-        if times is None:
-            return
+    def _record_slow_ranks(self, times: RankTimes) -> None:
         for slow in self._state.stragglers.window(times, self._stage_of):
             reason = f"computes {slow.factor:.2f} times as long as its peers"
             self._note(
@@ -379,22 +389,6 @@ class LaunchWatch:
         if self.stall is not None:
             self._state.limits.stalled(self.stall.phase, self.stall.silent_seconds)
         return True
-
-    def _record_odd_ranks(self, stall: Stall) -> None:
-        found = self._inquiry.close(stall.phase)
-        if found is None:
-            return
-        self.stall = replace(stall, odd=found.odd)
-        first = found.odd[0] if found.odd else None
-        self._note(
-            EventKind.STACKS_SAVED,
-            reason=found.reason,
-            evidence=found.evidence,
-            rank=first.rank if first else None,
-            node=(first.node or None) if first else None,
-            nodes=",".join(dict.fromkeys(odd.node for odd in found.odd if odd.node)) or None,
-        )
-        self._say(found.reason)
 
     def _say(self, text: str) -> None:
         run_with_timeout(lambda: say(text), _WRITE_SECONDS)
@@ -446,11 +440,20 @@ class _JobFactsQuery:
         return not self._thread.is_alive()
 
 
-def _stages(context: AttemptContext, tasks: int) -> StageOf:
-    """Pipeline stages of a launch of `tasks` ranks; all ranks are peers if no file says more."""
-    files = [shape.train_config for shape in context.config.shapes if shape.tasks == tasks]
-    found: list[StageOf] = []
-    if files:
-        path = context.run_layout.directory / files[0]
-        run_with_timeout(lambda: found.append(read_stages(path)), _WRITE_SECONDS)
-    return found[0] if found else one_stage
+def _record_request(context: AttemptContext, request: Request) -> None:
+    """Record who made a request, unless the command that wrote the request file has done so."""
+    for event in reversed(context.ledger.events()[-_RECENT_EVENTS:]):
+        if event.event is EventKind.CONTROL and event.action == request.kind:
+            return
+        if event.event is EventKind.LAUNCH_STARTED:
+            break
+    user, reason = request.owner or None, request.words or None
+    context.note(EventKind.CONTROL, action=request.kind, user=user, reason=reason)
+
+
+def read_pipeline_stages(train_config: Path) -> StageOf:
+    """Read the pipeline stage of each rank; all ranks are peers if the file cannot be read."""
+    try:
+        return train_config_of(train_config, train_config.read_bytes()).pipeline_stage
+    except (OSError, InvalidInputError):
+        return one_stage

@@ -248,6 +248,7 @@ class Situation:
     `unfit` are nodes of the cluster on which this run cannot work as they are.
     `good_checkpoints` are steps, newest first. `followed`: where Slurm does not requeue, another
     job of the run is there to go on. `storage_away`: the ledger cannot be written at the moment.
+    `skip_list_problem`: why `skips.json` cannot be extended; empty if it can.
     `restarts` is how often Slurm has started this job before.
     """
 
@@ -263,6 +264,7 @@ class Situation:
     good_checkpoints: tuple[int, ...] = ()
     followed: bool = True
     storage_away: bool = False
+    skip_list_problem: str = ""
     restarts: int = 0
 
 

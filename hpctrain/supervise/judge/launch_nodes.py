@@ -95,21 +95,16 @@ def place_command(argv: Sequence[str], placement: Placement) -> list[str]:
     if shape is None or not shape.train_config:
         return _with_nodelist(words, placement.nodes)
     words[-1] = shape.train_config
+    # Tasks of srun are ranks, or one agent per node that starts them.
     agents = any(word.startswith(_AGENT_OPTION) for word in words)
-    words = [_sized(word, shape, shape.nodes if agents else shape.tasks) for word in words]
+    values = {
+        "--nodes=": shape.nodes,
+        "--ntasks=": shape.nodes if agents else shape.tasks,
+        _AGENT_OPTION: shape.nodes,
+    }
+    for option, value in values.items():
+        words = [f"{option}{value}" if word.startswith(option) else word for word in words]
     return _with_nodelist(words, placement.nodes)
-
-
-def _sized(word: str, shape: LaunchShape, tasks: int) -> str:
-    """Adapt one option of srun; `tasks` are ranks, or one agent per node that starts them."""
-    for option, value in (
-        ("--nodes=", shape.nodes),
-        ("--ntasks=", tasks),
-        (_AGENT_OPTION, shape.nodes),
-    ):
-        if word.startswith(option):
-            return f"{option}{value}"
-    return word
 
 
 def _with_nodelist(words: list[str], nodes: tuple[str, ...]) -> list[str]:

@@ -28,7 +28,28 @@ def decide_numerics(
     if history.anomalies_at_step > _MOST_AT_ONE_STEP:
         reason = verdict.followed_by("it came again after going back")
         return Action(ActionKind.STOP, reason, _STOPPED_EXIT_CODE)
-    return _back(verdict, situation, config)
+    rollback, good = config.rollback, situation.good_checkpoints
+    target = good[min(rollback.checkpoints, len(good)) - 1] if good else 0
+    plan = f"go back to step {target} and leave out {rollback.skip_steps} batches"
+    if not rollback.act:
+        return Action(
+            ActionKind.STOP,
+            verdict.followed_by("again at the same step: the run's own", ", "),
+            _STOPPED_EXIT_CODE,
+            observed=(f"would {plan}",),
+        )
+    if situation.skip_list_problem:
+        reason = verdict.followed_by(
+            f"cannot {plan}: {situation.skip_list_problem}; restore the file, then continue with "
+            "`hpctrain resume`"
+        )
+        return Action(ActionKind.STOP, reason, _STOPPED_EXIT_CODE)
+    return Action(
+        ActionKind.RELAUNCH,
+        verdict.followed_by(f"again at the same step: {plan}", ", "),
+        rollback_to=target,
+        skip_steps=rollback.skip_steps,
+    )
 
 
 def _once_more(verdict: Verdict, situation: Situation, config: SuperviseConfig) -> Action:
@@ -45,23 +66,3 @@ def _once_more(verdict: Verdict, situation: Situation, config: SuperviseConfig) 
         return Action(ActionKind.REQUEUE, f"{reason}, on other nodes", exclude=tuple(verdict.nodes))
     observed = f"would repeat them without {', '.join(verdict.nodes)}"
     return Action(ActionKind.RELAUNCH, f"{reason}, on the same nodes", observed=(observed,))
-
-
-def _back(verdict: Verdict, situation: Situation, config: SuperviseConfig) -> Action:
-    """Go back `rollback.checkpoints` and leave out the batches before the anomaly."""
-    rollback, good = config.rollback, situation.good_checkpoints
-    target = good[min(rollback.checkpoints, len(good)) - 1] if good else 0
-    plan = f"go back to step {target} and leave out {rollback.skip_steps} batches"
-    if not rollback.act:
-        return Action(
-            ActionKind.STOP,
-            verdict.followed_by("again at the same step: the run's own", ", "),
-            _STOPPED_EXIT_CODE,
-            observed=(f"would {plan}",),
-        )
-    return Action(
-        ActionKind.RELAUNCH,
-        verdict.followed_by(f"again at the same step: {plan}", ", "),
-        rollback_to=target,
-        skip_steps=rollback.skip_steps,
-    )

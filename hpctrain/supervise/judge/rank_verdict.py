@@ -1,12 +1,11 @@
 """Judge the end of a launch by the reports of ranks and machines. Pure.
 
-Order of trust: a wrong setting (the trainer's own word, with that of all nodes where it depends on
-the node); a checkpoint that is proven to have changed; nodes that are lost; broken hardware; the
-earliest root over all ranks, which a kernel or slurmstepd that kills for memory precedes, because a
-killed rank leaves no word; the hang that the supervisor has seen; tasks that could not start; what
-srun says of the first task that died; what follows from failures of others; exit codes.
-Belongs here: choosing among these. Does not belong here: finding lines (`log_scan`), the scheduler
-(`scheduler_verdict`).
+Order of trust: a wrong setting (reported by the trainer; compared between nodes where it depends on
+the node); a checkpoint that is proven to have changed; lost nodes; broken hardware; kills for
+memory, because a killed rank leaves no record; the earliest root cause of all ranks; a hang that
+the supervisor has detected; tasks that could not start; srun's report of the first task that died;
+failures that follow from others; exit codes. Belongs here: choosing among these. Does not belong
+here: finding lines (`log_scan`), the scheduler (`scheduler_verdict`).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from hpctrain.supervise.judge.documents import (
     Verdict,
 )
 from hpctrain.supervise.judge.fingerprint import fingerprint
-from hpctrain.supervise.judge.root_causes import NEVER, RootCandidate, candidates, own_crashes
+from hpctrain.supervise.judge.root_causes import NEVER, candidates, own_crashes
 from hpctrain.supervise.judge.scheduler_verdict import failed_nodes, noticed
 from hpctrain.supervise.judge.shared_failures import Extent, extent
 from hpctrain.supervise.judge.silence_limits import LAUNCHING
@@ -38,9 +37,9 @@ _CODES: dict[int, Cause] = {
     TrainerExit.DIVERGED: Cause.DIVERGED,
     TrainerExit.CONFIG_ERROR: Cause.CONFIG_ERROR,
 }
-# What can hold up a launch without ending it. Other roots in the logs of a launch that hangs were
-# survived, or follow from the supervisor's killing it.
-_HOLD_UP = frozenset(
+# What can block a launch without ending it. Other roots in the logs of a launch that hangs were
+# survived, or follow from the kill by the supervisor.
+_CAN_BLOCK = frozenset(
     {
         Cause.GPU_ERROR,
         Cause.GPU_OOM,
@@ -50,11 +49,11 @@ _HOLD_UP = frozenset(
         Cause.NODE_FAILURE,
     }
 )
-# Echoes that say what has failed go before those that only say that a peer is gone.
+# Echoes that name what has failed come before those that only report a lost peer.
 _VAGUE_ECHOES = {Cause.HANG: 1, Cause.CRASH: 2}
-# How much later a kill may be told of than what fails because of it: on busy nodes slurmstepd and
-# agents notice late. Less than ranks live that survive a failed one (`watch`).
-_TOLD_LATE_SECONDS = 3.0
+# How much later a kill may be reported than the failures that follow from it: on busy nodes
+# slurmstepd and agents notice late. Less than ranks live that survive a failed one (`watch`).
+_REPORTED_LATE_SECONDS = 3.0
 # What people and programs send to a process; the other signals a process brings on itself.
 _SENT_SIGNALS = frozenset(
     {
@@ -62,7 +61,7 @@ _SENT_SIGNALS = frozenset(
         *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGXCPU),
     }
 )
-# More suspects than these are no suspects: what many nodes see is not the fault of one.
+# With more suspects than these none is suspected: a failure of many nodes is not that of one.
 _MOST_SUSPECTS = 2
 
 
@@ -196,7 +195,7 @@ def _root(evidence: Evidence) -> Verdict | None:
     """
     found = sorted(candidates(evidence), key=lambda one: one.order)
     if evidence.stall is not None:
-        found = [one for one in found if one.cause in _HOLD_UP]
+        found = [one for one in found if one.cause in _CAN_BLOCK]
     if not found:
         return None
     root = found[0]
@@ -211,10 +210,15 @@ def _root(evidence: Evidence) -> Verdict | None:
                 return on_some_nodes
     if root.cause is Cause.LOAD_FAILED and _first_kill(evidence) is not None:
         return None  # a rank that was killed may be why others could not load
-    nodes, hard = _suspects(root, found)
+    # The nodes with the same cause, unless they are many and no hardware is broken.
+    same_cause = [one for one in found if one.cause is root.cause and one.hard is root.hard]
+    nodes = tuple(dict.fromkeys(one.node for one in same_cause if one.node))
+    hard = root.hard and root.cause not in FINAL_CAUSES
+    if root.cause in FINAL_CAUSES or (not hard and len(nodes) > _MOST_SUSPECTS):
+        nodes = ()
     where = f"rank {root.rank} on {root.node}" if root.rank is not None else root.node
     cause = str(root.cause).replace("_", " ")
-    reason = f"{where or 'the launch'}: {cause}: {root.words.strip()[:200]}"
+    reason = f"{where or 'the launch'}: {cause}: {root.text.strip()[:200]}"
     lines = tuple(dict.fromkeys(map(str, found)))
     loaded = evidence.resume_step if root.cause is Cause.LOAD_FAILED else 0
     return Verdict(
@@ -227,17 +231,6 @@ def _root(evidence: Evidence) -> Verdict | None:
         step=root.step or evidence.last_step,
         checkpoint_step=loaded or None,
     )
-
-
-def _suspects(root: RootCandidate, found: list[RootCandidate]) -> tuple[tuple[str, ...], bool]:
-    """Collect the nodes with the same cause, unless they are many and no hardware is broken."""
-    same = [one for one in found if one.cause is root.cause and one.hard is root.hard]
-    nodes = tuple(dict.fromkeys(one.node for one in same if one.node))
-    if root.cause in FINAL_CAUSES:
-        return (), False
-    if root.hard:
-        return nodes, True
-    return (nodes if len(nodes) <= _MOST_SUSPECTS else ()), False
 
 
 # -- hangs, launches, deaths -------------------------------------------------------------------
@@ -254,9 +247,9 @@ def _hang(evidence: Evidence) -> Verdict | None:
         f"no sign of life for {stall.silent_seconds:.0f} s while {stall.phase} "
         f"(limit {stall.limit_seconds:.0f} s)"
     )
-    explaining = [finding for finding in _echoes(evidence) if finding.cause in _HOLD_UP]
+    explaining = [finding for finding in _echoes(evidence) if finding.cause in _CAN_BLOCK]
     if not stall.odd:
-        if explaining:  # no rank is odd, but storage or a link was away
+        if explaining:  # no rank stands out, but storage or a link was away
             return _verdict_of_echo(explaining, evidence)
         return Verdict(Cause.HANG, reason, step=evidence.last_step)
     first = stall.odd[0]
@@ -320,7 +313,7 @@ def _by_signal(evidence: Evidence) -> Verdict | None:
         first.rank,
         nodes=(first.single_node,) if first.single_node else (),
         step=evidence.last_step,
-        suspicion=_suspicion(first, own_words=False),
+        suspicion=_suspicion(first, explained=False),
     )
 
 
@@ -338,7 +331,7 @@ def _first_kill(evidence: Evidence) -> TaskFailure | None:
     if not evidence.rank_exits or own_crashes(evidence):
         return None
     kills = (one for one in deaths if one.code is None and not _is_abort(one))
-    return next((one for one in kills if one.at - deaths[0].at < _TOLD_LATE_SECONDS), None)
+    return next((one for one in kills if one.at - deaths[0].at < _REPORTED_LATE_SECONDS), None)
 
 
 def _is_abort(failure: TaskFailure) -> bool:
@@ -375,29 +368,29 @@ def _by_crash(evidence: Evidence) -> Verdict | None:
 def _by_silent_end(evidence: Evidence) -> Verdict | None:
     """Find a rank that exited with a code and no record, while others report only lost peers."""
     recorded = {exit_.rank for exit_ in evidence.rank_exits}
-    telling = [f for f in _echoes(evidence) if f.cause not in _VAGUE_ECHOES]
+    specific = [f for f in _echoes(evidence) if f.cause not in _VAGUE_ECHOES]
     silent = [
         failure
         for failure in evidence.task_failures
         if failure.rank is not None and failure.rank not in recorded and failure.code is not None
     ]
-    if not recorded or not silent or telling:
+    if not recorded or not silent or specific:
         return None
     first = silent[0]
-    own_words = any(f.rank == first.rank and f.role == "root" for f in evidence.findings)
+    explained = any(f.rank == first.rank and f.role == "root" for f in evidence.findings)
     return Verdict(
         Cause.CRASH,
-        f"rank {first.rank} on {first.node} left with code {first.code} and said nothing",
+        f"rank {first.rank} on {first.node} exited with code {first.code} and left no record",
         _task_lines(evidence),
         first.rank,
         nodes=(first.node,),
         step=evidence.last_step,
-        suspicion=_suspicion(first, own_words),
+        suspicion=_suspicion(first, explained),
     )
 
 
-def _suspicion(failure: TaskFailure, own_words: bool) -> Suspicion:
-    if own_words:
+def _suspicion(failure: TaskFailure, explained: bool) -> Suspicion:
+    if explained:
         return Suspicion.NONE
     # bash(1), EXIT STATUS: a command that signal N ends has the code 128 + N.
     number = failure.signal if failure.code is None else failure.code - 128
@@ -428,7 +421,16 @@ def _echo(evidence: Evidence) -> Verdict | None:
     if not echoes or not failed:
         return None
     verdict = _verdict_of_echo(echoes, evidence)
-    return _with_silent_rank(verdict, echoes, evidence)
+    if verdict.cause is not Cause.HANG:
+        return verdict
+    # The only rank without a timeout of a collective did not take part.
+    late = {f.rank for f in echoes if f.cause is Cause.HANG and f.rank is not None}
+    silent = sorted(set(range(evidence.world_size)) - late)
+    if len(silent) != 1 or evidence.world_size < 3:
+        return replace(verdict, rank=None, nodes=())
+    node = _node_of(silent[0], evidence)
+    reason = f"{verdict.reason}; rank {silent[0]} alone did not time out"
+    return replace(verdict, reason=reason, rank=silent[0], nodes=(node,) if node else ())
 
 
 def _echoes(evidence: Evidence) -> list[Finding]:
@@ -457,19 +459,6 @@ def _verdict_of_echo(echoes: list[Finding], evidence: Evidence) -> Verdict:
     return Verdict(first.cause, reason, lines, first.rank, nodes=suspects, step=evidence.last_step)
 
 
-def _with_silent_rank(verdict: Verdict, echoes: list[Finding], evidence: Evidence) -> Verdict:
-    """Name the only rank without a timeout of a collective: it did not take part."""
-    if verdict.cause is not Cause.HANG:
-        return verdict
-    late = {f.rank for f in echoes if f.cause is Cause.HANG and f.rank is not None}
-    silent = sorted(set(range(evidence.world_size)) - late)
-    if len(silent) != 1 or evidence.world_size < 3:
-        return replace(verdict, rank=None, nodes=())
-    node = _node_of(silent[0], evidence)
-    words = f"{verdict.reason}; rank {silent[0]} alone did not time out"
-    return replace(verdict, reason=words, rank=silent[0], nodes=(node,) if node else ())
-
-
 def _node_of(rank: int | None, evidence: Evidence) -> str | None:
     return next((exit_.node for exit_ in evidence.rank_exits if exit_.rank == rank), None)
 
@@ -485,7 +474,7 @@ def _by_code(evidence: Evidence) -> Verdict | None:
         cause = _CODES.get(first.code or 0, Cause.CRASH)
         same = {one.node for one in evidence.task_failures if one.code == first.code}
         alone = len(evidence.nodes) > 1 and same == {first.node} and first.node in evidence.nodes
-        if cause is Cause.CONFIG_ERROR and alone:  # no task of another node left with this code
+        if cause is Cause.CONFIG_ERROR and alone:  # no task of another node has this code
             cause = Cause.NODE_FAILURE
         reason = f"task {first.tasks} on {first.node}: {first.what}"
         lines = _task_lines(evidence)

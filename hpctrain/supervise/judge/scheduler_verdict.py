@@ -25,6 +25,7 @@ _SIGNALS_OF_OTHERS = frozenset({signal.SIGKILL, signal.SIGTERM})
 _CODES_OF_OTHERS = frozenset(
     {TrainerExit.YIELDED, *(128 + number for number in _SIGNALS_OF_OTHERS)}
 )
+_FINAL_SIGNALS = frozenset({"TERM", "INT", "HUP"})
 _SIGNED_BY_SLURM = frozenset(
     {Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.NODE_FAILURE, Cause.REQUEUED}
 )
@@ -34,7 +35,17 @@ def by_slurm(evidence: Evidence) -> Verdict | None:
     """Judge by the controller's record of the job, or by slurmstepd without one."""
     job = evidence.job
     if job is None:
-        return _by_notices(evidence)
+        cause = noticed(evidence)
+        if cause is None:
+            return None
+        return Verdict(
+            cause,
+            f"Slurm ended the step: {text_of(cause)}",
+            evidence.notice_lines[-3:],
+            # A requeue of a job that its user has cancelled in the queue would bring it back.
+            already_requeued=cause is Cause.REQUEUED,
+            nodes=failed_nodes(evidence) if cause is Cause.NODE_FAILURE else (),
+        )
     if job.hold is JobHold.LAUNCH_FAILED:
         return Verdict(
             Cause.PROLOG_FAILURE,
@@ -44,7 +55,15 @@ def by_slurm(evidence: Evidence) -> Verdict | None:
             nodes=failed_nodes(evidence),
         )
     if job.restart_count > evidence.restart_count or job.state is JobState.PENDING:
-        return _requeued(evidence, job)
+        cause = noticed(evidence) or (Cause.PREEMPTED if job.preempt_time else Cause.REQUEUED)
+        held = f", and {_HOLDERS[job.hold]}" if job.hold in _HOLDERS else ""
+        return Verdict(
+            cause,
+            f"Slurm has requeued the job (restart {job.restart_count}): {text_of(cause)}{held}",
+            _job_lines(evidence, job),
+            already_requeued=True,
+            nodes=failed_nodes(evidence) if cause is Cause.NODE_FAILURE else (),
+        )
     if job.state is JobState.COMPLETING or job.end is not None:
         cause = cause_of_end(job.end) or noticed(evidence) or Cause.CANCELLED
         return Verdict(
@@ -62,15 +81,29 @@ def by_requests(evidence: Evidence) -> Verdict | None:
     A signal without an explanation is no request: see `left_unexplained`.
     """
     if evidence.job is not None and evidence.job.preempt_time:
-        return _in_grace(evidence, evidence.job)
+        # TERM and lost peers end ranks in a grace period, which is no failure. A wrong setting is
+        # wrong in the next attempt, too.
+        if any(exit_.outcome == "config_error" for exit_ in evidence.rank_exits):
+            return None
+        reason = f"the job is being preempted: {_what_was_saved(evidence)}"
+        if not (_stopped_while_starting(evidence) or _stopped_by_request(evidence)):
+            reason = "the ranks ended within the grace period, without a last save"
+        return Verdict(Cause.PREEMPTED, reason, _job_lines(evidence, evidence.job))
     requested = _request(evidence)
     warned = "USR1" in evidence.signals or evidence.limit_near
     explained = warned or requested is not None
-    if not (_asked_to_leave(evidence) or (explained and _left_startup(evidence))):
+    if not (_stopped_by_request(evidence) or (explained and _stopped_while_starting(evidence))):
         if not _only_ended_by_others(evidence):
             return None
-        # `stop --now` ends the step without any record of the ranks.
-        return requested or _ended_from_outside(evidence)
+        if requested is not None or evidence.job is None:
+            return requested  # `stop --now` ends the step without any record of the ranks
+        # Ended from outside while Slurm lists the job as running: the ranks were killed with their
+        # srun, or only the supervisor got a signal to end.
+        forced = any(notice.forced_end for notice in evidence.notices)
+        ended = forced or not _FINAL_SIGNALS.isdisjoint(evidence.signals)
+        if evidence.job.state is not JobState.RUNNING or not ended:
+            return None
+        return _signalled(evidence, "the step ended without a last save")
     if warned:
         reason = f"the time limit is near: {_what_was_saved(evidence)}"
         lines = ("signal USR1 from Slurm",) if "USR1" in evidence.signals else ()
@@ -88,7 +121,7 @@ def left_unexplained(evidence: Evidence) -> bool:
         evidence.job.preempt_time or by_slurm(evidence) is not None
     )
     return (
-        _asked_to_leave(evidence)
+        _stopped_by_request(evidence)
         and "USR1" not in evidence.signals
         and not evidence.limit_near
         and _request(evidence) is None
@@ -104,28 +137,6 @@ def noticed(evidence: Evidence) -> Cause | None:
         return cause
     lines = (f for f in evidence.findings if f.is_of_slurm and f.role == "root")
     return next((f.cause for f in lines if f.cause in _SIGNED_BY_SLURM), None)
-
-
-def _requeued(evidence: Evidence, job: JobFacts) -> Verdict:
-    cause = noticed(evidence) or (Cause.PREEMPTED if job.preempt_time else Cause.REQUEUED)
-    reason = f"Slurm has requeued the job (restart {job.restart_count}): {text_of(cause)}"
-    if job.hold in _HOLDERS:
-        reason = f"{reason}, and {_HOLDERS[job.hold]}"
-    nodes = failed_nodes(evidence) if cause is Cause.NODE_FAILURE else ()
-    return Verdict(cause, reason, _job_lines(evidence, job), already_requeued=True, nodes=nodes)
-
-
-def _by_notices(evidence: Evidence) -> Verdict | None:
-    """Judge by the reason that slurmstepd gave while the controller does not answer."""
-    cause = noticed(evidence)
-    if cause is None:
-        return None
-    # A requeue of a job that its user has cancelled in the queue would bring it back.
-    queued = cause is Cause.REQUEUED
-    nodes = failed_nodes(evidence) if cause is Cause.NODE_FAILURE else ()
-    reason = f"Slurm ended the step: {text_of(cause)}"
-    lines = evidence.notice_lines[-3:]
-    return Verdict(cause, reason, lines, already_requeued=queued, nodes=nodes)
 
 
 def _signalled(evidence: Evidence, what_followed: str) -> Verdict | None:
@@ -164,19 +175,6 @@ def node_of_rank(evidence: Evidence, rank: int) -> str | None:
     return nodes[rank // (size // len(nodes))]
 
 
-def _ended_from_outside(evidence: Evidence) -> Verdict | None:
-    """Judge a step that was ended from outside while Slurm still lists the job as running.
-
-    Either the ranks were killed with their srun, or only the supervisor got a signal to end.
-    """
-    if evidence.job is None or evidence.job.state is not JobState.RUNNING:
-        return None
-    forced = any(notice.forced_end for notice in evidence.notices)
-    if forced or {"TERM", "INT", "HUP"} & set(evidence.signals):
-        return _signalled(evidence, "the step ended without a last save")
-    return None
-
-
 def _request(evidence: Evidence) -> Verdict | None:
     if evidence.hold_requested_by is not None:
         reason = f"asked to hold by {evidence.hold_requested_by}"
@@ -186,26 +184,13 @@ def _request(evidence: Evidence) -> Verdict | None:
     return None
 
 
-def _in_grace(evidence: Evidence, job: JobFacts) -> Verdict | None:
-    """Judge ranks that end in a grace period: no failure, because TERM and lost peers end them.
-
-    A wrong setting is wrong in the next attempt, too.
-    """
-    if any(exit_.outcome == "config_error" for exit_ in evidence.rank_exits):
-        return None
-    reason = f"the job is being preempted: {_what_was_saved(evidence)}"
-    if not (_left_startup(evidence) or _asked_to_leave(evidence)):
-        reason = "the ranks ended within the grace period, without a last save"
-    return Verdict(Cause.PREEMPTED, reason, _job_lines(evidence, job))
-
-
-def _asked_to_leave(evidence: Evidence) -> bool:
+def _stopped_by_request(evidence: Evidence) -> bool:
     if any(exit_.outcome in ("crash", "config_error") for exit_ in evidence.rank_exits):
         return False
     return any(exit_.outcome == "yielded" for exit_ in evidence.rank_exits)
 
 
-def _left_startup(evidence: Evidence) -> bool:
+def _stopped_while_starting(evidence: Evidence) -> bool:
     """True if a request stopped the launch while it was starting.
 
     A rank that exits then breaks the connections of others, which may get the request a moment

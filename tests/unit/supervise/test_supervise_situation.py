@@ -206,3 +206,9 @@ def test_evidence_of_before_is_kept(site: Site) -> None:
     )
     site.nodes.append([old])
     assert site.assess(verdict(Suspicion.NONE)).unfit == ("n3",)
+
+
+def test_a_list_of_skipped_data_that_cannot_be_extended_is_reported(site: Site) -> None:
+    assert site.assess(verdict(Suspicion.NONE)).skip_list_problem == ""
+    site.context.run_layout.skips.write_text("[")
+    assert "skips.json" in site.assess(verdict(Suspicion.NONE)).skip_list_problem
