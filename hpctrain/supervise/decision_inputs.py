@@ -73,7 +73,11 @@ def assess(
         skip_list_problem = str(error)
     except OSError:
         pass  # a fault of storage, which may pass
-    past = _read_node_ledger(context)
+    past: tuple[NodeEvidence, ...] = ()
+    ledger = _ledger(context)
+    if ledger is not None:
+        with contextlib.suppress(OSError):
+            past = ledger.read()
     avoid = nodes_to_avoid(
         past,
         config.cluster,
@@ -122,15 +126,6 @@ def _has_successor(context: AttemptContext) -> bool:
 def _ledger(context: AttemptContext) -> NodeLedger | None:
     path = context.config.node_ledger
     return NodeLedger(Path(path)) if path else None
-
-
-def _read_node_ledger(context: AttemptContext) -> tuple[NodeEvidence, ...]:
-    """Read the evidence against nodes; empty without a ledger, or if it cannot be read."""
-    ledger = _ledger(context)
-    if ledger is not None:
-        with contextlib.suppress(OSError):
-            return ledger.read()
-    return ()
 
 
 def _record_blame(context: AttemptContext, allocation: Allocation, ended: Ended) -> None:

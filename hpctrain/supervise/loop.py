@@ -147,7 +147,16 @@ class Supervisor:
                     forbidden = self._too_late_to_launch(time_limit)
                     if forbidden is not None:
                         return act(self.context, forbidden)
-                    ended = self._launch(allocation, time_limit)
+                    placement = place(self.context.config, allocation)
+                    if placement is None:
+                        reason = (
+                            f"{len(allocation.healthy)} of {len(allocation.nodes)} nodes answer"
+                        )
+                        ended = Ended(Verdict(Cause.NODE_FAILURE, reason))
+                    else:
+                        # Slurm lists the step of a lost node until it gives the node up.
+                        placement = replace(placement, overlap=bool(allocation.lost))
+                        ended = self.launcher.launch(placement, allocation.nodes, time_limit)
                 allocation, action = self._decide(allocation, ended)
                 exit_code = act(self.context, action, ended.verdict)
             except OSError as error:
@@ -262,15 +271,6 @@ class Supervisor:
         return None
 
     # -- launch after launch ---------------------------------------------------------------
-
-    def _launch(self, allocation: Allocation, time_limit: JobTimeLimit | None) -> Ended:
-        placement = place(self.context.config, allocation)
-        if placement is None:
-            reason = f"{len(allocation.healthy)} of {len(allocation.nodes)} nodes answer"
-            return Ended(Verdict(Cause.NODE_FAILURE, reason))
-        # Slurm lists the step of a lost node until it gives the node up.
-        placement = replace(placement, overlap=bool(allocation.lost))
-        return self.launcher.launch(placement, allocation.nodes, time_limit)
 
     def _decide(self, allocation: Allocation, ended: Ended) -> tuple[Allocation, Action]:
         """Choose the next action and the nodes that remain for it."""

@@ -182,7 +182,12 @@ class LaunchWatch:
                 self.limit_near = True
                 self._say("the time limit is near, and Slurm's warning has not come")
                 self._request_stop("the time limit is near")
-            if self._time_is_up() or self._poll_snapshot(background):
+            # Slurm grants KillWait seconds after the final TERM; the verdict needs some of them.
+            grace_seconds = self.context.config.kill_wait_seconds
+            reserve_seconds = min(max(grace_seconds / 2, _LEAST_VERDICT_SECONDS), _VERDICT_SECONDS)
+            final_seconds = time.monotonic() - (self._final_at or math.inf)
+            time_is_up = final_seconds >= max(grace_seconds - reserve_seconds, 0.5)
+            if time_is_up or self._poll_snapshot(background):
                 break
             time.sleep(_POLL_SECONDS)
         background.close()
@@ -259,22 +264,25 @@ class LaunchWatch:
         """Forward a person's request to the trainer; True if the step must end now."""
         if request is None:
             return False
+
+        def record() -> None:
+            """Record who made the request, unless the command that wrote its file has done so."""
+            for event in reversed(self.context.ledger.events()[-_RECENT_EVENTS:]):
+                if event.event is EventKind.CONTROL and event.action == request.kind:
+                    return
+                if event.event is EventKind.LAUNCH_STARTED:
+                    break
+            user, reason = request.owner or None, request.words or None
+            self.context.note(EventKind.CONTROL, action=request.kind, user=user, reason=reason)
+
         if not self._stop_requested:
-            run_with_timeout(lambda: _record_request(self.context, request), _WRITE_SECONDS)
+            run_with_timeout(record, _WRITE_SECONDS)
         if request.kind == "stop-now":
             return True
         if not self._stop_requested:
             self._stop_requested = True
             self._request_stop(f"control/{request.kind}")
         return False
-
-    def _time_is_up(self) -> bool:
-        """Slurm grants KillWait seconds after the final TERM; the verdict needs some of them."""
-        if self._final_at is None:
-            return False
-        seconds = self.context.config.kill_wait_seconds
-        left = seconds - min(max(seconds / 2, _LEAST_VERDICT_SECONDS), _VERDICT_SECONDS)
-        return time.monotonic() - self._final_at >= max(left, 0.5)
 
     def _is_ending(self) -> bool:
         """Handle signals that have arrived; True once Slurm ends the job."""
@@ -302,15 +310,19 @@ class LaunchWatch:
             return False
         snapshot = background.result()
         if snapshot is None:
-            if not background.busy and background.fault is not None:
-                self.storage_fault, self._fault_at = background.fault, now
-            gap_seconds = now - self._seen_at
-            if gap_seconds > _READ_SECONDS + _BLOCKED_SECONDS:
-                self.storage_stalled_seconds = self._stalled_before_seconds + gap_seconds
+            self._count_failed_read(now, None if background.busy else background.fault)
             return False
         if not self._must_end(snapshot, now):
             return False
         return self.stall is None or self._confirm_stall(background, self.stall)
+
+    def _count_failed_read(self, now: float, fault: OSError | None) -> None:
+        """Record that the run directory does not answer, or only with errors."""
+        if fault is not None:
+            self.storage_fault, self._fault_at = fault, now
+        gap_seconds = now - self._seen_at
+        if gap_seconds > _READ_SECONDS + _BLOCKED_SECONDS:
+            self.storage_stalled_seconds = self._stalled_before_seconds + gap_seconds
 
     def _must_end(self, snapshot: RunDirSnapshot, now: float) -> bool:
         """Whether the step must end; sets `stall` if the reason is silence."""
@@ -438,17 +450,6 @@ class _JobFactsQuery:
         """True once Slurm has answered, or the query has timed out."""
         self._thread.join(wait_seconds)
         return not self._thread.is_alive()
-
-
-def _record_request(context: AttemptContext, request: Request) -> None:
-    """Record who made a request, unless the command that wrote the request file has done so."""
-    for event in reversed(context.ledger.events()[-_RECENT_EVENTS:]):
-        if event.event is EventKind.CONTROL and event.action == request.kind:
-            return
-        if event.event is EventKind.LAUNCH_STARTED:
-            break
-    user, reason = request.owner or None, request.words or None
-    context.note(EventKind.CONTROL, action=request.kind, user=user, reason=reason)
 
 
 def read_pipeline_stages(train_config: Path) -> StageOf:

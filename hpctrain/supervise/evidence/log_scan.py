@@ -215,26 +215,23 @@ class _Reading:
                     return
                 rank, name = self._waiting.popleft()
             try:
-                findings = self._read(rank, self._directory / name)
+                with (self._directory / name).open("rb") as stream:
+                    status = os.fstat(stream.fileno())
+                    start = max(0, status.st_size - self._limits.tail(self._total))
+                    stream.seek(start)
+                    raw = stream.read(status.st_size - start)
             except OSError:
                 continue
+            text = raw.decode("utf-8", errors="replace")
+            if start:  # the first line is incomplete
+                text = text.partition("\n")[2]
+            known = -1 if rank is None else rank
+            node = self._ranks.nodes.get(known)
+            at = self._ranks.ended_at.get(known, status.st_mtime)
+            findings = list(self._scanner._text(text, "rank", rank, node, at))
             with self._lock:
                 self._found.extend(findings)
                 self._done += 1
-
-    def _read(self, rank: int | None, path: Path) -> list[Finding]:
-        with path.open("rb") as stream:
-            status = os.fstat(stream.fileno())
-            start = max(0, status.st_size - self._limits.tail(self._total))
-            stream.seek(start)
-            raw = stream.read(status.st_size - start)
-        text = raw.decode("utf-8", errors="replace")
-        if start:  # the first line is a torn one
-            text = text.partition("\n")[2]
-        known = -1 if rank is None else rank
-        node = self._ranks.nodes.get(known)
-        at = self._ranks.ended_at.get(known, status.st_mtime)
-        return list(self._scanner._text(text, "rank", rank, node, at))
 
 
 def _times(lines: list[str], at: float) -> list[float]:

@@ -100,7 +100,15 @@ def probe_nodes(
         if any(problem.blocks and not problem.hard for problem in answer.problems):
             again.add(answer.node)
     probe.run_alone([node for node in asked if node in again], limit)
-    _kill_unfinished_steps(slurm, job_id, probe.answers)
+
+    def kill(step_id: str) -> None:
+        with contextlib.suppress(SlurmError):
+            slurm.kill_step(job_id, step_id)
+
+    # Kill the checks that did not end, in the background: scancel waits for hung nodes, too.
+    unfinished = [node for node in probe.answers.found.values() if not node.ended]
+    for step_id in {node.step_id for node in unfinished if node.step_id.isdigit()}:
+        threading.Thread(target=kill, args=(step_id,), daemon=True).start()
     if len(probe.answers.compared()) < len(asked):
         # Slurm may have found out meanwhile that a node is down or has booted.
         with contextlib.suppress(SlurmError):
@@ -259,7 +267,7 @@ class _Probe:
 
 
 class _Stragglers:
-    """Tells when the remaining of `nodes` take much longer than the others took."""
+    """Detects that the remaining of `nodes` take much longer than the others took."""
 
     def __init__(self, nodes: Sequence[str]) -> None:
         self._nodes = frozenset(nodes)
@@ -327,15 +335,3 @@ class _ProbeProcess:
             self.process.wait()
         for reader in self._readers:
             reader.join(_READING_SECONDS)
-
-
-def _kill_unfinished_steps(slurm: SlurmClient, job_id: int, answers: Answers) -> None:
-    """Kill checks that did not end, in the background: scancel waits for hung nodes, too."""
-
-    def kill(step_id: str) -> None:
-        with contextlib.suppress(SlurmError):
-            slurm.kill_step(job_id, step_id)
-
-    silent = (one for one in answers.found.values() if not one.ended and one.step_id.isdigit())
-    for step_id in {one.step_id for one in silent}:
-        threading.Thread(target=kill, args=(step_id,), daemon=True).start()

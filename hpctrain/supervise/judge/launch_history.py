@@ -61,13 +61,16 @@ def history(events: Sequence[Event], window_seconds: float = 1800.0) -> History:
     since = ends[-1].time - window_seconds if ends else 0.0
     recent = (event for event in ends if event.cause in FAILURE_CAUSES and event.time >= since)
     same = takewhile(lambda one: one and one == prints[-1], reversed(prints))
+    # Earlier anomalies of numerics at the step of the last one, over the whole run.
+    last_step = ends[-1].failed_step if ends and ends[-1].cause in _NUMERICS else None
+    anomalies = [e for e in ends[:-1] if e.cause in _NUMERICS and e.failed_step == last_step]
     return History(
         failures_without_progress=sum(by_cause[cause] for cause in FAILURE_CAUSES),
         time_limits_without_progress=by_cause[Cause.TIME_LIMIT],
         by_cause=tuple(sorted(by_cause.items())),
         same_fingerprint=sum(1 for _ in same),
         recent_failures=sum(1 for _ in recent),
-        anomalies_at_step=_anomalies(ends),
+        anomalies_at_step=len(anomalies) if last_step is not None else 0,
         ever_progressed=ever,
         failed_loads=_failed_loads(events),
     )
@@ -163,12 +166,3 @@ def _failed_loads(events: Sequence[Event]) -> int:
         same = event.event is EventKind.LAUNCH_ENDED and event.resume_step == step
         count += same and event.cause == Cause.LOAD_FAILED
     return count
-
-
-def _anomalies(ends: list[Event]) -> int:
-    """Count earlier anomalies of numerics at the step of the last one, over the whole run."""
-    last = ends[-1] if ends else None
-    if last is None or last.cause not in _NUMERICS or last.failed_step is None:
-        return 0
-    same = (e for e in ends[:-1] if e.cause in _NUMERICS and e.failed_step == last.failed_step)
-    return sum(1 for _ in same)

@@ -175,9 +175,13 @@ class Answers:
     found: dict[str, NodeAnswer] = field(default_factory=dict)
 
     def add_line(self, line: str, received_at: float) -> None:
-        """Take one line; `received_at` is seconds since the epoch here."""
-        message = _message(line)
-        if message is None:
+        """Parse one line; `received_at` is in seconds since the epoch, by our own clock."""
+        _, mark, text = line.partition(MARK)
+        try:
+            message = json.loads(text) if mark else None
+        except ValueError:
+            return
+        if not isinstance(message, dict) or not isinstance(message.get("node"), str):
             return
         node = message["node"]
         before = self.found.get(node, NodeAnswer(node))
@@ -212,16 +216,6 @@ class Answers:
                 problems.append(NodeProblem("fabric", text))
             compared.append(replace(one, problems=tuple(problems)))
         return tuple(compared)
-
-
-def _message(line: str) -> dict[str, Any] | None:
-    _, mark, text = line.partition(MARK)
-    try:
-        message = json.loads(text) if mark else None
-    except ValueError:
-        return None
-    known = isinstance(message, dict) and isinstance(message.get("node"), str)
-    return message if known else None
 
 
 def _with(before: NodeAnswer, message: dict[str, Any], received_at: float) -> NodeAnswer:

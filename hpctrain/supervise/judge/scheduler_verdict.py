@@ -142,29 +142,23 @@ def noticed(evidence: Evidence) -> Cause | None:
 def _signalled(evidence: Evidence, what_followed: str) -> Verdict | None:
     """Judge a signal without an explanation, unless lost or leaving nodes explain it after all."""
     lines = _job_lines(evidence, evidence.job) if evidence.job is not None else ()
-    receivers = _receivers(evidence)
     if evidence.lost_nodes:
         return None
+    # Who got a signal; `evidence.signals` are those to the supervisor itself.
+    receivers = [f"the supervisor got {name}" for name in dict.fromkeys(evidence.signals)]
+    ranks = sorted({rank for exit_ in evidence.rank_exits for rank in exit_.signalled_ranks})
+    if ranks:
+        nodes = [node for rank in ranks if (node := node_of_rank(evidence, rank)) is not None]
+        numbers = ", ".join(map(str, ranks[:8])) + (" and more" if len(ranks) > 8 else "")
+        where = f" on {', '.join(dict.fromkeys(nodes))}" if nodes else ""
+        receivers.append(f"{'rank' if len(ranks) == 1 else 'ranks'} {numbers}{where} got a signal")
     if evidence.leaving_nodes:
         reason = f"{', '.join(evidence.leaving_nodes[:8])} is being shut down: {what_followed}"
-        nodes = evidence.leaving_nodes
-        return Verdict(Cause.NODE_FAILURE, reason, (*receivers, *lines), nodes=nodes)
+        evidence_lines = (*receivers, *lines)
+        return Verdict(Cause.NODE_FAILURE, reason, evidence_lines, nodes=evidence.leaving_nodes)
     who = receivers[0] if receivers else "a rank got a signal"
     reason = f"{who}, which neither a request nor Slurm explains: {what_followed}"
     return Verdict(Cause.EXTERNAL_SIGNAL, reason, (*receivers[1:], *lines))
-
-
-def _receivers(evidence: Evidence) -> tuple[str, ...]:
-    """Describe who got a signal; `evidence.signals` are those to the supervisor itself."""
-    ranks = sorted({rank for exit_ in evidence.rank_exits for rank in exit_.signalled_ranks})
-    nodes = {rank: node for rank in ranks if (node := node_of_rank(evidence, rank)) is not None}
-    receivers = [f"the supervisor got {name}" for name in dict.fromkeys(evidence.signals)]
-    if ranks:
-        numbers = ", ".join(map(str, ranks[:8])) + (" and more" if len(ranks) > 8 else "")
-        where = ", ".join(dict.fromkeys(nodes.values()))
-        whose = f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"
-        receivers.append(f"{whose}{f' on {where}' if where else ''} got a signal")
-    return tuple(receivers)
 
 
 def node_of_rank(evidence: Evidence, rank: int) -> str | None:
