@@ -93,19 +93,7 @@ def _run_checks(options: CheckOptions) -> list[tuple[str, NodeReport]]:
         ("fabric", check_ports),
         ("kernel log", lambda report: check_kernel(report, options.since, node, CHECK_SECONDS)),
     ]
-
-    def run(check: Callable[[NodeReport], None], report: NodeReport) -> None:
-        try:
-            check(report)
-        except Exception as error:  # a check that fails is a problem of the node, too
-            report.problem(f"{type(error).__name__}: {error}")
-
-    running = []
-    for name, check in checks:
-        report = NodeReport()
-        thread = threading.Thread(target=run, args=(check, report), daemon=True)
-        thread.start()
-        running.append((name, thread, report))
+    running = [(name, *_start(check)) for name, check in checks]
     deadline = time.monotonic() + CHECK_SECONDS
     results = []
     for name, thread, report in running:
@@ -115,6 +103,20 @@ def _run_checks(options: CheckOptions) -> list[tuple[str, NodeReport]]:
             report.problem(f"no answer within {CHECK_SECONDS:g} s")
         results.append((name, report))
     return results
+
+
+def _start(check: Callable[[NodeReport], None]) -> tuple[threading.Thread, NodeReport]:
+    report = NodeReport()
+
+    def run() -> None:
+        try:
+            check(report)
+        except Exception as error:  # a check that fails is a problem of the node, too
+            report.problem(f"{type(error).__name__}: {error}")
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, report
 
 
 def node_name() -> str:

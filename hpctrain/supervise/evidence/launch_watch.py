@@ -182,12 +182,7 @@ class LaunchWatch:
                 self.limit_near = True
                 self._say("the time limit is near, and Slurm's warning has not come")
                 self._request_stop("the time limit is near")
-            # Slurm grants KillWait seconds after the final TERM; the verdict needs some of them.
-            grace_seconds = self.context.config.kill_wait_seconds
-            reserve_seconds = min(max(grace_seconds / 2, _LEAST_VERDICT_SECONDS), _VERDICT_SECONDS)
-            final_seconds = time.monotonic() - (self._final_at or math.inf)
-            time_is_up = final_seconds >= max(grace_seconds - reserve_seconds, 0.5)
-            if time_is_up or self._poll_snapshot(background):
+            if self._time_is_up() or self._poll_snapshot(background):
                 break
             time.sleep(_POLL_SECONDS)
         background.close()
@@ -283,6 +278,14 @@ class LaunchWatch:
             self._stop_requested = True
             self._request_stop(f"control/{request.kind}")
         return False
+
+    def _time_is_up(self) -> bool:
+        """Slurm grants KillWait seconds after the final TERM; the verdict needs some of them."""
+        if self._final_at is None:
+            return False
+        seconds = self.context.config.kill_wait_seconds
+        left = seconds - min(max(seconds / 2, _LEAST_VERDICT_SECONDS), _VERDICT_SECONDS)
+        return time.monotonic() - self._final_at >= max(left, 0.5)
 
     def _is_ending(self) -> bool:
         """Handle signals that have arrived; True once Slurm ends the job."""
