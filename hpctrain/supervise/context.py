@@ -9,7 +9,7 @@ from hpctrain.slurm.client import SlurmClient
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import BufferedLedger, EventKind
 from hpctrain.store.supervise_config import SuperviseConfig
-from hpctrain.supervise.attempt import Attempt
+from hpctrain.supervise.attempt import JobAttempt
 from hpctrain.supervise.job_log import write_log
 from hpctrain.supervise.judge.launch_history import mean_time_to_failure
 from hpctrain.supervise.srun_process import Signals
@@ -21,7 +21,7 @@ class AttemptContext:
 
     run_layout: RunLayout
     config: SuperviseConfig
-    attempt: Attempt
+    attempt: JobAttempt
     ledger: BufferedLedger
     slurm: SlurmClient
     signals: Signals

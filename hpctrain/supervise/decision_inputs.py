@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from hpctrain.checkpoints.discover import checkpoints
 from hpctrain.errors import SlurmError, StorageError
 from hpctrain.nodes.blame import (
-    Witness,
+    EvidenceSource,
     blame,
     blame_problem,
     most_avoidable,
@@ -31,7 +31,7 @@ from hpctrain.supervise.evidence.gather import keeps_nodes
 from hpctrain.supervise.judge.causes import FAILURE_CAUSES, Cause
 from hpctrain.supervise.judge.documents import Situation, Suspicion, Verdict
 from hpctrain.supervise.judge.launch_nodes import Allocation, full_nodes, least_nodes
-from hpctrain.supervise.judge.probe_answers import ProbeResult
+from hpctrain.supervise.judge.probe_results import ProbeResult
 
 if TYPE_CHECKING:
     from hpctrain.supervise.launching import Ended
@@ -136,12 +136,12 @@ def _record_blame(context: AttemptContext, allocation: Allocation, ended: Ended)
         return
     if verdict.cause is Cause.STORAGE and evidence is None:
         return  # nothing was launched: no node has been tried
-    witness = _witness(context)
+    source = _evidence_source(context)
     progressed = evidence is not None and (evidence.checkpoint_step or 0) > evidence.resume_step
     lost = evidence.lost_nodes if evidence is not None else ()
     names_lost_nodes = verdict.cause is Cause.NODE_FAILURE and bool(verdict.nodes)
     blamed = blame(
-        witness,
+        source,
         cause=str(verdict.cause),
         reason=verdict.reason,
         nodes=() if verdict.suspicion is Suspicion.NONE else verdict.nodes,
@@ -155,7 +155,7 @@ def _record_blame(context: AttemptContext, allocation: Allocation, ended: Ended)
     broken = ended.probe.broken if ended.probe is not None else ()
     checks = [
         blame_problem(
-            witness,
+            source,
             report.node,
             str(problem),
             hard=problem.hard,
@@ -166,7 +166,9 @@ def _record_blame(context: AttemptContext, allocation: Allocation, ended: Ended)
         for problem in report.problems
     ]
     slow = [
-        witness.says(EvidenceKind.SLOW, rank.node, f"rank {rank.rank} computes {rank.factor:.2f} x")
+        source.evidence(
+            EvidenceKind.SLOW, rank.node, f"rank {rank.rank} computes {rank.factor:.2f} x"
+        )
         for rank in ended.slow_ranks
         if rank.node
     ]
@@ -205,11 +207,11 @@ def blame_lost_attempt(
     except SlurmError:
         return
     planned = frozenset(state.node for state in states.values() if state.planned)
-    witness = _witness(context)
+    source = _evidence_source(context)
     if gone:
         evidence = list(
             blame(
-                witness,
+                source,
                 cause=str(verdict.cause),
                 reason=verdict.reason,
                 nodes=(),
@@ -221,14 +223,14 @@ def blame_lost_attempt(
     else:
         weight = KINDS[EvidenceKind.LOST].weight / 2
         batch = nodes[0]
-        entry = witness.says(EvidenceKind.LOST, batch, verdict.reason, weight=weight)
+        entry = source.evidence(EvidenceKind.LOST, batch, verdict.reason, weight=weight)
         evidence = [] if batch in planned else [entry]
     _append(ledger, evidence)
 
 
-def _witness(context: AttemptContext) -> Witness:
+def _evidence_source(context: AttemptContext) -> EvidenceSource:
     config = context.config
-    return Witness(time.time(), config.cluster, config.run_id, context.job_id)
+    return EvidenceSource(time.time(), config.cluster, config.run_id, context.job_id)
 
 
 def _append(ledger: NodeLedger, evidence: list[NodeEvidence]) -> None:

@@ -26,19 +26,19 @@ from hpctrain.supervise.evidence.launch_watch import CrossLaunchState, LaunchWat
 from hpctrain.supervise.evidence.postmortem import (
     Prober,
     Traces,
-    ask_nodes,
-    examine,
+    examine_failure,
     newest_logged_step,
+    probe_job,
 )
 from hpctrain.supervise.fresh_start import decisions_of, why_fresh_start
 from hpctrain.supervise.judge.causes import Cause
 from hpctrain.supervise.judge.classify import classify
-from hpctrain.supervise.judge.documents import Evidence, Verdict
+from hpctrain.supervise.judge.documents import LaunchEvidence, Verdict
 from hpctrain.supervise.judge.launch_history import pinned_steps
 from hpctrain.supervise.judge.launch_nodes import Placement, place_command
-from hpctrain.supervise.judge.probe_answers import KernelLine, ProbeResult
+from hpctrain.supervise.judge.probe_results import KernelLine, ProbeResult
 from hpctrain.supervise.judge.stragglers import SlowRank
-from hpctrain.supervise.srun_process import Launch, free_port
+from hpctrain.supervise.srun_process import SrunProcess, free_port
 from hpctrain.supervise.time_limit import JobTimeLimit
 
 
@@ -47,12 +47,12 @@ class Ended:
     """The end of a launch: the verdict, and the evidence unless no rank was started."""
 
     verdict: Verdict
-    evidence: Evidence | None = None
+    evidence: LaunchEvidence | None = None
     probe: ProbeResult | None = None
     slow_ranks: tuple[SlowRank, ...] = ()
 
 
-class Launcher:
+class TrainerLauncher:
     """Makes the launches of one attempt; `epoch` is the epoch of the newest launch."""
 
     def __init__(
@@ -60,12 +60,12 @@ class Launcher:
         context: AttemptContext,
         argv: list[str],
         environment: Mapping[str, str],
-        ask: Prober = ask_nodes,
+        prober: Prober = probe_job,
     ) -> None:
         self.context = context
         self.argv = argv
         self.environment = dict(environment)
-        self.ask_nodes = ask
+        self.prober = prober
         self.launches = 0
         self.epoch = 0
         self.name = f"{context.attempt} on {context.attempt.node}"
@@ -129,7 +129,7 @@ class Launcher:
         argv, since = place_command(self.argv, placement), time.time()
         step_before = newest_logged_step(self.context)
         try:
-            launch = Launch(argv, self._environment(placement, start))
+            launch = SrunProcess(argv, self._environment(placement, start))
         except OSError as error:
             reason = f"srun could not be run: {error}"
             return Ended(Verdict(Cause.LAUNCH_FAILURE, reason)), None
@@ -149,10 +149,10 @@ class Launcher:
         evidence = gather(self.context, launch, watch)
         launched_on = tuple(placement.nodes or job_nodes)
         traces = Traces(since, step_before, launched_on, self._seen)
-        asked = examine(self.context, evidence, job_nodes, traces, self.ask_nodes)
-        self._seen |= frozenset(asked.probe.kernel_lines if asked.probe is not None else ())
-        verdict = classify(asked.evidence)
-        return Ended(verdict, asked.evidence, asked.probe, watch.slow_ranks), launch.poll()
+        examined = examine_failure(self.context, evidence, job_nodes, traces, self.prober)
+        self._seen |= frozenset(examined.probe.kernel_lines if examined.probe is not None else ())
+        verdict = classify(examined.evidence)
+        return Ended(verdict, examined.evidence, examined.probe, watch.slow_ranks), launch.poll()
 
     def _select_checkpoint(self) -> Checkpoint | None:
         """Select the checkpoint to resume from; record it and those that were rejected.

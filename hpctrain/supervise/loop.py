@@ -35,9 +35,9 @@ from hpctrain.supervise.evidence.lost_nodes import gone_nodes
 from hpctrain.supervise.evidence.postmortem import (
     Prober,
     Traces,
-    ask_nodes,
-    examine,
+    examine_failure,
     newest_logged_step,
+    probe_job,
 )
 from hpctrain.supervise.judge.causes import FINAL_CAUSES, Cause
 from hpctrain.supervise.judge.classify import classify
@@ -52,7 +52,7 @@ from hpctrain.supervise.judge.launch_history import history
 from hpctrain.supervise.judge.launch_nodes import Allocation, place
 from hpctrain.supervise.judge.lost_attempts import why_ended
 from hpctrain.supervise.judge.policy import decide
-from hpctrain.supervise.launching import Ended, Launcher
+from hpctrain.supervise.launching import Ended, TrainerLauncher
 from hpctrain.supervise.restarted_job import came_back
 from hpctrain.supervise.run_jobs import identity_of
 from hpctrain.supervise.srun_process import Signals
@@ -75,7 +75,7 @@ class Supervisor:
         argv: list[str],
         environment: Mapping[str, str],
         slurm: SlurmClient | None = None,
-        ask: Prober = ask_nodes,
+        prober: Prober = probe_job,
     ) -> None:
         run_layout = RunLayout(directory.resolve())
         self.context = AttemptContext(
@@ -86,8 +86,8 @@ class Supervisor:
             slurm=slurm or SlurmClient(timeout_seconds=_SLURM_TIMEOUT_SECONDS, shielded=True),
             signals=Signals(),
         )
-        self.launcher = Launcher(self.context, argv, environment, ask)
-        self.ask_nodes = ask
+        self.launcher = TrainerLauncher(self.context, argv, environment, prober)
+        self.prober = prober
         self.guard = Guard(self.context)
         self._identity = identity_of(run_layout.directory)
         self._begun = self._opened = False
@@ -331,8 +331,8 @@ class Supervisor:
                 context.signals.dismiss(count)
                 traces = Traces(time.time(), newest_logged_step(context))
                 nodes = allocation.nodes
-                asked = examine(context, evidence, nodes, traces, self.ask_nodes)
-                evidence, probe = asked.evidence, asked.probe
+                examined = examine_failure(context, evidence, nodes, traces, self.prober)
+                evidence, probe = examined.evidence, examined.probe
             verdict = classify(evidence)
             say(f"{verdict.cause}: {verdict.reason}")
             return Ended(verdict, evidence, probe)

@@ -1,6 +1,6 @@
 """`python -m hpctrain.supervise.preflight`: check one node; runs on each node of a job.
 
-Prints short lines of JSON (parsed by `judge.probe_answers`): `begin`, problems, lines of the kernel
+Prints short lines of JSON (parsed by `judge.probe_results`): `begin`, problems, lines of the kernel
 log, `end`. Every check has its own thread and at most `CHECK_SECONDS`, so that a hung mount is
 reported and does not hang the program. Standard library only: it starts on every node at once.
 
@@ -8,7 +8,7 @@ A site whose users cannot read the kernel log may set HPCTRAIN_KERNEL_LOG to a f
 or to a command that prints them; `{node}` in it is replaced by the name of the node.
 
 Belongs here: running the checks. Does not belong here: the checks (`evidence.node_checks`),
-comparing nodes (`judge.probe_answers`), starting this program (`evidence.probe`), what a line of
+comparing nodes (`judge.probe_results`), starting this program (`evidence.probe`), what a line of
 the kernel means (`evidence.log_scan`).
 """
 

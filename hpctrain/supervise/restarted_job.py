@@ -1,8 +1,8 @@
-"""Tell a restart by Slurm from one by a person, for a job that has stopped its run.
+"""Distinguish a restart by Slurm from one by a person, for a job that has stopped its run.
 
 From Slurm 24.05 on, a job that exits within its grace period is requeued whatever its exit code.
 The supervisor forbids that before it exits (`act.execute`). If Slurm did not get that, the next
-start must know that the run is over. A person continues a run with `hpctrain resume`, by submitting
+start must not continue the run. A person continues a run with `hpctrain resume`, by submitting
 the script again (another job), or by a later requeue. Does not belong here: a run that is done (it
 has a marker), other jobs of a chain (`act.successor`).
 """
@@ -40,17 +40,19 @@ def came_back(context: AttemptContext) -> Action | None:
     limit_seconds = context.config.kill_wait_seconds + _ENDING_SECONDS
     if requeued_time is not None and requeued_time - stop.time > limit_seconds:
         minutes = (requeued_time - stop.time) / 60
-        words = f"requeued {minutes:.0f} min after it was stopped, so somebody wants it to go on"
-        context.note(EventKind.OBSERVED, reason=words)
-        say(words)
+        reason = f"requeued {minutes:.0f} min after it was stopped, so a person has continued it"
+        context.note(EventKind.OBSERVED, reason=reason)
+        say(reason)
         return None
-    words = f"stopped before ({stop.reason}), and nobody has asked for more"
-    return Action(ActionKind.STOP, f"{words}: `hpctrain resume` goes on", STOPPED_EXIT_CODE)
+    reason = f"stopped before ({stop.reason}), and nobody has resumed it: `hpctrain resume` does"
+    return Action(ActionKind.STOP, reason, STOPPED_EXIT_CODE)
 
 
 def standing_stop(events: Sequence[Event], job_id: int, restart_count: int) -> Event | None:
-    """The stop that an earlier attempt of this job has recorded, unless a person has submitted or
-    resumed the run since."""
+    """Find the stop that an earlier attempt of this job has recorded.
+
+    None if a person has submitted or resumed the run since.
+    """
     for event in reversed(generation(events) or list(events)):
         if event.event is EventKind.CONTROL and event.action == "resume":
             return None

@@ -1,4 +1,4 @@
-"""Wait for the supervisor's settings, whose directory may come up late, or end the job without.
+"""Wait for the file of the supervisor's settings, or end the job without it.
 
 Does not belong here: the document and its reader (`hpctrain.store.supervise_config`).
 """
@@ -22,10 +22,10 @@ _TRIES = RETRIES[Cause.STORAGE] + 1
 _PAUSE_SECONDS = 30.0
 
 
-def settings_come(path: Path, signals: Collection[signal.Signals]) -> bool:
-    """Wait for the file, which was there when the job was submitted; False if it does not come.
+def wait_for_settings(path: Path, signals: Collection[signal.Signals]) -> bool:
+    """Wait until the file can be read, as at submit time; False if that takes too long.
 
-    `signals` are blocked. One that arrives ends the waiting: the job may be about to end.
+    `signals` are blocked. A signal that arrives ends the waiting: the job may be about to end.
     """
     for tries_left in reversed(range(_TRIES)):
         try:
@@ -40,11 +40,11 @@ def settings_come(path: Path, signals: Collection[signal.Signals]) -> bool:
 
 
 def end_without_settings(environment: Mapping[str, str], slurm: SlurmClient) -> int:
-    """End a job that has no settings to decide by; returns its exit code.
+    """End a job that cannot read its settings; return its exit code.
 
     Other nodes may reach the run directory. Slurm takes a requeue only of a job that was submitted
     with one (sbatch(1), --requeue), and its own count of starts is the budget. A job that Slurm
-    does not call running is left alone: it may be cancelled.
+    does not list as running is left alone: it may be cancelled.
     """
     attempt = attempt_from(environment)
     if attempt.restart_count >= RETRIES[Cause.STORAGE]:
@@ -55,7 +55,7 @@ def end_without_settings(environment: Mapping[str, str], slurm: SlurmClient) -> 
     except SlurmError:
         job = None
     if job is None or not job.state.is_running:
-        say("stop: the run directory is away, and Slurm does not say that the job is to run on")
+        say("stop: the run directory is away, and Slurm does not list the job as running")
         return STOPPED_EXIT_CODE
     answer = slurm.requeue(attempt.job_id)
     say(f"requeue: {answer.result.value}: other nodes may reach the run directory")

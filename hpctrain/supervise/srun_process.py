@@ -78,7 +78,7 @@ class Signals:
         self._dismissed = max(self._dismissed, count)
 
 
-class Launch:
+class SrunProcess:
     """A running `srun`. Its stderr goes to the job's log and is parsed for reports of failures."""
 
     def __init__(self, argv: list[str], environment: Mapping[str, str]) -> None:

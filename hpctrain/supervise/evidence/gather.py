@@ -20,16 +20,16 @@ from hpctrain.supervise.evidence.job_facts import job_facts
 from hpctrain.supervise.evidence.launch_watch import LaunchWatch
 from hpctrain.supervise.judge.agent_failures import failures_below_agents
 from hpctrain.supervise.judge.causes import Cause
-from hpctrain.supervise.judge.documents import Evidence, Finding, JobFacts, RankExit
+from hpctrain.supervise.judge.documents import JobFacts, LaunchEvidence, LogFinding, RankExit
 from hpctrain.supervise.judge.scheduler_verdict import left_unexplained
-from hpctrain.supervise.srun_process import Launch
+from hpctrain.supervise.srun_process import SrunProcess
 from hpctrain.supervise.storage_retry import retry_while_storage_fails
 
 _STALLED_SECONDS = 30.0
 _GOOD_OUTCOMES = frozenset({"done", "yielded"})
 
 
-def gather(context: AttemptContext, launch: Launch, watch: LaunchWatch) -> Evidence:
+def gather(context: AttemptContext, launch: SrunProcess, watch: LaunchWatch) -> LaunchEvidence:
     """Collect the evidence about a launch that has ended.
 
     Waits for the run directory, unless the job is being ended. If it does not come back, the
@@ -40,7 +40,7 @@ def gather(context: AttemptContext, launch: Launch, watch: LaunchWatch) -> Evide
     except OSError as error:
         line = f"the run directory cannot be read: {error}"
     job = job_facts(context, patient=True)
-    return Evidence(
+    return LaunchEvidence(
         done=False,
         superseded=watch.superseded,
         cancel_requested=_cancel_confirmed(context, job),
@@ -55,14 +55,14 @@ def gather(context: AttemptContext, launch: Launch, watch: LaunchWatch) -> Evide
         stall=watch.stall,
         started=watch.started,
         step_remains=watch.step_remains,
-        findings=(Finding("run_directory_away", Cause.STORAGE, "root", line),),
+        findings=(LogFinding("run_directory_away", Cause.STORAGE, "root", line),),
         world_size=watch.tasks,
         nodes=watch.nodes,
         resume_step=watch.resume_step,
     )
 
 
-def _gather(context: AttemptContext, launch: Launch, watch: LaunchWatch) -> Evidence:
+def _gather(context: AttemptContext, launch: SrunProcess, watch: LaunchWatch) -> LaunchEvidence:
     run = context.run_layout
     run.require()
     records = read_exit_records(run, watch.epoch)
@@ -76,7 +76,7 @@ def _gather(context: AttemptContext, launch: Launch, watch: LaunchWatch) -> Evid
     failures = [f for f in launch.failures if f.at < watch.killed_at or f.code is not None]
     if context.config.launcher != "srun":  # srun's tasks are agents, which record failed ranks
         failures = list(failures_below_agents(read_agent_records(run, watch.epoch), failures))
-    return Evidence(
+    return LaunchEvidence(
         done=done,
         superseded=watch.superseded,
         cancel_requested=_cancel_confirmed(context, job),
@@ -118,10 +118,10 @@ def _gather(context: AttemptContext, launch: Launch, watch: LaunchWatch) -> Evid
     )
 
 
-def between_launches(context: AttemptContext, signals: tuple[str, ...]) -> Evidence:
+def between_launches(context: AttemptContext, signals: tuple[str, ...]) -> LaunchEvidence:
     """Collect the evidence about a signal that arrived between two launches."""
     job = job_facts(context, patient=False)
-    return Evidence(
+    return LaunchEvidence(
         done=False,
         superseded=False,
         cancel_requested=_cancel_confirmed(context, job),
@@ -138,7 +138,7 @@ def between_launches(context: AttemptContext, signals: tuple[str, ...]) -> Evide
     )
 
 
-def needs_a_look(evidence: Evidence) -> bool:
+def has_failed(evidence: LaunchEvidence) -> bool:
     """True if something has failed, so that logs, kernels and nodes have to be examined."""
     if evidence.done or evidence.superseded or evidence.cancel_requested:
         return False
@@ -151,25 +151,25 @@ def needs_a_look(evidence: Evidence) -> bool:
     return (not clean_exits and not preempted) or left_unexplained(evidence)
 
 
-def keeps_nodes(evidence: Evidence) -> bool:
+def keeps_nodes(evidence: LaunchEvidence) -> bool:
     """True unless Slurm ends the job; without an answer the job is assumed to keep its nodes."""
     running = evidence.job is None or evidence.job.state is JobState.RUNNING
     # A step that remains although all nodes answer: only the end of the job removes it.
     return running and not (evidence.step_remains and evidence.probed and not evidence.lost_nodes)
 
 
-def _storage_findings(watch: LaunchWatch) -> tuple[Finding, ...]:
+def _storage_findings(watch: LaunchWatch) -> tuple[LogFinding, ...]:
     """Report that the run directory did not answer the supervisor.
 
     Ranks that were silent or failed at that time may have waited or failed because of it.
     """
     if watch.storage_fault is not None:
         line = f"the run directory could not be read: {watch.storage_fault}"
-        return (Finding("run_directory_away", Cause.STORAGE, "cascade", line),)
+        return (LogFinding("run_directory_away", Cause.STORAGE, "cascade", line),)
     if watch.storage_stalled_seconds < _STALLED_SECONDS:
         return ()
     line = f"the run directory did not answer for {watch.storage_stalled_seconds:.0f} s"
-    return (Finding("run_directory_silent", Cause.STORAGE, "cascade", line),)
+    return (LogFinding("run_directory_silent", Cause.STORAGE, "cascade", line),)
 
 
 def _requester(request: Request | None, *kinds: str) -> str | None:

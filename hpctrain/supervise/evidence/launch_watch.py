@@ -40,7 +40,7 @@ from hpctrain.supervise.judge.stragglers import (
     Stragglers,
     one_stage,
 )
-from hpctrain.supervise.srun_process import Launch
+from hpctrain.supervise.srun_process import SrunProcess
 from hpctrain.supervise.time_limit import JobTimeLimit, OverdueWarning
 from hpctrain.supervise.timeouts import run_with_timeout
 
@@ -105,7 +105,7 @@ class LaunchWatch:
     def __init__(
         self,
         context: AttemptContext,
-        launch: Launch,
+        launch: SrunProcess,
         epoch: int,
         resume_step: int = 0,
         *,

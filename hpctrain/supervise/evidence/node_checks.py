@@ -1,7 +1,7 @@
 """Check one node: shutdown, run directory, shared memory, GPUs, fabric, kernel log.
 
 Each check writes into a `NodeReport`. Standard library only. Belongs here: checks. Does not belong
-here: time limits (`preflight`), comparing nodes (`judge.probe_answers`).
+here: time limits (`preflight`), comparing nodes (`judge.probe_results`).
 """
 
 from __future__ import annotations

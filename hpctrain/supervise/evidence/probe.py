@@ -8,7 +8,7 @@ wait for a node that takes much longer than the others, and probes missing nodes
 The step of a dead node stays in squeue; its name, `hpctrain-probe`, keeps others from waiting.
 
 Belongs here: running the probe and waiting. Does not belong here: parsing answers
-(`judge.probe_answers`), checking a node (`preflight`), what follows from a lost node (`policy`).
+(`judge.probe_results`), checking a node (`preflight`), what follows from a lost node (`policy`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hpctrain.errors import SlurmError
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.environment import for_queries
 from hpctrain.supervise.judge.preflight_format import SHUTDOWN
-from hpctrain.supervise.judge.probe_answers import Answers, ProbeResult
+from hpctrain.supervise.judge.probe_results import NodeResults, ProbeResult
 
 STEP_NAME = "hpctrain-probe"
 _POLL_SECONDS = 0.05
@@ -116,12 +116,12 @@ def probe_nodes(
     return _result(nodes, states, probe, time.monotonic() - started)
 
 
-# -- what the controller knows ---------------------------------------------------------------
+# -- states of nodes ---------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _NodeStates:
-    """What Slurm knows about nodes.
+    """Slurm's states of the nodes.
 
     `gone`: nodes that cannot be probed, with the reason. `silent`: do not answer Slurm. `drained`:
     are taken out of service after the job. `leaving`: are being rebooted or powered down.
@@ -146,7 +146,7 @@ def _query_states(
         gone |= {node: "it has been rebooted" for node, at in booted.items() if at > since}
     for node, one in states.items():
         if one.is_down:
-            gone[node] = f"Slurm says that it is {one.state}"
+            gone[node] = f"Slurm reports it as {one.state}"
     silent = frozenset(node for node, one in states.items() if not one.responding)
     drained = tuple(node for node in nodes if node in states and states[node].is_drained)
     leaving = frozenset(node for node, one in states.items() if one.leaving)
@@ -171,8 +171,8 @@ def _result(
         one.node for one in answers if any(problem.check == SHUTDOWN for problem in one.problems)
     }
     return ProbeResult(
-        asked=tuple(nodes),
-        answers=answers,
+        probed=tuple(nodes),
+        results=answers,
         lost=tuple(missing),
         why_lost=tuple(reasons[node] for node in missing),
         drained=states.drained,
@@ -202,7 +202,7 @@ class _Probe:
         # Without the options of the job's own srun; --jobid finds the allocation.
         self.environment = for_queries(environment)
         self.interrupted = interrupted
-        self.answers = Answers()
+        self.answers = NodeResults()
         self.stderr_lines: deque[str] = deque(maxlen=5)
 
     def run_together(self, nodes: Sequence[str], limit_seconds: float) -> None:
@@ -290,7 +290,7 @@ class _ProbeProcess:
         self,
         argv: Sequence[str],
         environment: Mapping[str, str],
-        answers: Answers,
+        answers: NodeResults,
         stderr_lines: deque[str],
     ) -> None:
         self.process = process = subprocess.Popen(

@@ -73,7 +73,7 @@ class JobFacts:
 
     @property
     def hold(self) -> JobHold | None:
-        """Who keeps the job from starting until it is released; None if nobody does."""
+        """Who holds the job in the queue; None if nobody does."""
         return job_hold(self.state, self.reason)
 
     @property
@@ -86,7 +86,7 @@ Role = Literal["root", "cascade", "advice"]
 
 
 @dataclass(frozen=True)
-class Finding:
+class LogFinding:
     """A line that matched a signature, from a rank's log, srun, a kernel or the probe of a node.
 
     `cascade`: follows from another failure; `advice`: no evidence of a cause. `order` sorts
@@ -129,7 +129,7 @@ class Stall:
 
 
 @dataclass(frozen=True)
-class Evidence:
+class LaunchEvidence:
     """Everything known when a launch has ended. `job` is None when Slurm did not respond.
 
     `signals` are those that the supervisor got while the launch ran. `lost_nodes` did not answer a
@@ -159,7 +159,7 @@ class Evidence:
     stall: Stall | None
     started: bool
     hold_requested_by: str | None = None
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[LogFinding, ...] = ()
     probed: bool = False
     lost_nodes: tuple[str, ...] = ()
     unfit_nodes: tuple[UnfitNode, ...] = ()

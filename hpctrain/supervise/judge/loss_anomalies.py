@@ -56,8 +56,8 @@ def _once_more(verdict: Verdict, situation: Situation, config: SuperviseConfig) 
     reason = verdict.followed_by("repeat the steps since the last checkpoint once")
     spares = situation.healthy_nodes - situation.needed_nodes
     if 0 < len(verdict.nodes) <= spares and config.exclude_nodes == "act":
-        words = f"{reason}, with a spare node"
-        return Action(ActionKind.RELAUNCH, words, exclude=tuple(verdict.nodes))
+        reason = f"{reason}, with a spare node"
+        return Action(ActionKind.RELAUNCH, reason, exclude=tuple(verdict.nodes))
     others = config.cluster_nodes - situation.allocated_nodes
     wanted = config.rollback.other_nodes and config.continuation == "requeue"
     if not wanted or others < situation.needed_nodes or not verdict.nodes:

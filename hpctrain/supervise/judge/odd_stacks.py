@@ -19,7 +19,7 @@ from hpctrain.supervise.judge.documents import OddRank
 
 _THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):$")
 _FRAME = re.compile(r'^  File "(?P<path>[^"\n]+)", line (?P<line>\d+) in (?P<function>.+)$')
-# Frames that tell two places apart. More of them would tell apart the callers of one wait.
+# Frames that distinguish two places. More of them would distinguish the callers of one wait.
 _INNERMOST = 3
 NOT_RECORDED: Mapping[int, str] = MappingProxyType({})
 NO_STACK = "gave no stack: stopped, stuck in the kernel, or its node is gone"
@@ -54,7 +54,7 @@ _WRITER_REMAINS = "its writer of a checkpoint has not ended, those of others hav
 class Frame:
     """One line of a stack.
 
-    `path` is as the interpreter knows it, but begins with `hpctrain/` for files of the trainer.
+    `path` is that of the interpreter, but begins with `hpctrain/` for files of the trainer.
     """
 
     path: str
@@ -212,12 +212,12 @@ def places(dumps: Mapping[int, str], packages: Mapping[int, str] = NOT_RECORDED)
 
 def ranges(numbers: list[int]) -> str:
     """[0, 1, 2, 5] as `0-2,5`; `numbers` ascending."""
-    words: list[str] = []
+    parts: list[str] = []
     first = last = None
     for number in [*numbers, None]:
         if first is not None and last is not None and number != last + 1:
-            words.append(str(first) if first == last else f"{first}-{last}")
+            parts.append(str(first) if first == last else f"{first}-{last}")
             first = None
         first = number if first is None else first
         last = number
-    return ",".join(words)
+    return ",".join(parts)

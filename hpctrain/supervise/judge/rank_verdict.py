@@ -19,8 +19,8 @@ from hpctrain.store.run_records import TrainerExit
 from hpctrain.supervise.judge.agent_failures import AGENT
 from hpctrain.supervise.judge.causes import FINAL_CAUSES, Cause
 from hpctrain.supervise.judge.documents import (
-    Evidence,
-    Finding,
+    LaunchEvidence,
+    LogFinding,
     RankExit,
     Suspicion,
     Verdict,
@@ -65,7 +65,7 @@ _SENT_SIGNALS = frozenset(
 _MOST_SUSPECTS = 2
 
 
-def by_ranks(evidence: Evidence) -> Verdict | None:
+def by_ranks(evidence: LaunchEvidence) -> Verdict | None:
     """Judge a launch that neither the scheduler nor a person has ended."""
     judges = (
         _wrong_setting,
@@ -93,7 +93,7 @@ def by_ranks(evidence: Evidence) -> Verdict | None:
 # -- what is beyond doubt --------------------------------------------------------------------
 
 
-def _wrong_setting(evidence: Evidence) -> Verdict | None:
+def _wrong_setting(evidence: LaunchEvidence) -> Verdict | None:
     """Judge settings that ranks refuse.
 
     What the settings themselves make wrong is wrong everywhere, whichever rank reports it. What
@@ -115,7 +115,7 @@ def _config_error(exit_: RankExit) -> Verdict:
     return Verdict(Cause.CONFIG_ERROR, exit_.message, lines, exit_.rank)
 
 
-def _of_some_nodes(reports: Sequence[RankExit], evidence: Evidence) -> Verdict | None:
+def _of_some_nodes(reports: Sequence[RankExit], evidence: LaunchEvidence) -> Verdict | None:
     """Judge failures of the same kind that depend on the node; None if all nodes agree.
 
     Where the probe has found nodes that lack something, these are the affected ones.
@@ -149,7 +149,7 @@ def _of_some_nodes(reports: Sequence[RankExit], evidence: Evidence) -> Verdict |
     return Verdict(Cause.STORAGE, reason, lines, first.rank, step=evidence.last_step)
 
 
-def _replaced(evidence: Evidence) -> Verdict | None:
+def _replaced(evidence: LaunchEvidence) -> Verdict | None:
     """Find a rank that found a newer epoch, which the supervisor has not read yet."""
     for exit_ in evidence.rank_exits:
         if exit_.cause == Cause.SUPERSEDED:
@@ -159,7 +159,7 @@ def _replaced(evidence: Evidence) -> Verdict | None:
     return None
 
 
-def _damaged(evidence: Evidence) -> Verdict | None:
+def _damaged(evidence: LaunchEvidence) -> Verdict | None:
     """Find a rank whose checkpoint differs from what was written."""
     for exit_ in evidence.rank_exits:
         if exit_.cause == Cause.BAD_CHECKPOINT:
@@ -171,7 +171,7 @@ def _damaged(evidence: Evidence) -> Verdict | None:
     return None
 
 
-def _lost_nodes(evidence: Evidence) -> Verdict | None:
+def _lost_nodes(evidence: LaunchEvidence) -> Verdict | None:
     if evidence.lost_nodes:
         reason = f"nodes do not answer: {', '.join(evidence.lost_nodes[:8])}"
         hard = [f.line for f in evidence.findings if f.hard and f.role == "root"]
@@ -187,7 +187,7 @@ def _lost_nodes(evidence: Evidence) -> Verdict | None:
 # -- the earliest root -----------------------------------------------------------------------
 
 
-def _root(evidence: Evidence) -> Verdict | None:
+def _root(evidence: LaunchEvidence) -> Verdict | None:
     """Find broken hardware, a kill for memory, or the earliest failure with a known cause.
 
     A crash without a known cause is left to `_by_crash`, because a rank that was killed by a
@@ -236,7 +236,7 @@ def _root(evidence: Evidence) -> Verdict | None:
 # -- hangs, launches, deaths -------------------------------------------------------------------
 
 
-def _hang(evidence: Evidence) -> Verdict | None:
+def _hang(evidence: LaunchEvidence) -> Verdict | None:
     stall = evidence.stall
     if stall is None:
         return None
@@ -265,7 +265,7 @@ def _hang(evidence: Evidence) -> Verdict | None:
     )
 
 
-def _never_launched(evidence: Evidence) -> Verdict | None:
+def _never_launched(evidence: LaunchEvidence) -> Verdict | None:
     """Find why srun could not start tasks; it ends the others, which have not crashed."""
     failed = [notice for notice in evidence.notices if notice.launch_problem is not None]
     if evidence.started or not failed:
@@ -286,7 +286,7 @@ def _never_launched(evidence: Evidence) -> Verdict | None:
     )
 
 
-def _lost_step(evidence: Evidence) -> Verdict | None:
+def _lost_step(evidence: LaunchEvidence) -> Verdict | None:
     """Find a node whose slurmstepd is gone, after which srun kills the tasks of all others."""
     gone = (notice.lost_step for notice in evidence.notices if notice.lost_step is not None)
     place = next(gone, None)
@@ -299,7 +299,7 @@ def _lost_step(evidence: Evidence) -> Verdict | None:
     return Verdict(Cause.CRASH, reason, lines, nodes=known, step=evidence.last_step)
 
 
-def _by_signal(evidence: Evidence) -> Verdict | None:
+def _by_signal(evidence: LaunchEvidence) -> Verdict | None:
     """Find a rank that was killed: it leaves no record, so srun's first report counts."""
     first = _first_kill(evidence)
     if first is None:
@@ -317,7 +317,7 @@ def _by_signal(evidence: Evidence) -> Verdict | None:
     )
 
 
-def _first_kill(evidence: Evidence) -> TaskFailure | None:
+def _first_kill(evidence: LaunchEvidence) -> TaskFailure | None:
     """Find the first end of a task, if it was by a signal.
 
     If ranks report only lost peers, a kill that srun reports a little later counts as well. A
@@ -338,7 +338,7 @@ def _is_abort(failure: TaskFailure) -> bool:
     return failure.signal == signal.SIGABRT
 
 
-def _by_crash(evidence: Evidence) -> Verdict | None:
+def _by_crash(evidence: LaunchEvidence) -> Verdict | None:
     """Find the first rank that failed for a reason of its own, whose cause is not known.
 
     An exception without a signature is one of the program, wherever it was raised.
@@ -365,7 +365,7 @@ def _by_crash(evidence: Evidence) -> Verdict | None:
     )
 
 
-def _by_silent_end(evidence: Evidence) -> Verdict | None:
+def _by_silent_end(evidence: LaunchEvidence) -> Verdict | None:
     """Find a rank that exited with a code and no record, while others report only lost peers."""
     recorded = {exit_.rank for exit_ in evidence.rank_exits}
     specific = [f for f in _echoes(evidence) if f.cause not in _VAGUE_ECHOES]
@@ -397,7 +397,7 @@ def _suspicion(failure: TaskFailure, explained: bool) -> Suspicion:
     return Suspicion.OUTSIDE if number in _SENT_SIGNALS else Suspicion.CAUSE
 
 
-def _unfit_nodes(evidence: Evidence) -> Verdict | None:
+def _unfit_nodes(evidence: LaunchEvidence) -> Verdict | None:
     """Without a known cause, find the nodes on which the probe says that no launch can run.
 
     A trainer that cannot even read its settings leaves no record, only its exit code.
@@ -414,7 +414,7 @@ def _unfit_nodes(evidence: Evidence) -> Verdict | None:
     )
 
 
-def _echo(evidence: Evidence) -> Verdict | None:
+def _echo(evidence: LaunchEvidence) -> Verdict | None:
     """Where all failures follow from others, take the one that is most specific."""
     echoes = _echoes(evidence)
     failed = evidence.task_failures or evidence.rank_exits or evidence.srun_exit_code
@@ -433,14 +433,14 @@ def _echo(evidence: Evidence) -> Verdict | None:
     return replace(verdict, reason=reason, rank=silent[0], nodes=(node,) if node else ())
 
 
-def _echoes(evidence: Evidence) -> list[Finding]:
+def _echoes(evidence: LaunchEvidence) -> list[LogFinding]:
     found = [
         f
         for f in evidence.findings
         if f.role == "cascade" and not (f.is_of_slurm and f.cause is Cause.CRASH)
     ]
 
-    def order(finding: Finding) -> tuple[int, float, int, str]:
+    def order(finding: LogFinding) -> tuple[int, float, int, str]:
         rank = -1 if finding.rank is None else finding.rank
         vagueness = _VAGUE_ECHOES.get(finding.cause, 0)
         return (vagueness, finding.order or NEVER, rank, finding.line)
@@ -448,7 +448,7 @@ def _echoes(evidence: Evidence) -> list[Finding]:
     return sorted(found, key=order)
 
 
-def _verdict_of_echo(echoes: list[Finding], evidence: Evidence) -> Verdict:
+def _verdict_of_echo(echoes: list[LogFinding], evidence: LaunchEvidence) -> Verdict:
     first = echoes[0]
     node = first.node or _node_of(first.rank, evidence)
     same = {f.node or _node_of(f.rank, evidence) for f in echoes if f.cause is first.cause}
@@ -459,11 +459,11 @@ def _verdict_of_echo(echoes: list[Finding], evidence: Evidence) -> Verdict:
     return Verdict(first.cause, reason, lines, first.rank, nodes=suspects, step=evidence.last_step)
 
 
-def _node_of(rank: int | None, evidence: Evidence) -> str | None:
+def _node_of(rank: int | None, evidence: LaunchEvidence) -> str | None:
     return next((exit_.node for exit_ in evidence.rank_exits if exit_.rank == rank), None)
 
 
-def _by_code(evidence: Evidence) -> Verdict | None:
+def _by_code(evidence: LaunchEvidence) -> Verdict | None:
     """Judge by srun's report on the first task that ended.
 
     The exit code of srun itself is masked by its kills.
@@ -489,5 +489,5 @@ def _by_code(evidence: Evidence) -> Verdict | None:
     return None
 
 
-def _task_lines(evidence: Evidence) -> tuple[str, ...]:
+def _task_lines(evidence: LaunchEvidence) -> tuple[str, ...]:
     return tuple(f"{f.node}: task {f.tasks}: {f.what}" for f in evidence.task_failures[:3])

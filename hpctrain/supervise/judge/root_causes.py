@@ -13,10 +13,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hpctrain.supervise.judge.causes import FINAL_CAUSES, SCHEDULER_CAUSES, Cause
-from hpctrain.supervise.judge.documents import Evidence, Finding, RankExit
+from hpctrain.supervise.judge.documents import LaunchEvidence, LogFinding, RankExit
 
 NEVER = float("inf")
-# Signatures whose meaning depends on how many ranks meet them.
+# A signature whose meaning depends on how many ranks report it.
 _MISSING_PATH = "missing_path"
 # Causes that the trainer reports where a machine may be at fault.
 _CAUSES_THAT_MAY_BE_HARDWARE = frozenset({Cause.DATA_LOADER})
@@ -52,7 +52,7 @@ class RootCandidate:
         return f"{' '.join(where)}: {self.text}" if where else self.text
 
 
-def candidates(evidence: Evidence) -> list[RootCandidate]:
+def candidates(evidence: LaunchEvidence) -> list[RootCandidate]:
     """Collect all possible root causes, in no order."""
     # Kills for memory, from slurmstepd and srun; neither gives a time.
     killed = [failure for failure in evidence.task_failures if failure.out_of_memory]
@@ -67,7 +67,7 @@ def candidates(evidence: Evidence) -> list[RootCandidate]:
     return [*_from_findings(evidence), *from_slurm, *_from_exits(evidence)]
 
 
-def _from_findings(evidence: Evidence) -> list[RootCandidate]:
+def _from_findings(evidence: LaunchEvidence) -> list[RootCandidate]:
     known = {exit_.rank: exit_ for exit_ in evidence.rank_exits}
     everywhere = _common_at_start(evidence)
     no_own_crash = not own_crashes(evidence)
@@ -101,18 +101,18 @@ def _from_findings(evidence: Evidence) -> list[RootCandidate]:
     return found
 
 
-def own_crashes(evidence: Evidence) -> list[RankExit]:
+def own_crashes(evidence: LaunchEvidence) -> list[RankExit]:
     """Select the ranks that failed for a reason of their own."""
     crashes = [exit_ for exit_ in evidence.rank_exits if exit_.outcome == "crash"]
     return [exit_ for exit_ in crashes if not is_echo(exit_, evidence.findings)]
 
 
-def _contains_message(finding: Finding, exit_: RankExit) -> bool:
+def _contains_message(finding: LogFinding, exit_: RankExit) -> bool:
     message = exit_.message.strip()[:_COMPARED_LETTERS]
     return bool(message) and message in finding.line
 
 
-def _from_exits(evidence: Evidence) -> list[RootCandidate]:
+def _from_exits(evidence: LaunchEvidence) -> list[RootCandidate]:
     """Collect failures from exit records, unless they only follow from another's end."""
     candidates = []
     for place, exit_ in enumerate(evidence.rank_exits):
@@ -138,7 +138,7 @@ def _from_exits(evidence: Evidence) -> list[RootCandidate]:
     return candidates
 
 
-def _reported_cause(exit_: RankExit, findings: Iterable[Finding]) -> Cause:
+def _reported_cause(exit_: RankExit, findings: Iterable[LogFinding]) -> Cause:
     try:
         cause = Cause(exit_.cause) if exit_.cause else Cause.CRASH
     except ValueError:
@@ -149,7 +149,7 @@ def _reported_cause(exit_: RankExit, findings: Iterable[Finding]) -> Cause:
     return next((one for one in deeper if one in _DEEPER_CAUSES), cause)
 
 
-def is_echo(exit_: RankExit, findings: Iterable[Finding]) -> bool:
+def is_echo(exit_: RankExit, findings: Iterable[LogFinding]) -> bool:
     """True if the error of this rank only reports a peer that is gone or late."""
     if exit_.cause is not None:
         return False
@@ -157,10 +157,10 @@ def is_echo(exit_: RankExit, findings: Iterable[Finding]) -> bool:
     return bool(same) and all(f.role == "cascade" for f in same)
 
 
-# -- what depends on how many ranks meet it ------------------------------------------------------
+# -- how many ranks report the same ------------------------------------------------------
 
 
-def _common_at_start(evidence: Evidence) -> frozenset[str]:
+def _common_at_start(evidence: LaunchEvidence) -> frozenset[str]:
     """Find the signatures that most of the launch has met before its first step."""
     if evidence.last_step is not None and evidence.last_step > evidence.resume_step:
         return frozenset()
@@ -178,7 +178,7 @@ def _common_at_start(evidence: Evidence) -> frozenset[str]:
     )
 
 
-def _in_context(finding: Finding, exit_: RankExit | None, everywhere: frozenset[str]) -> Cause:
+def _in_context(finding: LogFinding, exit_: RankExit | None, everywhere: frozenset[str]) -> Cause:
     """Correct the cause of a finding by how many ranks have it, and whether the rank was loading.
 
     A wrong program fails everywhere and at once; a missing mount fails on one node.

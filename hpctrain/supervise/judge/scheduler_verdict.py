@@ -12,7 +12,7 @@ from hpctrain.slurm.reasons import JobHold
 from hpctrain.slurm.states import JobState
 from hpctrain.store.run_records import TrainerExit
 from hpctrain.supervise.judge.causes import Cause
-from hpctrain.supervise.judge.documents import Evidence, JobFacts, Verdict
+from hpctrain.supervise.judge.documents import JobFacts, LaunchEvidence, Verdict
 from hpctrain.supervise.judge.job_end import cause_of_end, text_of
 
 _HOLDERS = {
@@ -31,7 +31,7 @@ _SIGNED_BY_SLURM = frozenset(
 )
 
 
-def by_slurm(evidence: Evidence) -> Verdict | None:
+def by_slurm(evidence: LaunchEvidence) -> Verdict | None:
     """Judge by the controller's record of the job, or by slurmstepd without one."""
     job = evidence.job
     if job is None:
@@ -75,7 +75,7 @@ def by_slurm(evidence: Evidence) -> Verdict | None:
     return None
 
 
-def by_requests(evidence: Evidence) -> Verdict | None:
+def by_requests(evidence: LaunchEvidence) -> Verdict | None:
     """Judge a trainer that stopped because of a request: a signal of Slurm, or a person's.
 
     A signal without an explanation is no request: see `left_unexplained`.
@@ -111,7 +111,7 @@ def by_requests(evidence: Evidence) -> Verdict | None:
     return requested or _signalled(evidence, _what_was_saved(evidence))
 
 
-def left_unexplained(evidence: Evidence) -> bool:
+def left_unexplained(evidence: LaunchEvidence) -> bool:
     """True if ranks stopped because of a signal that neither a request nor Slurm explains.
 
     Nodes that shut down in good order send such a signal before Slurm learns of it. A controller
@@ -129,7 +129,7 @@ def left_unexplained(evidence: Evidence) -> bool:
     )
 
 
-def noticed(evidence: Evidence) -> Cause | None:
+def noticed(evidence: LaunchEvidence) -> Cause | None:
     """Find why Slurm ended the step, in srun's stderr or in the logs of ranks."""
     ends = (notice.end for notice in evidence.notices if notice.end is not None)
     cause = cause_of_end(next(ends, None))
@@ -139,7 +139,7 @@ def noticed(evidence: Evidence) -> Cause | None:
     return next((f.cause for f in lines if f.cause in _SIGNED_BY_SLURM), None)
 
 
-def _signalled(evidence: Evidence, what_followed: str) -> Verdict | None:
+def _signalled(evidence: LaunchEvidence, what_followed: str) -> Verdict | None:
     """Judge a signal without an explanation, unless lost or leaving nodes explain it after all."""
     lines = _job_lines(evidence, evidence.job) if evidence.job is not None else ()
     if evidence.lost_nodes:
@@ -161,7 +161,7 @@ def _signalled(evidence: Evidence, what_followed: str) -> Verdict | None:
     return Verdict(Cause.EXTERNAL_SIGNAL, reason, (*receivers[1:], *lines))
 
 
-def node_of_rank(evidence: Evidence, rank: int) -> str | None:
+def node_of_rank(evidence: LaunchEvidence, rank: int) -> str | None:
     """Find the node of a rank: Slurm numbers ranks node by node (srun(1), --distribution=block)."""
     nodes, size = evidence.nodes, evidence.world_size
     if not nodes or not size or size % len(nodes) or rank >= size:
@@ -169,7 +169,7 @@ def node_of_rank(evidence: Evidence, rank: int) -> str | None:
     return nodes[rank // (size // len(nodes))]
 
 
-def _request(evidence: Evidence) -> Verdict | None:
+def _request(evidence: LaunchEvidence) -> Verdict | None:
     if evidence.hold_requested_by is not None:
         reason = f"asked to hold by {evidence.hold_requested_by}"
         return Verdict(Cause.YIELDED, reason, hold=True)
@@ -178,13 +178,13 @@ def _request(evidence: Evidence) -> Verdict | None:
     return None
 
 
-def _stopped_by_request(evidence: Evidence) -> bool:
+def _stopped_by_request(evidence: LaunchEvidence) -> bool:
     if any(exit_.outcome in ("crash", "config_error") for exit_ in evidence.rank_exits):
         return False
     return any(exit_.outcome == "yielded" for exit_ in evidence.rank_exits)
 
 
-def _stopped_while_starting(evidence: Evidence) -> bool:
+def _stopped_while_starting(evidence: LaunchEvidence) -> bool:
     """True if a request stopped the launch while it was starting.
 
     A rank that exits then breaks the connections of others, which may get the request a moment
@@ -199,17 +199,17 @@ def _stopped_while_starting(evidence: Evidence) -> bool:
     return outcomes == {"yielded"}
 
 
-def _has_trained(evidence: Evidence) -> bool:
+def _has_trained(evidence: LaunchEvidence) -> bool:
     return evidence.last_step is not None and evidence.last_step > evidence.resume_step
 
 
-def _what_was_saved(evidence: Evidence) -> str:
+def _what_was_saved(evidence: LaunchEvidence) -> str:
     if evidence.left_startup or (evidence.rank_exits and not _has_trained(evidence)):
         return "stopped before its first step, so there was nothing to save"
     return "the trainer saved and left"
 
 
-def _only_ended_by_others(evidence: Evidence) -> bool:
+def _only_ended_by_others(evidence: LaunchEvidence) -> bool:
     """True if no rank is known to have failed by itself, and the launch has not hung."""
     if evidence.rank_exits or evidence.stall is not None or evidence.lost_nodes:
         return False
@@ -221,14 +221,14 @@ def _only_ended_by_others(evidence: Evidence) -> bool:
     )
 
 
-def failed_nodes(evidence: Evidence) -> tuple[str, ...]:
+def failed_nodes(evidence: LaunchEvidence) -> tuple[str, ...]:
     """Collect the nodes that did not answer or that Slurm names as failed, each once."""
     named = (notice.node for notice in evidence.notices if notice.node)
     found = (f.node for f in evidence.findings if f.signature == "slurm_node_failure" and f.node)
     return tuple(dict.fromkeys((*evidence.lost_nodes, *named, *found)))
 
 
-def _job_lines(evidence: Evidence, job: JobFacts) -> tuple[str, ...]:
+def _job_lines(evidence: LaunchEvidence, job: JobFacts) -> tuple[str, ...]:
     line = (
         f"Slurm: state {job.state}, reason {job.reason}, restarts {job.restart_count}, "
         f"preempt time {'set' if job.preempt_time else 'not set'}"

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from hpctrain.supervise import srun_process
-from hpctrain.supervise.srun_process import Launch, Signals, free_port
+from hpctrain.supervise.srun_process import Signals, SrunProcess, free_port
 
 
-def launch(program: str) -> Launch:
-    return Launch([sys.executable, "-I", "-S", "-c", program], os.environ)
+def launch(program: str) -> SrunProcess:
+    return SrunProcess([sys.executable, "-I", "-S", "-c", program], os.environ)
 
 
 def test_lines_of_srun_are_passed_on_and_read(capfd: pytest.CaptureFixture[str]) -> None:
@@ -125,7 +125,7 @@ def test_an_srun_that_ignores_signals_is_killed() -> None:
 
 
 def test_srun_gets_the_environment_and_no_stdin() -> None:
-    running = Launch(
+    running = SrunProcess(
         [
             sys.executable,
             "-I",

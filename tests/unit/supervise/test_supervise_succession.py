@@ -28,7 +28,7 @@ from hpctrain.supervise.act.successor import (
     exclude_from_successors,
     must_leave,
 )
-from hpctrain.supervise.attempt import Attempt
+from hpctrain.supervise.attempt import JobAttempt
 from hpctrain.supervise.context import AttemptContext
 from hpctrain.supervise.decision_inputs import allocation_of, assess
 from hpctrain.supervise.judge.causes import Cause
@@ -64,7 +64,7 @@ def attempt(
     context = AttemptContext(
         run_layout=layout,
         config=config().model_copy(update={"continuation": mode}),
-        attempt=Attempt(job_id, 0, "n[0-1]", "n0"),
+        attempt=JobAttempt(job_id, 0, "n[0-1]", "n0"),
         ledger=ledger,
         slurm=cast(SlurmClient, slurm),
         signals=Signals(),
