@@ -53,7 +53,7 @@ from hpctrain.supervise.judge.launch_nodes import Allocation, place
 from hpctrain.supervise.judge.lost_attempts import why_ended
 from hpctrain.supervise.judge.policy import decide
 from hpctrain.supervise.launching import Ended, TrainerLauncher
-from hpctrain.supervise.restarted_job import came_back
+from hpctrain.supervise.restarted_job import stop_of_restarted_job
 from hpctrain.supervise.run_jobs import identity_of
 from hpctrain.supervise.srun_process import Signals
 from hpctrain.supervise.step_ids import use_up_step_ids
@@ -255,7 +255,7 @@ class Supervisor:
             verdict = replace(verdict, reason=f"{verdict.reason} before this attempt")
             situation = assess(context, allocation_of(context), verdict)
             return decide(verdict, self._history(), situation, context.config)
-        stopped = came_back(context)
+        stopped = stop_of_restarted_job(context)
         if stopped is not None:
             return stopped
         if self._lost is not None:

@@ -24,7 +24,7 @@ from hpctrain.supervise.judge.policy import STOPPED_EXIT_CODE
 _ENDING_SECONDS = 120.0
 
 
-def came_back(context: AttemptContext) -> Action | None:
+def stop_of_restarted_job(context: AttemptContext) -> Action | None:
     """Return the stop that still holds, if no person has requested this attempt.
 
     A requeue long after the stop was a person's. If its time is unknown, the stop holds: it is in

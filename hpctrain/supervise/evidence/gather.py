@@ -113,7 +113,7 @@ def _gather(context: AttemptContext, launch: SrunProcess, watch: LaunchWatch) ->
         resume_step=watch.resume_step,
         last_step=progress.step if progress and progress.epoch == watch.epoch else None,
         checkpoint_step=next(good, None),
-        left_startup=watch.left_startup,
+        stopped_in_startup=watch.stopped_in_startup,
         limit_near=watch.limit_near,
     )
 
@@ -142,7 +142,7 @@ def has_failed(evidence: LaunchEvidence) -> bool:
     """True if something has failed, so that logs, kernels and nodes have to be examined."""
     if evidence.done or evidence.superseded or evidence.cancel_requested:
         return False
-    if evidence.stop_requested_by or evidence.hold_requested_by or evidence.left_startup:
+    if evidence.stop_requested_by or evidence.hold_requested_by or evidence.stopped_in_startup:
         return False
     clean_exits = bool(evidence.rank_exits) and all(
         rank.outcome in _GOOD_OUTCOMES for rank in evidence.rank_exits

@@ -95,11 +95,11 @@ class LaunchWatch:
     from the trainer's file). `time_limit` is Slurm's latest answer about the time limit.
 
     Results: `superseded`; `started`; `stall` (with the odd ranks); `slow_ranks`; `signals` received
-    meanwhile; `left_startup`, the watch ended a start that was requested to stop; `limit_near`, the
-    time limit is near without a warning from Slurm; `step_remains`; `storage_stalled_seconds`, how
-    long the run directory did not answer; `storage_fault`, the error that kept the watch from
-    reading it at the end; `killed_at`, when the watch began to kill what was left of the step
-    (seconds since the epoch).
+    meanwhile; `stopped_in_startup`, the watch ended a start that was requested to stop;
+    `limit_near`, the time limit is near without a warning from Slurm; `step_remains`;
+    `storage_stalled_seconds`, how long the run directory did not answer; `storage_fault`, the error
+    that kept the watch from reading it at the end; `killed_at`, when the watch began to kill what
+    was left of the step (seconds since the epoch).
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class LaunchWatch:
         self.launch = launch
         self.epoch = epoch
         self.resume_step = resume_step
-        self.superseded = self.left_startup = self.limit_near = False
+        self.superseded = self.stopped_in_startup = self.limit_near = False
         self.stall: Stall | None = None
         self.storage_stalled_seconds = 0.0
         self.step_remains = False
@@ -361,8 +361,8 @@ class LaunchWatch:
             return True
         # A stop was requested, and the ranks neither exit nor train.
         if self._stopping_at is not None and self._silence.in_startup:
-            self.left_startup = now - self._stopping_at >= _STARTUP_STOP_SECONDS
-            if self.left_startup:
+            self.stopped_in_startup = now - self._stopping_at >= _STARTUP_STOP_SECONDS
+            if self.stopped_in_startup:
                 return True
         # Ranks that wait for a failed one are silent too; that is not a hang.
         if self._failed_at is None:

@@ -24,7 +24,7 @@ def history(events: Sequence[Event], window_seconds: float = 1800.0) -> History:
     A launch that brought a newer checkpoint ends the count, whatever became of it. What the
     scheduler did in between neither counts nor forgives. An attempt whose supervisor was lost
     counts, too; whether it had brought a checkpoint shows where the next one resumes. Going back
-    on purpose is no progress. A person who has the run go on (`hpctrain resume`) ends the count.
+    on purpose is no progress. A person who resumes the run (`hpctrain resume`) ends the count.
     `window_seconds`: how far back `recent_failures` reaches.
     """
     best, by_cause, prints = 0, Counter[str](), list[str]()
@@ -87,7 +87,7 @@ def pending_rollback(events: Sequence[Event]) -> int | None:
 
 
 def pending_rejections(events: Sequence[Event]) -> dict[int, str]:
-    """List the checkpoints given up since the last launch began, with the reasons."""
+    """List the checkpoints rejected since the last launch began, with the reasons."""
     found: dict[int, str] = {}
     for event in events:
         if event.event is EventKind.LAUNCH_STARTED:
@@ -100,8 +100,8 @@ def pending_rejections(events: Sequence[Event]) -> dict[int, str]:
 def pinned_steps(events: Sequence[Event]) -> tuple[int, ...]:
     """List the checkpoints that retention must keep besides the newest ones.
 
-    Those from before the newest anomalies of numerics, which whoever looks into one needs; and the
-    one that was used when a newer one was given up, because it is known to load.
+    Those from before the newest anomalies of numerics, for their analysis; and the one that was
+    loaded after a newer one was rejected, because it is known to load.
     """
     steps = [
         event.checkpoint_step

@@ -24,12 +24,11 @@ from hpctrain.supervise.judge.unusable_checkpoint import decide_checkpoint
 
 STOPPED_EXIT_CODE = 1
 # Retries without a new checkpoint, where they differ from `failures_without_progress` - 1.
-# A node is lost by no fault of the run, and the next attempt has another one: five; so it is with a
-# signal that nobody explains, before which the run was saved. Storage and
-# ports are shared with others and recover: five; so does a GPU or a link, on which the largest
-# runs fail several times between two checkpoints (docs/simulation.md). Memory that is full at one
-# place of the data is full there again: one (NVRx gives "may recover" one retry,
-# docs/design/attribution).
+# Five where the cause is not the run's own and may pass: a lost node, which the next attempt
+# replaces; a signal without an explanation, before which the run was saved; storage and ports,
+# which are shared; a GPU or a link, on which the largest runs fail several times between two
+# checkpoints (docs/simulation.md). One where it may recur at the same data, such as full memory
+# (NVRx gives "may recover" one retry, docs/design/attribution).
 RETRIES = {
     Cause.NODE_FAILURE: 5,
     Cause.PROLOG_FAILURE: 5,
@@ -49,7 +48,7 @@ RETRIES = {
 # All causes together: a run that fails in ever new ways is stopped, too.
 _ALL_CAUSES_FACTOR = 4
 _FIRST_DELAY_SECONDS = 1.0
-# What others have to repair: no use in asking again within a minute.
+# What others have to repair: a retry within a minute is of no use.
 _SLOW_CAUSES = frozenset({Cause.STORAGE, Cause.FABRIC})
 _SLOW_FIRST_DELAY_SECONDS = 30.0
 _LONGEST_DELAY_SECONDS = 300.0

@@ -49,8 +49,8 @@ _CAN_BLOCK = frozenset(
         Cause.NODE_FAILURE,
     }
 )
-# Echoes that name what has failed come before those that only report a lost peer.
-_VAGUE_ECHOES = {Cause.HANG: 1, Cause.CRASH: 2}
+# Cascading failures that name what has failed come before those that only report a lost peer.
+_VAGUE_CASCADES = {Cause.HANG: 1, Cause.CRASH: 2}
 # How much later a kill may be reported than the failures that follow from it: on busy nodes
 # slurmstepd and agents notice late. Less than ranks live that survive a failed one (`watch`).
 _REPORTED_LATE_SECONDS = 3.0
@@ -69,10 +69,10 @@ def by_ranks(evidence: LaunchEvidence) -> Verdict | None:
     """Judge a launch that neither the scheduler nor a person has ended."""
     judges = (
         _wrong_setting,
-        _replaced,
-        _damaged,
+        _superseded,
+        _changed_checkpoint,
         _lost_nodes,
-        _root,
+        _earliest_root,
         _hang,
         _never_launched,
         _lost_step,
@@ -80,7 +80,7 @@ def by_ranks(evidence: LaunchEvidence) -> Verdict | None:
         _by_crash,
         _by_silent_end,
         _unfit_nodes,
-        _echo,
+        _cascade,
         _by_code,
     )
     for judge in judges:
@@ -149,7 +149,7 @@ def _of_some_nodes(reports: Sequence[RankExit], evidence: LaunchEvidence) -> Ver
     return Verdict(Cause.STORAGE, reason, lines, first.rank, step=evidence.last_step)
 
 
-def _replaced(evidence: LaunchEvidence) -> Verdict | None:
+def _superseded(evidence: LaunchEvidence) -> Verdict | None:
     """Find a rank that found a newer epoch, which the supervisor has not read yet."""
     for exit_ in evidence.rank_exits:
         if exit_.cause == Cause.SUPERSEDED:
@@ -159,7 +159,7 @@ def _replaced(evidence: LaunchEvidence) -> Verdict | None:
     return None
 
 
-def _damaged(evidence: LaunchEvidence) -> Verdict | None:
+def _changed_checkpoint(evidence: LaunchEvidence) -> Verdict | None:
     """Find a rank whose checkpoint differs from what was written."""
     for exit_ in evidence.rank_exits:
         if exit_.cause == Cause.BAD_CHECKPOINT:
@@ -187,7 +187,7 @@ def _lost_nodes(evidence: LaunchEvidence) -> Verdict | None:
 # -- the earliest root -----------------------------------------------------------------------
 
 
-def _root(evidence: LaunchEvidence) -> Verdict | None:
+def _earliest_root(evidence: LaunchEvidence) -> Verdict | None:
     """Find broken hardware, a kill for memory, or the earliest failure with a known cause.
 
     A crash without a known cause is left to `_by_crash`, because a rank that was killed by a
@@ -247,10 +247,10 @@ def _hang(evidence: LaunchEvidence) -> Verdict | None:
         f"no sign of life for {stall.silent_seconds:.0f} s while {stall.phase} "
         f"(limit {stall.limit_seconds:.0f} s)"
     )
-    explaining = [finding for finding in _echoes(evidence) if finding.cause in _CAN_BLOCK]
+    explaining = [finding for finding in _cascading(evidence) if finding.cause in _CAN_BLOCK]
     if not stall.odd:
         if explaining:  # no rank stands out, but storage or a link was away
-            return _verdict_of_echo(explaining, evidence)
+            return _verdict_of_cascade(explaining, evidence)
         return Verdict(Cause.HANG, reason, step=evidence.last_step)
     first = stall.odd[0]
     others = f" and {len(stall.odd) - 1} more" if len(stall.odd) > 1 else ""
@@ -327,7 +327,7 @@ def _first_kill(evidence: LaunchEvidence) -> TaskFailure | None:
     if not deaths:
         return None
     if deaths[0].code is None:
-        return None if _is_abort(deaths[0]) and _echoes(evidence) else deaths[0]
+        return None if _is_abort(deaths[0]) and _cascading(evidence) else deaths[0]
     if not evidence.rank_exits or own_crashes(evidence):
         return None
     kills = (one for one in deaths if one.code is None and not _is_abort(one))
@@ -368,7 +368,7 @@ def _by_crash(evidence: LaunchEvidence) -> Verdict | None:
 def _by_silent_end(evidence: LaunchEvidence) -> Verdict | None:
     """Find a rank that exited with a code and no record, while others report only lost peers."""
     recorded = {exit_.rank for exit_ in evidence.rank_exits}
-    specific = [f for f in _echoes(evidence) if f.cause not in _VAGUE_ECHOES]
+    specific = [f for f in _cascading(evidence) if f.cause not in _VAGUE_CASCADES]
     silent = [
         failure
         for failure in evidence.task_failures
@@ -414,17 +414,17 @@ def _unfit_nodes(evidence: LaunchEvidence) -> Verdict | None:
     )
 
 
-def _echo(evidence: LaunchEvidence) -> Verdict | None:
+def _cascade(evidence: LaunchEvidence) -> Verdict | None:
     """Where all failures follow from others, take the one that is most specific."""
-    echoes = _echoes(evidence)
+    cascading = _cascading(evidence)
     failed = evidence.task_failures or evidence.rank_exits or evidence.srun_exit_code
-    if not echoes or not failed:
+    if not cascading or not failed:
         return None
-    verdict = _verdict_of_echo(echoes, evidence)
+    verdict = _verdict_of_cascade(cascading, evidence)
     if verdict.cause is not Cause.HANG:
         return verdict
     # The only rank without a timeout of a collective did not take part.
-    late = {f.rank for f in echoes if f.cause is Cause.HANG and f.rank is not None}
+    late = {f.rank for f in cascading if f.cause is Cause.HANG and f.rank is not None}
     silent = sorted(set(range(evidence.world_size)) - late)
     if len(silent) != 1 or evidence.world_size < 3:
         return replace(verdict, rank=None, nodes=())
@@ -433,7 +433,7 @@ def _echo(evidence: LaunchEvidence) -> Verdict | None:
     return replace(verdict, reason=reason, rank=silent[0], nodes=(node,) if node else ())
 
 
-def _echoes(evidence: LaunchEvidence) -> list[LogFinding]:
+def _cascading(evidence: LaunchEvidence) -> list[LogFinding]:
     found = [
         f
         for f in evidence.findings
@@ -442,20 +442,20 @@ def _echoes(evidence: LaunchEvidence) -> list[LogFinding]:
 
     def order(finding: LogFinding) -> tuple[int, float, int, str]:
         rank = -1 if finding.rank is None else finding.rank
-        vagueness = _VAGUE_ECHOES.get(finding.cause, 0)
+        vagueness = _VAGUE_CASCADES.get(finding.cause, 0)
         return (vagueness, finding.order or NEVER, rank, finding.line)
 
     return sorted(found, key=order)
 
 
-def _verdict_of_echo(echoes: list[LogFinding], evidence: LaunchEvidence) -> Verdict:
-    first = echoes[0]
+def _verdict_of_cascade(cascading: list[LogFinding], evidence: LaunchEvidence) -> Verdict:
+    first = cascading[0]
     node = first.node or _node_of(first.rank, evidence)
-    same = {f.node or _node_of(f.rank, evidence) for f in echoes if f.cause is first.cause}
+    same = {f.node or _node_of(f.rank, evidence) for f in cascading if f.cause is first.cause}
     suspects = (node,) if node and len(same) == 1 else ()
     where = f"rank {first.rank}" if first.rank is not None else first.node
     reason = f"nothing names the root; first seen by {where or 'srun'}: {first.line[:200]}"
-    lines = tuple(dict.fromkeys(f.line for f in echoes[:4]))
+    lines = tuple(dict.fromkeys(f.line for f in cascading[:4]))
     return Verdict(first.cause, reason, lines, first.rank, nodes=suspects, step=evidence.last_step)
 
 

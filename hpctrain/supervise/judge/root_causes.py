@@ -104,7 +104,7 @@ def _from_findings(evidence: LaunchEvidence) -> list[RootCandidate]:
 def own_crashes(evidence: LaunchEvidence) -> list[RankExit]:
     """Select the ranks that failed for a reason of their own."""
     crashes = [exit_ for exit_ in evidence.rank_exits if exit_.outcome == "crash"]
-    return [exit_ for exit_ in crashes if not is_echo(exit_, evidence.findings)]
+    return [exit_ for exit_ in crashes if not only_reports_peer(exit_, evidence.findings)]
 
 
 def _contains_message(finding: LogFinding, exit_: RankExit) -> bool:
@@ -116,7 +116,7 @@ def _from_exits(evidence: LaunchEvidence) -> list[RootCandidate]:
     """Collect failures from exit records, unless they only follow from another's end."""
     candidates = []
     for place, exit_ in enumerate(evidence.rank_exits):
-        if exit_.outcome != "crash" or is_echo(exit_, evidence.findings):
+        if exit_.outcome != "crash" or only_reports_peer(exit_, evidence.findings):
             continue
         cause = _reported_cause(exit_, evidence.findings)
         roots = [f for f in evidence.findings if f.rank == exit_.rank and f.role == "root"]
@@ -149,7 +149,7 @@ def _reported_cause(exit_: RankExit, findings: Iterable[LogFinding]) -> Cause:
     return next((one for one in deeper if one in _DEEPER_CAUSES), cause)
 
 
-def is_echo(exit_: RankExit, findings: Iterable[LogFinding]) -> bool:
+def only_reports_peer(exit_: RankExit, findings: Iterable[LogFinding]) -> bool:
     """True if the error of this rank only reports a peer that is gone or late."""
     if exit_.cause is not None:
         return False

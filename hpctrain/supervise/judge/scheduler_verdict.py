@@ -190,7 +190,7 @@ def _stopped_while_starting(evidence: LaunchEvidence) -> bool:
     A rank that exits then breaks the connections of others, which may get the request a moment
     later: without a trained step, a crash without a cause of its own follows from that.
     """
-    if evidence.left_startup:
+    if evidence.stopped_in_startup:
         return True
     if _has_trained(evidence):
         return False
@@ -204,7 +204,7 @@ def _has_trained(evidence: LaunchEvidence) -> bool:
 
 
 def _what_was_saved(evidence: LaunchEvidence) -> str:
-    if evidence.left_startup or (evidence.rank_exits and not _has_trained(evidence)):
+    if evidence.stopped_in_startup or (evidence.rank_exits and not _has_trained(evidence)):
         return "stopped before its first step, so there was nothing to save"
     return "the trainer saved and left"
 

@@ -40,7 +40,7 @@ _DEFAULT_XID_SOURCE = "docs.nvidia.com/deploy/xid-errors, catalogue of 2025-10"
 _XID = re.compile(r"NVRM: Xid \(PCI:([0-9A-Fa-f:.]{1,20})\): (\d{1,5})(.{0,300})")
 _SXID = re.compile(r"SXid \(PCI:([0-9A-Fa-f:.]{1,20})\): (\d{1,6})(.{0,300})")
 _XID_WORDS = ("NVRM: Xid", "SXid")
-# NVLink errors say themselves whether they are fatal: Xid 144-150 and all SXids.
+# The lines of NVLink errors show whether they are fatal: Xid 144-150 and all SXids.
 _FATAL = re.compile(r"(?<![Nn]on-)(?<![Nn]on)\bFatal\b")
 
 
@@ -86,7 +86,7 @@ class Signature(Document):
 
 
 class Xid(Document):
-    """One code of NVIDIA's kernel modules. `line_decides`: the line says if it is fatal."""
+    """One code of NVIDIA's kernel modules. `line_decides`: the line shows whether it is fatal."""
 
     code: int = Field(ge=1)
     kind: XidClass = Field(alias="class", description="What has happened to the GPU")

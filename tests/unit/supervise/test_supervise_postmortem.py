@@ -44,7 +44,7 @@ def test_a_launch_is_explained_by_the_kernel_of_one_node(context: AttemptContext
     evidence = Story([End(0, RESET), End(1, RESET)], world_size=8).evidence(findings=())
     answer = NodeResult("n1", kernel=(KernelLine("n1", OFF_BUS, BEGIN + 90),))
     traces = Traces(BEGIN, before, ("n0", "n1", "n2", "n3"))
-    found = find_lines(context, evidence, traces, ProbeResult(answers=(answer,)))
+    found = find_lines(context, evidence, traces, ProbeResult(results=(answer,)))
     assert {(one.signature, one.rank, one.node) for one in found} == {
         ("peer_lost", 0, "n0"),
         ("peer_lost", 1, "n0"),

@@ -53,10 +53,10 @@ def test_a_log_that_cannot_be_written_ends_nothing() -> None:
     program = (
         "import os, sys\n"
         "from hpctrain.supervise.context import say\n"
-        "from hpctrain.supervise.srun_process import Launch\n"
+        "from hpctrain.supervise.srun_process import SrunProcess\n"
         "say('first')\n"
         "words = 'import sys; sys.stderr.write(\"srun: error: n1: task 1: Killed\\\\n\")'\n"
-        "running = Launch([sys.executable, '-c', words], os.environ)\n"
+        "running = SrunProcess([sys.executable, '-c', words], os.environ)\n"
         "running.process.wait(20)\n"
         "running.finish_reading(20)\n"
         "print(len(running.failures), flush=True)\n"
