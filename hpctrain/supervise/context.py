@@ -42,6 +42,6 @@ class AttemptContext:
         )
 
 
-def say(text: str) -> None:
+def log_message(text: str) -> None:
     """Write one line with the time into the job's log."""
     write_log(f"hpctrain {time.strftime('%H:%M:%S')} {text}\n")

@@ -17,7 +17,7 @@ from hpctrain.store.data_identity import (
 )
 from hpctrain.store.known_steps import known_steps
 from hpctrain.store.ledger import EventKind
-from hpctrain.supervise.context import AttemptContext, say
+from hpctrain.supervise.context import AttemptContext, log_message
 from hpctrain.supervise.judge.causes import Cause
 from hpctrain.supervise.judge.documents import Verdict
 
@@ -40,15 +40,17 @@ def data_problem(context: AttemptContext) -> Verdict | None:
             return None
         found = compare(identity, lambda: context.signals.final)
     except InterruptedReadingError as error:
-        say(str(error))  # the job is being ended
+        log_message(str(error))  # the job is being ended
         return None
     except HpctrainError as error:
         return Verdict(Cause.DATA_CHANGED, f"{error}; {remedy}")
     for problem in found.unread:
-        say(f"data: {problem}")
+        log_message(f"data: {problem}")
     if found.touched:
         names = ", ".join(file.path for file in found.touched[:_MOST_NAMED])
-        say(f"data: {len(found.touched)} files have another time and the same content: {names}")
+        log_message(
+            f"data: {len(found.touched)} files have another time and the same content: {names}"
+        )
         write_identity(run.data_identity, with_touched(identity, found))
     if not found.changed:
         return None
@@ -59,7 +61,7 @@ def data_problem(context: AttemptContext) -> Verdict | None:
     if not known.saved and not known.trained:
         reason = f"{reason}; before the first step, so they are recorded anew"
         context.note(EventKind.OBSERVED, reason=reason)
-        say(reason)
+        log_message(reason)
         write_identity(run.data_identity, recorded_again(identity))
         return None
     evidence = found.changed[:_MOST_EVIDENCE]

@@ -26,7 +26,7 @@ from hpctrain.nodes.record import KINDS, EvidenceKind, NodeEvidence, NodeLedger
 from hpctrain.store.jobs import generation, started_ids, successor_ids
 from hpctrain.store.ledger import Event
 from hpctrain.supervise.act.rollback import read_skip_list
-from hpctrain.supervise.context import AttemptContext, say
+from hpctrain.supervise.context import AttemptContext, log_message
 from hpctrain.supervise.evidence.gather import keeps_nodes
 from hpctrain.supervise.judge.causes import FAILURE_CAUSES, Cause
 from hpctrain.supervise.judge.documents import Situation, Suspicion, Verdict
@@ -238,7 +238,7 @@ def _append(ledger: NodeLedger, evidence: list[NodeEvidence]) -> None:
     try:
         ledger.append(evidence)
     except OSError as error:
-        say(f"the node ledger cannot be written: {error.strerror}")
+        log_message(f"the node ledger cannot be written: {error.strerror}")
 
 
 def _unfit(

@@ -19,7 +19,7 @@ from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import EventKind
 from hpctrain.store.requests import clear_stale_requests
 from hpctrain.store.run_records import Progress, read_record
-from hpctrain.supervise.context import AttemptContext, say
+from hpctrain.supervise.context import AttemptContext, log_message
 from hpctrain.supervise.data_check import data_problem
 from hpctrain.supervise.evidence.gather import gather
 from hpctrain.supervise.evidence.launch_watch import CrossLaunchState, LaunchWatch
@@ -110,13 +110,13 @@ class TrainerLauncher:
         )
         ended, exit_code = self._watch(placement, start, job_nodes)
         self._note_end(ended.verdict, resume_step, exit_code)
-        say(f"launch {self.launches} ended: {ended.verdict.cause}: {ended.verdict.reason}")
+        log_message(f"launch {self.launches} ended: {ended.verdict.cause}: {ended.verdict.reason}")
         return ended
 
     def _not_begun(self, verdict: Verdict) -> Ended:
         """Record that no rank was started, as the end of a launch, because budgets count it."""
         self._note_end(verdict, None, None)
-        say(f"nothing was launched: {verdict.cause}: {verdict.reason}")
+        log_message(f"nothing was launched: {verdict.cause}: {verdict.reason}")
         return Ended(verdict)
 
     def _watch(
@@ -170,16 +170,16 @@ class TrainerLauncher:
                 cause=Cause.BAD_CHECKPOINT,
                 reason=bad.problem,
             )
-            say(f"checkpoint of step {bad.step} rejected: {bad.problem}")
+            log_message(f"checkpoint of step {bad.step} rejected: {bad.problem}")
         checkpoint = selection.checkpoint
         if checkpoint is None:
             reason = why_fresh_start(context.run_layout, events)
             context.note(EventKind.RESUME, resume_step=0, reason=reason)
-            say(f"{reason}, from step 0")
+            log_message(f"{reason}, from step 0")
         else:
             reason = f"from verified checkpoint {checkpoint.directory.name}"
             context.note(EventKind.RESUME, resume_step=checkpoint.step, reason=reason)
-            say(f"resume from step {checkpoint.step}")
+            log_message(f"resume from step {checkpoint.step}")
         return checkpoint
 
     def _environment(self, placement: Placement, start: Checkpoint | None) -> dict[str, str]:

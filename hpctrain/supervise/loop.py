@@ -27,7 +27,7 @@ from hpctrain.store.supervise_config import read_supervise_config
 from hpctrain.supervise.act.execute import act
 from hpctrain.supervise.act.successor import adopt_own_job, ensure_successor, must_leave
 from hpctrain.supervise.attempt import attempt_from, unfinished_attempt, why_lost
-from hpctrain.supervise.context import AttemptContext, say
+from hpctrain.supervise.context import AttemptContext, log_message
 from hpctrain.supervise.decision_inputs import allocation_of, assess, blame_lost_attempt
 from hpctrain.supervise.evidence.gather import between_launches
 from hpctrain.supervise.evidence.job_facts import still_ours
@@ -129,7 +129,7 @@ class Supervisor:
         with contextlib.suppress(OSError):
             retry_while_storage_fails(self.context, flush)
         for line in ledger.waiting:
-            say(f"not in the ledger: {line}")
+            log_message(f"not in the ledger: {line}")
         return code
 
     def _supervise(self) -> int:
@@ -184,7 +184,7 @@ class Supervisor:
             cause=verdict.cause,
             reason=verdict.reason,
         )
-        say(f"{verdict.cause}: {verdict.reason}")
+        log_message(f"{verdict.cause}: {verdict.reason}")
 
     # -- before the first launch -----------------------------------------------------------
 
@@ -207,7 +207,7 @@ class Supervisor:
             attempt = context.attempt
             context.note(EventKind.ATTEMPT_STARTED, nodes=attempt.nodes, cluster=attempt.cluster)
             self._opened = True
-            say(f"attempt {attempt} of run {context.config.run_id} on {attempt.nodes}")
+            log_message(f"attempt {attempt} of run {context.config.run_id} on {attempt.nodes}")
         action = self._instead_of_first_launch()
         if action is None:
             ensure_successor(context)
@@ -334,7 +334,7 @@ class Supervisor:
                 examined = examine_failure(context, evidence, nodes, traces, self.prober)
                 evidence, probe = examined.evidence, examined.probe
             verdict = classify(evidence)
-            say(f"{verdict.cause}: {verdict.reason}")
+            log_message(f"{verdict.cause}: {verdict.reason}")
             return Ended(verdict, evidence, probe)
         try:
             if is_superseded(context.run_layout.epochs, self.launcher.epoch, self.launcher.name):

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from hpctrain.errors import SlurmError
 from hpctrain.store.jobs import generation
 from hpctrain.store.ledger import Event, EventKind
-from hpctrain.supervise.context import AttemptContext, say
+from hpctrain.supervise.context import AttemptContext, log_message
 from hpctrain.supervise.judge.documents import Action, ActionKind
 from hpctrain.supervise.judge.policy import STOPPED_EXIT_CODE
 
@@ -42,7 +42,7 @@ def stop_of_restarted_job(context: AttemptContext) -> Action | None:
         minutes = (requeued_time - stop.time) / 60
         reason = f"requeued {minutes:.0f} min after it was stopped, so a person has continued it"
         context.note(EventKind.OBSERVED, reason=reason)
-        say(reason)
+        log_message(reason)
         return None
     reason = f"stopped before ({stop.reason}), and nobody has resumed it: `hpctrain resume` does"
     return Action(ActionKind.STOP, reason, STOPPED_EXIT_CODE)

@@ -13,7 +13,7 @@ from hpctrain.errors import SlurmError, StorageError
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.store.supervise_config import read_supervise_config
 from hpctrain.supervise.attempt import attempt_from
-from hpctrain.supervise.context import say
+from hpctrain.supervise.context import log_message
 from hpctrain.supervise.judge.causes import Cause
 from hpctrain.supervise.judge.policy import RETRIES, STOPPED_EXIT_CODE
 
@@ -31,7 +31,7 @@ def wait_for_settings(path: Path, signals: Collection[signal.Signals]) -> bool:
         try:
             read_supervise_config(path)
         except StorageError as error:
-            say(f"storage: {error}; {tries_left} more tries, {_PAUSE_SECONDS:.0f} s apart")
+            log_message(f"storage: {error}; {tries_left} more tries, {_PAUSE_SECONDS:.0f} s apart")
             if signal.sigtimedwait(signals, _PAUSE_SECONDS if tries_left else 0) is not None:
                 return False
         else:
@@ -48,15 +48,17 @@ def end_without_settings(environment: Mapping[str, str], slurm: SlurmClient) -> 
     """
     attempt = attempt_from(environment)
     if attempt.restart_count >= RETRIES[Cause.STORAGE]:
-        say(f"stop: started {attempt.restart_count + 1} times without reaching the run directory")
+        log_message(
+            f"stop: started {attempt.restart_count + 1} times without reaching the run directory"
+        )
         return STOPPED_EXIT_CODE
     try:
         job = slurm.jobs([attempt.job_id]).get(attempt.job_id)
     except SlurmError:
         job = None
     if job is None or not job.state.is_running:
-        say("stop: the run directory is away, and Slurm does not list the job as running")
+        log_message("stop: the run directory is away, and Slurm does not list the job as running")
         return STOPPED_EXIT_CODE
     answer = slurm.requeue(attempt.job_id)
-    say(f"requeue: {answer.result.value}: other nodes may reach the run directory")
+    log_message(f"requeue: {answer.result.value}: other nodes may reach the run directory")
     return 0 if answer.will_run_again else STOPPED_EXIT_CODE

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from hpctrain.slurm.states import JobState
 from hpctrain.supervise.act.requeue import requeue
-from hpctrain.supervise.context import AttemptContext, say
+from hpctrain.supervise.context import AttemptContext, log_message
 from hpctrain.supervise.evidence.job_facts import job_facts
 from hpctrain.supervise.timeouts import run_with_timeout
 
@@ -80,5 +80,5 @@ class Guard:
                 facts = job_facts(context, patient=False)
                 if facts is None or facts.state is not JobState.RUNNING:
                     continue  # a job that a person has cancelled must not come back
-                run_with_timeout(lambda: say(_MESSAGE), _LOG_SECONDS)
+                run_with_timeout(lambda: log_message(_MESSAGE), _LOG_SECONDS)
                 requeue(context.slurm, context.job_id)

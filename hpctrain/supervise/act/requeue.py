@@ -50,11 +50,11 @@ def exclude(slurm: SlurmClient, job_id: int, nodes: Sequence[str]) -> str:
 
 
 def _until_answered(
-    slurm: SlurmClient, job_id: int, ask: Callable[[int], RequeueAnswer]
+    slurm: SlurmClient, job_id: int, call: Callable[[int], RequeueAnswer]
 ) -> tuple[bool, str]:
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while True:
-        answer = ask(job_id)
+        answer = call(job_id)
         if answer.result is not RequeueResult.UNREACHABLE or time.monotonic() >= deadline:
             return answer.will_run_again, answer.result.value
         time.sleep(_RETRY_SECONDS)

@@ -31,7 +31,7 @@ from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import Event, EventKind
 from hpctrain.store.run_records import Progress, read_record
 from hpctrain.supervise.act.requeue import exclude
-from hpctrain.supervise.context import AttemptContext, say
+from hpctrain.supervise.context import AttemptContext, log_message
 from hpctrain.supervise.judge.documents import ActionKind
 from hpctrain.supervise.run_jobs import RunJobs, identity_of, select_jobs
 
@@ -71,7 +71,7 @@ def ensure_successor(context: AttemptContext) -> None:
     except SlurmError as error:
         reason = f"no successor could be submitted: {error}"
         context.ledger.append(EventKind.SUBMIT_FAILED, reason=reason, successor_of=context.job_id)
-        say(reason)
+        log_message(reason)
         return
     context.ledger.append(
         EventKind.SUBMITTED,
@@ -80,7 +80,7 @@ def ensure_successor(context: AttemptContext) -> None:
         reason="successor",
         cluster=context.attempt.cluster,
     )
-    say(f"job {job_id} will continue after this one")
+    log_message(f"job {job_id} will continue after this one")
     # A cancel that ran at the same time has not seen the new job.
     if cancel_requested(context.ledger.events()):
         _cancel_waiting(context)
@@ -120,7 +120,7 @@ def end_succession(context: AttemptContext) -> None:
     problem = _cancel_waiting(context)
     if problem:
         context.note(EventKind.OBSERVED, reason=problem)
-        say(problem)
+        log_message(problem)
 
 
 def exclude_from_successors(context: AttemptContext, nodes: Sequence[str]) -> str:

@@ -21,7 +21,7 @@ from hpctrain.errors import InvalidInputError
 from hpctrain.store.ledger import EventKind
 from hpctrain.store.requests import Request, ask_trainer_to_leave
 from hpctrain.store.run_records import Progress, RankTimes
-from hpctrain.supervise.context import AttemptContext, say
+from hpctrain.supervise.context import AttemptContext, log_message
 from hpctrain.supervise.evidence import stack_files
 from hpctrain.supervise.evidence.job_facts import job_facts, still_ours
 from hpctrain.supervise.evidence.run_dir_snapshot import (
@@ -180,7 +180,7 @@ class LaunchWatch:
             warned = self.limit_near or "USR1" in self.context.signals.names
             if not warned and self._overdue_warning.is_due():
                 self.limit_near = True
-                self._say("the time limit is near, and Slurm's warning has not come")
+                self._log("the time limit is near, and Slurm's warning has not come")
                 self._request_stop("the time limit is near")
             if self._time_is_up() or self._poll_snapshot(background):
                 break
@@ -206,7 +206,7 @@ class LaunchWatch:
                 node=(first.node or None) if first else None,
                 nodes=",".join(dict.fromkeys(o.node for o in odd_ranks.odd if o.node)) or None,
             )
-            self._say(odd_ranks.reason)
+            self._log(odd_ranks.reason)
 
     # -- signals and requests --------------------------------------------------------------
 
@@ -234,7 +234,7 @@ class LaunchWatch:
             self.context.signals.dismiss(query.signals_before)
             self._final_at = None
             self._request_stop(f"signal {self.signals[-1]}, which Slurm did not send")
-            self._say(f"signal {self.signals[-1]} did not come from Slurm, which runs the job on")
+            self._log(f"signal {self.signals[-1]} did not come from Slurm, which runs the job on")
 
     def _request_stop(self, reason: str) -> None:
         """Request a stop by file and by signal: either may be lost or late.
@@ -385,7 +385,7 @@ class LaunchWatch:
                 reason=reason,
                 last_step=times.last_step,
             )
-            self._say(f"rank {slow.rank} on {slow.node} {reason}")
+            self._log(f"rank {slow.rank} on {slow.node} {reason}")
 
     # -- stacks ----------------------------------------------------------------------------
 
@@ -399,14 +399,14 @@ class LaunchWatch:
             snapshot = background.result(_POLL_SECONDS)
         if snapshot is None or not self._must_end(snapshot, time.monotonic()):
             self.stall = None
-            self._say(f"silent for {stall.silent_seconds:.0f} s while {stall.phase}, but no hang")
+            self._log(f"silent for {stall.silent_seconds:.0f} s while {stall.phase}, but no hang")
             return False
         if self.stall is not None:
             self._state.limits.stalled(self.stall.phase, self.stall.silent_seconds)
         return True
 
-    def _say(self, text: str) -> None:
-        run_with_timeout(lambda: say(text), _WRITE_SECONDS)
+    def _log(self, text: str) -> None:
+        run_with_timeout(lambda: log_message(text), _WRITE_SECONDS)
 
     # -- ending ----------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpctrain.store.ledger import EventKind
-from hpctrain.supervise.context import AttemptContext, say
+from hpctrain.supervise.context import AttemptContext, log_message
 from hpctrain.supervise.evidence.gather import has_failed, keeps_nodes
 from hpctrain.supervise.evidence.log_scan import LaunchRanks, Scanner, newest_step, read_signatures
 from hpctrain.supervise.evidence.probe import PreflightOptions, probe_nodes
@@ -98,7 +98,7 @@ def examine_failure(
         lost_nodes=probe.lost,
     )
     for line in reasons:
-        say(f"probe: {line}")
+        log_message(f"probe: {line}")
     found = replace(
         evidence,
         probed=not probe.trouble,

@@ -52,9 +52,9 @@ def test_a_log_that_cannot_be_written_ends_nothing() -> None:
     """/dev/full refuses every byte, as a log does whose file system is read-only."""
     program = (
         "import os, sys\n"
-        "from hpctrain.supervise.context import say\n"
+        "from hpctrain.supervise.context import log_message\n"
         "from hpctrain.supervise.srun_process import SrunProcess\n"
-        "say('first')\n"
+        "log_message('first')\n"
         "words = 'import sys; sys.stderr.write(\"srun: error: n1: task 1: Killed\\\\n\")'\n"
         "running = SrunProcess([sys.executable, '-c', words], os.environ)\n"
         "running.process.wait(20)\n"
@@ -77,10 +77,10 @@ def test_a_log_that_cannot_be_written_ends_nothing() -> None:
 def test_what_was_said_while_the_log_was_away_is_not_lost(tmp_path: Path) -> None:
     program = (
         "import os\n"
-        "from hpctrain.supervise.context import say\n"
-        "say('while it is full')\n"
+        "from hpctrain.supervise.context import log_message\n"
+        "log_message('while it is full')\n"
         f"os.dup2(os.open({str(tmp_path / 'log')!r}, os.O_WRONLY | os.O_CREAT), 2)\n"
-        "say('when it is back')\n"
+        "log_message('when it is back')\n"
         "os._exit(0)\n"
     )
     with open("/dev/full", "w") as full:
