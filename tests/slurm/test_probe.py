@@ -14,7 +14,7 @@ from hpctrain.sandbox import faults
 from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.states import JobState
-from hpctrain.supervise.evidence.probe import STEP_NAME, Question, probe_nodes
+from hpctrain.supervise.evidence.probe import STEP_NAME, PreflightOptions, probe_nodes
 from hpctrain.supervise.judge.probe_results import ProbeResult
 
 NODES = ("n0", "n1", "n2", "n3")
@@ -47,7 +47,7 @@ class Job:
         raise AssertionError(f"the job never has {count} nodes: {job}")
 
     def probe(self, deadline_seconds: float | None = None) -> ProbeResult:
-        question = Question(self.directory, since=time.time() - 60)
+        question = PreflightOptions(self.directory, since=time.time() - 60)
         return probe_nodes(
             self.slurm,
             self.job_id,
