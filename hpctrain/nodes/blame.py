@@ -45,7 +45,7 @@ _CONTAINED = re.compile(r"\bxid\b(?:\s*\([^)]*\))?[\s:]*94\b", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class Witness:
+class EvidenceSource:
     """The source of evidence: a run's job on a cluster at a time (seconds since the epoch)."""
 
     time: float
@@ -53,7 +53,7 @@ class Witness:
     run_id: str
     job_id: int | None = None
 
-    def says(
+    def evidence(
         self,
         kind: EvidenceKind,
         node: str,
@@ -77,7 +77,7 @@ class Witness:
 
 
 def blame(
-    witness: Witness,
+    source: EvidenceSource,
     *,
     cause: str,
     reason: str,
@@ -110,17 +110,17 @@ def blame(
     if kind is EvidenceKind.LOST:
         suspects = [node for node in suspects if node not in planned]
     missed = [node for node in gone if node not in planned]
-    found = [witness.says(EvidenceKind.LOST, node, f"{cause}: {reason}") for node in missed]
+    found = [source.evidence(EvidenceKind.LOST, node, f"{cause}: {reason}") for node in missed]
     if kind is not None:
-        found += [witness.says(kind, node, reason, gpu=gpu) for node in suspects]
+        found += [source.evidence(kind, node, reason, gpu=gpu) for node in suspects]
     if short_launch and cause in _BY_CAUSE:
         named = {one.node for one in found} | set(planned)
-        found += _shared_evidence(witness, reason, job_nodes, named)
+        found += _shared_evidence(source, reason, job_nodes, named)
     return tuple(found)
 
 
 def blame_problem(
-    witness: Witness,
+    source: EvidenceSource,
     node: str,
     problem: str,
     *,
@@ -133,7 +133,7 @@ def blame_problem(
     `hard`: its hardware is broken beyond doubt; `blocks`: no launch can use it as it is.
     """
     soft = EvidenceKind.UNHEALTHY if blocks else EvidenceKind.DOUBTFUL
-    return witness.says(EvidenceKind.HARDWARE if hard else soft, node, problem, gpu=gpu)
+    return source.evidence(EvidenceKind.HARDWARE if hard else soft, node, problem, gpu=gpu)
 
 
 def is_singular(some: Collection[str], job_nodes: Collection[str]) -> bool:
@@ -145,7 +145,7 @@ def is_singular(some: Collection[str], job_nodes: Collection[str]) -> bool:
 
 
 def _shared_evidence(
-    witness: Witness, reason: str, job_nodes: Sequence[str], named: Collection[str]
+    source: EvidenceSource, reason: str, job_nodes: Sequence[str], named: Collection[str]
 ) -> list[NodeEvidence]:
     """Divide a weight among all other nodes of the launch, unless the share is too small."""
     kind = EvidenceKind.SHORT_ATTEMPT
@@ -154,7 +154,7 @@ def _shared_evidence(
         return []
     others = [node for node in _names(job_nodes) if node not in named]
     words = f"in a launch that failed: {reason}"
-    return [witness.says(kind, node, words, weight=weight) for node in others]
+    return [source.evidence(kind, node, words, weight=weight) for node in others]
 
 
 def _names(nodes: Collection[str]) -> list[str]:

@@ -29,9 +29,9 @@ def main() -> int:
         from hpctrain.slurm.client import SlurmClient
         from hpctrain.store.layout import RunLayout
         from hpctrain.supervise.loop import Supervisor
-        from hpctrain.supervise.settings import end_without_settings, settings_come
+        from hpctrain.supervise.settings import end_without_settings, wait_for_settings
 
-        if not settings_come(RunLayout(run_directory).supervise_config, early):
+        if not wait_for_settings(RunLayout(run_directory).supervise_config, early):
             return end_without_settings(os.environ, SlurmClient(shielded=True))
         return Supervisor(run_directory, argv, os.environ).run()
     except HpctrainError as error:

@@ -19,8 +19,8 @@ _NO_TIME = 0xFFFFFFFE
 
 
 @dataclass(frozen=True)
-class Attempt:
-    """One start of the job by Slurm; `cluster` is Slurm's ClusterName, None if not told.
+class JobAttempt:
+    """One start of the job by Slurm; `cluster` is Slurm's ClusterName, None if unknown.
 
     `array_job_id`: of an element of a job array the id of the whole. `end_time`: its time limit
     when it started, in seconds since the epoch; None before Slurm 24.05.
@@ -36,18 +36,18 @@ class Attempt:
 
     @property
     def submitted_id(self) -> int:
-        """The id that sbatch has printed."""
+        """The id that sbatch printed."""
         return self.array_job_id or self.job_id
 
     def __str__(self) -> str:
         return f"{self.job_id}.{self.restart_count}"
 
 
-def attempt_from(environment: Mapping[str, str]) -> Attempt:
+def attempt_from(environment: Mapping[str, str]) -> JobAttempt:
     """Read the attempt from Slurm's variables. SLURM_RESTART_COUNT is unset in the first one."""
     end = environment.get("SLURM_JOB_END_TIME", "")
     try:
-        return Attempt(
+        return JobAttempt(
             job_id=int(environment["SLURM_JOB_ID"]),
             restart_count=int(environment.get("SLURM_RESTART_COUNT") or 0),
             nodes=environment["SLURM_JOB_NODELIST"],
@@ -64,8 +64,8 @@ def attempt_from(environment: Mapping[str, str]) -> Attempt:
         ) from error
 
 
-def unfinished_attempt(events: Sequence[Event], current: Attempt) -> Event | None:
-    """The start event of the newest earlier attempt that has recorded no end."""
+def unfinished_attempt(events: Sequence[Event], current: JobAttempt) -> Event | None:
+    """Find the start event of the newest earlier attempt that has recorded no end."""
     open_start: Event | None = None
     for event in events:
         if event.event is EventKind.ATTEMPT_STARTED:
@@ -81,19 +81,19 @@ def unfinished_attempt(events: Sequence[Event], current: Attempt) -> Event | Non
 
 
 def _key(event: Event) -> tuple[int | None, int | None]:
-    """The attempt of an event: an old supervisor may still write after a new one has started."""
+    """Identify the attempt of an event; an old supervisor may write after a new one has started."""
     return event.job_id, event.restart_count
 
 
 def is_of_attempt(event: Event, started: Event) -> bool:
-    """Whether an event belongs to the attempt that has begun with `started`."""
+    """True if an event belongs to the attempt that began with `started`."""
     return _key(event) == _key(started)
 
 
 def why_lost(
-    lost: Event, events: Sequence[Event], current: Attempt, gone: Sequence[str] = ()
+    lost: Event, events: Sequence[Event], current: JobAttempt, gone: Sequence[str] = ()
 ) -> tuple[Cause, str]:
-    """The cause of the end of an attempt whose supervisor recorded none.
+    """Find the cause and reason of the end of an attempt whose supervisor recorded none.
 
     `gone`: its nodes that are down, or have booted since. They weigh more than a TERM, because an
     orderly shutdown of a node sends TERM to every process.
@@ -103,14 +103,14 @@ def why_lost(
         names = ", ".join(gone)
         return Cause.NODE_FAILURE, f"Slurm restarted the job: {names} went down or was rebooted"
     later = events[events.index(lost) :]
-    said = [e.signal for e in later if e.event is EventKind.SIGNAL and is_of_attempt(e, lost)]
+    signals = [e.signal for e in later if e.event is EventKind.SIGNAL and is_of_attempt(e, lost)]
     # A lost node's kernel may still send HUP to what is left there.
-    if "TERM" in said:
-        words = "its supervisor got signal TERM and ended before it could say why"
-        return Cause.EXTERNAL_SIGNAL, words
+    if "TERM" in signals:
+        reason = "its supervisor got signal TERM and ended before it could record a reason"
+        return Cause.EXTERNAL_SIGNAL, reason
     if restarted:
         return (
             Cause.NODE_FAILURE,
-            "Slurm restarted the job and its supervisor left no word: its node was lost",
+            "Slurm restarted the job and its supervisor recorded no end: its node was lost",
         )
-    return Cause.SUPERVISOR_LOST, "its supervisor was killed without a word from Slurm"
+    return Cause.SUPERVISOR_LOST, "its supervisor was killed, and Slurm reports no reason"

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.checkpoints.discover import checkpoints
-from hpctrain.errors import SlurmError
+from hpctrain.errors import SlurmError, StorageError
 from hpctrain.nodes.blame import (
-    Avoid,
-    Witness,
+    EvidenceSource,
     blame,
     blame_problem,
     most_avoidable,
@@ -26,12 +25,13 @@ from hpctrain.nodes.blame import (
 from hpctrain.nodes.record import KINDS, EvidenceKind, NodeEvidence, NodeLedger
 from hpctrain.store.jobs import generation, started_ids, successor_ids
 from hpctrain.store.ledger import Event
-from hpctrain.supervise.context import AttemptContext, say
+from hpctrain.supervise.act.rollback import read_skip_list
+from hpctrain.supervise.context import AttemptContext, log_message
 from hpctrain.supervise.evidence.gather import keeps_nodes
 from hpctrain.supervise.judge.causes import FAILURE_CAUSES, Cause
 from hpctrain.supervise.judge.documents import Situation, Suspicion, Verdict
 from hpctrain.supervise.judge.launch_nodes import Allocation, full_nodes, least_nodes
-from hpctrain.supervise.judge.probe_answers import ProbeResult
+from hpctrain.supervise.judge.probe_results import ProbeResult
 
 if TYPE_CHECKING:
     from hpctrain.supervise.launching import Ended
@@ -66,7 +66,27 @@ def assess(
     with contextlib.suppress(OSError):
         good = [found.step for found in checkpoints(context.run_layout.checkpoints) if found.good]
         good_checkpoints = tuple(good[:_GOOD_CHECKPOINTS])
-    avoid = _avoid(context, allocation, probe)
+    skip_list_problem = ""
+    try:
+        read_skip_list(context.run_layout)
+    except StorageError as error:
+        skip_list_problem = str(error)
+    except OSError:
+        pass  # a fault of storage, which may pass
+    past: tuple[NodeEvidence, ...] = ()
+    ledger = _ledger(context)
+    if ledger is not None:
+        with contextlib.suppress(OSError):
+            past = ledger.read()
+    avoid = nodes_to_avoid(
+        past,
+        config.cluster,
+        time.time(),
+        usable_nodes=config.cluster_nodes,
+        needed_nodes=least_nodes(config, allocation),
+        allocated=allocation.nodes,
+        homes=probe.homes if probe is not None else None,
+    )
     keeps = evidence is None or keeps_nodes(evidence)
     return Situation(
         keeps_nodes=keeps and not context.signals.final,
@@ -77,10 +97,11 @@ def assess(
         exclude=avoid.nodes,
         exclude_here=tuple(node for node in avoid.here if node in allocation.healthy),
         why_exclude=avoid.why,
-        unfit=_unfit(context, allocation, verdict, probe),
+        unfit=_unfit(context, allocation, verdict, probe, past),
         good_checkpoints=good_checkpoints,
         followed=_has_successor(context),
         storage_away=context.ledger.flush() is not None,
+        skip_list_problem=skip_list_problem,
         restarts=context.attempt.restart_count,
     )
 
@@ -115,12 +136,12 @@ def _record_blame(context: AttemptContext, allocation: Allocation, ended: Ended)
         return
     if verdict.cause is Cause.STORAGE and evidence is None:
         return  # nothing was launched: no node has been tried
-    witness = _witness(context)
+    source = _evidence_source(context)
     progressed = evidence is not None and (evidence.checkpoint_step or 0) > evidence.resume_step
     lost = evidence.lost_nodes if evidence is not None else ()
     names_lost_nodes = verdict.cause is Cause.NODE_FAILURE and bool(verdict.nodes)
     blamed = blame(
-        witness,
+        source,
         cause=str(verdict.cause),
         reason=verdict.reason,
         nodes=() if verdict.suspicion is Suspicion.NONE else verdict.nodes,
@@ -134,7 +155,7 @@ def _record_blame(context: AttemptContext, allocation: Allocation, ended: Ended)
     broken = ended.probe.broken if ended.probe is not None else ()
     checks = [
         blame_problem(
-            witness,
+            source,
             report.node,
             str(problem),
             hard=problem.hard,
@@ -145,7 +166,9 @@ def _record_blame(context: AttemptContext, allocation: Allocation, ended: Ended)
         for problem in report.problems
     ]
     slow = [
-        witness.says(EvidenceKind.SLOW, rank.node, f"rank {rank.rank} computes {rank.factor:.2f} x")
+        source.evidence(
+            EvidenceKind.SLOW, rank.node, f"rank {rank.rank} computes {rank.factor:.2f} x"
+        )
         for rank in ended.slow_ranks
         if rank.node
     ]
@@ -184,11 +207,11 @@ def blame_lost_attempt(
     except SlurmError:
         return
     planned = frozenset(state.node for state in states.values() if state.planned)
-    witness = _witness(context)
+    source = _evidence_source(context)
     if gone:
         evidence = list(
             blame(
-                witness,
+                source,
                 cause=str(verdict.cause),
                 reason=verdict.reason,
                 nodes=(),
@@ -200,14 +223,14 @@ def blame_lost_attempt(
     else:
         weight = KINDS[EvidenceKind.LOST].weight / 2
         batch = nodes[0]
-        entry = witness.says(EvidenceKind.LOST, batch, verdict.reason, weight=weight)
+        entry = source.evidence(EvidenceKind.LOST, batch, verdict.reason, weight=weight)
         evidence = [] if batch in planned else [entry]
     _append(ledger, evidence)
 
 
-def _witness(context: AttemptContext) -> Witness:
+def _evidence_source(context: AttemptContext) -> EvidenceSource:
     config = context.config
-    return Witness(time.time(), config.cluster, config.run_id, context.job_id)
+    return EvidenceSource(time.time(), config.cluster, config.run_id, context.job_id)
 
 
 def _append(ledger: NodeLedger, evidence: list[NodeEvidence]) -> None:
@@ -215,43 +238,25 @@ def _append(ledger: NodeLedger, evidence: list[NodeEvidence]) -> None:
     try:
         ledger.append(evidence)
     except OSError as error:
-        say(f"the node ledger cannot be written: {error.strerror}")
+        log_message(f"the node ledger cannot be written: {error.strerror}")
 
 
 def _unfit(
-    context: AttemptContext, allocation: Allocation, verdict: Verdict, probe: ProbeResult | None
+    context: AttemptContext,
+    allocation: Allocation,
+    verdict: Verdict,
+    probe: ProbeResult | None,
+    past: Sequence[NodeEvidence],
 ) -> tuple[str, ...]:
     """Nodes on which this run cannot work as they are, at most as many as a job may exclude.
 
     Found unfit by this probe, or within the last day and not probed again since.
     """
-    ledger, config = _ledger(context), context.config
+    config = context.config
     now_unfit = [report.node for report in probe.unfit_with_reason] if probe is not None else []
     usable = probe.usable if probe is not None else ()
-    before: tuple[str, ...] = ()
-    if ledger is not None:
-        with contextlib.suppress(OSError):
-            before = unfit_nodes(ledger.read(), config.cluster, config.run_id, time.time())
+    before = unfit_nodes(past, config.cluster, config.run_id, time.time())
     nodes = dict.fromkeys(
         (*verdict.unfit_nodes, *now_unfit, *(node for node in before if node not in usable))
     )
     return tuple(nodes)[: most_avoidable(config.cluster_nodes, least_nodes(config, allocation))]
-
-
-def _avoid(context: AttemptContext, allocation: Allocation, probe: ProbeResult | None) -> Avoid:
-    ledger, config = _ledger(context), context.config
-    if ledger is None:
-        return Avoid()
-    try:
-        evidence = ledger.read()
-    except OSError:
-        return Avoid()
-    return nodes_to_avoid(
-        evidence,
-        config.cluster,
-        time.time(),
-        usable_nodes=config.cluster_nodes,
-        needed_nodes=least_nodes(config, allocation),
-        allocated=allocation.nodes,
-        homes=probe.homes if probe is not None else None,
-    )

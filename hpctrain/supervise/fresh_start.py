@@ -1,7 +1,7 @@
 """Decide whether a run without a checkpoint may start at step 0.
 
-It may when nothing tells that there ever was a checkpoint, or when a person has accepted the loss.
-Belongs here: weighing what the run's records know. Does not belong here: reading them
+It may if no record shows that there ever was a checkpoint, or if a person has accepted the loss.
+Belongs here: that decision. Does not belong here: reading them
 (`hpctrain.store.known_steps`), looking for checkpoints (`hpctrain.checkpoints.discover`).
 """
 
@@ -18,22 +18,22 @@ from hpctrain.supervise.judge.launch_history import pending_rejections, pending_
 
 
 def decisions_of(events: Sequence[Event]) -> Decisions:
-    """What the ledger says is decided about the checkpoints of the next launch."""
+    """Collect the decisions in the ledger about the checkpoint of the next launch."""
     accepted = accepted_fresh_start(events)
-    wanted = accepted if fresh_start_pending(events) else None
+    pending = accepted if fresh_start_pending(events) else None
     return Decisions(
         at_most_step=pending_rollback(events),
         rejected=pending_rejections(events),
-        from_scratch=f"{wanted.user} had the run start at step 0" if wanted else None,
+        from_scratch=f"{pending.user} had the run start at step 0" if pending else None,
         loss_accepted=accepted is not None,
     )
 
 
 def why_fresh_start(run: RunLayout, events: Sequence[Event]) -> str:
-    """Why no checkpoint is resumed from, in words for the ledger.
+    """Return why the run starts at step 0, for the ledger.
 
-    Raises CheckpointError when the run's records know of a published checkpoint that nobody has
-    given up, OSError when they cannot be read.
+    Raises CheckpointError when the run has published a checkpoint whose loss nobody has accepted,
+    OSError when its records cannot be read.
     """
     known = known_steps(run, events)
     if fresh_start_pending(events):

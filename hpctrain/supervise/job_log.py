@@ -1,8 +1,7 @@
-"""The job's log: what the supervisor says and what srun says, on stderr.
+"""Write the messages of the supervisor and of srun into the job's log, which is stderr.
 
-Slurm has opened the log in the run directory, so it may be away or read-only for a moment: then the
-supervisor goes on, and what waits is written with the next line. Belongs here: writing. Does not
-belong here: the words.
+Slurm has opened the log in the run directory, so writing may fail for a while. Then the lines are
+buffered and written with the next one.
 """
 
 from __future__ import annotations
@@ -12,19 +11,19 @@ import sys
 import threading
 from collections import deque
 
-# More lines than a supervisor writes in an hour; the oldest are given up.
-_LONGEST_WAIT_LINES = 1000
-_waiting: deque[str] = deque(maxlen=_LONGEST_WAIT_LINES)
+# More lines than a supervisor writes in an hour; the oldest are dropped.
+_MOST_BUFFERED_LINES = 1000
+_buffered: deque[str] = deque(maxlen=_MOST_BUFFERED_LINES)
 # The reader of srun's stderr writes, too; a signal may interrupt a thread that is writing.
-_turn = threading.RLock()
+_lock = threading.RLock()
 
 
 def write_log(text: str) -> None:
-    """Write text with its line end into the job's log, or keep it until the log can be written."""
-    with _turn:
-        _waiting.append(text)
+    """Write text with its line end into the job's log, or buffer it until that is possible."""
+    with _lock:
+        _buffered.append(text)
         with contextlib.suppress(OSError):
-            while _waiting:
-                sys.stderr.write(_waiting[0])
+            while _buffered:
+                sys.stderr.write(_buffered[0])
                 sys.stderr.flush()
-                _waiting.popleft()
+                _buffered.popleft()

@@ -19,27 +19,27 @@ from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import EventKind
 from hpctrain.store.requests import clear_stale_requests
 from hpctrain.store.run_records import Progress, read_record
-from hpctrain.supervise.context import AttemptContext, say
+from hpctrain.supervise.context import AttemptContext, log_message
 from hpctrain.supervise.data_check import data_problem
 from hpctrain.supervise.evidence.gather import gather
 from hpctrain.supervise.evidence.launch_watch import CrossLaunchState, LaunchWatch
 from hpctrain.supervise.evidence.postmortem import (
     Prober,
     Traces,
-    ask_nodes,
-    examine,
+    examine_failure,
     newest_logged_step,
+    probe_job,
 )
 from hpctrain.supervise.fresh_start import decisions_of, why_fresh_start
 from hpctrain.supervise.judge.causes import Cause
 from hpctrain.supervise.judge.classify import classify
-from hpctrain.supervise.judge.documents import Evidence, Verdict
+from hpctrain.supervise.judge.documents import LaunchEvidence, Verdict
 from hpctrain.supervise.judge.launch_history import pinned_steps
 from hpctrain.supervise.judge.launch_nodes import Placement, place_command
-from hpctrain.supervise.judge.probe_answers import KernelLine, ProbeResult
+from hpctrain.supervise.judge.probe_results import KernelLine, ProbeResult
 from hpctrain.supervise.judge.stragglers import SlowRank
-from hpctrain.supervise.srun_process import Launch, free_port
-from hpctrain.supervise.time_limit import Outlook
+from hpctrain.supervise.srun_process import SrunProcess, free_port
+from hpctrain.supervise.time_limit import JobTimeLimit
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,12 @@ class Ended:
     """The end of a launch: the verdict, and the evidence unless no rank was started."""
 
     verdict: Verdict
-    evidence: Evidence | None = None
+    evidence: LaunchEvidence | None = None
     probe: ProbeResult | None = None
     slow_ranks: tuple[SlowRank, ...] = ()
 
 
-class Launcher:
+class TrainerLauncher:
     """Makes the launches of one attempt; `epoch` is the epoch of the newest launch."""
 
     def __init__(
@@ -60,28 +60,28 @@ class Launcher:
         context: AttemptContext,
         argv: list[str],
         environment: Mapping[str, str],
-        ask: Prober = ask_nodes,
+        prober: Prober = probe_job,
     ) -> None:
         self.context = context
         self.argv = argv
         self.environment = dict(environment)
-        self.ask_nodes = ask
+        self.prober = prober
         self.launches = 0
         self.epoch = 0
         self.name = f"{context.attempt} on {context.attempt.node}"
         self._state: CrossLaunchState | None = None
-        self._outlook: Outlook | None = None
+        self._time_limit: JobTimeLimit | None = None
         self._seen: frozenset[KernelLine] = frozenset()
 
     def launch(
-        self, placement: Placement, job_nodes: Sequence[str], outlook: Outlook | None = None
+        self, placement: Placement, job_nodes: Sequence[str], time_limit: JobTimeLimit | None = None
     ) -> Ended:
         """Run the trainer once on `placement`, from the newest checkpoint that is not rejected.
 
-        `job_nodes` are all nodes of the job; they are probed if the launch fails. `outlook` is
+        `job_nodes` are all nodes of the job; they are probed if the launch fails. `time_limit` is
         Slurm's latest answer about the time limit.
         """
-        context, self._outlook = self.context, outlook
+        context, self._time_limit = self.context, time_limit
         run = context.run_layout
         run.require()
         self.epoch = claim_epoch(run.epochs, self.name)
@@ -110,13 +110,13 @@ class Launcher:
         )
         ended, exit_code = self._watch(placement, start, job_nodes)
         self._note_end(ended.verdict, resume_step, exit_code)
-        say(f"launch {self.launches} ended: {ended.verdict.cause}: {ended.verdict.reason}")
+        log_message(f"launch {self.launches} ended: {ended.verdict.cause}: {ended.verdict.reason}")
         return ended
 
     def _not_begun(self, verdict: Verdict) -> Ended:
         """Record that no rank was started, as the end of a launch, because budgets count it."""
         self._note_end(verdict, None, None)
-        say(f"nothing was launched: {verdict.cause}: {verdict.reason}")
+        log_message(f"nothing was launched: {verdict.cause}: {verdict.reason}")
         return Ended(verdict)
 
     def _watch(
@@ -129,7 +129,7 @@ class Launcher:
         argv, since = place_command(self.argv, placement), time.time()
         step_before = newest_logged_step(self.context)
         try:
-            launch = Launch(argv, self._environment(placement, start))
+            launch = SrunProcess(argv, self._environment(placement, start))
         except OSError as error:
             reason = f"srun could not be run: {error}"
             return Ended(Verdict(Cause.LAUNCH_FAILURE, reason)), None
@@ -143,16 +143,16 @@ class Launcher:
             state=self._state,
             tasks=placement.shape.tasks if placement.shape else 0,
             nodes=placement.nodes or job_nodes,
-            outlook=self._outlook,
+            time_limit=self._time_limit,
         )
         watch.wait()
         evidence = gather(self.context, launch, watch)
         launched_on = tuple(placement.nodes or job_nodes)
         traces = Traces(since, step_before, launched_on, self._seen)
-        asked = examine(self.context, evidence, job_nodes, traces, self.ask_nodes)
-        self._seen |= frozenset(asked.probe.kernel_lines if asked.probe is not None else ())
-        verdict = classify(asked.evidence)
-        return Ended(verdict, asked.evidence, asked.probe, watch.slow_ranks), launch.poll()
+        examined = examine_failure(self.context, evidence, job_nodes, traces, self.prober)
+        self._seen |= frozenset(examined.probe.kernel_lines if examined.probe is not None else ())
+        verdict = classify(examined.evidence)
+        return Ended(verdict, examined.evidence, examined.probe, watch.slow_ranks), launch.poll()
 
     def _select_checkpoint(self) -> Checkpoint | None:
         """Select the checkpoint to resume from; record it and those that were rejected.
@@ -170,20 +170,28 @@ class Launcher:
                 cause=Cause.BAD_CHECKPOINT,
                 reason=bad.problem,
             )
-            say(f"checkpoint of step {bad.step} rejected: {bad.problem}")
+            log_message(f"checkpoint of step {bad.step} rejected: {bad.problem}")
         checkpoint = selection.checkpoint
         if checkpoint is None:
             reason = why_fresh_start(context.run_layout, events)
             context.note(EventKind.RESUME, resume_step=0, reason=reason)
-            say(f"{reason}, from step 0")
+            log_message(f"{reason}, from step 0")
         else:
             reason = f"from verified checkpoint {checkpoint.directory.name}"
             context.note(EventKind.RESUME, resume_step=checkpoint.step, reason=reason)
-            say(f"resume from step {checkpoint.step}")
+            log_message(f"resume from step {checkpoint.step}")
         return checkpoint
 
     def _environment(self, placement: Placement, start: Checkpoint | None) -> dict[str, str]:
+        """Set the variables of the trainer for this launch.
+
+        `hostname --ip-address` may give a loopback address, or that of a node that was replaced. So
+        MASTER_ADDR is the address that Slurm uses, or the node's name if Slurm does not answer.
+        """
         context = self.context
+        master = placement.nodes[0] if placement.nodes else context.attempt.node
+        with contextlib.suppress(SlurmError):
+            master = context.slurm.node_address(master)
         name = f"{context.run_layout.directory} {context.attempt} {self.epoch}"
         mttf_seconds = context.mttf_seconds()
         return {
@@ -192,20 +200,9 @@ class Launcher:
             "HPCTRAIN_RESUME": start.directory.name if start else "",
             "HPCTRAIN_PINNED_STEPS": " ".join(map(str, pinned_steps(context.ledger.events()))),
             **({"HPCTRAIN_MTTF_SECONDS": f"{mttf_seconds:.0f}"} if mttf_seconds else {}),
-            "MASTER_ADDR": self._master_address(placement),
+            "MASTER_ADDR": master,
             "MASTER_PORT": str(free_port(name)),
         }
-
-    def _master_address(self, placement: Placement) -> str:
-        """The address that Slurm uses for the first node; its name if Slurm does not answer.
-
-        `hostname --ip-address` may give a loopback address, or that of a node that was replaced.
-        """
-        first = placement.nodes[0] if placement.nodes else self.context.attempt.node
-        try:
-            return self.context.slurm.node_address(first)
-        except SlurmError:
-            return first
 
     def _note_end(self, verdict: Verdict, resume_step: int | None, code: int | None) -> None:
         run = self.context.run_layout

@@ -27,7 +27,7 @@ from hpctrain.store.supervise_config import read_supervise_config
 from hpctrain.supervise.act.execute import act
 from hpctrain.supervise.act.successor import adopt_own_job, ensure_successor, must_leave
 from hpctrain.supervise.attempt import attempt_from, unfinished_attempt, why_lost
-from hpctrain.supervise.context import AttemptContext, say
+from hpctrain.supervise.context import AttemptContext, log_message
 from hpctrain.supervise.decision_inputs import allocation_of, assess, blame_lost_attempt
 from hpctrain.supervise.evidence.gather import between_launches
 from hpctrain.supervise.evidence.job_facts import still_ours
@@ -35,9 +35,9 @@ from hpctrain.supervise.evidence.lost_nodes import gone_nodes
 from hpctrain.supervise.evidence.postmortem import (
     Prober,
     Traces,
-    ask_nodes,
-    examine,
+    examine_failure,
     newest_logged_step,
+    probe_job,
 )
 from hpctrain.supervise.judge.causes import FINAL_CAUSES, Cause
 from hpctrain.supervise.judge.classify import classify
@@ -52,14 +52,14 @@ from hpctrain.supervise.judge.launch_history import history
 from hpctrain.supervise.judge.launch_nodes import Allocation, place
 from hpctrain.supervise.judge.lost_attempts import why_ended
 from hpctrain.supervise.judge.policy import decide
-from hpctrain.supervise.launching import Ended, Launcher
-from hpctrain.supervise.restarted_job import came_back
+from hpctrain.supervise.launching import Ended, TrainerLauncher
+from hpctrain.supervise.restarted_job import stop_of_restarted_job
 from hpctrain.supervise.run_jobs import identity_of
 from hpctrain.supervise.srun_process import Signals
 from hpctrain.supervise.step_ids import use_up_step_ids
-from hpctrain.supervise.storage_retry import outlast
+from hpctrain.supervise.storage_retry import retry_while_storage_fails
 from hpctrain.supervise.termination_guard import Guard
-from hpctrain.supervise.time_limit import Outlook, look_ahead, why_no_launch
+from hpctrain.supervise.time_limit import JobTimeLimit, query_time_limit, too_late_for_launch
 
 _SLURM_TIMEOUT_SECONDS = 8.0
 # Pause between two storage faults, when the second interrupts the handling of the first.
@@ -75,7 +75,7 @@ class Supervisor:
         argv: list[str],
         environment: Mapping[str, str],
         slurm: SlurmClient | None = None,
-        ask: Prober = ask_nodes,
+        prober: Prober = probe_job,
     ) -> None:
         run_layout = RunLayout(directory.resolve())
         self.context = AttemptContext(
@@ -86,8 +86,8 @@ class Supervisor:
             slurm=slurm or SlurmClient(timeout_seconds=_SLURM_TIMEOUT_SECONDS, shielded=True),
             signals=Signals(),
         )
-        self.launcher = Launcher(self.context, argv, environment, ask)
-        self.ask_nodes = ask
+        self.launcher = TrainerLauncher(self.context, argv, environment, prober)
+        self.prober = prober
         self.guard = Guard(self.context)
         self._identity = identity_of(run_layout.directory)
         self._begun = self._opened = False
@@ -119,11 +119,6 @@ class Supervisor:
             situation = Situation(restarts=self.context.attempt.restart_count, keeps_nodes=False)
             action = decide(verdict, self._history(), situation, self.context.config)
             code = act(self.context, action)
-        self._flush_ledger()
-        return code
-
-    def _flush_ledger(self) -> None:
-        """Write the buffered lines of the ledger; print to the job's log those that it refuses."""
         ledger = self.context.ledger
 
         def flush() -> None:
@@ -132,9 +127,10 @@ class Supervisor:
                 raise error
 
         with contextlib.suppress(OSError):
-            outlast(self.context, flush)
+            retry_while_storage_fails(self.context, flush)
         for line in ledger.waiting:
-            say(f"not in the ledger: {line}")
+            log_message(f"not in the ledger: {line}")
+        return code
 
     def _supervise(self) -> int:
         """Launch until an action ends the attempt; a storage fault counts as a failed launch."""
@@ -147,11 +143,20 @@ class Supervisor:
                         return act(self.context, action)
                     self._begun = True
                 if ended is None:
-                    outlook = look_ahead(self.context)
-                    forbidden = self._too_late_to_launch(outlook)
+                    time_limit = query_time_limit(self.context)
+                    forbidden = self._too_late_to_launch(time_limit)
                     if forbidden is not None:
                         return act(self.context, forbidden)
-                    ended = self._launch(allocation, outlook)
+                    placement = place(self.context.config, allocation)
+                    if placement is None:
+                        reason = (
+                            f"{len(allocation.healthy)} of {len(allocation.nodes)} nodes answer"
+                        )
+                        ended = Ended(Verdict(Cause.NODE_FAILURE, reason))
+                    else:
+                        # Slurm lists the step of a lost node until it gives the node up.
+                        placement = replace(placement, overlap=bool(allocation.lost))
+                        ended = self.launcher.launch(placement, allocation.nodes, time_limit)
                 allocation, action = self._decide(allocation, ended)
                 exit_code = act(self.context, action, ended.verdict)
             except OSError as error:
@@ -179,7 +184,7 @@ class Supervisor:
             cause=verdict.cause,
             reason=verdict.reason,
         )
-        say(f"{verdict.cause}: {verdict.reason}")
+        log_message(f"{verdict.cause}: {verdict.reason}")
 
     # -- before the first launch -----------------------------------------------------------
 
@@ -202,7 +207,7 @@ class Supervisor:
             attempt = context.attempt
             context.note(EventKind.ATTEMPT_STARTED, nodes=attempt.nodes, cluster=attempt.cluster)
             self._opened = True
-            say(f"attempt {attempt} of run {context.config.run_id} on {attempt.nodes}")
+            log_message(f"attempt {attempt} of run {context.config.run_id} on {attempt.nodes}")
         action = self._instead_of_first_launch()
         if action is None:
             ensure_successor(context)
@@ -250,7 +255,7 @@ class Supervisor:
             verdict = replace(verdict, reason=f"{verdict.reason} before this attempt")
             situation = assess(context, allocation_of(context), verdict)
             return decide(verdict, self._history(), situation, context.config)
-        stopped = came_back(context)
+        stopped = stop_of_restarted_job(context)
         if stopped is not None:
             return stopped
         if self._lost is not None:
@@ -266,15 +271,6 @@ class Supervisor:
         return None
 
     # -- launch after launch ---------------------------------------------------------------
-
-    def _launch(self, allocation: Allocation, outlook: Outlook | None) -> Ended:
-        placement = place(self.context.config, allocation)
-        if placement is None:
-            reason = f"{len(allocation.healthy)} of {len(allocation.nodes)} nodes answer"
-            return Ended(Verdict(Cause.NODE_FAILURE, reason))
-        # Slurm lists the step of a lost node until it gives the node up.
-        placement = replace(placement, overlap=bool(allocation.lost))
-        return self.launcher.launch(placement, allocation.nodes, outlook)
 
     def _decide(self, allocation: Allocation, ended: Ended) -> tuple[Allocation, Action]:
         """Choose the next action and the nodes that remain for it."""
@@ -299,13 +295,13 @@ class Supervisor:
 
     # -- between two launches --------------------------------------------------------------
 
-    def _too_late_to_launch(self, outlook: Outlook | None) -> Action | None:
+    def _too_late_to_launch(self, time_limit: JobTimeLimit | None) -> Action | None:
         """Return the action if too little time is left for a launch; the next attempt has more.
 
         An attempt that launched nothing counts as one that reached its time limit, so that a limit
         too short for any launch is reported in the end.
         """
-        verdict = why_no_launch(self.context, outlook)
+        verdict = too_late_for_launch(self.context, time_limit)
         if verdict is None:
             return None
         if self.launcher.launches == 0:
@@ -335,10 +331,10 @@ class Supervisor:
                 context.signals.dismiss(count)
                 traces = Traces(time.time(), newest_logged_step(context))
                 nodes = allocation.nodes
-                asked = examine(context, evidence, nodes, traces, self.ask_nodes)
-                evidence, probe = asked.evidence, asked.probe
+                examined = examine_failure(context, evidence, nodes, traces, self.prober)
+                evidence, probe = examined.evidence, examined.probe
             verdict = classify(evidence)
-            say(f"{verdict.cause}: {verdict.reason}")
+            log_message(f"{verdict.cause}: {verdict.reason}")
             return Ended(verdict, evidence, probe)
         try:
             if is_superseded(context.run_layout.epochs, self.launcher.epoch, self.launcher.name):

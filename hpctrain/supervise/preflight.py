@@ -1,6 +1,6 @@
 """`python -m hpctrain.supervise.preflight`: check one node; runs on each node of a job.
 
-Prints short lines of JSON (parsed by `judge.probe_answers`): `begin`, problems, lines of the kernel
+Prints short lines of JSON (parsed by `judge.probe_results`): `begin`, problems, lines of the kernel
 log, `end`. Every check has its own thread and at most `CHECK_SECONDS`, so that a hung mount is
 reported and does not hang the program. Standard library only: it starts on every node at once.
 
@@ -8,7 +8,7 @@ A site whose users cannot read the kernel log may set HPCTRAIN_KERNEL_LOG to a f
 or to a command that prints them; `{node}` in it is replaced by the name of the node.
 
 Belongs here: running the checks. Does not belong here: the checks (`evidence.node_checks`),
-comparing nodes (`judge.probe_answers`), starting this program (`evidence.probe`), what a line of
+comparing nodes (`judge.probe_results`), starting this program (`evidence.probe`), what a line of
 the kernel means (`evidence.log_scan`).
 """
 
@@ -67,17 +67,19 @@ def main(arguments: list[str]) -> int:
     parsed = parser.parse_args(arguments)
     options = CheckOptions(parsed.run_directory, parsed.since, parsed.gpus, parsed.settings)
     started = time.monotonic()
-    _say("begin", clock=time.time(), step=os.environ.get("SLURM_STEP_ID", ""))
+    _print_line("begin", clock=time.time(), step=os.environ.get("SLURM_STEP_ID", ""))
     facts: dict[str, object] = {}
     for check, report in _run_checks(options):
         for problem in report.problems:
-            _say("problem", check=check, text=problem.text, hard=problem.hard, gpu=problem.gpu)
+            _print_line(
+                "problem", check=check, text=problem.text, hard=problem.hard, gpu=problem.gpu
+            )
         for seen_at, line in report.kernel:
-            _say("kernel", at=seen_at, text=line)
+            _print_line("kernel", at=seen_at, text=line)
         facts.update(report.facts)
     for name, value in facts.items():
-        _say("fact", name=name, value=value)
-    _say("end", seconds=round(time.monotonic() - started, 3))
+        _print_line("fact", name=name, value=value)
+    _print_line("end", seconds=round(time.monotonic() - started, 3))
     return 0
 
 
@@ -124,7 +126,7 @@ def node_name() -> str:
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
 
 
-def _say(kind: str, **fields: object) -> None:
+def _print_line(kind: str, **fields: object) -> None:
     """Print one line in a single write below the size of srun's buffer; cut a long `text`."""
     line = _line(kind, fields)
     while len(line) > _LONGEST_LINE and fields.get("text"):

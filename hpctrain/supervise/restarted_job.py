@@ -1,8 +1,8 @@
-"""Tell a restart by Slurm from one by a person, for a job that has stopped its run.
+"""Distinguish a restart by Slurm from one by a person, for a job that has stopped its run.
 
 From Slurm 24.05 on, a job that exits within its grace period is requeued whatever its exit code.
 The supervisor forbids that before it exits (`act.execute`). If Slurm did not get that, the next
-start must know that the run is over. A person continues a run with `hpctrain resume`, by submitting
+start must not continue the run. A person continues a run with `hpctrain resume`, by submitting
 the script again (another job), or by a later requeue. Does not belong here: a run that is done (it
 has a marker), other jobs of a chain (`act.successor`).
 """
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from hpctrain.errors import SlurmError
 from hpctrain.store.jobs import generation
 from hpctrain.store.ledger import Event, EventKind
-from hpctrain.supervise.context import AttemptContext, say
+from hpctrain.supervise.context import AttemptContext, log_message
 from hpctrain.supervise.judge.documents import Action, ActionKind
 from hpctrain.supervise.judge.policy import STOPPED_EXIT_CODE
 
@@ -24,7 +24,7 @@ from hpctrain.supervise.judge.policy import STOPPED_EXIT_CODE
 _ENDING_SECONDS = 120.0
 
 
-def came_back(context: AttemptContext) -> Action | None:
+def stop_of_restarted_job(context: AttemptContext) -> Action | None:
     """Return the stop that still holds, if no person has requested this attempt.
 
     A requeue long after the stop was a person's. If its time is unknown, the stop holds: it is in
@@ -40,17 +40,19 @@ def came_back(context: AttemptContext) -> Action | None:
     limit_seconds = context.config.kill_wait_seconds + _ENDING_SECONDS
     if requeued_time is not None and requeued_time - stop.time > limit_seconds:
         minutes = (requeued_time - stop.time) / 60
-        words = f"requeued {minutes:.0f} min after it was stopped, so somebody wants it to go on"
-        context.note(EventKind.OBSERVED, reason=words)
-        say(words)
+        reason = f"requeued {minutes:.0f} min after it was stopped, so a person has continued it"
+        context.note(EventKind.OBSERVED, reason=reason)
+        log_message(reason)
         return None
-    words = f"stopped before ({stop.reason}), and nobody has asked for more"
-    return Action(ActionKind.STOP, f"{words}: `hpctrain resume` goes on", STOPPED_EXIT_CODE)
+    reason = f"stopped before ({stop.reason}), and nobody has resumed it: `hpctrain resume` does"
+    return Action(ActionKind.STOP, reason, STOPPED_EXIT_CODE)
 
 
 def standing_stop(events: Sequence[Event], job_id: int, restart_count: int) -> Event | None:
-    """The stop that an earlier attempt of this job has recorded, unless a person has submitted or
-    resumed the run since."""
+    """Find the stop that an earlier attempt of this job has recorded.
+
+    None if a person has submitted or resumed the run since.
+    """
     for event in reversed(generation(events) or list(events)):
         if event.event is EventKind.CONTROL and event.action == "resume":
             return None

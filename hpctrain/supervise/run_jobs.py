@@ -1,10 +1,10 @@
-"""The Slurm jobs of a run: which records of Slurm are jobs of this run and which are not.
+"""Select the Slurm jobs of a run from all records of Slurm.
 
 A job id alone proves nothing. Another cluster on the same file system has a job of that id, and a
-controller that lost its state gives the id away again; a job that was started by hand, or whose
-client died, has an id that nobody has recorded. So a job of a run is an id of its ledger on the
-cluster of its ledger with the name or comment of the run, or a job with the run's comment and
-directory. Belongs here: telling them apart. Does not belong here: what a run is doing
+controller that lost its state assigns the id again. A job that was started by hand, or whose client
+died, has an id that is not recorded. So a job belongs to a run if its id and cluster are in the
+ledger and it has the run's name or comment, or if it has the run's comment and directory. Belongs
+here: telling them apart. Does not belong here: what a run is doing
 (`hpctrain.actions.state`), acting on jobs.
 """
 
@@ -21,7 +21,7 @@ from hpctrain.store.ledger import Event
 
 
 def identity_of(directory: Path) -> JobIdentity:
-    """What the script of a run directory tells sbatch, with both spellings of the directory."""
+    """Return the name, comment and directory (both spellings) of the run's jobs."""
     spellings = frozenset({os.path.abspath(directory), os.path.realpath(directory)})
     run_id = directory.name
     return JobIdentity(name=run_id, comment=run_comment(run_id), directories=spellings)
@@ -29,12 +29,11 @@ def identity_of(directory: Path) -> JobIdentity:
 
 @dataclass(frozen=True)
 class RunJobs:
-    """What Slurm says about the jobs of one run's newest generation.
+    """Slurm's records of the jobs of one run's newest generation.
 
-    `jobs` are the run's, ended ones included; `unrecorded` are those of them that are missing in
-    the ledger. `answered` is False if Slurm was not asked or did not answer. `elsewhere` is the
-    cluster that has the jobs, if this is another one, which then cannot know about them; `here` is
-    the cluster that was asked, None if not known.
+    `jobs` includes ended ones; `unrecorded` are those of them that are missing in the ledger.
+    `answered` is False if Slurm was not queried or did not answer. `here` is the queried cluster,
+    None if not known. `elsewhere` is the cluster that has the jobs, if it is another one.
     """
 
     jobs: tuple[JobRecord, ...] = ()
@@ -45,7 +44,7 @@ class RunJobs:
 
     @property
     def live(self) -> tuple[JobRecord, ...]:
-        """Jobs that wait or hold nodes, and those in a state that is not known."""
+        """The jobs that are pending or hold nodes, and those in an unknown state."""
         return tuple(job for job in self.jobs if not job.state.is_ended)
 
     @property
@@ -64,18 +63,18 @@ def select_jobs(
     records: Iterable[JobRecord],
     here: str | None,
 ) -> RunJobs:
-    """The records that are jobs of the run, out of all that Slurm has told.
+    """Select the records that are jobs of the run.
 
-    `here` is the cluster that was asked, None if nobody knows. Ids of earlier generations count as
-    recorded, but only jobs of the newest generation and unrecorded live ones are in the result.
+    `here` is the queried cluster, None if not known. Ids of earlier generations count as recorded,
+    but only jobs of the newest generation and unrecorded live ones are in the result.
     """
-    home, told = cluster_of(events), list(records)
-    asked = {here, *(record.cluster for record in told)}  # SLURM_CLUSTERS may name several
-    if home is not None and here is not None and home not in asked:
+    home, records = cluster_of(events), list(records)
+    queried = {here, *(record.cluster for record in records)}  # SLURM_CLUSTERS may name several
+    if home is not None and here is not None and home not in queried:
         return RunJobs(answered=False, elsewhere=home, here=here)
     recent, ever = set(job_ids(generation(events))), set(job_ids(events))
     jobs, unrecorded = [], []
-    for record in told:
+    for record in records:
         if home is not None and record.cluster not in (None, home):
             continue
         if record.belongs_to(recent):

@@ -1,4 +1,4 @@
-"""Wait for the supervisor's settings, whose directory may come up late, or end the job without.
+"""Wait for the file of the supervisor's settings, or end the job without it.
 
 Does not belong here: the document and its reader (`hpctrain.store.supervise_config`).
 """
@@ -13,7 +13,7 @@ from hpctrain.errors import SlurmError, StorageError
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.store.supervise_config import read_supervise_config
 from hpctrain.supervise.attempt import attempt_from
-from hpctrain.supervise.context import say
+from hpctrain.supervise.context import log_message
 from hpctrain.supervise.judge.causes import Cause
 from hpctrain.supervise.judge.policy import RETRIES, STOPPED_EXIT_CODE
 
@@ -22,16 +22,16 @@ _TRIES = RETRIES[Cause.STORAGE] + 1
 _PAUSE_SECONDS = 30.0
 
 
-def settings_come(path: Path, signals: Collection[signal.Signals]) -> bool:
-    """Wait for the file, which was there when the job was submitted; False if it does not come.
+def wait_for_settings(path: Path, signals: Collection[signal.Signals]) -> bool:
+    """Wait until the file can be read, as at submit time; False if that takes too long.
 
-    `signals` are blocked. One that arrives ends the waiting: the job may be about to end.
+    `signals` are blocked. A signal that arrives ends the waiting: the job may be about to end.
     """
     for tries_left in reversed(range(_TRIES)):
         try:
             read_supervise_config(path)
         except StorageError as error:
-            say(f"storage: {error}; {tries_left} more tries, {_PAUSE_SECONDS:.0f} s apart")
+            log_message(f"storage: {error}; {tries_left} more tries, {_PAUSE_SECONDS:.0f} s apart")
             if signal.sigtimedwait(signals, _PAUSE_SECONDS if tries_left else 0) is not None:
                 return False
         else:
@@ -40,23 +40,25 @@ def settings_come(path: Path, signals: Collection[signal.Signals]) -> bool:
 
 
 def end_without_settings(environment: Mapping[str, str], slurm: SlurmClient) -> int:
-    """End a job that has no settings to decide by; returns its exit code.
+    """End a job that cannot read its settings; return its exit code.
 
     Other nodes may reach the run directory. Slurm takes a requeue only of a job that was submitted
     with one (sbatch(1), --requeue), and its own count of starts is the budget. A job that Slurm
-    does not call running is left alone: it may be cancelled.
+    does not list as running is left alone: it may be cancelled.
     """
     attempt = attempt_from(environment)
     if attempt.restart_count >= RETRIES[Cause.STORAGE]:
-        say(f"stop: started {attempt.restart_count + 1} times without reaching the run directory")
+        log_message(
+            f"stop: started {attempt.restart_count + 1} times without reaching the run directory"
+        )
         return STOPPED_EXIT_CODE
     try:
         job = slurm.jobs([attempt.job_id]).get(attempt.job_id)
     except SlurmError:
         job = None
     if job is None or not job.state.is_running:
-        say("stop: the run directory is away, and Slurm does not say that the job is to run on")
+        log_message("stop: the run directory is away, and Slurm does not list the job as running")
         return STOPPED_EXIT_CODE
     answer = slurm.requeue(attempt.job_id)
-    say(f"requeue: {answer.result.value}: other nodes may reach the run directory")
+    log_message(f"requeue: {answer.result.value}: other nodes may reach the run directory")
     return 0 if answer.will_run_again else STOPPED_EXIT_CODE

@@ -1,4 +1,4 @@
-"""One launch: the `srun` process, the lines it prints about failures, and the signals we get.
+"""Run the `srun` process of a launch, read what it reports, and receive the supervisor's signals.
 
 Belongs here: processes, threads and signal handlers of the supervisor. Does not belong here:
 reading a line (`hpctrain.slurm.messages`), what follows from it (`classify`).
@@ -43,15 +43,16 @@ class Signals:
     def install(self) -> None:
         """Catch what Slurm sends to a batch script, and what a person at a terminal sends.
 
-        What `__main__` has held back until now arrives here.
+        Signals that `__main__` has blocked until now are delivered here.
         """
+
+        def remember(number: int, frame: FrameType | None) -> None:
+            self._arrived.append(signal.Signals(number).name.removeprefix("SIG"))
+
         for number in _CAUGHT:
-            signal.signal(number, self._remember)
+            signal.signal(number, remember)
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _CAUGHT)
-
-    def _remember(self, number: int, frame: FrameType | None) -> None:
-        self._arrived.append(signal.Signals(number).name.removeprefix("SIG"))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -64,21 +65,21 @@ class Signals:
 
     @property
     def standing(self) -> tuple[str, ...]:
-        """All but those that were found not to be Slurm's."""
+        """The signals without those that were found not to come from Slurm."""
         return tuple(self._arrived[self._dismissed :])
 
     def take(self) -> tuple[str, ...]:
-        """The signals that nobody has taken yet."""
+        """Return the signals that arrived since the last call."""
         taken, self._taken = self._taken, len(self._arrived)
         return tuple(self._arrived[taken : self._taken])
 
     def dismiss(self, count: int) -> None:
-        """The first `count` signals were not Slurm's: nobody ends the job."""
+        """Record that the first `count` signals did not come from Slurm and do not end the job."""
         self._dismissed = max(self._dismissed, count)
 
 
-class Launch:
-    """A running `srun`. Its stderr is passed on and read for the first words about a failure."""
+class SrunProcess:
+    """A running `srun`. Its stderr goes to the job's log and is parsed for reports of failures."""
 
     def __init__(self, argv: list[str], environment: Mapping[str, str]) -> None:
         self._failures: list[TaskFailure] = []
@@ -92,31 +93,31 @@ class Launch:
             text=True,
             errors="replace",
         )
-        self._reader = threading.Thread(target=self._read, daemon=True)
+
+        def read() -> None:
+            for line in self.process.stderr or ():
+                write_log(line)
+                self.waits_for_step = waits_for_step(line, self.waits_for_step)
+                failure = read_task_failure(line)
+                if failure is None:
+                    if (notice := read_notice(line)) is not None:
+                        self._notices.append(notice)
+                elif failure.code != TrainerExit.YIELDED:
+                    self._failures.append(replace(failure, at=time.time()))
+
+        self._reader = threading.Thread(target=read, daemon=True)
         self._reader.start()
 
-    def _read(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            write_log(line)
-            self.waits_for_step = waits_for_step(line, self.waits_for_step)
-            failure = read_task_failure(line)
-            if failure is None:
-                if (notice := read_notice(line)) is not None:
-                    self._notices.append(notice)
-            elif failure.code != TrainerExit.YIELDED:
-                self._failures.append(replace(failure, at=time.time()))
-
     def poll(self) -> int | None:
-        """srun's exit code (negative: the signal that killed it), None while it runs."""
+        """Return srun's exit code (negative: the signal that killed it), None while it runs."""
         return self.process.poll()
 
     def finish_reading(self, timeout_seconds: float = 2.0) -> None:
-        """Give the reader time for srun's last words; orphans may hold the pipe open for ever."""
+        """Wait for srun's last lines; orphans may keep the pipe open for ever."""
         self._reader.join(timeout_seconds)
 
     def kill(self) -> None:
-        """End srun itself; its step is ended through Slurm."""
+        """Kill srun itself; its step is killed through Slurm."""
         if self.process.poll() is None:
             self.process.kill()
 
@@ -130,11 +131,11 @@ class Launch:
 
 
 def free_port(launch: str) -> int:
-    """A port on this host that nobody listens on, outside the ephemeral range.
+    """Find a free port on this host, outside the ephemeral range.
 
-    `launch` names the launch beyond doubt (run directory, job, epoch). The search starts from a
-    number that differs between launches, so that leftovers of an earlier one do not meet the next
-    (pytorch/pytorch#126510), nor two runs on one host that look at the same time.
+    `launch` identifies the launch (run directory, job, epoch). The search starts at a number that
+    differs between launches. So remains of an earlier launch do not connect to the next
+    (pytorch/pytorch#126510), and two runs that search on one host at the same time do not collide.
     """
     start = zlib.crc32(launch.encode()) % _PORT_COUNT
     for offset in range(_PORT_COUNT):

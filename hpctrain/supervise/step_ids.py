@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 
 from hpctrain.slurm.environment import for_queries
 from hpctrain.store.ledger import EventKind
-from hpctrain.supervise.context import AttemptContext, say
+from hpctrain.supervise.context import AttemptContext, log_message
 from hpctrain.supervise.evidence.log_scan import newest_step
 from hpctrain.supervise.evidence.probe import STEP_NAME
 from hpctrain.supervise.timeouts import run_with_timeout
@@ -54,7 +54,7 @@ def use_up_step_ids(
     while last >= 0 and not context.signals.final:
         used = _empty_step(context, environment, srun) if time.monotonic() < deadline else None
         if used is None:
-            say(f"step ids up to {last} of lost attempts could not be used up")
+            log_message(f"step ids up to {last} of lost attempts could not be used up")
             return
         if used >= last:
             return

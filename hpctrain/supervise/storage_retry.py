@@ -1,7 +1,7 @@
-"""Outlasting faults of storage on the supervisor's side.
+"""Retry work on the run directory while its storage fails.
 
-Belongs here: waiting for the run directory, and whether the ledger can be written. Does not belong
-here: what is decided when it does not come back (`policy`), how ranks wait (`hpctrain.train`).
+Does not belong here: what is decided when it does not come back (`policy`), how ranks wait
+(`hpctrain.train`).
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from typing import TypeVar
 from hpctrain.durable import FULL_ERRNOS
 from hpctrain.supervise.context import AttemptContext
 
-# Longer than a remount or a failover takes, as a rule: what ranks have written is worth the wait.
+# Longer than a remount or a failover usually takes.
 _PATIENCE_SECONDS = 60.0
 _RETRY_SECONDS = 1.0
 _Result = TypeVar("_Result")
 
 
-def outlast(context: AttemptContext, work: Callable[[], _Result]) -> _Result:
-    """Do `work` again and again while it raises OSError, but not while the job is being ended.
+def retry_while_storage_fails(context: AttemptContext, work: Callable[[], _Result]) -> _Result:
+    """Repeat `work` while it raises OSError.
 
-    Raises the last OSError after a minute, and at once when the disk is full.
+    Raises the last OSError after a minute, or at once if the job is being ended or the disk is
+    full.
     """
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while True:

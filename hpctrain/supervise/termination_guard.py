@@ -12,7 +12,6 @@ nobody ends the job, which is waited for (see `evidence.launch_watch`).
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from pathlib import Path
 
 from hpctrain.slurm.states import JobState
 from hpctrain.supervise.act.requeue import requeue
-from hpctrain.supervise.context import AttemptContext, say
+from hpctrain.supervise.context import AttemptContext, log_message
 from hpctrain.supervise.evidence.job_facts import job_facts
 from hpctrain.supervise.timeouts import run_with_timeout
 
@@ -30,6 +29,7 @@ _CHECK_SECONDS = 0.2
 _AFTER_WARNING_SECONDS = 60.0
 _AFTER_TERM_SECONDS = 10.0
 _LOG_SECONDS = 2.0
+_MESSAGE = "the run directory does not answer while the job is being ended: requeueing"
 
 
 class FileSystemCheck:
@@ -37,7 +37,8 @@ class FileSystemCheck:
 
     def __init__(self, path: Path, touch: Callable[[Path], None] | None = None) -> None:
         self._path = path
-        self._touch = touch or _open_once
+        # open(2) asks the server even for cached attributes (nfs(5)).
+        self._touch = touch or (lambda path: path.open("rb", buffering=0).close())
         self._thread: threading.Thread | None = None
         self._began_at = 0.0
 
@@ -56,11 +57,6 @@ class FileSystemCheck:
         return 0.0
 
 
-def _open_once(path: Path) -> None:
-    """Open and close: open(2) asks the server even for cached attributes (nfs(5))."""
-    os.close(os.open(path, os.O_RDONLY))
-
-
 class Guard:
     """Watches the supervisor's own thread."""
 
@@ -71,7 +67,7 @@ class Guard:
 
     def wait_for(self, worker: threading.Thread) -> None:
         """Return when the supervisor's thread has ended."""
-        signals = self._context.signals
+        context, signals = self._context, self._context.signals
         while worker.is_alive():
             worker.join(_CHECK_SECONDS)
             if not signals.names or self._acted or not worker.is_alive():
@@ -79,16 +75,10 @@ class Guard:
             patience = _AFTER_TERM_SECONDS if signals.final else _AFTER_WARNING_SECONDS
             if self._check.silent_seconds() >= patience:
                 self._acted = True
-                self._requeue()
-
-    def _requeue(self) -> None:
-        """Requeue a job that still runs: one that a person has cancelled must not come back."""
-        context = self._context
-        if context.config.continuation != "requeue":
-            return  # its successor is in the queue already
-        facts = job_facts(context, patient=False)
-        if facts is None or facts.state is not JobState.RUNNING:
-            return
-        message = "the run directory does not answer while the job is being ended: requeueing"
-        run_with_timeout(lambda: say(message), _LOG_SECONDS)
-        requeue(context.slurm, context.job_id)
+                if context.config.continuation != "requeue":
+                    continue  # its successor is in the queue already
+                facts = job_facts(context, patient=False)
+                if facts is None or facts.state is not JobState.RUNNING:
+                    continue  # a job that a person has cancelled must not come back
+                run_with_timeout(lambda: log_message(_MESSAGE), _LOG_SECONDS)
+                requeue(context.slurm, context.job_id)

@@ -14,8 +14,8 @@ from hpctrain.sandbox import faults
 from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.states import JobState
-from hpctrain.supervise.evidence.probe import STEP_NAME, Question, probe_nodes
-from hpctrain.supervise.judge.probe_answers import ProbeResult
+from hpctrain.supervise.evidence.probe import STEP_NAME, PreflightOptions, probe_nodes
+from hpctrain.supervise.judge.probe_results import ProbeResult
 
 NODES = ("n0", "n1", "n2", "n3")
 SCRIPT = "#!/bin/sh\n#SBATCH -N4 --no-kill --exclusive -t 10 -o /dev/null\nexec sleep 600\n"
@@ -47,7 +47,7 @@ class Job:
         raise AssertionError(f"the job never has {count} nodes: {job}")
 
     def probe(self, deadline_seconds: float | None = None) -> ProbeResult:
-        question = Question(self.directory, since=time.time() - 60)
+        question = PreflightOptions(self.directory, since=time.time() - 60)
         return probe_nodes(
             self.slurm,
             self.job_id,
@@ -80,7 +80,7 @@ def test_a_node_that_cannot_write_is_broken_and_not_lost(job: Job) -> None:
     result = job.probe()
     assert (result.usable, result.lost) == (("n0", "n1", "n3"), ())
     assert [one.node for one in result.broken] == ["n2"]
-    assert "run directory: cannot write" in result.words()[0]
+    assert "run directory: cannot write" in result.problem_lines()[0]
 
 
 def test_a_crashed_node_is_lost_before_and_after_slurm_notices(job: Job, sandbox: Sandbox) -> None:

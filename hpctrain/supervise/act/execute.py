@@ -13,7 +13,7 @@ from hpctrain.store.requests import clear_followed_requests
 from hpctrain.supervise.act.requeue import exclude, hold, requeue
 from hpctrain.supervise.act.rollback import skip_batches
 from hpctrain.supervise.act.successor import end_succession, exclude_from_successors
-from hpctrain.supervise.context import AttemptContext, say
+from hpctrain.supervise.context import AttemptContext, log_message
 from hpctrain.supervise.judge.documents import Action, ActionKind, Verdict
 from hpctrain.supervise.judge.policy import STOPPED_EXIT_CODE
 
@@ -31,10 +31,10 @@ def act(context: AttemptContext, action: Action, verdict: Verdict | None = None)
         delay_seconds=action.delay_seconds or None,
         exit_code=action.exit_code,
     )
-    say(f"{action.kind}: {action.reason}")
+    log_message(f"{action.kind}: {action.reason}")
     for reason in action.observed:
         context.note(EventKind.OBSERVED, action=action.kind, reason=reason)
-        say(f"observed only: {reason}")
+        log_message(f"observed only: {reason}")
     if action.rejected_step is not None:
         # No launch may use it; the next one, which then owns the run, puts it aside.
         context.note(
@@ -43,19 +43,32 @@ def act(context: AttemptContext, action: Action, verdict: Verdict | None = None)
             cause=verdict.cause if verdict else None,
             reason=verdict.reason if verdict else action.reason,
         )
-        say(f"checkpoint of step {action.rejected_step} rejected: {action.reason}")
+        log_message(f"checkpoint of step {action.rejected_step} rejected: {action.reason}")
     if action.rollback_to is not None:
-        _roll_back(context, action, verdict)
+        # The next launch goes back to that checkpoint and skips the batches before the anomaly.
+        step = verdict.step if verdict else None
+        skipped, reason = None, "no data is left out"
+        if verdict is not None and step is not None:
+            skipped = skip_batches(context.run_layout, step, action.skip_steps, verdict.reason)
+        if skipped is not None:
+            reason = f"samples {skipped.from_samples} to {skipped.to_samples} are left out"
+        context.note(
+            EventKind.ROLLED_BACK,
+            checkpoint_step=action.rollback_to,
+            failed_step=step,
+            reason=reason,
+        )
+        log_message(f"going back to step {action.rollback_to}: {reason}")
     if action.kind in _ENDS_THE_RUN:
         _end_run(context, action, verdict)
     if action.kind is ActionKind.STOP:
-        say(f"run {context.config.run_id} is over: {action.reason}")
+        log_message(f"run {context.config.run_id} is over: {action.reason}")
     if action.kind is ActionKind.REQUEUE:
         return _record_answer(context, action, *requeue(context.slurm, context.job_id))
     if action.kind is ActionKind.LEAVE and action.exclude:
         result = exclude_from_successors(context, action.exclude)
         context.note(EventKind.ACTION_RESULT, action=action.kind, reason=result)
-        say(f"{action.kind}: {result}")
+        log_message(f"{action.kind}: {result}")
     if action.kind is ActionKind.HOLD:
         return _record_answer(context, action, *hold(context.slurm, context.job_id))
     return action.exit_code
@@ -66,7 +79,7 @@ def _record_answer(context: AttemptContext, action: Action, done: bool, answer: 
     if done and action.exclude:
         answer = f"{answer}; {exclude(context.slurm, context.job_id, action.exclude)}"
     context.note(EventKind.ACTION_RESULT, action=action.kind, reason=answer)
-    say(f"{action.kind}: {answer}")
+    log_message(f"{action.kind}: {answer}")
     if not done and action.kind is ActionKind.HOLD:
         reason = f"Slurm did not {action.kind} the job: {answer}; go on with `hpctrain resume`"
         context.note(
@@ -92,25 +105,7 @@ def _end_run(context: AttemptContext, action: Action, verdict: Verdict | None) -
         except SlurmError as error:
             reason = f"Slurm may start the job again: {error}"
             context.note(EventKind.ACTION_RESULT, action=action.kind, reason=reason)
-            say(reason)
+            log_message(reason)
     if action.kind is ActionKind.STOP and verdict is not None and verdict.already_requeued:
         with contextlib.suppress(SlurmError):
             context.slurm.cancel(context.job_id)
-
-
-def _roll_back(context: AttemptContext, action: Action, verdict: Verdict | None) -> None:
-    """Skip the batches before the anomaly from now on; the launch chooses the checkpoint."""
-    step = verdict.step if verdict else None
-    skipped = None
-    if verdict is not None and step is not None:
-        skipped = skip_batches(context.run_layout, step, action.skip_steps, verdict.reason)
-    reason = "no data is left out"
-    if skipped is not None:
-        reason = f"samples {skipped.from_samples} to {skipped.to_samples} are left out"
-    context.note(
-        EventKind.ROLLED_BACK,
-        checkpoint_step=action.rollback_to,
-        failed_step=step,
-        reason=reason,
-    )
-    say(f"going back to step {action.rollback_to}: {reason}")

@@ -6,6 +6,7 @@ every process of the batch step, a child `scontrol` included.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 
@@ -49,27 +50,20 @@ def exclude(slurm: SlurmClient, job_id: int, nodes: Sequence[str]) -> str:
 
 
 def _until_answered(
-    slurm: SlurmClient, job_id: int, ask: Callable[[int], RequeueAnswer]
+    slurm: SlurmClient, job_id: int, call: Callable[[int], RequeueAnswer]
 ) -> tuple[bool, str]:
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while True:
-        answer = ask(job_id)
+        answer = call(job_id)
         if answer.result is not RequeueResult.UNREACHABLE or time.monotonic() >= deadline:
             return answer.will_run_again, answer.result.value
         time.sleep(_RETRY_SECONDS)
         # Slurm 22.05.8 accepts the requeue of a cancelled job, which would bring it back.
-        if _is_cancelled(slurm, job_id):
-            return False, "cancelled while the controller was away"
-
-
-def _is_cancelled(slurm: SlurmClient, job_id: int) -> bool:
-    """Whether a person has cancelled the job; False if Slurm does not answer."""
-    try:
-        job = slurm.jobs([job_id]).get(job_id)
-    except SlurmError:
-        return False
-    if job is None:
-        return False
-    by_slurm = job.end in _ENDS_BY_SLURM or job.preempt_time is not None
-    ending = job.state is JobState.COMPLETING and not by_slurm
-    return job.state is JobState.CANCELLED or ending
+        with contextlib.suppress(SlurmError):
+            job = slurm.jobs([job_id]).get(job_id)
+            if job is None:
+                continue
+            by_slurm = job.end in _ENDS_BY_SLURM or job.preempt_time is not None
+            ending = job.state is JobState.COMPLETING and not by_slurm
+            if job.state is JobState.CANCELLED or ending:
+                return False, "cancelled while the controller was away"

@@ -1,4 +1,4 @@
-"""Choose the samples to skip after a rollback.
+"""Choose the samples to skip after a rollback, and extend the list of skipped data.
 
 Belongs here: from the step of an anomaly to the samples of its batches, read from the run's own
 records. Does not belong here: whether to roll back (`judge.loss_anomalies`), skipping them (the
@@ -10,13 +10,14 @@ from __future__ import annotations
 import time
 
 from hpctrain.engines.train_json import train_config_of
-from hpctrain.errors import InvalidInputError
+from hpctrain.errors import InvalidInputError, StorageError
+from hpctrain.formats import NewerFormatError
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.run_records import (
     SkipList,
     SkippedData,
+    parse_record,
     read_metrics,
-    read_record,
     write_record,
 )
 
@@ -24,8 +25,9 @@ from hpctrain.store.run_records import (
 def skip_batches(run: RunLayout, step: int, skip_steps: int, reason: str) -> SkippedData | None:
     """Have the trainer skip the batches of the last `skip_steps` steps up to and with `step`.
 
-    Returns what is skipped from now on. None, and nothing changes, if there is nothing to skip, or
-    if the samples are unknown (no row of the step before, no readable train.json).
+    Returns the skipped samples. Returns None and changes nothing if there is nothing to skip, or if
+    the samples are unknown (no row of the step before, no readable train.json). Raises OSError if
+    the list cannot be extended; see `read_skip_list`.
     """
     first_step = step - skip_steps + 1
     first: int | None = 0
@@ -45,6 +47,25 @@ def skip_batches(run: RunLayout, step: int, skip_steps: int, reason: str) -> Ski
         reason=reason,
         time=time.time(),
     )
-    known = read_record(run.skips, SkipList) or SkipList()
+    known = read_skip_list(run)
     write_record(run.skips, SkipList(skips=(*known.skips, skipped)))
     return skipped
+
+
+def read_skip_list(run: RunLayout) -> SkipList:
+    """Read the data skipped so far; empty if there is no file.
+
+    Raises OSError if the file cannot be read, StorageError if its content is no such list. Writing
+    a new list over either would train on data that was left out.
+    """
+    try:
+        text = run.skips.read_bytes()
+    except FileNotFoundError:
+        return SkipList()
+    try:
+        skips = parse_record(run.skips, text, SkipList)
+    except NewerFormatError as error:
+        raise StorageError(str(error)) from error
+    if skips is None:
+        raise StorageError(f"{run.skips} is not a list of skipped data")
+    return skips

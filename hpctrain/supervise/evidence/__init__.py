@@ -1,4 +1,4 @@
-"""Collect evidence: watch a launch, probe nodes, read logs and stacks, ask Slurm.
+"""Collect evidence: watch a launch, probe nodes, read logs and stacks, query Slurm.
 
 Belongs here: reading, with time limits. Does not belong here: what evidence means (`judge`).
 """

@@ -1,6 +1,6 @@
-"""What Slurm says about our own job at this moment.
+"""Query Slurm's record of the supervisor's own job.
 
-Belongs here: asking, and for how long. Does not belong here: what follows (`scheduler_verdict`).
+Belongs here: the query and its retries. Does not belong here: judging (`scheduler_verdict`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _RETRY_SECONDS = 3.0
 
 
 def job_facts(context: AttemptContext, *, patient: bool) -> JobFacts | None:
-    """What Slurm says about this job; None when it does not answer.
+    """Return Slurm's record of this job; None when it does not answer.
 
-    With `patient` (the answer decides what is done) the controller is asked until it answers:
-    only it can tell a preemption, a cancel or a lost node from a crash.
+    `patient`: retry for minutes, because only the controller can tell a preemption, a cancel or a
+    lost node from a crash.
     """
     deadline = time.monotonic() + (_PATIENCE_SECONDS if patient else 0.0)
     while True:
@@ -43,7 +43,7 @@ def job_facts(context: AttemptContext, *, patient: bool) -> JobFacts | None:
 
 
 def still_ours(context: AttemptContext, facts: JobFacts | None) -> bool:
-    """Slurm runs this attempt and does not think of ending it: a signal that came was not its."""
+    """True if Slurm runs this attempt and is not ending it, so it did not send a final signal."""
     return (
         facts is not None
         and facts.state is JobState.RUNNING

@@ -14,14 +14,16 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+from hpctrain.engines.train_json import train_config_of
+from hpctrain.errors import InvalidInputError
 from hpctrain.store.ledger import EventKind
 from hpctrain.store.requests import Request, ask_trainer_to_leave
 from hpctrain.store.run_records import Progress, RankTimes
-from hpctrain.supervise.context import AttemptContext, say
+from hpctrain.supervise.context import AttemptContext, log_message
 from hpctrain.supervise.evidence import stack_files
 from hpctrain.supervise.evidence.job_facts import job_facts, still_ours
-from hpctrain.supervise.evidence.pipeline_stages import read_stages
 from hpctrain.supervise.evidence.run_dir_snapshot import (
     BackgroundReader,
     RunDirReader,
@@ -38,9 +40,8 @@ from hpctrain.supervise.judge.stragglers import (
     Stragglers,
     one_stage,
 )
-from hpctrain.supervise.request_audit import audit
-from hpctrain.supervise.srun_process import Launch
-from hpctrain.supervise.time_limit import Outlook, OwnWarning
+from hpctrain.supervise.srun_process import SrunProcess
+from hpctrain.supervise.time_limit import JobTimeLimit, OverdueWarning
 from hpctrain.supervise.timeouts import run_with_timeout
 
 _POLL_SECONDS = 0.2
@@ -65,6 +66,8 @@ _FINAL_READING_SECONDS = 0.2
 # A storage fault counts as the cause of a launch's end if it happened at most this long before:
 # ranks wait for their run directory before they give up, and take some time to report it.
 _FAULT_COUNTS_SECONDS = 60.0
+# The last events of the ledger that may record a request.
+_RECENT_EVENTS = 50
 
 
 @dataclass(frozen=True)
@@ -89,20 +92,20 @@ class LaunchWatch:
 
     `tasks` is the number of ranks (0: as many as appear). `nodes` are those of the launch in the
     order of its ranks (empty: all of the job). `stage_of` gives a rank's pipeline stage (None: read
-    from the trainer's file). `outlook` is Slurm's latest answer about the time limit.
+    from the trainer's file). `time_limit` is Slurm's latest answer about the time limit.
 
     Results: `superseded`; `started`; `stall` (with the odd ranks); `slow_ranks`; `signals` received
-    meanwhile; `left_startup`, the watch ended a start that was requested to stop; `limit_near`, the
-    time limit is near without a warning from Slurm; `step_remains`; `storage_stalled_seconds`, how
-    long the run directory did not answer; `storage_fault`, the error that kept the watch from
-    reading it at the end; `killed_at`, when the watch began to kill what was left of the step
-    (seconds since the epoch).
+    meanwhile; `stopped_in_startup`, the watch ended a start that was requested to stop;
+    `limit_near`, the time limit is near without a warning from Slurm; `step_remains`;
+    `storage_stalled_seconds`, how long the run directory did not answer; `storage_fault`, the error
+    that kept the watch from reading it at the end; `killed_at`, when the watch began to kill what
+    was left of the step (seconds since the epoch).
     """
 
     def __init__(
         self,
         context: AttemptContext,
-        launch: Launch,
+        launch: SrunProcess,
         epoch: int,
         resume_step: int = 0,
         *,
@@ -110,19 +113,24 @@ class LaunchWatch:
         tasks: int = 0,
         nodes: Sequence[str] = (),
         stage_of: StageOf | None = None,
-        outlook: Outlook | None = None,
+        time_limit: JobTimeLimit | None = None,
     ) -> None:
         self.context = context
         self.launch = launch
         self.epoch = epoch
         self.resume_step = resume_step
-        self.superseded = self.left_startup = self.limit_near = False
+        self.superseded = self.stopped_in_startup = self.limit_near = False
         self.stall: Stall | None = None
         self.storage_stalled_seconds = 0.0
         self.step_remains = False
         self.killed_at = float("inf")
         self.tasks, self.nodes = tasks, tuple(nodes)
-        self._stage_of = stage_of or _stages(context, tasks)
+        self._stage_of = stage_of or one_stage
+        files = [shape.train_config for shape in context.config.shapes if shape.tasks == tasks]
+        if stage_of is None and files:
+            path, stages = context.run_layout.directory / files[0], list[StageOf]()
+            run_with_timeout(lambda: stages.append(read_pipeline_stages(path)), _WRITE_SECONDS)
+            self._stage_of = stages[0] if stages else one_stage
         self._state = state or CrossLaunchState.of(context)
         self._state.stragglers.launched()
         self._steps = OwnSteps(context)
@@ -142,7 +150,7 @@ class LaunchWatch:
         self._left_at: float | None = None
         self._stop_requested = self._signal_pending = False
         self._stopping_at: float | None = None
-        self._own_warning = OwnWarning(context, outlook)
+        self._overdue_warning = OverdueWarning(context, time_limit)
         self._inquiry = StackInquiry(context, epoch, tasks, nodes, give_up=self._is_ending)
 
     @property
@@ -168,7 +176,12 @@ class LaunchWatch:
         run_with_timeout(lambda: stack_files.forget_old_dumps(run, self.epoch), _WRITE_SECONDS)
         while self.launch.poll() is None:
             self._handle_signals()
-            self._stop_near_time_limit()
+            # Slurm's warning may have come before this supervisor could receive it.
+            warned = self.limit_near or "USR1" in self.context.signals.names
+            if not warned and self._overdue_warning.is_due():
+                self.limit_near = True
+                self._log("the time limit is near, and Slurm's warning has not come")
+                self._request_stop("the time limit is near")
             if self._time_is_up() or self._poll_snapshot(background):
                 break
             time.sleep(_POLL_SECONDS)
@@ -181,8 +194,19 @@ class LaunchWatch:
         self._check_final_signal(_WRITE_SECONDS)
         if not self.context.signals.final:
             self._end_step()
-        if self.stall is not None:
-            self._record_odd_ranks(self.stall)
+        odd_ranks = self._inquiry.close(self.stall.phase) if self.stall is not None else None
+        if self.stall is not None and odd_ranks is not None:
+            self.stall = replace(self.stall, odd=odd_ranks.odd)
+            first = odd_ranks.odd[0] if odd_ranks.odd else None
+            self._note(
+                EventKind.STACKS_SAVED,
+                reason=odd_ranks.reason,
+                evidence=odd_ranks.evidence,
+                rank=first.rank if first else None,
+                node=(first.node or None) if first else None,
+                nodes=",".join(dict.fromkeys(o.node for o in odd_ranks.odd if o.node)) or None,
+            )
+            self._log(odd_ranks.reason)
 
     # -- signals and requests --------------------------------------------------------------
 
@@ -210,16 +234,7 @@ class LaunchWatch:
             self.context.signals.dismiss(query.signals_before)
             self._final_at = None
             self._request_stop(f"signal {self.signals[-1]}, which Slurm did not send")
-            self._say(f"signal {self.signals[-1]} did not come from Slurm, which runs the job on")
-
-    def _stop_near_time_limit(self) -> None:
-        """Replace Slurm's warning, which may have come before this supervisor could receive it."""
-        if self.limit_near or "USR1" in self.context.signals.names:
-            return
-        if self._own_warning.is_due():
-            self.limit_near = True
-            self._say("the time limit is near, and Slurm's warning has not come")
-            self._request_stop("the time limit is near")
+            self._log(f"signal {self.signals[-1]} did not come from Slurm, which runs the job on")
 
     def _request_stop(self, reason: str) -> None:
         """Request a stop by file and by signal: either may be lost or late.
@@ -244,8 +259,19 @@ class LaunchWatch:
         """Forward a person's request to the trainer; True if the step must end now."""
         if request is None:
             return False
+
+        def record() -> None:
+            """Record who made the request, unless the command that wrote its file has done so."""
+            for event in reversed(self.context.ledger.events()[-_RECENT_EVENTS:]):
+                if event.event is EventKind.CONTROL and event.action == request.kind:
+                    return
+                if event.event is EventKind.LAUNCH_STARTED:
+                    break
+            user, reason = request.owner or None, request.words or None
+            self.context.note(EventKind.CONTROL, action=request.kind, user=user, reason=reason)
+
         if not self._stop_requested:
-            run_with_timeout(lambda: audit(self.context, request), _WRITE_SECONDS)
+            run_with_timeout(record, _WRITE_SECONDS)
         if request.kind == "stop-now":
             return True
         if not self._stop_requested:
@@ -294,7 +320,7 @@ class LaunchWatch:
         return self.stall is None or self._confirm_stall(background, self.stall)
 
     def _count_failed_read(self, now: float, fault: OSError | None) -> None:
-        """The run directory does not answer, or only with errors."""
+        """Record that the run directory does not answer, or only with errors."""
         if fault is not None:
             self.storage_fault, self._fault_at = fault, now
         gap_seconds = now - self._seen_at
@@ -317,7 +343,8 @@ class LaunchWatch:
             self._progress = progress
             self._silence.sign(progress.phase, progress.step, progress.step_seconds, now)
             self._send_pending_signal()
-        self._record_slow_ranks(snapshot.rank_times)
+        if snapshot.rank_times is not None:
+            self._record_slow_ranks(snapshot.rank_times)
         self.superseded = snapshot.newest_epoch > self.epoch
         if self._follow_request(snapshot.request):
             return True
@@ -334,8 +361,8 @@ class LaunchWatch:
             return True
         # A stop was requested, and the ranks neither exit nor train.
         if self._stopping_at is not None and self._silence.in_startup:
-            self.left_startup = now - self._stopping_at >= _STARTUP_STOP_SECONDS
-            if self.left_startup:
+            self.stopped_in_startup = now - self._stopping_at >= _STARTUP_STOP_SECONDS
+            if self.stopped_in_startup:
                 return True
         # Ranks that wait for a failed one are silent too; that is not a hang.
         if self._failed_at is None:
@@ -347,9 +374,7 @@ class LaunchWatch:
             )
         return self.stall is not None
 
-    def _record_slow_ranks(self, times: RankTimes | None) -> None:
-        if times is None:
-            return
+    def _record_slow_ranks(self, times: RankTimes) -> None:
         for slow in self._state.stragglers.window(times, self._stage_of):
             reason = f"computes {slow.factor:.2f} times as long as its peers"
             self._note(
@@ -360,7 +385,7 @@ class LaunchWatch:
                 reason=reason,
                 last_step=times.last_step,
             )
-            self._say(f"rank {slow.rank} on {slow.node} {reason}")
+            self._log(f"rank {slow.rank} on {slow.node} {reason}")
 
     # -- stacks ----------------------------------------------------------------------------
 
@@ -374,30 +399,14 @@ class LaunchWatch:
             snapshot = background.result(_POLL_SECONDS)
         if snapshot is None or not self._must_end(snapshot, time.monotonic()):
             self.stall = None
-            self._say(f"silent for {stall.silent_seconds:.0f} s while {stall.phase}, but no hang")
+            self._log(f"silent for {stall.silent_seconds:.0f} s while {stall.phase}, but no hang")
             return False
         if self.stall is not None:
             self._state.limits.stalled(self.stall.phase, self.stall.silent_seconds)
         return True
 
-    def _record_odd_ranks(self, stall: Stall) -> None:
-        found = self._inquiry.close(stall.phase)
-        if found is None:
-            return
-        self.stall = replace(stall, odd=found.odd)
-        first = found.odd[0] if found.odd else None
-        self._note(
-            EventKind.STACKS_SAVED,
-            reason=found.reason,
-            evidence=found.evidence,
-            rank=first.rank if first else None,
-            node=(first.node or None) if first else None,
-            nodes=",".join(dict.fromkeys(odd.node for odd in found.odd if odd.node)) or None,
-        )
-        self._say(found.reason)
-
-    def _say(self, text: str) -> None:
-        run_with_timeout(lambda: say(text), _WRITE_SECONDS)
+    def _log(self, text: str) -> None:
+        run_with_timeout(lambda: log_message(text), _WRITE_SECONDS)
 
     # -- ending ----------------------------------------------------------------------------
 
@@ -446,11 +455,9 @@ class _JobFactsQuery:
         return not self._thread.is_alive()
 
 
-def _stages(context: AttemptContext, tasks: int) -> StageOf:
-    """Pipeline stages of a launch of `tasks` ranks; all ranks are peers if no file says more."""
-    files = [shape.train_config for shape in context.config.shapes if shape.tasks == tasks]
-    found: list[StageOf] = []
-    if files:
-        path = context.run_layout.directory / files[0]
-        run_with_timeout(lambda: found.append(read_stages(path)), _WRITE_SECONDS)
-    return found[0] if found else one_stage
+def read_pipeline_stages(train_config: Path) -> StageOf:
+    """Read the pipeline stage of each rank; all ranks are peers if the file cannot be read."""
+    try:
+        return train_config_of(train_config, train_config.read_bytes()).pipeline_stage
+    except (OSError, InvalidInputError):
+        return one_stage

@@ -22,11 +22,11 @@ from pydantic import ValidationError
 
 from hpctrain.supervise.evidence.line_times import line_time
 from hpctrain.supervise.judge.causes import Cause
-from hpctrain.supervise.judge.documents import Finding
+from hpctrain.supervise.judge.documents import LogFinding
 from hpctrain.supervise.judge.signatures import Match, Matcher, Signatures, Where
 
 UNREAD = "logs_unread"
-# Of a rank, or of the agent of a node, which says why no rank has started.
+# Of a rank, or of the agent of a node, which reports why no rank has started.
 _LOG = re.compile(r"step(?P<step>\d{1,9})-(?:rank(?P<rank>\d{1,9})|node\d{1,9})\.log")
 # CSI and OSC sequences (ECMA-48): colours, and titles of terminals.
 _ANSI = re.compile(r"\x1b(?:\[[0-9;?]{0,40}[ -/]{0,4}[@-~]|\][^\x07\x1b]{0,200}(?:\x07|\x1b\\))")
@@ -50,7 +50,7 @@ class ScanLimits:
 
 
 @dataclass(frozen=True)
-class Ranks:
+class LaunchRanks:
     """What is known about the ranks of a launch; `ended_at` is in seconds since the epoch."""
 
     nodes: Mapping[int, str] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class Ranks:
 
 
 def read_signatures(path: Path) -> Signatures | None:
-    """What was written at submit time; None where there is none, or none that can be read."""
+    """Read the signatures written at submit time; None if there is no file or it is unreadable."""
     try:
         return Signatures.model_validate_json(path.read_bytes())
     except (OSError, ValidationError):
@@ -66,7 +66,7 @@ def read_signatures(path: Path) -> Signatures | None:
 
 
 def newest_step(directory: Path) -> int:
-    """The highest step that has logs there, -1 without any. Raises OSError."""
+    """Find the highest step with logs in a directory, -1 without any. Raises OSError."""
     try:
         names = os.listdir(directory)
     except FileNotFoundError:
@@ -75,7 +75,7 @@ def newest_step(directory: Path) -> int:
 
 
 class Scanner:
-    """Signatures, ready to be looked for; expressions are compiled when they are first needed."""
+    """Matches text against signatures; expressions are compiled when they are first needed."""
 
     def __init__(self, signatures: Signatures) -> None:
         self._signatures = signatures
@@ -93,8 +93,8 @@ class Scanner:
         rank: int | None = None,
         node: str | None = None,
         at: float = 0.0,
-    ) -> tuple[Finding, ...]:
-        """What lines of one source say; `at` (seconds since the epoch) where they have no time."""
+    ) -> tuple[LogFinding, ...]:
+        """Match lines of one source; `at` (seconds since the epoch) is for lines without a time."""
         text = "\n".join(line.replace("\n", " ") for line in lines)
         return tuple(self._text(text, where, rank, node, at))
 
@@ -102,21 +102,21 @@ class Scanner:
         self,
         directory: Path,
         after_step: int,
-        ranks: Ranks | None = None,
+        ranks: LaunchRanks | None = None,
         limits: ScanLimits | None = None,
-    ) -> tuple[Finding, ...]:
-        """What the logs of the newest step beyond `after_step` say, in the order of time.
+    ) -> tuple[LogFinding, ...]:
+        """Match the logs of the newest step beyond `after_step`; findings are in the order of time.
 
         Never raises and takes at most about `limits.seconds`. What could not be read in time is
         an advice finding with the signature `UNREAD`.
         """
         limits = limits or ScanLimits()
-        work = _Reading(self, directory, after_step, ranks or Ranks(), limits)
+        work = _Reading(self, directory, after_step, ranks or LaunchRanks(), limits)
         return work.run()
 
     def _text(
         self, text: str, where: Where, rank: int | None, node: str | None, at: float
-    ) -> Iterator[Finding]:
+    ) -> Iterator[LogFinding]:
         matcher = self._matchers[where]
         if "\x1b" in text:
             text = _ANSI.sub("", text)
@@ -132,7 +132,7 @@ class Scanner:
         for number, (match, when) in enumerate(zip(matches, times, strict=True)):
             if match.role != "advice" and (rank is None or match.signature not in seen):
                 seen.add(match.signature)
-                yield Finding(
+                yield LogFinding(
                     signature=match.signature,
                     cause=match.cause,
                     role=match.role,
@@ -148,17 +148,22 @@ class _Reading:
     """The threads that read the logs of one launch, and what they have found so far."""
 
     def __init__(
-        self, scanner: Scanner, directory: Path, after_step: int, ranks: Ranks, limits: ScanLimits
+        self,
+        scanner: Scanner,
+        directory: Path,
+        after_step: int,
+        ranks: LaunchRanks,
+        limits: ScanLimits,
     ) -> None:
         self._scanner, self._directory, self._after_step = scanner, directory, after_step
         self._ranks, self._limits = ranks, limits
         self._lock = threading.Lock()
         self._waiting: deque[tuple[int | None, str]] = deque()
-        self._found: list[Finding] = []
+        self._found: list[LogFinding] = []
         self._total = self._done = 0
         self._listed = False
 
-    def run(self) -> tuple[Finding, ...]:
+    def run(self) -> tuple[LogFinding, ...]:
         deadline = time.monotonic() + self._limits.seconds
         self._join([self._start(self._list)], deadline)
         readers = [self._start(self._read_all) for _ in range(self._limits.readers)]
@@ -170,7 +175,7 @@ class _Reading:
         if not self._listed or done < self._total:
             which = f"{self._total - done} of {self._total} logs" if self._listed else "the logs"
             line = f"{which} could not be read within {self._limits.seconds:g} s"
-            found.append(Finding(UNREAD, Cause.UNKNOWN, "advice", line))
+            found.append(LogFinding(UNREAD, Cause.UNKNOWN, "advice", line))
         return tuple(found)
 
     def _start(self, work: Callable[[], None]) -> threading.Thread:
@@ -215,30 +220,27 @@ class _Reading:
                     return
                 rank, name = self._waiting.popleft()
             try:
-                findings = self._read(rank, self._directory / name)
+                with (self._directory / name).open("rb") as stream:
+                    status = os.fstat(stream.fileno())
+                    start = max(0, status.st_size - self._limits.tail(self._total))
+                    stream.seek(start)
+                    raw = stream.read(status.st_size - start)
             except OSError:
                 continue
+            text = raw.decode("utf-8", errors="replace")
+            if start:  # the first line is incomplete
+                text = text.partition("\n")[2]
+            known = -1 if rank is None else rank
+            node = self._ranks.nodes.get(known)
+            at = self._ranks.ended_at.get(known, status.st_mtime)
+            findings = list(self._scanner._text(text, "rank", rank, node, at))
             with self._lock:
                 self._found.extend(findings)
                 self._done += 1
 
-    def _read(self, rank: int | None, path: Path) -> list[Finding]:
-        with path.open("rb") as stream:
-            status = os.fstat(stream.fileno())
-            start = max(0, status.st_size - self._limits.tail(self._total))
-            stream.seek(start)
-            raw = stream.read(status.st_size - start)
-        text = raw.decode("utf-8", errors="replace")
-        if start:  # the first line is a torn one
-            text = text.partition("\n")[2]
-        known = -1 if rank is None else rank
-        node = self._ranks.nodes.get(known)
-        at = self._ranks.ended_at.get(known, status.st_mtime)
-        return list(self._scanner._text(text, "rank", rank, node, at))
-
 
 def _times(lines: list[str], at: float) -> list[float]:
-    """The time of each line; a line without takes that of the next line with one, or `at`."""
+    """Find the time of each line: its own, that of the next line with one, or `at`."""
     times: list[float] = []
     after = at
     for line in reversed(lines):

@@ -1,7 +1,7 @@
 """Check one node: shutdown, run directory, shared memory, GPUs, fabric, kernel log.
 
 Each check writes into a `NodeReport`. Standard library only. Belongs here: checks. Does not belong
-here: time limits (`preflight`), comparing nodes (`judge.probe_answers`).
+here: time limits (`preflight`), comparing nodes (`judge.probe_results`).
 """
 
 from __future__ import annotations
@@ -251,12 +251,8 @@ def time_of(line: str, booted_at: float) -> float | None:
     match = re.match(r"\s*(\d{9,}(?:\.\d+)?)\s", line)
     if match:
         return float(match[1])
-    match = re.match(
-        r"\s*(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d)(?:[.,](\d+))?(Z|[+-]\d\d:?\d\d)?", line
-    )
-    if not match:
-        return None
-    return datetime.fromisoformat(match[1] + (match[3] or "")).timestamp()
+    match = _ISO_TIME.match(line)
+    return datetime.fromisoformat(match[1] + (match[2] or "")).timestamp() if match else None
 
 
 def _read_kernel_log(node: str, since: float, timeout_seconds: float) -> tuple[str, list[str]]:

@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpctrain.store.ledger import EventKind
-from hpctrain.supervise.context import AttemptContext, say
-from hpctrain.supervise.evidence.gather import keeps_nodes, needs_a_look
-from hpctrain.supervise.evidence.log_scan import Ranks, Scanner, newest_step, read_signatures
+from hpctrain.supervise.context import AttemptContext, log_message
+from hpctrain.supervise.evidence.gather import has_failed, keeps_nodes
+from hpctrain.supervise.evidence.log_scan import LaunchRanks, Scanner, newest_step, read_signatures
 from hpctrain.supervise.evidence.probe import PreflightOptions, probe_nodes
-from hpctrain.supervise.judge.documents import Evidence, Finding
-from hpctrain.supervise.judge.probe_answers import KernelLine, ProbeResult
+from hpctrain.supervise.judge.documents import LaunchEvidence, LogFinding
+from hpctrain.supervise.judge.probe_results import KernelLine, ProbeResult
 from hpctrain.supervise.judge.signatures import Signatures
 from hpctrain.supervise.timeouts import run_with_timeout
 
@@ -29,7 +29,7 @@ Prober = Callable[[AttemptContext, Sequence[str], float], ProbeResult]
 class Postmortem:
     """Evidence with the results added, and the probe (None: the nodes were not probed)."""
 
-    evidence: Evidence
+    evidence: LaunchEvidence
     probe: ProbeResult | None = None
 
 
@@ -56,7 +56,7 @@ def newest_logged_step(context: AttemptContext) -> int:
     return steps[-1]
 
 
-def ask_nodes(context: AttemptContext, nodes: Sequence[str], since: float) -> ProbeResult:
+def probe_job(context: AttemptContext, nodes: Sequence[str], since: float) -> ProbeResult:
     """Probe all nodes of the job; see `probe.probe_nodes`."""
     shapes = context.config.shapes
     options = PreflightOptions(
@@ -75,30 +75,30 @@ def ask_nodes(context: AttemptContext, nodes: Sequence[str], since: float) -> Pr
     )
 
 
-def examine(
+def examine_failure(
     context: AttemptContext,
-    evidence: Evidence,
+    evidence: LaunchEvidence,
     nodes: Sequence[str],
     traces: Traces,
-    ask: Prober = ask_nodes,
+    prober: Prober = probe_job,
 ) -> Postmortem:
     """Probe the nodes and read logs if something has failed and the job still has its nodes.
 
     `nodes` are all nodes of the job, spares included. Returns the evidence with the results.
     """
-    if not needs_a_look(evidence) or context.signals.final:
+    if not has_failed(evidence) or context.signals.final:
         return Postmortem(evidence)
     if not keeps_nodes(evidence):
         return Postmortem(evidence)
-    probe = ask(context, nodes, traces.since)
-    reasons = probe.words()
+    probe = prober(context, nodes, traces.since)
+    reasons = probe.problem_lines()
     context.note(
         EventKind.PROBED,
-        reason="; ".join(reasons) or f"{len(probe.asked)} nodes answer and are well",
+        reason="; ".join(reasons) or f"{len(probe.probed)} nodes answer and have no problem",
         lost_nodes=probe.lost,
     )
     for line in reasons:
-        say(f"probe: {line}")
+        log_message(f"probe: {line}")
     found = replace(
         evidence,
         probed=not probe.trouble,
@@ -112,8 +112,11 @@ def examine(
 
 
 def find_lines(
-    context: AttemptContext, evidence: Evidence, traces: Traces, probe: ProbeResult | None = None
-) -> tuple[Finding, ...]:
+    context: AttemptContext,
+    evidence: LaunchEvidence,
+    traces: Traces,
+    probe: ProbeResult | None = None,
+) -> tuple[LogFinding, ...]:
     """Match logs, exit records, lines of srun and kernel lines against the signatures.
 
     Takes no longer than the scanner's limits. Empty without `signatures.json`.
@@ -145,7 +148,7 @@ def find_lines(
     return (
         *(finding for found in (*messages, *kernels) for finding in found),
         *scanner.lines(evidence.notice_lines, "srun", at=now),
-        *scanner.logs(_log_directory(context), traces.step_before, Ranks(node_of, ended_at)),
+        *scanner.logs(_log_directory(context), traces.step_before, LaunchRanks(node_of, ended_at)),
     )
 
 

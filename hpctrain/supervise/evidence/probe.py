@@ -8,7 +8,7 @@ wait for a node that takes much longer than the others, and probes missing nodes
 The step of a dead node stays in squeue; its name, `hpctrain-probe`, keeps others from waiting.
 
 Belongs here: running the probe and waiting. Does not belong here: parsing answers
-(`judge.probe_answers`), checking a node (`preflight`), what follows from a lost node (`policy`).
+(`judge.probe_results`), checking a node (`preflight`), what follows from a lost node (`policy`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hpctrain.errors import SlurmError
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.environment import for_queries
 from hpctrain.supervise.judge.preflight_format import SHUTDOWN
-from hpctrain.supervise.judge.probe_answers import Answers, ProbeResult
+from hpctrain.supervise.judge.probe_results import NodeResults, ProbeResult
 
 STEP_NAME = "hpctrain-probe"
 _POLL_SECONDS = 0.05
@@ -100,7 +100,15 @@ def probe_nodes(
         if any(problem.blocks and not problem.hard for problem in answer.problems):
             again.add(answer.node)
     probe.run_alone([node for node in asked if node in again], limit)
-    _kill_unfinished_steps(slurm, job_id, probe.answers)
+
+    def kill(step_id: str) -> None:
+        with contextlib.suppress(SlurmError):
+            slurm.kill_step(job_id, step_id)
+
+    # Kill the checks that did not end, in the background: scancel waits for hung nodes, too.
+    unfinished = [node for node in probe.answers.found.values() if not node.ended]
+    for step_id in {node.step_id for node in unfinished if node.step_id.isdigit()}:
+        threading.Thread(target=kill, args=(step_id,), daemon=True).start()
     if len(probe.answers.compared()) < len(asked):
         # Slurm may have found out meanwhile that a node is down or has booted.
         with contextlib.suppress(SlurmError):
@@ -108,12 +116,12 @@ def probe_nodes(
     return _result(nodes, states, probe, time.monotonic() - started)
 
 
-# -- what the controller knows ---------------------------------------------------------------
+# -- states of nodes ---------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _NodeStates:
-    """What Slurm knows about nodes.
+    """Slurm's states of the nodes.
 
     `gone`: nodes that cannot be probed, with the reason. `silent`: do not answer Slurm. `drained`:
     are taken out of service after the job. `leaving`: are being rebooted or powered down.
@@ -138,7 +146,7 @@ def _query_states(
         gone |= {node: "it has been rebooted" for node, at in booted.items() if at > since}
     for node, one in states.items():
         if one.is_down:
-            gone[node] = f"Slurm says that it is {one.state}"
+            gone[node] = f"Slurm reports it as {one.state}"
     silent = frozenset(node for node, one in states.items() if not one.responding)
     drained = tuple(node for node in nodes if node in states and states[node].is_drained)
     leaving = frozenset(node for node, one in states.items() if one.leaving)
@@ -163,8 +171,8 @@ def _result(
         one.node for one in answers if any(problem.check == SHUTDOWN for problem in one.problems)
     }
     return ProbeResult(
-        asked=tuple(nodes),
-        answers=answers,
+        probed=tuple(nodes),
+        results=answers,
         lost=tuple(missing),
         why_lost=tuple(reasons[node] for node in missing),
         drained=states.drained,
@@ -194,7 +202,7 @@ class _Probe:
         # Without the options of the job's own srun; --jobid finds the allocation.
         self.environment = for_queries(environment)
         self.interrupted = interrupted
-        self.answers = Answers()
+        self.answers = NodeResults()
         self.stderr_lines: deque[str] = deque(maxlen=5)
 
     def run_together(self, nodes: Sequence[str], limit_seconds: float) -> None:
@@ -259,7 +267,7 @@ class _Probe:
 
 
 class _Stragglers:
-    """Tells when the remaining of `nodes` take much longer than the others took."""
+    """Detects that the remaining of `nodes` take much longer than the others took."""
 
     def __init__(self, nodes: Sequence[str]) -> None:
         self._nodes = frozenset(nodes)
@@ -282,7 +290,7 @@ class _ProbeProcess:
         self,
         argv: Sequence[str],
         environment: Mapping[str, str],
-        answers: Answers,
+        answers: NodeResults,
         stderr_lines: deque[str],
     ) -> None:
         self.process = process = subprocess.Popen(
@@ -327,15 +335,3 @@ class _ProbeProcess:
             self.process.wait()
         for reader in self._readers:
             reader.join(_READING_SECONDS)
-
-
-def _kill_unfinished_steps(slurm: SlurmClient, job_id: int, answers: Answers) -> None:
-    """Kill checks that did not end, in the background: scancel waits for hung nodes, too."""
-
-    def kill(step_id: str) -> None:
-        with contextlib.suppress(SlurmError):
-            slurm.kill_step(job_id, step_id)
-
-    silent = (one for one in answers.found.values() if not one.ended and one.step_id.isdigit())
-    for step_id in {one.step_id for one in silent}:
-        threading.Thread(target=kill, args=(step_id,), daemon=True).start()

@@ -7,6 +7,7 @@ snapshot, or from its absence (`launch_watch`).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable
@@ -66,7 +67,11 @@ class RunDirReader:
         """
         run, epoch = self._run, self._epoch
         run.require()
-        progress = self._progress()
+        progress = None
+        with contextlib.suppress(FileNotFoundError):  # any other OSError is raised
+            progress = parse_record(run.progress, run.progress.read_bytes(), Progress)
+        if progress is not None and progress.epoch != epoch:
+            progress = None
         directory = run.exit_record(epoch, 0).parent
         for name in _names(directory):
             if name.startswith("node-"):
@@ -87,15 +92,6 @@ class RunDirReader:
             save_in_flight=find_saves and save_in_flight(run, epoch),
             rank_times=times if times is not None and times.epoch == epoch else None,
         )
-
-    def _progress(self) -> Progress | None:
-        """Unlike `read_record`, raise OSError for a record that exists and cannot be read."""
-        try:
-            text = self._run.progress.read_bytes()
-        except FileNotFoundError:
-            return None
-        progress = parse_record(self._run.progress, text, Progress)
-        return progress if progress is not None and progress.epoch == self._epoch else None
 
 
 def save_in_flight(run: RunLayout, epoch: int) -> bool:

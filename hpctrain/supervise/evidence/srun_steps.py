@@ -1,7 +1,6 @@
-"""The srun steps of this attempt, as far as Slurm can tell which they are.
+"""List, signal and kill the srun steps of this attempt. If Slurm does not answer, do nothing.
 
-Belongs here: finding, signalling and killing them; an answer that does not come leads to nothing.
-Does not belong here: when (see `launch_watch`), and the srun process itself (see `srun_process`).
+Does not belong here: when to (`launch_watch`), the srun process itself (`srun_process`).
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from hpctrain.supervise.evidence.probe import STEP_NAME
 
 
 class OwnSteps:
-    """Numbered steps of the running attempt; asks Slurm anew each time."""
+    """The numbered steps of the running attempt; queries Slurm on each call."""
 
     def __init__(self, context: AttemptContext) -> None:
         self._context = context
 
     def ids(self) -> list[str]:
-        """Ids of the live srun steps of this attempt (not `batch` and `extern`).
+        """List the live srun steps of this attempt (not `batch` and `extern`).
 
         Step ids start again at 0 when Slurm restarts the job (slurmctld/job_mgr.c,
         batch_requeue_fini), so a supervisor that outlived its attempt must not touch them.
@@ -36,7 +35,7 @@ class OwnSteps:
         return [
             step.step_id
             for step in steps
-            # of a node that did not answer the probe, its step stays until Slurm gives it up
+            # The probe's step on a node that did not answer stays until Slurm gives the node up.
             if step.step_id.isdigit() and step.name != STEP_NAME
         ]
 
@@ -47,7 +46,7 @@ class OwnSteps:
                 self._context.slurm.signal_step(self._context.job_id, step_id, name)
 
     def kill(self) -> bool:
-        """KILL all tasks; False if no step is left (or Slurm does not say)."""
+        """Kill all tasks; False if no step is left, or Slurm does not answer."""
         step_ids = self.ids()
         for step_id in step_ids:
             with contextlib.suppress(SlurmError):

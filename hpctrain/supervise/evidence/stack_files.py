@@ -9,6 +9,7 @@ read.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -51,8 +52,13 @@ class StackDumps:
 
 
 def sizes(run: RunLayout, epoch: int) -> dict[int, int]:
-    """The size in bytes of each rank's file, for ranks that have one."""
-    return {rank: size for rank, path in _files(run, epoch) if (size := _size(path)) is not None}
+    """Return the size in bytes of each rank's file, for ranks that have one."""
+    found: dict[int, int] = {}
+    for rank, path in _files(run, epoch):
+        # After opening the file an NFS client asks the server for the size, not its cache.
+        with contextlib.suppress(OSError), path.open("rb", buffering=0) as stream:
+            found[rank] = os.fstat(stream.fileno()).st_size
+    return found
 
 
 def wait_for_dumps(
@@ -115,15 +121,3 @@ def _files(run: RunLayout, epoch: int) -> Iterator[tuple[int, Path]]:
         if match is not None:
             rank = int(match[1])
             yield rank, run.stack_dump(epoch, rank)
-
-
-def _size(path: Path) -> int | None:
-    """The size after opening the file: an NFS client then asks the server, not its cache."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except OSError:
-        return None
-    try:
-        return os.fstat(descriptor).st_size
-    finally:
-        os.close(descriptor)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hpctrain.supervise.judge.causes import Cause
-from hpctrain.supervise.judge.documents import Evidence, Verdict
+from hpctrain.supervise.judge.documents import LaunchEvidence, Verdict
 from hpctrain.supervise.judge.fingerprint import fingerprint
 from hpctrain.supervise.judge.rank_verdict import by_ranks
 from hpctrain.supervise.judge.scheduler_verdict import by_requests, by_slurm
@@ -22,7 +22,7 @@ _MOST_EVIDENCE = 6
 _LONGEST_LINE = 400
 
 
-def classify(evidence: Evidence) -> Verdict:
+def classify(evidence: LaunchEvidence) -> Verdict:
     """Judge one launch, with at most six lines of evidence."""
     for judge in (_by_the_run, by_slurm, by_requests, by_ranks, _by_srun):
         verdict = judge(evidence)
@@ -38,7 +38,7 @@ def classify(evidence: Evidence) -> Verdict:
     )
 
 
-def _by_the_run(evidence: Evidence) -> Verdict | None:
+def _by_the_run(evidence: LaunchEvidence) -> Verdict | None:
     if evidence.done:
         return Verdict(Cause.DONE, "the target step is reached and its checkpoint is verified")
     if evidence.superseded:
@@ -48,7 +48,7 @@ def _by_the_run(evidence: Evidence) -> Verdict | None:
     return None
 
 
-def _by_srun(evidence: Evidence) -> Verdict | None:
+def _by_srun(evidence: LaunchEvidence) -> Verdict | None:
     code = evidence.srun_exit_code
     if code is not None and code < 0:
         return Verdict(
@@ -60,7 +60,7 @@ def _by_srun(evidence: Evidence) -> Verdict | None:
     return None
 
 
-def _completed(verdict: Verdict, evidence: Evidence) -> Verdict:
+def _completed(verdict: Verdict, evidence: LaunchEvidence) -> Verdict:
     """Add the fingerprint, and a line that could not be read, because it may hide the cause."""
     lines = [line[:_LONGEST_LINE] for line in verdict.evidence[:_MOST_EVIDENCE]]
     unread = [f.line for f in evidence.findings if f.role == "advice"]

@@ -73,7 +73,7 @@ class JobFacts:
 
     @property
     def hold(self) -> JobHold | None:
-        """Who keeps the job from starting until it is released; None if nobody does."""
+        """Who holds the job in the queue; None if nobody does."""
         return job_hold(self.state, self.reason)
 
     @property
@@ -86,11 +86,11 @@ Role = Literal["root", "cascade", "advice"]
 
 
 @dataclass(frozen=True)
-class Finding:
+class LogFinding:
     """A line that matched a signature, from a rank's log, srun, a kernel or the probe of a node.
 
     `cascade`: follows from another failure; `advice`: no evidence of a cause. `order` sorts
-    findings by time as well as it is known (seconds since the epoch). `hard` marks broken
+    findings by time as far as it is known (seconds since the epoch). `hard` marks broken
     hardware.
     """
 
@@ -120,7 +120,7 @@ class OddRank:
 
 @dataclass(frozen=True)
 class Stall:
-    """No sign of life for longer than the phase allows; `odd` lists ranks that are elsewhere."""
+    """No progress for longer than the phase allows; `odd`: ranks whose stacks stand out."""
 
     phase: str
     silent_seconds: float
@@ -129,7 +129,7 @@ class Stall:
 
 
 @dataclass(frozen=True)
-class Evidence:
+class LaunchEvidence:
     """Everything known when a launch has ended. `job` is None when Slurm did not respond.
 
     `signals` are those that the supervisor got while the launch ran. `lost_nodes` did not answer a
@@ -140,9 +140,9 @@ class Evidence:
     `step_remains`: Slurm has not ended the step, so something of it may still run somewhere.
     `nodes` are those of the launch in the order of its ranks, if that is known.
     `resume_step` is where the launch began, `last_step` the last finished step it reported,
-    `checkpoint_step` the newest verified checkpoint. `left_startup`: the supervisor has ended the
-    step, because a stop was requested before any step was trained. `limit_near`: the time limit is
-    near, and Slurm's own warning has not come.
+    `checkpoint_step` the newest verified checkpoint. `stopped_in_startup`: the supervisor has ended
+    the step, because a stop was requested before any step was trained. `limit_near`: the time limit
+    is near, and Slurm's own warning has not come.
     """
 
     done: bool
@@ -159,7 +159,7 @@ class Evidence:
     stall: Stall | None
     started: bool
     hold_requested_by: str | None = None
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[LogFinding, ...] = ()
     probed: bool = False
     lost_nodes: tuple[str, ...] = ()
     unfit_nodes: tuple[UnfitNode, ...] = ()
@@ -171,7 +171,7 @@ class Evidence:
     resume_step: int = 0
     last_step: int | None = None
     checkpoint_step: int | None = None
-    left_startup: bool = False
+    stopped_in_startup: bool = False
     limit_near: bool = False
 
     @property
@@ -198,8 +198,8 @@ class Suspicion(StrEnum):
 class Verdict:
     """Why a launch ended: the cause, the reason as one sentence and the lines that show it.
 
-    `nodes` are where it happened, `suspicion` says how far that speaks against them, and `hard`
-    that their hardware is at fault beyond doubt.
+    `nodes` are where it happened, `suspicion` is how far that counts against them, and `hard`
+    means that their hardware is certainly at fault.
     `fingerprint` is equal for failures that are the same (class and place of the error, without
     addresses and numbers that change). `step` is the step at which it happened, if known.
     `checkpoint_step` is the checkpoint that is at fault, for the causes about one.
@@ -223,7 +223,7 @@ class Verdict:
     def followed_by(self, decision: str, separator: str = ": ") -> str:
         """Join the reason and what is decided because of it; the decision alone without a reason.
 
-        `hpctrain why` asks the policy about ends that have not happened and have no reason.
+        `hpctrain why` runs the policy on hypothetical ends, which have no reason.
         """
         return f"{self.reason}{separator}{decision}" if self.reason else decision
 
@@ -247,7 +247,8 @@ class Situation:
     those of them that are healthy ones of the allocation, `why_exclude` the reasons.
     `unfit` are nodes of the cluster on which this run cannot work as they are.
     `good_checkpoints` are steps, newest first. `followed`: where Slurm does not requeue, another
-    job of the run is there to go on. `storage_away`: the ledger cannot be written at the moment.
+    job of the run continues. `storage_away`: the ledger cannot be written at the moment.
+    `skip_list_problem`: why `skips.json` cannot be extended; empty if it can.
     `restarts` is how often Slurm has started this job before.
     """
 
@@ -263,6 +264,7 @@ class Situation:
     good_checkpoints: tuple[int, ...] = ()
     followed: bool = True
     storage_away: bool = False
+    skip_list_problem: str = ""
     restarts: int = 0
 
 

@@ -30,10 +30,10 @@ _WITHOUT = (
 )
 
 
-def fingerprint(cause: Cause, words: str) -> str:
+def fingerprint(cause: Cause, text: str) -> str:
     """Compute a text that is equal for equal failures; empty where there is nothing to compare."""
     if cause not in FAILURE_CAUSES | FINAL_CAUSES:
         return ""
     for expression, instead in _WITHOUT:
-        words = expression.sub(instead, words[:1000])
-    return f"{cause}: {words.strip()[:_LONGEST]}"
+        text = expression.sub(instead, text[:1000])
+    return f"{cause}: {text.strip()[:_LONGEST]}"

@@ -24,7 +24,7 @@ def history(events: Sequence[Event], window_seconds: float = 1800.0) -> History:
     A launch that brought a newer checkpoint ends the count, whatever became of it. What the
     scheduler did in between neither counts nor forgives. An attempt whose supervisor was lost
     counts, too; whether it had brought a checkpoint shows where the next one resumes. Going back
-    on purpose is no progress. A person who has the run go on (`hpctrain resume`) ends the count.
+    on purpose is no progress. A person who resumes the run (`hpctrain resume`) ends the count.
     `window_seconds`: how far back `recent_failures` reaches.
     """
     best, by_cause, prints = 0, Counter[str](), list[str]()
@@ -61,13 +61,16 @@ def history(events: Sequence[Event], window_seconds: float = 1800.0) -> History:
     since = ends[-1].time - window_seconds if ends else 0.0
     recent = (event for event in ends if event.cause in FAILURE_CAUSES and event.time >= since)
     same = takewhile(lambda one: one and one == prints[-1], reversed(prints))
+    # Earlier anomalies of numerics at the step of the last one, over the whole run.
+    last_step = ends[-1].failed_step if ends and ends[-1].cause in _NUMERICS else None
+    anomalies = [e for e in ends[:-1] if e.cause in _NUMERICS and e.failed_step == last_step]
     return History(
         failures_without_progress=sum(by_cause[cause] for cause in FAILURE_CAUSES),
         time_limits_without_progress=by_cause[Cause.TIME_LIMIT],
         by_cause=tuple(sorted(by_cause.items())),
         same_fingerprint=sum(1 for _ in same),
         recent_failures=sum(1 for _ in recent),
-        anomalies_at_step=_anomalies(ends),
+        anomalies_at_step=len(anomalies) if last_step is not None else 0,
         ever_progressed=ever,
         failed_loads=_failed_loads(events),
     )
@@ -84,7 +87,7 @@ def pending_rollback(events: Sequence[Event]) -> int | None:
 
 
 def pending_rejections(events: Sequence[Event]) -> dict[int, str]:
-    """List the checkpoints given up since the last launch began, with the reasons."""
+    """List the checkpoints rejected since the last launch began, with the reasons."""
     found: dict[int, str] = {}
     for event in events:
         if event.event is EventKind.LAUNCH_STARTED:
@@ -97,8 +100,8 @@ def pending_rejections(events: Sequence[Event]) -> dict[int, str]:
 def pinned_steps(events: Sequence[Event]) -> tuple[int, ...]:
     """List the checkpoints that retention must keep besides the newest ones.
 
-    Those from before the newest anomalies of numerics, which whoever looks into one needs; and the
-    one that was used when a newer one was given up, because it is known to load.
+    Those from before the newest anomalies of numerics, for their analysis; and the one that was
+    loaded after a newer one was rejected, because it is known to load.
     """
     steps = [
         event.checkpoint_step
@@ -163,12 +166,3 @@ def _failed_loads(events: Sequence[Event]) -> int:
         same = event.event is EventKind.LAUNCH_ENDED and event.resume_step == step
         count += same and event.cause == Cause.LOAD_FAILED
     return count
-
-
-def _anomalies(ends: list[Event]) -> int:
-    """Count earlier anomalies of numerics at the step of the last one, over the whole run."""
-    last = ends[-1] if ends else None
-    if last is None or last.cause not in _NUMERICS or last.failed_step is None:
-        return 0
-    same = (e for e in ends[:-1] if e.cause in _NUMERICS and e.failed_step == last.failed_step)
-    return sum(1 for _ in same)

@@ -88,31 +88,26 @@ def place_command(argv: Sequence[str], placement: Placement) -> list[str]:
     srun(1): a `--nodelist` of as many nodes as `--nodes` is exactly those. The last word of the
     command is the trainer's file.
     """
-    words, shape = list(argv), placement.shape
+    argv, shape = list(argv), placement.shape
     if placement.overlap:
         # srun(1): shares all resources with other steps, which else keep theirs until they end
-        words.insert(1, "--overlap")
+        argv.insert(1, "--overlap")
     if shape is None or not shape.train_config:
-        return _with_nodelist(words, placement.nodes)
-    words[-1] = shape.train_config
-    agents = any(word.startswith(_AGENT_OPTION) for word in words)
-    words = [_sized(word, shape, shape.nodes if agents else shape.tasks) for word in words]
-    return _with_nodelist(words, placement.nodes)
+        return _with_nodelist(argv, placement.nodes)
+    argv[-1] = shape.train_config
+    # Tasks of srun are ranks, or one agent per node that starts them.
+    agents = any(word.startswith(_AGENT_OPTION) for word in argv)
+    values = {
+        "--nodes=": shape.nodes,
+        "--ntasks=": shape.nodes if agents else shape.tasks,
+        _AGENT_OPTION: shape.nodes,
+    }
+    for option, value in values.items():
+        argv = [f"{option}{value}" if word.startswith(option) else word for word in argv]
+    return _with_nodelist(argv, placement.nodes)
 
 
-def _sized(word: str, shape: LaunchShape, tasks: int) -> str:
-    """Adapt one option of srun; `tasks` are ranks, or one agent per node that starts them."""
-    for option, value in (
-        ("--nodes=", shape.nodes),
-        ("--ntasks=", tasks),
-        (_AGENT_OPTION, shape.nodes),
-    ):
-        if word.startswith(option):
-            return f"{option}{value}"
-    return word
-
-
-def _with_nodelist(words: list[str], nodes: tuple[str, ...]) -> list[str]:
+def _with_nodelist(argv: list[str], nodes: tuple[str, ...]) -> list[str]:
     if not nodes:
-        return words
-    return [words[0], f"--nodelist={','.join(nodes)}", *words[1:]]
+        return argv
+    return [argv[0], f"--nodelist={','.join(nodes)}", *argv[1:]]

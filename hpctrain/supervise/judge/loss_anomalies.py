@@ -28,27 +28,6 @@ def decide_numerics(
     if history.anomalies_at_step > _MOST_AT_ONE_STEP:
         reason = verdict.followed_by("it came again after going back")
         return Action(ActionKind.STOP, reason, _STOPPED_EXIT_CODE)
-    return _back(verdict, situation, config)
-
-
-def _once_more(verdict: Verdict, situation: Situation, config: SuperviseConfig) -> Action:
-    reason = verdict.followed_by("repeat the steps since the last checkpoint once")
-    spares = situation.healthy_nodes - situation.needed_nodes
-    if 0 < len(verdict.nodes) <= spares and config.exclude_nodes == "act":
-        words = f"{reason}, with a spare node"
-        return Action(ActionKind.RELAUNCH, words, exclude=tuple(verdict.nodes))
-    others = config.cluster_nodes - situation.allocated_nodes
-    wanted = config.rollback.other_nodes and config.continuation == "requeue"
-    if not wanted or others < situation.needed_nodes or not verdict.nodes:
-        return Action(ActionKind.RELAUNCH, f"{reason}, on the same nodes")
-    if config.exclude_nodes == "act":
-        return Action(ActionKind.REQUEUE, f"{reason}, on other nodes", exclude=tuple(verdict.nodes))
-    observed = f"would repeat them without {', '.join(verdict.nodes)}"
-    return Action(ActionKind.RELAUNCH, f"{reason}, on the same nodes", observed=(observed,))
-
-
-def _back(verdict: Verdict, situation: Situation, config: SuperviseConfig) -> Action:
-    """Go back `rollback.checkpoints` and leave out the batches before the anomaly."""
     rollback, good = config.rollback, situation.good_checkpoints
     target = good[min(rollback.checkpoints, len(good)) - 1] if good else 0
     plan = f"go back to step {target} and leave out {rollback.skip_steps} batches"
@@ -59,9 +38,31 @@ def _back(verdict: Verdict, situation: Situation, config: SuperviseConfig) -> Ac
             _STOPPED_EXIT_CODE,
             observed=(f"would {plan}",),
         )
+    if situation.skip_list_problem:
+        reason = verdict.followed_by(
+            f"cannot {plan}: {situation.skip_list_problem}; restore the file, then continue with "
+            "`hpctrain resume`"
+        )
+        return Action(ActionKind.STOP, reason, _STOPPED_EXIT_CODE)
     return Action(
         ActionKind.RELAUNCH,
         verdict.followed_by(f"again at the same step: {plan}", ", "),
         rollback_to=target,
         skip_steps=rollback.skip_steps,
     )
+
+
+def _once_more(verdict: Verdict, situation: Situation, config: SuperviseConfig) -> Action:
+    reason = verdict.followed_by("repeat the steps since the last checkpoint once")
+    spares = situation.healthy_nodes - situation.needed_nodes
+    if 0 < len(verdict.nodes) <= spares and config.exclude_nodes == "act":
+        reason = f"{reason}, with a spare node"
+        return Action(ActionKind.RELAUNCH, reason, exclude=tuple(verdict.nodes))
+    others = config.cluster_nodes - situation.allocated_nodes
+    wanted = config.rollback.other_nodes and config.continuation == "requeue"
+    if not wanted or others < situation.needed_nodes or not verdict.nodes:
+        return Action(ActionKind.RELAUNCH, f"{reason}, on the same nodes")
+    if config.exclude_nodes == "act":
+        return Action(ActionKind.REQUEUE, f"{reason}, on other nodes", exclude=tuple(verdict.nodes))
+    observed = f"would repeat them without {', '.join(verdict.nodes)}"
+    return Action(ActionKind.RELAUNCH, f"{reason}, on the same nodes", observed=(observed,))

@@ -21,9 +21,9 @@ def why_ended(job: JobRecord | None, *, begun: bool) -> tuple[Cause, str] | None
         return None
     cause = cause_of_end(job.end)
     if cause is not None:
-        return cause, f"job {job.job_id} left no word: {text_of(cause)}"
+        return cause, f"the supervisor of job {job.job_id} recorded no end: {text_of(cause)}"
     how = f"signal {job.exit_signal}" if job.exit_signal else f"exit code {job.exit_code or 0}"
     if begun:
         return Cause.SUPERVISOR_LOST, f"the supervisor of job {job.job_id} was lost ({how})"
-    words = f"the script of job {job.job_id} ended before its supervisor began ({how})"
-    return Cause.LAUNCH_FAILURE, words
+    reason = f"the script of job {job.job_id} ended before its supervisor began ({how})"
+    return Cause.LAUNCH_FAILURE, reason

@@ -1,7 +1,7 @@
 """Find the ranks whose stacks differ from those of the others. Pure.
 
 In a hang nearly all ranks wait for another one; a rank that does not wait, or gives no stack, is
-worth naming. A wrong name costs a good node, so where the stacks leave a choice no rank is named:
+reported. A wrong report costs a good node, so no rank is reported where the stacks are ambiguous:
 pipeline stages wait in different places, which proves nothing. Belongs here: reading the text of
 faulthandler (CPython: Python/traceback.c, _Py_DumpTracebackThreads) and comparing. Does not belong
 here: asking for stacks and reading files (`stack_files`).
@@ -19,7 +19,7 @@ from hpctrain.supervise.judge.documents import OddRank
 
 _THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):$")
 _FRAME = re.compile(r'^  File "(?P<path>[^"\n]+)", line (?P<line>\d+) in (?P<function>.+)$')
-# Frames that tell two places apart. More of them would tell apart the callers of one wait.
+# Frames that distinguish two places. More of them would distinguish the callers of one wait.
 _INNERMOST = 3
 NOT_RECORDED: Mapping[int, str] = MappingProxyType({})
 NO_STACK = "gave no stack: stopped, stuck in the kernel, or its node is gone"
@@ -54,7 +54,7 @@ _WRITER_REMAINS = "its writer of a checkpoint has not ended, those of others hav
 class Frame:
     """One line of a stack.
 
-    `path` is as the interpreter knows it, but begins with `hpctrain/` for files of the trainer.
+    `path` is that of the interpreter, but begins with `hpctrain/` for files of the trainer.
     """
 
     path: str
@@ -85,7 +85,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Stack:
-    """The main thread of one rank, innermost frame first."""
+    """The stack of the main thread of one rank, innermost frame first."""
 
     frames: tuple[Frame, ...]
 
@@ -113,7 +113,14 @@ def main_stack(dump: str, package: str = "") -> Stack | None:
     Of several threads it is the one that does not begin in `threading`; threads print newest
     first, so it is the last of those. The thread that got the signal decides if none is left.
     """
-    threads = _threads(dump, package)
+    threads: list[tuple[bool, list[Frame]]] = []
+    for line in dump.splitlines():
+        heading, frame = _THREAD.match(line), _FRAME.match(line)
+        if heading is not None:
+            threads.append((heading[1] == "Current thread", []))
+        elif frame is not None and threads:
+            path = _own_path(frame["path"], package)
+            threads[-1][1].append(Frame(path, int(frame["line"]), frame["function"]))
     own = [
         frames
         for _, frames in threads
@@ -122,20 +129,7 @@ def main_stack(dump: str, package: str = "") -> Stack | None:
     ]
     current = [frames for is_current, frames in threads if is_current and frames]
     found = own or current
-    return Stack(found[-1]) if found else None
-
-
-def _threads(dump: str, package: str) -> list[tuple[bool, tuple[Frame, ...]]]:
-    threads: list[tuple[bool, list[Frame]]] = []
-    for line in dump.splitlines():
-        heading, frame = _THREAD.match(line), _FRAME.match(line)
-        if heading is not None:
-            threads.append((heading[1] == "Current thread", []))
-        elif frame is not None and threads:
-            path = _own_path(frame["path"], package)
-            read = Frame(path, int(frame["line"]), frame["function"])
-            threads[-1][1].append(read)
-    return [(is_current, tuple(frames)) for is_current, frames in threads]
+    return Stack(tuple(found[-1])) if found else None
 
 
 def _own_path(path: str, package: str) -> str:
@@ -179,13 +173,16 @@ def odd_ranks(
     silent = [rank for rank, stack in stacks.items() if stack is None]
     known = {rank: stack for rank, stack in stacks.items() if stack is not None}
     found = {rank: NO_STACK for rank in silent if len(silent) <= len(known)}
-    found |= {rank: str(known[rank]) for rank in _elsewhere(known)}
-    found |= {rank: f"{_WRITER_REMAINS}: {known[rank]}" for rank in _holding_up_a_save(known)}
+    found |= {rank: str(known[rank]) for rank in _not_waiting(known)}
+    # All wait for the writers of a checkpoint: find the ranks whose own has not ended.
+    own_writer = [rank for rank, stack in known.items() if stack.passes(OWN_WRITER)]
+    if len(own_writer) <= sum(stack.passes(OTHER_WRITERS) for stack in known.values()):
+        found |= {rank: f"{_WRITER_REMAINS}: {known[rank]}" for rank in own_writer}
     return tuple(OddRank(rank, nodes_by_rank.get(rank, ""), found[rank]) for rank in sorted(found))
 
 
-def _elsewhere(stacks: Mapping[int, Stack]) -> list[int]:
-    """Ranks that do not wait while the others do."""
+def _not_waiting(stacks: Mapping[int, Stack]) -> list[int]:
+    """Select the ranks that do not wait while the others do."""
     busy = {rank: stack.place for rank, stack in stacks.items() if not stack.waits}
     if 2 * len(busy) <= len(stacks):
         return list(busy)
@@ -193,13 +190,6 @@ def _elsewhere(stacks: Mapping[int, Stack]) -> list[int]:
     if 2 * ranks_there <= len(stacks):
         return []
     return [rank for rank, own in busy.items() if own != place]
-
-
-def _holding_up_a_save(stacks: Mapping[int, Stack]) -> list[int]:
-    """All wait for the writers of a checkpoint: the ranks whose own has not ended."""
-    own = [rank for rank, stack in stacks.items() if stack.passes(OWN_WRITER)]
-    others = sum(stack.passes(OTHER_WRITERS) for stack in stacks.values())
-    return own if len(own) <= others else []
 
 
 def places(dumps: Mapping[int, str], packages: Mapping[int, str] = NOT_RECORDED) -> tuple[str, ...]:
@@ -222,12 +212,12 @@ def places(dumps: Mapping[int, str], packages: Mapping[int, str] = NOT_RECORDED)
 
 def ranges(numbers: list[int]) -> str:
     """[0, 1, 2, 5] as `0-2,5`; `numbers` ascending."""
-    words: list[str] = []
+    parts: list[str] = []
     first = last = None
     for number in [*numbers, None]:
         if first is not None and last is not None and number != last + 1:
-            words.append(str(first) if first == last else f"{first}-{last}")
+            parts.append(str(first) if first == last else f"{first}-{last}")
             first = None
         first = number if first is None else first
         last = number
-    return ",".join(words)
+    return ",".join(parts)

@@ -24,12 +24,11 @@ from hpctrain.supervise.judge.unusable_checkpoint import decide_checkpoint
 
 STOPPED_EXIT_CODE = 1
 # Retries without a new checkpoint, where they differ from `failures_without_progress` - 1.
-# A node is lost by no fault of the run, and the next attempt has another one: five; so it is with a
-# signal that nobody explains, before which the run was saved. Storage and
-# ports are shared with others and recover: five; so does a GPU or a link, on which the largest
-# runs fail several times between two checkpoints (docs/simulation.md). Memory that is full at one
-# place of the data is full there again: one (NVRx gives "may recover" one retry,
-# docs/design/attribution).
+# Five where the cause is not the run's own and may pass: a lost node, which the next attempt
+# replaces; a signal without an explanation, before which the run was saved; storage and ports,
+# which are shared; a GPU or a link, on which the largest runs fail several times between two
+# checkpoints (docs/simulation.md). One where it may recur at the same data, such as full memory
+# (NVRx gives "may recover" one retry, docs/design/attribution).
 RETRIES = {
     Cause.NODE_FAILURE: 5,
     Cause.PROLOG_FAILURE: 5,
@@ -49,7 +48,7 @@ RETRIES = {
 # All causes together: a run that fails in ever new ways is stopped, too.
 _ALL_CAUSES_FACTOR = 4
 _FIRST_DELAY_SECONDS = 1.0
-# What others have to repair: no use in asking again within a minute.
+# What others have to repair: a retry within a minute is of no use.
 _SLOW_CAUSES = frozenset({Cause.STORAGE, Cause.FABRIC})
 _SLOW_FIRST_DELAY_SECONDS = 30.0
 _LONGEST_DELAY_SECONDS = 300.0
@@ -73,21 +72,21 @@ def decide(
     verdict: Verdict, history: History, situation: Situation, config: SuperviseConfig
 ) -> Action:
     """Decide about one verdict. `history` includes the launch that the verdict is about."""
-    for rule in (_ended, _spent_loading, _checkpoint, _final, _spent, _numerics):
+    for rule in (_needs_no_decision, _load_failed, _checkpoint, _final, _spent, _numerics):
         action = rule(verdict, history, situation, config)
         if action is not None:
             return action
     if verdict.already_requeued:
         return Action(ActionKind.LEAVE, "Slurm has requeued the job already")
     if verdict.cause in SCHEDULER_CAUSES or verdict.broken_allocation or not situation.keeps_nodes:
-        return _go_on_later(verdict, situation, config)
+        return _leave_to_next_attempt(verdict, situation, config)
     return _retry(verdict, history, situation, config)
 
 
-def _ended(
+def _needs_no_decision(
     verdict: Verdict, history: History, situation: Situation, config: SuperviseConfig
 ) -> Action | None:
-    """Handle the ends that need no decision."""
+    """Handle the ends of launches that need no decision."""
     if verdict.cause is Cause.DONE:
         return Action(ActionKind.FINISH, "the run is done")
     if verdict.cause is Cause.SUPERSEDED:
@@ -115,12 +114,12 @@ def _where_possible(
     if verdict.already_requeued:
         return replace(action, kind=ActionKind.LEAVE)
     if not situation.keeps_nodes:
-        later = _go_on_later(verdict, situation, config)
+        later = _leave_to_next_attempt(verdict, situation, config)
         return replace(action, kind=later.kind, exit_code=later.exit_code)
     return action
 
 
-def _spent_loading(
+def _load_failed(
     verdict: Verdict, history: History, situation: Situation, config: SuperviseConfig
 ) -> Action | None:
     """Stop if going back did not help, before the run goes back once more."""
@@ -166,9 +165,9 @@ def _spent(
     spent = budget is not None and count > budget
     if cause is Cause.STORAGE and situation.storage_away:
         stormy = history.recent_failures >= config.storm_failures
-        elsewhere = _elsewhere(verdict, situation, config) if spent or stormy else None
-        if elsewhere is not None:
-            return elsewhere
+        requeue = _requeue_elsewhere(verdict, situation, config) if spent or stormy else None
+        if requeue is not None:
+            return requeue
     if spent:
         name = str(cause).replace("_", " ")
         failed = f"{count} failed launches in a row" if count > 1 else "1 launch"
@@ -183,7 +182,9 @@ def _spent(
     return None
 
 
-def _elsewhere(verdict: Verdict, situation: Situation, config: SuperviseConfig) -> Action | None:
+def _requeue_elsewhere(
+    verdict: Verdict, situation: Situation, config: SuperviseConfig
+) -> Action | None:
     """Requeue a job whose run directory cannot be written: other nodes may reach it.
 
     The ledger has no record of it then, so Slurm's count of starts replaces the budget.
@@ -212,7 +213,9 @@ def _numerics(
     return _where_possible(action, verdict, situation, config)
 
 
-def _go_on_later(verdict: Verdict, situation: Situation, config: SuperviseConfig) -> Action:
+def _leave_to_next_attempt(
+    verdict: Verdict, situation: Situation, config: SuperviseConfig
+) -> Action:
     """Leave the run to the next attempt: the nodes are gone or will be."""
     if config.continuation == "requeue":
         return _avoiding(
@@ -226,8 +229,8 @@ def _go_on_later(verdict: Verdict, situation: Situation, config: SuperviseConfig
         )
     chain = _CHAINS[config.continuation]
     if situation.followed:
-        words = verdict.followed_by(f"the next job of the {chain} resumes")
-        return _avoiding(Action(ActionKind.LEAVE, words), situation, config)
+        reason = verdict.followed_by(f"the next job of the {chain} resumes")
+        return _avoiding(Action(ActionKind.LEAVE, reason), situation, config)
     decision = f"no job of the {chain} is left: `hpctrain resubmit` goes on"
     return Action(ActionKind.LEAVE, verdict.followed_by(decision, "; "), STOPPED_EXIT_CODE)
 
@@ -245,19 +248,28 @@ def _retry(
     if not failures:
         count = "it had made progress"
     if history.recent_failures >= config.storm_failures:
-        return _weather(history, situation, config, count)
+        return _slow_down(history, situation, config, count)
     left = situation.healthy_nodes
     if verdict.hard and config.exclude_nodes == "act":
         left -= len(situation.exclude_here)
     if left < situation.least_nodes:
-        later = _go_on_later(verdict, situation, config)
+        later = _leave_to_next_attempt(verdict, situation, config)
         usable = "are fit" if situation.unfit else "answer"
         too_few = (
             f"{situation.healthy_nodes} of {situation.allocated_nodes} nodes {usable}, "
             f"{situation.least_nodes} are needed"
         )
         return replace(later, reason=f"{too_few} ({count}); {later.reason}")
-    reason = f"start again {_where(situation, config)} ({count})"
+    avoided = len(situation.exclude_here) if config.exclude_nodes == "act" else 0
+    used = situation.healthy_nodes - avoided
+    if used < situation.needed_nodes <= situation.healthy_nodes:
+        used = situation.healthy_nodes
+    where = "on the same nodes"
+    if used < situation.needed_nodes:
+        where = f"on {used} of {situation.needed_nodes} nodes"
+    elif used < situation.allocated_nodes:
+        where = "with a spare node"
+    reason = f"start again {where} ({count})"
     slow = verdict.cause in _SLOW_CAUSES
     first_seconds = _SLOW_FIRST_DELAY_SECONDS if slow else _FIRST_DELAY_SECONDS
     doublings = min(max(failures - 1, 0), _MOST_DOUBLINGS)
@@ -266,19 +278,9 @@ def _retry(
     return _avoiding(action, situation, config)
 
 
-def _where(situation: Situation, config: SuperviseConfig) -> str:
-    avoided = len(situation.exclude_here) if config.exclude_nodes == "act" else 0
-    left = situation.healthy_nodes - avoided
-    if left < situation.needed_nodes <= situation.healthy_nodes:
-        left = situation.healthy_nodes
-    if left < situation.needed_nodes:
-        return f"on {left} of {situation.needed_nodes} nodes"
-    if left < situation.allocated_nodes:
-        return "with a spare node"
-    return "on the same nodes"
-
-
-def _weather(history: History, situation: Situation, config: SuperviseConfig, count: str) -> Action:
+def _slow_down(
+    history: History, situation: Situation, config: SuperviseConfig, count: str
+) -> Action:
     """Slow down in a storm of failures, which an immediate retry would make worse.
 
     Nodes that wait cost as much as nodes that train, so they are given back where the job can be

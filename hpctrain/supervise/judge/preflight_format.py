@@ -1,4 +1,4 @@
-"""The format of the lines that `hpctrain.supervise.preflight` prints and `probe_answers` parses.
+"""The format of the lines that `hpctrain.supervise.preflight` prints and `probe_results` parses.
 
 Belongs here: constants that both sides need. Imports nothing, because preflight starts on every
 node of a job at once.

@@ -1,12 +1,11 @@
 """Judge the end of a launch by the reports of ranks and machines. Pure.
 
-Order of trust: a wrong setting (the trainer's own word, with that of all nodes where it depends on
-the node); a checkpoint that is proven to have changed; nodes that are lost; broken hardware; the
-earliest root over all ranks, which a kernel or slurmstepd that kills for memory precedes, because a
-killed rank leaves no word; the hang that the supervisor has seen; tasks that could not start; what
-srun says of the first task that died; what follows from failures of others; exit codes.
-Belongs here: choosing among these. Does not belong here: finding lines (`log_scan`), the scheduler
-(`scheduler_verdict`).
+Order of trust: a wrong setting (reported by the trainer; compared between nodes where it depends on
+the node); a checkpoint that is proven to have changed; lost nodes; broken hardware; kills for
+memory, because a killed rank leaves no record; the earliest root cause of all ranks; a hang that
+the supervisor has detected; tasks that could not start; srun's report of the first task that died;
+failures that follow from others; exit codes. Belongs here: choosing among these. Does not belong
+here: finding lines (`log_scan`), the scheduler (`scheduler_verdict`).
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from hpctrain.store.run_records import TrainerExit
 from hpctrain.supervise.judge.agent_failures import AGENT
 from hpctrain.supervise.judge.causes import FINAL_CAUSES, Cause
 from hpctrain.supervise.judge.documents import (
-    Evidence,
-    Finding,
+    LaunchEvidence,
+    LogFinding,
     RankExit,
     Suspicion,
     Verdict,
 )
 from hpctrain.supervise.judge.fingerprint import fingerprint
-from hpctrain.supervise.judge.root_causes import NEVER, RootCandidate, candidates, own_crashes
+from hpctrain.supervise.judge.root_causes import NEVER, candidates, own_crashes
 from hpctrain.supervise.judge.scheduler_verdict import failed_nodes, noticed
 from hpctrain.supervise.judge.shared_failures import Extent, extent
 from hpctrain.supervise.judge.silence_limits import LAUNCHING
@@ -38,9 +37,9 @@ _CODES: dict[int, Cause] = {
     TrainerExit.DIVERGED: Cause.DIVERGED,
     TrainerExit.CONFIG_ERROR: Cause.CONFIG_ERROR,
 }
-# What can hold up a launch without ending it. Other roots in the logs of a launch that hangs were
-# survived, or follow from the supervisor's killing it.
-_HOLD_UP = frozenset(
+# What can block a launch without ending it. Other roots in the logs of a launch that hangs were
+# survived, or follow from the kill by the supervisor.
+_CAN_BLOCK = frozenset(
     {
         Cause.GPU_ERROR,
         Cause.GPU_OOM,
@@ -50,11 +49,11 @@ _HOLD_UP = frozenset(
         Cause.NODE_FAILURE,
     }
 )
-# Echoes that say what has failed go before those that only say that a peer is gone.
-_VAGUE_ECHOES = {Cause.HANG: 1, Cause.CRASH: 2}
-# How much later a kill may be told of than what fails because of it: on busy nodes slurmstepd and
-# agents notice late. Less than ranks live that survive a failed one (`watch`).
-_TOLD_LATE_SECONDS = 3.0
+# Cascading failures that name what has failed come before those that only report a lost peer.
+_VAGUE_CASCADES = {Cause.HANG: 1, Cause.CRASH: 2}
+# How much later a kill may be reported than the failures that follow from it: on busy nodes
+# slurmstepd and agents notice late. Less than ranks live that survive a failed one (`watch`).
+_REPORTED_LATE_SECONDS = 3.0
 # What people and programs send to a process; the other signals a process brings on itself.
 _SENT_SIGNALS = frozenset(
     {
@@ -62,18 +61,18 @@ _SENT_SIGNALS = frozenset(
         *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGXCPU),
     }
 )
-# More suspects than these are no suspects: what many nodes see is not the fault of one.
+# With more suspects than these none is suspected: a failure of many nodes is not that of one.
 _MOST_SUSPECTS = 2
 
 
-def by_ranks(evidence: Evidence) -> Verdict | None:
+def by_ranks(evidence: LaunchEvidence) -> Verdict | None:
     """Judge a launch that neither the scheduler nor a person has ended."""
     judges = (
         _wrong_setting,
-        _replaced,
-        _damaged,
+        _superseded,
+        _changed_checkpoint,
         _lost_nodes,
-        _root,
+        _earliest_root,
         _hang,
         _never_launched,
         _lost_step,
@@ -81,7 +80,7 @@ def by_ranks(evidence: Evidence) -> Verdict | None:
         _by_crash,
         _by_silent_end,
         _unfit_nodes,
-        _echo,
+        _cascade,
         _by_code,
     )
     for judge in judges:
@@ -94,7 +93,7 @@ def by_ranks(evidence: Evidence) -> Verdict | None:
 # -- what is beyond doubt --------------------------------------------------------------------
 
 
-def _wrong_setting(evidence: Evidence) -> Verdict | None:
+def _wrong_setting(evidence: LaunchEvidence) -> Verdict | None:
     """Judge settings that ranks refuse.
 
     What the settings themselves make wrong is wrong everywhere, whichever rank reports it. What
@@ -116,7 +115,7 @@ def _config_error(exit_: RankExit) -> Verdict:
     return Verdict(Cause.CONFIG_ERROR, exit_.message, lines, exit_.rank)
 
 
-def _of_some_nodes(reports: Sequence[RankExit], evidence: Evidence) -> Verdict | None:
+def _of_some_nodes(reports: Sequence[RankExit], evidence: LaunchEvidence) -> Verdict | None:
     """Judge failures of the same kind that depend on the node; None if all nodes agree.
 
     Where the probe has found nodes that lack something, these are the affected ones.
@@ -150,7 +149,7 @@ def _of_some_nodes(reports: Sequence[RankExit], evidence: Evidence) -> Verdict |
     return Verdict(Cause.STORAGE, reason, lines, first.rank, step=evidence.last_step)
 
 
-def _replaced(evidence: Evidence) -> Verdict | None:
+def _superseded(evidence: LaunchEvidence) -> Verdict | None:
     """Find a rank that found a newer epoch, which the supervisor has not read yet."""
     for exit_ in evidence.rank_exits:
         if exit_.cause == Cause.SUPERSEDED:
@@ -160,7 +159,7 @@ def _replaced(evidence: Evidence) -> Verdict | None:
     return None
 
 
-def _damaged(evidence: Evidence) -> Verdict | None:
+def _changed_checkpoint(evidence: LaunchEvidence) -> Verdict | None:
     """Find a rank whose checkpoint differs from what was written."""
     for exit_ in evidence.rank_exits:
         if exit_.cause == Cause.BAD_CHECKPOINT:
@@ -172,7 +171,7 @@ def _damaged(evidence: Evidence) -> Verdict | None:
     return None
 
 
-def _lost_nodes(evidence: Evidence) -> Verdict | None:
+def _lost_nodes(evidence: LaunchEvidence) -> Verdict | None:
     if evidence.lost_nodes:
         reason = f"nodes do not answer: {', '.join(evidence.lost_nodes[:8])}"
         hard = [f.line for f in evidence.findings if f.hard and f.role == "root"]
@@ -188,7 +187,7 @@ def _lost_nodes(evidence: Evidence) -> Verdict | None:
 # -- the earliest root -----------------------------------------------------------------------
 
 
-def _root(evidence: Evidence) -> Verdict | None:
+def _earliest_root(evidence: LaunchEvidence) -> Verdict | None:
     """Find broken hardware, a kill for memory, or the earliest failure with a known cause.
 
     A crash without a known cause is left to `_by_crash`, because a rank that was killed by a
@@ -196,7 +195,7 @@ def _root(evidence: Evidence) -> Verdict | None:
     """
     found = sorted(candidates(evidence), key=lambda one: one.order)
     if evidence.stall is not None:
-        found = [one for one in found if one.cause in _HOLD_UP]
+        found = [one for one in found if one.cause in _CAN_BLOCK]
     if not found:
         return None
     root = found[0]
@@ -211,10 +210,15 @@ def _root(evidence: Evidence) -> Verdict | None:
                 return on_some_nodes
     if root.cause is Cause.LOAD_FAILED and _first_kill(evidence) is not None:
         return None  # a rank that was killed may be why others could not load
-    nodes, hard = _suspects(root, found)
+    # The nodes with the same cause, unless they are many and no hardware is broken.
+    same_cause = [one for one in found if one.cause is root.cause and one.hard is root.hard]
+    nodes = tuple(dict.fromkeys(one.node for one in same_cause if one.node))
+    hard = root.hard and root.cause not in FINAL_CAUSES
+    if root.cause in FINAL_CAUSES or (not hard and len(nodes) > _MOST_SUSPECTS):
+        nodes = ()
     where = f"rank {root.rank} on {root.node}" if root.rank is not None else root.node
     cause = str(root.cause).replace("_", " ")
-    reason = f"{where or 'the launch'}: {cause}: {root.words.strip()[:200]}"
+    reason = f"{where or 'the launch'}: {cause}: {root.text.strip()[:200]}"
     lines = tuple(dict.fromkeys(map(str, found)))
     loaded = evidence.resume_step if root.cause is Cause.LOAD_FAILED else 0
     return Verdict(
@@ -229,21 +233,10 @@ def _root(evidence: Evidence) -> Verdict | None:
     )
 
 
-def _suspects(root: RootCandidate, found: list[RootCandidate]) -> tuple[tuple[str, ...], bool]:
-    """Collect the nodes with the same cause, unless they are many and no hardware is broken."""
-    same = [one for one in found if one.cause is root.cause and one.hard is root.hard]
-    nodes = tuple(dict.fromkeys(one.node for one in same if one.node))
-    if root.cause in FINAL_CAUSES:
-        return (), False
-    if root.hard:
-        return nodes, True
-    return (nodes if len(nodes) <= _MOST_SUSPECTS else ()), False
-
-
 # -- hangs, launches, deaths -------------------------------------------------------------------
 
 
-def _hang(evidence: Evidence) -> Verdict | None:
+def _hang(evidence: LaunchEvidence) -> Verdict | None:
     stall = evidence.stall
     if stall is None:
         return None
@@ -254,10 +247,10 @@ def _hang(evidence: Evidence) -> Verdict | None:
         f"no sign of life for {stall.silent_seconds:.0f} s while {stall.phase} "
         f"(limit {stall.limit_seconds:.0f} s)"
     )
-    explaining = [finding for finding in _echoes(evidence) if finding.cause in _HOLD_UP]
+    explaining = [finding for finding in _cascading(evidence) if finding.cause in _CAN_BLOCK]
     if not stall.odd:
-        if explaining:  # no rank is odd, but storage or a link was away
-            return _verdict_of_echo(explaining, evidence)
+        if explaining:  # no rank stands out, but storage or a link was away
+            return _verdict_of_cascade(explaining, evidence)
         return Verdict(Cause.HANG, reason, step=evidence.last_step)
     first = stall.odd[0]
     others = f" and {len(stall.odd) - 1} more" if len(stall.odd) > 1 else ""
@@ -272,7 +265,7 @@ def _hang(evidence: Evidence) -> Verdict | None:
     )
 
 
-def _never_launched(evidence: Evidence) -> Verdict | None:
+def _never_launched(evidence: LaunchEvidence) -> Verdict | None:
     """Find why srun could not start tasks; it ends the others, which have not crashed."""
     failed = [notice for notice in evidence.notices if notice.launch_problem is not None]
     if evidence.started or not failed:
@@ -293,7 +286,7 @@ def _never_launched(evidence: Evidence) -> Verdict | None:
     )
 
 
-def _lost_step(evidence: Evidence) -> Verdict | None:
+def _lost_step(evidence: LaunchEvidence) -> Verdict | None:
     """Find a node whose slurmstepd is gone, after which srun kills the tasks of all others."""
     gone = (notice.lost_step for notice in evidence.notices if notice.lost_step is not None)
     place = next(gone, None)
@@ -306,7 +299,7 @@ def _lost_step(evidence: Evidence) -> Verdict | None:
     return Verdict(Cause.CRASH, reason, lines, nodes=known, step=evidence.last_step)
 
 
-def _by_signal(evidence: Evidence) -> Verdict | None:
+def _by_signal(evidence: LaunchEvidence) -> Verdict | None:
     """Find a rank that was killed: it leaves no record, so srun's first report counts."""
     first = _first_kill(evidence)
     if first is None:
@@ -320,11 +313,11 @@ def _by_signal(evidence: Evidence) -> Verdict | None:
         first.rank,
         nodes=(first.single_node,) if first.single_node else (),
         step=evidence.last_step,
-        suspicion=_suspicion(first, own_words=False),
+        suspicion=_suspicion(first, explained=False),
     )
 
 
-def _first_kill(evidence: Evidence) -> TaskFailure | None:
+def _first_kill(evidence: LaunchEvidence) -> TaskFailure | None:
     """Find the first end of a task, if it was by a signal.
 
     If ranks report only lost peers, a kill that srun reports a little later counts as well. A
@@ -334,18 +327,18 @@ def _first_kill(evidence: Evidence) -> TaskFailure | None:
     if not deaths:
         return None
     if deaths[0].code is None:
-        return None if _is_abort(deaths[0]) and _echoes(evidence) else deaths[0]
+        return None if _is_abort(deaths[0]) and _cascading(evidence) else deaths[0]
     if not evidence.rank_exits or own_crashes(evidence):
         return None
     kills = (one for one in deaths if one.code is None and not _is_abort(one))
-    return next((one for one in kills if one.at - deaths[0].at < _TOLD_LATE_SECONDS), None)
+    return next((one for one in kills if one.at - deaths[0].at < _REPORTED_LATE_SECONDS), None)
 
 
 def _is_abort(failure: TaskFailure) -> bool:
     return failure.signal == signal.SIGABRT
 
 
-def _by_crash(evidence: Evidence) -> Verdict | None:
+def _by_crash(evidence: LaunchEvidence) -> Verdict | None:
     """Find the first rank that failed for a reason of its own, whose cause is not known.
 
     An exception without a signature is one of the program, wherever it was raised.
@@ -372,39 +365,39 @@ def _by_crash(evidence: Evidence) -> Verdict | None:
     )
 
 
-def _by_silent_end(evidence: Evidence) -> Verdict | None:
+def _by_silent_end(evidence: LaunchEvidence) -> Verdict | None:
     """Find a rank that exited with a code and no record, while others report only lost peers."""
     recorded = {exit_.rank for exit_ in evidence.rank_exits}
-    telling = [f for f in _echoes(evidence) if f.cause not in _VAGUE_ECHOES]
+    specific = [f for f in _cascading(evidence) if f.cause not in _VAGUE_CASCADES]
     silent = [
         failure
         for failure in evidence.task_failures
         if failure.rank is not None and failure.rank not in recorded and failure.code is not None
     ]
-    if not recorded or not silent or telling:
+    if not recorded or not silent or specific:
         return None
     first = silent[0]
-    own_words = any(f.rank == first.rank and f.role == "root" for f in evidence.findings)
+    explained = any(f.rank == first.rank and f.role == "root" for f in evidence.findings)
     return Verdict(
         Cause.CRASH,
-        f"rank {first.rank} on {first.node} left with code {first.code} and said nothing",
+        f"rank {first.rank} on {first.node} exited with code {first.code} and left no record",
         _task_lines(evidence),
         first.rank,
         nodes=(first.node,),
         step=evidence.last_step,
-        suspicion=_suspicion(first, own_words),
+        suspicion=_suspicion(first, explained),
     )
 
 
-def _suspicion(failure: TaskFailure, own_words: bool) -> Suspicion:
-    if own_words:
+def _suspicion(failure: TaskFailure, explained: bool) -> Suspicion:
+    if explained:
         return Suspicion.NONE
     # bash(1), EXIT STATUS: a command that signal N ends has the code 128 + N.
     number = failure.signal if failure.code is None else failure.code - 128
     return Suspicion.OUTSIDE if number in _SENT_SIGNALS else Suspicion.CAUSE
 
 
-def _unfit_nodes(evidence: Evidence) -> Verdict | None:
+def _unfit_nodes(evidence: LaunchEvidence) -> Verdict | None:
     """Without a known cause, find the nodes on which the probe says that no launch can run.
 
     A trainer that cannot even read its settings leaves no record, only its exit code.
@@ -421,60 +414,56 @@ def _unfit_nodes(evidence: Evidence) -> Verdict | None:
     )
 
 
-def _echo(evidence: Evidence) -> Verdict | None:
+def _cascade(evidence: LaunchEvidence) -> Verdict | None:
     """Where all failures follow from others, take the one that is most specific."""
-    echoes = _echoes(evidence)
+    cascading = _cascading(evidence)
     failed = evidence.task_failures or evidence.rank_exits or evidence.srun_exit_code
-    if not echoes or not failed:
+    if not cascading or not failed:
         return None
-    verdict = _verdict_of_echo(echoes, evidence)
-    return _with_silent_rank(verdict, echoes, evidence)
+    verdict = _verdict_of_cascade(cascading, evidence)
+    if verdict.cause is not Cause.HANG:
+        return verdict
+    # The only rank without a timeout of a collective did not take part.
+    late = {f.rank for f in cascading if f.cause is Cause.HANG and f.rank is not None}
+    silent = sorted(set(range(evidence.world_size)) - late)
+    if len(silent) != 1 or evidence.world_size < 3:
+        return replace(verdict, rank=None, nodes=())
+    node = _node_of(silent[0], evidence)
+    reason = f"{verdict.reason}; rank {silent[0]} alone did not time out"
+    return replace(verdict, reason=reason, rank=silent[0], nodes=(node,) if node else ())
 
 
-def _echoes(evidence: Evidence) -> list[Finding]:
+def _cascading(evidence: LaunchEvidence) -> list[LogFinding]:
     found = [
         f
         for f in evidence.findings
         if f.role == "cascade" and not (f.is_of_slurm and f.cause is Cause.CRASH)
     ]
 
-    def order(finding: Finding) -> tuple[int, float, int, str]:
+    def order(finding: LogFinding) -> tuple[int, float, int, str]:
         rank = -1 if finding.rank is None else finding.rank
-        vagueness = _VAGUE_ECHOES.get(finding.cause, 0)
+        vagueness = _VAGUE_CASCADES.get(finding.cause, 0)
         return (vagueness, finding.order or NEVER, rank, finding.line)
 
     return sorted(found, key=order)
 
 
-def _verdict_of_echo(echoes: list[Finding], evidence: Evidence) -> Verdict:
-    first = echoes[0]
+def _verdict_of_cascade(cascading: list[LogFinding], evidence: LaunchEvidence) -> Verdict:
+    first = cascading[0]
     node = first.node or _node_of(first.rank, evidence)
-    same = {f.node or _node_of(f.rank, evidence) for f in echoes if f.cause is first.cause}
+    same = {f.node or _node_of(f.rank, evidence) for f in cascading if f.cause is first.cause}
     suspects = (node,) if node and len(same) == 1 else ()
     where = f"rank {first.rank}" if first.rank is not None else first.node
     reason = f"nothing names the root; first seen by {where or 'srun'}: {first.line[:200]}"
-    lines = tuple(dict.fromkeys(f.line for f in echoes[:4]))
+    lines = tuple(dict.fromkeys(f.line for f in cascading[:4]))
     return Verdict(first.cause, reason, lines, first.rank, nodes=suspects, step=evidence.last_step)
 
 
-def _with_silent_rank(verdict: Verdict, echoes: list[Finding], evidence: Evidence) -> Verdict:
-    """Name the only rank without a timeout of a collective: it did not take part."""
-    if verdict.cause is not Cause.HANG:
-        return verdict
-    late = {f.rank for f in echoes if f.cause is Cause.HANG and f.rank is not None}
-    silent = sorted(set(range(evidence.world_size)) - late)
-    if len(silent) != 1 or evidence.world_size < 3:
-        return replace(verdict, rank=None, nodes=())
-    node = _node_of(silent[0], evidence)
-    words = f"{verdict.reason}; rank {silent[0]} alone did not time out"
-    return replace(verdict, reason=words, rank=silent[0], nodes=(node,) if node else ())
-
-
-def _node_of(rank: int | None, evidence: Evidence) -> str | None:
+def _node_of(rank: int | None, evidence: LaunchEvidence) -> str | None:
     return next((exit_.node for exit_ in evidence.rank_exits if exit_.rank == rank), None)
 
 
-def _by_code(evidence: Evidence) -> Verdict | None:
+def _by_code(evidence: LaunchEvidence) -> Verdict | None:
     """Judge by srun's report on the first task that ended.
 
     The exit code of srun itself is masked by its kills.
@@ -485,7 +474,7 @@ def _by_code(evidence: Evidence) -> Verdict | None:
         cause = _CODES.get(first.code or 0, Cause.CRASH)
         same = {one.node for one in evidence.task_failures if one.code == first.code}
         alone = len(evidence.nodes) > 1 and same == {first.node} and first.node in evidence.nodes
-        if cause is Cause.CONFIG_ERROR and alone:  # no task of another node left with this code
+        if cause is Cause.CONFIG_ERROR and alone:  # no task of another node has this code
             cause = Cause.NODE_FAILURE
         reason = f"task {first.tasks} on {first.node}: {first.what}"
         lines = _task_lines(evidence)
@@ -500,5 +489,5 @@ def _by_code(evidence: Evidence) -> Verdict | None:
     return None
 
 
-def _task_lines(evidence: Evidence) -> tuple[str, ...]:
+def _task_lines(evidence: LaunchEvidence) -> tuple[str, ...]:
     return tuple(f"{f.node}: task {f.tasks}: {f.what}" for f in evidence.task_failures[:3])

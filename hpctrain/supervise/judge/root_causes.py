@@ -13,25 +13,25 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hpctrain.supervise.judge.causes import FINAL_CAUSES, SCHEDULER_CAUSES, Cause
-from hpctrain.supervise.judge.documents import Evidence, Finding, RankExit
+from hpctrain.supervise.judge.documents import LaunchEvidence, LogFinding, RankExit
 
 NEVER = float("inf")
-# Signatures whose meaning depends on how many ranks meet them.
+# A signature whose meaning depends on how many ranks report it.
 _MISSING_PATH = "missing_path"
 # Causes that the trainer reports where a machine may be at fault.
 _CAUSES_THAT_MAY_BE_HARDWARE = frozenset({Cause.DATA_LOADER})
-# What lines of a rank mean while it loads a checkpoint: this one cannot be loaded.
-_OF_WHAT_IS_LOADED = frozenset({Cause.LOAD_FAILED, Cause.CRASH, Cause.USER_ERROR})
+# While a rank loads a checkpoint these mean that it cannot be loaded.
+_CAUSES_WHILE_LOADING = frozenset({Cause.LOAD_FAILED, Cause.CRASH, Cause.USER_ERROR})
 _DEEPER_CAUSES = frozenset({Cause.STORAGE, Cause.HOST_OOM, Cause.DISK_FULL})
-_WORDS_IN_COMMON = 80
+_COMPARED_LETTERS = 80
 
 
 @dataclass(frozen=True)
 class RootCandidate:
-    """A failure that may be the root. `tier` and `when` order candidates, the lowest is it."""
+    """A failure that may be the root cause: the candidate with the lowest `order` is chosen."""
 
     cause: Cause
-    words: str
+    text: str
     rank: int | None
     node: str | None
     when: float
@@ -44,23 +44,33 @@ class RootCandidate:
     def order(self) -> tuple[int, float, bool, int, int, str, str]:
         vague = self.cause is Cause.CRASH
         rank = -1 if self.rank is None else self.rank
-        return (self.tier, self.when, vague, self.place, rank, str(self.cause), self.words)
+        return (self.tier, self.when, vague, self.place, rank, str(self.cause), self.text)
 
     def __str__(self) -> str:
         where = [f"rank {self.rank}"] if self.rank is not None else []
         where += [f"on {self.node}"] if self.node else []
-        return f"{' '.join(where)}: {self.words}" if where else self.words
+        return f"{' '.join(where)}: {self.text}" if where else self.text
 
 
-def candidates(evidence: Evidence) -> list[RootCandidate]:
+def candidates(evidence: LaunchEvidence) -> list[RootCandidate]:
     """Collect all possible root causes, in no order."""
-    return [*_from_findings(evidence), *_from_notices(evidence), *_from_exits(evidence)]
+    # Kills for memory, from slurmstepd and srun; neither gives a time.
+    killed = [failure for failure in evidence.task_failures if failure.out_of_memory]
+    lines: list[tuple[str | None, str]] = [
+        *((failure.single_node, f"task {failure.tasks}: {failure.what}") for failure in killed),
+        *((None, notice.text) for notice in evidence.notices if notice.out_of_memory),
+    ]
+    from_slurm = [
+        RootCandidate(Cause.HOST_OOM, line, None, node, NEVER, tier=1, place=place)
+        for place, (node, line) in enumerate(lines)
+    ]
+    return [*_from_findings(evidence), *from_slurm, *_from_exits(evidence)]
 
 
-def _from_findings(evidence: Evidence) -> list[RootCandidate]:
+def _from_findings(evidence: LaunchEvidence) -> list[RootCandidate]:
     known = {exit_.rank: exit_ for exit_ in evidence.rank_exits}
     everywhere = _common_at_start(evidence)
-    nobody_else = not own_crashes(evidence)
+    no_own_crash = not own_crashes(evidence)
     found = []
     for finding in evidence.findings:
         exit_ = known.get(finding.rank) if finding.rank is not None else None
@@ -68,10 +78,10 @@ def _from_findings(evidence: Evidence) -> list[RootCandidate]:
         if finding.role != "root" or finding.cause in SCHEDULER_CAUSES or finding.is_of_slurm:
             continue
         if exit_ is not None and exit_.outcome != "crash":
-            continue  # what a rank survived that exited cleanly
+            continue  # the rank exited cleanly, so it survived this
         if cause in FINAL_CAUSES:
-            # Before a run is stopped for good its rank has to report the same, or no rank anything.
-            confirmed = nobody_else if exit_ is None else _says(exit_, finding)
+            # It stops the run for good if its rank reports the same, or no rank reports a failure.
+            confirmed = no_own_crash if exit_ is None else _contains_message(finding, exit_)
             if not confirmed:
                 continue
         # The kernel killed for memory; the killed rank leaves no record of its own.
@@ -79,7 +89,7 @@ def _from_findings(evidence: Evidence) -> list[RootCandidate]:
         found.append(
             RootCandidate(
                 cause=cause,
-                words=finding.line,
+                text=finding.line,
                 rank=finding.rank,
                 node=finding.node or (exit_.node if exit_ else None),
                 when=finding.order or NEVER,
@@ -91,35 +101,22 @@ def _from_findings(evidence: Evidence) -> list[RootCandidate]:
     return found
 
 
-def own_crashes(evidence: Evidence) -> list[RankExit]:
+def own_crashes(evidence: LaunchEvidence) -> list[RankExit]:
     """Select the ranks that failed for a reason of their own."""
     crashes = [exit_ for exit_ in evidence.rank_exits if exit_.outcome == "crash"]
-    return [exit_ for exit_ in crashes if not is_echo(exit_, evidence.findings)]
+    return [exit_ for exit_ in crashes if not only_reports_peer(exit_, evidence.findings)]
 
 
-def _says(exit_: RankExit, finding: Finding) -> bool:
-    words = exit_.message.strip()[:_WORDS_IN_COMMON]
-    return bool(words) and words in finding.line
+def _contains_message(finding: LogFinding, exit_: RankExit) -> bool:
+    message = exit_.message.strip()[:_COMPARED_LETTERS]
+    return bool(message) and message in finding.line
 
 
-def _from_notices(evidence: Evidence) -> list[RootCandidate]:
-    """Collect kills for memory from slurmstepd and srun; neither gives a time."""
-    killed = [failure for failure in evidence.task_failures if failure.out_of_memory]
-    lines: list[tuple[str | None, str]] = [
-        *((failure.single_node, f"task {failure.tasks}: {failure.what}") for failure in killed),
-        *((None, notice.text) for notice in evidence.notices if notice.out_of_memory),
-    ]
-    return [
-        RootCandidate(Cause.HOST_OOM, line, None, node, NEVER, tier=1, place=place)
-        for place, (node, line) in enumerate(lines)
-    ]
-
-
-def _from_exits(evidence: Evidence) -> list[RootCandidate]:
+def _from_exits(evidence: LaunchEvidence) -> list[RootCandidate]:
     """Collect failures from exit records, unless they only follow from another's end."""
     candidates = []
     for place, exit_ in enumerate(evidence.rank_exits):
-        if exit_.outcome != "crash" or is_echo(exit_, evidence.findings):
+        if exit_.outcome != "crash" or only_reports_peer(exit_, evidence.findings):
             continue
         cause = _reported_cause(exit_, evidence.findings)
         roots = [f for f in evidence.findings if f.rank == exit_.rank and f.role == "root"]
@@ -130,7 +127,7 @@ def _from_exits(evidence: Evidence) -> list[RootCandidate]:
         candidates.append(
             RootCandidate(
                 cause=cause,
-                words=exit_.message,
+                text=exit_.message,
                 rank=exit_.rank,
                 node=exit_.node,
                 when=exit_.ended_at or NEVER,
@@ -141,7 +138,7 @@ def _from_exits(evidence: Evidence) -> list[RootCandidate]:
     return candidates
 
 
-def _reported_cause(exit_: RankExit, findings: Iterable[Finding]) -> Cause:
+def _reported_cause(exit_: RankExit, findings: Iterable[LogFinding]) -> Cause:
     try:
         cause = Cause(exit_.cause) if exit_.cause else Cause.CRASH
     except ValueError:
@@ -152,18 +149,18 @@ def _reported_cause(exit_: RankExit, findings: Iterable[Finding]) -> Cause:
     return next((one for one in deeper if one in _DEEPER_CAUSES), cause)
 
 
-def is_echo(exit_: RankExit, findings: Iterable[Finding]) -> bool:
+def only_reports_peer(exit_: RankExit, findings: Iterable[LogFinding]) -> bool:
     """True if the error of this rank only reports a peer that is gone or late."""
     if exit_.cause is not None:
         return False
-    said = [f for f in findings if f.rank == exit_.rank and _says(exit_, f)]
-    return bool(said) and all(f.role == "cascade" for f in said)
+    same = [f for f in findings if f.rank == exit_.rank and _contains_message(f, exit_)]
+    return bool(same) and all(f.role == "cascade" for f in same)
 
 
-# -- what depends on how many ranks meet it ------------------------------------------------------
+# -- how many ranks report the same ------------------------------------------------------
 
 
-def _common_at_start(evidence: Evidence) -> frozenset[str]:
+def _common_at_start(evidence: LaunchEvidence) -> frozenset[str]:
     """Find the signatures that most of the launch has met before its first step."""
     if evidence.last_step is not None and evidence.last_step > evidence.resume_step:
         return frozenset()
@@ -181,14 +178,14 @@ def _common_at_start(evidence: Evidence) -> frozenset[str]:
     )
 
 
-def _in_context(finding: Finding, exit_: RankExit | None, everywhere: frozenset[str]) -> Cause:
-    """A wrong program fails everywhere and at once; a missing mount fails on one node.
+def _in_context(finding: LogFinding, exit_: RankExit | None, everywhere: frozenset[str]) -> Cause:
+    """Correct the cause of a finding by how many ranks have it, and whether the rank was loading.
 
-    What a rank says of an error that is none of a machine's depends on whether it was loading.
+    A wrong program fails everywhere and at once; a missing mount fails on one node.
     """
     common = finding.signature in everywhere
     loading = exit_ is not None and exit_.loading_step is not None
-    if loading and (finding.cause in _OF_WHAT_IS_LOADED or finding.signature == _MISSING_PATH):
+    if loading and (finding.cause in _CAUSES_WHILE_LOADING or finding.signature == _MISSING_PATH):
         return Cause.LOAD_FAILED
     if finding.cause is Cause.LOAD_FAILED:
         return Cause.CRASH

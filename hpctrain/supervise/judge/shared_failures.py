@@ -1,7 +1,7 @@
 """Distinguish failures on all nodes of a launch from failures on a few of them. Pure.
 
 A run is stopped for good only by what all nodes agree on: a file that is missing on one node is the
-fault of that node. Belongs here: comparing nodes. Does not belong here: what a rank has met
+fault of that node. Belongs here: comparing nodes. Does not belong here: the failures of ranks
 (`root_causes`), and the verdict (`rank_verdict`).
 """
 
@@ -11,14 +11,14 @@ from collections.abc import Collection
 from enum import StrEnum
 
 from hpctrain.nodes.blame import is_singular
-from hpctrain.supervise.judge.documents import Evidence
+from hpctrain.supervise.judge.documents import LaunchEvidence
 
 
 class Extent(StrEnum):
-    """How many nodes of a launch have met the same.
+    """How many nodes of a launch have the same failure.
 
     EVERYWHERE: all that could report; FEW: so few that it may be their own fault; MOST: so many
-    that something between the nodes is at fault, although others have not met it.
+    that something between the nodes is at fault, although other nodes do not have it.
     """
 
     EVERYWHERE = "everywhere"
@@ -26,7 +26,7 @@ class Extent(StrEnum):
     MOST = "most"
 
 
-def extent(affected: Collection[str], evidence: Evidence) -> Extent:
+def extent(affected: Collection[str], evidence: LaunchEvidence) -> Extent:
     """Determine how far a failure reaches that ranks on the nodes `affected` have reported.
 
     Nodes whose ranks have reported something else, or have got further, contradict. Nodes without
@@ -34,7 +34,7 @@ def extent(affected: Collection[str], evidence: Evidence) -> Extent:
     """
     nodes = {*evidence.nodes, *affected, *(exit_.node for exit_ in evidence.rank_exits)}
     if len(nodes) <= 1:
-        return Extent.EVERYWHERE  # there is nobody to compare with
+        return Extent.EVERYWHERE  # there is no other node to compare with
     # Nodes with a report of a rank, and that of rank 0 once it has reported progress.
     further = {exit_.node for exit_ in evidence.rank_exits}
     if evidence.last_step is not None and evidence.nodes:

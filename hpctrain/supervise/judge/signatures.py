@@ -1,15 +1,16 @@
-"""The documents behind `catalogue/signatures.yaml` and `xids.yaml`, and matching lines with them.
+"""Define the signatures of failures (`signatures.yaml`, `xids.yaml`) and match lines with them.
 
-A line is matched in two steps. First the fixed words of all signatures are looked for in the whole
+A line is matched in two steps. First the fixed words of all signatures are searched in the whole
 text at once (`str.find` runs at the speed of memory, and healthy logs contain none of them); then
-the expressions see only the lines with such words, cut to `LONGEST_LINE`. An expression may hold
-bounded repeats only and no repeated groups, so its time is linear in the length of a line, however
-hostile. Belongs here: the documents and the matching, pure. Does not belong here: reading files
-(`catalogue` for YAML, `log_scan` for logs), and what follows from a match (`classify`).
+the expressions are matched only against lines with such words, cut to `LONGEST_LINE`. An expression
+may hold bounded repeats only and no repeated groups, so its time is linear in the length of a line,
+whatever the line. Belongs here: the documents and the matching, pure. Does not belong here: reading
+files (`catalogue` for YAML, `log_scan` for logs), what follows from a match (`classify`).
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ _DEFAULT_XID_SOURCE = "docs.nvidia.com/deploy/xid-errors, catalogue of 2025-10"
 _XID = re.compile(r"NVRM: Xid \(PCI:([0-9A-Fa-f:.]{1,20})\): (\d{1,5})(.{0,300})")
 _SXID = re.compile(r"SXid \(PCI:([0-9A-Fa-f:.]{1,20})\): (\d{1,6})(.{0,300})")
 _XID_WORDS = ("NVRM: Xid", "SXid")
-# NVLink errors say themselves whether they are fatal: Xid 144-150 and all SXids.
+# The lines of NVLink errors show whether they are fatal: Xid 144-150 and all SXids.
 _FATAL = re.compile(r"(?<![Nn]on-)(?<![Nn]on)\bFatal\b")
 
 
@@ -78,14 +79,14 @@ class Signature(Document):
         return self
 
     def matches(self, line: str) -> re.Match[str] | bool:
-        """What the expression has found in `line`; True or False without an expression."""
+        """Match `line`: the match of the expression, True if there is none to match, or False."""
         if not any(words in line for words in self.contains):
             return False
         return (re.search(self.regex, line) or False) if self.regex else True
 
 
 class Xid(Document):
-    """One code of NVIDIA's kernel modules. `line_decides`: the line says if it is fatal."""
+    """One code of NVIDIA's kernel modules. `line_decides`: the line shows whether it is fatal."""
 
     code: int = Field(ge=1)
     kind: XidClass = Field(alias="class", description="What has happened to the GPU")
@@ -124,7 +125,7 @@ class Match:
 
 
 class Signatures(Document):
-    """All that is known, the site's own first: of two that match, the first one counts."""
+    """All signatures, the site's own first: of two that match, the first one counts."""
 
     schema_version: Literal[1] = 1
     signatures: tuple[Signature, ...]
@@ -132,11 +133,11 @@ class Signatures(Document):
     sxids: tuple[Xid, ...]
 
     def to_json(self) -> str:
-        """What the supervisor reads (`scan.read_signatures`); no YAML on compute nodes."""
+        """Write the file that the supervisor reads; compute nodes need no YAML."""
         return self.model_dump_json(by_alias=True, exclude_defaults=True)
 
     def extended(self, own: SignatureFile | None, xids: XidFile | None) -> Signatures:
-        """With a site's own before the others; one of the same id or code replaces the other."""
+        """Add a site's own signatures before the others; the same id or code replaces one."""
         mine = own.signatures if own else ()
         replaced = {one.id for one in mine}
         codes, switch_codes = (xids.xids, xids.sxids) if xids else ((), ())
@@ -147,7 +148,7 @@ class Signatures(Document):
         )
 
     def matcher(self, where: Where) -> Matcher:
-        """For lines of one kind of source."""
+        """Select the signatures for lines of one kind of source."""
         enabled = tuple(one for one in self.signatures if one.enabled)
         return Matcher(
             tuple(one for one in enabled if where in one.where and one.role != "advice"),
@@ -161,7 +162,7 @@ class Signatures(Document):
 
 @dataclass(frozen=True)
 class Matcher:
-    """Finds the lines of a text that match a signature. Text of an advice ends a line early."""
+    """Finds the lines of a text that match a signature."""
 
     signatures: tuple[Signature, ...]
     advice: tuple[str, ...]
@@ -197,12 +198,13 @@ class Matcher:
             found = _xid(line, _XID, "xid", self.xids) or _xid(line, _SXID, "sxid", self.sxids)
             if found is not None:
                 return found
-        said = line
-        for words in self.advice:
-            said = said.partition(words)[0]
+        # Advice quotes errors, so a line is cut where an advice begins.
+        text = line
+        for advice in self.advice:
+            text = text.partition(advice)[0]
         for signature, expression in self._expressions:
-            if any(word in said for word in signature.contains):
-                found_in = expression.search(said) if expression else None
+            if any(word in text for word in signature.contains):
+                found_in = expression.search(text) if expression else None
                 if expression is None or found_in:
                     return Match(
                         signature.id,
@@ -229,12 +231,19 @@ def unsafe(regex: str) -> str | None:
         return "`*`, `+` and `{n,}` have no bound: write for example `.{0,80}`"
     if _REPEATED_GROUP.search(bare):
         return "a group in parentheses must not be repeated"
-    ways = sum(_ways(one) for one in _alternatives(bare))
+    # In how many ways the repeats of each alternative can match from one place, at most.
+    ways = sum(
+        math.prod(
+            2 if repeat[2] is None else int(repeat[2]) - int(repeat[1] or 0) + 1
+            for repeat in _REPEAT.finditer(alternative)
+        )
+        for alternative in _alternatives(bare)
+    )
     return None if ways <= _MOST_WAYS else f"its repeats match in {ways} ways, at most {_MOST_WAYS}"
 
 
 def _alternatives(bare: str) -> list[str]:
-    """The parts between `|` outside of parentheses."""
+    """Split an expression at each `|` outside of parentheses."""
     parts, depth = [""], 0
     for letter in bare:
         depth += (letter == "(") - (letter == ")")
@@ -243,14 +252,6 @@ def _alternatives(bare: str) -> list[str]:
         else:
             parts[-1] += letter
     return parts
-
-
-def _ways(bare: str) -> int:
-    """In how many ways the repeats of an expression can match from one place, at most."""
-    ways = 1
-    for repeat in _REPEAT.finditer(bare):
-        ways *= 2 if repeat[2] is None else int(repeat[2]) - int(repeat[1] or 0) + 1
-    return ways
 
 
 def _merged(known: tuple[Xid, ...], own: tuple[Xid, ...]) -> tuple[Xid, ...]:

@@ -36,17 +36,17 @@ _FLOORS_SECONDS = {
     "profiling": 900.0,
     "leaving": 300.0,
 }
-# srun says that it waits for resources of its step only after 60 to 70 s of silence
+# srun reports that it waits for resources of its step only after 60 to 70 s of silence
 # (slurm: src/srun/libsrun/launch.c, step_wait), ...
 _SRUN_SILENT_SECONDS = 75.0
-# ... and what it waits for (the ghost of an earlier step, a restarting controller) takes minutes.
+# ... and what it waits for (remains of an earlier step, a restarting controller) takes minutes.
 _SRUN_WAITS_SECONDS = 300.0
 LAUNCHING = "launching"
 _STARTUP = frozenset({"starting", "loading"})
 
 
 class StallLimits:
-    """Silences of the run so far; lives as long as the supervisor, so over all launches."""
+    """The silences of the run so far, kept for all launches of one supervisor."""
 
     def __init__(self, config: SuperviseConfig) -> None:
         self._config = config
@@ -59,8 +59,8 @@ class StallLimits:
     def stalled(self, phase: str, silent_seconds: float) -> None:
         """Record a silence that was taken for a hang.
 
-        Remembered as if it had ended by itself: had it, then the next limit is five times as
-        long, so one kind of pause cannot end launch after launch.
+        It counts like one that ended by itself: then the next limit is five times as long, so one
+        kind of pause cannot end launch after launch.
         """
         self.observe(phase, silent_seconds)
 

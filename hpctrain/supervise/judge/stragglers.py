@@ -1,9 +1,9 @@
 """Find ranks that compute longer than their peers, window after window. Pure.
 
-One slow GPU slows down every rank, because all wait for it, so the step time does not show who it
-is; the time inside forward and backward passes does. Peers are the ranks of one pipeline stage:
-stages differ by what the plan gives them. Belongs here: comparing. Does not belong here: measuring
-(the trainer does, see `store.run_records.RankTimes`), and what follows from it.
+One slow GPU slows down every rank, because all wait for it, so the step time does not show which
+one it is; the time inside forward and backward passes does. Peers are the ranks of one pipeline
+stage: stages differ by what the plan gives them. Belongs here: comparing. Does not belong here:
+measuring (the trainer does, see `store.run_records.RankTimes`), and what follows from it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class SlowRank:
 
 
 class Stragglers:
-    """Counts slow windows; lives as long as the supervisor, so over all launches of an attempt."""
+    """Counts slow windows, over all launches of an attempt."""
 
     def __init__(self, limit_factor: float) -> None:
         self._limit_factor = limit_factor
@@ -44,15 +44,15 @@ class Stragglers:
         return tuple(self._current[rank] for rank in sorted(self._current))
 
     def launched(self) -> None:
-        """A new launch: its ranks may be on other nodes, so all counts begin again."""
+        """Reset all counts for a new launch, whose ranks may be on other nodes."""
         self._last = None
         self._streaks.clear()
         self._current.clear()
 
     def window(self, times: RankTimes, stage_of: StageOf) -> tuple[SlowRank, ...]:
-        """Take in one window; returns ranks to report, each once for a rank on a node.
+        """Add one window, unless it was added before; return the ranks to report.
 
-        A window that has been taken in already is passed over.
+        Each rank is reported once per node.
         """
         if self._last == (times.epoch, times.last_step):
             return ()

@@ -1,8 +1,8 @@
 """Decide about a checkpoint that has changed since it was written, or that cannot be loaded. Pure.
 
-Content that differs from its digests is proof, so that checkpoint is given up at once. A failure to
-load may be a node's, a library's or the checkpoint's: it is tried twice, then the one before is
-used. Whatever is given up stays in quarantine. If that does not help either, the checkpoints are
+Content that differs from its digests is proof, so that checkpoint is rejected at once. A failure to
+load may be due to a node, a library or the checkpoint: it is tried twice, then the previous one is
+used. A rejected checkpoint stays in quarantine. If that does not help either, the checkpoints are
 not the reason, and the run stops before it has stepped back over all of them. Belongs here: this
 part of the policy.
 """
@@ -14,14 +14,14 @@ from hpctrain.supervise.judge.causes import Cause
 from hpctrain.supervise.judge.documents import Action, ActionKind, History, Situation, Verdict
 
 _STOPPED_EXIT_CODE = 1
-# Launches that may fail to load one checkpoint before it is given up.
+# Launches that may fail to load one checkpoint before it is rejected.
 TRIES_PER_CHECKPOINT = 2
 
 
 def decide_checkpoint(
     verdict: Verdict, history: History, situation: Situation, config: SuperviseConfig
 ) -> Action | None:
-    """Decide whether to give up a checkpoint or stop the run over it; None for another try."""
+    """Decide whether to reject a checkpoint or to stop the run; None for another try."""
     step = verdict.checkpoint_step
     if step is None or verdict.cause not in (Cause.BAD_CHECKPOINT, Cause.LOAD_FAILED):
         return None

@@ -32,7 +32,8 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
 
 def test_it_tells_what_it_would_do_and_then_does_it(slurm: FakeSlurm) -> None:
     would = hpctrain("watch")
-    line = f"{RUN}  orphaned: job 1 left no word: one of its nodes failed  [would resubmit]\n"
+    reason = "the supervisor of job 1 recorded no end: one of its nodes failed"
+    line = f"{RUN}  orphaned: {reason}  [would resubmit]\n"
     assert (would.stdout, would.stderr, would.exit_code) == (line, "", 0)
     done = hpctrain("watch", "--act")
     assert "[resubmit: submitted as job 2]" in done.stdout and done.exit_code == 0

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from hpctrain.nodes.blame import (
-    Witness,
+    EvidenceSource,
     blame,
     blame_problem,
     is_singular,
@@ -30,7 +30,7 @@ from hpctrain.supervise.judge.causes import (
 DAY = 86400.0
 NOW = 1_800_000_000.0
 JOB = tuple(f"n{number}" for number in range(8))
-WITNESS = Witness(NOW, "c", "run-1", 7)
+WITNESS = EvidenceSource(NOW, "c", "run-1", 7)
 K = EvidenceKind
 
 

@@ -7,9 +7,9 @@ from typing import Literal
 
 from hpctrain.slurm.states import JobState
 from hpctrain.store.supervise_config import SuperviseConfig
-from hpctrain.supervise.judge.documents import Evidence, JobFacts, RankExit
+from hpctrain.supervise.judge.documents import JobFacts, LaunchEvidence, RankExit
 
-NOTHING = Evidence(
+NOTHING = LaunchEvidence(
     done=False,
     superseded=False,
     cancel_requested=False,

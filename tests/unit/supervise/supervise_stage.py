@@ -23,7 +23,7 @@ from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import Event, EventKind, Ledger
 from hpctrain.store.supervise_config import SuperviseConfig
 from hpctrain.supervise.context import AttemptContext
-from hpctrain.supervise.judge.probe_answers import ProbeResult
+from hpctrain.supervise.judge.probe_results import ProbeResult
 from hpctrain.supervise.loop import Supervisor
 
 JOB_ID = 5
@@ -106,7 +106,7 @@ class Stage:
 
     def ask_nodes(self, context: AttemptContext, nodes: Sequence[str], since: float) -> ProbeResult:
         """There are no nodes here; a test says in `probe` what they answer."""
-        return replace(self.probe, asked=tuple(nodes))
+        return replace(self.probe, probed=tuple(nodes))
 
     def play(self, *parts: str) -> int:
         return self.supervisor(*parts).run()

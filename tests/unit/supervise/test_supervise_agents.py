@@ -12,7 +12,7 @@ from hpctrain.store.run_records import AgentRecord, RankEnd
 from hpctrain.supervise.judge.agent_failures import failures_below_agents
 from hpctrain.supervise.judge.causes import Cause
 from hpctrain.supervise.judge.classify import classify
-from hpctrain.supervise.judge.documents import Finding, RankExit
+from hpctrain.supervise.judge.documents import LogFinding, RankExit
 
 T = 1_000_000.0
 
@@ -88,8 +88,8 @@ def left(rank: int, node: str, words: str) -> RankExit:
     return RankExit(rank=rank, node=node, outcome="crash", message=words, ended_at=T)
 
 
-def echo(rank: int) -> Finding:
-    return Finding("peer_gone", Cause.CRASH, "cascade", f"RuntimeError: {PEER_GONE}", rank=rank)
+def echo(rank: int) -> LogFinding:
+    return LogFinding("peer_gone", Cause.CRASH, "cascade", f"RuntimeError: {PEER_GONE}", rank=rank)
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from hpctrain.supervise.judge.causes import Cause
 from hpctrain.supervise.judge.classify import classify
 from hpctrain.supervise.judge.documents import (
     ActionKind,
-    Evidence,
-    Finding,
     History,
+    LaunchEvidence,
+    LogFinding,
     RankExit,
     Situation,
     Suspicion,
@@ -42,7 +42,7 @@ def full(rank: int, *, node_dependent: bool = True) -> RankExit:
     return replace(exit_, node_dependent=node_dependent)
 
 
-def launch(*ends: RankExit, nodes: tuple[str, ...] = PAIR, **more: object) -> Evidence:
+def launch(*ends: RankExit, nodes: tuple[str, ...] = PAIR, **more: object) -> LaunchEvidence:
     world_size = len(nodes)
     return replace(NOTHING, rank_exits=ends, nodes=nodes, world_size=world_size, **more)  # type: ignore[arg-type]
 
@@ -65,7 +65,7 @@ def launch(*ends: RankExit, nodes: tuple[str, ...] = PAIR, **more: object) -> Ev
     ],
 )
 def test_how_far_a_failure_reaches(
-    affected: tuple[str, ...], evidence: Evidence, expected: Extent
+    affected: tuple[str, ...], evidence: LaunchEvidence, expected: Extent
 ) -> None:
     assert extent(affected, evidence) is expected
 
@@ -131,7 +131,9 @@ def test_how_far_a_failure_reaches(
         ),
     ],
 )
-def test_the_cause(name: str, evidence: Evidence, cause: Cause, nodes: tuple[str, ...]) -> None:
+def test_the_cause(
+    name: str, evidence: LaunchEvidence, cause: Cause, nodes: tuple[str, ...]
+) -> None:
     verdict = classify(evidence)
     assert (verdict.cause, verdict.nodes) == (cause, nodes), name
     if cause is Cause.NODE_FAILURE:
@@ -197,7 +199,7 @@ def test_one_node_is_no_reason_to_stop_and_all_nodes_are() -> None:
                     task_failures=(
                         read_task_failure(f"srun: error: n1: task 1: Exited with exit code {code}"),
                     ),
-                    findings=(Finding("peer", Cause.CRASH, "cascade", "crash gone", 0), *said),
+                    findings=(LogFinding("peer", Cause.CRASH, "cascade", "crash gone", 0), *said),
                 ),
                 how,
             )
@@ -206,12 +208,12 @@ def test_one_node_is_no_reason_to_stop_and_all_nodes_are() -> None:
                 (137, (), Suspicion.OUTSIDE),
                 (143, (), Suspicion.OUTSIDE),
                 (139, (), Suspicion.CAUSE),
-                (1, (Finding("x", Cause.CRASH, "root", "KeyError: 'a'", 1),), Suspicion.NONE),
+                (1, (LogFinding("x", Cause.CRASH, "root", "KeyError: 'a'", 1),), Suspicion.NONE),
             )
         ),
     ],
 )
-def test_what_a_crash_says_against_its_node(evidence: Evidence, suspicion: Suspicion) -> None:
+def test_what_a_crash_says_against_its_node(evidence: LaunchEvidence, suspicion: Suspicion) -> None:
     verdict = classify(evidence)
     assert (verdict.cause, verdict.nodes) == (Cause.CRASH, ("n1",)), verdict
     assert verdict.suspicion is suspicion, verdict

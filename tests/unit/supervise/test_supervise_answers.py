@@ -7,7 +7,7 @@ import json
 import pytest
 
 from hpctrain.supervise.judge.preflight_format import MARK
-from hpctrain.supervise.judge.probe_answers import Answers, NodeAnswer, NodeProblem, ProbeResult
+from hpctrain.supervise.judge.probe_results import NodeProblem, NodeResult, NodeResults, ProbeResult
 
 T = 1_800_000_000.0
 
@@ -16,18 +16,18 @@ def line(node: str, kind: str, **fields: object) -> str:
     return MARK + json.dumps({"node": node, "kind": kind, **fields}) + "\n"
 
 
-def heard(*lines: str) -> Answers:
-    answers = Answers()
+def heard(*lines: str) -> NodeResults:
+    answers = NodeResults()
     for one in lines:
         answers.add_line(one, T)
     return answers
 
 
-def node(name: str, *problems: NodeProblem, **fields: object) -> NodeAnswer:
-    return NodeAnswer(name, ended=True, problems=problems, **fields)  # type: ignore[arg-type]
+def node(name: str, *problems: NodeProblem, **fields: object) -> NodeResult:
+    return NodeResult(name, ended=True, problems=problems, **fields)  # type: ignore[arg-type]
 
 
-def result(*answers: NodeAnswer, lost: tuple[str, ...] = ()) -> ProbeResult:
+def result(*answers: NodeResult, lost: tuple[str, ...] = ()) -> ProbeResult:
     asked = (*(one.node for one in answers), *lost)
     return ProbeResult(asked, answers, lost, tuple("no answer" for _ in lost))
 
@@ -125,7 +125,7 @@ def test_healthy_broken_doubtful_and_lost() -> None:
     assert told.unfit == ("n1", "n3", "n4")
     assert [one.node for one in told.broken] == ["n1", "n2", "n3"]
     assert told.shared == ()
-    assert told.words() == (
+    assert told.problem_lines() == (
         "n4: no answer",
         "n1: run directory: cannot write",
         "n2: fabric: mlx5_0/1 not active",
@@ -138,7 +138,7 @@ def test_what_most_nodes_share_is_no_nodes_fault() -> None:
     assert told.usable == ("n0", "n1", "n2")
     assert told.unfit == ("n3",)
     assert told.shared == ("run directory: cannot write",)
-    assert told.words()[-1] == "on most nodes: run directory: cannot write"
+    assert told.problem_lines()[-1] == "on most nodes: run directory: cannot write"
 
 
 def test_broken_hardware_is_the_nodes_own_also_on_most_nodes() -> None:
@@ -159,7 +159,7 @@ def test_the_only_node_of_a_job_may_be_broken() -> None:
 def test_in_trouble_nobody_is_unfit() -> None:
     told = ProbeResult(("n0", "n1"), trouble="no controller")
     assert (told.unfit, told.lost) == ((), ())
-    assert told.words() == ("nodes could not be asked: no controller",)
+    assert told.problem_lines() == ("nodes could not be probed: no controller",)
 
 
 def test_homes_of_gpus() -> None:

@@ -7,7 +7,7 @@ import pytest
 from hpctrain.errors import UsageError
 from hpctrain.store.ledger import Event
 from hpctrain.supervise.attempt import (
-    Attempt,
+    JobAttempt,
     attempt_from,
     unfinished_attempt,
     why_lost,
@@ -22,8 +22,8 @@ VARIABLES = {
 }
 
 
-def attempt(restart_count: int = 0, job_id: int = 5) -> Attempt:
-    return Attempt(job_id, restart_count, "n[0-1]", "n0")
+def attempt(restart_count: int = 0, job_id: int = 5) -> JobAttempt:
+    return JobAttempt(job_id, restart_count, "n[0-1]", "n0")
 
 
 def event(kind: str, restart_count: int = 0, job_id: int = 5, **fields: object) -> Event:
@@ -100,7 +100,7 @@ def test_the_same_restart_count_of_another_job_is_another_attempt() -> None:
         (attempt(2), [STARTED, event("signal", 1, signal="TERM")], Cause.NODE_FAILURE),
     ],
 )
-def test_why_an_attempt_was_lost(current: Attempt, events: list[Event], cause: Cause) -> None:
+def test_why_an_attempt_was_lost(current: JobAttempt, events: list[Event], cause: Cause) -> None:
     found, reason = why_lost(STARTED, events, current)
     assert found is cause
     assert ("TERM" in reason) == (cause is Cause.EXTERNAL_SIGNAL)

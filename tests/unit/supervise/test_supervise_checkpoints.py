@@ -22,8 +22,8 @@ from hpctrain.supervise.judge.classify import classify
 from hpctrain.supervise.judge.documents import (
     Action,
     ActionKind,
-    Evidence,
-    Finding,
+    LaunchEvidence,
+    LogFinding,
     RankExit,
     Situation,
     Verdict,
@@ -225,9 +225,9 @@ def exit_of(
     return RankExit(rank, f"n{rank}", "crash", message, cause, 20, at, loading_step=loading)
 
 
-def left(*exits: RankExit, **more: object) -> Evidence:
+def left(*exits: RankExit, **more: object) -> LaunchEvidence:
     fields = {"rank_exits": exits, "world_size": 4, "resume_step": 20, **more}
-    return Evidence(**{**vars(NOTHING), **fields})  # type: ignore[arg-type]
+    return LaunchEvidence(**{**vars(NOTHING), **fields})  # type: ignore[arg-type]
 
 
 def test_a_rank_that_fails_while_loading_names_the_checkpoint() -> None:
@@ -245,7 +245,7 @@ def test_the_same_failure_after_loading_is_a_crash() -> None:
 def test_a_mistake_met_by_all_ranks_while_loading_is_no_mistake_of_the_users() -> None:
     exits = [exit_of(rank, "TypeError: x", 5 + rank / 10) for rank in range(4)]
     lines = [
-        Finding("python_error", Cause.USER_ERROR, "root", "TypeError: x", rank, f"n{rank}", 5)
+        LogFinding("python_error", Cause.USER_ERROR, "root", "TypeError: x", rank, f"n{rank}", 5)
         for rank in range(4)
     ]
     assert classify(left(*exits, findings=tuple(lines))).cause is Cause.LOAD_FAILED
@@ -253,7 +253,7 @@ def test_a_mistake_met_by_all_ranks_while_loading_is_no_mistake_of_the_users() -
 
 def test_a_line_of_a_rank_that_was_not_loading_is_a_crash() -> None:
     line = "RuntimeError: Error(s) in loading state_dict for GPT2LMHeadModel:"
-    finding = Finding("checkpoint_mismatch", Cause.LOAD_FAILED, "root", line, 1, "n1", 5)
+    finding = LogFinding("checkpoint_mismatch", Cause.LOAD_FAILED, "root", line, 1, "n1", 5)
     exits = exit_of(1, line, 5, loading=None)
     assert classify(left(exits, findings=(finding,))).cause is Cause.CRASH
     while_loading = classify(left(exit_of(1, line, 5), findings=(finding,)))
@@ -263,7 +263,7 @@ def test_a_line_of_a_rank_that_was_not_loading_is_a_crash() -> None:
 def test_a_storage_fault_of_one_node_does_not_name_the_checkpoint() -> None:
     """Neither by the line in its log, nor by the rank's own word."""
     line = "OSError: [Errno 116] Stale file handle: '__1_0.distcp'"
-    finding = Finding("storage_error", Cause.STORAGE, "root", line, 1, "n1", 5)
+    finding = LogFinding("storage_error", Cause.STORAGE, "root", line, 1, "n1", 5)
     verdict = classify(left(exit_of(1, line, 5, loading=None), findings=(finding,)))
     assert (verdict.cause, verdict.checkpoint_step) == (Cause.STORAGE, None)
     told = exit_of(1, "rank 1 on n1 cannot read a shard", 5, cause="storage", loading=None)

@@ -14,7 +14,7 @@ from hpctrain.slurm.messages import read_notice, read_task_failure
 from hpctrain.supervise.judge.causes import Cause
 from hpctrain.supervise.judge.classify import classify
 from hpctrain.supervise.judge.documents import (
-    Evidence,
+    LaunchEvidence,
     Stall,
 )
 
@@ -42,7 +42,7 @@ YIELDED = exits("yielded", "yielded")
 STALL = Stall("training", 301.0, 300.0)
 
 
-def seen(base: Evidence, *lines: str, **changes: object) -> Evidence:
+def seen(base: LaunchEvidence, *lines: str, **changes: object) -> LaunchEvidence:
     """`base` after srun printed `lines`, read as `Launch` reads them."""
     failures = tuple(f for line in lines if (f := read_task_failure(line)) is not None)
     unlike_tasks = (line for line in lines if not read_task_failure(line))
@@ -50,7 +50,7 @@ def seen(base: Evidence, *lines: str, **changes: object) -> Evidence:
     return replace(base, task_failures=failures, notices=notices, **changes)  # type: ignore[arg-type]
 
 
-ROWS: dict[str, tuple[Evidence, Cause]] = {
+ROWS: dict[str, tuple[LaunchEvidence, Cause]] = {
     # The run's own word.
     "done": (seen(NOTHING, done=True, srun_exit_code=0), Cause.DONE),
     "done, then the job is preempted": (seen(SILENT, PREEMPTION, done=True), Cause.DONE),

@@ -59,7 +59,7 @@ def test_a_stop_within_a_grace_period_is_not_undone_by_slurm(
     stage.slurm.change(state=JobState.RUNNING, **back)
     assert stage.supervisor("", "done", restart_count=1).run() == 1
     assert stage.actions == ["stop", "stop"]
-    assert "nobody has asked for more" in str(stage.events(EventKind.ACTION)[-1].reason)
+    assert "nobody has resumed it" in str(stage.events(EventKind.ACTION)[-1].reason)
     assert len(stage.events(EventKind.LAUNCH_STARTED)) == 1, "nothing is trained"
 
 

@@ -22,7 +22,7 @@ from hpctrain.supervise.evidence.launch_watch import CrossLaunchState, LaunchWat
 from hpctrain.supervise.evidence.run_dir_snapshot import BackgroundReader, RunDirReader
 from hpctrain.supervise.judge import silence_limits
 from hpctrain.supervise.judge.odd_stacks import NO_STACK
-from hpctrain.supervise.srun_process import Launch
+from hpctrain.supervise.srun_process import SrunProcess
 from hpctrain.supervise.timeouts import run_with_timeout
 
 
@@ -40,7 +40,7 @@ def watched(stage: Stage, *parts: str, tasks: int = 0) -> LaunchWatch:
     """The first launch, watched to its end."""
     supervisor = stage.supervisor(*parts)
     supervisor.context.signals.install()
-    launch = Launch(supervisor.launcher.argv, {**os.environ, "HPCTRAIN_EPOCH": "1"})
+    launch = SrunProcess(supervisor.launcher.argv, {**os.environ, "HPCTRAIN_EPOCH": "1"})
     ours = LaunchWatch(supervisor.context, launch, 1, tasks=tasks)
     ours.wait()
     assert launch.poll() is not None
@@ -118,7 +118,7 @@ def test_a_hang_makes_the_next_launch_more_patient(stage: Stage) -> None:
     stage.configure(config().model_copy(update=changes))
     context = stage.supervisor().context
     state = CrossLaunchState.of(context)
-    launch = Launch(stage.supervisor("phase:saving sleep:9").launcher.argv, environment())
+    launch = SrunProcess(stage.supervisor("phase:saving sleep:9").launcher.argv, environment())
     ours = LaunchWatch(context, launch, 1, state=state)
     ours.wait()
     assert ours.stall is not None
@@ -174,7 +174,7 @@ def test_what_srun_says_about_its_step(lines: list[str], waits: bool) -> None:
 def test_srun_itself_is_heard(stage: Stage) -> None:
     (stage.layout.directory / "busy").write_text(BUSY)
     (stage.layout.directory / "created").write_text("srun: Step created for StepId=5.1\n")
-    launch = Launch(
+    launch = SrunProcess(
         stage.supervisor("lines:busy await:go lines:created await:end").launcher.argv, environment()
     )
     try:
@@ -288,7 +288,7 @@ def test_a_hung_file_system_does_not_hold_signals(stage: Stage, held: Held) -> N
 
     supervisor = stage.supervisor(f"{TRAINING} sleep:60")
     supervisor.context.signals.install()
-    launch = Launch(supervisor.launcher.argv, environment())
+    launch = SrunProcess(supervisor.launcher.argv, environment())
     ours = LaunchWatch(supervisor.context, launch, 1)
     stage.once(lambda: ours.started, hang)
     started = time.monotonic()
@@ -309,7 +309,7 @@ def test_a_ledger_that_cannot_be_written_does_not_hold_signals(
     supervisor.context.signals.install()
     monkeypatch.setattr(type(supervisor.context), "note", lambda *_, **__: free.wait(20))
     monkeypatch.setattr(launch_watch, "ask_trainer_to_leave", lambda *_: free.wait(20))
-    launch = Launch(supervisor.launcher.argv, environment())
+    launch = SrunProcess(supervisor.launcher.argv, environment())
     ours = LaunchWatch(supervisor.context, launch, 1)
     stage.once_training(lambda: os.kill(os.getpid(), signal.SIGUSR1))
     started = time.monotonic()

@@ -20,7 +20,7 @@ from hpctrain.store.epochs import claim_epoch
 from hpctrain.store.ledger import EventKind, Ledger
 from hpctrain.store.requests import ask_trainer_to_leave
 from hpctrain.supervise import launching
-from hpctrain.supervise.judge.probe_answers import NodeAnswer, ProbeResult
+from hpctrain.supervise.judge.probe_results import NodeResult, ProbeResult
 
 
 def test_a_run_that_is_done(stage: Stage) -> None:
@@ -244,11 +244,11 @@ def test_the_time_limit_comes_while_it_waits_for_a_relaunch(
     assert stage.actions == ["relaunch", "requeue"]
 
 
-WELL = ProbeResult(answers=(NodeAnswer("n0", ended=True),))
+WELL = ProbeResult(results=(NodeResult("n0", ended=True),))
 LOST = ProbeResult(
-    answers=(NodeAnswer("n1", ended=True),), lost=("n0",), why_lost=("no answer within 20 s",)
+    results=(NodeResult("n1", ended=True),), lost=("n0",), why_lost=("no answer within 20 s",)
 )
-LEAVING = ProbeResult(answers=(NodeAnswer("n0", ended=True),), leaving=("n0",))
+LEAVING = ProbeResult(results=(NodeResult("n0", ended=True),), leaving=("n0",))
 
 
 def test_a_signal_that_nobody_explains_ends_nothing(stage: Stage) -> None:

@@ -306,6 +306,13 @@ def test_a_nan_that_comes_again_is_the_run_s_own() -> None:
     assert decide(NAN, anomalies(3), BACK, rollback()).kind is ActionKind.STOP
 
 
+def test_without_a_list_that_can_be_extended_the_run_does_not_go_back() -> None:
+    unreadable = replace(BACK, skip_list_problem="skips.json is not a list of skipped data")
+    action = decide(NAN, anomalies(1), unreadable, rollback())
+    assert (action.kind, action.exit_code, action.rollback_to) == (ActionKind.STOP, 1, None)
+    assert "cannot go back" in action.reason and "restore the file" in action.reason
+
+
 def test_results_that_a_repetition_did_not_confirm_are_repeated_elsewhere() -> None:
     suspect = replace(NAN, cause=Cause.SUSPECT_NUMERICS)
     action = decide(suspect, anomalies(0), BACK, site(cluster_nodes=8, exclude_nodes="act"))

@@ -16,7 +16,7 @@ from hpctrain.supervise.context import AttemptContext
 from hpctrain.supervise.evidence.postmortem import Traces, find_lines, newest_logged_step
 from hpctrain.supervise.judge.causes import Cause
 from hpctrain.supervise.judge.classify import classify
-from hpctrain.supervise.judge.probe_answers import KernelLine, NodeAnswer, ProbeResult
+from hpctrain.supervise.judge.probe_results import KernelLine, NodeResult, ProbeResult
 
 RESET = "DistNetworkError: Connection reset by peer"
 OFF_BUS = "NVRM: Xid (PCI:0000:cb:00): 79, pid=1, name=python3, GPU has fallen off the bus."
@@ -42,9 +42,9 @@ def test_a_launch_is_explained_by_the_kernel_of_one_node(context: AttemptContext
     before = newest_logged_step(context)
     write_log(context, 4, 3, "[rank3]: NCCL WARN remote process exited\n")
     evidence = Story([End(0, RESET), End(1, RESET)], world_size=8).evidence(findings=())
-    answer = NodeAnswer("n1", kernel=(KernelLine("n1", OFF_BUS, BEGIN + 90),))
+    answer = NodeResult("n1", kernel=(KernelLine("n1", OFF_BUS, BEGIN + 90),))
     traces = Traces(BEGIN, before, ("n0", "n1", "n2", "n3"))
-    found = find_lines(context, evidence, traces, ProbeResult(answers=(answer,)))
+    found = find_lines(context, evidence, traces, ProbeResult(results=(answer,)))
     assert {(one.signature, one.rank, one.node) for one in found} == {
         ("peer_lost", 0, "n0"),
         ("peer_lost", 1, "n0"),

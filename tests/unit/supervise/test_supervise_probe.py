@@ -16,7 +16,7 @@ from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.records import JobRecord, NodeState
 from hpctrain.slurm.states import JobState
 from hpctrain.supervise.evidence.probe import STEP_NAME, PreflightOptions, _Stragglers, probe_nodes
-from hpctrain.supervise.judge.probe_answers import ProbeResult
+from hpctrain.supervise.judge.probe_results import ProbeResult
 
 NODES = ("n0", "n1", "n2", "n3")
 JOB = JobRecord(5, state=JobState.RUNNING, node_list="n[0-3]", restart_count=0)
@@ -100,7 +100,7 @@ def theatre(tmp_path: Path) -> Theatre:
 def test_all_answer_to_one_srun(theatre: Theatre) -> None:
     result = theatre.probe()
     assert (result.usable, result.lost, result.trouble) == (NODES, (), "")
-    assert result.asked == NODES
+    assert result.probed == NODES
     (call,) = theatre.calls
     for word in (
         *("--jobid=5", f"--job-name={STEP_NAME}", "--overlap", "--nodes=4", "--ntasks=4"),
@@ -204,7 +204,7 @@ def test_checks_that_do_not_end_leave_a_node_unfit_and_their_step_is_killed(
 def test_a_check_that_was_only_slow_condemns_nobody(theatre: Theatre) -> None:
     theatre.fate(n2="slow")
     result = theatre.probe()
-    assert (result.usable, result.words()) == (NODES, ())
+    assert (result.usable, result.problem_lines()) == (NODES, ())
     assert len(theatre.calls) == 2 and "--nodelist=n2 " in theatre.calls[1]
 
 
@@ -212,7 +212,7 @@ def test_a_check_that_fails_twice_does(theatre: Theatre) -> None:
     theatre.fate(n2="unmounted")
     result = theatre.probe()
     assert (result.unfit, result.lost) == (("n2",), ())
-    assert result.words() == ("n2: run directory: gone",)
+    assert result.problem_lines() == ("n2: run directory: gone",)
     assert len(theatre.calls) == 2
 
 
@@ -238,7 +238,7 @@ def test_steps_that_ended_are_not_killed(theatre: Theatre) -> None:
 def test_what_the_controller_gives_up_is_not_asked(theatre: Theatre) -> None:
     theatre.slurm.node_words["n1"] = "down"
     result = theatre.probe()
-    assert (result.lost, result.why_lost) == (("n1",), ("Slurm says that it is down",))
+    assert (result.lost, result.why_lost) == (("n1",), ("Slurm reports it as down",))
     assert theatre.calls[0].count("--nodes=3") == 1 and "n0,n2,n3" in theatre.calls[0]
     assert len(theatre.calls) == 1
 
@@ -293,7 +293,7 @@ def test_a_node_that_slurm_has_rebooted_is_leaving(theatre: Theatre, word: str) 
     theatre.slurm.node_words["n1"] = word
     result = theatre.probe()
     assert (result.usable, result.leaving) == (NODES, ("n1",))
-    assert "n1: it is being shut down or rebooted" in result.words()
+    assert "n1: it is being shut down or rebooted" in result.problem_lines()
 
 
 def test_without_a_controller_nobody_is_asked_or_lost(theatre: Theatre) -> None:

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from hpctrain.supervise import srun_process
-from hpctrain.supervise.srun_process import Launch, Signals, free_port
+from hpctrain.supervise.srun_process import Signals, SrunProcess, free_port
 
 
-def launch(program: str) -> Launch:
-    return Launch([sys.executable, "-I", "-S", "-c", program], os.environ)
+def launch(program: str) -> SrunProcess:
+    return SrunProcess([sys.executable, "-I", "-S", "-c", program], os.environ)
 
 
 def test_lines_of_srun_are_passed_on_and_read(capfd: pytest.CaptureFixture[str]) -> None:
@@ -52,11 +52,11 @@ def test_a_log_that_cannot_be_written_ends_nothing() -> None:
     """/dev/full refuses every byte, as a log does whose file system is read-only."""
     program = (
         "import os, sys\n"
-        "from hpctrain.supervise.context import say\n"
-        "from hpctrain.supervise.srun_process import Launch\n"
-        "say('first')\n"
+        "from hpctrain.supervise.context import log_message\n"
+        "from hpctrain.supervise.srun_process import SrunProcess\n"
+        "log_message('first')\n"
         "words = 'import sys; sys.stderr.write(\"srun: error: n1: task 1: Killed\\\\n\")'\n"
-        "running = Launch([sys.executable, '-c', words], os.environ)\n"
+        "running = SrunProcess([sys.executable, '-c', words], os.environ)\n"
         "running.process.wait(20)\n"
         "running.finish_reading(20)\n"
         "print(len(running.failures), flush=True)\n"
@@ -77,10 +77,10 @@ def test_a_log_that_cannot_be_written_ends_nothing() -> None:
 def test_what_was_said_while_the_log_was_away_is_not_lost(tmp_path: Path) -> None:
     program = (
         "import os\n"
-        "from hpctrain.supervise.context import say\n"
-        "say('while it is full')\n"
+        "from hpctrain.supervise.context import log_message\n"
+        "log_message('while it is full')\n"
         f"os.dup2(os.open({str(tmp_path / 'log')!r}, os.O_WRONLY | os.O_CREAT), 2)\n"
-        "say('when it is back')\n"
+        "log_message('when it is back')\n"
         "os._exit(0)\n"
     )
     with open("/dev/full", "w") as full:
@@ -125,7 +125,7 @@ def test_an_srun_that_ignores_signals_is_killed() -> None:
 
 
 def test_srun_gets_the_environment_and_no_stdin() -> None:
-    running = Launch(
+    running = SrunProcess(
         [
             sys.executable,
             "-I",

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from trainer_documents import train_json
 
+from hpctrain.errors import StorageError
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.run_records import SkipList, StepMetrics, append_metrics, read_record
 from hpctrain.supervise.act.rollback import skip_batches
@@ -81,3 +82,11 @@ def test_without_knowing_which_samples_nothing_is_left_out(run: RunLayout, damag
     step = 99 if damage == "no row" else 33
     assert skip_batches(run, step, 0 if damage == "zero" else 1, "x") is None
     assert skips(run) == []
+
+
+@pytest.mark.parametrize("content", ["", "[1]", '{"schema_version": 99, "skips": []}'])
+def test_a_list_that_cannot_be_read_is_never_overwritten(run: RunLayout, content: str) -> None:
+    run.skips.write_text(content)
+    with pytest.raises(StorageError, match=r"skips\.json"):
+        skip_batches(run, 33, 1, "loss is NaN")
+    assert run.skips.read_text() == content

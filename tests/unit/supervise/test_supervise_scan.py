@@ -13,7 +13,7 @@ from hpctrain.supervise.catalogue import load_signatures
 from hpctrain.supervise.evidence.line_times import line_time
 from hpctrain.supervise.evidence.log_scan import (
     UNREAD,
-    Ranks,
+    LaunchRanks,
     ScanLimits,
     newest_step,
     read_signatures,
@@ -99,7 +99,7 @@ def test_bytes_that_are_no_text_and_colours_do_no_harm(tmp_path: Path) -> None:
 
 def test_every_rank_says_a_thing_once_and_in_its_order(tmp_path: Path) -> None:
     log(tmp_path, 0, 3, f"{STALE}\n{OOM}\n{STALE}\n" * 50)
-    found = SCANNER.logs(tmp_path, -1, Ranks({3: "n1"}, {3: AT}))
+    found = SCANNER.logs(tmp_path, -1, LaunchRanks({3: "n1"}, {3: AT}))
     assert [one.signature for one in found] == ["storage_error", "gpu_out_of_memory"]
     assert all((one.rank, one.node) == (3, "n1") for one in found)
     assert found[0].order < found[1].order < AT + 1
@@ -154,7 +154,7 @@ def test_the_rank_that_ended_first_is_read_first(tmp_path: Path) -> None:
     for rank in (0, 1, 2):
         log(tmp_path, 0, rank, f"{OOM}\n")
     os.mkfifo(tmp_path / "step0-rank0003.log")
-    ranks = Ranks(ended_at={2: AT, 3: AT + 1, 1: AT + 2})
+    ranks = LaunchRanks(ended_at={2: AT, 3: AT + 1, 1: AT + 2})
     found = SCANNER.logs(tmp_path, -1, ranks, ScanLimits(seconds=0.5, readers=1))
     assert [one.rank for one in found] == [2, None]
 
@@ -217,7 +217,7 @@ def test_a_line_without_a_time(line: str) -> None:
 
 def test_a_line_without_a_time_was_written_before_the_next_one_with_one(tmp_path: Path) -> None:
     log(tmp_path, 0, 1, f"{OOM}\n{TIMEOUT.format(rank=1)}\n")
-    oom, timeout = SCANNER.logs(tmp_path, -1, Ranks(ended_at={1: AT + 600}))
+    oom, timeout = SCANNER.logs(tmp_path, -1, LaunchRanks(ended_at={1: AT + 600}))
     assert oom.order == pytest.approx(AT + 0.5, abs=1e-3)
     assert oom.order < timeout.order
     [alone] = SCANNER.lines([OOM], "rank", rank=1, at=AT + 600)
@@ -227,7 +227,7 @@ def test_a_line_without_a_time_was_written_before_the_next_one_with_one(tmp_path
 def test_findings_are_in_the_order_of_time(tmp_path: Path) -> None:
     log(tmp_path, 0, 0, f"2026-11-21 05:33:39,0 {STALE}\n")
     log(tmp_path, 0, 1, f"2026-11-21 05:33:38,0 {STALE}\n")
-    found = SCANNER.logs(tmp_path, -1, Ranks(ended_at={0: AT}), ScanLimits(readers=1))
+    found = SCANNER.logs(tmp_path, -1, LaunchRanks(ended_at={0: AT}), ScanLimits(readers=1))
     assert [one.rank for one in found] == [1, 0]
 
 

@@ -15,14 +15,14 @@ from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import BufferedLedger, Event, EventKind
 from hpctrain.store.run_records import Progress
-from hpctrain.supervise.attempt import Attempt
+from hpctrain.supervise.attempt import JobAttempt
 from hpctrain.supervise.context import AttemptContext
 from hpctrain.supervise.decision_inputs import assess, blame_lost_attempt
 from hpctrain.supervise.evidence.lost_nodes import REBOOT_SECONDS, gone_nodes
 from hpctrain.supervise.judge.causes import Cause
 from hpctrain.supervise.judge.documents import Situation, Suspicion, Verdict
 from hpctrain.supervise.judge.launch_nodes import Allocation
-from hpctrain.supervise.judge.probe_answers import NodeAnswer, NodeProblem, ProbeResult
+from hpctrain.supervise.judge.probe_results import NodeProblem, NodeResult, ProbeResult
 from hpctrain.supervise.launching import Ended
 from hpctrain.supervise.srun_process import Signals
 
@@ -44,7 +44,7 @@ class Site:
         self.context = AttemptContext(
             run_layout=layout,
             config=config().model_copy(update=settings),
-            attempt=Attempt(5, 1, "n[0-1]", "n0"),
+            attempt=JobAttempt(5, 1, "n[0-1]", "n0"),
             ledger=BufferedLedger(layout),
             slurm=cast(SlurmClient, self.slurm),
             signals=Signals(),
@@ -95,7 +95,7 @@ LACKING = NodeProblem("inputs", "cannot read /data/text.bin")
 
 
 def answers(*lacking: str) -> ProbeResult:
-    told = tuple(NodeAnswer(n, True, problems=(LACKING,) * (n in lacking)) for n in NODES)
+    told = tuple(NodeResult(n, True, problems=(LACKING,) * (n in lacking)) for n in NODES)
     return ProbeResult(NODES, told)
 
 
@@ -206,3 +206,9 @@ def test_evidence_of_before_is_kept(site: Site) -> None:
     )
     site.nodes.append([old])
     assert site.assess(verdict(Suspicion.NONE)).unfit == ("n3",)
+
+
+def test_a_list_of_skipped_data_that_cannot_be_extended_is_reported(site: Site) -> None:
+    assert site.assess(verdict(Suspicion.NONE)).skip_list_problem == ""
+    site.context.run_layout.skips.write_text("[")
+    assert "skips.json" in site.assess(verdict(Suspicion.NONE)).skip_list_problem

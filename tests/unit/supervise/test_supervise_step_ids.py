@@ -14,7 +14,7 @@ from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import EventKind, Ledger
 from hpctrain.supervise import step_ids
-from hpctrain.supervise.attempt import Attempt
+from hpctrain.supervise.attempt import JobAttempt
 from hpctrain.supervise.context import AttemptContext
 from hpctrain.supervise.evidence.probe import STEP_NAME
 from hpctrain.supervise.srun_process import Signals
@@ -40,7 +40,7 @@ class Theatre:
         self.context = AttemptContext(
             run_layout=self.layout,
             config=config(),
-            attempt=Attempt(5, 2, "n[0-1]", "n0"),
+            attempt=JobAttempt(5, 2, "n[0-1]", "n0"),
             ledger=Ledger(self.layout.ledger),
             slurm=cast(SlurmClient, FakeSlurm()),
             signals=Signals(),

@@ -22,7 +22,7 @@ from hpctrain.store.ledger import EventKind, Ledger
 from hpctrain.store.requests import read_request
 from hpctrain.store.supervise_config import read_supervise_config
 from hpctrain.supervise import launching, settings
-from hpctrain.supervise.settings import end_without_settings, settings_come
+from hpctrain.supervise.settings import end_without_settings, wait_for_settings
 
 
 def away(stage: Stage) -> Path:
@@ -220,11 +220,11 @@ def test_settings_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(settings.signal, "sigtimedwait", wait)
     with pytest.raises(StorageError, match="No such file"):
         read_supervise_config(path)
-    assert settings_come(path, (signal.SIGTERM,))
+    assert wait_for_settings(path, (signal.SIGTERM,))
     assert waited == [30.0] * 3
     path.unlink()
     waited[:] = [0.0] * 3
-    assert not settings_come(path, (signal.SIGTERM,))
+    assert not wait_for_settings(path, (signal.SIGTERM,))
     assert waited[3:] == [30.0] * 5 + [0], "six tries, 30 s apart"
 
 

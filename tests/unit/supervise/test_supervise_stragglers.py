@@ -8,7 +8,7 @@ import pytest
 from trainer_documents import train_json
 
 from hpctrain.store.run_records import RankTimes
-from hpctrain.supervise.evidence.pipeline_stages import read_stages
+from hpctrain.supervise.evidence.launch_watch import read_pipeline_stages
 from hpctrain.supervise.judge.stragglers import Stragglers, one_stage, slowness
 
 NODES = ("n0", "n0", "n1", "n1")
@@ -130,7 +130,7 @@ def test_stages_of_a_layout(tmp_path: Path, order: str | None, expected: list[in
     sizes = dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, data_parallel_size=2)
     path = tmp_path / "train.json"
     path.write_text(train_json(**sizes, **({} if order is None else {"parallel_order": order})))
-    stage_of = read_stages(path)
+    stage_of = read_pipeline_stages(path)
     assert [stage_of(rank) for rank in range(8)] == expected
 
 
@@ -140,12 +140,12 @@ def test_stages_of_deepspeed(tmp_path: Path) -> None:
     for order, stages in expected.items():
         config = dict(pipeline_stages=[2, 1], data_parallel_size=2, parallel_order=order)
         path.write_text(train_json("deepspeed", **config))
-        assert [read_stages(path)(rank) for rank in range(4)] == stages
+        assert [read_pipeline_stages(path)(rank) for rank in range(4)] == stages
         path.write_text(train_json("deepspeed", **config, tensor_parallel=2))
         pairs = [stage for stage in stages for _ in range(2)]
-        assert [read_stages(path)(rank) for rank in range(8)] == pairs
+        assert [read_pipeline_stages(path)(rank) for rank in range(8)] == pairs
     path.write_text(train_json("deepspeed", data_parallel_size=4))
-    assert [read_stages(path)(rank) for rank in range(4)] == [0, 0, 0, 0]
+    assert [read_pipeline_stages(path)(rank) for rank in range(4)] == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -155,4 +155,4 @@ def test_a_layout_that_cannot_be_read(tmp_path: Path, text: str | None) -> None:
     path = tmp_path / "train.json"
     if text is not None:
         path.write_text(text)
-    assert [read_stages(path)(rank) for rank in range(4)] == [0, 0, 0, 0]
+    assert [read_pipeline_stages(path)(rank) for rank in range(4)] == [0, 0, 0, 0]

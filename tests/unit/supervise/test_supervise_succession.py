@@ -28,7 +28,7 @@ from hpctrain.supervise.act.successor import (
     exclude_from_successors,
     must_leave,
 )
-from hpctrain.supervise.attempt import Attempt
+from hpctrain.supervise.attempt import JobAttempt
 from hpctrain.supervise.context import AttemptContext
 from hpctrain.supervise.decision_inputs import allocation_of, assess
 from hpctrain.supervise.judge.causes import Cause
@@ -64,7 +64,7 @@ def attempt(
     context = AttemptContext(
         run_layout=layout,
         config=config().model_copy(update={"continuation": mode}),
-        attempt=Attempt(job_id, 0, "n[0-1]", "n0"),
+        attempt=JobAttempt(job_id, 0, "n[0-1]", "n0"),
         ledger=ledger,
         slurm=cast(SlurmClient, slurm),
         signals=Signals(),
@@ -417,7 +417,7 @@ def test_a_run_that_lives_on_another_cluster_is_left_to_it(
     assert must_leave(here) is None, "no sign of life: the run may be moved"
     sign = Progress(epoch=1, phase="training", step=7, target_step=60, time=time.time() - 3)
     write_record(context.run_layout.progress, sign)
-    assert "on cluster alpha, where it gave a sign of life" in (must_leave(here) or "")
+    assert "on cluster alpha, where it made progress" in (must_leave(here) or "")
     there = replace(context, attempt=replace(context.attempt, cluster="alpha"))
     assert must_leave(there) is None
     old = sign.model_copy(update={"time": time.time() - 100_000})
@@ -441,7 +441,7 @@ def test_no_job_of_somebody_else_is_cancelled_or_waited_for(
 def test_jobs_that_wait_are_kept_away_from_nodes(tmp_path: Path, slurm: FakeSlurm) -> None:
     """Not our own, which runs, and nobody else's."""
     context = attempt(tmp_path, slurm)
-    assert "no job waits" in exclude_from_successors(context, ("n1",))
+    assert "no pending job" in exclude_from_successors(context, ("n1",))
     context.ledger.append(EventKind.SUBMITTED, job_id=6, successor_of=5)
     slurm.records[6] = job(6, JobState.PENDING, name="r1", comment="hpctrain:r1")
     slurm.records[7] = job(7, JobState.PENDING, name="innocent", comment="of somebody")

@@ -16,7 +16,12 @@ from hpctrain.slurm.states import JobState
 from hpctrain.store.ledger import EventKind
 from hpctrain.supervise import time_limit
 from hpctrain.supervise.attempt import attempt_from
-from hpctrain.supervise.time_limit import Outlook, OwnWarning, look_ahead, why_no_launch
+from hpctrain.supervise.time_limit import (
+    JobTimeLimit,
+    OverdueWarning,
+    query_time_limit,
+    too_late_for_launch,
+)
 
 LEAD = 180.0
 
@@ -33,19 +38,19 @@ def ends_in(stage: Stage, seconds: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("outlook", "cause"),
+    ("time_limit", "cause"),
     [
-        (Outlook(None), None),
-        (Outlook(math.inf), None),
-        (Outlook(1e12), None),
-        (Outlook(1e12, preempted=True), "preempted"),
-        (Outlook(None, preempted=True), "preempted"),
-        (Outlook(5.0), "time_limit"),
+        (JobTimeLimit(None), None),
+        (JobTimeLimit(math.inf), None),
+        (JobTimeLimit(1e12), None),
+        (JobTimeLimit(1e12, preempted=True), "preempted"),
+        (JobTimeLimit(None, preempted=True), "preempted"),
+        (JobTimeLimit(5.0), "time_limit"),
         (None, None),
     ],
 )
-def test_why_no_launch(warned: Stage, outlook: Outlook | None, cause: str | None) -> None:
-    verdict = why_no_launch(warned.supervisor().context, outlook)
+def test_why_no_launch(warned: Stage, time_limit: JobTimeLimit | None, cause: str | None) -> None:
+    verdict = too_late_for_launch(warned.supervisor().context, time_limit)
     assert (verdict.cause if verdict else None) == cause
 
 
@@ -58,7 +63,7 @@ def test_the_limit_that_slurm_set_at_the_start_counts_where_slurm_is_silent(warn
             {"SLURM_JOB_ID": "5", "SLURM_JOB_NODELIST": "n0", "SLURM_JOB_END_TIME": end_time}
         )
         object.__setattr__(supervisor.context, "attempt", attempt)
-        assert (why_no_launch(supervisor.context, None) is not None) is refused
+        assert (too_late_for_launch(supervisor.context, None) is not None) is refused
 
 
 @pytest.mark.parametrize("text", ["", "4294967295", "4294967294", "never"])
@@ -70,13 +75,13 @@ def test_no_limit_at_the_start(text: str) -> None:
 def test_a_job_that_has_been_started_anew_tells_nothing(warned: Stage) -> None:
     ends_in(warned, 10)
     context = warned.supervisor().context
-    assert look_ahead(context) is not None
+    assert query_time_limit(context) is not None
     warned.slurm.change(restart_count=1)
-    assert look_ahead(context) is None
+    assert query_time_limit(context) is None
     warned.slurm.change(restart_count=0, state=JobState.COMPLETING)
-    assert look_ahead(context) is None
+    assert query_time_limit(context) is None
     warned.slurm.away = True
-    assert look_ahead(context) is None
+    assert query_time_limit(context) is None
 
 
 class Clock:
@@ -100,7 +105,7 @@ def test_a_warning_that_does_not_come_is_noticed(warned: Stage, clock: Clock) ->
     """Slurm warns 180 s before the end or a little earlier."""
     warned.slurm.change(end_time=2000.0)
     context = warned.supervisor().context
-    warning = OwnWarning(context, look_ahead(context))
+    warning = OverdueWarning(context, query_time_limit(context))
     for now, due in ((1000, False), (1820, False), (1834, False), (1835, True)):
         clock.now = now
         assert warning.is_due() is due
@@ -109,7 +114,7 @@ def test_a_warning_that_does_not_come_is_noticed(warned: Stage, clock: Clock) ->
 def test_a_limit_that_has_been_moved_warns_later(warned: Stage, clock: Clock) -> None:
     warned.slurm.change(end_time=2000.0)
     context = warned.supervisor().context
-    warning = OwnWarning(context, look_ahead(context))
+    warning = OverdueWarning(context, query_time_limit(context))
     warned.slurm.change(end_time=3000.0)
     for now, due in ((1835, False), (2834, False), (2835, True)):
         clock.now = now
@@ -119,7 +124,7 @@ def test_a_limit_that_has_been_moved_warns_later(warned: Stage, clock: Clock) ->
 def test_silence_of_slurm_is_no_warning(warned: Stage, clock: Clock) -> None:
     warned.slurm.change(end_time=2000.0)
     context = warned.supervisor().context
-    warning = OwnWarning(context, look_ahead(context))
+    warning = OverdueWarning(context, query_time_limit(context))
     warned.slurm.away = True
     clock.now = 1900
     assert not warning.is_due()
@@ -133,7 +138,7 @@ def test_silence_of_slurm_is_no_warning(warned: Stage, clock: Clock) -> None:
 def test_no_limit_no_warning(warned: Stage, clock: Clock, end_time: float | None) -> None:
     warned.slurm.change(end_time=end_time)
     context = warned.supervisor().context
-    warning = OwnWarning(context, look_ahead(context))
+    warning = OverdueWarning(context, query_time_limit(context))
     clock.now = 1e12
     assert not warning.is_due()
 

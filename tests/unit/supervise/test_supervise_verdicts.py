@@ -12,7 +12,7 @@ from told_stories import End, Story
 from hpctrain.slurm.messages import read_notice, read_task_failure
 from hpctrain.supervise.judge.causes import FINAL_CAUSES, Cause
 from hpctrain.supervise.judge.classify import classify
-from hpctrain.supervise.judge.documents import Evidence, Finding, OddRank, Stall
+from hpctrain.supervise.judge.documents import LaunchEvidence, LogFinding, OddRank, Stall
 
 NCCL_TIMEOUT = (
     "[rank{rank}]:[E1121 05:33:37.123456789 ProcessGroupNCCL.cpp:607] [Rank {rank}] Watchdog "
@@ -51,7 +51,7 @@ def resets(*ranks: int, after: float = 103.0) -> tuple[End, ...]:
     return tuple(End(rank, RESET, after + rank / 100) for rank in ranks)
 
 
-ROWS: dict[str, tuple[Evidence, Cause]] = {
+ROWS: dict[str, tuple[LaunchEvidence, Cause]] = {
     # The scheduler.
     "preemption, said only in the log of a rank": (
         Story(
@@ -516,7 +516,7 @@ def test_a_held_job_is_with_slurm_already() -> None:
         (ROWS["only echoes"][0], None),
     ],
 )
-def test_the_step(evidence: Evidence, step: int | None) -> None:
+def test_the_step(evidence: LaunchEvidence, step: int | None) -> None:
     assert classify(evidence).step == step
 
 
@@ -592,7 +592,7 @@ def test_a_soft_error_elsewhere_does_not_share_the_blame() -> None:
 
 def test_causes_of_the_scheduler_are_said_by_the_scheduler() -> None:
     """A site's signature cannot make a crash a preemption, which would cost no budget."""
-    odd = Finding("site_word", Cause.PREEMPTED, "root", "evicted", rank=0, order=1.0)
+    odd = LogFinding("site_word", Cause.PREEMPTED, "root", "evicted", rank=0, order=1.0)
     evidence = Story([End(5, "ValueError: x")]).evidence()
     assert classify(replace(evidence, findings=(odd,))).cause is Cause.CRASH
 
@@ -644,7 +644,7 @@ def test_unknown_lines_give_nothing_destructive() -> None:
 
 
 def test_what_could_not_be_read_is_said() -> None:
-    unread = Finding(
+    unread = LogFinding(
         "logs_unread", Cause.UNKNOWN, "advice", "3 of 8 logs could not be read in 20 s"
     )
     evidence = Story([End(5, "ValueError: x")]).evidence()
@@ -728,7 +728,7 @@ def test_lines_of_evidence_are_few_and_short() -> None:
 
 def test_a_silence_of_the_run_directory_explains_a_silence_of_the_ranks() -> None:
     line = "the run directory did not answer for 240 s"
-    silent = Finding("run_directory_silent", Cause.STORAGE, "cascade", line)
+    silent = LogFinding("run_directory_silent", Cause.STORAGE, "cascade", line)
     evidence = replace(NOTHING, stall=Stall("training", 300.0, 90.0), findings=(silent,))
     verdict = classify(evidence)
     assert verdict.cause is Cause.STORAGE, verdict

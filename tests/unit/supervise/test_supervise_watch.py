@@ -33,7 +33,7 @@ from hpctrain.supervise.evidence import gather, launch_watch
 from hpctrain.supervise.evidence.launch_watch import LaunchWatch
 from hpctrain.supervise.evidence.run_dir_snapshot import BackgroundReader
 from hpctrain.supervise.evidence.srun_steps import OwnSteps
-from hpctrain.supervise.srun_process import Launch
+from hpctrain.supervise.srun_process import SrunProcess
 
 
 class Clock:
@@ -66,7 +66,7 @@ class Scene:
 
     def resumed_at(self, step: int, **more: Any) -> LaunchWatch:
         context = self.stage.supervisor().context
-        return LaunchWatch(context, cast(Launch, self.srun), 3, step, **more)
+        return LaunchWatch(context, cast(SrunProcess, self.srun), 3, step, **more)
 
     def looks(self) -> bool:
         """True when the step has to be ended."""
@@ -438,7 +438,7 @@ def test_an_hour_of_watching_costs_little(stage: Stage, monkeypatch: pytest.Monk
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
     context = stage.supervisor().context
-    ours = LaunchWatch(context, cast(Launch, Srun()), 100)
+    ours = LaunchWatch(context, cast(SrunProcess, Srun()), 100)
     background = BackgroundReader(ours._reader.read)
     monkeypatch.setattr(launch_watch, "_READ_SECONDS", 0.0)
     looks, polls = 200, 2000
@@ -506,7 +506,7 @@ def test_whom_we_have_killed_has_not_failed(stage: Stage) -> None:
     program = (
         f"import sys; sys.stderr.write({''.join(f'srun: error: {w}{chr(10)}' for w in words)!r})"
     )
-    launch = Launch([sys.executable, "-c", program], os.environ)
+    launch = SrunProcess([sys.executable, "-c", program], os.environ)
     launch.process.wait(20)
     launch.finish_reading()
     seen = LaunchWatch(context, launch, 1)
@@ -525,7 +525,7 @@ def test_records_are_read_in_the_order_of_their_ends(stage: Stage) -> None:
             ExitRecord.model_validate({**values, "exit_code": 1, "time": ended_at}),
         )
     context = stage.supervisor().context
-    launch = Launch([sys.executable, "-c", ""], os.environ)
+    launch = SrunProcess([sys.executable, "-c", ""], os.environ)
     launch.process.wait(20)
     launch.finish_reading()
     evidence = gather.gather(context, launch, LaunchWatch(context, launch, 1))

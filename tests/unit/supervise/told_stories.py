@@ -10,7 +10,7 @@ from supervise_facts import NOTHING
 from hpctrain.slurm.messages import read_notice, read_task_failure
 from hpctrain.supervise.catalogue import load_signatures
 from hpctrain.supervise.evidence.log_scan import Scanner
-from hpctrain.supervise.judge.documents import Evidence, Finding, RankExit
+from hpctrain.supervise.judge.documents import LaunchEvidence, LogFinding, RankExit
 
 SCANNER = Scanner(load_signatures())
 BEGIN = 1_790_000_000.0
@@ -41,10 +41,10 @@ class Story:
     logs: Mapping[int, Sequence[str]] = field(default_factory=dict)
     kernels: Mapping[str, Sequence[tuple[float, str]]] = field(default_factory=dict)
     srun: Sequence[str] = ()
-    base: Evidence = NOTHING
+    base: LaunchEvidence = NOTHING
     world_size: int = 8
 
-    def evidence(self, **changes: object) -> Evidence:
+    def evidence(self, **changes: object) -> LaunchEvidence:
         """As `gather` and `find_lines` make it."""
         ends = sorted(self.ends, key=lambda end: end.after)
         failures = tuple(f for line in self.srun if (f := read_task_failure(line)) is not None)
@@ -71,7 +71,7 @@ class Story:
         )
         return replace(evidence, **changes)  # type: ignore[arg-type]
 
-    def _findings(self, notices: Sequence[str]) -> tuple[Finding, ...]:
+    def _findings(self, notices: Sequence[str]) -> tuple[LogFinding, ...]:
         ended = {end.rank: BEGIN + end.after for end in self.ends}
         found = [
             *(self._of_rank(end.rank, [end.message], ended) for end in self.ends),
@@ -87,6 +87,6 @@ class Story:
 
     def _of_rank(
         self, rank: int, lines: Sequence[str], ended: Mapping[int, float]
-    ) -> tuple[Finding, ...]:
+    ) -> tuple[LogFinding, ...]:
         at = ended.get(rank, BEGIN + 150)
         return SCANNER.lines(lines, "rank", rank=rank, node=node_of(rank), at=at)

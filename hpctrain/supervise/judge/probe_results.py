@@ -1,7 +1,7 @@
-"""Parse the answers of nodes to a probe and compare them. Pure.
+"""Parse the results of a probe of nodes and compare them. Pure.
 
-Belongs here: reading the lines of `preflight`, distinguishing a broken node from a broken cluster.
-Does not belong here: sending the probe (`probe`), the checks (`preflight`), decisions (`policy`).
+Belongs here: parsing the lines of `preflight`, distinguishing a broken node from a broken cluster.
+Does not belong here: running the probe (`probe`), the checks (`preflight`), decisions (`policy`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hpctrain.nodes.blame import is_singular
 from hpctrain.supervise.judge.documents import UnfitNode
 from hpctrain.supervise.judge.preflight_format import INPUTS, MARK, RUN_DIRECTORY, SHUTDOWN
 
-# munge refuses credentials at 300 s (munged(8), --max-ttl); the answer itself takes some seconds.
+# munge refuses credentials at 300 s (munged(8), --max-ttl); a probe itself takes some seconds.
 _LARGEST_SKEW_SECONDS = 60.0
 _UNFINISHED = "checks"
 # A node that fails one of these cannot take part in a launch.
@@ -24,7 +24,7 @@ _INDISPENSABLE = frozenset({RUN_DIRECTORY, INPUTS, SHUTDOWN, _UNFINISHED})
 
 @dataclass(frozen=True)
 class NodeProblem:
-    """What one check has found; `hard` is broken hardware beyond doubt, `gpu` an UUID."""
+    """A problem that a check has found; `hard`: certainly broken hardware; `gpu`: its UUID."""
 
     check: str
     text: str
@@ -33,7 +33,7 @@ class NodeProblem:
 
     @property
     def blocks(self) -> bool:
-        """No launch can use the node as it is; with other problems it may run, well or not."""
+        """True if no launch can use the node as it is; with other problems it may."""
         return self.hard or self.check in _INDISPENSABLE
 
     def __str__(self) -> str:
@@ -42,7 +42,7 @@ class NodeProblem:
 
 @dataclass(frozen=True)
 class KernelLine:
-    """A line of a kernel's log as it is; `at` is seconds since the epoch, if it says."""
+    """A line of a kernel's log; `at` is its time in seconds since the epoch, if it has one."""
 
     node: str
     text: str
@@ -50,10 +50,10 @@ class KernelLine:
 
 
 @dataclass(frozen=True)
-class NodeAnswer:
-    """What one node says about itself. `ended` False: it began and then fell silent.
+class NodeResult:
+    """The results of all checks of one node. `ended` False: it began and did not end.
 
-    `ports` are its active ones and `gpus` UUIDs, None where there is nothing to count.
+    `ports` are its active ports and `gpus` its UUIDs, None where there is nothing to count.
     """
 
     node: str
@@ -69,16 +69,16 @@ class NodeAnswer:
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """The nodes that were asked, what they answered, and who is lost.
+    """The probed nodes, their results, and the lost nodes.
 
-    `lost` did not answer although others did, are down, or have left the job; `why_lost` has the
-    reason for each of them, in the same order. `trouble` is set when nothing could be found out:
-    then nobody is lost. `drained` are those that Slurm takes out of service once the job has left,
-    `leaving` those that are being shut down or rebooted while they still answer.
+    `lost` did not answer although others did, are down, or are no longer part of the job;
+    `why_lost` has the reason for each, in the same order. `trouble`: why the probe itself failed;
+    then no node is lost. `drained`: Slurm takes them out of service after the job. `leaving`: they
+    still answer and are being shut down or rebooted.
     """
 
-    asked: tuple[str, ...] = ()
-    answers: tuple[NodeAnswer, ...] = ()
+    probed: tuple[str, ...] = ()
+    results: tuple[NodeResult, ...] = ()
     lost: tuple[str, ...] = ()
     why_lost: tuple[str, ...] = ()
     drained: tuple[str, ...] = ()
@@ -87,44 +87,44 @@ class ProbeResult:
     seconds: float = 0.0
 
     @property
-    def broken(self) -> tuple[NodeAnswer, ...]:
+    def broken(self) -> tuple[NodeResult, ...]:
         """The nodes that answer and have a problem that most others do not have."""
-        own = (replace(one, problems=self._own(one)) for one in self.answers)
+        own = (replace(one, problems=self._own(one)) for one in self.results)
         return tuple(one for one in own if one.problems)
 
     @property
     def usable(self) -> tuple[str, ...]:
-        """The nodes on which a launch can be tried, in the order asked."""
+        """The nodes on which a launch can be tried, in the order probed."""
         blocked = {one.node for one in self.broken if any(p.blocks for p in one.problems)}
-        answered = {one.node for one in self.answers}
-        return tuple(node for node in self.asked if node in answered - blocked)
+        answered = {one.node for one in self.results}
+        return tuple(node for node in self.probed if node in answered - blocked)
 
     @property
     def doubtful(self) -> tuple[str, ...]:
-        """The usable nodes with a problem: to be left out where there are enough others."""
+        """The usable nodes with a problem, to be avoided if there are enough others."""
         usable = set(self.usable)
         return tuple(one.node for one in self.broken if one.node in usable)
 
     @property
     def unfit(self) -> tuple[str, ...]:
-        """The nodes on which no launch can be tried: the lost and those with a fault that blocks.
+        """The nodes on which no launch can be tried: lost, or with a problem that blocks.
 
-        Nobody when nothing could be found out.
+        Empty if the probe itself failed.
         """
         usable = set(self.usable)
         gone = set(self.lost)
-        answered = {one.node for one in self.answers}
-        return tuple(node for node in self.asked if node in gone | (answered - usable))
+        answered = {one.node for one in self.results}
+        return tuple(node for node in self.probed if node in gone | (answered - usable))
 
     @property
     def unfit_with_reason(self) -> tuple[UnfitNode, ...]:
-        """The nodes that answer and have a fault that blocks, with the first such fault."""
+        """The nodes that answer and have a problem that blocks, with the first such problem."""
         blocking = ((one, [p for p in one.problems if p.blocks]) for one in self.broken)
         return tuple(UnfitNode(one.node, str(faults[0])) for one, faults in blocking if faults)
 
     @property
     def shared(self) -> tuple[str, ...]:
-        """Problems of most nodes alike, so that another node would not help."""
+        """The problems that most nodes have, so that another node would not help."""
         return tuple(dict.fromkeys(map(str, self._shared())))
 
     @property
@@ -133,21 +133,21 @@ class ProbeResult:
         return tuple(dict.fromkeys(str(problem) for problem in self._shared() if problem.blocks))
 
     def _shared(self) -> tuple[NodeProblem, ...]:
-        return tuple(p for one in self.answers for p in one.problems if p not in self._own(one))
+        return tuple(p for one in self.results for p in one.problems if p not in self._own(one))
 
     @property
     def kernel_lines(self) -> tuple[KernelLine, ...]:
-        return tuple(line for one in self.answers for line in one.kernel)
+        return tuple(line for one in self.results for line in one.kernel)
 
     @property
     def homes(self) -> dict[str, str]:
-        """In which node each GPU (by UUID) is."""
-        return {gpu: one.node for one in self.answers for gpu in one.gpus or ()}
+        """The node of each GPU, by UUID."""
+        return {gpu: one.node for one in self.results for gpu in one.gpus or ()}
 
-    def words(self) -> tuple[str, ...]:
-        """All that is wrong, one line for each node; for the ledger."""
+    def problem_lines(self) -> tuple[str, ...]:
+        """List all problems, one line for each node, for the ledger."""
         if self.trouble:
-            return (f"nodes could not be asked: {self.trouble}",)
+            return (f"nodes could not be probed: {self.trouble}",)
         lost = zip(self.lost, self.why_lost, strict=True)
         return (
             *(f"{node}: {why}" for node, why in lost),
@@ -156,32 +156,36 @@ class ProbeResult:
             *(f"on most nodes: {text}" for text in self.shared),
         )
 
-    def _own(self, answer: NodeAnswer) -> tuple[NodeProblem, ...]:
-        who = defaultdict(set)
-        for one in self.answers:
+    def _own(self, result: NodeResult) -> tuple[NodeProblem, ...]:
+        nodes_by_check = defaultdict(set)
+        for one in self.results:
             for problem in one.problems:
-                who[problem.check].add(one.node)
+                nodes_by_check[problem.check].add(one.node)
         return tuple(
             problem
-            for problem in answer.problems
-            if problem.hard or is_singular(who[problem.check], self.asked)
+            for problem in result.problems
+            if problem.hard or is_singular(nodes_by_check[problem.check], self.probed)
         )
 
 
 @dataclass
-class Answers:
-    """Collects the lines of all nodes while they come in."""
+class NodeResults:
+    """Collects the results of all nodes while their lines arrive."""
 
-    found: dict[str, NodeAnswer] = field(default_factory=dict)
+    found: dict[str, NodeResult] = field(default_factory=dict)
 
     def add_line(self, line: str, received_at: float) -> None:
-        """Take one line; `received_at` is seconds since the epoch here."""
-        message = _message(line)
-        if message is None:
+        """Parse one line; `received_at` is in seconds since the epoch, by our own clock."""
+        _, mark, text = line.partition(MARK)
+        try:
+            message = json.loads(text) if mark else None
+        except ValueError:
+            return
+        if not isinstance(message, dict) or not isinstance(message.get("node"), str):
             return
         node = message["node"]
-        before = self.found.get(node, NodeAnswer(node))
-        self.found[node] = _with(before, message, received_at)
+        before = self.found.get(node, NodeResult(node))
+        self.found[node] = _add_message(before, message, received_at)
 
     @property
     def begun(self) -> frozenset[str]:
@@ -191,15 +195,15 @@ class Answers:
     def ended(self) -> frozenset[str]:
         return frozenset(node for node, one in self.found.items() if one.ended)
 
-    def compared(self) -> tuple[NodeAnswer, ...]:
-        """List all answers, with the problems that show only in comparison with other nodes."""
-        answers = tuple(self.found.values())
-        listed = [one.ports for one in answers if one.ports is not None]
+    def compared(self) -> tuple[NodeResult, ...]:
+        """List the results with the problems that show only in comparison with other nodes."""
+        results = tuple(self.found.values())
+        listed = [one.ports for one in results if one.ports is not None]
         counts = Counter(port for ports in listed for port in ports)
         # Ports that are active on more than half of the nodes should be active on all.
         usual = {port for port, count in counts.items() if 2 * count > len(listed)}
         compared = []
-        for one in answers:
+        for one in results:
             problems = list(one.problems)
             if not one.ended:
                 problems.append(NodeProblem(_UNFINISHED, "began and did not end in time"))
@@ -214,22 +218,12 @@ class Answers:
         return tuple(compared)
 
 
-def _message(line: str) -> dict[str, Any] | None:
-    _, mark, text = line.partition(MARK)
-    try:
-        message = json.loads(text) if mark else None
-    except ValueError:
-        return None
-    known = isinstance(message, dict) and isinstance(message.get("node"), str)
-    return message if known else None
-
-
-def _with(before: NodeAnswer, message: dict[str, Any], received_at: float) -> NodeAnswer:
+def _add_message(before: NodeResult, message: dict[str, Any], received_at: float) -> NodeResult:
     kind, text = message.get("kind"), str(message.get("text", ""))
     if kind == "begin":
         clock = message.get("clock")
         skew_seconds = clock - received_at if isinstance(clock, int | float) else 0.0
-        return NodeAnswer(
+        return NodeResult(
             before.node, step_id=str(message.get("step", "")), skew_seconds=skew_seconds
         )
     if kind == "problem":
