@@ -13,7 +13,7 @@ from __future__ import annotations
 from hpctrain.plan.model import vision
 from hpctrain.plan.model.flops import linear_parameters as linear_parameters
 from hpctrain.plan.model.flops import model_flops_per_step as model_flops_per_step
-from hpctrain.spec.run import MlaSpec, ModelSpec, MoeSpec, RunSpec
+from hpctrain.spec.run import MlaSpec, ModelSpec, MoeSpec
 
 # Megatron-LM pads the vocabulary to a multiple of this times tp
 # (`make_vocab_size_divisible_by`, megatron/training/arguments.py, default 128), so that every
@@ -23,12 +23,6 @@ VOCAB_MULTIPLE = 128
 # Embeddings of sentences A and B (Devlin et al. 2018, arXiv 1810.04805, section 3.2). Telling if
 # B follows A is not learned: no loss without it (Liu et al. 2019, arXiv 1907.11692, section 4.2).
 BERT_SEGMENTS = 2
-
-
-def vocab_multiple(spec: RunSpec) -> int:
-    """What the rows of an embedding table on each rank are a multiple of."""
-    padded = spec.engine.abilities.pads_vocab or spec.model.reads_images
-    return VOCAB_MULTIPLE if padded else 1
 
 
 def pad_vocab(vocab: int, tp: int, multiple: int = VOCAB_MULTIPLE) -> int:

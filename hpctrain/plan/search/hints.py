@@ -22,7 +22,7 @@ def nearest_fits(
     """Up to `count` candidates of different layouts that leave memory to the allocator, the most
     similar to the spec first."""
     spec = request.spec
-    freedom = hint_freedom(spec, request.profile, gpus or spec.resources.gpus)
+    freedom = hint_freedom(request, gpus or spec.resources.gpus)
     priced = search(request, freedom, timed=False)
     rows = np.flatnonzero(priced.roomy)
     distances = distance(spec, priced.columns.take(rows))

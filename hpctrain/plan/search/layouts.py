@@ -90,7 +90,7 @@ def search(request: PlanRequest, freedom: Freedom, timed: bool = True) -> Found:
         rows = np.flatnonzero(np.isfinite(seconds))
         if islands and len(rows):
             some = columns.take(rows)
-            loads = uplink_seconds(spec, some, islands, freedom.stages)
+            loads = uplink_seconds(request, some, islands, freedom.stages)
             seconds[rows] += shown_seconds(some, case.software, seconds[rows], data[rows], loads)
         parts.append((columns, peaks, seconds))
     return Found(
