@@ -112,7 +112,7 @@ class NodeRequest(Document):
     island_nodes: tuple[int, ...] = ()  # of each island, in the profile's order; empty: no islands
 
     def __str__(self) -> str:
-        """`1 node x 8 GPUs`"""
+        """Format as `1 node x 8 GPUs`."""
         nodes = "node" if self.nodes == 1 else "nodes"
         gpus = "GPU" if self.gpus_per_node == 1 else "GPUs"
         return f"{self.nodes} {nodes} x {self.gpus_per_node} {gpus}"

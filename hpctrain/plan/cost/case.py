@@ -213,7 +213,7 @@ Record = TypeVar("Record")
 
 
 def stack(records: Sequence[Record]) -> Record:
-    """Many records of one kind as one whose fields are arrays of shape [len(records)]."""
+    """Stack records of one kind into one whose fields are arrays of shape [len(records)]."""
     first = records[0]
     columns = {
         field.name: np.array([getattr(record, field.name) for record in records], dtype=float)

@@ -61,7 +61,7 @@ def candidate_of(
     shard_gpus: int | None = None,
     offload: bool = False,
 ) -> Candidate:
-    """The candidate for `parallel` on `gpus` GPUs."""
+    """Build the candidate for `parallel` on `gpus` GPUs."""
     layout = layout_of(parallel, gpus)
     return Candidate(
         parallel=parallel,

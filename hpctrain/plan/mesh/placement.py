@@ -15,7 +15,7 @@ from hpctrain.spec.profile import ClusterProfile
 
 
 def strides(layout: Layout) -> dict[Axis, int]:
-    """Distance of neighbouring ranks of each axis, the nearest axis first.
+    """Compute the distance of neighbouring ranks of each axis, the nearest axis first.
 
     `ep` in the order is where the groups of experts are built, over the ranks of tp, cp and dp;
     the dense mesh has no such axis (parallel_state.py, decoder_rank_generator with ep=1).
@@ -29,7 +29,7 @@ def strides(layout: Layout) -> dict[Axis, int]:
 
 
 def axes(layout: Layout) -> tuple[Axis, ...]:
-    """tp, cp, dp and pp from the nearest to the farthest."""
+    """List tp, cp, dp and pp from the nearest to the farthest."""
     known: tuple[Axis, ...] = ("tp", "cp", "dp", "pp")
     return tuple(sorted(known, key=layout.order.split("-").index))
 
@@ -56,7 +56,7 @@ def place_axes(
 
 
 def stays_inside(stride: int, size: int, world_size: int, domain: int) -> bool:
-    """True when every group of `size` ranks, `stride` apart, is inside one block of `domain` ranks.
+    """Tell whether all groups of `size` ranks, `stride` apart, are inside blocks of `domain`.
 
     Groups tile blocks of stride x size consecutive ranks. If such blocks do not tile the domain,
     one of them lies across a border, and then some group in it has members on both sides.

@@ -166,7 +166,7 @@ def uplink_load(candidate: Candidate, order: Order, island: Island, traffic: Tra
 
 
 def _load(load: UplinkLoad) -> str:
-    """`3.1 GiB of gradients and 1.2 GiB of activations (0.4 s)`"""
+    """Format as `3.1 GiB of gradients and 1.2 GiB of activations (0.4 s)`."""
     parts = [
         f"{short_bytes(round(amount))} of {name}"
         for name, amount in (

@@ -250,7 +250,7 @@ def _batch_message(request: PlanRequest, at: OneLayout) -> str:
 
 
 def _order_holds(spec: RunSpec, at: ManyLayouts) -> Mask:
-    """Pipelines of dense layers and of experts must have the same ranks.
+    """Check that pipelines of dense layers and of experts have the same ranks.
 
     megatron-core 0.16.1, megatron/core/parallel_state.py:808-820. The stride of pp is tp x
     cp in one mesh and expert tp x ep in the other.

@@ -26,13 +26,13 @@ BERT_SEGMENTS = 2
 
 
 def pad_vocab(vocab: int, tp: int, multiple: int = VOCAB_MULTIPLE) -> int:
-    """Rows of the embedding table as the engine builds it: a multiple of `multiple` x tp."""
+    """Return the rows of the embedding table of the engine: a multiple of `multiple` x tp."""
     step = multiple * tp
     return -(-vocab // step) * step
 
 
 def expert_tp(tp: int, ep: int) -> int:
-    """Tensor parallel size inside experts: 1 where experts are spread (ep > 1), else tp.
+    """Return the tp inside experts: 1 where experts are spread (ep > 1), else tp.
 
     What published recipes set; megatron-core's own default is tp in both cases
     (`expert_tensor_parallel_size`, megatron/core/model_parallel_config.py:413).
@@ -41,7 +41,7 @@ def expert_tp(tp: int, ep: int) -> int:
 
 
 def norm_parameters(model: ModelSpec, size: int | None = None) -> int:
-    """Weight of RMSNorm (h), weight and bias of LayerNorm (2h); replicated over tp.
+    """Count the weight of RMSNorm (h), weight and bias of LayerNorm (2h); replicated over tp.
 
     `size`: what the norm is over, if not the hidden size.
     """
@@ -49,7 +49,7 @@ def norm_parameters(model: ModelSpec, size: int | None = None) -> int:
 
 
 def attention_parameters(model: ModelSpec, tp: int) -> int:
-    """Column-parallel QKV, h x (a + 2k)d / t, and row-parallel projection, ad x h / t.
+    """Count column-parallel QKV, h x (a + 2k)d / t, and row-parallel projection, ad x h / t.
 
     The bias of a column-parallel layer is split, that of a row-parallel one replicated
     (megatron/core/tensor_parallel/layers.py). With k < t the columns are split all the same
@@ -65,7 +65,7 @@ def attention_parameters(model: ModelSpec, tp: int) -> int:
 
 
 def latent_attention_parameters(model: ModelSpec, mla: MlaSpec, tp: int) -> int:
-    """MLA of DeepSeek-V2 (arXiv 2405.04434, equations 9-19), with norms over both latents.
+    """Count MLA of DeepSeek-V2 (arXiv 2405.04434, equations 9-19), with both latent norms.
 
     Up-projections and output are split over tp; the down-projections are copies on every rank
     (TransformerEngine's "duplicated" linear layers, without which megatron-core builds no latent
@@ -86,7 +86,7 @@ def latent_attention_parameters(model: ModelSpec, mla: MlaSpec, tp: int) -> int:
 
 
 def mlp_parameters(model: ModelSpec, tp: int, ffn: int | None = None) -> int:
-    """Column-parallel h x f (2f with a gate) and row-parallel f x h, both divided by t.
+    """Count column-parallel h x f (2f with a gate) and row-parallel f x h, divided by t.
 
     `ffn`: size of the MLP, if not that of the model's dense layers.
     """
@@ -97,7 +97,7 @@ def mlp_parameters(model: ModelSpec, tp: int, ffn: int | None = None) -> int:
 
 
 def expert_parameters(model: ModelSpec, tp: int, ep: int = 1) -> int:
-    """Routed experts of one MoE layer on one rank: experts / ep of them, each an MLP.
+    """Count routed experts of one MoE layer on one rank: experts / ep of them, each an MLP.
 
     They are apart because their gradients and optimizer state are shared by fewer ranks
     (expert data parallel: tp x cp x dp / (ep x expert tp)). 0 for a dense model.
@@ -108,7 +108,7 @@ def expert_parameters(model: ModelSpec, tp: int, ep: int = 1) -> int:
 
 
 def router_parameters(model: ModelSpec, moe: MoeSpec, tp: int) -> int:
-    """What an MoE layer has besides routed experts: the router, replicated, and shared experts.
+    """Count an MoE layer without routed experts: the router, replicated, and shared experts.
 
     Router: experts x h, and a bias where linear layers have one
     (megatron/core/transformer/moe/router.py:53-61). Shared experts are one MLP split over tp.
@@ -118,7 +118,7 @@ def router_parameters(model: ModelSpec, moe: MoeSpec, tp: int) -> int:
 
 
 def layer_parameters(model: ModelSpec, tp: int, ep: int = 1, layer: int | None = None) -> int:
-    """One transformer layer: two norms, attention, MLP or experts.
+    """Count one transformer layer: two norms, attention, MLP or experts.
 
     `layer`: which one (0 is the first), where a model has both kinds; default: the last.
     """
@@ -130,7 +130,7 @@ def layer_parameters(model: ModelSpec, tp: int, ep: int = 1, layer: int | None =
 
 
 def embedding_parameters(model: ModelSpec, tp: int, multiple: int = VOCAB_MULTIPLE) -> int:
-    """Word embeddings split over tp by rows; learned positions (seq x h) replicated.
+    """Count word embeddings split over tp by rows; learned positions (seq x h) replicated.
 
     BERT has an embedding for each of two segments besides (tokentype_embeddings). A ViT has its
     patch projection and class token for words, see `vision`.
@@ -142,7 +142,7 @@ def embedding_parameters(model: ModelSpec, tp: int, multiple: int = VOCAB_MULTIP
 
 
 def _other_embeddings(model: ModelSpec) -> int:
-    """Embeddings that are not of words, in rows of h; replicated over tp."""
+    """Count embeddings that are not of words, in rows of h; replicated over tp."""
     rows = model.seq if model.positions == "learned" else 0
     return (rows + (BERT_SEGMENTS if model.family == "bert" else 0)) * model.hidden
 
@@ -150,7 +150,7 @@ def _other_embeddings(model: ModelSpec) -> int:
 def output_parameters(
     model: ModelSpec, tp: int, with_embedding: bool, multiple: int = VOCAB_MULTIPLE
 ) -> int:
-    """Final norm, output matrix (no bias in GPTModel), and the heads of BERT.
+    """Count final norm, output matrix (no bias in GPTModel), and the heads of BERT.
 
     A tied model has no output matrix of its own where the embedding is on the same GPU; behind a
     pipeline the last stage holds a copy of the word embeddings
@@ -166,7 +166,7 @@ def output_parameters(
 
 
 def encoder_head_parameters(model: ModelSpec, rows: int) -> int:
-    """Behind the layers of an encoder, without norm and output matrix of `rows`; 0 for others.
+    """Count an encoder's head, without norm and output matrix of `rows`; 0 for others.
 
     Classes of texts: a linear layer and one over the classes (BertForSequenceClassification with
     its pooler, DistilBertForSequenceClassification). Masked words of DistilBERT: a linear layer, a
@@ -223,7 +223,7 @@ def stage_parameters(
 
 
 def total_parameters(model: ModelSpec) -> int:
-    """Parameters of the model itself: each once, vocabulary as given (not padded).
+    """Count parameters of the model itself: each once, vocabulary as given (not padded).
 
     Multi-token prediction layers count; they are dropped after training.
     """

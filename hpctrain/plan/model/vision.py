@@ -50,7 +50,7 @@ class Convolution:
 
 
 def stem_parameters(model: ModelSpec) -> int:
-    """In front of a ViT's layers: patch projection with bias, class token, learned positions.
+    """Count a ViT's stem: patch projection with bias, class token, learned positions.
 
     Dosovitskiy et al. 2020 (arXiv 2010.11929), equation 1.
     """
@@ -61,7 +61,7 @@ def stem_parameters(model: ModelSpec) -> int:
 
 
 def head_parameters(model: ModelSpec) -> int:
-    """Behind a ViT's layers: final norm, and a linear layer with bias over the classes."""
+    """Count a ViT's head: final norm, and a linear layer with bias over the classes."""
     if model.family == "resnet":
         return 0
     norm = model.hidden * (2 if model.norm == "layernorm" else 1)
@@ -69,19 +69,19 @@ def head_parameters(model: ModelSpec) -> int:
 
 
 def end_multiplications(model: ModelSpec) -> int:
-    """Multiplications of a ViT's ends for one image, forward: patches, and one row of classes."""
+    """Count multiplications of a ViT's ends for one image, forward: patches and class row."""
     patches = (model.image // model.patch) ** 2
     return patches * COLORS * model.patch**2 * model.hidden + model.hidden * model.vocab
 
 
 def resnet_parameters(model: ModelSpec) -> int:
-    """All parameters of a ResNet: convolutions, batch norms, and the classifier with bias."""
+    """Count all parameters of a ResNet: convolutions, batch norms, and classifier with bias."""
     layers = sum(convolution.parameters for convolution in resnet_convolutions(model))
     return layers + model.hidden * model.vocab + model.vocab
 
 
 def resnet_multiplications(model: ModelSpec) -> int:
-    """Multiplications for one image, forward: every convolution, and the classifier."""
+    """Count multiplications for one image, forward: every convolution, and the classifier."""
     layers = sum(convolution.multiplications for convolution in resnet_convolutions(model))
     return layers + model.hidden * model.vocab
 
@@ -112,7 +112,7 @@ def resnet_kept(model: ModelSpec) -> int:
 
 
 def basic_block(inputs: int, width: int, before: int, side: int) -> list[Convolution]:
-    """Two 3x3 convolutions, the first with the stride; `before` is the side of the input."""
+    """Build two 3x3 convolutions, the first with the stride; `before`: side of the input."""
     block = [Convolution(inputs, width, 3, side), Convolution(width, width, 3, side)]
     return block + _shortcut(inputs, width, before, side)
 
@@ -129,11 +129,11 @@ def bottleneck_block(inputs: int, width: int, before: int, side: int) -> list[Co
 
 
 def _shortcut(inputs: int, outputs: int, before: int, side: int) -> list[Convolution]:
-    """A 1x1 convolution where the block changes shape, else nothing (option B of the paper)."""
+    """Build a 1x1 convolution where the block changes shape, else none (option B of the paper)."""
     same = inputs == outputs and before == side
     return [] if same else [Convolution(inputs, outputs, 1, side)]
 
 
 def halved(side: int) -> int:
-    """Positions behind a stride of 2 with such padding that a side of 1 stays 1."""
+    """Count positions behind a stride of 2 with such padding that a side of 1 stays 1."""
     return -(-side // 2)
