@@ -207,7 +207,7 @@ def warnings(facts: Facts) -> tuple[str, ...]:
         lines.append(f"cp {layout.cp} needs TransformerEngine on the nodes.")
     if layout.dp * layout.cp > 1 and candidate.zero == 0 and spec.engine.abilities.shards:
         replicas = layout.dp * layout.cp
-        lines.append(f"Optimizer state is not shared out: {replicas} GPUs hold the same.")
+        lines.append(f"Optimizer state is not sharded: {replicas} GPUs hold the same copy.")
     if spec.model.key_value_heads < layout.tp:
         lines.append(
             f"kv_heads {spec.model.key_value_heads} is below tp {layout.tp}: QKV is gathered "

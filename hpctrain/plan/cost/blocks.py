@@ -1,4 +1,4 @@
-"""Seconds that one microbatch spends in each kind of block on one rank.
+"""Compute the seconds that one microbatch spends in each kind of block on one rank.
 
 Belongs here: which kernels and messages an attention, MLP, MoE, Mamba block and the output layer
 consist of. Does not belong here: how fast a kernel is (`kernels`), how microbatches follow each
@@ -60,21 +60,21 @@ def split_tokens(case: Case) -> Array:
 def linear(case: Case, rows: Array, n: Array, k: Array) -> Passes:
     """Price a linear layer [rows, k] -> [rows, n]: one product forward, two of that size back.
 
-    Of frozen weights (LoRA) nobody needs the gradient, which is the second.
+    Frozen weights (LoRA) need no weight gradient, which is the second.
     """
     forward = product_seconds(case, rows, n, k)
-    learns = np.asarray(case.shape.learned) >= 1
-    of_weights = np.where(learns, product_seconds(case, k, n, rows), 0.0)
+    trained = np.asarray(case.shape.trainable) >= 1
+    of_weights = np.where(trained, product_seconds(case, k, n, rows), 0.0)
     return Passes(forward, product_seconds(case, rows, k, n) + of_weights)
 
 
-def thin_matrices(case: Case) -> Passes:
+def adapters(case: Case) -> Passes:
     """Price all of LoRA's matrices of one layer: as one product with as many weights."""
     shape = case.shape
-    learned = replace(case, shape=replace(shape, learned=1))
-    rank = np.maximum(shape.thin_rank, 1)
-    return linear(learned, tokens(case), rank, shape.thin / rank).times(
-        flag(np.asarray(shape.thin) > 0)
+    trained = replace(case, shape=replace(shape, trainable=1))
+    rank = np.maximum(shape.adapter_rank, 1)
+    return linear(trained, tokens(case), rank, shape.adapters / rank).times(
+        flag(np.asarray(shape.adapters) > 0)
     )
 
 

@@ -1,4 +1,4 @@
-"""Which blocks a group of layers consists of.
+"""Count the blocks of a group of layers.
 
 Belongs here: counts of attention, MLP, MoE and Mamba blocks in a stage. Does not belong here: what
 a block costs (`blocks`, `plan_memory`, `weights`).

@@ -42,9 +42,9 @@ def case_of(request: PlanRequest, columns: Columns) -> Case:
     shape = replace(
         shape_of(spec.model),
         vocab_multiple=counts.vocab_multiple,
-        thin=counts.adapters_per_layer,
-        thin_rank=spec.lora.rank if spec.lora else 0,
-        learned=counts.trainable_share,
+        adapters=counts.adapters_per_layer,
+        adapter_rank=spec.lora.rank if spec.lora else 0,
+        trainable=counts.trainable_share,
     )
     machine = machine_for(request) or NO_MACHINE
     return Case(shape, mesh_of(request, columns), machine, software_for(request))

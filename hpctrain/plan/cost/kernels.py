@@ -1,4 +1,4 @@
-"""Seconds of single kernels: matrix products, attention, elementwise passes.
+"""Compute seconds of single kernels: matrix products, attention, elementwise passes.
 
 Belongs here: rooflines. Does not belong here: which kernels a layer runs (`blocks`).
 """

@@ -1,4 +1,4 @@
-"""Seconds of collective operations over NVLink, the network, or both.
+"""Compute seconds of collective operations over NVLink, the network, or both.
 
 Belongs here: bandwidth of a group of ranks and ring formulas. Does not belong here: which tensors
 are sent (`traffic` in `blocks`, `step`).

@@ -1,4 +1,4 @@
-"""Bytes on one GPU, by component, of any stage of any number of cases.
+"""Compute bytes on one GPU, by component, of any stage of any number of cases.
 
 After Korthikanti et al. 2022 (arXiv 2205.05198), with terms for grouped-query and latent
 attention, gated MLPs, experts, flash attention, context parallelism and 8-bit operands. The paper

@@ -98,8 +98,8 @@ class _Kinds:
         again, messages = _again(case, mamba, 0.0)
         mamba_turn = _plain(case, mamba, again) + Turn(0.0, 0.0, 0.0, messages, 0.0, 0.0)
         adapters = Turn(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-        if np.any(case.shape.thin):
-            passes = block.thin_matrices(case)
+        if np.any(case.shape.adapters):
+            passes = block.adapters(case)
             adapters = _plain(case, passes, _again(case, passes, 0.0)[0])
         each = (_attention_turn(case), _mlp_turn(case), _moe_turn(case), mamba_turn, adapters)
         head = _plain(case, block.output_layer(case), 0.0)

@@ -1,4 +1,4 @@
-"""Seconds of one optimizer step, and where they go.
+"""Compute the seconds of one optimizer step and their parts.
 
 Belongs here: the pipeline schedule, data parallel traffic, the optimizer, straggling. Does not
 belong here: what a single microbatch costs in a block (`blocks`) or in a stage (`stages`), bytes
@@ -176,10 +176,12 @@ def optimizer_seconds(case: Case, weights: Weights) -> Array:
     sharded = np.asarray(mesh.zero) >= 1
     own = weights.dense / np.where(sharded, mesh.replicas, 1)
     own = own + weights.routed / np.where(sharded, mesh.expert_replicas, 1)
-    learned = own * case.shape.learned  # bytes of gradients and state are averages over all
-    sent = mesh.gradient_bytes * own + mesh.element_bytes * learned
-    on_host = sent / machine.host_bandwidth + ADAM_TRAFFIC * learned / machine.host_memory_bandwidth
-    at_rest = ADAM_TRAFFIC * learned / (machine.memory_bandwidth * machine.memory_efficiency)
+    trainable = own * case.shape.trainable  # bytes of gradients and state are averages over all
+    sent = mesh.gradient_bytes * own + mesh.element_bytes * trainable
+    on_host = (
+        sent / machine.host_bandwidth + ADAM_TRAFFIC * trainable / machine.host_memory_bandwidth
+    )
+    at_rest = ADAM_TRAFFIC * trainable / (machine.memory_bandwidth * machine.memory_efficiency)
     drives = 2 * case.software.main_bytes * own / machine.nvme_bandwidth
     away = on_host + np.where(np.asarray(mesh.offload) > 1, drives, 0.0)
     return np.where(np.asarray(mesh.offload) > 0, away, at_rest)

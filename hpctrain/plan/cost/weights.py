@@ -1,4 +1,4 @@
-"""Parameters on the fullest rank, as real numbers, for any number of cases.
+"""Count parameters on the fullest rank, as real numbers, for any number of cases.
 
 Close to the exact counts of `hpctrain.plan.model.parameters` (a unit test compares them), but in
 closed forms that broadcast. Belongs here: counts per block and per stage. Does not belong here:
@@ -100,7 +100,7 @@ def block_weights(case: Case, blocks: Blocks) -> Weights:
         + blocks.mlp * mlp_weights(case)
         + blocks.moe * fixed
         + blocks.mamba * mamba_weights(case)
-        + blocks.layers * case.shape.thin
+        + blocks.layers * case.shape.adapters
     )
     return Weights(dense, blocks.moe * routed)
 
@@ -114,9 +114,9 @@ def stage_weights(case: Case, blocks: Blocks, embedding: Array, loss: Array) -> 
     shape = case.shape
     own, ahead = block_weights(case, blocks), prediction_weights(case)
     predicts = loss * np.where(np.asarray(shape.mtp_layers) > 0, 1, 0)
-    words = np.maximum(embedding, predicts)
-    tables = words + loss * (1 - shape.tied * embedding)
-    ends = tables * table_weights(case) + words * shape.position_rows * shape.hidden
+    embeds = np.maximum(embedding, predicts)
+    tables = embeds + loss * (1 - shape.tied * embedding)
+    ends = tables * table_weights(case) + embeds * shape.position_rows * shape.hidden
     dense = own.dense + ends + loss * (norm_weights(case, shape.hidden) + ahead.dense)
     return Weights(dense, own.routed + loss * ahead.routed)
 

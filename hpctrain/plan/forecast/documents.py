@@ -1,4 +1,4 @@
-"""The documents of a forecast: what goes in, what comes out.
+"""The documents of a forecast: its input and its results.
 
 Belongs here: fields and their units. Does not belong here: how a number is found.
 """
@@ -17,7 +17,7 @@ AssumptionKind = Literal["node failures", "restart", "preemptions", "save", "que
 
 
 class RunFacts(Document):
-    """What the forecast has to be told about one plan."""
+    """The input of the forecast: facts of one plan."""
 
     step_seconds: float = Field(gt=0, allow_inf_nan=False, description="One optimizer step")
     gpus: int = Field(ge=1, description="GPUs that compute")
@@ -49,7 +49,7 @@ class CheckpointCost(Document):
 
 
 class CheckpointInterval(Document):
-    """Between two saves. `young` and `daly` are what the formulas say, `steps` what is used."""
+    """The interval between two saves: `young` and `daly` by formula, `steps` as used."""
 
     steps: int
     seconds: float

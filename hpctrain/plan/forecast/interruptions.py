@@ -103,7 +103,11 @@ def _node_mtbf(profile: ClusterProfile) -> _Figure:
 def _preemption_mtbf(profile: ClusterProfile, facts: RunFacts) -> _Figure:
     reliability = profile.reliability
     if reliability is not None and reliability.preemption_mtbf is not None:
-        text = "other nodes are free at once" if facts.preemption_wait_seconds is None else None
+        text = (
+            "replacement nodes are available immediately"
+            if facts.preemption_wait_seconds is None
+            else None
+        )
         seconds = float(reliability.preemption_mtbf)
     else:
         text = (

@@ -1,7 +1,7 @@
-"""The global batch: micro x accumulation x dp.
+"""Split the global batch: micro x accumulation x dp.
 
-Belongs here: the split, and which microbatches there are. Does not belong here: which of them a
-layout allows (`rules`), which fit into memory (`layouts`).
+Belongs here: the split, and possible microbatches. Does not belong here: which of them a layout
+allows (`rules`), which fit into memory (`layouts`).
 """
 
 from __future__ import annotations

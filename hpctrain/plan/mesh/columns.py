@@ -1,4 +1,4 @@
-"""Many candidates at once: one array for each property, of shape [candidates].
+"""Hold many candidates in columns: one array of shape [candidates] for each property.
 
 Belongs here: the record, selecting rows from it, and one row as a `Candidate`. Does not belong
 here: which rows there are (`grid`), what they cost (`hpctrain.plan.cost`) or which one is
@@ -86,8 +86,11 @@ def joined(parts: Sequence[Columns]) -> Columns:
 
 
 def spread_layers(layers: int, pp: int) -> Split:
-    """Stages that differ by one layer at most; the first and the last, which have embedding and
-    loss to compute besides, are the last to get one more."""
+    """Split layers into stages that differ by one layer at most.
+
+    The first and the last stage are the last to get one more, because they also compute embedding
+    and loss.
+    """
     each, more = divmod(layers, pp)
     order = [*range(1, pp - 1), 0, pp - 1]
     longer = set(order[:more])

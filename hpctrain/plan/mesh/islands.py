@@ -1,10 +1,10 @@
 """Assign nodes of a run to islands, and count the groups of ranks that cross slow links.
 
 Slurm numbers the ranks of `--distribution=block` along the nodes in the order of their names
-(srun(1); tests/slurm/test_rank_order.py asks a real one), and an island of the profile is a run
+(srun(1); tests/slurm/test_rank_order.py checks a real one), and an island of the profile is a run
 of names. So the ranks of one island are consecutive, and everything here is counting intervals.
 Belongs here: nodes of each island, crossing groups, their share of an uplink. Does not belong
-here: which axis ought to cross (`rank_order`), or how Slurm is asked for it (`hpctrain.render`).
+here: which axis ought to cross (`rank_order`), or the options of Slurm (`hpctrain.render`).
 
 A group is `size` ranks, `stride` apart; groups tile blocks of stride x size consecutive ranks.
 """
@@ -113,7 +113,7 @@ def slow_links(request: NodeRequest, profile: ClusterProfile) -> tuple[Island, .
     """List the groups of ranks with a slow link between them; empty when there are none.
 
     The islands that `request` names; where it is on one island or none, leaf switches with less
-    bandwidth up than down, taken as full (which is what `--switches` asks for).
+    bandwidth up than down, taken as full (the request of `--switches`).
     """
     islands = used_islands(request, profile)
     if len(islands) > 1:

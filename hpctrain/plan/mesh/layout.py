@@ -1,4 +1,4 @@
-"""The mesh of an explicit layout, and what tensor parallelism splits of a model.
+"""Build the mesh of an explicit layout, and list what tensor parallelism splits.
 
 Does not belong here: what a layout has to keep (`rules`), layers per stage (`stages`).
 """

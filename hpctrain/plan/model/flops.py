@@ -1,7 +1,7 @@
-"""How many operations a training step of a model is: the convention behind every MFU printed.
+"""Count the operations of a training step: the convention behind every printed MFU.
 
-Model FLOPs: what the mathematics of the model asks for, forward and backward; nothing that is
-computed again, no softmax, norms or optimizer. Belongs here: operations of the whole model. Does
+Model FLOPs: products of the model, forward and backward; no recomputation, softmax, norms or
+optimizer. Belongs here: operations of the whole model. Does
 not belong here: what one GPU does of it, or how long that takes.
 
 Letters: h hidden, a heads, L layers, s sequence length, B global batch, V vocabulary.

@@ -1,4 +1,4 @@
-"""How many parameters megatron-core builds: per layer, per end of the pipeline, in all.
+"""Count the parameters that megatron-core builds: per layer, per pipeline end, in all.
 
 Every count is of one tensor parallel rank and exact for megatron-core 0.16.1 (an engine test builds
 the real modules on the meta device and compares). Belongs here: counting. Does not belong here:
@@ -20,8 +20,9 @@ from hpctrain.spec.run import MlaSpec, ModelSpec, MoeSpec
 # rank holds the same number of rows and the output matrix multiplication is aligned.
 VOCAB_MULTIPLE = 128
 
-# Embeddings of sentences A and B (Devlin et al. 2018, arXiv 1810.04805, section 3.2). Telling if
-# B follows A is not learned: no loss without it (Liu et al. 2019, arXiv 1907.11692, section 4.2).
+# Embeddings of sentences A and B (Devlin et al. 2018, arXiv 1810.04805, section 3.2). The task
+# of predicting if B follows A is left out: no loss without it (Liu et al. 2019, arXiv 1907.11692,
+# section 4.2).
 BERT_SEGMENTS = 2
 
 
@@ -137,8 +138,8 @@ def embedding_parameters(model: ModelSpec, tp: int, multiple: int = VOCAB_MULTIP
     """
     if model.reads_images:
         return vision.stem_parameters(model)
-    words = pad_vocab(model.vocab, tp, multiple) // tp * model.hidden
-    return words + _other_embeddings(model)
+    word_rows = pad_vocab(model.vocab, tp, multiple) // tp
+    return word_rows * model.hidden + _other_embeddings(model)
 
 
 def _other_embeddings(model: ModelSpec) -> int:
@@ -182,10 +183,12 @@ def encoder_head_parameters(model: ModelSpec, rows: int) -> int:
 
 
 def mtp_parameters(model: ModelSpec, tp: int, ep: int = 1) -> int:
-    """All multi-token prediction layers: each a transformer layer like the last one, the
-    column-parallel projection of two joined states, 2h x h / t, and three norms
-    (megatron/core/transformer/multi_token_prediction.py:632-678). Embedding and output matrix
-    are those of the model (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+    """Count all multi-token prediction layers.
+
+    Each has a transformer layer like the last one, the column-parallel projection of two joined
+    states, 2h x h / t, and three norms
+    (megatron/core/transformer/multi_token_prediction.py:632-678). Embedding and output matrix are
+    those of the model (DeepSeek-V3, arXiv 2412.19437, section 2.2).
     """
     layer = layer_parameters(model, tp, ep)
     projection = 2 * model.hidden * model.hidden // tp
@@ -232,7 +235,7 @@ def total_parameters(model: ModelSpec) -> int:
     layers = sum(layer_parameters(model, 1, layer=layer) for layer in range(model.layers))
     if model.family == "vit":
         return layers + vision.stem_parameters(model) + vision.head_parameters(model)
-    words = model.vocab * model.hidden * (1 if model.tied or model.classes else 2)
-    ends = words + _other_embeddings(model) + norm_parameters(model)
+    tables = model.vocab * model.hidden * (1 if model.tied or model.classes else 2)
+    ends = tables + _other_embeddings(model) + norm_parameters(model)
     ends += encoder_head_parameters(model, model.vocab)
     return layers + mtp_parameters(model, 1) + ends

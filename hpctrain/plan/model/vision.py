@@ -1,4 +1,6 @@
-"""Models that read images: the ends of a ViT, and ResNets as a whole, in closed forms.
+"""Count parameters and operations of models that read images, in closed forms.
+
+Covers the ends of a ViT, and whole ResNets.
 
 As torchvision builds them, whose published counts the tests compare with. Belongs here: what has
 to do with pixels. Does not belong here: the transformer layers of a ViT (`parameters`, `flops`).
@@ -87,8 +89,11 @@ def resnet_multiplications(model: ModelSpec) -> int:
 
 
 def resnet_convolutions(model: ModelSpec) -> Iterator[Convolution]:
-    """All convolutions in order: the stem (7x7, stride 2, then a pooling of stride 2), and four
-    stages, each but the first halving the side and doubling the features."""
+    """Yield all convolutions in order.
+
+    The stem (7x7, stride 2, then a pooling of stride 2), and four stages, each but the first
+    halving the side and doubling the features.
+    """
     side = halved(model.image)
     yield Convolution(COLORS, STEM_FEATURES, 7, side)
     side, inputs = halved(side), STEM_FEATURES
@@ -105,10 +110,14 @@ def resnet_convolutions(model: ModelSpec) -> Iterator[Convolution]:
 
 
 def resnet_kept(model: ModelSpec) -> int:
-    """Numbers of two bytes that the backward pass needs of one image: what each convolution puts
-    out, what the batch norm makes of it, and where the pooling's maxima were (eight bytes each)."""
+    """Count the 16-bit numbers that the backward pass needs of one image.
+
+    The outputs of each convolution and batch norm, and the positions of the pooling's maxima
+    (eight bytes each).
+    """
     pooled = STEM_FEATURES * halved(halved(model.image)) ** 2
-    return sum(2 * one.outputs * one.side**2 for one in resnet_convolutions(model)) + 4 * pooled
+    kept = sum(2 * layer.outputs * layer.side**2 for layer in resnet_convolutions(model))
+    return kept + 4 * pooled
 
 
 def basic_block(inputs: int, width: int, before: int, side: int) -> list[Convolution]:

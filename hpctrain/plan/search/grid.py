@@ -44,7 +44,7 @@ class Splits:
 
 @dataclass(frozen=True)
 class Structures:
-    """Meshes whose product divides the GPUs; `feasible` says which ones the rules allow.
+    """Meshes whose product divides the GPUs; `feasible`: those that the rules allow.
 
     What makes a structure a candidate is 0 in `layouts`.
     """

@@ -119,7 +119,7 @@ def test_what_the_profile_does_not_say_is_assumed_aloud() -> None:
 def test_waits_that_nobody_knows_are_named() -> None:
     spot = {"grace": "5min", "preemption_mtbf": "6h"}
     lines = [str(note) for note in predicted(in_profile=spot).assumptions]
-    assert "preemptions: other nodes are free at once" in lines
+    assert "preemptions: replacement nodes are available immediately" in lines
     assert any(line.startswith("queue: none of the 3") for line in lines)
     told = predicted(in_profile=spot, preemption_wait_seconds=60.0, queue_seconds=60.0)
     assert not [note for note in told.assumptions if note.kind in ("preemptions", "queue")]
@@ -289,3 +289,10 @@ def test_no_comparison_without_two_prices() -> None:
     profile = specimen.profile(prices={"on_demand": 2.0})
     assert compare_spot(specimen.spec(), profile, specimen.facts()) is None
     assert compare_spot(specimen.spec(), specimen.profile(), specimen.facts()) is None
+
+
+def test_assumptions_have_a_kind_and_are_written_as_text() -> None:
+    result = predicted()
+    assert "queue" in {note.kind for note in result.assumptions}
+    written = result.model_dump(mode="json")["assumptions"]
+    assert written == [f"{note.kind}: {note.text}" for note in result.assumptions]
