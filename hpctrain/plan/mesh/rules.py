@@ -349,7 +349,7 @@ MODEL_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         # parallel_state.py, default_position_embedding_ranks: gradients of the copy behind the
-        # pipeline are summed with nobody's
+        # pipeline are not summed with the first stage's
         "mtp_layers behind a pipeline",
         lambda spec, at: (
             (at.pp == 1) | (not spec.model.mtp_layers) | (spec.model.positions != "learned")
