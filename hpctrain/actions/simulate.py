@@ -103,8 +103,8 @@ def scenario_of_spec(
         words = option.remark or "the profile does not say what its GPUs can do"
         raise UsageError(f"there is no forecast to start from: {words}")
     scenario = _planned(inputs.spec, inputs.profile, told, mix, queue_wait_seconds)
-    # The forecast's word on the queue is not what is played.
-    said = [note for note in told.assumptions if not note.startswith("queue:")]
+    # The simulation has its own queue wait, so the forecast's assumption does not apply.
+    said = [str(note) for note in told.assumptions if note.kind != "queue"]
     notes = (*said, f"causes: {scenario.failure_mix.source}")
     return scenario, inputs.profile.prices, notes
 

@@ -51,7 +51,7 @@ def forecast_lines(forecast: Forecast) -> list[str]:
         *_entry("Saves", _saves(forecast)),
     ]
     for assumption in forecast.assumptions:
-        lines += _entry("Assumed", assumption)
+        lines += _entry("Assumed", str(assumption))
     for warning in forecast.warnings:
         lines += _entry("Warning", warning)
     return lines
@@ -81,7 +81,7 @@ def spot_lines(comparison: SpotComparison) -> list[str]:
             line
             for assumption in comparison.spot.assumptions
             if assumption not in comparison.on_demand.assumptions
-            for line in _entry("Assumed", assumption)
+            for line in _entry("Assumed", str(assumption))
         ]
     return lines
 

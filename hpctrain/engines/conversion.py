@@ -44,7 +44,7 @@ def shape_described(config: Config) -> ModelSpec:
 def unexportable(model: ModelSpec) -> list[str]:
     """List why no class of Hugging Face computes what megatron-core trains; empty if one does."""
     weights_alone = model.model_copy(update={"dropout": 0.0})
-    return [words for _, words in unrepresentable_model(weights_alone)]
+    return [message for _, message in unrepresentable_model(weights_alone)]
 
 
 def conversion_config(model: ModelSpec, *, half: bool) -> MegatronConfig:

@@ -1,7 +1,7 @@
 """The plan as a document: layout, batch split, stages, memory, reasons and warnings.
 
-Belongs here: what a plan says. Does not belong here: how it is found (see `planner`) or how an
-engine is told about it (see `hpctrain.engines`).
+Belongs here: the contents of a plan. Does not belong here: the search (see `planner`) or the input
+of an engine (see `hpctrain.engines`).
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class MemoryBreakdown(Document):
     """Bytes on one GPU of one pipeline stage.
 
     `buffers_bytes`: messages between GPUs, and gradients that exist for a moment only;
-    `reserved_bytes`: what the profile says the driver and libraries take.
+    `reserved_bytes`: memory of driver and libraries, from the profile.
     """
 
     weights_bytes: int
@@ -112,7 +112,7 @@ class NodeRequest(Document):
     island_nodes: tuple[int, ...] = ()  # of each island, in the profile's order; empty: no islands
 
     def __str__(self) -> str:
-        """`1 node x 8 GPUs`"""
+        """Format as `1 node x 8 GPUs`."""
         nodes = "node" if self.nodes == 1 else "nodes"
         gpus = "GPU" if self.gpus_per_node == 1 else "GPUs"
         return f"{self.nodes} {nodes} x {self.gpus_per_node} {gpus}"
@@ -140,7 +140,7 @@ class StepParts(Document):
 
 
 class Prediction(Document):
-    """How fast a plan is expected to be.
+    """The expected speed of a plan.
 
     `mfu`: model FLOPs (attention counted without the causal half, recomputation not counted: see
     `flops.model_flops_per_step`) over what all GPUs could do at `peak_flops_per_gpu`, the dense
@@ -174,8 +174,8 @@ class SearchCounts(Document):
 class Plan(Document):
     """Everything that was decided for one spec on one profile.
 
-    `parameters`: of the whole model, each once, and LoRA's thin matrices; `learned_parameters`:
-    how many of them learn (and are in checkpoints), where that is not all.
+    `parameters`: of the whole model, each once, with LoRA's adapters; `learned_parameters`: how
+    many of them are trainable (and in checkpoints), where that is not all.
     """
 
     schema_version: Literal[1] = 1
@@ -208,7 +208,7 @@ class Plan(Document):
 
     @property
     def learned(self) -> int:
-        """Parameters with a gradient, which checkpoints hold."""
+        """Trainable parameters, which checkpoints hold."""
         return self.parameters if self.learned_parameters is None else self.learned_parameters
 
     @property
@@ -218,14 +218,14 @@ class Plan(Document):
 
 
 class Change(Document):
-    """What one part of the step costs more than in the winner, as a share of the winner's step."""
+    """Extra time of one part of the step against the winner, as a share of the winner's step."""
 
     part: str
     share: float
 
 
 class Shortage(Document):
-    """By how much a layout does not fit, where, and what takes most there."""
+    """The memory that a layout lacks, in which stage, and the largest component there."""
 
     missing_bytes: int
     stage: int
@@ -233,7 +233,7 @@ class Shortage(Document):
 
 
 class RunnerUp(Document):
-    """A layout that was not chosen, and what it loses against the one that was.
+    """A layout that was not chosen, compared with the one that was.
 
     `slower` is its step over the winner's, less one; it is the sum of `changes`. Both are absent
     where time is not predicted. `shortage` is set where it does not fit, `tight` where it would
@@ -263,10 +263,12 @@ class FrontPoint(Document):
 
 
 class Explanation(Document):
-    """Why the winner wins: `others` have another mesh, `variants` the winner's, each with one
-    thing changed. `given` is the layout of the spec, where it says one: then the winner is what
-    `parallel: auto` would choose. `groups` is the number of different meshes that were looked at,
-    `search_seconds` how long that took, where somebody has measured it."""
+    """Comparison of the winner with other layouts.
+
+    `others` have another mesh, `variants` the winner's, each with one field changed. `given` is the
+    layout of the spec, if it has one: then the winner is the choice of `parallel: auto`. `groups`
+    is the number of different meshes of the search, `search_seconds` its duration, if measured.
+    """
 
     goal: Goal
     counts: SearchCounts

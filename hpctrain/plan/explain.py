@@ -1,4 +1,4 @@
-"""A plan in words: reasons, warnings and refusals.
+"""Write the reasons, warnings and refusals of a plan.
 
 Belongs here: sentences. Does not belong here: decisions.
 """
@@ -21,10 +21,9 @@ from hpctrain.plan.documents import (
 from hpctrain.plan.mesh.batch import LOW_BUBBLE, bubble_fraction
 from hpctrain.plan.mesh.candidate import Candidate
 from hpctrain.plan.mesh.placement import stays_inside
-from hpctrain.plan.model.parameters import pad_vocab, vocab_multiple
+from hpctrain.plan.model.parameters import pad_vocab
 from hpctrain.plan.request import PlanRequest
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.run import RunSpec
 from hpctrain.units import short_bytes
 
 _BEST: dict[Goal, str] = {
@@ -36,7 +35,7 @@ _BEST: dict[Goal, str] = {
 
 @dataclass(frozen=True)
 class Facts:
-    """Everything about one plan that sentences are made of."""
+    """Everything about one plan that its sentences mention."""
 
     request: PlanRequest
     candidate: Candidate
@@ -52,12 +51,12 @@ class Facts:
 
 
 def amount(count: float, unit_bytes: int) -> str:
-    """A number of bytes in a unit fixed by the caller: `55.4`."""
+    """Format a number of bytes in a unit fixed by the caller: `55.4`."""
     return f"{count / unit_bytes:.1f}"
 
 
 def fill_level(memory: Sequence[MemoryBreakdown], capacity_bytes: int) -> str:
-    """`101.2 of 79.2 GiB per GPU in stage 0` for the fullest stage."""
+    """Format the fullest stage: `101.2 of 79.2 GiB per GPU in stage 0`."""
     stage = max(range(len(memory)), key=lambda index: memory[index].total_bytes)
     total, capacity = short_bytes(memory[stage].total_bytes), short_bytes(capacity_bytes)
     if total.split()[-1] == capacity.split()[-1]:
@@ -66,7 +65,7 @@ def fill_level(memory: Sequence[MemoryBreakdown], capacity_bytes: int) -> str:
 
 
 def largest_parts(memory: Sequence[MemoryBreakdown], capacity_bytes: int) -> str:
-    """`optimizer 61.1, gradients 20.4, ...`: the components of the fullest stage, largest first."""
+    """Format the fullest stage, largest part first: `optimizer 61.1, gradients 20.4, ...`."""
     peak = max(memory, key=lambda stage: stage.total_bytes)
     unit = 2**30 if capacity_bytes >= 2**30 else 2**20  # as `fill_level` prints the capacity
     parts = sorted(peak.model_dump().items(), key=lambda part: -part[1])
@@ -81,89 +80,83 @@ def largest_parts(memory: Sequence[MemoryBreakdown], capacity_bytes: int) -> str
 def memory_refusal(
     candidate: Candidate, memory: Sequence[MemoryBreakdown], capacity_bytes: int
 ) -> str:
-    """One sentence: what is needed, what there is, and what needs it."""
+    """Format what a candidate needs, what a GPU has, and the largest parts."""
     level = fill_level(memory, capacity_bytes)
     return f"{candidate.layout} needs {level} ({largest_parts(memory, capacity_bytes)})"
 
 
-def proposal(found: Iterable[Candidate]) -> str | None:
-    """The hint of a refusal: layouts that fit, nearest first; None when there are none."""
-    lines = [f"  {candidate}" for candidate in found]
+def proposal(candidates: Iterable[Candidate]) -> str | None:
+    """Format the hint of a refusal: layouts that fit, nearest first; None when there are none."""
+    lines = [f"  {candidate}" for candidate in candidates]
     return "\n".join(["these fit:", *lines]) if lines else None
 
 
 def reasons(facts: Facts) -> tuple[str, ...]:
-    """Why the plan is as it is, one full sentence each."""
-    spec, profile, layout = facts.request.spec, facts.request.profile, facts.candidate.layout
+    """List why the plan is as it is, one full sentence each."""
+    request, layout = facts.request, facts.candidate.layout
+    vocab, gpu = request.spec.model.vocab, request.profile.gpu
     lines = [
         *_choice_reasons(facts),
-        *_placement_reasons(profile, facts.placements),
-        f"Memory peaks at {fill_level(facts.memory, int(profile.gpu.memory))}.",
+        *_placement_reasons(request.profile, facts.placements),
+        f"Memory peaks at {fill_level(facts.memory, int(gpu.memory))}.",
         *_recompute_reasons(facts),
-        *_time_reasons(facts),
     ]
+    if facts.prediction is None and request.knowledge is not None:
+        lines.append(
+            f"Step time is not predicted: profile {request.profile.name} says neither the peak "
+            f"rate nor the memory bandwidth of its {gpu.type} with {short_bytes(gpu.memory)}."
+        )
     if layout.sequence_parallel:
         lines.append(f"sequence_parallel divides norms and dropout by tp {layout.tp} as well.")
     if layout.vpp > 1 and layout.pp == 2:
         lines.append("vpp with pp 2 needs overlapped stage-to-stage transfers; they are on.")
-    multiple = vocab_multiple(spec)
-    padded = pad_vocab(spec.model.vocab, layout.tp, multiple)
-    if padded != spec.model.vocab and not spec.model.reads_images:
+    multiple = request.counts.vocab_multiple
+    padded = pad_vocab(vocab, layout.tp, multiple)
+    if padded != vocab and not request.spec.model.reads_images:
         step = multiple * layout.tp
-        lines.append(f"vocab {spec.model.vocab} is padded to {padded}, a multiple of {step}.")
+        lines.append(f"vocab {vocab} is padded to {padded}, a multiple of {step}.")
     return tuple(lines)
 
 
 def _choice_reasons(facts: Facts) -> list[str]:
-    candidate, counts = facts.candidate, facts.counts
+    """Explain the choice; where the GPU is unknown, size and bubble decide."""
+    candidate, counts, spec = facts.candidate, facts.counts, facts.request.spec
+    layout, micro = candidate.layout, f"micro {candidate.micro_batch}"
     lines = []
-    if facts.prediction is None:
-        lines += _untimed_reasons(facts)
-    elif counts.fitting > 1:
+    if facts.prediction is not None and counts.fitting > 1:
         more = f"; {counts.too_large:,} more would not" if counts.too_large else ""
         lines.append(
             f"{_BEST[facts.request.goal]} of {counts.fitting:,} candidates that fit{more}."
         )
+    if facts.prediction is None and spec.parallel == "auto":
+        lines.append(
+            f"tp {layout.tp} x pp {layout.pp} is the smallest group of GPUs that holds the model "
+            f"with recompute {candidate.recompute}; time is not predicted."
+        )
+    if facts.prediction is None and spec.batch.micro == "auto":
+        if layout.pp == 1:
+            lines.append(f"{micro} is the largest power of two that divides the batch and fits.")
+        elif facts.bubble > LOW_BUBBLE:
+            lines.append(f"{micro} makes the smallest pipeline bubble, {facts.bubble:.1%}.")
+        else:
+            lines.append(
+                f"{micro} is the largest power of two that divides the batch, fits and keeps the "
+                f"pipeline bubble under {LOW_BUBBLE:.0%} ({facts.bubble:.1%})."
+            )
     if len(set(candidate.split)) > 1:
         lines.append(f"Layers per chunk are uneven: {list(candidate.split)} in model order.")
     return lines
 
 
-def _untimed_reasons(facts: Facts) -> list[str]:
-    """Where the GPU is unknown, size and bubble decide; nothing is said about what is fixed."""
-    spec, candidate = facts.request.spec, facts.candidate
-    lines, layout = [], candidate.layout
-    if spec.parallel == "auto":
-        lines.append(
-            f"tp {layout.tp} x pp {layout.pp} is the smallest group of GPUs that holds the model "
-            f"with recompute {candidate.recompute}; time is not predicted."
-        )
-    if spec.batch.micro == "auto":
-        lines.append(_micro_reason(candidate, facts.bubble))
-    return lines
-
-
-def _micro_reason(candidate: Candidate, bubble: float) -> str:
-    micro = f"micro {candidate.micro_batch}"
-    if candidate.layout.pp == 1:
-        return f"{micro} is the largest power of two that divides the batch and fits."
-    if bubble > LOW_BUBBLE:
-        return f"{micro} makes the smallest pipeline bubble, {bubble:.1%}."
-    return (
-        f"{micro} is the largest power of two that divides the batch, fits and keeps the "
-        f"pipeline bubble under {LOW_BUBBLE:.0%} ({bubble:.1%})."
-    )
-
-
 def _recompute_reasons(facts: Facts) -> list[str]:
-    """What recomputation buys, so that nobody pays for it without need."""
-    spec, candidate = facts.request.spec, facts.candidate
+    """Report the memory that recomputation saves and the time it costs."""
+    candidate = facts.candidate
     if candidate.recompute == "none":
         return []
     without = candidate_peak(facts.request, replace(candidate, recompute="none"))
     saved = without - max(stage.total_bytes for stage in facts.memory)
     why = " (flash attention keeps no s x s matrices anyway)"
-    flash = candidate.recompute == "selective" and uses_flash_attention(spec)
+    flash = candidate.recompute == "selective" and uses_flash_attention(facts.request.spec)
     cost = ""
     if facts.prediction is not None:
         parts = facts.prediction.parts
@@ -190,77 +183,51 @@ def _placement_reasons(profile: ClusterProfile, placements: Sequence[AxisPlaceme
 
 
 def warnings(facts: Facts) -> tuple[str, ...]:
-    """What works but should be known before the GPU hours are spent."""
-    return (
-        *_domain_warnings(facts.request.profile, facts.placements),
-        *_memory_warnings(facts.request.profile, facts.memory),
-        *_bubble_warnings(facts),
-        *_engine_warnings(facts.request.spec, facts.candidate),
-    )
-
-
-def _time_reasons(facts: Facts) -> list[str]:
-    profile = facts.request.profile
-    if facts.prediction is not None or facts.request.knowledge is None:
-        return []
-    gpu = profile.gpu
-    return [
-        f"Step time is not predicted: profile {profile.name} says neither the peak rate nor "
-        f"the memory bandwidth of its {gpu.type} with {short_bytes(gpu.memory)}."
-    ]
-
-
-def _domain_warnings(profile: ClusterProfile, placements: Sequence[AxisPlacement]) -> list[str]:
+    """Warn about what works but should be known before GPU hours are spent."""
+    spec, profile, candidate = facts.request.spec, facts.request.profile, facts.candidate
+    layout, placements, domain = candidate.layout, facts.placements, profile.nvlink.domain
     world_size = placements[-1].stride * placements[-1].size
-    domain = profile.nvlink.domain
-    return [
+    lines = [
         f"tp {placement.size} leaves the NVLink domain of {domain} GPUs: every layer waits for "
         f"slower links several times per microbatch."
         for placement in placements
         if placement.axis == "tp"
         and not stays_inside(placement.stride, placement.size, world_size, domain)
     ]
-
-
-def _memory_warnings(profile: ClusterProfile, memory: Sequence[MemoryBreakdown]) -> list[str]:
     capacity = int(profile.gpu.memory)
-    share = max(stage.total_bytes for stage in memory) / capacity
-    if share <= TIGHT_SHARE:
-        return []
-    return [
-        f"Memory is tight: {fill_level(memory, capacity)} ({share:.0%}); fragmentation may end "
-        "the run."
-    ]
-
-
-def _bubble_warnings(facts: Facts) -> list[str]:
-    spec, candidate, bubble = facts.request.spec, facts.candidate, facts.bubble
-    layout = candidate.layout
-    if bubble <= LOW_BUBBLE:
-        return []
-    per_stage = spec.model.layers // layout.pp
-    even = layout.vpp == 1 and spec.model.layers % layout.pp == 0
-    useful = [vpp for vpp in divisors(per_stage) if vpp > 1] if even else []
-    advice = f"vpp {useful[0]} would make it {bubble / useful[0]:.1%}" if useful else ""
-    if useful and candidate.accumulation % layout.pp:
-        advice += f" if microbatches were a multiple of pp {layout.pp}"
-    advice = advice or "a larger global batch would make it smaller"
-    return [
-        f"The pipeline bubble is {bubble:.1%} of the ideal step: (pp - 1) / (microbatches x vpp) "
-        f"= {layout.pp - 1} / ({candidate.accumulation} x {layout.vpp}); {advice}."
-    ]
-
-
-def _engine_warnings(spec: RunSpec, candidate: Candidate) -> list[str]:
-    layout, lines = candidate.layout, []
+    share = max(stage.total_bytes for stage in facts.memory) / capacity
+    if share > TIGHT_SHARE:
+        lines.append(
+            f"Memory is tight: {fill_level(facts.memory, capacity)} ({share:.0%}); fragmentation "
+            "may end the run."
+        )
+    if facts.bubble > LOW_BUBBLE:
+        lines.append(_bubble_warning(facts))
     if layout.cp > 1 and spec.engine.implementation == "auto":
         lines.append(f"cp {layout.cp} needs TransformerEngine on the nodes.")
     if layout.dp * layout.cp > 1 and candidate.zero == 0 and spec.engine.abilities.shards:
         replicas = layout.dp * layout.cp
-        lines.append(f"Optimizer state is not shared out: {replicas} GPUs hold the same.")
+        lines.append(f"Optimizer state is not sharded: {replicas} GPUs hold the same copy.")
     if spec.model.key_value_heads < layout.tp:
         lines.append(
             f"kv_heads {spec.model.key_value_heads} is below tp {layout.tp}: QKV is gathered "
             "over tp in every layer."
         )
-    return lines
+    return tuple(lines)
+
+
+def _bubble_warning(facts: Facts) -> str:
+    layers, candidate, bubble = facts.request.spec.model.layers, facts.candidate, facts.bubble
+    layout = candidate.layout
+    even = layout.vpp == 1 and layers % layout.pp == 0
+    useful = [vpp for vpp in divisors(layers // layout.pp) if vpp > 1] if even else []
+    if useful:
+        advice = f"vpp {useful[0]} would make it {bubble / useful[0]:.1%}"
+        if candidate.accumulation % layout.pp:
+            advice += f" if microbatches were a multiple of pp {layout.pp}"
+    else:
+        advice = "a larger global batch would make it smaller"
+    return (
+        f"The pipeline bubble is {bubble:.1%} of the ideal step: (pp - 1) / (microbatches x vpp) "
+        f"= {layout.pp - 1} / ({candidate.accumulation} x {layout.vpp}); {advice}."
+    )

@@ -1,6 +1,6 @@
-"""From a spec and a cluster profile to a plan, or to a refusal that says what would work.
+"""Plan a spec on a cluster, or refuse it with a hint that lists what would work.
 
-Belongs here: the order in which things are decided. Does not belong here: arithmetic, wording,
+Belongs here: the order of decisions. Does not belong here: arithmetic, wording,
 files, the clock.
 """
 
@@ -12,16 +12,10 @@ from dataclasses import dataclass, replace
 from hpctrain.errors import DoesNotFitError, HpctrainError, LimitError
 from hpctrain.plan.abilities.sharding import sharding_problems
 from hpctrain.plan.abilities.trainable import untrainable
-from hpctrain.plan.cost.lora_counts import (
-    flops_per_step,
-    held_parameters,
-    held_stages,
-    learned_parameters,
-)
 from hpctrain.plan.cost.plan_memory import candidate_memory
 from hpctrain.plan.cost.prediction import predict
 from hpctrain.plan.divisors import powers_of_two_below
-from hpctrain.plan.documents import Goal, NodeRequest, Plan
+from hpctrain.plan.documents import Goal, Plan
 from hpctrain.plan.explain import Facts, memory_refusal, proposal, reasons, warnings
 from hpctrain.plan.limits import (
     allowed_gpus,
@@ -31,13 +25,13 @@ from hpctrain.plan.limits import (
     usable_gpus,
 )
 from hpctrain.plan.mesh.batch import batch_split
-from hpctrain.plan.mesh.candidate import Candidate
 from hpctrain.plan.mesh.islands import island_warnings, on_islands, slow_links, used_islands
 from hpctrain.plan.mesh.layout import settled
 from hpctrain.plan.mesh.placement import place_axes
 from hpctrain.plan.mesh.rank_order import OrderChoice, choose_order
-from hpctrain.plan.mesh.rules import BATCH, MESH_RULES, RULES, Rule, layout_values, refusals
-from hpctrain.plan.model.parameters import pad_vocab, vocab_multiple
+from hpctrain.plan.mesh.rules import BATCH, MESH_RULES, RULES, layout_values, refusals
+from hpctrain.plan.mesh.stages import build_stages
+from hpctrain.plan.model.parameters import pad_vocab
 from hpctrain.plan.request import Knowledge, PlanRequest
 from hpctrain.plan.search.hints import larger_fit, nearest_fits, roomiest
 from hpctrain.plan.search.layouts import Found, search
@@ -46,7 +40,7 @@ from hpctrain.plan.search.space import freedom_of
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec
 
-# How many candidates just below the capacity are looked at exactly before giving up.
+# How many candidates just below the capacity are counted exactly before giving up.
 BORDERLINE = 64
 
 
@@ -81,35 +75,39 @@ def make_plan(
     knowledge: Knowledge | None = None,
     goal: Goal = "time",
 ) -> Plan:
-    """Decide everything that is to be decided before a script can be written.
+    """Decide everything that a script needs.
 
-    Without `knowledge` of a GPU no time is predicted, and a rule that knows memory only decides.
-    Raises LimitError when the site does not allow the run, else DoesNotFitError when layout,
-    batch or memory do not work out. The message has one line per problem, with numbers; the hint
-    has the nearest layouts that fit.
+    Without `knowledge` of a GPU no time is predicted, and memory alone decides. Raises LimitError
+    when the site does not allow the run, else DoesNotFitError when layout, batch or memory do not
+    work out. The message has one line per problem, with numbers; the hint has the nearest layouts
+    that fit.
     """
     return decide(PlanRequest(spec, profile, knowledge, goal)).plan
 
 
 def decide(request: PlanRequest) -> Decision:
-    """Make a plan, and keep the search that led to it."""
+    """Make a plan, and keep the search that led to it. Raises like `make_plan`."""
     spec, profile = request.spec, request.profile
     found: Found | None = None
     row: int | None = None
     sharding = sharding_problems(spec)
-    # what the engine cannot do at all says enough about sharding
-    rules = (*MESH_RULES, BATCH) if sharding else RULES
+    layout: list[str] = []
+    if spec.parallel != "auto":
+        # what the engine lacks altogether makes the rules about sharding redundant
+        rules = (*MESH_RULES, BATCH) if sharding else RULES
+        values = layout_values(spec, settled(spec, spec.parallel), spec.resources.gpus)
+        layout = refusals(request, values, rules)
     refused = Refusals(
-        site=limit_problems(spec, profile),
+        site=limit_problems(request),
         size=size_problems(spec.resources.gpus, profile),
         sharding=sharding,
-        layout=_layout_refusals(request, rules),
+        layout=layout,
     )
     # the memory of a layout on too many GPUs is worth mentioning in the same message
     impossible = refused.sharding or refused.layout or (spec.parallel == "auto" and refused.size)
     if not impossible:
-        found = search(request, freedom_of(spec, profile))
-        row = _chosen(found)
+        found = search(request, freedom_of(request))
+        row = _first_that_fits(found)
         if row is None:
             refused = replace(refused, memory=[_memory_refusal(found)])
     if found is None or row is None or refused.messages:
@@ -117,16 +115,7 @@ def decide(request: PlanRequest) -> Decision:
     return Decision(request, found, row, _assemble(found, row))
 
 
-def _layout_refusals(request: PlanRequest, rules: Sequence[Rule]) -> list[str]:
-    """List what is wrong with an explicit layout, except its memory."""
-    spec = request.spec
-    if spec.parallel == "auto":
-        return []
-    values = layout_values(spec, settled(spec, spec.parallel), spec.resources.gpus)
-    return refusals(request, values, rules)
-
-
-def _chosen(found: Found) -> int | None:
+def _first_that_fits(found: Found) -> int | None:
     """Find the first preferred row whose exact memory fits; None when none does."""
     for row in preferred(found)[:BORDERLINE]:
         memory = candidate_memory(found.request, found.candidate(int(row)))
@@ -136,7 +125,7 @@ def _chosen(found: Found) -> int | None:
 
 
 def _memory_refusal(found: Found) -> str:
-    """Say why nothing was chosen: what the leanest candidate needs, or that there is none."""
+    """Explain why nothing was chosen: the needs of the leanest candidate, or that there is none."""
     spec = found.request.spec
     if not len(found.columns):
         return (
@@ -157,47 +146,41 @@ def _refusal(request: PlanRequest, refused: Refusals) -> HpctrainError:
     only_site = list(refused.site) == refused.messages
     too_many = allowed_gpus(spec, request.profile) != spec.resources.gpus
     # a sharding that the engine lacks has its hint in its message
-    wanted = not refused.sharding and (too_many or not only_site)
-    return kind("\n".join(refused.messages), _hint(request) if wanted else None)
+    hinted = not refused.sharding and (too_many or not only_site)
+    return kind("\n".join(refused.messages), _hint(request) if hinted else None)
 
 
 def _hint(request: PlanRequest) -> str:
-    """Say what would work: on the GPUs asked for, on fewer where those are too many, else on
-    more."""
+    """List layouts that fit: on the GPUs of the spec, on fewer if these are too many, or more."""
     spec, profile = request.spec, request.profile
-    gpus, asked = allowed_gpus(spec, profile), spec.resources.gpus
-    for number in (gpus, *powers_of_two_below(gpus)) if gpus != asked else (gpus,):
-        found = proposal(nearest_fits(request, number))
-        if found is not None:
-            return found if number == asked else f"on {number} GPUs {found}"
+    gpus, wanted = allowed_gpus(spec, profile), spec.resources.gpus
+    for number in (gpus, *powers_of_two_below(gpus)) if gpus != wanted else (gpus,):
+        fitting = proposal(nearest_fits(request, number))
+        if fitting is not None:
+            return fitting if number == wanted else f"on {number} GPUs {fitting}"
     limit = usable_gpus(spec, profile)
     larger = larger_fit(request, limit)
     if larger is not None:
         needed = larger.layout.world_size
-        return f"no layout of {asked} GPUs fits; {needed} GPUs would do: {larger}"
+        return f"no layout of {wanted} GPUs fits; {needed} GPUs would do: {larger}"
     return f"no layout was found on up to {limit} GPUs, the most that one run may have here"
 
 
-def _ordered(found: Found, candidate: Candidate, nodes: NodeRequest) -> OrderChoice:
-    """Choose the order of axes: the search's where it has priced slow links, or where there are
-    none; else the one that sends less over them."""
-    spec, profile = found.request.spec, found.request.profile
-    own, several = candidate.layout.order, len(used_islands(nodes, profile)) > 1
-    links = slow_links(nodes, profile)
-    if not found.timed or (links and not several):
-        return choose_order(spec, profile, candidate, nodes)
-    if not links:
-        return OrderChoice(own, ())
-    other = choose_order(spec, profile, candidate, nodes)
-    reasons = other.reasons if other.order == own else (f"order {own} has the shorter step.",)
-    return OrderChoice(own, reasons)
-
-
 def _assemble(found: Found, row: int) -> Plan:
-    request, candidate = found.request, found.candidate(row)
+    """Make the document of one row.
+
+    The order of axes is the search's where it has priced slow links, or where there are none; else
+    the one that sends less over them.
+    """
+    request, candidate, counts = found.request, found.candidate(row), found.request.counts
     spec, profile, model = request.spec, request.profile, request.spec.model
     nodes = on_islands(node_request(candidate.layout.world_size, profile.gpu.per_node), profile)
-    ordered = _ordered(found, candidate, nodes)
+    ordered, order = choose_order(request, candidate, nodes), candidate.layout.order
+    links, several = slow_links(nodes, profile), len(used_islands(nodes, profile)) > 1
+    if found.timed and not links:
+        ordered = OrderChoice(order, ())
+    elif found.timed and several and ordered.order != order:
+        ordered = OrderChoice(order, (f"order {order} has the shorter step.",))
     layout = candidate.layout.model_copy(update={"order": ordered.order})
     candidate = replace(candidate, layout=layout)
     memory = candidate_memory(request, candidate)
@@ -217,10 +200,12 @@ def _assemble(found: Found, row: int) -> Plan:
         zero=candidate.zero,
         shard_gpus=candidate.shard_gpus,
         offload=spec.optimizer.offload if candidate.offload else "none",
-        padded_vocab=pad_vocab(model.vocab, layout.tp, vocab_multiple(spec)),
-        parameters=held_parameters(spec),
-        learned_parameters=learned_parameters(spec) if spec.lora else None,
-        stages=held_stages(spec, layout, candidate.split),
+        padded_vocab=pad_vocab(model.vocab, layout.tp, counts.vocab_multiple),
+        parameters=counts.parameters,
+        learned_parameters=counts.trainable if spec.lora else None,
+        stages=build_stages(
+            model, layout, candidate.split, counts.vocab_multiple, counts.adapters_per_layer
+        ),
         memory=memory,
         gpu_memory_bytes=int(profile.gpu.memory),
         placements=placements,
@@ -228,7 +213,7 @@ def _assemble(found: Found, row: int) -> Plan:
         prediction=prediction,
         unit="images" if model.reads_images else "tokens",
         search=found.counts,
-        model_flops_per_step=flops_per_step(spec),
+        model_flops_per_step=counts.flops_per_step,
         reasons=(*reasons(facts), *ordered.reasons),
         warnings=(*warnings(facts), *island_warnings(nodes, profile), *untrainable(spec)),
     )

@@ -17,8 +17,9 @@ from hpctrain.convert.hugging_face_directory import write_model
 from hpctrain.engines.documents import parse_train_config
 from hpctrain.errors import InvalidInputError
 from hpctrain.plan.abilities.representable import LINEAR_LAYERS
-from hpctrain.plan.cost.lora_counts import held_parameters, held_stages, learned_parameters
 from hpctrain.plan.mesh.layout import layout_of
+from hpctrain.plan.mesh.stages import build_stages
+from hpctrain.plan.model.counts import count_model
 from hpctrain.plan.model.parameters import total_parameters
 from hpctrain.spec.run import ParallelSpec, RunSpec
 from hpctrain.spec.tuning import LoraSpec
@@ -96,8 +97,11 @@ def test_a_model_is_what_was_planned_and_learns_with_every_weight(name: str) -> 
 
 def planned(config: Any) -> int:
     """Of the plan for one GPU: rows of embeddings are not padded, as Megatron's are."""
-    split = (config.model.layers,)
-    (stage,) = held_stages(spec_of(config), layout_of(ParallelSpec(), 1), split)
+    split, counts = (config.model.layers,), count_model(spec_of(config))
+    layout = layout_of(ParallelSpec(), 1)
+    (stage,) = build_stages(
+        config.model, layout, split, counts.vocab_multiple, counts.adapters_per_layer
+    )
     return stage.parameters_per_gpu
 
 
@@ -132,9 +136,9 @@ def test_what_lora_learns_is_what_was_planned(targets: Any, name: str, rank: int
     config = config_of(name, lora=dict(rank=rank, targets=targets))
     module = build_module(config, device=META)
     learned = sum(one.numel() for one in module.parameters() if one.requires_grad)
-    assert learned == learned_parameters(spec_of(config))
+    assert learned == count_model(spec_of(config)).trainable
     held = sum(one.numel() for one in module.parameters())
-    assert held == planned(config) == held_parameters(spec_of(config))
+    assert held == planned(config) == count_model(spec_of(config)).parameters
 
 
 def test_a_llama_of_7_billion_is_tuned_as_planned() -> None:

@@ -1,6 +1,6 @@
-"""Which data a model can learn from, out of all formats.
+"""List the data formats that a model can be trained on.
 
-Belongs here: one sentence for each combination that makes no sense. Does not belong here: whether
+Belongs here: one message for each impossible combination. Does not belong here: whether
 the files are there (see `hpctrain.actions.samples`).
 """
 

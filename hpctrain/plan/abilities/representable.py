@@ -1,4 +1,4 @@
-"""Which models Hugging Face's classes can be, out of all shapes that a spec can describe.
+"""List the models of a spec that Hugging Face's classes cannot represent.
 
 Belongs here: one sentence for each choice that a class has no setting for. Does not belong here:
 the settings (see `hpctrain.engines.hugging_face`), what trains them (see `trainable`).
@@ -6,7 +6,7 @@ the settings (see `hpctrain.engines.hugging_face`), what trains them (see `train
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from hpctrain.spec.model import ModelSpec
 from hpctrain.spec.run import RunSpec
@@ -55,84 +55,54 @@ _FIXED: dict[str, dict[str, tuple[object, ...]]] = {
     "resnet": dict(dropout=(0.0,)),
 }  # fmt: skip
 
-Found = Iterator[tuple[str, str]]
-
 
 def unrepresentable(spec: RunSpec) -> list[tuple[str, str]]:
     """List (dotted path of the field, why no class of Hugging Face has it); empty when one has."""
-    return [*unrepresentable_model(spec.model), *_task(spec), *_lora(spec), *_blocks(spec)]
+    return [*unrepresentable_model(spec.model), *_task_problems(spec)]
 
 
-def unrepresentable_model(model: ModelSpec) -> list[tuple[str, str]]:
-    """List the same for the shape alone."""
-    return [found for check in _CHECKS for found in check(model)]
-
-
-def _fixed(model: ModelSpec) -> Found:
-    for field, values in _FIXED[model.family].items():
+def unrepresentable_model(model: ModelSpec) -> Iterator[tuple[str, str]]:
+    """Yield the same for the shape alone."""
+    family, name = model.family, CLASSES[model.family]
+    for field, values in _FIXED[family].items():
         if getattr(model, field) not in values:
-            given, only = _word(getattr(model, field)), " or ".join(map(_word, values))
-            yield f"model.{field}", f"{CLASSES[model.family]} has {field} {only}, not {given}"
-
-
-def _word(value: object) -> str:
-    """Write a value as YAML does."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _gated(model: ModelSpec) -> Found:
-    if model.gated and model.family not in ("llama", "resnet"):
-        yield "model.activation", f"{CLASSES[model.family]} has no gate: swiglu needs family llama"
-
-
-def _heads(model: ModelSpec) -> Found:
-    if model.family == "resnet":
-        return
-    name = CLASSES[model.family]
-    if model.family == "llama":
-        if model.hidden % model.heads:  # LlamaConfig.validate_architecture, also with head_dim
-            yield "model.heads", f"{name} wants hidden {model.hidden} divisible by heads"
-        return
-    if model.key_value_heads != model.heads:
+            given, only = _yaml(getattr(model, field)), " or ".join(map(_yaml, values))
+            yield f"model.{field}", f"{name} has {field} {only}, not {given}"
+    if model.gated and family not in ("llama", "resnet"):
+        yield "model.activation", f"{name} has no gate: swiglu needs family llama"
+    if family == "llama" and model.hidden % model.heads:
+        # LlamaConfig.validate_architecture, also with head_dim
+        yield "model.heads", f"{name} wants hidden {model.hidden} divisible by heads"
+    if family not in ("llama", "resnet") and model.key_value_heads != model.heads:
         yield "model.kv_heads", f"{name} has as many key/value heads as heads ({model.heads})"
-    if model.head_size * model.heads != model.hidden:
+    if family not in ("llama", "resnet") and model.head_size * model.heads != model.hidden:
         yield "model.head_dim", f"{name} has head_dim hidden / heads = {model.hidden / model.heads}"
-
-
-def _megatrons(model: ModelSpec) -> Found:
-    """Find parts that megatron-core has and these classes have not."""
-    given = [("moe", model.moe), ("mla", model.mla), ("mtp_layers", model.mtp_layers)]
-    for field, value in given:
+    for field, value in dict(moe=model.moe, mla=model.mla, mtp_layers=model.mtp_layers).items():
         if value:
-            yield f"model.{field}", f"{CLASSES[model.family]} has no {field}"
+            yield f"model.{field}", f"{name} has no {field}"
 
 
-def _task(spec: RunSpec) -> Found:
-    model, task = spec.model, spec.learned_task
-    if task not in TASKS[model.family]:
-        known = " or ".join(TASKS[model.family])
-        yield "task", f"a {model.family} learns {known}, not {task}"
+def _task_problems(spec: RunSpec) -> Iterator[tuple[str, str]]:
+    """Yield problems of task, adapters and recomputation with the class of the model."""
+    model, task, family = spec.model, spec.learned_task, spec.model.family
+    layers = LINEAR_LAYERS[family]
+    if task not in TASKS[family]:
+        yield "task", f"a {family} learns {' or '.join(TASKS[family])}, not {task}"
     elif task == "classification" and not model.reads_images and model.classes is None:
         yield "task", "classification of texts needs `model.classes`, their number"
     elif task != "classification" and model.classes is not None:
         yield "model.classes", f"classes are for `task: classification`, not for {task}"
-
-
-def _lora(spec: RunSpec) -> Found:
-    family, layers = spec.model.family, LINEAR_LAYERS[spec.model.family]
-    if spec.lora is None:
-        return
-    if not layers:
+    if spec.lora is not None and not layers:
         yield "lora", f"LoRA adapts linear layers, the blocks of a {family} have none"
-    elif spec.lora.targets != "all" and (unknown := set(spec.lora.targets) - set(layers)):
-        listed = ", ".join(sorted(unknown))
-        words = f"a {family} has no linear layers {listed}; it has {', '.join(layers)}"
-        yield "lora.targets", words
-
-
-def _blocks(spec: RunSpec) -> Found:
-    if spec.model.family == "resnet" and spec.recompute == "full":
+    elif spec.lora is not None and spec.lora.targets != "all":
+        unknown = ", ".join(sorted(set(spec.lora.targets) - set(layers)))
+        if unknown:
+            message = f"a {family} has no linear layers {unknown}; it has {', '.join(layers)}"
+            yield "lora.targets", message
+    if family == "resnet" and spec.recompute == "full":
         yield "recompute", "a resnet has no blocks to compute again: say `none`"
 
 
-_CHECKS: tuple[Callable[[ModelSpec], Found], ...] = (_fixed, _gated, _heads, _megatrons)
+def _yaml(value: object) -> str:
+    """Write a value as YAML does."""
+    return str(value).lower() if isinstance(value, bool) else str(value)

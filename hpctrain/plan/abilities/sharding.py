@@ -1,6 +1,6 @@
-"""What of a spec's layout, sharding and offload its engine does not have.
+"""Check sharding and offload of a spec against the abilities of its engine.
 
-Belongs here: sentences about that, and the values that a search may try. Does not belong here: what
+Belongs here: messages about that, and the values that a search may try. Does not belong here: what
 each engine has (see `hpctrain.spec.engines`), rules about layouts (`mesh.rules`), what hpctrain
 trains (`trainable`).
 """
@@ -13,35 +13,33 @@ from hpctrain.spec.run import RunSpec
 
 
 def sharding_problems(spec: RunSpec) -> list[str]:
-    """Find what of the spec's sharding and offload the engine cannot do.
+    """List the sharding and offload of the spec that the engine does not have.
 
-    What settings exclude among themselves was found with the spec (`hpctrain.spec.engines`).
+    Settings that exclude each other are errors of the spec (`hpctrain.spec.engines`).
     """
     engine, optimizer, abilities = spec.engine.name, spec.optimizer, spec.engine.abilities
-    found = _stage_problems(spec)
+    zero, stages, problems = optimizer.zero, abilities.zero_stages, []
+    if zero is not None and zero not in stages:
+        others = [name for name, other in ENGINES.items() if zero in other.zero_stages]
+        problems.append(
+            f"engine {engine} has no ZeRO stage {zero}: set `optimizer.zero` to "
+            f"{or_list(stages)}, or `engine.name` to {' or '.join(others)}"
+        )
+    elif (
+        zero is not None
+        and "distributed" in optimizer.model_fields_set
+        and optimizer.distributed != (zero > 0)
+    ):
+        given = "true" if optimizer.distributed else "false"
+        problems.append(
+            f"optimizer.zero {zero} contradicts `distributed: {given}`: remove one of them"
+        )
     if optimizer.offload not in abilities.offloads:
-        found.append(f"engine {engine} has no `optimizer.offload: {optimizer.offload}`")
+        problems.append(f"engine {engine} has no `optimizer.offload: {optimizer.offload}`")
     if optimizer.shard_gpus is not None and not abilities.shards_over_part:
         able = " or ".join(name for name, other in ENGINES.items() if other.shards_over_part)
-        found.append(f"optimizer.shard_gpus is for engine {able} (HSDP), not for {engine}")
-    return found
-
-
-def _stage_problems(spec: RunSpec) -> list[str]:
-    zero, stages = spec.optimizer.zero, spec.engine.abilities.zero_stages
-    if zero is None:
-        return []
-    if zero not in stages:
-        others = [name for name, other in ENGINES.items() if zero in other.zero_stages]
-        return [
-            f"engine {spec.engine.name} has no ZeRO stage {zero}: set `optimizer.zero` to "
-            f"{or_list(stages)}, or `engine.name` to {' or '.join(others)}"
-        ]
-    written = "distributed" in spec.optimizer.model_fields_set
-    if written and spec.optimizer.distributed != (zero > 0):
-        word = "true" if spec.optimizer.distributed else "false"
-        return [f"optimizer.zero {zero} contradicts `distributed: {word}`: remove one of them"]
-    return []
+        problems.append(f"optimizer.shard_gpus is for engine {able} (HSDP), not for {engine}")
+    return problems
 
 
 def zero_choices(spec: RunSpec) -> tuple[int, ...]:

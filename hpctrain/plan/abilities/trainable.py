@@ -1,6 +1,6 @@
-"""What hpctrain's own trainer can train, out of all that can be planned.
+"""List what a plan may contain but hpctrain's own trainer cannot train.
 
-Belongs here: one sentence for each thing that no engine can, and the call of the engine's own
+Belongs here: one message for each thing that no engine can, and the call of the engine's own
 rules. Does not belong here: these (`trainable_*`), what cannot be planned at all (`layout`,
 `sharding`).
 """
@@ -18,7 +18,7 @@ from hpctrain.spec.run import RunSpec
 
 TRAINED_PRECISIONS = ("bf16", "fp32")
 
-Found = list[tuple[str, str]]
+Problems = list[tuple[str, str]]
 
 
 class Rules(Protocol):
@@ -34,18 +34,32 @@ class Rules(Protocol):
 
 def untrainable(spec: RunSpec) -> tuple[str, ...]:
     """List why `submit` refuses this spec, the field first; empty when it can be trained."""
-    lines = [words for _, words in untrainable_fields(spec)]
-    return tuple(f"{words}: this can be planned, but not submitted" for words in lines)
+    return tuple(
+        f"{message}: this can be planned, but not submitted"
+        for _, message in untrainable_fields(spec)
+    )
 
 
-def untrainable_fields(spec: RunSpec) -> Found:
+def untrainable_fields(spec: RunSpec) -> Problems:
     """List (dotted path of the field, what the trainer lacks)."""
-    rules = _rules(spec.engine.abilities)
+    engine, family, abilities = spec.engine.name, spec.model.family, spec.engine.abilities
+    problems: Problems = []
+    if family not in abilities.families:
+        *others, last = abilities.families
+        trained = f"{', '.join(others)} and {last}" if others else last
+        problems.append(("model.family", f"hpctrain trains {trained} with {engine}, not {family}"))
+    if spec.precision not in TRAINED_PRECISIONS:
+        message = f"hpctrain trains in bf16 and fp32, not in {spec.precision}"
+        problems.append(("precision", message))
+    if spec.optimizer.offload not in abilities.trained_offloads:
+        place = f"the optimizer's state on {spec.optimizer.offload}"
+        problems.append(("optimizer.offload", f"hpctrain does not train {engine} with {place}"))
+    rules = _rules(abilities)
     own = list(rules.untrainable(spec)) if rules else []
     named = {field for field, _ in own}
-    # an engine may have a sentence of its own about the format
-    formats = [(field, words) for field, words in unreadable(spec) if field not in named]
-    return [*_of_every_engine(spec), *formats, *own]
+    # an engine may have a message of its own about the format
+    formats = [(field, message) for field, message in unreadable(spec) if field not in named]
+    return [*problems, *formats, *own]
 
 
 def untrainable_axes(spec: RunSpec) -> Collection[str]:
@@ -54,8 +68,8 @@ def untrainable_axes(spec: RunSpec) -> Collection[str]:
     return refuse(spec) if refuse is not None else ()
 
 
-def untrainable_layout(plan: Plan) -> Found:
-    """List axes of a plan that can be priced, but not trained."""
+def untrainable_layout(plan: Plan) -> Problems:
+    """List the axes of a plan that this engine cannot train."""
     trained = abilities_of(plan.engine).trained_axes
     chosen = {"tp": plan.layout.tp, "pp": plan.layout.pp, "cp": plan.layout.cp}
     return [
@@ -67,18 +81,3 @@ def untrainable_layout(plan: Plan) -> Found:
 
 def _rules(abilities: EngineAbilities) -> Rules | None:
     return cast(Rules, resolve(abilities.rules)) if abilities.rules else None
-
-
-def _of_every_engine(spec: RunSpec) -> Found:
-    found: Found = []
-    engine, family, abilities = spec.engine.name, spec.model.family, spec.engine.abilities
-    if family not in abilities.families:
-        *others, last = abilities.families
-        trained = f"{', '.join(others)} and {last}" if others else last
-        found.append(("model.family", f"hpctrain trains {trained} with {engine}, not {family}"))
-    if spec.precision not in TRAINED_PRECISIONS:
-        found.append(("precision", f"hpctrain trains in bf16 and fp32, not in {spec.precision}"))
-    if spec.optimizer.offload not in abilities.trained_offloads:
-        place = f"the optimizer's state on {spec.optimizer.offload}"
-        found.append(("optimizer.offload", f"hpctrain does not train {engine} with {place}"))
-    return found

@@ -1,6 +1,6 @@
-"""What hpctrain cannot train with DeepSpeed, out of all that can be planned for it.
+"""List what hpctrain cannot train with DeepSpeed although it can be planned.
 
-Belongs here: one sentence for each. Does not belong here: what DeepSpeed's settings exclude among
+Belongs here: one message for each. Does not belong here: what DeepSpeed's settings exclude among
 themselves (`hpctrain.spec.engines.deepspeed`).
 """
 
@@ -25,16 +25,16 @@ def untrainable_by_deepspeed(spec: RunSpec) -> Iterator[tuple[str, str]]:
     """
     homes = (spec.optimizer.offload, spec.engine.deepspeed.offload_parameters)
     if spec.resources.min_nodes is not None and "nvme" in homes:
-        words = "what DeepSpeed keeps on NVMe belongs to one number of ranks"
-        yield "resources.min_nodes", words
+        message = "what DeepSpeed keeps on NVMe belongs to one number of ranks"
+        yield "resources.min_nodes", message
     if spec.parallel == "auto":
         return
     if spec.parallel.tp > 1:
         yield from untrainable_in_tensors(spec)
         if spec.model.key_value_heads % spec.parallel.tp:
             heads, tp = spec.model.key_value_heads, spec.parallel.tp
-            words = "with DeepSpeed each rank of tp has whole key/value heads"
-            yield "parallel.tp", f"{words}: {heads} of them cannot be divided by {tp}"
+            message = "with DeepSpeed each rank of tp has whole key/value heads"
+            yield "parallel.tp", f"{message}: {heads} of them cannot be divided by {tp}"
     if spec.parallel.pp > 1:
         yield from untrainable_in_a_pipeline(spec)
 
@@ -46,13 +46,16 @@ def untrainable_axes(spec: RunSpec) -> tuple[str, ...]:
 
 
 def untrainable_in_tensors(spec: RunSpec) -> Iterator[tuple[str, str]]:
-    """DeepSpeed's layers take the place of a Llama's linear ones, whose weights are learned
-    (`hpctrain.train.engines.deepspeed.tensor_parallel`); GPT-2 has Conv1D in their place, which
-    module_inject/auto_tp.py of DeepSpeed 0.19.8 does not support."""
+    """Yield what excludes tensor parallelism with DeepSpeed.
+
+    DeepSpeed's layers replace the linear layers of a Llama, whose weights are trained
+    (`hpctrain.train.engines.deepspeed.tensor_parallel`); GPT-2 has Conv1D instead, which
+    module_inject/auto_tp.py of DeepSpeed 0.19.8 does not support.
+    """
     splits = "with DeepSpeed hpctrain splits weights over tp"
     if spec.model.family != "llama":
-        words = f"{splits} for a llama, not for a {spec.model.family}"
-        yield "model.family", f"{words}: engine megatron has tp for gpt, llama and bert"
+        message = f"{splits} for a llama, not for a {spec.model.family}"
+        yield "model.family", f"{message}: engine megatron has tp for gpt, llama and bert"
     if spec.lora is not None:
         yield "lora", f"{splits} for whole models: no `lora`"
     if spec.optimizer.zero == 3:
@@ -60,8 +63,11 @@ def untrainable_in_tensors(spec: RunSpec) -> Iterator[tuple[str, str]]:
 
 
 def untrainable_in_a_pipeline(spec: RunSpec) -> Iterator[tuple[str, str]]:
-    """Its layers are those of GPT-2 and Llama, and its loss is the mean over all words
-    (`hpctrain.train.engines.deepspeed.pipeline`)."""
+    """Yield what excludes a pipeline with DeepSpeed.
+
+    Its layers are those of GPT-2 and Llama, and its loss is the mean over all words
+    (`hpctrain.train.engines.deepspeed.pipeline`).
+    """
     trains = "a pipeline of DeepSpeed's trains"
     if spec.model.family not in ("gpt", "llama"):
         yield "model.family", f"{trains} gpt and llama, not {spec.model.family}"
@@ -72,8 +78,8 @@ def untrainable_in_a_pipeline(spec: RunSpec) -> Iterator[tuple[str, str]]:
     if spec.lora is not None:
         yield "lora", f"{trains} whole models: no `lora`"
     if spec.optimizer.offload != "none":
-        words = f"{trains} with the optimizer's state on the GPU, not on {spec.optimizer.offload}"
-        yield "optimizer.offload", words
+        message = f"{trains} with the optimizer's state on the GPU, not on {spec.optimizer.offload}"
+        yield "optimizer.offload", message
     if spec.optimizer.zero == 0 or not spec.optimizer.distributed:
         yield "optimizer.zero", f"{trains} at ZeRO stage 1"
     if spec.profile is not None and spec.profile.flops:

@@ -1,4 +1,4 @@
-"""Seconds that one microbatch spends in each kind of block on one rank.
+"""Compute the seconds that one microbatch spends in each kind of block on one rank.
 
 Belongs here: which kernels and messages an attention, MLP, MoE, Mamba block and the output layer
 consist of. Does not belong here: how fast a kernel is (`kernels`), how microbatches follow each
@@ -47,55 +47,55 @@ class Passes:
 
 
 def tokens(case: Case) -> Array:
-    """T: context parallelism splits the sequence."""
+    """Count T, the tokens of a rank: context parallelism splits the sequence."""
     return case.mesh.micro_batch * case.shape.seq / case.mesh.cp
 
 
 def split_tokens(case: Case) -> Array:
-    """Tokens outside the tensor parallel region: T / t with sequence parallelism."""
+    """Count tokens outside the tensor parallel region: T / t with sequence parallelism."""
     mesh = case.mesh
     return tokens(case) / np.where(np.asarray(mesh.sequence_parallel) > 0, mesh.tp, 1)
 
 
 def linear(case: Case, rows: Array, n: Array, k: Array) -> Passes:
-    """A linear layer [rows, k] -> [rows, n]: one product forward, two of the same size back.
+    """Price a linear layer [rows, k] -> [rows, n]: one product forward, two of that size back.
 
-    Of frozen weights (LoRA) nobody needs the gradient, which is the second.
+    Frozen weights (LoRA) need no weight gradient, which is the second.
     """
     forward = product_seconds(case, rows, n, k)
-    learns = np.asarray(case.shape.learned) >= 1
-    of_weights = np.where(learns, product_seconds(case, k, n, rows), 0.0)
+    trained = np.asarray(case.shape.trainable) >= 1
+    of_weights = np.where(trained, product_seconds(case, k, n, rows), 0.0)
     return Passes(forward, product_seconds(case, rows, k, n) + of_weights)
 
 
-def thin_matrices(case: Case) -> Passes:
-    """All of LoRA's matrices of one layer: as one product with as many weights."""
+def adapters(case: Case) -> Passes:
+    """Price all of LoRA's matrices of one layer: as one product with as many weights."""
     shape = case.shape
-    learned = replace(case, shape=replace(shape, learned=1))
-    rank = np.maximum(shape.thin_rank, 1)
-    return linear(learned, tokens(case), rank, shape.thin / rank).times(
-        flag(np.asarray(shape.thin) > 0)
+    trained = replace(case, shape=replace(shape, trainable=1))
+    rank = np.maximum(shape.adapter_rank, 1)
+    return linear(trained, tokens(case), rank, shape.adapters / rank).times(
+        flag(np.asarray(shape.adapters) > 0)
     )
 
 
 def streaming(case: Case, forward_bytes: Array) -> Passes:
-    """Elementwise work; backward reads the gradient besides and writes another."""
+    """Price elementwise work; backward also reads the gradient and writes another."""
     seconds = case.software.streaming * stream(case, forward_bytes)
     return Passes(seconds, 1.6 * seconds)
 
 
 def surroundings(case: Case) -> Passes:
-    """Norm (in, out) and residual addition (two in, one out) in front of a block."""
+    """Price norm (in, out) and residual addition (two in, one out) in front of a block."""
     return streaming(case, 5 * case.mesh.element_bytes * split_tokens(case) * case.shape.hidden)
 
 
 def norm(case: Case) -> Passes:
-    """One norm alone: in and out."""
+    """Price one norm alone: in and out."""
     return streaming(case, 2 * case.mesh.element_bytes * split_tokens(case) * case.shape.hidden)
 
 
 def region_messages(case: Case) -> Passes:
-    """Entering and leaving the tensor parallel region once.
+    """Price entering and leaving the tensor parallel region once.
 
     Without sequence parallelism one all-reduce of [T, h] forward and one back (Shoeybi et al.
     2019, arXiv 1909.08053, section 3); with it an all-gather and a reduce-scatter each way
@@ -109,7 +109,7 @@ def region_messages(case: Case) -> Passes:
 
 
 def attention(case: Case) -> Passes:
-    """Norm, projections, rotary positions, core attention, residual."""
+    """Price norm, projections, rotary positions, core attention, residual."""
     projections = np.asarray(case.shape.mla) > 0
     plain, latent = plain_projections(case), latent_projections(case)
     chosen = Passes(
@@ -123,7 +123,7 @@ def attention(case: Case) -> Passes:
 
 
 def plain_projections(case: Case) -> Passes:
-    """QKV and output projection of MHA or GQA."""
+    """Price QKV and output projection of MHA or GQA."""
     shape, mesh, rows = case.shape, case.mesh, tokens(case)
     width = shape.heads * shape.qk_dim + shape.kv_heads * (shape.qk_dim + shape.value_dim)
     output = linear(case, rows, shape.hidden, shape.heads * shape.value_dim / mesh.tp)
@@ -141,7 +141,7 @@ def latent_projections(case: Case) -> Passes:
 
 
 def latent_up(case: Case) -> Passes:
-    """MLA: from the ranks up to the queries, keys and values of the heads."""
+    """Price MLA from the ranks up to the queries, keys and values of the heads."""
     shape, mesh, rows = case.shape, case.mesh, tokens(case)
     inner = np.where(np.asarray(shape.q_rank) > 0, shape.q_rank, shape.hidden)
     query = linear(case, rows, shape.heads * shape.qk_dim / mesh.tp, inner)
@@ -150,7 +150,7 @@ def latent_up(case: Case) -> Passes:
 
 
 def visible_pairs(case: Case, causal_saves: Array) -> Array:
-    """Pairs of query and key per head and microbatch, averaged over the attention blocks."""
+    """Count pairs of query and key per head and microbatch, mean over the attention blocks."""
     shape = case.shape
     length = np.asarray(shape.seq, dtype=float)
     everything = length * np.where(np.asarray(shape.causal) * causal_saves > 0, 0.5, 1.0)
@@ -161,7 +161,7 @@ def visible_pairs(case: Case, causal_saves: Array) -> Array:
 
 
 def core_attention(case: Case) -> Passes:
-    """softmax(Q K') V: fused (2 products forward, 5 back) or unfused (2 and 4)."""
+    """Price softmax(Q K') V: fused (2 products forward, 5 back) or unfused (2 and 4)."""
     heads = case.shape.heads / case.mesh.tp
     seen, all_pairs = visible_pairs(case, 1.0), visible_pairs(case, 0.0)
     flash = np.asarray(case.software.flash) > 0
@@ -198,12 +198,12 @@ def context_messages(case: Case) -> Passes:
 
 
 def mlp(case: Case) -> Passes:
-    """Norm, two or three matrices, activation, residual."""
+    """Price norm, two or three matrices, activation, residual."""
     return surroundings(case) + feed_forward(case, case.shape.ffn) + region_messages(case)
 
 
 def feed_forward(case: Case, ffn: Array) -> Passes:
-    """The matrices of one MLP of size `ffn`, split over t, and its activation function."""
+    """Price the matrices of one MLP of size `ffn`, split over t, and its activation function."""
     shape, mesh, rows = case.shape, case.mesh, tokens(case)
     part = ffn / mesh.tp
     first = linear(case, rows, shape.mlp_width * part, shape.hidden)
@@ -213,7 +213,7 @@ def feed_forward(case: Case, ffn: Array) -> Passes:
 
 
 def moe(case: Case) -> Passes:
-    """Norm, router, experts as grouped products, shared experts, residual; no messages."""
+    """Price norm, router, experts as grouped products, shared experts, residual; no messages."""
     shape = case.shape
     router = linear(case, split_tokens(case), shape.experts, shape.hidden)
     shared = feed_forward(case, shape.shared_ffn).times(flag(np.asarray(shape.shared_ffn) > 0))
@@ -223,7 +223,7 @@ def moe(case: Case) -> Passes:
 
 
 def routed_rows(case: Case) -> Array:
-    """Rows that the experts of one rank work on: every token top_k times, balanced.
+    """Count rows that the experts of one rank compute: every token top_k times, balanced.
 
     With expert parallelism the tensor parallel ranks hold different tokens (T / t each, expert
     tensor size 1), without it they all see T tokens.
@@ -233,7 +233,7 @@ def routed_rows(case: Case) -> Array:
 
 
 def experts(case: Case) -> Passes:
-    """Grouped products over the experts of a rank, and the activation function."""
+    """Price grouped products over the experts of a rank, and the activation function."""
     shape, mesh = case.shape, case.mesh
     rows, own = routed_rows(case), np.maximum(shape.experts / mesh.ep, 1)
     each = rows / own
@@ -246,7 +246,7 @@ def experts(case: Case) -> Passes:
 
 
 def expert_activation(case: Case) -> Passes:
-    """The activation function between the two products of the experts."""
+    """Price the activation function between the two products of the experts."""
     shape, mesh = case.shape, case.mesh
     part = shape.expert_ffn / mesh.expert_tp
     moved = mesh.element_bytes * routed_rows(case) * part * (shape.mlp_width + 1)
@@ -254,14 +254,14 @@ def expert_activation(case: Case) -> Passes:
 
 
 def permutation(case: Case) -> Passes:
-    """Sorting tokens by expert before and after the experts: in and out each."""
+    """Price sorting tokens by expert before and after the experts: in and out each."""
     return streaming(
         case, 6 * case.mesh.element_bytes * routed_rows(case) * case.shape.expert_hidden
     )
 
 
 def dispatch_messages(case: Case) -> Passes:
-    """All-to-all to the experts and back, both passes."""
+    """Price the all-to-all to the experts and back, both passes."""
     mesh = case.mesh
     sent = mesh.element_bytes * routed_rows(case) * case.shape.expert_hidden
     stride = 1  # expert groups take consecutive ranks (tp x ep nearest, Megatron's order)
@@ -291,7 +291,7 @@ def mamba(case: Case) -> Passes:
 
 
 def output_layer(case: Case) -> Passes:
-    """Final norm, logits and cross entropy; the output matrix stays in 16 bits.
+    """Price final norm, logits and cross entropy; the output matrix stays in 16 bits.
 
     Unfused cross entropy works on fp32 logits: cast, maximum, exponential, sum, gradient
     (megatron/core/tensor_parallel/cross_entropy.py); fused kernels read and write 16 bits.
@@ -306,6 +306,6 @@ def output_layer(case: Case) -> Passes:
 
 
 def embedding(case: Case) -> Passes:
-    """Reading rows of the table, adding their gradients, one reduction over t."""
+    """Price reading rows of the table, adding their gradients, one reduction over t."""
     moved = 3 * case.mesh.element_bytes * tokens(case) * case.shape.hidden
     return streaming(case, moved) + region_messages(case).times(0.5)

@@ -1,4 +1,4 @@
-"""One case or many: a model, its layout, the machine below it and the software in between.
+"""The input of the cost formulas: model, layout, machine and software, for one case or many.
 
 Belongs here: the records that the formulas of this package take. All fields broadcast against
 each other: numbers, or arrays of shape [cases]. Flags are 0 or 1. Does not belong here: formulas.
@@ -73,9 +73,9 @@ class Shape:
     rms_norm: Array = 0
     dropout: Array = 0
     vocab_multiple: Array = 128  # Megatron-LM, make_vocab_size_divisible_by
-    thin: Array = 0  # weights of LoRA's matrices in one layer
-    thin_rank: Array = 0
-    learned: Array = 1  # share of all weights with a gradient; below 1 the layers' own are frozen
+    adapters: Array = 0  # weights of LoRA's matrices in one layer
+    adapter_rank: Array = 0
+    trainable: Array = 1  # share of all weights with a gradient; below 1 the layers' own are frozen
 
     @property
     def mlp_width(self) -> Array:
@@ -213,7 +213,7 @@ Record = TypeVar("Record")
 
 
 def stack(records: Sequence[Record]) -> Record:
-    """Many records of one kind as one whose fields are arrays of shape [len(records)]."""
+    """Stack records of one kind into one whose fields are arrays of shape [len(records)]."""
     first = records[0]
     columns = {
         field.name: np.array([getattr(record, field.name) for record in records], dtype=float)

@@ -1,4 +1,4 @@
-"""Which blocks a group of layers consists of.
+"""Count the blocks of a group of layers.
 
 Belongs here: counts of attention, MLP, MoE and Mamba blocks in a stage. Does not belong here: what
 a block costs (`blocks`, `plan_memory`, `weights`).
@@ -30,7 +30,7 @@ class Blocks:
 
 
 def all_blocks(case: Case) -> Blocks:
-    """The whole model, without multi-token prediction layers."""
+    """Count the blocks of the whole model, without multi-token prediction layers."""
     shape = case.shape
     return Blocks(
         shape.layers,
@@ -42,7 +42,7 @@ def all_blocks(case: Case) -> Blocks:
 
 
 def first_blocks(case: Case) -> Blocks:
-    """The first stage: with `dense_first` its first layers are the dense ones."""
+    """Count the blocks of the first stage: with `dense_first` its first layers are dense."""
     shape, layers = case.shape, case.mesh.layers_first
     even = _spread(case, layers)
     dense = np.minimum(shape.mlp_blocks, layers)
@@ -57,7 +57,7 @@ def first_blocks(case: Case) -> Blocks:
 
 
 def later_blocks(case: Case, layers: Array) -> Blocks:
-    """A stage behind the first one."""
+    """Count the blocks of a stage behind the first one."""
     shape, mesh = case.shape, case.mesh
     even = _spread(case, layers)
     behind = np.maximum(shape.layers - mesh.layers_first, 1)

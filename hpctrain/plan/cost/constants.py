@@ -17,7 +17,7 @@ LOW_PRECISIONS = {"fp8": ("fp8",), "fp4": ("fp4", "fp8")}
 
 
 def calibration_of(calibration: Calibration, gpu: Gpu) -> GpuCalibration:
-    """The constants of this GPU, else of its generation, else of the last generation listed.
+    """Select the constants of this GPU, else of its generation, else of the last one listed.
 
     Raises InvalidInputError when a calibration has no GPU at all.
     """
@@ -38,7 +38,7 @@ def machine_of(
     leaf_gpus: int = 0,
     oversubscription: float = 1.0,
 ) -> Machine:
-    """A GPU with its links. `precision`: fp32, fp16, bf16, fp8 or fp4.
+    """Describe a GPU with its links. `precision`: fp32, fp16, bf16, fp8 or fp4.
 
     A GPU without the low precision computes at its 16-bit rate; fp32 means the fp32 peak.
     """
@@ -70,7 +70,7 @@ def machine_of(
 
 
 def peak_rate(gpu: Gpu, precision: str) -> float:
-    """Dense FLOP/s of a 16-bit or 32-bit precision; the next best one where it is not listed."""
+    """Return the dense FLOP/s of a 16-bit or 32-bit precision, or of the next best one listed."""
     order = ("fp32",) if precision == "fp32" else ("bf16", "fp16", "fp32")
     for name in order:
         if name in gpu.peak:
@@ -79,7 +79,7 @@ def peak_rate(gpu: Gpu, precision: str) -> float:
 
 
 def software_of(calibration: SoftwareCalibration) -> Software:
-    """The constants of one generation of software."""
+    """Select the constants of one generation of software."""
     names = {field.name for field in fields(Software)}
     values = {
         name: getattr(calibration, name) for name in type(calibration).model_fields if name in names

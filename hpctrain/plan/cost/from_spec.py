@@ -1,6 +1,6 @@
-"""From documents to a case of the cost model: a spec on a cluster, for many layouts at once.
+"""Build a case of the cost model from a spec and a profile, for many layouts at once.
 
-Belongs here: which field of a spec, a profile or a calibration becomes which number of a case.
+Belongs here: the translation of fields of spec, profile and calibration into numbers of a case.
 Does not belong here: formulas, constants, or which layouts there are (`hpctrain.plan.search.grid`).
 """
 
@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.plan.cost.case import Case, Machine, Mesh, Shape, Software
 from hpctrain.plan.cost.constants import calibration_of, machine_of, software_of
-from hpctrain.plan.cost.lora_counts import learned_share, thin_parameters
 from hpctrain.plan.cost.modules import eager
 from hpctrain.plan.documents import DEFAULT_ORDER, ORDERS
 from hpctrain.plan.model import vision
-from hpctrain.plan.model.parameters import BERT_SEGMENTS, vocab_multiple
+from hpctrain.plan.model.parameters import BERT_SEGMENTS
 from hpctrain.plan.request import PlanRequest
 from hpctrain.spec.calibration import Calibration, SoftwareCalibration
+from hpctrain.spec.engines.abilities import EngineAbilities
 from hpctrain.spec.run import ModelSpec, RunSpec
 
 if TYPE_CHECKING:
@@ -34,24 +34,24 @@ MOMENT_BYTES = 8
 
 
 def case_of(request: PlanRequest, columns: Columns) -> Case:
-    """The case of all rows of `columns`; without a known GPU it is good for memory only.
+    """Build the case of all rows of `columns`; without a known GPU it serves for memory only.
 
-    Without knowledge the software has no overheads, no overlap and no allocator's slack.
+    Without knowledge the software has no overheads, no overlap and no allocator slack.
     """
-    spec = request.spec
+    spec, counts = request.spec, request.counts
     shape = replace(
         shape_of(spec.model),
-        vocab_multiple=vocab_multiple(spec),
-        thin=thin_parameters(spec),
-        thin_rank=spec.lora.rank if spec.lora else 0,
-        learned=learned_share(spec),
+        vocab_multiple=counts.vocab_multiple,
+        adapters=counts.adapters_per_layer,
+        adapter_rank=spec.lora.rank if spec.lora else 0,
+        trainable=counts.trainable_share,
     )
     machine = machine_for(request) or NO_MACHINE
-    return Case(shape, mesh_of(spec, columns), machine, software_for(request))
+    return Case(shape, mesh_of(request, columns), machine, software_for(request))
 
 
 def shape_of(model: ModelSpec) -> Shape:
-    """The model as the formulas see it."""
+    """Translate a model into the numbers that the formulas take."""
     if model.family == "resnet":
         return resnet_shape(model)
     moe, mla = model.moe, model.mla
@@ -93,18 +93,18 @@ def shape_of(model: ModelSpec) -> Shape:
 
 
 def position_rows(model: ModelSpec) -> int:
-    """Rows of h in embeddings that are not of words: of positions, and of BERT's segments."""
+    """Count rows of h in other embeddings than words: of positions, and of BERT's segments."""
     learned = model.seq if model.positions == "learned" else 0
     return learned + (BERT_SEGMENTS if model.family == "bert" else 0)
 
 
 def resnet_shape(model: ModelSpec) -> Shape:
-    """A ResNet as MLP blocks with its weights, its multiplications and its activations.
+    """Describe a ResNet as MLP blocks with its weights, multiplications and activations.
 
     Of T positions, hidden size h and MLP size f, L blocks have 2 L h f weights, make T times as
     many multiplications and keep 2 T L (h + f) numbers (`memory.mlp_kept`), which are those of
-    `vision.resnet_kept`. h and f are the roots of x^2 - (h + f) x + h f. Good
-    enough to plan data parallelism, which needs no more.
+    `vision.resnet_kept`. h and f are the roots of x^2 - (h + f) x + h f. That is exact enough
+    for data parallelism.
     """
     layers = list(vision.resnet_convolutions(model))
     weights = vision.resnet_parameters(model)
@@ -130,9 +130,20 @@ def resnet_shape(model: ModelSpec) -> Shape:
     )
 
 
-def mesh_of(spec: RunSpec, columns: Columns) -> Mesh:
-    """All layouts as real numbers; fields that the spec fixes are plain numbers."""
+def mesh_of(request: PlanRequest, columns: Columns) -> Mesh:
+    """Translate all layouts into real numbers; fields that the spec fixes are plain numbers.
+
+    Frozen parameters (LoRA) have no gradient. PowerSGD sends two matrices of its rank instead of a
+    square one (Vogels et al. 2019, arXiv 1905.13727, algorithm 1); the other hooks of
+    DistributedDataParallel halve the bytes on the slowest link.
+    """
+    spec = request.spec
     near, again = columns.order == ORDERS.index(DEFAULT_ORDER), spec.recompute_modules
+    gradient_bytes = GRADIENT_BYTES * request.counts.trainable_share
+    hook = spec.engine.ddp.hook if spec.engine.abilities.gradient_hook else "none"
+    sent_share = 1.0 if hook == "none" else 0.5
+    if hook == "powersgd":
+        sent_share = min(1.0, 2 * spec.engine.ddp.powersgd_rank / spec.model.hidden)
     return Mesh(
         tp=columns.tp.astype(float),
         pp=columns.pp.astype(float),
@@ -159,32 +170,14 @@ def mesh_of(spec: RunSpec, columns: Columns) -> Mesh:
         pipeline_outside=near.astype(float),
         low=int(spec.precision == "fp8"),
         element_bytes=ELEMENT_BYTES[spec.precision],
-        gradient_bytes=gradient_bytes(spec),
-        summed_bytes=summed_bytes(spec),
-        summed_inside=gradient_bytes(spec) if hook_of(spec) == "hierarchical" else 0,
+        gradient_bytes=gradient_bytes,
+        summed_bytes=gradient_bytes * sent_share,
+        summed_inside=gradient_bytes if hook == "hierarchical" else 0,
     )
 
 
-def hook_of(spec: RunSpec) -> str:
-    """How DistributedDataParallel sums gradients; `none` for every other engine."""
-    return spec.engine.ddp.hook if spec.engine.abilities.gradient_hook else "none"
-
-
-def summed_bytes(spec: RunSpec) -> float:
-    """Bytes of each gradient that goes through the slowest link.
-
-    PowerSGD sends two matrices of its rank in place of a square one (Vogels et al. 2019, arXiv
-    1905.13727, algorithm 1).
-    """
-    hook = hook_of(spec)
-    if hook == "powersgd":
-        thin = 2 * spec.engine.ddp.powersgd_rank / spec.model.hidden
-        return gradient_bytes(spec) * min(1.0, thin)
-    return gradient_bytes(spec) / (1 if hook == "none" else 2)
-
-
 def machine_for(request: PlanRequest) -> Machine | None:
-    """The GPU and its links with the shares that kernels reach; None when it is not known."""
+    """Describe the GPU and its links with calibrated efficiencies; None when it is not known."""
     spec, profile, knowledge = request.spec, request.profile, request.knowledge
     if knowledge is None or knowledge.gpu is None:
         return None
@@ -192,7 +185,7 @@ def machine_for(request: PlanRequest) -> Machine | None:
     return machine_of(
         gpu,
         calibration_of(calibration, gpu),
-        engine_calibration(spec, calibration),
+        _software_calibration(spec.engine.abilities, calibration),
         precision=spec.precision,
         leaf_gpus=(switches.nodes_per_leaf or 0) * profile.gpu.per_node,
         oversubscription=switches.oversubscription,
@@ -200,60 +193,49 @@ def machine_for(request: PlanRequest) -> Machine | None:
 
 
 def software_for(request: PlanRequest) -> Software:
-    """The engine's generation, with what spec and profile say of it."""
-    spec, profile, knowledge = request.spec, request.profile, request.knowledge
-    calibration = knowledge.calibration if knowledge else None
-    base = software_of(engine_calibration(spec, calibration)) if calibration else PLAIN
-    abilities = spec.engine.abilities
-    said = replace(
+    """Describe the engine's software for one spec and profile.
+
+    Overlap is the share of data parallel traffic that can hide; each of the two switches of the
+    optimizer enables half of it. Optimizer bytes are per parameter; frozen ones have no moments.
+    They have an fp32 main copy where the module itself is in fp32 (FSDP, DDP). DeepSpeed keeps the
+    module in bf16, and main copies only of what its optimizer updates.
+    """
+    spec, knowledge, abilities = request.spec, request.knowledge, request.spec.engine.abilities
+    base, overlap = PLAIN, float(PLAIN.dp_overlap)
+    if knowledge is not None:
+        measured = knowledge.calibration.software
+        base = software_of(_software_calibration(abilities, knowledge.calibration))
+        overlap = float(base.dp_overlap)
+        if abilities.overlap_calibration is not None and abilities.overlap_calibration in measured:
+            overlap = measured[abilities.overlap_calibration].dp_overlap
+    switches = (spec.optimizer.overlap_grad_reduce, spec.optimizer.overlap_param_gather)
+    trainable = request.counts.trainable_share
+    main = OPTIMIZER_BYTES[spec.precision] - MOMENT_BYTES
+    copied = trainable if abilities.main_copy_of_trained_only else 1.0
+    software = replace(
         base,
         flash=int(uses_flash_attention(spec)),
-        dp_overlap=data_overlap(spec, calibration, base),
+        dp_overlap=overlap * sum(switches) / len(switches),
         late_sums=int(abilities.sums_behind_pipeline),
         scatter_gather=1.0 if abilities.splits_stage_messages else base.scatter_gather,
-        main_bytes=optimizer_bytes(spec),
-        context_bytes=float(profile.gpu.reserved),
+        main_bytes=main * copied + MOMENT_BYTES * trainable,
+        context_bytes=float(request.profile.gpu.reserved),
     )
-    return replace(said, **eager(spec))
+    return replace(software, **eager(spec))
 
 
-def gradient_bytes(spec: RunSpec) -> float:
-    """For each parameter; what is frozen (LoRA) has no gradient."""
-    return GRADIENT_BYTES * learned_share(spec)
-
-
-def optimizer_bytes(spec: RunSpec) -> float:
-    """For each parameter; what is frozen has no moments.
-
-    It has an fp32 main copy where the module itself is in fp32 (FSDP, DDP). DeepSpeed keeps the
-    module in bf16, and such copies for what its optimizer is given, only.
-    """
-    learned = learned_share(spec)
-    main = OPTIMIZER_BYTES[spec.precision] - MOMENT_BYTES
-    copied = learned if spec.engine.abilities.main_copy_of_trained_only else 1.0
-    return main * copied + MOMENT_BYTES * learned
-
-
-def data_overlap(spec: RunSpec, calibration: Calibration | None, base: Software) -> float:
-    """Share of data parallel traffic that can hide; half of it for each of the two switches."""
-    hidden = float(base.dp_overlap)
-    measured = spec.engine.abilities.overlap_calibration
-    if measured is not None and calibration and measured in calibration.software:
-        hidden = calibration.software[measured].dp_overlap
-    switches = (spec.optimizer.overlap_grad_reduce, spec.optimizer.overlap_param_gather)
-    return hidden * sum(switches) / len(switches)
-
-
-def engine_calibration(spec: RunSpec, calibration: Calibration) -> SoftwareCalibration:
-    """The software that the engine is like. Raises InvalidInputError where the file lacks it."""
-    key = spec.engine.abilities.calibration
+def _software_calibration(
+    abilities: EngineAbilities, calibration: Calibration
+) -> SoftwareCalibration:
+    """Select the software that the engine resembles. Raises InvalidInputError if it is missing."""
+    key = abilities.calibration
     if key not in calibration.software:
         raise InvalidInputError([Problem(f"the calibration has no software `{key}`")])
     return calibration.software[key]
 
 
 def uses_flash_attention(spec: RunSpec) -> bool:
-    """True when Megatron's attention is computed without s x s tensors.
+    """Tell whether Megatron computes attention without s x s tensors.
 
     `implementation: auto` counts as TransformerEngine: clusters with GPUs have it, and where it
     is missing (the sandbox) models are tiny. fp32 has no flash kernel.
@@ -262,8 +244,8 @@ def uses_flash_attention(spec: RunSpec) -> bool:
 
 
 def _nothing(record: type) -> dict[str, float]:
-    """0 for every field without a default."""
-    return {one.name: 0.0 for one in fields(record) if one.default is MISSING}
+    """Return 0 for every field without a default."""
+    return {field.name: 0.0 for field in fields(record) if field.default is MISSING}
 
 
 PLAIN = Software(**_nothing(Software))

@@ -1,8 +1,8 @@
-"""What slow links between islands add to a step.
+"""Add the time of slow links between islands to the step time.
 
-The cost model knows one network for all nodes; where the nodes of a run are in several islands,
-the rings and messages that cross a border share an uplink. Belongs here: the seconds that this
-shows, for many candidates. Does not belong here: which groups cross (`islands`, `rank_order`).
+The cost model has one network for all nodes. Where the nodes of a run are in several islands, the
+rings and messages that cross a border share an uplink. Belongs here: the seconds this adds, for
+many candidates. Does not belong here: which groups cross (`islands`, `rank_order`).
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from numpy.typing import NDArray
 
 from hpctrain.plan.cost.case import Software
 from hpctrain.plan.limits import node_request
-from hpctrain.plan.mesh.candidate import Candidate
 from hpctrain.plan.mesh.columns import Columns, candidate_at
 from hpctrain.plan.mesh.islands import Island, on_islands, slow_links, used_islands
 from hpctrain.plan.mesh.rank_order import busiest_uplink
 from hpctrain.plan.mesh.stages import Split
+from hpctrain.plan.request import PlanRequest
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.run import RunSpec
 
 Floats = NDArray[np.float64]
 # What decides which ranks talk over a border and how much they send in a step; the microbatch
@@ -30,29 +29,30 @@ STRUCTURE = (
 
 
 def crossed_islands(gpus: int, profile: ClusterProfile) -> tuple[Island, ...]:
-    """The islands of a run of so many GPUs; empty where one holds them all.
+    """Return the islands of a run on `gpus` GPUs; empty where one island holds them all.
 
-    Over-subscribed leaf switches are not islands here: the cost model has them.
+    Over-subscribed leaf switches are not islands here: the cost model covers them.
     """
     request = on_islands(node_request(gpus, profile.gpu.per_node), profile)
     return slow_links(request, profile) if len(used_islands(request, profile)) > 1 else ()
 
 
 def uplink_seconds(
-    spec: RunSpec, columns: Columns, islands: tuple[Island, ...], stages: Split | None
+    request: PlanRequest, columns: Columns, islands: tuple[Island, ...], stages: Split | None
 ) -> tuple[Floats, Floats]:
-    """(gradients and weights, activations): seconds that one step of each row keeps the busiest
-    uplink busy, arrays of shape [candidates]."""
+    """Compute the seconds per step for which each row keeps its busiest uplink busy.
+
+    Returns (gradients and weights, activations), arrays of shape [candidates].
+    """
     table = np.stack([getattr(columns, name) for name in STRUCTURE], axis=1)
     _, first, inverse = np.unique(table, axis=0, return_index=True, return_inverse=True)
-    loads = [_load(spec, candidate_at(spec, columns, int(row), stages), islands) for row in first]
+    loads = []
+    for row in first:
+        candidate = candidate_at(request.spec, columns, int(row), stages)
+        load = busiest_uplink(request, candidate, candidate.layout.order, islands)
+        loads.append((load.gradients_bytes / load.uplink, load.activations_bytes / load.uplink))
     rows = np.array(loads, dtype=float).reshape(len(first), 2)[inverse.ravel()]
     return rows[:, 0], rows[:, 1]
-
-
-def _load(spec: RunSpec, candidate: Candidate, islands: tuple[Island, ...]) -> tuple[float, float]:
-    load = busiest_uplink(spec, candidate, candidate.layout.order, islands)
-    return load.gradients_bytes / load.uplink, load.activations_bytes / load.uplink
 
 
 def shown_seconds(
@@ -62,12 +62,12 @@ def shown_seconds(
     data_messages: Floats,
     loads: tuple[Floats, Floats],
 ) -> Floats:
-    """Seconds that a step takes longer than the cost model says.
+    """Compute the seconds that islands add to the step time of the cost model.
 
     Gradients and weights hide behind one microbatch (the last backward, the first forward pass)
-    as far as data parallel traffic of this software does, and what the cost model has charged for
-    them already counts once. Activations are on the way of the pipeline, as all its messages are;
-    and no step is shorter than its uplink is busy.
+    as far as data parallel traffic of this software does; what the cost model has charged for them
+    already is subtracted. Activations delay the pipeline like all its messages. No step is shorter
+    than its uplink is busy.
     """
     gradients, activations = loads
     hidden = software.dp_overlap * step / columns.accumulation

@@ -1,4 +1,4 @@
-"""Seconds of single kernels: matrix products, attention, elementwise passes.
+"""Compute seconds of single kernels: matrix products, attention, elementwise passes.
 
 Belongs here: rooflines. Does not belong here: which kernels a layer runs (`blocks`).
 """
@@ -15,7 +15,7 @@ ALIGNMENT = 8
 
 
 def product_seconds(case: Case, m: Array, n: Array, k: Array) -> Array:
-    """One matrix product [m, k] x [k, n] of a linear layer.
+    """Price one matrix product [m, k] x [k, n] of a linear layer.
 
     Additive roofline: the operations at the rate a large product reaches, plus the time to move
     both operands and the result once. The second term is what makes small products slower per
@@ -47,7 +47,7 @@ def flash_seconds(case: Case, pairs: Array, heads: Array, factor: Array) -> Arra
 
 
 def unfused_seconds(case: Case, pairs: Array, heads: Array, products: Array) -> Array:
-    """Attention as batched products with the s x s matrices in memory; no causal saving."""
+    """Price attention as batched products with s x s matrices in memory; no causal saving."""
     shape, machine, element = case.shape, case.machine, case.mesh.element_bytes
     flops = 2.0 * products * pairs * heads * (shape.qk_dim + shape.value_dim) / 2
     aligned = np.asarray(shape.qk_dim) % ALIGNMENT == 0
@@ -57,6 +57,6 @@ def unfused_seconds(case: Case, pairs: Array, heads: Array, products: Array) -> 
 
 
 def stream(case: Case, moved_bytes: Array) -> Array:
-    """Elementwise kernels that move so many bytes."""
+    """Price elementwise kernels by the bytes that they move."""
     machine = case.machine
     return moved_bytes / (machine.memory_bandwidth * machine.memory_efficiency)

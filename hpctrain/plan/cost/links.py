@@ -1,4 +1,4 @@
-"""Seconds of collective operations over NVLink, the network, or both.
+"""Compute seconds of collective operations over NVLink, the network, or both.
 
 Belongs here: bandwidth of a group of ranks and ring formulas. Does not belong here: which tensors
 are sent (`traffic` in `blocks`, `step`).
@@ -19,12 +19,12 @@ HOP_SECONDS = 6e-6  # start of one collective and one hop; nccl-tests, small mes
 
 
 def members_inside(case: Case, size: Array, stride: Array) -> Array:
-    """How many ranks of a group share one NVLink domain."""
+    """Count the ranks of a group that share one NVLink domain."""
     return np.clip(np.floor_divide(case.machine.domain, stride), 1, size)
 
 
 def gather_seconds(case: Case, whole_bytes: Array, size: Array, stride: Array) -> Array:
-    """All-gather or reduce-scatter of a tensor of `whole_bytes`.
+    """Price an all-gather or reduce-scatter of a tensor of `whole_bytes`.
 
     Inside a domain the NVLink ring; across domains every domain has to take in the whole tensor
     through the network cards of its members (NCCL makes one ring per card), and the NVLink ring
@@ -39,7 +39,7 @@ def gather_seconds(case: Case, whole_bytes: Array, size: Array, stride: Array) -
 
 
 def reduce_seconds(case: Case, whole_bytes: Array, size: Array, stride: Array) -> Array:
-    """All-reduce: a reduce-scatter and an all-gather."""
+    """Price an all-reduce: a reduce-scatter and an all-gather."""
     return 2 * gather_seconds(case, whole_bytes, size, stride)
 
 
@@ -53,18 +53,18 @@ def exchange_seconds(case: Case, sent_bytes: Array, size: Array, stride: Array) 
 
 
 def send_seconds(case: Case, sent_bytes: Array, stride: Array) -> Array:
-    """One message to the rank `stride` away."""
+    """Price one message to the rank `stride` away."""
     near = np.asarray(stride) < case.machine.domain
     return HOP_SECONDS + sent_bytes / np.where(near, nvlink(case), network(case))
 
 
 def nvlink(case: Case) -> Array:
-    """Bytes per second that a GPU sends over NVLink in a ring."""
+    """Return the bytes per second that a GPU sends over NVLink in a ring."""
     return case.machine.nvlink_bandwidth * case.machine.nvlink_efficiency
 
 
 def network(case: Case) -> Array:
-    """Bytes per second that a GPU sends over its share of the network cards."""
+    """Return the bytes per second that a GPU sends over its share of the network cards."""
     machine = case.machine
     spread = np.logical_and(np.asarray(machine.leaf_gpus) > 0, case.mesh.gpus > machine.leaf_gpus)
     thinned = machine.network_bandwidth / np.where(spread, machine.oversubscription, 1.0)

@@ -1,4 +1,4 @@
-"""Bytes on one GPU, by component, of any stage of any number of cases.
+"""Compute bytes on one GPU, by component, of any stage of any number of cases.
 
 After Korthikanti et al. 2022 (arXiv 2205.05198), with terms for grouped-query and latent
 attention, gated MLPs, experts, flash attention, context parallelism and 8-bit operands. The paper
@@ -86,13 +86,13 @@ def _either(condition: Mask, yes: Blocks, no: Blocks) -> Blocks:
 
 
 def peak_bytes(case: Case) -> Array:
-    """Bytes on the fullest GPU."""
+    """Compute the bytes on the fullest GPU."""
     first, second, last = (stage_memory(case, stage).total for stage in stages_that_matter(case))
     return np.maximum(np.maximum(first, second), last)
 
 
 def stage_memory(case: Case, stage: Stage) -> StageMemory:
-    """Bytes on one GPU of `stage`."""
+    """Compute the bytes on one GPU of `stage`."""
     software = case.software
     weights = held_weights(case, stage)
     kept = activation_bytes(case, stage)
@@ -111,12 +111,12 @@ def stage_memory(case: Case, stage: Stage) -> StageMemory:
 
 
 def held_weights(case: Case, stage: Stage) -> Weights:
-    """Parameters of a stage; a tied table counts once where both ends are on one GPU."""
+    """Count parameters of a stage; a tied table counts once where both ends are on one GPU."""
     return stage_weights(case, stage.blocks, stage.embedding, stage.loss)
 
 
 def shards(case: Case, least_zero: int) -> tuple[Array, Array]:
-    """By how many ranks dense and routed state is divided at this ZeRO stage and above.
+    """Count the ranks that divide dense and routed state at this ZeRO stage and above.
 
     Megatron's optimizer groups include context parallel ranks (ZeRO-1: Rajbhandari et al. 2020,
     arXiv 1910.02054, section 5.1); experts are held by fewer replicas.
@@ -132,7 +132,7 @@ def _divided(weights: Weights, by: tuple[Array, Array]) -> Array:
 
 
 def weight_bytes(case: Case, weights: Weights) -> Array:
-    """16-bit weights (ZeRO-3: a share of them), and 8-bit copies for 8-bit products.
+    """Compute 16-bit weights (ZeRO-3: a share), and 8-bit copies for 8-bit products.
 
     With 8-bit weights as the only ones (fp8 parameter gather) two layouts of one byte each take
     the place of 16 bits.
@@ -144,7 +144,7 @@ def weight_bytes(case: Case, weights: Weights) -> Array:
 
 
 def gradient_bytes(case: Case, weights: Weights) -> Array:
-    """Accumulated gradients (ZeRO-2 and 3: a share of them)."""
+    """Compute accumulated gradients (ZeRO-2 and 3: a share of them)."""
     return case.mesh.gradient_bytes * _divided(weights, shards(case, 2))
 
 
@@ -158,7 +158,7 @@ def optimizer_bytes(case: Case, weights: Weights) -> Array:
 
 
 def outside_bytes(case: Case) -> Array:
-    """One tensor [T, h] outside the tensor parallel region: e T h, / t with SP."""
+    """Compute one tensor [T, h] outside the tensor parallel region: e T h, / t with SP."""
     return case.mesh.element_bytes * split_tokens(case) * case.shape.hidden
 
 
@@ -198,7 +198,7 @@ def attention_kept(case: Case) -> Kept:
 
 
 def _mask(case: Case) -> Array:
-    """A dropout mask on [T, h]: one byte for every two of the tensor."""
+    """Compute a dropout mask on [T, h]: one byte for every two of the tensor."""
     return np.where(np.asarray(case.shape.dropout) > 0, 0.5, 0.0)
 
 
@@ -248,7 +248,7 @@ def mamba_kept(case: Case) -> Kept:
 
 
 def blocks_bytes(case: Case, blocks: Blocks, *, whole: bool = False) -> Array:
-    """One microbatch in a group of layers; `whole`: as if nothing were recomputed."""
+    """Compute one microbatch in a group of layers; `whole`: without recomputation."""
     parts = (
         (blocks.attention, attention_kept(case)),
         (blocks.mlp, mlp_kept(case)),
@@ -263,7 +263,7 @@ def blocks_bytes(case: Case, blocks: Blocks, *, whole: bool = False) -> Array:
 
 
 def kept_bytes(case: Case, blocks: Blocks) -> Array:
-    """One microbatch in a group of layers, as it is kept for the backward pass.
+    """Compute what one microbatch in a group of layers keeps for the backward pass.
 
     Full recomputation keeps the input of each layer (Korthikanti et al., section 5).
     """
@@ -274,7 +274,7 @@ def kept_bytes(case: Case, blocks: Blocks) -> Array:
 
 
 def microbatches_in_flight(case: Case, stage: Stage) -> Array:
-    """Microbatches whose activations wait for their backward pass.
+    """Count the microbatches whose activations wait for their backward pass.
 
     1F1B: min(p - stage, m) microbatches (Narayanan et al. 2021, section 2.2.1). Interleaved:
     2 (p - stage - 1) + (v - 1) p + 1 chunks (megatron/core/pipeline_parallel/schedules.py,
@@ -291,7 +291,7 @@ def microbatches_in_flight(case: Case, stage: Stage) -> Array:
 
 
 def activation_bytes(case: Case, stage: Stage) -> Array:
-    """Everything in flight, and the one layer that is being computed again."""
+    """Compute all activations in flight, and the one layer that is being recomputed."""
     kept = kept_bytes(case, stage.blocks)
     layers = np.maximum(stage.blocks.layers, 1e-9)
     working = np.maximum(blocks_bytes(case, stage.blocks, whole=True) - kept, 0.0) / layers

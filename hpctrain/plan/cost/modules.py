@@ -9,7 +9,6 @@ backward passes hold (tests/engines/test_kept_by_modules.py). Belongs here: the 
 from __future__ import annotations
 
 from hpctrain.spec.engines.abilities import TRANSFORMERS
-from hpctrain.spec.model import ModelSpec
 from hpctrain.spec.run import RunSpec
 
 # Per logit, in fp32 whatever the precision: log-probabilities, their gradient, and that of the
@@ -27,36 +26,26 @@ _COPY_BYTES = 2.0
 
 
 def eager(spec: RunSpec) -> dict[str, float]:
-    """Fields of `Software` for an engine that trains these classes; empty for others.
+    """Return fields of `Software` for an engine that trains these classes; empty for others.
 
-    Attention is torch's fused kernel in any precision.
+    Attention is torch's fused kernel in any precision. `norm_bytes` is per element of a block's
+    input, in the mean of an attention and an MLP block. With autocast (DDP in bf16) weights stay
+    in fp32 and each operation chooses its precision.
     """
-    if spec.engine.abilities.model_classes != TRANSFORMERS or spec.model.family == "resnet":
+    model, abilities = spec.model, spec.engine.abilities
+    if abilities.model_classes != TRANSFORMERS or model.family == "resnet":
         return {}
+    norm_bytes = _RMS_BYTES if model.norm == "rmsnorm" else 0.0
+    if abilities.autocast and spec.precision == "bf16":
+        # GPT-2 has one matrix for queries, keys and values
+        attention_products = 1 if model.family == "gpt" else 3
+        copies = (attention_products - 1 + int(model.gated)) / 2
+        norm_bytes += _STREAM_BYTES + _COPY_BYTES * copies
     return dict(
         flash=1.0,
         gate_copy=1.0,
         logit_bytes=_LOGIT_BYTES,
         split_logit_bytes=0.0 if spec.precision == "fp32" else _SPLIT_BYTES,
         loss_first=1.0,
-        norm_bytes=_norm_bytes(spec.model, autocast=uses_autocast(spec)),
+        norm_bytes=norm_bytes,
     )
-
-
-def uses_autocast(spec: RunSpec) -> bool:
-    """Tell whether weights stay in fp32 and each operation chooses its precision (DDP)."""
-    return spec.engine.abilities.autocast and spec.precision == "bf16"
-
-
-def _norm_bytes(model: ModelSpec, *, autocast: bool) -> float:
-    """Per element of a block's input, in the mean of an attention and an MLP block."""
-    inside = _RMS_BYTES if model.norm == "rmsnorm" else 0.0
-    if not autocast:
-        return inside
-    copies = (_products_of_attention(model) - 1 + int(model.gated)) / 2
-    return inside + _STREAM_BYTES + _COPY_BYTES * copies
-
-
-def _products_of_attention(model: ModelSpec) -> int:
-    """Of the same input: GPT-2 has one matrix for queries, keys and values."""
-    return 1 if model.family == "gpt" else 3

@@ -9,19 +9,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from hpctrain.plan.cost.case import Case
 from hpctrain.plan.cost.composition import Blocks
-from hpctrain.plan.cost.from_spec import (
-    ELEMENT_BYTES,
-    case_of,
-)
-from hpctrain.plan.cost.lora_counts import held_stages
+from hpctrain.plan.cost.from_spec import ELEMENT_BYTES, case_of
 from hpctrain.plan.cost.memory import Stage as CostStage
 from hpctrain.plan.cost.memory import shards, stage_memory
 from hpctrain.plan.documents import MemoryBreakdown
 from hpctrain.plan.mesh.candidate import Candidate
 from hpctrain.plan.mesh.columns import columns_of
-from hpctrain.plan.mesh.stages import stage_expert_parameters, stage_layers
+from hpctrain.plan.mesh.stages import build_stages, stage_expert_parameters, stage_layers
 from hpctrain.plan.request import PlanRequest
 from hpctrain.spec.run import ModelSpec
 
@@ -30,27 +25,37 @@ TIGHT_SHARE = 0.94  # above this, fragmentation of PyTorch's allocator alone can
 
 def candidate_memory(request: PlanRequest, candidate: Candidate) -> tuple[MemoryBreakdown, ...]:
     """Count the bytes of every stage."""
-    spec = request.spec
+    spec, counts = request.spec, request.counts
     case = case_of(request, columns_of(candidate))
     estimate = stage_memory(case, _cost_stages(spec.model, candidate))
-    stages = held_stages(spec, candidate.layout, candidate.split)
+    stages = build_stages(
+        spec.model,
+        candidate.layout,
+        candidate.split,
+        counts.vocab_multiple,
+        counts.adapters_per_layer,
+    )
     shape = (len(stages),)
     activations, logits, buffers = (
         np.broadcast_to(np.asarray(part, dtype=float), shape)
         for part in (estimate.activations, estimate.logits, estimate.buffers)
     )
-    held = ELEMENT_BYTES[spec.precision] + int(spec.precision == "fp8")  # and an 8-bit copy
+    weight_bytes = ELEMENT_BYTES[spec.precision] + int(spec.precision == "fp8")  # and an 8-bit copy
     state = 0.0 if candidate.offload else float(case.software.main_bytes)
-    found = []
+    # by ZeRO stage: over how many ranks dense weights and experts are divided from it on
+    divisors = {
+        zero: [int(np.asarray(ranks).item()) for ranks in shards(case, zero)] for zero in (3, 2, 1)
+    }
+    stage_bytes = []
     for n, stage in enumerate(stages):
         experts = stage_expert_parameters(spec.model, candidate.layout, candidate.split, n)
         dense = stage.parameters_per_gpu - experts
         weights, gradients, optimizer = (
-            _largest_part(case, least_zero, dense, experts) for least_zero in (3, 2, 1)
+            -(-dense // by[0]) + -(-experts // by[1]) for by in divisors.values()
         )
-        found.append(
+        stage_bytes.append(
             MemoryBreakdown(
-                weights_bytes=held * weights,
+                weights_bytes=weight_bytes * weights,
                 gradients_bytes=round(float(case.mesh.gradient_bytes) * gradients),
                 optimizer_bytes=round(state * optimizer),
                 activations_bytes=round(float(activations[n])),
@@ -59,22 +64,16 @@ def candidate_memory(request: PlanRequest, candidate: Candidate) -> tuple[Memory
                 reserved_bytes=int(request.profile.gpu.reserved),
             )
         )
-    return tuple(found)
-
-
-def _largest_part(case: Case, least_zero: int, dense: int, experts: int) -> int:
-    """Count the elements on the rank that holds the most, if divided from this ZeRO stage on."""
-    by = [int(np.asarray(ranks).item()) for ranks in shards(case, least_zero)]
-    return -(-dense // by[0]) + -(-experts // by[1])
+    return tuple(stage_bytes)
 
 
 def _cost_stages(model: ModelSpec, candidate: Candidate) -> CostStage:
-    """All stages of one layout as arrays of shape [stages]."""
+    """Describe all stages of one layout by arrays of shape [stages]."""
     pp = candidate.layout.pp
-    held = [stage_layers(candidate.split, pp, index) for index in range(pp)]
-    layers = np.array([sum(map(len, chunks)) for chunks in held], dtype=float)
+    chunks_of = [stage_layers(candidate.split, pp, index) for index in range(pp)]
+    layers = np.array([sum(map(len, chunks)) for chunks in chunks_of], dtype=float)
     experts = np.array(
-        [sum(model.has_experts(n) for chunk in chunks for n in chunk) for chunks in held],
+        [sum(model.has_experts(n) for chunk in chunks for n in chunk) for chunks in chunks_of],
         dtype=float,
     )
     ends = np.arange(pp, dtype=float)

@@ -1,4 +1,4 @@
-"""How fast one plan is: seconds of a step and what follows from them.
+"""Predict how fast one plan is: seconds of a step, MFU, days, GPU-hours.
 
 Belongs here: the prediction of one candidate. Does not belong here: formulas of time
 (`cost.step`), failures, saves and money (`forecast`).
@@ -10,7 +10,6 @@ import numpy as np
 
 from hpctrain.plan.cost.from_spec import case_of
 from hpctrain.plan.cost.island_links import crossed_islands, shown_seconds, uplink_seconds
-from hpctrain.plan.cost.lora_counts import flops_per_step
 from hpctrain.plan.cost.step import step_seconds
 from hpctrain.plan.documents import Prediction, Recompute, StepParts
 from hpctrain.plan.mesh.candidate import Candidate
@@ -23,22 +22,38 @@ from hpctrain.plan.model.flops import (
 )
 from hpctrain.plan.request import PlanRequest
 from hpctrain.spec.catalogue import Gpu
-from hpctrain.spec.run import ModelSpec, RunSpec
+from hpctrain.spec.run import ModelSpec
 
 SECONDS_PER_DAY = 86400
 
 
 def predict(request: PlanRequest, candidate: Candidate) -> Prediction | None:
-    """The prediction for one candidate; None when the GPU is not known."""
+    """Predict the speed of one candidate; None when the GPU is not known."""
     if request.knowledge is None or request.knowledge.gpu is None:
         return None
     stages = candidate.parallel.stages
     (parts,) = step_parts(request, columns_of(candidate), stages)
-    return _prediction(request.spec, request.knowledge.gpu, candidate, parts)
+    spec, gpus, seconds = request.spec, candidate.layout.world_size, parts.total_seconds
+    peak = peak_flops(request.knowledge.gpu, spec.precision)
+    flops = request.counts.flops_per_step
+    again = recomputed_flops(spec.model, spec.batch.global_, candidate.recompute)
+    run_seconds = seconds * spec.train_steps
+    return Prediction(
+        parts=parts,
+        mfu=flops / (seconds * gpus * peak),
+        hfu=(flops + again) / (seconds * gpus * peak),
+        peak_flops_per_gpu=peak,
+        tokens_per_second_per_gpu=spec.batch.global_ * spec.model.seq / (seconds * gpus),
+        days=run_seconds / SECONDS_PER_DAY,
+        gpu_hours=run_seconds * gpus / 3600,
+    )
 
 
 def step_parts(request: PlanRequest, columns: Columns, stages: Split | None) -> list[StepParts]:
-    """Where the time goes, for each row; `stages` is the split of all rows with listed stages."""
+    """Compute the parts of the step time of each row.
+
+    `stages` is the split of all rows with listed stages.
+    """
     case = case_of(request, columns)
     times = step_seconds(case)
     shape = (len(columns),)
@@ -48,7 +63,7 @@ def step_parts(request: PlanRequest, columns: Columns, stages: Split | None) -> 
     }
     islands = crossed_islands(int(columns.gpus[0]), request.profile) if len(columns) else ()
     if islands:
-        loads = uplink_seconds(request.spec, columns, islands, stages)
+        loads = uplink_seconds(request, columns, islands, stages)
         total = np.broadcast_to(np.asarray(times.total, dtype=float), shape)
         charged = parts["data_messages"]
         parts["islands"] = shown_seconds(columns, case.software, total, charged, loads)
@@ -58,26 +73,8 @@ def step_parts(request: PlanRequest, columns: Columns, stages: Split | None) -> 
     ]
 
 
-def _prediction(spec: RunSpec, gpu: Gpu, candidate: Candidate, parts: StepParts) -> Prediction:
-    gpus, seconds = candidate.layout.world_size, parts.total_seconds
-    peak = peak_flops(gpu, spec.precision)
-    flops = flops_per_step(spec)
-    again = recomputed_flops(spec.model, spec.batch.global_, candidate.recompute)
-    tokens = spec.batch.global_ * spec.model.seq
-    whole = seconds * spec.train_steps
-    return Prediction(
-        parts=parts,
-        mfu=flops / (seconds * gpus * peak),
-        hfu=(flops + again) / (seconds * gpus * peak),
-        peak_flops_per_gpu=peak,
-        tokens_per_second_per_gpu=tokens / (seconds * gpus),
-        days=whole / SECONDS_PER_DAY,
-        gpu_hours=whole * gpus / 3600,
-    )
-
-
 def peak_flops(gpu: Gpu, precision: str) -> float:
-    """Dense peak of the precision, or of bf16 or fp16 where the data sheet does not list it."""
+    """Return the dense peak of the precision, or of the next one that the data sheet lists."""
     for name in (precision, "bf16", "fp16", "fp32"):
         if name in gpu.peak:
             return float(gpu.peak[name])
@@ -85,7 +82,7 @@ def peak_flops(gpu: Gpu, precision: str) -> float:
 
 
 def recomputed_flops(model: ModelSpec, global_batch: int, recompute: Recompute) -> float:
-    """Operations that recomputation adds to a step.
+    """Count the operations that recomputation adds to a step.
 
     full: the forward pass of all layers, without the output matrix; selective: that of the core
     attention (Korthikanti et al. 2022, arXiv 2205.05198, appendix A: hardware FLOPs).

@@ -1,4 +1,4 @@
-"""Seconds of one microbatch in the first, a middle and the last stage of a pipeline.
+"""Compute seconds of one microbatch in the first, a middle and the last pipeline stage.
 
 Belongs here: adding up blocks, ends of the model and recomputation. Does not belong here: single
 blocks (`blocks`), the schedule (`step`).
@@ -55,7 +55,7 @@ class Stages:
 
 
 def stages_of(case: Case) -> Stages:
-    """Times of the stages of every case."""
+    """Compute the times of the stages of every case."""
     kinds = _Kinds.of(case)
     mesh = case.mesh
     start, end = kinds.start, kinds.end
@@ -88,19 +88,20 @@ class _Kinds:
     mlp: Turn
     moe: Turn
     mamba: Turn
-    thin: Turn
+    adapters: Turn
     start: Turn
     end: Turn
 
     @classmethod
     def of(cls, case: Case) -> _Kinds:
-        each = (
-            _attention_turn(case),
-            _mlp_turn(case),
-            _moe_turn(case),
-            _mamba_turn(case),
-            _thin_turn(case),
-        )
+        mamba = block.mamba(case)
+        again, messages = _again(case, mamba, 0.0)
+        mamba_turn = _plain(case, mamba, again) + Turn(0.0, 0.0, 0.0, messages, 0.0, 0.0)
+        adapters = Turn(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        if np.any(case.shape.adapters):
+            passes = block.adapters(case)
+            adapters = _plain(case, passes, _again(case, passes, 0.0)[0])
+        each = (_attention_turn(case), _mlp_turn(case), _moe_turn(case), mamba_turn, adapters)
         head = _plain(case, block.output_layer(case), 0.0)
         plain = cls(case, *each, head, head)
         ahead = plain.turn(prediction_blocks(case))
@@ -109,7 +110,7 @@ class _Kinds:
         return cls(case, *each, start, predicted)
 
     def turn(self, blocks: Blocks) -> Turn:
-        """A group of layers."""
+        """Add up a group of layers."""
         overhead = self.case.software.layer_overhead * blocks.layers
         launches = Turn(overhead, overhead, 0.0, 0.0, 0.0, 0.0)
         return (
@@ -117,19 +118,19 @@ class _Kinds:
             + self.mlp.times(blocks.mlp)
             + self.moe.times(blocks.moe)
             + self.mamba.times(blocks.mamba)
-            + self.thin.times(blocks.layers)
+            + self.adapters.times(blocks.layers)
             + launches
         )
 
 
 def _plain(case: Case, passes: Passes, again: Array) -> Turn:
-    """A block whose messages are those of tensor parallelism."""
+    """Make the turn of a block whose messages are those of tensor parallelism."""
     messages = passes.forward_messages + passes.backward_messages
     return Turn(passes.forward, passes.backward, again, messages, 0.0, 0.0)
 
 
 def _again(case: Case, passes: Passes, selective: Array) -> tuple[Array, Array]:
-    """(compute, messages) of recomputing a block: fully, or `selective` seconds of it."""
+    """Compute (seconds, messages) of recomputing a block: fully, or `selective` seconds of it."""
     mode = np.asarray(case.mesh.recompute)
     full = mode == RECOMPUTE_FULL
     chosen = np.where(mode == RECOMPUTE_SELECTIVE, selective, 0.0)
@@ -172,17 +173,3 @@ def _moe_turn(case: Case) -> Turn:
     turns = 1 + np.where(mode == RECOMPUTE_FULL, mesh.full_share, 1.0 * twice)
     messages = sent.forward_messages * turns + sent.backward_messages
     return Turn(passes.forward, passes.backward, again, 0.0, 0.0, messages)
-
-
-def _mamba_turn(case: Case) -> Turn:
-    passes = block.mamba(case)
-    again, messages = _again(case, passes, 0.0)
-    return _plain(case, passes, again) + Turn(0.0, 0.0, 0.0, messages, 0.0, 0.0)
-
-
-def _thin_turn(case: Case) -> Turn:
-    if not np.any(case.shape.thin):
-        return Turn(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-    passes = block.thin_matrices(case)
-    again, _ = _again(case, passes, 0.0)
-    return _plain(case, passes, again)

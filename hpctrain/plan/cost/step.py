@@ -1,4 +1,4 @@
-"""Seconds of one optimizer step, and where they go.
+"""Compute the seconds of one optimizer step and their parts.
 
 Belongs here: the pipeline schedule, data parallel traffic, the optimizer, straggling. Does not
 belong here: what a single microbatch costs in a block (`blocks`) or in a stage (`stages`), bytes
@@ -44,7 +44,7 @@ class StepTime:
 
 
 def step_seconds(case: Case) -> StepTime:
-    """Seconds of one step of every case."""
+    """Compute the seconds of one step of every case."""
     stages, weights, turns = stages_of(case), weights_of(case), case.mesh.accumulation
     transfer = transfer_seconds(case)
     slow = stages.slowest
@@ -66,7 +66,7 @@ def step_seconds(case: Case) -> StepTime:
 
 
 def bubble_seconds(case: Case, stages: Stages, transfer: Array) -> Array:
-    """What the other stages take before and after the slowest one works, over vpp.
+    """Compute the time of the other stages before and after the slowest one works, over vpp.
 
     (p - 1) / v microbatches for equal stages: Narayanan et al. 2021 (arXiv 2104.04473), section
     2.2. Zero-bubble schedules fill it with weight gradients: ZB-1p leaves a third, ZB-2p hardly
@@ -81,7 +81,7 @@ def bubble_seconds(case: Case, stages: Stages, transfer: Array) -> Array:
 
 
 def transfers(case: Case, transfer: Array) -> Array:
-    """Messages between stages in the steady state, two per microbatch and chunk."""
+    """Price messages between stages in the steady state, two per microbatch and chunk."""
     mesh = case.mesh
     shown = 2 * mesh.accumulation * mesh.vpp * transfer * (1 - case.software.pp_overlap)
     return np.where(np.asarray(mesh.pp) > 1, shown, 0.0)
@@ -103,7 +103,7 @@ def transfer_seconds(case: Case) -> Array:
 
 
 def data_messages(case: Case, weights: Weights, stages: Stages) -> Array:
-    """Gradient reduction and parameter gathering that compute does not hide.
+    """Price gradient reduction and parameter gathering that compute does not hide.
 
     Gradients can hide behind the backward pass of the last microbatch, parameters behind the
     first forward pass (megatron-core: overlap_grad_reduce, overlap_param_gather). Behind a pipeline
@@ -125,7 +125,7 @@ def data_messages(case: Case, weights: Weights, stages: Stages) -> Array:
 
 
 def _data_seconds(case: Case, parameters: Array, size: Array, stride: Array) -> tuple[Array, Array]:
-    """(reduction of gradients, gathering of parameters); an all-reduce is both at once."""
+    """Price (gradient reduction, parameter gathering); an all-reduce is both at once."""
     mesh = case.mesh
     size = np.where(parameters > 0, size, 1)  # a model without experts sends none
     each = np.where(np.asarray(mesh.summed_bytes) > 0, mesh.summed_bytes, mesh.gradient_bytes)
@@ -156,7 +156,7 @@ def sharded_messages(case: Case, weights: Weights, stages: Stages) -> Array:
 
 
 def _sharded_seconds(case: Case, weights: Weights, parameter_bytes: Array) -> Array:
-    """One gathering or reduction of all weights of a rank over those that share them."""
+    """Price one gathering or reduction of all weights of a rank over its shard group."""
     mesh = case.mesh
     size = np.where(np.asarray(mesh.shard_gpus) > 0, mesh.shard_gpus, mesh.replicas)
     dense = links.gather_seconds(case, parameter_bytes * weights.dense, size, mesh.tp)
@@ -168,7 +168,7 @@ def _sharded_seconds(case: Case, weights: Weights, parameter_bytes: Array) -> Ar
 
 
 def optimizer_seconds(case: Case, weights: Weights) -> Array:
-    """Adam: bound by memory, or by the host link when its state is offloaded.
+    """Price Adam: bound by memory, or by the host link when its state is offloaded.
 
     On NVMe the state is read and written besides, in turn with the update on the host.
     """
@@ -176,10 +176,12 @@ def optimizer_seconds(case: Case, weights: Weights) -> Array:
     sharded = np.asarray(mesh.zero) >= 1
     own = weights.dense / np.where(sharded, mesh.replicas, 1)
     own = own + weights.routed / np.where(sharded, mesh.expert_replicas, 1)
-    learned = own * case.shape.learned  # bytes of gradients and state are averages over all
-    sent = mesh.gradient_bytes * own + mesh.element_bytes * learned
-    on_host = sent / machine.host_bandwidth + ADAM_TRAFFIC * learned / machine.host_memory_bandwidth
-    at_rest = ADAM_TRAFFIC * learned / (machine.memory_bandwidth * machine.memory_efficiency)
+    trainable = own * case.shape.trainable  # bytes of gradients and state are averages over all
+    sent = mesh.gradient_bytes * own + mesh.element_bytes * trainable
+    on_host = (
+        sent / machine.host_bandwidth + ADAM_TRAFFIC * trainable / machine.host_memory_bandwidth
+    )
+    at_rest = ADAM_TRAFFIC * trainable / (machine.memory_bandwidth * machine.memory_efficiency)
     drives = 2 * case.software.main_bytes * own / machine.nvme_bandwidth
     away = on_host + np.where(np.asarray(mesh.offload) > 1, drives, 0.0)
     return np.where(np.asarray(mesh.offload) > 0, away, at_rest)

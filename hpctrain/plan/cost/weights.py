@@ -1,4 +1,4 @@
-"""Parameters on the fullest rank, as real numbers, for any number of cases.
+"""Count parameters on the fullest rank, as real numbers, for any number of cases.
 
 Close to the exact counts of `hpctrain.plan.model.parameters` (a unit test compares them), but in
 closed forms that broadcast. Belongs here: counts per block and per stage. Does not belong here:
@@ -30,7 +30,7 @@ class Weights:
 
 
 def attention_weights(case: Case) -> Array:
-    """One attention block on one tensor parallel rank, with its norm."""
+    """Count one attention block on one tensor parallel rank, with its norm."""
     shape, t = case.shape, case.mesh.tp
     width = shape.heads * shape.qk_dim + shape.kv_heads * (shape.qk_dim + shape.value_dim)
     plain = shape.hidden * (width + shape.heads * shape.value_dim) / t
@@ -49,19 +49,19 @@ def attention_weights(case: Case) -> Array:
 
 
 def norm_weights(case: Case, size: Array) -> Array:
-    """One norm over `size` numbers: a scale, and a shift where it is no RMSNorm."""
+    """Count one norm over `size` numbers: a scale, and a shift where it is no RMSNorm."""
     return size * np.where(np.asarray(case.shape.rms_norm) > 0, 1, 2)
 
 
 def mlp_weights(case: Case) -> Array:
-    """One MLP block on one tensor parallel rank, with its norm."""
+    """Count one MLP block on one tensor parallel rank, with its norm."""
     shape = case.shape
     own = _feed_forward(case, shape.hidden, shape.ffn, case.mesh.tp)
     return own + norm_weights(case, shape.hidden)
 
 
 def _feed_forward(case: Case, hidden: Array, ffn: Array, t: Array) -> Array:
-    """Matrices and biases of one MLP; the bias of what it puts out is on every rank."""
+    """Count matrices and biases of one MLP; the output bias is on every rank."""
     width = case.shape.mlp_width
     bias = case.shape.biased * (width * ffn / t + hidden)
     return (1 + width) * hidden * ffn / t + bias
@@ -77,7 +77,7 @@ def moe_weights(case: Case) -> tuple[Array, Array]:
 
 
 def mamba_weights(case: Case) -> Array:
-    """One Mamba-2 block on one tensor parallel rank, with its norm."""
+    """Count one Mamba-2 block on one tensor parallel rank, with its norm."""
     shape, t = case.shape, case.mesh.tp
     states = 2 * shape.mamba_groups * shape.mamba_state
     into = 2 * shape.mamba_inner + states + shape.mamba_heads
@@ -87,26 +87,26 @@ def mamba_weights(case: Case) -> Array:
 
 
 def table_weights(case: Case) -> Array:
-    """One table of embeddings on one rank."""
+    """Count one table of embeddings on one rank."""
     step = case.shape.vocab_multiple * case.mesh.tp
     return np.ceil(case.shape.vocab / step) * step / case.mesh.tp * case.shape.hidden
 
 
 def block_weights(case: Case, blocks: Blocks) -> Weights:
-    """All blocks of a group of layers."""
+    """Count all blocks of a group of layers."""
     fixed, routed = moe_weights(case)
     dense = (
         blocks.attention * attention_weights(case)
         + blocks.mlp * mlp_weights(case)
         + blocks.moe * fixed
         + blocks.mamba * mamba_weights(case)
-        + blocks.layers * case.shape.thin
+        + blocks.layers * case.shape.adapters
     )
     return Weights(dense, blocks.moe * routed)
 
 
 def stage_weights(case: Case, blocks: Blocks, embedding: Array, loss: Array) -> Weights:
-    """A stage with these blocks; `embedding`, `loss`: 1 where it has that end of the model.
+    """Count a stage with these blocks; `embedding`, `loss`: 1 where it has that end.
 
     A tied table counts once where both ends are on one rank; token prediction embeds again
     (GPTModel: `pre_process or mtp_process`).
@@ -114,15 +114,15 @@ def stage_weights(case: Case, blocks: Blocks, embedding: Array, loss: Array) -> 
     shape = case.shape
     own, ahead = block_weights(case, blocks), prediction_weights(case)
     predicts = loss * np.where(np.asarray(shape.mtp_layers) > 0, 1, 0)
-    words = np.maximum(embedding, predicts)
-    tables = words + loss * (1 - shape.tied * embedding)
-    ends = tables * table_weights(case) + words * shape.position_rows * shape.hidden
+    embeds = np.maximum(embedding, predicts)
+    tables = embeds + loss * (1 - shape.tied * embedding)
+    ends = tables * table_weights(case) + embeds * shape.position_rows * shape.hidden
     dense = own.dense + ends + loss * (norm_weights(case, shape.hidden) + ahead.dense)
     return Weights(dense, own.routed + loss * ahead.routed)
 
 
 def prediction_weights(case: Case) -> Weights:
-    """The multi-token prediction layers without embedding and output matrix.
+    """Count multi-token prediction layers without embedding and output matrix.
 
     Each has three norms and a projection of two hidden states to one (eh_proj) besides
     (megatron/core/transformer/multi_token_prediction.py).
@@ -135,7 +135,7 @@ def prediction_weights(case: Case) -> Weights:
 
 
 def weights_of(case: Case) -> Weights:
-    """The stage that has the most to reduce and update: first, middle or last."""
+    """Count the stage that has the most to reduce and update: first, middle or last."""
     mesh = case.mesh
     alone = np.asarray(mesh.pp) == 1
     first = stage_weights(case, first_blocks(case), 1, 0)

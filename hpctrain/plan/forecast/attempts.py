@@ -1,4 +1,4 @@
-"""What to expect of one attempt: it starts, trains, saves, and is ended by something.
+"""Compute expected work, losses and ends of one attempt.
 
 An attempt ends by a failure (work since the last durable checkpoint is lost), by a preemption
 (the same, or nothing is lost when there is time to save), or by its time limit (a last save, then
@@ -81,7 +81,7 @@ class Expected:
 
 
 def expected(attempt: Attempt) -> Expected:
-    """Exact means for an attempt with `usable_seconds` above 0 and a rate above 0."""
+    """Compute exact means for an attempt with `usable_seconds` above 0 and a rate above 0."""
     rate = attempt.ends_per_second
     reaches = math.exp(-attempt.limit_seconds * rate)
     ended = -math.expm1(-attempt.limit_seconds * rate)
@@ -108,12 +108,14 @@ def expected(attempt: Attempt) -> Expected:
 
 
 def _work_done(attempt: Attempt) -> float:
-    """Mean seconds of training of an attempt, kept or not: the integral of the chance to be alive
-    over the moments in which it trains."""
+    """Compute mean seconds of training of an attempt, saved or not.
+
+    The integral of the probability that the attempt still runs over the time in which it trains.
+    """
     rate, whole = attempt.ends_per_second, _whole_periods(attempt)
     alive = math.exp(-attempt.start_seconds * rate)
-    one = -math.expm1(-attempt.work_seconds * rate) / rate
-    done = alive * one * _powers(attempt, whole)
+    cycle = -math.expm1(-attempt.work_seconds * rate) / rate
+    done = alive * cycle * _powers(attempt, whole)
     if math.isinf(whole):
         return done
     rest = min(attempt.usable_seconds - whole * attempt.period_seconds, attempt.work_seconds)
@@ -122,8 +124,11 @@ def _work_done(attempt: Attempt) -> float:
 
 
 def _durable_work(attempt: Attempt, reaches: float) -> float:
-    """Mean work that is durable when an attempt is cut off before its limit: `work_seconds` for
-    each checkpoint, times the chance to be cut off between its being durable and the limit."""
+    """Compute mean durable work of an attempt that ends before its limit.
+
+    `work_seconds` for each checkpoint, times the probability of an end between the time when the
+    checkpoint is durable and the limit.
+    """
     first = attempt.start_seconds + attempt.period_seconds + attempt.delay_seconds
     count = _whole_periods(attempt)
     if not math.isinf(count):
@@ -145,6 +150,6 @@ def _whole_periods(attempt: Attempt) -> float:
 
 
 def _powers(attempt: Attempt, count: float) -> float:
-    """1 + r + ... + r^(count - 1) with r = e^(-period x rate), also where r is nearly 1."""
+    """Sum 1 + r + ... + r^(count - 1) with r = e^(-period x rate), also where r is nearly 1."""
     exponent = attempt.period_seconds * attempt.ends_per_second
     return math.expm1(-count * exponent) / math.expm1(-exponent)

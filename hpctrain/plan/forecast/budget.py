@@ -1,6 +1,6 @@
-"""What a budget of money and days can pay for, among priced options.
+"""Choose among priced options by a budget of money and a deadline.
 
-Belongs here: reading `--budget` and `--deadline`, choosing, and saying exactly what is missing.
+Belongs here: parsing `--budget` and `--deadline`, choosing, and reporting what is missing.
 Does not belong here: how options are found or priced.
 """
 
@@ -18,12 +18,12 @@ from hpctrain.units import Duration, Money
 Value = TypeVar("Value")
 
 _DAY_SECONDS = 86400
-# Below this share of the deadline left over, an expected value is not something to rely on.
+# With less than this share of the deadline left over, an expected value is unreliable.
 _THIN_SHARE = 0.05
 
 
 def parse_budget(money: str | None, deadline: str | None) -> Budget:
-    """The values of `--budget` and `--deadline`; raises UsageError with the option's name."""
+    """Parse `--budget` and `--deadline`; raises UsageError with the option's name."""
     amount = _read("--budget", Money.parse, money)
     limit = _read("--deadline", Duration.parse, deadline)
     if limit is not None and limit <= 0:
@@ -63,25 +63,39 @@ def check_currency(budget: Budget, profile: ClusterProfile) -> None:
 
 
 def cheapest_plan(options: Sequence[Forecast], budget: Budget) -> BudgetDecision:
-    """The cheapest option that meets money and deadline, else what is missing and the nearest.
+    """Choose the cheapest option that meets money and deadline, else report what is missing.
 
     `options` must not be empty, and must have costs in the budget's currency where the budget has
     money (`check_currency`). Without money the cheapest that meets the deadline is taken; where
-    nothing has a price, the one with the fewest GPU-hours.
+    nothing has a price, the one with the fewest GPU-hours. Without any, the nearest option is the
+    one with the smallest sum of both overruns, each as a share of the limit.
     """
     assert options and (budget.money is None or all(option.cost for option in options))
     meets = tuple(
-        i for i, one in enumerate(options) if _in_time(one, budget) and _paid(one, budget)
+        number
+        for number, option in enumerate(options)
+        if _in_time(option, budget) and _paid(option, budget)
     )
+    if meets:
+        chosen = min(meets, key=lambda number: (_price(options[number]), options[number].days))
+        lines = _chosen_lines(options, chosen, budget)
+        return BudgetDecision(chosen=chosen, nearest=chosen, meets=meets, lines=lines)
+
+    def excess(option: Forecast) -> float:
+        late = _seconds(option) / budget.deadline - 1 if budget.deadline else 0.0
+        over = _price(option) / budget.money - 1 if budget.money else 0.0
+        return max(0.0, late) + max(0.0, over)
+
     nearest = min(
-        range(len(options)), key=lambda i: (_excess(options[i], budget), _price(options[i]))
+        range(len(options)), key=lambda number: (excess(options[number]), _price(options[number]))
     )
-    if not meets:
-        lines = _missing(options, budget, options[nearest])
-        return BudgetDecision(chosen=None, nearest=nearest, meets=(), lines=lines)
-    chosen = min(meets, key=lambda i: (_price(options[i]), options[i].days))
-    lines = _praise(options, chosen, budget)
-    return BudgetDecision(chosen=chosen, nearest=chosen, meets=meets, lines=lines)
+    missing = [f"no plan of {_options(len(options))} meets {_limits(budget)}"]
+    if budget.deadline is not None:
+        missing.append(_deadline_line(options, budget, budget.deadline))
+    if budget.money is not None:
+        missing.append(_money_line(options, budget, budget.money))
+    missing.append(f"nearest: {describe(options[nearest])}, {_overruns(options[nearest], budget)}")
+    return BudgetDecision(chosen=None, nearest=nearest, meets=(), lines=tuple(missing))
 
 
 def _price(option: Forecast) -> float:
@@ -100,17 +114,10 @@ def _paid(option: Forecast, budget: Budget) -> bool:
     return budget.money is None or _price(option) <= budget.money
 
 
-def _excess(option: Forecast, budget: Budget) -> float:
-    """Both overruns added up, each as a share of what there is; 0 when both are met."""
-    late = _seconds(option) / budget.deadline - 1 if budget.deadline else 0.0
-    over = _price(option) / budget.money - 1 if budget.money else 0.0
-    return max(0.0, late) + max(0.0, over)
-
-
-def _praise(options: Sequence[Forecast], chosen: int, budget: Budget) -> tuple[str, ...]:
+def _chosen_lines(options: Sequence[Forecast], chosen: int, budget: Budget) -> tuple[str, ...]:
     best = options[chosen]
     lines = [
-        f"{describe(best)} is the cheapest of {_options(len(options))} that meets {_wanted(budget)}"
+        f"{describe(best)} is the cheapest of {_options(len(options))} that meets {_limits(budget)}"
     ]
     if budget.deadline is not None:
         left = float(budget.deadline) - _seconds(best)
@@ -122,21 +129,11 @@ def _praise(options: Sequence[Forecast], chosen: int, budget: Budget) -> tuple[s
     return tuple(lines)
 
 
-def _missing(options: Sequence[Forecast], budget: Budget, nearest: Forecast) -> tuple[str, ...]:
-    lines = [f"no plan of {_options(len(options))} meets {_wanted(budget)}"]
-    if budget.deadline is not None:
-        lines.append(_deadline_line(options, budget, budget.deadline))
-    if budget.money is not None:
-        lines.append(_money_line(options, budget, budget.money))
-    lines.append(f"nearest: {describe(nearest)}, {_overruns(nearest, budget)}")
-    return tuple(lines)
-
-
 def _deadline_line(options: Sequence[Forecast], budget: Budget, deadline: Duration) -> str:
-    """How many GPUs the deadline takes: found, else extrapolated without any loss of scaling."""
-    quick = [one for one in options if _in_time(one, budget)]
+    """Report the GPUs that the deadline needs; with perfect scaling if no option meets it."""
+    quick = [option for option in options if _in_time(option, budget)]
     if quick:
-        least = min(quick, key=lambda one: (one.gpus, _price(one)))
+        least = min(quick, key=lambda option: (option.gpus, _price(option)))
         return (
             f"the deadline needs {least.gpus:,} GPUs: {describe(least)}, {_overruns(least, budget)}"
         )
@@ -149,10 +146,10 @@ def _deadline_line(options: Sequence[Forecast], budget: Budget, deadline: Durati
 
 
 def _money_line(options: Sequence[Forecast], budget: Budget, money: float) -> str:
-    """How many GPUs the money pays for to the end, or how much of the run."""
-    affordable = [one for one in options if _paid(one, budget)]
+    """Report how many GPUs the money pays for, or what share of the run."""
+    affordable = [option for option in options if _paid(option, budget)]
     if affordable:
-        most = max(affordable, key=lambda one: (one.gpus, -_price(one)))
+        most = max(affordable, key=lambda option: (option.gpus, -_price(option)))
         return (
             f"the budget pays for {most.gpus:,} GPUs: {describe(most)}, {_overruns(most, budget)}"
         )
@@ -176,7 +173,7 @@ def _overruns(option: Forecast, budget: Budget) -> str:
     return " and ".join(parts) or "which is within it"
 
 
-def _wanted(budget: Budget) -> str:
+def _limits(budget: Budget) -> str:
     parts = []
     if budget.money is not None:
         parts.append(f"{budget.money:,.0f} {budget.currency}")
@@ -190,7 +187,7 @@ def _options(count: int) -> str:
 
 
 def describe(option: Forecast) -> str:
-    """`512 GPUs on spot (28.1 d, 310,000 USD)`."""
+    """Format an option: `512 GPUs on spot (28.1 d, 310,000 USD)`."""
     money = f", {option.cost.amount:,.0f} {option.cost.currency}" if option.cost else ""
     tariff = " on spot" if option.tariff == "spot" else ""
     return f"{option.gpus:,} GPUs{tariff} ({option.days:,.1f} d{money})"

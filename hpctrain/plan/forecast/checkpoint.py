@@ -1,4 +1,4 @@
-"""What one checkpoint costs: bytes, seconds until it is durable, seconds without training.
+"""Compute the cost of one checkpoint: bytes, seconds until it is durable, seconds of stall.
 
 Belongs here: sizes and rates of a save. Does not belong here: how often to save (`intervals`).
 """
@@ -19,7 +19,7 @@ from hpctrain.spec.run import RunSpec
 
 
 def bytes_per_parameter(spec: RunSpec) -> float:
-    """Of a full checkpoint with Adam, by engine and precision (see `published`)."""
+    """Return bytes per parameter of a full checkpoint with Adam, by engine and precision."""
     if spec.engine.abilities.one_copy_checkpoints:
         return ONE_COPY_CHECKPOINT_BYTES
     if spec.precision == "fp32":
@@ -28,15 +28,19 @@ def bytes_per_parameter(spec: RunSpec) -> float:
 
 
 def checkpoint_cost(spec: RunSpec, profile: ClusterProfile, facts: RunFacts) -> CheckpointCost:
-    """Size and times of one save.
+    """Compute size and times of one save.
 
     Write rate: the slower of the file system and the network cards of the run's nodes (a node's
-    own disk needs no cards). All GPUs copy equal shares to main memory first, which is all that an
-    asynchronous save waits for; at most one save is under way (`hpctrain.train.saving.saver`).
+    own disk needs no cards). All GPUs copy equal shares to main memory first; an asynchronous save
+    waits for that only. At most one save is under way (`hpctrain.train.saving.saver`).
     """
     each = facts.checkpoint_bytes_per_parameter or bytes_per_parameter(spec)
     total = facts.parameters * each
-    rate, limit = _write_rate(_filesystem(profile, facts.filesystem), profile, facts.nodes)
+    filesystem = _filesystem(profile, facts.filesystem)
+    rate, limit = float(filesystem.write_bandwidth), f"file system {filesystem.name}"
+    cards = _cards_bytes_per_second(profile, facts.nodes)
+    if filesystem.kind != "local" and cards < rate:
+        rate, limit = cards, f"network cards of {facts.nodes} node{'s' if facts.nodes > 1 else ''}"
     write = total / rate
     staging = SAVE_OVERHEAD_SECONDS + total / facts.gpus / STAGING_BYTES_PER_SECOND
     in_background = spec.checkpoint.asynchronous
@@ -51,7 +55,7 @@ def checkpoint_cost(spec: RunSpec, profile: ClusterProfile, facts: RunFacts) -> 
 
 
 def load_seconds(profile: ClusterProfile, facts: RunFacts, total_bytes: float) -> float:
-    """Time to read a checkpoint back, limited like the write."""
+    """Compute the time to read a checkpoint, limited like the write."""
     filesystem = _filesystem(profile, facts.filesystem)
     rate = float(filesystem.read_bandwidth)
     if filesystem.kind != "local":
@@ -66,16 +70,6 @@ def _filesystem(profile: ClusterProfile, name: str | None) -> FilesystemProfile:
     names = ", ".join(filesystem.name for filesystem in profile.filesystems)
     message = f"cluster {profile.name} has no file system `{name}`"
     raise InvalidInputError([Problem(message, hint=f"it has {names}")])
-
-
-def _write_rate(
-    filesystem: FilesystemProfile, profile: ClusterProfile, nodes: int
-) -> tuple[float, str]:
-    """Bytes per second, and what limits them in words."""
-    cards = _cards_bytes_per_second(profile, nodes)
-    if filesystem.kind != "local" and cards < filesystem.write_bandwidth:
-        return cards, f"network cards of {nodes} node{'s' if nodes > 1 else ''}"
-    return float(filesystem.write_bandwidth), f"file system {filesystem.name}"
 
 
 def _cards_bytes_per_second(profile: ClusterProfile, nodes: int) -> float:

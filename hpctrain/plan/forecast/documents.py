@@ -1,4 +1,4 @@
-"""The documents of a forecast: what goes in, what comes out.
+"""The documents of a forecast: its input and its results.
 
 Belongs here: fields and their units. Does not belong here: how a number is found.
 """
@@ -7,16 +7,17 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_serializer
 
 from hpctrain.spec.document import Document
 from hpctrain.units import Duration
 
 Tariff = Literal["on demand", "spot"]
+AssumptionKind = Literal["node failures", "restart", "preemptions", "save", "queue", "price"]
 
 
 class RunFacts(Document):
-    """What the forecast has to be told about one plan."""
+    """The input of the forecast: facts of one plan."""
 
     step_seconds: float = Field(gt=0, allow_inf_nan=False, description="One optimizer step")
     gpus: int = Field(ge=1, description="GPUs that compute")
@@ -48,7 +49,7 @@ class CheckpointCost(Document):
 
 
 class CheckpointInterval(Document):
-    """Between two saves. `young` and `daly` are what the formulas say, `steps` what is used."""
+    """The interval between two saves: `young` and `daly` by formula, `steps` as used."""
 
     steps: int
     seconds: float
@@ -58,14 +59,25 @@ class CheckpointInterval(Document):
     best_saves_seconds: float
 
 
+class Assumption(Document):
+    """One figure that neither spec nor profile gives. Written as text: `kind: text`."""
+
+    kind: AssumptionKind
+    text: str
+
+    @model_serializer
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.text}"
+
+
 class Interruptions(Document):
-    """Mean times between what stops this job, and whether they are assumed."""
+    """Mean seconds between interruptions of this job, and which of them are assumed."""
 
     failure_mtbf_seconds: float
     preemption_mtbf_seconds: float | None
     restart_seconds: float
     warned: bool
-    assumptions: tuple[str, ...]
+    assumptions: tuple[Assumption, ...]
 
 
 class TimeShares(Document):
@@ -118,7 +130,7 @@ class Forecast(Document):
     ettr_with_queue: float
     gpu_hours: float
     cost: Cost | None
-    assumptions: tuple[str, ...]
+    assumptions: tuple[Assumption, ...]
     warnings: tuple[str, ...]
 
     @property

@@ -1,4 +1,4 @@
-"""How often to save: Young's and Daly's formulas, and the spec's own choice in steps.
+"""Compute checkpoint intervals: Young's and Daly's formulas, and the spec's choice in steps.
 
 Belongs here: seconds and steps between checkpoints. Does not belong here: what a save costs.
 """
@@ -12,14 +12,15 @@ from hpctrain.units import Duration
 
 
 def young_seconds(stall_seconds: float, mtbf_seconds: float) -> float:
-    """sqrt(2 delta M): Young 1974, "A first order approximation to the optimum checkpoint
+    """Return sqrt(2 delta M): Young 1974, "A first order approximation to the optimum checkpoint
     interval", CACM 17(9), 530-531."""
     return math.sqrt(2 * stall_seconds * mtbf_seconds)
 
 
 def daly_seconds(stall_seconds: float, mtbf_seconds: float) -> float:
-    """Work between saves, Daly 2006 (FGCS 22, 303-312, the higher-order solution), for the
-    cost delta of one save:
+    """Return the work between saves by Daly 2006 (FGCS 22, 303-312, the higher-order solution).
+
+    For the cost delta of one save:
 
     sqrt(2 delta M) (1 + (1/3) sqrt(delta / 2M) + (1/9) (delta / 2M)) - delta for delta < 2M, M
     beyond.
@@ -32,8 +33,11 @@ def daly_seconds(stall_seconds: float, mtbf_seconds: float) -> float:
 
 
 def configured_steps(checkpoint: CheckpointSpec, seconds_per_step: float, best: int) -> int:
-    """Steps between saves as the trainer does it: after `every_steps`, or at the first end of a
-    step after `every` (auto: after `best` steps); whichever comes first."""
+    """Return the steps between saves of the trainer.
+
+    After `every_steps`, or at the first end of a step after `every` (auto: after `best` steps);
+    whichever comes first.
+    """
     choices = [best] if checkpoint.every == "auto" else []
     if checkpoint.every_steps is not None:
         choices.append(checkpoint.every_steps)
@@ -43,7 +47,9 @@ def configured_steps(checkpoint: CheckpointSpec, seconds_per_step: float, best: 
 
 
 def best_steps(stall_seconds: float, mtbf_seconds: float, floor: float, step: float) -> int:
-    """Daly's interval in whole steps of `step` seconds, at least `floor` seconds: the next save
-    cannot begin before the last one is written."""
+    """Return Daly's interval in whole steps of `step` seconds, at least `floor` seconds.
+
+    A save cannot begin before the previous one is written.
+    """
     wanted = max(daly_seconds(stall_seconds, mtbf_seconds), floor)
     return max(1, round(wanted / step), math.ceil(floor / step))

@@ -1,6 +1,6 @@
-"""From a spec, a profile and the facts of a plan to a forecast of the whole run.
+"""Forecast a whole run from a spec, a profile and the facts of a plan.
 
-Belongs here: putting the parts together, and what to warn about. Does not belong here: the parts
+Belongs here: combining the parts, and warnings. Does not belong here: the parts
 (`checkpoint`, `interruptions`, `intervals`, `attempts`).
 """
 
@@ -13,6 +13,7 @@ from hpctrain.errors import DoesNotFitError
 from hpctrain.plan.forecast.attempts import Attempt, expected
 from hpctrain.plan.forecast.checkpoint import checkpoint_cost
 from hpctrain.plan.forecast.documents import (
+    Assumption,
     CheckpointCost,
     CheckpointInterval,
     Cost,
@@ -44,8 +45,8 @@ _HOPELESS_SHARE = 0.01
 
 
 @dataclass(frozen=True)
-class _Given:
-    """Everything that does not depend on the checkpoint interval."""
+class _Run:
+    """What is known of a run before its checkpoint interval is chosen."""
 
     facts: RunFacts
     checkpoint: CheckpointCost
@@ -84,45 +85,38 @@ class _Totals:
 
 
 def forecast(spec: RunSpec, profile: ClusterProfile, facts: RunFacts) -> Forecast:
-    """Expected days, failures, money for one plan.
+    """Compute expected days, failures and money for one plan.
 
     Raises DoesNotFitError when the time limit leaves no time to train, or failures leave next to
-    none; InvalidInputError for a file system that the profile does not have.
+    none; InvalidInputError for a file system that the profile does not have. Evaluation is a
+    forward pass over `batches` global batches after every `every_steps`.
     """
     checkpoint = checkpoint_cost(spec, profile, facts)
-    given = _Given(
+    every = spec.evaluation.every_steps
+    evaluated = facts.train_steps // every * spec.evaluation.batches if every else 0
+    run = _Run(
         facts=facts,
         checkpoint=checkpoint,
         stops=interruptions(spec, profile, facts, checkpoint),
         training_seconds=facts.step_seconds * facts.train_steps,
-        evaluation_seconds=_evaluation_seconds(spec, facts),
+        evaluation_seconds=evaluated * facts.step_seconds * FORWARD_SHARE,
         preemption_wait_seconds=preemption_wait_seconds(profile, facts),
     )
-    configured = configured_steps(spec.checkpoint, given.seconds_per_step, _best_steps(given))
+    configured = configured_steps(spec.checkpoint, run.seconds_per_step, _best_steps(run))
     steps = min(configured, facts.train_steps)
-    totals = _totals(given, steps)
-    interval = _interval(given, steps, totals)
-    return _document(profile, given, totals, interval, _tariff(spec, profile, facts))
+    totals = _totals(run, steps)
+    tariff: Tariff = "spot" if is_spot(spec, profile, facts) else "on demand"
+    return _document(profile, run, totals, _interval(run, steps, totals), tariff)
 
 
-def _evaluation_seconds(spec: RunSpec, facts: RunFacts) -> float:
-    """Forward passes over `batches` global batches after every `every_steps`."""
-    every = spec.evaluation.every_steps
-    if every is None:
-        return 0.0
-    batches = facts.train_steps // every * spec.evaluation.batches
-    return batches * facts.step_seconds * FORWARD_SHARE
+def _attempt(run: _Run, steps: int) -> Attempt:
+    """Describe one attempt for a save every `steps` steps.
 
-
-def _tariff(spec: RunSpec, profile: ClusterProfile, facts: RunFacts) -> Tariff:
-    return "spot" if is_spot(spec, profile, facts) else "on demand"
-
-
-def _attempt(given: _Given, steps: int) -> Attempt:
-    """An asynchronous save stalls longer when the one before is still being written; the first
-    save of an attempt is taken to wait as long as the others."""
-    checkpoint, stops = given.checkpoint, given.stops
-    work = steps * given.seconds_per_step
+    An asynchronous save stalls longer while the previous one is still being written. The first
+    save of an attempt is assumed to wait as long as the others.
+    """
+    checkpoint, stops = run.checkpoint, run.stops
+    work = steps * run.seconds_per_step
     stall, delay = checkpoint.stall_seconds, 0.0
     if checkpoint.asynchronous:
         stall += max(0.0, checkpoint.write_seconds - work)
@@ -134,89 +128,79 @@ def _attempt(given: _Given, steps: int) -> Attempt:
         delay_seconds=delay,
         start_seconds=stops.restart_seconds,
         last_save_seconds=checkpoint.last_save_seconds,
-        limit_seconds=math.inf if given.facts.walltime is None else float(given.facts.walltime),
+        limit_seconds=math.inf if run.facts.walltime is None else float(run.facts.walltime),
         failures_per_second=1 / stops.failure_mtbf_seconds,
         preemptions_per_second=1 / preemption if preemption else 0.0,
         warned=stops.warned,
     )
 
 
-def _totals(given: _Given, steps: int) -> _Totals:
-    """Sums over all attempts: as many as it takes to save the whole work, and the part of a start
-    and of a last save that belongs to the last one, which ends by being done."""
-    attempt = _attempt(given, steps)
-    _refuse_short_limit(given, attempt)
+def _totals(run: _Run, steps: int) -> _Totals:
+    """Sum over all attempts: as many as it takes to save the whole work.
+
+    The last attempt ends because the run is complete: its start and its last save are added.
+    Raises DoesNotFitError where an attempt or the run makes no progress.
+    """
+    attempt = _attempt(run, steps)
+    if attempt.usable_seconds <= run.facts.step_seconds:
+        raise DoesNotFitError(
+            f"walltime {short_duration(attempt.limit_seconds)} is too short for one attempt: "
+            f"start-up {short_duration(attempt.start_seconds)}, one step "
+            f"{short_duration(run.facts.step_seconds)}, last save "
+            f"{short_duration(attempt.last_save_seconds)}",
+            "raise `resources.walltime`",
+        )
     mean = expected(attempt)
     if mean.saved_seconds < _HOPELESS_SHARE * mean.occupied_seconds:
-        raise _hopeless(given)
-    count = given.work_seconds / mean.saved_seconds
-    slices, last = _slices(given, attempt, count * mean.limited)
+        raise DoesNotFitError(
+            f"{run.facts.nodes} nodes are stopped every "
+            f"{short_duration(1 / attempt.ends_per_second)} on average and take "
+            f"{short_duration(attempt.start_seconds)} to restart: the run makes no progress",
+            "use fewer nodes, save more often, or correct `reliability` in the profile",
+        )
+    count = run.work_seconds / mean.saved_seconds
+    slices, last = _slices(run, attempt, count * mean.limited)
     starts = count + last
     times = TimeShares(
-        training_seconds=given.training_seconds,
-        evaluation_seconds=given.evaluation_seconds,
+        training_seconds=run.training_seconds,
+        evaluation_seconds=run.evaluation_seconds,
         saving_seconds=count * mean.stalled_seconds + last * attempt.last_save_seconds,
         redone_seconds=count * mean.redone_seconds,
         starting_seconds=count * mean.starting_seconds + last * attempt.start_seconds,
-        waiting_seconds=starts * given.facts.queue_seconds
-        + count * mean.preempted * given.preemption_wait_seconds,
+        waiting_seconds=starts * run.facts.queue_seconds
+        + count * mean.preempted * run.preemption_wait_seconds,
     )
     return _Totals(times, slices, count * mean.failed, count * mean.preempted, starts)
 
 
-def _slices(given: _Given, attempt: Attempt, limited: float) -> tuple[int, float]:
-    """Attempts that the time limit makes of a run without failures, and how many starts there are
-    beyond the mean number: one for the first, less the ends by the limit that are not reached."""
+def _slices(run: _Run, attempt: Attempt, limited: float) -> tuple[int, float]:
+    """Count the attempts of a run without failures, and the starts beyond the mean number.
+
+    The further starts: one for the first attempt, less the ends by the limit that are not reached.
+    """
     if math.isinf(attempt.limit_seconds):
         return 1, 1.0
-    exact = given.work_seconds / attempt.full_work_seconds
+    exact = run.work_seconds / attempt.full_work_seconds
     slices = max(1, math.ceil(exact - 1e-9))
     return slices, 1 - limited * (1 - (slices - 1) / exact)
 
 
-def _refuse_short_limit(given: _Given, attempt: Attempt) -> None:
-    if attempt.usable_seconds > given.facts.step_seconds:
-        return
-    parts = (
-        f"start-up {short_duration(attempt.start_seconds)}, one step "
-        f"{short_duration(given.facts.step_seconds)}, last save "
-        f"{short_duration(attempt.last_save_seconds)}"
-    )
-    limit = short_duration(attempt.limit_seconds)
-    raise DoesNotFitError(
-        f"walltime {limit} is too short for one attempt: {parts}",
-        "raise `resources.walltime`",
-    )
-
-
-def _hopeless(given: _Given) -> DoesNotFitError:
-    stops = given.stops
-    rate = 1 / stops.failure_mtbf_seconds
-    if stops.preemption_mtbf_seconds:
-        rate += 1 / stops.preemption_mtbf_seconds
-    return DoesNotFitError(
-        f"{given.facts.nodes} nodes are stopped every {short_duration(1 / rate)} on average and "
-        f"take {short_duration(stops.restart_seconds)} to restart: the run makes no progress",
-        "use fewer nodes, save more often, or correct `reliability` in the profile",
-    )
-
-
-def _best_steps(given: _Given) -> int:
-    """Daly's interval; the next save cannot begin before the last one is written."""
-    checkpoint = given.checkpoint
+def _best_steps(run: _Run) -> int:
+    """Return Daly's interval; a save cannot begin before the previous one is written."""
+    checkpoint = run.checkpoint
     floor = checkpoint.write_seconds if checkpoint.asynchronous else 0.0
-    stall, mtbf = checkpoint.stall_seconds, given.losing_mtbf_seconds
-    return best_steps(stall, mtbf, floor, given.seconds_per_step)
+    stall, mtbf = checkpoint.stall_seconds, run.losing_mtbf_seconds
+    return best_steps(stall, mtbf, floor, run.seconds_per_step)
 
 
-def _interval(given: _Given, steps: int, totals: _Totals) -> CheckpointInterval:
-    """The interval in use beside Young's, Daly's and what the latter would save."""
-    stall, mtbf = given.checkpoint.stall_seconds, given.losing_mtbf_seconds
-    best = min(_best_steps(given), given.facts.train_steps)
-    saves = totals.times.occupied_seconds - _totals(given, best).times.occupied_seconds
+def _interval(run: _Run, steps: int, totals: _Totals) -> CheckpointInterval:
+    """Compare the interval in use with Young's and Daly's, and with what the latter saves."""
+    stall, mtbf = run.checkpoint.stall_seconds, run.losing_mtbf_seconds
+    best = min(_best_steps(run), run.facts.train_steps)
+    saves = totals.times.occupied_seconds - _totals(run, best).times.occupied_seconds
     return CheckpointInterval(
         steps=steps,
-        seconds=steps * given.seconds_per_step,
+        seconds=steps * run.seconds_per_step,
         young_seconds=young_seconds(stall, mtbf),
         daly_seconds=daly_seconds(stall, mtbf),
         best_steps=best,
@@ -226,14 +210,27 @@ def _interval(given: _Given, steps: int, totals: _Totals) -> CheckpointInterval:
 
 def _document(
     profile: ClusterProfile,
-    given: _Given,
+    run: _Run,
     totals: _Totals,
     interval: CheckpointInterval,
     tariff: Tariff,
 ) -> Forecast:
-    facts, times = given.facts, totals.times
+    facts, times, prices = run.facts, totals.times, profile.prices
     gpu_hours = facts.gpus * times.occupied_seconds / 3600
-    cost, price_notes = _cost(profile, tariff, gpu_hours)
+    assumptions = [*run.stops.assumptions, Assumption(kind="save", text=STAGING_SOURCE)]
+    if not facts.queue_seconds and totals.starts >= 1.5:
+        text = f"none of the {totals.starts:,.0f} starts has to wait"
+        assumptions.append(Assumption(kind="queue", text=text))
+    cost = None
+    if prices is not None:
+        price = prices.on_demand
+        if tariff == "spot" and prices.spot:
+            price = prices.spot
+        elif tariff == "spot":
+            text = "on demand, the profile has no `prices.spot`"
+            assumptions.append(Assumption(kind="price", text=text))
+        amount = gpu_hours * price
+        cost = Cost(tariff=tariff, currency=prices.currency, per_gpu_hour=price, amount=amount)
     return Forecast(
         gpus=facts.gpus,
         nodes=facts.nodes,
@@ -241,9 +238,9 @@ def _document(
         steps=facts.train_steps,
         tokens=facts.train_steps * facts.tokens_per_step,
         step_seconds=facts.step_seconds,
-        checkpoint=given.checkpoint,
+        checkpoint=run.checkpoint,
         interval=interval,
-        interruptions=given.stops,
+        interruptions=run.stops,
         times=times,
         slices=totals.slices,
         failures=totals.failures,
@@ -253,41 +250,14 @@ def _document(
         ettr_with_queue=times.training_seconds / times.total_seconds,
         gpu_hours=gpu_hours,
         cost=cost,
-        assumptions=(
-            *given.stops.assumptions,
-            f"save: {STAGING_SOURCE}",
-            *_queue_notes(facts, totals),
-            *price_notes,
-        ),
-        warnings=_warnings(given, interval, times),
+        assumptions=tuple(assumptions),
+        warnings=_warnings(run, interval, times),
     )
 
 
-def _queue_notes(facts: RunFacts, totals: _Totals) -> tuple[str, ...]:
-    if facts.queue_seconds or totals.starts < 1.5:
-        return ()
-    return (f"queue: none of the {totals.starts:,.0f} starts has to wait",)
-
-
-def _cost(
-    profile: ClusterProfile, tariff: Tariff, gpu_hours: float
-) -> tuple[Cost | None, tuple[str, ...]]:
-    prices = profile.prices
-    if prices is None:
-        return None, ()
-    notes: tuple[str, ...] = ()
-    price = prices.on_demand
-    if tariff == "spot":
-        notes = () if prices.spot else ("price: on demand, the profile has no `prices.spot`",)
-        price = prices.spot or prices.on_demand
-    amount = gpu_hours * price
-    cost = Cost(tariff=tariff, currency=prices.currency, per_gpu_hour=price, amount=amount)
-    return cost, notes
-
-
-def _warnings(given: _Given, interval: CheckpointInterval, times: TimeShares) -> tuple[str, ...]:
-    """What costs days and could be changed in the spec."""
-    lines, checkpoint = [], given.checkpoint
+def _warnings(run: _Run, interval: CheckpointInterval, times: TimeShares) -> tuple[str, ...]:
+    """Warn about what costs days and could be changed in the spec."""
+    lines, checkpoint = [], run.checkpoint
     if checkpoint.asynchronous and checkpoint.write_seconds > interval.seconds:
         lines.append(
             f"A checkpoint takes {short_duration(checkpoint.write_seconds)} to write, more than "
@@ -298,10 +268,10 @@ def _warnings(given: _Given, interval: CheckpointInterval, times: TimeShares) ->
             f"Saving every {interval.best_steps} steps instead of {interval.steps} would save "
             f"{short_duration(interval.best_saves_seconds)}."
         )
-    if given.stops.preemption_mtbf_seconds and not given.stops.warned:
+    if run.stops.preemption_mtbf_seconds and not run.stops.warned:
         lines.append(
             "The grace time of a preemption is too short for a step and a save "
-            f"({short_duration(checkpoint.last_save_seconds + given.facts.step_seconds)}): "
+            f"({short_duration(checkpoint.last_save_seconds + run.facts.step_seconds)}): "
             "work since the last checkpoint is lost."
         )
     return tuple(lines)

@@ -1,4 +1,4 @@
-"""Published figures that stand in where a profile says nothing; every use is printed as assumed.
+"""Published figures for what a profile does not give; every use is printed as assumed.
 
 Belongs here: a number, its unit and where it was published. Does not belong here: anything that
 a site can measure and has put into its profile.

@@ -1,4 +1,4 @@
-"""One plan on nodes that are taken away, against the same plan on nodes that are not.
+"""Compare one plan on preemptible nodes with the same plan on others.
 
 Belongs here: the comparison and its reason. Does not belong here: either forecast.
 """
@@ -21,14 +21,14 @@ from hpctrain.spec.profile import ClusterProfile, ReliabilityProfile
 from hpctrain.spec.run import RunSpec
 from hpctrain.units import Duration
 
-# Range in which the break-even preemption interval is looked for, and how exactly.
+# Shortest interval of the search for the break-even preemption interval, and its bisections.
 _SHORTEST_SECONDS, _BISECTIONS = 60.0, 40
 
 
 def compare_spot(
     spec: RunSpec, profile: ClusterProfile, facts: RunFacts, budget: Budget | None = None
 ) -> SpotComparison | None:
-    """Both forecasts, which to take and why; None where the profile has no spot price.
+    """Forecast both and recommend one; None where the profile has no spot price.
 
     The cheaper one that meets the deadline of `budget` is recommended; where neither meets it, the
     faster one.
@@ -80,17 +80,24 @@ def _recommendation(
 def _break_even(
     spec: RunSpec, profile: ClusterProfile, facts: RunFacts, on_demand: float
 ) -> float | None:
-    """The preemption interval, in seconds, at which both cost the same: by bisection of its
-    logarithm, for the cost on spot falls as preemptions become rarer. 0 where spot is cheaper even
-    with one a minute, None where it is dearer even with one in ten years."""
+    """Find the preemption interval, in seconds, at which spot and on demand cost the same.
+
+    By bisection of its logarithm, because the cost on spot falls as preemptions become rarer. 0
+    where spot is cheaper even with one a minute, None where it is dearer even with one in ten
+    years.
+    """
+    reliability = profile.reliability or ReliabilityProfile(
+        node_mtbf=Duration(node_mtbf_seconds(profile))
+    )
 
     def dearer(mtbf_seconds: float) -> bool:
+        changed = reliability.model_copy(update={"preemption_mtbf": Duration(mtbf_seconds)})
+        changed_profile = profile.model_copy(update={"reliability": changed})
         try:
-            other = _with_preemptions(profile, mtbf_seconds)
-            found = forecast(spec, other, facts.model_copy(update={"spot": True}))
+            spot = forecast(spec, changed_profile, facts.model_copy(update={"spot": True}))
         except DoesNotFitError:
             return True
-        return _amount(found) > on_demand
+        return _amount(spot) > on_demand
 
     low, high = _SHORTEST_SECONDS, 3650 * 86400.0
     if not dearer(low):
@@ -101,14 +108,6 @@ def _break_even(
         middle = math.sqrt(low * high)
         low, high = (middle, high) if dearer(middle) else (low, middle)
     return high
-
-
-def _with_preemptions(profile: ClusterProfile, mtbf_seconds: float) -> ClusterProfile:
-    known = profile.reliability or ReliabilityProfile(
-        node_mtbf=Duration(node_mtbf_seconds(profile))
-    )
-    changed = known.model_copy(update={"preemption_mtbf": Duration(mtbf_seconds)})
-    return profile.model_copy(update={"reliability": changed})
 
 
 def _amount(forecast: Forecast) -> float:

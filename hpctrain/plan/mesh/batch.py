@@ -1,7 +1,7 @@
-"""The global batch: micro x accumulation x dp.
+"""Split the global batch: micro x accumulation x dp.
 
-Belongs here: the split, and which microbatches there are. Does not belong here: which of them a
-layout allows (`rules`), which fit into memory (`layouts`).
+Belongs here: the split, and possible microbatches. Does not belong here: which of them a layout
+allows (`rules`), which fit into memory (`layouts`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def batch_split(spec: RunSpec, dp: int, micro_batch: int) -> BatchSplit:
 
 
 def micro_choices(spec: RunSpec) -> tuple[int, ...]:
-    """The microbatch that the spec gives, else the powers of two that divide the global batch."""
+    """List the spec's microbatch, else the powers of two that divide the global batch."""
     if spec.batch.micro != "auto":
         return (spec.batch.micro,)
     batch = spec.batch.global_
@@ -33,7 +33,7 @@ def micro_choices(spec: RunSpec) -> tuple[int, ...]:
 
 
 def bubble_fraction(layout: Layout, accumulation: int) -> float:
-    """Idle share of a step relative to its work: (pp - 1) / (vpp m).
+    """Compute the idle share of a step relative to its work: (pp - 1) / (vpp m).
 
     Narayanan et al. 2021 (arXiv 2104.04473), section 2.2: bubble time over ideal time.
     """

@@ -1,4 +1,4 @@
-"""A candidate: one complete way to run a spec, before it is known whether it fits.
+"""Record of one candidate: a complete way to run a spec, which may not fit into memory.
 
 Belongs here: the record and its description. Does not belong here: where candidates come from
 (`layouts`) or what they cost (`plan_memory`, `predict`).
@@ -21,7 +21,7 @@ class Candidate:
 
     It must keep the rules of `mesh.rules`.
     `zero` is the ZeRO stage, `shard_gpus` over how many GPUs it shards (None: all replicas),
-    `offload` whether the optimizer state is where `optimizer.offload` says.
+    `offload` whether `optimizer.offload` applies.
     """
 
     parallel: ParallelSpec
@@ -39,7 +39,7 @@ class Candidate:
 
     @property
     def details(self) -> list[str]:
-        """Everything that is not a size of the mesh or the microbatch and not the usual case."""
+        """Settings besides mesh and microbatch that differ from the usual case."""
         parts = [f"recompute {self.recompute}"]
         parts += [f"zero {self.zero}"] if self.zero > 1 else []
         parts += [f"shards of {self.shard_gpus}"] if self.shard_gpus else []
@@ -61,7 +61,7 @@ def candidate_of(
     shard_gpus: int | None = None,
     offload: bool = False,
 ) -> Candidate:
-    """The candidate for `parallel` on `gpus` GPUs."""
+    """Build the candidate for `parallel` on `gpus` GPUs."""
     layout = layout_of(parallel, gpus)
     return Candidate(
         parallel=parallel,

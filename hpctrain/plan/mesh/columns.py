@@ -1,4 +1,4 @@
-"""Many candidates at once: one array for each property, of shape [candidates].
+"""Hold many candidates in columns: one array of shape [candidates] for each property.
 
 Belongs here: the record, selecting rows from it, and one row as a `Candidate`. Does not belong
 here: which rows there are (`grid`), what they cost (`hpctrain.plan.cost`) or which one is
@@ -56,7 +56,7 @@ class Columns:
         return len(self.tp)
 
     def take(self, rows: Any) -> Columns:
-        """The rows of an index array, a mask or a slice."""
+        """Select the rows of an index array, a mask or a slice."""
         return replace(self, **{name: getattr(self, name)[rows] for name in COLUMN_NAMES})
 
     @property
@@ -77,7 +77,7 @@ COLUMN_NAMES = tuple(field.name for field in fields(Columns))
 
 
 def joined(parts: Sequence[Columns]) -> Columns:
-    """All rows of several tables, in order; an empty table for none."""
+    """Join the rows of several tables, in order; an empty table for none."""
     if not parts:
         return Columns(**{name: np.zeros(0, dtype=np.int32) for name in COLUMN_NAMES})
     return Columns(
@@ -86,8 +86,11 @@ def joined(parts: Sequence[Columns]) -> Columns:
 
 
 def spread_layers(layers: int, pp: int) -> Split:
-    """Stages that differ by one layer at most; the first and the last, which have embedding and
-    loss to compute besides, are the last to get one more."""
+    """Split layers into stages that differ by one layer at most.
+
+    The first and the last stage are the last to get one more, because they also compute embedding
+    and loss.
+    """
     each, more = divmod(layers, pp)
     order = [*range(1, pp - 1), 0, pp - 1]
     longer = set(order[:more])
@@ -95,7 +98,7 @@ def spread_layers(layers: int, pp: int) -> Split:
 
 
 def candidate_at(spec: RunSpec, columns: Columns, row: int, stages: Split | None) -> Candidate:
-    """One row as a candidate; `stages` is the split that the spec lists, if it lists one."""
+    """Convert one row to a candidate; `stages` is the split that the spec lists, if any."""
     value = {name: int(getattr(columns, name)[row]) for name in COLUMN_NAMES}
     if stages is None and value["uneven"]:
         stages = spread_layers(spec.model.layers, value["pp"])
@@ -125,7 +128,7 @@ def candidate_at(spec: RunSpec, columns: Columns, row: int, stages: Split | None
 
 
 def columns_of(candidate: Candidate) -> Columns:
-    """A table of one row."""
+    """Convert a candidate to a table of one row."""
     parallel, layout, split = candidate.parallel, candidate.layout, candidate.split
     stages = [sum(split[index :: layout.pp]) for index in range(layout.pp)]
 

@@ -1,10 +1,10 @@
-"""Islands: which nodes of a run lie behind which slow link, and which groups of ranks cross it.
+"""Assign nodes of a run to islands, and count the groups of ranks that cross slow links.
 
 Slurm numbers the ranks of `--distribution=block` along the nodes in the order of their names
-(srun(1); tests/slurm/test_rank_order.py asks a real one), and an island of the profile is a run
+(srun(1); tests/slurm/test_rank_order.py checks a real one), and an island of the profile is a run
 of names. So the ranks of one island are consecutive, and everything here is counting intervals.
 Belongs here: nodes of each island, crossing groups, their share of an uplink. Does not belong
-here: which axis ought to cross (`rank_order`), or how Slurm is asked for it (`hpctrain.render`).
+here: which axis ought to cross (`rank_order`), or the options of Slurm (`hpctrain.render`).
 
 A group is `size` ranks, `stride` apart; groups tile blocks of stride x size consecutive ranks.
 """
@@ -29,7 +29,7 @@ class Island:
 
 @dataclass(frozen=True)
 class Crossing:
-    """What an axis does at the borders: how many of its groups cross one, and how fast that is.
+    """The groups of an axis that cross a border, and the bandwidth of each.
 
     `flows` of them share the uplink that leaves each the least, `bytes_per_second` in each
     direction, if no other axis sends at the same time.
@@ -41,7 +41,7 @@ class Crossing:
 
 
 def on_islands(request: NodeRequest, profile: ClusterProfile) -> NodeRequest:
-    """The request with the number of nodes from each island of the profile, in its order.
+    """Add the number of nodes on each island of the profile, in its order.
 
     One island if any is large enough, else the fewest, in equal parts where that works out: the
     border is then where an axis ends. Islands with the profile's own GPU go before all others,
@@ -50,14 +50,20 @@ def on_islands(request: NodeRequest, profile: ClusterProfile) -> NodeRequest:
     pool = eligible_islands(request.nodes, profile)
     if not pool:
         return request
-    shares = [0] * len(profile.network.islands)
-    for index, nodes in zip(pool, _parts(request.nodes, pool, profile), strict=False):
-        shares[index] = nodes
+    islands, nodes = profile.network.islands, request.nodes
+    sizes = [islands[index].nodes for index in pool]
+    part = nodes if sizes[0] >= nodes else max(sizes)
+    if sizes[0] < nodes and nodes % len(sizes) == 0 and min(sizes) >= nodes // len(sizes):
+        part = nodes // len(sizes)
+    shares, left = [0] * len(islands), nodes
+    for index, size in zip(pool, sizes, strict=True):
+        shares[index] = min(size, part, left)
+        left -= shares[index]
     return request.model_copy(update={"island_nodes": tuple(shares)})
 
 
 def eligible_islands(nodes: int, profile: ClusterProfile) -> tuple[int, ...]:
-    """Indices of the islands that a run of `nodes` nodes may use, the largest first.
+    """List the islands (their indices) that a run of `nodes` nodes may use, the largest first.
 
     All that could hold the run alone if there are any, else the fewest that hold it together.
     Empty without islands, or when the cluster is too small.
@@ -75,34 +81,21 @@ def eligible_islands(nodes: int, profile: ClusterProfile) -> tuple[int, ...]:
     return ()
 
 
-def _parts(nodes: int, pool: Sequence[int], profile: ClusterProfile) -> list[int]:
-    """Nodes from each island of the pool: all from the first, else equal parts, else filled up."""
-    sizes = [profile.network.islands[index].nodes for index in pool]
-    if sizes[0] >= nodes:
-        return [nodes]
-    if nodes % len(sizes) == 0 and min(sizes) >= nodes // len(sizes):
-        return [nodes // len(sizes)] * len(sizes)
-    parts: list[int] = []
-    for size in sizes:
-        parts.append(min(size, nodes - sum(parts)))
-    return parts
-
-
 def used_islands(request: NodeRequest, profile: ClusterProfile) -> tuple[IslandProfile, ...]:
-    """The islands that the run has nodes of, in the profile's order."""
+    """List the islands with nodes of the run, in the profile's order."""
     pairs = zip(profile.network.islands, request.island_nodes, strict=False)
     return tuple(island for island, nodes in pairs if nodes)
 
 
 def gpu_types(request: NodeRequest, profile: ClusterProfile) -> tuple[str, ...]:
-    """The kinds of GPU that the run has, the profile's own first."""
+    """List the types of GPU of the run, the profile's own first."""
     own = profile.gpu.type
     kinds = {island.gpu or own for island in used_islands(request, profile)} or {own}
     return tuple(sorted(kinds, key=lambda kind: (kind != own, kind)))
 
 
 def island_warnings(request: NodeRequest, profile: ClusterProfile) -> tuple[str, ...]:
-    """What Slurm is not told about islands, and what different islands mean for the run."""
+    """Warn where Slurm may ignore islands, and where islands have different GPUs."""
     lines, kinds = [], gpu_types(request, profile)
     islands = profile.network.islands
     if islands and request.nodes < profile.nodes.count and islands[0].feature is None:
@@ -117,15 +110,17 @@ def island_warnings(request: NodeRequest, profile: ClusterProfile) -> tuple[str,
 
 
 def slow_links(request: NodeRequest, profile: ClusterProfile) -> tuple[Island, ...]:
-    """The groups of ranks of a run with a slow link between them; empty when there are none.
+    """List the groups of ranks with a slow link between them; empty when there are none.
 
     The islands that `request` names; where it is on one island or none, leaf switches with less
-    bandwidth up than down, taken as full (which is what `--switches` asks for).
+    bandwidth up than down, taken as full (the request of `--switches`).
     """
     islands = used_islands(request, profile)
     if len(islands) > 1:
         nodes = [count for count in request.island_nodes if count]
-        return _intervals(nodes, [float(one.uplink) for one in islands], request.gpus_per_node)
+        return _intervals(
+            nodes, [float(island.uplink) for island in islands], request.gpus_per_node
+        )
     leaf, ratio = profile.network.switches.nodes_per_leaf, profile.network.switches.oversubscription
     if leaf is None or ratio <= 1 or request.nodes <= leaf:
         return ()
@@ -146,7 +141,7 @@ def _intervals(
 
 
 def crossing(stride: int, size: int, islands: Sequence[Island]) -> Crossing | None:
-    """How the groups of one axis cross the borders of `islands`; None when none of them does.
+    """Count how the groups of one axis cross the borders of `islands`; None when none does.
 
     The islands must cover all ranks, a multiple of stride x size. A ring through the ranks of a
     group in their order enters and leaves each of its islands once: one flow per direction.
@@ -163,7 +158,7 @@ def crossing(stride: int, size: int, islands: Sequence[Island]) -> Crossing | No
 
 
 def groups_inside(stride: int, size: int, island: Island) -> int:
-    """Groups that have all their ranks in the island."""
+    """Count groups that have all their ranks in the island."""
     return sum(
         count * max(0, min(stride, high - stride * (size - 1)) - low)
         for low, high, count in _parts_of_blocks(stride * size, island)
@@ -171,7 +166,7 @@ def groups_inside(stride: int, size: int, island: Island) -> int:
 
 
 def groups_at_border(stride: int, size: int, island: Island) -> int:
-    """Groups that have ranks in the island and others outside: the flows of a ring per direction.
+    """Count groups with ranks inside and outside the island: flows of a ring per direction.
 
     Of a block's part [low, high), min(stride, high - low) groups have some rank in it.
     """
@@ -183,7 +178,7 @@ def groups_at_border(stride: int, size: int, island: Island) -> int:
 
 
 def _parts_of_blocks(block: int, island: Island) -> Iterator[tuple[int, int, int]]:
-    """The island cut at multiples of `block`: ([low, high) within a block, how many such)."""
+    """Yield the island cut at multiples of `block`: low, high within a block, number of such."""
     first, last = island.start // block, (island.end - 1) // block
     if first == last:
         yield island.start - first * block, island.end - first * block, 1
@@ -195,10 +190,10 @@ def _parts_of_blocks(block: int, island: Island) -> Iterator[tuple[int, int, int
 
 
 def neighbours_outside(stride: int, size: int, island: Island) -> tuple[int, int]:
-    """Ranks of the island whose next rank in the group is outside, and whose previous one is.
+    """Count ranks of the island whose next rank in the group is outside, and whose previous is.
 
-    What a chain (a pipeline) sends through the uplink: one message per microbatch each, forward
-    and backward. The last rank of a group has no next one, the first no previous one.
+    A chain (a pipeline) sends one message per microbatch through the uplink for each, forward and
+    backward. The last rank of a group has no next one, the first no previous one.
     """
     block = stride * size
     late = max(island.start, island.end - stride)
@@ -209,7 +204,7 @@ def neighbours_outside(stride: int, size: int, island: Island) -> tuple[int, int
 
 
 def wraps_outside(stride: int, size: int, island: Island) -> tuple[int, int]:
-    """Last ranks of groups whose first rank is outside the island, and the reverse.
+    """Count last ranks of groups whose first rank is outside the island, and the reverse.
 
     An interleaved pipeline goes from the last stage back to the first, once per further chunk.
     """
@@ -222,7 +217,7 @@ def wraps_outside(stride: int, size: int, island: Island) -> tuple[int, int]:
 
 
 def _residues(start: int, end: int, period: int, low: int, high: int) -> int:
-    """How many numbers in [start, end) have a remainder in [low, high) modulo `period`."""
+    """Count numbers in [start, end) with a remainder in [low, high) modulo `period`."""
 
     def below(limit: int) -> int:
         return limit // period * (high - low) + min(max(limit % period - low, 0), high - low)

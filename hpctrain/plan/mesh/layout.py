@@ -1,4 +1,4 @@
-"""The mesh of an explicit layout, and what tensor parallelism splits of a model.
+"""Build the mesh of an explicit layout, and list what tensor parallelism splits.
 
 Does not belong here: what a layout has to keep (`rules`), layers per stage (`stages`).
 """
@@ -11,7 +11,7 @@ from hpctrain.spec.run import ModelSpec, ParallelSpec, RunSpec
 
 
 def uses_sequence_parallel(parallel: ParallelSpec) -> bool:
-    """As the spec says; by default on when tp > 1, which saves memory at no cost in traffic."""
+    """Decide by the spec; default: on when tp > 1, which saves memory at no cost in traffic."""
     if parallel.sequence_parallel is None:
         return parallel.tp > 1
     return parallel.sequence_parallel
@@ -25,7 +25,7 @@ def settled(spec: RunSpec, parallel: ParallelSpec) -> ParallelSpec:
 
 
 def layout_of(parallel: ParallelSpec, gpus: int) -> Layout:
-    """The mesh of an explicit layout; dp takes all GPUs that the other axes leave."""
+    """Build the mesh of an explicit layout; dp takes all GPUs that the other axes leave."""
     return Layout(
         tp=parallel.tp,
         pp=parallel.pp,
@@ -49,7 +49,7 @@ def split_widths(model: ModelSpec) -> dict[str, int]:
 
 
 def tensor_sizes(model: ModelSpec) -> tuple[int, ...]:
-    """All tp that heads, MLPs and kv_heads allow, ascending."""
+    """List all tp that heads, MLPs and kv_heads allow, ascending."""
     groups = model.key_value_heads
     return tuple(
         tp

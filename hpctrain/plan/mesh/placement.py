@@ -1,6 +1,6 @@
-"""Where the ranks of one axis are relative to each other: in a node, in an NVLink domain, apart.
+"""Locate the ranks of each axis: inside a node, inside an NVLink domain, across nodes.
 
-The layout's order says which axis is nearest (Megatron's `rank_order` string:
+The layout's order gives the nearest axis (Megatron's `rank_order` string:
 megatron/core/parallel_state.py, initialize_model_parallel), and Slurm fills node after node.
 Belongs here: strides and spans. Does not belong here: bandwidths or times.
 """
@@ -15,21 +15,21 @@ from hpctrain.spec.profile import ClusterProfile
 
 
 def strides(layout: Layout) -> dict[Axis, int]:
-    """Distance of neighbouring ranks of each axis, the nearest axis first.
+    """Compute the distance of neighbouring ranks of each axis, the nearest axis first.
 
     `ep` in the order is where the groups of experts are built, over the ranks of tp, cp and dp;
     the dense mesh has no such axis (parallel_state.py, decoder_rank_generator with ep=1).
     """
-    found: dict[Axis, int] = {}
+    distances: dict[Axis, int] = {}
     stride = 1
     for axis in axes(layout):
-        found[axis] = stride
+        distances[axis] = stride
         stride *= getattr(layout, axis)
-    return found
+    return distances
 
 
 def axes(layout: Layout) -> tuple[Axis, ...]:
-    """tp, cp, dp and pp from the nearest to the farthest."""
+    """List tp, cp, dp and pp from the nearest to the farthest."""
     known: tuple[Axis, ...] = ("tp", "cp", "dp", "pp")
     return tuple(sorted(known, key=layout.order.split("-").index))
 
@@ -37,26 +37,28 @@ def axes(layout: Layout) -> tuple[Axis, ...]:
 def place_axes(
     layout: Layout, profile: ClusterProfile, request: NodeRequest | None = None
 ) -> tuple[AxisPlacement, ...]:
-    """Placement of tp, cp, dp and pp, and of ep where there is one; `request` says on which
-    islands. In the order of the layout."""
+    """Locate tp, cp, dp and pp, and ep where there is one, in the order of the layout.
+
+    `request` has the islands.
+    """
     if request is None:
         request = on_islands(node_request(layout.world_size, profile.gpu.per_node), profile)
-    found = strides(layout)
+    distances = strides(layout)
     if layout.ep > 1:  # the nearest of the experts' own mesh, but for tp inside of experts
-        found["ep"] = expert_tp(layout.tp, layout.ep)
+        distances["ep"] = expert_tp(layout.tp, layout.ep)
     return tuple(
         AxisPlacement(
             axis=axis,
             size=getattr(layout, axis),
-            stride=found[axis],
-            span=_span(found[axis], getattr(layout, axis), layout.world_size, profile, request),
+            stride=distances[axis],
+            span=_span(distances[axis], getattr(layout, axis), layout.world_size, profile, request),
         )
-        for axis in sorted(found, key=layout.order.split("-").index)
+        for axis in sorted(distances, key=layout.order.split("-").index)
     )
 
 
 def stays_inside(stride: int, size: int, world_size: int, domain: int) -> bool:
-    """True when every group of `size` ranks, `stride` apart, is inside one block of `domain` ranks.
+    """Tell whether all groups of `size` ranks, `stride` apart, are inside blocks of `domain`.
 
     Groups tile blocks of stride x size consecutive ranks. If such blocks do not tile the domain,
     one of them lies across a border, and then some group in it has members on both sides.

@@ -1,9 +1,9 @@
-"""Which axis is the farther one, data or pipeline parallelism: who pays for the slow link.
+"""Choose whether data or pipeline parallelism spans the slow links.
 
 `tp-cp-ep-dp-pp` keeps the ranks of a data parallel group near each other and sends activations
-over the long way; `tp-cp-ep-pp-dp` keeps pipelines together and sends gradients there. tp, cp and
-ep are nearest in both, so only dp and pp are compared. Belongs here: bytes through the busiest
-uplink, and the choice. Does not belong here: where the borders are (`islands`), or step times.
+over the slow links; `tp-cp-ep-pp-dp` keeps pipelines together and sends gradients over them. tp,
+cp and ep are nearest in both, so only dp and pp are compared. Belongs here: bytes through the
+busiest uplink, and the choice. Does not belong here: the borders (`islands`), or step times.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from hpctrain.plan.mesh.islands import (
 from hpctrain.plan.mesh.placement import strides
 from hpctrain.plan.mesh.rules import layout_values, possible_orders
 from hpctrain.plan.mesh.stages import build_stage, stage_expert_parameters
-from hpctrain.plan.model.parameters import expert_tp, vocab_multiple
-from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.run import RunSpec
+from hpctrain.plan.model.parameters import expert_tp
+from hpctrain.plan.request import PlanRequest
 from hpctrain.units import short_bytes
 
 _GRADIENT_BYTES = 4  # summed in fp32 (DistributedDataParallelConfig.grad_reduce_in_fp32)
@@ -55,7 +54,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class UplinkLoad:
-    """What one step sends out of one group of nodes, over its uplink of so many bytes/s."""
+    """Bytes that one step sends out of one group of nodes; `uplink`: its bytes/s."""
 
     gradients_bytes: float
     activations_bytes: float
@@ -67,42 +66,46 @@ class UplinkLoad:
         return (self.gradients_bytes + self.activations_bytes) / self.uplink
 
 
-def choose_order(
-    spec: RunSpec, profile: ClusterProfile, candidate: Candidate, request: NodeRequest
-) -> OrderChoice:
-    """The spec's order; for `auto` the one that keeps the busiest uplink busy for less time.
+def choose_order(request: PlanRequest, candidate: Candidate, nodes: NodeRequest) -> OrderChoice:
+    """Choose the order: the spec's; for `auto`, the one with the least time on the busiest uplink.
 
     Equal times, or no slow link between the nodes of the run, give Megatron's default. Orders
     that megatron-core refuses are not considered.
     """
-    asked = "auto" if spec.parallel == "auto" else spec.parallel.order
-    islands = slow_links(request, profile)
+    spec = request.spec
+    given = "auto" if spec.parallel == "auto" else spec.parallel.order
+    islands = slow_links(nodes, request.profile)
     values = layout_values(spec, candidate.parallel, candidate.layout.world_size)
     possible = [ORDERS[number] for number in possible_orders(spec, values)]
-    loads = {order: busiest_uplink(spec, candidate, order, islands) for order in possible}
-    if asked == "auto":
+    loads = {order: busiest_uplink(request, candidate, order, islands) for order in possible}
+    if given == "auto":
         chosen = min(possible, key=lambda order: loads[order].seconds if islands else 0.0)
     else:
-        chosen = asked
-    different = len({load.seconds for load in loads.values()}) > 1
-    return OrderChoice(chosen, _reasons(asked, chosen, loads) if islands and different else ())
+        chosen = given
+    if not islands or len({load.seconds for load in loads.values()}) == 1:
+        return OrderChoice(chosen, ())
+    others = [load for order, load in loads.items() if order != chosen]
+    why = f"order {chosen}{'' if given == 'auto' else ', as the spec says'}"
+    compared = f", the other order {_load(others[0])}" if others else ""
+    sent = f"a step sends {_load(loads[chosen])} out of the busiest slow link"
+    return OrderChoice(chosen, (f"{why}: {sent}{compared}.",))
 
 
-def step_traffic(spec: RunSpec, candidate: Candidate) -> Traffic:
-    """What the fullest stage's rings and a pipeline send in one step.
+def step_traffic(request: PlanRequest, candidate: Candidate) -> Traffic:
+    """Count the bytes that the rings of the fullest stage and a pipeline send in one step.
 
     A ring of n ranks moves (n - 1) / n of the tensor over each of its links in a reduce-scatter
     and again in an all-gather (Thakur, Rabenseifner and Gropp 2005). Gradients are fp32; with the
     distributed optimizer the all-gather moves weights instead (ZeRO-1, arXiv 1910.02054, 7.1).
     A message is [s b / c, h], split by t with sequence parallelism and by DeepSpeed, and per rank.
     """
-    layout, model = candidate.layout, spec.model
+    spec, layout, model = request.spec, candidate.layout, request.spec.model
     element = 4 if spec.precision == "fp32" else 2
     moved = _GRADIENT_BYTES + (element if spec.optimizer.distributed else _GRADIENT_BYTES)
     pairs = [
         (
             build_stage(
-                model, layout, candidate.split, index, vocab_multiple(spec)
+                model, layout, candidate.split, index, request.counts.vocab_multiple
             ).parameters_per_gpu,
             stage_expert_parameters(model, layout, candidate.split, index),
         )
@@ -122,62 +125,48 @@ def step_traffic(spec: RunSpec, candidate: Candidate) -> Traffic:
 
 
 def _expert_copies(layout: Layout) -> int:
-    """Ranks that hold the same experts: expert data parallelism."""
+    """Count the ranks that hold the same experts: expert data parallelism."""
     shared = expert_tp(layout.tp, layout.ep) * layout.ep
     return max(1, layout.tp * layout.cp * layout.dp // shared)
 
 
 def busiest_uplink(
-    spec: RunSpec, candidate: Candidate, order: Order, islands: Sequence[Island]
+    request: PlanRequest, candidate: Candidate, order: Order, islands: Sequence[Island]
 ) -> UplinkLoad:
-    """Of all uplinks the one that is busy longest in a step of this order."""
-    traffic = step_traffic(spec, candidate)
+    """Find the uplink that is busy longest in a step of this order."""
+    traffic = step_traffic(request, candidate)
     loads = [uplink_load(candidate, order, island, traffic) for island in islands]
     return max(loads, key=lambda load: load.seconds, default=UplinkLoad(0, 0, 1))
 
 
 def uplink_load(candidate: Candidate, order: Order, island: Island, traffic: Traffic) -> UplinkLoad:
-    """Bytes that one step sends out of an island.
+    """Count the bytes that one step sends out of an island.
 
     A message goes to the next stage once for each chunk, and from the last stage to the first
     once for each chunk but one; gradients go the other way (Narayanan et al. 2021, section 2.2).
+    Rings of dense weights run through cp and dp where these are adjacent. In the mesh of experts,
+    expert tp and ep are the nearest axes.
     """
     layout = candidate.layout.model_copy(update={"order": order})
     stride = strides(layout)
     chunks = sum(neighbours_outside(stride["pp"], layout.pp, island)) * layout.vpp
     wraps = sum(wraps_outside(stride["pp"], layout.pp, island)) * (layout.vpp - 1)
     messages = (chunks + wraps) * traffic.microbatches
-    gradients = _dense_flows(layout, island) * traffic.dense_ring_bytes
-    gradients += _expert_flows(layout, island) * traffic.expert_ring_bytes
+    if stride["dp"] == stride["cp"] * layout.cp:
+        dense_flows = groups_at_border(stride["cp"], layout.dp * layout.cp, island)
+    else:
+        dense_flows = groups_at_border(stride["dp"], layout.dp, island) // layout.cp
+    near = expert_tp(layout.tp, layout.ep) * layout.ep
+    if layout.order.endswith("dp"):
+        near *= layout.pp
+    expert_flows = groups_at_border(near, _expert_copies(layout), island)
+    gradients = dense_flows * traffic.dense_ring_bytes
+    gradients += expert_flows * traffic.expert_ring_bytes
     return UplinkLoad(gradients, messages * traffic.message_bytes, island.uplink)
 
 
-def _dense_flows(layout: Layout, island: Island) -> int:
-    """Rings of dense weights that leave the island: through cp and dp where these are adjacent."""
-    stride = strides(layout)
-    if stride["dp"] == stride["cp"] * layout.cp:
-        return groups_at_border(stride["cp"], layout.dp * layout.cp, island)
-    return groups_at_border(stride["dp"], layout.dp, island) // layout.cp
-
-
-def _expert_flows(layout: Layout, island: Island) -> int:
-    """Rings of experts that leave the island; expert tp and ep are the nearest axes there."""
-    copies = _expert_copies(layout)
-    near = expert_tp(layout.tp, layout.ep) * layout.ep
-    far = layout.order.endswith("dp") and layout.pp > 1
-    return groups_at_border(near * (layout.pp if far else 1), copies, island)
-
-
-def _reasons(asked: str, chosen: Order, loads: dict[Order, UplinkLoad]) -> tuple[str, ...]:
-    mine = loads[chosen]
-    others = [load for order, load in loads.items() if order != chosen]
-    why = f"order {chosen}{'' if asked == 'auto' else ', as the spec says'}"
-    compared = f", the other order {_load(others[0])}" if others else ""
-    return (f"{why}: a step sends {_load(mine)} out of the busiest slow link{compared}.",)
-
-
 def _load(load: UplinkLoad) -> str:
-    """`3.1 GiB of gradients and 1.2 GiB of activations (0.4 s)`"""
+    """Format as `3.1 GiB of gradients and 1.2 GiB of activations (0.4 s)`."""
     parts = [
         f"{short_bytes(round(amount))} of {name}"
         for name, amount in (

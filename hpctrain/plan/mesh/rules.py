@@ -1,8 +1,8 @@
-"""The one table of rules that a layout has to keep.
+"""List the rules that a layout has to keep, each with a mask and a message.
 
-Each rule has a mask over many layouts and a message about one. The search applies the masks, a
-refusal is the messages of the rules that one layout breaks. Belongs here: divisibility, and what
-the engines demand of axes, batch, sharding and order. Does not belong here: what a spec alone
+The mask is over many layouts, the message about one. The search applies the masks; a refusal
+consists of the messages of the rules that one layout breaks. Belongs here: divisibility, and the
+demands of engines on axes, batch, sharding and order. Does not belong here: what a spec alone
 excludes (`abilities`), limits of the site (`limits`), memory (`plan_memory`).
 """
 
@@ -33,11 +33,11 @@ Number = TypeVar("Number", int, Whole)
 
 @dataclass(frozen=True)
 class LayoutValues(Generic[Number]):
-    """What the rules read: of one layout numbers, of many arrays of shape [layouts].
+    """The input of the rules: numbers for one layout, arrays of shape [layouts] for many.
 
     `listed`: 1 where the layers of the stages are listed, `order` a position in ORDERS. `gpus` and
     the split that a spec lists are the same for all layouts. The details that follow `listed` are
-    those of a candidate; without them they stand for the least demanding one.
+    those of a candidate; without one they are the least demanding values.
     """
 
     gpus: int
@@ -63,7 +63,7 @@ class LayoutValues(Generic[Number]):
 
     @cached_property
     def dp(self) -> Number:
-        """Data parallel size; call it where `model_gpus` divides the GPUs."""
+        """Data parallel size; valid where `model_gpus` divides the GPUs."""
         return self.gpus // self.model_gpus
 
     @property
@@ -72,16 +72,16 @@ class LayoutValues(Generic[Number]):
         return self.pp * self.vpp
 
 
-COLUMNS = tuple(one.name for one in fields(LayoutValues) if one.name not in ("gpus", "stages"))
+COLUMNS = tuple(f.name for f in fields(LayoutValues) if f.name not in ("gpus", "stages"))
 OneLayout = LayoutValues[int]
 ManyLayouts = LayoutValues[Whole]
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What a layout has to keep, or else is refused with a message.
+    """A condition that every layout has to meet.
 
-    `holds`: the mask of the layouts that keep it. `message`: about one layout that does not.
+    `holds`: the mask of the layouts that keep it. `message`: about one layout that breaks it.
     `after`: rules that have to hold before the message makes sense.
     """
 
@@ -92,7 +92,7 @@ class Rule:
 
 
 def allowed(spec: RunSpec, layouts: ManyLayouts, rules: Iterable[Rule]) -> Mask:
-    """The layouts that keep all these rules."""
+    """Compute the mask of the layouts that keep all these rules."""
     kept = np.ones(layouts.tp.shape, dtype=bool)
     for rule in rules:
         kept &= rule.holds(spec, layouts)
@@ -100,7 +100,7 @@ def allowed(spec: RunSpec, layouts: ManyLayouts, rules: Iterable[Rule]) -> Mask:
 
 
 def broken_rules(spec: RunSpec, layout: OneLayout, rules: Sequence[Rule]) -> tuple[Rule, ...]:
-    """The rules that one layout breaks, without those whose message needs another one to hold."""
+    """List the rules that one layout breaks, without those whose message needs a broken one."""
     columns = {name: np.array([getattr(layout, name)], dtype=np.int64) for name in COLUMNS}
     row = LayoutValues[Whole](gpus=layout.gpus, stages=layout.stages, **columns)
     broken: dict[str, Rule] = {}
@@ -111,7 +111,7 @@ def broken_rules(spec: RunSpec, layout: OneLayout, rules: Sequence[Rule]) -> tup
 
 
 def layout_values(spec: RunSpec, parallel: ParallelSpec, gpus: int) -> OneLayout:
-    """The values of an explicit layout on `gpus` GPUs, with the microbatch and shards of the spec.
+    """Collect the values of an explicit layout on `gpus` GPUs, with microbatch and shards.
 
     A microbatch or an order that is still to be chosen counts as the one that is always possible.
     """
@@ -135,13 +135,13 @@ def layout_values(spec: RunSpec, parallel: ParallelSpec, gpus: int) -> OneLayout
 
 
 def possible_orders(spec: RunSpec, layout: OneLayout) -> tuple[int, ...]:
-    """Positions in ORDERS of those that megatron-core allows for this mesh."""
+    """List positions in ORDERS of the orders that megatron-core allows for this mesh."""
     numbers = range(len(ORDERS))
     return tuple(n for n in numbers if not broken_rules(spec, replace(layout, order=n), [ORDER]))
 
 
 def _axis(name: Axis) -> Rule:
-    """The engine splits along this axis; models of images are not split over ranks at all."""
+    """Make the rule that the engine has this axis; models of images are never split over ranks."""
 
     def holds(spec: RunSpec, at: ManyLayouts) -> Mask | bool:
         has = name in spec.engine.abilities.axes and not spec.model.reads_images
@@ -157,7 +157,7 @@ def _axis(name: Axis) -> Rule:
 
 
 def _width(name: str) -> Rule:
-    """tp divides a width of the layers (transformer_config.py:925-948 of megatron-core)."""
+    """Make the rule that tp divides a width (transformer_config.py:925-948 of megatron-core)."""
 
     def holds(spec: RunSpec, at: ManyLayouts) -> Mask:
         return np.asarray(split_widths(spec.model).get(name, 0) % at.tp == 0)
@@ -171,11 +171,6 @@ def _width(name: str) -> Rule:
 
 def _nearest_tp(request: PlanRequest, at: OneLayout) -> str:
     return f": nearest tp {or_list(nearest(at.tp, tensor_sizes(request.spec.model)))}"
-
-
-def _key_value_heads_hold(spec: RunSpec, at: ManyLayouts) -> Mask:
-    groups = spec.model.key_value_heads
-    return np.asarray((groups % at.tp == 0) | (at.tp % groups == 0))
 
 
 def _qkv_width(model: ModelSpec) -> int:
@@ -192,20 +187,6 @@ def _expert_ffn(spec: RunSpec) -> int:
 
 def _nearest_ep(at: OneLayout, number: int) -> str:
     return f"nearest ep {or_list(nearest(at.ep, divisors(number)))}"
-
-
-def _sequence_message(request: PlanRequest, at: OneLayout) -> str:
-    seq = request.spec.model.seq
-    return (
-        f"sequence_parallel splits {seq // at.cp} tokens over tp {at.tp}: "
-        f"nearest seq {or_list(multiples_around(seq, at.tp * at.cp))}"
-    )
-
-
-def _context_message(request: PlanRequest, at: OneLayout) -> str:
-    seq = request.spec.model.seq
-    choices = or_list(nearest(at.cp, divisors(seq // 2 or 1)))
-    return f"seq {seq} is not divisible by 2 x cp {at.cp}: nearest cp {choices}"
 
 
 def _split_holds(spec: RunSpec, at: ManyLayouts) -> Mask | bool:
@@ -249,20 +230,6 @@ def _world_message(request: PlanRequest, at: OneLayout) -> str:
     )
 
 
-def _expert_ranks_message(request: PlanRequest, at: OneLayout) -> str:
-    ranks = at.gpus // at.pp
-    return f"ep {at.ep} does not divide tp x cp x dp {ranks}: {_nearest_ep(at, ranks)}"
-
-
-def _microbatch_group(at: ManyLayouts) -> Whole:
-    """Microbatches per step must be a multiple of this.
-
-    The interleaved schedule moves microbatches through the chunks in groups of pp
-    (megatron/core/pipeline_parallel/schedules.py:995-1015); 1F1B takes any number.
-    """
-    return np.where(at.vpp > 1, at.pp, 1)
-
-
 def _batch_message(request: PlanRequest, at: OneLayout) -> str:
     batch, micro = request.spec.batch.global_, request.spec.batch.micro
     names = [("micro", at.micro_batch)] * (micro != "auto") + [("dp", at.dp)]
@@ -283,32 +250,18 @@ def _batch_message(request: PlanRequest, at: OneLayout) -> str:
 
 
 def _order_holds(spec: RunSpec, at: ManyLayouts) -> Mask:
-    """Pipelines of dense layers and of experts must have the same ranks (megatron-core 0.16.1,
-    megatron/core/parallel_state.py:808-820). The stride of pp is tp x cp in one mesh and expert
-    tp x ep in the other."""
+    """Check that pipelines of dense layers and of experts have the same ranks.
+
+    megatron-core 0.16.1, megatron/core/parallel_state.py:808-820. The stride of pp is tp x
+    cp in one mesh and expert tp x ep in the other.
+    """
     same = at.tp * at.cp == _expert_ranks(at)
     return np.asarray((at.order == 0) | (at.pp == 1) | same)
 
 
 def _expert_ranks(at: ManyLayouts) -> Whole:
-    """Expert tp x ep; expert tp is 1 with ep > 1 (`parameters.expert_tp`)."""
+    """Return expert tp x ep; expert tp is 1 with ep > 1 (`parameters.expert_tp`)."""
     return np.where(at.ep > 1, at.ep, at.tp)
-
-
-def _order_message(request: PlanRequest, at: OneLayout) -> str:
-    return (
-        f"order {ORDERS[at.order]} is not possible with pp {at.pp}: megatron-core needs tp x cp = "
-        f"{at.tp * at.cp} to be expert tp x ep = {at.ep if at.ep > 1 else at.tp}; "
-        f"use {DEFAULT_ORDER}"
-    )
-
-
-def _tensors_hold_stage(spec: RunSpec, at: ManyLayouts) -> Mask | bool:
-    """What the trainer can (`trainable_deepspeed.untrainable_in_tensors`); a layout that a spec
-    gives may be planned all the same."""
-    if not spec.engine.abilities.stage3_with_tensors and spec.parallel == "auto":
-        return np.asarray((at.zero < 3) | (at.tp == 1))
-    return True
 
 
 _WIDTHS = tuple(_width(name) for name in ("heads", "ffn", "moe.shared_ffn"))
@@ -319,7 +272,9 @@ MODEL_RULES: tuple[Rule, ...] = (
     *_WIDTHS,
     Rule(
         "tp fits kv_heads",
-        _key_value_heads_hold,
+        lambda spec, at: (
+            (spec.model.key_value_heads % at.tp == 0) | (at.tp % spec.model.key_value_heads == 0)
+        ),
         lambda request, at: (
             f"kv_heads {request.spec.model.key_value_heads} is neither a multiple nor a divisor "
             f"of tp {at.tp}{_nearest_tp(request, at)}"
@@ -369,12 +324,18 @@ MODEL_RULES: tuple[Rule, ...] = (
     Rule(  # each context parallel rank takes two of 2 x cp slices, to balance the causal mask
         "cp divides seq",
         lambda spec, at: (at.cp == 1) | (spec.model.seq % (2 * at.cp) == 0),
-        _context_message,
+        lambda request, at: (
+            f"seq {request.spec.model.seq} is not divisible by 2 x cp {at.cp}: nearest cp "
+            f"{or_list(nearest(at.cp, divisors(request.spec.model.seq // 2 or 1)))}"
+        ),
     ),
     Rule(
         "tp divides the sequence",
         lambda spec, at: (at.sequence_parallel == 0) | (spec.model.seq // at.cp % at.tp == 0),
-        _sequence_message,
+        lambda request, at: (
+            f"sequence_parallel splits {request.spec.model.seq // at.cp} tokens over tp {at.tp}: "
+            f"nearest seq {or_list(multiples_around(request.spec.model.seq, at.tp * at.cp))}"
+        ),
         after=("cp divides seq",),
     ),
     Rule("stages hold the layers", _split_holds, _split_message),
@@ -388,7 +349,7 @@ MODEL_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         # parallel_state.py, default_position_embedding_ranks: gradients of the copy behind the
-        # pipeline are summed with nobody's
+        # pipeline are not summed with the first stage's
         "mtp_layers behind a pipeline",
         lambda spec, at: (
             (at.pp == 1) | (not spec.model.mtp_layers) | (spec.model.positions != "learned")
@@ -407,7 +368,10 @@ WORLD = Rule(
 EXPERT_RANKS = Rule(
     "ep divides the ranks of a stage",
     lambda spec, at: at.gpus // at.pp % _expert_ranks(at) == 0,
-    _expert_ranks_message,
+    lambda request, at: (
+        f"ep {at.ep} does not divide tp x cp x dp {at.gpus // at.pp}: "
+        f"{_nearest_ep(at, at.gpus // at.pp)}"
+    ),
     after=(WORLD.name,),
 )
 MESH_RULES = (*MODEL_RULES, WORLD, EXPERT_RANKS)
@@ -415,12 +379,25 @@ MESH_RULES = (*MODEL_RULES, WORLD, EXPERT_RANKS)
 # Rules about microbatch, sharding and order of a mesh.
 BATCH = Rule(
     "micro x dp divides the batch",
-    lambda spec, at: spec.batch.global_ % (at.micro_batch * at.dp * _microbatch_group(at)) == 0,
+    # The interleaved schedule moves microbatches through the chunks in groups of pp
+    # (megatron/core/pipeline_parallel/schedules.py:995-1015); 1F1B takes any number.
+    lambda spec, at: (
+        spec.batch.global_ % (at.micro_batch * at.dp * np.where(at.vpp > 1, at.pp, 1)) == 0
+    ),
     _batch_message,
     after=(WORLD.name, EXPERT_RANKS.name),
 )
 _MESH_NAMES = (*(rule.name for rule in MESH_RULES), BATCH.name)
-ORDER = Rule("pipelines of experts are pipelines", _order_holds, _order_message, after=_MESH_NAMES)
+ORDER = Rule(
+    "pipelines of experts are pipelines",
+    _order_holds,
+    lambda request, at: (
+        f"order {ORDERS[at.order]} is not possible with pp {at.pp}: megatron-core needs tp x cp = "
+        f"{at.tp * at.cp} to be expert tp x ep = {at.ep if at.ep > 1 else at.tp}; "
+        f"use {DEFAULT_ORDER}"
+    ),
+    after=_MESH_NAMES,
+)
 CANDIDATE_RULES: tuple[Rule, ...] = (
     BATCH,
     ORDER,
@@ -441,8 +418,15 @@ CANDIDATE_RULES: tuple[Rule, ...] = (
         after=_MESH_NAMES,
     ),
     Rule(
+        # what the trainer can (`trainable_deepspeed.untrainable_in_tensors`); a layout that a spec
+        # gives may be planned all the same
         "ZeRO 3 of DeepSpeed divides no tensors",
-        _tensors_hold_stage,
+        lambda spec, at: (
+            (at.zero < 3)
+            | (at.tp == 1)
+            | spec.engine.abilities.stage3_with_tensors
+            | (spec.parallel != "auto")
+        ),
         lambda request, at: f"ZeRO stage {at.zero} of DeepSpeed is not trained with tp {at.tp}",
         after=_MESH_NAMES,
     ),

@@ -1,4 +1,4 @@
-"""Which transformer layers, embedding and loss are on which pipeline stage.
+"""Assign transformer layers, embedding and loss to pipeline stages.
 
 A *virtual stage* is one chunk of layers; there are pp x vpp of them, in model order. Virtual
 stage n belongs to pipeline stage n mod pp as its chunk n div pp: Megatron's interleaved order
@@ -18,7 +18,7 @@ Split = tuple[int, ...]  # transformer layers of each virtual stage, in model or
 
 
 def split_layers(layers: int, parallel: ParallelSpec) -> Split:
-    """Layers of each virtual stage. The split must exist (`rules`).
+    """Return the layers of each virtual stage. The split must exist (`rules`).
 
     `stages` of the spec is taken as it stands: pp x vpp numbers in model order (chunk 0 of all
     pipeline stages, then chunk 1, ...). Otherwise the split is even; with `count_embedding` /
@@ -48,17 +48,26 @@ def split_messages(layers: int, stages: Split) -> list[str]:
 
 
 def stage_layers(split: Split, pp: int, index: int) -> tuple[range, ...]:
-    """Which transformer layers (0 is the first) each chunk of pipeline stage `index` holds."""
+    """Return the transformer layers (0 is the first) of each chunk of pipeline stage `index`."""
     starts = (0, *accumulate(split))
     return tuple(range(starts[n], starts[n + 1]) for n in range(index, len(split), pp))
 
 
 def build_stages(
-    model: ModelSpec, layout: Layout, split: Split, vocab_multiple: int = VOCAB_MULTIPLE
+    model: ModelSpec,
+    layout: Layout,
+    split: Split,
+    vocab_multiple: int = VOCAB_MULTIPLE,
+    adapters_per_layer: int = 0,
 ) -> tuple[Stage, ...]:
-    """The pipeline stages with their chunks and exact parameters per GPU."""
-    stages = range(layout.pp)
-    return tuple(build_stage(model, layout, split, index, vocab_multiple) for index in stages)
+    """Build the pipeline stages with their chunks and exact parameters per GPU.
+
+    Adapters of LoRA count in full on every tensor parallel rank: no engine trains them split.
+    """
+    return tuple(
+        build_stage(model, layout, split, index, vocab_multiple, adapters_per_layer)
+        for index in range(layout.pp)
+    )
 
 
 def build_stage(
@@ -67,13 +76,19 @@ def build_stage(
     split: Split,
     index: int,
     vocab_multiple: int = VOCAB_MULTIPLE,
+    adapters_per_layer: int = 0,
 ) -> Stage:
-    """Pipeline stage `index`: every pp-th virtual stage, starting with its own number.
+    """Build pipeline stage `index`: every pp-th virtual stage, starting with its own number.
 
-    `vocab_multiple`: see `parameters.vocab_multiple`.
+    `vocab_multiple`, `adapters_per_layer`: see `ModelCounts`. The final norm is with the loss, or
+    with token prediction behind the last layer (megatron/core/transformer/transformer_block.py:390,
+    has_final_layernorm_in_this_stage).
     """
     dense, with_experts = _kinds_of_layers(model, stage_layers(split, layout.pp, index))
     first, last = index == 0, index == layout.pp - 1
+    norm_stage = layout.pp - 1
+    if model.mtp_layers:
+        norm_stage = max(number for number, layers in enumerate(split) if layers) % layout.pp
     parameters = stage_parameters(
         model,
         layout.tp,
@@ -82,7 +97,7 @@ def build_stage(
         with_experts,
         first=first,
         last=last,
-        final_norm=index == _final_norm_stage(model, layout, split),
+        final_norm=index == norm_stage,
         multiple=vocab_multiple,
     )
     return Stage(
@@ -90,12 +105,12 @@ def build_stage(
         chunk_layers=split[index :: layout.pp],
         embedding=first,
         loss=last,
-        parameters_per_gpu=parameters,
+        parameters_per_gpu=parameters + adapters_per_layer * (dense + with_experts),
     )
 
 
 def stage_expert_parameters(model: ModelSpec, layout: Layout, split: Split, index: int) -> int:
-    """Those of `parameters_per_gpu` that are routed experts, held by fewer replicas than the rest.
+    """Count the routed experts in `parameters_per_gpu`, which fewer replicas hold than the rest.
 
     Multi-token prediction layers, behind the last stage, have experts like the last layer.
     """
@@ -106,15 +121,7 @@ def stage_expert_parameters(model: ModelSpec, layout: Layout, split: Split, inde
 
 
 def _kinds_of_layers(model: ModelSpec, chunks: tuple[range, ...]) -> tuple[int, int]:
-    """(dense layers, layers with experts) of these chunks; the first layers are the dense ones."""
+    """Count (dense layers, layers with experts) of chunks; the first layers are the dense ones."""
     dense_until = model.moe.dense_layers if model.moe is not None else model.layers
     dense = sum(len(range(chunk.start, min(chunk.stop, dense_until))) for chunk in chunks)
     return dense, sum(map(len, chunks)) - dense
-
-
-def _final_norm_stage(model: ModelSpec, layout: Layout, split: Split) -> int:
-    """The stage of the final norm: with the loss, or with token prediction behind the last layer
-    (megatron/core/transformer/transformer_block.py:390, has_final_layernorm_in_this_stage)."""
-    if not model.mtp_layers:
-        return layout.pp - 1
-    return max(number for number, layers in enumerate(split) if layers) % layout.pp

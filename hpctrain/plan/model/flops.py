@@ -1,7 +1,7 @@
-"""How many operations a training step of a model is: the convention behind every MFU printed.
+"""Count the operations of a training step: the convention behind every printed MFU.
 
-Model FLOPs: what the mathematics of the model asks for, forward and backward; nothing that is
-computed again, no softmax, norms or optimizer. Belongs here: operations of the whole model. Does
+Model FLOPs: products of the model, forward and backward; no recomputation, softmax, norms or
+optimizer. Belongs here: operations of the whole model. Does
 not belong here: what one GPU does of it, or how long that takes.
 
 Letters: h hidden, a heads, L layers, s sequence length, B global batch, V vocabulary.
@@ -16,7 +16,7 @@ FORWARD_AND_BACKWARD = 3  # the backward pass is two products for each one of th
 
 
 def attention_weights(model: ModelSpec) -> int:
-    """Weights of the attention of one layer that multiply every token."""
+    """Count weights of the attention of one layer that multiply every token."""
     output = model.heads * model.value_size * model.hidden
     if model.mla is None:
         return output + model.hidden * (model.heads + 2 * model.key_value_heads) * model.head_size
@@ -29,7 +29,7 @@ def attention_weights(model: ModelSpec) -> int:
 
 
 def mlp_weights(model: ModelSpec, layer: int) -> int:
-    """Weights of the MLP of layer `layer` that multiply a token: active experts and the router."""
+    """Count weights of the MLP of `layer` that multiply a token: active experts and router."""
     matrices = (3 if model.gated else 2) * model.hidden
     if model.moe is None or not model.has_experts(layer):
         return matrices * model.ffn_size
@@ -38,7 +38,7 @@ def mlp_weights(model: ModelSpec, layer: int) -> int:
 
 
 def linear_parameters(model: ModelSpec) -> int:
-    """Weights that multiply every token: linear layers and the output matrix, no biases.
+    """Count weights that multiply every token: linear layers and output matrix, no biases.
 
     Of experts those that are active. A multi-token prediction layer is a layer, its projection
     (2h x h) and once more the output matrix. BERT has the linear layer before its output matrix;
@@ -58,7 +58,7 @@ def linear_parameters(model: ModelSpec) -> int:
 
 
 def attention_flops_per_token(model: ModelSpec, causal: bool = False) -> float:
-    """The two attention products of all layers, forward and backward, for one token.
+    """Count the two attention products of all layers, both passes, for one token.
 
     Q K^T and P V are 2 s a d each in the forward pass, so 12 s a d for each layer (6 s a times
     both head sizes where they differ). `causal`: half of that, as nothing is needed above the
@@ -71,7 +71,7 @@ def attention_flops_per_token(model: ModelSpec, causal: bool = False) -> float:
 
 
 def model_flops_per_step(model: ModelSpec, global_batch: int, causal: bool = False) -> float:
-    """Floating-point operations of the model in one optimizer step; recomputation not counted.
+    """Count floating-point operations of one optimizer step; recomputation not counted.
 
     Convention (model FLOPs, non-causal attention): 6 per linear weight and token for forward and
     backward, plus 12 L a d s per token for the two attention products over the whole s x s

@@ -1,4 +1,4 @@
-"""How many parameters megatron-core builds: per layer, per end of the pipeline, in all.
+"""Count the parameters that megatron-core builds: per layer, per pipeline end, in all.
 
 Every count is of one tensor parallel rank and exact for megatron-core 0.16.1 (an engine test builds
 the real modules on the meta device and compares). Belongs here: counting. Does not belong here:
@@ -13,32 +13,27 @@ from __future__ import annotations
 from hpctrain.plan.model import vision
 from hpctrain.plan.model.flops import linear_parameters as linear_parameters
 from hpctrain.plan.model.flops import model_flops_per_step as model_flops_per_step
-from hpctrain.spec.run import MlaSpec, ModelSpec, MoeSpec, RunSpec
+from hpctrain.spec.run import MlaSpec, ModelSpec, MoeSpec
 
 # Megatron-LM pads the vocabulary to a multiple of this times tp
 # (`make_vocab_size_divisible_by`, megatron/training/arguments.py, default 128), so that every
 # rank holds the same number of rows and the output matrix multiplication is aligned.
 VOCAB_MULTIPLE = 128
 
-# Embeddings of sentences A and B (Devlin et al. 2018, arXiv 1810.04805, section 3.2). Telling if
-# B follows A is not learned: no loss without it (Liu et al. 2019, arXiv 1907.11692, section 4.2).
+# Embeddings of sentences A and B (Devlin et al. 2018, arXiv 1810.04805, section 3.2). The task
+# of predicting if B follows A is left out: no loss without it (Liu et al. 2019, arXiv 1907.11692,
+# section 4.2).
 BERT_SEGMENTS = 2
 
 
-def vocab_multiple(spec: RunSpec) -> int:
-    """What the rows of an embedding table on each rank are a multiple of."""
-    padded = spec.engine.abilities.pads_vocab or spec.model.reads_images
-    return VOCAB_MULTIPLE if padded else 1
-
-
 def pad_vocab(vocab: int, tp: int, multiple: int = VOCAB_MULTIPLE) -> int:
-    """Rows of the embedding table as the engine builds it: a multiple of `multiple` x tp."""
+    """Return the rows of the embedding table of the engine: a multiple of `multiple` x tp."""
     step = multiple * tp
     return -(-vocab // step) * step
 
 
 def expert_tp(tp: int, ep: int) -> int:
-    """Tensor parallel size inside experts: 1 where experts are spread (ep > 1), else tp.
+    """Return the tp inside experts: 1 where experts are spread (ep > 1), else tp.
 
     What published recipes set; megatron-core's own default is tp in both cases
     (`expert_tensor_parallel_size`, megatron/core/model_parallel_config.py:413).
@@ -47,7 +42,7 @@ def expert_tp(tp: int, ep: int) -> int:
 
 
 def norm_parameters(model: ModelSpec, size: int | None = None) -> int:
-    """Weight of RMSNorm (h), weight and bias of LayerNorm (2h); replicated over tp.
+    """Count the weight of RMSNorm (h), weight and bias of LayerNorm (2h); replicated over tp.
 
     `size`: what the norm is over, if not the hidden size.
     """
@@ -55,7 +50,7 @@ def norm_parameters(model: ModelSpec, size: int | None = None) -> int:
 
 
 def attention_parameters(model: ModelSpec, tp: int) -> int:
-    """Column-parallel QKV, h x (a + 2k)d / t, and row-parallel projection, ad x h / t.
+    """Count column-parallel QKV, h x (a + 2k)d / t, and row-parallel projection, ad x h / t.
 
     The bias of a column-parallel layer is split, that of a row-parallel one replicated
     (megatron/core/tensor_parallel/layers.py). With k < t the columns are split all the same
@@ -71,7 +66,7 @@ def attention_parameters(model: ModelSpec, tp: int) -> int:
 
 
 def latent_attention_parameters(model: ModelSpec, mla: MlaSpec, tp: int) -> int:
-    """MLA of DeepSeek-V2 (arXiv 2405.04434, equations 9-19), with norms over both latents.
+    """Count MLA of DeepSeek-V2 (arXiv 2405.04434, equations 9-19), with both latent norms.
 
     Up-projections and output are split over tp; the down-projections are copies on every rank
     (TransformerEngine's "duplicated" linear layers, without which megatron-core builds no latent
@@ -92,7 +87,7 @@ def latent_attention_parameters(model: ModelSpec, mla: MlaSpec, tp: int) -> int:
 
 
 def mlp_parameters(model: ModelSpec, tp: int, ffn: int | None = None) -> int:
-    """Column-parallel h x f (2f with a gate) and row-parallel f x h, both divided by t.
+    """Count column-parallel h x f (2f with a gate) and row-parallel f x h, divided by t.
 
     `ffn`: size of the MLP, if not that of the model's dense layers.
     """
@@ -103,7 +98,7 @@ def mlp_parameters(model: ModelSpec, tp: int, ffn: int | None = None) -> int:
 
 
 def expert_parameters(model: ModelSpec, tp: int, ep: int = 1) -> int:
-    """Routed experts of one MoE layer on one rank: experts / ep of them, each an MLP.
+    """Count routed experts of one MoE layer on one rank: experts / ep of them, each an MLP.
 
     They are apart because their gradients and optimizer state are shared by fewer ranks
     (expert data parallel: tp x cp x dp / (ep x expert tp)). 0 for a dense model.
@@ -114,7 +109,7 @@ def expert_parameters(model: ModelSpec, tp: int, ep: int = 1) -> int:
 
 
 def router_parameters(model: ModelSpec, moe: MoeSpec, tp: int) -> int:
-    """What an MoE layer has besides routed experts: the router, replicated, and shared experts.
+    """Count an MoE layer without routed experts: the router, replicated, and shared experts.
 
     Router: experts x h, and a bias where linear layers have one
     (megatron/core/transformer/moe/router.py:53-61). Shared experts are one MLP split over tp.
@@ -124,7 +119,7 @@ def router_parameters(model: ModelSpec, moe: MoeSpec, tp: int) -> int:
 
 
 def layer_parameters(model: ModelSpec, tp: int, ep: int = 1, layer: int | None = None) -> int:
-    """One transformer layer: two norms, attention, MLP or experts.
+    """Count one transformer layer: two norms, attention, MLP or experts.
 
     `layer`: which one (0 is the first), where a model has both kinds; default: the last.
     """
@@ -136,19 +131,19 @@ def layer_parameters(model: ModelSpec, tp: int, ep: int = 1, layer: int | None =
 
 
 def embedding_parameters(model: ModelSpec, tp: int, multiple: int = VOCAB_MULTIPLE) -> int:
-    """Word embeddings split over tp by rows; learned positions (seq x h) replicated.
+    """Count word embeddings split over tp by rows; learned positions (seq x h) replicated.
 
     BERT has an embedding for each of two segments besides (tokentype_embeddings). A ViT has its
     patch projection and class token for words, see `vision`.
     """
     if model.reads_images:
         return vision.stem_parameters(model)
-    words = pad_vocab(model.vocab, tp, multiple) // tp * model.hidden
-    return words + _other_embeddings(model)
+    word_rows = pad_vocab(model.vocab, tp, multiple) // tp
+    return word_rows * model.hidden + _other_embeddings(model)
 
 
 def _other_embeddings(model: ModelSpec) -> int:
-    """Embeddings that are not of words, in rows of h; replicated over tp."""
+    """Count embeddings that are not of words, in rows of h; replicated over tp."""
     rows = model.seq if model.positions == "learned" else 0
     return (rows + (BERT_SEGMENTS if model.family == "bert" else 0)) * model.hidden
 
@@ -156,7 +151,7 @@ def _other_embeddings(model: ModelSpec) -> int:
 def output_parameters(
     model: ModelSpec, tp: int, with_embedding: bool, multiple: int = VOCAB_MULTIPLE
 ) -> int:
-    """Final norm, output matrix (no bias in GPTModel), and the heads of BERT.
+    """Count final norm, output matrix (no bias in GPTModel), and the heads of BERT.
 
     A tied model has no output matrix of its own where the embedding is on the same GPU; behind a
     pipeline the last stage holds a copy of the word embeddings
@@ -172,7 +167,7 @@ def output_parameters(
 
 
 def encoder_head_parameters(model: ModelSpec, rows: int) -> int:
-    """Behind the layers of an encoder, without norm and output matrix of `rows`; 0 for others.
+    """Count an encoder's head, without norm and output matrix of `rows`; 0 for others.
 
     Classes of texts: a linear layer and one over the classes (BertForSequenceClassification with
     its pooler, DistilBertForSequenceClassification). Masked words of DistilBERT: a linear layer, a
@@ -188,10 +183,12 @@ def encoder_head_parameters(model: ModelSpec, rows: int) -> int:
 
 
 def mtp_parameters(model: ModelSpec, tp: int, ep: int = 1) -> int:
-    """All multi-token prediction layers: each a transformer layer like the last one, the
-    column-parallel projection of two joined states, 2h x h / t, and three norms
-    (megatron/core/transformer/multi_token_prediction.py:632-678). Embedding and output matrix
-    are those of the model (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+    """Count all multi-token prediction layers.
+
+    Each has a transformer layer like the last one, the column-parallel projection of two joined
+    states, 2h x h / t, and three norms
+    (megatron/core/transformer/multi_token_prediction.py:632-678). Embedding and output matrix are
+    those of the model (DeepSeek-V3, arXiv 2412.19437, section 2.2).
     """
     layer = layer_parameters(model, tp, ep)
     projection = 2 * model.hidden * model.hidden // tp
@@ -229,7 +226,7 @@ def stage_parameters(
 
 
 def total_parameters(model: ModelSpec) -> int:
-    """Parameters of the model itself: each once, vocabulary as given (not padded).
+    """Count parameters of the model itself: each once, vocabulary as given (not padded).
 
     Multi-token prediction layers count; they are dropped after training.
     """
@@ -238,7 +235,7 @@ def total_parameters(model: ModelSpec) -> int:
     layers = sum(layer_parameters(model, 1, layer=layer) for layer in range(model.layers))
     if model.family == "vit":
         return layers + vision.stem_parameters(model) + vision.head_parameters(model)
-    words = model.vocab * model.hidden * (1 if model.tied or model.classes else 2)
-    ends = words + _other_embeddings(model) + norm_parameters(model)
+    tables = model.vocab * model.hidden * (1 if model.tied or model.classes else 2)
+    ends = tables + _other_embeddings(model) + norm_parameters(model)
     ends += encoder_head_parameters(model, model.vocab)
     return layers + mtp_parameters(model, 1) + ends

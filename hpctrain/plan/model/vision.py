@@ -1,4 +1,6 @@
-"""Models that read images: the ends of a ViT, and ResNets as a whole, in closed forms.
+"""Count parameters and operations of models that read images, in closed forms.
+
+Covers the ends of a ViT, and whole ResNets.
 
 As torchvision builds them, whose published counts the tests compare with. Belongs here: what has
 to do with pixels. Does not belong here: the transformer layers of a ViT (`parameters`, `flops`).
@@ -50,7 +52,7 @@ class Convolution:
 
 
 def stem_parameters(model: ModelSpec) -> int:
-    """In front of a ViT's layers: patch projection with bias, class token, learned positions.
+    """Count a ViT's stem: patch projection with bias, class token, learned positions.
 
     Dosovitskiy et al. 2020 (arXiv 2010.11929), equation 1.
     """
@@ -61,7 +63,7 @@ def stem_parameters(model: ModelSpec) -> int:
 
 
 def head_parameters(model: ModelSpec) -> int:
-    """Behind a ViT's layers: final norm, and a linear layer with bias over the classes."""
+    """Count a ViT's head: final norm, and a linear layer with bias over the classes."""
     if model.family == "resnet":
         return 0
     norm = model.hidden * (2 if model.norm == "layernorm" else 1)
@@ -69,26 +71,29 @@ def head_parameters(model: ModelSpec) -> int:
 
 
 def end_multiplications(model: ModelSpec) -> int:
-    """Multiplications of a ViT's ends for one image, forward: patches, and one row of classes."""
+    """Count multiplications of a ViT's ends for one image, forward: patches and class row."""
     patches = (model.image // model.patch) ** 2
     return patches * COLORS * model.patch**2 * model.hidden + model.hidden * model.vocab
 
 
 def resnet_parameters(model: ModelSpec) -> int:
-    """All parameters of a ResNet: convolutions, batch norms, and the classifier with bias."""
+    """Count all parameters of a ResNet: convolutions, batch norms, and classifier with bias."""
     layers = sum(convolution.parameters for convolution in resnet_convolutions(model))
     return layers + model.hidden * model.vocab + model.vocab
 
 
 def resnet_multiplications(model: ModelSpec) -> int:
-    """Multiplications for one image, forward: every convolution, and the classifier."""
+    """Count multiplications for one image, forward: every convolution, and the classifier."""
     layers = sum(convolution.multiplications for convolution in resnet_convolutions(model))
     return layers + model.hidden * model.vocab
 
 
 def resnet_convolutions(model: ModelSpec) -> Iterator[Convolution]:
-    """All convolutions in order: the stem (7x7, stride 2, then a pooling of stride 2), and four
-    stages, each but the first halving the side and doubling the features."""
+    """Yield all convolutions in order.
+
+    The stem (7x7, stride 2, then a pooling of stride 2), and four stages, each but the first
+    halving the side and doubling the features.
+    """
     side = halved(model.image)
     yield Convolution(COLORS, STEM_FEATURES, 7, side)
     side, inputs = halved(side), STEM_FEATURES
@@ -105,14 +110,18 @@ def resnet_convolutions(model: ModelSpec) -> Iterator[Convolution]:
 
 
 def resnet_kept(model: ModelSpec) -> int:
-    """Numbers of two bytes that the backward pass needs of one image: what each convolution puts
-    out, what the batch norm makes of it, and where the pooling's maxima were (eight bytes each)."""
+    """Count the 16-bit numbers that the backward pass needs of one image.
+
+    The outputs of each convolution and batch norm, and the positions of the pooling's maxima
+    (eight bytes each).
+    """
     pooled = STEM_FEATURES * halved(halved(model.image)) ** 2
-    return sum(2 * one.outputs * one.side**2 for one in resnet_convolutions(model)) + 4 * pooled
+    kept = sum(2 * layer.outputs * layer.side**2 for layer in resnet_convolutions(model))
+    return kept + 4 * pooled
 
 
 def basic_block(inputs: int, width: int, before: int, side: int) -> list[Convolution]:
-    """Two 3x3 convolutions, the first with the stride; `before` is the side of the input."""
+    """Build two 3x3 convolutions, the first with the stride; `before`: side of the input."""
     block = [Convolution(inputs, width, 3, side), Convolution(width, width, 3, side)]
     return block + _shortcut(inputs, width, before, side)
 
@@ -129,11 +138,11 @@ def bottleneck_block(inputs: int, width: int, before: int, side: int) -> list[Co
 
 
 def _shortcut(inputs: int, outputs: int, before: int, side: int) -> list[Convolution]:
-    """A 1x1 convolution where the block changes shape, else nothing (option B of the paper)."""
+    """Build a 1x1 convolution where the block changes shape, else none (option B of the paper)."""
     same = inputs == outputs and before == side
     return [] if same else [Convolution(inputs, outputs, 1, side)]
 
 
 def halved(side: int) -> int:
-    """Positions behind a stride of 2 with such padding that a side of 1 stays 1."""
+    """Count positions behind a stride of 2 with such padding that a side of 1 stays 1."""
     return -(-side // 2)

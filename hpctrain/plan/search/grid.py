@@ -1,4 +1,4 @@
-"""All combinations of what is free, without those that break a rule.
+"""Enumerate all combinations of free values, without those that break a rule.
 
 Belongs here: enumeration. Does not belong here: the rules (`mesh.rules`), memory, time, choosing.
 
@@ -24,7 +24,6 @@ from hpctrain.plan.mesh.rules import (
     Whole,
     allowed,
 )
-from hpctrain.plan.mesh.stages import Split
 from hpctrain.plan.search.space import Freedom
 from hpctrain.spec.run import RunSpec
 
@@ -45,7 +44,7 @@ class Splits:
 
 @dataclass(frozen=True)
 class Structures:
-    """Meshes whose product divides the GPUs; `feasible` says which ones the rules allow.
+    """Meshes whose product divides the GPUs; `feasible`: those that the rules allow.
 
     What makes a structure a candidate is 0 in `layouts`.
     """
@@ -65,8 +64,8 @@ def structures(spec: RunSpec, freedom: Freedom) -> Structures:
     tp, cp, pp, vpp, ep = (axis.ravel() for axis in grid)
     kept = (freedom.gpus % (tp * cp * pp) == 0) & ((vpp == 1) | (pp > 1))
     tp, cp, pp, vpp, ep = (axis[kept] for axis in (tp, cp, pp, vpp, ep))
-    asked = freedom.sequence_parallel
-    splits = _splits(spec, freedom, pp, vpp)
+    sequence_parallel = freedom.sequence_parallel
+    splits = _splits(spec.model.layers, freedom, pp, vpp)
     zero = np.zeros_like(tp)
     layouts = LayoutValues[Whole](
         gpus=freedom.gpus,
@@ -76,7 +75,7 @@ def structures(spec: RunSpec, freedom: Freedom) -> Structures:
         pp=pp,
         vpp=vpp,
         ep=ep,
-        sequence_parallel=np.where(tp > 1, 1 if asked is None else int(asked), 0),
+        sequence_parallel=np.where(tp > 1, sequence_parallel is not False, 0),
         count_embedding=splits.embedding,
         count_loss=splits.loss,
         listed=splits.uneven,
@@ -88,15 +87,24 @@ def structures(spec: RunSpec, freedom: Freedom) -> Structures:
     return Structures(layouts, splits, allowed(spec, layouts, MESH_RULES))
 
 
-def _splits(spec: RunSpec, freedom: Freedom, pp: Whole, vpp: Whole) -> Splits:
-    """How the layers are split over pp x vpp chunks: the first way that works out.
+def _splits(layers: int, freedom: Freedom, pp: Whole, vpp: Whole) -> Splits:
+    """Split the layers over pp x vpp chunks in the first way that works out.
 
-    The ways: as the spec lists them, evenly, evenly with embedding and loss counted as layers,
-    and, without vpp, stages that differ by one layer.
+    The ways: as the spec lists them (`middle` is the longest in between), evenly, evenly with
+    embedding and loss counted as layers, and, without vpp, stages that differ by one layer.
     """
     if freedom.stages is not None:
-        return _listed(freedom.stages, pp)
-    layers, chunks = spec.model.layers, pp * vpp
+        count, zero = int(pp[0]) if len(pp) else 1, np.zeros_like(pp)
+        listed = [sum(freedom.stages[index::count]) for index in range(count)]
+        return Splits(
+            embedding=zero,
+            loss=zero,
+            uneven=zero + 1,
+            first=zero + listed[0],
+            middle=zero + max(listed[1:-1], default=max(listed)),
+            last=zero + listed[-1],
+        )
+    chunks = pp * vpp
     # where no way works out, the last one stays, which the rules then refuse
     embedding, loss = (np.full_like(pp, int(counts)) for counts in freedom.counted[-1])
     even = np.zeros(pp.shape, dtype=bool)
@@ -123,24 +131,8 @@ def _splits(spec: RunSpec, freedom: Freedom, pp: Whole, vpp: Whole) -> Splits:
     )
 
 
-def _listed(split: Split, pp: Whole) -> Splits:
-    """The one split of a spec that lists its stages; `middle` is the longest in between."""
-    count = int(pp[0]) if len(pp) else 1
-    stages = [sum(split[index::count]) for index in range(count)]
-    middle = max(stages[1:-1], default=max(stages))
-    zero = np.zeros_like(pp)
-    return Splits(
-        embedding=zero,
-        loss=zero,
-        uneven=zero + 1,
-        first=zero + stages[0],
-        middle=zero + middle,
-        last=zero + stages[-1],
-    )
-
-
 def enumerated(found: Structures, freedom: Freedom) -> int:
-    """How many candidates there are before any rule; orders differ behind pp and dp only."""
+    """Count the candidates before any rule; orders differ only where pp and dp are above 1."""
     choices = (freedom.micro_batches, freedom.recomputes, freedom.zeros, freedom.offloads)
     each = len(freedom.shards)
     for axis in choices:
@@ -153,7 +145,7 @@ def enumerated(found: Structures, freedom: Freedom) -> int:
 def tables(
     spec: RunSpec, freedom: Freedom, found: Structures, rows_per_table: int
 ) -> Iterator[Columns]:
-    """The feasible candidates, in tables of about `rows_per_table` rows at most.
+    """Yield the feasible candidates, in tables of about `rows_per_table` rows at most.
 
     They come in the order of the structures; no table is empty.
     """
@@ -170,7 +162,7 @@ def tables(
 
 
 def _expanded(spec: RunSpec, freedom: Freedom, found: Structures, rows: Whole) -> Columns:
-    """All feasible candidates of some structures."""
+    """Combine some structures with all other choices, without those that break a rule."""
     choices = (
         freedom.micro_batches, freedom.recomputes, freedom.zeros,
         freedom.offloads, freedom.shards, freedom.orders,

@@ -1,6 +1,6 @@
-"""What would fit instead: the layouts nearest to a spec that does not work out.
+"""Find the layouts that fit and are nearest to a spec that does not.
 
-Belongs here: distance between a candidate and what was asked for. Does not belong here: wording.
+Belongs here: the distance between a candidate and the spec. Does not belong here: messages.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from hpctrain.spec.run import ParallelSpec, RunSpec
 def nearest_fits(
     request: PlanRequest, gpus: int | None = None, count: int = 3
 ) -> tuple[Candidate, ...]:
-    """Up to `count` candidates of different layouts that leave memory to the allocator, the most
-    similar to the spec first."""
+    """Find up to `count` layouts that leave memory to the allocator, the nearest first."""
     spec = request.spec
-    freedom = hint_freedom(spec, request.profile, gpus or spec.resources.gpus)
+    freedom = hint_freedom(request, gpus or spec.resources.gpus)
     priced = search(request, freedom, timed=False)
     rows = np.flatnonzero(priced.roomy)
     distances = distance(spec, priced.columns.take(rows))
-    found: dict[ParallelSpec, Candidate] = {}
+    nearest: dict[ParallelSpec, Candidate] = {}
     for row in rows[np.argsort(distances, kind="stable")]:
         candidate = priced.candidate(int(row))
-        found.setdefault(candidate.parallel, candidate)
-        if len(found) == count:
+        nearest.setdefault(candidate.parallel, candidate)
+        if len(nearest) == count:
             break
-    return tuple(found.values())
+    return tuple(nearest.values())
 
 
 def distance(spec: RunSpec, columns: Columns) -> Floats:
-    """How far candidates are from the spec, for ranking.
+    """Compute how far candidates are from the spec, for ranking.
 
     A doubling of an axis counts 1, of the microbatch 0.5, a step of recomputation 0.6; among
-    equals a small bubble and a large microbatch come first. Without offload before with it.
+    equals a small bubble and a large microbatch come first. Candidates without offload come
+    before those with it.
     """
     total = np.zeros(len(columns))
     if spec.parallel != "auto":
@@ -50,22 +50,22 @@ def distance(spec: RunSpec, columns: Columns) -> Floats:
     if spec.recompute != "auto":
         total += 0.6 * np.abs(columns.recompute - RECOMPUTES.index(spec.recompute))
     bubble = (columns.pp - 1) / (columns.vpp * columns.accumulation)
-    settled = 0.1 * bubble + 0.01 * columns.recompute + 0.005 * columns.zero + 2 * columns.offload
-    return np.asarray(total + settled - 0.001 * np.log2(columns.micro_batch), dtype=float)
+    tie_break = 0.1 * bubble + 0.01 * columns.recompute + 0.005 * columns.zero + 2 * columns.offload
+    return np.asarray(total + tie_break - 0.001 * np.log2(columns.micro_batch), dtype=float)
 
 
 def larger_fit(request: PlanRequest, limit: int) -> Candidate | None:
-    """A fitting candidate on more GPUs than asked for, doubling up to `limit`; None if none."""
+    """Find a candidate on more GPUs than in the spec, doubling up to `limit`; None if none."""
     gpus, per_node = request.spec.resources.gpus * 2, request.profile.gpu.per_node
     while gpus <= limit:
         whole = gpus <= per_node or gpus % per_node == 0
-        found = nearest_fits(request, gpus, count=1) if whole else ()
-        if found:
-            return found[0]
+        fitting = nearest_fits(request, gpus, count=1) if whole else ()
+        if fitting:
+            return fitting[0]
         gpus *= 2
     return None
 
 
 def roomiest(found: Found) -> Candidate:
-    """The candidate that needs the least memory; there must be one."""
+    """Return the candidate that needs the least memory; there must be one."""
     return found.candidate(int(np.argmin(found.peak_bytes)))

@@ -1,9 +1,8 @@
-"""Which layouts there are, which of them fit, and how fast they are.
+"""Search the layouts of a spec: enumerate, keep those that fit, and price them.
 
-Enumeration is that of `grid`, prices are those of `cost`; both work on tables of many
-candidates, and a table is small enough for the processor's cache. Belongs here: pricing all
-candidates and counting. Does not belong here: choosing (`ranking`), hints (`hints`),
-explanations (`alternatives`).
+`grid` enumerates, `cost` prices; both work on tables of many candidates, each small enough for the
+processor's cache. Belongs here: pricing all candidates and counting. Does not belong here: choosing
+(`ranking`), hints (`hints`), explanations (`alternatives`).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from hpctrain.plan.search.space import Freedom
 
 Floats = NDArray[np.float64]
 # Estimates of the search are within this of the exact memory of a plan (closed forms of
-# parameters): what lies so little above the capacity is priced, and looked at exactly.
+# parameters): candidates above the capacity by no more than that are priced and counted exactly.
 BORDER = 1.01
 # Rows of one table: some hundred arrays of that length pass through a cache of a few MiB.
 ROWS_PER_TABLE = 8192
@@ -77,7 +76,7 @@ class Found:
 
 
 def search(request: PlanRequest, freedom: Freedom, timed: bool = True) -> Found:
-    """Price everything that `freedom` allows. `timed`: False leaves out step times."""
+    """Price all candidates that `freedom` allows; without step times if not `timed`."""
     spec, profile = request.spec, request.profile
     grid = structures(spec, freedom)
     timed = timed and machine_for(request) is not None
@@ -90,7 +89,7 @@ def search(request: PlanRequest, freedom: Freedom, timed: bool = True) -> Found:
         rows = np.flatnonzero(np.isfinite(seconds))
         if islands and len(rows):
             some = columns.take(rows)
-            loads = uplink_seconds(spec, some, islands, freedom.stages)
+            loads = uplink_seconds(request, some, islands, freedom.stages)
             seconds[rows] += shown_seconds(some, case.software, seconds[rows], data[rows], loads)
         parts.append((columns, peaks, seconds))
     return Found(
@@ -107,9 +106,9 @@ def search(request: PlanRequest, freedom: Freedom, timed: bool = True) -> Found:
 
 
 def _priced(case: Case, capacity: int, timed: bool) -> tuple[Floats, Floats, Floats]:
-    """(peak bytes, step seconds, data parallel messages among them) of one table.
+    """Compute (peak bytes, step seconds, data parallel messages among them) of one table.
 
-    Times are of what fits, or nearly does; NaN elsewhere.
+    Times are of rows that fit, or nearly do; NaN elsewhere.
     """
     shape = np.shape(case.mesh.tp)
     peaks = np.broadcast_to(np.asarray(peak_bytes(case), dtype=float), shape)
@@ -117,19 +116,14 @@ def _priced(case: Case, capacity: int, timed: bool) -> tuple[Floats, Floats, Flo
     if timed:
         rows = np.flatnonzero(peaks <= BORDER * capacity)
         if len(rows):
-            times = step_seconds(_rows(case, rows))
+            arrays = {
+                field.name: value[rows]
+                for field in fields(case.mesh)
+                if isinstance(value := getattr(case.mesh, field.name), np.ndarray)
+            }
+            times = step_seconds(replace(case, mesh=replace(case.mesh, **arrays)))
             seconds[rows], data[rows] = times.total, times.data_messages
     return peaks, seconds, data
-
-
-def _rows(case: Case, rows: NDArray[np.intp]) -> Case:
-    """Some rows of a case whose mesh has arrays."""
-    arrays = {
-        one.name: value[rows]
-        for one in fields(case.mesh)
-        if isinstance(value := getattr(case.mesh, one.name), np.ndarray)
-    }
-    return replace(case, mesh=replace(case.mesh, **arrays))
 
 
 def _end_to_end(parts: Sequence[Floats]) -> Floats:

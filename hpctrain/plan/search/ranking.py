@@ -1,7 +1,7 @@
-"""Which of the candidates is taken: by time, by memory, or by a rule that knows no time.
+"""Rank candidates: by time, by memory, or without times by size.
 
 Belongs here: orders of preference over a table of priced candidates. Does not belong here:
-prices, or words about the choice (`alternatives`).
+prices, or messages about the choice (`alternatives`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ NEAR_TIE = 0.01  # predictions are not better than that
 
 
 def preferred(found: Found, goal: Goal | None = None) -> Rows:
-    """Rows that may be taken, best first: those that leave memory to the allocator, and only if
-    there are none, those that just fit.
+    """Sort the rows that may be chosen, best first.
+
+    Rows that leave memory to the allocator; only if there are none, those that just fit.
 
     time, gpu-hours: the shortest step; within 1 % of it the simplest (fewest axes, no offload, the
     lowest ZeRO stage, Megatron's order of axes, the least recomputation), then the leanest.
@@ -33,22 +34,22 @@ def preferred(found: Found, goal: Goal | None = None) -> Rows:
         rows = np.flatnonzero(found.peak_bytes <= BORDER * found.capacity_bytes)
     if not found.timed:
         return _by_size(found, rows)
-    return _by_memory(found, rows) if goal == "memory" else _by_time(found, rows)
-
-
-def _by_time(found: Found, rows: Rows) -> Rows:
     if not len(rows):
         return rows
-    seconds = found.step_seconds[rows]
-    near = seconds <= (1 + NEAR_TIE) * seconds.min()
-    tied = rows[near]
-    simple = _ordered(tied, *simplicity(found.columns.take(tied)), found.peak_bytes[tied])
-    rest = rows[~near]
-    return np.concatenate([simple, rest[np.argsort(seconds[~near], kind="stable")]])
+    columns, peaks, seconds = found.columns, found.peak_bytes[rows], found.step_seconds[rows]
+    if goal == "memory":
+        near = peaks <= peaks.min() + NEAR_TIE * found.capacity_bytes
+        best = _ordered(rows[near], seconds[near])
+        rest = _ordered(rows[~near], peaks[~near])
+    else:
+        near = seconds <= (1 + NEAR_TIE) * seconds.min()
+        best = _ordered(rows[near], *simplicity(columns.take(rows[near])), peaks[near])
+        rest = _ordered(rows[~near], seconds[~near])
+    return np.concatenate([best, rest])
 
 
 def simplicity(columns: Columns) -> tuple[NDArray[np.int64], ...]:
-    """What makes a layout less simple, the most important first."""
+    """Return keys that grow as a layout gets less simple, the most important first."""
     axes = sum(
         (np.asarray(getattr(columns, name) > 1, dtype=np.int64) for name in ("tp", "pp", "cp")),
         start=(columns.ep > 1).astype(np.int64) + (columns.vpp > 1),
@@ -57,53 +58,38 @@ def simplicity(columns: Columns) -> tuple[NDArray[np.int64], ...]:
         *(columns.offload, columns.zero, columns.shard_gpus > 0),
         *(columns.order, columns.recompute),
     )
-    return (np.asarray(axes), *(np.asarray(one, dtype=np.int64) for one in others))
-
-
-def _by_memory(found: Found, rows: Rows) -> Rows:
-    if not len(rows):
-        return rows
-    peaks = found.peak_bytes[rows]
-    near = peaks <= peaks.min() + NEAR_TIE * found.capacity_bytes
-    lean = rows[near]
-    rest = rows[~near]
-    return np.concatenate(
-        [
-            lean[np.argsort(found.step_seconds[lean], kind="stable")],
-            rest[np.argsort(peaks[~near], kind="stable")],
-        ]
-    )
+    return (np.asarray(axes), *(np.asarray(key, dtype=np.int64) for key in others))
 
 
 def _by_size(found: Found, rows: Rows) -> Rows:
-    """Without times: the smallest tp x pp x cp x ep that fits, rather without full recomputation.
+    """Sort without times: the smallest tp x pp x cp x ep, preferably without full recomputation.
 
     Model parallelism costs communication and bubbles, data parallelism hardly any; of equal
     products the larger tp, up to the NVLink domain (Narayanan et al. 2021, arXiv 2104.04473,
-    section 3.2). Then little
-    recomputation, and the largest microbatch that keeps the bubble under 10 %, else the least
-    bubble: larger microbatches make more efficient matrix products (section 3.4).
+    section 3.2). Then little recomputation, and the largest microbatch that keeps the bubble
+    under 10 %, else the least bubble: larger microbatches make more efficient matrix products
+    (section 3.4).
     """
     columns = found.columns.take(rows)
     group = columns.tp * columns.pp * columns.cp * columns.ep
     bubble = (columns.pp - 1) / (columns.vpp * columns.accumulation)
-    loud = bubble > LOW_BUBBLE
+    large = bubble > LOW_BUBBLE
     return _ordered(
         rows,
         *(columns.offload, columns.tp > found.nvlink_domain, columns.recompute == 2),
         *(group, -columns.tp, columns.cp, columns.vpp),
-        *(columns.zero, columns.shard_gpus > 0, columns.order, columns.recompute, loud),
-        np.where(loud, bubble, -columns.micro_batch),
+        *(columns.zero, columns.shard_gpus > 0, columns.order, columns.recompute, large),
+        np.where(large, bubble, -columns.micro_batch),
     )
 
 
 def _ordered(rows: Rows, *keys: NDArray[np.generic]) -> Rows:
-    """Rows sorted by keys, the first key first."""
+    """Sort rows by keys, the first key first."""
     return rows[np.lexsort(keys[::-1])]
 
 
 def pareto(found: Found) -> Rows:
-    """Rows that no other row beats in step time and memory, fastest first.
+    """Find the Pareto front of step time and memory, fastest first.
 
     Of rows with the same time and memory the first is taken. Empty when time is not predicted.
     """

@@ -1,6 +1,6 @@
-"""What a search may change, as the values of every axis that it tries.
+"""List the values of every axis that a search tries for a spec.
 
-Belongs here: reading that off a spec. Does not belong here: combining the values (`grid`).
+Belongs here: the values. Does not belong here: their combinations (`grid`).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from hpctrain.plan.mesh.batch import micro_choices
 from hpctrain.plan.mesh.layout import settled, tensor_sizes
 from hpctrain.plan.mesh.placement import stays_inside
 from hpctrain.plan.mesh.stages import Split
-from hpctrain.spec.profile import ClusterProfile
+from hpctrain.plan.request import PlanRequest
 from hpctrain.spec.run import ParallelSpec, RunSpec
 
-# Embedding and loss as layers of the pipeline, in the order in which they are tried. Llama 3 405B
+# (embedding, loss) as layers of the pipeline, in the order in which they are tried. Llama 3 405B
 # has 126 layers so that 126 + 2 divides (arXiv 2407.21783, section 3.3.2).
-COUNTED = ((False, False), (True, True), (False, True), (True, False))
+EMBEDDING_LOSS_AS_LAYERS = ((False, False), (True, True), (False, True), (True, False))
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,15 @@ class Freedom:
     shards: tuple[int, ...]
     orders: tuple[int, ...]
     sequence_parallel: bool | None = None
-    counted: tuple[tuple[bool, bool], ...] = COUNTED
+    counted: tuple[tuple[bool, bool], ...] = EMBEDDING_LOSS_AS_LAYERS
     stages: Split | None = None
     uneven: bool = False
 
 
-def freedom_of(spec: RunSpec, profile: ClusterProfile) -> Freedom:
-    """List everything that the spec leaves open on the GPUs that it asks for."""
-    given = _given(spec, profile, spec.resources.gpus)
+def freedom_of(request: PlanRequest) -> Freedom:
+    """List everything that the spec leaves open on its number of GPUs."""
+    spec = request.spec
+    given = _given(request, spec.resources.gpus)
     if spec.parallel != "auto":
         return given
     layers, axes, sizes = spec.model.layers, _axes(spec), divisors(given.gpus)
@@ -68,16 +69,18 @@ def freedom_of(spec: RunSpec, profile: ClusterProfile) -> Freedom:
         cp=tuple(n for n in sizes if n <= spec.model.seq // 2) if splits_context else (1,),
         ep=tuple(n for n in sizes if n <= experts) if "ep" in axes else (1,),
         vpp=tuple(n for n in chunks if n <= layers) if "vpp" in axes else (1,),
-        counted=COUNTED,
+        counted=EMBEDDING_LOSS_AS_LAYERS,
         uneven=True,
     )
 
 
-def hint_freedom(spec: RunSpec, profile: ClusterProfile, gpus: int) -> Freedom:
-    """List what a hint may propose: another tp (inside the NVLink domain), pp, microbatch or
-    recomputation, and no vpp instead of the given one. The rest stays as the spec says."""
-    given, axes, sizes = _given(spec, profile, gpus), _axes(spec), divisors(gpus)
-    domain = profile.nvlink.domain
+def hint_freedom(request: PlanRequest, gpus: int) -> Freedom:
+    """List what a hint may propose instead of the spec's choices.
+
+    Another tp (inside the NVLink domain), pp, microbatch or recomputation, and no vpp.
+    """
+    spec, domain = request.spec, request.profile.nvlink.domain
+    given, axes, sizes = _given(request, gpus), _axes(spec), divisors(gpus)
     near = [tp for tp in tensor_sizes(spec.model) if stays_inside(1, tp, gpus, domain)]
     micro = () if spec.batch.micro == "auto" else (spec.batch.micro,)
     ep: tuple[int, ...] = (1,)
@@ -94,13 +97,14 @@ def hint_freedom(spec: RunSpec, profile: ClusterProfile, gpus: int) -> Freedom:
         recomputes=tuple(range(len(RECOMPUTES))),
         shards=(spec.optimizer.shard_gpus or 0,),
         orders=(ORDERS.index(DEFAULT_ORDER),),
-        counted=COUNTED,
+        counted=EMBEDDING_LOSS_AS_LAYERS,
         stages=None,
     )
 
 
-def _given(spec: RunSpec, profile: ClusterProfile, gpus: int) -> Freedom:
+def _given(request: PlanRequest, gpus: int) -> Freedom:
     """List what is open in the layout that the spec gives; for `auto`, in one without any axis."""
+    spec = request.spec
     parallel = ParallelSpec() if spec.parallel == "auto" else spec.parallel
     order = parallel.order
     return Freedom(
@@ -114,7 +118,7 @@ def _given(spec: RunSpec, profile: ClusterProfile, gpus: int) -> Freedom:
         recomputes=recompute_choices(spec),
         zeros=zero_choices(spec),
         offloads=offload_choices(spec),
-        shards=shard_choices(spec, profile.nvlink.domain),
+        shards=shard_choices(spec, request.profile.nvlink.domain),
         orders=tuple(range(len(ORDERS))) if order == "auto" else (ORDERS.index(order),),
         sequence_parallel=settled(spec, parallel).sequence_parallel,
         counted=((parallel.count_embedding, parallel.count_loss),),
@@ -123,7 +127,7 @@ def _given(spec: RunSpec, profile: ClusterProfile, gpus: int) -> Freedom:
 
 
 def _axes(spec: RunSpec) -> tuple[str, ...]:
-    """Along which a search may split the model: those that can be trained, too."""
+    """List the axes that the search may use: only those that this engine can train."""
     if spec.model.reads_images:
         return ()
     refused = untrainable_axes(spec)
@@ -131,16 +135,16 @@ def _axes(spec: RunSpec) -> tuple[str, ...]:
 
 
 def _tensor_choices(spec: RunSpec, sizes: Iterable[int]) -> tuple[int, ...]:
-    """For an engine that copies no key/value heads, only what divides these."""
-    model = spec.model
-    whole = not spec.engine.abilities.copies_kv_heads
-    return tuple(n for n in sizes if n <= model.heads and not (whole and model.key_value_heads % n))
+    """Select sizes of tp; an engine that copies no key/value heads needs divisors of them."""
+    heads, groups = spec.model.heads, spec.model.key_value_heads
+    copies = spec.engine.abilities.copies_kv_heads
+    return tuple(n for n in sizes if n <= heads and (copies or groups % n == 0))
 
 
 def recompute_choices(spec: RunSpec) -> tuple[int, ...]:
-    """Positions in RECOMPUTES: for `auto` all that the engine can do; a ResNet has no blocks."""
+    """List positions in RECOMPUTES: for `auto` all of the engine; a ResNet has no blocks."""
     if spec.recompute == "auto" and spec.model.family == "resnet":
         return (RECOMPUTES.index("none"),)
     if spec.recompute == "auto":
-        return tuple(RECOMPUTES.index(one) for one in spec.engine.abilities.recomputes)
+        return tuple(RECOMPUTES.index(mode) for mode in spec.engine.abilities.recomputes)
     return (RECOMPUTES.index(spec.recompute),)

@@ -104,30 +104,32 @@ def test_precision_engine_and_facts_give_the_size() -> None:
 
 def test_what_the_profile_does_not_say_is_assumed_aloud() -> None:
     said = predicted(in_profile={"node_mtbf": "100d"})
-    assert not [line for line in said.assumptions if "node failures" in line or "restart" in line]
+    assert not [
+        line for line in map(str, said.assumptions) if "node failures" in line or "restart" in line
+    ]
     silent = predicted(in_profile={"node_mtbf": None})
-    assert any("6.5 per 1000 node-days" in line for line in silent.assumptions)
-    assert any("restart: 10 min" in line for line in silent.assumptions)
+    assert any("6.5 per 1000 node-days" in line for line in map(str, silent.assumptions))
+    assert any("restart: 10 min" in line for line in map(str, silent.assumptions))
     assert silent.interruptions.failure_mtbf_seconds == pytest.approx(86400 / 6.5e-3 / 100)
     small = predicted(in_profile={"node_mtbf": None, "per_node": 4, "domain": 4})
     assert small.interruptions.failure_mtbf_seconds == pytest.approx(86400 / 3.25e-3 / 100)
-    assert any("by GPUs per node" in line for line in small.assumptions)
+    assert any("by GPUs per node" in line for line in map(str, small.assumptions))
 
 
 def test_waits_that_nobody_knows_are_named() -> None:
     spot = {"grace": "5min", "preemption_mtbf": "6h"}
-    lines = predicted(in_profile=spot).assumptions
-    assert "preemptions: other nodes are free at once" in lines
+    lines = [str(note) for note in predicted(in_profile=spot).assumptions]
+    assert "preemptions: replacement nodes are available immediately" in lines
     assert any(line.startswith("queue: none of the 3") for line in lines)
     told = predicted(in_profile=spot, preemption_wait_seconds=60.0, queue_seconds=60.0)
-    assert not [line for line in told.assumptions if "free at once" in line or "queue" in line]
+    assert not [note for note in told.assumptions if note.kind in ("preemptions", "queue")]
 
 
 def test_preemptions_that_the_profile_does_not_know() -> None:
     found = predicted(in_profile={"grace": "0s"}, nodes=1, gpus=8, parameters=10**9)
     assert found.tariff == "spot"
     assert found.interruptions.preemption_mtbf_seconds == SPOT_PREEMPTION_SECONDS
-    assert any("Can't Be Late" in line for line in found.assumptions)
+    assert any("Can't Be Late" in line for line in map(str, found.assumptions))
     waited = found.preemptions * SPOT_WAIT_SECONDS
     assert found.times.waiting_seconds == pytest.approx(waited)
 
@@ -287,3 +289,10 @@ def test_no_comparison_without_two_prices() -> None:
     profile = specimen.profile(prices={"on_demand": 2.0})
     assert compare_spot(specimen.spec(), profile, specimen.facts()) is None
     assert compare_spot(specimen.spec(), specimen.profile(), specimen.facts()) is None
+
+
+def test_assumptions_have_a_kind_and_are_written_as_text() -> None:
+    result = predicted()
+    assert "queue" in {note.kind for note in result.assumptions}
+    written = result.model_dump(mode="json")["assumptions"]
+    assert written == [f"{note.kind}: {note.text}" for note in result.assumptions]

@@ -35,14 +35,14 @@ def case(batch: int, gpus: int = 64, **parallel: Any) -> tuple[RunSpec, Candidat
 
 
 def chosen(spec: RunSpec, candidate: Candidate, profile: ClusterProfile = TWO_HALLS) -> OrderChoice:
-    request = on_islands(node_request(candidate.layout.world_size, 8), profile)
-    return choose_order(spec, profile, candidate, request)
+    nodes = on_islands(node_request(candidate.layout.world_size, 8), profile)
+    return choose_order(PlanRequest(spec, profile), candidate, nodes)
 
 
 def test_bytes_of_a_step_by_hand() -> None:
     """LLAMA7B on tp 8, pp 2, dp 4, two halls of 32 GPUs, 32 sequences."""
     spec, candidate = case(32, tp=8, pp=2)
-    traffic = step_traffic(spec, candidate)
+    traffic = step_traffic(PlanRequest(spec, TWO_HALLS), candidate)
     # half of the layers (4 h^2 + 3 h f each), two norms each, and one of two vocabulary matrices
     layer = (4 * 4096 * 4096 + 3 * 4096 * 11008) // 8 + 2 * 4096
     stage = 16 * layer + 32768 * 4096 // 8 + 4096  # the last one, with the final norm
@@ -61,7 +61,7 @@ def test_bytes_of_a_step_by_hand() -> None:
 def test_interleaving_sends_more_messages() -> None:
     spec, candidate = case(32, tp=8, pp=2, vpp=2)
     east, west = slow_links(on_islands(NodeRequest(nodes=8, gpus_per_node=8), TWO_HALLS), TWO_HALLS)
-    traffic = step_traffic(spec, candidate)
+    traffic = step_traffic(PlanRequest(spec, TWO_HALLS), candidate)
     sequence = 4096 * 4096 * 2
     # out of the first stage: two chunks forward and, back from the second chunk, one gradient
     assert uplink_load(candidate, DATA_NEAR, east, traffic).activations_bytes == 32 * 3 * sequence
@@ -71,7 +71,7 @@ def test_interleaving_sends_more_messages() -> None:
 def test_gradients_of_context_parallel_ranks_are_added_up_too() -> None:
     """tp 8, cp 2, dp 4: eight rings of eight ranks cross the border, not sixteen of four."""
     spec, candidate = case(32, tp=8, cp=2)
-    traffic = step_traffic(spec, candidate)
+    traffic = step_traffic(PlanRequest(spec, TWO_HALLS), candidate)
     halls = slow_links(on_islands(NodeRequest(nodes=8, gpus_per_node=8), TWO_HALLS), TWO_HALLS)
     for island in halls:
         load = uplink_load(candidate, DATA_NEAR, island, traffic)
@@ -90,7 +90,7 @@ def test_experts_have_rings_of_their_own() -> None:
         spec = run_spec(moe, gpus=64, batch=64, parallel={**axes, "order": order})
         assert isinstance(spec.parallel, ParallelSpec)
         candidate = candidate_of(spec, spec.parallel, 64, 1, "none")
-        traffic = step_traffic(spec, candidate)
+        traffic = step_traffic(PlanRequest(spec, TWO_HALLS), candidate)
         assert traffic.expert_ring_bytes > traffic.dense_ring_bytes > 0
         request = on_islands(NodeRequest(nodes=8, gpus_per_node=8), TWO_HALLS)
         for island in slow_links(request, TWO_HALLS):
@@ -113,7 +113,7 @@ def test_a_small_batch_sends_activations_and_a_large_one_gradients() -> None:
 def test_the_choice_changes_where_the_times_are_equal() -> None:
     """Gradients do not grow with the batch, activations do: the order turns at their quotient."""
     spec, candidate = case(32, tp=8, pp=2)
-    traffic = step_traffic(spec, candidate)
+    traffic = step_traffic(PlanRequest(spec, TWO_HALLS), candidate)
     per_sequence = traffic.message_bytes * 8
     turn = 16 * traffic.dense_ring_bytes / per_sequence
     below, above = int(turn) // 4 * 4, (int(turn) // 4 + 1) * 4

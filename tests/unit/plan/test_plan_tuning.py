@@ -9,16 +9,11 @@ import pytest
 from planner_knowledge import knowledge_of
 
 from hpctrain.plan.cost.from_spec import case_of
-from hpctrain.plan.cost.lora_counts import (
-    flops_per_step,
-    held_parameters,
-    learned_parameters,
-    learned_share,
-)
 from hpctrain.plan.cost.weights import weights_of
 from hpctrain.plan.documents import Plan
 from hpctrain.plan.mesh.candidate import candidate_of
 from hpctrain.plan.mesh.columns import columns_of
+from hpctrain.plan.model.counts import count_model
 from hpctrain.plan.model.parameters import linear_parameters, model_flops_per_step, total_parameters
 from hpctrain.plan.planner import make_plan
 from hpctrain.plan.request import PlanRequest
@@ -54,12 +49,13 @@ def spec(**fields: Any) -> RunSpec:
     [(dict(rank=8, targets=("q_proj", "v_proj")), 4_194_304), (dict(rank=16), 39_976_960)],
 )
 def test_known_counts(lora: dict[str, Any], count: int) -> None:
-    assert learned_parameters(spec(lora=lora)) == count
+    assert count_model(spec(lora=lora)).trainable == count
 
 
 def test_everything_learns_without_lora() -> None:
-    assert learned_parameters(spec()) == total_parameters(spec().model)
-    assert learned_share(spec()) == 1.0
+    counts = count_model(spec())
+    assert counts.trainable == counts.parameters == total_parameters(spec().model)
+    assert counts.trainable_share == 1.0
 
 
 def planned(**fields: Any) -> Plan:
@@ -86,7 +82,9 @@ def test_the_search_counts_what_the_plan_counts() -> None:
     tuned = spec(lora=dict(rank=64))
     columns = columns_of(candidate_of(tuned, ParallelSpec(), 8, 1, "full"))
     case = case_of(PlanRequest(tuned, load_profile(find_profile("a100x64")).document), columns)
-    assert float(np.max(weights_of(case).dense)) == pytest.approx(held_parameters(tuned), rel=1e-5)
+    assert float(np.max(weights_of(case).dense)) == pytest.approx(
+        count_model(tuned).parameters, rel=1e-5
+    )
 
 
 def test_frozen_weights_need_two_products_of_three() -> None:
@@ -94,8 +92,8 @@ def test_frozen_weights_need_two_products_of_three() -> None:
     whole = model_flops_per_step(model, 8)
     tokens = 8 * model.seq
     expected = whole - 2 * linear_parameters(model) * tokens + 6 * 39_976_960 * tokens
-    assert flops_per_step(tuned) == expected
-    assert flops_per_step(spec()) == whole
+    assert count_model(tuned).flops_per_step == expected
+    assert count_model(spec()).flops_per_step == whole
     assert planned(lora={}).model_flops_per_step == expected
 
 

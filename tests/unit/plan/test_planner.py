@@ -193,7 +193,8 @@ def test_auto_takes_a_tight_layout_when_there_is_no_other() -> None:
 
 
 def everything(spec: RunSpec, profile: ClusterProfile) -> Found:
-    return search(PlanRequest(spec, profile), freedom_of(spec, profile), timed=False)
+    request = PlanRequest(spec, profile)
+    return search(request, freedom_of(request), timed=False)
 
 
 def test_hints_keep_tp_inside_the_nvlink_domain() -> None:

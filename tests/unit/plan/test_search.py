@@ -32,7 +32,7 @@ from hpctrain.plan.mesh.rules import (
 from hpctrain.plan.request import PlanRequest
 from hpctrain.plan.search.layouts import Found, search
 from hpctrain.plan.search.ranking import NEAR_TIE, pareto, preferred
-from hpctrain.plan.search.space import COUNTED, freedom_of
+from hpctrain.plan.search.space import EMBEDDING_LOSS_AS_LAYERS, freedom_of
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import ParallelSpec, RunSpec
 
@@ -98,7 +98,8 @@ GPU = {"type": "a100", "per_node": 8, "reserved": "100MiB", "model": "A100-80GB 
 
 
 def found_of(spec: RunSpec, profile: ClusterProfile) -> Found:
-    return search(PlanRequest(spec, profile, knowledge_of(profile)), freedom_of(spec, profile))
+    request = PlanRequest(spec, profile, knowledge_of(profile))
+    return search(request, freedom_of(request))
 
 
 @cache
@@ -135,7 +136,7 @@ def can_be_trained(spec: RunSpec) -> bool:
 def _split(spec: RunSpec, axes: dict[str, int]) -> ParallelSpec | None:
     """The first way of splitting the layers, in words of the spec."""
     layers, chunks = spec.model.layers, axes["pp"] * axes["vpp"]
-    for first, last in COUNTED:
+    for first, last in EMBEDDING_LOSS_AS_LAYERS:
         if (layers + first + last) % chunks == 0:
             return ParallelSpec(**axes, count_embedding=first, count_loss=last)
     if axes["vpp"] > 1 or axes["pp"] > layers:

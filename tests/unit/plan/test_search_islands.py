@@ -39,7 +39,10 @@ def test_the_ring_of_all_gradients_crosses_once() -> None:
     spec = run_spec(SMALL, gpus=32, batch=32)
     one = candidate_of(spec, ParallelSpec(), 32, 1, "none")
     gradients, activations = uplink_seconds(
-        spec, columns_of(one), crossed_islands(32, halls("100Gb/s")), None
+        PlanRequest(spec, halls("100Gb/s")),
+        columns_of(one),
+        crossed_islands(32, halls("100Gb/s")),
+        None,
     )
     # ZeRO-1: 4 bytes reduced and 2 gathered of every parameter, 31 / 32 of it over each link of
     # the one ring; 100 Gb/s are 12.5e9 bytes/s
@@ -53,7 +56,10 @@ def test_pipelines_across_the_border_send_activations_instead() -> None:
     parallel = ParallelSpec(pp=2, order="tp-cp-ep-dp-pp")
     one = candidate_of(spec, parallel, 32, 1, "none")
     gradients, activations = uplink_seconds(
-        spec, columns_of(one), crossed_islands(32, halls("100Gb/s")), None
+        PlanRequest(spec, halls("100Gb/s")),
+        columns_of(one),
+        crossed_islands(32, halls("100Gb/s")),
+        None,
     )
     # 16 pipelines with 2 microbatches each: an activation forth, over each direction of the link
     assert activations[0] == pytest.approx(16 * 2 * 2 * 1024 * 1024 / 12.5e9)
@@ -85,7 +91,8 @@ def test_the_search_prices_islands_as_the_plan_does(uplink: str) -> None:
     profile = halls(uplink)
     known = knowledge_of(profile)
     spec = run_spec(SMALL, gpus=32, batch=64, micro="auto", recompute="none")
-    found = search(PlanRequest(spec, profile, known), freedom_of(spec, profile))
+    request = PlanRequest(spec, profile, known)
+    found = search(request, freedom_of(request))
     for row in range(0, len(found.columns), 29):
         prediction = predict(PlanRequest(spec, profile, known), found.candidate(row))
         assert prediction is not None

@@ -190,7 +190,7 @@ class TestPackagedCalibration:
 @pytest.mark.parametrize(
     ("record", "expected"),
     [
-        (Shape, dict(causal=1, experts=1, top_k=1, vocab_multiple=128, learned=1)),
+        (Shape, dict(causal=1, experts=1, top_k=1, vocab_multiple=128, trainable=1)),
         (
             Mesh,
             dict(
