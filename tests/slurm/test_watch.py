@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from rehearsal import Rehearsal, Stage, held
 
+from hpctrain.actions.run_problems import Symptom
 from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.state import RunState
 from hpctrain.actions.watch import Pass, watch
-from hpctrain.actions.watch_look import Symptom
 from hpctrain.sandbox import faults
 from hpctrain.store.jobs import submitted_ids
 from hpctrain.store.ledger import EventKind
