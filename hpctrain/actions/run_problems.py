@@ -63,8 +63,8 @@ class WatchedRun:
 
     `events` reach back at least to the newest submission. `jobs` are the jobs of that generation
     that Slurm knows, ended ones included; `unrecorded` are those missing in the ledger.
-    `signs_time` is the newest sign of life of trainer or supervisor. `alive_until` is the latest time at which
-    the trainer's next one is due. `asked_by` is the author of a pending request (`control/`).
+    `signs_time` is the newest sign of life of trainer or supervisor, `alive_until` the latest time
+    at which the trainer's next one is due. `asked_by` is the author of a pending request.
     """
 
     run_id: str

@@ -1,7 +1,7 @@
 """Decides the state of a run from its ledger, its records and the jobs in Slurm. Pure.
 
-Without an answer of Slurm the state is *unknown*, never *gone*. Belongs here: the decision. Does
-not belong here: any query.
+If Slurm does not answer, the state is *unknown*, never *gone*. Belongs here: the decision. Does not
+belong here: any query.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from hpctrain.cli.output import json_out, or_dash, paragraph, table
 from hpctrain.units import short_bytes, short_duration
 
 if TYPE_CHECKING:
-    from hpctrain.actions.checkpoints import Interval, Row, Shelf
+    from hpctrain.actions.checkpoints import CheckpointReport, CheckpointRow, SaveInterval
     from hpctrain.checkpoints.verify import Verified
 
 _HEADERS = ("STEP", "EPOCH", "AGE", "SIZE", "FILES", "STALL", "PUBLISH", "CHECK", "KEPT")
@@ -44,12 +44,12 @@ def checkpoints(run: str, verify: bool, threads: int, runs: Path | None, as_json
       hpctrain checkpoints gpt175b-7f3a
       hpctrain checkpoints gpt175b-7f3a --verify --threads 16
     """
-    from hpctrain.actions.checkpoints import shelf
+    from hpctrain.actions.checkpoints import report_checkpoints
     from hpctrain.actions.runs import find_run, runs_directory
 
     found = find_run(runs_directory(runs), run)
     progress = progress_line() if verify and sys.stderr.isatty() else None
-    seen = shelf(found, verify=verify, workers=threads, progress=progress)
+    seen = report_checkpoints(found, verify=verify, workers=threads, progress=progress)
     if as_json:
         json_out("checkpoints", seen)
     else:
@@ -95,7 +95,7 @@ def progress_line() -> Callable[[Verified], None]:
     return show
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: CheckpointRow) -> list[str]:
     return [
         f"{row.step:,}",
         or_dash(row.epoch),
@@ -109,7 +109,7 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-def _more_lines(seen: Shelf) -> list[str]:
+def _more_lines(seen: CheckpointReport) -> list[str]:
     """Format what the table does not show: bad and unfinished checkpoints, disk, interval."""
     lines = [""]
     for row in seen.bad:
@@ -129,7 +129,7 @@ def _more_lines(seen: Shelf) -> list[str]:
     return lines + (_interval_lines(seen.interval) if seen.interval else [])
 
 
-def _interval_lines(interval: Interval) -> list[str]:
+def _interval_lines(interval: SaveInterval) -> list[str]:
     seconds = interval.used_seconds
     used = "" if seconds is None else f", about {short_duration(seconds)}"
     lines = _entry("Interval", f"{interval.configured}{used}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hpctrain.actions.goodput import Goodput, Loss
+from hpctrain.actions.goodput import Goodput, LossByCause
 from hpctrain.units import short_duration
 
 _BAR = 30
@@ -71,7 +71,7 @@ def _ratios(goodput: Goodput) -> list[str]:
     return lines
 
 
-_COLUMNS: tuple[tuple[str, Callable[[Loss], str]], ...] = (
+_COLUMNS: tuple[tuple[str, Callable[[LossByCause], str]], ...] = (
     ("ENDS", lambda loss: f"{loss.ends:,}"),
     ("LOST", lambda loss: _time(loss.lost_seconds)),
     ("GPU-HOURS", lambda loss: f"{loss.lost_gpu_hours:,.1f}"),
