@@ -1,7 +1,7 @@
 """Makes requests to a run: `stop`, `save`, `hold`, `resume`, and checks that they make sense.
 
-A run that trains gets a file (`requests`), so that no signal is lost and the trainer chooses the
-step boundary. A job that waits in the queue is changed in Slurm. If Slurm does not answer, the
+A run that trains gets a file (`store.requests`), so that no signal is lost and the trainer chooses
+the step boundary. A job that waits in the queue is changed in Slurm. If Slurm does not answer, the
 request is made all the same, because it stays pending until it is followed. A repeated request is
 no error. Belongs here: which request applies, and the message. Does not belong here: the files,
 following them (`hpctrain.supervise`), printing.
@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from hpctrain.actions import requests
 from hpctrain.actions.acceptances import Acceptance, accept
+from hpctrain.actions.describe import TAKE_BACK
+from hpctrain.actions.job_queries import jobs_of, record_found
 from hpctrain.actions.run_documents import known_plan
-from hpctrain.actions.run_jobs import jobs_of, record_found
 from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.state import RunState
 from hpctrain.actions.status import statuses
@@ -33,6 +33,8 @@ from hpctrain.store.requests import (
     Request,
     RequestKind,
     is_requested,
+    make_request,
+    printable_reason,
     read_request,
     take_back,
     user_name,
@@ -81,6 +83,23 @@ class _Queue:
         return job.job_id if job else None
 
 
+def note(run: RunFiles, action: str, reason: str, job_id: int | None = None) -> None:
+    """Record in the ledger who requests what, and why.
+
+    A member of the team may write into `control/` without owning the ledger. Then the supervisor
+    records the request's own text and its owner when it follows the request.
+    """
+    fields = {"job_id": job_id, "user": user_name(), "action": action}
+    with contextlib.suppress(PermissionError):
+        run.ledger.append(EventKind.CONTROL, **fields, reason=printable_reason(reason) or None)
+
+
+def ask(run: RunFiles, kind: RequestKind, reason: str = "", job_id: int | None = None) -> None:
+    """Record and make a request. Raises PermissionError if `control/` is not writable."""
+    note(run, kind, reason, job_id)
+    make_request(run.layout, kind, reason)
+
+
 def stop(
     run: RunFiles, slurm: SlurmClient, *, now: bool = False, reason: str = ""
 ) -> ControlResult:
@@ -101,7 +120,7 @@ def stop(
     standing = read_request(run.layout)
     if not queue.only_waits and standing is not None and standing.kind in (kind, "stop-now"):
         return _asked_already(run, standing, queue.job_id)
-    requests.ask(run, kind, reason, queue.job_id)
+    ask(run, kind, reason, queue.job_id)
     if queue.only_waits:
         for job in queue.waiting:
             slurm.cancel_waiting(job.job_id)
@@ -140,7 +159,7 @@ def hold(run: RunFiles, slurm: SlurmClient, *, reason: str = "") -> ControlResul
         if not free:
             message = f"Run {_name(run)} is held already ({queue.waiting[0].reason})"
             return ControlResult(run.run_id, message, changed=False, job_id=queue.job_id)
-        requests.note(run, "hold", reason, queue.job_id)
+        note(run, "hold", reason, queue.job_id)
         for job in free:
             slurm.hold(job.job_id)
         queue = _queue(run, slurm)
@@ -163,7 +182,7 @@ def hold(run: RunFiles, slurm: SlurmClient, *, reason: str = "") -> ControlResul
             hint=f"`hpctrain resume {run.run_id}` when it has stopped",
         )
     config = read_supervise_config(run.layout.supervise_config)
-    requests.ask(run, "hold", reason, queue.job_id)
+    ask(run, "hold", reason, queue.job_id)
     then = "it saves, leaves its nodes and waits in the queue, held"
     if config.continuation != "requeue":
         then = "it saves and stops, because its jobs are not requeued on this site"
@@ -203,7 +222,7 @@ def resume(
         if standing is None:
             message = f"Run {_name(run)} is {state} already"
             return ControlResult(run.run_id, message, changed=False, job_id=queue.job_id)
-        requests.note(run, requests.TAKE_BACK, reason, queue.job_id)
+        note(run, TAKE_BACK, reason, queue.job_id)
         take_back(run.layout, ("stop", "stop-now", "hold"))
         message = f"withdrew what {standing.by} requested ({standing.kind})"
         then = f"the run is {state}"
@@ -211,7 +230,7 @@ def resume(
             then = "if it has begun to leave, resume it again when it has stopped"
         return _result(run, message, then, queue=queue)
     accepted = accept(run, acceptance, reason)
-    requests.note(run, "resume", reason, queue.job_id)
+    note(run, "resume", reason, queue.job_id)
     take_back(run.layout)
     if not queue.jobs:
         submitted = resubmit(run, slurm)
@@ -245,7 +264,7 @@ def save(run: RunFiles, slurm: SlurmClient, *, reason: str = "") -> ControlResul
     if is_requested(run.layout, "save"):
         message = f"run {_name(run)} was asked to save already and has not begun to"
         return ControlResult(run.run_id, message, changed=False, job_id=queue.job_id)
-    requests.ask(run, "save", reason, queue.job_id)
+    ask(run, "save", reason, queue.job_id)
     asked = f"asked run {_name(run)} to save at the next step boundary"
     return _result(run, asked, queue=queue)
 

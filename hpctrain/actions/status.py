@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from pydantic import BaseModel, ConfigDict
 
-from hpctrain.actions.run_jobs import find_jobs, with_past
+from hpctrain.actions.job_queries import find_jobs, with_past
 from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.state import RunState, counted, judge, last_job_id
 from hpctrain.checkpoints.publish import published_steps

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from hpctrain.actions.run_jobs import find_jobs, jobs_of, record_found, with_past
+from hpctrain.actions.job_queries import find_jobs, jobs_of, record_found, with_past
 from hpctrain.actions.run_problems import (
     RunProblem,
     Symptom,

@@ -1,7 +1,7 @@
 """The weights that a run starts from, looked at before torch is imported.
 
 Belongs here: whether the directory is there on this node and is the model of the configuration.
-Does not belong here: the same at submission (see `hpctrain.actions.pretrained`), loading.
+Does not belong here: the same at submission (see `hpctrain.actions.input_checks`), loading.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which data a model can learn from, out of all formats.
 
 Belongs here: one sentence for each combination that makes no sense. Does not belong here: whether
-the files are there (see `hpctrain.actions.samples`).
+the files are there (see `hpctrain.actions.input_checks`).
 """
 
 from __future__ import annotations

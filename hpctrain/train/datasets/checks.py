@@ -1,7 +1,7 @@
 """The data of a run, looked at before torch is imported.
 
 Belongs here: which files a configuration names. Does not belong here: what is looked at in them
-(see `hpctrain.store.prepared`), the same at submission (`hpctrain.actions.samples`).
+(see `hpctrain.store.prepared`), the same at submission (`hpctrain.actions.input_checks`).
 """
 
 from __future__ import annotations

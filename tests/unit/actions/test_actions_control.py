@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from fabricated_runs import LAUNCHED, STARTED, SUBMITTED, ended, fabricate, published
 
-from hpctrain.actions import control, requests
-from hpctrain.actions.audit import asked
+from hpctrain.actions import control
 from hpctrain.actions.control import ControlResult
+from hpctrain.actions.describe import request_history
 from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.state import RunState
 from hpctrain.actions.status import statuses
@@ -174,8 +174,8 @@ def test_resume_takes_back_what_nobody_has_followed(running: RunFiles, slurm: Fa
     answer = control.resume(running, slurm)
     assert answer.changed and "lunch" in answer.message
     assert files(running) == ["save"], "a checkpoint is still wanted"
-    assert audit(running)[-1].action == requests.TAKE_BACK
-    stopped, saved, taken = asked(running.ledger.events(), [])
+    assert audit(running)[-1].action == control.TAKE_BACK
+    stopped, saved, taken = request_history(running.ledger.events(), [])
     assert (stopped.answer, saved.answer) == ("asked to take back instead", None)
     assert taken.answer == "withdrawn"
 
@@ -326,7 +326,7 @@ def test_resume_submits_it_again_and_old_requests_do_not_stop_it(
 
 def test_resubmit_forgets_old_requests_too(tmp_path: Path, slurm: FakeSlurm) -> None:
     run = over(tmp_path, slurm)
-    requests.ask(run, "stop-now")
+    control.ask(run, "stop-now")
     resubmit(run, slurm)  # type: ignore[arg-type]
     assert files(run) == []
 
@@ -366,7 +366,7 @@ def test_waiting_ends_with_the_time_or_the_run(
 ) -> None:
     with pytest.raises(TimeoutError):
         control.wait_for_save(running, slurm, 23, 0.0)
-    monkeypatch.setattr(control, "_ASK_SLURM_SECONDS", 0.0)
+    monkeypatch.setattr(control, "_SLURM_QUERY_SECONDS", 0.0)
     change(slurm, state=JobState.FAILED)
     with pytest.raises(RunFailedError, match="does not run any more"):
         control.wait_for_save(running, slurm, 23, 60.0)
@@ -399,7 +399,7 @@ def test_links_in_the_control_directory_are_not_followed(
     victim = tmp_path / "victim"
     victim.write_text("precious")
     running.layout.stop_now_request.symlink_to(victim)
-    requests.ask(running, "stop-now")
+    control.ask(running, "stop-now")
     assert victim.read_text() == "precious" and not running.layout.stop_now_request.is_symlink()
     running.layout.hold_request.symlink_to(victim)
     assert take_back(running.layout) == ("stop-now", "hold")
