@@ -61,7 +61,7 @@ class PolicyPreview(BaseModel):
     observed: tuple[str, ...] = ()
 
 
-class Budget(BaseModel):
+class CauseBudget(BaseModel):
     """Failures of one cause since the last new checkpoint, and the retries allowed (None: any)."""
 
     model_config = ConfigDict(frozen=True)
@@ -71,11 +71,11 @@ class Budget(BaseModel):
     allowed: int | None
 
 
-def budgets(past: History, config: SuperviseConfig) -> list[Budget]:
+def budgets(past: History, config: SuperviseConfig) -> list[CauseBudget]:
     """List the budgets of all causes that are counted."""
     counted = [cause for cause in Cause if cause in FAILURE_CAUSES or cause is Cause.TIME_LIMIT]
     return [
-        Budget(cause=cause, used=past.of(cause), allowed=budget_of(cause, config))
+        CauseBudget(cause=cause, used=past.of(cause), allowed=budget_of(cause, config))
         for cause in counted
     ]
 

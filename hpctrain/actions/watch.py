@@ -67,7 +67,7 @@ class WatchResult(BaseModel):
     answer: str = ""
 
 
-class Pass(BaseModel):
+class WatchPass(BaseModel):
     """The result of a pass; `pass_time` in seconds since the epoch.
 
     `complete` is False if Slurm did not answer (`slurm_silent`) or a ledger could not be read.
@@ -147,7 +147,7 @@ def watch(
     act: bool = False,
     heartbeat: Path | None = None,
     grace_seconds: float = GRACE_SECONDS,
-) -> Pass:
+) -> WatchPass:
     """Make one pass over the runs in `runs` that belong to this user.
 
     Raises UsageError when another pass is acting, or when the file system has no locks.
@@ -178,7 +178,7 @@ def watch(
                     answer=answer,
                 )
             )
-    result = Pass(
+    result = WatchPass(
         pass_time=time.time(),
         act=act,
         runs=survey.runs,

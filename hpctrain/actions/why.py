@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from pydantic import BaseModel, ConfigDict
 
-from hpctrain.actions.policy_preview import Budget, PolicyPreview, budgets, preview_policy
+from hpctrain.actions.policy_preview import CauseBudget, PolicyPreview, budgets, preview_policy
 from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.state import RunState
 from hpctrain.actions.status import statuses
@@ -95,7 +95,7 @@ class Why(BaseModel):
     ended: LastEnd | None
     action: LastAction | None
     checkpoint_step: int | None
-    budgets: tuple[Budget, ...]
+    budgets: tuple[CauseBudget, ...]
     failures_without_progress: int
     failures_allowed: int
     storm: Storm

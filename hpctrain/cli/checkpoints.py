@@ -15,7 +15,7 @@ from hpctrain.cli.output import json_out, or_dash, paragraph, table
 from hpctrain.units import short_bytes, short_duration
 
 if TYPE_CHECKING:
-    from hpctrain.actions.checkpoints import CheckpointReport, CheckpointRow, SaveInterval
+    from hpctrain.actions.checkpoints import CheckpointReport
     from hpctrain.checkpoints.verify import Verified
 
 _HEADERS = ("STEP", "EPOCH", "AGE", "SIZE", "FILES", "STALL", "PUBLISH", "CHECK", "KEPT")
@@ -54,7 +54,23 @@ def checkpoints(run: str, verify: bool, threads: int, runs: Path | None, as_json
         json_out("checkpoints", seen)
     else:
         if seen.rows:
-            table(_HEADERS, [_cells(row) for row in seen.rows])
+            table(
+                _HEADERS,
+                [
+                    [
+                        f"{row.step:,}",
+                        or_dash(row.epoch),
+                        _duration(row.age_seconds),
+                        or_dash(None if row.size_bytes is None else short_bytes(row.size_bytes)),
+                        or_dash(row.files),
+                        _duration(row.stall_seconds),
+                        _duration(row.publish_seconds),
+                        "BAD" if row.problem else row.verified,
+                        or_dash(", ".join(row.kept_because)),
+                    ]
+                    for row in seen.rows
+                ],
+            )
         else:
             click.echo("no checkpoint has been published yet")
         for line in _more_lines(seen):
@@ -95,18 +111,8 @@ def progress_line() -> Callable[[Verified], None]:
     return show
 
 
-def _cells(row: CheckpointRow) -> list[str]:
-    return [
-        f"{row.step:,}",
-        or_dash(row.epoch),
-        or_dash(None if row.age_seconds is None else short_duration(row.age_seconds)),
-        or_dash(None if row.size_bytes is None else short_bytes(row.size_bytes)),
-        or_dash(row.files),
-        or_dash(None if row.stall_seconds is None else short_duration(row.stall_seconds)),
-        or_dash(None if row.publish_seconds is None else short_duration(row.publish_seconds)),
-        "BAD" if row.problem else row.verified,
-        or_dash(", ".join(row.kept_because)),
-    ]
+def _duration(seconds: float | None) -> str:
+    return or_dash(None if seconds is None else short_duration(seconds))
 
 
 def _more_lines(seen: CheckpointReport) -> list[str]:
@@ -126,13 +132,12 @@ def _more_lines(seen: CheckpointReport) -> list[str]:
         lines += _entry("Quarantine", f"{bad.name} ({short_bytes(bad.size_bytes)}): {bad.reason}")
     fits = "" if seen.room.fits is None else f", room for {seen.room.fits:,} more"
     lines += _entry("Disk", f"{short_bytes(seen.room.free_bytes)} free{fits}")
-    return lines + (_interval_lines(seen.interval) if seen.interval else [])
-
-
-def _interval_lines(interval: SaveInterval) -> list[str]:
+    interval = seen.interval
+    if interval is None:
+        return lines
     seconds = interval.used_seconds
     used = "" if seconds is None else f", about {short_duration(seconds)}"
-    lines = _entry("Interval", f"{interval.configured}{used}")
+    lines += _entry("Interval", f"{interval.configured}{used}")
     if interval.stall_seconds is not None and interval.publish_seconds is not None:
         lines += _entry(
             "  measured",

@@ -1,9 +1,12 @@
-"""Putting a sandbox right again after faults, so that the next rehearsal finds it empty and idle.
+"""Repairs a sandbox after faults, so that the next rehearsal starts with idle nodes and no jobs.
 
-Belongs here: cancelling what is left, reviving what is dead. Does not belong here: the faults.
+Belongs here: cancelling remaining jobs, restarting dead daemons. Does not belong here: the faults.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
 
 from hpctrain.errors import SlurmError, SlurmUnreachableError
 from hpctrain.sandbox.daemons import slurmd_name
@@ -30,7 +33,19 @@ def repair(sandbox: Sandbox, timeout_seconds: float = _IDLE_TIMEOUT_SECONDS) -> 
     revive(sandbox)
     mend_prolog(sandbox)
     cancel_all_jobs(sandbox)
-    if not await_condition(lambda: _settle(sandbox), timeout_seconds):
+
+    def is_idle() -> bool:
+        states = sandbox.node_states()
+        for node, state in states.items():
+            if state.startswith(_UNUSABLE):
+                # It may have resumed by itself meanwhile (ReturnToService=1).
+                _unless_refused(partial(resume_node, sandbox, node))
+        if _jobs(sandbox):
+            cancel_all_jobs(sandbox)
+            return False
+        return bool(states) and all(state == "idle" for state in states.values())
+
+    if not await_condition(is_idle, timeout_seconds):
         states = ", ".join(f"{node} {state}" for node, state in sandbox.node_states().items())
         raise SlurmUnreachableError(f"the nodes are not idle after {timeout_seconds:g} s: {states}")
 
@@ -39,33 +54,6 @@ def revive(sandbox: Sandbox) -> None:
     """Start dead daemons again and thaw frozen ones; jobs and processes are left alone."""
     if not sandbox.daemon_is_alive("slurmctld"):
         restart_controller(sandbox)
-    _revive_nodes(sandbox)
-
-
-def cancel_all_jobs(sandbox: Sandbox) -> None:
-    """Cancel every job for good, and do not wait for its processes."""
-    for job in _jobs(sandbox):
-        _try(sandbox, "scontrol", "update", f"JobId={job}", "Requeue=0")
-        _try(sandbox, "scancel", "--quiet", job)
-    # KillWait gives them seconds that nobody needs here.
-    kill(
-        process.identity for process in find_job_processes(sandbox.paths, sandbox.shape.node_names)
-    )
-
-
-def _settle(sandbox: Sandbox) -> bool:
-    """Whether all is quiet; on the way, resume what has been set down meanwhile."""
-    states = sandbox.node_states()
-    for node, state in states.items():
-        if state.startswith(_UNUSABLE):
-            _try_resume(sandbox, node)
-    if _jobs(sandbox):
-        cancel_all_jobs(sandbox)
-        return False
-    return bool(states) and all(state == "idle" for state in states.values())
-
-
-def _revive_nodes(sandbox: Sandbox) -> None:
     frozen = {daemon.name for daemon in sandbox.status().daemons if daemon.frozen}
     for node in sandbox.shape.node_names:
         if slurmd_name(node) in frozen:
@@ -74,26 +62,28 @@ def _revive_nodes(sandbox: Sandbox) -> None:
             restart_node(sandbox, node, rebooted=False)
 
 
+def cancel_all_jobs(sandbox: Sandbox) -> None:
+    """Cancel every job for good, and do not wait for its processes."""
+    for job in _jobs(sandbox):
+        update = ("scontrol", "update", f"JobId={job}", "Requeue=0")
+        for arguments in (update, ("scancel", "--quiet", job)):
+            _unless_refused(partial(sandbox.command, *arguments))
+    # Nobody needs the seconds of KillWait here.
+    kill(
+        process.identity for process in find_job_processes(sandbox.paths, sandbox.shape.node_names)
+    )
+
+
 def _jobs(sandbox: Sandbox) -> list[str]:
     # %A is the plain job id, also for tasks of an array.
     return sorted(set(sandbox.command("squeue", "--noheader", "--format=%A").split()))
 
 
-def _try(sandbox: Sandbox, name: str, *arguments: str) -> None:
-    """A job that ends between the look and the command is no error."""
+def _unless_refused(command: Callable[[], object]) -> None:
+    """Run a command and ignore that Slurm refuses it, because the state has just changed."""
     try:
-        sandbox.command(name, *arguments)
+        command()
     except SlurmUnreachableError:
         raise
     except SlurmError:
-        return
-
-
-def _try_resume(sandbox: Sandbox, node: str) -> None:
-    try:
-        resume_node(sandbox, node)
-    except SlurmUnreachableError:
-        raise
-    except SlurmError:
-        # It came back by itself (ReturnToService=1) since we looked.
         return
