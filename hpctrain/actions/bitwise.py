@@ -72,7 +72,7 @@ def _launches(rows: Sequence[StepMetrics], events: Sequence[Event]) -> list[Laun
                 first_loss=float.fromhex(mine[0].loss_hex),
                 last_loss=float.fromhex(mine[-1].loss_hex),
                 cause=str(end.cause) if end else "lost",
-                reason=str(end.reason) if end else "no word of its supervisor",
+                reason=str(end.reason) if end else "no record of its supervisor",
             )
         )
     return summaries

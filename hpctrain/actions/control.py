@@ -214,7 +214,7 @@ def resume(
     if queue.jobs and not held:
         if acceptance.anything:
             raise UsageError(
-                f"run {_name(run)} has a job in the queue, which would go on as it is",
+                f"run {_name(run)} has a job in the queue, which would continue as it is",
                 hint=f"`hpctrain stop {run.run_id}` first",
             )
         standing = read_request(run.layout)
@@ -252,7 +252,7 @@ def save(run: RunFiles, slurm: SlurmClient, *, reason: str = "") -> ControlResul
     plan = known_plan(run.layout)
     if plan is not None and abilities_of(plan.engine).saves_by_steps_only:
         # An external Megatron-LM only saves at its interval, and before it ends by SIGTERM.
-        hint = "`hpctrain stop` has it save and leave, `hpctrain resume` goes on from there"
+        hint = "`hpctrain stop` makes it save and leave, `hpctrain resume` continues from there"
         raise UsageError(f"run {_name(run)} saves by steps: its engine is {plan.engine}", hint=hint)
     queue = _queue(run, slurm)
     if queue.answered and queue.active is None:
@@ -309,7 +309,7 @@ def wait_for_save(
         sleep(0.5)
 
 
-_HOW_TO_CONTINUE = "`hpctrain resume` goes on"
+_HOW_TO_CONTINUE = "`hpctrain resume` continues it"
 
 
 def _refuse_if_done(run: RunFiles, verb: str) -> None:

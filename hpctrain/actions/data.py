@@ -107,7 +107,7 @@ class DatasetRequest:
 
 
 def program(python: str) -> list[str]:
-    """Build the words that start the data program."""
+    """Build the command that starts the data program."""
     return [python, "-P", "-m", _PROGRAM, "--json"]
 
 

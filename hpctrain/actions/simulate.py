@@ -104,7 +104,7 @@ def scenario_of_spec(
         raise option.refusal
     forecast, plan = option.forecast, option.plan
     if forecast is None or plan is None:
-        reason = option.remark or "the profile does not say what its GPUs can do"
+        reason = option.remark or "the profile does not contain the speed of its GPUs"
         raise UsageError(f"there is no forecast to start from: {reason}")
     run, site = inputs.spec, inputs.profile
     stops, saving = forecast.interruptions, forecast.checkpoint

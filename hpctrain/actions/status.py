@@ -102,7 +102,7 @@ def _status(run: RunFiles, events: Sequence[Event], found: RunJobs | None) -> Ru
         events,
         done=found is None,
         queued=queued,
-        asked=jobs.answered,
+        answered=jobs.answered,
         elsewhere=jobs.elsewhere,
     )
     progress = read_record(run.layout.progress, Progress)

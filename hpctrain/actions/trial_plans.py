@@ -123,7 +123,7 @@ def prepared_trial(
 
 
 def _given(subject: Subject, variant: Variant) -> tuple[str, ...]:
-    """Combine the overrides of one variant, without profiling unless it asks for that.
+    """Combine the overrides of one variant, without profiling unless it sets that.
 
     Traces would slow some steps, and the FLOPs of one engine are refused for another.
     """
