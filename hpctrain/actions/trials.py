@@ -118,17 +118,17 @@ class TrialRunner:
                 if not self.wait or all(self._is_over(row) for row in rows.values()):
                     break
                 time.sleep(self.poll_seconds)  # squeue(1), PERFORMANCE: no queries in a tight loop
+            found = read_comparison(record, self.layout.runs, rows)
+            if found.over and not self.keep_checkpoints:
+                # Nobody resumes a trial, and checkpoints of large models fill a quota.
+                for run in runs.values():
+                    if run.layout.done.exists():
+                        for path in run.layout.checkpoints.iterdir():
+                            shutil.rmtree(path, ignore_errors=True)
+            return found
         finally:
             if self._lock is not None:
                 os.close(self._lock)
-        found = read_comparison(record, self.layout.runs, rows)
-        if found.over and not self.keep_checkpoints:
-            # Nobody resumes a trial, and checkpoints of large models fill a quota.
-            for run in runs.values():
-                if run.layout.done.exists():
-                    for path in run.layout.checkpoints.iterdir():
-                        shutil.rmtree(path, ignore_errors=True)
-        return found
 
     def _is_mine(self) -> bool:
         """Return True if this process submits: one at a time, the next when that has ended."""
