@@ -36,9 +36,9 @@ PURE_FILES = (
     *("nodes/blame.py", "sandbox/shape.py", "sandbox/from_profile.py", "store/jobs.py"),
     *(
         "actions/state.py",
-        "actions/watch_look.py",
+        "actions/run_problems.py",
         "actions/watch_rules.py",
-        "actions/watch_gone.py",
+        "actions/orphaned_runs.py",
     ),
     *(
         "telemetry/rates.py",

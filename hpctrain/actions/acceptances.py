@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass
 
-from hpctrain.actions.run_data import record_data
+from hpctrain.actions.data_records import record_data
 from hpctrain.actions.runs import RunFiles
 from hpctrain.checkpoints.discover import checkpoints
 from hpctrain.errors import HpctrainError, UsageError

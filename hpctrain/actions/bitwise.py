@@ -1,4 +1,4 @@
-"""Two runs step by step, bit by bit: did an interruption change anything?"""
+"""Compares two runs bit by bit, to show whether an interruption changed anything."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class LaunchSummary:
 class BitwiseComparison:
     """`steps_lost` were trained more than once; `identical` covers every step that counts.
 
-    Of a step that was trained more than once the last time counts (`store.signs.lineage`): what
-    went before may be what a roll back has taken out of the run.
+    If a step was trained more than once, the last time counts (`run_records.lineage`): a rollback
+    may have removed the earlier ones from the run.
     """
 
     steps_compared: int
@@ -44,7 +44,11 @@ def compare_runs(reference: RunFiles, run: RunFiles) -> BitwiseComparison:
     rows = read_metrics(run.layout)
     kept = lineage(rows)
     steps = {row.step for row in kept}
-    difference = _first_difference(expected, kept)
+    difference = None
+    for row in kept:
+        if row.loss_hex != expected.get(row.step):
+            difference = f"step {row.step}: {row.loss_hex} instead of {expected.get(row.step)}"
+            break
     return BitwiseComparison(
         steps_compared=len(steps & expected.keys()),
         steps_lost=len(rows) - len(kept),
@@ -52,13 +56,6 @@ def compare_runs(reference: RunFiles, run: RunFiles) -> BitwiseComparison:
         first_difference=difference,
         launches=tuple(_launches(rows, run.ledger.events())),
     )
-
-
-def _first_difference(expected: dict[int, str], rows: Sequence[StepMetrics]) -> str | None:
-    for row in rows:
-        if row.loss_hex != expected.get(row.step):
-            return f"step {row.step}: {row.loss_hex} instead of {expected.get(row.step)}"
-    return None
 
 
 def _launches(rows: Sequence[StepMetrics], events: Sequence[Event]) -> list[LaunchSummary]:
@@ -75,7 +72,7 @@ def _launches(rows: Sequence[StepMetrics], events: Sequence[Event]) -> list[Laun
                 first_loss=float.fromhex(mine[0].loss_hex),
                 last_loss=float.fromhex(mine[-1].loss_hex),
                 cause=str(end.cause) if end else "lost",
-                reason=str(end.reason) if end else "no word of its supervisor",
+                reason=str(end.reason) if end else "no record of its supervisor",
             )
         )
     return summaries

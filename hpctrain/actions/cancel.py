@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hpctrain.actions.run_jobs import jobs_of, record_found
+from hpctrain.actions.job_queries import jobs_of, record_found
 from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.state import RunState
 from hpctrain.actions.status import statuses
@@ -58,7 +58,16 @@ def cancel(
     run.refuse_unless_writable("cancel")
     live = _live(run, slurm)
     if not live:
-        return _nothing_to_cancel(run, slurm)
+        row = statuses([run], slurm)[0]
+        if row.state is RunState.CANCELLED:
+            return Cancelled(run.run_id, already=True)
+        if row.state is RunState.RUNNING:  # it is just ending, and will not be requeued
+            return Cancelled(run.run_id, row.job_id, already=True)
+        reason = f": {row.reason}" if row.reason else ""
+        raise UsageError(
+            f"run `{run.run_id}` is {row.state}, so there is nothing to cancel{reason}",
+            hint=f"`hpctrain resume {run.run_id}` would continue it",
+        )
     # One line for each job, because every supervisor looks for a cancel of its own job.
     active = [job for job in live if job.state.is_active]
     ordered = [*(job for job in live if job not in active), *active]
@@ -71,8 +80,8 @@ def cancel(
             announced.cancel(more, slurm)
             live = _live(run, slurm)
     except SlurmError as error:
-        raise _failed(run, slurm, live, announced.cancelled, error) from error
-    still = _unconfirmed(run, slurm, tuple(announced.cancelled), sleep)
+        raise _withdraw(run, slurm, live, announced.cancelled, error) from error
+    still = _wait_for_end(run, slurm, tuple(announced.cancelled), sleep)
     if not still:
         run.ledger.append(EventKind.CANCELLED, job_id=announced.job_id, user=user_name())
     return Cancelled(run.run_id, announced.job_id, tuple(announced.cancelled), still=still)
@@ -107,20 +116,7 @@ def _live(run: RunFiles, slurm: SlurmClient) -> list[JobRecord]:
     return [job for job in found.live if job.state not in ending or job.requeue]
 
 
-def _nothing_to_cancel(run: RunFiles, slurm: SlurmClient) -> Cancelled:
-    row = statuses([run], slurm)[0]
-    if row.state is RunState.CANCELLED:
-        return Cancelled(run.run_id, already=True)
-    if row.state is RunState.RUNNING:  # it is just ending, and will not be requeued
-        return Cancelled(run.run_id, row.job_id, already=True)
-    reason = f": {row.reason}" if row.reason else ""
-    raise UsageError(
-        f"run `{run.run_id}` is {row.state}, so there is nothing to cancel{reason}",
-        hint=f"`hpctrain resume {run.run_id}` would continue it",
-    )
-
-
-def _failed(
+def _withdraw(
     run: RunFiles,
     slurm: SlurmClient,
     live: list[JobRecord],
@@ -143,7 +139,7 @@ def _failed(
     return kind(message, hint=f"`hpctrain cancel {run.run_id}` again")
 
 
-def _unconfirmed(
+def _wait_for_end(
     run: RunFiles, slurm: SlurmClient, asked_for: tuple[int, ...], sleep: Callable[[float], None]
 ) -> tuple[int, ...]:
     """Wait a few seconds for jobs to end; returns those that Slurm has not begun to end."""

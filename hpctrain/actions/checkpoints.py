@@ -1,9 +1,9 @@
-"""The checkpoints of a run: which there are, whether they are good, why they are kept, whether
-there is room for more, and whether the interval between them is a good one.
+"""Lists the checkpoints of a run: whether each is good, why it is kept, and how long it took.
 
-Reads the run directory only; nothing is moved or deleted. Belongs here: putting that together.
-Does not belong here: what a good checkpoint is (`hpctrain.checkpoints`), the formula of the
-interval (`hpctrain.plan.forecast.intervals`).
+It also reports the free space, and whether the save interval is a good one. Reads the run directory
+only; nothing is moved or deleted. Belongs here: collecting this. Does not belong here: what a good
+checkpoint is (`hpctrain.checkpoints`), the formula of the interval
+(`hpctrain.plan.forecast.intervals`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,18 +44,18 @@ from hpctrain.supervise.judge.launch_history import (
     pending_rejections,
 )
 
-# The first save of a launch is slower, and single ones meet a busy file system.
+# The first save of a launch is slower, and individual saves can be slowed by a busy file system.
 _MEASURED_SAVES = 5
 _RECENT_STEPS = 20
-# Daly's interval is flat at its minimum: twice or half of it costs a quarter more than the best.
+# The cost is flat near Daly's interval: twice or half of it costs a quarter more than the best.
 _FAR = 2.0
-# What is deleted first has been renamed by retention; a crash may leave it.
+# Retention renames a checkpoint before it deletes it; a crash may leave it.
 _DISCARDED = ".discarded-"
 _LEAST_STALL_SECONDS = 1e-3
 
 
-class Row(BaseModel):
-    """One published checkpoint. `problem` None: good; `verified` says how that is known."""
+class CheckpointRow(BaseModel):
+    """One published checkpoint. `problem` None: good; `verified`: how it was checked."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -94,9 +94,11 @@ class Quarantined(BaseModel):
     size_bytes: int
 
 
-class Room(BaseModel):
-    """The file system: bytes that the user may still use (statvfs(3), f_bavail), and how many
-    checkpoints of the newest one's size that is."""
+class FreeSpace(BaseModel):
+    """Bytes that the user may still use (statvfs(3), f_bavail).
+
+    `fits` is how many checkpoints of the newest one's size that is.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -104,11 +106,11 @@ class Room(BaseModel):
     fits: int | None
 
 
-class Interval(BaseModel):
+class SaveInterval(BaseModel):
     """How often the run saves and how often it should, in seconds and optimizer steps.
 
-    `configured` is the spec's own setting in words, `used_seconds` what saves are apart in the
-    run, `best_seconds` Daly's interval for the measured stall and the time between failures.
+    `configured` describes the spec's setting, `used_seconds` is the time between saves in the run,
+    `best_seconds` is Daly's interval for the measured stall and time between failures.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -123,73 +125,60 @@ class Interval(BaseModel):
     advice: str
 
 
-class Shelf(BaseModel):
-    """Everything that `hpctrain checkpoints` tells; checkpoints newest first."""
+class CheckpointReport(BaseModel):
+    """The output of `hpctrain checkpoints`; checkpoints newest first."""
 
     model_config = ConfigDict(frozen=True)
 
     run_id: str
     directory: str
-    rows: tuple[Row, ...]
+    rows: tuple[CheckpointRow, ...]
     unfinished: tuple[Unfinished, ...]
     quarantined: tuple[Quarantined, ...]
-    room: Room
-    interval: Interval | None
+    room: FreeSpace
+    interval: SaveInterval | None
 
     @property
-    def bad(self) -> tuple[Row, ...]:
+    def bad(self) -> tuple[CheckpointRow, ...]:
         return tuple(row for row in self.rows if row.problem is not None)
 
 
-def shelf(
+def report_checkpoints(
     run: RunFiles,
     *,
     verify: bool = False,
     workers: int = 4,
     progress: Callable[[Verified], None] | None = None,
     now: float | None = None,
-) -> Shelf:
-    """Look at the checkpoints of a run; `verify` reads every byte with `workers` threads.
+) -> CheckpointReport:
+    """Inspect the checkpoints of a run; `verify` reads every byte with `workers` threads.
 
-    Raises CheckpointError when their directory is not there.
+    Raises CheckpointError when their directory does not exist.
     """
     now = time.time() if now is None else now
-    root = run.layout.checkpoints
+    layout, root = run.layout, run.layout.checkpoints
     if not root.is_dir():
         raise CheckpointError(
             f"{root} is not there", hint="a file system that is not mounted, or somebody deleted it"
         )
     found = verify_all(root, "sha256", workers, progress) if verify else inspect_all(root)
     events = run.ledger.events()
-    found = _with_rejections(found, pending_rejections(events))
-    saves = read_saves(run.layout)
-    config = known_train_config(run.layout)
-    return Shelf(
-        run_id=run.run_id,
-        directory=str(root),
-        rows=tuple(_rows(found, saves, _reasons(run.layout, found, config, events), now)),
-        unfinished=tuple(_unfinished(run.layout, now)),
-        quarantined=tuple(_quarantined(root)),
-        room=_room(root, found),
-        interval=None if config is None else _interval(run, config, saves),
-    )
-
-
-# -- what there is -----------------------------------------------------------------------------
-
-
-def _rows(
-    found: Sequence[Checkpoint],
-    saves: Sequence[SaveRecord],
-    reasons: dict[int, list[str]],
-    now: float,
-) -> list[Row]:
+    rejected = pending_rejections(events)  # the next launch will quarantine these
+    found = [
+        replace(one, problem=f"given up: {rejected[one.step]}")
+        if one.good and one.step in rejected
+        else one
+        for one in found
+    ]
+    saves = read_saves(layout)
     measured = {save.step: save for save in saves}
+    config = known_train_config(layout)
+    reasons = _retention_reasons(layout, found, config, events)
     rows = []
     for one in found:
         manifest, save = one.manifest, measured.get(one.step)
         rows.append(
-            Row(
+            CheckpointRow(
                 step=one.step,
                 epoch=manifest.epoch if manifest else None,
                 age_seconds=max(0.0, now - manifest.time) if manifest else None,
@@ -203,29 +192,32 @@ def _rows(
                 publish_seconds=save.publish_seconds if save else None,
             )
         )
-    return rows
+    file_system = os.statvfs(root)
+    free_bytes = file_system.f_bavail * file_system.f_frsize
+    sizes = [one.manifest.total_bytes for one in found if one.good and one.manifest]
+    return CheckpointReport(
+        run_id=run.run_id,
+        directory=str(root),
+        rows=tuple(rows),
+        unfinished=tuple(_unfinished(layout, now)),
+        quarantined=tuple(_quarantined(root)),
+        room=FreeSpace(
+            free_bytes=free_bytes, fits=free_bytes // sizes[0] if sizes and sizes[0] else None
+        ),
+        interval=None if config is None else _interval(run, config, saves),
+    )
 
 
-def _with_rejections(
-    found: Sequence[Checkpoint], rejections: Mapping[int, str]
-) -> list[Checkpoint]:
-    """With what the supervisor has given up, and the next launch will put aside."""
-    return [
-        replace(one, problem=f"given up: {rejections[one.step]}")
-        if one.good and one.step in rejections
-        else one
-        for one in found
-    ]
-
-
-def _reasons(
+def _retention_reasons(
     layout: RunLayout,
     found: Sequence[Checkpoint],
     config: TrainConfig | None,
     events: Sequence[Event],
 ) -> dict[int, list[str]]:
-    """Why retention leaves each one, as `hpctrain.checkpoints.publish.retire` is told; without
-    the trainer's file nothing is known to go."""
+    """List why `hpctrain.checkpoints.publish.retire` keeps each checkpoint.
+
+    Without the trainer's configuration all count as kept.
+    """
     good = [one.step for one in found if one.good]
     reasons: dict[int, list[str]] = {one.step: [] for one in found}
     keep = config.keep_checkpoints if config else len(good)
@@ -238,7 +230,16 @@ def _reasons(
     loaded = loaded_instead(events)
     if loaded in good:
         reasons[loaded].append("loads, where a newer one was given up")
-    for step in _before_skipped(layout, found):
+    # The newest checkpoint before each skipped window of samples allows a return.
+    before = set()
+    for skip in (read_record(layout.skips, SkipList) or SkipList()).skips:
+        earlier = [
+            one.step
+            for one in found
+            if one.manifest and one.manifest.consumed_samples <= skip.from_samples
+        ]
+        before.update(earlier[:1])
+    for step in before:
         reasons[step].append("before data left out")
     for step in good:
         if not reasons[step]:
@@ -246,35 +247,25 @@ def _reasons(
     return reasons
 
 
-def _before_skipped(layout: RunLayout, found: Sequence[Checkpoint]) -> set[int]:
-    """The last one before each window of samples that is left out: the way back."""
-    skips = read_record(layout.skips, SkipList) or SkipList()
-    before = set()
-    for skip in skips.skips:
-        earlier = [
-            one.step
-            for one in found
-            if one.manifest and one.manifest.consumed_samples <= skip.from_samples
-        ]
-        before.update(earlier[:1])
-    return before
-
-
 def _unfinished(layout: RunLayout, now: float) -> list[Unfinished]:
     owner, found = current_epoch(layout.epochs), []
     for path in _entries(layout.checkpoints):
-        name = path.name.removeprefix(_DISCARDED)
-        epoch = partial_epoch(name)
-        if epoch is not None:
-            found.append(
-                Unfinished(
-                    name=path.name,
-                    epoch=epoch,
-                    size_bytes=_size_bytes(path),
-                    changed_seconds_ago=max(0.0, now - _changed_at(path)),
-                    stale=epoch != owner or path.name.startswith(_DISCARDED),
-                )
+        epoch = partial_epoch(path.name.removeprefix(_DISCARDED))
+        if epoch is None:
+            continue
+        try:
+            changed_time = max(entry.stat().st_mtime for entry in (path, *path.iterdir()))
+        except OSError:
+            changed_time = 0.0
+        found.append(
+            Unfinished(
+                name=path.name,
+                epoch=epoch,
+                size_bytes=_size_bytes(path),
+                changed_seconds_ago=max(0.0, now - changed_time),
+                stale=epoch != owner or path.name.startswith(_DISCARDED),
             )
+        )
     return found
 
 
@@ -299,7 +290,7 @@ def _entries(directory: Path) -> list[Path]:
 
 
 def _size_bytes(directory: Path) -> int:
-    """Of all files; those that vanish meanwhile count nothing."""
+    """Add up the sizes of all files; files that vanish meanwhile are ignored."""
     total = 0
     for parent, _, names in os.walk(directory):
         for name in names:
@@ -310,87 +301,50 @@ def _size_bytes(directory: Path) -> int:
     return total
 
 
-def _changed_at(directory: Path) -> float:
-    try:
-        return max(path.stat().st_mtime for path in (directory, *directory.iterdir()))
-    except OSError:
-        return 0.0
-
-
-def _room(root: Path, found: Sequence[Checkpoint]) -> Room:
-    state = os.statvfs(root)
-    free_bytes = state.f_bavail * state.f_frsize
-    sizes = [one.manifest.total_bytes for one in found if one.good and one.manifest]
-    return Room(free_bytes=free_bytes, fits=free_bytes // sizes[0] if sizes and sizes[0] else None)
-
-
-# -- how often ---------------------------------------------------------------------------------
-
-
-def _interval(run: RunFiles, config: TrainConfig, saves: Sequence[SaveRecord]) -> Interval:
+def _interval(run: RunFiles, config: TrainConfig, saves: Sequence[SaveRecord]) -> SaveInterval:
+    """Compare the save interval of a run with Daly's for its measured costs and failures."""
     recent = saves[-_MEASURED_SAVES:]
     stall = statistics.median(save.stall_seconds for save in recent) if recent else None
     publish = statistics.median(save.publish_seconds for save in recent) if recent else None
-    step_seconds = _step_seconds(run.layout)
-    mttf = mean_time_to_failure(run.ledger.events(), _prior_seconds(run.layout))
+    rows = tail_metrics(run.layout, _RECENT_STEPS)
+    step_seconds = statistics.median(row.step_seconds for row in rows) if rows else None
+    supervise = known_supervise_config(run.layout.supervise_config)
+    prior_seconds = supervise.mttf_seconds if supervise else None
+    mttf = mean_time_to_failure(run.ledger.events(), prior_seconds)
     best = None
     if stall is not None and publish is not None and mttf:
         best = max(daly_seconds(max(stall, _LEAST_STALL_SECONDS), mttf), publish)
-    used = _used_seconds(config, step_seconds, best)
-    return Interval(
-        configured=_configured(config),
+    # A save starts at the step or the time that comes first.
+    configured, used_seconds = [], []
+    if config.save_interval_steps is not None:
+        configured.append(f"every {config.save_interval_steps:,} steps")
+        if step_seconds:
+            used_seconds.append(config.save_interval_steps * step_seconds)
+    timed = best if config.save_interval_auto and best else config.save_interval_seconds
+    if timed is not None:
+        used_seconds.append(timed)
+    if config.save_interval_auto:
+        configured.append("by measured cost and failures (auto)")
+    elif config.save_interval_seconds is not None:
+        configured.append(f"every {config.save_interval_seconds:,.0f} s")
+    used = min(used_seconds, default=None)
+    if best is None:
+        advice = "nothing has been measured yet"
+    elif used is None:
+        advice = "the run saves at its end only: set `checkpoint.every: auto`"
+    elif used > _FAR * best:
+        advice = "saves are rare: more work is lost at a failure than saving costs"
+    elif used * _FAR < best:
+        advice = "saves are frequent: they cost more than failures would"
+    else:
+        advice = f"the interval is good{' (auto)' if config.save_interval_auto else ''}"
+    return SaveInterval(
+        configured=", ".join(configured) or "only at the end",
         used_seconds=used,
         stall_seconds=stall,
         publish_seconds=publish,
         mttf_seconds=mttf,
         best_seconds=best,
         best_steps=max(1, round(best / step_seconds)) if best and step_seconds else None,
-        advice=_advice(config, used, best),
+        advice=advice,
     )
-
-
-def _configured(config: TrainConfig) -> str:
-    parts = []
-    if config.save_interval_steps is not None:
-        parts.append(f"every {config.save_interval_steps:,} steps")
-    if config.save_interval_auto:
-        parts.append("by measured cost and failures (auto)")
-    elif config.save_interval_seconds is not None:
-        parts.append(f"every {config.save_interval_seconds:,.0f} s")
-    return ", ".join(parts) or "only at the end"
-
-
-def _used_seconds(
-    config: TrainConfig, step_seconds: float | None, best: float | None
-) -> float | None:
-    """Seconds of work between saves: whichever of steps and clock comes first."""
-    choices = []
-    if config.save_interval_steps is not None and step_seconds:
-        choices.append(config.save_interval_steps * step_seconds)
-    clock = best if config.save_interval_auto and best else config.save_interval_seconds
-    if clock is not None:
-        choices.append(clock)
-    return min(choices, default=None)
-
-
-def _advice(config: TrainConfig, used: float | None, best: float | None) -> str:
-    if best is None:
-        return "nothing has been measured yet"
-    if used is None:
-        return "the run saves at its end only: set `checkpoint.every: auto`"
-    if used > _FAR * best:
-        return "saves are rare: more work is lost at a failure than saving costs"
-    if used * _FAR < best:
-        return "saves are frequent: they cost more than failures would"
-    automatic = " (auto)" if config.save_interval_auto else ""
-    return f"the interval is good{automatic}"
-
-
-def _step_seconds(layout: RunLayout) -> float | None:
-    rows = tail_metrics(layout, _RECENT_STEPS)
-    return statistics.median(row.step_seconds for row in rows) if rows else None
-
-
-def _prior_seconds(layout: RunLayout) -> float | None:
-    config = known_supervise_config(layout.supervise_config)
-    return config.mttf_seconds if config else None

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.actions.runs import runs_directory
-from hpctrain.actions.trial_plans import Request, Subject, predicted_record, subject_of
+from hpctrain.actions.trial_plans import Subject, TrialRequest, predicted_record, subject_of
 from hpctrain.actions.trial_results import predicted_comparison
 from hpctrain.actions.trials import POLL_SECONDS, Report, TrialRunner, look, start
 from hpctrain.comparison.documents import Comparison
@@ -45,10 +45,10 @@ def engines_request(
     variants: Sequence[str],
     steps: int = DEFAULT_STEPS,
     walltime: Duration | None = None,
-) -> Request:
+) -> TrialRequest:
     """Build the request of `--engines` and `--variant`. Raises UsageError."""
     parsed = parse_variants(engines, variants, subject.run.engine.name)
-    return Request("engines", parsed, _steps(steps), walltime=walltime)
+    return TrialRequest("engines", parsed, _steps(steps), walltime=walltime)
 
 
 def sizes_request(
@@ -58,9 +58,9 @@ def sizes_request(
     walltime: Duration | None = None,
     *,
     weak: bool = False,
-) -> Request:
+) -> TrialRequest:
     """Build the request of `--gpus` and `--weak`. Raises UsageError."""
-    return Request("sizes", sizes(subject.run, gpus, weak=weak), _steps(steps), weak, walltime)
+    return TrialRequest("sizes", sizes(subject.run, gpus, weak=weak), _steps(steps), weak, walltime)
 
 
 def _steps(steps: int) -> int:
@@ -70,7 +70,7 @@ def _steps(steps: int) -> int:
     return steps
 
 
-def predict(subject: Subject, request: Request) -> Comparison:
+def predict(subject: Subject, request: TrialRequest) -> Comparison:
     """Predict every variant; no job, no file."""
     return predicted_comparison(predicted_record(subject, request))
 
@@ -133,7 +133,7 @@ def scale(
 
 def _predict_or_run(
     subject: Subject,
-    request: Request,
+    request: TrialRequest,
     predicted: bool,
     runs: Path | None,
     slurm: SlurmClient | None,

@@ -107,7 +107,7 @@ class DatasetRequest:
 
 
 def program(python: str) -> list[str]:
-    """Build the words that start the data program."""
+    """Build the command that starts the data program."""
     return [python, "-P", "-m", _PROGRAM, "--json"]
 
 
@@ -134,24 +134,19 @@ def run_program(command: list[str], output: Path, timeout_seconds: float) -> byt
         ) from error
     if ended.returncode == 0:
         return ended.stdout
-    raise _failure(ended.returncode, ended.stdout)
-
-
-def _failure(returncode: int, stdout: bytes) -> HpctrainError:
-    """Build the exception for a program that failed."""
-    if returncode < 0:
-        return HpctrainError(
-            f"data preparation was killed by {signal.Signals(-returncode).name}",
+    if ended.returncode < 0:
+        raise HpctrainError(
+            f"data preparation was killed by {signal.Signals(-ended.returncode).name}",
             hint="SIGKILL often means that the machine is out of memory",
         )
     try:
-        failure = DatasetFailure.model_validate_json(stdout)
+        failure = DatasetFailure.model_validate_json(ended.stdout)
     except ValidationError:
-        return HpctrainError(
-            f"data preparation ended with exit code {returncode}; its messages are above"
-        )
+        raise HpctrainError(
+            f"data preparation ended with exit code {ended.returncode}; its messages are above"
+        ) from None
     if failure.exit_code == InvalidInputError.exit_code:
-        return InvalidInputError(
+        raise InvalidInputError(
             [
                 Problem(entry.message, file=entry.file, line=entry.line, hint=entry.hint)
                 for entry in failure.problems
@@ -159,7 +154,7 @@ def _failure(returncode: int, stdout: bytes) -> HpctrainError:
         )
     message = "\n".join(entry.message for entry in failure.problems)
     kind = UsageError if failure.exit_code == UsageError.exit_code else HpctrainError
-    return kind(message, hint=failure.problems[0].hint if failure.problems else None)
+    raise kind(message, hint=failure.problems[0].hint if failure.problems else None)
 
 
 class DatasetDescription(BaseModel):
@@ -208,11 +203,35 @@ def describe_dataset(prefix: Path) -> DatasetDescription | SamplesDescription:
     try:
         idx_bytes = idx_path(prefix).stat().st_size
         bin_bytes = bin_path(prefix).stat().st_size
-        return _describe(prefix, idx_bytes, bin_bytes)
+        dtype_code, sequences, boundaries = _read_head(idx_path(prefix), idx_bytes)
+        dtype, token_bytes = _DTYPES[dtype_code]
+        tokens = 0  # up to the end of the last sequence
+        if sequences:
+            lengths_end = _HEAD.size + sequences * _LENGTH.size
+            with idx_path(prefix).open("rb") as stream:
+                stream.seek(lengths_end - _LENGTH.size)
+                (length,) = _LENGTH.unpack(stream.read(_LENGTH.size))
+                stream.seek(lengths_end + (sequences - 1) * _OFFSET.size)
+                (offset_bytes,) = _OFFSET.unpack(stream.read(_OFFSET.size))
+            tokens = int(offset_bytes) // token_bytes + int(length)
     except OSError as error:
         hint = "give the path without .bin or .idx" if prefix.suffix in (".bin", ".idx") else None
         problem = Problem(f"cannot be read: {error.strerror}", file=str(error.filename), hint=hint)
         raise InvalidInputError([problem]) from error
+    if tokens * token_bytes != bin_bytes:
+        message = f"has {bin_bytes} bytes, but the .idx is of {tokens * token_bytes} bytes"
+        hint = "the two files are not of one dataset, or the .bin is cut off"
+        raise InvalidInputError([Problem(message, file=str(bin_path(prefix)), hint=hint)])
+    return DatasetDescription(
+        prefix=str(prefix),
+        documents=boundaries - 1,
+        sequences=sequences,
+        tokens=tokens,
+        dtype=dtype,
+        bin_bytes=bin_bytes,
+        idx_bytes=idx_bytes,
+        sidecar=_read_sidecar(prefix),
+    )
 
 
 class VerifiedDataset(BaseModel):
@@ -243,43 +262,19 @@ def verify_dataset(prefix: Path) -> VerifiedDataset:
         hint = "datasets of older versions and of others have none; prepare it again"
         problem = Problem("has no digests to compare with", file=str(prefix), hint=hint)
         raise InvalidInputError([problem])
-    problems = [
-        Problem("is not what it was when it was made", file=str(path))
-        for path, digest in expected.items()
-        if _sha256(path) != digest
-    ]
+    problems = []
+    for path, digest in expected.items():
+        try:
+            with path.open("rb") as stream:
+                found = hashlib.file_digest(stream, "sha256").hexdigest()
+        except OSError as error:
+            problem = Problem(f"cannot be read: {error.strerror}", file=str(path))
+            raise InvalidInputError([problem]) from error
+        if found != digest:
+            problems.append(Problem("has changed since the dataset was made", file=str(path)))
     if problems:
         raise InvalidInputError(problems)
     return VerifiedDataset(prefix=str(prefix), files=tuple(path.name for path in expected))
-
-
-def _sha256(path: Path) -> str:
-    try:
-        with path.open("rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
-    except OSError as error:
-        problem = Problem(f"cannot be read: {error.strerror}", file=str(path))
-        raise InvalidInputError([problem]) from error
-
-
-def _describe(prefix: Path, idx_bytes: int, bin_bytes: int) -> DatasetDescription:
-    dtype_code, sequences, boundaries = _read_head(idx_path(prefix), idx_bytes)
-    dtype, token_bytes = _DTYPES[dtype_code]
-    tokens = _read_tokens(idx_path(prefix), sequences, token_bytes)
-    if tokens * token_bytes != bin_bytes:
-        message = f"has {bin_bytes} bytes, but the .idx is of {tokens * token_bytes} bytes"
-        hint = "the two files are not of one dataset, or the .bin is cut off"
-        raise InvalidInputError([Problem(message, file=str(bin_path(prefix)), hint=hint)])
-    return DatasetDescription(
-        prefix=str(prefix),
-        documents=boundaries - 1,
-        sequences=sequences,
-        tokens=tokens,
-        dtype=dtype,
-        bin_bytes=bin_bytes,
-        idx_bytes=idx_bytes,
-        sidecar=_read_sidecar(prefix),
-    )
 
 
 def _read_head(path: Path, idx_bytes: int) -> tuple[int, int, int]:
@@ -295,19 +290,6 @@ def _read_head(path: Path, idx_bytes: int) -> tuple[int, int, int]:
     if idx_bytes not in (least, least + sequences) or boundaries < 1:
         raise _not_an_index(path, f"has {idx_bytes} bytes instead of {least}: it is cut off")
     return dtype_code, sequences, boundaries
-
-
-def _read_tokens(path: Path, sequences: int, token_bytes: int) -> int:
-    """Read the end of the last sequence, in tokens."""
-    if sequences == 0:
-        return 0
-    lengths_end = _HEAD.size + sequences * _LENGTH.size
-    with path.open("rb") as stream:
-        stream.seek(lengths_end - _LENGTH.size)
-        (length,) = _LENGTH.unpack(stream.read(_LENGTH.size))
-        stream.seek(lengths_end + (sequences - 1) * _OFFSET.size)
-        (offset_bytes,) = _OFFSET.unpack(stream.read(_OFFSET.size))
-    return int(offset_bytes) // token_bytes + int(length)
 
 
 def _not_an_index(path: Path, message: str) -> InvalidInputError:

@@ -1,14 +1,29 @@
-"""Describes one run: its attempts, launches, verdicts, actions and checkpoints."""
+"""Describes one run: its attempts, launches, verdicts, actions, checkpoints and requests.
+
+Belongs here: reading the history from ledger and saves. Does not belong here: making requests
+(`control`), explaining the present state (`why`).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pydantic import BaseModel, ConfigDict
 
-from hpctrain.actions.audit import AskedStory, asked
 from hpctrain.actions.runs import RunFiles
 from hpctrain.checkpoints.discover import checkpoints
 from hpctrain.store.ledger import Event, EventKind
-from hpctrain.store.run_records import read_saves
+from hpctrain.store.run_records import SaveRecord, read_saves
+from hpctrain.supervise.judge.documents import ActionKind
+
+# What the ledger calls the withdrawal of pending requests.
+TAKE_BACK = "take back"
+# What a person has accepted, as options of the command line.
+_ACCEPTED = {
+    EventKind.FRESH_START_ACCEPTED: "resume --from-scratch",
+    EventKind.DATA_ACCEPTED: "resume --accept-data",
+}
+_ENDS = frozenset({ActionKind.STOP, ActionKind.FINISH, ActionKind.HOLD})
 
 
 class LaunchStory(BaseModel):
@@ -51,6 +66,19 @@ class CheckpointStory(BaseModel):
     problem: str | None
 
 
+class RequestStory(BaseModel):
+    """A person's request, at `asked_time` (seconds since the epoch); `answer` None: pending."""
+
+    model_config = ConfigDict(frozen=True)
+
+    asked_time: float
+    user: str | None
+    action: str
+    reason: str | None = None
+    answer: str | None = None
+    answer_seconds: float | None = None
+
+
 class RunStory(BaseModel):
     """A run from its ledger."""
 
@@ -62,7 +90,7 @@ class RunStory(BaseModel):
     done: bool
     attempts: tuple[AttemptStory, ...]
     checkpoints: tuple[CheckpointStory, ...]
-    asked: tuple[AskedStory, ...] = ()
+    asked: tuple[RequestStory, ...] = ()
 
 
 def describe(run: RunFiles) -> RunStory:
@@ -88,7 +116,7 @@ def describe(run: RunFiles) -> RunStory:
             )
             for item in found
         ),
-        asked=tuple(asked(events, read_saves(run.layout))),
+        asked=tuple(request_history(events, read_saves(run.layout))),
     )
 
 
@@ -111,36 +139,74 @@ def _attempt(events: list[Event], later: list[Event]) -> AttemptStory:
     lost = [e for e in (*events, *later) if e.event is EventKind.ATTEMPT_LOST and is_same(e)]
     actions = [event for event in events if event.event is EventKind.ACTION]
     last = actions[-1] if actions else next(iter(lost), None)
+    ends = {event.epoch: event for event in events if event.event is EventKind.LAUNCH_ENDED}
+    launches = []
+    for begin in events:
+        if begin.event is not EventKind.LAUNCH_STARTED or begin.epoch is None:
+            continue
+        launch = LaunchStory(epoch=begin.epoch, resume_step=begin.resume_step)
+        if (end := ends.get(begin.epoch)) is not None:
+            update = {
+                "last_step": end.last_step,
+                "checkpoint_step": end.checkpoint_step,
+                "cause": end.cause,
+                "reason": end.reason,
+                "evidence": end.evidence,
+                "seconds": end.time - begin.time,
+            }
+            launch = launch.model_copy(update=update)
+        launches.append(launch)
     return AttemptStory(
         job_id=start.job_id,
         restart_count=start.restart_count,
         nodes=start.nodes,
         start_time=start.time,
-        launches=tuple(_launches(events)),
+        launches=tuple(launches),
         signals=tuple(e.signal or "" for e in events if e.event is EventKind.SIGNAL),
         action=(last.action or last.cause) if last else None,
         reason=last.reason if last else None,
     )
 
 
-def _launches(events: list[Event]) -> list[LaunchStory]:
-    ends = {event.epoch: event for event in events if event.event is EventKind.LAUNCH_ENDED}
+def request_history(events: Sequence[Event], saves: Sequence[SaveRecord]) -> list[RequestStory]:
+    """List all requests, and everything accepted, in the order of the ledger."""
     stories = []
-    for begin in events:
-        if begin.event is not EventKind.LAUNCH_STARTED or begin.epoch is None:
+    for number, event in enumerate(events):
+        if event.event is not EventKind.CONTROL and event.event not in _ACCEPTED:
             continue
-        end = ends.get(begin.epoch)
-        story = LaunchStory(epoch=begin.epoch, resume_step=begin.resume_step)
-        if end is not None:
-            story = LaunchStory(
-                epoch=begin.epoch,
-                resume_step=begin.resume_step,
-                last_step=end.last_step,
-                checkpoint_step=end.checkpoint_step,
-                cause=end.cause,
-                reason=end.reason,
-                evidence=end.evidence,
-                seconds=end.time - begin.time,
+        time, answer = _answer(event, events[number + 1 :], saves) or (None, None)
+        stories.append(
+            RequestStory(
+                asked_time=event.time,
+                user=event.user,
+                action=_ACCEPTED.get(event.event, event.action or ""),
+                reason=event.reason,
+                answer=answer,
+                answer_seconds=None if time is None else max(0.0, time - event.time),
             )
-        stories.append(story)
+        )
     return stories
+
+
+def _answer(
+    event: Event, later: Sequence[Event], saves: Sequence[SaveRecord]
+) -> tuple[float, str] | None:
+    """Find when and how a request was answered; None if it has not been followed yet."""
+    if event.event in _ACCEPTED:
+        return event.time, "; ".join(event.evidence) or f"{event.last_step or 0:,} steps given up"
+    if event.action == TAKE_BACK:
+        return event.time, "withdrawn"
+    if event.action == "save":
+        after = [save for save in saves if save.time >= event.time]
+        return (after[0].time, f"step {after[0].step:,} is saved") if after else None
+    resumes = event.action == "resume"
+    for one in later:
+        if one.event is EventKind.CONTROL and one.action != "save":
+            return one.time, f"asked to {one.action} instead"
+        if resumes and one.event is EventKind.SUBMITTED:
+            return one.time, f"submitted as job {one.job_id}"
+        if resumes and one.event is EventKind.ATTEMPT_STARTED:
+            return one.time, "started again"
+        if not resumes and one.event is EventKind.ACTION and one.action in _ENDS:
+            return one.time, f"{one.action}: {one.reason}"
+    return None

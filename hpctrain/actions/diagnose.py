@@ -23,7 +23,6 @@ from hpctrain.plan.documents import Plan
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.run_records import (
     RankTimes,
-    SaveRecord,
     StepMetrics,
     read_metrics,
     read_record,
@@ -38,7 +37,7 @@ _MOST_PRICES = 10
 _WORTH = 0.01
 
 
-class Read(BaseModel):
+class ReadFile(BaseModel):
     """A file that was read, and how much of it."""
 
     model_config = ConfigDict(frozen=True)
@@ -62,7 +61,7 @@ class Diagnosis(BaseModel):
     ranks: int
     nodes: int
     shares: dict[str, float]
-    read: tuple[Read, ...]
+    read: tuple[ReadFile, ...]
     findings: tuple[Finding, ...]
 
     @property
@@ -97,7 +96,7 @@ def diagnose(run: RunFiles, *, price: bool = True) -> Diagnosis:
     )
 
 
-def gather(run: RunFiles) -> tuple[Facts, tuple[Read, ...]]:
+def gather(run: RunFiles) -> tuple[Facts, tuple[ReadFile, ...]]:
     """Read all facts of the run directory; files that cannot be read are left out."""
     layout = run.layout
     rows, times = read_metrics(layout), read_record(layout.rank_times, RankTimes)
@@ -115,47 +114,50 @@ def gather(run: RunFiles) -> tuple[Facts, tuple[Read, ...]]:
     saves = read_saves(layout)
     read = []
     if times is not None:
-        extent = f"steps {times.first_step} to {times.last_step}"
-        read.append(Read(file="ranks.json", words=f"{len(times.compute_seconds)} ranks, {extent}"))
-    read.append(Read(file="metrics.jsonl", words=f"{len(rows)} steps"))
-    read.append(Read(file="saves.jsonl", words=f"{len(saves)} saves"))
+        extent = f"{len(times.compute_seconds)} ranks"
+        extent = f"{extent}, steps {times.first_step} to {times.last_step}"
+        read.append(ReadFile(file="ranks.json", words=extent))
+    read.append(ReadFile(file="metrics.jsonl", words=f"{len(rows)} steps"))
+    read.append(ReadFile(file="saves.jsonl", words=f"{len(saves)} saves"))
     if planned is None:
-        read.append(Read(file="plan.json", words="not readable"))
+        read.append(ReadFile(file="plan.json", words="not readable"))
     for one in traces:
         first, last = one.steps[0], one.steps[-1]
         steps = f"{first}" if len(one.steps) == 1 else f"{first}-{last}"
         rest = "" if one.whole else ", not the whole file"
         extent = f"rank {one.rank}, steps {steps}, {one.events:,} events{rest}"
-        read.append(Read(file=f"traces/{one.file}", words=extent))
+        read.append(ReadFile(file=f"traces/{one.file}", words=extent))
     left = len(trace_files(layout.traces)) - len(traces)
     if left > 0:
-        read.append(Read(file="traces", words=f"{left} more were not read"))
+        read.append(ReadFile(file="traces", words=f"{left} more were not read"))
+    # The stalls of all saves but the last of each launch.
+    last_steps = {row.epoch: row.step for row in rows}
+    stalls = [s.stall_seconds for s in saves if last_steps.get(s.epoch) != s.step]
+    asynchronous = planned is None or planned.spec.checkpoint.asynchronous
     facts = Facts(
         run_id=run.run_id,
-        ranks=None if times is None else _ranks(times),
+        ranks=None
+        if times is None
+        else RankFacts(
+            epoch=times.epoch,
+            first_step=times.first_step,
+            last_step=times.last_step,
+            nodes=times.nodes,
+            compute=times.compute_seconds,
+            backward=times.backward_seconds,
+            data=times.data_seconds,
+            optimizer=times.optimizer_seconds,
+            step=times.step_seconds,
+            rest=times.rest_seconds,
+            peak_bytes=times.peak_memory_bytes,
+            reserved_bytes=times.reserved_memory_bytes,
+        ),
         steps=_steps(rows),
-        saves=_saves(saves, rows, planned),
+        saves=SaveFacts(len(stalls), sum(stalls), asynchronous) if stalls else None,
         planned=planned,
         traces=tuple(traces),
     )
     return facts, tuple(read)
-
-
-def _ranks(times: RankTimes) -> RankFacts:
-    return RankFacts(
-        epoch=times.epoch,
-        first_step=times.first_step,
-        last_step=times.last_step,
-        nodes=times.nodes,
-        compute=times.compute_seconds,
-        backward=times.backward_seconds,
-        data=times.data_seconds,
-        optimizer=times.optimizer_seconds,
-        step=times.step_seconds,
-        rest=times.rest_seconds,
-        peak_bytes=times.peak_memory_bytes,
-        reserved_bytes=times.reserved_memory_bytes,
-    )
 
 
 def _steps(rows: Sequence[StepMetrics]) -> StepFacts | None:
@@ -176,18 +178,6 @@ def _steps(rows: Sequence[StepMetrics]) -> StepFacts | None:
         lost_seconds=float(lost),
         all_seconds=sum(row.step_seconds for row in rows),
     )
-
-
-def _saves(
-    saves: Sequence[SaveRecord], rows: Sequence[StepMetrics], planned: Planned | None
-) -> SaveFacts | None:
-    """Sum up the stalls of saves, without the last save of each launch."""
-    last_steps = {row.epoch: row.step for row in rows}
-    stalls = [s.stall_seconds for s in saves if last_steps.get(s.epoch) != s.step]
-    if not stalls:
-        return None
-    asynchronous = planned is None or planned.spec.checkpoint.asynchronous
-    return SaveFacts(len(stalls), sum(stalls), asynchronous)
 
 
 @dataclass

@@ -40,15 +40,28 @@ def smaller_sizes(
     knowledge: Knowledge,
     peak_flops: float | None,
 ) -> tuple[SizedConfig, ...]:
-    """Plan each node count from one less down to `resources.min_nodes`, if it has a valid plan."""
+    """Plan each node count from one less down to `resources.min_nodes`, if it has a valid plan.
+
+    All sizes keep the model-parallel layout of `plan`.
+    """
     least = spec.resources.min_nodes
     if least is None:
         return ()
-    sizes = (
-        _size(spec, profile, plan, knowledge, nodes, peak_flops)
-        for nodes in range(plan.nodes.nodes - 1, least - 1, -1)
-    )
-    return tuple(size for size in sizes if size is not None)
+    from hpctrain.plan.planner import make_plan  # with NumPy, which only planning needs
+
+    sizes = []
+    for nodes in range(plan.nodes.nodes - 1, least - 1, -1):
+        for micro in (plan.batch.micro_batch, "auto"):
+            try:
+                fewer = _on_fewer_nodes(spec, plan, nodes, micro)
+                small = make_plan(fewer, profile, knowledge)
+            except (DoesNotFitError, LimitError):
+                continue
+            file, tasks = f"train-n{nodes:06d}.json", small.layout.world_size
+            shape = LaunchShape(nodes=nodes, tasks=tasks, train_config=file)
+            sizes.append(SizedConfig(shape, train_config(fewer, small, peak_flops)))
+            break
+    return tuple(sizes)
 
 
 def shapes_of(plan: Plan, smaller: tuple[SizedConfig, ...]) -> tuple[LaunchShape, ...]:
@@ -59,33 +72,7 @@ def shapes_of(plan: Plan, smaller: tuple[SizedConfig, ...]) -> tuple[LaunchShape
     return (planned, *(size.shape for size in smaller))
 
 
-def _size(
-    spec: RunSpec,
-    profile: ClusterProfile,
-    plan: Plan,
-    knowledge: Knowledge,
-    nodes: int,
-    peak_flops: float | None,
-) -> SizedConfig | None:
-    """Plan the run on `nodes` nodes with the same model-parallel layout; None if impossible."""
-    from hpctrain.plan.planner import make_plan  # with NumPy, which only planning needs
-
-    for micro in (plan.batch.micro_batch, "auto"):
-        try:
-            fewer = _on_fewer(spec, plan, nodes, micro)
-            small = make_plan(fewer, profile, knowledge)
-        except (DoesNotFitError, LimitError):
-            continue
-        shape = LaunchShape(
-            nodes=nodes,
-            tasks=small.layout.world_size,
-            train_config=f"train-n{nodes:06d}.json",
-        )
-        return SizedConfig(shape, train_config(fewer, small, peak_flops))
-    return None
-
-
-def _on_fewer(spec: RunSpec, plan: Plan, nodes: int, micro: int | str) -> RunSpec:
+def _on_fewer_nodes(spec: RunSpec, plan: Plan, nodes: int, micro: int | str) -> RunSpec:
     """Change a spec to `nodes` nodes, with the plan's model-parallel layout."""
     layout, stages = plan.layout, None
     if isinstance(spec.parallel, ParallelSpec):

@@ -1,25 +1,23 @@
-"""`goodput`: the account of one run, from its directory only.
+"""Accounts for the time of one run (`goodput`), from its directory only.
 
-Belongs here: from ledger, metrics and saves to the plain data that `telemetry` adds up, and the
-document that comes out. Does not belong here: what a moment went into (`telemetry.timeline`), text.
+Belongs here: converting ledger, metrics and saves into the input of `telemetry`, and the output
+document. Does not belong here: assigning time to categories (`telemetry.timeline`), text.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
 from pydantic import BaseModel, ConfigDict
 
 from hpctrain.actions.run_documents import known_plan
 from hpctrain.actions.runs import RunFiles
-from hpctrain.store.ledger import Event, EventKind
+from hpctrain.store.ledger import EventKind
 from hpctrain.store.run_records import DoneMarker, read_metrics, read_record, read_saves
 from hpctrain.store.supervise_config import known_supervise_config
 from hpctrain.supervise.judge.causes import FAILURE_CAUSES, Cause
 from hpctrain.supervise.judge.documents import ActionKind
-from hpctrain.telemetry.goodput import Account, account
-from hpctrain.telemetry.rolling_goodput import RollingGoodput
+from hpctrain.telemetry.goodput import account
 from hpctrain.telemetry.timeline import Mark, MarkKind, Save, TrainedStep, timeline
 
 _KINDS = {
@@ -45,8 +43,8 @@ _FAILURES = FAILURE_CAUSES | {Cause.SUPERVISOR_LOST}
 _QUIET_SECONDS = 1800.0
 
 
-class Loss(BaseModel):
-    """What one cause has cost, in seconds by category and in all."""
+class LossByCause(BaseModel):
+    """The cost of one cause, in total and in seconds by category."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -58,7 +56,7 @@ class Loss(BaseModel):
     seconds: dict[str, float]
 
 
-class Windows(BaseModel):
+class RollingShares(BaseModel):
     """Productive share of the last and the worst hour or day; None: the run is shorter."""
 
     model_config = ConfigDict(frozen=True)
@@ -81,8 +79,8 @@ class Goodput(BaseModel):
     gpu_hours: float | None
     ettr: float | None
     ettr_without_queue: float | None
-    hour: Windows
-    day: Windows
+    hour: RollingShares
+    day: RollingShares
     attempts: int
     launches: int
     failures: int
@@ -92,109 +90,81 @@ class Goodput(BaseModel):
     kept_steps: int
     unsaved_steps: int
     lost_steps: int
-    causes: tuple[Loss, ...]
+    causes: tuple[LossByCause, ...]
 
 
 def goodput(run: RunFiles, now: float | None = None) -> Goodput:
     """Account for a run up to `now` (default: the present), or up to its end.
 
-    Reads the run directory only; what cannot be read is left out. Asks nobody.
+    Reads the run directory only; what cannot be read is left out.
     """
-    layout = run.layout
+    layout, events = run.layout, run.ledger.events()
     rows, saves = read_metrics(layout), read_saves(layout)
     steps = [TrainedStep(row.step, row.epoch, row.time, row.step_seconds) for row in rows]
-    events = run.ledger.events()
-    told = timeline(
-        [mark for event in events if (mark := _mark(event)) is not None],
-        steps,
-        [Save(save.step, save.epoch, save.stall_seconds) for save in saves],
-        time.time() if now is None else now,
-        _quiet_seconds(run),
+    marks = []
+    over = False  # by the last action since the newest submission
+    for event in events:
+        kind = _KINDS.get(event.event)
+        if event.event is EventKind.ACTION and event.action in tuple(ActionKind):
+            kind = _ACTIONS[ActionKind(event.action)]
+        if kind is not None:
+            attempt, failure = (event.job_id, event.restart_count), event.cause in _FAILURES
+            mark = Mark(kind, event.time, attempt, event.epoch, event.cause, failure)
+            marks.append(mark)
+        if event.event in (EventKind.SUBMITTED, EventKind.ADOPTED, EventKind.ATTEMPT_STARTED):
+            over = False
+        elif event.event is EventKind.ACTION:
+            over = event.action in (ActionKind.STOP, ActionKind.HOLD, ActionKind.FINISH)
+    plan, config = known_plan(layout), known_supervise_config(layout.supervise_config)
+    quiet_seconds = _QUIET_SECONDS
+    if config is not None:  # the supervisor itself waits so long for a sign of life
+        quiet_seconds = max(config.stall_seconds, config.setup_stall_seconds)
+    gpus = None  # those that the run holds, spare nodes included
+    if plan is not None and config is not None:
+        gpus = (plan.nodes.nodes + config.spare_nodes) * plan.nodes.gpus_per_node
+    found = account(
+        timeline(
+            marks,
+            steps,
+            [Save(save.step, save.epoch, save.stall_seconds) for save in saves],
+            time.time() if now is None else now,
+            quiet_seconds,
+        ),
+        gpus or 0,
     )
     done = read_record(layout.done, DoneMarker)
     saved = max([save.step for save in saves] + ([done.step] if done else []), default=0)
     newest = steps[-1].step if steps else 0
-    gpus = _gpus(run)
-    over = done is not None or _is_over(events)
-    return _document(run.run_id, over, gpus, account(told, gpus or 0), max(0, newest - saved))
-
-
-def _mark(event: Event) -> Mark | None:
-    """What the event means for the account; None: nothing."""
-    kind = _KINDS.get(event.event)
-    if event.event is EventKind.ACTION and event.action in tuple(ActionKind):
-        kind = _ACTIONS[ActionKind(event.action)]
-    if kind is None:
-        return None
-    attempt = (event.job_id, event.restart_count)
-    failure = event.cause in _FAILURES
-    return Mark(kind, event.time, attempt, event.epoch, event.cause, failure)
-
-
-def _is_over(events: Sequence[Event]) -> bool:
-    """The last word of the supervisor was a stop, and nobody has submitted the run since."""
-    for event in reversed(events):
-        if event.event in (EventKind.SUBMITTED, EventKind.ADOPTED, EventKind.ATTEMPT_STARTED):
-            return False
-        if event.event is EventKind.ACTION:
-            return event.action in (ActionKind.STOP, ActionKind.HOLD, ActionKind.FINISH)
-    return False
-
-
-def _quiet_seconds(run: RunFiles) -> float:
-    """How long the supervisor itself would wait for a sign of life."""
-    config = known_supervise_config(run.layout.supervise_config)
-    if config is None:
-        return _QUIET_SECONDS
-    return max(config.stall_seconds, config.setup_stall_seconds)
-
-
-def _gpus(run: RunFiles) -> int | None:
-    """GPUs that the run holds, spare nodes included; None when the plan cannot be read."""
-    plan, config = known_plan(run.layout), known_supervise_config(run.layout.supervise_config)
-    if plan is None or config is None:
-        return None
-    return (plan.nodes.nodes + config.spare_nodes) * plan.nodes.gpus_per_node
-
-
-def _document(
-    run_id: str, over: bool, gpus: int | None, told: Account, unsaved_steps: int
-) -> Goodput:
-    losses = tuple(
-        Loss(
-            cause=loss.cause,
-            ends=loss.ends,
-            lost_seconds=loss.lost_seconds,
-            lost_gpu_hours=loss.lost_gpu_hours,
-            lost_steps=loss.lost_steps,
-            seconds={str(category): seconds for category, seconds in loss.seconds},
-        )
-        for loss in told.causes
-    )
     return Goodput(
-        run_id=run_id,
-        over=over,
+        run_id=run.run_id,
+        over=done is not None or over,
         gpus=gpus,
-        start_time=told.start_time,
-        wall_seconds=told.wall_seconds,
-        seconds={str(category): seconds for category, seconds in told.seconds},
-        gpu_hours=told.gpu_hours if gpus else None,
-        ettr=told.ettr,
-        ettr_without_queue=told.ettr_without_queue,
-        hour=_windows(told.hour),
-        day=_windows(told.day),
-        attempts=told.attempts,
-        launches=told.launches,
-        failures=told.failures,
-        mttf_seconds=told.mttf_seconds,
-        recovery_median_seconds=told.recovery_median_seconds,
-        recovery_mean_seconds=told.recovery_mean_seconds,
-        kept_steps=told.kept_steps,
-        unsaved_steps=unsaved_steps,
-        lost_steps=told.lost_steps,
-        causes=losses,
+        start_time=found.start_time,
+        wall_seconds=found.wall_seconds,
+        seconds={str(category): seconds for category, seconds in found.seconds},
+        gpu_hours=found.gpu_hours if gpus else None,
+        ettr=found.ettr,
+        ettr_without_queue=found.ettr_without_queue,
+        hour=RollingShares(last=found.hour.last, worst=found.hour.worst),
+        day=RollingShares(last=found.day.last, worst=found.day.worst),
+        attempts=found.attempts,
+        launches=found.launches,
+        failures=found.failures,
+        mttf_seconds=found.mttf_seconds,
+        recovery_median_seconds=found.recovery_median_seconds,
+        recovery_mean_seconds=found.recovery_mean_seconds,
+        kept_steps=found.kept_steps,
+        unsaved_steps=max(0, newest - saved),
+        lost_steps=found.lost_steps,
+        causes=tuple(
+            LossByCause(
+                cause=loss.cause,
+                ends=loss.ends,
+                lost_seconds=loss.lost_seconds,
+                lost_gpu_hours=loss.lost_gpu_hours,
+                lost_steps=loss.lost_steps,
+                seconds={str(category): seconds for category, seconds in loss.seconds},
+            )
+            for loss in found.causes
+        ),
     )
-
-
-def _windows(told: RollingGoodput) -> Windows:
-    return Windows(last=told.last, worst=told.worst)

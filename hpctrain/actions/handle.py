@@ -17,7 +17,7 @@ from pathlib import Path
 from hpctrain.actions import control
 from hpctrain.actions.acceptances import Acceptance
 from hpctrain.actions.cancel import cancel
-from hpctrain.actions.checkpoints import Shelf, shelf
+from hpctrain.actions.checkpoints import CheckpointReport, report_checkpoints
 from hpctrain.actions.describe import RunStory, describe
 from hpctrain.actions.diagnose import Diagnosis, diagnose
 from hpctrain.actions.logs import job_logs, rank_logs
@@ -49,7 +49,7 @@ class Run:
 
     @property
     def status(self) -> RunStatus:
-        """State, job, step, loss, rates, age of the last sign of life."""
+        """State, job, step, loss, rates, age of the last progress record."""
         return statuses([self.files], self.slurm)[0]
 
     @property
@@ -58,7 +58,7 @@ class Run:
 
     @property
     def story(self) -> RunStory:
-        """What has happened so far, from the ledger."""
+        """The history of the run, from its ledger."""
         return describe(self.files)
 
     def wait(self, timeout_seconds: float | None = None, poll_seconds: float = 10.0) -> RunStatus:
@@ -77,29 +77,29 @@ class Run:
         return row
 
     def logs(self, rank: int | None = None) -> str:
-        """The job's log, or that of one rank, of all attempts."""
+        """Read the logs of the job or of one rank, of all attempts."""
         paths = job_logs(self.files) if rank is None else rank_logs(self.files, rank)
         return "".join(path.read_text(errors="replace") for path in paths)
 
     def why(self) -> Why:
-        """The last verdict and action, the budgets, and what would happen next."""
+        """Explain the last verdict and action, the budgets, and what would happen next."""
         return why(self.files, self.slurm)
 
     def diagnose(self, *, price: bool = True) -> Diagnosis:
-        """Where its steps and its memory go, what stands out, and what changes would bring."""
+        """Diagnose where time and memory go, and price changes."""
         return diagnose(self.files, price=price)
 
-    def checkpoints(self, *, verify: bool = False) -> Shelf:
-        """The run's checkpoints; `verify` reads every byte of them."""
-        return shelf(self.files, verify=verify)
+    def checkpoints(self, *, verify: bool = False) -> CheckpointReport:
+        """Inspect the run's checkpoints; `verify` reads every byte of them."""
+        return report_checkpoints(self.files, verify=verify)
 
     def stop(self, *, now: bool = False, reason: str = "") -> str:
         """Have the run save, leave and stop (`now`: without a save); returns what was done."""
-        return control.stop(self.files, self.slurm, now=now, reason=reason).words
+        return control.stop(self.files, self.slurm, now=now, reason=reason).message
 
     def hold(self, *, reason: str = "") -> str:
         """Have the run save, leave its nodes and wait in the queue; returns what was done."""
-        return control.hold(self.files, self.slurm, reason=reason).words
+        return control.hold(self.files, self.slurm, reason=reason).message
 
     def resume(
         self, *, reason: str = "", from_scratch: bool = False, accept_data: bool = False
@@ -107,12 +107,12 @@ class Run:
         """Continue a held, stopped or failed run; returns what was done.
 
         `from_scratch` gives up all steps where checkpoints are gone or of no use, `accept_data`
-        goes on with data that changed; both go into the ledger. Raises UsageError where there is
+        continues with changed data; both go into the ledger. Raises UsageError where there is
         nothing to accept.
         """
         acceptance = Acceptance(from_scratch=from_scratch, data=accept_data)
         answer = control.resume(self.files, self.slurm, reason=reason, acceptance=acceptance)
-        return answer.words
+        return answer.message
 
     def save(self, *, reason: str = "", timeout_seconds: float | None = None) -> int:
         """Have the run save a checkpoint and wait until it counts; returns its step.
@@ -159,5 +159,5 @@ def submit_run(
 
 
 def open_run(name: str, *, runs: Path | None = None, slurm: SlurmClient | None = None) -> Run:
-    """The run of that id or unique start of an id. Raises NoSuchRunError."""
+    """Open the run of that id or unique start of an id. Raises NoSuchRunError."""
     return Run(find_run(runs_directory(runs), name), slurm or SlurmClient())

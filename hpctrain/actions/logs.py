@@ -1,6 +1,7 @@
-"""Reading logs: the job's own and those of the ranks, by attempt.
+"""Reads the logs of a job and of its ranks, by attempt.
 
-Follows by polling: inotify does not see what other nodes write on a shared file system.
+Follows a log by polling, because inotify does not see what other nodes write on a shared file
+system.
 """
 
 from __future__ import annotations

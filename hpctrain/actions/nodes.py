@@ -61,7 +61,28 @@ def node_rows(
         raise InvalidInputError([_problem(ledger, "read", error)]) from error
     at = time.time() if now is None else now
     clusters = dict.fromkeys(one.cluster for one in evidence if cluster in (None, one.cluster))
-    return tuple(row for name in clusters for row in _rows(evidence, name, usable_nodes, at))
+    rows = []
+    for name in clusters:
+        avoid = nodes_to_avoid(evidence, name, at, usable_nodes=usable_nodes, needed_nodes=0)
+        for one in scores(evidence, name, at):
+            last_time = max(seen.time for seen in one.evidence)
+            rows.append(
+                NodeRow(
+                    cluster=name,
+                    node=one.node,
+                    score=round(one.score, 1),
+                    kind=one.heaviest.kind,
+                    reason=one.heaviest.reason,
+                    last_time=last_time,
+                    age_seconds=max(0.0, at - last_time),
+                    avoided=one.node in avoid.nodes,
+                    spared=one.node in avoid.dropped,
+                    runs=tuple(dict.fromkeys(seen.run_id for seen in one.evidence)),
+                    gpus=tuple(dict.fromkeys(seen.gpu for seen in one.evidence if seen.gpu)),
+                    admin_hint=drain_command(one) if one.is_bad and one.is_proven else None,
+                )
+            )
+    return tuple(rows)
 
 
 def forgive(ledger: Path, node: str, user: str, cluster: str | None = None) -> NodeEvidence:
@@ -89,29 +110,6 @@ def forgive(ledger: Path, node: str, user: str, cluster: str | None = None) -> N
 
 def _problem(ledger: Path, what: str, error: OSError) -> Problem:
     return Problem(f"cannot be {what}: {error.strerror}", str(ledger))
-
-
-def _rows(
-    evidence: tuple[NodeEvidence, ...], cluster: str, usable_nodes: int, now: float
-) -> list[NodeRow]:
-    avoid = nodes_to_avoid(evidence, cluster, now, usable_nodes=usable_nodes, needed_nodes=0)
-    return [
-        NodeRow(
-            cluster=cluster,
-            node=one.node,
-            score=round(one.score, 1),
-            kind=one.heaviest.kind,
-            reason=one.heaviest.reason,
-            last_time=max(seen.time for seen in one.evidence),
-            age_seconds=max(0.0, now - max(seen.time for seen in one.evidence)),
-            avoided=one.node in avoid.nodes,
-            spared=one.node in avoid.dropped,
-            runs=tuple(dict.fromkeys(seen.run_id for seen in one.evidence)),
-            gpus=tuple(dict.fromkeys(seen.gpu for seen in one.evidence if seen.gpu)),
-            admin_hint=drain_command(one) if one.is_bad and one.is_proven else None,
-        )
-        for one in scores(evidence, cluster, now)
-    ]
 
 
 def drain_command(one: NodeScore) -> str:

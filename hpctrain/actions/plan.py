@@ -159,16 +159,15 @@ def best_option(options: Sequence[Option], goal: Goal) -> Option:
         refusal = options[-1].refusal
         assert refusal is not None
         raise refusal
-    return min(planned, key=lambda option: _cost_of(option, goal))
 
+    def cost(option: Option) -> float:
+        plan = option.plan
+        assert plan is not None
+        if goal == "memory" or plan.step_seconds is None:
+            return float(max(stage.total_bytes for stage in plan.memory))
+        return plan.step_seconds * (option.gpus if goal == "gpu-hours" else 1)
 
-def _cost_of(option: Option, goal: Goal) -> float:
-    """Return the quantity that `goal` minimizes."""
-    plan = option.plan
-    assert plan is not None
-    if goal == "memory" or plan.step_seconds is None:
-        return float(max(stage.total_bytes for stage in plan.memory))
-    return plan.step_seconds * (option.gpus if goal == "gpu-hours" else 1)
+    return min(planned, key=cost)
 
 
 def within_budget(

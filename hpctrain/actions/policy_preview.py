@@ -1,7 +1,7 @@
-"""What the supervisor would do if something happened now: the policy asked in advance. Pure.
+"""Previews what the supervisor would do for each possible failure, if it happened now. Pure.
 
-The same `policy.decide` and the same counting (`supervise.past`) as in the job, fed with an end
-that has not happened. Belongs here: inventing that end. Does not belong here: deciding, showing.
+It calls `policy.decide` with the same counts (`launch_history`) as in the job, for a hypothetical
+end of the launch. Belongs here: building that end. Does not belong here: deciding, printing.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from hpctrain.supervise.judge.documents import History, Situation, Verdict
 from hpctrain.supervise.judge.launch_history import history
 from hpctrain.supervise.judge.policy import budget_of, decide
 
-# What may happen to a run, in the words of a condition; the order is that of the answer.
-EVENTUALITIES: dict[Cause, str] = {
+# Each cause as a condition; the previews are in this order.
+FAILURE_CONDITIONS: dict[Cause, str] = {
     Cause.PREEMPTED: "the job is preempted",
     Cause.TIME_LIMIT: "the time limit comes",
     Cause.NODE_FAILURE: "a node is lost",
@@ -45,10 +45,10 @@ EVENTUALITIES: dict[Cause, str] = {
 _SUSPECT = "the suspected node"
 
 
-class Foresight(BaseModel):
-    """One answer of the policy and all eventualities that it answers.
+class PolicyPreview(BaseModel):
+    """One decision of the policy, and all conditions that lead to it.
 
-    `action` is an `ActionKind`, `observed` what would be done had the spec allowed it.
+    `action` is an `ActionKind`, `observed` what would be done if the spec allowed it.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -61,9 +61,8 @@ class Foresight(BaseModel):
     observed: tuple[str, ...] = ()
 
 
-class Budget(BaseModel):
-    """Failures by one cause since the last new checkpoint, and the retries that it has (None: as
-    often as it comes)."""
+class CauseBudget(BaseModel):
+    """Failures of one cause since the last new checkpoint, and the retries allowed (None: any)."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -72,116 +71,77 @@ class Budget(BaseModel):
     allowed: int | None
 
 
-def budgets(past: History, config: SuperviseConfig) -> list[Budget]:
-    """Of every cause that is counted."""
+def budgets(past: History, config: SuperviseConfig) -> list[CauseBudget]:
+    """List the budgets of all causes that are counted."""
     counted = [cause for cause in Cause if cause in FAILURE_CAUSES or cause is Cause.TIME_LIMIT]
     return [
-        Budget(cause=cause, used=past.of(cause), allowed=budget_of(cause, config))
+        CauseBudget(cause=cause, used=past.of(cause), allowed=budget_of(cause, config))
         for cause in counted
     ]
 
 
-def foresee(
+def preview_policy(
     events: Sequence[Event], config: SuperviseConfig, now: float, checkpoint_step: int, step: int
-) -> list[Foresight]:
-    """What would be done if the run ended now by each cause.
+) -> list[PolicyPreview]:
+    """Preview the decision for each cause; causes with the same decision are in one preview.
 
     `checkpoint_step` is the newest good checkpoint (0: none), `step` the last finished step.
     """
-    end = _End(events, config, now, checkpoint_step, step)
-    answers = [end.by(cause, words) for cause, words in EVENTUALITIES.items()]
+    # The launch that still runs, if there is one.
+    ends = (EventKind.LAUNCH_ENDED, EventKind.ATTEMPT_LOST)
+    marks = [event for event in events if event.event in (*ends, EventKind.LAUNCH_STARTED)]
+    resume_step: int | None = checkpoint_step
+    if marks and marks[-1].event is EventKind.LAUNCH_STARTED:
+        resume_step = marks[-1].resume_step or 0
+    needed = config.shapes[0].nodes if config.shapes else 1
+    least = config.shapes[-1].nodes if config.shapes else needed
+    allocated = needed + config.spare_nodes
     again = "the loss is not finite or jumps twice at the same step"
-    answers.append(end.by(Cause.DIVERGED, again, repeated=True))
-    return _grouped(answers)
-
-
-class _End:
-    """Ends that have not happened."""
-
-    def __init__(
-        self,
-        events: Sequence[Event],
-        config: SuperviseConfig,
-        now: float,
-        checkpoint_step: int,
-        step: int,
-    ) -> None:
-        self._events = list(events)
-        self._config = config
-        self._now = now
-        self._checkpoint_step = checkpoint_step
-        self._step = step
-        began = _running_launch(events)
-        self._resume_step = began.resume_step or 0 if began else checkpoint_step
-
-    def by(self, cause: Cause, words: str, *, repeated: bool = False) -> Foresight:
-        ends = [self._event(cause)]
-        if repeated:  # the launch after the first brings nothing new
-            ends.append(ends[0].model_copy(update={"resume_step": self._checkpoint_step}))
-        past = history([*self._events, *ends], self._config.storm_window_seconds)
-        # `hard` stays False: what broken hardware leads to depends on which node it is. Without a
-        # reason of the verdict, that of the action is the decision alone.
-        verdict = Verdict(cause, reason="", nodes=(_SUSPECT,), step=self._step + 1)
-        action = decide(verdict, past, self._situation(cause), self._config)
-        return Foresight(
-            causes=(cause,),
-            conditions=(words,),
-            action=action.kind,
-            reason=action.reason,
-            delay_seconds=action.delay_seconds,
-            observed=action.observed,
-        )
-
-    def _event(self, cause: Cause) -> Event:
-        return Event(
+    conditions = [*FAILURE_CONDITIONS.items(), (Cause.DIVERGED, again)]
+    groups: dict[PolicyPreview, list[tuple[str, str]]] = {}
+    for cause, condition in conditions:
+        end = Event(
             event=EventKind.LAUNCH_ENDED,
-            time=self._now,
+            time=now,
             cause=cause,
-            resume_step=self._resume_step,
-            checkpoint_step=self._checkpoint_step or None,
-            failed_step=self._step + 1,
+            resume_step=resume_step,
+            checkpoint_step=checkpoint_step or None,
+            failed_step=step + 1,
         )
-
-    def _situation(self, cause: Cause) -> Situation:
-        """All nodes answer, but for the one that is lost. Without spares and smaller shapes the
-        job ends with its node."""
-        config = self._config
-        needed = config.shapes[0].nodes if config.shapes else 1
-        least = config.shapes[-1].nodes if config.shapes else needed
-        allocated = needed + config.spare_nodes
+        assumed = [*events, end]
+        if condition == again:  # the second launch makes no progress
+            assumed.append(end.model_copy(update={"resume_step": checkpoint_step}))
+        past = history(assumed, config.storm_window_seconds)
+        # `hard` stays False, because the consequence of broken hardware depends on its node. The
+        # verdict has no reason, so that the reason of the action is the decision alone.
+        verdict = Verdict(cause, reason="", nodes=(_SUSPECT,), step=step + 1)
+        # All nodes answer, but for a lost one. Without spare nodes and smaller sizes the job ends
+        # with its node.
         lost = 1 if cause is Cause.NODE_FAILURE else 0
-        return Situation(
+        situation = Situation(
             keeps_nodes=not lost or allocated - lost >= least,
             allocated_nodes=allocated,
             healthy_nodes=allocated - lost,
             needed_nodes=needed,
             least_nodes=least,
-            good_checkpoints=(self._checkpoint_step,) if self._checkpoint_step else (),
+            good_checkpoints=(checkpoint_step,) if checkpoint_step else (),
         )
-
-
-def _running_launch(events: Sequence[Event]) -> Event | None:
-    """The launch that has not ended; None between launches."""
-    for event in reversed(events):
-        if event.event in (EventKind.LAUNCH_ENDED, EventKind.ATTEMPT_LOST):
-            return None
-        if event.event is EventKind.LAUNCH_STARTED:
-            return event
-    return None
-
-
-def _grouped(answers: Sequence[Foresight]) -> list[Foresight]:
-    """Eventualities with the same answer, together, in the order of the first of each."""
-    groups: dict[Foresight, list[Foresight]] = {}
-    for answer in answers:
-        key = answer.model_copy(update={"causes": (), "conditions": ()})
-        groups.setdefault(key, []).append(answer)
+        action = decide(verdict, past, situation, config)
+        decision = PolicyPreview(
+            causes=(),
+            conditions=(),
+            action=action.kind,
+            reason=action.reason,
+            delay_seconds=action.delay_seconds,
+            observed=action.observed,
+        )
+        groups.setdefault(decision, []).append((cause, condition))
     return [
-        key.model_copy(
+        decision.model_copy(
             update={
-                "causes": tuple(one.causes[0] for one in group),
-                "conditions": tuple(one.conditions[0] for one in group),
+                "causes": tuple(cause for cause, _ in group),
+                "conditions": tuple(condition for _, condition in group),
             }
         )
-        for key, group in groups.items()
+        for decision, group in groups.items()
     ]

@@ -1,7 +1,9 @@
 """Turns two YAML files into everything that would be submitted, without touching runs/ or Slurm.
 
 `--dry-run`, `--check` and `submit` all use `prepare`, so that what is shown is what is submitted.
-Belongs here: combining the pure rooms. Does not belong here: writing files.
+Belongs here: combining the pure rooms, and the paths that a job reads. Does not belong here:
+writing files, looking for inputs (`hpctrain.supervise.evidence.node_checks`,
+`hpctrain.train.preflight`).
 """
 
 from __future__ import annotations
@@ -14,10 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.actions.elastic_sizes import SizedConfig, shapes_of, smaller_sizes
-from hpctrain.actions.inputs import input_paths
 from hpctrain.actions.runs import new_run_id
-from hpctrain.actions.scratch import with_scratch
 from hpctrain.engines.documents import train_config
+from hpctrain.engines.module import ModuleConfig
 from hpctrain.engines.training import TrainConfig
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.plan.abilities.trainable import untrainable_fields, untrainable_layout
@@ -35,6 +36,7 @@ from hpctrain.spec.loader import (
 )
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import DataSource, RunSpec
+from hpctrain.store.datasets import bin_path, idx_path, npz_path
 from hpctrain.store.jobs import run_comment
 from hpctrain.store.supervise_config import RollbackSettings, SuperviseConfig
 from hpctrain.supervise.catalogue import load_signatures
@@ -115,7 +117,7 @@ def refuse_untrainable(spec: Loaded[RunSpec], plan: Plan | None = None) -> None:
     """Raise InvalidInputError for settings that hpctrain can plan but not train."""
     found = untrainable_fields(spec.document) if plan is None else untrainable_layout(plan)
     hint = "`hpctrain plan` can plan it; to submit, change this field"
-    problems = [spec.problem(field, f"`{field}`: {words}", hint) for field, words in found]
+    problems = [spec.problem(field, f"`{field}`: {message}", hint) for field, message in found]
     if problems:
         raise InvalidInputError(problems)
 
@@ -143,7 +145,7 @@ def prepare(
         run_id, run_comment(run_id), loaded_spec.digest, loaded_profile.digest, python
     )
     peak = site.gpu.peak.get(plan.precision)
-    absolute = with_scratch(_with_absolute_paths(document), loaded_spec, site)
+    absolute = _with_scratch(_with_absolute_paths(document), loaded_spec, site)
     peak_flops = float(peak) if peak else None
     smaller = smaller_sizes(absolute, site, plan, knowledge, peak_flops)
     train = train_config(absolute, plan, peak_flops)
@@ -199,6 +201,50 @@ def _with_absolute_paths(spec: RunSpec) -> RunSpec:
     program = {"checkout": os.path.abspath(checkout) if checkout else None}
     engine = spec.engine.model_copy(update=program)
     return spec.model_copy(update={"data": absolute, "model": model, "engine": engine})
+
+
+def _with_scratch(document: RunSpec, spec: Loaded[RunSpec], site: ClusterProfile) -> RunSpec:
+    """Fill in `engine.deepspeed.nvme_path` of `document` if something is offloaded to NVMe.
+
+    Raises InvalidInputError where neither the spec nor the profile names a directory.
+    """
+    own = document.engine.deepspeed
+    wants = {
+        "optimizer.offload": document.optimizer.offload,
+        "engine.deepspeed.offload_parameters": own.offload_parameters,
+    }
+    asking = [field for field, home in wants.items() if home == "nvme"]
+    if document.engine.abilities.nvme_directory is None or not asking or own.nvme_path:
+        return document
+    local = next((one.path for one in site.filesystems if one.kind == "local"), None)
+    if local is None:
+        message = (
+            f"`{asking[0]}`: profile {site.name} has no file system of kind `local` to offload to"
+        )
+        hint = "name a directory on each node's NVMe: `engine.deepspeed.nvme_path`"
+        raise InvalidInputError([spec.problem(asking[0], message, hint)])
+    own = own.model_copy(update={"nvme_path": local})
+    engine = document.engine.model_copy(update=dict(deepspeed=own))
+    return document.model_copy(update={"engine": engine})
+
+
+def input_paths(config: TrainConfig) -> tuple[str, ...]:
+    """List the files and directories that every launch reads on every node.
+
+    This excludes what only the first launch reads (initial weights for megatron-core), and what
+    each node has for itself (caches, NVMe).
+    """
+    paths: list[Path] = []
+    if isinstance(config, ModuleConfig) and config.data_format != "tokens":
+        sources = [path for _, path in config.data_blend]
+        sources += [config.data_validation] if config.data_validation is not None else []
+        images = config.data_format == "images"
+        for source in map(Path, sources):
+            paths.append(source if images and source.is_dir() else npz_path(source))
+    else:
+        prefixes = [Path(prefix) for _, prefix in config.data_blend]
+        paths += [path for prefix in prefixes for path in (bin_path(prefix), idx_path(prefix))]
+    return tuple(dict.fromkeys([*map(str, paths), *config.needed_paths]))
 
 
 def _supervise_config(

@@ -1,5 +1,4 @@
-"""Read the documents of a run that were written when it was submitted, where they only add to an
-answer: plan and trainer configuration.
+"""Reads the plan and the trainer configuration of a run, if they can be read.
 
 Belongs here: one reader for each. Does not belong here: the schemas (`hpctrain.plan.documents`,
 `hpctrain.engines`).
@@ -18,7 +17,7 @@ from hpctrain.store.layout import RunLayout
 
 
 def known_plan(layout: RunLayout) -> Plan | None:
-    """The plan of a run; None when it cannot be read. Raises NewerFormatError."""
+    """Read the plan of a run; None when it cannot be read. Raises NewerFormatError."""
     try:
         text = layout.plan.read_bytes()
     except OSError:
@@ -31,7 +30,7 @@ def known_plan(layout: RunLayout) -> Plan | None:
 
 
 def known_train_config(layout: RunLayout) -> TrainConfig | None:
-    """The trainer's configuration; None when it cannot be read. Raises NewerFormatError."""
+    """Read the trainer's configuration; None if it cannot be read. Raises NewerFormatError."""
     try:
         return train_config_of(layout.train_config, layout.train_config.read_bytes())
     except NewerFormatError:

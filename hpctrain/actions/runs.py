@@ -50,7 +50,7 @@ class RunFiles:
         if self.unreadable:
             raise UsageError(
                 f"run `{self.run_id}` {self.unreadable}",
-                hint="its owner can share it: section Teams of the README says how",
+                hint="its owner can share it: see section Teams of the README",
             )
 
     def refuse_unless_writable(self, verb: str) -> None:
@@ -63,7 +63,7 @@ class RunFiles:
             whose = f"belongs to {owner}" if owner else "you may only read"
             raise UsageError(
                 f"you cannot {verb} run `{self.run_id}`, which {whose}",
-                hint=f"`hpctrain stop {self.run_id}` asks the run itself, if you may steer it",
+                hint=f"`hpctrain stop {self.run_id}` makes the request to the run, if you may",
             )
 
 

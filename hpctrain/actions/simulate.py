@@ -1,6 +1,6 @@
-"""`simulate`: from a spec and a profile, or from bare numbers, to what is played.
+"""Builds the scenario that `simulate` plays, from a spec and a profile, or from bare numbers.
 
-Belongs here: where the numbers of a scenario come from. Does not belong here: playing it
+Belongs here: the sources of a scenario's numbers. Does not belong here: playing it
 (`hpctrain.simulate`), text.
 """
 
@@ -13,21 +13,20 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from hpctrain.errors import UsageError
-from hpctrain.plan.forecast.documents import Forecast
 from hpctrain.plan.forecast.published import RESTART_SECONDS
 from hpctrain.simulate.interval_choice import Choice, Goal, auto_interval_seconds, choose
 from hpctrain.simulate.scenario import MixName, Scenario
-from hpctrain.spec.profile import ClusterProfile, PriceProfile
-from hpctrain.spec.run import RunSpec, SuperviseSpec
+from hpctrain.spec.profile import PriceProfile
+from hpctrain.spec.run import SuperviseSpec
 from hpctrain.store.supervise_config import SuperviseConfig
-from hpctrain.units import Duration, short_duration
+from hpctrain.units import short_duration
 
-# An answer takes seconds, and the hours of a mean run are not worth more than this.
+# A simulation should take seconds.
 _MOST_PLAYED = 200_000_000
 
 
 class Simulation(BaseModel):
-    """A scenario, what playing it says, and where its numbers come from."""
+    """A scenario, the result of playing it, and the sources of its numbers."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -39,7 +38,7 @@ class Simulation(BaseModel):
 
 
 class BareNumbers(BaseModel):
-    """A run without a spec: what the options of `simulate` say. Seconds, days, per node-day."""
+    """A run without a spec, as options of `simulate`."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -58,7 +57,10 @@ class BareNumbers(BaseModel):
 
 
 def scenario_of_numbers(given: BareNumbers) -> tuple[Scenario, tuple[str, ...]]:
-    """Raises UsageError where the GPUs do not fill their nodes."""
+    """Build a scenario of bare numbers, and its notes.
+
+    Raises UsageError where the GPUs do not fill their nodes.
+    """
     if given.gpus % given.gpus_per_node:
         raise UsageError(
             f"--gpus {given.gpus} does not fill nodes of {given.gpus_per_node} GPUs",
@@ -90,60 +92,52 @@ def scenario_of_spec(
     mix: MixName = "llama3",
     queue_wait_seconds: float = 0.0,
 ) -> tuple[Scenario, PriceProfile | None, tuple[str, ...]]:
-    """The run as it is planned and forecast. Raises what `hpctrain plan` raises, and UsageError
-    where no step time is predicted."""
+    """Build the scenario of a planned run with its forecast; returns also prices and notes.
+
+    Raises what `hpctrain plan` raises, and UsageError where no step time is predicted.
+    """
     from hpctrain.actions import plan as planning
 
     inputs = planning.load(spec, profile, overrides)
     option = planning.plan_option(inputs, "time")
     if option.refusal is not None:
         raise option.refusal
-    told, plan = option.forecast, option.plan
-    if told is None or plan is None:
-        words = option.remark or "the profile does not say what its GPUs can do"
-        raise UsageError(f"there is no forecast to start from: {words}")
-    scenario = _planned(inputs.spec, inputs.profile, told, mix, queue_wait_seconds)
-    # The simulation has its own queue wait, so the forecast's assumption does not apply.
-    said = [str(note) for note in told.assumptions if note.kind != "queue"]
-    notes = (*said, f"causes: {scenario.failure_mix.source}")
-    return scenario, inputs.profile.prices, notes
-
-
-def _planned(
-    spec: RunSpec, profile: ClusterProfile, told: Forecast, mix: MixName, queue_wait_seconds: float
-) -> Scenario:
-    stops, save = told.interruptions, told.checkpoint
+    forecast, plan = option.forecast, option.plan
+    if forecast is None or plan is None:
+        reason = option.remark or "the profile does not contain the speed of its GPUs"
+        raise UsageError(f"there is no forecast to start from: {reason}")
+    run, site = inputs.spec, inputs.profile
+    stops, saving = forecast.interruptions, forecast.checkpoint
     preemption = stops.preemption_mtbf_seconds
-    walltime = _walltime(spec, profile)
-    return Scenario(
-        nodes=told.nodes,
-        gpus_per_node=max(1, told.gpus // told.nodes),
-        spare_nodes=spec.resources.spare_nodes,
-        cluster_nodes=max(profile.nodes.count, told.nodes + spec.resources.spare_nodes),
-        work_seconds=told.times.training_seconds + told.times.evaluation_seconds,
-        step_seconds=told.step_seconds,
-        interval_seconds=told.interval.seconds,
-        save_stall_seconds=save.stall_seconds,
-        save_write_seconds=save.write_seconds if save.asynchronous else 0.0,
-        failures_per_node_day=86400 / (stops.failure_mtbf_seconds * told.nodes),
+    partition = site.slurm.partition(run.resources.partition)
+    walltime = run.resources.walltime or (partition.max_walltime if partition else None)
+    scenario = Scenario(
+        nodes=forecast.nodes,
+        gpus_per_node=max(1, forecast.gpus // forecast.nodes),
+        spare_nodes=run.resources.spare_nodes,
+        cluster_nodes=max(site.nodes.count, forecast.nodes + run.resources.spare_nodes),
+        work_seconds=forecast.times.training_seconds + forecast.times.evaluation_seconds,
+        step_seconds=forecast.step_seconds,
+        interval_seconds=forecast.interval.seconds,
+        save_stall_seconds=saving.stall_seconds,
+        save_write_seconds=saving.write_seconds if saving.asynchronous else 0.0,
+        failures_per_node_day=86400 / (stops.failure_mtbf_seconds * forecast.nodes),
         mix=mix,
-        stall_seconds=float(spec.supervise.stall),
+        stall_seconds=float(run.supervise.stall),
         restart_seconds=stops.restart_seconds,
         queue_wait_seconds=queue_wait_seconds,
         walltime_seconds=math.inf if walltime is None else float(walltime),
         preemptions_per_day=86400 / preemption if preemption else 0.0,
         warned=stops.warned,
-        supervise=_settings(spec.supervise, profile.continuation),
+        supervise=_settings(run.supervise, site.continuation),
     )
-
-
-def _walltime(spec: RunSpec, profile: ClusterProfile) -> Duration | None:
-    partition = profile.slurm.partition(spec.resources.partition)
-    return spec.resources.walltime or (partition.max_walltime if partition else None)
+    # The simulation does not use the forecast's queue time.
+    kept = [str(note) for note in forecast.assumptions if note.kind != "queue"]
+    return scenario, site.prices, (*kept, f"causes: {scenario.failure_mix.source}")
 
 
 def _settings(spec: SuperviseSpec, continuation: str) -> SuperviseConfig:
-    """What the policy is told, as far as it matters to played runs."""
+    """Collect the settings of the policy that matter to simulated runs."""
     return SuperviseConfig.model_validate(
         dict(
             run_id="simulated",
@@ -174,13 +168,19 @@ def simulate(
 ) -> Simulation:
     """Play all combinations; an interval of None is Daly's.
 
-    Raises UsageError for too much, and where the cluster has too few nodes.
+    Raises UsageError for too many runs, and where the cluster has too few nodes.
     """
-    spares, notes = _possible(scenario, tuple(dict.fromkeys(spares)))
+    spares, notes = _possible_spares(scenario, tuple(dict.fromkeys(spares)))
     seconds = list(
         dict.fromkeys(auto_interval_seconds(scenario) if s is None else s for s in intervals)
     )
-    _refuse_too_much(scenario, len(seconds) * len(spares) * trials)
+    runs = len(seconds) * len(spares) * trials
+    failures = scenario.work_seconds / scenario.mttf_seconds
+    if runs * (failures + 1) > _MOST_PLAYED:
+        raise UsageError(
+            f"about {failures:,.0f} failures in each of {runs:,} runs are too many to play",
+            "use fewer --trials, or fewer --spares and --interval",
+        )
     return Simulation(
         scenario=scenario,
         choice=choose(scenario, spares, seconds, trials, seed, goal),
@@ -190,8 +190,10 @@ def simulate(
     )
 
 
-def _possible(scenario: Scenario, spares: Sequence[int]) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Numbers of spare nodes that the cluster has, and notes on what was left out or assumed."""
+def _possible_spares(
+    scenario: Scenario, spares: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Choose the numbers of spare nodes that the cluster has; returns also notes."""
     limit = scenario.cluster_nodes
     most = math.inf if limit is None else limit - scenario.nodes
     fit = tuple(count for count in spares if count <= most)
@@ -201,27 +203,13 @@ def _possible(scenario: Scenario, spares: Sequence[int]) -> tuple[tuple[int, ...
             "spare nodes are more",
             "use fewer GPUs, or fewer --spares",
         )
-    notes = [_costs(scenario)]
-    notes += [] if scenario.queue_wait_seconds else ["queue: no wait beyond Slurm's own 2 min"]
-    if len(fit) < len(spares):
-        notes.append(f"spare nodes: at most {most:,}, for the cluster has {limit:,} nodes")
-    return fit, tuple(notes)
-
-
-def _costs(scenario: Scenario) -> str:
-    """What no option and no profile says."""
-    return (
+    notes = [  # no option and no profile contains these
         f"a failure is seen after {short_duration(scenario.detect_seconds)}, silence after "
         f"{short_duration(scenario.stall_seconds)}, a dead node after "
         f"{short_duration(scenario.lost_node_seconds)}; a lost node is back after "
         f"{short_duration(scenario.repair_seconds)}"
-    )
-
-
-def _refuse_too_much(scenario: Scenario, runs: int) -> None:
-    failures = scenario.work_seconds / scenario.mttf_seconds
-    if runs * (failures + 1) > _MOST_PLAYED:
-        raise UsageError(
-            f"about {failures:,.0f} failures in each of {runs:,} runs are too many to play",
-            "use fewer --trials, or fewer --spares and --interval",
-        )
+    ]
+    notes += [] if scenario.queue_wait_seconds else ["queue: no wait beyond Slurm's own 2 min"]
+    if len(fit) < len(spares):
+        notes.append(f"spare nodes: at most {most:,}, because the cluster has {limit:,} nodes")
+    return fit, tuple(notes)

@@ -1,7 +1,7 @@
 """Decides the state of a run from its ledger, its records and the jobs in Slurm. Pure.
 
-Without an answer of Slurm the state is *unknown*, never *gone*. Belongs here: the decision. Does
-not belong here: any query.
+If Slurm does not answer, the state is *unknown*, never *gone*. Belongs here: the decision. Does not
+belong here: any query.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ def judge(
     *,
     done: bool,
     queued: JobRecord | None,
-    asked: bool,
+    answered: bool,
     elsewhere: str | None = None,
 ) -> Judged:
     """Decide the state of one run.
 
-    `queued` is the job that counts (see `counted`), as squeue or accounting knows it; `asked` is
-    False when Slurm could not be asked, `elsewhere` the cluster that would have to be asked.
+    `queued` is the job that counts (see `counted`), as squeue or accounting knows it; `answered`
+    is False if Slurm did not answer, `elsewhere` names another cluster with the run's jobs.
     """
     if done:
         return Judged(RunState.DONE)
@@ -77,25 +77,25 @@ def judge(
     # earlier jobs does not count.
     last = last_submission(events)
     failed = last is not None and last.event is EventKind.SUBMIT_FAILED
-    if not asked and (being_submitted(events) or (failed and not _has_no_job(events))):
-        return Judged(RunState.UNKNOWN, _why_not_asked(events, elsewhere))
+    if not answered and (being_submitted(events) or (failed and not _has_no_job(events))):
+        return Judged(RunState.UNKNOWN, _why_unknown(events, elsewhere))
     stopped = _stopped_by_supervisor(events)
     if stopped is not None:
         return stopped
     if cancel_confirmed(events):
         return Judged(RunState.CANCELLED, "by its user")
-    if last_job_id(events) is None and (asked or _has_no_job(events)):
+    if last_job_id(events) is None and (answered or _has_no_job(events)):
         failures = [event for event in events if event.event is EventKind.SUBMIT_FAILED]
         without = "the run directory was made, but sbatch did not finish"
         return Judged(RunState.NOT_SUBMITTED, (failures[-1].reason or "") if failures else without)
-    if not asked:
-        return Judged(RunState.UNKNOWN, _why_not_asked(events, elsewhere))
+    if not answered:
+        return Judged(RunState.UNKNOWN, _why_unknown(events, elsewhere))
     if cancel_requested(events):
         return Judged(RunState.CANCELLED, "by its user")
     return _after_the_queue(queued)
 
 
-def _why_not_asked(events: Sequence[Event], elsewhere: str | None) -> str:
+def _why_unknown(events: Sequence[Event], elsewhere: str | None) -> str:
     """Explain the state UNKNOWN; without Slurm nothing is confirmed, not even a cancel."""
     reason = f"its jobs are on cluster {elsewhere}" if elsewhere else "Slurm does not answer"
     if cancel_requested(events):
@@ -159,7 +159,7 @@ def _stopped_by_supervisor(events: Sequence[Event]) -> Judged | None:
     starts = [event for event in recent if event.event is EventKind.ATTEMPT_STARTED]
     if not stops or (starts and recent.index(starts[-1]) > recent.index(stops[-1])):
         return None  # the job has been started again since
-    if stops[-1].exit_code == 0:  # as somebody asked, perhaps before any launch
+    if stops[-1].exit_code == 0:  # on request, perhaps before any launch
         return Judged(RunState.STOPPED, stops[-1].reason or "")
     ends = [event for event in recent if event.event is EventKind.LAUNCH_ENDED]
     cause = stops[-1].cause or (ends[-1].cause if ends else None)

@@ -1,24 +1,24 @@
-"""Submitting a prepared run, checking it with Slurm, and submitting a stopped run again.
+"""Submits a prepared run, checks it with Slurm, and submits a stopped run again.
 
-The run directory is complete before sbatch is called, and the ledger says so. The run id is in
-the job's comment: by it every verb finds a job whose client died before it could record the job
-(`run_jobs`), which the job's own supervisor does when it starts. Singletons are submitted all at
+The run directory is complete before sbatch is called, and the ledger records it. The run id is in
+the job's comment. By it every command finds a job whose client died before it could record the job
+(`job_queries`); the job's own supervisor records it when it starts. Singletons are submitted all at
 once; the first job of a chain submits the others itself.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpctrain.actions.data_records import record_data
+from hpctrain.actions.input_checks import check_inputs
+from hpctrain.actions.job_queries import find_jobs, jobs_of, record_found
 from hpctrain.actions.prepare import Prepared, with_free_run_id
-from hpctrain.actions.pretrained import check_pretrained
-from hpctrain.actions.run_data import record_data
-from hpctrain.actions.run_jobs import find_jobs, jobs_of, record_found
 from hpctrain.actions.runs import RunFiles
-from hpctrain.actions.samples import check_samples
 from hpctrain.durable import replace_text
 from hpctrain.errors import RunFailedError, SlurmError, SlurmUnreachableError, UsageError
 from hpctrain.slurm.client import SlurmClient
@@ -51,31 +51,21 @@ def submit(prepared: Prepared, runs: Path, slurm: SlurmClient) -> Submitted:
     cannot write logs, SlurmRefusedError or SlurmUnreachableError when Slurm does not take the job;
     the directory then stays, with the reason in its ledger.
     """
-    check_data(prepared)
+    check_inputs(prepared.spec)  # now, not after hours in the queue
     _refuse_shared_name(prepared, slurm)
-    run = RunFiles(_own_directory(prepared, runs))
+    while True:
+        try:
+            run = RunFiles(write_run_directory(prepared, runs))
+            break
+        except RunExistsError:  # another submission has just taken the run id
+            prepared = with_free_run_id(prepared, runs)
     record_data(run.layout)
     job_id = submit_jobs(run, slurm)
     return Submitted(run.run_id, job_id, run.layout.directory)
 
 
-def _own_directory(prepared: Prepared, runs: Path) -> RunLayout:
-    """The written run directory; under another id if somebody has just taken that of `prepared`."""
-    while True:
-        try:
-            return write_run_directory(prepared, runs)
-        except RunExistsError:
-            prepared = with_free_run_id(prepared, runs)
-
-
-def check_data(prepared: Prepared) -> None:
-    """Find missing data files and weights now, not after hours in the queue."""
-    check_pretrained(prepared.spec)
-    check_samples(prepared.spec)
-
-
 def check(prepared: Prepared, slurm: SlurmClient) -> TestOnlyAnswer:
-    """Have Slurm validate the script (`sbatch --test-only`); nothing is submitted."""
+    """Validate the script with Slurm (`sbatch --test-only`); nothing is submitted."""
     _refuse_shared_name(prepared, slurm)
     return slurm.test_only(prepared.script)
 
@@ -103,13 +93,22 @@ def write_run_directory(prepared: Prepared, runs: Path) -> RunLayout:
     that cannot be written.
     """
     layout = RunLayout((runs / prepared.run_id).absolute())
-    _refuse_path(layout.directory)
+    if "\\" in str(layout.directory):
+        # Slurm takes the backslashes out of the path of a log and then expands no pattern in it
+        # (sbatch(1), FILENAME PATTERN), so the job would die at once, with signal 53.
+        raise UsageError(
+            f"Slurm cannot write the log of a job below a directory with a backslash: "
+            f"{layout.directory}",
+            hint="choose another directory: `--runs` or $HPCTRAIN_RUNS",
+        )
     try:
         layout.create()
     except FileExistsError as error:
         raise RunExistsError(f"run directory {layout.directory} exists already") from error
     except OSError as error:
         raise UsageError(f"{layout.directory} cannot be made: {error.strerror}") from error
+    sizes = [(layout.ds_config, prepared.train)]
+    sizes += [(layout.ds_config_for(one.shape.nodes), one.train) for one in prepared.smaller]
     for path, text in (
         (layout.spec, write_resolved(prepared.spec)),
         (layout.profile, write_resolved(prepared.profile)),
@@ -118,8 +117,15 @@ def write_run_directory(prepared: Prepared, runs: Path) -> RunLayout:
         (layout.supervise_config, prepared.supervise.model_dump_json(indent=1)),
         (layout.signatures, prepared.signatures),
         (layout.script, prepared.script),
-        *_smaller_configs(layout, prepared),
-        *_library_configs(layout, prepared),
+        *(
+            (layout.train_config_for(one.shape.nodes), one.train.model_dump_json(indent=1))
+            for one in prepared.smaller
+        ),
+        *(  # the configuration of the engine's own library, if it has one
+            (path, json.dumps(config.library_config, indent=1) + "\n")
+            for path, config in sizes
+            if config.library_config is not None
+        ),
     ):
         replace_text(path, text, mode=0o600)
     digest = hashlib.sha256(prepared.script.encode()).hexdigest()
@@ -127,42 +133,11 @@ def write_run_directory(prepared: Prepared, runs: Path) -> RunLayout:
     return layout
 
 
-def _refuse_path(directory: Path) -> None:
-    """Slurm takes the backslashes out of the path of a log and then expands no pattern in it
-    (sbatch(1), FILENAME PATTERN), so the job would die at once, with signal 53."""
-    if "\\" in str(directory):
-        raise UsageError(
-            f"Slurm cannot write the log of a job below a directory with a backslash: {directory}",
-            hint="choose another directory: `--runs` or $HPCTRAIN_RUNS",
-        )
-
-
-def _smaller_configs(layout: RunLayout, prepared: Prepared) -> list[tuple[Path, str]]:
-    """What the trainer is told when it is launched on fewer nodes."""
-    return [
-        (layout.train_config_for(size.shape.nodes), size.train.model_dump_json(indent=1))
-        for size in prepared.smaller
-    ]
-
-
-def _library_configs(layout: RunLayout, prepared: Prepared) -> list[tuple[Path, str]]:
-    """Render the configuration of the engine's own library, if it has one, for each size."""
-    configs = [
-        (layout.ds_config, prepared.train),
-        *((layout.ds_config_for(size.shape.nodes), size.train) for size in prepared.smaller),
-    ]
-    return [
-        (path, json.dumps(config.library_config, indent=1) + "\n")
-        for path, config in configs
-        if config.library_config is not None
-    ]
-
-
 def resubmit(run: RunFiles, slurm: SlurmClient) -> Submitted:
     """Submit the stored script of a stopped run again; it resumes from its newest checkpoint.
 
     Raises RunFailedError when the run is done, UsageError while a job of it is in the queue or on
-    another cluster, SlurmUnreachableError when Slurm does not tell whether there is one,
+    another cluster, SlurmUnreachableError when Slurm does not answer,
     InvalidInputError when the run directory cannot be read.
     """
     if run.layout.done.exists():
@@ -170,7 +145,9 @@ def resubmit(run: RunFiles, slurm: SlurmClient) -> Submitted:
     run.refuse_unless_writable("submit")
     found = jobs_of(run, slurm)
     if not found.answered:
-        raise SlurmUnreachableError(f"Slurm does not tell whether run `{run.run_id}` has a job")
+        raise SlurmUnreachableError(
+            f"Slurm does not answer, so it is unknown whether run `{run.run_id}` has a job"
+        )
     record_found(run, found)
     if found.live:
         job = found.live[0]
@@ -178,12 +155,12 @@ def resubmit(run: RunFiles, slurm: SlurmClient) -> Submitted:
             f"run `{run.run_id}` has job {job.job_id} in state {job.state.name}",
             hint=f"`hpctrain cancel {run.run_id}` first",
         )
-    take_back(run.layout)  # what somebody asked of the run before must not stop it now
+    take_back(run.layout)  # an old request must not stop the new job
     return Submitted(run.run_id, submit_jobs(run, slurm), run.layout.directory)
 
 
 def submit_jobs(run: RunFiles, slurm: SlurmClient) -> int:
-    """Submit the stored script, as often as the mode of continuation wants; looks at nothing.
+    """Submit the stored script, once or once per singleton, without any check.
 
     Returns the id of the first job, which begins a generation of jobs (see `store.jobs`). Raises
     SlurmRefusedError or SlurmUnreachableError when there is not even one, InvalidInputError when
@@ -197,14 +174,16 @@ def submit_jobs(run: RunFiles, slurm: SlurmClient) -> int:
         try:
             _sbatch(run, slurm, array=array, successor_of=first)
         except SlurmError:
-            break  # the ledger has it; fewer jobs go on less often, and a site may limit them
+            break  # the ledger has it; a site may limit the number of jobs
     return first
 
 
 def _sbatch(
     run: RunFiles, slurm: SlurmClient, *, array: bool, successor_of: int | None = None
 ) -> int:
-    cluster = _cluster(slurm)
+    cluster = None
+    with contextlib.suppress(SlurmError):  # the error of sbatch is clearer
+        cluster = slurm.cluster_name()
     if successor_of is None:
         run.ledger.append(EventKind.SUBMITTING, cluster=cluster)
     try:
@@ -212,8 +191,11 @@ def _sbatch(
             run.layout.script, sbatch_options(run.layout.directory, array=array)
         )
     except SlurmUnreachableError as error:
-        if successor_of is None and (accepted := _accepted_all_the_same(run, slurm)) is not None:
-            return accepted
+        if successor_of is None:  # the controller may have accepted it without an answer in time
+            found = find_jobs([run], slurm)[run.run_id]
+            if found.unrecorded:
+                record_found(run, found)
+                return found.unrecorded[0].submitted_id
         run.ledger.append(
             EventKind.SUBMIT_FAILED, reason=str(error), successor_of=successor_of, answered=False
         )
@@ -228,19 +210,3 @@ def _sbatch(
         cluster=submitted.cluster or cluster,
     )
     return submitted.job_id
-
-
-def _cluster(slurm: SlurmClient) -> str | None:
-    try:
-        return slurm.cluster_name()
-    except SlurmError:
-        return None  # sbatch will say it better
-
-
-def _accepted_all_the_same(run: RunFiles, slurm: SlurmClient) -> int | None:
-    """The job of an sbatch that had no answer in time: the controller may have taken it."""
-    found = find_jobs([run], slurm)[run.run_id]
-    if not found.unrecorded:
-        return None
-    record_found(run, found)
-    return found.unrecorded[0].submitted_id

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from hpctrain.actions.input_checks import check_inputs
 from hpctrain.actions.prepare import (
     Prepared,
     load_inputs,
@@ -16,8 +17,6 @@ from hpctrain.actions.prepare import (
     prepare,
     refuse_untrainable,
 )
-from hpctrain.actions.pretrained import check_pretrained
-from hpctrain.actions.samples import check_samples
 from hpctrain.comparison.documents import (
     ComparisonRecord,
     Kind,
@@ -58,7 +57,7 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class Request:
+class TrialRequest:
     """How the trials are run."""
 
     kind: Kind
@@ -75,28 +74,28 @@ def subject_of(spec: Path, profile: str, overrides: Sequence[str] = ()) -> Subje
     return Subject(spec, profile, tuple(overrides), *load_inputs(spec, profile, overrides))
 
 
-def predicted_record(subject: Subject, request: Request) -> ComparisonRecord:
+def predicted_record(subject: Subject, request: TrialRequest) -> ComparisonRecord:
     """Predict every variant; nothing is written."""
-    trials = tuple(_predicted_trial(subject, variant) for variant in request.variants)
-    return comparison_record(subject, request, trials, None)
-
-
-def _predicted_trial(subject: Subject, variant: Variant) -> TrialRecord:
     from hpctrain.plan.planner import make_plan  # with NumPy, which only planning needs
 
-    own = None
-    try:
-        own, loaded_profile = load_inputs(subject.spec, subject.profile, _given(subject, variant))
-        refuse_untrainable(own)
-        plan = make_plan(own.document, subject.site, load_knowledge(loaded_profile))
-        refuse_untrainable(own, plan)
-    except REFUSALS as error:
-        return trial_record(variant, own.document if own else subject.run, refusal=error)
-    return trial_record(variant, own.document, plan=plan)
+    trials = []
+    for variant in request.variants:
+        own = None
+        try:
+            given = _given(subject, variant)
+            own, loaded_profile = load_inputs(subject.spec, subject.profile, given)
+            refuse_untrainable(own)
+            plan = make_plan(own.document, subject.site, load_knowledge(loaded_profile))
+            refuse_untrainable(own, plan)
+            trials.append(trial_record(variant, own.document, plan=plan))
+        except REFUSALS as error:
+            document = own.document if own else subject.run
+            trials.append(trial_record(variant, document, refusal=error))
+    return comparison_record(subject, request, tuple(trials), None)
 
 
 def prepared_trial(
-    subject: Subject, request: Request, variant: Variant, runs: Path
+    subject: Subject, request: TrialRequest, variant: Variant, runs: Path
 ) -> tuple[TrialRecord, Prepared | None]:
     """Prepare one trial for submission, or record its refusal."""
     own = None
@@ -105,11 +104,14 @@ def prepared_trial(
         own = load_inputs(subject.spec, subject.profile, given)[0]
         document = own.document
         name = trial_name(subject.run.name, variant.name)
-        walltime = request.walltime or _walltime(document, subject.site)
+        # Short jobs start early: half an hour, or less if spec or partition allow less.
+        partition = subject.site.slurm.partition(document.resources.partition)
+        limits = (document.resources.walltime, partition.max_walltime if partition else None)
+        shortest = min([DEFAULT_WALLTIME, *(limit for limit in limits if limit)])
+        walltime = request.walltime or shortest
         short = trial_overrides(document, name, request.steps, walltime)
         prepared = prepare(subject.spec, subject.profile, (*given, *short), runs=runs)
-        check_pretrained(prepared.spec)
-        check_samples(prepared.spec)
+        check_inputs(prepared.spec)
     except REFUSALS as error:
         return trial_record(variant, own.document if own else subject.run, refusal=error), None
     record = trial_record(variant, document, plan=prepared.plan, run_id=prepared.run_id)
@@ -121,18 +123,11 @@ def prepared_trial(
 
 
 def _given(subject: Subject, variant: Variant) -> tuple[str, ...]:
-    """Combine the overrides of one variant, without profiling unless it asks for that.
+    """Combine the overrides of one variant, without profiling unless it sets that.
 
     Traces would slow some steps, and the FLOPs of one engine are refused for another.
     """
     return (*subject.overrides, "profile=", *variant.overrides)
-
-
-def _walltime(spec: RunSpec, profile: ClusterProfile) -> Duration:
-    """Choose half an hour, or less if spec or partition allow less: short jobs start early."""
-    partition = profile.slurm.partition(spec.resources.partition)
-    limits = (spec.resources.walltime, partition.max_walltime if partition else None)
-    return min([DEFAULT_WALLTIME, *(limit for limit in limits if limit)])
 
 
 def trial_record(
@@ -149,6 +144,18 @@ def trial_record(
         first_problem = str(refusal.problems[0]).splitlines()[0]
     elif refusal is not None:
         first_problem = str(refusal).splitlines()[0]
+    predicted = None
+    if plan is not None:
+        predicted = Predicted(
+            layout=str(plan.layout),
+            zero=plan.zero,
+            offload=plan.offload,
+            recompute=plan.recompute,
+            micro_batch=plan.batch.micro_batch,
+            peak_bytes=plan.memory[plan.peak_stage].total_bytes,
+            step_seconds=plan.step_seconds,
+            parts=plan.prediction.parts if plan.prediction else None,
+        )
     return TrialRecord(
         name=variant.name,
         overrides=variant.overrides,
@@ -160,25 +167,15 @@ def trial_record(
         training=training_digest(spec),
         run_id=run_id,
         refusal=first_problem,
-        predicted=None if plan is None else _prediction(plan),
-    )
-
-
-def _prediction(plan: Plan) -> Predicted:
-    return Predicted(
-        layout=str(plan.layout),
-        zero=plan.zero,
-        offload=plan.offload,
-        recompute=plan.recompute,
-        micro_batch=plan.batch.micro_batch,
-        peak_bytes=plan.memory[plan.peak_stage].total_bytes,
-        step_seconds=plan.step_seconds,
-        parts=plan.prediction.parts if plan.prediction else None,
+        predicted=predicted,
     )
 
 
 def comparison_record(
-    subject: Subject, request: Request, trials: tuple[TrialRecord, ...], comparison_id: str | None
+    subject: Subject,
+    request: TrialRequest,
+    trials: tuple[TrialRecord, ...],
+    comparison_id: str | None,
 ) -> ComparisonRecord:
     """Record the whole comparison."""
     prices, price = subject.site.prices, None

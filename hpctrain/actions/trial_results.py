@@ -98,10 +98,20 @@ def _read_trial(one: TrialRecord, record: ComparisonRecord, run: RunFiles, row: 
         )
         for metrics in kept
     ]
+    times, ranks = read_record(run.layout.rank_times, RankTimes), None
+    if times is not None:
+        ranks = Ranks(
+            compute_seconds=times.compute_seconds,
+            backward_seconds=times.backward_seconds,
+            data_seconds=times.data_seconds,
+            update_seconds=times.optimizer_seconds,
+            step_seconds=times.step_seconds,
+            peak_bytes=times.peak_memory_bytes,
+        )
     refused = any(event.event is EventKind.SUBMIT_FAILED for event in events)
     waits = row.state is RunState.NOT_SUBMITTED and not refused
     ends = [str(e.cause) for e in events if e.event is EventKind.LAUNCH_ENDED]
-    measured = measure(steps, warm_up_steps(record.steps), one.global_batch, _ranks(run))
+    measured = measure(steps, warm_up_steps(record.steps), one.global_batch, ranks)
     gpu_hours, cost = _costs(one, record, measured.step_seconds.mean if measured else None)
     return Trial(
         record=one,
@@ -119,20 +129,6 @@ def _read_trial(one: TrialRecord, record: ComparisonRecord, run: RunFiles, row: 
         step_times=tuple((step.step, step.seconds) for step in steps),
         gpu_hours=gpu_hours,
         cost=cost,
-    )
-
-
-def _ranks(run: RunFiles) -> Ranks | None:
-    times = read_record(run.layout.rank_times, RankTimes)
-    if times is None:
-        return None
-    return Ranks(
-        compute_seconds=times.compute_seconds,
-        backward_seconds=times.backward_seconds,
-        data_seconds=times.data_seconds,
-        update_seconds=times.optimizer_seconds,
-        step_seconds=times.step_seconds,
-        peak_bytes=times.peak_memory_bytes,
     )
 
 

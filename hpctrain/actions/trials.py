@@ -18,12 +18,12 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from hpctrain.actions.run_jobs import find_jobs, record_found
+from hpctrain.actions.job_queries import find_jobs, record_found
 from hpctrain.actions.runs import RunFiles, new_run_id
 from hpctrain.actions.state import RunState
 from hpctrain.actions.status import RunStatus, statuses
 from hpctrain.actions.submit import submit_jobs, write_run_directory
-from hpctrain.actions.trial_plans import Request, Subject, comparison_record, prepared_trial
+from hpctrain.actions.trial_plans import Subject, TrialRequest, comparison_record, prepared_trial
 from hpctrain.actions.trial_results import read_comparison
 from hpctrain.comparison.documents import Comparison, ComparisonRecord
 from hpctrain.durable import replace_text
@@ -40,7 +40,7 @@ _FORGOTTEN_SECONDS = 600.0
 Report = Callable[[str], None]
 
 
-def start(subject: Subject, request: Request, runs: Path) -> ComparisonLayout:
+def start(subject: Subject, request: TrialRequest, runs: Path) -> ComparisonLayout:
     """Write the run directories of all trials and then the record; nothing is submitted yet."""
     found = [prepared_trial(subject, request, variant, runs) for variant in request.variants]
     for _, prepared in found:
@@ -105,33 +105,30 @@ class TrialRunner:
 
         Raises SlurmUnreachableError when nothing can be submitted.
         """
-        try:
-            return self._run()
-        finally:
-            if self._lock is not None:
-                os.close(self._lock)
-
-    def _run(self) -> Comparison:
         record = read_record_of(self.layout.directory)
         names = {one.run_id: one.name for one in record.trials if one.run_id}
         runs = {run.run_id: run for run in _run_files(self.layout, record)}
-        while True:
-            rows = {row.run_id: row for row in statuses(list(runs.values()), self.slurm)}
-            if self._is_mine() and self._submit(rows, runs):
-                continue  # query again at once: some may have been refused
-            for run_id, row in rows.items():
-                self._report_change(names[run_id], row)
-            if not self.wait or all(self._is_over(row) for row in rows.values()):
-                break
-            time.sleep(self.poll_seconds)  # squeue(1), PERFORMANCE: no queries in a tight loop
-        found = read_comparison(record, self.layout.runs, rows)
-        if found.over and not self.keep_checkpoints:
-            # Nobody resumes a trial, and checkpoints of large models fill a quota.
-            for run in runs.values():
-                if run.layout.done.exists():
-                    for path in run.layout.checkpoints.iterdir():
-                        shutil.rmtree(path, ignore_errors=True)
-        return found
+        try:
+            while True:
+                rows = {row.run_id: row for row in statuses(list(runs.values()), self.slurm)}
+                if self._is_mine() and self._submit(rows, runs):
+                    continue  # query again at once: some may have been refused
+                for run_id, row in rows.items():
+                    self._report_change(names[run_id], row)
+                if not self.wait or all(self._is_over(row) for row in rows.values()):
+                    break
+                time.sleep(self.poll_seconds)  # squeue(1), PERFORMANCE: no queries in a tight loop
+            found = read_comparison(record, self.layout.runs, rows)
+            if found.over and not self.keep_checkpoints:
+                # Nobody resumes a trial, and checkpoints of large models fill a quota.
+                for run in runs.values():
+                    if run.layout.done.exists():
+                        for path in run.layout.checkpoints.iterdir():
+                            shutil.rmtree(path, ignore_errors=True)
+            return found
+        finally:
+            if self._lock is not None:
+                os.close(self._lock)
 
     def _is_mine(self) -> bool:
         """Return True if this process submits: one at a time, the next when that has ended."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 
@@ -15,7 +16,14 @@ def validate_file(path: Path, kind: str | None = None) -> str:
     from hpctrain.render.continuation import continuation_problems
     from hpctrain.spec.loader import load_profile, load_run_spec
 
-    if (kind or _guess(path)) == "profile":
+    if kind is None:
+        # The unindented keys suffice; the loader reports all problems.
+        keys = set()
+        with contextlib.suppress(OSError):
+            lines = path.read_text(errors="replace").splitlines()
+            keys = {line.partition(":")[0] for line in lines if line and line[0].isalpha()}
+        kind = "profile" if keys & {"nodes", "gpu", "nvlink", "slurm"} else "spec"
+    if kind == "profile":
         profile = load_profile(path)
         site = profile.document
         problems = [
@@ -28,13 +36,3 @@ def validate_file(path: Path, kind: str | None = None) -> str:
         return "cluster profile"
     load_run_spec(path)
     return "run spec"
-
-
-def _guess(path: Path) -> str:
-    """Guess the kind from the unindented keys; the loader reports all problems."""
-    try:
-        lines = path.read_text(errors="replace").splitlines()
-    except OSError:
-        return "spec"
-    keys = {line.partition(":")[0] for line in lines if line and line[0].isalpha()}
-    return "profile" if keys & {"nodes", "gpu", "nvlink", "slurm"} else "spec"

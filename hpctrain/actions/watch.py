@@ -2,9 +2,9 @@
 
 A pass keeps no state in memory: it reads Slurm (one squeue for all runs) and the ledgers, and
 writes its actions to the ledgers before it takes them. So it can be repeated, interrupted and run
-from several hosts. Without an answer of Slurm nothing is done and no heartbeat is written, so that
-monitoring of the heartbeat raises an alarm. Belongs here: queries, acting, the heartbeat, the lock.
-Does not belong here: problems and their remedies (`watch_rules`), cron itself, printing.
+from several hosts. If Slurm does not answer, nothing is done and no heartbeat is written, so that
+monitoring raises an alarm. Belongs here: queries, acting, the heartbeat, the lock. Does not belong
+here: problems and their remedies (`watch_rules`), cron itself, printing.
 """
 
 from __future__ import annotations
@@ -14,22 +14,27 @@ import fcntl
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from hpctrain.actions.run_jobs import find_jobs, jobs_of, record_found, with_past
+from hpctrain.actions.job_queries import find_jobs, jobs_of, record_found, with_past
+from hpctrain.actions.run_problems import (
+    RunProblem,
+    Symptom,
+    WatchedRun,
+    WatchRemedy,
+    is_reported,
+)
 from hpctrain.actions.runs import RunFiles, all_runs
 from hpctrain.actions.submit import submit_jobs
-from hpctrain.actions.watch_look import Look, Remedy, Sighting, Symptom, told_already
-from hpctrain.actions.watch_rules import sightings
+from hpctrain.actions.watch_rules import find_problems
 from hpctrain.durable import replace_text
 from hpctrain.errors import HpctrainError, SlurmError, UsageError
 from hpctrain.formats import NewerFormatError
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.store.jobs import generation, job_ids
-from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import Event, EventKind
 from hpctrain.store.requests import read_request, user_name
 from hpctrain.store.run_records import Progress, read_record
@@ -37,9 +42,9 @@ from hpctrain.store.supervise_config import known_supervise_config
 from hpctrain.supervise.judge.documents import ActionKind
 from hpctrain.supervise.run_jobs import RunJobs
 
-# Between the end of a job and the pass that calls its run orphaned: the last line of its ledger
-# may reach this host late (nfs(5): attributes are cached for up to acregmax = 60 s), and a person
-# may just be submitting it again.
+# Between the end of a job and the pass that calls its run orphaned. The last line of its ledger may
+# reach this host late (nfs(5): attributes are cached for up to acregmax = 60 s), and its user may
+# be about to submit it again.
 GRACE_SECONDS = 120.0
 WATCH_DIRECTORY = ".watch"
 # This much of a ledger is read first; it mostly contains the newest submission.
@@ -48,24 +53,26 @@ _TAIL_BYTES = 16384
 _SIGNS_MISSED = 5
 
 
-class Seen(BaseModel):
-    """One sighting and what became of it: "would", "done", "failed", or "told"."""
+class WatchResult(BaseModel):
+    """One problem and its outcome: "would", "done", "failed", or "told" (only reported)."""
 
     model_config = ConfigDict(frozen=True)
 
     run_id: str
     symptom: Symptom
-    remedy: Remedy
+    remedy: WatchRemedy
     reason: str
     job_id: int | None
     outcome: str
     answer: str = ""
 
 
-class Pass(BaseModel):
-    """What a pass has seen; `pass_time` in seconds since the epoch. `complete` is False when Slurm
-    or a ledger kept silent; `slurm_silent` says that it was Slurm. `elsewhere` counts runs whose
-    jobs are on another cluster, which a pass there looks after."""
+class WatchPass(BaseModel):
+    """The result of a pass; `pass_time` in seconds since the epoch.
+
+    `complete` is False if Slurm did not answer (`slurm_silent`) or a ledger could not be read.
+    `elsewhere` counts runs whose jobs are on another cluster, which a pass there checks.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -77,15 +84,15 @@ class Pass(BaseModel):
     elsewhere: int = 0
     blind_because: tuple[str, ...] = ()
     slurm_silent: bool = False
-    seen: tuple[Seen, ...] = ()
+    seen: tuple[WatchResult, ...] = ()
 
     @property
     def failed(self) -> bool:
         return any(one.outcome == "failed" for one in self.seen)
 
 
-class Heartbeat(BaseModel):
-    """Proof that a pass has seen everything; `pass_time` in seconds since the epoch."""
+class WatchHeartbeat(BaseModel):
+    """Proof of a complete pass; `pass_time` in seconds since the epoch."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -98,7 +105,7 @@ class Heartbeat(BaseModel):
 
 
 @dataclass(frozen=True)
-class _Open:
+class _OpenRun:
     """A run that is not done; `over` if its supervisor has ended it for good."""
 
     run: RunFiles
@@ -109,16 +116,18 @@ class _Open:
 
 @dataclass
 class _Survey:
-    """What the run directories say, before Slurm is asked."""
+    """What the run directories contain, before Slurm is queried."""
 
     runs: int = 0
-    open: list[_Open] = field(default_factory=list)
+    open: list[_OpenRun] = field(default_factory=list)
     unreadable: list[str] = field(default_factory=list)
 
 
 def watch_directory(runs: Path) -> Path:
-    """Where passes keep their lock and heartbeat; a team that shares `runs` has one for each user,
-    because nobody looks after the runs of somebody else."""
+    """Return the directory of lock and heartbeat; in a shared `runs` each user has one.
+
+    A pass only checks the runs of its own user.
+    """
     common = runs / WATCH_DIRECTORY
     try:
         foreign = common.stat().st_uid != os.getuid()
@@ -138,23 +147,38 @@ def watch(
     act: bool = False,
     heartbeat: Path | None = None,
     grace_seconds: float = GRACE_SECONDS,
-) -> Pass:
-    """One pass over the runs in `runs` that belong to this user.
+) -> WatchPass:
+    """Make one pass over the runs in `runs` that belong to this user.
 
     Raises UsageError when another pass is acting, or when the file system has no locks.
     """
     with _only_one(runs) if act else contextlib.nullcontext():
-        survey = _survey(runs)
-        jobs, silence = _ask(slurm, survey.open)
+        survey = _read_runs(runs)
+        jobs, silence = _query_jobs(slurm, survey.open)
         here = [one for one in survey.open if not silence and not jobs[one.run.run_id].elsewhere]
-        found = _look_at_all(here, jobs, grace_seconds, survey.unreadable)
+        found = _find_new_problems(here, jobs, grace_seconds, survey.unreadable)
         blind = (*survey.unreadable, *([silence] if silence else []))
-        seen = tuple(
-            _deal_with(one, sighting, slurm, act=act)
-            for one, sighting in found
-            if act or sighting.remedy is not Remedy.NOTE
-        )
-    result = Pass(
+        seen = []
+        for one, problem in found:
+            if act:
+                outcome, answer = _apply_remedy(one, problem, slurm)
+            elif problem.remedy is WatchRemedy.NOTE:
+                continue
+            else:
+                outcome = "told" if problem.remedy is WatchRemedy.TELL else "would"
+                answer = ""
+            seen.append(
+                WatchResult(
+                    run_id=problem.run_id,
+                    symptom=problem.symptom,
+                    remedy=problem.remedy,
+                    reason=problem.message,
+                    job_id=problem.job_id,
+                    outcome=outcome,
+                    answer=answer,
+                )
+            )
+    result = WatchPass(
         pass_time=time.time(),
         act=act,
         runs=survey.runs,
@@ -163,21 +187,29 @@ def watch(
         elsewhere=0 if silence else len(survey.open) - len(here),
         blind_because=blind,
         slurm_silent=bool(silence),
-        seen=seen,
+        seen=tuple(seen),
     )
     if result.complete:
-        _beat(heartbeat or heartbeat_path(runs), result)
+        path = heartbeat or heartbeat_path(runs)
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        beat = WatchHeartbeat(
+            pass_time=result.pass_time,
+            host=os.uname().nodename,
+            act=act,
+            runs=result.runs,
+            open_runs=result.open_runs,
+            sightings=len(seen),
+        )
+        replace_text(path, beat.model_dump_json() + "\n")
     return result
 
 
-# -- looking -----------------------------------------------------------------------------------
-
-
-def _survey(runs: Path) -> _Survey:
+def _read_runs(runs: Path) -> _Survey:
+    """Read the ledgers of this user's runs, each back to its newest submission."""
     survey = _Survey()
     for run in all_runs(runs):
         if run.owner_id != os.getuid():
-            continue  # nobody may requeue or release the jobs of somebody else
+            continue  # only its owner can requeue or release a job
         survey.runs += 1
         if run.unreadable:
             survey.unreadable.append(f"run {run.run_id} {run.unreadable}")
@@ -185,34 +217,28 @@ def _survey(runs: Path) -> _Survey:
         if run.layout.done.exists():
             continue
         try:
-            opened = _read(run)
+            size_bytes = run.layout.ledger.stat().st_size
+            events, whole = run.ledger.last_events(_TAIL_BYTES)
+            if not whole and not generation(events):
+                events = run.ledger.events()
         except OSError as error:
             survey.unreadable.append(f"{run.layout.ledger}: {error.strerror}")
             continue
         except NewerFormatError as error:
             survey.unreadable.append(str(error))
             continue
-        if opened is not None:
-            survey.open.append(opened)
+        recent = generation(events)
+        if not any(event.event is EventKind.SUBMITTING for event in events) and not recent:
+            continue  # it has never been submitted
+        last = [e for e in recent if e.event in (EventKind.ACTION, EventKind.ATTEMPT_STARTED)]
+        over = bool(last) and last[-1].action in (ActionKind.STOP, ActionKind.FINISH)
+        survey.open.append(_OpenRun(run, events, size_bytes, over))
     return survey
 
 
-def _read(run: RunFiles) -> _Open | None:
-    """The end of the ledger, back to the newest submission; None for a run that nobody has
-    submitted."""
-    size_bytes = run.layout.ledger.stat().st_size
-    events, whole = run.ledger.last_events(_TAIL_BYTES)
-    if not whole and not generation(events):
-        events = run.ledger.events()
-    recent = generation(events)
-    if not any(event.event is EventKind.SUBMITTING for event in events) and not recent:
-        return None
-    words = [e for e in recent if e.event in (EventKind.ACTION, EventKind.ATTEMPT_STARTED)]
-    over = bool(words) and words[-1].action in (ActionKind.STOP, ActionKind.FINISH)
-    return _Open(run, events, size_bytes, over)
-
-
-def _ask(slurm: SlurmClient, opened: Sequence[_Open]) -> tuple[dict[str, RunJobs], str | None]:
+def _query_jobs(
+    slurm: SlurmClient, opened: Sequence[_OpenRun]
+) -> tuple[dict[str, RunJobs], str | None]:
     """Query the jobs of each run, by run id; the second value is the error, if any."""
     events = {one.run.run_id: one.events for one in opened}
     try:
@@ -225,102 +251,66 @@ def _ask(slurm: SlurmClient, opened: Sequence[_Open]) -> tuple[dict[str, RunJobs
         }
         past = slurm.past_jobs(gone)
     except SlurmError as error:
-        return {}, f"Slurm does not tell: {error}"
+        return {}, f"Slurm does not answer: {error}"
     return {
         run_id: with_past(found[run_id], run_id, events[run_id], past) for run_id in found
     }, None
 
 
-def _look_at_all(
-    opened: Sequence[_Open],
+def _find_new_problems(
+    opened: Sequence[_OpenRun],
     jobs: dict[str, RunJobs],
     grace_seconds: float,
     unreadable: list[str],
-) -> list[tuple[_Open, Sighting]]:
-    """What is to be done about each run; adds to `unreadable` those that cannot be judged."""
-    found: list[tuple[_Open, Sighting]] = []
+) -> list[tuple[_OpenRun, RunProblem]]:
+    """Find problems that are not reported yet; adds runs that cannot be read to `unreadable`."""
+    found: list[tuple[_OpenRun, RunProblem]] = []
     for one in opened:
-        mine = jobs[one.run.run_id]
+        layout, mine = one.run.layout, jobs[one.run.run_id]
         try:
-            config = known_supervise_config(one.run.layout.supervise_config)
-            progress = read_record(one.run.layout.progress, Progress)
+            config = known_supervise_config(layout.supervise_config)
+            progress = read_record(layout.progress, Progress)
         except NewerFormatError as error:
             unreadable.append(str(error))
             continue
         if config is None:
             continue
-        look = Look(
+        signs = [event.time for event in one.events if event.event is not EventKind.WATCH]
+        alive_until = 0.0
+        if progress is not None:
+            signs.append(progress.time)
+            if progress.phase != "leaving":
+                # A trainer writes one record in each step, but at most one per second.
+                pace_seconds = _SIGNS_MISSED * max(1.0, progress.step_seconds or 0.0)
+                alive_until = progress.time + max(grace_seconds, pace_seconds)
+        request = read_request(layout)
+        watched = WatchedRun(
             run_id=one.run.run_id,
             events=one.events,
             config=config,
             jobs=mine.jobs,
             now=time.time(),
             grace_seconds=grace_seconds,
-            signs_time=_newest_sign(one, progress),
-            asked_by=_asked_by(one.run.layout),
+            signs_time=max(signs, default=None),
+            asked_by=request.by if request else None,
             unrecorded=mine.unrecorded,
-            alive_until=_alive_until(progress, grace_seconds),
+            alive_until=alive_until,
         )
-        news = (sighting for sighting in _judged(look, one) if not told_already(look, sighting))
-        found.extend((one, sighting) for sighting in news)
+        problems = find_problems(watched)
+        if any(p.remedy in (WatchRemedy.RESUBMIT, WatchRemedy.RELEASE) for p in problems):
+            # These depend on budgets, which need the whole ledger.
+            problems = find_problems(replace(watched, events=one.run.ledger.events()))
+        found.extend((one, problem) for problem in problems if not is_reported(watched, problem))
     return found
 
 
-def _judged(look: Look, one: _Open) -> list[Sighting]:
-    """The sightings; budgets need the whole ledger, so it is read where they matter."""
-    found = sightings(look)
-    if not any(sighting.remedy in (Remedy.RESUBMIT, Remedy.RELEASE) for sighting in found):
-        return found
-    whole = Look(**{**look.__dict__, "events": one.run.ledger.events()})
-    return sightings(whole)
-
-
-def _alive_until(progress: Progress | None, grace_seconds: float) -> float:
-    """Compute until when a trainer with this progress record may be silent.
-
-    It writes one in each step, but at most one per second. A trainer in phase `leaving` has ended.
-    """
-    if progress is None or progress.phase == "leaving":
-        return 0.0
-    pace_seconds = _SIGNS_MISSED * max(1.0, progress.step_seconds or 0.0)
-    return progress.time + max(grace_seconds, pace_seconds)
-
-
-def _newest_sign(one: _Open, progress: Progress | None) -> float | None:
-    times = [event.time for event in one.events if event.event is not EventKind.WATCH]
-    return max([*times, progress.time] if progress else times, default=None)
-
-
-def _asked_by(layout: RunLayout) -> str | None:
-    request = read_request(layout)
-    return request.by if request else None
-
-
-# -- acting ------------------------------------------------------------------------------------
-
-
-def _deal_with(one: _Open, sighting: Sighting, slurm: SlurmClient, *, act: bool) -> Seen:
-    outcome, answer = ("told" if sighting.remedy is Remedy.TELL else "would"), ""
-    if act:
-        outcome, answer = _act(one, sighting, slurm)
-    return Seen(
-        run_id=sighting.run_id,
-        symptom=sighting.symptom,
-        remedy=sighting.remedy,
-        reason=sighting.words,
-        job_id=sighting.job_id,
-        outcome=outcome,
-        answer=answer,
-    )
-
-
-def _act(one: _Open, sighting: Sighting, slurm: SlurmClient) -> tuple[str, str]:
-    """Apply the remedy after an entry in the ledger; nothing if the run has changed meanwhile."""
-    layout, ledger = one.run.layout, one.run.ledger
-    if layout.ledger.stat().st_size != one.ledger_bytes or read_request(layout):
+def _apply_remedy(one: _OpenRun, problem: RunProblem, slurm: SlurmClient) -> tuple[str, str]:
+    """Record and apply a remedy, unless the run has changed; returns outcome and answer."""
+    run, ledger, job_id = one.run, one.run.ledger, problem.job_id
+    if run.layout.ledger.stat().st_size != one.ledger_bytes or read_request(run.layout):
         return "told", "the run has changed meanwhile; the next pass looks again"
-    if sighting.lost is not None:
-        lost = sighting.lost
+    if problem.lost is not None:
+        lost = problem.lost
         ledger.append(
             EventKind.ATTEMPT_LOST,
             job_id=lost.job_id,
@@ -328,48 +318,40 @@ def _act(one: _Open, sighting: Sighting, slurm: SlurmClient) -> tuple[str, str]:
             cause=lost.cause,
             reason=lost.reason,
         )
-    kind = EventKind.CANCELLED if sighting.remedy is Remedy.NOTE else EventKind.WATCH
     ledger.append(
-        kind,
-        job_id=sighting.job_id,
-        action=sighting.remedy,
-        reason=f"{sighting.symptom}: {sighting.words}",
-        symptom=sighting.symptom,
+        EventKind.CANCELLED if problem.remedy is WatchRemedy.NOTE else EventKind.WATCH,
+        job_id=job_id,
+        action=problem.remedy,
+        reason=f"{problem.symptom}: {problem.message}",
+        symptom=problem.symptom,
         user=user_name(),
     )
-    if sighting.remedy in (Remedy.TELL, Remedy.NOTE):
+    if problem.remedy in (WatchRemedy.TELL, WatchRemedy.NOTE):
         return "told", ""
     try:
-        return "done", _remedy(one.run, sighting, slurm)
+        if problem.remedy is WatchRemedy.RESUBMIT:
+            return "done", f"submitted as job {submit_jobs(run, slurm)}"
+        assert job_id is not None, "all other remedies are about a job"
+        if problem.remedy is WatchRemedy.ADOPT:
+            record_found(run, jobs_of(run, slurm))
+        elif problem.remedy is WatchRemedy.RELEASE:
+            slurm.release(job_id)
+        elif problem.remedy is WatchRemedy.START_NOW:
+            slurm.update_job(job_id, start_now=True)
+        elif problem.remedy is WatchRemedy.CLEAR_EXCLUDED:
+            slurm.update_job(job_id, exclude_nodes=())
+        elif problem.remedy is WatchRemedy.TAKE_FEWER:
+            slurm.update_job(job_id, nodes=problem.nodes)
+        return "done", f"job {job_id}"
     except HpctrainError as error:
         return "failed", str(error)
-
-
-def _remedy(run: RunFiles, sighting: Sighting, slurm: SlurmClient) -> str:
-    job_id = sighting.job_id
-    if sighting.remedy is Remedy.RESUBMIT:
-        return f"submitted as job {submit_jobs(run, slurm)}"
-    if sighting.remedy is Remedy.ADOPT:
-        record_found(run, jobs_of(run, slurm))
-        return f"job {job_id}"
-    assert job_id is not None, "all other remedies are about a job"
-    if sighting.remedy is Remedy.RELEASE:
-        slurm.release(job_id)
-    elif sighting.remedy is Remedy.START_NOW:
-        slurm.update_job(job_id, start_now=True)
-    elif sighting.remedy is Remedy.CLEAR_EXCLUDED:
-        slurm.update_job(job_id, exclude_nodes=())
-    elif sighting.remedy is Remedy.TAKE_FEWER:
-        slurm.update_job(job_id, nodes=sighting.nodes)
-    return f"job {job_id}"
 
 
 @contextlib.contextmanager
 def _only_one(runs: Path) -> Iterator[None]:
     """Hold the lock of `runs`.
 
-    The kernel frees it when its process ends in any way (flock(2)), on NFS for other hosts, too, so
-    it is never stale.
+    It is never stale: the kernel frees it when its process ends (flock(2)), also on NFS.
     """
     directory = watch_directory(runs)
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -378,7 +360,7 @@ def _only_one(runs: Path) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise UsageError("another pass of `hpctrain watch --act` is at work here") from error
+            raise UsageError("another pass of `hpctrain watch --act` is running here") from error
         except OSError as error:
             raise UsageError(
                 f"{directory} is on a file system without locks ({error.strerror})",
@@ -389,26 +371,10 @@ def _only_one(runs: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-# -- the heartbeat -----------------------------------------------------------------------------
-
-
-def _beat(path: Path, result: Pass) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    beat = Heartbeat(
-        pass_time=result.pass_time,
-        host=os.uname().nodename,
-        act=result.act,
-        runs=result.runs,
-        open_runs=result.open_runs,
-        sightings=len(result.seen),
-    )
-    replace_text(path, beat.model_dump_json() + "\n")
-
-
 def heartbeat_age_seconds(path: Path) -> float | None:
-    """Seconds since the last pass that saw everything; None when there is no readable heartbeat."""
+    """Return the age of the last complete pass; None without a readable heartbeat."""
     try:
-        beat = Heartbeat.model_validate_json(path.read_bytes())
+        beat = WatchHeartbeat.model_validate_json(path.read_bytes())
     except (OSError, ValueError):
         return None
     return time.time() - beat.pass_time

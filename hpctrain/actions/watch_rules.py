@@ -1,28 +1,26 @@
-"""What is wrong with a run, seen from outside, and what may be done about it. Pure.
+"""Finds the problems of a run that its supervisor cannot handle, and their remedies. Pure.
 
-A supervisor answers for its run while it lives. What is left for an onlooker: a supervisor that
-is gone without a word, and a job that waits for something that will not come by itself. Principles:
-what a user has cancelled, held or asked to stop is never touched, nor what an administrator holds;
-a job of which nobody knows how it ended may have been cancelled, so it is only reported; budgets
-are those of the supervisor, counted in the run's own ledger. Belongs here: one rule per symptom of
-a job that runs or waits. Does not belong here: runs without a job (`watch_gone`), asking Slurm,
-reading files, doing anything (see `watch`).
+A live supervisor handles its own run. What remains is a supervisor that was lost without a record,
+and a job that waits for something that will not happen by itself. A pass never touches what a user
+has cancelled, held or stopped, nor what an administrator holds. A job whose end is unknown may have
+been cancelled, so it is only reported. Budgets are the supervisor's, counted in the run's ledger.
+Belongs here: one rule per symptom of a job that runs or waits. Does not belong here: runs without
+a job (`orphaned_runs`), querying Slurm, reading files, acting (`watch`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hpctrain.actions.watch_gone import of_gone
-from hpctrain.actions.watch_look import (
-    Look,
-    Remedy,
-    Sighting,
+from hpctrain.actions.orphaned_runs import problems_without_jobs
+from hpctrain.actions.run_problems import (
+    RunProblem,
     Symptom,
-    as_policy_says,
-    lost,
-    storm,
-    tell,
+    WatchedRun,
+    WatchRemedy,
+    allowed_by_policy,
+    report_only,
+    storm_message,
 )
 from hpctrain.slurm.reasons import JobHold, WaitReason
 from hpctrain.slurm.records import JobRecord
@@ -30,11 +28,10 @@ from hpctrain.slurm.states import JobState
 from hpctrain.store.jobs import cancel_requested, generation
 from hpctrain.store.ledger import Event, EventKind
 from hpctrain.supervise.judge.causes import Cause
-from hpctrain.supervise.judge.documents import ActionKind
-from hpctrain.supervise.judge.launch_history import history
+from hpctrain.supervise.judge.documents import ActionKind, Verdict
 
-# slurmctld(8) sets the start of a requeued job to cred_expire + 1 s, 121 s by default; a longer
-# wait was asked for by somebody (job_mgr.c, batch_requeue_fini).
+# slurmctld(8) sets the start of a requeued job to cred_expire + 1 s, 121 s by default; a person
+# has requested a longer wait (job_mgr.c, batch_requeue_fini).
 _LONGEST_REQUEUE_DELAY_SECONDS = 300.0
 _SHORTEST_DELAY_SECONDS = 10.0
 _TOO_FEW_SECONDS = 1800.0
@@ -53,116 +50,110 @@ _MISSING = (
 )
 
 
-def sightings(look: Look) -> list[Sighting]:
-    """What is wrong with the run; empty when all is well, or when a person wants it so."""
-    if look.unrecorded:
-        return [_unrecorded(look, look.unrecorded[0])]
-    if not generation(look.events) or cancel_requested(look.events) or look.asked_by:
+def find_problems(run: WatchedRun) -> list[RunProblem]:
+    """Find what is wrong with the run; empty if nothing is, or if a person has caused it."""
+    if run.unrecorded:
+        job_id = run.unrecorded[0].job_id
+        message = f"job {job_id} has the comment of this run, and its ledger does not know the job"
+        return [RunProblem(run.run_id, Symptom.UNRECORDED, WatchRemedy.ADOPT, message, job_id)]
+    if not generation(run.events) or cancel_requested(run.events) or run.asked_by:
         return []
-    live = [job for job in look.jobs if not job.state.is_ended]
+    if any(job.state is JobState.UNKNOWN for job in run.jobs):
+        return []
+    live = [job for job in run.jobs if not job.state.is_ended]
     active = [job for job in live if job.state.is_active]
-    if any(job.state is JobState.UNKNOWN for job in look.jobs):
-        return []
     if active:
-        return _of_running(look, active[0])
+        return _running_problems(run, active[0])
     if live:
-        return [found for job in live for rule in _PENDING if (found := rule(look, job))][:1]
-    return of_gone(look)
+        return [found for job in live for rule in _PENDING if (found := rule(run, job))][:1]
+    return problems_without_jobs(run)
 
 
-def _unrecorded(look: Look, job: JobRecord) -> Sighting:
-    words = f"job {job.job_id} has the comment of this run, and its ledger does not know the job"
-    return Sighting(look.run_id, Symptom.UNRECORDED, Remedy.ADOPT, words, job.job_id)
+def _running_problems(run: WatchedRun, job: JobRecord) -> list[RunProblem]:
+    """Report a run whose supervisor is silent, or fails to stop a storm; nothing else is done.
 
-
-# -- a job runs --------------------------------------------------------------------------------
-
-
-def _of_running(look: Look, job: JobRecord) -> list[Sighting]:
-    """Its supervisor answers for it, unless that is dead or frozen, too.
-
-    Nothing is done about it: whether the nodes hang or only this host's view of the file system
-    cannot be told from here, and in the second case all runs would be killed at once.
+    Silence can mean that the nodes hang, or that this host does not see new files. In the second
+    case a remedy would kill all runs at once.
     """
-    silent_seconds = look.now - max(look.signs_time or 0.0, job.start_time or look.now)
-    limit_seconds = max(look.config.stall_seconds, look.config.setup_stall_seconds)
-    if job.state.is_running and silent_seconds > limit_seconds + look.grace_seconds:
-        words = (
+    silent_seconds = run.now - max(run.signs_time or 0.0, job.start_time or run.now)
+    limit_seconds = max(run.config.stall_seconds, run.config.setup_stall_seconds)
+    if job.state.is_running and silent_seconds > limit_seconds + run.grace_seconds:
+        message = (
             f"no sign of life of trainer and supervisor for {silent_seconds / 60:.0f} min: look at "
             f"{job.node_list or 'its nodes'}; `scontrol requeue {job.job_id}` restarts it"
         )
-        return [tell(look, Symptom.STALLED, words, job.job_id)]
-    past = history(look.events, look.config.storm_window_seconds)
-    ended_time = max((event.time for event in look.events if event.cause), default=0.0)
-    recently = look.now - ended_time < look.config.storm_window_seconds
-    if recently and past.recent_failures >= look.config.storm_failures:
-        return [tell(look, Symptom.STORM, storm(look, past), job.job_id)]
+        return [report_only(run, Symptom.STALLED, message, job.job_id)]
+    past = run.past
+    recent = run.now - run.last_failure_time < run.config.storm_window_seconds
+    if recent and past.recent_failures >= run.config.storm_failures:
+        return [report_only(run, Symptom.STORM, storm_message(run, past), job.job_id)]
     return []
 
 
 # -- a job waits -------------------------------------------------------------------------------
 
 
-def _launch_held(look: Look, job: JobRecord) -> Sighting | None:
+def _launch_held(run: WatchedRun, job: JobRecord) -> RunProblem | None:
     """Release a job that Slurm holds because a prolog failed.
 
     Slurm drains the node itself, so the job gets another one.
     """
     if job.hold is not JobHold.LAUNCH_FAILED:
         return None
-    words = "a prolog or the launch of the script failed, and Slurm holds the job"
-    closing = lost(look, job, Cause.PROLOG_FAILURE, words)
-    return as_policy_says(look, Symptom.LAUNCH_HELD, Remedy.RELEASE, closing)
+    cause = Cause.PROLOG_FAILURE
+    reason = "a prolog or the launch of the script failed, and Slurm holds the job"
+    lost, verdict = run.attempt_lost(job, cause, reason), Verdict(cause, reason)
+    symptom, remedy = Symptom.LAUNCH_HELD, WatchRemedy.RELEASE
+    return allowed_by_policy(run, symptom, remedy, verdict, job.job_id, lost)
 
 
-def _delayed(look: Look, job: JobRecord) -> Sighting | None:
-    """A requeued job waits for old credentials to expire; its owner may end that."""
+def _delayed(run: WatchedRun, job: JobRecord) -> RunProblem | None:
+    """Start a requeued job that waits for old credentials to expire; its owner may do that."""
     if job.wait is not WaitReason.BEGIN_TIME or not job.restart_count or job.start_time is None:
         return None
     wait_seconds = job.start_time - (job.submit_time or 0.0)
-    left_seconds = job.start_time - look.now
-    past = history(look.events, look.config.storm_window_seconds)
+    left_seconds = job.start_time - run.now
     if wait_seconds > _LONGEST_REQUEUE_DELAY_SECONDS or left_seconds < _SHORTEST_DELAY_SECONDS:
         return None
-    if past.recent_failures >= look.config.storm_failures:
-        return None  # the wait does it good
-    words = f"it would wait {left_seconds:.0f} s more after its requeue"
-    return Sighting(look.run_id, Symptom.DELAYED, Remedy.START_NOW, words, job.job_id)
+    if run.past.recent_failures >= run.config.storm_failures:
+        return None  # in a storm the delay is useful
+    message = f"it would wait {left_seconds:.0f} s more after its requeue"
+    return RunProblem(run.run_id, Symptom.DELAYED, WatchRemedy.START_NOW, message, job.job_id)
 
 
-def _no_node_left(look: Look, job: JobRecord) -> Sighting | None:
-    """The nodes that we keep the job away from may be those that it needs."""
-    if job.wait not in _NO_NODE or not _excluded(look.events):
+def _no_node_left(run: WatchedRun, job: JobRecord) -> RunProblem | None:
+    """Clear the excluded nodes of a job that cannot be scheduled without them."""
+    excluded = _excluded(run.events)
+    if job.wait not in _NO_NODE or not excluded:
         return None
-    nodes = ", ".join(_excluded(look.events))
-    words = f"it cannot be scheduled ({job.reason}) while it avoids {nodes}"
-    return Sighting(look.run_id, Symptom.EXCLUDED, Remedy.CLEAR_EXCLUDED, words, job.job_id)
+    message = f"it cannot be scheduled ({job.reason}) while it avoids {', '.join(excluded)}"
+    remedy = WatchRemedy.CLEAR_EXCLUDED
+    return RunProblem(run.run_id, Symptom.EXCLUDED, remedy, message, job.job_id)
 
 
 def _excluded(events: Sequence[Event]) -> tuple[str, ...]:
-    """The nodes that the newest requeue has excluded, unless they were cleared since."""
+    """Return the nodes that the newest requeue has excluded, unless they were cleared since."""
     for event in reversed(generation(events)):
-        if event.event is EventKind.WATCH and event.action == Remedy.CLEAR_EXCLUDED:
+        if event.event is EventKind.WATCH and event.action == WatchRemedy.CLEAR_EXCLUDED:
             return ()
         if event.event is EventKind.ACTION and event.action == ActionKind.REQUEUE:
             return event.excluded
     return ()
 
 
-def _too_few_nodes(look: Look, job: JobRecord) -> Sighting | None:
-    """Nodes are missing for long, and the spec allows fewer (`resources.min_nodes`)."""
-    shapes = look.config.shapes
+def _too_few_nodes(run: WatchedRun, job: JobRecord) -> RunProblem | None:
+    """Let a job that has waited long start on fewer nodes, if the spec has `min_nodes`."""
+    shapes = run.config.shapes
     if len(shapes) < 2 or job.wait not in _MISSING:
         return None
-    least, most = shapes[-1].nodes, shapes[0].nodes + look.config.spare_nodes
-    waited_seconds = look.now - (job.submit_time or look.now)
+    least, most = shapes[-1].nodes, shapes[0].nodes + run.config.spare_nodes
+    waited_seconds = run.now - (job.submit_time or run.now)
     if job.node_count is None or job.node_count <= least or waited_seconds < _TOO_FEW_SECONDS:
         return None
-    words = f"it has waited {waited_seconds / 60:.0f} min for {job.node_count} nodes"
-    words = f"{words} and may begin with {least}"
-    remedy = Remedy.TAKE_FEWER
-    return Sighting(
-        look.run_id, Symptom.TOO_FEW_NODES, remedy, words, job.job_id, nodes=(least, most)
+    waited = f"it has waited {waited_seconds / 60:.0f} min for {job.node_count} nodes"
+    message, remedy = f"{waited} and may begin with {least}", WatchRemedy.TAKE_FEWER
+    return RunProblem(
+        run.run_id, Symptom.TOO_FEW_NODES, remedy, message, job.job_id, nodes=(least, most)
     )
 
 

@@ -1,7 +1,6 @@
-"""Why a run does what it does: the last verdict and action, what is left of the budgets, and what
-comes next.
+"""Explains the state of a run: the last verdict and action, remaining budgets, and what comes next.
 
-Belongs here: asking the ledger, the policy and Slurm. Does not belong here: deciding
+Belongs here: querying the ledger, the policy and Slurm. Does not belong here: deciding
 (`hpctrain.supervise.judge.policy`), wording for terminals.
 """
 
@@ -12,10 +11,10 @@ from collections.abc import Sequence
 
 from pydantic import BaseModel, ConfigDict
 
-from hpctrain.actions.policy_preview import Budget, Foresight, budgets, foresee
+from hpctrain.actions.policy_preview import CauseBudget, PolicyPreview, budgets, preview_policy
 from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.state import RunState
-from hpctrain.actions.status import RunStatus, statuses
+from hpctrain.actions.status import statuses
 from hpctrain.checkpoints.discover import checkpoints
 from hpctrain.errors import SlurmError
 from hpctrain.slurm.client import SlurmClient
@@ -23,7 +22,7 @@ from hpctrain.slurm.reasons import JobHold, WaitReason
 from hpctrain.slurm.records import JobRecord
 from hpctrain.store.ledger import Event, EventKind
 from hpctrain.store.requests import is_requested, read_request
-from hpctrain.store.supervise_config import SuperviseConfig, read_supervise_config
+from hpctrain.store.supervise_config import read_supervise_config
 from hpctrain.supervise.judge.launch_history import history
 from hpctrain.supervise.judge.policy import limit_of_all
 from hpctrain.units import short_duration
@@ -56,7 +55,7 @@ class LastEnd(BaseModel):
 
 
 class LastAction(BaseModel):
-    """What the supervisor did about it, Slurm's answer, and what it only observed."""
+    """The last action of the supervisor, Slurm's answer, and what was only observed."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -80,7 +79,7 @@ class Storm(BaseModel):
 
 
 class Why(BaseModel):
-    """Everything that `hpctrain why` tells."""
+    """The output of `hpctrain why`."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -96,11 +95,11 @@ class Why(BaseModel):
     ended: LastEnd | None
     action: LastAction | None
     checkpoint_step: int | None
-    budgets: tuple[Budget, ...]
+    budgets: tuple[CauseBudget, ...]
     failures_without_progress: int
     failures_allowed: int
     storm: Storm
-    foresight: tuple[Foresight, ...]
+    foresight: tuple[PolicyPreview, ...]
 
 
 def why(run: RunFiles, slurm: SlurmClient, now: float | None = None) -> Why:
@@ -111,18 +110,35 @@ def why(run: RunFiles, slurm: SlurmClient, now: float | None = None) -> Why:
     past = history(events, config.storm_window_seconds)
     good = (one.step for one in checkpoints(run.layout.checkpoints) if one.good)
     checkpoint_step = next(good, None)
-    over = row.state in (RunState.DONE, RunState.CANCELLED)
-    step = max(row.step or 0, checkpoint_step or 0)
-    resumed = [_resume(now)] if row.state.over else []
-    ahead = [] if over else foresee([*events, *resumed], config, now, checkpoint_step or 0, step)
+    waiting = None
+    if row.state is RunState.PENDING and row.job_id is not None:
+        try:
+            job = slurm.show_job(row.job_id)
+            waiting = waiting_words(job, now) if job is not None else None
+        except SlurmError:
+            waiting = "Slurm does not answer"
+    standing = read_request(run.layout)
+    requests = [f"{standing.kind}, by {standing.by}"] if standing else []
+    if is_requested(run.layout, "save"):
+        requests.append("save")
+    ahead: list[PolicyPreview] = []
+    if row.state not in (RunState.DONE, RunState.CANCELLED):
+        # `hpctrain resume` would write this event, which restores all budgets.
+        resumed = Event(event=EventKind.CONTROL, time=now, action="resume")
+        assumed = [*events, resumed] if row.state.over else events
+        step = max(row.step or 0, checkpoint_step or 0)
+        ahead = preview_policy(assumed, config, now, checkpoint_step or 0, step)
+    window = config.storm_window_seconds
+    # Counted back from now: a storm that has passed is none.
+    recent = [event for event in events if event.event in _ENDS and event.time >= now - window]
     return Why(
         run_id=run.run_id,
         state=row.state,
         state_reason=row.reason,
         job_id=row.job_id,
         attempts=row.attempts,
-        waiting=_waiting(row, slurm, now),
-        requests=_requests(run),
+        waiting=waiting,
+        requests=tuple(requests),
         continuation=config.continuation,
         continuation_words=_CONTINUATION[config.continuation],
         ended=_last_end(events, past.same_fingerprint),
@@ -131,14 +147,13 @@ def why(run: RunFiles, slurm: SlurmClient, now: float | None = None) -> Why:
         budgets=tuple(budgets(past, config)),
         failures_without_progress=past.failures_without_progress,
         failures_allowed=limit_of_all(config) - 1,
-        storm=_storm(events, config, now),
+        storm=Storm(
+            failures=history(recent, window).recent_failures,
+            threshold=config.storm_failures,
+            window_seconds=window,
+        ),
         foresight=tuple(ahead),
     )
-
-
-def _resume(now: float) -> Event:
-    """What `hpctrain resume` writes: budgets are full again."""
-    return Event(event=EventKind.CONTROL, time=now, action="resume")
 
 
 def _last_end(events: Sequence[Event], alike: int) -> LastEnd | None:
@@ -177,26 +192,6 @@ def _last_action(events: Sequence[Event]) -> LastAction | None:
     )
 
 
-def _storm(events: Sequence[Event], config: SuperviseConfig, now: float) -> Storm:
-    """Counted back from now: a storm that has passed is none."""
-    window = config.storm_window_seconds
-    recent = [event for event in events if event.event in _ENDS and event.time >= now - window]
-    return Storm(
-        failures=history(recent, window).recent_failures,
-        threshold=config.storm_failures,
-        window_seconds=window,
-    )
-
-
-def _requests(run: RunFiles) -> tuple[str, ...]:
-    """What people have asked for and nobody has followed yet."""
-    standing = read_request(run.layout)
-    words = [f"{standing.kind}, by {standing.by}"] if standing else []
-    if is_requested(run.layout, "save"):
-        words.append("save")
-    return tuple(words)
-
-
 # -- why a job waits ---------------------------------------------------------------------------
 
 _HELD = "it is held: `hpctrain resume` releases it"
@@ -224,7 +219,7 @@ _WAITS = {
 
 
 def waiting_words(job: JobRecord, now: float) -> str:
-    """Why a job waits, with Slurm's own word and what can be done."""
+    """Explain why a job waits, with Slurm's reason and what a user can do."""
     reason = job.reason or "None"
     if job.hold is not None:
         words = _HOLDS.get(job.hold, _HELD)
@@ -236,13 +231,3 @@ def waiting_words(job: JobRecord, now: float) -> str:
     if job.exclude_nodes:
         parts.append(f"it must not run on {job.exclude_nodes}")
     return "; ".join(parts)
-
-
-def _waiting(row: RunStatus, slurm: SlurmClient, now: float) -> str | None:
-    if row.state is not RunState.PENDING or row.job_id is None:
-        return None
-    try:
-        job = slurm.show_job(row.job_id)
-    except SlurmError:
-        return "Slurm does not answer"
-    return waiting_words(job, now) if job is not None else None

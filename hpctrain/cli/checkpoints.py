@@ -15,7 +15,7 @@ from hpctrain.cli.output import json_out, or_dash, paragraph, table
 from hpctrain.units import short_bytes, short_duration
 
 if TYPE_CHECKING:
-    from hpctrain.actions.checkpoints import Interval, Row, Shelf
+    from hpctrain.actions.checkpoints import CheckpointReport
     from hpctrain.checkpoints.verify import Verified
 
 _HEADERS = ("STEP", "EPOCH", "AGE", "SIZE", "FILES", "STALL", "PUBLISH", "CHECK", "KEPT")
@@ -44,17 +44,33 @@ def checkpoints(run: str, verify: bool, threads: int, runs: Path | None, as_json
       hpctrain checkpoints gpt175b-7f3a
       hpctrain checkpoints gpt175b-7f3a --verify --threads 16
     """
-    from hpctrain.actions.checkpoints import shelf
+    from hpctrain.actions.checkpoints import report_checkpoints
     from hpctrain.actions.runs import find_run, runs_directory
 
     found = find_run(runs_directory(runs), run)
     progress = progress_line() if verify and sys.stderr.isatty() else None
-    seen = shelf(found, verify=verify, workers=threads, progress=progress)
+    seen = report_checkpoints(found, verify=verify, workers=threads, progress=progress)
     if as_json:
         json_out("checkpoints", seen)
     else:
         if seen.rows:
-            table(_HEADERS, [_cells(row) for row in seen.rows])
+            table(
+                _HEADERS,
+                [
+                    [
+                        f"{row.step:,}",
+                        or_dash(row.epoch),
+                        _duration(row.age_seconds),
+                        or_dash(None if row.size_bytes is None else short_bytes(row.size_bytes)),
+                        or_dash(row.files),
+                        _duration(row.stall_seconds),
+                        _duration(row.publish_seconds),
+                        "BAD" if row.problem else row.verified,
+                        or_dash(", ".join(row.kept_because)),
+                    ]
+                    for row in seen.rows
+                ],
+            )
         else:
             click.echo("no checkpoint has been published yet")
         for line in _more_lines(seen):
@@ -95,21 +111,11 @@ def progress_line() -> Callable[[Verified], None]:
     return show
 
 
-def _cells(row: Row) -> list[str]:
-    return [
-        f"{row.step:,}",
-        or_dash(row.epoch),
-        or_dash(None if row.age_seconds is None else short_duration(row.age_seconds)),
-        or_dash(None if row.size_bytes is None else short_bytes(row.size_bytes)),
-        or_dash(row.files),
-        or_dash(None if row.stall_seconds is None else short_duration(row.stall_seconds)),
-        or_dash(None if row.publish_seconds is None else short_duration(row.publish_seconds)),
-        "BAD" if row.problem else row.verified,
-        or_dash(", ".join(row.kept_because)),
-    ]
+def _duration(seconds: float | None) -> str:
+    return or_dash(None if seconds is None else short_duration(seconds))
 
 
-def _more_lines(seen: Shelf) -> list[str]:
+def _more_lines(seen: CheckpointReport) -> list[str]:
     """Format what the table does not show: bad and unfinished checkpoints, disk, interval."""
     lines = [""]
     for row in seen.bad:
@@ -126,13 +132,12 @@ def _more_lines(seen: Shelf) -> list[str]:
         lines += _entry("Quarantine", f"{bad.name} ({short_bytes(bad.size_bytes)}): {bad.reason}")
     fits = "" if seen.room.fits is None else f", room for {seen.room.fits:,} more"
     lines += _entry("Disk", f"{short_bytes(seen.room.free_bytes)} free{fits}")
-    return lines + (_interval_lines(seen.interval) if seen.interval else [])
-
-
-def _interval_lines(interval: Interval) -> list[str]:
+    interval = seen.interval
+    if interval is None:
+        return lines
     seconds = interval.used_seconds
     used = "" if seconds is None else f", about {short_duration(seconds)}"
-    lines = _entry("Interval", f"{interval.configured}{used}")
+    lines += _entry("Interval", f"{interval.configured}{used}")
     if interval.stall_seconds is not None and interval.publish_seconds is not None:
         lines += _entry(
             "  measured",

@@ -13,12 +13,12 @@ from hpctrain.cli.output import json_out, say, table
 from hpctrain.cli.plan import GpuCounts
 
 if TYPE_CHECKING:
-    from hpctrain.actions.trial_plans import Request, Subject
+    from hpctrain.actions.trial_plans import Subject, TrialRequest
     from hpctrain.comparison.documents import Comparison
     from hpctrain.store.comparisons import ComparisonLayout
     from hpctrain.units import Duration
 
-MakeRequest = Callable[["Subject"], "Request"]
+MakeRequest = Callable[["Subject"], "TrialRequest"]
 
 
 class Walltime(click.ParamType[Any]):
@@ -118,7 +118,7 @@ def compare(spec: Path, engines: str, variants: tuple[str, ...], **options: Any)
     """
     from hpctrain.actions.compare import engines_request
 
-    def request(subject: Subject) -> Request:
+    def request(subject: Subject) -> TrialRequest:
         return engines_request(subject, engines, variants, options["steps"], options["walltime"])
 
     _carry_out(spec, request, bool(engines or variants), options)
@@ -143,7 +143,7 @@ def scale(spec: Path, gpus: tuple[int, ...] | None, weak: bool, **options: Any) 
     """
     from hpctrain.actions.compare import sizes_request
 
-    def request(subject: Subject) -> Request:
+    def request(subject: Subject) -> TrialRequest:
         steps, walltime = options["steps"], options["walltime"]
         return sizes_request(subject, gpus or (), steps, walltime, weak=weak)
 

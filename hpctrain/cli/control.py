@@ -11,7 +11,7 @@ from hpctrain.cli.options import Decorated, RunName, confirm, runs_option, yes_o
 from hpctrain.cli.output import say
 
 if TYPE_CHECKING:
-    from hpctrain.actions.control import Answer
+    from hpctrain.actions.control import ControlResult
     from hpctrain.actions.runs import RunFiles
     from hpctrain.slurm.client import SlurmClient
 
@@ -147,5 +147,5 @@ def _slurm() -> SlurmClient:
     return Client()
 
 
-def _tell(answer: Answer) -> None:
-    say(answer.words)
+def _tell(answer: ControlResult) -> None:
+    say(answer.message)

@@ -5,9 +5,9 @@ Belongs here: bars and labels. Does not belong here: any number that is not in t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-from hpctrain.actions.goodput import Goodput, Loss
+from hpctrain.actions.goodput import Goodput, LossByCause
 from hpctrain.units import short_duration
 
 _BAR = 30
@@ -24,6 +24,14 @@ _LABELS = {
     "down": "down",
     "held": "held",
 }
+
+# Heading, width and cell of the columns about a cause.
+_COLUMNS: tuple[tuple[str, int, Callable[[LossByCause], str]], ...] = (
+    ("ENDS", 6, lambda loss: f"{loss.ends:,}"),
+    ("LOST", 10, lambda loss: _time(loss.lost_seconds)),
+    ("GPU-HOURS", 12, lambda loss: f"{loss.lost_gpu_hours:,.1f}"),
+    ("STEPS", 8, lambda loss: f"{loss.lost_steps:,}"),
+)
 
 
 def goodput_lines(goodput: Goodput) -> list[str]:
@@ -47,7 +55,18 @@ def goodput_lines(goodput: Goodput) -> list[str]:
         bar = f"{'#' * filled:<{_BAR}}"
         lines.append(f"{label:<14} {bar} {spent / wall:>7.2%}  {_time(spent):>10}".rstrip())
     lines += ["", *_ratios(goodput)]
-    return [*lines, "", *_causes(goodput)] if goodput.causes else lines
+    if goodput.causes:  # the most expensive first, with the largest category of each
+        lines += ["", _row("CAUSE", (head for head, _, _ in _COLUMNS), "MOSTLY")]
+    for loss in goodput.causes:
+        mostly = _LABELS[max(loss.seconds, key=loss.seconds.__getitem__)] if loss.seconds else "-"
+        cells = (cell(loss) for _, _, cell in _COLUMNS)
+        lines.append(_row(loss.cause.replace("_", " "), cells, mostly))
+    return lines
+
+
+def _row(cause: str, cells: Iterable[str], mostly: str) -> str:
+    padded = (f"{cell:>{width}}" for cell, (_, width, _) in zip(cells, _COLUMNS, strict=True))
+    return f"{cause:<18}{''.join(padded)}  {mostly}".rstrip()
 
 
 def _ratios(goodput: Goodput) -> list[str]:
@@ -69,26 +88,6 @@ def _ratios(goodput: Goodput) -> list[str]:
         mean = short_duration(goodput.recovery_mean_seconds)
         lines.append(f"Recovery  median {median}, mean {mean}, from the last sign to a new step")
     return lines
-
-
-_COLUMNS: tuple[tuple[str, Callable[[Loss], str]], ...] = (
-    ("ENDS", lambda loss: f"{loss.ends:,}"),
-    ("LOST", lambda loss: _time(loss.lost_seconds)),
-    ("GPU-HOURS", lambda loss: f"{loss.lost_gpu_hours:,.1f}"),
-    ("STEPS", lambda loss: f"{loss.lost_steps:,}"),
-)
-
-
-def _causes(goodput: Goodput) -> list[str]:
-    """Tabulate the causes, the most expensive first, with the largest category of each."""
-    widths = [6, 10, 12, 8]
-    heads = "".join(f"{head:>{w}}" for (head, _), w in zip(_COLUMNS, widths, strict=True))
-    lines = [f"{'CAUSE':<18}{heads}  MOSTLY"]
-    for loss in goodput.causes:
-        mostly = _LABELS[max(loss.seconds, key=loss.seconds.__getitem__)] if loss.seconds else "-"
-        cells = "".join(f"{cell(loss):>{w}}" for (_, cell), w in zip(_COLUMNS, widths, strict=True))
-        lines.append(f"{loss.cause.replace('_', ' '):<18}{cells}  {mostly}")
-    return [line.rstrip() for line in lines]
 
 
 def _time(seconds: float) -> str:

@@ -39,7 +39,7 @@ class Seconds(click.ParamType[float]):
         return seconds
 
 
-class Intervals(Seconds):
+class IntervalList(Seconds):
     """`10min,30min,auto`; auto is None."""
 
     name = "duration|auto,..."
@@ -58,7 +58,7 @@ class Intervals(Seconds):
         return tuple(found)
 
 
-class Counts(click.ParamType[tuple[int, ...]]):
+class CountList(click.ParamType[tuple[int, ...]]):
     """`0,1,2,4`"""
 
     name = "N,N,..."
@@ -123,7 +123,7 @@ def number_options(function: Any) -> Any:
 )
 @click.option(
     "--spares",
-    type=Counts(),
+    type=CountList(),
     default="0,1,2,4",
     show_default=True,
     help="Numbers of spare nodes to compare.",
@@ -131,7 +131,7 @@ def number_options(function: Any) -> Any:
 @click.option(
     "--interval",
     "intervals",
-    type=Intervals(),
+    type=IntervalList(),
     default="auto",
     show_default=True,
     help="Times between checkpoints to compare; auto: Daly's.",

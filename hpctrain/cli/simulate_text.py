@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from hpctrain.actions.simulate import Simulation
 from hpctrain.cli.output import paragraph
-from hpctrain.simulate.monte_carlo import Outcome
 from hpctrain.units import short_duration
 
 _INDENT = 10
@@ -40,7 +39,21 @@ def simulation_lines(simulation: Simulation) -> list[str]:
         )
         lines.append(_columns(cells) + ("  best" if index == choice.best else ""))
     lines += ["", *_entry("Best", "; ".join(choice.reasons))]
-    lines += [*_entry("Lost", _shares(best)), *_entry("Causes", _causes(best))]
+    # In a mean run, the largest first.
+    total = sum(best.seconds.values())
+    lost = ", ".join(
+        f"{name} {seconds / total:.2%}"
+        for name, seconds in sorted(best.seconds.items(), key=lambda item: -item[1])
+        if seconds > 0 and name != "productive"
+    )
+    costs = ", ".join(
+        f"{name.replace('_', ' ')} {short_duration(seconds)}"
+        for name, seconds in sorted(best.lost_seconds.items(), key=lambda item: -item[1])[:5]
+        if seconds > 0
+    )
+    events = f"{best.failures:,.1f} failures and {best.requeues:,.1f} requeues in a run"
+    lines += _entry("Lost", lost or "nothing")
+    lines += _entry("Causes", f"{events}; {costs or 'nothing is lost'}")
     days = f"{best.days.mean:,.1f} ({best.days.p5:,.1f} to {best.days.p95:,.1f})"
     finish = (
         f"in {days} d; ETTR {best.ettr.mean:.1%} with the queue, "
@@ -60,26 +73,6 @@ def simulation_lines(simulation: Simulation) -> list[str]:
 
 def _columns(cells: tuple[str, ...]) -> str:
     return "".join(f"{cell:>{width}}" for cell, width in zip(cells, _WIDTHS, strict=True))
-
-
-def _shares(best: Outcome) -> str:
-    """List the shares of time that are not productive, the largest first, for a mean run."""
-    total = sum(best.seconds.values())
-    rest = {name: seconds for name, seconds in best.seconds.items() if name != "productive"}
-    ordered = sorted(rest.items(), key=lambda item: -item[1])
-    parts = [f"{name} {seconds / total:.2%}" for name, seconds in ordered if seconds > 0]
-    return ", ".join(parts) or "nothing"
-
-
-def _causes(best: Outcome) -> str:
-    ordered = sorted(best.lost_seconds.items(), key=lambda item: -item[1])
-    parts = [
-        f"{name.replace('_', ' ')} {short_duration(seconds)}"
-        for name, seconds in ordered[:5]
-        if seconds > 0
-    ]
-    events = f"{best.failures:,.1f} failures and {best.requeues:,.1f} requeues in a run"
-    return f"{events}; " + (", ".join(parts) or "nothing is lost")
 
 
 def _entry(label: str, text: str) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from hpctrain.actions.describe import AttemptStory, LaunchStory, RunStory
+from hpctrain.actions.describe import AttemptStory, RunStory
 from hpctrain.units import short_bytes, short_duration
 
 
@@ -38,23 +38,18 @@ def _attempt_lines(number: int, attempt: AttemptStory) -> list[str]:
     job = f"job {attempt.job_id}, restart {attempt.restart_count}"
     lines = [f"Attempt {number}  {_clock(attempt.start_time)}   {job}   nodes {attempt.nodes}"]
     for launch in attempt.launches:
-        lines += _launch_lines(launch)
+        steps = f"from step {launch.resume_step}"
+        if launch.last_step is not None:
+            steps += f" to {launch.last_step}, newest checkpoint {launch.checkpoint_step or 'none'}"
+        seconds = "" if launch.seconds is None else f"   {short_duration(launch.seconds)}"
+        lines.append(f"  launch {launch.epoch}  {steps}{seconds}")
+        if launch.cause:
+            lines.append(f"  ended     {launch.cause}: {launch.reason}")
+        lines += [f"            | {line}" for line in launch.evidence]
     if attempt.signals:
         lines.append(f"  signals   {', '.join(attempt.signals)}")
     if attempt.action:
         lines.append(f"  then      {attempt.action}: {attempt.reason}")
-    return lines
-
-
-def _launch_lines(launch: LaunchStory) -> list[str]:
-    steps = f"from step {launch.resume_step}"
-    if launch.last_step is not None:
-        steps += f" to {launch.last_step}, newest checkpoint {launch.checkpoint_step or 'none'}"
-    seconds = "" if launch.seconds is None else f"   {short_duration(launch.seconds)}"
-    lines = [f"  launch {launch.epoch}  {steps}{seconds}"]
-    if launch.cause:
-        lines.append(f"  ended     {launch.cause}: {launch.reason}")
-    lines += [f"            | {line}" for line in launch.evidence]
     return lines
 
 

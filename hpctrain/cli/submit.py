@@ -57,6 +57,7 @@ def submit(
       hpctrain submit --profile a100x64 examples/gpt175b.yaml -y
     """
     from hpctrain.actions import submit as action
+    from hpctrain.actions.input_checks import check_inputs
     from hpctrain.actions.prepare import prepare
     from hpctrain.actions.runs import runs_directory
     from hpctrain.cli.plan_text import continuation_lines, plan_lines
@@ -79,7 +80,7 @@ def submit(
         say(f"Slurm accepts the script: {action.check(prepared, SlurmClient()).text}")
     if dry_run or check:
         return
-    action.check_data(prepared)
+    check_inputs(prepared.spec)
     partition = prepared.profile.document.slurm.partition(
         prepared.spec.document.resources.partition
     )

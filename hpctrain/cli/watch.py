@@ -6,7 +6,6 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
@@ -14,9 +13,6 @@ from hpctrain.cli.options import json_option, runs_option
 from hpctrain.cli.output import json_out, say
 from hpctrain.errors import HpctrainError
 from hpctrain.units import short_duration
-
-if TYPE_CHECKING:
-    from hpctrain.actions.watch import Pass
 
 _HINT = """\
 # One pass every two minutes. A pass queries Slurm once, whatever the number of runs, and prints
@@ -33,7 +29,7 @@ PATH={path}
 #SCRON --output={runs}/.watch/scrontab.log
 */5 * * * *  {program} watch --act --runs {runs}
 
-# In the monitoring of the site, on another host: non-zero when no pass has seen everything lately.
+# In the monitoring of the site, on another host: non-zero when no recent pass was complete.
 {program} watch --check-heartbeat 15min --runs {runs}
 """
 
@@ -43,7 +39,7 @@ PATH={path}
 @click.option(
     "--heartbeat",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="File written after a pass that saw everything.  [default: RUNS/.watch/heartbeat.json]",
+    help="File written after a complete pass.  [default: RUNS/.watch/heartbeat.json]",
 )
 @click.option(
     "--grace",
@@ -84,6 +80,7 @@ def watch(
     """
     from hpctrain.actions import watch as action
     from hpctrain.actions.runs import runs_directory
+    from hpctrain.errors import SlurmError, SlurmUnreachableError
     from hpctrain.slurm.client import SlurmClient
 
     directory = runs_directory(runs)
@@ -122,22 +119,6 @@ def watch(
                 "told": one.answer or "nothing is done",
             }[one.outcome]
             click.echo(f"{one.run_id}  {one.symptom}: {one.reason}  [{deed}]")
-    _report_outcome(result)
-
-
-def _seconds(text: str) -> float:
-    from hpctrain.units import Duration
-
-    try:
-        return float(Duration.parse(text))
-    except ValueError as error:
-        raise click.UsageError(str(error)) from error
-
-
-def _report_outcome(result: Pass) -> None:
-    """Raise an error for an incomplete or failed pass; print a line if there is nothing to do."""
-    from hpctrain.errors import SlurmError, SlurmUnreachableError
-
     if not result.complete:
         reasons = "; ".join(result.blind_because)
         kind = SlurmUnreachableError if result.slurm_silent else HpctrainError
@@ -147,3 +128,12 @@ def _report_outcome(result: Pass) -> None:
     if not result.seen and sys.stderr.isatty():  # cron would mail the line
         elsewhere = f", {result.elsewhere} on other clusters" if result.elsewhere else ""
         say(f"{result.runs} runs, {result.open_runs} of them not over{elsewhere}: nothing to do")
+
+
+def _seconds(text: str) -> float:
+    from hpctrain.units import Duration
+
+    try:
+        return float(Duration.parse(text))
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error

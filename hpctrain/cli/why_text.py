@@ -16,7 +16,7 @@ from hpctrain.cli.output import paragraph
 from hpctrain.units import short_duration
 
 if TYPE_CHECKING:
-    from hpctrain.actions.policy_preview import Budget
+    from hpctrain.actions.policy_preview import CauseBudget
     from hpctrain.actions.why import LastEnd, Why
 
 _WIDTH, _MARGIN, _INDENT = 80, 10, "  "
@@ -48,7 +48,17 @@ def why_lines(why: Why, now: float) -> list[str]:
         for observation in action.observed:
             lines += _entry("Observed", _observed(observation))
     lines += _entry("Goes on", f"{why.continuation}: {why.continuation_words}")
-    return [*lines, "", *_budget_lines(why), *_foresight_lines(why)]
+    lines += ["", *_budget_lines(why)]
+    if why.foresight:
+        when = "after `hpctrain resume`, when" if why.state.over else "when"
+        lines += ["", f"Next, {when}"]
+    for one in why.foresight:
+        lines += _paragraph(", ".join(one.conditions), _INDENT)
+        text = f"{one.action}: {one.reason}{_after(one.delay_seconds)}"
+        lines += _paragraph(text, f"{_INDENT}  -> ")
+        for observation in one.observed:
+            lines += _paragraph(f"observed: {_observed(observation)}", f"{_INDENT}     ")
+    return lines
 
 
 def _end_lines(ended: LastEnd | None, now: float) -> list[str]:
@@ -104,7 +114,7 @@ def _budget_lines(why: Why) -> list[str]:
     return [*lines, f"  {'storm':<18}{text}"]
 
 
-def _by_allowance(budget: Budget) -> int:
+def _by_allowance(budget: CauseBudget) -> int:
     return -1 if budget.allowed is None else budget.allowed
 
 
@@ -113,23 +123,6 @@ def _used(used: int, allowed: int | None) -> str:
         return f"{used}, as often as it comes"
     spent = "; the next one stops the run" if used == allowed else ""
     return f"{used} of {allowed} used{spent}" if used <= allowed else f"used up ({allowed})"
-
-
-# -- what comes next ---------------------------------------------------------------------------
-
-
-def _foresight_lines(why: Why) -> list[str]:
-    if not why.foresight:
-        return []
-    when = "after `hpctrain resume`, when" if why.state.over else "when"
-    lines = ["", f"Next, {when}"]
-    for one in why.foresight:
-        lines += _paragraph(", ".join(one.conditions), _INDENT)
-        text = f"{one.action}: {one.reason}{_after(one.delay_seconds)}"
-        lines += _paragraph(text, f"{_INDENT}  -> ")
-        for observation in one.observed:
-            lines += _paragraph(f"observed: {_observed(observation)}", f"{_INDENT}     ")
-    return lines
 
 
 def _after(delay_seconds: float | None) -> str:

@@ -8,7 +8,7 @@ from hpctrain.errors import InvalidInputError, Problem
 
 
 def sh(value: object) -> str:
-    """Quote one word of a POSIX shell command; `shlex.quote` handles everything but NUL."""
+    """Quote one argument of a POSIX shell command; `shlex.quote` handles everything but NUL."""
     text = str(value)
     if "\0" in text:
         raise InvalidInputError([Problem("a value contains a NUL character")])

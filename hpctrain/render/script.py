@@ -1,4 +1,4 @@
-"""Decides every word of the sbatch script from spec, profile and plan. Same input, same bytes.
+"""Builds the sbatch script from spec, profile and plan. Same input, same bytes.
 
 Belongs here: which directives, variables and srun options a job needs. Does not belong here: the
 text around them (`template`), the trainer's settings (see `hpctrain.engines`), files, clocks, or
@@ -73,7 +73,7 @@ class ScriptFacts:
 
 @dataclass(frozen=True)
 class Script:
-    """The values that the template fills in (docs/templates.md); commands are lists of words."""
+    """The values that the template fills in (docs/templates.md); commands are argument lists."""
 
     title: str
     version: str
@@ -97,7 +97,7 @@ class Script:
 
 
 def build_script(spec: RunSpec, profile: ClusterProfile, plan: Plan, facts: ScriptFacts) -> Script:
-    """Decide every word of the job script. Raises InvalidInputError for what sbatch cannot take."""
+    """Build the job script. Raises InvalidInputError for what sbatch cannot take."""
     partition = profile.slurm.partition(spec.resources.partition)
     assert partition is not None, "the planner has checked the partition"
     python = profile.software.python or facts.python
@@ -272,8 +272,8 @@ def _variables(spec: RunSpec, profile: ClusterProfile, plan: Plan) -> tuple[Vari
 
 
 def _srun(spec: RunSpec, profile: ClusterProfile, plan: Plan, start: Start) -> tuple[str, ...]:
-    """List the words of the srun command, up to the options that the template adds."""
-    words = [
+    """List the arguments of srun, up to the options that the template adds."""
+    arguments = [
         "srun",
         f"--nodes={plan.nodes.nodes}",
         f"--ntasks={start.tasks}",
@@ -287,19 +287,19 @@ def _srun(spec: RunSpec, profile: ClusterProfile, plan: Plan, start: Start) -> t
         "--wait=120",
     ]
     # Not inherited from sbatch since 22.05 (srun(1)).
-    words.append(f"--cpus-per-task={_cpus_per_gpu(spec, profile) * start.gpus_per_task}")
+    arguments.append(f"--cpus-per-task={_cpus_per_gpu(spec, profile) * start.gpus_per_task}")
     container = profile.software.container
     if container is not None and container.launcher == "pyxis":
-        words.append(f"--container-image={container.image}")
+        arguments.append(f"--container-image={container.image}")
         names = [variable.name for variable in _variables(spec, profile, plan)]
         names.extend(spec.environment.inherit)
-        words.append(f"--container-env={','.join((*names, *_TRAINER_VARIABLES))}")
-        words.append("--no-container-mount-home")
-    return tuple(words)
+        arguments.append(f"--container-env={','.join((*names, *_TRAINER_VARIABLES))}")
+        arguments.append("--no-container-mount-home")
+    return tuple(arguments)
 
 
 def _trainer(profile: ClusterProfile, python: str, start: Start) -> tuple[str, ...]:
-    """List the words of the command that each task runs."""
+    """List the arguments of the command that each task runs."""
     container = profile.software.container
     command = ("-m", *start.module, "train.json")
     if container is None:

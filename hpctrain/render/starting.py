@@ -1,7 +1,7 @@
 """Decides what srun starts: one task per GPU, or one torchelastic agent per node. Pure.
 
-Belongs here: the numbers of tasks, the words of the trainer's command and the comment about both.
-Does not belong here: how an agent works (`hpctrain.train.agent`), and how many nodes a launch gets
+Belongs here: the numbers of tasks, the arguments of the trainer and the comment about both. Does
+not belong here: how an agent works (`hpctrain.train.agent`), and how many nodes a launch gets
 (`hpctrain.supervise.judge.launch_nodes`, which replaces the planned number).
 """
 

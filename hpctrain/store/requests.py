@@ -9,7 +9,7 @@ The empty file is the request; its first line holds who made it and why. Whoever
 `control/` can make one by hand (`touch control/save`), so its text is untrusted. A request stands
 until it is followed or taken back, also over a requeue, a crash or a wait in the queue. Belongs
 here: the kinds, their files and text; making, reading and removing them. Does not belong here: the
-line in the ledger (`hpctrain.actions.requests`), whether a request makes sense now
+line in the ledger (`hpctrain.actions.control`), whether a request makes sense now
 (`hpctrain.actions.control`), following it (`hpctrain.supervise`, `hpctrain.train`).
 """
 

@@ -1,7 +1,7 @@
 """Check the pretrained weights of a run before torch is imported.
 
 Belongs here: whether the directory exists on this node and matches the configured model. Does not
-belong here: the same at submission (see `hpctrain.actions.pretrained`), loading.
+belong here: the same at submission (see `hpctrain.actions.input_checks`), loading.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from hpctrain.actions.compare import (
 )
 from hpctrain.actions.comparison_plot import draw
 from hpctrain.actions.runs import RunFiles
-from hpctrain.actions.trial_plans import Request, Subject, subject_of
+from hpctrain.actions.trial_plans import Subject, TrialRequest, subject_of
 from hpctrain.actions.trials import start
 from hpctrain.comparison.documents import Comparison, Trial
 from hpctrain.store.comparisons import ComparisonLayout
@@ -45,7 +45,7 @@ def subject(stage: Stage, tmp_path: Path) -> Subject:
     return subject_of(spec, "sandbox")
 
 
-def begun(subject: Subject, request: Request, tmp_path: Path) -> ComparisonLayout:
+def begun(subject: Subject, request: TrialRequest, tmp_path: Path) -> ComparisonLayout:
     return start(subject, request, tmp_path / "runs")
 
 

@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 from rehearsal import Rehearsal, Stage, held
 
+from hpctrain.actions.run_problems import Symptom
 from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.state import RunState
-from hpctrain.actions.watch import Pass, watch
-from hpctrain.actions.watch_look import Symptom
+from hpctrain.actions.watch import WatchPass, watch
 from hpctrain.sandbox import faults
 from hpctrain.store.jobs import submitted_ids
 from hpctrain.store.ledger import EventKind
 
 
-def one_pass(rehearsal: Rehearsal, stage: Stage) -> Pass:
+def one_pass(rehearsal: Rehearsal, stage: Stage) -> WatchPass:
     """A pass that acts, over the runs of this stage; what it says of the one rehearsed."""
     result = watch(stage.runs, stage.slurm, act=True, grace_seconds=0.0)
     assert result.complete, result

@@ -1,7 +1,7 @@
 """Check the data files of a run before torch is imported.
 
 Belongs here: which files a configuration names. Does not belong here: the checks of each (see
-`hpctrain.store.prepared`), the same at submission (`hpctrain.actions.samples`).
+`hpctrain.store.prepared`), the same at submission (`hpctrain.actions.input_checks`).
 """
 
 from __future__ import annotations

@@ -8,12 +8,12 @@ from rehearsal import Rehearsal, Stage, held
 from survival import Fault, Survival
 
 from hpctrain.actions.runs import RunFiles
-from hpctrain.actions.watch import Pass, watch
+from hpctrain.actions.watch import WatchPass, watch
 from hpctrain.sandbox import faults
 from hpctrain.store.ledger import EventKind
 
 
-def look(rehearsal: Rehearsal, stage: Stage, *, act: bool) -> Pass:
+def look(rehearsal: Rehearsal, stage: Stage, *, act: bool) -> WatchPass:
     """One pass over the directory of this run alone."""
     found = watch(stage.runs, rehearsal.slurm, act=act, grace_seconds=0)
     rehearsal.job_id = [e.job_id for e in rehearsal.events(EventKind.SUBMITTED)][-1] or 0

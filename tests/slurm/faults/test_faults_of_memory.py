@@ -13,7 +13,7 @@ from survival import Fault, Survival, flip_a_byte
 
 from hpctrain.actions import control
 from hpctrain.actions.acceptances import Acceptance
-from hpctrain.actions.checkpoints import shelf
+from hpctrain.actions.checkpoints import report_checkpoints
 from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.state import RunState
 from hpctrain.checkpoints.manifest import MANIFEST_NAME, checkpoint_name, read_manifest
@@ -65,7 +65,7 @@ def test_checkpoints_that_lie_are_stepped_back_over_and_kept(
         for event in rehearsal.events(EventKind.CHECKPOINT_REJECTED)
     ]
     assert rejected == [(50, "bad_checkpoint"), (40, "bad_checkpoint"), (30, "load_failed")]
-    kept = {one.name: one.reason for one in shelf(rehearsal.run).quarantined}
+    kept = {one.name: one.reason for one in report_checkpoints(rehearsal.run).quarantined}
     assert set(kept) == {checkpoint_name(step) for step in (50, 40, 30)}
     assert "lists" in kept[checkpoint_name(50)]
     assert (root / QUARANTINE_NAME / checkpoint_name(30) / "__0_0.distcp").exists()

@@ -11,9 +11,9 @@ from pathlib import Path
 from rehearsal import PATIENCE_SECONDS, Rehearsal, Stage, held, wait_till_remembered, waits_for
 from survival import BY_SLURM, Fault, Survival
 
+from hpctrain.actions.run_problems import WatchRemedy
 from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.watch import watch
-from hpctrain.actions.watch_look import Remedy
 from hpctrain.errors import SlurmError
 from hpctrain.sandbox import faults
 from hpctrain.sandbox.faults import resume_node
@@ -152,7 +152,7 @@ def test_a_deadline_is_no_cancel_and_no_reason_to_submit_again(
     )
     rehearsal.wait(lambda: state_of(rehearsal) is JobState.DEADLINE, "ended by its deadline")
     (seen,) = watch(own.runs, rehearsal.slurm, act=True, grace_seconds=0).seen
-    assert (seen.remedy, seen.outcome) == (Remedy.TELL, "told"), seen
+    assert (seen.remedy, seen.outcome) == (WatchRemedy.TELL, "told"), seen
     assert "deadline" in seen.reason and "cancelled" not in seen.reason, seen
     assert rehearsal.events(EventKind.CANCEL_REQUESTED) == [], rehearsal.logs()
     assert rehearsal.attempts == 1

@@ -12,9 +12,9 @@ from fabricated_runs import LAUNCHED, STARTED, SUBMITTED, ended, fabricate, publ
 
 from hpctrain.actions import control
 from hpctrain.actions.acceptances import Acceptance, accept
-from hpctrain.actions.audit import asked
+from hpctrain.actions.data_records import identity_of, record_data
+from hpctrain.actions.describe import request_history
 from hpctrain.actions.prepare import prepare
-from hpctrain.actions.run_data import identity_of, record_data
 from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.submit import submit, write_run_directory
 from hpctrain.engines.documents import parse_train_config
@@ -47,12 +47,12 @@ def test_a_start_at_step_0_is_recorded_with_what_it_costs(tmp_path: Path, slurm:
     run = fabricate(tmp_path, entries=FAILED, steps=23)
     claim_epoch(run.layout.epochs, "test")
     answer = control.resume(run, slurm, reason="scratch was purged", acceptance=SCRATCH)  # type: ignore[arg-type]
-    assert "30 steps are given up" in answer.words and "as job 2" in answer.words
+    assert "30 steps are given up" in answer.message and "as job 2" in answer.message
     (event,) = [e for e in run.ledger.events() if e.event is EventKind.FRESH_START_ACCEPTED]
     assert (event.user, event.reason, event.epoch) == (ME, "scratch was purged", 1)
     assert event.last_step == 30
     assert fresh_start_pending(run.ledger.events())
-    story = asked(run.ledger.events(), [])[0]
+    story = request_history(run.ledger.events(), [])[0]
     assert (story.action, story.answer) == ("resume --from-scratch", "30 steps given up")
 
 

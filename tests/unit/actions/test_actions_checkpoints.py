@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from fabricated_runs import NOW, STARTED, SUBMITTED, fabricate, published, said
 
-from hpctrain.actions.checkpoints import Interval, Shelf, shelf
+from hpctrain.actions.checkpoints import CheckpointReport, SaveInterval, report_checkpoints
 from hpctrain.actions.prepare import prepare
 from hpctrain.actions.runs import RunFiles
 from hpctrain.checkpoints.publish import quarantine, retire
@@ -64,8 +64,8 @@ def saved(run: RunFiles, step: int, stall_seconds: float, publish_seconds: float
     )
 
 
-def interval(run: RunFiles) -> Interval:
-    found = shelf(run, now=NOW).interval
+def interval(run: RunFiles) -> SaveInterval:
+    found = report_checkpoints(run, now=NOW).interval
     assert found is not None
     return found
 
@@ -76,7 +76,7 @@ def everything(root: Path) -> dict[str, int]:
 
 def test_newest_first_with_age_size_and_cost(run: RunFiles) -> None:
     saved(run, 50, 0.5, 3.0)
-    seen = shelf(run, now=NOW)
+    seen = report_checkpoints(run, now=NOW)
     assert [row.step for row in seen.rows] == [50, 40, 30, 20, 10]
     first = seen.rows[0]
     assert (first.age_seconds, first.size_bytes, first.files) == (550.0, 1024, 1)
@@ -89,7 +89,7 @@ def test_what_is_kept_and_why_agrees_with_what_retention_deletes(run: RunFiles) 
     configure(run, keep_checkpoints=2, keep_every_steps=20)
     skip = SkippedData(from_samples=170, to_samples=180, reason="loss jumped", time=NOW)
     write_record(run.layout.skips, SkipList(skips=(skip,)))
-    kept = {row.step: row.kept_because for row in shelf(run, now=NOW).rows}
+    kept = {row.step: row.kept_because for row in report_checkpoints(run, now=NOW).rows}
     assert kept == {
         50: ("newest",),
         40: ("newest 2", "every 20 steps"),
@@ -105,9 +105,9 @@ def test_a_bad_one_is_found_by_reading_and_nothing_is_touched(run: RunFiles) -> 
     shard = run.layout.checkpoints / "iter_0000050" / "shard.distcp"
     shard.write_bytes(b"x" * 1024)
     before = everything(run.layout.checkpoints)
-    assert shelf(run, now=NOW).bad == (), "sizes do not show it"
+    assert report_checkpoints(run, now=NOW).bad == (), "sizes do not show it"
     told: list[Verified] = []
-    seen = shelf(run, verify=True, progress=told.append, now=NOW)
+    seen = report_checkpoints(run, verify=True, progress=told.append, now=NOW)
     assert [row.step for row in seen.bad] == [50]
     assert "SHA-256" in (seen.bad[0].problem or "")
     assert {row.verified for row in seen.rows} == {"sha256"}
@@ -119,7 +119,7 @@ def test_a_bad_one_is_found_by_reading_and_nothing_is_touched(run: RunFiles) -> 
 def test_a_file_that_is_too_short_shows_without_reading(run: RunFiles) -> None:
     (run.layout.checkpoints / "iter_0000040" / "shard.distcp").write_bytes(b"x")
     (run.layout.checkpoints / "iter_0000030" / "manifest.json").unlink()
-    bad = {row.step: row.problem or "" for row in shelf(run, now=NOW).bad}
+    bad = {row.step: row.problem or "" for row in report_checkpoints(run, now=NOW).bad}
     assert "1 bytes instead of 1024" in bad[40] and "did not finish" in bad[30]
 
 
@@ -130,11 +130,11 @@ def test_what_is_being_written_and_what_an_older_launch_left(run: RunFiles) -> N
         partial = run.layout.checkpoints / f"iter_0000060.partial-e{epoch:06d}"
         partial.mkdir()
         (partial / "shard").write_bytes(b"x" * size)
-    found = {one.epoch: one for one in shelf(run).unfinished}
+    found = {one.epoch: one for one in report_checkpoints(run).unfinished}
     assert (found[1].stale, found[1].size_bytes) == (True, 100)
     assert (found[2].stale, found[2].size_bytes) == (False, 200)
     assert found[2].changed_seconds_ago < 60
-    assert [row.step for row in shelf(run).rows] == [50, 40, 30, 20, 10]
+    assert [row.step for row in report_checkpoints(run).rows] == [50, 40, 30, 20, 10]
 
 
 def test_quarantine_with_reasons(run: RunFiles) -> None:
@@ -142,7 +142,7 @@ def test_quarantine_with_reasons(run: RunFiles) -> None:
     quarantine(root, root / "iter_0000050", "rolled back to step 40")
     moved = quarantine(root, root / "iter_0000040", "lost")
     moved.with_name(f"{moved.name}.reason").unlink()
-    found = {one.name: one.reason for one in shelf(run).quarantined}
+    found = {one.name: one.reason for one in report_checkpoints(run).quarantined}
     assert found == {
         "iter_0000050": "rolled back to step 40",
         "iter_0000040": "no reason was written down",
@@ -154,12 +154,12 @@ def test_how_many_more_fit(run: RunFiles, monkeypatch: pytest.MonkeyPatch) -> No
         f_bavail, f_frsize = 10, 1000
 
     monkeypatch.setattr("hpctrain.actions.checkpoints.os.statvfs", lambda _: Disk)
-    room = shelf(run).room
+    room = report_checkpoints(run).room
     assert (room.free_bytes, room.fits) == (10_000, 9)
 
 
 def test_an_empty_run(tmp_path: Path) -> None:
-    seen = shelf(fabricate(tmp_path))
+    seen = report_checkpoints(fabricate(tmp_path))
     assert seen.rows == seen.unfinished == seen.quarantined == ()
     assert seen.interval is None and seen.room.fits is None
 
@@ -225,19 +225,19 @@ def test_the_expected_failure_rate_is_used_before_the_first_failure(
 
 
 def test_shelf_survives_json(run: RunFiles) -> None:
-    seen = shelf(run, now=NOW)
-    assert Shelf.model_validate_json(seen.model_dump_json()) == seen
+    seen = report_checkpoints(run, now=NOW)
+    assert CheckpointReport.model_validate_json(seen.model_dump_json()) == seen
 
 
 def test_one_that_was_given_up_is_bad_until_it_is_put_aside(run: RunFiles) -> None:
     run.ledger.append(
         EventKind.CHECKPOINT_REJECTED, checkpoint_step=50, cause="load_failed", reason="KeyError"
     )
-    seen = shelf(run, now=NOW)
+    seen = report_checkpoints(run, now=NOW)
     assert [(row.step, row.problem) for row in seen.bad] == [(50, "given up: KeyError")]
     run.ledger.append(EventKind.LAUNCH_STARTED, epoch=2, resume_step=40)
     quarantine(run.layout.checkpoints, run.layout.checkpoints / "iter_0000050", "KeyError")
-    seen = shelf(run, now=NOW)
+    seen = report_checkpoints(run, now=NOW)
     assert seen.bad == () and seen.quarantined[0].reason == "KeyError"
     kept = {row.step: row.kept_because for row in seen.rows}
     assert kept[40] == ("newest", "loads, where a newer one was given up")
@@ -246,4 +246,4 @@ def test_one_that_was_given_up_is_bad_until_it_is_put_aside(run: RunFiles) -> No
 def test_a_directory_that_is_not_there(run: RunFiles) -> None:
     run.layout.checkpoints.rename(run.layout.directory / "away")
     with pytest.raises(CheckpointError, match="checkpoints is not there"):
-        shelf(run, now=NOW)
+        report_checkpoints(run, now=NOW)

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from fabricated_runs import LAUNCHED, STARTED, SUBMITTED, ended, fabricate, published
 
-from hpctrain.actions import control, requests
-from hpctrain.actions.audit import asked
-from hpctrain.actions.control import Answer
+from hpctrain.actions import control
+from hpctrain.actions.control import ControlResult
+from hpctrain.actions.describe import request_history
 from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.state import RunState
 from hpctrain.actions.status import statuses
@@ -27,7 +27,7 @@ from hpctrain.store.ledger import Event, EventKind
 from hpctrain.store.requests import KINDS, read_request, request_path, take_back
 
 ME = pwd.getpwuid(os.getuid()).pw_name
-Verb = Callable[..., Answer]
+Verb = Callable[..., ControlResult]
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_a_verb_leaves_one_file_and_one_line(
 ) -> None:
     before = slurm.records[1]
     answer = verb(running, slurm, reason="lunch", **options)
-    assert answer.changed and answer.job_id == 1 and f"`{running.run_id}`" in answer.words
+    assert answer.changed and answer.job_id == 1 and f"`{running.run_id}`" in answer.message
     assert files(running) == [file]
     assert (running.layout.control / file).read_text() == f"{ME} (lunch)\n"
     (line,) = audit(running)
@@ -92,7 +92,7 @@ def test_asking_twice_is_no_error_and_changes_nothing(
 ) -> None:
     verb(running, slurm, reason="first")
     again = verb(running, slurm, reason="second")
-    assert not again.changed and "already" in again.words
+    assert not again.changed and "already" in again.message
     assert len(audit(running)) == 1
     (path,) = running.layout.control.iterdir()
     assert "first" in path.read_text()
@@ -117,7 +117,7 @@ def test_a_file_made_by_hand_counts_as_asked(running: RunFiles, slurm: FakeSlurm
     assert not control.save(running, slurm).changed
     running.layout.stop_request.touch()
     answer = control.stop(running, slurm)
-    assert not answer.changed and "control/stop" in answer.words
+    assert not answer.changed and "control/stop" in answer.message
 
 
 def test_the_newest_way_to_leave_counts_but_nothing_outranks_now(
@@ -151,7 +151,7 @@ def test_hold_says_when_the_run_will_stop_instead(running: RunFiles, slurm: Fake
     text = running.layout.supervise_config.read_text()
     running.layout.supervise_config.write_text(text.replace('"requeue"', '"chain"'))
     answer = control.hold(running, slurm)
-    assert "not requeued on this site" in answer.words
+    assert "not requeued on this site" in answer.message
     assert files(running) == ["hold"]
 
 
@@ -160,7 +160,7 @@ def test_without_an_answer_of_slurm_the_request_is_made_all_the_same(
 ) -> None:
     slurm.away = True
     answer = control.stop(running, slurm)
-    assert "Slurm does not answer" in answer.words
+    assert "Slurm does not answer" in answer.message
     assert files(running) == ["stop"]
     with pytest.raises(SlurmUnreachableError):
         control.resume(running, slurm)
@@ -172,10 +172,10 @@ def test_resume_takes_back_what_nobody_has_followed(running: RunFiles, slurm: Fa
     control.stop(running, slurm, reason="lunch")
     control.save(running, slurm)
     answer = control.resume(running, slurm)
-    assert answer.changed and "lunch" in answer.words
+    assert answer.changed and "lunch" in answer.message
     assert files(running) == ["save"], "a checkpoint is still wanted"
-    assert audit(running)[-1].action == requests.TAKE_BACK
-    stopped, saved, taken = asked(running.ledger.events(), [])
+    assert audit(running)[-1].action == control.TAKE_BACK
+    stopped, saved, taken = request_history(running.ledger.events(), [])
     assert (stopped.answer, saved.answer) == ("asked to take back instead", None)
     assert taken.answer == "withdrawn"
 
@@ -185,7 +185,7 @@ def test_resume_takes_back_what_nobody_has_followed(running: RunFiles, slurm: Fa
 
 def test_stop_takes_a_waiting_job_out_of_the_queue(waiting: RunFiles, slurm: FakeSlurm) -> None:
     answer = control.stop(waiting, slurm, reason="wrong data")
-    assert "out of the queue" in answer.words
+    assert "out of the queue" in answer.message
     assert slurm.records[1].state is JobState.CANCELLED
     assert files(waiting) == [], "or it would stop the run when it is resumed"
     row = statuses([waiting], slurm)[0]  # type: ignore[arg-type]
@@ -207,7 +207,7 @@ def test_a_job_that_starts_while_it_is_taken_out_finds_the_request(
 ) -> None:
     monkeypatch.setattr(slurm, "cancel_waiting", lambda _: change(slurm, state=JobState.RUNNING))
     answer = control.stop(waiting, slurm)
-    assert answer.words.startswith("Asked") and files(waiting) == ["stop"]
+    assert answer.message.startswith("Asked") and files(waiting) == ["stop"]
     assert all(event.event is not EventKind.ACTION for event in waiting.ledger.events())
 
 
@@ -309,7 +309,7 @@ def test_nothing_is_asked_of_a_run_that_is_over(
 
 def test_a_second_stop_says_that_it_has_stopped(tmp_path: Path, slurm: FakeSlurm) -> None:
     answer = control.stop(over(tmp_path, slurm, "yielded"), slurm)
-    assert not answer.changed and "stopped already: boom" in answer.words
+    assert not answer.changed and "stopped already: boom" in answer.message
 
 
 def test_resume_submits_it_again_and_old_requests_do_not_stop_it(
@@ -326,7 +326,7 @@ def test_resume_submits_it_again_and_old_requests_do_not_stop_it(
 
 def test_resubmit_forgets_old_requests_too(tmp_path: Path, slurm: FakeSlurm) -> None:
     run = over(tmp_path, slurm)
-    requests.ask(run, "stop-now")
+    control.ask(run, "stop-now")
     resubmit(run, slurm)  # type: ignore[arg-type]
     assert files(run) == []
 
@@ -366,7 +366,7 @@ def test_waiting_ends_with_the_time_or_the_run(
 ) -> None:
     with pytest.raises(TimeoutError):
         control.wait_for_save(running, slurm, 23, 0.0)
-    monkeypatch.setattr(control, "_ASK_SLURM_SECONDS", 0.0)
+    monkeypatch.setattr(control, "_SLURM_QUERY_SECONDS", 0.0)
     change(slurm, state=JobState.FAILED)
     with pytest.raises(RunFailedError, match="does not run any more"):
         control.wait_for_save(running, slurm, 23, 60.0)
@@ -399,7 +399,7 @@ def test_links_in_the_control_directory_are_not_followed(
     victim = tmp_path / "victim"
     victim.write_text("precious")
     running.layout.stop_now_request.symlink_to(victim)
-    requests.ask(running, "stop-now")
+    control.ask(running, "stop-now")
     assert victim.read_text() == "precious" and not running.layout.stop_now_request.is_symlink()
     running.layout.hold_request.symlink_to(victim)
     assert take_back(running.layout) == ("stop-now", "hold")

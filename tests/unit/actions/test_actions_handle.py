@@ -53,7 +53,7 @@ def test_a_team_controls_a_run(run: hpctrain.Run) -> None:
     with pytest.raises(TimeoutError):
         run.save(reason="first", timeout_seconds=0.0)
     assert "it saves" in run.stop(reason="second")
-    assert run.resume().startswith("Took back")
+    assert run.resume().startswith("Withdrew")
     assert "waits in the queue" in run.hold() and run.why().requests[0].startswith("hold")
     assert [one.action for one in run.story.asked] == ["save", "stop", "take back", "hold"]
     assert run.checkpoints(verify=True).rows == ()

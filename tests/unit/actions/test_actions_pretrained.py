@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from staged_weights import write_safetensors
 
+from hpctrain.actions.input_checks import check_inputs
 from hpctrain.actions.prepare import Prepared, prepare
-from hpctrain.actions.submit import check_data
 from hpctrain.errors import InvalidInputError
 
 SPEC = """\
@@ -54,14 +54,14 @@ def stage(place: Path, **changes: object) -> None:
 
 def complaints(prepared: Prepared) -> list[str]:
     with pytest.raises(InvalidInputError) as caught:
-        check_data(prepared)
+        check_inputs(prepared.spec)
     return [str(problem) for problem in caught.value.problems]
 
 
 def test_a_job_is_told_the_absolute_path(place: Path) -> None:
     stage(place)
     prepared = ready(place)
-    check_data(prepared)
+    check_inputs(prepared.spec)
     told = json.loads(prepared.train.model_dump_json())
     assert told["model"]["pretrained"] == str(place / "weights" / "gpt2")
 
@@ -69,7 +69,7 @@ def test_a_job_is_told_the_absolute_path(place: Path) -> None:
 def test_an_absent_model_is_named_with_its_line_and_how_to_stage_it(place: Path) -> None:
     prepared = ready(place)
     with pytest.raises(InvalidInputError) as caught:
-        check_data(prepared)
+        check_inputs(prepared.spec)
     (problem,) = caught.value.problems
     path = place / "weights" / "gpt2"
     assert str(problem) == f"spec.yaml:10:15: `model.pretrained`: {path} does not exist"
@@ -91,5 +91,5 @@ def test_megatron_core_wants_converted_weights(place: Path) -> None:
     for name in ("metadata.json", "common.pt"):
         (place / "weights" / "gpt2" / name).touch()
     prepared = ready(place, "megatron")
-    check_data(prepared)
+    check_inputs(prepared.spec)
     assert json.loads(prepared.train.model_dump_json())["pretrained"].startswith(str(place))

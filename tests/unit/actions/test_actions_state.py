@@ -34,13 +34,13 @@ CANCELLED = job(JobState.CANCELLED)
 TIMEOUT = job(JobState.TIMEOUT)
 CRASHED = ended("crash", "rank 1: boom", "stop")
 ASKED = ended("yielded", "asked", "stop")
-SILENT = dict(asked=False)
-ELSEWHERE = dict(asked=False, elsewhere="alpha")
+SILENT = dict(answered=False)
+ELSEWHERE = dict(answered=False, elsewhere="alpha")
 
 # what the ledger says, what else is known, state, words of the reason
 ROWS: list[tuple[tuple[Said, ...], dict[str, object], RunState, str]] = [
     (BEGUN, dict(done=True, queued=RUNNING), RunState.DONE, ""),
-    (BEGUN, dict(done=True, asked=False), RunState.DONE, ""),
+    (BEGUN, dict(done=True, answered=False), RunState.DONE, ""),
     (SUBMITTED, dict(queued=PENDING), RunState.PENDING, "Priority"),
     (SUBMITTED, dict(queued=job(JobState.PENDING)), RunState.PENDING, "waiting"),
     (BEGUN, dict(queued=RUNNING), RunState.RUNNING, ""),
@@ -102,7 +102,7 @@ def events(entries: tuple[Said, ...]) -> list[Event]:
 def test_judge(
     entries: tuple[Said, ...], known: dict[str, object], state: RunState, words: str
 ) -> None:
-    facts: dict[str, object] = {"done": False, "queued": None, "asked": True}
+    facts: dict[str, object] = {"done": False, "queued": None, "answered": True}
     judged = judge(events(entries), **{**facts, **known})  # type: ignore[arg-type]
     assert judged.state is state
     assert words in judged.reason and bool(words) == bool(judged.reason)

@@ -17,7 +17,7 @@ from fabricated_runs import (
     said,
 )
 
-from hpctrain.actions.policy_preview import Foresight, budgets, foresee
+from hpctrain.actions.policy_preview import PolicyPreview, budgets, preview_policy
 from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.why import Why, waiting_words, why
 from hpctrain.slurm.fake import FakeSlurm
@@ -76,9 +76,9 @@ def answer(
     config: SuperviseConfig = CONFIG,
     checkpoint_step: int = 0,
     **more: object,
-) -> Foresight:
+) -> PolicyPreview:
     """What would be done about `cause`; the last answer that names it."""
-    found = foresee(events_of(*entries), config, NOW, checkpoint_step, checkpoint_step + 5)
+    found = preview_policy(events_of(*entries), config, NOW, checkpoint_step, checkpoint_step + 5)
     return [one for one in found if cause in one.causes][-1 if more.get("repeated") else 0]
 
 
@@ -86,7 +86,7 @@ def answer(
 
 
 def test_every_eventuality_has_one_answer_and_equal_ones_are_together() -> None:
-    found = foresee(events_of(launch()), CONFIG, NOW, 0, 0)
+    found = preview_policy(events_of(launch()), CONFIG, NOW, 0, 0)
     conditions = [condition for one in found for condition in one.conditions]
     assert len(conditions) == len(set(conditions)) == 23
     answers = [(one.action, one.reason, one.delay_seconds, one.observed) for one in found]

@@ -15,9 +15,9 @@ from hpctrain.actions.data import (
     DatasetDescription,
     DatasetRequest,
     SamplesDescription,
-    _failure,
     describe_dataset,
     prepare_dataset,
+    run_program,
     verify_dataset,
 )
 from hpctrain.errors import HpctrainError, InvalidInputError, UsageError
@@ -147,12 +147,13 @@ def test_a_program_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_end_without_words_is_reported_as_it_was() -> None:
-    assert "killed by SIGKILL" in str(_failure(-9, b""))
-    crash = _failure(1, b"")
-    assert (crash.exit_code, str(crash)) == (
-        1, "data preparation ended with exit code 1; its messages are above"
-    )  # fmt: skip
+def test_a_failure_without_output_is_reported() -> None:
+    with pytest.raises(HpctrainError, match="killed by SIGKILL"):
+        run_program(["sh", "-c", "kill -9 $$"], Path("data"), 60.0)
+    message = "data preparation ended with exit code 1; its messages are above"
+    with pytest.raises(HpctrainError, match=message) as caught:
+        run_program(["sh", "-c", "exit 1"], Path("data"), 60.0)
+    assert caught.value.exit_code == 1
 
 
 def test_this_room_is_light() -> None:
@@ -207,7 +208,7 @@ def test_what_was_changed_is_found_by_its_digest(tmp_path: Path) -> None:
     raw = bytearray(path.read_bytes())
     raw[-1] ^= 1
     path.write_bytes(raw)
-    with pytest.raises(InvalidInputError, match=r"digits\.npz: is not what it was"):
+    with pytest.raises(InvalidInputError, match=r"digits\.npz: has changed since"):
         verify_dataset(path)
     path.unlink()
     with pytest.raises(InvalidInputError, match="cannot be read: No such file"):

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.actions.inputs import input_paths
-from hpctrain.actions.prepare import prepare
+from hpctrain.actions.prepare import input_paths, prepare
 from hpctrain.engines.module import ModuleConfig
 from hpctrain.engines.training import TrainConfig
 

@@ -17,7 +17,7 @@ from hpctrain.actions.compare import (
     open_comparison,
     run_trials,
 )
-from hpctrain.actions.trial_plans import Request, Subject, subject_of
+from hpctrain.actions.trial_plans import Subject, TrialRequest, subject_of
 from hpctrain.actions.trials import start
 from hpctrain.comparison.documents import Comparison
 from hpctrain.engines.documents import parse_train_config
@@ -52,7 +52,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trials.time, "sleep", sleep)
 
 
-def asked(subject: Subject, *variants: str, engines: str = ENGINES) -> Request:
+def asked(subject: Subject, *variants: str, engines: str = ENGINES) -> TrialRequest:
     return engines_request(subject, engines, variants, 6)
 
 

@@ -14,9 +14,9 @@ from typing import cast
 import pytest
 from fabricated_runs import LAUNCHED, STARTED, SUBMITTED, Said, ended, fabricate, said
 
+from hpctrain.actions.run_problems import Symptom, WatchRemedy
 from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.watch import heartbeat_age_seconds, heartbeat_path, watch
-from hpctrain.actions.watch_look import Remedy, Symptom
 from hpctrain.errors import UsageError
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.fake import FakeSlurm
@@ -89,7 +89,7 @@ def test_without_act_nothing_is_done_and_nothing_is_written(tmp_path: Path) -> N
     before = run.layout.ledger.read_bytes()
     slurm = Slurm(job(JobState.NODE_FAIL))
     (seen,) = watch(tmp_path, slurm.client).seen
-    assert (seen.symptom, seen.remedy) == (Symptom.ORPHANED, Remedy.RESUBMIT)
+    assert (seen.symptom, seen.remedy) == (Symptom.ORPHANED, WatchRemedy.RESUBMIT)
     assert seen.outcome == "would"
     assert not slurm.scripts and run.layout.ledger.read_bytes() == before
 
@@ -130,7 +130,7 @@ def test_the_ledger_is_read_whole_where_budgets_count(tmp_path: Path) -> None:
     assert run.layout.ledger.stat().st_size > 4 * 16384
     slurm = Slurm(job(JobState.FAILED, 4, exit_signal=9))
     (seen,) = watch(tmp_path, slurm.client, act=True).seen
-    assert seen.remedy is Remedy.TELL and "3 supervisors lost" in seen.reason.replace("4", "3")
+    assert seen.remedy is WatchRemedy.TELL and "3 supervisors lost" in seen.reason.replace("4", "3")
     assert not slurm.scripts
 
 

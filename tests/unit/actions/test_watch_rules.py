@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from fabricated_runs import LAUNCHED, NOW, STARTED, SUBMITTED, Said, ended, said
 
-from hpctrain.actions.watch_look import Look, Remedy, Sighting, Symptom, told_already
-from hpctrain.actions.watch_rules import sightings
+from hpctrain.actions.run_problems import RunProblem, Symptom, WatchedRun, WatchRemedy, is_reported
+from hpctrain.actions.watch_rules import find_problems
 from hpctrain.slurm.records import JobRecord
 from hpctrain.slurm.states import JobState
 from hpctrain.store.ledger import Event, EventKind
@@ -42,7 +42,7 @@ def job(state: JobState, job_id: int = 1, **more: object) -> JobRecord:
     return JobRecord(job_id, state=state, **told)  # type: ignore[arg-type]
 
 
-def look(entries: tuple[Said, ...], *jobs: JobRecord, **more: object) -> Look:
+def look(entries: tuple[Said, ...], *jobs: JobRecord, **more: object) -> WatchedRun:
     config = SuperviseConfig(
         run_id=RUN,
         target_step=60,
@@ -56,11 +56,11 @@ def look(entries: tuple[Said, ...], *jobs: JobRecord, **more: object) -> Look:
     settings = {key: more.pop(key) for key in list(more) if key in SuperviseConfig.model_fields}
     facts: dict[str, object] = {"now": NOW, "grace_seconds": 120.0, **more}
     changed = config.model_copy(update=settings)
-    return Look(RUN, events(entries), changed, jobs, **facts)  # type: ignore[arg-type]
+    return WatchedRun(RUN, events(entries), changed, jobs, **facts)  # type: ignore[arg-type]
 
 
-def only(seen: Look) -> Sighting:
-    (found,) = sightings(seen)
+def only(seen: WatchedRun) -> RunProblem:
+    (found,) = find_problems(seen)
     return found
 
 
@@ -93,159 +93,159 @@ STORM = tuple(
     )
 )
 
-SEEN: list[tuple[str, Look, Symptom, Remedy, str]] = [
+SEEN: list[tuple[str, WatchedRun, Symptom, WatchRemedy, str]] = [
     (
         "a node died, and Slurm may not requeue",
         look(BEGUN, job(JobState.NODE_FAIL), continuation="none"),
         Symptom.ORPHANED,
-        Remedy.RESUBMIT,
+        WatchRemedy.RESUBMIT,
         "one of its nodes failed",
     ),
     (
         "preempted where preempted jobs are cancelled",
         look(BEGUN, job(JobState.PREEMPTED)),
         Symptom.PREEMPTED,
-        Remedy.RESUBMIT,
+        WatchRemedy.RESUBMIT,
         "preempted",
     ),
     (
         "the supervisor was killed",
         look(BEGUN, job(JobState.FAILED, exit_signal=9)),
         Symptom.ORPHANED,
-        Remedy.RESUBMIT,
+        WatchRemedy.RESUBMIT,
         "supervisor of job 1 was lost (signal 9)",
     ),
     (
         "the script failed before the supervisor",
         look(SUBMITTED, job(JobState.FAILED, exit_code=127)),
         Symptom.ORPHANED,
-        Remedy.RESUBMIT,
+        WatchRemedy.RESUBMIT,
         "ended before its supervisor began (exit code 127)",
     ),
     (
         "a restarted script failed before the supervisor",
         look(REQUEUED, job(JobState.FAILED, exit_code=1, restart_count=1)),
         Symptom.ORPHANED,
-        Remedy.RESUBMIT,
+        WatchRemedy.RESUBMIT,
         "ended before its supervisor began",
     ),
     (
         "the time limit took the supervisor along",
         look(BEGUN, job(JobState.TIMEOUT)),
         Symptom.ORPHANED,
-        Remedy.RESUBMIT,
+        WatchRemedy.RESUBMIT,
         "it reached its time limit",
     ),
     (
         "Slurm has forgotten a job that was running",
         look(BEGUN),
         Symptom.ORPHANED,
-        Remedy.RESUBMIT,
-        "its supervisor left no word",
+        WatchRemedy.RESUBMIT,
+        "its supervisor left no record",
     ),
     (
         "Slurm has forgotten a job that it was ending",
         look((*BEGUN, said(EventKind.SIGNAL, signal="TERM"))),
         Symptom.VANISHED,
-        Remedy.TELL,
-        "nobody knows how it ended",
+        WatchRemedy.TELL,
+        "how it ended is unknown",
     ),
     (
         "Slurm has forgotten a job that waited",
         look(SUBMITTED),
         Symptom.VANISHED,
-        Remedy.TELL,
-        "nobody knows how it ended",
+        WatchRemedy.TELL,
+        "how it ended is unknown",
     ),
     (
         "Slurm has forgotten a job that waited after a requeue: it may have been cancelled",
         look(REQUEUED),
         Symptom.VANISHED,
-        Remedy.TELL,
-        "nobody knows",
+        WatchRemedy.TELL,
+        "how it ended is unknown",
     ),
     (
         "a requeue that Slurm never heard of",
         look(REQUEUED, job(JobState.COMPLETED)),
         Symptom.PREEMPTED,
-        Remedy.RESUBMIT,
+        WatchRemedy.RESUBMIT,
         "nothing followed",
     ),
     (
         "the last job of a chain",
         look(LEFT, job(JobState.COMPLETED), continuation="chain"),
         Symptom.CHAIN_EXHAUSTED,
-        Remedy.RESUBMIT,
+        WatchRemedy.RESUBMIT,
         "no job of the chain is left",
     ),
     (
         "the last element of an array",
         look(LEFT, job(JobState.COMPLETED), continuation="array"),
         Symptom.CHAIN_EXHAUSTED,
-        Remedy.RESUBMIT,
+        WatchRemedy.RESUBMIT,
         "no job of the array is left",
     ),
     (
         "the successor of a chain that nobody knows any more",
         look((*LEFT, SUCCESSOR), job(JobState.COMPLETED), continuation="chain"),
         Symptom.VANISHED,
-        Remedy.TELL,
-        "nobody knows",
+        WatchRemedy.TELL,
+        "how it ended is unknown",
     ),
     (
         "a job that the ledger does not know",
         look(SUBMITTED[:2], UNKNOWN_JOB, unrecorded=(UNKNOWN_JOB,)),
         Symptom.UNRECORDED,
-        Remedy.ADOPT,
+        WatchRemedy.ADOPT,
         "job 7 has the comment of this run",
     ),
     (
         "a run that is over without being done",
         look((*BEGUN, *FAILED), job(JobState.FAILED)),
         Symptom.FAILED,
-        Remedy.TELL,
+        WatchRemedy.TELL,
         "it has stopped and is not done: 3 crashes",
     ),
     (
         "a prolog failed",
         look(REQUEUED, HELD_LAUNCH),
         Symptom.LAUNCH_HELD,
-        Remedy.RELEASE,
+        WatchRemedy.RELEASE,
         "Slurm holds the job",
     ),
     (
         "the wait after a requeue",
         look(REQUEUED, DELAYED),
         Symptom.DELAYED,
-        Remedy.START_NOW,
+        WatchRemedy.START_NOW,
         "101 s more",
     ),
     (
         "excluded nodes are the only ones",
         look(AVOIDING, NO_NODE),
         Symptom.EXCLUDED,
-        Remedy.CLEAR_EXCLUDED,
+        WatchRemedy.CLEAR_EXCLUDED,
         "while it avoids n1, n2",
     ),
     (
         "nodes are missing for long",
         look(SUBMITTED, WAITING, shapes=SHAPES),
         Symptom.TOO_FEW_NODES,
-        Remedy.TAKE_FEWER,
+        WatchRemedy.TAKE_FEWER,
         "33 min for 4 nodes and may begin with 2",
     ),
     (
         "nothing moves",
         look(BEGUN, RUNNING, signs_time=NOW - 1921),
         Symptom.STALLED,
-        Remedy.TELL,
+        WatchRemedy.TELL,
         "`scontrol requeue 1` restarts it",
     ),
     (
         "failures come thick and fast",
         look((*BEGUN, *STORM), RUNNING, signs_time=NOW, storm_window_seconds=7200.0),
         Symptom.STORM,
-        Remedy.TELL,
+        WatchRemedy.TELL,
         "5 failures within 120 min",
     ),
 ]
@@ -254,15 +254,15 @@ SEEN: list[tuple[str, Look, Symptom, Remedy, str]] = [
 @pytest.mark.parametrize(
     ("seen", "symptom", "remedy", "words"), [row[1:] for row in SEEN], ids=[row[0] for row in SEEN]
 )
-def test_what_is_seen(seen: Look, symptom: Symptom, remedy: Remedy, words: str) -> None:
+def test_what_is_seen(seen: WatchedRun, symptom: Symptom, remedy: WatchRemedy, words: str) -> None:
     found = only(seen)
     assert (found.symptom, found.remedy) == (symptom, remedy), found
-    assert words in found.words
+    assert words in found.message
 
 
 STOPPED = (*BEGUN, *ended("crash", "boom", "stop"))
 HELD = (*BEGUN, *ended("yielded", "asked", "hold"))
-LEFT_ALONE: list[tuple[str, Look]] = [
+LEFT_ALONE: list[tuple[str, WatchedRun]] = [
     ("never submitted", look(SUBMITTED[:2])),
     ("it waits", look(SUBMITTED, PENDING)),
     ("it runs", look(BEGUN, RUNNING, signs_time=NOW - 5)),
@@ -325,7 +325,7 @@ LEFT_ALONE: list[tuple[str, Look]] = [
 ]
 
 
-ENDED_BY_ITS_USER: list[tuple[str, Look]] = [
+ENDED_BY_ITS_USER: list[tuple[str, WatchedRun]] = [
     ("cancelled in Slurm while it ran", look(BEGUN, job(JobState.CANCELLED))),
     ("cancelled in Slurm while it waited", look(SUBMITTED, job(JobState.CANCELLED))),
     (
@@ -347,10 +347,10 @@ ENDED_BY_ITS_USER: list[tuple[str, Look]] = [
 @pytest.mark.parametrize(
     "seen", [row[1] for row in ENDED_BY_ITS_USER], ids=[row[0] for row in ENDED_BY_ITS_USER]
 )
-def test_what_a_user_has_ended_is_only_noted(seen: Look) -> None:
+def test_what_a_user_has_ended_is_only_noted(seen: WatchedRun) -> None:
     """Slurm forgets within minutes, and what it has forgotten looks lost."""
     found = only(seen)
-    assert (found.symptom, found.remedy) == (Symptom.CANCELLED, Remedy.NOTE)
+    assert (found.symptom, found.remedy) == (Symptom.CANCELLED, WatchRemedy.NOTE)
 
 
 @pytest.mark.parametrize("requeued", [False, True])
@@ -359,13 +359,13 @@ def test_a_deadline_is_told_and_is_no_cancel(requeued: bool) -> None:
     this state to jobs that wait, such as one that was requeued for its time limit."""
     said = (*BEGUN, *ended("time_limit", "it reached its time limit", "requeue"))
     found = only(look(said if requeued else BEGUN, job(JobState.DEADLINE, restart_count=1)))
-    assert (found.symptom, found.remedy) == (Symptom.ORPHANED, Remedy.TELL)
-    assert "deadline given to sbatch" in found.words and "hpctrain resume" in found.words
+    assert (found.symptom, found.remedy) == (Symptom.ORPHANED, WatchRemedy.TELL)
+    assert "deadline given to sbatch" in found.message and "hpctrain resume" in found.message
 
 
 @pytest.mark.parametrize("seen", [row[1] for row in LEFT_ALONE], ids=[row[0] for row in LEFT_ALONE])
-def test_what_is_left_alone(seen: Look) -> None:
-    assert sightings(seen) == []
+def test_what_is_left_alone(seen: WatchedRun) -> None:
+    assert find_problems(seen) == []
 
 
 def attempt(number: int, cause: str, begun: bool = True, **launch: object) -> list[Said]:
@@ -397,15 +397,15 @@ def test_budgets_are_those_of_the_supervisor(cause: str, state: JobState, times:
     for count in range(times + 1):
         entries = [one for n in range(count) for one in attempt(n, cause, begun)]
         found = only(look((*entries, *attempt(count, "", begun)), job(state, count + 1)))
-        expected = Remedy.RESUBMIT if count < times else Remedy.TELL
+        expected = WatchRemedy.RESUBMIT if count < times else WatchRemedy.TELL
         assert found.remedy is expected, (count, found)
-    assert "left alone" in found.words
+    assert "left alone" in found.message
 
 
 def test_progress_fills_the_budget_up() -> None:
     entries = [one for n in range(10) for one in attempt(n, "supervisor_lost", resume_step=10 * n)]
     found = only(look((*entries, *attempt(10, "")), job(JobState.FAILED, 11, exit_signal=9)))
-    assert found.remedy is Remedy.RESUBMIT
+    assert found.remedy is WatchRemedy.RESUBMIT
 
 
 def test_an_attempt_that_is_closed_already_is_not_counted_twice() -> None:
@@ -414,16 +414,16 @@ def test_an_attempt_that_is_closed_already_is_not_counted_twice() -> None:
     assert before.lost is not None and before.lost.cause == "node_failure"
     closed = said(EventKind.ATTEMPT_LOST, cause="node_failure", reason="x")
     after = only(look((*BEGUN, closed), job(JobState.NODE_FAIL)))
-    assert after.lost is None and after.remedy is Remedy.RESUBMIT
+    assert after.lost is None and after.remedy is WatchRemedy.RESUBMIT
 
 
 def test_a_storm_is_waited_out() -> None:
     entries = (*BEGUN, *STORM, said(EventKind.ACTION, action="requeue", reason="storm"))
     settings = dict(storm_window_seconds=1e6, failures_without_progress=99)
     calm = look(entries, job(JobState.COMPLETED, end_time=NOW - 3600), **settings)
-    assert only(calm).remedy is Remedy.RESUBMIT
+    assert only(calm).remedy is WatchRemedy.RESUBMIT
     soon = replace(calm, now=calm.events[-1].time + 290, grace_seconds=0.0)
-    assert only(soon).remedy is Remedy.TELL and "so it waits" in only(soon).words
+    assert only(soon).remedy is WatchRemedy.TELL and "so it waits" in only(soon).message
 
 
 def test_what_was_told_is_not_told_again_before_something_happens() -> None:
@@ -433,6 +433,6 @@ def test_what_was_told_is_not_told_again_before_something_happens() -> None:
     later = look((*BEGUN, told, LAUNCHED), RUNNING, signs_time=NOW - 5000)
     other = look((*BEGUN, said(EventKind.WATCH, action="tell", symptom=Symptom.STORM)), RUNNING)
     stalled = only(first)
-    assert [told_already(one, stalled) for one in (first, again, later, other)] == [
+    assert [is_reported(one, stalled) for one in (first, again, later, other)] == [
         *(False, True, False, False)
     ]

@@ -1,7 +1,8 @@
-"""Checks before submission that the data of a spec exist and fit its model.
+"""Checks before submission that weights and data of a spec exist and fit its model.
 
-Belongs here: which files a spec names. Does not belong here: which properties of them are checked
-(see `hpctrain.store.prepared`).
+Belongs here: which files a spec names, and reporting problems at their place in the spec. Does not
+belong here: which properties of data are checked (`hpctrain.store.prepared`), loading weights
+(`hpctrain.train.engines.models`), which imports torch.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hpctrain.actions.data import DatasetDescription, describe_dataset
+from hpctrain.checkpoints.staged import open_staged, require_kind
+from hpctrain.engines.described import disagreements
 from hpctrain.engines.hugging_face import classes_of
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.spec.loader import Loaded
@@ -23,16 +26,52 @@ from hpctrain.store.shares import HINT, parts_without_documents, parts_without_r
 _HINT = "`hpctrain data prepare` makes them from text; paths count from here"
 
 
-def check_samples(spec: Loaded[RunSpec]) -> None:
+def check_inputs(spec: Loaded[RunSpec]) -> None:
     """Raise InvalidInputError for everything that would end the job as soon as it starts."""
-    data = spec.document.data
+    check_pretrained(spec)
+    check_samples(spec)
+
+
+def check_pretrained(spec: Loaded[RunSpec]) -> None:
+    """Raise InvalidInputError if `model.pretrained` does not hold the model of the spec."""
+    model, field = spec.document.model, "model.pretrained"
+    if model.pretrained is None:
+        return
+    try:
+        staged = open_staged(Path(os.path.abspath(model.pretrained)))
+        require_kind(staged, spec.document.engine.abilities.weights)
+        problems = [Problem(message) for message in disagreements(model, staged.config)]
+    except InvalidInputError as error:
+        problems = list(error.problems)
+    if problems:
+        raise InvalidInputError(
+            [spec.problem(field, f"`{field}`: {one.message}", one.hint) for one in problems]
+        ) from None
+
+
+def check_samples(spec: Loaded[RunSpec]) -> None:
+    """Raise InvalidInputError if data files are missing or do not fit the model."""
+    data, model = spec.document.data, spec.document.model
     tokens = data.format == "tokens"
     if tokens:
         prefixes = [Path(os.path.abspath(source.path)) for source in data.sources]
         wanted = [path for prefix in prefixes for path in (bin_path(prefix), idx_path(prefix))]
         problems = [_missing_file(spec, str(path)) for path in wanted if not path.exists()]
     else:
-        problems = _unfit(spec)
+        expected = Expected(
+            format=data.format,
+            seq_length=model.seq,
+            vocab_size=model.vocab,
+            classes=classes_of(model),
+            side=model.image,
+        )
+        named = [(f"data.sources.{n}.path", one.path) for n, one in enumerate(data.sources)]
+        named += [("data.validation", data.validation)] if data.validation is not None else []
+        problems = [
+            spec.problem(field, f"`{field}`: {problem}", problem.hint)
+            for field, path in named
+            for problem in problems_of(Path(os.path.abspath(path)), expected)
+        ]
     problems = problems or list(_empty_documents(spec) if tokens else _empty_rows(spec))
     if data.tokenizer and not os.path.exists(data.tokenizer):
         problems.append(_missing_file(spec, os.path.abspath(data.tokenizer)))
@@ -42,26 +81,6 @@ def check_samples(spec: Loaded[RunSpec]) -> None:
 
 def _missing_file(spec: Loaded[RunSpec], path: str) -> Problem:
     return Problem(f"data file {path} does not exist", spec.file, hint=_HINT)
-
-
-def _unfit(spec: Loaded[RunSpec]) -> list[Problem]:
-    """List the problems of prepared samples (all formats but tokens)."""
-    data, model = spec.document.data, spec.document.model
-    expected = Expected(
-        format=data.format,
-        seq_length=model.seq,
-        vocab_size=model.vocab,
-        classes=classes_of(model),
-        side=model.image,
-    )
-    named = [(f"data.sources.{n}.path", one.path) for n, one in enumerate(data.sources)]
-    if data.validation is not None:
-        named.append(("data.validation", data.validation))
-    return [
-        spec.problem(field, f"`{field}`: {problem}", problem.hint)
-        for field, path in named
-        for problem in problems_of(Path(os.path.abspath(path)), expected)
-    ]
 
 
 def _empty_documents(spec: Loaded[RunSpec]) -> Iterator[Problem]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpctrain.actions.samples import check_samples
+from hpctrain.actions.input_checks import check_samples
 from hpctrain.errors import InvalidInputError
 from hpctrain.spec.loader import load_run_spec
 from hpctrain.store.shares import parts_without_documents, parts_without_rows
@@ -110,5 +110,5 @@ def test_how_ends_are_rounded(
 
 
 def test_no_torch_is_needed() -> None:
-    program = "import hpctrain.actions.samples, sys; sys.exit('torch' in sys.modules)"
+    program = "import hpctrain.actions.input_checks, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

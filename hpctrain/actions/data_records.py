@@ -1,14 +1,13 @@
-"""Finds the files that a run reads, to record their contents when it is submitted.
+"""Records the contents of the files that a run reads, when it is submitted.
 
-Belongs here: from the trainer's configuration to files and folders. Does not belong here: the
-record itself and comparing with it (`hpctrain.store.data_identity`).
+Belongs here: finding those files from the trainer's configuration. Does not belong here: the record
+itself and comparing with it (`hpctrain.store.data_identity`).
 """
 
 from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -17,7 +16,7 @@ from hpctrain.engines.module import ModuleConfig
 from hpctrain.engines.train_json import train_config_of
 from hpctrain.engines.training import TrainConfig
 from hpctrain.errors import InvalidInputError, Problem
-from hpctrain.store.archives import ArrayHead, read_heads
+from hpctrain.store.archives import read_heads
 from hpctrain.store.data_identity import (
     DataIdentity,
     FileIdentity,
@@ -72,7 +71,12 @@ def identity_of(config: TrainConfig) -> DataIdentity:
             folders.append(folder)
             files += sample
         else:
-            files += _archive(path)
+            file = npz_path(path)
+            samples = read_samples_sidecar(file)
+            files.append(identify_file(file, samples.npz_sha256 if samples else None))
+            if samples is not None and samples.directory is not None:
+                root = Path(samples.directory)
+                files += (identify_file(root / name) for name in _sampled_images(file))
     if config.tokenizer:
         path = Path(config.tokenizer)
         visible = [path]
@@ -82,17 +86,7 @@ def identity_of(config: TrainConfig) -> DataIdentity:
     return DataIdentity(files=tuple(files), folders=tuple(folders))
 
 
-def _archive(path: Path) -> Iterator[FileIdentity]:
-    """Identify arrays, and a sample of the images that they name."""
-    file = npz_path(path)
-    sidecar = read_samples_sidecar(file)
-    yield identify_file(file, sidecar.npz_sha256 if sidecar else None)
-    if sidecar is not None and sidecar.directory is not None:
-        root = Path(sidecar.directory)
-        yield from (identify_file(root / name) for name in _listed_images(file))
-
-
-def _listed_images(file: Path) -> list[str]:
+def _sampled_images(file: Path) -> list[str]:
     """Read some names of a list of images as `data prepare` writes it, without NumPy.
 
     Lists in another form give none.
@@ -103,16 +97,13 @@ def _listed_images(file: Path) -> list[str]:
         return []
     if ends.offset is None or names.offset is None:
         return []
-    rows = evenly([str(row) for row in range(ends.rows)], _SAMPLED_IMAGES)
-    return [_name(file, ends, names, int(row)) for row in rows]
-
-
-def _name(file: Path, ends: ArrayHead, names: ArrayHead, row: int) -> str:
-    assert ends.offset is not None and names.offset is not None
+    images = []
     with file.open("rb") as stream:
-        stream.seek(ends.offset + (row - 1) * _END.size if row else 0)
-        begin = _END.unpack(stream.read(_END.size))[0] if row else 0
-        stream.seek(ends.offset + row * _END.size)
-        end = _END.unpack(stream.read(_END.size))[0]
-        stream.seek(names.offset + begin)
-        return os.fsdecode(stream.read(end - begin))
+        for row in map(int, evenly([str(row) for row in range(ends.rows)], _SAMPLED_IMAGES)):
+            stream.seek(ends.offset + (row - 1) * _END.size if row else 0)
+            begin = _END.unpack(stream.read(_END.size))[0] if row else 0
+            stream.seek(ends.offset + row * _END.size)
+            end = _END.unpack(stream.read(_END.size))[0]
+            stream.seek(names.offset + begin)
+            images.append(os.fsdecode(stream.read(end - begin)))
+    return images

@@ -35,7 +35,10 @@ def find_jobs(
     known = events or {run.run_id: run.ledger.events() for run in runs}
     try:
         records = slurm.jobs_of_users({run.owner_id for run in runs})
-        here = _cluster_asked(slurm, records, known)
+        # The cluster that answered, from its jobs or else its configuration.
+        here = next((record.cluster for record in records.values() if record.cluster), None)
+        if here is None and any(cluster_of(one) for one in known.values()):
+            here = slurm.cluster_name()
     except SlurmError:
         if not silent:
             raise
@@ -46,16 +49,6 @@ def find_jobs(
         )
         for run in runs
     }
-
-
-def _cluster_asked(
-    slurm: SlurmClient, records: Mapping[int, JobRecord], events: Mapping[str, Sequence[Event]]
-) -> str | None:
-    """Find the name of the cluster that answered, from its jobs or else its configuration."""
-    cluster = next((record.cluster for record in records.values() if record.cluster), None)
-    if cluster is not None or not any(cluster_of(one) for one in events.values()):
-        return cluster
-    return slurm.cluster_name()
 
 
 def with_past(
