@@ -1,9 +1,12 @@
-"""Finds the directory on each node's own disk for an offload to NVMe: the spec's or the site's.
+"""Find the directory on each node's own disk for an offload to NVMe: the spec's or the site's.
 
-Belongs here: finding it. Does not belong here: whether it exists on the nodes (the trainer looks).
+Belongs here: finding it. Does not belong here: whether it exists on the nodes (the trainer checks).
 """
 
 from __future__ import annotations
+
+from operator import attrgetter
+from typing import cast
 
 from hpctrain.errors import InvalidInputError
 from hpctrain.spec.loader import Loaded
@@ -12,25 +15,27 @@ from hpctrain.spec.run import RunSpec
 
 
 def with_scratch(document: RunSpec, spec: Loaded[RunSpec], site: ClusterProfile) -> RunSpec:
-    """Fill in `engine.deepspeed.nvme_path` of `document` if something is offloaded to NVMe.
+    """Fill in the engine's directory (`nvme_directory`) if something is offloaded to NVMe.
 
     Raises InvalidInputError where neither the spec nor the profile names a directory.
     """
-    own = document.engine.deepspeed
-    wants = {
-        "optimizer.offload": document.optimizer.offload,
-        "engine.deepspeed.offload_parameters": own.offload_parameters,
-    }
-    asking = [field for field, home in wants.items() if home == "nvme"]
-    if document.engine.abilities.nvme_directory is None or not asking or own.nvme_path:
+    abilities = document.engine.abilities
+    homes = ("optimizer.offload", abilities.weight_home)
+    fields = [field for field in homes if field and attrgetter(field)(document) == "nvme"]
+    target = abilities.nvme_directory
+    if target is None or not fields or attrgetter(target)(document):
         return document
-    local = next((one.path for one in site.filesystems if one.kind == "local"), None)
+    local = next((system.path for system in site.filesystems if system.kind == "local"), None)
     if local is None:
         message = (
-            f"`{asking[0]}`: profile {site.name} has no file system of kind `local` to offload to"
+            f"`{fields[0]}`: profile {site.name} has no file system of kind `local` to offload to"
         )
-        hint = "name a directory on each node's NVMe: `engine.deepspeed.nvme_path`"
-        raise InvalidInputError([spec.problem(asking[0], message, hint)])
-    own = own.model_copy(update={"nvme_path": local})
-    engine = document.engine.model_copy(update=dict(deepspeed=own))
-    return document.model_copy(update={"engine": engine})
+        hint = f"name a directory on each node's NVMe: `{target}`"
+        raise InvalidInputError([spec.problem(fields[0], message, hint)])
+    section, _, name = target.rpartition(".")
+    value: object = local
+    while name:  # copy each section that contains the field, from the innermost outwards
+        inside = attrgetter(section)(document) if section else document
+        value = inside.model_copy(update={name: value})
+        section, _, name = section.rpartition(".")
+    return cast(RunSpec, value)

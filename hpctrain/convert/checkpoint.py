@@ -1,12 +1,14 @@
-"""A checkpoint of a run as a Hugging Face directory, whatever engine has written it.
+"""Convert a checkpoint of a run to a Hugging Face directory; one function per format.
 
-Belongs here: from an engine's files to a module. Does not belong here: writing the directory.
+Engines name theirs in their abilities (`export`). Belongs here: from an engine's files to a module. Does not belong here: writing the directory.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -20,22 +22,14 @@ from hpctrain.engines.deepspeed import DeepSpeedConfig
 from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.engines.module import ModuleConfig
 from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.spec.engines.registry import abilities_of, resolve
 from hpctrain.store.conversions import ConversionReport
 from hpctrain.store.layout import RunLayout
 from hpctrain.train.job import read_config
 
 
 def export(checkpoint: Path, target: Path) -> ConversionReport:
-    """Write the model of a published checkpoint. Raises InvalidInputError."""
-    _refuse_damaged(checkpoint)
-    config = read_config(RunLayout(checkpoint.parent.parent).train_config)
-    if isinstance(config, MegatronConfig):
-        return _of_megatron(config, checkpoint, target)
-    assert isinstance(config, ModuleConfig)
-    return _of_module(config, checkpoint, target)
-
-
-def _refuse_damaged(checkpoint: Path) -> None:
+    """Write the model of a published checkpoint to `target`. Raises InvalidInputError."""
     step = step_of(checkpoint.name)
     if step is None:
         problem = Problem("is not the name of a checkpoint", str(checkpoint))
@@ -43,9 +37,16 @@ def _refuse_damaged(checkpoint: Path) -> None:
     found = inspect(checkpoint, step, "size")
     if found.problem is not None:
         raise InvalidInputError([Problem(found.problem, str(checkpoint))])
+    config = read_config(RunLayout(checkpoint.parent.parent).train_config)
+    place = abilities_of(config.engine).export
+    if place is None:
+        message = f"checkpoints of engine {config.engine} cannot be converted"
+        raise InvalidInputError([Problem(message, str(checkpoint))])
+    return cast(ConversionReport, resolve(place)(config, checkpoint, target))
 
 
-def _of_megatron(config: MegatronConfig, checkpoint: Path, target: Path) -> ConversionReport:
+def export_megatron(config: MegatronConfig, checkpoint: Path, target: Path) -> ConversionReport:
+    """Convert a distributed checkpoint of megatron-core."""
     from hpctrain.convert import megatron
     from hpctrain.convert.weights import module_of, report_of
 
@@ -62,13 +63,25 @@ def _of_megatron(config: MegatronConfig, checkpoint: Path, target: Path) -> Conv
     return report_of(module, model, checkpoint, "Hugging Face")
 
 
-def _of_module(config: ModuleConfig, checkpoint: Path, target: Path) -> ConversionReport:
+def export_distributed(config: ModuleConfig, checkpoint: Path, target: Path) -> ConversionReport:
+    """Convert a torch.distributed.checkpoint of FSDP or DDP."""
+    return _export_module(config, checkpoint, target, _load_distributed)
+
+
+def export_deepspeed(config: DeepSpeedConfig, checkpoint: Path, target: Path) -> ConversionReport:
+    """Convert DeepSpeed's files."""
+    return _export_module(config, checkpoint, target, partial(_load_deepspeed, config))
+
+
+def _export_module(
+    config: ModuleConfig, checkpoint: Path, target: Path, load: Callable[[Any, Path], None]
+) -> ConversionReport:
     from hpctrain.convert.weights import report_of
     from hpctrain.train.engines.models.build import build_module
     from hpctrain.train.engines.models.lora import merged
 
     module = build_module(config, device=torch.device("cpu"), initialize=config.lora is not None)
-    _load(config, module, checkpoint)
+    load(module, checkpoint)
     plain = merged(module)
     write_model(plain, target)
     _companions_of_the_start(config.model.pretrained, target)
@@ -76,16 +89,9 @@ def _of_module(config: ModuleConfig, checkpoint: Path, target: Path) -> Conversi
     return report_of(plain, config.model, checkpoint, "Hugging Face", merged_lora=adapted)
 
 
-def _load(config: ModuleConfig, module: Any, checkpoint: Path) -> None:
-    if isinstance(config, DeepSpeedConfig):
-        _load_deepspeed(config, module, checkpoint)
-    else:
-        _load_distributed(module, checkpoint)
-
-
 def _load_distributed(module: Any, checkpoint: Path) -> None:
-    """FSDP's and DDP's checkpoints are torch.distributed.checkpoint's, by name; with LoRA they
-    hold what is learned, and the rest is as it was built."""
+    """Load weights by name; with LoRA a checkpoint has only those that are trained, and the others
+    stay as they were built."""
     reader = dcp.FileSystemReader(checkpoint)
     stored = reader.read_metadata().state_dict_metadata
     state = {
@@ -96,11 +102,11 @@ def _load_distributed(module: Any, checkpoint: Path) -> None:
 
 
 def _load_deepspeed(config: DeepSpeedConfig, module: Any, checkpoint: Path) -> None:
-    """By DeepSpeed's own reader of its files (utils/zero_to_fp32.py): weights in fp32.
+    """Load weights in fp32 with DeepSpeed's own reader (utils/zero_to_fp32.py) where it applies.
 
-    Without ZeRO there are none that it knows, and the weights are whole in one file; where ranks
-    split weights it knows not how, and each has a file; a pipeline has one for each layer. These
-    are in the precision of the training.
+    It reads neither checkpoints without ZeRO, which have one file with all weights, nor those of
+    tensor parallelism (a file per rank) or pipelines (a file per layer). These have the precision
+    of the training.
     """
     if config.pipeline_stages:
         from hpctrain.train.engines.deepspeed.stages import load_layers
@@ -128,14 +134,14 @@ def _weights_in(path: Path) -> dict[str, Any]:
 
 
 def _refuse_incomplete(module: Any, found: set[str], checkpoint: Path) -> None:
-    """Everything that learns must come from the checkpoint; a tied weight has two names."""
-    wanted = {name for name, one in module.named_parameters() if one.requires_grad}
-    if lost := sorted(wanted - found):
-        words = f"has no weights {', '.join(lost[:3])}: it is of another model"
-        raise InvalidInputError([Problem(words, str(checkpoint))])
+    """Require all trained weights in the checkpoint. Raises InvalidInputError."""
+    trained = {name for name, weight in module.named_parameters() if weight.requires_grad}
+    if missing := sorted(trained - found):
+        message = f"has no weights {', '.join(missing[:3])}: it is of another model"
+        raise InvalidInputError([Problem(message, str(checkpoint))])
 
 
 def _companions_of_the_start(pretrained: str | None, target: Path) -> None:
-    """The tokenizer of the weights that the run has started from, if they are still there."""
+    """Copy the tokenizer of the run's initial weights, if they still exist."""
     if pretrained is not None and (Path(pretrained) / CONFIG_NAME).exists():
         copy_companions(Path(pretrained), target)

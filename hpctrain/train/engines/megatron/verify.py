@@ -1,9 +1,10 @@
 """`python -m hpctrain.train.engines.megatron.verify TRAIN_JSON`: build a rank of each stage, on no
 GPU.
 
-Prints what megatron-core built (`hpctrain.engines.verification.Built`) as one JSON document. The
-ranks are in a fake process group of the planned size and their tensors on the meta device, which
-have shapes and no memory; the modules are those that training uses (`model`).
+Prints the model that megatron-core built as one JSON document
+(`hpctrain.engines.verification.BuiltModel`). The ranks are in a fake process group of the planned
+size and their tensors on the meta device, which have shapes and no memory; the modules are those
+that training uses (`model`).
 Belongs here: the order of steps and the command line. Does not belong here: what a model is made
 of (see `model`), how kept bytes are counted (see `kept`), comparing (see `hpctrain.engines`).
 """
@@ -28,7 +29,7 @@ from megatron.core.transformer import multi_latent_attention
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hpctrain.engines.megatron import MegatronConfig
-from hpctrain.engines.verification import Built, BuiltStage
+from hpctrain.engines.verification import BuiltModel, BuiltStage
 from hpctrain.errors import InvalidInputError
 from hpctrain.train.engines.megatron import fixes
 from hpctrain.train.engines.megatron.kept import kept_bytes
@@ -39,7 +40,7 @@ from hpctrain.train.engines.megatron.preflight import LATENT_NEEDS_ENGINE
 from hpctrain.train.job import read_config
 
 
-def build(config: MegatronConfig) -> Built:
+def build(config: MegatronConfig) -> BuiltModel:
     """One rank of each stage: tensor, context and data parallel rank 0.
 
     Raises InvalidInputError for a model that the planned implementation does not have.
@@ -56,7 +57,7 @@ def build(config: MegatronConfig) -> Built:
             _build_stage(buildable, index, None if unmeasured else tokens)
             for index in range(config.pipeline_model_parallel_size)
         )
-    return Built(
+    return BuiltModel(
         megatron_core_version=version("megatron-core"),
         torch_version=torch.__version__,
         stages=stages,
