@@ -1,6 +1,7 @@
 """Convert a checkpoint of a run to a Hugging Face directory; one function per format.
 
-Engines name theirs in their abilities (`export`). Belongs here: from an engine's files to a module. Does not belong here: writing the directory.
+Engines name theirs in their abilities (`export`). Belongs here: from an engine's files to a module.
+Does not belong here: writing the directory.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""The course of a run: saves, first steps, steps that are slow now and then.
+"""Judge the course of a run: time of saves, first steps of launches, occasional slow steps.
 
-Belongs here: those three questions, by the metrics. Does not belong here: what happens within a
-step (`waiting`, `messages`).
+Belongs here: those three questions, by the metrics. Does not belong here: time within a step
+(`waiting`, `messages`).
 """
 
 from __future__ import annotations
 
 from statistics import mean, quantiles
 
-from hpctrain.diagnose.facts import Facts, StepFacts
+from hpctrain.diagnose.facts import Facts
 from hpctrain.diagnose.findings import Evidence, Finding, Remedy, fine, unknown
 
 _SHARE = 0.03
@@ -18,15 +18,14 @@ _NO_STEPS = "no usual step is through yet: the first one of a launch does not co
 
 
 def saves(facts: Facts) -> Finding:
-    """Judge whether training stands still for checkpoints."""
-    told, steps = facts.saves, facts.steps
-    if told is None or steps is None or not steps.all_seconds:
+    """Judge whether training stalls for checkpoints."""
+    recorded, steps = facts.saves, facts.steps
+    if recorded is None or steps is None or not steps.all_seconds:
         return unknown("saves", "no save is through yet")
-    whole = steps.all_seconds + told.stall_seconds
-    share = told.stall_seconds / whole
+    share = recorded.stall_seconds / (steps.all_seconds + recorded.stall_seconds)
     proof = Evidence(
-        words=f"saves while training: {told.count}, {told.stall_seconds:.4g} s of standing still "
-        f"in all; steps took {steps.all_seconds:.4g} s",
+        words=f"saves while training: {recorded.count}, {recorded.stall_seconds:.4g} s of standing "
+        f"still in all; steps took {steps.all_seconds:.4g} s",
         source="saves.jsonl, metrics.jsonl",
     )
     if share < _SHARE:
@@ -35,7 +34,7 @@ def saves(facts: Facts) -> Finding:
         Remedy(words="save as often as saves and failures make it worth (Young/Daly)",
                changes=("checkpoint.every=auto",))
     ]  # fmt: skip
-    if not told.asynchronous:
+    if not recorded.asynchronous:
         words = "write in the background"
         remedies.insert(0, Remedy(words=words, changes=("checkpoint.asynchronous=true",)))
     return Finding(
@@ -49,7 +48,7 @@ def saves(facts: Facts) -> Finding:
 
 
 def warm_up(facts: Facts) -> Finding:
-    """Judge whether first steps of launches (connections, compilation, caches) cost a lot."""
+    """Judge the cost of the first steps of launches (connections, compilation, caches)."""
     steps = facts.steps
     if steps is None or steps.median_seconds is None:
         return unknown("warm_up", _NO_STEPS)
@@ -77,16 +76,18 @@ def warm_up(facts: Facts) -> Finding:
 
 
 def unsteady(facts: Facts) -> Finding:
-    """Judge whether some steps take much longer than the median, for example behind saves."""
+    """Judge whether some steps take much longer than the median, for example after saves."""
     steps = facts.steps
     if steps is None or len(steps.usual) < _FEWEST:
         count = 0 if steps is None else len(steps.usual)
         return unknown("unsteady", f"{count} usual steps are too few to tell ({_FEWEST})")
     middle = steps.median_seconds
     assert middle is not None
+    slowest = sorted(sorted(steps.usual, key=lambda step: -step[1])[:3])
+    listed = ", ".join(f"{step} ({seconds:.4g} s)" for step, seconds in slowest)
     slow = quantiles((seconds for _, seconds in steps.usual), n=20)[-1]
     proof = Evidence(
-        words=f"median {middle:.4g} s, slowest twentieth from {slow:.4g} s; {_slowest(steps)}",
+        words=f"median {middle:.4g} s, slowest twentieth from {slow:.4g} s; slowest steps {listed}",
         source="metrics.jsonl",
     )
     if slow < _UNSTEADY * middle:
@@ -104,9 +105,3 @@ def unsteady(facts: Facts) -> Finding:
         ),
         gain_seconds=max(0.0, mean(seconds for _, seconds in steps.usual) - middle),
     )  # fmt: skip
-
-
-def _slowest(steps: StepFacts) -> str:
-    worst = sorted(steps.usual, key=lambda one: -one[1])[:3]
-    told = ", ".join(f"{step} ({seconds:.4g} s)" for step, seconds in sorted(worst))
-    return f"slowest steps {told}"

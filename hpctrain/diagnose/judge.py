@@ -1,7 +1,6 @@
-"""All questions, answered, in order of what there is to gain.
+"""Answer all questions of a diagnosis, sorted by possible gain.
 
-Belongs here: that order, and where a step's time goes in one line. Does not belong here: the
-answers.
+Belongs here: that order, and the shares of a step. Does not belong here: the answers.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ _ORDER = {"yes": 0, "no": 1, "unknown": 2}
 
 
 def judge(facts: Facts) -> tuple[Finding, ...]:
-    """Answer all questions: problems first, by gain, then what is fine, then what is unknown."""
-    found = [ask(facts) for ask in _JUDGES]
-    return tuple(sorted(found, key=lambda one: (_ORDER[one.answer], -(one.gain_seconds or 0.0))))
+    """Answer all questions: problems first, by gain, then `no`, then `unknown`."""
+    answers = [judge_topic(facts) for judge_topic in _JUDGES]
+    return tuple(sorted(answers, key=lambda a: (_ORDER[a.answer], -(a.gain_seconds or 0.0))))
 
 
 def shares(facts: Facts) -> dict[str, float]:
-    """Compute shares of a step, of the middle rank in each; empty when they are not known."""
+    """Compute the share of each part of a step, at the median rank; empty if not known."""
     ranks, step = facts.ranks, facts.step_seconds
     if ranks is None or not ranks.step or not step:
         return {}

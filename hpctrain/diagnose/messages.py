@@ -1,8 +1,8 @@
-"""Communication: what of it computing does not hide, along which axis, over which link.
+"""Judge exposed communication: how much computation does not hide, on which axis and link.
 
-A trace tells it exactly; without one it is what passes take beyond what computing takes, and said
-to be an estimate. Belongs here: that question. Does not belong here: the pipeline's bubble
-(`pipeline`), the shape of gradient buckets (`buckets`).
+A trace measures it exactly; without one it is estimated from the time of passes beyond their
+computation. Belongs here: that question. Does not belong here: the pipeline's bubble (`pipeline`),
+gradient buckets (`buckets`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from operator import attrgetter
 
-from hpctrain.diagnose.facts import Facts, Planned, RankFacts
+from hpctrain.diagnose.facts import Facts, Planned
 from hpctrain.diagnose.findings import Evidence, Finding, Remedy, fine, unknown
 from hpctrain.diagnose.waiting import NO_WINDOW, OLD_RECORD
 from hpctrain.plan.documents import Axis
@@ -32,7 +32,7 @@ _FIELDS: dict[Axis, str] = {
 
 @dataclass(frozen=True)
 class _Exposed:
-    """Seconds of a step, and how they are known."""
+    """Exposed communication of a step, and its source."""
 
     seconds: float
     step_seconds: float
@@ -45,7 +45,7 @@ class _Exposed:
 
 
 def communication(facts: Facts) -> Finding:
-    """Judge whether messages between ranks hold up a step, beyond waiting for a slow rank."""
+    """Judge whether messages between ranks delay a step, without the wait for a slow rank."""
     if facts.planned is not None and facts.planned.plan.layout.world_size == 1:
         return fine("communication", "there is one rank only")
     exposed = _of_traces(facts) or _of_times(facts)
@@ -71,48 +71,44 @@ def communication(facts: Facts) -> Finding:
 
 
 def _of_traces(facts: Facts) -> _Exposed | None:
-    """The rank that waits least for others; what the others have more is waiting for it."""
-    told = [one for one in facts.traces if one.messages or one.communication_seconds]
-    if not told:
+    """Measure it on the rank that waits least for others: more elsewhere is the wait for it."""
+    traces = [trace for trace in facts.traces if trace.messages or trace.communication_seconds]
+    if not traces:
         return None
-    one = min(told, key=lambda trace: trace.exposed_seconds)
+    least = min(traces, key=lambda trace: trace.exposed_seconds)
     words = (
-        f"rank {one.rank}: {one.communication_seconds:.4g} s of messages in a step of "
-        f"{one.step_seconds:.4g} s, {one.exposed_seconds:.4g} s of them while nothing was computed"
+        f"rank {least.rank}: {least.communication_seconds:.4g} s of messages in a step of "
+        f"{least.step_seconds:.4g} s, {least.exposed_seconds:.4g} s of them while nothing was "
+        "computed"
     )
-    return _Exposed(
-        one.exposed_seconds, one.step_seconds, Evidence(words=words, source=one.file), False
-    )
+    evidence = Evidence(words=words, source=least.file)
+    return _Exposed(least.exposed_seconds, least.step_seconds, evidence, False)
 
 
 def _of_times(facts: Facts) -> _Exposed | None:
+    """Estimate it from step times, on the rank that waits least."""
     ranks, step = facts.ranks, facts.step_seconds
     if ranks is None or step is None or not ranks.rest:
         return None
     pipelined = facts.planned is not None and facts.planned.plan.layout.pp > 1
     if max(ranks.backward) > 0 and not pipelined:  # a pipeline sums gradients after its passes
-        return _behind_backward(facts, ranks, step)
+        again = facts.planned is not None and facts.planned.plan.recompute == "full"
+        times = _BACKWARD_AGAIN if again else _BACKWARD
+        left = [b - times * f for b, f in zip(ranks.backward, ranks.compute, strict=True)]
+        rank = min(range(len(left)), key=left.__getitem__)
+        words = (
+            f"rank {rank}: backward passes take {ranks.backward[rank]:.4g} s, forward passes "
+            f"{ranks.compute[rank]:.4g} s; without messages about {times:g} times as long is usual"
+        )
+        evidence = Evidence(words=words, source=ranks.source)
+        return _Exposed(max(0.0, left[rank]), step, evidence, True)
     seconds = max(0.0, min(ranks.rest) - bubble_seconds(facts))
     words = f"{min(ranks.rest):.4g} s of {step:.4g} s are neither passes, data nor optimizer"
     return _Exposed(seconds, step, Evidence(words=words, source=ranks.source), True)
 
 
-def _behind_backward(facts: Facts, ranks: RankFacts, step: float) -> _Exposed:
-    """Estimate what backward passes take beyond their work, on the rank that waits least."""
-    again = facts.planned is not None and facts.planned.plan.recompute == "full"
-    times = _BACKWARD_AGAIN if again else _BACKWARD
-    left = [b - times * f for b, f in zip(ranks.backward, ranks.compute, strict=True)]
-    rank = min(range(len(left)), key=left.__getitem__)
-    words = (
-        f"rank {rank}: backward passes take {ranks.backward[rank]:.4g} s, forward passes "
-        f"{ranks.compute[rank]:.4g} s; without messages about {times:g} times as long is usual"
-    )
-    evidence = Evidence(words=words, source=ranks.source)
-    return _Exposed(max(0.0, left[rank]), step, evidence, True)
-
-
 def bubble_seconds(facts: Facts) -> float:
-    """(p - 1) / v microbatches of computing: Narayanan et al. 2021 (arXiv 2104.04473), 2.2."""
+    """Compute the bubble, (p - 1) / v microbatches: Narayanan et al. 2021 (arXiv 2104.04473)."""
     if facts.planned is None or facts.ranks is None:
         return 0.0
     layout, batch = facts.planned.plan.layout, facts.planned.plan.batch
@@ -121,7 +117,7 @@ def bubble_seconds(facts: Facts) -> float:
 
 
 def _planned_messages(planned: Planned | None) -> tuple[Evidence, ...]:
-    """List predicted seconds of each axis, where its ranks are, and the link that they use."""
+    """List the predicted seconds of each axis, the location of its ranks, and their link."""
     if planned is None or planned.plan.prediction is None:
         return ()
     parts, spans = planned.plan.prediction.parts, _spans(planned)
@@ -142,7 +138,7 @@ def _planned_messages(planned: Planned | None) -> tuple[Evidence, ...]:
 
 
 def _spans(planned: Planned) -> dict[Axis, str]:
-    return {one.axis: one.span for one in planned.plan.placements if one.size > 1}
+    return {axis.axis: axis.span for axis in planned.plan.placements if axis.size > 1}
 
 
 def _rates(facts: Facts) -> tuple[Evidence, ...]:
@@ -161,7 +157,7 @@ def _rates(facts: Facts) -> tuple[Evidence, ...]:
 
 
 def _dominant(planned: Planned | None) -> Axis | None:
-    """Find the axis with most predicted messages; without a prediction the only one there is."""
+    """Find the axis with the most predicted messages; without a prediction the only axis."""
     if planned is None:
         return None
     spans = _spans(planned)

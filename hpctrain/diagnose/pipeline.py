@@ -1,4 +1,4 @@
-"""The pipeline's bubble, and stages that are not equally long.
+"""Judge the pipeline's bubble and stages of unequal length.
 
 Belongs here: that question. Does not belong here: messages (`messages`).
 """
@@ -29,12 +29,15 @@ def pipeline(facts: Facts) -> Finding:
         return unknown("pipeline", NO_WINDOW)
     if not ranks.rest:
         return unknown("pipeline", OLD_RECORD)
-    stages = _stage_seconds(facts)
+    by_stage: dict[int, list[float]] = {}
+    for rank, seconds in enumerate(ranks.passes):
+        by_stage.setdefault(stage_of(plan.layout, rank), []).append(seconds)
+    stages = [median(by_stage[stage]) for stage in sorted(by_stage)]
     unequal = max(stages) - sum(stages) / len(stages)
     bubble = min(bubble_seconds(facts) + unequal, median(ranks.rest))
-    told = ", ".join(f"{seconds:.3g}" for seconds in stages)
+    listed = ", ".join(f"{seconds:.3g}" for seconds in stages)
     proof = (
-        Evidence(words=f"stages compute {told} s", source=ranks.source),
+        Evidence(words=f"stages compute {listed} s", source=ranks.source),
         Evidence(
             words=f"(pp - 1) / (vpp x microbatches) = {plan.layout.pp - 1} / ({plan.layout.vpp} x "
             f"{plan.batch.accumulation}) of the computing",
@@ -53,16 +56,8 @@ def pipeline(facts: Facts) -> Finding:
     )
 
 
-def _stage_seconds(facts: Facts) -> list[float]:
-    """Take the middle rank of each stage."""
-    assert facts.planned is not None and facts.ranks is not None
-    by_stage: dict[int, list[float]] = {}
-    for rank, seconds in enumerate(facts.ranks.passes):
-        by_stage.setdefault(stage_of(facts.planned.plan.layout, rank), []).append(seconds)
-    return [median(by_stage[stage]) for stage in sorted(by_stage)]
-
-
 def _shorter(plan: Plan, stages: list[float]) -> list[Remedy]:
+    """List changes that shorten the bubble."""
     found = []
     if plan.batch.micro_batch > 1:
         half = plan.batch.micro_batch // 2
