@@ -15,8 +15,8 @@ from pydantic import BaseModel, ConfigDict
 from hpctrain.actions.prepare import load_inputs, load_knowledge
 from hpctrain.actions.run_documents import known_plan
 from hpctrain.actions.runs import RunFiles
-from hpctrain.diagnose.facts import Facts, Planned, RankFacts, SaveFacts, StepFacts
-from hpctrain.diagnose.findings import Finding, Price, Remedy
+from hpctrain.diagnose.facts import DiagnosisInput, Planned, RankFacts, SaveFacts, StepFacts
+from hpctrain.diagnose.findings import Price, Suggestion, TopicFinding
 from hpctrain.diagnose.judge import judge, shares
 from hpctrain.errors import HpctrainError, InvalidInputError, UsageError
 from hpctrain.plan.documents import Plan
@@ -63,10 +63,10 @@ class Diagnosis(BaseModel):
     nodes: int
     shares: dict[str, float]
     read: tuple[Read, ...]
-    findings: tuple[Finding, ...]
+    findings: tuple[TopicFinding, ...]
 
     @property
-    def stands_out(self) -> tuple[Finding, ...]:
+    def stands_out(self) -> tuple[TopicFinding, ...]:
         return tuple(one for one in self.findings if one.answer == "yes")
 
 
@@ -97,7 +97,7 @@ def diagnose(run: RunFiles, *, price: bool = True) -> Diagnosis:
     )
 
 
-def gather(run: RunFiles) -> tuple[Facts, tuple[Read, ...]]:
+def gather(run: RunFiles) -> tuple[DiagnosisInput, tuple[Read, ...]]:
     """Read all facts of the run directory; files that cannot be read are left out."""
     layout = run.layout
     rows, times = read_metrics(layout), read_record(layout.rank_times, RankTimes)
@@ -130,7 +130,7 @@ def gather(run: RunFiles) -> tuple[Facts, tuple[Read, ...]]:
     left = len(trace_files(layout.traces)) - len(traces)
     if left > 0:
         read.append(Read(file="traces", words=f"{left} more were not read"))
-    facts = Facts(
+    facts = DiagnosisInput(
         run_id=run.run_id,
         ranks=None if times is None else _ranks(times),
         steps=_steps(rows),
@@ -198,7 +198,7 @@ class _Pricing:
     now: Plan
     left: int = _MOST_PRICES
 
-    def of_all(self, findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    def of_all(self, findings: Sequence[TopicFinding]) -> tuple[TopicFinding, ...]:
         """Price all remedies, and drop those that are impossible or bring nothing.
 
         Remedies for memory are ordered by the time that they cost.
@@ -213,7 +213,7 @@ class _Pricing:
             priced.append(finding.model_copy(update={"remedies": tuple(worthy)}))
         return tuple(priced)
 
-    def _with_price(self, remedy: Remedy) -> Remedy | None:
+    def _with_price(self, remedy: Suggestion) -> Suggestion | None:
         """Price one remedy; None if it cannot be planned."""
         planned = remedy.changes and not remedy.changes[0].startswith(
             ("supervise.", "checkpoint.", "environment.", "resources.")
@@ -254,7 +254,7 @@ def _peak(plan: Plan) -> int:
     return plan.memory[plan.peak_stage].total_bytes
 
 
-def _slowdown_seconds(remedy: Remedy) -> float:
+def _slowdown_seconds(remedy: Suggestion) -> float:
     """Return how much longer a step gets; -inf without a price, because it costs nothing."""
     price = remedy.price
     if price is None:

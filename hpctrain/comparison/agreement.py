@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from hpctrain.comparison.documents import Agreement, Trial
+from hpctrain.comparison.documents import LossAgreement, TrialResult
 
 # Largest effect of rounding, relative to the loss. bf16 has 8 significant bits (2**-8 = 0.0039).
 # Losses of engines that round differently were measured 0.004 apart at a loss of 5.5, those of one
@@ -23,7 +23,7 @@ def bound_of(precision: str, other: str) -> float:
     return max(_BOUNDS.get(precision, _COARSE_BOUND), _BOUNDS.get(other, _COARSE_BOUND))
 
 
-def agreement_of(first: Trial, other: Trial) -> Agreement | None:
+def agreement_of(first: TrialResult, other: TrialResult) -> LossAgreement | None:
     """Compare the losses of `other` with those of `first`; None without a common step."""
     bound = bound_of(first.record.precision, other.record.precision)
     same = first.record.training == other.record.training
@@ -37,7 +37,7 @@ def agreement(
     bound: float,
     *,
     same: bool = True,
-) -> Agreement | None:
+) -> LossAgreement | None:
     """Compare losses by step; `same`: both train the same model, so they should agree."""
     common = sorted(reference.keys() & losses.keys())
     if not common:
@@ -49,7 +49,7 @@ def agreement(
     if max(differences) > bound:
         verdict = "drifts" if differences[0] <= bound else "other start"
         verdict = verdict if same else "other run"
-    return Agreement(
+    return LossAgreement(
         reference=name,
         steps=len(common),
         largest=max(differences),

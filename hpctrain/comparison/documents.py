@@ -68,7 +68,7 @@ class ComparisonRecord(Document):
     trials: tuple[TrialRecord, ...]
 
 
-class Spread(Document):
+class StepSpread(Document):
     """Seconds of the counted steps: median, mean, and 10th and 90th percentile."""
 
     median: float
@@ -77,7 +77,7 @@ class Spread(Document):
     mean: float
 
 
-class TimeShares(Document):
+class StepShares(Document):
     """Seconds of each part of a step, the mean over ranks; the first four add up to the step.
 
     `data`: waiting for samples; `compute`: forward and backward passes with their communication;
@@ -104,11 +104,11 @@ class Measured(Document):
     """
 
     steps: int
-    step_seconds: Spread
+    step_seconds: StepSpread
     samples_per_second: float
     peak_bytes: int
     peak_of_all_ranks: bool
-    shares: TimeShares | None
+    shares: StepShares | None
     eval_loss: float | None
     eval_accuracy: float | None
 
@@ -122,7 +122,7 @@ class Stability(Document):
     steps_again: int
 
 
-class Agreement(Document):
+class LossAgreement(Document):
     """Difference of a trial's losses from those of the `reference`.
 
     `largest` is the largest relative difference over their common `steps`; `bound` is the effect of
@@ -138,7 +138,7 @@ class Agreement(Document):
     verdict: Literal["same", "other run", "other start", "drifts"]
 
 
-class Trial(Document):
+class TrialResult(Document):
     """One variant with its current results.
 
     `losses` are (step, loss) of the counted steps. `gpu_hours` and `cost` are for the whole budget
@@ -151,7 +151,7 @@ class Trial(Document):
     over: bool
     measured: Measured | None = None
     stability: Stability | None = None
-    agreement: Agreement | None = None
+    agreement: LossAgreement | None = None
     losses: tuple[tuple[int, float], ...] = ()
     step_times: tuple[tuple[int, float], ...] = ()
     gpu_hours: float | None = None
@@ -226,7 +226,7 @@ class Comparison(Document):
     """The result of `compare` and `scale`."""
 
     record: ComparisonRecord
-    trials: tuple[Trial, ...]
+    trials: tuple[TrialResult, ...]
     recommendation: Recommendation
     points: tuple[ScalePoint, ...] = ()
 

@@ -11,11 +11,11 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpctrain.comparison.documents import Measured, Spread, TimeShares
+from hpctrain.comparison.documents import Measured, StepShares, StepSpread
 
 
 @dataclass(frozen=True)
-class Step:
+class TrialStep:
     """One optimizer step. `launch` is the number of the launch that computed it."""
 
     step: int
@@ -28,7 +28,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RankMeans:
     """Reports of the ranks: means per step in seconds, peaks in bytes; each by rank.
 
     `compute_seconds` exclude waiting for other ranks as far as the engine can separate it;
@@ -48,7 +48,7 @@ def warm_up_steps(steps: int) -> int:
     return max(1, steps // 10)
 
 
-def counted_steps(rows: Sequence[Step], warm_up: int) -> list[Step]:
+def counted_steps(rows: Sequence[TrialStep], warm_up: int) -> list[TrialStep]:
     """Drop the warm-up steps of every launch; only the very first if no other would be left."""
     seen: dict[int, int] = {}
     counted = []
@@ -60,7 +60,7 @@ def counted_steps(rows: Sequence[Step], warm_up: int) -> list[Step]:
 
 
 def measure(
-    rows: Sequence[Step], warm_up: int, global_batch: int, ranks: Ranks | None
+    rows: Sequence[TrialStep], warm_up: int, global_batch: int, ranks: RankMeans | None
 ) -> Measured | None:
     """Compute the figures of a trial; None until a step counts."""
     counted = counted_steps(rows, warm_up)
@@ -82,14 +82,14 @@ def measure(
     )
 
 
-def spread_of(seconds: Sequence[float]) -> Spread:
+def spread_of(seconds: Sequence[float]) -> StepSpread:
     """Compute quantiles by the nearest rank, so that each is a measured value."""
     ordered = sorted(seconds)
 
     def quantile(share: float) -> float:
         return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
-    return Spread(
+    return StepSpread(
         median=statistics.median(ordered),
         p10=quantile(0.1),
         p90=quantile(0.9),
@@ -97,7 +97,7 @@ def spread_of(seconds: Sequence[float]) -> Spread:
     )
 
 
-def shares_of(step_seconds: float, ranks: Ranks) -> TimeShares | None:
+def shares_of(step_seconds: float, ranks: RankMeans) -> StepShares | None:
     """Divide the step into its parts; None if no rank reported."""
     if not ranks.compute_seconds:
         return None
@@ -106,7 +106,7 @@ def shares_of(step_seconds: float, ranks: Ranks) -> TimeShares | None:
     data, update = _mean(ranks.data_seconds), _mean(ranks.update_seconds)
     # step time of the same window, if the ranks reported it
     rest = (_mean(ranks.step_seconds) or step_seconds) - compute - (data or 0.0) - (update or 0.0)
-    return TimeShares(
+    return StepShares(
         data=data,
         compute=compute,
         update=update,

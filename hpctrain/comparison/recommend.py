@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from hpctrain.comparison.documents import Recommendation, Trial
+from hpctrain.comparison.documents import Recommendation, TrialResult
 from hpctrain.units import short_bytes
 
 # Above this share a GPU has no room for a longer batch or a fragmented allocator; the planner calls
@@ -21,7 +21,9 @@ _TIE_OF_PREDICTIONS = 0.05  # about the planner's median error (docs/planner.md)
 _WORTH_TELLING = 0.05  # of the memory of the choice
 
 
-def recommend(trials: Sequence[Trial], gpu_memory_bytes: int, *, measured: bool) -> Recommendation:
+def recommend(
+    trials: Sequence[TrialResult], gpu_memory_bytes: int, *, measured: bool
+) -> Recommendation:
     """Choose a variant, with reasons; none if no variant worked or has a time."""
     able = [trial for trial in trials if trial.succeeded or not measured]
     able = [trial for trial in able if trial.peak_bytes is not None]
@@ -41,7 +43,7 @@ def recommend(trials: Sequence[Trial], gpu_memory_bytes: int, *, measured: bool)
     return Recommendation(choice=best.name, sentences=tuple(sentences))
 
 
-def flaw(trial: Trial, gpu_memory_bytes: int) -> str:
+def flaw(trial: TrialResult, gpu_memory_bytes: int) -> str:
     """Explain why a successful trial should not be chosen; empty if nothing is wrong."""
     share = (trial.peak_bytes or 0) / gpu_memory_bytes
     if share > ROOM:
@@ -57,7 +59,7 @@ def flaw(trial: Trial, gpu_memory_bytes: int) -> str:
     return ""
 
 
-def _without_times(able: Sequence[Trial], measured: bool) -> Recommendation:
+def _without_times(able: Sequence[TrialResult], measured: bool) -> Recommendation:
     if not able:
         words = "no variant has worked" if measured else "no variant can be planned"
         return Recommendation(choice=None, sentences=(f"{words}: the reasons are above.",))
@@ -69,7 +71,9 @@ def _without_times(able: Sequence[Trial], measured: bool) -> Recommendation:
     return Recommendation(choice=None, sentences=(words,))
 
 
-def _why(best: Trial, among: Sequence[Trial], gpu_memory_bytes: int, own_flaw: str) -> str:
+def _why(
+    best: TrialResult, among: Sequence[TrialResult], gpu_memory_bytes: int, own_flaw: str
+) -> str:
     pace = f"{short_number(_pace(best))} samples/s"
     room = f"{short_bytes(_peak(best))} of {short_bytes(gpu_memory_bytes)} a GPU"
     if own_flaw:
@@ -78,7 +82,7 @@ def _why(best: Trial, among: Sequence[Trial], gpu_memory_bytes: int, own_flaw: s
     return f"{best.name}: {rank}, with room: {pace}, {room}."
 
 
-def _others(others: Sequence[Trial], best: Trial) -> list[str]:
+def _others(others: Sequence[TrialResult], best: TrialResult) -> list[str]:
     """Describe ties first, then the slower variant that saves most memory."""
     ties, described = [trial for trial in others if is_tie(best, trial)], []
     for trial in ties:
@@ -100,7 +104,7 @@ def _others(others: Sequence[Trial], best: Trial) -> list[str]:
     return sentences
 
 
-def is_tie(best: Trial, other: Trial) -> bool:
+def is_tie(best: TrialResult, other: TrialResult) -> bool:
     """Decide whether two variants differ by less than the noise of their step times."""
     if best.measured is None or other.measured is None:
         return _pace(best) / _pace(other) - 1 <= _TIE_OF_PREDICTIONS
@@ -117,9 +121,9 @@ def short_number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _pace(trial: Trial) -> float:
+def _pace(trial: TrialResult) -> float:
     return trial.samples_per_second or 0.0
 
 
-def _peak(trial: Trial) -> int:
+def _peak(trial: TrialResult) -> int:
     return trial.peak_bytes or 0

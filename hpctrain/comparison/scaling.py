@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hpctrain.comparison.documents import LostTime, Recommendation, ScalePoint, Trial
+from hpctrain.comparison.documents import LostTime, Recommendation, ScalePoint, TrialResult
 
 _WEAK = [
     "Weak scaling: the batch grows with the GPUs and the learning rate of the spec does not, so "
@@ -18,7 +18,7 @@ _TOO_GOOD = 1.1  # caches explain a few per cent
 _GOOD = 0.8  # most sites accept no lower efficiency
 
 
-def scale_points(trials: Sequence[Trial], *, measured: bool) -> tuple[ScalePoint, ...]:
+def scale_points(trials: Sequence[TrialResult], *, measured: bool) -> tuple[ScalePoint, ...]:
     """Compare each size with the smallest that has a pace; empty if none has."""
     paced = [
         (trial, pace)
@@ -52,7 +52,7 @@ def gpu_count(count: int) -> str:
     return f"{count} GPU" if count == 1 else f"{count} GPUs"
 
 
-def lost_time(trial: Trial, first: Trial) -> LostTime | None:
+def lost_time(trial: TrialResult, first: TrialResult) -> LostTime | None:
     """Split the time of a step beyond its share of the work of `first`; None: unknown."""
     own, base = trial.measured, first.measured
     if own is None or base is None or own.shares is None or base.shares is None:
@@ -66,20 +66,20 @@ def lost_time(trial: Trial, first: Trial) -> LostTime | None:
     return LostTime(total=total, data=data, imbalance=imbalance, messages=total - data - imbalance)
 
 
-def _predicted_pace(trial: Trial) -> float | None:
+def _predicted_pace(trial: TrialResult) -> float | None:
     predicted = trial.record.predicted
     if predicted is None or not predicted.step_seconds:
         return None
     return trial.record.global_batch / predicted.step_seconds
 
 
-def _apart(trial: Trial, first: Trial, figure: str) -> float | None:
+def _apart(trial: TrialResult, first: TrialResult, figure: str) -> float | None:
     own, base = (getattr(each.measured, figure, None) for each in (trial, first))
     return None if own is None or base is None else float(own - base)
 
 
 def recommend_size(
-    trials: Sequence[Trial], points: Sequence[ScalePoint], *, weak: bool
+    trials: Sequence[TrialResult], points: Sequence[ScalePoint], *, weak: bool
 ) -> Recommendation:
     """Recommend the largest efficient size, and report what the next one loses."""
     if not points:
@@ -128,7 +128,7 @@ def _lost(point: ScalePoint) -> str:
     return f"{gpu_count(point.gpus)} lose {lost.total:.2g} s a step against linear: {parts}."
 
 
-def _same_losses(trials: Sequence[Trial]) -> list[str]:
+def _same_losses(trials: Sequence[TrialResult]) -> list[str]:
     """Check that more GPUs train the same model: strong scaling keeps the steps."""
     compared = [trial for trial in trials if trial.agreement is not None]
     if not compared:

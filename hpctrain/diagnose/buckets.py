@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from operator import attrgetter
 
-from hpctrain.diagnose.facts import Facts, Planned
-from hpctrain.diagnose.findings import Evidence, Finding, Remedy, fine, unknown
+from hpctrain.diagnose.facts import DiagnosisInput, Planned
+from hpctrain.diagnose.findings import Measurement, Suggestion, TopicFinding, fine, unknown
 from hpctrain.spec.engines.registry import abilities_of
 from hpctrain.telemetry.traces import Message, TraceSummary
 
@@ -22,7 +22,7 @@ _SMALL_BYTES = 4096  # smaller messages are barriers and sums of losses, not gra
 _MIB = 2**20
 
 
-def buckets(facts: Facts) -> Finding:
+def buckets(facts: DiagnosisInput) -> TopicFinding:
     """Judge whether another bucket size would hide more communication."""
     planned = facts.planned
     if planned is None:
@@ -50,12 +50,14 @@ def buckets(facts: Facts) -> Finding:
     return _by_plan(planned, size)
 
 
-def _by_trace(planned: Planned, trace: TraceSummary, sent: list[Message], size: int) -> Finding:
+def _by_trace(
+    planned: Planned, trace: TraceSummary, sent: list[Message], size: int
+) -> TopicFinding:
     last, step = sent[-1], trace.step_seconds
     known = [message.size_bytes for message in sent if message.size_bytes is not None]
     bounds = [f"{bound / _MIB:.3g}" for bound in sorted({min(known), max(known)})] if known else []
     sizes = f", {' to '.join(bounds)} MiB" if bounds else ""
-    proof = Evidence(
+    proof = Measurement(
         words=f"{len(sent)} messages of gradients in a step{sizes}; of the last one "
         f"{last.exposed_seconds:.4g} s of {last.seconds:.4g} s are hidden by nothing "
         f"(step {step:.4g} s)",
@@ -74,11 +76,11 @@ def _by_trace(planned: Planned, trace: TraceSummary, sent: list[Message], size: 
     return _finding(planned, words, proof, size, gain)
 
 
-def _by_plan(planned: Planned, size: int) -> Finding:
+def _by_plan(planned: Planned, size: int) -> TopicFinding:
     """Judge without a trace, by the number of buckets that the gradients fill."""
     gradients = planned.gradient_bytes
     count = max(1, round(gradients / size))
-    proof = Evidence(
+    proof = Measurement(
         words=f"{gradients / _MIB:.4g} MiB of gradients in buckets of {size / _MIB:.4g} MiB",
         source="plan.json, spec.yaml",
     )
@@ -96,20 +98,22 @@ def _by_plan(planned: Planned, size: int) -> Finding:
 
 
 def _finding(
-    planned: Planned, words: str, proof: Evidence, size: int, gain: float | None
-) -> Finding:
+    planned: Planned, words: str, proof: Measurement, size: int, gain: float | None
+) -> TopicFinding:
     better = max(1, round(planned.gradient_bytes / _USEFUL / _MIB))
     name = abilities_of(planned.plan.engine).bucket
-    remedies: tuple[Remedy, ...] = ()
+    remedies: tuple[Suggestion, ...] = ()
     if not 0.5 <= better * _MIB / size <= 2 and better * _MIB < planned.gradient_bytes:
-        remedy = Remedy(words=f"about {_USEFUL} buckets", changes=(f"{name}={better}MiB",))
+        remedy = Suggestion(words=f"about {_USEFUL} buckets", changes=(f"{name}={better}MiB",))
         remedies = (remedy,)
     else:
         why = (
             "the gradients are too few" if better == 1 else "the buckets are already of a good size"
         )
-        remedies = (Remedy(words=f"{why}: fewer messages help, see the question of communication"),)
-    return Finding(
+        remedies = (
+            Suggestion(words=f"{why}: fewer messages help, see the question of communication"),
+        )
+    return TopicFinding(
         topic="buckets",
         answer="yes",
         words=words,

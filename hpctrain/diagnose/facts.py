@@ -99,7 +99,7 @@ class Planned:
 
 
 @dataclass(frozen=True)
-class Facts:
+class DiagnosisInput:
     """All inputs of a diagnosis."""
 
     run_id: str

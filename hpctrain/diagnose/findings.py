@@ -31,7 +31,7 @@ class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True)
 
 
-class Evidence(_Frozen):
+class Measurement(_Frozen):
     """Measured numbers as text, and the file that they come from."""
 
     words: str
@@ -47,7 +47,7 @@ class Price(_Frozen):
     peak_bytes_now: int
 
 
-class Remedy(_Frozen):
+class Suggestion(_Frozen):
     """A recommended action; `changes` are values of `--set`, `price` is their predicted effect."""
 
     words: str
@@ -55,7 +55,7 @@ class Remedy(_Frozen):
     price: Price | None = None
 
 
-class Finding(_Frozen):
+class TopicFinding(_Frozen):
     """The answer to one question.
 
     `gain_seconds`: time per step that a remedy can save at most; with `at_least`, at least.
@@ -64,8 +64,8 @@ class Finding(_Frozen):
     topic: Topic
     answer: Answer
     words: str
-    evidence: tuple[Evidence, ...] = ()
-    remedies: tuple[Remedy, ...] = ()
+    evidence: tuple[Measurement, ...] = ()
+    remedies: tuple[Suggestion, ...] = ()
     gain_seconds: float | None = None
     at_least: bool = False
 
@@ -74,9 +74,9 @@ class Finding(_Frozen):
         return QUESTIONS[self.topic]
 
 
-def unknown(topic: Topic, words: str) -> Finding:
-    return Finding(topic=topic, answer="unknown", words=words)
+def unknown(topic: Topic, words: str) -> TopicFinding:
+    return TopicFinding(topic=topic, answer="unknown", words=words)
 
 
-def fine(topic: Topic, words: str, *evidence: Evidence) -> Finding:
-    return Finding(topic=topic, answer="no", words=words, evidence=evidence)
+def fine(topic: Topic, words: str, *evidence: Measurement) -> TopicFinding:
+    return TopicFinding(topic=topic, answer="no", words=words, evidence=evidence)

@@ -9,8 +9,8 @@ from statistics import median
 
 from hpctrain.diagnose.buckets import buckets
 from hpctrain.diagnose.course import saves, unsteady, warm_up
-from hpctrain.diagnose.facts import Facts
-from hpctrain.diagnose.findings import Finding
+from hpctrain.diagnose.facts import DiagnosisInput
+from hpctrain.diagnose.findings import TopicFinding
 from hpctrain.diagnose.memory import memory
 from hpctrain.diagnose.messages import communication
 from hpctrain.diagnose.pipeline import pipeline
@@ -30,13 +30,13 @@ _JUDGES = (
 _ORDER = {"yes": 0, "no": 1, "unknown": 2}
 
 
-def judge(facts: Facts) -> tuple[Finding, ...]:
+def judge(facts: DiagnosisInput) -> tuple[TopicFinding, ...]:
     """Answer all questions: problems first, by gain, then `no`, then `unknown`."""
     answers = [judge_topic(facts) for judge_topic in _JUDGES]
     return tuple(sorted(answers, key=lambda a: (_ORDER[a.answer], -(a.gain_seconds or 0.0))))
 
 
-def shares(facts: Facts) -> dict[str, float]:
+def shares(facts: DiagnosisInput) -> dict[str, float]:
     """Compute the share of each part of a step, at the median rank; empty if not known."""
     ranks, step = facts.ranks, facts.step_seconds
     if ranks is None or not ranks.step or not step:

@@ -25,7 +25,7 @@ from hpctrain.spec.fields import (
     suggest_key,
 )
 from hpctrain.spec.positions import Parsed, Path, dotted, shown_value
-from hpctrain.spec.syntax import Place
+from hpctrain.spec.syntax import SourcePlace
 from hpctrain.units import Duration
 
 _BOOLEAN_WORDS = {"on": "true", "yes": "true", "y": "true", "off": "false", "no": "false",
@@ -191,5 +191,5 @@ def _describe(value: object) -> str:
 def _at(
     parsed: Parsed, path: Path, message: str, hint: str | None = None, *, key: bool = False
 ) -> Problem:
-    place = parsed.nearest_place(path, key=key) or Place("")
+    place = parsed.nearest_place(path, key=key) or SourcePlace("")
     return place.problem(f"`{dotted(path)}`: {message}" if path else message, hint)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.spec.overrides import OPTION, apply_overrides
 from hpctrain.spec.positions import dotted, parse_yaml
-from hpctrain.spec.syntax import Place
+from hpctrain.spec.syntax import SourcePlace
 
 if TYPE_CHECKING:
     from hpctrain.spec.calibration import Calibration
@@ -53,7 +53,7 @@ class Loaded(Generic[DocumentT]):
     file: str
     origin: Mapping[str, str]
     digest: str
-    places: Mapping[str, Place] = field(default_factory=dict)
+    places: Mapping[str, SourcePlace] = field(default_factory=dict)
 
     def problem(self, path: str, message: str, hint: str | None = None) -> Problem:
         """Report a problem of the value at a dotted path, or of its absence.
@@ -185,7 +185,7 @@ def _load(model: type[DocumentT], path: Path | str, overrides: Sequence[str]) ->
     file = "stdin" if str(path) == "-" else str(path)
     parsed = parse_yaml(_read_text(path, file), file)
     if parsed.data is None:
-        parsed.problems = parsed.problems or [Place(file, 1, 1).problem("the file is empty")]
+        parsed.problems = parsed.problems or [SourcePlace(file, 1, 1).problem("the file is empty")]
         raise InvalidInputError(parsed.problems)
     apply_overrides(parsed, overrides)
     from pydantic import ValidationError
@@ -223,7 +223,9 @@ def _read_text(path: Path | str, file: str) -> str:
     except OSError as error:
         raise InvalidInputError([_unreadable(Path(path), error)]) from None
     if len(raw) > MAX_FILE_BYTES:
-        problem = Place(file).problem(f"larger than {MAX_FILE_BYTES // 2**20} MiB, is this a spec?")
+        problem = SourcePlace(file).problem(
+            f"larger than {MAX_FILE_BYTES // 2**20} MiB, is this a spec?"
+        )
         raise InvalidInputError([problem])
     try:
         return raw.decode("utf-8-sig")
@@ -231,14 +233,16 @@ def _read_text(path: Path | str, file: str) -> str:
         line = raw.count(b"\n", 0, error.start) + 1
         before = raw[raw.rfind(b"\n", 0, error.start) + 1 : error.start].decode("utf-8-sig")
         message = f"byte 0x{raw[error.start]:02X} is not UTF-8"
-        problem = Place(file, line, len(before) + 1).problem(message, "save the file as UTF-8")
+        problem = SourcePlace(file, line, len(before) + 1).problem(
+            message, "save the file as UTF-8"
+        )
         raise InvalidInputError([problem]) from None
 
 
 def _unreadable(path: Path, error: OSError) -> Problem:
     from hpctrain.spec.fields import did_you_mean
 
-    place = Place(str(path))
+    place = SourcePlace(str(path))
     if isinstance(error, FileNotFoundError):
         try:
             beside = [other.name for other in path.parent.iterdir() if other.is_file()]

@@ -12,7 +12,7 @@ from typing import Any
 
 from hpctrain.spec.positions import Parsed, Path, parse_yaml
 from hpctrain.spec.scalars import shorten
-from hpctrain.spec.syntax import Place
+from hpctrain.spec.syntax import SourcePlace
 
 OPTION = "--set"
 _PATH = re.compile(r"[^\s.\[\]=]+(?:\[\d{1,4}\])*(?:\.[^\s.\[\]=]+(?:\[\d{1,4}\])*)*")
@@ -22,7 +22,7 @@ _PART = re.compile(r"[^.\[\]]+|\[\d+\]")
 def apply_overrides(parsed: Parsed, overrides: Sequence[str]) -> None:
     """Put each `PATH=VALUE` into the document; errors are appended to `parsed.problems`."""
     for text in overrides:
-        place = Place(f"{OPTION} {shorten(text)}")
+        place = SourcePlace(f"{OPTION} {shorten(text)}")
         name, equals, value_text = text.partition("=")
         if not equals or not _PATH.fullmatch(name):
             hint = f"for example {OPTION} parallel.tp=8"
@@ -41,7 +41,7 @@ def apply_overrides(parsed: Parsed, overrides: Sequence[str]) -> None:
             _set_value(parsed, path, read.data, place)
 
 
-def _set_value(parsed: Parsed, path: Path, value: Any, place: Place) -> None:
+def _set_value(parsed: Parsed, path: Path, value: Any, place: SourcePlace) -> None:
     """Set the value at `path`, and drop positions and pending problems of what it replaces."""
     if not isinstance(parsed.data, dict):
         return  # the file itself is no mapping, which is reported anyway

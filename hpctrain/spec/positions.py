@@ -16,7 +16,7 @@ from hpctrain.spec.scalars import AmbiguousScalarError, Scalar, plain_scalar, sh
 from hpctrain.spec.syntax import (
     MAX_DEPTH,
     MAX_VALUES,
-    Place,
+    SourcePlace,
     StopReading,
     too_much,
     yaml_events,
@@ -32,7 +32,7 @@ class Node:
 
     kind: str
     content: Any
-    place: Place
+    place: SourcePlace
     problem: Problem | None = None
 
 
@@ -41,12 +41,12 @@ class Parsed:
     """The document as plain values. `broken` are paths whose problem is already reported."""
 
     data: Any = None
-    keys: dict[Path, Place] = field(default_factory=dict)
-    values: dict[Path, Place] = field(default_factory=dict)
+    keys: dict[Path, SourcePlace] = field(default_factory=dict)
+    values: dict[Path, SourcePlace] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     broken: set[Path] = field(default_factory=set)
 
-    def nearest_place(self, path: Path, *, key: bool = False) -> Place | None:
+    def nearest_place(self, path: Path, *, key: bool = False) -> SourcePlace | None:
         """Find the place of the value (or key) at `path`, or of its closest parent that has one."""
         for end in range(len(path), -1, -1):
             here = path[:end]
@@ -92,7 +92,7 @@ class _Composer:
         names = (type(event).__name__ for event in self.events)
         next(names)  # start of the stream
         if next(names) == "StreamEndEvent":
-            raise StopReading(Place(self.file, 1, 1).problem("the file is empty"))
+            raise StopReading(SourcePlace(self.file, 1, 1).problem("the file is empty"))
         root = self._node(next(self.events), 0)
         next(names)  # end of the document
         extra = next(self.events)
@@ -104,8 +104,8 @@ class _Composer:
             )
         return root
 
-    def _place(self, event: Any) -> Place:
-        return Place(self.file, event.start_mark.line + 1, event.start_mark.column + 1)
+    def _place(self, event: Any) -> SourcePlace:
+        return SourcePlace(self.file, event.start_mark.line + 1, event.start_mark.column + 1)
 
     def _node(self, event: Any, depth: int) -> Node:
         place = self._place(event)

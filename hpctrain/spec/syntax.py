@@ -21,7 +21,7 @@ _CLOSED_QUOTE = re.compile(r"""'(?:[^']|'')*'(?!')|"(?:\\.|[^"\\])*\"""", re.DOT
 
 
 @dataclass(frozen=True)
-class Place:
+class SourcePlace:
     """Position of a key or value; line and column are 1-based, None for the command line."""
 
     file: str
@@ -40,7 +40,7 @@ class StopReading(Exception):
         self.problem = problem
 
 
-def too_much(place: Place) -> Problem:
+def too_much(place: SourcePlace) -> Problem:
     return place.problem(
         f"too deep or too large: at most {MAX_DEPTH} levels and {MAX_VALUES} values are read",
         "aliases count as often as they are used",
@@ -68,11 +68,11 @@ def yaml_events(text: str, file: str) -> Iterator[Any]:
             for column, char in enumerate(line, 1):
                 if not char.isprintable() and char not in "\t\r\x85\u2028\u2029\ufeff":
                     message = f"character U+{ord(char):04X} is not allowed in YAML"
-                    place = Place(file, number, column)
+                    place = SourcePlace(file, number, column)
                     raise StopReading(place.problem(message, "remove it")) from None
-        raise StopReading(Place(file).problem("not a YAML text")) from None
+        raise StopReading(SourcePlace(file).problem("not a YAML text")) from None
     except RecursionError:  # cannot happen below MAX_DEPTH; here in case the library changes
-        raise StopReading(too_much(Place(file))) from None
+        raise StopReading(too_much(SourcePlace(file))) from None
 
 
 def _syntax_problem(error: Any, text: str, file: str, innermost: Any) -> Problem:
@@ -122,5 +122,5 @@ def _syntax_problem(error: Any, text: str, file: str, innermost: Any) -> Problem
     return _at(found or opened, file).problem(f"not valid YAML: {words}")
 
 
-def _at(mark: Any, file: str) -> Place:
-    return Place(file) if mark is None else Place(file, mark.line + 1, mark.column + 1)
+def _at(mark: Any, file: str) -> SourcePlace:
+    return SourcePlace(file) if mark is None else SourcePlace(file, mark.line + 1, mark.column + 1)

@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from trial_runs import GPT, LLAMA, MODULE_GPT, MODULE_LLAMA, Trial, largest_difference
 
 from hpctrain.checkpoints.staged import open_staged
-from hpctrain.convert import convert, megatron
+from hpctrain.convert import megatron
+from hpctrain.convert.__main__ import convert
 from hpctrain.convert.directory import write_model
 from hpctrain.engines.conversion import shape_described
 from hpctrain.engines.documents import parse_train_config

@@ -15,7 +15,7 @@ from deepspeed_trials import PLAIN, PLAIN_LLAMA, ZERO
 from safetensors.torch import load_file
 from trial_runs import MODULE_GPT, MODULE_LLAMA, Trial, largest_difference
 
-from hpctrain.convert import convert
+from hpctrain.convert.__main__ import convert
 from hpctrain.train.engines.models.library import class_named
 
 class_named("LlamaForCausalLM")  # imports once what every forked rank needs
