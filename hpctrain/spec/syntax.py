@@ -109,7 +109,7 @@ def _syntax_problem(error: Any, text: str, file: str, innermost: Any) -> Problem
         if opened is None and char not in ("-", "?"):
             message = "a value cannot start with this character"
             return _at(found, file).problem(message, "put it in quotes")
-        if quote == "open" and text[opened.index] == '"' and text[found.index - 1] == "\\":
+        if quote is not None and text[opened.index] == '"' and text[found.index - 1] == "\\":
             hint = "use single quotes for a plain `\\`"
             return _at(found, file).problem("unknown escape after `\\`", hint)
         if quote == "open" and found.index >= len(text):
