@@ -137,8 +137,8 @@ WRONG_SYNTAX = [
      "one above; quote text that contains `: `"),
     ("a:\n  - b\n c: d\n", "3:2: this line does not line up with the lines above | keys of one "
      "section start in the same column; list items start with `- `"),
-    ("a:\n  {b: 1}: 3\n d: 1\n", "3:2: this line does not line up with the lines above | keys of one "
-     "section start in the same column; list items start with `- `"),
+    ("a:\n  {b: 1}: 3\n d: 1\n", "3:2: this line does not line up with the lines above | keys of "
+     "one section start in the same column; list items start with `- `"),
     ("a: 1\nb:1 - &c d\n", "2:1: a key without `:` | write `key: value`"),
     ('a: "\\q"\n', "1:6: unknown escape after `\\` | use single quotes for a plain `\\`"),
     ("a: 1\n---\nb: 2\n", "2:1: a second YAML document begins here | keep one document per file"),
