@@ -1,8 +1,8 @@
 """Files that survive a crash: atomic replacement, durable appends, exclusive creation.
 
-Belongs here: the few system-call sequences that make a file either whole or absent on a shared
-file system, and which errors say that the file system itself is at fault. Does not belong here:
-what the files mean (see `store` and `checkpoints`).
+Belongs here: the system-call sequences that make a file either complete or absent on a shared file
+system, and the errors that mean that the file system itself has failed. Does not belong here: the
+contents of the files (see `store` and `checkpoints`).
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-# Errors by which a file system says that nothing more can be written to it.
+# Errors that mean that a file system is full.
 FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
-# Errors by which a file system says that it cannot be reached or used, whatever the file: nfs(5)
-# (soft mounts, stale handles), Lustre after an eviction (EIO, ESHUTDOWN), a read-only remount.
+# Errors that mean that a file system cannot be reached or used, for any file: nfs(5) (soft mounts,
+# stale handles), Lustre after an eviction (EIO, ESHUTDOWN), a read-only remount.
 _FAULT_ERRNOS = frozenset(
     {
         *(errno.EIO, errno.EROFS, errno.ESTALE, errno.ESHUTDOWN, errno.ENOTCONN, errno.ETIMEDOUT),
@@ -24,23 +24,23 @@ _FAULT_ERRNOS = frozenset(
         *(errno.ENODEV, errno.ENXIO, errno.ENOLCK, errno.EKEYEXPIRED),
     }
 )
-# How far back a retry looks for lines that an earlier try has written before it failed.
+# A retry searches this much of the end of a file for lines that a failed attempt already wrote.
 _LOOK_BACK_BYTES = 1 << 16
 
 
 def is_storage_fault(error: BaseException) -> bool:
-    """True if the error says that a file system cannot be used, and not that one file is missing
-    or that the disk is full."""
+    """Whether an error means that a file system is unusable, not that one file is missing or that
+    the disk is full."""
     return isinstance(error, OSError) and error.errno in _FAULT_ERRNOS
 
 
 def shared_mode(directory: Path, mode: int) -> int:
-    """The mode for something new in `directory`: private, or shared like the directory itself.
+    """Choose the mode for a new entry of `directory`: private, or shared like the directory.
 
-    Whoever shares a directory of theirs (chmod(1), setfacl(1)) means what will be in it, too, and
-    the group bits of a new file's mode mask the entries that it inherits (acl(5), OBJECT CREATION
+    A user who shares a directory (chmod(1), setfacl(1)) also shares its future entries, and the
+    group bits of a new file's mode mask the ACL entries that it inherits (acl(5), OBJECT CREATION
     AND DEFAULT ACLs). So a private mode gets those group bits of the directory that match its own
-    bits for the owner. Other modes stay as they are.
+    bits for the owner. Other modes do not change.
     """
     if mode & 0o077:
         return mode
@@ -48,7 +48,7 @@ def shared_mode(directory: Path, mode: int) -> int:
 
 
 def make_private_directory(directory: Path) -> None:
-    """Make one directory, private or shared like the one it is in; no error if it is there."""
+    """Make one directory, private or shared like its parent; no error if it exists."""
     directory.mkdir(exist_ok=True, mode=shared_mode(directory.parent, 0o700))
 
 
@@ -62,7 +62,7 @@ def fsync_directory(directory: Path) -> None:
 
 
 def fsync_file(path: Path) -> None:
-    """Flush one file that somebody else wrote."""
+    """Flush one file that another process wrote."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -71,7 +71,7 @@ def fsync_file(path: Path) -> None:
 
 
 def replace_text(path: Path, text: str, *, mode: int = 0o644, durable: bool = True) -> None:
-    """Write `text` to `path` so that a reader sees the old or the new content, never a mixture."""
+    """Replace the content of `path`: readers see the old or the new text, never a mixture."""
     temporary = _temporary(path)
     try:
         _write_new(temporary, text, mode=mode, durable=durable)
@@ -86,7 +86,7 @@ def replace_text(path: Path, text: str, *, mode: int = 0o644, durable: bool = Tr
 def append_line(
     path: Path, line: str, *, mode: int = 0o644, durable: bool = True, create: bool = True
 ) -> None:
-    """Append one line; a torn last line of a crashed writer is closed first, so it stays alone.
+    """Append one line; an incomplete last line of a crashed writer is terminated first.
 
     O_APPEND makes the position atomic for writers on one host; `durable` adds an fsync. Without
     `create` a missing file is an error.
@@ -108,11 +108,10 @@ def append_line(
 
 
 class LineBuffer:
-    """Appends lines to one file, in order, and keeps them in memory while that fails.
+    """Append lines to one file, in order, and keep them in memory while that fails.
 
     `mode` and `durable` as for `append_line`. At most `most_lines` are kept. Before the file is
-    made anew `may_create` is called, which raises OSError where the file must not be made. Safe to
-    use from several threads.
+    created again, `may_create` is called, which raises OSError if that is not allowed. Thread-safe.
     """
 
     def __init__(
@@ -133,13 +132,13 @@ class LineBuffer:
 
     @property
     def waiting(self) -> tuple[str, ...]:
-        """The lines that are not in the file yet, oldest first."""
+        """Lines that are not yet in the file, oldest first."""
         return tuple(self._waiting)
 
     def append(self, line: str) -> OSError | None:
-        """Write what waits and then `line`; returns the error that kept them from the file.
+        """Write the waiting lines and `line`; return the error if that fails.
 
-        Raises that error when more than `most_lines` wait.
+        Raises that error if more than `most_lines` are waiting.
         """
         with self._lock:
             self._waiting.append(line)
@@ -149,7 +148,7 @@ class LineBuffer:
             return error
 
     def flush(self) -> OSError | None:
-        """Write what waits; returns the error that keeps it from the file."""
+        """Write the waiting lines; return the error if that fails."""
         with self._lock:
             return self._write()
 
@@ -157,24 +156,23 @@ class LineBuffer:
         if not self._waiting:
             return None
         try:
-            # A try that failed may have written all the same: fsync(2) can fail after write(2).
+            # a failed attempt may have written lines: fsync(2) can fail after write(2)
             lines = self._missing() if self._tried else self._waiting
+            text = "\n".join(lines)
             if lines:
-                self._append("\n".join(lines))
+                try:
+                    append_line(self.path, text, durable=self._durable, create=False)
+                except FileNotFoundError:
+                    self._may_create()
+                    append_line(self.path, text, mode=self._mode, durable=self._durable)
         except OSError as error:
             self._tried = True
             return error
         self._waiting, self._tried = [], False
         return None
 
-    def _append(self, text: str) -> None:
-        try:
-            append_line(self.path, text, durable=self._durable, create=False)
-        except FileNotFoundError:
-            self._may_create()
-            append_line(self.path, text, mode=self._mode, durable=self._durable)
-
     def _missing(self) -> Sequence[str]:
+        """List the waiting lines that a failed attempt did not write."""
         try:
             with self.path.open("rb") as stream:
                 needed = sum(len(line.encode()) + 1 for line in self._waiting)
@@ -187,10 +185,9 @@ class LineBuffer:
 
 
 def create_exclusive(path: Path, text: str, *, mode: int = 0o644) -> bool:
-    """Create `path` with `text`; False when somebody else has created it first.
+    """Create `path` with `text`; return False if it already exists.
 
-    The name appears together with its content (link(2) of a complete file), so a reader that
-    sees the name can read it, on NFS too.
+    The name appears together with its content (link(2) of a complete file), also on NFS.
     """
     temporary = _temporary(path)
     try:
@@ -205,7 +202,7 @@ def create_exclusive(path: Path, text: str, *, mode: int = 0o644) -> bool:
 
 
 def _temporary(path: Path) -> Path:
-    """A name beside `path` that no other writer uses: not another node, process or thread."""
+    """Choose a name beside `path` that no other node, process or thread uses."""
     writer = f"{os.uname().nodename}.{os.getpid()}.{threading.get_native_id()}"
     return path.with_name(f".{path.name}.{writer}.tmp")
 

@@ -10,7 +10,7 @@ import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.comparison.documents import Comparison, TimeShares, Trial
+from hpctrain.comparison.documents import Comparison, StepShares, TrialResult
 from hpctrain.comparison.scaling import gpu_count
 from hpctrain.errors import UsageError
 
@@ -71,7 +71,7 @@ def _bars(axes: Axes, found: Comparison) -> list[int]:
     return rows
 
 
-def _label(trial: Trial, found: Comparison) -> str:
+def _label(trial: TrialResult, found: Comparison) -> str:
     chosen = trial.name == found.recommendation.choice
     name = gpu_count(trial.record.gpus) if found.record.kind == "sizes" else trial.name
     return f"{name} ✓" if chosen else name
@@ -156,5 +156,5 @@ def _shares(axes: Axes, found: Comparison) -> None:
     axes.legend(fontsize=7, frameon=False)
 
 
-def _shares_of(trial: Trial) -> TimeShares | None:
+def _shares_of(trial: TrialResult) -> StepShares | None:
     return trial.measured.shares if trial.measured else None

@@ -15,8 +15,8 @@ from pydantic import BaseModel, ConfigDict
 from hpctrain.actions.prepare import load_inputs, load_knowledge
 from hpctrain.actions.run_documents import known_plan
 from hpctrain.actions.runs import RunFiles
-from hpctrain.diagnose.facts import Facts, Planned, RankFacts, SaveFacts, StepFacts
-from hpctrain.diagnose.findings import Finding, Price, Remedy
+from hpctrain.diagnose.facts import DiagnosisInput, Planned, RankFacts, SaveFacts, StepFacts
+from hpctrain.diagnose.findings import Price, Suggestion, TopicFinding
 from hpctrain.diagnose.judge import judge, shares
 from hpctrain.errors import HpctrainError, InvalidInputError, UsageError
 from hpctrain.plan.documents import Plan
@@ -62,10 +62,10 @@ class Diagnosis(BaseModel):
     nodes: int
     shares: dict[str, float]
     read: tuple[ReadFile, ...]
-    findings: tuple[Finding, ...]
+    findings: tuple[TopicFinding, ...]
 
     @property
-    def stands_out(self) -> tuple[Finding, ...]:
+    def stands_out(self) -> tuple[TopicFinding, ...]:
         return tuple(one for one in self.findings if one.answer == "yes")
 
 
@@ -96,7 +96,7 @@ def diagnose(run: RunFiles, *, price: bool = True) -> Diagnosis:
     )
 
 
-def gather(run: RunFiles) -> tuple[Facts, tuple[ReadFile, ...]]:
+def gather(run: RunFiles) -> tuple[DiagnosisInput, tuple[ReadFile, ...]]:
     """Read all facts of the run directory; files that cannot be read are left out."""
     layout = run.layout
     rows, times = read_metrics(layout), read_record(layout.rank_times, RankTimes)
@@ -134,7 +134,7 @@ def gather(run: RunFiles) -> tuple[Facts, tuple[ReadFile, ...]]:
     last_steps = {row.epoch: row.step for row in rows}
     stalls = [s.stall_seconds for s in saves if last_steps.get(s.epoch) != s.step]
     asynchronous = planned is None or planned.spec.checkpoint.asynchronous
-    facts = Facts(
+    facts = DiagnosisInput(
         run_id=run.run_id,
         ranks=None
         if times is None
@@ -188,7 +188,7 @@ class _Pricing:
     now: Plan
     left: int = _MOST_PRICES
 
-    def of_all(self, findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    def of_all(self, findings: Sequence[TopicFinding]) -> tuple[TopicFinding, ...]:
         """Price all remedies, and drop those that are impossible or bring nothing.
 
         Remedies for memory are ordered by the time that they cost.
@@ -203,7 +203,7 @@ class _Pricing:
             priced.append(finding.model_copy(update={"remedies": tuple(worthy)}))
         return tuple(priced)
 
-    def _with_price(self, remedy: Remedy) -> Remedy | None:
+    def _with_price(self, remedy: Suggestion) -> Suggestion | None:
         """Price one remedy; None if it cannot be planned."""
         planned = remedy.changes and not remedy.changes[0].startswith(
             ("supervise.", "checkpoint.", "environment.", "resources.")
@@ -244,7 +244,7 @@ def _peak(plan: Plan) -> int:
     return plan.memory[plan.peak_stage].total_bytes
 
 
-def _slowdown_seconds(remedy: Remedy) -> float:
+def _slowdown_seconds(remedy: Suggestion) -> float:
     """Return how much longer a step gets; -inf without a price, because it costs nothing."""
     price = remedy.price
     if price is None:

@@ -12,8 +12,9 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from hpctrain.actions.elastic_sizes import SizedConfig, shapes_of, smaller_sizes
 from hpctrain.actions.runs import new_run_id
@@ -204,28 +205,30 @@ def _with_absolute_paths(spec: RunSpec) -> RunSpec:
 
 
 def _with_scratch(document: RunSpec, spec: Loaded[RunSpec], site: ClusterProfile) -> RunSpec:
-    """Fill in `engine.deepspeed.nvme_path` of `document` if something is offloaded to NVMe.
+    """Fill in the engine's directory (`nvme_directory`) if something is offloaded to NVMe.
 
     Raises InvalidInputError where neither the spec nor the profile names a directory.
     """
-    own = document.engine.deepspeed
-    wants = {
-        "optimizer.offload": document.optimizer.offload,
-        "engine.deepspeed.offload_parameters": own.offload_parameters,
-    }
-    asking = [field for field, home in wants.items() if home == "nvme"]
-    if document.engine.abilities.nvme_directory is None or not asking or own.nvme_path:
+    abilities = document.engine.abilities
+    homes = ("optimizer.offload", abilities.weight_home)
+    fields = [field for field in homes if field and attrgetter(field)(document) == "nvme"]
+    target = abilities.nvme_directory
+    if target is None or not fields or attrgetter(target)(document):
         return document
-    local = next((one.path for one in site.filesystems if one.kind == "local"), None)
+    local = next((system.path for system in site.filesystems if system.kind == "local"), None)
     if local is None:
         message = (
-            f"`{asking[0]}`: profile {site.name} has no file system of kind `local` to offload to"
+            f"`{fields[0]}`: profile {site.name} has no file system of kind `local` to offload to"
         )
-        hint = "name a directory on each node's NVMe: `engine.deepspeed.nvme_path`"
-        raise InvalidInputError([spec.problem(asking[0], message, hint)])
-    own = own.model_copy(update={"nvme_path": local})
-    engine = document.engine.model_copy(update=dict(deepspeed=own))
-    return document.model_copy(update={"engine": engine})
+        hint = f"name a directory on each node's NVMe: `{target}`"
+        raise InvalidInputError([spec.problem(fields[0], message, hint)])
+    section, _, name = target.rpartition(".")
+    value: object = local
+    while name:  # copy each section that contains the field, from the innermost outwards
+        inside = attrgetter(section)(document) if section else document
+        value = inside.model_copy(update={name: value})
+        section, _, name = section.rpartition(".")
+    return cast(RunSpec, value)
 
 
 def input_paths(config: TrainConfig) -> tuple[str, ...]:

@@ -19,10 +19,10 @@ from hpctrain.comparison.documents import (
     ComparisonRecord,
     Price,
     Stability,
-    Trial,
     TrialRecord,
+    TrialResult,
 )
-from hpctrain.comparison.measure import Ranks, Step, measure, warm_up_steps
+from hpctrain.comparison.measure import TrialStep, measure, warm_up_steps
 from hpctrain.comparison.recommend import recommend
 from hpctrain.comparison.scaling import recommend_size, scale_points
 from hpctrain.store.layout import RunLayout
@@ -52,7 +52,7 @@ def read_comparison(
     return judged(record, trials)
 
 
-def judged(record: ComparisonRecord, trials: Sequence[Trial]) -> Comparison:
+def judged(record: ComparisonRecord, trials: Sequence[TrialResult]) -> Comparison:
     """Add the agreement with the first trial that has trained, and the recommendation."""
     measured = record.comparison_id is not None
     first = next((trial for trial in trials if trial.losses), None)
@@ -69,10 +69,10 @@ def judged(record: ComparisonRecord, trials: Sequence[Trial]) -> Comparison:
     return Comparison(record=record, trials=tuple(agreed), recommendation=advice, points=points)
 
 
-def _without_run(one: TrialRecord, record: ComparisonRecord, state: str) -> Trial:
+def _without_run(one: TrialRecord, record: ComparisonRecord, state: str) -> TrialResult:
     seconds = one.predicted.step_seconds if one.predicted else None
     gpu_hours, cost = _costs(one, record, seconds)
-    return Trial(
+    return TrialResult(
         record=one,
         state=REFUSED if one.refusal else state,
         reason=one.refusal or "",
@@ -82,12 +82,14 @@ def _without_run(one: TrialRecord, record: ComparisonRecord, state: str) -> Tria
     )
 
 
-def _read_trial(one: TrialRecord, record: ComparisonRecord, run: RunFiles, row: RunStatus) -> Trial:
+def _read_trial(
+    one: TrialRecord, record: ComparisonRecord, run: RunFiles, row: RunStatus
+) -> TrialResult:
     written = read_metrics(run.layout)
     kept = lineage(written)
     events = run.ledger.events()
     steps = [
-        Step(
+        TrialStep(
             step=metrics.step,
             launch=metrics.epoch,
             seconds=metrics.step_seconds,
@@ -100,7 +102,7 @@ def _read_trial(one: TrialRecord, record: ComparisonRecord, run: RunFiles, row: 
     ]
     times, ranks = read_record(run.layout.rank_times, RankTimes), None
     if times is not None:
-        ranks = Ranks(
+        ranks = RankMeans(
             compute_seconds=times.compute_seconds,
             backward_seconds=times.backward_seconds,
             data_seconds=times.data_seconds,
@@ -113,7 +115,7 @@ def _read_trial(one: TrialRecord, record: ComparisonRecord, run: RunFiles, row: 
     ends = [str(e.cause) for e in events if e.event is EventKind.LAUNCH_ENDED]
     measured = measure(steps, warm_up_steps(record.steps), one.global_batch, ranks)
     gpu_hours, cost = _costs(one, record, measured.step_seconds.mean if measured else None)
-    return Trial(
+    return TrialResult(
         record=one,
         state=row.state.value,
         reason=row.reason,

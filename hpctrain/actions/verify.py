@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from hpctrain.actions.trainer_process import TrainerProgram, run_program
 from hpctrain.engines.documents import train_config
 from hpctrain.engines.kept import planned_kept_bytes
-from hpctrain.engines.verification import Built, Verification, compare
+from hpctrain.engines.verification import BuiltModel, Verification, compare
 from hpctrain.errors import HpctrainError, InvalidInputError, Problem, UsageError
 from hpctrain.plan.documents import Plan
 from hpctrain.spec.engines.registry import abilities_of
@@ -59,7 +59,7 @@ def verify_plan(
             program, str(file), timeout_seconds=timeout_seconds, variables=one_thread
         )
     try:
-        built = Built.model_validate_json(ended.stdout)
+        built = BuiltModel.model_validate_json(ended.stdout)
     except ValidationError:
         if ended.returncode == InvalidInputError.exit_code:
             raise InvalidInputError([Problem(ended.last_line)]) from None

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from hpctrain.cli.output import or_dash
 from hpctrain.cli.plan_text import wrapped
-from hpctrain.comparison.documents import Comparison, ComparisonRecord, Trial
+from hpctrain.comparison.documents import Comparison, ComparisonRecord, TrialResult
 from hpctrain.comparison.recommend import short_number
 
 _VERDICTS = {
@@ -58,7 +58,7 @@ def measured_rows(found: Comparison) -> Rows:
     return [*headers, _cost_header(found.record)], rows
 
 
-def _times(trial: Trial) -> list[str]:
+def _times(trial: TrialResult) -> list[str]:
     if trial.measured is None:
         return ["-", "-", "-"]
     spread = trial.measured.step_seconds
@@ -74,7 +74,7 @@ def outcome_rows(found: Comparison) -> Rows:
     return headers, [_outcome(trial, found.trials, last) for trial in found.trials]
 
 
-def _outcome(trial: Trial, trials: Sequence[Trial], last: int | None) -> list[str]:
+def _outcome(trial: TrialResult, trials: Sequence[TrialResult], last: int | None) -> list[str]:
     agreed, stable, difference = trial.agreement, trial.stability, "-"
     if agreed is not None:
         percent = 100 * agreed.largest
@@ -94,12 +94,12 @@ def _outcome(trial: Trial, trials: Sequence[Trial], last: int | None) -> list[st
     ]
 
 
-def _loss_at(trial: Trial, step: int | None) -> str | None:
+def _loss_at(trial: TrialResult, step: int | None) -> str | None:
     loss = dict(trial.losses).get(step) if step is not None else None
     return None if loss is None else f"{loss:.4f}"
 
 
-def last_common_step(trials: Sequence[Trial]) -> int | None:
+def last_common_step(trials: Sequence[TrialResult]) -> int | None:
     """Find the last step that all trials with losses have in common."""
     steps = [{step for step, _ in trial.losses} for trial in trials if trial.losses]
     common = set.intersection(*steps) if steps else set()
@@ -175,13 +175,13 @@ def _cost_header(record: ComparisonRecord) -> str:
     return f"COST {record.price_per_gpu_hour[1]}" if record.price_per_gpu_hour else "GPU-H"
 
 
-def _cost(trial: Trial) -> str:
+def _cost(trial: TrialResult) -> str:
     """Cost of the whole training budget: money if the profile has prices, else GPU-hours."""
     amount = trial.cost[0] if trial.cost else trial.gpu_hours
     return "-" if amount is None else short_number(amount)
 
 
-def _pace(trial: Trial) -> str:
+def _pace(trial: TrialResult) -> str:
     pace = trial.samples_per_second
     return "-" if pace is None else short_number(pace)
 

@@ -11,7 +11,7 @@ from hpctrain.cli.output import paragraph
 
 if TYPE_CHECKING:
     from hpctrain.actions.diagnose import Diagnosis
-    from hpctrain.diagnose.findings import Finding, Price
+    from hpctrain.diagnose.findings import Price, TopicFinding
 
 _MARGIN, _INDENT = 8, "   "
 _GIB = 2**30
@@ -47,7 +47,7 @@ def diagnosis_lines(diagnosis: Diagnosis) -> list[str]:
     return lines
 
 
-def _finding_lines(number: int, finding: Finding, step_seconds: float | None) -> list[str]:
+def _finding_lines(number: int, finding: TopicFinding, step_seconds: float | None) -> list[str]:
     lines = paragraph(f"{finding.question} Yes: {finding.words}.", f"{number}. ", hang=3)
     if finding.gain_seconds is not None and step_seconds:
         bound = "at least" if finding.at_least else "at most"

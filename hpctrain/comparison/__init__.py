@@ -1,4 +1,4 @@
-"""What is compared, and what follows from it. Pure: text and numbers in, documents out.
+"""Compare variants of a run and recommend one. Pure: text and numbers in, documents out.
 
 A comparison is several **trials**: short runs of the same spec, each with something changed (its
 **variant**: another engine, another number of GPUs, another field). Belongs here: the words of

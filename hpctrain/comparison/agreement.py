@@ -1,4 +1,4 @@
-"""Do two trials train the same model? Their losses, step by step. Pure.
+"""Compare the losses of two trials step by step, to show that they train the same model. Pure.
 
 Belongs here: the bound and the verdict. Does not belong here: figures of time or memory.
 """
@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from hpctrain.comparison.documents import Agreement, Trial
+from hpctrain.comparison.documents import LossAgreement, TrialResult
 
-# What rounding explains, relative to the loss. bf16 has 8 significant bits (2**-8 = 0.0039), and
-# losses of engines that round at other places were seen 0.004 apart at a loss of 5.5, those of one
-# that drifts 0.11 (`hpctrain.spec.engines.deepspeed`). fp32: 2**-23 a number, grown over tens of
-# steps.
+# Largest effect of rounding, relative to the loss. bf16 has 8 significant bits (2**-8 = 0.0039).
+# Losses of engines that round differently were measured 0.004 apart at a loss of 5.5, those of one
+# that drifts 0.11 (`hpctrain.spec.engines.deepspeed`). fp32: 2**-23 per number, growing over tens
+# of steps.
 _BOUNDS = {"fp32": 1e-4}
 _COARSE_BOUND = 4e-3
 
@@ -23,7 +23,7 @@ def bound_of(precision: str, other: str) -> float:
     return max(_BOUNDS.get(precision, _COARSE_BOUND), _BOUNDS.get(other, _COARSE_BOUND))
 
 
-def agreement_of(first: Trial, other: Trial) -> Agreement | None:
+def agreement_of(first: TrialResult, other: TrialResult) -> LossAgreement | None:
     """Compare the losses of `other` with those of `first`; None without a common step."""
     bound = bound_of(first.record.precision, other.record.precision)
     same = first.record.training == other.record.training
@@ -37,24 +37,22 @@ def agreement(
     bound: float,
     *,
     same: bool = True,
-) -> Agreement | None:
+) -> LossAgreement | None:
     """Compare losses by step; `same`: both train the same model, so they should agree."""
     common = sorted(reference.keys() & losses.keys())
     if not common:
         return None
-    differences = [_relative(losses[step], reference[step]) for step in common]
+    differences = [
+        abs(losses[step] - reference[step]) / max(abs(reference[step]), 1e-12) for step in common
+    ]
     verdict: Literal["same", "other run", "other start", "drifts"] = "same"
     if max(differences) > bound:
         verdict = "drifts" if differences[0] <= bound else "other start"
         verdict = verdict if same else "other run"
-    return Agreement(
+    return LossAgreement(
         reference=name,
         steps=len(common),
         largest=max(differences),
         bound=bound,
         verdict=verdict,
     )
-
-
-def _relative(one: float, other: float) -> float:
-    return abs(one - other) / max(abs(other), 1e-12)

@@ -1,6 +1,6 @@
-"""A comparison as documents: what is tried (written down once), and what came of it.
+"""The documents of a comparison: the request, written once, and the results.
 
-Belongs here: fields and their units. Does not belong here: how a number is found.
+Belongs here: fields and their units. Does not belong here: computing them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Price = tuple[float, str]
 
 
 class Predicted(Document):
-    """The planner's figures of one variant; `step_seconds` is absent where it predicts none."""
+    """The planner's figures of one variant; `step_seconds` is absent if it predicts none."""
 
     layout: str
     zero: int
@@ -29,10 +29,10 @@ class Predicted(Document):
 
 
 class TrialRecord(Document):
-    """One variant. `run_id` is absent where there is nothing to run; `refusal` is the reason.
+    """One variant. `run_id` is absent if there is nothing to run; `refusal` is the reason.
 
-    `training` is a digest of everything that decides which numbers are computed: two trials with
-    the same one must have the same losses but for rounding.
+    `training` is a digest of everything that decides the computed numbers: two trials with the same
+    digest must have the same losses apart from rounding.
     """
 
     name: str
@@ -52,7 +52,7 @@ class ComparisonRecord(Document):
     """The request; written once, before anything is submitted.
 
     `comparison_id` is absent for a prediction, which leaves no directory. `price_per_gpu_hour` is
-    absent where the profile has no prices.
+    absent if the profile has no prices.
     """
 
     schema_version: Literal[1] = 1
@@ -68,8 +68,8 @@ class ComparisonRecord(Document):
     trials: tuple[TrialRecord, ...]
 
 
-class Spread(Document):
-    """Seconds of the steps that count: median, and the two between which 8 of 10 lie."""
+class StepSpread(Document):
+    """Seconds of the counted steps: median, mean, and 10th and 90th percentile."""
 
     median: float
     p10: float
@@ -77,13 +77,13 @@ class Spread(Document):
     mean: float
 
 
-class TimeShares(Document):
-    """Where a step goes, in seconds, the mean over ranks; the first four add up to the step.
+class StepShares(Document):
+    """Seconds of each part of a step, the mean over ranks; the first four add up to the step.
 
-    `data`: waiting for samples; `compute`: forward and backward passes, with what is sent and
-    waited for inside of them; `update`: the optimizer and the sums over ranks that belong to it;
-    `other`: the rest. `imbalance`: how much longer the slowest rank computes than the mean one;
-    the others wait for it inside of the other parts. None: not told.
+    `data`: waiting for samples; `compute`: forward and backward passes with their communication;
+    `update`: the optimizer and its sums over ranks; `other`: the rest. `imbalance`: compute time of
+    the slowest rank beyond the mean, for which the others wait within the other parts. None: not
+    reported.
     """
 
     data: float | None
@@ -98,23 +98,23 @@ class TimeShares(Document):
 
 
 class Measured(Document):
-    """Figures of the steps that a trial has made, the first ones of a launch left out.
+    """Figures of the steps of a trial, without the first ones of each launch.
 
-    `peak_bytes`: the largest over ranks where each rank told, else that of rank 0.
+    `peak_bytes`: the largest over ranks if all ranks reported it, else that of rank 0.
     """
 
     steps: int
-    step_seconds: Spread
+    step_seconds: StepSpread
     samples_per_second: float
     peak_bytes: int
     peak_of_all_ranks: bool
-    shares: TimeShares | None
+    shares: StepShares | None
     eval_loss: float | None
     eval_accuracy: float | None
 
 
 class Stability(Document):
-    """What happened to a trial. `failures`: causes of the launches that failed."""
+    """Launches and interruptions of a trial. `failures`: causes of the failed launches."""
 
     launches: int
     failures: tuple[str, ...]
@@ -122,14 +122,13 @@ class Stability(Document):
     steps_again: int
 
 
-class Agreement(Document):
-    """How near the losses are to those of the `reference`.
+class LossAgreement(Document):
+    """Difference of a trial's losses from those of the `reference`.
 
-    `largest` is the largest relative difference over the `steps` that both have; `bound` is what
-    rounding explains at the coarser precision of the two. Beyond it, `verdict` is
-    `other run` where something else is trained (another model, batch, seed, or first weights of
-    another kind of engine), `other start` where the first step already differs (dropout, other
-    samples), else `drifts`.
+    `largest` is the largest relative difference over their common `steps`; `bound` is the effect of
+    rounding at the coarser of both precisions. Beyond it, `verdict` is `other run` if the trainings
+    differ (model, batch, seed, or initial weights), `other start` if the first step already differs
+    (dropout, other samples), else `drifts`.
     """
 
     reference: str
@@ -139,11 +138,11 @@ class Agreement(Document):
     verdict: Literal["same", "other run", "other start", "drifts"]
 
 
-class Trial(Document):
-    """One variant with everything that is known about it now.
+class TrialResult(Document):
+    """One variant with its current results.
 
-    `losses` are (step, loss), of the steps that count. `gpu_hours` and `cost` are of training the
-    whole budget at this pace: no queue, saves, failures.
+    `losses` are (step, loss) of the counted steps. `gpu_hours` and `cost` are for the whole budget
+    at this pace, without queueing, saves and failures.
     """
 
     record: TrialRecord
@@ -152,7 +151,7 @@ class Trial(Document):
     over: bool
     measured: Measured | None = None
     stability: Stability | None = None
-    agreement: Agreement | None = None
+    agreement: LossAgreement | None = None
     losses: tuple[tuple[int, float], ...] = ()
     step_times: tuple[tuple[int, float], ...] = ()
     gpu_hours: float | None = None
@@ -180,23 +179,23 @@ class Trial(Document):
 
     @property
     def peak_bytes(self) -> int | None:
-        """Of one GPU: measured, else predicted."""
+        """Peak memory of one GPU: measured, else predicted."""
         if self.measured is not None:
             return self.measured.peak_bytes
         return self.record.predicted.peak_bytes if self.record.predicted else None
 
 
 class Recommendation(Document):
-    """The variant to take, if any, and the sentences that say why."""
+    """The recommended variant, if any, and the reasons as sentences."""
 
     choice: str | None
     sentences: tuple[str, ...]
 
 
 class LostTime(Document):
-    """Seconds of a step beyond what the smallest size promises for this share of its work.
+    """Seconds of a step beyond its share of the work of the smallest size.
 
-    `messages`: sent and waited for, with what smaller pieces of work cost; what is not `data` or
+    `messages`: communication and the inefficiency of smaller kernels: all but `data` and
     `imbalance`.
     """
 
@@ -207,10 +206,10 @@ class LostTime(Document):
 
 
 class ScalePoint(Document):
-    """One number of GPUs against the `baseline`, the smallest that has worked.
+    """One number of GPUs compared with the `baseline`, the smallest that worked.
 
-    `speedup` is of samples per second; `efficiency` is that over the growth of the GPUs.
-    `predicted_efficiency` is the same from the planner's step times.
+    `speedup` is the ratio of samples per second; `efficiency` divides it by the ratio of GPUs.
+    `predicted_efficiency` uses the planner's step times.
     """
 
     gpus: int
@@ -227,7 +226,7 @@ class Comparison(Document):
     """The result of `compare` and `scale`."""
 
     record: ComparisonRecord
-    trials: tuple[Trial, ...]
+    trials: tuple[TrialResult, ...]
     recommendation: Recommendation
     points: tuple[ScalePoint, ...] = ()
 

@@ -1,7 +1,7 @@
-"""Figures of one trial from the steps it has made. Pure.
+"""Compute the figures of one trial from its steps. Pure.
 
 Belongs here: which steps count, and the sums over them. Does not belong here: reading them, or
-judging what they mean.
+judging them.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpctrain.comparison.documents import Measured, Spread, TimeShares
+from hpctrain.comparison.documents import Measured, StepShares, StepSpread
 
 
 @dataclass(frozen=True)
-class Step:
-    """One optimizer step. `launch` numbers the start of the trainer that has made it."""
+class TrialStep:
+    """One optimizer step. `launch` is the number of the launch that computed it."""
 
     step: int
     launch: int
@@ -28,11 +28,11 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Ranks:
-    """What the ranks have reported: means per step in seconds, peaks in bytes; each by rank.
+class RankMeans:
+    """Reports of the ranks: means per step in seconds, peaks in bytes; each by rank.
 
-    `compute_seconds` hold no waiting for other ranks, as far as the engine can tell; those of
-    `backward_seconds` do. Empty: not told.
+    `compute_seconds` exclude waiting for other ranks as far as the engine can separate it;
+    `backward_seconds` include it. Empty: not reported.
     """
 
     compute_seconds: tuple[float, ...]
@@ -44,12 +44,12 @@ class Ranks:
 
 
 def warm_up_steps(steps: int) -> int:
-    """Count the first steps of a launch, in which memory is found and kernels are chosen."""
+    """Count the warm-up steps of a launch, in which memory and kernels are set up."""
     return max(1, steps // 10)
 
 
-def counted_steps(rows: Sequence[Step], warm_up: int) -> list[Step]:
-    """Drop the first steps of every launch; all but the very first if nothing else is left."""
+def counted_steps(rows: Sequence[TrialStep], warm_up: int) -> list[TrialStep]:
+    """Drop the warm-up steps of every launch; only the very first if no other would be left."""
     seen: dict[int, int] = {}
     counted = []
     for row in rows:
@@ -60,36 +60,36 @@ def counted_steps(rows: Sequence[Step], warm_up: int) -> list[Step]:
 
 
 def measure(
-    rows: Sequence[Step], warm_up: int, global_batch: int, ranks: Ranks | None
+    rows: Sequence[TrialStep], warm_up: int, global_batch: int, ranks: RankMeans | None
 ) -> Measured | None:
-    """Compute the figures of a trial; None as long as no step counts."""
+    """Compute the figures of a trial; None until a step counts."""
     counted = counted_steps(rows, warm_up)
     if not counted:
         return None
     spread = spread_of([row.seconds for row in counted])
     own_peak = max(row.memory_bytes for row in rows)
-    all_told = ranks is not None and bool(ranks.peak_bytes)
+    all_reported = ranks is not None and bool(ranks.peak_bytes)
     evaluated = [row for row in rows if row.eval_loss is not None]
     return Measured(
         steps=len(counted),
         step_seconds=spread,
         samples_per_second=global_batch / spread.mean,
-        peak_bytes=max((own_peak, *ranks.peak_bytes)) if ranks and all_told else own_peak,
-        peak_of_all_ranks=all_told,
+        peak_bytes=max((own_peak, *ranks.peak_bytes)) if ranks and all_reported else own_peak,
+        peak_of_all_ranks=all_reported,
         shares=shares_of(spread.mean, ranks) if ranks else None,
         eval_loss=evaluated[-1].eval_loss if evaluated else None,
         eval_accuracy=evaluated[-1].eval_accuracy if evaluated else None,
     )
 
 
-def spread_of(seconds: Sequence[float]) -> Spread:
-    """Compute quantiles by the nearest rank, so that each is a step that was really seen."""
+def spread_of(seconds: Sequence[float]) -> StepSpread:
+    """Compute quantiles by the nearest rank, so that each is a measured value."""
     ordered = sorted(seconds)
 
     def quantile(share: float) -> float:
         return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
-    return Spread(
+    return StepSpread(
         median=statistics.median(ordered),
         p10=quantile(0.1),
         p90=quantile(0.9),
@@ -97,16 +97,16 @@ def spread_of(seconds: Sequence[float]) -> Spread:
     )
 
 
-def shares_of(step_seconds: float, ranks: Ranks) -> TimeShares | None:
-    """Divide the step into its parts; None where no rank has reported."""
+def shares_of(step_seconds: float, ranks: RankMeans) -> StepShares | None:
+    """Divide the step into its parts; None if no rank reported."""
     if not ranks.compute_seconds:
         return None
     own = statistics.fmean(ranks.compute_seconds)
     compute = own + (_mean(ranks.backward_seconds) or 0.0)
     data, update = _mean(ranks.data_seconds), _mean(ranks.update_seconds)
-    # of the same window, where the ranks have told it
+    # step time of the same window, if the ranks reported it
     rest = (_mean(ranks.step_seconds) or step_seconds) - compute - (data or 0.0) - (update or 0.0)
-    return TimeShares(
+    return StepShares(
         data=data,
         compute=compute,
         update=update,

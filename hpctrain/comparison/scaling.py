@@ -1,60 +1,59 @@
-"""How a run gets faster with more GPUs. Pure.
+"""Measure how the speed of a run scales with its GPUs. Pure.
 
-Belongs here: speed-up, efficiency, the loss against the smallest size. Does not belong here: where
-the time goes (see `measure`).
+Belongs here: speed-up, efficiency, time lost against the smallest size. Does not belong here: the
+shares of a step (see `measure`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hpctrain.comparison.documents import LostTime, Recommendation, ScalePoint, Trial
+from hpctrain.comparison.documents import LostTime, Recommendation, ScalePoint, TrialResult
 
 _WEAK = [
     "Weak scaling: the batch grows with the GPUs and the learning rate of the spec does not, so "
     "losses of two sizes belong to different runs."
 ]
 _TOO_GOOD = 1.1  # caches explain a few per cent
-_GOOD = 0.8  # below that the last GPUs give less than most sites accept
+_GOOD = 0.8  # most sites accept no lower efficiency
 
 
-def scale_points(trials: Sequence[Trial], *, measured: bool) -> tuple[ScalePoint, ...]:
-    """Compare each size with the smallest that has a pace; empty where none has."""
-    paced = [trial for trial in trials if _has_pace(trial, measured)]
+def scale_points(trials: Sequence[TrialResult], *, measured: bool) -> tuple[ScalePoint, ...]:
+    """Compare each size with the smallest that has a pace; empty if none has."""
+    paced = [
+        (trial, pace)
+        for trial in trials
+        if (pace := trial.samples_per_second) is not None and (trial.succeeded or not measured)
+    ]
     if not paced:
         return ()
-    first = min(paced, key=lambda trial: trial.record.gpus)
-    return tuple(_point(trial, first) for trial in paced)
+    first, first_pace = min(paced, key=lambda trial: trial[0].record.gpus)
+    points = []
+    for trial, pace in paced:
+        growth = trial.record.gpus / first.record.gpus
+        predicted, base = _predicted_pace(trial), _predicted_pace(first)
+        points.append(
+            ScalePoint(
+                gpus=trial.record.gpus,
+                baseline=first.record.gpus,
+                speedup=pace / first_pace,
+                efficiency=pace / first_pace / growth,
+                predicted_efficiency=predicted / base / growth if predicted and base else None,
+                lost=lost_time(trial, first) if trial is not first else None,
+                eval_loss_difference=_apart(trial, first, "eval_loss"),
+                eval_accuracy_difference=_apart(trial, first, "eval_accuracy"),
+            )
+        )
+    return tuple(points)
 
 
 def gpu_count(count: int) -> str:
-    """`1 GPU`, `2 GPUs`."""
+    """Format `1 GPU`, `2 GPUs`."""
     return f"{count} GPU" if count == 1 else f"{count} GPUs"
 
 
-def _has_pace(trial: Trial, measured: bool) -> bool:
-    return trial.samples_per_second is not None and (trial.succeeded or not measured)
-
-
-def _point(trial: Trial, first: Trial) -> ScalePoint:
-    growth = trial.record.gpus / first.record.gpus
-    assert trial.samples_per_second is not None and first.samples_per_second is not None
-    speedup = trial.samples_per_second / first.samples_per_second
-    predicted, base = _predicted_pace(trial), _predicted_pace(first)
-    return ScalePoint(
-        gpus=trial.record.gpus,
-        baseline=first.record.gpus,
-        speedup=speedup,
-        efficiency=speedup / growth,
-        predicted_efficiency=predicted / base / growth if predicted and base else None,
-        lost=lost_time(trial, first) if trial is not first else None,
-        eval_loss_difference=_apart(trial, first, "eval_loss"),
-        eval_accuracy_difference=_apart(trial, first, "eval_accuracy"),
-    )
-
-
-def lost_time(trial: Trial, first: Trial) -> LostTime | None:
-    """Explain why a step takes longer than its share of the work of the `first`; None: unknown."""
+def lost_time(trial: TrialResult, first: TrialResult) -> LostTime | None:
+    """Split the time of a step beyond its share of the work of `first`; None: unknown."""
     own, base = trial.measured, first.measured
     if own is None or base is None or own.shares is None or base.shares is None:
         return None
@@ -67,22 +66,22 @@ def lost_time(trial: Trial, first: Trial) -> LostTime | None:
     return LostTime(total=total, data=data, imbalance=imbalance, messages=total - data - imbalance)
 
 
-def _predicted_pace(trial: Trial) -> float | None:
+def _predicted_pace(trial: TrialResult) -> float | None:
     predicted = trial.record.predicted
     if predicted is None or not predicted.step_seconds:
         return None
     return trial.record.global_batch / predicted.step_seconds
 
 
-def _apart(trial: Trial, first: Trial, figure: str) -> float | None:
-    own, base = (getattr(one.measured, figure, None) for one in (trial, first))
+def _apart(trial: TrialResult, first: TrialResult, figure: str) -> float | None:
+    own, base = (getattr(each.measured, figure, None) for each in (trial, first))
     return None if own is None or base is None else float(own - base)
 
 
 def recommend_size(
-    trials: Sequence[Trial], points: Sequence[ScalePoint], *, weak: bool
+    trials: Sequence[TrialResult], points: Sequence[ScalePoint], *, weak: bool
 ) -> Recommendation:
-    """Recommend the largest size that is still used well, and what the next one loses."""
+    """Recommend the largest efficient size, and report what the next one loses."""
     if not points:
         return Recommendation(choice=None, sentences=("No size has worked: see why above.",))
     names = {trial.record.gpus: trial.name for trial in trials}
@@ -103,7 +102,14 @@ def recommend_size(
         sentences.append(f"{gpu_count(worst.gpus)} are used to {efficiency:.0f} % only.")
     largest = max(points, key=lambda point: point.gpus)
     sentences += [_lost(largest)] if largest.lost and largest.lost.total > 0 else []
-    sentences += _WEAK if weak else [*_same_losses(trials), *_same_accuracy(points)]
+    if weak:
+        return Recommendation(choice=names[best.gpus], sentences=(*sentences, *_WEAK))
+    sentences += _same_losses(trials)
+    apart = [p.eval_accuracy_difference for p in points if p.eval_accuracy_difference is not None]
+    if apart:
+        most = 100 * max(abs(difference) for difference in apart)
+        base = gpu_count(points[0].baseline)
+        sentences.append(f"Accuracies are within {most:.2g} points of {base}.")
     return Recommendation(choice=names[best.gpus], sentences=tuple(sentences))
 
 
@@ -122,24 +128,16 @@ def _lost(point: ScalePoint) -> str:
     return f"{gpu_count(point.gpus)} lose {lost.total:.2g} s a step against linear: {parts}."
 
 
-def _same_losses(trials: Sequence[Trial]) -> list[str]:
-    """Strong scaling trains the same steps; more GPUs must not change what is learned."""
-    told = [trial for trial in trials if trial.agreement is not None]
-    if not told:
+def _same_losses(trials: Sequence[TrialResult]) -> list[str]:
+    """Check that more GPUs train the same model: strong scaling keeps the steps."""
+    compared = [trial for trial in trials if trial.agreement is not None]
+    if not compared:
         return []
-    worst = max(told, key=lambda trial: trial.agreement.largest if trial.agreement else 0.0)
+    worst = max(compared, key=lambda trial: trial.agreement.largest if trial.agreement else 0.0)
     agreed = worst.agreement
     assert agreed is not None
     apart = f"{100 * agreed.largest:.2g} %"
-    if all(trial.agreement and trial.agreement.verdict == "same" for trial in told):
+    if all(trial.agreement and trial.agreement.verdict == "same" for trial in compared):
         return [f"All sizes learn the same: losses are at most {apart} apart."]
     explained = f"{100 * agreed.bound:.2g} %"
     return [f"Losses of {gpu_count(worst.record.gpus)} are {apart} apart; rounding: {explained}."]
-
-
-def _same_accuracy(points: Sequence[ScalePoint]) -> list[str]:
-    apart = [p.eval_accuracy_difference for p in points if p.eval_accuracy_difference is not None]
-    if not apart:
-        return []
-    largest = 100 * max(abs(difference) for difference in apart)
-    return [f"Accuracies are within {largest:.2g} points of {gpu_count(points[0].baseline)}."]

@@ -1,4 +1,4 @@
-"""The short run of a spec: what is changed so that it lasts a few steps and else stays the same.
+"""Derive the short run of a spec: a few steps, otherwise unchanged.
 
 Belongs here: the overrides. Does not belong here: applying them (`hpctrain.spec.overrides`).
 """
@@ -16,8 +16,8 @@ from hpctrain.spec.run import RunSpec
 from hpctrain.units import Duration
 
 _LONGEST_NAME = 63  # of a run: spec.run.Name
-FEWEST_STEPS = 3  # one to warm up, two to speak of a spread
-# Of the optimizer, what decides about numbers; the rest is where they are kept.
+FEWEST_STEPS = 3  # one to warm up, two for a spread
+# Fields of the optimizer that change the computed numbers; the others place them.
 _OPTIMIZER_NUMBERS = {
     *("name", "lr", "min_lr", "beta1", "beta2", "epsilon", "weight_decay", "clip_grad")
 }
@@ -30,10 +30,10 @@ def trial_name(run_name: str, variant: str) -> str:
 
 
 def trial_overrides(spec: RunSpec, name: str, steps: int, walltime: Duration) -> tuple[str, ...]:
-    """`steps` steps of `spec`, whose learning rate follows the schedule of the whole run.
+    """List overrides for `steps` steps of `spec` with the learning rates of the whole run.
 
-    One checkpoint at the end, which every run makes; evaluated once there if the spec evaluates.
-    A failure of the program is a result and not repeated; machines may fail as in any run.
+    One checkpoint at the end, as in every run, with one evaluation if the spec evaluates. A failure
+    of the program is a result and not retried; failures of machines are handled as in any run.
     """
     decay_steps = spec.schedule.decay_steps or spec.train_steps
     return (
@@ -57,10 +57,10 @@ def trial_overrides(spec: RunSpec, name: str, steps: int, walltime: Duration) ->
 
 
 def training_digest(spec: RunSpec) -> str:
-    """Digest what is the same for two specs that compute the same numbers but for rounding.
+    """Digest the fields that decide the computed numbers, apart from rounding.
 
-    Sharding, offload, recomputation, micro-batches and precision round differently and no more.
-    Megatron draws other first weights than the classes of transformers.
+    Sharding, offload, recomputation, micro-batches and precision change the rounding only. Megatron
+    draws other initial weights than the classes of transformers.
     """
     parts = {
         "weights": spec.engine.abilities.model_classes,
@@ -80,23 +80,19 @@ def sizes(spec: RunSpec, gpus: Sequence[int], *, weak: bool) -> tuple[Variant, .
     """Vary the number of GPUs of a spec, fewest first.
 
     Strong scaling keeps the global batch, so that every size trains the same steps. `weak` keeps
-    the samples of a GPU: the batch grows with the GPUs, and the learning rate stays as it is.
-    Raises UsageError when a batch would not be whole.
+    the samples per GPU: the batch grows with the GPUs, and the learning rate does not change.
+    Raises UsageError if a batch would not be a whole number.
     """
-    return tuple(
-        Variant(f"gpus{count}", (f"resources.gpus={count}", *_batch(spec, count, weak)))
-        for count in sorted(set(gpus))
-    )
-
-
-def _batch(spec: RunSpec, gpus: int, weak: bool) -> tuple[str, ...]:
-    if not weak:
-        return ()
-    batch, of_gpus = spec.batch.global_, spec.resources.gpus
-    if batch * gpus % of_gpus:
-        raise UsageError(
-            f"--weak: {gpus} GPUs would get {batch} x {gpus}/{of_gpus} samples, which is no whole "
-            "number",
-            hint="`batch.global` is what `resources.gpus` of the spec train in one step",
-        )
-    return (f"batch.global={batch * gpus // of_gpus}",)
+    variants, batch, base = [], spec.batch.global_, spec.resources.gpus
+    for count in sorted(set(gpus)):
+        overrides = [f"resources.gpus={count}"]
+        if weak and batch * count % base:
+            raise UsageError(
+                f"--weak: {count} GPUs would get {batch} x {count}/{base} samples, which is no "
+                "whole number",
+                hint="`batch.global` is what `resources.gpus` of the spec train in one step",
+            )
+        if weak:
+            overrides.append(f"batch.global={batch * count // base}")
+        variants.append(Variant(f"gpus{count}", tuple(overrides)))
+    return tuple(variants)

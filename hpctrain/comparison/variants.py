@@ -1,8 +1,8 @@
-"""What is compared, in words: `fsdp`, `deepspeed:zero3+offload`, `large: batch.micro=4`.
+"""Parse the variants to compare: `fsdp`, `deepspeed:zero3+offload`, `large: batch.micro=4`.
 
-A variant is a name and overrides of the spec, the same as those of `--set`. Belongs here: the
-grammar. Does not belong here: the words of an engine (see `hpctrain.spec.engines`), whether it can
-do what they set (validation and the planner report that, about the field).
+A variant is a name and overrides of the spec, as for `--set`. Belongs here: the grammar. Does not
+belong here: the words of an engine (see `hpctrain.spec.engines`), whether the engine supports them
+(validation and the planner report that).
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Variant:
     overrides: tuple[str, ...]
 
 
-# An engine as it is without words: all GPUs data parallel, no offload. Stages: fsdp 3, deepspeed 1,
+# The plain form of an engine: all GPUs data parallel, no offload. ZeRO stages: fsdp 3, deepspeed 1,
 # megatron's optimizer distributed.
 _PLAIN = (
     "optimizer.zero=",
     "optimizer.shard_gpus=",
     "optimizer.offload=none",
 )
-# What only megatron-core reads, as it is by default: other engines would refuse another value.
+# Defaults of fields that only megatron-core reads: other engines refuse any other value.
 _ONLY_MEGATRON = (
     "engine.implementation=auto",
     "optimizer.overlap_grad_reduce=true",
@@ -45,9 +45,9 @@ _ONLY_MEGATRON = (
 
 
 def parse_engines(text: str, own_engine: str) -> list[Variant]:
-    """Parse `fsdp,deepspeed:zero2` into a variant for each word; `own_engine` is that of the spec.
+    """Parse `fsdp,deepspeed:zero2` into one variant each; `own_engine` is that of the spec.
 
-    Raises UsageError with what is known, for what is not.
+    Raises UsageError with the known names for an unknown one.
     """
     words = [word.strip() for word in text.split(",")]
     if not all(words):
@@ -60,35 +60,45 @@ def parse_engines(text: str, own_engine: str) -> list[Variant]:
 def engine_overrides(expression: str, own_engine: str) -> tuple[str, ...]:
     """Translate `ENGINE[:WORD][+WORD...]` to overrides.
 
-    The bare name of the spec's own engine is the spec as it is. Anything else says all about
-    sharding and offload, and starts from the plain form of its engine.
+    The bare name of the spec's own engine is the unchanged spec. Any other expression replaces all
+    settings of sharding and offload, starting from the plain form of its engine.
     """
     engine, *words = re.split(r"[:+]", expression)
     known = sorted(engine_names(), key=_trains_megatron_core)
     if engine not in known:
         raise UsageError(f"no engine `{engine}`{_nearest(engine, known)}", hint=_known(known))
-    found = [override for word in words for override in _word_overrides(engine, word, expression)]
+    overrides: list[str] = []
+    for word in words:
+        matches = (known.match(word) for known in abilities_of(engine).words)
+        fields = next((fields for fields in matches if fields is not None), None)
+        if fields is None:
+            texts = [known.text for known in abilities_of(engine).words]
+            raise UsageError(
+                f"`{expression}`: engine {engine} knows no word `{word}`{_nearest(word, texts)}",
+                hint=f"{_known(texts)}; anything else: `--variant 'NAME: FIELD=VALUE'`",
+            )
+        overrides += fields
     if not words and engine == own_engine:
         return ()
-    return (f"engine.name={engine}", *_plain(engine, own_engine, found), *found)
+    return (f"engine.name={engine}", *_plain(engine, own_engine, overrides), *overrides)
 
 
 def _trains_megatron_core(engine: str) -> bool:
     return abilities_of(engine).model_classes == MEGATRON_CORE
 
 
-def _plain(engine: str, own_engine: str, found: Sequence[str]) -> list[str]:
-    """List what takes a spec of `own_engine` to the plain form of `engine`."""
+def _plain(engine: str, own_engine: str, overrides: Sequence[str]) -> list[str]:
+    """List overrides that turn a spec of `own_engine` into the plain form of `engine`."""
     fields, abilities = list(_PLAIN), abilities_of(engine)
     for other in ENGINES.values():
-        # what one engine only reads would be refused for another
+        # settings of one engine are refused for another
         settings = other.settings if other.name != engine else {}
         fields += [f"engine.{field}={default}" for field, default in settings.items()]
     fields += abilities.plain
-    if abilities.nvme_directory is not None and "optimizer.offload=nvme" not in found:
+    if abilities.nvme_directory is not None and "optimizer.offload=nvme" not in overrides:
         fields.append(f"{abilities.nvme_directory}=")
     was, becomes = _trains_megatron_core(own_engine), _trains_megatron_core(engine)
-    if not becomes:  # an explicit layout: with `auto`, offload is an offer and no order
+    if not becomes:  # an explicit layout, because `auto` may ignore the offload
         fields += ["parallel=auto", "parallel.pp=1"]
         fields += _ONLY_MEGATRON if was else ()
     elif not was:
@@ -96,19 +106,6 @@ def _plain(engine: str, own_engine: str, found: Sequence[str]) -> list[str]:
     if abilities.recomputes != abilities_of(own_engine).recomputes:
         fields.append("recompute=auto")
     return fields
-
-
-def _word_overrides(engine: str, word: str, expression: str) -> tuple[str, ...]:
-    words = abilities_of(engine).words
-    for known in words:
-        fields = known.match(word)
-        if fields is not None:
-            return fields
-    texts = [known.text for known in words]
-    raise UsageError(
-        f"`{expression}`: engine {engine} knows no word `{word}`{_nearest(word, texts)}",
-        hint=f"{_known(texts)}; anything else: `--variant 'NAME: FIELD=VALUE'`",
-    )
 
 
 def parse_variant(text: str, own_engine: str) -> Variant:
@@ -121,7 +118,8 @@ def parse_variant(text: str, own_engine: str) -> Variant:
             hint="for example --variant 'large: fsdp:zero2, batch.micro=4'",
         )
     overrides: list[str] = []
-    for number, part in enumerate(_fields(match["fields"])):
+    for number, part in enumerate(_NEXT_FIELD.split(match["fields"])):
+        part = part.strip()
         if number == 0 and "=" not in part:
             overrides += engine_overrides(part, own_engine)
         else:
@@ -129,12 +127,8 @@ def parse_variant(text: str, own_engine: str) -> Variant:
     return Variant(name, tuple(overrides))
 
 
-def _fields(text: str) -> list[str]:
-    return [part.strip() for part in _NEXT_FIELD.split(text)]
-
-
 def parse_variants(engines: str, others: Sequence[str], own_engine: str) -> tuple[Variant, ...]:
-    """Parse all variants of the command line. Raises UsageError for nothing, or one name twice."""
+    """Parse all variants of the command line. Raises UsageError for none, or a repeated name."""
     variants = parse_engines(engines, own_engine) if engines else []
     variants += [parse_variant(text, own_engine) for text in others]
     names = [variant.name for variant in variants]

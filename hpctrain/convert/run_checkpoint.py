@@ -1,12 +1,15 @@
-"""Export a checkpoint of a run, written by any engine, as a Hugging Face directory.
+"""Export a checkpoint of a run as a Hugging Face directory; one function per format.
 
-Belongs here: from an engine's files to a module. Does not belong here: writing the directory.
+Engines name theirs in their abilities (`export`). Belongs here: from an engine's files to a module.
+Does not belong here: writing the directory.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -20,13 +23,14 @@ from hpctrain.engines.deepspeed import DeepSpeedConfig
 from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.engines.module import ModuleConfig
 from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.spec.engines.registry import abilities_of, resolve
 from hpctrain.store.conversions import ConversionReport
 from hpctrain.store.layout import RunLayout
 from hpctrain.train.job import read_config
 
 
 def export(checkpoint: Path, target: Path) -> ConversionReport:
-    """Write the model of a published checkpoint. Raises InvalidInputError."""
+    """Write the model of a published checkpoint to `target`. Raises InvalidInputError."""
     step = step_of(checkpoint.name)
     if step is None:
         problem = Problem("is not the name of a checkpoint", str(checkpoint))
@@ -35,13 +39,15 @@ def export(checkpoint: Path, target: Path) -> ConversionReport:
     if inspection.problem is not None:
         raise InvalidInputError([Problem(inspection.problem, str(checkpoint))])
     config = read_config(RunLayout(checkpoint.parent.parent).train_config)
-    if isinstance(config, MegatronConfig):
-        return _export_megatron(config, checkpoint, target)
-    assert isinstance(config, ModuleConfig)
-    return _export_module(config, checkpoint, target)
+    place = abilities_of(config.engine).export
+    if place is None:
+        message = f"checkpoints of engine {config.engine} cannot be converted"
+        raise InvalidInputError([Problem(message, str(checkpoint))])
+    return cast(ConversionReport, resolve(place)(config, checkpoint, target))
 
 
-def _export_megatron(config: MegatronConfig, checkpoint: Path, target: Path) -> ConversionReport:
+def export_megatron(config: MegatronConfig, checkpoint: Path, target: Path) -> ConversionReport:
+    """Convert a distributed checkpoint of megatron-core."""
     from hpctrain.convert import megatron_checkpoint
     from hpctrain.convert.pretrained_weights import module_of, report_of
 
@@ -58,16 +64,25 @@ def _export_megatron(config: MegatronConfig, checkpoint: Path, target: Path) -> 
     return report_of(module, model, checkpoint, "Hugging Face")
 
 
-def _export_module(config: ModuleConfig, checkpoint: Path, target: Path) -> ConversionReport:
+def export_distributed(config: ModuleConfig, checkpoint: Path, target: Path) -> ConversionReport:
+    """Convert a torch.distributed.checkpoint of FSDP or DDP."""
+    return _export_module(config, checkpoint, target, _load_distributed)
+
+
+def export_deepspeed(config: DeepSpeedConfig, checkpoint: Path, target: Path) -> ConversionReport:
+    """Convert DeepSpeed's files."""
+    return _export_module(config, checkpoint, target, partial(_load_deepspeed, config))
+
+
+def _export_module(
+    config: ModuleConfig, checkpoint: Path, target: Path, load: Callable[[Any, Path], None]
+) -> ConversionReport:
     from hpctrain.convert.pretrained_weights import report_of
     from hpctrain.train.engines.models.build import build_module
     from hpctrain.train.engines.models.lora import merge_adapters
 
     module = build_module(config, device=torch.device("cpu"), initialize=config.lora is not None)
-    if isinstance(config, DeepSpeedConfig):
-        _load_deepspeed(config, module, checkpoint)
-    else:
-        _load_distributed(module, checkpoint)
+    load(module, checkpoint)
     plain = merge_adapters(module)
     write_model(plain, target)
     _copy_pretrained_companions(config.model.pretrained, target)

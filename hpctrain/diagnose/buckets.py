@@ -1,33 +1,35 @@
-"""Gradient buckets of DDP and DeepSpeed: how many there are, and what the last one costs.
+"""Judge gradient buckets of DDP and DeepSpeed: their number, and the cost of the last one.
 
-A bucket is sent while the backward pass goes on; the last one, ready at its end, is hidden by
-nothing. One bucket for everything hides nothing, hundreds of small ones cost a start each. Belongs
-here: that question. Does not belong here: other messages (`messages`).
+A bucket is sent during the backward pass; the last one, ready at its end, overlaps with nothing. A
+single bucket hides nothing, and hundreds of small ones each cost a start. Belongs here: that
+question. Does not belong here: other messages (`messages`).
 """
 
 from __future__ import annotations
 
 from operator import attrgetter
 
-from hpctrain.diagnose.facts import Facts, Planned
-from hpctrain.diagnose.findings import Evidence, Finding, Remedy, fine, unknown
+from hpctrain.diagnose.facts import DiagnosisInput, Planned
+from hpctrain.diagnose.findings import Measurement, Suggestion, TopicFinding, fine, unknown
 from hpctrain.spec.engines.registry import abilities_of
 from hpctrain.telemetry.traces import Message, TraceSummary
 
 _SHARE = 0.05
 _TOO_MANY = 200
-_USEFUL = 8  # buckets: an eighth of the gradients stays in the open at most
-_LEAST_BYTES = 8 * 2**20  # of gradients: below that no shape matters
-_SMALL_BYTES = 4096  # agreements and sums of losses are no gradients
+_USEFUL = 8  # buckets: at most an eighth of the gradients is exposed
+_LEAST_BYTES = 8 * 2**20  # of gradients: below that no bucket size matters
+_SMALL_BYTES = 4096  # smaller messages are barriers and sums of losses, not gradients
 _MIB = 2**20
 
 
-def buckets(facts: Facts) -> Finding:
-    """Judge whether another size of buckets would hide more."""
+def buckets(facts: DiagnosisInput) -> TopicFinding:
+    """Judge whether another bucket size would hide more communication."""
     planned = facts.planned
     if planned is None:
         return unknown("buckets", "plan.json cannot be read")
-    size, abilities = _bucket_bytes(planned), abilities_of(planned.plan.engine)
+    abilities, size = abilities_of(planned.plan.engine), None
+    if abilities.bucket is not None and planned.plan.zero in abilities.bucket_stages:
+        size = int(attrgetter(abilities.bucket)(planned.spec))
     if abilities.sums_behind_pipeline and planned.plan.layout.pp > 1:
         # of DeepSpeed runtime/pipe/engine.py, _exec_reduce_grads
         words = f"a pipeline of {abilities.title}'s sums gradients after its passes"
@@ -37,30 +39,25 @@ def buckets(facts: Facts) -> Finding:
     if planned.plan.layout.dp == 1:
         return fine("buckets", "gradients are summed over one rank only")
     for trace in facts.traces:
-        gradients = [one for one in trace.messages if _is_gradients(one)]
+        gradients = [
+            message
+            for message in trace.messages
+            if message.kind in ("all_reduce", "reduce_scatter", "reduce")
+            and (message.size_bytes or _SMALL_BYTES) >= _SMALL_BYTES
+        ]
         if gradients:
             return _by_trace(planned, trace, gradients, size)
     return _by_plan(planned, size)
 
 
-def _bucket_bytes(planned: Planned) -> int | None:
-    plan, abilities = planned.plan, abilities_of(planned.plan.engine)
-    if abilities.bucket is None or plan.zero not in abilities.bucket_stages:
-        return None
-    return int(attrgetter(abilities.bucket)(planned.spec))
-
-
-def _is_gradients(message: Message) -> bool:
-    kinds = ("all_reduce", "reduce_scatter", "reduce")
-    return message.kind in kinds and (message.size_bytes or _SMALL_BYTES) >= _SMALL_BYTES
-
-
-def _by_trace(planned: Planned, trace: TraceSummary, sent: list[Message], size: int) -> Finding:
+def _by_trace(
+    planned: Planned, trace: TraceSummary, sent: list[Message], size: int
+) -> TopicFinding:
     last, step = sent[-1], trace.step_seconds
-    known = [one.size_bytes for one in sent if one.size_bytes is not None]
-    bounds = [f"{one / _MIB:.3g}" for one in sorted({min(known), max(known)})] if known else []
+    known = [message.size_bytes for message in sent if message.size_bytes is not None]
+    bounds = [f"{bound / _MIB:.3g}" for bound in sorted({min(known), max(known)})] if known else []
     sizes = f", {' to '.join(bounds)} MiB" if bounds else ""
-    proof = Evidence(
+    proof = Measurement(
         words=f"{len(sent)} messages of gradients in a step{sizes}; of the last one "
         f"{last.exposed_seconds:.4g} s of {last.seconds:.4g} s are hidden by nothing "
         f"(step {step:.4g} s)",
@@ -79,11 +76,11 @@ def _by_trace(planned: Planned, trace: TraceSummary, sent: list[Message], size: 
     return _finding(planned, words, proof, size, gain)
 
 
-def _by_plan(planned: Planned, size: int) -> Finding:
-    """Estimate without a trace how many buckets the gradients fill."""
+def _by_plan(planned: Planned, size: int) -> TopicFinding:
+    """Judge without a trace, by the number of buckets that the gradients fill."""
     gradients = planned.gradient_bytes
     count = max(1, round(gradients / size))
-    proof = Evidence(
+    proof = Measurement(
         words=f"{gradients / _MIB:.4g} MiB of gradients in buckets of {size / _MIB:.4g} MiB",
         source="plan.json, spec.yaml",
     )
@@ -101,20 +98,22 @@ def _by_plan(planned: Planned, size: int) -> Finding:
 
 
 def _finding(
-    planned: Planned, words: str, proof: Evidence, size: int, gain: float | None
-) -> Finding:
+    planned: Planned, words: str, proof: Measurement, size: int, gain: float | None
+) -> TopicFinding:
     better = max(1, round(planned.gradient_bytes / _USEFUL / _MIB))
     name = abilities_of(planned.plan.engine).bucket
-    remedies: tuple[Remedy, ...] = ()
+    remedies: tuple[Suggestion, ...] = ()
     if not 0.5 <= better * _MIB / size <= 2 and better * _MIB < planned.gradient_bytes:
-        remedy = Remedy(words=f"about {_USEFUL} buckets", changes=(f"{name}={better}MiB",))
+        remedy = Suggestion(words=f"about {_USEFUL} buckets", changes=(f"{name}={better}MiB",))
         remedies = (remedy,)
     else:
         why = (
             "the gradients are too few" if better == 1 else "the buckets are already of a good size"
         )
-        remedies = (Remedy(words=f"{why}: fewer messages help, see the question of communication"),)
-    return Finding(
+        remedies = (
+            Suggestion(words=f"{why}: fewer messages help, see the question of communication"),
+        )
+    return TopicFinding(
         topic="buckets",
         answer="yes",
         words=words,

@@ -1,15 +1,15 @@
-"""The course of a run: saves, first steps, steps that are slow now and then.
+"""Judge the course of a run: time of saves, first steps of launches, occasional slow steps.
 
-Belongs here: those three questions, by the metrics. Does not belong here: what happens within a
-step (`waiting`, `messages`).
+Belongs here: those three questions, by the metrics. Does not belong here: time within a step
+(`waiting`, `messages`).
 """
 
 from __future__ import annotations
 
 from statistics import mean, quantiles
 
-from hpctrain.diagnose.facts import Facts, StepFacts
-from hpctrain.diagnose.findings import Evidence, Finding, Remedy, fine, unknown
+from hpctrain.diagnose.facts import DiagnosisInput
+from hpctrain.diagnose.findings import Measurement, Suggestion, TopicFinding, fine, unknown
 
 _SHARE = 0.03
 _UNSTEADY = 1.3  # the slowest twentieth over the median
@@ -17,28 +17,27 @@ _FEWEST = 20
 _NO_STEPS = "no usual step is through yet: the first one of a launch does not count"
 
 
-def saves(facts: Facts) -> Finding:
-    """Judge whether training stands still for checkpoints."""
-    told, steps = facts.saves, facts.steps
-    if told is None or steps is None or not steps.all_seconds:
+def saves(facts: DiagnosisInput) -> TopicFinding:
+    """Judge whether training stalls for checkpoints."""
+    recorded, steps = facts.saves, facts.steps
+    if recorded is None or steps is None or not steps.all_seconds:
         return unknown("saves", "no save is through yet")
-    whole = steps.all_seconds + told.stall_seconds
-    share = told.stall_seconds / whole
-    proof = Evidence(
-        words=f"saves while training: {told.count}, {told.stall_seconds:.4g} s of standing still "
-        f"in all; steps took {steps.all_seconds:.4g} s",
+    share = recorded.stall_seconds / (steps.all_seconds + recorded.stall_seconds)
+    proof = Measurement(
+        words=f"saves while training: {recorded.count}, {recorded.stall_seconds:.4g} s of standing "
+        f"still in all; steps took {steps.all_seconds:.4g} s",
         source="saves.jsonl, metrics.jsonl",
     )
     if share < _SHARE:
         return fine("saves", f"{share:.1%} of the time", proof)
     remedies = [
-        Remedy(words="save as often as saves and failures make it worth (Young/Daly)",
+        Suggestion(words="save as often as saves and failures make it worth (Young/Daly)",
                changes=("checkpoint.every=auto",))
     ]  # fmt: skip
-    if not told.asynchronous:
+    if not recorded.asynchronous:
         words = "write in the background"
-        remedies.insert(0, Remedy(words=words, changes=("checkpoint.asynchronous=true",)))
-    return Finding(
+        remedies.insert(0, Suggestion(words=words, changes=("checkpoint.asynchronous=true",)))
+    return TopicFinding(
         topic="saves",
         answer="yes",
         words=f"training stands still for {share:.0%} of the time",
@@ -48,13 +47,13 @@ def saves(facts: Facts) -> Finding:
     )
 
 
-def warm_up(facts: Facts) -> Finding:
-    """Judge whether first steps of launches (connections, compilation, caches) cost a lot."""
+def warm_up(facts: DiagnosisInput) -> TopicFinding:
+    """Judge the cost of the first steps of launches (connections, compilation, caches)."""
     steps = facts.steps
     if steps is None or steps.median_seconds is None:
         return unknown("warm_up", _NO_STEPS)
     share = steps.lost_seconds / steps.all_seconds
-    proof = Evidence(
+    proof = Measurement(
         words=f"first steps of {steps.launches} launches took {steps.lost_seconds:.4g} s more than "
         f"others, of {steps.all_seconds:.4g} s of steps",
         source="metrics.jsonl",
@@ -62,13 +61,13 @@ def warm_up(facts: Facts) -> Finding:
     if steps.launches == 1 or share < _SHARE:
         launches = "one launch" if steps.launches == 1 else f"{steps.launches} launches"
         return fine("warm_up", f"{share:.1%} of the steps' time, {launches}", proof)
-    return Finding(
+    return TopicFinding(
         topic="warm_up",
         answer="yes",
         words=f"first steps of {steps.launches} launches are {share:.0%} of the steps' time",
         evidence=(proof,),
         remedies=(
-            Remedy(
+            Suggestion(
                 words="`hpctrain goodput` says why the run starts so often, and what that costs"
             ),
         ),
@@ -76,37 +75,35 @@ def warm_up(facts: Facts) -> Finding:
     )
 
 
-def unsteady(facts: Facts) -> Finding:
-    """Judge whether some steps take much longer than the median, for example behind saves."""
+def unsteady(facts: DiagnosisInput) -> TopicFinding:
+    """Judge whether some steps take much longer than the median, for example after saves."""
     steps = facts.steps
     if steps is None or len(steps.usual) < _FEWEST:
         count = 0 if steps is None else len(steps.usual)
         return unknown("unsteady", f"{count} usual steps are too few to tell ({_FEWEST})")
     middle = steps.median_seconds
     assert middle is not None
+    slowest = sorted(sorted(steps.usual, key=lambda step: -step[1])[:3])
+    listed = ", ".join(f"{step} ({seconds:.4g} s)" for step, seconds in slowest)
     slow = quantiles((seconds for _, seconds in steps.usual), n=20)[-1]
-    proof = Evidence(
-        words=f"median {middle:.4g} s, slowest twentieth from {slow:.4g} s; {_slowest(steps)}",
+    proof = Measurement(
+        words=f"median {middle:.4g} s, slowest twentieth from {slow:.4g} s; slowest steps {listed}",
         source="metrics.jsonl",
     )
     if slow < _UNSTEADY * middle:
         return fine(
             "unsteady", f"the slowest twentieth is {slow / middle - 1:.0%} above the median", proof
         )
-    return Finding(
+    return TopicFinding(
         topic="unsteady",
         answer="yes",
         words=f"the slowest twentieth of the steps takes {slow / middle:.1f} times the median",
         evidence=(proof,),
         remedies=(
-            Remedy(words="compare these steps with saves (`hpctrain checkpoints`), evaluations and "
-                   "what else ran on the nodes"),
+            Suggestion(
+                words="compare these steps with saves (`hpctrain checkpoints`), evaluations and "
+                "what else ran on the nodes"
+            ),
         ),
         gain_seconds=max(0.0, mean(seconds for _, seconds in steps.usual) - middle),
-    )  # fmt: skip
-
-
-def _slowest(steps: StepFacts) -> str:
-    worst = sorted(steps.usual, key=lambda one: -one[1])[:3]
-    told = ", ".join(f"{step} ({seconds:.4g} s)" for step, seconds in sorted(worst))
-    return f"slowest steps {told}"
+    )

@@ -1,6 +1,6 @@
-"""What is known of a run when it is judged; anything may be missing.
+"""The inputs of a diagnosis; any of them may be missing.
 
-Belongs here: these records and simple sums of them. Does not belong here: a judgement.
+Belongs here: these records and simple sums of them. Does not belong here: judging them.
 """
 
 from __future__ import annotations
@@ -53,8 +53,11 @@ class RankFacts:
 
 @dataclass(frozen=True)
 class StepFacts:
-    """Of the metrics: `usual` are the newest launch's steps without its first one and without
-    profiled ones, as (step, seconds); `lost` is what first steps took beyond the median."""
+    """Step times of the metrics.
+
+    `usual`: (step, seconds) of the newest launch, without its first step and profiled ones.
+    `lost_seconds`: time of first steps beyond the median.
+    """
 
     launches: int
     usual: tuple[tuple[int, float], ...]
@@ -68,8 +71,7 @@ class StepFacts:
 
 @dataclass(frozen=True)
 class SaveFacts:
-    """How often training stood still for a save, and for how long in all; not the save with
-    which a launch ends."""
+    """Number of saves and the total stall for them, without the save at the end of a launch."""
 
     count: int
     stall_seconds: float
@@ -78,27 +80,27 @@ class SaveFacts:
 
 @dataclass(frozen=True)
 class Planned:
-    """What was submitted."""
+    """The submitted spec, its profile and plan."""
 
     spec: RunSpec
     profile: ClusterProfile
     plan: Plan
 
     def network_per_gpu(self) -> float:
-        """Bytes per second of a GPU's share of its node's cards."""
+        """Compute the network bandwidth per GPU in bytes per second."""
         network = self.profile.network
         return network.nics_per_node * float(network.nic_bandwidth) / self.profile.gpu.per_node
 
     @property
     def gradient_bytes(self) -> int:
-        """On one GPU, where they are summed in fp32."""
+        """Gradients of one GPU, summed in fp32."""
         most = max(stage.parameters_per_gpu for stage in self.plan.stages)
         return round(4 * most * self.plan.learned / self.plan.parameters)
 
 
 @dataclass(frozen=True)
-class Facts:
-    """Everything together."""
+class DiagnosisInput:
+    """All inputs of a diagnosis."""
 
     run_id: str
     ranks: RankFacts | None = None
@@ -109,14 +111,14 @@ class Facts:
 
     @property
     def step_seconds(self) -> float | None:
-        """A usual step: of the window of ranks, else of the metrics."""
+        """Time of a usual step, from the ranks' window or else from the metrics."""
         if self.ranks is not None and self.ranks.step:
             return median(self.ranks.step)
         return self.steps.median_seconds if self.steps else None
 
 
 def stage_of(layout: Layout | None, rank: int) -> int:
-    """The pipeline stage of a rank; ranks count tp first, then cp, then by the layout's order."""
+    """Find the pipeline stage of a rank, which vary over tp, cp, then in the layout's order."""
     if layout is None or layout.pp == 1:
         return 0
     inner = layout.tp * layout.cp

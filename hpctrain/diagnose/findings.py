@@ -1,6 +1,6 @@
-"""What a judgement says: a question, its answer, what it rests on, what to do and what it brings.
+"""The documents of a diagnosis: question, answer, measurements, remedies and their predicted gain.
 
-Belongs here: these documents. Does not belong here: any judgement, any column of text.
+Belongs here: these documents. Does not belong here: judging, formatting tables.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ QUESTIONS: dict[Topic, str] = {
 }
 
 
-class _Said(BaseModel):
+class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True)
 
 
-class Evidence(_Said):
-    """Numbers in words, and the file that they are from."""
+class Measurement(_Frozen):
+    """Measured numbers as text, and the file that they come from."""
 
     words: str
     source: str
 
 
-class Price(_Said):
-    """What the planner predicts with the changes, and without them."""
+class Price(_Frozen):
+    """The planner's predictions with the changes and without them."""
 
     step_seconds: float | None
     step_seconds_now: float | None
@@ -47,23 +47,25 @@ class Price(_Said):
     peak_bytes_now: int
 
 
-class Remedy(_Said):
-    """What to do; `changes` are what `--set` takes, `price` is what they bring by the plan."""
+class Suggestion(_Frozen):
+    """A recommended action; `changes` are values of `--set`, `price` is their predicted effect."""
 
     words: str
     changes: tuple[str, ...] = ()
     price: Price | None = None
 
 
-class Finding(_Said):
-    """The answer to one question. `gain_seconds`: what a step loses by it, at most what its
-    removal brings; with `at_least` more may come with it."""
+class TopicFinding(_Frozen):
+    """The answer to one question.
+
+    `gain_seconds`: time per step that a remedy can save at most; with `at_least`, at least.
+    """
 
     topic: Topic
     answer: Answer
     words: str
-    evidence: tuple[Evidence, ...] = ()
-    remedies: tuple[Remedy, ...] = ()
+    evidence: tuple[Measurement, ...] = ()
+    remedies: tuple[Suggestion, ...] = ()
     gain_seconds: float | None = None
     at_least: bool = False
 
@@ -72,9 +74,9 @@ class Finding(_Said):
         return QUESTIONS[self.topic]
 
 
-def unknown(topic: Topic, words: str) -> Finding:
-    return Finding(topic=topic, answer="unknown", words=words)
+def unknown(topic: Topic, words: str) -> TopicFinding:
+    return TopicFinding(topic=topic, answer="unknown", words=words)
 
 
-def fine(topic: Topic, words: str, *evidence: Evidence) -> Finding:
-    return Finding(topic=topic, answer="no", words=words, evidence=evidence)
+def fine(topic: Topic, words: str, *evidence: Measurement) -> TopicFinding:
+    return TopicFinding(topic=topic, answer="no", words=words, evidence=evidence)

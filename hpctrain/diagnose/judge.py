@@ -1,7 +1,6 @@
-"""All questions, answered, in order of what there is to gain.
+"""Answer all questions of a diagnosis, sorted by possible gain.
 
-Belongs here: that order, and where a step's time goes in one line. Does not belong here: the
-answers.
+Belongs here: that order, and the shares of a step. Does not belong here: the answers.
 """
 
 from __future__ import annotations
@@ -10,8 +9,8 @@ from statistics import median
 
 from hpctrain.diagnose.buckets import buckets
 from hpctrain.diagnose.course import saves, unsteady, warm_up
-from hpctrain.diagnose.facts import Facts
-from hpctrain.diagnose.findings import Finding
+from hpctrain.diagnose.facts import DiagnosisInput
+from hpctrain.diagnose.findings import TopicFinding
 from hpctrain.diagnose.memory import memory
 from hpctrain.diagnose.messages import communication
 from hpctrain.diagnose.pipeline import pipeline
@@ -31,14 +30,14 @@ _JUDGES = (
 _ORDER = {"yes": 0, "no": 1, "unknown": 2}
 
 
-def judge(facts: Facts) -> tuple[Finding, ...]:
-    """Answer all questions: problems first, by gain, then what is fine, then what is unknown."""
-    found = [ask(facts) for ask in _JUDGES]
-    return tuple(sorted(found, key=lambda one: (_ORDER[one.answer], -(one.gain_seconds or 0.0))))
+def judge(facts: DiagnosisInput) -> tuple[TopicFinding, ...]:
+    """Answer all questions: problems first, by gain, then `no`, then `unknown`."""
+    answers = [judge_topic(facts) for judge_topic in _JUDGES]
+    return tuple(sorted(answers, key=lambda a: (_ORDER[a.answer], -(a.gain_seconds or 0.0))))
 
 
-def shares(facts: Facts) -> dict[str, float]:
-    """Compute shares of a step, of the middle rank in each; empty when they are not known."""
+def shares(facts: DiagnosisInput) -> dict[str, float]:
+    """Compute the share of each part of a step, at the median rank; empty if not known."""
     ranks, step = facts.ranks, facts.step_seconds
     if ranks is None or not ranks.step or not step:
         return {}

@@ -1,13 +1,13 @@
-"""Memory: how near the limit the fullest GPU is, what to change first, or what to do with room.
+"""Judge memory: the fullest GPU's distance to its limit, and changes that save or use memory.
 
-Belongs here: that question, and the changes worth pricing. Does not belong here: their prices (the
-planner's, see `hpctrain.actions.diagnose`).
+Belongs here: that question, and the changes worth predicting. Does not belong here: predictions
+(the planner's, see `hpctrain.actions.diagnose`).
 """
 
 from __future__ import annotations
 
-from hpctrain.diagnose.facts import Facts, Planned, RankFacts
-from hpctrain.diagnose.findings import Evidence, Finding, Remedy, fine, unknown
+from hpctrain.diagnose.facts import DiagnosisInput, Planned, RankFacts
+from hpctrain.diagnose.findings import Measurement, Suggestion, TopicFinding, fine, unknown
 from hpctrain.diagnose.waiting import NO_WINDOW, OLD_RECORD
 from hpctrain.spec.engines.registry import abilities_of
 
@@ -16,8 +16,8 @@ _FRAGMENTED = 0.15
 _GIB = 2**30
 
 
-def memory(facts: Facts) -> Finding:
-    """Judge whether memory is short, or is unused where it could save time."""
+def memory(facts: DiagnosisInput) -> TopicFinding:
+    """Judge whether memory is short, or unused although it could save time."""
     ranks, planned = facts.ranks, facts.planned
     if ranks is None:
         return unknown("memory", NO_WINDOW)
@@ -32,7 +32,13 @@ def memory(facts: Facts) -> Finding:
     limit = planned.plan.gpu_memory_bytes
     worst = max(range(len(ranks.reserved_bytes)), key=lambda rank: ranks.reserved_bytes[rank])
     share = ranks.reserved_bytes[worst] / limit
-    proof = _used(ranks, planned, worst)
+    predicted = planned.plan.memory[planned.plan.peak_stage].total_bytes / _GIB
+    proof = Measurement(
+        words=f"{ranks.named(worst)}: {ranks.peak_bytes[worst] / _GIB:.4g} GiB allocated at most, "
+        f"{ranks.reserved_bytes[worst] / _GIB:.4g} GiB taken, of {limit / _GIB:.4g} GiB; "
+        f"planned {predicted:.4g} GiB",
+        source=f"{ranks.source}, plan.json",
+    )
     if share >= _NEAR:
         words = f"{ranks.named(worst)} has taken {share:.0%} of its GPU: the next peak may not fit"
         remedies = (*_defragment(ranks, planned, worst), *_savings(planned))
@@ -44,23 +50,14 @@ def memory(facts: Facts) -> Finding:
     return fine("memory", f"at most {share:.0%} of a GPU is used", proof)
 
 
-def _yes(words: str, proof: Evidence, remedies: tuple[Remedy, ...]) -> Finding:
-    return Finding(topic="memory", answer="yes", words=words, evidence=(proof,), remedies=remedies)
-
-
-def _used(ranks: RankFacts, planned: Planned, worst: int) -> Evidence:
-    plan = planned.plan
-    predicted = plan.memory[plan.peak_stage].total_bytes
-    taken, limit = ranks.reserved_bytes[worst] / _GIB, plan.gpu_memory_bytes / _GIB
-    words = (
-        f"{ranks.named(worst)}: {ranks.peak_bytes[worst] / _GIB:.4g} GiB allocated at most, "
-        f"{taken:.4g} GiB taken, of {limit:.4g} GiB; planned {predicted / _GIB:.4g} GiB"
+def _yes(words: str, proof: Measurement, remedies: tuple[Suggestion, ...]) -> TopicFinding:
+    return TopicFinding(
+        topic="memory", answer="yes", words=words, evidence=(proof,), remedies=remedies
     )
-    return Evidence(words=words, source=f"{ranks.source}, plan.json")
 
 
-def _defragment(ranks: RankFacts, planned: Planned, worst: int) -> tuple[Remedy, ...]:
-    """PyTorch holds much more than it has handed out: pieces that fit nothing."""
+def _defragment(ranks: RankFacts, planned: Planned, worst: int) -> tuple[Suggestion, ...]:
+    """Suggest expandable segments if PyTorch reserves much more than it ever allocated."""
     unused = ranks.reserved_bytes[worst] - ranks.peak_bytes[worst]
     name = "PYTORCH_CUDA_ALLOC_CONF"
     if (
@@ -70,67 +67,56 @@ def _defragment(ranks: RankFacts, planned: Planned, worst: int) -> tuple[Remedy,
         return ()
     words = f"{unused / _GIB:.3g} GiB are taken and were never used at once: let segments grow"
     change = f"environment.variables.{name}=expandable_segments:True"
-    return (Remedy(words=words, changes=(change,)),)
+    return (Suggestion(words=words, changes=(change,)),)
 
 
-def _savings(planned: Planned) -> tuple[Remedy, ...]:
-    """List what saves memory, usually cheapest first; the prices then decide."""
-    spec, plan = planned.spec, planned.plan
+def _savings(planned: Planned) -> tuple[Suggestion, ...]:
+    """List changes that save memory, usually cheapest first; the predictions then decide."""
+    spec, plan, abilities = planned.spec, planned.plan, abilities_of(planned.plan.engine)
     found = []
     if plan.batch.micro_batch > 1:
         half = plan.batch.micro_batch // 2
-        found.append(Remedy(words="accumulate more, smaller microbatches",
+        found.append(Suggestion(words="accumulate more, smaller microbatches",
                             changes=(f"batch.micro={half}",)))  # fmt: skip
     if spec.precision == "fp32":
-        found.append(Remedy(words="weights and activations in half precision",
+        found.append(Suggestion(words="weights and activations in half precision",
                             changes=("precision=bf16",)))  # fmt: skip
-    if plan.recompute == "none" and "selective" in abilities_of(plan.engine).recomputes:
+    if plan.recompute == "none" and "selective" in abilities.recomputes:
         change = ("recompute=selective",)
-        found.append(Remedy(words="compute attention again in the backward pass", changes=change))
+        found.append(
+            Suggestion(words="compute attention again in the backward pass", changes=change)
+        )
     if plan.recompute != "full":
-        found.append(Remedy(words="compute all activations again", changes=("recompute=full",)))
-    found += [*_sharding(planned), *_offloading(planned)]
+        found.append(Suggestion(words="compute all activations again", changes=("recompute=full",)))
+    alternative = None if abilities.shards else abilities.sharding_alternative
+    if plan.layout.dp > 1 and alternative is not None:
+        words = "shard weights, gradients and optimizer over ranks"
+        found.append(Suggestion(words=words, changes=(f"engine.name={alternative}",)))
+    elif plan.layout.dp > 1:
+        for stage in (stage for stage in abilities.zero_stages if stage > plan.zero):
+            change = (f"optimizer.zero={stage}",)
+            found.append(Suggestion(words=f"shard more (ZeRO {stage})", changes=change))
+    if plan.offload == "none" and "cpu" in abilities.offloads:
+        words = "optimizer state in the host's memory"
+        found.append(Suggestion(words=words, changes=("optimizer.offload=cpu",)))
     return tuple(found)
 
 
-def _sharding(planned: Planned) -> list[Remedy]:
-    plan = planned.plan
-    if plan.layout.dp == 1:
-        return []
-    abilities = abilities_of(plan.engine)
-    if not abilities.shards and abilities.sharding_alternative is not None:
-        change = (f"engine.name={abilities.sharding_alternative}",)
-        return [Remedy(words="shard weights, gradients and optimizer over ranks", changes=change)]
-    return [
-        Remedy(words=f"shard more (ZeRO {stage})", changes=(f"optimizer.zero={stage}",))
-        for stage in abilities.zero_stages
-        if stage > plan.zero
-    ]
-
-
-def _offloading(planned: Planned) -> list[Remedy]:
-    if planned.plan.offload != "none" or "cpu" not in abilities_of(planned.plan.engine).offloads:
-        return []
-    return [
-        Remedy(words="optimizer state in the host's memory", changes=("optimizer.offload=cpu",))
-    ]
-
-
-def _spending(planned: Planned) -> tuple[Remedy, ...]:
-    """List what could be faster with more memory."""
+def _spending(planned: Planned) -> tuple[Suggestion, ...]:
+    """List changes that use more memory to save time."""
     spec, plan = planned.spec, planned.plan
     found = []
     if plan.offload != "none":
         words = "keep the optimizer state on the GPU"
-        found.append(Remedy(words=words, changes=("optimizer.offload=none",)))
+        found.append(Suggestion(words=words, changes=("optimizer.offload=none",)))
     if plan.recompute != "none":
         words = "keep all activations instead of computing them again"
-        found.append(Remedy(words=words, changes=("recompute=none",)))
+        found.append(Suggestion(words=words, changes=("recompute=none",)))
     if plan.batch.accumulation > 1 and plan.batch.accumulation % 2 == 0 and plan.layout.pp == 1:
         words = "larger microbatches"
         change = (f"batch.micro={2 * plan.batch.micro_batch}",)
-        found.append(Remedy(words=words, changes=change))
+        found.append(Suggestion(words=words, changes=change))
     if plan.zero == 3 and 2 in spec.engine.abilities.zero_stages:
         words = "keep weights gathered between the passes"
-        found.append(Remedy(words=words, changes=("optimizer.zero=2",)))
+        found.append(Suggestion(words=words, changes=("optimizer.zero=2",)))
     return tuple(found)

@@ -1,8 +1,8 @@
-"""Communication: what of it computing does not hide, along which axis, over which link.
+"""Judge exposed communication: how much computation does not hide, on which axis and link.
 
-A trace tells it exactly; without one it is what passes take beyond what computing takes, and said
-to be an estimate. Belongs here: that question. Does not belong here: the pipeline's bubble
-(`pipeline`), the shape of gradient buckets (`buckets`).
+A trace measures it exactly; without one it is estimated from the time of passes beyond their
+computation. Belongs here: that question. Does not belong here: the pipeline's bubble (`pipeline`),
+gradient buckets (`buckets`).
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from operator import attrgetter
 
-from hpctrain.diagnose.facts import Facts, Planned, RankFacts
-from hpctrain.diagnose.findings import Evidence, Finding, Remedy, fine, unknown
+from hpctrain.diagnose.facts import DiagnosisInput, Planned
+from hpctrain.diagnose.findings import Measurement, Suggestion, TopicFinding, fine, unknown
 from hpctrain.diagnose.waiting import NO_WINDOW, OLD_RECORD
 from hpctrain.plan.documents import Axis
 from hpctrain.spec.engines.registry import abilities_of
@@ -32,11 +32,11 @@ _FIELDS: dict[Axis, str] = {
 
 @dataclass(frozen=True)
 class _Exposed:
-    """Seconds of a step, and how they are known."""
+    """Exposed communication of a step, and its source."""
 
     seconds: float
     step_seconds: float
-    evidence: Evidence
+    evidence: Measurement
     estimated: bool
 
     @property
@@ -44,8 +44,8 @@ class _Exposed:
         return self.seconds / self.step_seconds
 
 
-def communication(facts: Facts) -> Finding:
-    """Judge whether messages between ranks hold up a step, beyond waiting for a slow rank."""
+def communication(facts: DiagnosisInput) -> TopicFinding:
+    """Judge whether messages between ranks delay a step, without the wait for a slow rank."""
     if facts.planned is not None and facts.planned.plan.layout.world_size == 1:
         return fine("communication", "there is one rank only")
     exposed = _of_traces(facts) or _of_times(facts)
@@ -59,8 +59,8 @@ def communication(facts: Facts) -> Finding:
         return fine("communication", words, *proof)
     axis = _dominant(facts.planned)
     where = "" if axis is None else f", mostly along {axis}"
-    more = [Remedy(words=_TO_TRACE)] if exposed.estimated else []
-    return Finding(
+    more = [Suggestion(words=_TO_TRACE)] if exposed.estimated else []
+    return TopicFinding(
         topic="communication",
         answer="yes",
         words=f"{about}{exposed.share:.0%} of a step is communication that nothing hides{where}",
@@ -70,49 +70,45 @@ def communication(facts: Facts) -> Finding:
     )
 
 
-def _of_traces(facts: Facts) -> _Exposed | None:
-    """The rank that waits least for others; what the others have more is waiting for it."""
-    told = [one for one in facts.traces if one.messages or one.communication_seconds]
-    if not told:
+def _of_traces(facts: DiagnosisInput) -> _Exposed | None:
+    """Measure it on the rank that waits least for others: more elsewhere is the wait for it."""
+    traces = [trace for trace in facts.traces if trace.messages or trace.communication_seconds]
+    if not traces:
         return None
-    one = min(told, key=lambda trace: trace.exposed_seconds)
+    least = min(traces, key=lambda trace: trace.exposed_seconds)
     words = (
-        f"rank {one.rank}: {one.communication_seconds:.4g} s of messages in a step of "
-        f"{one.step_seconds:.4g} s, {one.exposed_seconds:.4g} s of them while nothing was computed"
+        f"rank {least.rank}: {least.communication_seconds:.4g} s of messages in a step of "
+        f"{least.step_seconds:.4g} s, {least.exposed_seconds:.4g} s of them while nothing was "
+        "computed"
     )
-    return _Exposed(
-        one.exposed_seconds, one.step_seconds, Evidence(words=words, source=one.file), False
-    )
+    evidence = Measurement(words=words, source=least.file)
+    return _Exposed(least.exposed_seconds, least.step_seconds, evidence, False)
 
 
-def _of_times(facts: Facts) -> _Exposed | None:
+def _of_times(facts: DiagnosisInput) -> _Exposed | None:
+    """Estimate it from step times, on the rank that waits least."""
     ranks, step = facts.ranks, facts.step_seconds
     if ranks is None or step is None or not ranks.rest:
         return None
     pipelined = facts.planned is not None and facts.planned.plan.layout.pp > 1
     if max(ranks.backward) > 0 and not pipelined:  # a pipeline sums gradients after its passes
-        return _behind_backward(facts, ranks, step)
+        again = facts.planned is not None and facts.planned.plan.recompute == "full"
+        times = _BACKWARD_AGAIN if again else _BACKWARD
+        left = [b - times * f for b, f in zip(ranks.backward, ranks.compute, strict=True)]
+        rank = min(range(len(left)), key=left.__getitem__)
+        words = (
+            f"rank {rank}: backward passes take {ranks.backward[rank]:.4g} s, forward passes "
+            f"{ranks.compute[rank]:.4g} s; without messages about {times:g} times as long is usual"
+        )
+        evidence = Measurement(words=words, source=ranks.source)
+        return _Exposed(max(0.0, left[rank]), step, evidence, True)
     seconds = max(0.0, min(ranks.rest) - bubble_seconds(facts))
     words = f"{min(ranks.rest):.4g} s of {step:.4g} s are neither passes, data nor optimizer"
-    return _Exposed(seconds, step, Evidence(words=words, source=ranks.source), True)
+    return _Exposed(seconds, step, Measurement(words=words, source=ranks.source), True)
 
 
-def _behind_backward(facts: Facts, ranks: RankFacts, step: float) -> _Exposed:
-    """Estimate what backward passes take beyond their work, on the rank that waits least."""
-    again = facts.planned is not None and facts.planned.plan.recompute == "full"
-    times = _BACKWARD_AGAIN if again else _BACKWARD
-    left = [b - times * f for b, f in zip(ranks.backward, ranks.compute, strict=True)]
-    rank = min(range(len(left)), key=left.__getitem__)
-    words = (
-        f"rank {rank}: backward passes take {ranks.backward[rank]:.4g} s, forward passes "
-        f"{ranks.compute[rank]:.4g} s; without messages about {times:g} times as long is usual"
-    )
-    evidence = Evidence(words=words, source=ranks.source)
-    return _Exposed(max(0.0, left[rank]), step, evidence, True)
-
-
-def bubble_seconds(facts: Facts) -> float:
-    """(p - 1) / v microbatches of computing: Narayanan et al. 2021 (arXiv 2104.04473), 2.2."""
+def bubble_seconds(facts: DiagnosisInput) -> float:
+    """Compute the bubble, (p - 1) / v microbatches: Narayanan et al. 2021 (arXiv 2104.04473)."""
     if facts.planned is None or facts.ranks is None:
         return 0.0
     layout, batch = facts.planned.plan.layout, facts.planned.plan.batch
@@ -120,8 +116,8 @@ def bubble_seconds(facts: Facts) -> float:
     return computing * (layout.pp - 1) / (layout.vpp * batch.accumulation)
 
 
-def _planned_messages(planned: Planned | None) -> tuple[Evidence, ...]:
-    """List predicted seconds of each axis, where its ranks are, and the link that they use."""
+def _planned_messages(planned: Planned | None) -> tuple[Measurement, ...]:
+    """List the predicted seconds of each axis, the location of its ranks, and their link."""
     if planned is None or planned.plan.prediction is None:
         return ()
     parts, spans = planned.plan.prediction.parts, _spans(planned)
@@ -138,14 +134,14 @@ def _planned_messages(planned: Planned | None) -> tuple[Evidence, ...]:
     gradients = f"; gradients in fp32: {planned.gradient_bytes / 1e9:.3g} GB per GPU"
     words = f"predicted, not hidden: {', '.join(found) or 'nothing'}; {links}network "
     words += f"{planned.network_per_gpu():.3g} B/s{gradients}"
-    return (Evidence(words=words, source="plan.json, profile.yaml"),)
+    return (Measurement(words=words, source="plan.json, profile.yaml"),)
 
 
 def _spans(planned: Planned) -> dict[Axis, str]:
-    return {one.axis: one.span for one in planned.plan.placements if one.size > 1}
+    return {axis.axis: axis.span for axis in planned.plan.placements if axis.size > 1}
 
 
-def _rates(facts: Facts) -> tuple[Evidence, ...]:
+def _rates(facts: DiagnosisInput) -> tuple[Measurement, ...]:
     """Compute bytes per second of the largest messages of a trace, beside the network's."""
     sent = [
         (message.size_bytes, message.size_bytes / message.seconds, trace.file)
@@ -157,11 +153,11 @@ def _rates(facts: Facts) -> tuple[Evidence, ...]:
         return ()
     size, fastest, file = max(sent)
     words = f"the largest message, {size} B, goes at up to {fastest:.3g} B/s"
-    return (Evidence(words=words, source=file),)
+    return (Measurement(words=words, source=file),)
 
 
 def _dominant(planned: Planned | None) -> Axis | None:
-    """Find the axis with most predicted messages; without a prediction the only one there is."""
+    """Find the axis with the most predicted messages; without a prediction the only axis."""
     if planned is None:
         return None
     spans = _spans(planned)
@@ -173,12 +169,12 @@ def _dominant(planned: Planned | None) -> Axis | None:
     return best if best is not None and known[best] > 0 else next(iter(spans), None)
 
 
-def _less_of_it(planned: Planned | None, axis: Axis | None) -> list[Remedy]:
+def _less_of_it(planned: Planned | None, axis: Axis | None) -> list[Suggestion]:
     if planned is None or axis is None:
         return []
     if axis != "dp":
         words = f"have the planner lay out the axes anew: {axis} is {_spans(planned)[axis]}"
-        return [Remedy(words=words, changes=("parallel=auto",))]
+        return [Suggestion(words=words, changes=("parallel=auto",))]
     spec, plan = planned.spec, planned.plan
     across = _spans(planned)["dp"] in ("across nodes", "across islands")
     found = []
@@ -187,11 +183,11 @@ def _less_of_it(planned: Planned | None, axis: Axis | None) -> list[Remedy]:
     chooses_overlap = abilities.chooses_overlap and not sums_late
     if chooses_overlap and not spec.optimizer.overlap_grad_reduce:
         words = "sum gradients while the backward pass goes on"
-        found.append(Remedy(words=words, changes=("optimizer.overlap_grad_reduce=true",)))
+        found.append(Suggestion(words=words, changes=("optimizer.overlap_grad_reduce=true",)))
     if abilities.gradient_hook and attrgetter(abilities.gradient_hook)(spec) == "none":
         hook = "hierarchical" if across and plan.nodes.gpus_per_node > 1 else "bf16"
         words = "send fewer bytes: half precision, or in full within nodes and half between them"
-        found.append(Remedy(words=words, changes=(f"{abilities.gradient_hook}={hook}",)))
+        found.append(Suggestion(words=words, changes=(f"{abilities.gradient_hook}={hook}",)))
     if (
         abilities.shards_over_part
         and across
@@ -200,13 +196,13 @@ def _less_of_it(planned: Planned | None, axis: Axis | None) -> list[Remedy]:
     ):
         words = "shard within a node, with copies across nodes (HSDP)"
         change = f"optimizer.shard_gpus={plan.nodes.gpus_per_node}"
-        found.append(Remedy(words=words, changes=(change,)))
+        found.append(Suggestion(words=words, changes=(change,)))
     if abilities.sum_precision and attrgetter(abilities.sum_precision)(spec) == "auto":
         change = f"{abilities.sum_precision}=bf16"
-        found.append(Remedy(words="sum gradients in half precision", changes=(change,)))
+        found.append(Suggestion(words="sum gradients in half precision", changes=(change,)))
     if plan.zero == 3 and 2 in abilities.zero_stages:
         words = "keep weights gathered between the passes, for more memory"
-        found.append(Remedy(words=words, changes=("optimizer.zero=2",)))
+        found.append(Suggestion(words=words, changes=("optimizer.zero=2",)))
     larger = 2 * spec.batch.global_
     words = "sum gradients half as often: a larger batch, which changes what is learned"
-    return [*found, Remedy(words=words, changes=(f"batch.global={larger}",))]
+    return [*found, Suggestion(words=words, changes=(f"batch.global={larger}",))]

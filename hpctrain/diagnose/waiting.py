@@ -1,18 +1,17 @@
-"""Data loading and slow ranks: who lets the others wait.
+"""Judge data loading and slow ranks, for which the other ranks wait.
 
-All ranks meet in each step, so what the slowest one takes longer, the step takes longer. Belongs
-here: those two questions. Does not belong here: messages (`messages`).
+All ranks synchronize in each step, so the slowest rank determines its time. Belongs here: those two
+questions. Does not belong here: messages (`messages`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from statistics import median, median_low
 
-from hpctrain.diagnose.facts import Facts, Planned, RankFacts, stage_of
-from hpctrain.diagnose.findings import Evidence, Finding, Remedy, fine, unknown
+from hpctrain.diagnose.facts import DiagnosisInput, Planned, RankFacts, stage_of
+from hpctrain.diagnose.findings import Measurement, Suggestion, TopicFinding, fine, unknown
 
-# Below these shares of a step nothing is worth a change.
+# Below these shares of a step no change is worth it.
 _DATA_SHARE = 0.05
 _SLOW_SHARE = 0.02
 # A rank slower by less than that is within the usual spread of GPUs.
@@ -21,7 +20,7 @@ NO_WINDOW = "no window of steps is through yet: ranks.json comes after 20 steps 
 OLD_RECORD = "ranks.json is of an older version of hpctrain: it has compute times only"
 
 
-def data_loading(facts: Facts) -> Finding:
+def data_loading(facts: DiagnosisInput) -> TopicFinding:
     """Judge whether the step waits for the next batch on any rank."""
     ranks, step = facts.ranks, facts.step_seconds
     if ranks is None or step is None:
@@ -30,7 +29,7 @@ def data_loading(facts: Facts) -> Finding:
         return unknown("data", OLD_RECORD)
     worst = max(range(len(ranks.data)), key=lambda rank: ranks.data[rank])
     longest, middle = ranks.data[worst], median(ranks.data)
-    proof = Evidence(
+    proof = Measurement(
         words=f"waiting for the next batch: {longest:.4g} s of {step:.4g} s on "
         f"{ranks.named(worst)}, {middle:.4g} s in the middle of {len(ranks.data)} ranks",
         source=ranks.source,
@@ -39,7 +38,7 @@ def data_loading(facts: Facts) -> Finding:
         return fine("data", f"at most {longest / step:.1%} of a step", proof)
     everywhere = middle >= 0.7 * longest
     who = "every rank waits" if everywhere else f"{ranks.named(worst)} waits, the others for it"
-    return Finding(
+    return TopicFinding(
         topic="data",
         answer="yes",
         words=f"{who}: {longest / step:.0%} of a step",
@@ -51,42 +50,46 @@ def data_loading(facts: Facts) -> Finding:
 
 def _faster_reading(
     planned: Planned | None, ranks: RankFacts, worst: int, everywhere: bool
-) -> list[Remedy]:
+) -> list[Suggestion]:
     if not everywhere:
         where = ranks.nodes[worst] if worst < len(ranks.nodes) else "its node"
-        return [Remedy(words=f"look at the file system and the other jobs of {where}")]
+        return [Suggestion(words=f"look at the file system and the other jobs of {where}")]
     found = []
     if planned is not None:
         share = max(1, planned.profile.nodes.cpus // planned.profile.gpu.per_node)
-        given = planned.spec.resources.cpus_per_gpu or share
-        if given < share:
+        cpus = planned.spec.resources.cpus_per_gpu or share
+        if cpus < share:
             found.append(
-                Remedy(
-                    words=f"ask for a GPU's share of the node's CPUs, {share} instead of {given}: "
+                Suggestion(
+                    words=f"ask for a GPU's share of the node's CPUs, {share} instead of {cpus}: "
                     "all but one of them read ahead",
                     changes=(f"resources.cpus_per_gpu={share}",),
                 )
             )
-        if local := [one for one in planned.profile.filesystems if one.kind == "local"]:
+        if local := [disk for disk in planned.profile.filesystems if disk.kind == "local"]:
             words = f"copy the dataset to {local[0].path} of each node before training"
-            found.append(Remedy(words=words))
+            found.append(Suggestion(words=words))
     words = "prepare the data once (`hpctrain data prepare`), so that less is decoded while reading"
-    return [*found, Remedy(words=words)]
+    return [*found, Suggestion(words=words)]
 
 
-def imbalance(facts: Facts) -> Finding:
+def imbalance(facts: DiagnosisInput) -> TopicFinding:
     """Judge whether a rank computes longer than its peers, those of its pipeline stage."""
     ranks, step = facts.ranks, facts.step_seconds
     if ranks is None or step is None:
         return unknown("imbalance", NO_WINDOW)
     layout = facts.planned.plan.layout if facts.planned else None
-    peers = _medians([stage_of(layout, rank) for rank in range(len(ranks.compute))], ranks.compute)
+    stages = [stage_of(layout, rank) for rank in range(len(ranks.compute))]
+    by_stage: dict[int, list[float]] = {}
+    for stage, seconds in zip(stages, ranks.compute, strict=True):
+        by_stage.setdefault(stage, []).append(seconds)
+    peers = [median_low(by_stage[stage]) for stage in stages]
     factors = [
         own / peer if peer > 0 else 1.0 for own, peer in zip(ranks.compute, peers, strict=True)
     ]
     worst = max(range(len(factors)), key=factors.__getitem__)
     excess = ranks.compute[worst] - peers[worst]
-    proof = Evidence(
+    proof = Measurement(
         words=f"{ranks.named(worst)} computes {ranks.compute[worst]:.4g} s, the middle of its "
         f"peers {peers[worst]:.4g} s",
         source=ranks.source,
@@ -97,23 +100,23 @@ def imbalance(facts: Facts) -> Finding:
         words = f"at most {factors[worst] - 1:.0%} above the middle, {excess / step:.1%} of a step"
         return fine("imbalance", words, proof)
     slow = [rank for rank, factor in enumerate(factors) if factor >= _SLOW_FACTOR]
-    return Finding(
+    nodes = ", ".join(sorted({ranks.nodes[rank] for rank in slow if rank < len(ranks.nodes)}))
+    look = (
+        f"have {nodes or 'its node'} looked at: clocks, temperature, other processes; "
+        "`hpctrain nodes` shows what other runs met there"
+    )
+    return TopicFinding(
         topic="imbalance",
         answer="yes",
         words=_who_is_slow(ranks, slow, worst, factors[worst]),
         evidence=(proof, *_others_wait(ranks, worst)),
-        remedies=tuple(_about_slow_ranks(ranks, slow)),
+        remedies=(
+            Suggestion(words=look),
+            Suggestion(words="go on without it", changes=("supervise.exclude_nodes=act",)),
+        ),
         gain_seconds=excess,
         at_least=bool(ranks.backward) and max(ranks.backward) > 0,
     )
-
-
-def _medians(stages: Sequence[int], seconds: Sequence[float]) -> list[float]:
-    """For each rank the middle of its stage; of two middle ones the lower."""
-    by_stage: dict[int, list[float]] = {}
-    for stage, each in zip(stages, seconds, strict=True):
-        by_stage.setdefault(stage, []).append(each)
-    return [median_low(by_stage[stage]) for stage in stages]
 
 
 def _who_is_slow(ranks: RankFacts, slow: list[int], worst: int, factor: float) -> str:
@@ -130,8 +133,8 @@ def _who_is_slow(ranks: RankFacts, slow: list[int], worst: int, factor: float) -
     return f"{ranks.named(worst)} takes {factor:.2f} times the middle{others}"
 
 
-def _others_wait(ranks: RankFacts, worst: int) -> tuple[Evidence, ...]:
-    """Behind a slow rank the others wait in their backward passes (or, megatron-core, outside)."""
+def _others_wait(ranks: RankFacts, worst: int) -> tuple[Measurement, ...]:
+    """Show that the other ranks wait in their backward passes (megatron-core: after them)."""
     if not ranks.backward or not ranks.rest:
         return ()
     waits = [b + r for b, r in zip(ranks.backward, ranks.rest, strict=True)]
@@ -139,13 +142,4 @@ def _others_wait(ranks: RankFacts, worst: int) -> tuple[Evidence, ...]:
         f"the others wait for it: their backward passes and the rest take {median(waits):.4g} s, "
         f"its own {waits[worst]:.4g} s"
     )
-    return (Evidence(words=words, source=ranks.source),) if median(waits) > waits[worst] else ()
-
-
-def _about_slow_ranks(ranks: RankFacts, slow: list[int]) -> list[Remedy]:
-    nodes = ", ".join(sorted({ranks.nodes[rank] for rank in slow if rank < len(ranks.nodes)}))
-    return [
-        Remedy(words=f"have {nodes or 'its node'} looked at: clocks, temperature, other processes; "
-               "`hpctrain nodes` shows what other runs met there"),
-        Remedy(words="go on without it", changes=("supervise.exclude_nodes=act",)),
-    ]  # fmt: skip
+    return (Measurement(words=words, source=ranks.source),) if median(waits) > waits[worst] else ()

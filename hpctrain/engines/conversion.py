@@ -1,12 +1,18 @@
-"""Which models are the same in Hugging Face's classes and in megatron-core, and their settings.
+"""Decide which models can be converted between Hugging Face's classes and megatron-core.
 
-Belongs here: from a `config.json` or a `train.json` to the shape that is converted, and what cannot
-be. Does not belong here: weights (see `hpctrain.convert`), files.
+Belongs here: reasons against a conversion, and the model of a `config.json`. Does not belong here:
+weights (see `hpctrain.convert`), files.
 """
 
 from __future__ import annotations
 
-from hpctrain.engines.described import Config, described, family_described, rope_of
+from hpctrain.engines.described import (
+    Config,
+    Inexpressible,
+    described,
+    family_described,
+    rope_of,
+)
 from hpctrain.engines.hugging_face import ACTIVATIONS
 from hpctrain.engines.megatron import MegatronConfig, megatron_model
 from hpctrain.plan.abilities.representable import unrepresentable_model
@@ -16,7 +22,7 @@ CONVERTED_FAMILIES = ("gpt", "llama")
 
 
 def unconvertible(config: Config) -> list[str]:
-    """List why megatron-core cannot compute what this `config.json` says; empty when it can."""
+    """List why megatron-core cannot compute the model of a `config.json`; empty if it can."""
     family = family_described(config)
     if family not in CONVERTED_FAMILIES:
         return [f"model_type is {config.get('model_type')}: gpt2 and llama can be converted"]
@@ -31,8 +37,8 @@ def unconvertible(config: Config) -> list[str]:
             found.append(f"{name} is true, which megatron-core's GPT has not")
     if fields["activation"] not in ACTIVATIONS:
         found.append(f"the activation {fields['activation']} is none that hpctrain trains")
-    if not isinstance(fields.get("bias", True), bool):
-        found.append(f"biases are {fields['bias']}")
+    if isinstance(bias := fields.get("bias"), Inexpressible):
+        found.append(f"biases are {bias}")
     return found
 
 

@@ -1,7 +1,7 @@
 """DeepSpeed: from spec and plan to `train.json`, and from that to DeepSpeed's own `ds_config.json`.
 
 Belongs here: both documents and the pure functions that fill them. Does not belong here: torch,
-deepspeed, what contradicts what in a spec (see `hpctrain.spec.engines.deepspeed`).
+deepspeed, contradictions in a spec (see `hpctrain.spec.engines.deepspeed`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class DeepSpeedConfig(ModuleConfig):
     overlap_comm: bool = False
     reduce_bucket_elements: int
     gather_bucket_elements: int
-    # in which gradients are summed over ranks; None: as they are computed
+    # precision of gradient sums over ranks; None: that of the computation
     communication_dtype: Literal["fp32", "bf16"] | None = None
     # steps whose FLOPs are counted, module by module
     flops_steps: tuple[int, ...] = ()
@@ -58,7 +58,8 @@ class DeepSpeedConfig(ModuleConfig):
         return self.tensor_parallel * stages * self.data_parallel_size
 
     def pipeline_stage(self, rank: int) -> int:
-        """Ranks count tp first, then by the order of the layout dp and pp or pp and dp."""
+        """Find the stage of a rank: ranks vary over tp first, then over dp and pp in the layout's
+        order."""
         inner = self.tensor_parallel
         if self.parallel_order == DEFAULT_ORDER:
             inner *= self.data_parallel_size
@@ -108,11 +109,22 @@ def ds_config(config: DeepSpeedConfig) -> dict[str, Any]:
         train_micro_batch_size_per_gpu=config.micro_batch_size,
         gradient_accumulation_steps=config.microbatches,
         gradient_clipping=config.clip_grad,
-        optimizer=_optimizer(config),
+        optimizer=dict(
+            type="AdamW",
+            params=dict(
+                lr=config.lr,  # set again before each step (see `hpctrain.train.schedule`)
+                betas=[config.adam_beta1, config.adam_beta2],
+                eps=config.adam_eps,
+                weight_decay=config.weight_decay,
+                torch_adam=config.torch_adam,
+                adam_w_mode=True,
+                **(dict(fused=True) if config.torch_adam else {}),
+            ),
+        ),
         # DeepSpeed would refuse PyTorch's AdamW on offloaded state, which needs no compiler
         zero_force_ds_cpu_optimizer=False,
         zero_optimization=_zero(config),
-        # the run's manifest says which checkpoint counts; all ranks are told its name
+        # ranks need not agree on a tag: the run's manifest names the checkpoint to load
         checkpoint=dict(tag_validation="Ignore"),
         # it would wait for the GPU twice a step
         timers=dict(throughput=dict(enabled=False)),
@@ -122,7 +134,7 @@ def ds_config(config: DeepSpeedConfig) -> dict[str, Any]:
         # microbatches add up in fp32, as with the other engines
         settings["data_types"] = dict(grad_accum_dtype="fp32")
     if config.tensor_parallel > 1 and not config.pipeline_stages:
-        # of a pipeline the trainer tells DeepSpeed all axes at once
+        # with a pipeline, the trainer passes all axes to DeepSpeed itself
         # (train/engines/deepspeed/pipeline_stages.py)
         settings["tensor_parallel"] = dict(
             autotp_size=config.tensor_parallel, vocab_parallel_lm_head=True
@@ -130,22 +142,6 @@ def ds_config(config: DeepSpeedConfig) -> dict[str, Any]:
     if config.communication_dtype is not None:
         settings["communication_data_type"] = config.communication_dtype
     return settings
-
-
-def _optimizer(config: DeepSpeedConfig) -> dict[str, Any]:
-    """The learning rate is set before each step (see `hpctrain.train.schedule`)."""
-    return dict(
-        type="AdamW",
-        params=dict(
-            lr=config.lr,
-            betas=[config.adam_beta1, config.adam_beta2],
-            eps=config.adam_eps,
-            weight_decay=config.weight_decay,
-            torch_adam=config.torch_adam,
-            adam_w_mode=True,
-            **(dict(fused=True) if config.torch_adam else {}),
-        ),
-    )
 
 
 def _zero(config: DeepSpeedConfig) -> dict[str, Any]:
@@ -165,7 +161,10 @@ def _zero(config: DeepSpeedConfig) -> dict[str, Any]:
     if config.offload_parameters != "none":
         settings["offload_param"] = _home(config, config.offload_parameters)
         if config.offload_parameters == "nvme":
-            settings["offload_param"]["buffer_size"] = _swap_buffer_elements(config)
+            # a buffer holds the largest part of a weight on one rank, that of the embedding
+            largest = max(config.model.vocab, config.model.ffn_size) * config.model.hidden
+            elements = max(_LEAST_SWAP_BUFFER, -(-largest // config.data_parallel_size))
+            settings["offload_param"]["buffer_size"] = elements
     return settings | dict(
         stage3_prefetch_bucket_size=config.gather_bucket_elements,
         stage3_param_persistence_threshold=_WHOLE_PER_HIDDEN * config.model.hidden,
@@ -173,16 +172,10 @@ def _zero(config: DeepSpeedConfig) -> dict[str, Any]:
 
 
 def _home(config: DeepSpeedConfig, device: str) -> dict[str, Any]:
-    """Describe a directory of the run's own, because DeepSpeed empties the one it is given
-    (runtime/swap_tensor/partitioned_param_swapper.py, _configure_aio)."""
+    """Configure an offload device; on NVMe with a directory of the run alone, which DeepSpeed
+    empties (runtime/swap_tensor/partitioned_param_swapper.py, _configure_aio)."""
     home: dict[str, Any] = dict(device=device, pin_memory=True)
     if device == "nvme":
         assert config.nvme_path is not None, "offload to nvme without a directory"
         home["nvme_path"] = f"{config.nvme_path}/hpctrain-{config.run_name}"
     return home
-
-
-def _swap_buffer_elements(config: DeepSpeedConfig) -> int:
-    """Size a buffer for the largest part of a weight on one rank, that of the embedding."""
-    largest = max(config.model.vocab, config.model.ffn_size) * config.model.hidden
-    return max(_LEAST_SWAP_BUFFER, -(-largest // config.data_parallel_size))

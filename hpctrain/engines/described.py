@@ -1,12 +1,13 @@
-"""What somebody's `config.json` says of a model, in the words of a spec.
+"""Translate Hugging Face's `config.json` into the fields of `model`, and compare it with a spec.
 
-Belongs here: reading its names, and setting it beside a spec. Does not belong here: opening the
-file (see `hpctrain.checkpoints.staged`), writing one (see `hugging_face`).
+Belongs here: the names in that file, and the comparison. Does not belong here: opening the file
+(see `hpctrain.checkpoints.staged`), writing one (see `hugging_face`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from hpctrain.engines.hugging_face import ACTIVATIONS, MODEL_TYPES
@@ -14,7 +15,20 @@ from hpctrain.plan.model.vision import BOTTLENECK_EXPANSION, RESNET_BLOCKS, STEM
 from hpctrain.spec.model import ModelSpec
 
 Config = Mapping[str, Any]
-Fields = dict[str, object]
+
+
+@dataclass(frozen=True)
+class Inexpressible:
+    """A property of a model that no value of a spec's field can express; `text` describes it."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+Value = str | int | float | bool | Inexpressible
+Fields = dict[str, Value]
 
 _FAMILIES = {kind: family for family, kind in MODEL_TYPES.items()}
 _SPEC_ACTIVATIONS = {name: ours for ours, name in ACTIVATIONS.items()} | {
@@ -24,14 +38,14 @@ _SPEC_ACTIVATIONS = {name: ours for ours, name in ACTIVATIONS.items()} | {
 
 
 def family_described(config: Config) -> str | None:
-    """Find the family of a spec; None for a kind of model that hpctrain does not train."""
+    """Find the family of a `config.json`; None for a model that hpctrain does not train."""
     return _FAMILIES.get(str(config.get("model_type")))
 
 
 def described(config: Config) -> Fields:
     """Translate to the fields of `model` in a spec; `config` is of a known family.
 
-    Where `config` is silent, transformers' default holds (configuration_*.py).
+    Absent settings have transformers' defaults (configuration_*.py).
     """
     family = family_described(config)
     assert family is not None
@@ -39,10 +53,10 @@ def described(config: Config) -> Fields:
 
 
 def disagreements(model: ModelSpec, config: Config) -> list[str]:
-    """Write one sentence for each field in which the spec is another model; empty for this one.
+    """Write one message per field in which spec and `config.json` differ; empty if none does.
 
-    Classes of a classifier may differ, for its last layer is made anew; so may dropout, which a
-    run chooses. A text may be shorter than the positions that were learned.
+    Classes of a classifier may differ, because its last layer is initialized again. So may dropout,
+    which a run chooses. A sequence may be shorter than the learned positions.
     """
     family = family_described(config)
     if family is None:
@@ -52,28 +66,21 @@ def disagreements(model: ModelSpec, config: Config) -> list[str]:
         return [f"family is {model.family} in the spec, the directory has a {family}"]
     fields = described(config)
     limit = fields.pop("seq", None)
-    found = [
-        f"{name} is {_value(model, name)} in the spec and {value} in config.json"
-        for name, value in fields.items()
-        if not _same(_value(model, name), value)
-    ]
+    found = []
+    for name, theirs in fields.items():
+        ours = getattr(model, _EFFECTIVE.get(name, name))
+        same = ours == theirs
+        if isinstance(ours, float) and isinstance(theirs, int | float):
+            same = abs(ours - theirs) <= 1e-6 * abs(theirs)  # JSON of fp32 numbers is rounded
+        if not same:
+            found.append(f"{name} is {ours} in the spec and {theirs} in config.json")
     if isinstance(limit, int) and model.seq > limit:
         found.append(f"seq is {model.seq} in the spec, config.json has {limit} positions")
     return found
 
 
+# Field of the spec -> property with its value, also where that follows from other fields.
 _EFFECTIVE = {"ffn": "ffn_size", "kv_heads": "key_value_heads", "head_dim": "head_size"}
-
-
-def _value(model: ModelSpec, name: str) -> object:
-    """Read a field's value, also where it follows from other fields."""
-    return getattr(model, _EFFECTIVE.get(name, name))
-
-
-def _same(ours: object, theirs: object) -> bool:
-    if isinstance(ours, float) and isinstance(theirs, int | float):
-        return abs(ours - theirs) <= 1e-6 * abs(theirs)  # JSON of fp32 numbers has their rounding
-    return ours == theirs
 
 
 def _gpt2(config: Config) -> Fields:
@@ -93,6 +100,7 @@ def _gpt2(config: Config) -> Fields:
 
 def _llama(config: Config) -> Fields:
     hidden, heads = config.get("hidden_size", 4096), config.get("num_attention_heads", 32)
+    bias, mlp_bias = config.get("attention_bias", False), config.get("mlp_bias", False)
     return dict(
         layers=config.get("num_hidden_layers", 32),
         hidden=hidden,
@@ -106,17 +114,12 @@ def _llama(config: Config) -> Fields:
         norm_epsilon=config.get("rms_norm_eps", 1e-6),
         rope_base=round(rope_of(config).get("rope_theta", 10000)),
         tied=config.get("tie_word_embeddings", False),
-        bias=_bias(config),
+        bias=bias if bias == mlp_bias else Inexpressible("in one of attention and MLP only"),
     )
 
 
-def _bias(config: Config) -> object:
-    attention, mlp = config.get("attention_bias", False), config.get("mlp_bias", False)
-    return attention if attention == mlp else "in one of attention and MLP only"
-
-
 def rope_of(config: Config) -> Config:
-    """Read base and kind of rotary positions; transformers 4 had them in two places."""
+    """Read base and type of rotary positions; transformers 4 had them in two places."""
     older = {"rope_theta": config.get("rope_theta", 10000), **(config.get("rope_scaling") or {})}
     return config.get("rope_parameters") or older
 
@@ -164,7 +167,7 @@ def _encoder(config: Config) -> Fields:
 
 
 def _resnet(config: Config) -> Fields:
-    """`layers` alone; a network of other widths is none that a spec can describe."""
+    """Find the number of layers; a spec cannot express a network of other widths."""
     bottleneck = config.get("layer_type", "bottleneck") == "bottleneck"
     widths = [STEM_FEATURES * 2**stage for stage in range(4)]
     if bottleneck:
@@ -174,7 +177,7 @@ def _resnet(config: Config) -> Fields:
     for layers, blocks in RESNET_BLOCKS.items():
         if usual and blocks == depths and bottleneck == (layers >= 50):
             return dict(layers=layers)
-    return dict(layers=f"of blocks {list(depths)} and other widths")
+    return dict(layers=Inexpressible(f"of blocks {list(depths)} and other widths"))
 
 
 def _activation(name: str) -> str:

@@ -1,7 +1,7 @@
-"""Which engine's document a run has: filling it from a plan, and reading it back.
+"""Fill the document of a run's engine from a plan, and parse it.
 
-Belongs here: the choice by the engine's name. Does not belong here: what is in the documents, which
-engine has which (see `hpctrain.spec.engines.registry`).
+Belongs here: the choice by the engine's name. Does not belong here: fields of the documents, the
+table of engines (see `hpctrain.spec.engines.registry`).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from hpctrain.plan.documents import Plan
 from hpctrain.spec.engines.registry import EngineName, abilities_of, resolve
 from hpctrain.spec.run import RunSpec
 
-# The engine of documents from before there were several engines.
+# The engine of documents that name none: those of the first versions.
 _FIRST_ENGINE = "megatron"
 
 
 def parse_train_config(text: str | bytes) -> TrainConfig:
-    """Read a `train.json` as the document of its engine. Raises pydantic.ValidationError.
+    """Parse a `train.json` as the document of its engine. Raises pydantic.ValidationError.
 
-    Only the table of engines decides which module has the class.
+    The class comes from the table of engines, never from the text.
     """
     try:
         fields = json.loads(text)

@@ -1,9 +1,9 @@
-"""From a model's shape to the settings of Hugging Face's configuration class, and its file.
+"""Translate the `model` section of a spec into the settings of Hugging Face's configuration class.
 
-`settings_of` gives the keyword arguments of GPT2Config, LlamaConfig and so on, with the names that
-`config.json` has (transformers 5). Belongs here: these names. Does not belong here: transformers
-(see `hpctrain.train.engines.models`), reading them back (see `described`), which shapes the classes
-cannot have (`hpctrain.plan.abilities.representable`).
+`settings_of` gives the keyword arguments of GPT2Config, LlamaConfig and so on, with the names of
+`config.json` (transformers 5). Belongs here: these names. Does not belong here: transformers (see
+`hpctrain.train.engines.models`), reading them back (see `described`), models that the classes
+cannot represent (`hpctrain.plan.abilities.representable`).
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ def settings_of(model: ModelSpec) -> Settings:
 
 
 def fresh_settings(model: ModelSpec) -> Settings:
-    """List the settings that a run chooses anew when it starts from existing weights."""
+    """List the settings that a run sets itself when it starts from existing weights."""
     names, classes = _DROPOUTS[model.family], classes_of(model)
     labels: Settings = {} if classes is None else {"num_labels": classes}
     return {**dict.fromkeys(names, model.dropout), **labels}
 
 
 def classes_of(model: ModelSpec) -> int | None:
-    """Count the outputs of a classifier; None for a model of words."""
+    """Count the outputs of a classifier; None for a language model."""
     return model.vocab if model.reads_images else model.classes
 
 
-# The data decides what a sample begins and ends with, and what is padding.
+# The data already contains begin, end and padding tokens.
 _NO_SPECIAL_TOKENS: Settings = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
 
 
@@ -133,7 +133,7 @@ def _encoder(model: ModelSpec) -> Settings:
 
 
 def _resnet(model: ModelSpec) -> Settings:
-    """As torchvision builds it ("v1.5": the stride of a bottleneck is in its 3x3 convolution)."""
+    """Configure a ResNet as torchvision does ("v1.5": a bottleneck strides in its 3x3 layer)."""
     bottleneck = model.layers >= BOTTLENECK_FROM
     expansion = BOTTLENECK_EXPANSION if bottleneck else 1
     return dict(

@@ -1,8 +1,8 @@
-"""What one microbatch leaves behind for its backward pass, as the plan's formulas say.
+"""Predict the activations that one microbatch keeps for its backward pass.
 
-The other half of `hpctrain/train/engines/megatron/kept_activations.py`, which measures it on
-megatron-core. Belongs here: the formulas of `hpctrain.plan.cost.memory` put together for that
-measurement. Does not belong here: formulas of its own, or how many microbatches are in flight.
+The counterpart of `hpctrain/train/engines/megatron/kept_activations.py`, which measures them on
+megatron-core. Belongs here: the formulas of `hpctrain.plan.cost.memory` combined for that
+measurement. Does not belong here: new formulas, the number of microbatches in flight.
 """
 
 from __future__ import annotations
@@ -29,27 +29,6 @@ def planned_kept_bytes(spec: RunSpec, plan: Plan) -> tuple[int, ...]:
     One forward pass through all chunks of a stage: without the allocator's slack, without the
     layer that is being recomputed, with one dropout mask behind the embedding and the logits.
     """
-    case = _case_of(spec, plan)
-    outside = float(outside_bytes(case))
-    element = float(case.mesh.element_bytes)
-    ends = (outside / element if spec.model.dropout else 0.0, 2 * outside)
-    logits = float(logit_bytes(case))
-    return tuple(
-        round(
-            float(kept_bytes(case, _dense(sum(stage.chunk_layers))))
-            + stage.embedding * ends[0]
-            + stage.loss * (ends[1] + logits)
-        )
-        for stage in plan.stages
-    )
-
-
-def _dense(layers: int) -> Blocks:
-    return Blocks(layers=layers, attention=layers, mlp=layers, moe=0, mamba=0)
-
-
-def _case_of(spec: RunSpec, plan: Plan) -> Case:
-    """Describe the plan to the formulas, with attention and rotation as in megatron-core."""
     layout, batch = plan.layout, plan.batch
     layers = [sum(stage.chunk_layers) for stage in plan.stages]
     mesh = Mesh(
@@ -69,6 +48,20 @@ def _case_of(spec: RunSpec, plan: Plan) -> Case:
         layers_last=layers[-1],
         element_bytes=ELEMENT_BYTES[plan.precision],
     )
+    # attention and rotary positions as in megatron-core
     software = replace(PLAIN, flash=int(uses_flash_attention(spec)), turned_copy=1)
     shape = replace(shape_of(spec.model), vocab=plan.padded_vocab)
-    return Case(shape, mesh, NO_MACHINE, software)
+    case = Case(shape, mesh, NO_MACHINE, software)
+    dense = [Blocks(layers=n, attention=n, mlp=n, moe=0, mamba=0) for n in layers]
+    outside = float(outside_bytes(case))
+    element = float(case.mesh.element_bytes)
+    ends = (outside / element if spec.model.dropout else 0.0, 2 * outside)
+    logits = float(logit_bytes(case))
+    return tuple(
+        round(
+            float(kept_bytes(case, blocks))
+            + stage.embedding * ends[0]
+            + stage.loss * (ends[1] + logits)
+        )
+        for stage, blocks in zip(plan.stages, dense, strict=True)
+    )

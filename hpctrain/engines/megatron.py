@@ -1,7 +1,7 @@
 """Megatron-core: from spec and plan to the file that configures the trainer, and back to the model.
 
 `MegatronConfig` uses Megatron's own names (megatron-core TransformerConfig, OptimizerConfig,
-DistributedDataParallelConfig), so that whoever knows Megatron can read `train.json`.
+DistributedDataParallelConfig), which makes `train.json` readable to users of Megatron.
 Belongs here: the document and the pure functions that fill it. Does not belong here: torch,
 megatron imports, or reading files.
 """
@@ -24,9 +24,9 @@ BALANCE_LOSS_WEIGHT = 1e-2
 class _Dense(Document):
     """The shape of a GPT, Llama or BERT without experts."""
 
-    # a directory that `hpctrain convert` has made; None: random weights
+    # a directory that `hpctrain convert` wrote; None: random weights
     pretrained: str | None = None
-    # bert: guesses masked words, gpt: the next token
+    # bert: masked language modeling, gpt: causal
     model_type: Literal["gpt", "bert"] = "gpt"
     num_layers: int
     hidden_size: int
@@ -75,7 +75,7 @@ class MegatronModel(_LatentAttention, _Experts, _Dense):
 
 
 class MegatronConfig(MegatronModel, TrainConfig):
-    """A GPT, Llama or BERT on megatron-core: its shape, its layout and what is kept in memory."""
+    """A GPT, Llama or BERT on megatron-core: its shape, layout and memory settings."""
 
     engine: Literal["megatron", "megatron-lm"] = "megatron"
     # layout
@@ -101,17 +101,17 @@ class MegatronConfig(MegatronModel, TrainConfig):
 
     @property
     def expert_tensor_parallel_size(self) -> int:
-        """How far one expert is split: not at all with expert parallelism, else over tp.
+        """Ranks that split one expert: 1 with expert parallelism, else tp.
 
-        Whole experts keep their matrices large, which is why published recipes set it to 1; the
-        planner's cost model assumes the same (`hpctrain/plan/cost/case.py`).
+        Published recipes set 1 because whole experts keep their matrices large; the planner's cost
+        model assumes the same (`hpctrain/plan/cost/case.py`).
         """
         spread = self.expert_model_parallel_size > 1
         return 1 if spread else self.tensor_model_parallel_size
 
     @property
     def needed_paths(self) -> tuple[str, ...]:
-        """The tokenizer where words are hidden; only the first launch reads initial weights."""
+        """The tokenizer for masked language modeling; only the first launch reads weights."""
         return (self.tokenizer,) if self.model_type == "bert" and self.tokenizer else ()
 
     @property
@@ -124,8 +124,8 @@ class MegatronConfig(MegatronModel, TrainConfig):
         )
 
     def pipeline_stage(self, rank: int) -> int:
-        """Ranks count tp first, then cp, then by the order of the layout dp and pp or pp and dp
-        (megatron-core: parallel_state.py, RankGenerator)."""
+        """Find the stage of a rank: ranks vary over tp first, then over cp, then over dp and pp in
+        the layout's order (megatron-core: parallel_state.py, RankGenerator)."""
         inner = self.tensor_model_parallel_size * self.context_parallel_size
         if self.parallel_order == DEFAULT_ORDER:
             inner *= self.data_parallel_size
@@ -139,7 +139,7 @@ class MegatronConfig(MegatronModel, TrainConfig):
 
     @property
     def model(self) -> ModelSpec:
-        """The model as a spec would give it; a Llama where it has that family's choices."""
+        """The model as in a spec; a Llama if it has that family's choices."""
         rope, rms = self.position_embedding_type == "rope", self.normalization == "RMSNorm"
         family: Literal["gpt", "llama"] = "gpt"
         if rope and rms and self.activation == "swiglu":
@@ -187,7 +187,7 @@ class MegatronConfig(MegatronModel, TrainConfig):
 
 
 def megatron_config(spec: RunSpec, plan: Plan, peak_flops_per_gpu: float | None) -> MegatronConfig:
-    """Fill the document from a plan, and from the spec where the plan did not decide."""
+    """Fill the document from a plan, and from the spec where the plan has no value."""
     layout, optimizer = plan.layout, spec.optimizer
     return MegatronConfig(
         **dict(shared_config(spec, plan, peak_flops_per_gpu)),
@@ -210,7 +210,7 @@ def megatron_config(spec: RunSpec, plan: Plan, peak_flops_per_gpu: float | None)
             and optimizer.distributed
             and layout.dp > 1
         ),
-        # only a run that may go on with fewer nodes ever loads into another layout
+        # only a run that may continue on fewer nodes ever loads into another layout
         optimizer_sharding=(
             "dp_reshardable" if spec.resources.min_nodes is None else "fully_reshardable"
         ),

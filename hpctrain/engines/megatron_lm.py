@@ -1,10 +1,10 @@
 """An external Megatron-LM: from spec and plan to the arguments of its `pretrain_gpt.py`.
 
-`MegatronLmConfig` says of a run what `MegatronConfig` does, and which checkout trains it;
-`arguments` renders it. Names are those that both Megatron-LM core_v0.16 and its main line accept
+`MegatronLmConfig` is a `MegatronConfig` with the checkout that trains it; `arguments` renders it.
+Names are those that both Megatron-LM core_v0.16 and its main line accept
 (megatron/training/arguments.py). Belongs here: the document and the rendering. Does not belong
-here: what a spec may not give (see `hpctrain.spec.engines.megatron_lm`), starting the program (see
-`hpctrain.train.engines.megatron_lm`), reading files.
+here: arguments that a spec may not set (see `hpctrain.spec.engines.megatron_lm`), starting the
+program (see `hpctrain.train.engines.megatron_lm`), reading files.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hpctrain.plan.documents import DEFAULT_ORDER, Plan
 from hpctrain.spec.engines.megatron_lm import MEGATRON_LM_ENTRY, ArgumentValue
 from hpctrain.spec.run import RunSpec
 
-Given = dict[str, ArgumentValue | None]
+Arguments = dict[str, ArgumentValue | None]
 
 
 class MegatronLmConfig(MegatronConfig):
@@ -69,87 +69,82 @@ def megatron_lm_config(
 def arguments(config: MegatronLmConfig, places: Places, *, on_cpu: bool = False) -> tuple[str, ...]:
     """Render the arguments of `pretrain_gpt.py`. `on_cpu`: for a trial on a machine without GPUs.
 
-    The user's own arguments take the place of what is only a default here.
+    The user's own arguments override the defaults.
     """
-    given: Given = {
+    named: Arguments = {
         **_model(config),
         **_experts(config),
-        **_latent(config),
+        **_latent_attention(config),
         **_layout(config),
-        **_batch_and_schedule(config),
-        **_optimizer(config),
-        **_memory(config),
+        **_training(config),
         **_data(config, places),
         **_checkpoints(config, places),
-        **_supervision(config),
-        **(_cpu() if on_cpu else {}),
+        # the log then shows that the run is alive; the log of hpctrain gets fewer lines
+        "log-interval": 1,
+        **(_CPU if on_cpu else {}),
         **config.extra_arguments,
     }
-    return tuple(word for name, value in given.items() for word in _words(name, value))
+    rendered: list[str] = []
+    for name, value in named.items():
+        if isinstance(value, tuple):
+            rendered += (f"--{name}", *map(str, value))
+        elif value is True:
+            rendered.append(f"--{name}")
+        elif value is not None and value is not False:
+            # with `=`, a value that begins with a dash is not parsed as a name
+            rendered.append(f"--{name}={value}")
+    return tuple(rendered)
 
 
-def _words(name: str, value: ArgumentValue | None) -> tuple[str, ...]:
-    """`--name=value` keeps a value that begins with a dash from being read as a name."""
-    if value is None or value is False:
-        return ()
-    if value is True:
-        return (f"--{name}",)
-    if isinstance(value, tuple):
-        return (f"--{name}", *map(str, value))
-    return (f"--{name}={value}",)
+# gloo and nothing fused: works without CUDA, TransformerEngine and Apex
+_CPU: Arguments = {
+    "transformer-impl": "local",
+    "distributed-backend": "gloo",
+    "no-gradient-accumulation-fusion": True,
+    "no-masked-softmax-fusion": True,
+    "no-bias-gelu-fusion": True,
+    "no-bias-swiglu-fusion": True,
+    "no-bias-dropout-fusion": True,
+    "no-persist-layer-norm": True,
+    "no-rope-fusion": True,
+    "use-cpu-initialization": True,
+}
 
 
-# -- the model -------------------------------------------------------------------------------
-
-
-def _model(config: MegatronLmConfig) -> Given:
+def _model(config: MegatronLmConfig) -> Arguments:
     grouped = config.num_query_groups != config.num_attention_heads
     latent = config.multi_latent_attention
-    return dict(
-        {
-            "num-layers": config.num_layers,
-            "hidden-size": config.hidden_size,
-            "ffn-hidden-size": config.ffn_hidden_size,
-            "num-attention-heads": config.num_attention_heads,
-            "group-query-attention": grouped and not latent,
-            "num-query-groups": config.num_query_groups if grouped and not latent else None,
-            "kv-channels": None if latent else config.kv_channels,
-            "seq-length": config.seq_length,
-            "max-position-embeddings": config.seq_length,
-            "position-embedding-type": config.position_embedding_type,
-            "rotary-base": config.rotary_base if _rotary(config) else None,
-            "normalization": config.normalization,
-            "norm-epsilon": config.layernorm_epsilon,
-            "untie-embeddings-and-output-weights": not config.share_embeddings_and_output_weights,
-            "disable-bias-linear": not config.add_bias_linear,
-            "hidden-dropout": config.dropout,
-            "attention-dropout": config.dropout,
-            "attention-softmax-in-fp32": True,
-            "mtp-num-layers": config.mtp_num_layers,
-            "transformer-impl": None
-            if config.transformer_impl == "auto"
-            else config.transformer_impl,
-        },
-        **_activation(config),
-    )
-
-
-def _rotary(config: MegatronLmConfig) -> bool:
-    return config.position_embedding_type == "rope"
-
-
-def _activation(config: MegatronLmConfig) -> Given:
-    """GELU with a bias is fused, and approximated with tanh (fusions/fused_bias_gelu.py): what
-    `gelu_tanh` asks for."""
+    rotary = config.position_embedding_type == "rope"
     return {
+        "num-layers": config.num_layers,
+        "hidden-size": config.hidden_size,
+        "ffn-hidden-size": config.ffn_hidden_size,
+        "num-attention-heads": config.num_attention_heads,
+        "group-query-attention": grouped and not latent,
+        "num-query-groups": config.num_query_groups if grouped and not latent else None,
+        "kv-channels": None if latent else config.kv_channels,
+        "seq-length": config.seq_length,
+        "max-position-embeddings": config.seq_length,
+        "position-embedding-type": config.position_embedding_type,
+        "rotary-base": config.rotary_base if rotary else None,
+        "normalization": config.normalization,
+        "norm-epsilon": config.layernorm_epsilon,
+        "untie-embeddings-and-output-weights": not config.share_embeddings_and_output_weights,
+        "disable-bias-linear": not config.add_bias_linear,
+        "hidden-dropout": config.dropout,
+        "attention-dropout": config.dropout,
+        "attention-softmax-in-fp32": True,
+        "mtp-num-layers": config.mtp_num_layers,
+        "transformer-impl": None if config.transformer_impl == "auto" else config.transformer_impl,
         "swiglu": config.activation == "swiglu",
         "squared-relu": config.activation == "squared_relu",
+        # GELU with a bias is fused, and already approximated with tanh (fusions/fused_bias_gelu.py)
         "openai-gelu": config.activation == "gelu_tanh" and not config.add_bias_linear,
     }
 
 
-def _experts(config: MegatronLmConfig) -> Given:
-    """Dropless routing over an all-to-all, as hpctrain's own trainer has it."""
+def _experts(config: MegatronLmConfig) -> Arguments:
+    """Configure dropless routing over an all-to-all, as in hpctrain's own trainer."""
     if config.num_moe_experts is None:
         return {}
     dense, layers = config.moe_first_dense_layers, config.num_layers
@@ -167,7 +162,7 @@ def _experts(config: MegatronLmConfig) -> Given:
     }
 
 
-def _latent(config: MegatronLmConfig) -> Given:
+def _latent_attention(config: MegatronLmConfig) -> Arguments:
     if not config.multi_latent_attention:
         return {}
     return {
@@ -183,10 +178,7 @@ def _latent(config: MegatronLmConfig) -> Given:
     }
 
 
-# -- layout and memory -----------------------------------------------------------------------
-
-
-def _layout(config: MegatronLmConfig) -> Given:
+def _layout(config: MegatronLmConfig) -> Arguments:
     uneven = stage_layout(config.pipeline_layer_split, config.mtp_num_layers or 0)
     experts = config.num_moe_experts is not None
     return {
@@ -205,10 +197,10 @@ def _layout(config: MegatronLmConfig) -> Given:
 
 
 def stage_layout(split: tuple[tuple[int, ...], ...], prediction_layers: int) -> str | None:
-    """Write Megatron's string of stages for an uneven split, None for an even one.
+    """Format Megatron's stage layout of an uneven split; None for an even one.
 
-    `E` is the embedding, `t` a layer, `m` a prediction layer, `L` the loss; stages of the first
-    chunks come before those of the second ones (pipeline_parallel_layer_layout.py).
+    `E` is the embedding, `t` a layer, `m` a prediction layer, `L` the loss. The first chunks of all
+    stages come before the second ones (pipeline_parallel_layer_layout.py).
     """
     if len({layers for stage in split for layers in stage}) == 1:
         return None
@@ -218,25 +210,13 @@ def stage_layout(split: tuple[tuple[int, ...], ...], prediction_layers: int) -> 
     return "|".join(stages)
 
 
-def _memory(config: MegatronLmConfig) -> Given:
+def _training(config: MegatronLmConfig) -> Arguments:
+    """Set batch, schedule, optimizer and recomputation."""
+    recompute: Arguments = {}
     if config.recompute_granularity == "full":
-        return {
-            "recompute-granularity": "full",
-            "recompute-method": "uniform",
-            "recompute-num-layers": 1,
-        }
-    if config.recompute_granularity == "selective":
-        return {
-            "recompute-granularity": "selective",
-            "recompute-modules": config.recompute_modules,
-        }
-    return {}
-
-
-# -- training --------------------------------------------------------------------------------
-
-
-def _batch_and_schedule(config: MegatronLmConfig) -> Given:
+        recompute = {"recompute-method": "uniform", "recompute-num-layers": 1}
+    elif config.recompute_granularity == "selective":
+        recompute = {"recompute-modules": config.recompute_modules}
     return {
         "micro-batch-size": config.micro_batch_size,
         "global-batch-size": config.global_batch_size,
@@ -249,11 +229,6 @@ def _batch_and_schedule(config: MegatronLmConfig) -> Given:
         "bf16": config.precision == "bf16",
         "deterministic-mode": config.deterministic_mode,
         "seed": config.seed,
-    }
-
-
-def _optimizer(config: MegatronLmConfig) -> Given:
-    return {
         "optimizer": "adam",
         "adam-beta1": config.adam_beta1,
         "adam-beta2": config.adam_beta2,
@@ -266,12 +241,14 @@ def _optimizer(config: MegatronLmConfig) -> Given:
         # arguments.py: the one must be used in conjunction with the other
         "optimizer-cpu-offload": config.optimizer_cpu_offload,
         "use-precision-aware-optimizer": config.optimizer_cpu_offload,
+        "recompute-granularity": config.recompute_granularity,
+        **recompute,
     }
 
 
-def _data(config: MegatronLmConfig, places: Places) -> Given:
-    """Name data and sizes; only sizes are read of a tokenizer, so none has to be installed."""
-    blend = tuple(word for weight, prefix in config.data_blend for word in (weight, prefix))
+def _data(config: MegatronLmConfig, places: Places) -> Arguments:
+    """Name the data and its sizes; the sizes stand in for a tokenizer, which is not needed."""
+    blend = tuple(part for weighted in config.data_blend for part in weighted)
     paths = blend if len(config.data_blend) > 1 else blend[1:]
     return {
         "data-path": paths or None,
@@ -286,11 +263,8 @@ def _data(config: MegatronLmConfig, places: Places) -> Given:
     }
 
 
-# -- saving, resuming, ending ----------------------------------------------------------------
-
-
-def _checkpoints(config: MegatronLmConfig, places: Places) -> Given:
-    """Name what is saved and loaded: nothing is loaded by accident at a fresh start."""
+def _checkpoints(config: MegatronLmConfig, places: Places) -> Arguments:
+    """Configure saving, resuming and ending; a fresh start loads nothing by accident."""
     return {
         "save": places.save,
         "save-interval": config.save_interval_steps,
@@ -303,28 +277,7 @@ def _checkpoints(config: MegatronLmConfig, places: Places) -> Given:
         "load": places.load,
         "ckpt-step": places.load_step,
         "exit-on-missing-checkpoint": places.load is not None,
-    }
-
-
-def _supervision(config: MegatronLmConfig) -> Given:
-    """Print every step, which shows that the run is alive; the log gets fewer lines."""
-    return {
         "exit-signal-handler": True,
         "exit-signal-handler-for-dataloader": True,
         "distributed-timeout-minutes": max(1, math.ceil(config.distributed_timeout_seconds / 60)),
-        "log-interval": 1,
-    }
-
-
-def _cpu() -> Given:
-    """Switch off what needs CUDA, TransformerEngine or Apex: gloo, and nothing fused."""
-    switches = (
-        "no-gradient-accumulation-fusion no-masked-softmax-fusion no-bias-gelu-fusion "
-        "no-bias-swiglu-fusion no-bias-dropout-fusion no-persist-layer-norm no-rope-fusion "
-        "use-cpu-initialization"
-    )
-    return {
-        "transformer-impl": "local",
-        "distributed-backend": "gloo",
-        **dict.fromkeys(switches.split(), True),
     }

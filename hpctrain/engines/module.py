@@ -1,4 +1,4 @@
-"""What the engines share that train PyTorch modules: model, task, tuning, and kind of data.
+"""The configuration shared by the engines of PyTorch modules: model, task, tuning, data format.
 
 Belongs here: those fields. Does not belong here: how the module is sharded (see `native` and
 `deepspeed`), torch.
@@ -16,42 +16,42 @@ from hpctrain.spec.tuning import LoraSpec, Task
 
 
 class ModuleConfig(TrainConfig):
-    """A model of Hugging Face's classes, made by its shape or read from `model.pretrained`."""
+    """A model of Hugging Face's classes, with random weights or those of `model.pretrained`."""
 
     model: ModelSpec
     task: Task
     lora: LoraSpec | None = None
     data_format: DataFormat = "tokens"
     data_validation: str | None = None
-    # processes of each rank that read ahead; None: as many as are of use
+    # processes of each rank that read ahead; None: chosen from its CPUs
     data_workers: int | None = None
-    # what becomes of a picture's colors (0 to 1), the same number for all of them or one for each
+    # normalization of colors (0 to 1): one number for all of them, or one for each
     augmentation: Augmentation = "none"
     pixel_mean: Colors = (0.5,)
     pixel_std: Colors = (0.5,)
-    # blocks keep their inputs only, and compute the rest again in the backward pass
+    # blocks keep their inputs only, and recompute the rest in the backward pass
     activation_checkpointing: bool = False
 
     @property
     def pretrained(self) -> str | None:
-        """The directory of the weights to begin with; None: random ones."""
+        """Directory of the initial weights; None: random ones."""
         return self.model.pretrained
 
     @property
     def needed_paths(self) -> tuple[str, ...]:
-        """The directory of the weights, and the tokenizer where words are hidden while training."""
+        """The directory of the weights, and the tokenizer for masked language modeling."""
         masked = self.task == "masked_language_modeling"
         paths = (self.pretrained, self.tokenizer if masked else None)
         return tuple(path for path in paths if path is not None)
 
     @property
     def labels_per_sample(self) -> int:
-        """What a sample has at most that a loss is computed for: its tokens, or one class."""
+        """Most labels of one sample: its tokens, or one class."""
         return 1 if self.task == "classification" else self.seq_length
 
 
 def module_config(spec: RunSpec, plan: Plan, peak_flops_per_gpu: float | None) -> ModuleConfig:
-    """Fill what the engines of these modules share."""
+    """Fill the fields that these engines share."""
     mean, std = spec.data.normalization
     return ModuleConfig(
         **dict(shared_config(spec, plan, peak_flops_per_gpu)),

@@ -17,18 +17,18 @@ from hpctrain.spec.run import RunSpec
 class NativeConfig(ModuleConfig):
     """A model of Hugging Face's classes under `fully_shard` or `DistributedDataParallel`.
 
-    `shard_size` ranks hold one copy of model and optimizer between them (FSDP; 1 with DDP), and
-    `data_parallel_size` / `shard_size` copies there are (HSDP when above 1).
+    `shard_size` ranks share one copy of model and optimizer (FSDP; 1 with DDP). There are
+    `data_parallel_size` / `shard_size` copies (HSDP if more than 1).
     """
 
     engine: Literal["fsdp", "ddp"]
     shard_size: int = 1
-    # True: weights are sharded again after the forward pass (ZeRO-3); False: kept until the
-    # backward pass is through (gradients and optimizer are sharded all the same: ZeRO-2)
+    # True: weights are sharded again after the forward pass (ZeRO-3); False: kept until the end of
+    # the backward pass (gradients and optimizer are still sharded: ZeRO-2)
     reshard_after_forward: bool = True
     cpu_offload: bool = False
     ddp: DdpSpec = DdpSpec()
-    # ranks of one node, for what goes within nodes first
+    # ranks of one node, for hierarchical sums
     node_size: int = 1
 
     @property

@@ -1,7 +1,7 @@
-"""Read `train.json` back as the document of its engine, with errors that name the file. Pure.
+"""Parse `train.json` as the document of its engine, with errors that name the file. Pure.
 
-The bytes are handed in, because only the rooms around this one open files. Does not belong here:
-which engine has which document (see `documents`).
+Callers pass the bytes, because this package opens no files. Does not belong here: the choice of the
+document (see `documents`).
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from hpctrain.formats import refuse_newer
 
 
 def train_config_of(path: Path, text: bytes) -> TrainConfig:
-    """The configuration of the trainer in `text`, which is the content of `path`.
+    """Parse the trainer configuration `text`, the content of `path`.
 
-    Raises NewerFormatError when a newer hpctrain has written it, InvalidInputError with all that
-    is wrong in it.
+    Raises NewerFormatError if a newer hpctrain wrote it, InvalidInputError with all its problems.
     """
     try:
         return parse_train_config(text)

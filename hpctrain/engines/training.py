@@ -1,8 +1,8 @@
-"""What configures every trainer, whatever engine: batch, schedule, data, checkpoints, logging.
+"""The trainer configuration that all engines share: batch, schedule, data, checkpoints, logging.
 
-`TrainConfig` is what the engines' own documents have in common, with Megatron's names; its file
-is the run's `train.json`. Belongs here: those fields, and the pure function that fills them. Does
-not belong here: what only one engine asks for (see `megatron`, `native`), torch, reading files.
+`TrainConfig` is the base of the engines' own documents, with Megatron's names; its file is the
+run's `train.json`. Belongs here: those fields, and the pure function that fills them. Does not
+belong here: fields of one engine (see `megatron`, `native`), torch, reading files.
 """
 
 from __future__ import annotations
@@ -12,19 +12,20 @@ from typing import Any, Literal, cast
 from hpctrain.plan.documents import Plan
 from hpctrain.spec.document import Document
 from hpctrain.spec.profiling import ProfileSpec
-from hpctrain.spec.run import CheckpointSpec, RunSpec
+from hpctrain.spec.run import RunSpec
+from hpctrain.units import Duration
 
 _TIMES_INTERVAL_STEPS = 20
-_FIRST_SAVE_SECONDS = 600.0
+_FIRST_SAVE_SECONDS = 600.0  # until `auto` has measured saves
 
 
 class TrainConfig(Document):
-    """What `python -m hpctrain.train RUN_DIRECTORY/train.json` does. Sizes are plain numbers."""
+    """The configuration of `python -m hpctrain.train RUN_DIRECTORY/train.json`."""
 
     schema_version: Literal[1] = 1
     engine: str
     run_name: str
-    # what the data must fit: token ids below `vocab_size`, samples of `seq_length`
+    # bounds of the data: token ids below `vocab_size`, samples of `seq_length`
     vocab_size: int
     seq_length: int
     # ranks that read different samples
@@ -67,7 +68,7 @@ class TrainConfig(Document):
     distributed_timeout_seconds: float
     # end the launch when a loss is so many median absolute deviations above the median; None: never
     loss_spike: float | None = None
-    # steps between two looks at how long each rank computes
+    # steps between two reports of the compute time of each rank
     rank_times_interval_steps: int = _TIMES_INTERVAL_STEPS
     # which steps of which ranks are traced
     profile: ProfileSpec | None = None
@@ -81,7 +82,7 @@ class TrainConfig(Document):
         return self.data_parallel_size
 
     def pipeline_stage(self, rank: int) -> int:
-        """The pipeline stage that a rank computes: 0 where there is no pipeline."""
+        """Find the pipeline stage of a rank; 0 without a pipeline."""
         return 0
 
     @property
@@ -106,12 +107,13 @@ class TrainConfig(Document):
 
 
 def shared_config(spec: RunSpec, plan: Plan, peak_flops_per_gpu: float | None) -> TrainConfig:
-    """Fill what all engines share: spec values where the plan did not decide.
+    """Fill the shared fields, from the spec where the plan has no value.
 
     An engine's own document takes these fields: `OwnConfig(**dict(shared), own_field=...)`.
     """
     optimizer, schedule, data = spec.optimizer, spec.schedule, spec.data
     checkpoint, evaluation = spec.checkpoint, spec.evaluation
+    save_interval = float(checkpoint.every) if isinstance(checkpoint.every, Duration) else None
     return TrainConfig(
         engine=plan.engine,
         run_name=spec.name,
@@ -142,7 +144,7 @@ def shared_config(spec: RunSpec, plan: Plan, peak_flops_per_gpu: float | None) -
         eval_interval_steps=evaluation.every_steps,
         eval_batches=evaluation.batches,
         save_interval_steps=checkpoint.every_steps,
-        save_interval_seconds=_interval_seconds(checkpoint),
+        save_interval_seconds=_FIRST_SAVE_SECONDS if checkpoint.every == "auto" else save_interval,
         save_interval_auto=checkpoint.every == "auto",
         async_save=checkpoint.asynchronous,
         keep_checkpoints=checkpoint.keep,
@@ -150,23 +152,10 @@ def shared_config(spec: RunSpec, plan: Plan, peak_flops_per_gpu: float | None) -
         log_interval_steps=spec.logging.every_steps,
         distributed_timeout_seconds=float(spec.engine.collective_timeout),
         loss_spike=spec.supervise.rollback.spike,
-        rank_times_interval_steps=_times_interval(plan.batch.train_steps),
+        # the window begins after the first step and is reported one step after its last: short
+        # runs report times and nodes of their ranks, too
+        rank_times_interval_steps=max(1, min(_TIMES_INTERVAL_STEPS, plan.batch.train_steps - 2)),
         profile=spec.profile,
         model_flops_per_step=plan.model_flops_per_step,
         peak_flops_per_gpu=peak_flops_per_gpu,
     )
-
-
-def _times_interval(train_steps: int) -> int:
-    """Choose a window in which short runs report times and nodes of their ranks, too.
-
-    It begins after the first step, and is reported one step after its last.
-    """
-    return max(1, min(_TIMES_INTERVAL_STEPS, train_steps - 2))
-
-
-def _interval_seconds(checkpoint: CheckpointSpec) -> float | None:
-    """Choose the time between saves; `auto` begins with some minutes, then measures."""
-    if checkpoint.every == "auto":
-        return _FIRST_SAVE_SECONDS
-    return float(checkpoint.every) if checkpoint.every else None

@@ -1,8 +1,8 @@
-"""What megatron-core really builds, beside what the plan says: the documents of `plan --verify`.
+"""Compare the model that megatron-core builds with the plan: the documents of `plan --verify`.
 
-`Built` is what the process `hpctrain.train.engines.megatron.verify` prints; `Verification` sets it
-beside the plan. Belongs here: these documents and their comparison. Does not belong here: building
-(see `hpctrain.train.engines.megatron.verify`), starting the process (see
+`BuiltModel` is printed by the process `hpctrain.train.engines.megatron.verify`; `Verification`
+compares it with the plan. Belongs here: these documents and their comparison. Does not belong here:
+building (see `hpctrain.train.engines.megatron.verify`), starting the process (see
 `hpctrain.actions.verify`).
 """
 
@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from typing import Literal
 
-from hpctrain.plan.documents import Plan, Stage
+from hpctrain.plan.documents import Plan
 from hpctrain.spec.document import Document
 
 
 class BuiltStage(Document):
     """One rank of one pipeline stage, all its chunks, as megatron-core built it.
 
-    `kept_bytes`: what the forward passes of one microbatch through all chunks leave behind for
-    the backward passes, with flash attention where the plan counts on it; None: not measured.
+    `kept_bytes`: memory that the forward passes of one microbatch through all chunks keep for the
+    backward passes, with flash attention if the plan assumes it; None: not measured.
     """
 
     index: int
@@ -27,8 +27,8 @@ class BuiltStage(Document):
     kept_bytes: int | None
 
 
-class Built(Document):
-    """Everything the process found; `remarks` say what was built or measured otherwise, and why."""
+class BuiltModel(Document):
+    """All measurements of the process; `remarks` explain deviations from the plan."""
 
     schema_version: Literal[1] = 1
     megatron_core_version: str
@@ -38,7 +38,7 @@ class Built(Document):
 
 
 class VerifiedStage(Document):
-    """One stage: planned beside built. Bytes are of one microbatch, between forward and backward.
+    """One stage, planned and built. Bytes are those that one microbatch keeps.
 
     `equal` is about parameters, which must agree exactly.
     """
@@ -53,7 +53,7 @@ class VerifiedStage(Document):
 
     @property
     def kept_error(self) -> float | None:
-        """(planned - measured) / measured; None where one of them is unknown or nothing is kept."""
+        """(planned - measured) / measured; None if one is unknown or nothing is kept."""
         planned, measured = self.planned_kept_bytes, self.measured_kept_bytes
         if planned is None or not measured:
             return None
@@ -72,10 +72,20 @@ class Verification(Document):
     remarks: tuple[str, ...]
 
 
-def compare(plan: Plan, kept_bytes: tuple[int | None, ...], built: Built) -> Verification:
+def compare(plan: Plan, kept_bytes: tuple[int | None, ...], built: BuiltModel) -> Verification:
     """Compare `built` with `plan`; `kept_bytes` are the planned ones of each stage."""
+    pairs = zip(plan.stages, built.stages, strict=True)
+    assert all(stage.index == real.index for stage, real in pairs)
     stages = tuple(
-        _verified(stage, kept, real)
+        VerifiedStage(
+            index=stage.index,
+            rank=real.rank,
+            planned_parameters=stage.parameters_per_gpu,
+            built_parameters=real.parameters,
+            equal=stage.parameters_per_gpu == real.parameters,
+            planned_kept_bytes=None if real.kept_bytes is None else kept,
+            measured_kept_bytes=real.kept_bytes,
+        )
         for stage, kept, real in zip(plan.stages, kept_bytes, built.stages, strict=True)
     )
     return Verification(
@@ -85,17 +95,4 @@ def compare(plan: Plan, kept_bytes: tuple[int | None, ...], built: Built) -> Ver
         equal=all(stage.equal for stage in stages),
         stages=stages,
         remarks=built.remarks,
-    )
-
-
-def _verified(stage: Stage, kept_bytes: int | None, real: BuiltStage) -> VerifiedStage:
-    assert stage.index == real.index
-    return VerifiedStage(
-        index=stage.index,
-        rank=real.rank,
-        planned_parameters=stage.parameters_per_gpu,
-        built_parameters=real.parameters,
-        equal=stage.parameters_per_gpu == real.parameters,
-        planned_kept_bytes=None if real.kept_bytes is None else kept_bytes,
-        measured_kept_bytes=real.kept_bytes,
     )

@@ -1,4 +1,4 @@
-"""Shares of the data sheet that real kernels and links reach, per GPU and generation of software.
+"""The measured efficiency of kernels and links, per GPU and generation of software.
 
 Belongs here: the documents behind `catalogue/calibration.yaml`. Does not belong here: reading the
 file (see `spec.loader`), fitting the figures (`bench/calibrate_planner.py`), the formulas that use

@@ -1,7 +1,7 @@
-"""What a run reads, and how many samples make one step.
+"""The data and batch sections of a run spec.
 
-Belongs here: the fields of `data` and `batch`. Does not belong here: reading any file, which model
-can learn from which format (see `hpctrain.plan.abilities.readable`).
+Belongs here: the fields of `data` and `batch`. Does not belong here: reading any file, the formats
+that a model can train on (see `hpctrain.plan.abilities.readable`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PHOTOGRAPHS: tuple[Colors, Colors] = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.2
 _PLAIN: tuple[Colors, Colors] = ((0.5,), (0.5,))
 _CHANNELS = (1, 3)
 _SPLIT = "98,2,0"
-# Fields that mean something for some formats only.
+# Fields that apply to some formats only.
 _ONLY_FOR: dict[str, tuple[DataFormat, ...]] = {
     "validation": ("packed", "examples", "images", "arrays"),
     "workers": ("packed", "examples", "images", "arrays"),
@@ -108,7 +108,7 @@ class DataSpec(Document):
 
     @property
     def augmentation(self) -> Augmentation:
-        """`augment`, or the habit for the format."""
+        """`augment`, or the default of the format."""
         if self.augment is not None:
             return self.augment
         return "crop_flip" if self.format == "images" else "none"

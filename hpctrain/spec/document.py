@@ -1,7 +1,7 @@
-"""The base of all documents.
+"""The base class of all documents.
 
-On its own, because `status` needs it on a login node, and making the classes of a whole run spec
-takes pydantic longer than everything else that `status` does. Does not belong here: any field.
+A module of its own, because `status` needs it on a login node, where building the classes of a run
+spec would take longer than the rest of `status`. Does not belong here: any field.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What trains the model: the engine's name and the settings that engines read.
+"""The engine section of a run spec: the engine's name and the settings that engines read.
 
-Belongs here: the fields of `engine`. Does not belong here: what an engine can do and which settings
-exclude each other (see `hpctrain.spec.engines`), or how it is configured (see `hpctrain.engines`).
+Belongs here: the fields of `engine`. Does not belong here: abilities and contradictions of an
+engine (see `hpctrain.spec.engines`), its configuration (see `hpctrain.engines`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class EngineSpec(Document):
 
     @property
     def abilities(self) -> EngineAbilities:
-        """What the engine of this name can do."""
+        """The abilities of the engine of this name."""
         return abilities_of(self.name)
 
     @model_validator(mode="after")

@@ -1,8 +1,8 @@
-"""pydantic's findings in our words, each with its place in the file.
+"""Translate validation errors of pydantic into problems with a position, a message and a hint.
 
-Belongs here: one message per kind of error, with what was expected, what was found and a hint.
-Does not belong here: rules (they are in `run` and `profile`) or printing. No text of pydantic
-reaches a user.
+Belongs here: one message per kind of error: the expected value, the actual one and a hint. Does
+not belong here: rules (they are in `run` and `profile`) or printing. No text of pydantic reaches a
+user.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hpctrain.spec.fields import (
     suggest_key,
 )
 from hpctrain.spec.positions import Parsed, Path, dotted, shown_value
-from hpctrain.spec.syntax import Place
+from hpctrain.spec.syntax import SourcePlace
 from hpctrain.units import Duration
 
 _BOOLEAN_WORDS = {"on": "true", "yes": "true", "y": "true", "off": "false", "no": "false",
@@ -75,53 +75,42 @@ _PATTERNS = {
 
 
 def explain(error: ValidationError, model: type[BaseModel], parsed: Parsed) -> list[Problem]:
-    """All problems of a document, one for each place, without those already reported."""
+    """List the problems of a document, one per position, without those already reported."""
     problems: dict[tuple[Path, str], Problem] = {}
     for raw in error.errors(include_url=False):
         path, branch = split_branches(model, raw["loc"])
         if any(path[: len(broken)] == broken for broken in parsed.broken):
             continue
-        union = _union_at(model, raw["loc"]) if branch else None
+        union = None
+        if branch:  # the union is where `loc` first has a part that is no level of the document
+            levels = (split_branches(model, raw["loc"][:end]) for end in range(len(raw["loc"]) + 1))
+            union = next((level for level, name in levels if name is not None), None)
         if union is None or _takes(branch, union, model, parsed):
-            problems[(path, raw["type"])] = _one(dict(raw), path, model, parsed)
+            problems[(path, raw["type"])] = _problem(dict(raw), path, model, parsed)
         elif not _takes(None, union, model, parsed):
-            message = f"expected {_alternatives(model, union)}, got {_shown(parsed.data, union)}"
-            hint = _value_hint("union", model, union, _value_at(parsed.data, union))
+            value, annotation = _value_at(parsed.data, union), annotation_at(model, union)
+            choices = [f"`{choice}`" for choice in literal_values(annotation)]
+            for member in members(annotation):
+                if is_model(member):
+                    choices.insert(0, "a mapping")
+                elif member in (int, float, str):
+                    kind = "string" if member is str else str(member.__name__)
+                    choices.insert(0, _EXPECTED[f"{kind}_type"])
+            message = f"expected {' or '.join(choices)}, got {_describe(value)}"
+            hint = _value_hint("union", model, union, value)
             problems[(union, "union")] = _at(parsed, union, message, hint)
     return list(problems.values())
 
 
-def _union_at(model: type[BaseModel], loc: tuple[str | int, ...]) -> Path | None:
-    """Path of the union whose member complains: the first part of `loc` that is no level."""
-    for end in range(len(loc) + 1):
-        path, branch = split_branches(model, loc[:end])
-        if branch is not None:
-            return path
-    return None
-
-
 def _takes(branch: str | None, union: Path, model: type[BaseModel], parsed: Parsed) -> bool:
-    """True when the value is a mapping that this branch (None: any branch) is there for."""
-    names = [one.__name__ for one in members(annotation_at(model, union)) if is_model(one)]
+    """Whether the value is a mapping that this branch (None: any branch) accepts."""
+    choices = members(annotation_at(model, union))
+    names = [choice.__name__ for choice in choices if is_model(choice)]
     is_mapping = isinstance(_value_at(parsed.data, union), dict)
     return is_mapping and bool(names) and (branch is None or branch in names)
 
 
-def _alternatives(model: type[BaseModel], path: Path) -> str:
-    annotation = annotation_at(model, path)
-    words = [f"`{value}`" for value in literal_values(annotation)]
-    for member in members(annotation):
-        if is_model(member) or member in (int, float, str):
-            name = "a mapping" if is_model(member) else _EXPECTED[f"{_kind(member)}_type"]
-            words.insert(0, name)
-    return " or ".join(words)
-
-
-def _kind(member: Any) -> str:
-    return "string" if member is str else str(member.__name__)
-
-
-def _one(raw: dict[str, Any], path: Path, model: type[BaseModel], parsed: Parsed) -> Problem:
+def _problem(raw: dict[str, Any], path: Path, model: type[BaseModel], parsed: Parsed) -> Problem:
     kind, context = raw["type"], raw.get("ctx", {})
     value = _value_at(parsed.data, path)
     if kind == "missing":
@@ -132,33 +121,27 @@ def _one(raw: dict[str, Any], path: Path, model: type[BaseModel], parsed: Parsed
     if kind == "extra_forbidden":
         return _at(parsed, path, "unknown key", suggest_key(model, path), key=True)
     if raw["loc"] and raw["loc"][-1] == "[key]":
-        return _at(parsed, path, _PATTERNS.get(context.get("pattern", ""), "not a valid key"),
-                   key=True)  # fmt: skip
+        message = _PATTERNS.get(context.get("pattern", ""), "not a valid key")
+        return _at(parsed, path, message, key=True)
     hint = _value_hint(kind, model, path, value)
     if kind == "value_error":
         if isinstance(wrong := context["error"], Contradiction):
             return _at(parsed, wrong.path, str(wrong), wrong.hint)
         return _at(parsed, path, str(context["error"]), hint, key=isinstance(value, dict))
-    return _at(parsed, path, _value_message(kind, context, model, path, value), hint)
-
-
-def _value_message(
-    kind: str, context: dict[str, Any], model: type[BaseModel], path: Path, value: object
-) -> str:
-    got = _describe(value)
+    expected = f"expected {_EXPECTED.get(kind, 'another value')}"
     if kind in _LIMITS:
-        words, limit = _LIMITS[kind]
+        must, limit = _LIMITS[kind]
         if limit == "min_length" and context[limit] == 1:
-            return "must not be empty"
-        return f"{words} {context[limit]}, got {got}"
-    if kind == "string_pattern_mismatch":
-        return f"{_PATTERNS.get(context['pattern'], 'not in the expected form')}, got {got}"
-    if kind == "literal_error":
-        choices = " or ".join(f"`{one}`" for one in literal_values(annotation_at(model, path)))
-        return f"expected {choices or 'another word'}, got {got}"
-    if not path and kind in _EXPECTED:
-        return f"expected a mapping of `key: value` lines, got {got}"
-    return f"expected {_EXPECTED.get(kind, 'another value')}, got {got}"
+            return _at(parsed, path, "must not be empty", hint)
+        expected = f"{must} {context[limit]}"
+    elif kind == "string_pattern_mismatch":
+        expected = _PATTERNS.get(context["pattern"], "not in the expected form")
+    elif kind == "literal_error":
+        choices = [f"`{choice}`" for choice in literal_values(annotation_at(model, path))]
+        expected = f"expected {' or '.join(choices) or 'another word'}"
+    elif not path and kind in _EXPECTED:
+        expected = "expected a mapping of `key: value` lines"
+    return _at(parsed, path, f"{expected}, got {_describe(value)}", hint)
 
 
 def _value_hint(kind: str, model: type[BaseModel], path: Path, value: object) -> str | None:
@@ -177,18 +160,11 @@ def _value_hint(kind: str, model: type[BaseModel], path: Path, value: object) ->
     choices = literal_values(annotation)
     if choices and isinstance(value, str):
         return did_you_mean(value, choices)
-    return _number_hint(kind, value)
-
-
-def _number_hint(kind: str, value: object) -> str | None:
-    if kind not in ("int_type", "int_parsing", "float_type", "float_parsing", "union"):
-        return None
-    if not isinstance(value, str):
-        return None
-    bare = value.replace("_", "").replace(",", "")
-    if not bare.replace(".", "", 1).isdecimal():
-        return None
-    return "remove the quotes" if bare == value else f"write `{bare}`"
+    numeric = kind in ("int_type", "int_parsing", "float_type", "float_parsing", "union")
+    bare = value.replace("_", "").replace(",", "") if isinstance(value, str) else ""
+    if numeric and bare.replace(".", "", 1).isdecimal():
+        return "remove the quotes" if bare == value else f"write `{bare}`"
+    return None
 
 
 def _value_at(data: Any, path: Path) -> Any:
@@ -200,10 +176,6 @@ def _value_at(data: Any, path: Path) -> Any:
         else:
             return None
     return data
-
-
-def _shown(data: Any, path: Path) -> str:
-    return _describe(_value_at(data, path))
 
 
 def _describe(value: object) -> str:
@@ -219,5 +191,5 @@ def _describe(value: object) -> str:
 def _at(
     parsed: Parsed, path: Path, message: str, hint: str | None = None, *, key: bool = False
 ) -> Problem:
-    place = parsed.nearest_place(path, key=key) or Place("")
+    place = parsed.nearest_place(path, key=key) or SourcePlace("")
     return place.problem(f"`{dotted(path)}`: {message}" if path else message, hint)

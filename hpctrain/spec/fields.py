@@ -1,4 +1,4 @@
-"""Which keys a document knows, what they hold, and the nearest one to a misspelt name.
+"""List the keys of a document class and their types, and find the nearest to a misspelt name.
 
 Belongs here: walking the pydantic classes. Does not belong here: messages (see `explain`) or any
 particular field.
@@ -19,12 +19,12 @@ _MAX_HINTS = 3
 
 
 def field_types(model: type[BaseModel]) -> dict[str, Any]:
-    """Key as written in YAML -> annotation."""
+    """Map each key as written in YAML to its annotation."""
     return {field.alias or name: field.annotation for name, field in model.model_fields.items()}
 
 
 def description(model: type[BaseModel], key: str) -> str | None:
-    """What a key is for: its description, or the first line about the section it holds."""
+    """Return the description of a key, or the first docstring line of the section it holds."""
     for name, field in model.model_fields.items():
         if (field.alias or name) == key:
             if field.description:
@@ -35,7 +35,7 @@ def description(model: type[BaseModel], key: str) -> str | None:
 
 
 def members(annotation: Any) -> tuple[Any, ...]:
-    """The alternatives of a union without None; one element when it is no union."""
+    """List the alternatives of a union without None; one element for any other annotation."""
     while get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]
     if get_origin(annotation) in (Union, types.UnionType):
@@ -48,7 +48,7 @@ def is_model(annotation: Any) -> bool:
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
-    """The document class inside an annotation, also inside a union or a tuple."""
+    """Find the document class inside an annotation, also inside a union or a tuple."""
     for member in members(annotation):
         if is_model(member):
             return member  # type: ignore[no-any-return]
@@ -58,10 +58,10 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
 
 
 def split_branches(model: type[BaseModel], loc: tuple[str | int, ...]) -> tuple[Path, str | None]:
-    """pydantic's `loc` -> path in the document, and the union branch that complains (if any).
+    """Split pydantic's `loc` into the path in the document and the failing union member, if any.
 
     pydantic puts the name of a union member into `loc` ("ParallelSpec", "int"); the document has
-    no such level.
+    no such level. A class with validators is `function-after[_check(), Name]` there.
     """
     path: list[str | int] = []
     branch: str | None = None
@@ -72,38 +72,34 @@ def split_branches(model: type[BaseModel], loc: tuple[str | int, ...]) -> tuple[
             break
         choices = members(here)
         if len(choices) > 1:
-            branch, here = _branch(str(parts.pop(0)), choices)
+            label = str(parts.pop(0))
+            branch, here = label, None
+            for choice in choices:
+                name = getattr(choice, "__name__", "")
+                if name and (label == name or label.endswith(f" {name}]")):
+                    branch, here = name, choice
+                    break
             continue
         path.append(parts.pop(0))
         here = _child(choices[0], path[-1])
     return tuple(path), branch
 
 
-def _branch(label: str, choices: tuple[Any, ...]) -> tuple[str, Any]:
-    """Name and member of a union; a class with validators is `function-after[_check(), Name]`."""
-    for choice in choices:
-        name = getattr(choice, "__name__", "")
-        if name and (label == name or label.endswith(f" {name}]")):
-            return name, choice
-    return label, None
-
-
 def annotation_at(model: type[BaseModel], path: Path) -> Any:
-    """The annotation of the value at `path`; None for a key that does not exist."""
+    """Find the annotation of the value at `path`; None for a key that does not exist."""
     here: Any = model
     for part in path:
-        choices = members(here)
-        found = [child for one in choices if (child := _child(one, part)) is not None]
-        if not found:
+        children = (_child(choice, part) for choice in members(here))
+        here = next((child for child in children if child is not None), None)
+        if here is None:
             return None
-        here = found[0]
     return here
 
 
 def parent_model(model: type[BaseModel], path: Path) -> type[BaseModel] | None:
-    """The document class whose key `path` ends in."""
+    """Find the document class that has the last key of `path`."""
     here = annotation_at(model, path[:-1])
-    return next((one for one in members(here) if is_model(one)), None)
+    return next((member for member in members(here) if is_model(member)), None)
 
 
 def _child(annotation: Any, part: str | int) -> Any:
@@ -117,18 +113,18 @@ def _child(annotation: Any, part: str | int) -> Any:
 
 
 def known_paths(model: type[BaseModel], above: str = "") -> Iterator[str]:
-    """Every key of a document as a dotted path; items of a list as `partitions[].name`."""
+    """Yield every key of a document as a dotted path; list items as `partitions[].name`."""
     for key, annotation in field_types(model).items():
         path = f"{above}.{key}" if above else key
         yield path
         section = section_of(annotation)
         if section is not None:
-            is_list = any(get_origin(one) is tuple for one in members(annotation))
+            is_list = any(get_origin(member) is tuple for member in members(annotation))
             yield from known_paths(section, path + ("[]" if is_list else ""))
 
 
 def suggest_key(model: type[BaseModel], path: Path) -> str:
-    """Hint for an unknown key: the same section first, then other sections, then all keys."""
+    """Write the hint for an unknown key: look in its section, in other sections, then anywhere."""
     key = str(path[-1])
     section = parent_model(model, path)
     here = list(field_types(section)) if section else []
@@ -136,12 +132,12 @@ def suggest_key(model: type[BaseModel], path: Path) -> str:
     elsewhere = {known: known.rsplit(".", 1)[-1] for known in known_paths(model)}
     exact = [known for known, last in elsewhere.items() if last == key]
     near = nearest(key, here)
-    if near and _ratio(key, near[0]) >= 0.8:
-        return _did_you_mean([above + one for one in near[:1]])
+    if near and difflib.SequenceMatcher(None, key.lower(), near[0].lower()).ratio() >= 0.8:
+        return _did_you_mean([above + near[0]])
     if exact:
         return _did_you_mean(exact)
     if near:
-        return _did_you_mean([above + one for one in near])
+        return _did_you_mean([above + name for name in near])
     far = nearest(key, set(elsewhere.values()), cutoff=0.75)
     if far:
         return _did_you_mean([known for known, last in elsewhere.items() if last in far])
@@ -149,20 +145,20 @@ def suggest_key(model: type[BaseModel], path: Path) -> str:
 
 
 def nearest(word: str, names: Iterable[str], cutoff: float = 0.6) -> list[str]:
-    """The most similar names, best first; upper and lower case count as the same."""
+    """List the most similar names, best first, ignoring case."""
     folded = {name.lower(): name for name in sorted(names)}
     found = difflib.get_close_matches(word.lower(), folded, n=_MAX_HINTS, cutoff=cutoff)
     return [folded[name] for name in found]
 
 
 def did_you_mean(word: str, names: Iterable[str]) -> str | None:
-    """`did you mean `x`?`, or None when nothing is similar."""
+    """Write `did you mean `x`?`; None when no name is similar."""
     found = nearest(word, names)
     return _did_you_mean(found) if found else None
 
 
 def literal_values(annotation: Any) -> tuple[str, ...]:
-    """List the words that a Literal or an open set of words accepts; empty for anything else."""
+    """List the values of a Literal or of an open set of names; empty for anything else."""
     found: list[str] = []
     for member in members(annotation):
         if get_origin(member) is Literal:
@@ -174,7 +170,3 @@ def literal_values(annotation: Any) -> tuple[str, ...]:
 
 def _did_you_mean(names: list[str]) -> str:
     return "did you mean " + " or ".join(f"`{name}`" for name in names[:_MAX_HINTS]) + "?"
-
-
-def _ratio(one: str, other: str) -> float:
-    return difflib.SequenceMatcher(None, one.lower(), other.lower()).ratio()

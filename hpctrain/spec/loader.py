@@ -1,8 +1,8 @@
-"""The one reader of specs and profiles: a YAML file in, a frozen document or all problems out.
+"""Load specs and profiles: a YAML file in, a frozen document or all its problems out.
 
-Belongs here: finding and reading the files, and tying the steps together (parse, overrides,
-validate, explain). Does not belong here: what the fields are (`run`, `profile`). pydantic and
-ruamel.yaml are imported when a file is read, so that importing this module costs nothing.
+Belongs here: finding and reading the files, and the order of the steps (parse, overrides, validate,
+explain). Does not belong here: the fields (`run`, `profile`). pydantic and ruamel.yaml are imported
+when a file is read, so that importing this module is cheap.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.spec.overrides import OPTION, apply_overrides
-from hpctrain.spec.positions import Parsed, dotted, parse_yaml
-from hpctrain.spec.syntax import Place
+from hpctrain.spec.positions import dotted, parse_yaml
+from hpctrain.spec.syntax import SourcePlace
 
 if TYPE_CHECKING:
     from hpctrain.spec.calibration import Calibration
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 DocumentT = TypeVar("DocumentT", bound="Document")
 MAX_FILE_BYTES = 2**20
 PACKAGED_PROFILES = Path(__file__).resolve().parent.parent / "cluster_profiles"
-# Beside profiles, and none of them.
+# Files of a profile directory that are no profiles.
 CATALOGUE_FILE, SIGNATURES_FILE, XIDS_FILE = "gpus.yaml", "signatures.yaml", "xids.yaml"
 _NO_PROFILES = frozenset({CATALOGUE_FILE, SIGNATURES_FILE, XIDS_FILE})
 PACKAGED_CALIBRATION = Path(__file__).resolve().parent / "catalogue" / "calibration.yaml"
@@ -41,23 +41,25 @@ PACKAGED_CATALOGUE = Path(__file__).resolve().parent / "catalogue" / CATALOGUE_F
 
 @dataclass(frozen=True)
 class Loaded(Generic[DocumentT]):
-    """A valid document and where it comes from.
+    """A valid document and the origin of its values.
 
-    `file` is the base name only, so that no path of a user gets into records. `origin` maps the
-    dotted path of every value that somebody wrote to `FILE:LINE` or `--set`; defaults are absent.
-    `digest` is the SHA-256 (hex) of the canonical JSON of the whole document. `places` are for
-    messages to whoever has just named the file.
+    `file` is the base name only, which keeps users' paths out of records. `origin` maps the dotted
+    path of every explicit value to `FILE:LINE` or `--set`; defaults are absent. `digest` is the
+    SHA-256 (hex) of the canonical JSON of the whole document. `places` have the full path, for
+    messages to the user who named the file.
     """
 
     document: DocumentT
     file: str
     origin: Mapping[str, str]
     digest: str
-    places: Mapping[str, Place] = field(default_factory=dict)
+    places: Mapping[str, SourcePlace] = field(default_factory=dict)
 
     def problem(self, path: str, message: str, hint: str | None = None) -> Problem:
-        """What is wrong with the value at a dotted path, or with its absence: at the place of the
-        value, else of the nearest part around it that was written."""
+        """Report a problem of the value at a dotted path, or of its absence.
+
+        Its position is that of the value, else of the nearest enclosing part in the file.
+        """
         while path and path not in self.places:
             path = path[: max(path.rfind("."), path.rfind("["), 0)]
         if path:
@@ -80,15 +82,15 @@ def load_profile(path: Path | str) -> Loaded[ClusterProfile]:
 
 
 def load_document(model: type[DocumentT], path: Path) -> Loaded[DocumentT]:
-    """Read any document of ours. Raises InvalidInputError with all problems."""
+    """Read any document of hpctrain. Raises InvalidInputError with all problems."""
     return _load(model, path, ())
 
 
 def load_catalogue(search_path: Sequence[Path] = ()) -> GpuCatalogue:
-    """The GPUs that come with hpctrain, and those of a `gpus.yaml` in directories of profiles.
+    """Load the packaged GPUs, and those of a `gpus.yaml` in directories of profiles.
 
-    Earlier directories go before later ones, as with profiles. The packaged file is read once
-    for each process. Raises InvalidInputError with all problems of a site's file.
+    Earlier directories override later ones, as with profiles. The packaged file is read once per
+    process. Raises InvalidInputError with all problems of a site's file.
     """
     from hpctrain.spec.catalogue import GpuCatalogue
 
@@ -101,18 +103,18 @@ def load_catalogue(search_path: Sequence[Path] = ()) -> GpuCatalogue:
 
 
 def load_packaged(model: type[DocumentT], path: Path) -> DocumentT:
-    """Read a YAML document that comes with hpctrain: from the JSON beside it where it can.
+    """Read a packaged YAML document, from the JSON beside it if that is current.
 
-    Parsing YAML with the place of every value takes longer than planning, and nobody needs places
-    of packaged documents. The JSON names the YAML text that it was made from; with another text it
-    is ignored (see `packaged_json`).
+    Parsing YAML with the place of every value takes longer than planning, and packaged documents
+    need no places. The JSON holds a digest of the YAML text that it was made from; with another
+    text it is ignored (see `packaged_json`).
     """
     try:
         made = json.loads(path.with_suffix(".json").read_bytes())
         if made["yaml_sha256"] == hashlib.sha256(path.read_bytes()).hexdigest():
             return model.model_validate_json(json.dumps(made["values"]), strict=True)
     except (OSError, ValueError, KeyError, TypeError):
-        pass  # the YAML counts, and its reader has a message for every problem
+        pass  # read the YAML instead: its reader has a message for every problem
     return _load(model, path, ()).document
 
 
@@ -133,28 +135,28 @@ def _packaged_catalogue() -> GpuCatalogue:
 
 @cache
 def load_calibration() -> Calibration:
-    """The constants of the cost model that come with hpctrain. Read once for each process."""
+    """Load the packaged constants of the cost model, once per process."""
     from hpctrain.spec.calibration import Calibration
 
     return load_packaged(Calibration, PACKAGED_CALIBRATION)
 
 
 def document_digest(document: Document) -> str:
-    """SHA-256 (hex) of the canonical JSON: sorted keys, no spaces, quantities as text."""
+    """Compute the SHA-256 (hex) of the canonical JSON: sorted keys, no spaces, units as text."""
     values = document.model_dump(mode="json", by_alias=True)
     canonical = json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def profile_names(search_path: Sequence[Path] = ()) -> list[str]:
-    """Names of all profiles, those of the search path and those that come with hpctrain."""
+    """List the names of all profiles, of the search path and packaged."""
     return sorted(_profiles(search_path))
 
 
 def find_profile(name: str, search_path: Sequence[Path] = ()) -> Path:
-    """The file of a profile: a path as given, else NAME.yaml, earlier directories first.
+    """Find the file of a profile: a path as given, else NAME.yaml, earlier directories first.
 
-    A name is taken for a path when it contains a `/` or ends in `.yaml` or `.yml`.
+    A name is a path when it contains a `/` or ends in `.yaml` or `.yml`.
     Raises InvalidInputError for an unknown name.
     """
     from hpctrain.spec.fields import did_you_mean
@@ -181,54 +183,37 @@ def _profiles(search_path: Sequence[Path]) -> dict[str, Path]:
 
 def _load(model: type[DocumentT], path: Path | str, overrides: Sequence[str]) -> Loaded[DocumentT]:
     file = "stdin" if str(path) == "-" else str(path)
-    parsed = parse_yaml(_read(path, file), file)
+    parsed = parse_yaml(_read_text(path, file), file)
     if parsed.data is None:
-        parsed.problems = parsed.problems or [Place(file, 1, 1).problem("the file is empty")]
+        parsed.problems = parsed.problems or [SourcePlace(file, 1, 1).problem("the file is empty")]
         raise InvalidInputError(parsed.problems)
     apply_overrides(parsed, overrides)
-    document, problems = _validate(model, parsed)
-    if document is None or problems:
-        raise InvalidInputError(sorted(problems, key=_position))
-    base = Path(file).name
-    return Loaded(
-        document, base, _origins(parsed, base), document_digest(document), _places(parsed)
-    )
-
-
-def _validate(model: type[DocumentT], parsed: Parsed) -> tuple[DocumentT | None, list[Problem]]:
-    """Strict, and by way of JSON: in that mode pydantic turns neither "8" nor true into a number
-    but still takes a list for a tuple and an integer for a float."""
     from pydantic import ValidationError
 
-    from hpctrain.spec.explain import explain
-
+    problems = parsed.problems
     try:
+        # strict JSON: pydantic then turns neither "8" nor true into a number, but still accepts a
+        # list for a tuple and an integer for a float
         document = model.model_validate_json(json.dumps(parsed.data), strict=True)
     except ValidationError as error:
-        return None, parsed.problems + explain(error, model, parsed)
-    return document, parsed.problems
+        from hpctrain.spec.explain import explain
+
+        problems = problems + explain(error, model, parsed)
+    if problems:
+        problems = sorted(problems, key=lambda p: (p.line is None, p.line or 0, p.column or 0))
+        raise InvalidInputError(problems)
+    base = Path(file).name
+    places = {dotted(path): place for path, place in parsed.values.items() if path}
+    origins = {
+        path: OPTION if place.line is None else f"{base}:{place.line}"
+        for path, place in places.items()
+    }
+    digest = document_digest(document)
+    return Loaded(document, base, MappingProxyType(origins), digest, MappingProxyType(places))
 
 
-def _position(problem: Problem) -> tuple[bool, int, int]:
-    return (problem.line is None, problem.line or 0, problem.column or 0)
-
-
-def _origins(parsed: Parsed, base: str) -> Mapping[str, str]:
-    return MappingProxyType(
-        {
-            dotted(path): OPTION if place.line is None else f"{base}:{place.line}"
-            for path, place in parsed.values.items()
-            if path
-        }
-    )
-
-
-def _places(parsed: Parsed) -> Mapping[str, Place]:
-    return MappingProxyType({dotted(path): place for path, place in parsed.values.items() if path})
-
-
-def _read(path: Path | str, file: str) -> str:
-    """The text of a file; at most MAX_FILE_BYTES are read, whatever the file is."""
+def _read_text(path: Path | str, file: str) -> str:
+    """Read at most MAX_FILE_BYTES of a file. Raises InvalidInputError."""
     try:
         if file == "stdin":
             raw = sys.stdin.buffer.read(MAX_FILE_BYTES + 1)
@@ -238,34 +223,32 @@ def _read(path: Path | str, file: str) -> str:
     except OSError as error:
         raise InvalidInputError([_unreadable(Path(path), error)]) from None
     if len(raw) > MAX_FILE_BYTES:
-        problem = Place(file).problem(f"larger than {MAX_FILE_BYTES // 2**20} MiB, is this a spec?")
+        problem = SourcePlace(file).problem(
+            f"larger than {MAX_FILE_BYTES // 2**20} MiB, is this a spec?"
+        )
         raise InvalidInputError([problem])
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise InvalidInputError([_not_utf8(raw, error.start, file)]) from None
-
-
-def _not_utf8(raw: bytes, start: int, file: str) -> Problem:
-    line = raw.count(b"\n", 0, start) + 1
-    column = len(raw[raw.rfind(b"\n", 0, start) + 1 : start].decode("utf-8-sig")) + 1
-    message = f"byte 0x{raw[start]:02X} is not UTF-8"
-    return Place(file, line, column).problem(message, "save the file as UTF-8")
+        line = raw.count(b"\n", 0, error.start) + 1
+        before = raw[raw.rfind(b"\n", 0, error.start) + 1 : error.start].decode("utf-8-sig")
+        message = f"byte 0x{raw[error.start]:02X} is not UTF-8"
+        problem = SourcePlace(file, line, len(before) + 1).problem(
+            message, "save the file as UTF-8"
+        )
+        raise InvalidInputError([problem]) from None
 
 
 def _unreadable(path: Path, error: OSError) -> Problem:
     from hpctrain.spec.fields import did_you_mean
 
-    place = Place(str(path))
+    place = SourcePlace(str(path))
     if isinstance(error, FileNotFoundError):
-        return place.problem("no such file", did_you_mean(path.name, _files_beside(path)))
+        try:
+            beside = [other.name for other in path.parent.iterdir() if other.is_file()]
+        except OSError:
+            beside = []
+        return place.problem("no such file", did_you_mean(path.name, beside))
     if isinstance(error, IsADirectoryError):
         return place.problem("is a directory", "give the YAML file inside it")
     return place.problem(f"cannot be read: {error.strerror or 'unknown reason'}")
-
-
-def _files_beside(path: Path) -> list[str]:
-    try:
-        return [one.name for one in path.parent.iterdir() if one.is_file()]
-    except OSError:
-        return []

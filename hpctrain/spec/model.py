@@ -1,12 +1,13 @@
 """The model of a run spec: the shape of a transformer or a ResNet, with presets for each family.
 
-Belongs here: fields, presets, and the checks that need nothing but the shape. Does not belong here:
-how many parameters that makes (`hpctrain.plan.model.parameters`) or what a layout demands of a
-shape (`hpctrain.plan.mesh.layout`: heads and tp, experts and ep).
+Belongs here: fields, presets, and checks that need only the shape. Does not belong here: parameter
+counts (`hpctrain.plan.model.parameters`), requirements of a layout on the shape, such as heads per
+tp rank (`hpctrain.plan.mesh.rules`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
@@ -48,8 +49,8 @@ class MlaSpec(Document):
 
 
 def _required(schema: dict[str, Any]) -> None:
-    """For editors: a ResNet needs no `hidden` and `heads`, and like a ViT no `seq`."""
-    schema["required"] = [one for one in schema["required"] if one in ("layers", "vocab")]
+    """Relax the schema for editors: a ResNet needs no `hidden`, `heads`, `seq`, a ViT no `seq`."""
+    schema["required"] = [name for name in schema["required"] if name in ("layers", "vocab")]
     schema["allOf"] = [
         {"if": _family("resnet"), "else": {"required": ["hidden", "heads"]}},
         {"if": _family("vit", "resnet"), "else": {"required": ["seq"]}},
@@ -124,14 +125,13 @@ class ModelSpec(Document):
 
     @model_validator(mode="after")
     def _check_shape(self) -> Self:
-        problem = next((words for check in _CHECKS if (words := check(self))), None)
-        if problem:
+        for problem in _shape_problems(self):
             raise ValueError(problem)
         return self
 
     @property
     def ffn_size(self) -> int:
-        """Size of the dense MLP; that of one expert where no layer has a dense MLP."""
+        """Size of the dense MLP; that of one expert if no layer has a dense MLP."""
         if self.ffn is not None:
             return self.ffn
         if self.moe is not None and self.moe.dense_layers == 0:
@@ -153,26 +153,26 @@ class ModelSpec(Document):
 
     @property
     def value_size(self) -> int:
-        """Head size of values, and of what attention puts out."""
+        """Head size of values and of the output of attention."""
         return self.mla.value_dim if self.mla else self.head_size
 
     @property
     def gated(self) -> bool:
-        """True when the MLP has a gate projection (three matrices instead of two)."""
+        """Whether the MLP has a gate projection (three matrices instead of two)."""
         return self.activation == "swiglu"
 
     @property
     def causal(self) -> bool:
-        """True when a token sees only those before it: GPT and Llama, but no encoder."""
+        """Whether a token attends only to earlier ones: GPT and Llama, but no encoder."""
         return self.family in ("gpt", "llama")
 
     @property
     def reads_images(self) -> bool:
-        """True for ViT and ResNet: a sample is an image, and `vocab` counts classes."""
+        """Whether a sample is an image (ViT, ResNet); `vocab` is then the number of classes."""
         return self.family in ("vit", "resnet")
 
     def has_experts(self, layer: int) -> bool:
-        """True when transformer layer `layer` (0 is the first one) has experts for its MLP."""
+        """Whether transformer layer `layer` (from 0) has experts in place of its MLP."""
         return self.moe is not None and layer >= self.moe.dense_layers
 
 
@@ -195,7 +195,7 @@ _CHOICES: dict[str, dict[str, object]] = {
 
 
 def _derived(family: str, data: dict[str, object]) -> dict[str, object]:
-    """What follows from other fields; nothing where those are wrong (pydantic says so)."""
+    """Compute fields that follow from others; none if those are invalid, as pydantic reports."""
     image, patch = data.get("image", 224), data.get("patch", 16)
     if not isinstance(image, int) or not isinstance(patch, int) or patch < 1:
         return {}
@@ -210,115 +210,73 @@ def _derived(family: str, data: dict[str, object]) -> dict[str, object]:
 
 
 def _patches(image: int, patch: int) -> int:
-    """Tokens of a ViT: its patches and the class token (arXiv 2010.11929, section 3.1)."""
+    """Count the tokens of a ViT: patches and the class token (arXiv 2010.11929, section 3.1)."""
     return (image // patch) ** 2 + 1
 
 
 def _positions(image: int) -> int:
-    """Positions of a ResNet's last feature map: what takes the place of a sequence, 2 at least."""
+    """Count the positions of a ResNet's last feature map, its sequence length; at least 2."""
     return max(2, int((-(-image // RESNET_STRIDE)) ** 2))
 
 
-def _heads_problem(model: ModelSpec) -> str | None:
-    if model.mla is None and model.head_dim is None and model.hidden % model.heads:
-        return f"hidden {model.hidden} is not divisible by heads {model.heads}"
-    if model.heads % model.key_value_heads:
-        return f"heads {model.heads} is not divisible by kv_heads {model.key_value_heads}"
-    return None
-
-
-def _ffn_problem(model: ModelSpec) -> str | None:
-    has_dense_mlp = model.moe is None or model.moe.dense_layers > 0
-    if model.ffn is None and model.gated and has_dense_mlp:
-        return "ffn is required with swiglu (Llama-7B: 11008 at hidden 4096)"
-    return None
-
-
-def _family_problem(model: ModelSpec) -> str | None:
-    """Experts, latent attention and token prediction are for models that read text causally."""
-    given = [("moe", model.moe), ("mla", model.mla), ("mtp_layers", model.mtp_layers)]
-    wrong = [name for name, value in given if value]
+def _shape_problems(model: ModelSpec) -> Iterator[str]:
+    """Find contradictions within a shape, in the order in which they are worth reporting."""
+    moe, mla = model.moe, model.mla
+    if model.family == "resnet":
+        yield from _resnet_problems(model)
+    # experts, latent attention and token prediction are for causal language models
+    causal_only = {"moe": moe, "mla": mla, "mtp_layers": model.mtp_layers}
+    wrong = [name for name, value in causal_only.items() if value]
     if wrong and not model.causal:
-        return f"{wrong[0]} goes with families gpt and llama, not with {model.family}"
-    return None
-
-
-def _classes_problem(model: ModelSpec) -> str | None:
-    if model.classes is None or model.family in ("bert", "distilbert"):
-        return None
-    if model.reads_images:
-        return f"classes of a {model.family} are its `vocab`: remove `classes`"
-    return f"classes goes with families bert and distilbert, not with {model.family}"
-
-
-def _moe_problem(model: ModelSpec) -> str | None:
-    if model.moe is None:
-        return None
-    if model.moe.dense_layers >= model.layers:
-        return (
-            f"moe.dense_layers {model.moe.dense_layers} leaves none of the {model.layers} layers "
+        yield f"{wrong[0]} goes with families gpt and llama, not with {model.family}"
+    if model.classes is not None and model.reads_images:
+        yield f"classes of a {model.family} are its `vocab`: remove `classes`"
+    if model.classes is not None and model.family not in ("bert", "distilbert"):
+        yield f"classes goes with families bert and distilbert, not with {model.family}"
+    if mla is None and model.head_dim is None and model.hidden % model.heads:
+        yield f"hidden {model.hidden} is not divisible by heads {model.heads}"
+    if model.heads % model.key_value_heads:
+        yield f"heads {model.heads} is not divisible by kv_heads {model.key_value_heads}"
+    if moe is not None and moe.dense_layers >= model.layers:
+        yield (
+            f"moe.dense_layers {moe.dense_layers} leaves none of the {model.layers} layers "
             "with experts"
         )
-    if model.moe.shared_ffn and model.bias:
+    if moe is not None and moe.shared_ffn and model.bias:
         # megatron/core/transformer/moe/shared_experts.py:46 asserts it
-        return "moe.shared_ffn needs `bias: false`: shared experts have no biases"
-    return None
+        yield "moe.shared_ffn needs `bias: false`: shared experts have no biases"
+    if mla is not None and model.kv_heads is not None:
+        yield "mla takes the place of kv_heads: remove one of them"
+    if mla is not None and model.head_dim is not None:
+        yield "mla says all head sizes (nope_dim, rope_dim, value_dim): remove head_dim"
+    if mla is not None and model.positions != "rope":
+        yield "mla carries rotary positions of its own: set `positions: rope`"
+    if model.ffn is None and model.gated and (moe is None or moe.dense_layers > 0):
+        yield "ffn is required with swiglu (Llama-7B: 11008 at hidden 4096)"
+    if model.family == "vit":
+        yield from _vit_problems(model)
 
 
-def _mla_problem(model: ModelSpec) -> str | None:
-    if model.mla is None:
-        return None
-    if model.kv_heads is not None:
-        return "mla takes the place of kv_heads: remove one of them"
-    if model.head_dim is not None:
-        return "mla says all head sizes (nope_dim, rope_dim, value_dim): remove head_dim"
-    if model.positions != "rope":
-        return "mla carries rotary positions of its own: set `positions: rope`"
-    return None
-
-
-def _vit_problem(model: ModelSpec) -> str | None:
-    if model.family != "vit":
-        return None
+def _vit_problems(model: ModelSpec) -> Iterator[str]:
     if model.image % model.patch:
-        return f"image {model.image} is not divisible by patch {model.patch}"
+        yield f"image {model.image} is not divisible by patch {model.patch}"
     side, tokens = model.image // model.patch, _patches(model.image, model.patch)
     if model.seq != tokens:
-        return (
+        yield (
             f"seq {model.seq} does not fit {side} x {side} patches and one class token: remove "
             f"it, it is {tokens}"
         )
     if model.positions != "learned":
-        return "a ViT has learned positions: remove `positions`"
-    return None
+        yield "a ViT has learned positions: remove `positions`"
 
 
-def _resnet_problem(model: ModelSpec) -> str | None:
-    if model.family != "resnet":
-        return None
+def _resnet_problems(model: ModelSpec) -> Iterator[str]:
     if model.layers not in RESNET_FEATURES:
-        return f"a ResNet has 18, 34, 50, 101 or 152 layers, not {model.layers}"
-    derived = {
-        "hidden": RESNET_FEATURES[model.layers],
-        "heads": 1,
-        "seq": _positions(model.image),
-    }
-    for name, value in derived.items():
+        yield f"a ResNet has 18, 34, 50, 101 or 152 layers, not {model.layers}"
+    hidden, positions = RESNET_FEATURES.get(model.layers), _positions(model.image)
+    for name, value in {"hidden": hidden, "heads": 1, "seq": positions}.items():
         if getattr(model, name) != value:
-            return (
+            yield (
                 f"{name} {getattr(model, name)} does not belong to a ResNet of {model.layers} "
                 f"layers: remove it"
             )
-    return None
-
-
-_CHECKS = (
-    _resnet_problem,
-    _family_problem,
-    _classes_problem,
-    _heads_problem,
-    _moe_problem,
-    _mla_problem,
-    _ffn_problem,
-    _vit_problem,
-)

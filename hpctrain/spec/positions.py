@@ -1,15 +1,13 @@
-"""YAML text to plain values, with the place of every key and every value.
+"""Parse YAML text into plain values, with the position of every key and every value.
 
 Belongs here: building the tree, nesting limits, duplicate keys, aliases. Does not belong here:
-reading files (`loader`), the YAML library (`syntax`), or knowing any field.
-Nothing in the text is ever evaluated: tags are refused, aliases are copied under a limit, and the
-tree is built from the parser's events, so that hostile text stops at the limit and not before
-the memory is full.
+reading files (`loader`), the YAML library (`syntax`), any field. Nothing in the text is evaluated:
+tags are refused and aliases are copied under a limit. The tree is built from the parser's events,
+so that parsing of hostile text stops at the limit, before it fills the memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +16,7 @@ from hpctrain.spec.scalars import AmbiguousScalarError, Scalar, plain_scalar, sh
 from hpctrain.spec.syntax import (
     MAX_DEPTH,
     MAX_VALUES,
-    Place,
+    SourcePlace,
     StopReading,
     too_much,
     yaml_events,
@@ -34,22 +32,22 @@ class Node:
 
     kind: str
     content: Any
-    place: Place
+    place: SourcePlace
     problem: Problem | None = None
 
 
 @dataclass
 class Parsed:
-    """The document as plain values. `broken` are paths that were already complained about."""
+    """The document as plain values. `broken` are paths whose problem is already reported."""
 
     data: Any = None
-    keys: dict[Path, Place] = field(default_factory=dict)
-    values: dict[Path, Place] = field(default_factory=dict)
+    keys: dict[Path, SourcePlace] = field(default_factory=dict)
+    values: dict[Path, SourcePlace] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     broken: set[Path] = field(default_factory=set)
 
-    def nearest_place(self, path: Path, *, key: bool = False) -> Place | None:
-        """Place of the value (or key) at `path`, or of the closest parent that has one."""
+    def nearest_place(self, path: Path, *, key: bool = False) -> SourcePlace | None:
+        """Find the place of the value (or key) at `path`, or of its closest parent that has one."""
         for end in range(len(path), -1, -1):
             here = path[:end]
             place = self.keys.get(here) if key or end < len(path) else self.values.get(here)
@@ -60,7 +58,7 @@ class Parsed:
 
 
 def dotted(path: Path) -> str:
-    """`slurm.partitions[0].name`, as it is printed and as `--set` takes it."""
+    """Format a path as messages and `--set` have it: `slurm.partitions[0].name`."""
     text = ""
     for part in path:
         if isinstance(part, int):
@@ -94,7 +92,7 @@ class _Composer:
         names = (type(event).__name__ for event in self.events)
         next(names)  # start of the stream
         if next(names) == "StreamEndEvent":
-            raise StopReading(Place(self.file, 1, 1).problem("the file is empty"))
+            raise StopReading(SourcePlace(self.file, 1, 1).problem("the file is empty"))
         root = self._node(next(self.events), 0)
         next(names)  # end of the document
         extra = next(self.events)
@@ -106,8 +104,8 @@ class _Composer:
             )
         return root
 
-    def _place(self, event: Any) -> Place:
-        return Place(self.file, event.start_mark.line + 1, event.start_mark.column + 1)
+    def _place(self, event: Any) -> SourcePlace:
+        return SourcePlace(self.file, event.start_mark.line + 1, event.start_mark.column + 1)
 
     def _node(self, event: Any, depth: int) -> Node:
         place = self._place(event)
@@ -116,41 +114,46 @@ class _Composer:
             raise StopReading(too_much(place))
         kind = type(event).__name__
         if kind == "AliasEvent":
-            return self._alias(event, place)
-        if kind == "ScalarEvent":
-            node = _scalar_node(event, place)
-        elif kind == "SequenceStartEvent":
-            node = Node("list", tuple(self._items(depth)), place)
-        else:
-            node = Node("mapping", tuple(self._pairs(depth)), place)
-        node = _refuse_tag(event, node)
-        if event.anchor is not None:
-            self.anchors[str(event.anchor)] = node
-        return node
-
-    def _alias(self, event: Any, place: Place) -> Node:
-        # An anchor counts once its value is complete, so a value can never contain itself.
-        name = str(event.anchor)
-        if name not in self.anchors:
+            name = str(event.anchor)
+            if name in self.anchors:
+                return self.anchors[name]
+            # an anchor exists once its value is complete, so a value can never contain itself
             problem = place.problem(
                 f"`*{shorten(name)}` refers to nothing that is complete at this point",
                 f"define it first with `&{shorten(name)}`; a value cannot contain itself",
             )
             return Node("scalar", None, place, problem)
-        return self.anchors[name]
-
-    def _items(self, depth: int) -> Iterator[Node]:
-        while type(event := next(self.events)).__name__ != "SequenceEndEvent":
-            yield self._node(event, depth + 1)
-
-    def _pairs(self, depth: int) -> Iterator[tuple[Node, Node]]:
-        while type(event := next(self.events)).__name__ != "MappingEndEvent":
-            key = self._node(event, depth + 1)
-            yield key, self._node(next(self.events), depth + 1)
+        if kind == "SequenceStartEvent":
+            items = []
+            while type(item := next(self.events)).__name__ != "SequenceEndEvent":
+                items.append(self._node(item, depth + 1))
+            node = Node("list", tuple(items), place)
+        elif kind == "MappingStartEvent":
+            pairs = []
+            while type(key_event := next(self.events)).__name__ != "MappingEndEvent":
+                key = self._node(key_event, depth + 1)
+                pairs.append((key, self._node(next(self.events), depth + 1)))
+            node = Node("mapping", tuple(pairs), place)
+        elif event.style is not None or event.ctag is not None:
+            # ruamel.yaml marks where a folded text (`>`) was folded (scanner.py, scan_block_scalar)
+            node = Node("scalar", event.value.replace("\a", ""), place)
+        else:
+            try:
+                node = Node("scalar", plain_scalar(event.value), place)
+            except AmbiguousScalarError as error:
+                node = Node("scalar", None, place, place.problem(str(error), error.hint))
+        tag = None if event.ctag is None else str(event.ctag)
+        if tag is not None and not (tag == _STRING_TAG and node.kind == "scalar"):
+            shown = shorten(tag.replace("tag:yaml.org,2002:", "!!"))
+            message = f"YAML tags such as `{shown}` are not supported"
+            node = replace(node, problem=place.problem(message, "remove the tag"))
+        if event.anchor is not None:
+            self.anchors[str(event.anchor)] = node
+        return node
 
 
 class _Flattener:
-    """Copies nodes to plain values and notes the places; the copy counts every alias in full."""
+    """Copies nodes to plain values and records their places; every use of an alias counts."""
 
     def __init__(self, parsed: Parsed) -> None:
         self.parsed = parsed
@@ -171,14 +174,6 @@ class _Flattener:
             return node.content
         if node.kind == "list":
             return [self.value(item, (*path, index)) for index, item in enumerate(node.content)]
-        return self._mapping(node, path)
-
-    def _report(self, problem: Problem) -> None:
-        spot = (problem.line, problem.column)  # an alias repeats the problems of its anchor
-        if spot not in [(known.line, known.column) for known in self.parsed.problems]:
-            self.parsed.problems.append(problem)
-
-    def _mapping(self, node: Node, path: Path) -> dict[str, Any]:
         result: dict[str, Any] = {}
         lines: dict[str, int | None] = {}
         for key, value in node.content:
@@ -194,7 +189,14 @@ class _Flattener:
             result[name] = self.value(value, (*path, name))
         return result
 
+    def _report(self, problem: Problem) -> None:
+        # an alias repeats the problems of its anchor
+        known = {(other.line, other.column) for other in self.parsed.problems}
+        if (problem.line, problem.column) not in known:
+            self.parsed.problems.append(problem)
+
     def _key(self, key: Node, path: Path) -> str | None:
+        """Return the name of a key, or report why it cannot be one."""
         if key.kind == "scalar" and key.problem is None and isinstance(key.content, str):
             if key.content != "<<":
                 return key.content
@@ -208,7 +210,7 @@ class _Flattener:
 
 
 def shown_value(value: Scalar) -> str:
-    """A scalar as it would be written in YAML."""
+    """Format a scalar as YAML writes it."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -218,22 +220,3 @@ def shown_value(value: Scalar) -> str:
 
 def _prefixed(path: Path, message: str) -> str:
     return f"`{dotted(path)}`: {message}" if path else message
-
-
-def _scalar_node(event: Any, place: Place) -> Node:
-    if event.style is not None or event.ctag is not None:
-        # ruamel.yaml marks where a folded text (`>`) was folded (scanner.py, scan_block_scalar)
-        return Node("scalar", event.value.replace("\a", ""), place)
-    try:
-        return Node("scalar", plain_scalar(event.value), place)
-    except AmbiguousScalarError as error:
-        return Node("scalar", None, place, place.problem(str(error), error.hint))
-
-
-def _refuse_tag(event: Any, node: Node) -> Node:
-    tag = None if event.ctag is None else str(event.ctag)
-    if tag is None or (tag == _STRING_TAG and node.kind == "scalar"):
-        return node
-    shown = shorten(tag.replace("tag:yaml.org,2002:", "!!"))
-    problem = node.place.problem(f"YAML tags such as `{shown}` are not supported", "remove the tag")
-    return replace(node, problem=problem)

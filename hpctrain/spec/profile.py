@@ -1,8 +1,7 @@
-"""The cluster profile: what a site is and what it allows. One frozen document per YAML file.
+"""The cluster profile: hardware, Slurm, software and rules of a site, one document per YAML file.
 
-Belongs here: facts about nodes, links, partitions, file systems and the site's rules, written
-down once by somebody who knows. Does not belong here: anything found out while planning (the
-planner asks no cluster), or anything about a model.
+Belongs here: facts about nodes, links, partitions, file systems and the site's rules. Does not
+belong here: results of planning (the planner contacts no cluster), facts about a model.
 """
 
 from __future__ import annotations
@@ -219,7 +218,7 @@ class FabricVariable(Document):
     )
 
     def concerns(self, engine: EngineName) -> bool:
-        """True where the site sets it for runs of this engine."""
+        """Whether the site sets it for runs of this engine."""
         return not self.engines or engine in self.engines
 
 
@@ -246,7 +245,7 @@ class SlurmProfile(Document):
         return self
 
     def partition(self, name: str | None) -> PartitionProfile | None:
-        """The partition of that name, the default one for None, None if there is no such name."""
+        """Find a partition by name, or the default one for None; None if there is no such name."""
         for partition in self.partitions:
             if partition.name == name or (name is None and partition.default):
                 return partition
@@ -372,7 +371,7 @@ class ClusterProfile(Document):
 
 
 def has_field(document: type[BaseModel], path: str) -> bool:
-    """True if a dotted path such as `resources.qos` names a field of a document class."""
+    """Whether a dotted path such as `resources.qos` names a field of a document class."""
     part, _, rest = path.partition(".")
     for name, field in document.model_fields.items():
         if part == (field.alias or name):

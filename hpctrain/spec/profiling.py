@@ -1,6 +1,6 @@
-"""Looking into chosen steps of chosen ranks: traces of torch.profiler or Nsight Systems, FLOPs.
+"""The profile section of a run spec: traces of chosen steps and ranks, and FLOP counts.
 
-Belongs here: the fields of `profile`, and what of a spec contradicts them. Does not belong here:
+Belongs here: the fields of `profile`, and contradictions with other fields. Does not belong here:
 taking a trace (see `hpctrain.train.profiling`), reading one (see `hpctrain.diagnose`).
 """
 
@@ -16,7 +16,7 @@ from hpctrain.spec.document import Document
 from hpctrain.spec.engines.registry import ENGINES, abilities_of
 from hpctrain.units import ByteSize
 
-# A step of a large model is some hundred MB of events; so many are still looked at by somebody.
+# A step of a large model is some hundred MB of events; more of them are of no use.
 MOST_STEPS = 20
 MOST_RANKS = 16
 StepNumber = Annotated[int, Field(ge=1)]
@@ -70,7 +70,7 @@ class ProfileSpec(Document):
 
     @property
     def windows(self) -> tuple[tuple[int, int], ...]:
-        """First and last step of each range without gaps; a trace holds one range."""
+        """First and last step of each contiguous range; a trace contains one range."""
         found: list[tuple[int, int]] = []
         for step in self.chosen:
             if found and found[-1][1] == step - 1:
@@ -83,7 +83,7 @@ class ProfileSpec(Document):
 def profile_contradictions(
     profile: ProfileSpec, *, engine: str, gpus: int, steps: int
 ) -> Iterator[Contradiction]:
-    """What would be asked for and never happen; `gpus` and `steps` are those of the run."""
+    """Find settings without effect; `gpus` and `steps` are those of the run."""
     abilities = abilities_of(engine)
     if abilities.own_profiler is not None:
         message = f"{abilities.title} is not looked into from outside"

@@ -1,4 +1,4 @@
-"""A document written out in full, each value with its origin as a comment.
+"""Write a document in full, each value with its origin as a comment.
 
 Belongs here: YAML output that loads again to an equal document. Does not belong here: where the
 text is stored. Only base names of files appear, no path of the user.
@@ -16,13 +16,13 @@ from hpctrain.spec.positions import Path, dotted
 if TYPE_CHECKING:
     from hpctrain.spec.loader import DocumentT, Loaded
 
-# Words that need no quotes under YAML 1.1 and 1.2: no digits in front, none of the special words.
+# Text that needs no quotes under YAML 1.1 and 1.2: no leading digit, no special value.
 _PLAIN = re.compile(r"[A-Za-z_./][A-Za-z0-9_./-]*(?: [A-Za-z0-9_./-]+)*")
 _SPECIAL = {"true", "false", "null", "yes", "no", "on", "off", "y", "n"}
 
 
 def write_resolved(loaded: Loaded[DocumentT]) -> str:
-    """All values of the document, defaults too, with `# FILE:LINE`, `# --set` or `# default`."""
+    """Write all values of the document, each with `# FILE:LINE`, `# --set` or `# default`."""
     values = loaded.document.model_dump(mode="json", by_alias=True)
     lines = [*_mapping(values, (), loaded), ""]
     return "\n".join(lines)
@@ -33,11 +33,6 @@ def _mapping(values: dict[str, Any], path: Path, loaded: Loaded[DocumentT]) -> I
         yield from _entry(f"{_scalar(key)}:", value, (*path, key), loaded)
 
 
-def _items(values: list[Any], path: Path, loaded: Loaded[DocumentT]) -> Iterator[str]:
-    for index, value in enumerate(values):
-        yield from _entry("-", value, (*path, index), loaded)
-
-
 def _entry(head: str, value: Any, path: Path, loaded: Loaded[DocumentT]) -> Iterator[str]:
     if not isinstance(value, dict | list) or not value:
         origin = loaded.origin.get(dotted(path), "default")
@@ -46,7 +41,8 @@ def _entry(head: str, value: Any, path: Path, loaded: Loaded[DocumentT]) -> Iter
     if isinstance(value, dict):
         lines = [f"  {line}" for line in _mapping(value, path, loaded)]
     else:
-        lines = [f"  {line}" for line in _items(value, path, loaded)]
+        items = (_entry("-", item, (*path, index), loaded) for index, item in enumerate(value))
+        lines = [f"  {line}" for entry in items for line in entry]
     if head == "-":  # the first key of an item stands behind the dash
         yield f"- {lines[0][2:]}"
         yield from lines[1:]

@@ -1,9 +1,8 @@
-"""The run spec: what somebody wants to train. One frozen document per YAML file.
+"""The run spec: one frozen document per YAML file that describes a training run.
 
-Belongs here: fields, their limits, and the checks that need nothing but the document itself.
-Does not belong here: the shape of the model (see `model`), anything about a cluster (see
-`profile`) or about how the work is laid out over GPUs (see `hpctrain.plan`). No files, no clock,
-no environment.
+Belongs here: fields, their limits, and checks that need only the document itself. Does not belong
+here: the shape of the model (see `model`), facts about a cluster (see `profile`), the layout over
+GPUs (see `hpctrain.plan`), files, the clock, the environment.
 """
 
 from __future__ import annotations
@@ -252,7 +251,7 @@ class RunSpec(Document):
     @field_validator("engine")
     @classmethod
     def _engine_can_do_it(cls, engine: EngineSpec, info: ValidationInfo) -> EngineSpec:
-        """Refuse the first thing that it cannot; sections that are wrong themselves come first."""
+        """Refuse contradictions with other sections, unless these are invalid themselves."""
         given = info.data
         if not given.keys() >= {"optimizer", "precision", "parallel"}:
             return engine
@@ -308,7 +307,7 @@ class RunSpec(Document):
 
     @property
     def learned_task(self) -> Task:
-        """`task`, or what its family is for."""
+        """`task`, or the default of the model's family."""
         if self.task is not None:
             return self.task
         if self.model.reads_images or self.model.classes is not None:

@@ -1,9 +1,9 @@
-"""What a plain word in YAML means: text, number, true/false or nothing (YAML 1.2.2, 10.3.2).
+"""Resolve unquoted YAML scalars: text, number, boolean or null (YAML 1.2.2, 10.3.2).
 
-Belongs here: the core schema and the few spellings that are refused because readers disagree on
-them. Does not belong here: positions and nesting (see `positions`), or what a field wants.
-The rules are our own and not those of the YAML library, so that a `%YAML 1.1` line or another
-version of the library cannot turn `24:00:00` into a number.
+Belongs here: the core schema, and the few spellings that are refused because YAML readers disagree
+on them. Does not belong here: positions and nesting (see `positions`), field types. The rules do
+not depend on the YAML library: neither a `%YAML 1.1` line nor another version of the library can
+turn `24:00:00` into a number.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Scalar = str | int | float | bool | None
 
 
 class AmbiguousScalarError(ValueError):
-    """A plain word that is refused; `hint` says how to write what was meant."""
+    """A refused unquoted scalar; `hint` gives the unambiguous spelling."""
 
     def __init__(self, message: str, hint: str) -> None:
         super().__init__(message)
@@ -33,7 +33,7 @@ class AmbiguousScalarError(ValueError):
 
 
 def plain_scalar(text: str) -> Scalar:
-    """The value of an unquoted word. Raises AmbiguousScalarError for `012`, `.nan` and `1e999`."""
+    """Resolve an unquoted scalar. Raises AmbiguousScalarError for `012`, `.nan` and `1e999`."""
     if _NULL.fullmatch(text):
         return None
     if _TRUE.fullmatch(text):
@@ -41,27 +41,20 @@ def plain_scalar(text: str) -> Scalar:
     if _FALSE.fullmatch(text):
         return False
     if _INTEGER.fullmatch(text) or _OCTAL_OR_HEX.fullmatch(text):
-        return _integer(text)
+        if len(text) > _MAX_DIGITS:
+            message = f"a number of {len(text)} digits is too long"
+            raise AmbiguousScalarError(message, "quote it if it is text")
+        if _LEADING_ZERO.fullmatch(text):
+            bare = text.lstrip("+-").lstrip("0") or "0"
+            raise AmbiguousScalarError(
+                f"`{text}` starts with a zero, which some YAML readers take as octal",
+                f'write `{bare}` for the number, or `"{text}"` for the text',
+            )
+        return int(text, 0)
     if _NOT_FINITE.fullmatch(text):
         raise AmbiguousScalarError(f"`{text}` is not a usable number", "write a finite number")
-    return _float(text) if _FLOAT.fullmatch(text) else text
-
-
-def _integer(text: str) -> int:
-    if len(text) > _MAX_DIGITS:
-        raise AmbiguousScalarError(
-            f"a number of {len(text)} digits is too long", "quote it if it is text"
-        )
-    if _LEADING_ZERO.fullmatch(text):
-        bare = text.lstrip("+-").lstrip("0") or "0"
-        raise AmbiguousScalarError(
-            f"`{text}` starts with a zero, which some YAML readers take as octal",
-            f'write `{bare}` for the number, or `"{text}"` for the text',
-        )
-    return int(text, 0)
-
-
-def _float(text: str) -> float:
+    if not _FLOAT.fullmatch(text):
+        return text
     value = float(text)
     if math.isinf(value):
         raise AmbiguousScalarError(f"`{shorten(text)}` is too large", "write a finite number")
@@ -69,6 +62,6 @@ def _float(text: str) -> float:
 
 
 def shorten(text: str, limit: int = 60) -> str:
-    """Text for a message: control characters escaped, cut after `limit` characters."""
+    """Prepare text for a message: escape control characters, truncate to `limit` characters."""
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     return shown if len(shown) <= limit else shown[: limit - 3] + "..."

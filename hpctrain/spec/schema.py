@@ -1,6 +1,6 @@
-"""JSON Schema of both documents, for editors that complete and check YAML while it is typed.
+"""Write the JSON Schema of spec and profile, for editors that complete and check YAML.
 
-Belongs here: the text of the schema. Does not belong here: writing files, or the rules themselves.
+Belongs here: the text of the schema. Does not belong here: writing files, the rules themselves.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
 def json_schema(kind: Literal["spec", "profile"]) -> str:
-    """Indented JSON with sorted keys, the same text each time, ending in a newline."""
+    """Write indented JSON with sorted keys and a final newline, deterministically."""
     from hpctrain.spec.profile import ClusterProfile
     from hpctrain.spec.run import RunSpec
 
@@ -24,9 +24,9 @@ def json_schema(kind: Literal["spec", "profile"]) -> str:
 
 
 def _tidy(node: Any, *, names: bool = False) -> Any:
-    """Drop pydantic's made-up titles, and `gt`, which JSON Schema does not know for a text.
+    """Drop pydantic's generated titles, and `gt`, which JSON Schema does not have for text.
 
-    Inside `properties` and `$defs` the keys are names and stay, whatever they are.
+    Inside `properties` and `$defs` the keys are names and never dropped.
     """
     if isinstance(node, list):
         return [_tidy(item) for item in node]

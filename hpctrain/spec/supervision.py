@@ -1,4 +1,4 @@
-"""When a run is given up, and what may be done to it without asking.
+"""The supervise section of a run spec: limits of retries, and actions allowed without approval.
 
 Belongs here: the fields of `supervise`. Does not belong here: deciding (`hpctrain.supervise`).
 """

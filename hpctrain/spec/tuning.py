@@ -1,4 +1,4 @@
-"""What a run learns and what of the model it trains: the task, and full or low-rank tuning.
+"""The task of a run, and its low-rank adapters (LoRA).
 
 Belongs here: the fields of `task` and `tuning`. Does not belong here: the shape of the model.
 """

@@ -15,7 +15,7 @@ from hpctrain.actions.diagnose import diagnose
 from hpctrain.actions.prepare import prepare
 from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.submit import write_run_directory
-from hpctrain.diagnose.findings import Finding
+from hpctrain.diagnose.findings import TopicFinding
 from hpctrain.train.datasets.token_samples import TokenSamples
 
 # Large against what everything else takes here, so that a busy machine does not decide.
@@ -49,7 +49,7 @@ def small(tmp_path: Path) -> Callable[..., Trial]:
     return make
 
 
-def _findings(made: Trial) -> tuple[Finding, ...]:
+def _findings(made: Trial) -> tuple[TopicFinding, ...]:
     return diagnose(RunFiles(made.run)).findings
 
 

@@ -19,7 +19,7 @@ from hpctrain.actions.comparison_plot import draw
 from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.trial_plans import Subject, TrialRequest, subject_of
 from hpctrain.actions.trials import start
-from hpctrain.comparison.documents import Comparison, Trial
+from hpctrain.comparison.documents import Comparison, TrialResult
 from hpctrain.store.comparisons import ComparisonLayout
 from hpctrain.store.ledger import EventKind
 
@@ -49,7 +49,7 @@ def begun(subject: Subject, request: TrialRequest, tmp_path: Path) -> Comparison
     return start(subject, request, tmp_path / "runs")
 
 
-def by_name(found: Comparison) -> dict[str, Trial]:
+def by_name(found: Comparison) -> dict[str, TrialResult]:
     return {trial.name: trial for trial in found.trials}
 
 
@@ -92,7 +92,7 @@ def test_engines_are_compared_and_failures_are_rows(
     assert by_name(later)["ddp"].losses == trials["ddp"].losses, "and nothing runs again"
 
 
-def submissions(layout: ComparisonLayout, trial: Trial) -> int:
+def submissions(layout: ComparisonLayout, trial: TrialResult) -> int:
     from hpctrain.store.layout import RunLayout
 
     ledger = RunFiles(RunLayout(layout.runs / str(trial.record.run_id))).ledger

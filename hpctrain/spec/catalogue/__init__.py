@@ -1,8 +1,8 @@
-"""The GPUs that hpctrain knows: what their data sheets say, and finding the one a profile means.
+"""The GPU catalogue: figures of data sheets, and finding the GPU of a profile.
 
 Belongs here: the document behind `gpus.yaml`, and the rule that matches names. Does not belong
-here: reading the file (see `spec.loader`), shares of the peak that kernels reach, or anything
-about one cluster (see `spec.profile`; what a profile says goes before the catalogue).
+here: reading the file (see `spec.loader`), shares of the peak that kernels reach, facts about one
+cluster (see `spec.profile`, which overrides the catalogue).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Generation = Literal["volta", "ampere", "ada", "hopper", "blackwell", "cdna2", "
 # in torch. No two models of one name are nearer to each other than 17% (H100 with 80 and 94 GB).
 MEMORY_TOLERANCE = 0.12
 
-_UNSPOKEN = {"nvidia", "amd", "tesla", "geforce", "instinct", "gpu", "hbm2", "hbm2e", "hbm3",
+_IGNORED_WORDS = {"nvidia", "amd", "tesla", "geforce", "instinct", "gpu", "hbm2", "hbm2e", "hbm3",
              "hbm3e"}  # fmt: skip
 
 
@@ -75,9 +75,9 @@ class GpuCatalogue(Document):
 
 
 def match_gpu(catalogue: GpuCatalogue, name: str, memory_bytes: float | None = None) -> Gpu | None:
-    """The GPU of that name or alias, with the nearest memory; None when there is none.
+    """Find the GPU of a name or alias with the nearest memory; None if there is none.
 
-    `memory_bytes`: as a driver or a box states it, within 12% of the catalogue's; None: any.
+    `memory_bytes`: as a driver or vendor states it, within 12% of the catalogue's; None: any.
     """
     named = _named(catalogue, name)
     if memory_bytes is None:
@@ -90,9 +90,9 @@ def match_gpu(catalogue: GpuCatalogue, name: str, memory_bytes: float | None = N
 def find_gpu(
     catalogue: GpuCatalogue, name: str, memory_bytes: float | None = None, origin: str | None = None
 ) -> Gpu:
-    """`match_gpu`, or an InvalidInputError that says what is known and how to add a GPU.
+    """Find a GPU. Raises InvalidInputError with the known GPUs and how to add one.
 
-    `origin`: where the name was written, as `Loaded.origin` has it (`FILE:LINE` or `--set`).
+    `origin`: position of the name, as in `Loaded.origin` (`FILE:LINE` or `--set`).
     """
     found = match_gpu(catalogue, name, memory_bytes)
     if found is not None:
@@ -103,11 +103,11 @@ def find_gpu(
 def cluster_gpu(
     catalogue: GpuCatalogue, profile: ClusterProfile, origin: Mapping[str, str] | None = None
 ) -> Gpu:
-    """The GPU of a cluster, links included; what the profile says goes before the catalogue.
+    """Combine profile and catalogue into the GPU of a cluster; the profile has priority.
 
     Found by `gpu.model`, else by `gpu.type` and `gpu.memory`. A profile with `gpu.peak` and
     `gpu.memory_bandwidth` needs no catalogue. `origin` is that of the loaded profile, for the
-    position in the error. Raises InvalidInputError for a GPU that nobody describes.
+    position in the error. Raises InvalidInputError for a GPU that neither describes.
     """
     given, origin = profile.gpu, origin or {}
     if given.model is not None:
@@ -117,6 +117,10 @@ def cluster_gpu(
     if found is None and (not given.peak or given.memory_bandwidth is None):
         problem = _unknown(catalogue, given.type, given.memory, origin.get("gpu.type"))
         raise InvalidInputError([problem])
+    memory_bandwidth = given.memory_bandwidth
+    if memory_bandwidth is None:
+        assert found is not None
+        memory_bandwidth = found.memory_bandwidth
     return Gpu(
         name=found.name if found else given.type,
         generation=found.generation if found else "other",
@@ -125,7 +129,7 @@ def cluster_gpu(
             **(found.peak if found else {}),
             **{precision: rate for precision, rate in given.peak.items()},
         },
-        memory_bandwidth=_first(given.memory_bandwidth, found),
+        memory_bandwidth=memory_bandwidth,
         nvlink_bandwidth=profile.nvlink.bandwidth,
         nvlink_domain=profile.nvlink.domain,
         network_bandwidth=Bandwidth(
@@ -136,22 +140,17 @@ def cluster_gpu(
     )
 
 
-def _first(own: Bandwidth | None, found: Gpu | None) -> Bandwidth:
-    if own is not None:
-        return own
-    assert found is not None, "a profile without memory_bandwidth needs the catalogue"
-    return found.memory_bandwidth
-
-
 def _named(catalogue: GpuCatalogue, name: str) -> list[Gpu]:
     words = _words(name)
-    return [g for g in catalogue.gpus if words in [_words(one) for one in (g.name, *g.aliases)]]
+    return [g for g in catalogue.gpus if words in map(_words, (g.name, *g.aliases))]
 
 
 def _words(name: str) -> frozenset[str]:
-    """The words that tell GPUs apart: `NVIDIA A100-SXM4-80GB` is `A100-80GB SXM`."""
+    """Split a name into its distinctive words: `NVIDIA A100-SXM4-80GB` is `A100-80GB SXM`."""
     words = re.findall(r"[a-z0-9]+", name.lower())
-    return frozenset(re.sub(r"^sxm\d$", "sxm", word) for word in words if word not in _UNSPOKEN)
+    return frozenset(
+        re.sub(r"^sxm\d$", "sxm", word) for word in words if word not in _IGNORED_WORDS
+    )
 
 
 def _distance(gpu: Gpu, memory_bytes: float) -> float:

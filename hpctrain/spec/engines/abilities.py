@@ -1,7 +1,7 @@
-"""What is known about an engine before anything of it is imported: one record per engine.
+"""Describe an engine without importing any of its code: one record per engine.
 
-Belongs here: the record, and the types of what engines put into it. Does not belong here: any
-engine (each has a module beside this one), the table of engines (see `registry`), code that trains.
+Belongs here: the record, and the types of its fields. Does not belong here: any engine (each has a
+module beside this one), the table of engines (see `registry`), code that trains.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Word:
     overrides: tuple[str, ...]
 
     def match(self, word: str) -> tuple[str, ...] | None:
-        """The overrides of `word`; None when it is another one."""
+        """Return the overrides of `word`; None if it does not match."""
         pattern = re.escape(self.text).replace(r"\#", "([1-9][0-9]*)")
         found = re.fullmatch(pattern, word)
         if found is None:
@@ -47,7 +47,7 @@ class Word:
 
 
 def zero_word(stage: int) -> Word:
-    """`zero2`, for an engine that reads `optimizer.zero`."""
+    """Make the word `zero2`, for an engine that reads `optimizer.zero`."""
     fields = (f"optimizer.zero={stage}", f"optimizer.distributed={str(stage > 0).lower()}")
     return Word(f"zero{stage}", fields)
 
@@ -80,17 +80,9 @@ class Choices:
     sequence_parallel: bool = False
 
 
-def _nothing_wrong(engine: EngineSpec) -> Iterator[Contradiction]:
-    return iter(())
-
-
-def _no_contradictions(engine: EngineSpec, choices: Choices) -> Iterator[Contradiction]:
-    return iter(())
-
-
 @dataclass(frozen=True, kw_only=True)
 class EngineAbilities:
-    """What one engine is called, can do and reads, and the modules in which its code is.
+    """Name, abilities and settings of one engine, and the modules that contain its code.
 
     Modules are named, not imported, because most commands need no code of an engine. They are
     imported by these names only, never by what a document contains.
@@ -107,7 +99,7 @@ class EngineAbilities:
     fill: str
     # has `join` and `build` (`hpctrain.train.engine.Room`); None: `program` trains
     assembly: str | None = None
-    # has `run(job, keeper, digests)`, which runs somebody's own training program
+    # has `run(job, keeper, digests)`, which runs an external training program
     program: str | None = None
     # has `engine_problems(config, run)`, which a rank calls before torch is imported
     preflight: str | None = None
@@ -115,23 +107,28 @@ class EngineAbilities:
     rules: str | None = None
     # program that builds the stages of a plan without GPUs, for `plan --verify`
     verifier: str | None = None
+    # `module:name` of the function (train.json, checkpoint, directory) -> `ConversionReport`, which
+    # writes a checkpoint as a Hugging Face directory; None: it cannot be converted
+    export: str | None = None
 
     # -- settings that it alone reads ----------------------------------------------------------
-    # field of `engine` -> the YAML value that takes it back to its default
+    # field of `engine` -> the YAML value that resets it to its default
     settings: Mapping[str, str] = field(default_factory=dict)
     # contradictions within `engine`, and with other sections of the spec
-    wrong_settings: Callable[[EngineSpec], Iterator[Contradiction]] = _nothing_wrong
-    contradictions: Callable[[EngineSpec, Choices], Iterator[Contradiction]] = _no_contradictions
+    wrong_settings: Callable[[EngineSpec], Iterator[Contradiction]] = lambda engine: iter(())
+    contradictions: Callable[[EngineSpec, Choices], Iterator[Contradiction]] = (
+        lambda engine, choices: iter(())
+    )
 
     # -- models and data -----------------------------------------------------------------------
-    # the library whose classes are trained: it decides about first weights and what is kept
+    # library of the trained classes: decides the initial weights and the kept activations
     model_classes: str = TRANSFORMERS
     families: tuple[Family, ...] = FAMILIES
     # samples that are packed sequences of tokens
     reads_packed: bool = False
     # kind of directory that `model.pretrained` names (`hpctrain.checkpoints.staged`)
     weights: Literal["hugging_face", "megatron_core"] = "hugging_face"
-    # rows of the word table are a multiple of 128 x tp
+    # rows of the embedding are padded to a multiple of 128 x tp
     pads_vocab: bool = False
 
     # -- splitting over ranks --------------------------------------------------------------------
@@ -139,12 +136,12 @@ class EngineAbilities:
     # of `axes`, those that can be planned but that hpctrain does not train
     planned_axes: tuple[Axis, ...] = ()
     sequence_parallel: bool = True
-    # ranks of tp share a key/value head where there are fewer heads than ranks
+    # tp ranks share a key/value head if there are fewer heads than ranks
     copies_kv_heads: bool = True
-    # what one pipeline stage sends to the next is split over tp without sequence parallelism, too
+    # messages between pipeline stages are split over tp even without sequence parallelism
     splits_stage_messages: bool = False
     zero_stages: tuple[int, ...] = (0,)
-    # sharding over a part of the ranks, with copies beyond (`optimizer.shard_gpus`)
+    # sharding over a subset of the ranks, with replicas (HSDP, `optimizer.shard_gpus`)
     shards_over_part: bool = False
     # ZeRO stage 3 together with tensor parallelism
     stage3_with_tensors: bool = True
@@ -154,25 +151,25 @@ class EngineAbilities:
     # of `offloads`, those that can be planned but that hpctrain does not train
     planned_offloads: tuple[Home, ...] = ()
     recomputes: tuple[Recompute, ...] = ("none", "full")
-    # which generation of software in `calibration.yaml` it is like
+    # the generation of software in `calibration.yaml` whose constants apply
     calibration: str
-    # one of which only the share of hidden data-parallel traffic is taken
+    # one from which only the hidden share of data-parallel traffic is taken
     overlap_calibration: str | None = None
-    # gradients are summed after all passes of a pipeline, not while they run
+    # gradients are summed after all passes of a pipeline, without overlap
     sums_behind_pipeline: bool = False
     # reads `optimizer.overlap_grad_reduce`
     chooses_overlap: bool = False
-    # weights stay in fp32, and each operation chooses its precision (torch.autocast)
+    # weights stay in fp32, and each operation selects its precision (torch.autocast)
     autocast: bool = False
-    # an fp32 main copy only of weights that are trained, not of frozen ones
+    # an fp32 main copy of trainable weights only
     main_copy_of_trained_only: bool = False
 
     # -- checkpoints and control -----------------------------------------------------------------
-    # weights are in checkpoints once, in fp32, whatever the precision
+    # checkpoints contain weights once, in fp32, at any precision
     one_copy_checkpoints: bool = False
     # a checkpoint can be loaded at another ZeRO stage
     resumes_other_stage: bool = True
-    # saves when a number of steps is reached, and not when it is asked to
+    # saves at fixed steps only, never on request
     saves_by_steps_only: bool = False
     # variables that must be set before torch is imported
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -185,17 +182,18 @@ class EngineAbilities:
     # -- comparing and advising ------------------------------------------------------------------
     # words of `--engines` after its name, in the order in which messages list them
     words: tuple[Word, ...] = WORDS_OF_EVERY_ENGINE
-    # overrides that take its own sharding and offload back to their plain form
+    # overrides that reset its own sharding and offload to their plain form
     plain: tuple[str, ...] = ()
-    # dotted field that names a directory on each node's NVMe
+    # dotted field with a directory on each node's NVMe, and one with the home of weights
     nvme_directory: str | None = None
+    weight_home: str | None = None
     # dotted field with the size of a bucket of gradients, and the ZeRO stages that have buckets
     bucket: str | None = None
     bucket_stages: tuple[int, ...] = ()
-    # dotted field that lets DDP sum fewer bytes, and one with the precision of sums
+    # dotted field of a hook that compresses gradients, and one with the precision of sums
     gradient_hook: str | None = None
     sum_precision: str | None = None
-    # the engine to change to where this one shards nothing
+    # the engine to recommend if this one cannot shard
     sharding_alternative: str | None = None
 
     @property
@@ -208,5 +206,5 @@ class EngineAbilities:
 
     @property
     def shards(self) -> bool:
-        """Whether ranks can share out the state of the optimizer."""
+        """Whether the optimizer state can be sharded over ranks."""
         return self.zero_stages != (0,)

@@ -1,4 +1,4 @@
-"""What only DistributedDataParallel reads of a spec, and what it can do.
+"""DistributedDataParallel's section of the spec, its contradictions, and its abilities.
 
 Belongs here: the fields of `engine.ddp`, their contradictions, its abilities. Does not belong here:
 its document (see `hpctrain.engines.native`).
@@ -43,10 +43,6 @@ def wrong_settings(engine: EngineSpec) -> Iterator[Contradiction]:
         yield Contradiction(path, message, "remove it, or set `engine.ddp.hook: powersgd`")
 
 
-def _hook_word(word: str, hook: str) -> Word:
-    return Word(word, (f"engine.ddp.hook={hook}",))
-
-
 ABILITIES = EngineAbilities(
     name="ddp",
     title="DDP",
@@ -54,6 +50,7 @@ ABILITIES = EngineAbilities(
     fill="hpctrain.engines.native:native_config",
     assembly="hpctrain.train.engines.native.assembly",
     rules="hpctrain.plan.abilities.trainable_modules",
+    export="hpctrain.convert.run_checkpoint:export_distributed",
     settings={"ddp": "{}"},
     wrong_settings=wrong_settings,
     reads_packed=True,
@@ -62,10 +59,10 @@ ABILITIES = EngineAbilities(
     one_copy_checkpoints=True,
     words=(
         *WORDS_OF_EVERY_ENGINE[:2],
-        _hook_word("powersgd", "powersgd"),
-        _hook_word("hierarchical", "hierarchical"),
-        _hook_word("bf16-sums", "bf16"),
-        _hook_word("fp16-sums", "fp16"),
+        Word("powersgd", ("engine.ddp.hook=powersgd",)),
+        Word("hierarchical", ("engine.ddp.hook=hierarchical",)),
+        Word("bf16-sums", ("engine.ddp.hook=bf16",)),
+        Word("fp16-sums", ("engine.ddp.hook=fp16",)),
         *WORDS_OF_EVERY_ENGINE[2:],
     ),
     bucket="engine.ddp.bucket",

@@ -1,6 +1,6 @@
-"""What only DeepSpeed reads of a spec, what of a spec contradicts it, and what it can do.
+"""DeepSpeed's section of the spec, its contradictions, and its abilities.
 
-DeepSpeed accepts some contradictions silently, so they are found here, where each has a place in
+DeepSpeed accepts some contradictions silently, so they are found here, where each has a position in
 the file. Belongs here: the fields of `engine.deepspeed`, these rules, each with its source, and its
 abilities. Does not belong here: DeepSpeed's own configuration (see `hpctrain.engines.deepspeed`).
 """
@@ -61,7 +61,7 @@ class DeepSpeedSpec(Document):
 
 
 def contradictions(engine: EngineSpec, choices: Choices) -> Iterator[Contradiction]:
-    """Find what DeepSpeed cannot do together, or would silently leave out."""
+    """Find settings that DeepSpeed cannot combine, or would silently ignore."""
     own, offload = engine.deepspeed, choices.offload
     parameters = own.offload_parameters
     stage = choices.zero if choices.zero is not None or choices.distributed else 0
@@ -107,6 +107,7 @@ ABILITIES = EngineAbilities(
     assembly="hpctrain.train.engines.deepspeed.assembly",
     preflight="hpctrain.train.engines.deepspeed.preflight",
     rules="hpctrain.plan.abilities.trainable_deepspeed",
+    export="hpctrain.convert.run_checkpoint:export_deepspeed",
     settings={"deepspeed": "{}"},
     contradictions=contradictions,
     reads_packed=True,
@@ -137,6 +138,7 @@ ABILITIES = EngineAbilities(
     ),
     plain=("engine.deepspeed.offload_parameters=none",),
     nvme_directory="engine.deepspeed.nvme_path",
+    weight_home="engine.deepspeed.offload_parameters",
     bucket="engine.deepspeed.reduce_bucket",
     bucket_stages=(1, 2),
     sum_precision="engine.deepspeed.reduce_precision",

@@ -1,4 +1,4 @@
-"""What FSDP can do: `fully_shard` of torch.distributed.
+"""The abilities of FSDP: `fully_shard` of torch.distributed.
 
 Belongs here: its abilities. Does not belong here: its document (see `hpctrain.engines.native`).
 """
@@ -20,6 +20,7 @@ ABILITIES = EngineAbilities(
     fill="hpctrain.engines.native:native_config",
     assembly="hpctrain.train.engines.native.assembly",
     rules="hpctrain.plan.abilities.trainable_modules",
+    export="hpctrain.convert.run_checkpoint:export_distributed",
     reads_packed=True,
     axes=("tp", "cp"),  # 2-D meshes of torch.distributed: FSDP2 with DTensor, context parallel
     planned_axes=("tp", "cp"),

@@ -1,4 +1,4 @@
-"""What hpctrain's own trainer on megatron-core can do.
+"""The abilities of hpctrain's own trainer on megatron-core.
 
 Belongs here: its abilities. Does not belong here: its document (see `hpctrain.engines.megatron`).
 """
@@ -34,6 +34,7 @@ ABILITIES = EngineAbilities(
     preflight="hpctrain.train.engines.megatron.preflight",
     rules="hpctrain.plan.abilities.trainable_megatron",
     verifier="hpctrain.train.engines.megatron.verify",
+    export="hpctrain.convert.run_checkpoint:export_megatron",
     model_classes=MEGATRON_CORE,
     families=("gpt", "llama", "bert"),
     weights="megatron_core",

@@ -1,9 +1,9 @@
-"""What only an external Megatron-LM reads of a spec, and what it can do.
+"""The section of an external Megatron-LM in the spec, its contradictions, and its abilities.
 
-Belongs here: which arguments of `pretrain_gpt.py` a spec may not give, because a field of the spec
-or hpctrain itself decides them; its abilities. Does not belong here: rendering arguments (see
-`hpctrain.engines.megatron_lm`), and whether a checkout knows an argument, which only its own
-parser can tell (it does so when the job starts).
+Belongs here: arguments of `pretrain_gpt.py` that a spec may not set, because a field of the spec or
+hpctrain itself sets them; its abilities. Does not belong here: rendering arguments (see
+`hpctrain.engines.megatron_lm`), checking that a checkout has an argument (its own parser does that
+when the job starts).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MEGATRON_LM_ENTRY = "pretrain_gpt.py"
 ArgumentName = Annotated[str, Field(pattern=r"^[a-z][A-Za-z0-9_-]*$")]
 ArgumentValue = bool | int | float | str | tuple[int | float | str, ...]
 
-# Field of the spec that decides -> arguments, without the dashes. Names of several versions.
+# Field of the spec -> the arguments that it sets, without dashes, with names of several versions.
 _BY_FIELD: dict[str, str] = {
     "model.layers": "num-layers encoder-num-layers decoder-num-layers hybrid-layer-pattern "
     "hybrid-override-pattern heterogeneous-layers-config-path",
@@ -109,7 +109,7 @@ _BY_FIELD: dict[str, str] = {
     "logging.every_steps": "log-interval",
     "seed": "seed",
 }
-# What would take a launch out of hpctrain's hands.
+# Arguments that would bypass hpctrain's control of a launch.
 _OWN = (
     "save load ckpt-format ckpt-step use-dist-ckpt dist-ckpt-format exit-on-missing-checkpoint "
     "no-save-optim no-save-rng no-load-optim no-load-rng override-ckpt-iteration "
@@ -126,7 +126,7 @@ KEPT_BACK = frozenset(_OWN.split())
 
 
 def refusal(name: str) -> tuple[str, str] | None:
-    """Why a spec may not give the argument `name`, and what to do; None where it may."""
+    """Explain why a spec may not set the argument `name`, and what to do; None if it may."""
     plain = name.replace("_", "-")
     field = FIELD_OF.get(plain) or FIELD_OF.get(plain.removeprefix("no-"))
     if field is not None:
@@ -137,7 +137,7 @@ def refusal(name: str) -> tuple[str, str] | None:
 
 
 def misuse(value: ArgumentValue) -> tuple[str, str] | None:
-    """What is wrong with the value of an argument, and what to do; None if nothing is."""
+    """Explain what is wrong with the value of an argument, and what to do; None if valid."""
     if value is False:
         return "a switch is on, or it is not given", "remove it, or write `no-...: true`"
     words = value if isinstance(value, tuple) else (value,)
@@ -149,7 +149,7 @@ def misuse(value: ArgumentValue) -> tuple[str, str] | None:
 
 
 def first_wrong(arguments: Mapping[str, ArgumentValue]) -> tuple[str, str, str] | None:
-    """The first argument that cannot be given: its name, what is wrong, what to do."""
+    """Find the first invalid argument: its name, what is wrong, what to do."""
     for name, value in arguments.items():
         wrong = refusal(name) or misuse(value)
         if wrong is not None:
@@ -158,7 +158,7 @@ def first_wrong(arguments: Mapping[str, ArgumentValue]) -> tuple[str, str, str] 
 
 
 def wrong_settings(engine: EngineSpec) -> Iterator[Contradiction]:
-    """Find a missing checkout, and the first argument that a spec may not give."""
+    """Find a missing checkout, and the first argument that a spec may not set."""
     if engine.checkout is None:
         message = "engine megatron-lm needs `checkout`, the directory of the Megatron-LM"
         hint = "add `checkout: /path/to/Megatron-LM`"
@@ -170,7 +170,7 @@ def wrong_settings(engine: EngineSpec) -> Iterator[Contradiction]:
 
 
 def profiler_arguments(steps: tuple[int, ...]) -> str:
-    """Write the arguments with which Megatron-LM traces these steps itself."""
+    """Write the arguments that make Megatron-LM trace these steps itself."""
     return (
         f"Megatron-LM's own `engine.arguments`: {{profile: true, "
         f"profile-step-start: {steps[0]}, profile-step-end: {steps[-1] + 1}, "
@@ -187,6 +187,7 @@ ABILITIES = EngineAbilities(
     preflight="hpctrain.train.engines.megatron.preflight",
     rules="hpctrain.plan.abilities.trainable_megatron_lm",
     verifier="hpctrain.train.engines.megatron.verify",
+    export="hpctrain.convert.run_checkpoint:export_megatron",
     settings={"checkout": "", "entry": MEGATRON_LM_ENTRY, "arguments": "{}"},
     wrong_settings=wrong_settings,
     model_classes=MEGATRON_CORE,

@@ -1,9 +1,9 @@
-"""The table of engines: the only place where hpctrain lists which engines there are.
+"""The table of engines: the only list of engines in hpctrain.
 
-An engine of another distribution joins by an entry point of the group `hpctrain.engines`, whose
-name is the engine's and whose object is its `EngineAbilities`. Only these and the built-in ones are
-ever imported: no document can name a module.
-Belongs here: the table, looking a name up, the type of a name. Does not belong here: any engine.
+Another distribution adds an engine with an entry point of the group `hpctrain.engines`: its name is
+the engine's, its object an `EngineAbilities`. Only these and the built-in ones are ever imported:
+no document can name a module. Belongs here: the table, its look-up, the type of a name. Does not
+belong here: any engine.
 """
 
 from __future__ import annotations
@@ -29,22 +29,33 @@ DEFAULT_ENGINE = megatron.ABILITIES.name
 
 
 class UnknownEngineError(HpctrainError):
-    """A name that neither the table nor an installed distribution has."""
+    """A name that is neither in the table nor an installed entry point."""
 
 
 def abilities_of(name: str) -> EngineAbilities:
-    """Look up an engine, also an installed one. Raises UnknownEngineError."""
+    """Look up an engine, also an installed one.
+
+    Raises UnknownEngineError, or HpctrainError if an installed engine is unusable.
+    """
     if name not in ENGINES:
-        found = next((one for one in _installed() if one.name == name), None)
-        if found is None:
+        entry_point = next((point for point in _installed() if point.name == name), None)
+        if entry_point is None:
             raise UnknownEngineError(f"no engine `{name}`: known are {', '.join(engine_names())}")
-        _add(_loaded(found))
+        try:
+            found = entry_point.load()
+        except Exception as error:
+            message = f"the installed engine `{name}` cannot be imported: {error}"
+            raise HpctrainError(message, hint="uninstall or repair its distribution") from error
+        if not isinstance(found, EngineAbilities) or found.name != name:
+            message = f"entry point `{name}` is not the abilities of an engine of that name"
+            raise HpctrainError(message, hint=f"see {EngineAbilities.__module__}")
+        _add(found)
     return ENGINES[name]
 
 
 def engine_names() -> tuple[str, ...]:
     """List all engines, built-in ones first."""
-    return tuple(dict.fromkeys((*ENGINES, *(one.name for one in _installed()))))
+    return tuple(dict.fromkeys((*ENGINES, *(point.name for point in _installed()))))
 
 
 @contextmanager
@@ -71,23 +82,10 @@ def _add(abilities: EngineAbilities) -> None:
 
 
 def _installed() -> tuple[EntryPoint, ...]:
-    """Entry points of installed distributions; their modules are not imported."""
+    """List entry points of installed distributions without importing their modules."""
     from importlib.metadata import entry_points
 
     return tuple(entry_points(group=ENTRY_POINTS))
-
-
-def _loaded(entry_point: EntryPoint) -> EngineAbilities:
-    """Import the abilities of an installed engine. Raises HpctrainError if they are unusable."""
-    try:
-        found = entry_point.load()
-    except Exception as error:
-        message = f"the installed engine `{entry_point.name}` cannot be imported: {error}"
-        raise HpctrainError(message, hint="uninstall or repair its distribution") from error
-    if not isinstance(found, EngineAbilities) or found.name != entry_point.name:
-        message = f"entry point `{entry_point.name}` is not the abilities of an engine of that name"
-        raise HpctrainError(message, hint=f"see {EngineAbilities.__module__}")
-    return found
 
 
 if TYPE_CHECKING:
@@ -95,7 +93,7 @@ if TYPE_CHECKING:
 else:
 
     class EngineName:
-        """The type of an engine's name in documents: a text of the table, checked when read."""
+        """The type of an engine's name in documents, checked against the table when read."""
 
         @classmethod
         def known_words(cls) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from judged_runs import GIB, has_saved, has_trained, has_window, submitted
 from hpctrain.actions.diagnose import diagnose, gather, is_worth_it
 from hpctrain.actions.handle import open_run
 from hpctrain.actions.runs import RunFiles
-from hpctrain.diagnose.findings import Finding, Price
+from hpctrain.diagnose.findings import Price, TopicFinding
 from hpctrain.errors import UsageError
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.store.run_records import read_metrics
@@ -26,7 +26,7 @@ def run(tmp_path: Path) -> RunFiles:
     return made
 
 
-def _of(run: RunFiles, topic: str, *, price: bool = True) -> Finding:
+def _of(run: RunFiles, topic: str, *, price: bool = True) -> TopicFinding:
     return next(one for one in diagnose(run, price=price).findings if one.topic == topic)
 
 

@@ -10,7 +10,7 @@ from stand_ins import python_program
 from hpctrain.actions.verify import verify_plan
 from hpctrain.engines.documents import parse_train_config
 from hpctrain.engines.megatron import MegatronConfig
-from hpctrain.engines.verification import Built, BuiltStage
+from hpctrain.engines.verification import BuiltModel, BuiltStage
 from hpctrain.errors import HpctrainError, InvalidInputError, UsageError
 from hpctrain.plan.documents import Plan
 from hpctrain.plan.planner import make_plan
@@ -45,7 +45,9 @@ def test_the_process_is_given_the_training_configuration(
         BuiltStage(index=s.index, rank=0, parameters=s.parameters_per_gpu, kept_bytes=None)
         for s in plan.stages
     )
-    answer = Built(megatron_core_version="1", torch_version="2", stages=stages).model_dump_json()
+    answer = BuiltModel(
+        megatron_core_version="1", torch_version="2", stages=stages
+    ).model_dump_json()
     told = tmp_path / "told.json"
     python = interpreter(
         tmp_path,

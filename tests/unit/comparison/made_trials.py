@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hpctrain.comparison.documents import Agreement, Measured, Spread, Stability, Trial, TrialRecord
+from hpctrain.comparison.documents import (
+    LossAgreement,
+    Measured,
+    Stability,
+    StepSpread,
+    TrialRecord,
+    TrialResult,
+)
 
 GIB = 2**30
 MEMORY_BYTES = 80 * GIB
@@ -35,10 +42,10 @@ def trial(
     drifts: bool = False,
     state: str = "DONE",
     eval_loss: float | None = None,
-) -> Trial:
+) -> TrialResult:
     """A trial that has made 18 steps of that many seconds, give or take `jitter` of them."""
     around = step_seconds * jitter
-    spread = Spread(
+    spread = StepSpread(
         median=step_seconds,
         p10=step_seconds - around,
         p90=step_seconds + around,
@@ -54,8 +61,8 @@ def trial(
         eval_loss=eval_loss,
         eval_accuracy=None,
     )
-    apart = Agreement(reference="first", steps=20, largest=0.02, bound=0.004, verdict="drifts")
-    return Trial(
+    apart = LossAgreement(reference="first", steps=20, largest=0.02, bound=0.004, verdict="drifts")
+    return TrialResult(
         record=record(name, gpus=gpus),
         state=state,
         over=True,

@@ -6,10 +6,10 @@ import pytest
 from made_trials import MEMORY_BYTES, trial
 
 from hpctrain.comparison.agreement import agreement, bound_of
-from hpctrain.comparison.documents import TimeShares, Trial
+from hpctrain.comparison.documents import StepShares, TrialResult
 from hpctrain.comparison.measure import (
-    Ranks,
-    Step,
+    RankMeans,
+    TrialStep,
     counted_steps,
     measure,
     spread_of,
@@ -59,9 +59,9 @@ def test_the_coarser_precision_counts() -> None:
 # -- figures ---------------------------------------------------------------------------------
 
 
-def steps(*seconds: float, launch: int = 1, first: int = 1) -> list[Step]:
+def steps(*seconds: float, launch: int = 1, first: int = 1) -> list[TrialStep]:
     return [
-        Step(first + number, launch, value, 5.0, 100 + number)
+        TrialStep(first + number, launch, value, 5.0, 100 + number)
         for number, value in enumerate(seconds)
     ]
 
@@ -89,7 +89,7 @@ def test_quantiles_are_steps_that_were_seen() -> None:
 
 
 def test_ranks_say_where_the_step_goes() -> None:
-    ranks = Ranks((0.4, 0.6), (0.2, 0.2), (0.1, 0.3), (0.05, 0.05), (1.0, 1.0), (500, 900))
+    ranks = RankMeans((0.4, 0.6), (0.2, 0.2), (0.1, 0.3), (0.05, 0.05), (1.0, 1.0), (500, 900))
     told = measure(steps(9.0, 1.0), 1, 8, ranks)
     assert told is not None and told.shares is not None
     shares = told.shares
@@ -97,7 +97,7 @@ def test_ranks_say_where_the_step_goes() -> None:
     assert shares.update == pytest.approx(0.05) and shares.other == pytest.approx(0.05)
     assert shares.imbalance == pytest.approx(0.1), "the slowest rank against the mean one"
     assert told.peak_bytes == 900 and told.peak_of_all_ranks
-    old = measure(steps(9.0, 1.0), 1, 8, Ranks((0.4, 0.6)))
+    old = measure(steps(9.0, 1.0), 1, 8, RankMeans((0.4, 0.6)))
     assert old is not None and old.shares is not None
     assert old.shares.data is None and old.shares.other == pytest.approx(0.5)
 
@@ -127,7 +127,9 @@ ROOMY, FAST = trial("roomy", 1.5, 20), trial("fast", 1.0, 40)
         ([trial("dead", state="FAILED")], None, ["no variant has worked"]),
     ],
 )
-def test_what_to_take_and_why(trials: list[Trial], choice: str | None, words: list[str]) -> None:
+def test_what_to_take_and_why(
+    trials: list[TrialResult], choice: str | None, words: list[str]
+) -> None:
     told = recommend(trials, MEMORY_BYTES, measured=True)
     text = " ".join(told.sentences)
     assert told.choice == choice, text
@@ -192,7 +194,7 @@ def test_accuracy_is_against_the_smallest_size() -> None:
     assert said[-1] == "Accuracies are within 2 points of 1 GPU."
 
 
-def with_accuracy(made: Trial, accuracy: float) -> Trial:
+def with_accuracy(made: TrialResult, accuracy: float) -> TrialResult:
     assert made.measured is not None
     told = made.measured.model_copy(update={"eval_accuracy": accuracy})
     return made.model_copy(update={"measured": told})
@@ -213,10 +215,10 @@ def test_what_is_lost_against_linear() -> None:
     assert lost_time(trial("gpus4", gpus=4), one) is None
 
 
-def with_shares(made: Trial, *, data: float, imbalance: float) -> Trial:
+def with_shares(made: TrialResult, *, data: float, imbalance: float) -> TrialResult:
     assert made.measured is not None
     step = made.measured.step_seconds.mean
-    shares = TimeShares(data=data, compute=step - data, update=0.0, other=0.0, imbalance=imbalance)
+    shares = StepShares(data=data, compute=step - data, update=0.0, other=0.0, imbalance=imbalance)
     return made.model_copy(update={"measured": made.measured.model_copy(update={"shares": shares})})
 
 

@@ -12,8 +12,9 @@ import pytest
 from hpctrain.actions.plan import load
 from hpctrain.diagnose.buckets import buckets
 from hpctrain.diagnose.course import saves, unsteady, warm_up
-from hpctrain.diagnose.facts import Facts, Planned, RankFacts, SaveFacts, StepFacts, stage_of
-from hpctrain.diagnose.findings import Finding
+from hpctrain.diagnose.facts import DiagnosisInput as Facts
+from hpctrain.diagnose.facts import Planned, RankFacts, SaveFacts, StepFacts, stage_of
+from hpctrain.diagnose.findings import TopicFinding
 from hpctrain.diagnose.judge import judge, shares
 from hpctrain.diagnose.memory import memory
 from hpctrain.diagnose.messages import communication
@@ -81,7 +82,7 @@ TP2 = ("parallel.tp=2", "parallel.pp=1")
 PP = dict(example="gpt175b")
 
 # (question, facts, answer, what its words or its evidence or its changes say)
-Row = tuple[Callable[[Facts], Finding], Callable[[], Facts], str, tuple[str, ...]]
+Row = tuple[Callable[[Facts], TopicFinding], Callable[[], Facts], str, tuple[str, ...]]
 TABLE: dict[str, Row] = {
     "data everywhere": (
         data_loading, lambda: facts(data=0.3), "yes", ("every rank waits: 25% of a step",)),
@@ -217,7 +218,7 @@ TABLE: dict[str, Row] = {
 }  # fmt: skip
 
 
-def said(finding: Finding) -> str:
+def said(finding: TopicFinding) -> str:
     """Everything in it, in one text."""
     evidence = [f"{one.words} [{one.source}]" for one in finding.evidence]
     remedies = [f"{one.words} {' '.join(one.changes)}" for one in finding.remedies]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.engines.verification import Built, BuiltStage, Verification, compare
+from hpctrain.engines.verification import BuiltModel, BuiltStage, Verification, compare
 from hpctrain.plan.documents import (
     BatchSplit,
     Layout,
@@ -39,11 +39,13 @@ PLAN = Plan(
 )
 
 
-def found(parameters: tuple[int, int], kept: tuple[int | None, int | None] = (None, None)) -> Built:
+def found(
+    parameters: tuple[int, int], kept: tuple[int | None, int | None] = (None, None)
+) -> BuiltModel:
     stages = tuple(
         BuiltStage(index=n, rank=n, parameters=parameters[n], kept_bytes=kept[n]) for n in (0, 1)
     )
-    return Built(megatron_core_version="0", torch_version="0", stages=stages, remarks=("so",))
+    return BuiltModel(megatron_core_version="0", torch_version="0", stages=stages, remarks=("so",))
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from ruamel.yaml.error import MarkedYAMLError
 from wrong_specs import VALID, problems_of, shown
 
 from hpctrain.spec.loader import MAX_FILE_BYTES, load_profile, load_run_spec
@@ -135,6 +137,10 @@ WRONG_SYNTAX = [
      "one above; quote text that contains `: `"),
     ("a:\n  - b\n c: d\n", "3:2: this line does not line up with the lines above | keys of one "
      "section start in the same column; list items start with `- `"),
+    ("a:\n  {b: 1}: 3\n d: 1\n", "3:2: this line does not line up with the lines above | keys of "
+     "one section start in the same column; list items start with `- `"),
+    ("a: 1\nb:1 - &c d\n", "2:1: a key without `:` | write `key: value`"),
+    ('a: "\\q"\n', "1:6: unknown escape after `\\` | use single quotes for a plain `\\`"),
     ("a: 1\n---\nb: 2\n", "2:1: a second YAML document begins here | keep one document per file"),
     ("a: \x00\n", "1:4: character U+0000 is not allowed in YAML | remove it"),
     (b"name: caf\xe9\n", "1:10: byte 0xE9 is not UTF-8 | save the file as UTF-8"),
@@ -144,6 +150,20 @@ WRONG_SYNTAX = [
 
 @pytest.mark.parametrize(("text", "expected"), WRONG_SYNTAX)
 def test_wrong_syntax(tmp_path: Path, text: str | bytes, expected: str) -> None:
+    assert shown(tmp_path, problems_of(tmp_path, text)) == [expected]
+
+
+@pytest.mark.parametrize(("text", "expected"), WRONG_SYNTAX)
+def test_messages_do_not_depend_on_the_wording_of_the_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | bytes, expected: str
+) -> None:
+    init = MarkedYAMLError.__init__
+
+    def reworded(self: MarkedYAMLError, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self.problem = self.context = "other words"
+
+    monkeypatch.setattr(MarkedYAMLError, "__init__", reworded)
     assert shown(tmp_path, problems_of(tmp_path, text)) == [expected]
 
 

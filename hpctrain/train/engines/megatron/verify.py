@@ -1,11 +1,12 @@
 """`python -m hpctrain.train.engines.megatron.verify TRAIN_JSON`: build a rank of each stage, on no
 GPU.
 
-Prints what megatron-core built (`hpctrain.engines.verification.Built`) as one JSON document. The
-ranks are in a fake process group of the planned size, and their tensors on the meta device have
-shapes and no memory. The modules are those that training uses (`model`). Belongs here: the order
-of steps and the command line. Does not belong here: what a model is made of (see `model`), how
-kept bytes are counted (see `kept_activations`), comparing (see `hpctrain.engines`).
+Prints the model that megatron-core built as one JSON document
+(`hpctrain.engines.verification.BuiltModel`). The ranks are in a fake process group of the planned
+size, and their tensors on the meta device have shapes and no memory. The modules are those that
+training uses (`model`). Belongs here: the order of steps and the command line. Does not belong
+here: what a model is made of (see `model`), how kept bytes are counted (see `kept_activations`),
+comparing (see `hpctrain.engines`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from megatron.core.transformer import multi_latent_attention
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hpctrain.engines.megatron import MegatronConfig
-from hpctrain.engines.verification import Built, BuiltStage
+from hpctrain.engines.verification import BuiltModel, BuiltStage
 from hpctrain.errors import InvalidInputError
 from hpctrain.plan.documents import DEFAULT_ORDER
 from hpctrain.train.engines.megatron import fixes
@@ -40,7 +41,7 @@ from hpctrain.train.engines.megatron.preflight import LATENT_NEEDS_ENGINE
 from hpctrain.train.job import read_config
 
 
-def build(config: MegatronConfig) -> Built:
+def build(config: MegatronConfig) -> BuiltModel:
     """Build one rank of each stage: tensor, context and data parallel rank 0.
 
     Raises InvalidInputError for a model that the planned implementation cannot build.
@@ -80,7 +81,7 @@ def build(config: MegatronConfig) -> Built:
                     )
                 )
             del settings, chunks
-    return Built(
+    return BuiltModel(
         megatron_core_version=version("megatron-core"),
         torch_version=torch.__version__,
         stages=tuple(stages),
