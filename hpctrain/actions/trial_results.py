@@ -22,7 +22,7 @@ from hpctrain.comparison.documents import (
     TrialRecord,
     TrialResult,
 )
-from hpctrain.comparison.measure import TrialStep, measure, warm_up_steps
+from hpctrain.comparison.measure import RankMeans, TrialStep, measure, warm_up_steps
 from hpctrain.comparison.recommend import recommend
 from hpctrain.comparison.scaling import recommend_size, scale_points
 from hpctrain.store.layout import RunLayout
