@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from hpctrain.actions.trainer_process import TrainerProgram, run_program
+from hpctrain.actions.module_subprocess import ModuleProgram, run_module
 from hpctrain.errors import HpctrainError
 from hpctrain.store.conversions import ConversionFailure, ConversionReport
 
@@ -25,8 +25,8 @@ def convert_weights(
     checkpoint of a run (`RUN/checkpoints/iter_N`). Raises InvalidInputError when it cannot be
     converted, HpctrainError when the packages are missing or the process fails.
     """
-    program = TrainerProgram("hpctrain.convert", "convert", "megatron,huggingface", python)
-    ended = run_program(program, str(source), str(target), timeout_seconds=timeout_seconds)
+    program = ModuleProgram("hpctrain.convert", "convert", "megatron,huggingface", python)
+    ended = run_module(program, str(source), str(target), timeout_seconds=timeout_seconds)
     try:
         return ConversionReport.model_validate_json(ended.stdout)
     except ValidationError:

@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from hpctrain.errors import HpctrainError, InvalidInputError, Problem, UsageError
 from hpctrain.spec.data import DataFormat
 from hpctrain.store.archives import read_heads
+from hpctrain.store.dataset_checks import read_samples_sidecar
 from hpctrain.store.datasets import (
     DatasetFailure,
     DatasetReport,
@@ -31,7 +32,6 @@ from hpctrain.store.datasets import (
     npz_path,
     sidecar_path,
 )
-from hpctrain.store.prepared import read_samples_sidecar
 
 _PROGRAM = "hpctrain.prepare"
 # megatron/core/datasets/indexed_dataset.py: _INDEX_HEADER and _IndexWriter (magic, version,

@@ -26,9 +26,9 @@ from hpctrain.store.data_identity import (
     identify_folder,
     write_identity,
 )
+from hpctrain.store.dataset_checks import read_samples_sidecar
 from hpctrain.store.datasets import DatasetSidecar, bin_path, idx_path, npz_path, sidecar_path
 from hpctrain.store.layout import RunLayout
-from hpctrain.store.prepared import read_samples_sidecar
 
 _SAMPLED_IMAGES = 64
 _END = struct.Struct("<q")

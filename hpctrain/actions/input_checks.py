@@ -1,7 +1,7 @@
 """Checks before submission that weights and data of a spec exist and fit its model.
 
 Belongs here: which files a spec names, and reporting problems at their place in the spec. Does not
-belong here: which properties of data are checked (`hpctrain.store.prepared`), loading weights
+belong here: which properties of data are checked (`hpctrain.store.dataset_checks`), loading weights
 (`hpctrain.train.engines.models`), which imports torch.
 """
 
@@ -19,8 +19,8 @@ from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.spec.loader import Loaded
 from hpctrain.spec.run import RunSpec
 from hpctrain.store.archives import read_heads
+from hpctrain.store.dataset_checks import Expected, problems_of
 from hpctrain.store.datasets import COLUMNS, bin_path, idx_path, npz_path
-from hpctrain.store.prepared import Expected, problems_of
 from hpctrain.store.shares import HINT, parts_without_documents, parts_without_rows
 
 _HINT = "`hpctrain data prepare` makes them from text; paths count from here"

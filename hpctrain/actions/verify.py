@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from hpctrain.actions.trainer_process import TrainerProgram, run_program
+from hpctrain.actions.module_subprocess import ModuleProgram, run_module
 from hpctrain.engines.documents import train_config
 from hpctrain.engines.kept import planned_kept_bytes
 from hpctrain.engines.verification import BuiltModel, Verification, compare
@@ -50,12 +50,12 @@ def verify_plan(
     # all 16-bit types are equal for what is counted here, and fp8 keeps its parameters in bf16
     precision = "fp32" if plan.precision == "fp32" else "bf16"
     config = train_config(spec, plan.model_copy(update={"precision": precision}), None)
-    program = TrainerProgram(verifier, "plan --verify", "megatron", python)
+    program = ModuleProgram(verifier, "plan --verify", "megatron", python)
     with tempfile.TemporaryDirectory(prefix="hpctrain-verify-") as directory:
         file = Path(directory, "train.json")
         file.write_text(config.model_dump_json())
         one_thread = {"OMP_NUM_THREADS": "1"}
-        ended = run_program(
+        ended = run_module(
             program, str(file), timeout_seconds=timeout_seconds, variables=one_thread
         )
     try:

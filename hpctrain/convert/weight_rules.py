@@ -3,7 +3,7 @@
 A rule relates one megatron-core tensor to one or more Hugging Face tensors. megatron-core stores
 queries, keys and values in one matrix, group by group (transformer/attention.py, SelfAttention.
 get_query_key_value_tensors): the queries of the heads that share a key, then that key, then its
-value. A gated MLP has the gate above the other half (mlp.py, `glu`: activation of the first chunk).
+value. A gated MLP stores the gate projection first, then the up projection (mlp.py, `glu`).
 GPT-2's Conv1D stores matrices transposed. Belongs here: names, order and shape. Does not belong
 here: files.
 """
@@ -118,7 +118,7 @@ class _SplitRows:
 
 
 class _QueryGroups:
-    """Converts between three blocks of rows (queries, keys, values) and megatron-core's groups.
+    """Converts separate query, key and value rows to megatron-core's fused QKV rows, and back.
 
     Works on a matrix [rows, hidden] or a bias [rows].
     """

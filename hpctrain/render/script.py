@@ -22,7 +22,7 @@ from hpctrain.render.continuation import (
 )
 from hpctrain.render.nodes import node_options, node_problems, survives_node_failure
 from hpctrain.render.quoting import directive_value, sh
-from hpctrain.render.starting import Start, plan_start
+from hpctrain.render.srun_tasks import SrunTasks, choose_tasks
 from hpctrain.render.topology import topology_options
 from hpctrain.render.warning_lead import warning_lead
 from hpctrain.spec.profile import INTERFACE_VARIABLES, ClusterProfile, PartitionProfile
@@ -113,7 +113,7 @@ def build_script(spec: RunSpec, profile: ClusterProfile, plan: Plan, facts: Scri
     if contradictions:  # Slurm would accept them, and never do what they ask for
         raise InvalidInputError([Problem(message) for message in contradictions])
     lead = warning_lead(spec, profile, plan, walltime(spec, profile, partition))
-    start = plan_start(spec, plan)
+    start = choose_tasks(spec, plan)
     container = profile.software.container
     pyxis = container if container is not None and container.launcher == "pyxis" else None
     return Script(
@@ -271,7 +271,7 @@ def _variables(spec: RunSpec, profile: ClusterProfile, plan: Plan) -> tuple[Vari
     )
 
 
-def _srun(spec: RunSpec, profile: ClusterProfile, plan: Plan, start: Start) -> tuple[str, ...]:
+def _srun(spec: RunSpec, profile: ClusterProfile, plan: Plan, start: SrunTasks) -> tuple[str, ...]:
     """List the arguments of srun, up to the options that the template adds."""
     arguments = [
         "srun",
@@ -298,7 +298,7 @@ def _srun(spec: RunSpec, profile: ClusterProfile, plan: Plan, start: Start) -> t
     return tuple(arguments)
 
 
-def _trainer(profile: ClusterProfile, python: str, start: Start) -> tuple[str, ...]:
+def _trainer(profile: ClusterProfile, python: str, start: SrunTasks) -> tuple[str, ...]:
     """List the arguments of the command that each task runs."""
     container = profile.software.container
     command = ("-m", *start.module, "train.json")

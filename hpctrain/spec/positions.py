@@ -18,7 +18,7 @@ from hpctrain.spec.syntax import (
     MAX_VALUES,
     SourcePlace,
     StopReading,
-    too_much,
+    too_large_problem,
     yaml_events,
 )
 
@@ -111,7 +111,7 @@ class _Composer:
         place = self._place(event)
         self.seen += 1
         if depth > MAX_DEPTH or self.seen > MAX_VALUES:
-            raise StopReading(too_much(place))
+            raise StopReading(too_large_problem(place))
         kind = type(event).__name__
         if kind == "AliasEvent":
             name = str(event.anchor)
@@ -162,7 +162,7 @@ class _Flattener:
     def value(self, node: Node, path: Path) -> Any:
         self.seen += 1
         if self.seen > MAX_VALUES or len(path) > MAX_DEPTH:
-            raise StopReading(too_much(node.place))
+            raise StopReading(too_large_problem(node.place))
         # The parser places an empty value at the next key, so its own key stands for it.
         empty = node.kind == "scalar" and node.content is None and node.problem is None
         self.parsed.values[path] = self.parsed.keys.get(path, node.place) if empty else node.place

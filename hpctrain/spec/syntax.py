@@ -40,10 +40,10 @@ class StopReading(Exception):
         self.problem = problem
 
 
-def too_much(place: SourcePlace) -> Problem:
+def too_large_problem(place: SourcePlace) -> Problem:
     return place.problem(
         f"too deep or too large: at most {MAX_DEPTH} levels and {MAX_VALUES} values are read",
-        "aliases count as often as they are used",
+        "an alias counts again each time it is used",
     )
 
 
@@ -72,7 +72,7 @@ def yaml_events(text: str, file: str) -> Iterator[Any]:
                     raise StopReading(place.problem(message, "remove it")) from None
         raise StopReading(SourcePlace(file).problem("not a YAML text")) from None
     except RecursionError:  # cannot happen below MAX_DEPTH; here in case the library changes
-        raise StopReading(too_much(SourcePlace(file))) from None
+        raise StopReading(too_large_problem(SourcePlace(file))) from None
 
 
 def _syntax_problem(error: Any, text: str, file: str, innermost: Any) -> Problem:

@@ -34,7 +34,7 @@ from hpctrain.supervise.judge.launch_nodes import Allocation, full_nodes, least_
 from hpctrain.supervise.judge.probe_results import ProbeResult
 
 if TYPE_CHECKING:
-    from hpctrain.supervise.launching import Ended
+    from hpctrain.supervise.srun_launch import Ended
 
 _GOOD_CHECKPOINTS = 16
 # Kind of evidence against a node where it does not follow from the cause.

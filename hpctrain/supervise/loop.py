@@ -1,7 +1,7 @@
 """Supervise one attempt inside its job: launch, watch, judge and act until the attempt is over.
 
 The ledger records every action before it is carried out. Belongs here: the order of these steps.
-Does not belong here: one launch (`launching`), interpreting evidence (`judge.classify`), choosing
+Does not belong here: one launch (`srun_launch`), interpreting evidence (`judge.classify`), choosing
 an action (`judge.policy`), carrying it out (`act.execute`).
 """
 
@@ -29,16 +29,16 @@ from hpctrain.supervise.act.successor import adopt_own_job, ensure_successor, mu
 from hpctrain.supervise.attempt import attempt_from, unfinished_attempt, why_lost
 from hpctrain.supervise.context import AttemptContext, log_message
 from hpctrain.supervise.decision_inputs import allocation_of, assess, blame_lost_attempt
-from hpctrain.supervise.evidence.gather import between_launches
-from hpctrain.supervise.evidence.job_facts import still_ours
-from hpctrain.supervise.evidence.lost_nodes import gone_nodes
-from hpctrain.supervise.evidence.postmortem import (
+from hpctrain.supervise.evidence.failed_launch import (
     Prober,
     Traces,
     examine_failure,
     newest_logged_step,
     probe_job,
 )
+from hpctrain.supervise.evidence.gather import between_launches
+from hpctrain.supervise.evidence.job_facts import still_ours
+from hpctrain.supervise.evidence.lost_nodes import gone_nodes
 from hpctrain.supervise.judge.causes import FINAL_CAUSES, Cause
 from hpctrain.supervise.judge.classify import classify
 from hpctrain.supervise.judge.documents import (
@@ -52,9 +52,9 @@ from hpctrain.supervise.judge.launch_history import history
 from hpctrain.supervise.judge.launch_nodes import Allocation, place
 from hpctrain.supervise.judge.lost_attempts import why_ended
 from hpctrain.supervise.judge.policy import decide
-from hpctrain.supervise.launching import Ended, TrainerLauncher
 from hpctrain.supervise.restarted_job import stop_of_restarted_job
 from hpctrain.supervise.run_jobs import identity_of
+from hpctrain.supervise.srun_launch import Ended, TrainerLauncher
 from hpctrain.supervise.srun_process import Signals
 from hpctrain.supervise.step_ids import use_up_step_ids
 from hpctrain.supervise.storage_retry import retry_while_storage_fails

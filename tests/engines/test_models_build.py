@@ -16,7 +16,7 @@ from trial_runs import MODULE_GPT
 from hpctrain.convert.hugging_face_directory import write_model
 from hpctrain.engines.documents import parse_train_config
 from hpctrain.errors import InvalidInputError
-from hpctrain.plan.abilities.representable import LINEAR_LAYERS
+from hpctrain.plan.abilities.representable_hugging_face import LINEAR_LAYERS
 from hpctrain.plan.mesh.layout import layout_of
 from hpctrain.plan.mesh.stages import build_stages
 from hpctrain.plan.model.counts import count_model

@@ -27,7 +27,7 @@ from prepared_specimens import (
 from hpctrain.prepare import __main__
 from hpctrain.prepare.hugging_face_tokenizer import tokenizer_digest
 from hpctrain.prepare.packing import best_fit
-from hpctrain.store.prepared import Expected, problems_of
+from hpctrain.store.dataset_checks import Expected, problems_of
 
 
 @pytest.fixture(scope="module")

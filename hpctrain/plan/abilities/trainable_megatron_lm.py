@@ -1,6 +1,6 @@
-"""List what an external Megatron-LM cannot train although it can be planned.
+"""List the settings that hpctrain can plan but an external Megatron-LM cannot train.
 
-Belongs here: one message for each, with the field of the spec. Does not belong
+Belongs here: one message for each such setting, with its field in the spec. Does not belong
 here: settings that a spec passes to Megatron-LM by `engine.arguments`.
 """
 
@@ -29,7 +29,7 @@ def untrainable(spec: RunSpec) -> Iterator[tuple[str, str]]:
         message = "Megatron-LM saves by steps, not by time: give `checkpoint.every_steps` instead"
         yield "checkpoint.every", message
     if rollback.spike is not None:
-        message = "Megatron-LM does not leave at a loss spike: nothing would read `spike`"
+        message = "Megatron-LM does not stop at a loss spike: `spike` would have no effect"
         yield "supervise.rollback.spike", message
     if rollback.mode == "act" and rollback.skip_steps:
         # --iterations-to-skip names an iteration by the number before it in core_v0.16 and by its

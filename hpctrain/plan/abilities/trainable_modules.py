@@ -1,14 +1,15 @@
 """List what hpctrain cannot train with FSDP and DDP although it can be planned.
 
 Belongs here: what holds for every engine that trains Hugging Face's classes. Does not belong here:
-which shapes these classes have (see `representable`), DeepSpeed (see `trainable_deepspeed`).
+which shapes these classes have (see `representable_hugging_face`), DeepSpeed (see
+`trainable_deepspeed`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hpctrain.plan.abilities.representable import unrepresentable
+from hpctrain.plan.abilities.representable_hugging_face import unrepresentable
 from hpctrain.spec.run import RunSpec
 
 

@@ -17,7 +17,7 @@ from hpctrain.spec.run import ParallelSpec, RunSpec
 
 @dataclass(frozen=True)
 class Candidate:
-    """An explicit layout on so many GPUs, with microbatch, recomputation and sharding.
+    """A layout on a fixed number of GPUs, with microbatch, recomputation and sharding.
 
     It must keep the rules of `mesh.rules`.
     `zero` is the ZeRO stage, `shard_gpus` over how many GPUs it shards (None: all replicas),
@@ -39,7 +39,7 @@ class Candidate:
 
     @property
     def details(self) -> list[str]:
-        """Settings besides mesh and microbatch that differ from the usual case."""
+        """The recomputation, and settings besides mesh and microbatch that are not the default."""
         parts = [f"recompute {self.recompute}"]
         parts += [f"zero {self.zero}"] if self.zero > 1 else []
         parts += [f"shards of {self.shard_gpus}"] if self.shard_gpus else []

@@ -2,7 +2,7 @@
 
 Exact for peft 0.21 (an engine test counts). Belongs here: counting for a whole spec, once. Does
 not belong here: formulas of the model alone (`parameters`, `flops`), bytes (`plan_memory`), which
-layers LoRA can adapt (`representable`).
+layers LoRA can adapt (`representable_hugging_face`).
 
 Letters: h hidden, a heads, k kv heads, d head size, f ffn, r rank.
 """

@@ -21,7 +21,7 @@ from hpctrain.supervise.evidence.launch_watch import LaunchWatch
 from hpctrain.supervise.judge.agent_failures import failures_below_agents
 from hpctrain.supervise.judge.causes import Cause
 from hpctrain.supervise.judge.documents import JobFacts, LaunchEvidence, LogFinding, RankExit
-from hpctrain.supervise.judge.scheduler_verdict import left_unexplained
+from hpctrain.supervise.judge.external_verdict import left_unexplained
 from hpctrain.supervise.srun_process import SrunProcess
 from hpctrain.supervise.storage_retry import retry_while_storage_fails
 

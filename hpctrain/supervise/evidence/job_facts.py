@@ -1,6 +1,6 @@
 """Query Slurm's record of the supervisor's own job.
 
-Belongs here: the query and its retries. Does not belong here: judging (`scheduler_verdict`).
+Belongs here: the query and its retries. Does not belong here: judging (`external_verdict`).
 """
 
 from __future__ import annotations

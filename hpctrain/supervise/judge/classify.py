@@ -4,7 +4,7 @@ Order of trust: durable records of the run itself (done marker, a newer epoch, a
 Slurm's record of the job, then requests, then reports of machines and ranks, then the output of
 `srun`, then its exit code. `srun`'s code comes last because it is the highest code of all tasks
 and is masked by the kill that follows (a rank that exits 3 reads as 143 there). Belongs here: that
-order. Does not belong here: each of these sources (`scheduler_verdict`, `rank_verdict`), what to
+order. Does not belong here: each of these sources (`external_verdict`, `rank_verdict`), what to
 do about it (`policy`), and any I/O.
 """
 
@@ -14,9 +14,9 @@ from dataclasses import replace
 
 from hpctrain.supervise.judge.causes import Cause
 from hpctrain.supervise.judge.documents import LaunchEvidence, Verdict
+from hpctrain.supervise.judge.external_verdict import by_requests, by_slurm
 from hpctrain.supervise.judge.fingerprint import fingerprint
 from hpctrain.supervise.judge.rank_verdict import by_ranks
-from hpctrain.supervise.judge.scheduler_verdict import by_requests, by_slurm
 
 _MOST_EVIDENCE = 6
 _LONGEST_LINE = 400

@@ -20,7 +20,7 @@ from hpctrain.store.supervise_config import SuperviseConfig
 from hpctrain.supervise.judge.causes import FAILURE_CAUSES, FINAL_CAUSES, SCHEDULER_CAUSES, Cause
 from hpctrain.supervise.judge.documents import Action, ActionKind, History, Situation, Verdict
 from hpctrain.supervise.judge.loss_anomalies import decide_numerics
-from hpctrain.supervise.judge.unusable_checkpoint import decide_checkpoint
+from hpctrain.supervise.judge.unusable_checkpoint import decide_about_checkpoint
 
 STOPPED_EXIT_CODE = 1
 # Retries without a new checkpoint, where they differ from `failures_without_progress` - 1.
@@ -101,7 +101,7 @@ def _needs_no_decision(
 def _checkpoint(
     verdict: Verdict, history: History, situation: Situation, config: SuperviseConfig
 ) -> Action | None:
-    action = decide_checkpoint(verdict, history, situation, config)
+    action = decide_about_checkpoint(verdict, history, situation, config)
     return None if action is None else _where_possible(action, verdict, situation, config)
 
 

@@ -5,7 +5,7 @@ the node); a checkpoint that is proven to have changed; lost nodes; broken hardw
 memory, because a killed rank leaves no record; the earliest root cause of all ranks; a hang that
 the supervisor has detected; tasks that could not start; srun's report of the first task that died;
 failures that follow from others; exit codes. Belongs here: choosing among these. Does not belong
-here: finding lines (`log_scan`), the scheduler (`scheduler_verdict`).
+here: finding lines (`log_scan`), the scheduler (`external_verdict`).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from hpctrain.supervise.judge.documents import (
     Suspicion,
     Verdict,
 )
+from hpctrain.supervise.judge.external_verdict import failed_nodes, noticed
 from hpctrain.supervise.judge.fingerprint import fingerprint
 from hpctrain.supervise.judge.root_causes import NEVER, candidates, own_crashes
-from hpctrain.supervise.judge.scheduler_verdict import failed_nodes, noticed
 from hpctrain.supervise.judge.shared_failures import Extent, extent
 from hpctrain.supervise.judge.silence_limits import LAUNCHING
 

@@ -2,9 +2,9 @@
 
 Content that differs from its digests is proof, so that checkpoint is rejected at once. A failure to
 load may be due to a node, a library or the checkpoint: it is tried twice, then the previous one is
-used. A rejected checkpoint stays in quarantine. If that does not help either, the checkpoints are
-not the reason, and the run stops before it has stepped back over all of them. Belongs here: this
-part of the policy.
+used. A rejected checkpoint stays in quarantine. If the previous checkpoint cannot be loaded either,
+the cause is probably elsewhere, so the run stops instead of rejecting one checkpoint after another.
+Belongs here: this part of the policy.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _STOPPED_EXIT_CODE = 1
 TRIES_PER_CHECKPOINT = 2
 
 
-def decide_checkpoint(
+def decide_about_checkpoint(
     verdict: Verdict, history: History, situation: Situation, config: SuperviseConfig
 ) -> Action | None:
-    """Decide whether to reject a checkpoint or to stop the run; None for another try."""
+    """Decide whether to reject a checkpoint or stop the run; None leaves it to the other rules."""
     step = verdict.checkpoint_step
     if step is None or verdict.cause not in (Cause.BAD_CHECKPOINT, Cause.LOAD_FAILED):
         return None

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from hpctrain.errors import InvalidInputError, Problem
-from hpctrain.store.prepared import IMAGE_SUFFIXES, class_directories, is_image
+from hpctrain.store.dataset_checks import IMAGE_SUFFIXES, class_directories, is_image
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from hpctrain.slurm.states import JobState
 from hpctrain.store.epochs import claim_epoch
 from hpctrain.store.ledger import EventKind, Ledger
 from hpctrain.store.requests import ask_trainer_to_leave
-from hpctrain.supervise import launching
+from hpctrain.supervise import srun_launch
 from hpctrain.supervise.judge.probe_results import NodeResult, ProbeResult
 
 
@@ -271,14 +271,14 @@ def test_a_signal_that_was_set_aside_shortens_no_later_pause(
     """What others have to repair is not tried at once, whatever came before."""
     monkeypatch.setattr("hpctrain.supervise.judge.policy._SLOW_FIRST_DELAY_SECONDS", 0.6)
     fault = [OSError(116, "Stale file handle")]
-    real = launching.fence_off
+    real = srun_launch.fence_off
 
     def stale_once(root: Path, epoch: int) -> list[str]:
         if epoch == 2 and fault:
             raise fault.pop()
         return real(root, epoch)
 
-    monkeypatch.setattr(launching, "fence_off", stale_once)
+    monkeypatch.setattr(srun_launch, "fence_off", stale_once)
     stage.probe = WELL
     stage.signal_once_training(signal.SIGTERM)
     assert stage.play("progress:3 save:20 await-stop", "", "done") == 0
@@ -517,7 +517,7 @@ def test_a_full_disk_stops_before_anything_is_launched(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("hpctrain.supervise.launching.fence_off", full)
+    monkeypatch.setattr("hpctrain.supervise.srun_launch.fence_off", full)
     assert stage.play("done") == 1
     assert (stage.causes, stage.actions) == (["disk_full"], ["stop"])
     assert "No space left on device" in str(stage.events(EventKind.ACTION)[0].reason)
@@ -531,7 +531,7 @@ def test_a_mistake_of_the_supervisor_ends_no_run(
     def wrong(*_: object) -> None:
         raise ValueError("a bug of ours")
 
-    monkeypatch.setattr("hpctrain.supervise.launching.fence_off", wrong)
+    monkeypatch.setattr("hpctrain.supervise.srun_launch.fence_off", wrong)
     assert stage.play("done") == 0
     assert (stage.causes, stage.actions) == (["supervisor_lost"], ["requeue"])
     assert "ValueError: a bug of ours" in str(stage.events(EventKind.ACTION)[0].reason)

@@ -13,7 +13,7 @@ from told_stories import BEGIN, End, Story
 from hpctrain.store.layout import RunLayout
 from hpctrain.supervise.catalogue import load_signatures
 from hpctrain.supervise.context import AttemptContext
-from hpctrain.supervise.evidence.postmortem import Traces, find_lines, newest_logged_step
+from hpctrain.supervise.evidence.failed_launch import Traces, find_lines, newest_logged_step
 from hpctrain.supervise.judge.causes import Cause
 from hpctrain.supervise.judge.classify import classify
 from hpctrain.supervise.judge.probe_results import KernelLine, NodeResult, ProbeResult

@@ -23,7 +23,7 @@ from hpctrain.supervise.judge.causes import Cause
 from hpctrain.supervise.judge.documents import Situation, Suspicion, Verdict
 from hpctrain.supervise.judge.launch_nodes import Allocation
 from hpctrain.supervise.judge.probe_results import NodeProblem, NodeResult, ProbeResult
-from hpctrain.supervise.launching import Ended
+from hpctrain.supervise.srun_launch import Ended
 from hpctrain.supervise.srun_process import Signals
 
 NODES = ("n0", "n1")

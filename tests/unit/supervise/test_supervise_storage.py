@@ -21,7 +21,7 @@ from hpctrain.store.epochs import current_epoch
 from hpctrain.store.ledger import EventKind, Ledger
 from hpctrain.store.requests import read_request
 from hpctrain.store.supervise_config import read_supervise_config
-from hpctrain.supervise import launching, settings
+from hpctrain.supervise import settings, srun_launch
 from hpctrain.supervise.settings import end_without_settings, wait_for_settings
 
 
@@ -94,7 +94,7 @@ def test_a_fault_between_launches_is_tried_again(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     fault = failing(2, OSError(number, os.strerror(number)))
-    monkeypatch.setattr(launching, "fence_off", fault)
+    monkeypatch.setattr(srun_launch, "fence_off", fault)
     assert stage.play("", "", "progress:3 done") == 0
     assert stage.causes == ["storage", "storage", "done"]
     assert stage.actions == ["relaunch", "relaunch", "finish"]
@@ -105,7 +105,7 @@ def test_a_claim_that_failed_and_went_through_supersedes_nobody(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The epoch is taken, and its taker was told that it is not."""
-    real = launching.claim_epoch
+    real = srun_launch.claim_epoch
     fault = failing(1, OSError(5, "Input/output error"))
 
     def claim(epochs: Path, claimant: str) -> int:
@@ -113,7 +113,7 @@ def test_a_claim_that_failed_and_went_through_supersedes_nobody(
         fault()
         return epoch
 
-    monkeypatch.setattr(launching, "claim_epoch", claim)
+    monkeypatch.setattr(srun_launch, "claim_epoch", claim)
     assert stage.play("", "progress:3 done") == 0
     assert stage.causes == ["storage", "done"]
     assert current_epoch(stage.layout.epochs) == 2

@@ -37,7 +37,7 @@ LINEAR_LAYERS: dict[str, tuple[str, ...]] = {
     "vit": ("fc1", "fc2", "k_proj", "o_proj", "q_proj", "v_proj"),
     "resnet": (),
 }
-# What each class has without a choice: field of the model -> its only values.
+# What each class does not let the user choose: field of the model -> the values it supports.
 _FIXED: dict[str, dict[str, tuple[object, ...]]] = {
     "gpt": dict(norm=("layernorm",), positions=("learned",), bias=(True,)),
     "llama": dict(
@@ -62,7 +62,7 @@ def unrepresentable(spec: RunSpec) -> list[tuple[str, str]]:
 
 
 def unrepresentable_model(model: ModelSpec) -> Iterator[tuple[str, str]]:
-    """Yield the same for the shape alone."""
+    """Yield those of `unrepresentable` that concern the fields of `model` alone."""
     family, name = model.family, CLASSES[model.family]
     for field, values in _FIXED[family].items():
         if getattr(model, field) not in values:

@@ -1,7 +1,7 @@
 """Check from headers and small files whether a model can read a dataset of arrays or images.
 
-The same checks before the queue and before torch is imported. Belongs here: what names, types,
-shapes and sidecars tell. Does not belong here: the numbers themselves, Megatron's pairs.
+The same checks run at submission and, in the job, before torch is imported. Belongs here: checks of
+names, types, shapes and sidecars. Does not belong here: values in arrays, Megatron's .bin/.idx.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PREPARE = "`hpctrain data prepare --format {format}` makes it"
 
 @dataclass(frozen=True)
 class Expected:
-    """What a model reads; `classes` is None where it learns words, `side` counts pixels."""
+    """What a model reads; `classes` is None unless it classifies, `side`: pixels per edge."""
 
     format: str
     seq_length: int

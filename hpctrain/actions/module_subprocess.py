@@ -1,7 +1,7 @@
-"""Runs a program of ours that needs the trainer's packages, in a process without GPUs.
+"""Runs a module of hpctrain that imports torch in a subprocess without GPUs; does not train.
 
-Belongs here: starting it, its time limit, and the errors that any such program can end with. Does
-not belong here: what the program does, and the documents that it prints (see `convert`, `verify`).
+Belongs here: starting the subprocess, its time limit, and errors that every such module can cause.
+Does not belong here: what the module does, and the JSON that it prints (see `convert`, `verify`).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _RANK = re.compile(r"^(\[rank\d+\]: )+")  # torch.distributed puts it before a t
 
 
 @dataclass(frozen=True)
-class TrainerProgram:
+class ModuleProgram:
     """A module to run with `python -m`.
 
-    `name` is the command that needs it and `extras` are its packages, for messages; `python` is an
-    interpreter that has them.
+    For messages: `name` is the hpctrain command that runs the module, `extras` are the pip extras
+    that install its packages. `python` is an interpreter that has these packages.
     """
 
     module: str
@@ -47,8 +47,8 @@ class EndedProgram:
         return f"exit code {code}" if code >= 0 else f"signal {-code}"
 
 
-def run_program(
-    program: TrainerProgram,
+def run_module(
+    program: ModuleProgram,
     *arguments: str,
     timeout_seconds: float,
     variables: Mapping[str, str] | None = None,

@@ -19,8 +19,8 @@ _HOLDERS = {
     JobHold.ADMIN: "held by an administrator, who alone can release it",
     JobHold.USER: "held by its owner: `hpctrain resume` releases it",
 }
-# How ranks end that something else has ended: by KILL or TERM, with srun's own codes for them, or
-# cleanly.
+# How a rank ends that did not fail by itself: by SIGKILL or SIGTERM, with srun's exit code for one
+# of these signals, or with the trainer's code for a requested stop.
 _SIGNALS_OF_OTHERS = frozenset({signal.SIGKILL, signal.SIGTERM})
 _CODES_OF_OTHERS = frozenset(
     {TrainerExit.YIELDED, *(128 + number for number in _SIGNALS_OF_OTHERS)}
@@ -187,8 +187,8 @@ def _stopped_by_request(evidence: LaunchEvidence) -> bool:
 def _stopped_while_starting(evidence: LaunchEvidence) -> bool:
     """True if a request stopped the launch while it was starting.
 
-    A rank that exits then breaks the connections of others, which may get the request a moment
-    later: without a trained step, a crash without a cause of its own follows from that.
+    The first rank to exit breaks the connections of ranks that get the request a moment later. So
+    before the first trained step, a crash without a cause of its own is put down to the request.
     """
     if evidence.stopped_in_startup:
         return True

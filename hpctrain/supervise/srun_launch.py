@@ -21,15 +21,15 @@ from hpctrain.store.requests import clear_stale_requests
 from hpctrain.store.run_records import Progress, read_record
 from hpctrain.supervise.context import AttemptContext, log_message
 from hpctrain.supervise.data_check import data_problem
-from hpctrain.supervise.evidence.gather import gather
-from hpctrain.supervise.evidence.launch_watch import CrossLaunchState, LaunchWatch
-from hpctrain.supervise.evidence.postmortem import (
+from hpctrain.supervise.evidence.failed_launch import (
     Prober,
     Traces,
     examine_failure,
     newest_logged_step,
     probe_job,
 )
+from hpctrain.supervise.evidence.gather import gather
+from hpctrain.supervise.evidence.launch_watch import CrossLaunchState, LaunchWatch
 from hpctrain.supervise.fresh_start import decisions_of, why_fresh_start
 from hpctrain.supervise.judge.causes import Cause
 from hpctrain.supervise.judge.classify import classify
@@ -44,7 +44,7 @@ from hpctrain.supervise.time_limit import JobTimeLimit
 
 @dataclass(frozen=True)
 class Ended:
-    """The end of a launch: the verdict, and the evidence unless no rank was started."""
+    """The end of a launch: the verdict, and the evidence if srun was started."""
 
     verdict: Verdict
     evidence: LaunchEvidence | None = None
@@ -114,7 +114,7 @@ class TrainerLauncher:
         return ended
 
     def _not_begun(self, verdict: Verdict) -> Ended:
-        """Record that no rank was started, as the end of a launch, because budgets count it."""
+        """Record a failure before srun as an ended launch, so that retry budgets count it."""
         self._note_end(verdict, None, None)
         log_message(f"nothing was launched: {verdict.cause}: {verdict.reason}")
         return Ended(verdict)

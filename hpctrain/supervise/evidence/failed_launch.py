@@ -1,7 +1,7 @@
-"""Find out why a launch has failed: read its logs, probe its nodes, read their kernel logs.
+"""Collect more evidence after a failed launch: probe its nodes, match its logs to signatures.
 
-Belongs here: when to do so, and adding the results to the evidence. Does not belong here: reading
-logs (`log_scan`), probing (`probe`), judging (`classify`).
+Belongs here: deciding whether to probe, and adding the results to the evidence. Does not belong
+here: reading logs (`log_scan`), probing (`probe`), judging (`classify`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Postmortem:
 
 @dataclass(frozen=True)
 class Traces:
-    """Where a launch has left traces.
+    """Limits that separate the logs and kernel lines of one launch from those of earlier ones.
 
     `since`: seconds since the epoch. `step_before`: the newest step with logs before the launch.
     `nodes`: in the order of ranks. `seen`: kernel lines (with their time) that an earlier launch

@@ -16,7 +16,7 @@ from hpctrain.spec.run import RunSpec
 
 
 @dataclass(frozen=True)
-class Start:
+class SrunTasks:
     """Tasks of a launch at the planned size and the module that each of them runs.
 
     `task_kind` is `rank` or `node`, for the names of the logs that srun writes. `note` is the
@@ -31,12 +31,12 @@ class Start:
     note: str
 
 
-def plan_start(spec: RunSpec, plan: Plan) -> Start:
+def choose_tasks(spec: RunSpec, plan: Plan) -> SrunTasks:
     """Choose tasks and module according to `launcher` of the spec."""
     nodes, gpus = plan.nodes.nodes, plan.nodes.gpus_per_node
     if spec.launcher == "torchrun":
         processes = f"{gpus} processes, one per GPU," if gpus > 1 else "one process"
-        return Start(
+        return SrunTasks(
             tasks=nodes,
             tasks_per_node=1,
             gpus_per_task=gpus,
@@ -44,13 +44,13 @@ def plan_start(spec: RunSpec, plan: Plan) -> Start:
             task_kind="node",
             note=_wrapped(
                 "One task per node: a torchelastic agent, as torchrun starts it. It starts "
-                f"{processes} and hands signals on to them; it never starts them again, for each "
-                f"launch is the supervisor's.{_node_range(spec, plan, 'srun and agent')} Logs of "
+                f"{processes} and hands signals on to them; it never restarts them: only the "
+                f"supervisor starts launches.{_node_range(spec, plan, 'srun and agent')} Logs of "
                 "each attempt are kept apart: of agents in step*-node*.log, of ranks in "
                 "step*-rank*.log."
             ),
         )
-    return Start(
+    return SrunTasks(
         tasks=plan.layout.world_size,
         tasks_per_node=gpus,
         gpus_per_task=1,
@@ -64,7 +64,7 @@ def plan_start(spec: RunSpec, plan: Plan) -> Start:
 
 
 def _node_range(spec: RunSpec, plan: Plan, programs: str) -> str:
-    """Explain why a launch may have other numbers than the script shows."""
+    """Explain that a launch may have fewer nodes than the script shows; empty if it may not."""
     nodes = plan.nodes.nodes
     least = min(least_nodes(spec, plan), nodes)
     if least == nodes:
