@@ -269,13 +269,15 @@ def test_readers_end_with_a_rank_that_is_gone(tmp_path: Path) -> None:
 
 def test_an_interpreter_ends_that_has_readers(tmp_path: Path) -> None:
     """At its end Python sends SIGTERM to its children, and waits for them."""
+    here = Path(__file__).parent
     code = (
         "import sys, pathlib, test_datasets_reading as t; "
         "ahead = t.reading_ahead(pathlib.Path(sys.argv[1]), 1); print(len(t.pixels(ahead, 0)))"
     )
     ended = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)],
-        cwd=Path(__file__).parent,
+        cwd=here,
+        env={**os.environ, "PYTHONPATH": str(here.parents[1])},
         capture_output=True,
         text=True,
         timeout=300,
