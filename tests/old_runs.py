@@ -6,6 +6,7 @@ are untouched, because their digests cover every byte. The cache of the sample o
 
 from __future__ import annotations
 
+import shlex
 import sys
 import tarfile
 from pathlib import Path
@@ -27,7 +28,10 @@ def unpack(name: str, place: Path, python: Path = Path(sys.executable)) -> RunFi
     for path in place.rglob("*"):
         if path.suffix in _WITH_PATHS:
             text = path.read_text()
-            filled = text.replace("@PLACE@", str(place)).replace("@PYTHON@", str(python))
+            # As rendering does: a path may have blanks, and only the script is read by a shell.
+            filled_in = shlex.quote if path.suffix == ".sbatch" else str
+            filled = text.replace("@PLACE@", filled_in(str(place)))
+            filled = filled.replace("@PYTHON@", filled_in(str(python)))
             if filled != text:
                 path.write_text(filled)
     (directory,) = (path for path in (place / "runs").iterdir() if path.is_dir())
