@@ -45,6 +45,8 @@ from hpctrain.supervise.judge.documents import ActionKind
 
 # A checkpoint takes seconds to minutes; squeue(1), PERFORMANCE: no queries in a tight loop.
 _SLURM_QUERY_SECONDS = 30.0
+# KillWait (slurm.conf(5), 30 s by default) and an epilog.
+_SECONDS_TO_LEAVE = 60
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,11 @@ class _Queue:
     @property
     def only_waits(self) -> bool:
         return bool(self.jobs) and self.active is None
+
+    @property
+    def unheld(self) -> bool:
+        """There are jobs, and none of them is held."""
+        return bool(self.jobs) and all(job.hold is None for job in self.jobs)
 
     @property
     def job_id(self) -> int | None:
@@ -195,23 +202,36 @@ def resume(
     *,
     reason: str = "",
     acceptance: Acceptance | None = None,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> ControlResult:
     """Continue a held, stopped or failed run; pending requests are withdrawn.
 
-    A held job is released, a run that is over is submitted again. `acceptance` is what a person
-    accepts for it, which goes into the ledger first. Raises UsageError when the run is done or
-    Slurm's administrators hold it, or when there is nothing to accept. Raises
+    A held job is released, a run that is over is submitted again. One that is just leaving its
+    nodes is waited for, at most 60 s: it runs in Slurm's eyes, and afterwards nobody would
+    release or submit it. `acceptance` is what a person accepts for it,
+    which goes into the ledger first. Raises UsageError when the run is done, does not leave in
+    time or is held by Slurm's administrators, or when there is nothing to accept. Raises
     SlurmUnreachableError when Slurm does not answer.
     """
     acceptance = acceptance or Acceptance()
     _refuse_if_done(run, "resume")
     queue = _queue(run, slurm)
+    for _ in range(_SECONDS_TO_LEAVE):
+        if not (queue.answered and queue.unheld and _is_leaving(run)):
+            break
+        sleep(1.0)
+        queue = _queue(run, slurm)
+    else:
+        raise UsageError(
+            f"run {_name(run)} is leaving its nodes, and has not left them within "
+            f"{_SECONDS_TO_LEAVE} s",
+            hint="resume it again when `hpctrain status` shows that it is held or has stopped",
+        )
     if not queue.answered:
         raise SlurmUnreachableError(
             "Slurm does not answer, so it is unknown whether the run is held or has stopped"
         )
-    held = [job for job in queue.jobs if job.hold is not None]
-    if queue.jobs and not held:
+    if queue.unheld:
         if acceptance.anything:
             raise UsageError(
                 f"run {_name(run)} has a job in the queue, which would continue as it is",
@@ -236,8 +256,9 @@ def resume(
         submitted = resubmit(run, slurm)
         message = f"resubmitted run {_name(run)} as job {submitted.job_id}"
         return replace(_result(run, message, *accepted), job_id=submitted.job_id)
-    for job in held:
-        slurm.release(job.job_id)
+    for job in queue.jobs:
+        if job.hold is not None:
+            slurm.release(job.job_id)
     message = f"released run {_name(run)}: it waits for its turn"
     return _result(run, message, *accepted, queue=queue)
 
@@ -310,6 +331,16 @@ def wait_for_save(
 
 
 _HOW_TO_CONTINUE = "`hpctrain resume` continues it"
+
+
+def _is_leaving(run: RunFiles) -> bool:
+    """The supervisor's last word is that the job ends, or is requeued in held state."""
+    for event in reversed(run.ledger.events()):
+        if event.event is EventKind.ATTEMPT_STARTED:
+            return False
+        if event.event is EventKind.ACTION:
+            return event.action in (ActionKind.HOLD, ActionKind.STOP)
+    return False
 
 
 def _refuse_if_done(run: RunFiles, verb: str) -> None:

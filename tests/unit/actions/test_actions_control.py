@@ -274,6 +274,52 @@ def test_a_job_that_is_still_leaving_its_nodes_is_released_too(
     assert slurm.records[1].reason == "None"
 
 
+def leaving(tmp_path: Path, slurm: FakeSlurm, action: str = "hold") -> RunFiles:
+    """The supervisor has followed a request, and Slurm has not heard of it."""
+    change(slurm, state=JobState.RUNNING)
+    entries = [*SUBMITTED, STARTED, LAUNCHED, *ended("yielded", "asked to leave", action)]
+    return fabricate(tmp_path, entries=entries)
+
+
+def test_a_run_that_is_just_being_held_is_released_when_it_is(
+    tmp_path: Path, slurm: FakeSlurm
+) -> None:
+    """Else the answer is that it runs already, and it stays held."""
+    run, waits = leaving(tmp_path, slurm), []
+
+    def sleep(_: float) -> None:
+        waits.append(slurm.records[1].reason)
+        if len(waits) == 2:
+            change(slurm, state=JobState.PENDING, reason="job requeued in held state")
+
+    assert control.resume(run, slurm, sleep=sleep).message.startswith("Released")
+    assert len(waits) == 2 and slurm.records[1].reason == "None"
+
+
+@pytest.mark.parametrize("action", ["stop", "hold"])
+def test_a_run_that_is_just_stopping_is_submitted_again(
+    tmp_path: Path, slurm: FakeSlurm, action: str
+) -> None:
+    """Also when Slurm refuses to hold it."""
+    run = leaving(tmp_path, slurm, action)
+    answer = control.resume(run, slurm, sleep=lambda _: change(slurm, state=JobState.FAILED))
+    assert answer.job_id == 2
+
+
+def test_a_run_that_does_not_leave_is_not_waited_for_forever(
+    tmp_path: Path, slurm: FakeSlurm
+) -> None:
+    with pytest.raises(UsageError, match="has not left") as caught:
+        control.resume(leaving(tmp_path, slurm), slurm, sleep=lambda _: None)
+    assert caught.value.hint
+
+
+def test_an_attempt_after_a_hold_is_not_waited_for(tmp_path: Path, slurm: FakeSlurm) -> None:
+    run = leaving(tmp_path, slurm)
+    run.ledger.append(EventKind.ATTEMPT_STARTED, job_id=1, restart_count=1)
+    assert not control.resume(run, slurm, sleep=lambda _: pytest.fail("waited")).changed
+
+
 def test_an_administrators_hold_is_told_in_slurms_words(
     waiting: RunFiles, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
