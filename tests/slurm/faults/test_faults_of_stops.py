@@ -70,7 +70,8 @@ def wait_for_evaluation(rehearsal: Rehearsal, *, epoch: int, step: int) -> None:
         progress = read_record(rehearsal.run.layout.progress, Progress)
         if progress is None or (progress.epoch, progress.phase) != (epoch, "evaluating"):
             return False
-        return progress.step == step and f"{epoch}:1\n" in note.read_text()
+        # the phase is reported before the first batch, which writes the note
+        return progress.step == step and note.exists() and f"{epoch}:1\n" in note.read_text()
 
     rehearsal.wait(evaluating, f"in the evaluation of step {step} of launch {epoch}")
 
