@@ -206,18 +206,18 @@ def resume(
 ) -> ControlResult:
     """Continue a held, stopped or failed run; pending requests are withdrawn.
 
-    A held job is released, a run that is over is submitted again. One that is just leaving its
-    nodes is waited for, at most 60 s: it runs in Slurm's eyes, and afterwards nobody would
-    release or submit it. `acceptance` is what a person accepts for it,
-    which goes into the ledger first. Raises UsageError when the run is done, does not leave in
-    time or is held by Slurm's administrators, or when there is nothing to accept. Raises
+    A held job is released, a run that is over is submitted again. If the run is just leaving its
+    nodes, this waits until it has left, at most 60 s: until then Slurm lists the job as running,
+    and it can be neither released nor submitted. `acceptance` is what a person accepts for the
+    run, which goes into the ledger first. Raises UsageError when the run is done, does not leave
+    in time or is held by Slurm's administrators, or when there is nothing to accept. Raises
     SlurmUnreachableError when Slurm does not answer.
     """
     acceptance = acceptance or Acceptance()
     _refuse_if_done(run, "resume")
     queue = _queue(run, slurm)
     for _ in range(_SECONDS_TO_LEAVE):
-        if not (queue.answered and queue.unheld and _is_leaving(run)):
+        if not (queue.unheld and queue.active is not None and _is_leaving(run)):
             break
         sleep(1.0)
         queue = _queue(run, slurm)
@@ -334,7 +334,7 @@ _HOW_TO_CONTINUE = "`hpctrain resume` continues it"
 
 
 def _is_leaving(run: RunFiles) -> bool:
-    """The supervisor's last word is that the job ends, or is requeued in held state."""
+    """Check that the supervisor has decided to stop or hold, and that no attempt began since."""
     for event in reversed(run.ledger.events()):
         if event.event is EventKind.ATTEMPT_STARTED:
             return False

@@ -120,8 +120,9 @@ def resume(run: str, from_scratch: bool, accept_data: bool, reason: str, runs: P
     """Continue a held, stopped or failed run from its newest checkpoint.
 
     \b
-    A held job is released, a run that is over is submitted again. Pending requests are
-    withdrawn. What is accepted goes into the ledger.
+    A held job is released, a run that is over is submitted again. If it is just leaving its
+    nodes, this waits until it has left, at most a minute. Pending requests are withdrawn.
+    What is accepted goes into the ledger.
     Examples:
       hpctrain resume gpt175b-7f3a
       hpctrain resume gpt175b-7f3a --accept-data --reason "typos corrected"

@@ -31,6 +31,7 @@ def test_a_run_is_saved_held_resumed_stopped_and_resumed(stage: Stage) -> None:
     assert control.hold(run, slurm).changed is False
 
     control.resume(run, slurm)
+    assert control.resume(run, slurm).changed is False
     rehearsal.wait(lambda: rehearsal.epoch == 2, "launched again")
     assert rehearsal.events(EventKind.RESUME)[-1].resume_step == held
     rehearsal.wait_for_step(held + 3, epoch=2)

@@ -314,6 +314,16 @@ def test_a_run_that_does_not_leave_is_not_waited_for_forever(
     assert caught.value.hint
 
 
+def test_a_run_that_was_released_already_is_not_waited_for(
+    tmp_path: Path, slurm: FakeSlurm
+) -> None:
+    """Its job waits in the queue, and the hold is still the supervisor's newest decision."""
+    run = leaving(tmp_path, slurm)
+    change(slurm, state=JobState.PENDING, reason="Priority")
+    answer = control.resume(run, slurm, sleep=lambda _: pytest.fail("waited"))
+    assert not answer.changed and "waiting in the queue already" in answer.message
+
+
 def test_an_attempt_after_a_hold_is_not_waited_for(tmp_path: Path, slurm: FakeSlurm) -> None:
     run = leaving(tmp_path, slurm)
     run.ledger.append(EventKind.ATTEMPT_STARTED, job_id=1, restart_count=1)
