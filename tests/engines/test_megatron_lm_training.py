@@ -72,8 +72,8 @@ def test_the_time_of_each_rank(whole: RealTrial, stopped: RealTrial) -> None:
     assert len(times.compute_seconds) == len(times.nodes) == 2
     parts = (times.compute_seconds, times.data_seconds, times.optimizer_seconds)
     for step, compute, data, optimizer in zip(times.step_seconds, *parts, strict=True):
-        assert compute > data > 0 and optimizer > 0
-        assert 0.3 * step < compute + data + optimizer <= step
+        assert min(compute, data, optimizer) > 0
+        assert compute + data + optimizer <= step, "no time is counted twice"
     assert min(times.peak_memory_bytes) > 50e6
     assert not stopped.run.rank_times.exists(), "its program undoes what measures it"
     asked = ("data", "communication", "imbalance")

@@ -228,6 +228,7 @@ class Rehearsal:
     run: RunFiles
     job_id: int
     place: Path | None = None
+    planned: Sequence[PlannedFault] = ()
     judged: list[dict[str, object]] = field(default_factory=list)
 
     # -- looking ---------------------------------------------------------------------------
@@ -296,13 +297,26 @@ class Rehearsal:
         raise AssertionError(f"never {what}: {self.status()}\n{self.logs()}")
 
     def wait_for_step(self, step: int, epoch: int = 1) -> None:
-        """Launch `epoch` or a later one has trained this step."""
-        self.wait(
-            lambda: any(
-                row.epoch >= epoch and row.step >= step for row in read_metrics(self.run.layout)
-            ),
-            f"at step {step} of launch {epoch}",
+        """Launch `epoch` or a later one has trained this step.
+
+        If it is planned to be `held` at the next one, its checkpoints are published, too: on a
+        loaded machine a save may take longer than the steps behind it.
+        """
+        settles = any(
+            fault.do == "settle" and fault.epoch in (epoch, 0) and fault.step == step + 1
+            for fault in self.planned
         )
+
+        def reached() -> bool:
+            rows = read_metrics(self.run.layout)
+            launches = {row.epoch for row in rows if row.epoch >= epoch and row.step >= step}
+            return any(not settles or self._settled(launch, step + 1) for launch in launches)
+
+        self.wait(reached, f"at step {step} of launch {epoch}")
+
+    def _settled(self, epoch: int, step: int) -> bool:
+        assert self.place is not None
+        return (self.place / f"settled-{epoch}-{step}").exists()
 
     def wait_for_checkpoint(self, step: int) -> None:
         self.wait(
@@ -475,7 +489,7 @@ class Stage:
         prepared = prepare(spec, str(profile), overrides, runs=self.runs)
         submitted = submit(prepared, self.runs, self.slurm)
         run = find_run(self.runs, submitted.run_id)
-        return Rehearsal(self.sandbox, self.slurm, run, submitted.job_id, place)
+        return Rehearsal(self.sandbox, self.slurm, run, submitted.job_id, place, tuple(planned))
 
     def fill(self) -> None:
         """All nodes are taken until the test is over: what is submitted then waits."""

@@ -105,8 +105,10 @@ def _wait_for(reached: Callable[[], bool]) -> None:
 
 
 def settle(fault: Fault) -> None:
-    """On all ranks: no save is under way when the step begins."""
+    """On all ranks: no save is under way when the step begins. Rank 0 makes a note of it."""
     LOOPS[-1].saver.finish()
+    if os.environ["SLURM_PROCID"] == "0":
+        PLAN.with_name(f"settled-{os.environ['HPCTRAIN_EPOCH']}-{fault['step']}").touch()
 
 
 def import_nothing(fault: Fault) -> None:
