@@ -7,7 +7,6 @@ here: starting and waiting. Does not belong here: a launcher for users (srun is 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import signal
@@ -15,11 +14,15 @@ import socket
 import sys
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hpctrain.supervise.srun_process import reserve_port
 from hpctrain.train.stop import StopSignals
+
+_RESERVED: deque[socket.socket] = deque(maxlen=64)
 
 
 @dataclass
@@ -136,16 +139,12 @@ def become(rank: int, logs: Path, environment: dict[str, str], work: Callable[[]
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nobody has at the moment.
+    """A TCP port of this machine that nobody takes before rank 0 listens.
 
-    Below the ephemeral ports of Linux (ip_local_port_range starts at 32768), so that no outgoing
-    connection takes it before rank 0 listens; at random, so that two launches take two.
+    Reserved as supervisors reserve theirs, until 64 later ones were; a new number for each caller.
     """
-    while True:
-        port = secrets.randbelow(20_000) + 12_000
-        with socket.socket() as listener, contextlib.suppress(OSError):
-            listener.bind(("127.0.0.1", port))
-            return port
+    _RESERVED.append(reserve_port(secrets.token_hex(8)))
+    return int(_RESERVED[-1].getsockname()[1])
 
 
 def run(arguments: list[str]) -> int:

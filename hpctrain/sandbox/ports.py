@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from hpctrain.errors import SlurmError
 
 # Below the ephemeral ports of Linux (ip_local_port_range starts at 32768), so that no outgoing
-# connection takes a port between the check and the start of the daemon.
-_LOWEST, _HIGHEST = 12000, 32000
+# connection takes a port between the check and the start of the daemon. Below the ports of
+# launches, too (`supervise.srun_process`): rank 0 listens seconds after its port was found free.
+LOWEST, HIGHEST = 12000, 19999
 _TRIES = 200
 
 
@@ -31,10 +32,10 @@ def find_ports(nodes: int) -> Ports:
     """Find a block of `nodes + 1` free ports. Raises SlurmError if there is none."""
     # A random start separates two sandboxes that start at the same moment.
     for _ in range(_TRIES):
-        ports = Ports(random.randint(_LOWEST, _HIGHEST - nodes - 1), nodes)
+        ports = Ports(random.randint(LOWEST, HIGHEST - nodes - 1), nodes)
         if are_free(ports):
             return ports
-    raise SlurmError(f"no {nodes + 1} contiguous free ports between {_LOWEST} and {_HIGHEST}")
+    raise SlurmError(f"no {nodes + 1} contiguous free ports between {LOWEST} and {HIGHEST}")
 
 
 def are_free(ports: Ports) -> bool:

@@ -38,7 +38,7 @@ from hpctrain.supervise.judge.launch_history import pinned_steps
 from hpctrain.supervise.judge.launch_nodes import Placement, place_command
 from hpctrain.supervise.judge.probe_results import KernelLine, ProbeResult
 from hpctrain.supervise.judge.stragglers import SlowRank
-from hpctrain.supervise.srun_process import SrunProcess, free_port
+from hpctrain.supervise.srun_process import SrunProcess, reserve_port
 from hpctrain.supervise.time_limit import JobTimeLimit
 
 
@@ -128,24 +128,30 @@ class TrainerLauncher:
         """
         argv, since = place_command(self.argv, placement), time.time()
         step_before = newest_logged_step(self.context)
+        name = f"{self.context.run_layout.directory} {self.context.attempt} {self.epoch}"
+        port = None
         try:
-            launch = SrunProcess(argv, self._environment(placement, start))
+            port = reserve_port(name)
+            launch = SrunProcess(argv, self._environment(placement, start, port.getsockname()[1]))
         except OSError as error:
+            if port is not None:
+                port.close()
             reason = f"srun could not be run: {error}"
             return Ended(Verdict(Cause.LAUNCH_FAILURE, reason)), None
         if self._state is None:
             self._state = CrossLaunchState.of(self.context)
-        watch = LaunchWatch(
-            self.context,
-            launch,
-            self.epoch,
-            start.step if start else 0,
-            state=self._state,
-            tasks=placement.shape.tasks if placement.shape else 0,
-            nodes=placement.nodes or job_nodes,
-            time_limit=self._time_limit,
-        )
-        watch.wait()
+        with port:
+            watch = LaunchWatch(
+                self.context,
+                launch,
+                self.epoch,
+                start.step if start else 0,
+                state=self._state,
+                tasks=placement.shape.tasks if placement.shape else 0,
+                nodes=placement.nodes or job_nodes,
+                time_limit=self._time_limit,
+            )
+            watch.wait()
         evidence = gather(self.context, launch, watch)
         launched_on = tuple(placement.nodes or job_nodes)
         traces = Traces(since, step_before, launched_on, self._seen)
@@ -182,7 +188,9 @@ class TrainerLauncher:
             log_message(f"resume from step {checkpoint.step}")
         return checkpoint
 
-    def _environment(self, placement: Placement, start: Checkpoint | None) -> dict[str, str]:
+    def _environment(
+        self, placement: Placement, start: Checkpoint | None, port: int
+    ) -> dict[str, str]:
         """Set the variables of the trainer for this launch.
 
         `hostname --ip-address` may give a loopback address, or that of a node that was replaced. So
@@ -192,7 +200,6 @@ class TrainerLauncher:
         master = placement.nodes[0] if placement.nodes else context.attempt.node
         with contextlib.suppress(SlurmError):
             master = context.slurm.node_address(master)
-        name = f"{context.run_layout.directory} {context.attempt} {self.epoch}"
         mttf_seconds = context.mttf_seconds()
         return {
             **self.environment,
@@ -201,7 +208,7 @@ class TrainerLauncher:
             "HPCTRAIN_PINNED_STEPS": " ".join(map(str, pinned_steps(context.ledger.events()))),
             **({"HPCTRAIN_MTTF_SECONDS": f"{mttf_seconds:.0f}"} if mttf_seconds else {}),
             "MASTER_ADDR": master,
-            "MASTER_PORT": str(free_port(name)),
+            "MASTER_PORT": str(port),
         }
 
     def _note_end(self, verdict: Verdict, resume_step: int | None, code: int | None) -> None:

@@ -27,7 +27,7 @@ from hpctrain.store.run_records import TrainerExit
 from hpctrain.supervise.job_log import write_log
 
 # Below the ephemeral range of Linux (32768-60999), above the ports of services.
-_PORT_FIRST, _PORT_COUNT = 20000, 10000
+PORT_FIRST, PORT_COUNT = 20000, 10000
 _CAUGHT = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 _FINAL = frozenset({"TERM", "INT", "HUP"})
 
@@ -130,20 +130,25 @@ class SrunProcess:
         return tuple(self._notices)
 
 
-def free_port(launch: str) -> int:
-    """Find a free port on this host, outside the ephemeral range.
+def reserve_port(launch: str) -> socket.socket:
+    """Reserve a free port of this host for rank 0, outside the ephemeral range.
 
-    `launch` identifies the launch (run directory, job, epoch). The search starts at a number that
-    differs between launches. So remains of an earlier launch do not connect to the next
-    (pytorch/pytorch#126510), and two runs that search on one host at the same time do not collide.
+    Returns a UDP socket that is bound to the port's number until the caller closes it. Rank 0
+    listens on TCP, and does so seconds later, when torch is imported: meanwhile no other supervisor
+    on this host takes the number. `launch` identifies the launch (run directory, job, epoch). The
+    search starts at a number that differs between launches, so that remains of an earlier launch
+    do not connect to the next (pytorch/pytorch#126510). Raises OSError without a free port.
     """
-    start = zlib.crc32(launch.encode()) % _PORT_COUNT
-    for offset in range(_PORT_COUNT):
-        port = _PORT_FIRST + (start + offset) % _PORT_COUNT
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            try:
+    start = zlib.crc32(launch.encode()) % PORT_COUNT
+    for offset in range(PORT_COUNT):
+        port = PORT_FIRST + (start + offset) % PORT_COUNT
+        reserved = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        try:
+            reserved.bind(("", port))
+            with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
                 probe.bind(("", port))
-            except OSError:
-                continue
-            return port
-    raise OSError(f"no free port between {_PORT_FIRST} and {_PORT_FIRST + _PORT_COUNT - 1}")
+        except OSError:
+            reserved.close()
+            continue
+        return reserved
+    raise OSError(f"no free port between {PORT_FIRST} and {PORT_FIRST + PORT_COUNT - 1}")

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.sandbox.ports import HIGHEST
 from hpctrain.supervise import srun_process
-from hpctrain.supervise.srun_process import Signals, SrunProcess, free_port
+from hpctrain.supervise.srun_process import Signals, SrunProcess, reserve_port
 
 
 def launch(program: str) -> SrunProcess:
@@ -217,28 +218,43 @@ def test_a_warning_before_the_supervisor_is_up_does_not_kill_it(tmp_path: Path) 
     assert "stop: the run directory is away" in ended.stderr.splitlines()[-1]
 
 
-def test_ports_lie_below_the_ephemeral_range() -> None:
+def port_of(launch: str) -> int:
+    with reserve_port(launch) as reserved:
+        return int(reserved.getsockname()[1])
+
+
+def test_ports_lie_below_the_ephemeral_range_and_above_those_of_a_sandbox() -> None:
     low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    ports = {free_port(f"run {job} {epoch}") for job in (1, 77, 4_000_000) for epoch in (1, 2, 3)}
+    ports = {port_of(f"run {job} {epoch}") for job in (1, 77, 4_000_000) for epoch in (1, 2, 3)}
     assert len(ports) == 9
-    assert min(ports) > 1024
+    assert min(ports) > HIGHEST
     assert max(ports) < max(low, 30001)
 
 
 def test_a_port_in_use_is_passed_over() -> None:
-    first = free_port("runs/a 123 4")
+    first = port_of("runs/a 123 4")
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", first))
         listener.listen()
-        assert free_port("runs/a 123 4") > first
-    assert free_port("runs/a 123 4") == first
+        assert port_of("runs/a 123 4") > first
+    assert port_of("runs/a 123 4") == first
+
+
+def test_a_reserved_port_is_free_for_rank_0_and_for_nobody_else() -> None:
+    """Two launches whose search begins at one number, before either rank 0 listens."""
+    with reserve_port("runs/a 123 4") as reserved, socket.socket() as listener:
+        first = reserved.getsockname()[1]
+        assert port_of("runs/a 123 4") > first
+        listener.bind(("127.0.0.1", first))
+        listener.listen()
+    assert port_of("runs/a 123 4") == first
 
 
 def test_no_port_at_all_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = free_port("runs/a 1 1")
-    monkeypatch.setattr(srun_process, "_PORT_FIRST", first)
-    monkeypatch.setattr(srun_process, "_PORT_COUNT", 1)
+    first = port_of("runs/a 1 1")
+    monkeypatch.setattr(srun_process, "PORT_FIRST", first)
+    monkeypatch.setattr(srun_process, "PORT_COUNT", 1)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", first))
         with pytest.raises(OSError, match=f"no free port between {first} and {first}"):
-            free_port("runs/a 1 1")
+            reserve_port("runs/a 1 1")
