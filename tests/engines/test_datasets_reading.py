@@ -235,11 +235,15 @@ def test_signals_of_slurm_do_not_end_the_readers(tmp_path: Path) -> None:
 
 
 def test_a_reader_that_is_killed_is_an_error_of_the_data(tmp_path: Path) -> None:
+    plain = reading_ahead(tmp_path / "plain", workers=0)
     before = set(_children())
     ahead = reading_ahead(tmp_path, workers=1)
     pixels(ahead, 0)
-    for pid in set(_children()) - before:
+    readers = set(_children()) - before
+    for pid in readers:
         os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    pixels(plain, 0)  # the rank does something else, and is not disturbed
     with pytest.raises(DataError, match="reads data ahead has ended"):
         for step in range(1, 20):
             pixels(ahead, step * 8)

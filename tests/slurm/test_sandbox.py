@@ -139,6 +139,7 @@ def test_a_rebooted_node_needs_a_resume(sandbox: Sandbox) -> None:
     faults.restart_node(sandbox, "n1", rebooted=True)
     await_true(lambda: sandbox.node_states()["n1"].startswith("down"))
     assert job(sandbox, job_id)["Restarts"] == "1"
+    run(sandbox, "scancel", job_id)  # it would begin again, and on this node
     faults.resume_node(sandbox, "n1")
     await_true(lambda: sandbox.node_states()["n1"] == "idle")
 

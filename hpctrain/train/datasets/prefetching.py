@@ -7,7 +7,6 @@ loop skips samples, prefetching restarts from there. Does not belong here: readi
 from __future__ import annotations
 
 import atexit
-import contextlib
 import ctypes
 import multiprocessing
 import os
@@ -55,7 +54,7 @@ class Prefetcher:
     workers: int
     pinned: bool
     _next: int | None = field(default=None, init=False)
-    _items: Iterator[Any] | None = field(default=None, init=False)
+    _items: Any = field(default=None, init=False)  # torch's iterator over its worker processes
 
     def of_step(self, consumed_samples: int) -> Iterator[Batch]:
         """Yield the microbatches of the step that begins there. Raises DataError."""
@@ -71,7 +70,14 @@ class Prefetcher:
                 worker_init_fn=_init_worker,
                 multiprocessing_context=multiprocessing.get_context("fork"),
             )
-            self._items = iter(loader)
+            # torch's handler raises wherever the rank happens to be, in a backward pass or while it
+            # publishes a checkpoint; `next` finds a dead worker without it, in 5 s at most
+            # (torch/utils/data/dataloader.py, _try_get_data)
+            handler = signal.getsignal(signal.SIGCHLD)
+            try:
+                self._items = iter(loader)
+            finally:
+                signal.signal(signal.SIGCHLD, handler)
             # otherwise the interpreter sends SIGTERM to its children at exit, and waits
             atexit.register(self.close)
         self._next = None
@@ -90,13 +96,15 @@ class Prefetcher:
     def close(self) -> None:
         """End the workers. They also end by themselves when their rank is gone."""
         atexit.unregister(self.close)
-        shut_down = getattr(self._items, "_shutdown_workers", None)
-        self._items = None
-        if shut_down is not None:
-            # torch's SIGCHLD handler raises when it finds a killed worker
-            # (torch/utils/data/_utils/signal_handling.py), which does not matter any more
-            with contextlib.suppress(RuntimeError):
-                shut_down()
+        items, self._items = self._items, None
+        if items is None:
+            return
+        if all(worker.is_alive() for worker in items._workers):
+            items._shutdown_workers()
+        else:  # a killed one may hold a lock that the farewell waits for
+            for worker in items._workers:
+                worker.kill()
+            items._shutdown = True
 
 
 @dataclass(frozen=True)
