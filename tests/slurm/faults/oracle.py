@@ -12,7 +12,7 @@ import contextlib
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +33,10 @@ Statement = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Truth:
-    """One look at one run. `jobs` is None when Slurm did not answer."""
+    """One look at one run, from `time` to `ended`. `jobs` is None when Slurm did not answer."""
 
     time: float
+    ended: float
     jobs: tuple[QueuedJob, ...] | None
     present: bool
     done: bool
@@ -65,14 +66,18 @@ def look(targets: Sequence[Target]) -> dict[str, Truth]:
     """The truth about each run, with one squeue for all."""
     if not targets:
         return {}
+    began_at = time.time()
     seen = queue(targets[0].sandbox)
-    return {target.run_id: _look_at(target, seen) for target in targets}
+    found = {target.run_id: _look_at(target, seen, began_at) for target in targets}
+    ended_at = time.time()
+    return {run_id: replace(truth, ended=ended_at) for run_id, truth in found.items()}
 
 
-def _look_at(target: Target, seen: tuple[QueuedJob, ...] | None) -> Truth:
+def _look_at(target: Target, seen: tuple[QueuedJob, ...] | None, began_at: float) -> Truth:
     words = f"hpctrain:{target.run_id}"
     return Truth(
-        time=time.time(),
+        time=began_at,
+        ended=began_at,
         jobs=None if seen is None else tuple(job for job in seen if job.comment == words),
         present=target.directory.exists(),
         done=target.done,
@@ -101,9 +106,9 @@ def falsehoods(
     if not (before.present and after.present) or _was_away(before, after, deeds):
         return []
     claims = [*_of_deeds(said, after, deeds)]
-    if after.time - before.time <= _LONGEST_LOOK_SECONDS:
+    if after.ended - before.time <= _LONGEST_LOOK_SECONDS:
         claims += _of_state(said, before, after, here=here)
-        claims += _of_training(said, before, after, written=not _just_away(before, deeds))
+        claims += _of_training(said, before, after, written=not _just_away(before, after, deeds))
     told = json.dumps({key: value for key, value in said.items() if value is not None})
     return [Falsehood(str(said["run_id"]), claim, told) for claim in claims]
 
@@ -111,14 +116,14 @@ def falsehoods(
 def _was_away(before: Truth, after: Truth, deeds: Sequence[Deed]) -> bool:
     """There was nothing to read for a part of the time."""
     away = (deed for deed in deeds if deed.kind is DeedKind.DIRECTORY_AWAY)
-    return any(deed.time <= after.time and deed.until >= before.time for deed in away)
+    return any(deed.time <= after.ended and deed.until >= before.time for deed in away)
 
 
-def _just_away(before: Truth, deeds: Sequence[Deed]) -> bool:
+def _just_away(before: Truth, after: Truth, deeds: Sequence[Deed]) -> bool:
     """Rows of metrics that could not be written are still on their way."""
     away = (DeedKind.DIRECTORY_AWAY, DeedKind.READ_ONLY)
     return any(
-        deed.kind in away and deed.time <= before.time <= deed.until + _LATE_SECONDS
+        deed.kind in away and deed.time <= after.ended and before.time <= deed.until + _LATE_SECONDS
         for deed in deeds
     )
 
@@ -177,7 +182,7 @@ def _of_training(said: Statement, before: Truth, after: Truth, *, written: bool)
     if saved is not None and saved > after.checkpoint:
         claims.append(f"said to have a checkpoint of step {saved}, which is not published")
     if age is not None and before.progress_time and after.progress_time:
-        oldest = after.time - before.progress_time + _CLOCK_SECONDS
+        oldest = after.ended - before.progress_time + _CLOCK_SECONDS
         newest_age = before.time - after.progress_time - _CLOCK_SECONDS
         if not newest_age <= age <= oldest:
             claims.append("the age of its last sign of life is wrong")
@@ -195,7 +200,7 @@ def _lowest_step(before: Truth) -> int:
 
 def _of_deeds(said: Statement, after: Truth, deeds: Sequence[Deed]) -> list[str]:
     """A state that only a person can bring about, where nobody did."""
-    kinds = {deed.kind for deed in deeds if deed.time <= after.time}
+    kinds = {deed.kind for deed in deeds if deed.time <= after.ended}
     state = said["state"]
     if state == "CANCELLED" and DeedKind.CANCELLED not in kinds:
         return ["said to be CANCELLED, and nobody has cancelled it"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 
 from targets import DeedKind, Target
 
@@ -16,7 +17,7 @@ from hpctrain.sandbox import faults
 from hpctrain.sandbox.job_processes import JobProcess
 from hpctrain.sandbox.processes import all_processes, find_process, send
 
-_SEEN_SECONDS = 60.0
+_SEEN_SECONDS = 300.0
 
 
 def rank_killed(target: Target) -> None:
@@ -101,8 +102,13 @@ def _rank(target: Target, rank: int) -> list[JobProcess]:
         found[:] = [one for one in processes if one.pid in tops and _trains(one)]
         return bool(found)
 
-    assert target.until(seen, _SEEN_SECONDS), f"no running rank {rank}"
+    assert _seen(target, seen) and found, f"no running rank {rank}"
     return found
+
+
+def _seen(target: Target, seen: Callable[[], bool]) -> bool:
+    """A run that is done meanwhile shows no process any more."""
+    return target.until(lambda: seen() or target.done, _SEEN_SECONDS)
 
 
 def _tops(processes: list[JobProcess]) -> set[int]:
@@ -133,7 +139,7 @@ def _sruns(target: Target) -> list[JobProcess]:
         found[:] = sorted(sruns, key=lambda one: one.pid not in _tops(sruns))
         return bool(found)
 
-    assert target.until(seen, _SEEN_SECONDS), "no srun"
+    assert _seen(target, seen) and found, "no srun"
     return found
 
 
@@ -146,7 +152,7 @@ def _supervisor(target: Target) -> list[JobProcess]:
         ]
         return bool(found)
 
-    assert target.until(seen, _SEEN_SECONDS), "no supervisor"
+    assert _seen(target, seen) and found, "no supervisor"
     tops = _tops(found)
     return [one for one in found if one.pid in tops]
 

@@ -15,6 +15,7 @@ ENDING = QueuedJob(7, "COMPLETING", "None", "hpctrain:run")
 GONE = QueuedJob(7, "COMPLETED", "None", "hpctrain:run")
 BEFORE = Truth(
     time=100.0,
+    ended=100.1,
     jobs=(RUNNING,),
     present=True,
     done=False,
@@ -23,7 +24,13 @@ BEFORE = Truth(
     progress_time=99.0,
     checkpoint=30,
 )
-AFTER = replace(BEFORE, time=100.2, row=Row(epoch=2, step=35, time=100.1), progress_time=100.0)
+AFTER = replace(
+    BEFORE,
+    time=100.2,
+    ended=100.3,
+    row=Row(epoch=2, step=35, time=100.1),
+    progress_time=100.0,
+)
 SAID: dict[str, Any] = {
     "run_id": "run",
     "state": "RUNNING",
@@ -123,6 +130,8 @@ def test_silence_of_slurm_excuses_the_state_and_not_the_marker() -> None:
 
 
 def test_a_long_silence_is_compared_only_with_what_stays() -> None:
-    late = replace(AFTER, time=130.0, jobs=(WAITING,))
-    assert falsehoods({**SAID, "job_id": 9, "step": 0}, BEFORE, late, []) == []
+    late = replace(AFTER, time=130.0, ended=130.1, jobs=(WAITING,))
+    held_up = replace(BEFORE, time=80.0)  # between its squeue and its files
+    said = {**SAID, "job_id": 9, "step": 0}
+    assert falsehoods(said, BEFORE, late, []) == falsehoods(said, held_up, AFTER, []) == []
     assert len(falsehoods({**SAID, "state": "CANCELLED"}, BEFORE, late, [])) == 1
