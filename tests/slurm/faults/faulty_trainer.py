@@ -104,6 +104,11 @@ def _wait_for(reached: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
+def stop(fault: Fault) -> None:
+    """All threads stand still, as after a SIGSTOP from outside."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def settle(fault: Fault) -> None:
     """On all ranks: no save is under way when the step begins. Rank 0 makes a note of it."""
     LOOPS[-1].saver.finish()
@@ -112,8 +117,20 @@ def settle(fault: Fault) -> None:
 
 
 def import_nothing(fault: Fault) -> None:
-    """A mistake in the code of the user: the traceback is Python's own."""
+    """A mistake in the code of the user: the traceback is Python's own.
+
+    All ranks come to it together: one that is late would be ended before it can say the same.
+    """
+    _meet()
     import a_module_that_nobody_has  # type: ignore[import-not-found]  # noqa: F401
+
+
+def _meet() -> None:
+    """Wait for all ranks of this launch."""
+    place = PLAN.with_name(f"met-{os.environ['HPCTRAIN_EPOCH']}")
+    place.mkdir(exist_ok=True)
+    (place / os.environ["SLURM_PROCID"]).touch()
+    _wait_for(lambda: len(list(place.iterdir())) == int(os.environ["SLURM_NTASKS"]))
 
 
 def die_of_term(fault: Fault) -> None:
@@ -264,6 +281,7 @@ DEEDS: dict[str, Callable[[Fault], None]] = {
     "await_word": await_word,
     "pace": pace,
     "miss_a_file": miss_a_file,
+    "stop": stop,
     "settle": settle,
     "import_nothing": import_nothing,
     "die_of_term": die_of_term,

@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -16,7 +15,14 @@ import pytest
 from another_user import AnotherUser
 from command_line import hpctrain
 from other_cluster import OtherCluster, client_of
-from rehearsal import PlannedFault, Rehearsal, Stage
+from rehearsal import (
+    PATIENCE_SECONDS,
+    PlannedFault,
+    Rehearsal,
+    Stage,
+    held,
+    wait_till_remembered,
+)
 from survival import Fault, Survival
 
 from hpctrain.actions.cancel import cancel
@@ -67,7 +73,7 @@ def test_a_login_node_of_another_cluster_does_no_harm(
         assert (seen.elsewhere, seen.seen, seen.complete) == (1, (), True), seen
     assert run.layout.ledger.read_bytes() == before, "somebody has written into the ledger"
     other_cluster.assert_untouched(job_id)
-    assert rehearsal.status().state is RunState.RUNNING
+    rehearsal.wait_until(lambda row: row.state is RunState.RUNNING, "running")
     rehearsal.say("go")
     rehearsal.assert_done_exactly(reference)
     assert rehearsal.epoch == 1
@@ -80,7 +86,9 @@ def test_a_job_that_was_started_by_hand_is_a_job_of_the_run(
     stage: Stage, tmp_path: Path, reference: RunFiles, survival: Survival
 ) -> None:
     own = Stage(stage.sandbox, tmp_path)
-    rehearsal = own.start("name=byhand", planned=waiting_at(24))
+    # The second launch is held, too: it must not be done before somebody cancels it.
+    planned = (*waiting_at(24), *held(2, 34, do="await_warning"))
+    rehearsal = own.start("name=byhand", planned=planned)
     rehearsal.wait_for_step(23)
     first, run, slurm = rehearsal.job_id, rehearsal.run, rehearsal.slurm
     stage.sandbox.command("scontrol", "requeuehold", str(first))
@@ -95,17 +103,20 @@ def test_a_job_that_was_started_by_hand_is_a_job_of_the_run(
         check=True,
     )
     rehearsal.job_id = int(answer.stdout)
-    rehearsal.wait(lambda: rehearsal.epoch == 2, "launched by the second job")
+    rehearsal.wait_for_step(33, epoch=2)
     adopted = rehearsal.events(EventKind.ADOPTED)
     assert [(e.job_id, e.successor_of) for e in adopted] == [(rehearsal.job_id, first)]
-    row = rehearsal.status()
-    assert (row.state, row.job_id) == (RunState.RUNNING, rehearsal.job_id)
+    row = rehearsal.wait_until(lambda row: row.state is RunState.RUNNING, "running")
+    assert row.job_id == rehearsal.job_id
 
     done = cancel(run, slurm)
-    assert sorted(done.job_ids) == [first, rehearsal.job_id] and not done.still
+    assert sorted(done.job_ids) == [first, rehearsal.job_id], done
     rehearsal.wait(lambda: not rehearsal.processes(), "ended")
     rehearsal.wait_until(lambda row: row.state is RunState.CANCELLED, "cancelled")
-    assert {slurm.jobs([n])[n].state.name for n in (first, rehearsal.job_id)} == {"CANCELLED"}
+    jobs = (first, rehearsal.job_id)  # COMPLETING until slurmctld has heard of the end
+    rehearsal.wait(lambda: all(job.state.is_ended for job in slurm.jobs(jobs).values()), "out")
+    found = {job_id: job.state.name for job_id, job in slurm.jobs(jobs).items()}
+    assert found == dict.fromkeys(jobs, "CANCELLED")
     epoch = rehearsal.epoch
 
     rehearsal.job_id = resubmit(run, slurm).job_id
@@ -127,7 +138,7 @@ def test_a_job_whose_client_died_is_found(
     stage.fill()
     child = get_context("fork").Process(target=submit_and_die, args=(own,))
     child.start()
-    child.join(120)
+    child.join(PATIENCE_SECONDS)
     assert child.exitcode == -signal.SIGKILL
     (run,) = all_runs(own.runs)
     assert run.ledger.events()[-1].event is EventKind.SUBMITTING
@@ -175,7 +186,7 @@ def test_nothing_is_said_to_be_cancelled_without_slurm(
     rehearsal = own.start("name=away", planned=waiting_at(14))
     rehearsal.wait_for_step(13)
     run, slurm = rehearsal.run, rehearsal.slurm
-    time.sleep(6)  # slurmctld writes down what it knows every five seconds
+    wait_till_remembered(stage.sandbox)
     faults.kill_controller(stage.sandbox)
     with pytest.raises(SlurmUnreachableError, match="was cancelled"):
         cancel(run, slurm)
