@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
-from rehearsal import Rehearsal, Stage, held
+from rehearsal import PATIENCE_SECONDS, Rehearsal, Stage, held
 from survival import Fault, Survival
 
 from hpctrain.actions.runs import RunFiles
@@ -40,11 +41,32 @@ def test_a_run_that_may_not_be_requeued_is_submitted_again(
     rehearsal.assert_done_exactly(reference)
 
 
+def break_known_prolog(stage: Stage, node: str) -> None:
+    """Its slurmd reads the configuration later than slurmctld: wait until it runs a prolog."""
+    noted = stage.directory / "noted"
+    faults.break_prolog(stage.sandbox, node)
+    script = stage.sandbox.directory / "prolog"
+    script.write_text(f'#!/bin/sh\ntouch "{noted}"\n')
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not noted.exists():
+        assert time.monotonic() < deadline, f"{node} never runs a prolog"
+        run_to_its_end(stage, f"#!/bin/sh\n#SBATCH -w {node} -o /dev/null\ntrue\n")
+    faults.break_prolog(stage.sandbox, node)
+
+
+def run_to_its_end(stage: Stage, script: str) -> None:
+    job_id = stage.slurm.submit(script).job_id
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while (job := stage.slurm.show_job(job_id)) is not None and not job.state.is_ended:
+        assert time.monotonic() < deadline, job
+        time.sleep(0.1)
+
+
 def test_a_prolog_that_fails_is_left_behind(
     stage: Stage, tmp_path: Path, reference: RunFiles, survival: Survival
 ) -> None:
     own = Stage(stage.sandbox, tmp_path)
-    faults.break_prolog(stage.sandbox, "n0")
+    break_known_prolog(own, "n0")
     rehearsal = own.start("name=prolog")
     rehearsal.wait_until(lambda row: "held" in row.reason.lower(), "held by Slurm")
     acted = look(rehearsal, own, act=True)
