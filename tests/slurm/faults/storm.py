@@ -263,8 +263,8 @@ class _Passage:
             if not target.done:
                 first = (str(error).splitlines() or ["no reason"])[0]
                 self.fate.wrong.append(f"{chosen}: could not be brought about: {first}")
+        struck_at = target.newest_row()  # before the gate opens: the next one ends all progress
         target.rehearsal.say(str(number))
-        struck_at = target.newest_row()
         if strike.after is not After.OVER:
             self._until(lambda: self._recovered(strike, before, struck_at), f"after {chosen}")
             self._care()
