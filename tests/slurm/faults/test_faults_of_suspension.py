@@ -11,8 +11,10 @@ from hpctrain.actions.cancel import cancel
 from hpctrain.actions.control import stop
 from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.state import RunState
+from hpctrain.sandbox.processes import find_process
 
-STALL_SECONDS = 5
+# Longer than anything but a hang lasts on a machine under load.
+STALL_SECONDS = 45
 
 
 def suspend(rehearsal: Rehearsal, stage: Stage) -> None:
@@ -21,6 +23,14 @@ def suspend(rehearsal: Rehearsal, stage: Stage) -> None:
     stage.sandbox.command("scontrol", "suspend", str(rehearsal.job_id))
     row = rehearsal.wait_until(lambda row: row.reason == "suspended", "suspended")
     assert row.state is RunState.RUNNING
+    rehearsal.wait(lambda: stand_still(rehearsal), "with ranks that stand still")
+
+
+def stand_still(rehearsal: Rehearsal) -> bool:
+    """Slurm says that a job is suspended before its nodes have done it."""
+    ranks = [process for process in rehearsal.processes() if process.rank is not None]
+    found = [find_process(process.pid) for process in ranks]
+    return bool(ranks) and all(one is None or one.state == "T" for one in found)
 
 
 def unsuspend(rehearsal: Rehearsal, stage: Stage) -> None:

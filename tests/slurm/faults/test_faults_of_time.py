@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from rehearsal import PlannedFault, Rehearsal, Stage
 from survival import Fault, Survival
 
@@ -23,10 +25,12 @@ def test_the_time_limit_is_met_in_time_and_one_that_is_too_short_is_named(
         planned=planned,
     )
     rehearsal.wait_for_step(12)
-    # Slurm looks every 30 s and warns 120 s before the end, so at its next look.
-    rehearsal.sandbox.command(
-        "scontrol", "update", f"JobId={rehearsal.job_id}", "TimeLimit=00:03:00"
-    )
+    # Slurm looks every 30 s and warns 120 s before the end: here 120 to 180 s from now.
+    job = rehearsal.slurm.show_job(rehearsal.job_id)
+    assert job is not None and job.start_time is not None
+    limit(rehearsal, int(time.time() - job.start_time) // 60 + 3)
+    rehearsal.wait(lambda: bool(rehearsal.events(EventKind.SIGNAL)), "warned")
+    limit(rehearsal, 30)  # a slow start of the next launch is not to be warned by Slurm
     fault = Fault(8, "Slurm warns with USR1 before the time limit")
     warned = survival.recovered(rehearsal, fault, cause="time_limit", action="requeue", epoch=1)
     assert (warned.resumed_step, warned.lost_steps) == (13, 0), rehearsal.logs()
@@ -38,6 +42,11 @@ def test_the_time_limit_is_met_in_time_and_one_that_is_too_short_is_named(
         rehearsal, fault, cause="time_limit", action="stop", why="raise `resources.walltime`"
     )
     rehearsal.assert_same_so_far(reference)
+
+
+def limit(rehearsal: Rehearsal, minutes: int) -> None:
+    words = (f"JobId={rehearsal.job_id}", f"TimeLimit={minutes}")
+    rehearsal.sandbox.command("scontrol", "update", *words)
 
 
 def warn(rehearsal: Rehearsal, epoch: int) -> None:
