@@ -19,6 +19,7 @@ from hpctrain.errors import SlurmError
 from hpctrain.nodes.record import EvidenceKind, NodeLedger
 from hpctrain.sandbox import faults
 from hpctrain.sandbox.job_processes import JobProcess
+from hpctrain.sandbox.processes import is_alive
 from hpctrain.store.datasets import bin_path, idx_path
 from hpctrain.store.ledger import EventKind
 
@@ -54,11 +55,14 @@ def test_what_one_node_lacks_is_its_own_fault(
     reference = own.start("name=whole", source)
     unmounted = reference_nodes(reference)[1]
     reference.wait_till_over()
+    # Slurm gives the same nodes again only if they are free again.
+    idle = {"idle"}
+    reference.wait(lambda: {*stage.sandbox.node_states().values()} == idle, "off its nodes")
     own.unmount_data("lacking", unmounted)
     rehearsal = own.start(
         "name=lacking",
         source,
-        "supervise.setup_stall=45s",
+        "supervise.setup_stall=90s",  # for saves, too; imports take long on a busy machine
         "checkpoint.asynchronous=false",
         planned=(PlannedFault(epoch=2, rank=1, step=5, do="stop_writer"),),
     )
@@ -123,15 +127,18 @@ def test_a_node_that_thaws_hurts_nobody(
     slurmctld to end the step hangs on which of the messages that wait for it it reads first, so the
     test asks the same besides.
     """
-    waits = PlannedFault(epoch=2, rank=1, step=24, do="await_word", text="thawed")
-    rehearsal = stage.start("name=thaw", planned=(*held(1, 14), waits))
+    waits = (
+        PlannedFault(epoch=2, rank=-1, step=24, do="settle"),
+        PlannedFault(epoch=2, rank=1, step=24, do="await_word", text="thawed"),
+    )
+    rehearsal = stage.start("name=thaw", planned=(*held(1, 14), *waits))
     rehearsal.wait_for_progress()
     frozen = rehearsal.nodes()[0]
     old = [process for process in rehearsal.processes() if process.node == frozen]
     sruns = [process for process in old if process.command_line[0].endswith("srun")]
     faults.freeze_node(stage.sandbox, frozen)
     fault = Fault(68, "the batch node freezes, and thaws once the job runs elsewhere")
-    survival.recovered(rehearsal, fault, cause="node_failure", action="restarted by Slurm")
+    survival.recovered(rehearsal, fault, cause="node_failure", action="restarted by Slurm", epoch=1)
     rehearsal.wait_for_progress()
     rehearsal.kill(sruns, signal.SIGCONT)
     wait_till_gone(rehearsal, sruns)
@@ -146,5 +153,5 @@ def test_a_node_that_thaws_hurts_nobody(
 
 
 def wait_till_gone(rehearsal: Rehearsal, processes: list[JobProcess]) -> None:
-    pids = {process.pid for process in processes}
-    rehearsal.wait(lambda: not pids & {p.pid for p in rehearsal.processes()}, "rid of old ones")
+    old = [process.identity for process in processes]
+    rehearsal.wait(lambda: not any(map(is_alive, old)), "rid of old ones")
