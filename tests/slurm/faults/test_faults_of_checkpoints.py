@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from rehearsal import PlannedFault, Stage, held
+from slurm_settings import long_kill_wait
 from survival import Fault, Survival, flip_a_byte
 
 from hpctrain.actions.runs import RunFiles
@@ -22,6 +23,7 @@ def test_damaged_and_unfinished_checkpoints_are_left_out(
     stage: Stage, reference: RunFiles, survival: Survival
 ) -> None:
     planned = (
+        PlannedFault(epoch=1, rank=-1, step=55, do="die_of_term"),  # time for the last words
         *held(1, 55),
         PlannedFault(epoch=2, rank=0, do="publish_slowly", seconds=120),
         PlannedFault(epoch=2, rank=0, step=24, do="leave", code=1),
@@ -29,10 +31,12 @@ def test_damaged_and_unfinished_checkpoints_are_left_out(
     rehearsal = stage.start("name=damaged", "checkpoint.keep=9", planned=planned)
     rehearsal.wait_for_checkpoint(50)
     rehearsal.wait_for_step(54)
-    rehearsal.sandbox.command("scontrol", "requeue", str(rehearsal.job_id))
-    rehearsal.wait_until(lambda row: row.state is RunState.PENDING, "pending")
+    with long_kill_wait(stage.sandbox):
+        rehearsal.sandbox.command("scontrol", "requeuehold", str(rehearsal.job_id))
+        rehearsal.wait_until(lambda row: row.state is RunState.PENDING, "pending")
     root = rehearsal.run.layout.checkpoints
     damages = damage(root)
+    rehearsal.sandbox.command("scontrol", "release", str(rehearsal.job_id))
     fault = Fault(30, f"the newest four checkpoints: {', '.join(damages.values())}")
     found = survival.recovered(rehearsal, fault, cause="requeued", action="leave", epoch=1)
     assert found.resumed_step == 10

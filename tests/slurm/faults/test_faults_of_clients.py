@@ -23,6 +23,7 @@ from rehearsal import (
     held,
     wait_till_remembered,
 )
+from slurm_settings import long_kill_wait
 from survival import Fault, Survival
 
 from hpctrain.actions.cancel import cancel
@@ -109,9 +110,10 @@ def test_a_job_that_was_started_by_hand_is_a_job_of_the_run(
     row = rehearsal.wait_until(lambda row: row.state is RunState.RUNNING, "running")
     assert row.job_id == rehearsal.job_id
 
-    done = cancel(run, slurm)
-    assert sorted(done.job_ids) == [first, rehearsal.job_id], done
-    rehearsal.wait(lambda: not rehearsal.processes(), "ended")
+    with long_kill_wait(stage.sandbox):
+        done = cancel(run, slurm)
+        assert sorted(done.job_ids) == [first, rehearsal.job_id], done
+        rehearsal.wait(lambda: not rehearsal.processes(), "ended")
     rehearsal.wait_until(lambda row: row.state is RunState.CANCELLED, "cancelled")
     jobs = (first, rehearsal.job_id)  # COMPLETING until slurmctld has heard of the end
     rehearsal.wait(lambda: all(job.state.is_ended for job in slurm.jobs(jobs).values()), "out")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from damaged_checkpoints import vouch
 from rehearsal import STEPS, PlannedFault, Rehearsal, Stage, held
+from slurm_settings import long_kill_wait
 from survival import Fault, Survival, flip_a_byte
 
 from hpctrain.actions import control
@@ -26,8 +27,12 @@ def test_checkpoints_that_lie_are_stepped_back_over_and_kept(
     stage: Stage, reference: RunFiles, survival: Survival
 ) -> None:
     """Only names and sizes are compared before a launch, as above 1 GiB."""
+    planned = (
+        PlannedFault(epoch=1, rank=-1, step=55, do="die_of_term"),  # time for the last words
+        *held(1, 55),
+    )
     rehearsal = stage.start(
-        "name=given-up", "checkpoint.keep=9", "checkpoint.verify=size", planned=held(1, 55)
+        "name=given-up", "checkpoint.keep=9", "checkpoint.verify=size", planned=planned
     )
     rehearsal.wait_for_checkpoint(50)
     rehearsal.wait_for_step(54)
@@ -73,8 +78,9 @@ def test_checkpoints_that_lie_are_stepped_back_over_and_kept(
 
 def requeue(rehearsal: Rehearsal) -> None:
     """Slurm takes the run off its nodes and holds it, so that there is time to do damage."""
-    rehearsal.sandbox.command("scontrol", "requeuehold", str(rehearsal.job_id))
-    rehearsal.wait_until(lambda row: row.state is RunState.PENDING, "pending")
+    with long_kill_wait(rehearsal.sandbox):
+        rehearsal.sandbox.command("scontrol", "requeuehold", str(rehearsal.job_id))
+        rehearsal.wait_until(lambda row: row.state is RunState.PENDING, "pending")
 
 
 def release(rehearsal: Rehearsal) -> None:
@@ -101,7 +107,8 @@ def hold_nothing(directory: Path) -> None:
 def test_emptied_checkpoints_never_start_a_run_at_step_0_unasked(
     stage: Stage, reference: RunFiles, survival: Survival
 ) -> None:
-    rehearsal = stage.start("name=purged", planned=held(1, 25))
+    planned = (PlannedFault(epoch=1, rank=-1, step=25, do="die_of_term"), *held(1, 25))
+    rehearsal = stage.start("name=purged", planned=planned)
     rehearsal.wait_for_checkpoint(20)
     rehearsal.wait_for_step(24)
     requeue(rehearsal)
@@ -138,7 +145,11 @@ def test_emptied_checkpoints_never_start_a_run_at_step_0_unasked(
 def test_other_data_are_refused_until_they_are_accepted(stage: Stage, survival: Survival) -> None:
     prefix = stage.directory / "tokens"
     write_tokens(prefix)
-    planned: tuple[PlannedFault, ...] = (*held(1, 15), *held(3, 35))
+    planned = (
+        *(PlannedFault(epoch=0, rank=-1, step=step, do="die_of_term") for step in (15, 35)),
+        *held(1, 15),
+        *held(3, 35),
+    )
     sources = f"data.sources=[{{path: {prefix}}}]"
     rehearsal = stage.start("name=other-data", sources, planned=planned)
     rehearsal.wait_for_step(14)
