@@ -17,7 +17,7 @@ FORK = multiprocessing.get_context("fork")
 
 
 def replace_many(path: Path, letter: str, rounds: int, start: Barrier) -> None:
-    start.wait(30)
+    start.wait(300)
     for _ in range(rounds):
         replace_text(path, letter * 100_000, durable=False)
 
@@ -31,7 +31,7 @@ def test_a_reader_sees_one_whole_content_while_two_processes_replace_it(tmp_path
     ]
     for writer in writers:
         writer.start()
-    start.wait(30)
+    start.wait(300)
     seen = {path.read_text()}
     while any(writer.is_alive() for writer in writers):
         seen.add(path.read_text())
@@ -89,7 +89,7 @@ def test_a_torn_last_line_stays_alone(tmp_path: Path) -> None:
 
 
 def append_many(path: Path, name: int, start: Barrier) -> None:
-    start.wait(30)
+    start.wait(300)
     for number in range(300):
         append_line(path, f"{name}:{number}:" + "x" * 200, durable=False)
 
@@ -101,7 +101,7 @@ def test_lines_of_two_processes_do_not_mix(tmp_path: Path) -> None:
     for writer in writers:
         writer.start()
     for writer in writers:
-        writer.join(60)
+        writer.join(600)
     assert [writer.exitcode for writer in writers] == [0, 0]
     lines = path.read_text().splitlines()
     expected = {f"{name}:{number}:" + "x" * 200 for name in range(2) for number in range(300)}
@@ -111,7 +111,7 @@ def test_lines_of_two_processes_do_not_mix(tmp_path: Path) -> None:
 
 def create_many(directory: Path, name: str, start: Barrier) -> None:
     for number in range(60):
-        start.wait(30)
+        start.wait(300)
         created = create_exclusive(directory / f"{number}", f"{name} won {number}")
         if created:
             (directory / f"{number}.{name}").touch()
@@ -123,7 +123,7 @@ def test_of_two_processes_exactly_one_creates_the_file(tmp_path: Path) -> None:
     for racer in racers:
         racer.start()
     for racer in racers:
-        racer.join(60)
+        racer.join(600)
     assert [racer.exitcode for racer in racers] == [0, 0]
     for number in range(60):
         winners = [name for name in "ab" if (tmp_path / f"{number}.{name}").exists()]

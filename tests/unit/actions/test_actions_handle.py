@@ -44,7 +44,7 @@ def test_wait_ends_with_the_run(run: hpctrain.Run) -> None:
 def test_wait_raises_for_a_run_that_will_never_be_done(run: hpctrain.Run) -> None:
     run.cancel()
     with pytest.raises(RunFailedError, match="CANCELLED"):
-        run.wait(timeout_seconds=5.0, poll_seconds=0.01)
+        run.wait(timeout_seconds=300.0, poll_seconds=0.01)
 
 
 def test_a_team_controls_a_run(run: hpctrain.Run) -> None:

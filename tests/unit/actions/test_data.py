@@ -140,7 +140,10 @@ def test_problems_of_the_program_arrive_as_our_exceptions(
         prepare_dataset(DatasetRequest(output=tmp_path / "text"))
 
 
-def test_a_program_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
+def test_a_program_that_takes_too_long_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DatasetRequest, "command", lambda self: ["sleep", "600"])
     request = DatasetRequest(output=tmp_path / "text", builtin="stdlib")
     with pytest.raises(HpctrainError, match=r"stopped after 0\.05 seconds"):
         prepare_dataset(request, timeout_seconds=0.05)

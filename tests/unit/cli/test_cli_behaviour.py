@@ -192,7 +192,7 @@ def test_interrupt_from_outside(here: Path) -> None:
     assert process.stdout is not None
     assert "gpt-tiny-7f3a" in "".join(process.stdout.readline() for _ in range(2))
     process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=300)
     assert process.returncode == 130 and "Traceback" not in stderr
 
 
@@ -217,7 +217,7 @@ def test_a_reader_that_goes_away(arguments: list[str]) -> None:
 def test_without_terminal_and_without_yes_nothing_is_submitted(here: Path) -> None:
     environment = stub_sbatch(here)
     process = start("submit", *TINY, environment=environment)
-    stdout, stderr = process.communicate(timeout=60)
+    stdout, stderr = process.communicate(timeout=300)
     assert process.returncode == 2 and "`-y` answers yes" in stderr and stdout == ""
     assert not (here / "argv").exists() and not (here / "runs").exists()
 
@@ -232,19 +232,19 @@ def test_the_other_questions_do_not_hang_either(here: Path, slurm: FakeSlurm, co
 def test_dry_run_prints_what_sbatch_gets(here: Path) -> None:
     environment = stub_sbatch(here)
     shown = start("submit", *TINY, "--dry-run", environment=environment)
-    stdout, stderr = shown.communicate(timeout=60)
+    stdout, stderr = shown.communicate(timeout=300)
     assert shown.returncode == 0 and "Plan " in stderr
     assert stdout.startswith("#!/bin/bash\n") and "Plan " not in stdout
     assert not (here / "runs").exists() and not (here / "script").exists()
 
     checked = start("submit", *TINY, "--check", environment=environment)
-    assert checked.communicate(timeout=60)[0] == "" and checked.returncode == 0
+    assert checked.communicate(timeout=300)[0] == "" and checked.returncode == 0
     assert (here / "script").read_text() == stdout
     assert "--test-only" in (here / "argv").read_text().split()
     assert not (here / "runs").exists(), "--check leaves nothing behind"
 
     submitted = start("submit", *TINY, "-y", environment=environment)
-    run_id = submitted.communicate(timeout=60)[0].strip()
+    run_id = submitted.communicate(timeout=300)[0].strip()
     assert submitted.returncode == 0
     assert (here / "script").read_text() == stdout
     directory = here / "runs" / run_id
@@ -258,7 +258,7 @@ def test_dry_run_prints_what_sbatch_gets(here: Path) -> None:
 
 def test_options_of_the_shell_do_not_reach_sbatch(here: Path) -> None:
     environment = {**stub_sbatch(here), "SBATCH_PARTITION": "other", "SLURM_JOB_ID": "1"}
-    assert start("submit", *TINY, "-y", environment=environment).wait(60) == 0
+    assert start("submit", *TINY, "-y", environment=environment).wait(300) == 0
     seen = (here / "environment").read_text()
     assert "SBATCH_" not in seen and "SLURM_JOB_ID" not in seen
 
@@ -282,7 +282,7 @@ def test_refused_by_slurm(here: Path) -> None:
     words = "sbatch: error: Batch job submission failed: Invalid account or account/partition"
     environment = stub_sbatch(here, f"echo '{words}' >&2; exit 1")
     process = start("submit", *TINY, "-y", environment=environment)
-    stdout, stderr = process.communicate(timeout=60)
+    stdout, stderr = process.communicate(timeout=300)
     assert process.returncode == 5 and stdout == "" and words in stderr
     assert hpctrain("status", "-a", "--json").stdout.count("NOT SUBMITTED") == 1
 
@@ -299,10 +299,10 @@ def test_everything_but_slurm_works_without_slurm(here: Path) -> None:
         ["describe", "gpt-tiny"],
     ):
         process = start(*arguments, environment=environment)
-        stdout, stderr = process.communicate(timeout=60)
+        stdout, stderr = process.communicate(timeout=300)
         assert process.returncode == 0 and stdout, f"{arguments}: {stderr}"
     process = start("submit", *TINY, "-y", environment=environment)
-    stdout, stderr = process.communicate(timeout=60)
+    stdout, stderr = process.communicate(timeout=300)
     assert process.returncode == 5 and "cannot run `sbatch`" in stderr and stdout == ""
 
 

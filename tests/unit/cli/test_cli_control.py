@@ -8,6 +8,7 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from time import sleep
 
 import pytest
 from command_line import hpctrain
@@ -95,13 +96,15 @@ def test_a_second_stop_is_no_error(running: RunFiles) -> None:
 
 def test_waiting_for_a_save_prints_the_step(running: RunFiles) -> None:
     def save() -> None:
+        while not running.layout.save_request.exists():
+            sleep(0.01)
         running.layout.save_request.unlink()
         published(running, 10)
 
-    timer = threading.Timer(0.3, save)
-    timer.start()
-    outcome = hpctrain("save", RUN, "--wait", "--timeout", "60")
-    timer.join()
+    trainer = threading.Thread(target=save, daemon=True)
+    trainer.start()
+    outcome = hpctrain("save", RUN, "--wait", "--timeout", "300")
+    trainer.join(60)
     assert outcome.exit_code == 0 and outcome.stdout == "10\n", outcome.transcript()
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.errors import SlurmError, SlurmUnreachableError, UsageError
+from hpctrain.sandbox import ports as ports_module
 from hpctrain.sandbox.paths import sockets_fit
 from hpctrain.sandbox.ports import Ports, are_free, find_ports
 from hpctrain.sandbox.programs import call, find_programs, parse_version
@@ -25,7 +26,10 @@ def test_a_name_fits_as_long_as_the_kernel_can_bind_it(tmp_path: Path) -> None:
         probe.bind(f"{longest}b{step}")
 
 
-def test_a_taken_port_spoils_the_block() -> None:
+def test_a_taken_port_spoils_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Not where the sandboxes of other tests take and release theirs meanwhile.
+    monkeypatch.setattr(ports_module, "LOWEST", 32701)
+    monkeypatch.setattr(ports_module, "HIGHEST", 32767)
     ports = find_ports(3)
     assert are_free(ports)
     with socket.create_server(("127.0.0.1", ports.first_node + 2)):
@@ -33,8 +37,12 @@ def test_a_taken_port_spoils_the_block() -> None:
         assert are_free(Ports(ports.controller, 2))
 
 
-def test_ports_lie_below_the_ephemeral_ones() -> None:
+def test_ports_lie_below_the_ephemeral_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The highest block, whatever other sandboxes have taken of it."""
+    monkeypatch.setattr(ports_module.random, "randint", lambda lowest, highest: highest)
+    monkeypatch.setattr(ports_module, "are_free", lambda ports: True)
     ports = find_ports(1000)
+    assert ports.first_node + ports.nodes >= ports_module.HIGHEST
     assert ports.first_node + ports.nodes <= 32768
 
 
@@ -62,12 +70,12 @@ def test_missing_programs_are_named_with_a_hint(
 
 def test_a_call_that_fails_repeats_the_words_of_the_program() -> None:
     with pytest.raises(SlurmError, match="sh failed with exit code 3: no luck"):
-        call(["/bin/sh", "-c", "echo no luck >&2; exit 3"], {})
+        call(["/bin/sh", "-c", "echo no luck >&2; exit 3"], {}, timeout_seconds=300)
 
 
 def test_a_call_that_hangs_is_given_up() -> None:
     with pytest.raises(SlurmUnreachableError, match=r"sleep gave no answer in 0\.1 s"):
-        call(["/bin/sleep", "5"], {}, timeout_seconds=0.1)
+        call(["/bin/sleep", "600"], {}, timeout_seconds=0.1)
 
 
 def test_there_is_no_sandbox_in_an_empty_directory(tmp_path: Path) -> None:

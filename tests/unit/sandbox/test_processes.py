@@ -24,11 +24,11 @@ from hpctrain.sandbox.processes import (
     read_environment,
 )
 
-SLEEP = [sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"]
+SLEEP = [sys.executable, "-c", "import time; print(flush=True); time.sleep(900)"]
 DEAF = [
     sys.executable,
     "-c",
-    "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True); time.sleep(60)",
+    "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True); time.sleep(900)",
 ]
 
 
@@ -64,7 +64,7 @@ def test_a_zombie_is_dead(child: subprocess.Popen[bytes]) -> None:
     assert is_alive(process)
     child.kill()
     # Not waited for, so that it stays as a zombie: kill -0 still succeeds.
-    assert await_condition(lambda: not is_alive(process), timeout_seconds=5)
+    assert await_condition(lambda: not is_alive(process), timeout_seconds=300)
     os.kill(child.pid, 0)
 
 
@@ -80,14 +80,14 @@ def test_a_pid_with_another_start_is_another_process(child: subprocess.Popen[byt
 def test_end_reaches_a_stopped_process(child: subprocess.Popen[bytes]) -> None:
     process = identity(child)
     os.kill(child.pid, signal.SIGSTOP)
-    end([process], grace_seconds=5)
-    assert child.wait(timeout=5) == -signal.SIGTERM
+    end([process], grace_seconds=300)
+    assert child.wait(timeout=300) == -signal.SIGTERM
 
 
 @pytest.mark.parametrize("child", [DEAF], indirect=True)
 def test_end_insists_when_sigterm_is_ignored(child: subprocess.Popen[bytes]) -> None:
     end([identity(child)], grace_seconds=0.2)
-    assert child.wait(timeout=5) == -signal.SIGKILL
+    assert child.wait(timeout=300) == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("child", [SLEEP], indirect=True)

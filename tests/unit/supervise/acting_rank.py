@@ -20,7 +20,7 @@ RUN, EPOCH, RANK, NODE, PLACE = sys.argv[1:6]
 layout = RunLayout(Path(RUN))
 # Said from the place itself and by a call without a frame: whoever reads it finds the rank there.
 READY = b"ready\n"
-STAY = f"os.write(1, {READY!r}); time.sleep(100)"
+STAY = f"os.write(1, {READY!r}); time.sleep(600)"
 
 
 def told_by(name: str, code: str) -> dict[str, object]:
@@ -38,7 +38,7 @@ waiting = told_by(
 
 def load_batch() -> None:
     os.write(1, READY)
-    time.sleep(100)
+    time.sleep(600)
 
 
 def one_step() -> None:
@@ -51,5 +51,5 @@ path = layout.stack_dump(int(EPOCH), int(RANK))
 layout.make_directory(path.parent)
 dump = StackDump(path, dump_header(int(RANK), NODE, int(EPOCH)))
 for _ in range(2):  # as data loaders and writers of checkpoints do
-    threading.Thread(target=time.sleep, args=(100,), daemon=True).start()
+    threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
 one_step()

@@ -17,7 +17,7 @@ from pathlib import Path
 
 RUN = Path(sys.argv[1])
 EPOCH = int(os.environ["HPCTRAIN_EPOCH"])
-PATIENCE_SECONDS = 20.0
+PATIENCE_SECONDS = 300.0
 
 
 def write(path: Path, **values: object) -> None:
@@ -69,10 +69,19 @@ def save(step: int) -> None:
     )
 
 
-def wait_for(path: Path) -> None:
+def wait_for(path: Path, *, there: bool = True) -> None:
     deadline = time.monotonic() + PATIENCE_SECONDS
-    while not path.exists() and time.monotonic() < deadline:
+    while path.exists() is not there:
+        if time.monotonic() > deadline:
+            raise SystemExit(f"waited in vain for {path}")
         time.sleep(0.01)
+
+
+def write_pids(name: str, *pids: int) -> None:
+    """Whole, or not there: others read it meanwhile."""
+    temporary = RUN / f"{name}.new"
+    temporary.write_text(" ".join(map(str, pids)))
+    temporary.replace(RUN / name)
 
 
 def start_ranks(places: list[str]) -> None:
@@ -86,7 +95,7 @@ def start_ranks(places: list[str]) -> None:
         assert rank.stdout is not None and rank.stdout.readline()
         if place.startswith("!"):
             rank.send_signal(signal.SIGSTOP)
-    (RUN / "ranks.pid").write_text(" ".join(str(rank.pid) for rank in ranks))
+    write_pids("ranks.pid", *(rank.pid for rank in ranks))
 
 
 def play(word: str) -> None:
@@ -113,6 +122,8 @@ def play(word: str) -> None:
         leave("yielded", 75)
     elif name == "await":
         wait_for(RUN / value)
+    elif name == "await-away":
+        wait_for(RUN, there=False)
     elif name == "done":
         write(RUN / "done.json", step=100, epoch=EPOCH, checkpoint="x", time=time.time())
         leave("done", 0)
@@ -133,7 +144,7 @@ def play(word: str) -> None:
         raise SystemExit(f"unknown word {word}")
 
 
-(RUN / "srun.pid").write_text(str(os.getpid()))
+write_pids("srun.pid", os.getpid())
 (RUN / f"environment-{EPOCH}.json").write_text(json.dumps(dict(os.environ)))
 for part in sys.argv[1 + EPOCH].split():
     play(part)

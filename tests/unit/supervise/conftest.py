@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from supervise_stage import Stage
@@ -14,6 +15,7 @@ from hpctrain.supervise import loop, storage_retry
 from hpctrain.supervise.act import requeue
 from hpctrain.supervise.evidence import job_facts, launch_watch
 from hpctrain.supervise.judge import policy
+from hpctrain.supervise.judge.silence_limits import SilenceMonitor
 
 
 @pytest.fixture
@@ -21,8 +23,9 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy, "_FIRST_DELAY_SECONDS", 0.01)
     monkeypatch.setattr(launch_watch, "_POLL_SECONDS", 0.01)
     monkeypatch.setattr(launch_watch, "_READ_SECONDS", 0.03)
-    monkeypatch.setattr(launch_watch, "_LAST_WORDS_SECONDS", 0.1)
-    monkeypatch.setattr(launch_watch, "_LEAVING_SECONDS", 0.3)
+    monkeypatch.setattr(launch_watch, "_LAST_WORDS_SECONDS", 60.0)
+    monkeypatch.setattr(launch_watch, "_LEAVING_SECONDS", 60.0)
+    monkeypatch.setattr(launch_watch, "_WRITE_SECONDS", 60.0)
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     monkeypatch.setattr(policy, "_SLOW_FIRST_DELAY_SECONDS", 0.02)
     monkeypatch.setattr(loop, "_FAULT_PAUSE_SECONDS", 0.01)
@@ -44,5 +47,16 @@ def kept_signals() -> Iterator[None]:
 
 
 @pytest.fixture
-def stage(tmp_path: Path, _short_waits: None, kept_signals: None) -> Stage:
-    return Stage(tmp_path)
+def stage(
+    tmp_path: Path, _short_waits: None, kept_signals: None, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Stage]:
+    stage = Stage(tmp_path)
+    real = SilenceMonitor.sign
+
+    def sign(self: SilenceMonitor, *words: Any) -> None:
+        real(self, *words)
+        stage.training_seen.set()
+
+    monkeypatch.setattr(SilenceMonitor, "sign", sign)
+    yield stage
+    stage.close()

@@ -27,6 +27,7 @@ from hpctrain.supervise.judge.probe_results import ProbeResult
 from hpctrain.supervise.loop import Supervisor
 
 JOB_ID = 5
+PATIENCE_SECONDS = 300.0
 ACTOR = Path(__file__).with_name("acting_srun.py")
 RUNNING = JobRecord(JOB_ID, state=JobState.RUNNING, reason="None", restart_count=0, requeue=True)
 
@@ -53,6 +54,9 @@ class StageSlurm(FakeSlurm):
 
     def signal_step(self, job_id: int, step_id: str, signal_name: str) -> None:
         super().signal_step(job_id, step_id, signal_name)
+        if signal_name == "USR2":
+            with contextlib.suppress(OSError):
+                (self.run.directory / "usr2").touch()
         if signal_name in ("QUIT", "KILL"):
             self.signal_ranks(signal.Signals[f"SIG{signal_name}"])
 
@@ -85,6 +89,9 @@ class Stage:
         self.layout.create()
         self.slurm = StageSlurm(self.layout)
         self.probe = ProbeResult(trouble="there are no nodes here")
+        self.training_seen = threading.Event()
+        self._closed = threading.Event()
+        self._watchers: list[threading.Thread] = []
         self.configure(config())
 
     def configure(self, settings: SuperviseConfig) -> None:
@@ -126,15 +133,28 @@ class Stage:
         """Do `act` as soon as `condition` holds, while the supervisor runs."""
 
         def watch() -> None:
-            deadline = time.monotonic() + 20
-            while not condition() and time.monotonic() < deadline:
-                time.sleep(0.01)
+            deadline = time.monotonic() + PATIENCE_SECONDS
+            while not condition():
+                # Late is never: a signal to this process would hit another test.
+                if self._closed.wait(0.01) or time.monotonic() > deadline:
+                    return
             act()
 
-        threading.Thread(target=watch, daemon=True).start()
+        self._watchers.append(threading.Thread(target=watch, daemon=True))
+        self._watchers[-1].start()
 
     def once_training(self, act: Callable[[], object]) -> None:
-        self.once(self.layout.progress.exists, act)
+        """Do `act` as soon as the supervisor has seen the first sign of life of a launch."""
+        self.once(self.training_seen.is_set, act)
+
+    def close(self) -> None:
+        """No thread and no process of a test outlives it."""
+        self._closed.set()
+        for watcher in self._watchers:
+            watcher.join(60)
+        self.slurm.signal_ranks(signal.SIGKILL)
+        if self.slurm.srun_lives():
+            os.kill(int((self.layout.directory / "srun.pid").read_text()), signal.SIGKILL)
 
     def signal_once_training(self, number: signal.Signals) -> None:
         self.once_training(lambda: os.kill(os.getpid(), number))

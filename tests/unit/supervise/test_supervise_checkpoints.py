@@ -7,6 +7,7 @@ import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from supervise_facts import NOTHING, config
@@ -35,6 +36,7 @@ from hpctrain.supervise.judge.launch_history import (
     pinned_steps,
 )
 from hpctrain.supervise.judge.policy import decide
+from hpctrain.supervise.srun_launch import Ended, TrainerLauncher
 
 # -- gone --------------------------------------------------------------------------------------
 
@@ -87,17 +89,27 @@ def test_checkpoints_that_are_not_there_are_storage(stage: Stage) -> None:
     )
 
 
-def test_checkpoints_that_come_back_are_resumed_from(stage: Stage) -> None:
+def test_checkpoints_that_come_back_are_resumed_from(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stage.configure(config().model_copy(update={"storm_failures": 100}))
     assert stage.play("save:20 progress:25 crash", "exit:0", "exit:0", "exit:0") == 1
     resumed(stage)
     away = stage.layout.directory / "away"
     stage.layout.checkpoints.rename(away)
     again = stage.supervisor("", "", "", "", "", "", "", "done", *["done"] * 3)
-    stage.once(
-        lambda: stage.causes[-1:] == ["storage"], lambda: away.rename(stage.layout.checkpoints)
-    )
+    real = TrainerLauncher._not_begun
+
+    def not_begun(*words: Any) -> Ended:
+        """Back as soon as the first launch has failed without them."""
+        ended = real(*words)
+        if away.exists():
+            away.rename(stage.layout.checkpoints)
+        return ended
+
+    monkeypatch.setattr(TrainerLauncher, "_not_begun", not_begun)
     assert again.run() == 0
+    assert "storage" in stage.causes
     assert stage.events(EventKind.LAUNCH_STARTED)[-1].resume_step == 20
 
 

@@ -45,14 +45,24 @@ def test_which_stop_still_stands(events: tuple[Event, ...], stands: bool) -> Non
     assert (found is not None) is stands
 
 
+def preempt_once_training(stage: Stage) -> None:
+    """The ranks wait for it with `await:go`."""
+
+    def preempt() -> None:
+        stage.slurm.change(preempt_time=1.0)
+        (stage.layout.directory / "go").touch()
+
+    stage.once_training(preempt)
+
+
 @pytest.mark.parametrize("later_seconds", [3.0, None])
 def test_a_stop_within_a_grace_period_is_not_undone_by_slurm(
     stage: Stage, later_seconds: float | None
 ) -> None:
     """Slurm 24.05 and newer: the job leaves, and is back some seconds later (or nobody says
     when)."""
-    stage.once_training(lambda: stage.slurm.change(preempt_time=1.0))
-    assert stage.play("progress:3 sleep:0.5 config") == 1
+    preempt_once_training(stage)
+    assert stage.play("progress:3 await:go config") == 1
     assert stage.actions == ["stop"]
     submit_time = None if later_seconds is None else time.time() + later_seconds
     back = {"restart_count": 1, "submit_time": submit_time, "preempt_time": None}
@@ -87,8 +97,8 @@ def test_a_run_that_is_over_is_not_to_be_requeued(stage: Stage, part: str, reque
 
 
 def test_a_run_that_goes_on_may_be_requeued(stage: Stage) -> None:
-    stage.once_training(lambda: stage.slurm.change(preempt_time=1.0))
-    assert stage.play("progress:3 sleep:0.3 crash") == 0
+    preempt_once_training(stage)
+    assert stage.play("progress:3 await:go crash") == 0
     assert stage.slurm.records[JOB_ID].requeue is True
     stage.configure(config("none"))
     stage.slurm.change(preempt_time=None, state=JobState.RUNNING)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from supervise_facts import config
-from supervise_stage import JOB_ID, Stage
+from supervise_stage import JOB_ID, PATIENCE_SECONDS, Stage
 
 from hpctrain.slurm.states import JobState
 from hpctrain.supervise import termination_guard as guard_module
@@ -23,7 +25,7 @@ class Disk:
         self.answers.set()
 
     def touch(self, path: Path) -> None:
-        self.answers.wait(20)
+        self.answers.wait(600)
 
 
 @pytest.fixture
@@ -34,12 +36,25 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     return Disk()
 
 
-def guarded(stage: Stage, disk: Disk, *, told: str | None = "TERM", seconds: float = 0.8) -> int:
-    """A supervisor that is stuck for some time; how often its job was put back into the queue."""
+def guarded(
+    stage: Stage, disk: Disk, *, told: str | None = "TERM", seconds: float | None = 0.8
+) -> int:
+    """A supervisor that is stuck for some time; how often its job was put back into the queue.
+
+    Without `seconds` it is stuck until the job is back.
+    """
     supervisor = stage.supervisor()
     if told:
         supervisor.context.signals._arrived.append(told)
-    worker = threading.Thread(target=time.sleep, args=(seconds,))
+
+    def stuck() -> None:
+        deadline = time.monotonic() + (PATIENCE_SECONDS if seconds is None else seconds)
+        while time.monotonic() < deadline:
+            if seconds is None and stage.slurm.records[JOB_ID].restart_count:
+                break
+            time.sleep(0.01)
+
+    worker = threading.Thread(target=stuck)
     worker.start()
     Guard(supervisor.context, FileSystemCheck(stage.layout.ledger, disk.touch)).wait_for(worker)
     disk.answers.set()
@@ -49,10 +64,23 @@ def guarded(stage: Stage, disk: Disk, *, told: str | None = "TERM", seconds: flo
 @pytest.mark.parametrize("told", ["TERM", "USR1"])
 def test_a_job_that_is_being_ended_goes_back(told: str, stage: Stage, disk: Disk) -> None:
     disk.answers.clear()
-    assert guarded(stage, disk, told=told) == 1
+    assert guarded(stage, disk, told=told, seconds=None) == 1
 
 
-def test_a_disk_that_answers_is_left_to_the_supervisor(stage: Stage, disk: Disk) -> None:
+class AtOnce:
+    """A thread that is through when it has been started, however busy the machine is."""
+
+    def __init__(self, target: Callable[[], None], **_: object) -> None:
+        self.start = target
+
+    def is_alive(self) -> bool:
+        return False
+
+
+def test_a_disk_that_answers_is_left_to_the_supervisor(
+    stage: Stage, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard_module, "threading", SimpleNamespace(Thread=AtOnce))
     assert guarded(stage, disk) == 0
 
 
@@ -64,7 +92,7 @@ def test_nothing_is_done_before_somebody_ends_the_job(stage: Stage, disk: Disk) 
 def test_there_is_patience_after_a_warning(
     stage: Stage, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guard_module, "_AFTER_WARNING_SECONDS", 5.0)
+    monkeypatch.setattr(guard_module, "_AFTER_WARNING_SECONDS", 600.0)
     disk.answers.clear()
     assert guarded(stage, disk, told="USR1") == 0
 

@@ -12,6 +12,7 @@ import pytest
 from supervise_facts import config
 from supervise_stage import JOB_ID, Stage
 
+from hpctrain.durable import replace_text
 from hpctrain.errors import InvalidInputError
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.records import RequeueAnswer, StepRecord
@@ -20,6 +21,8 @@ from hpctrain.store.epochs import claim_epoch
 from hpctrain.store.ledger import EventKind, Ledger
 from hpctrain.store.requests import ask_trainer_to_leave
 from hpctrain.supervise import srun_launch
+from hpctrain.supervise.act import requeue as requeue_module
+from hpctrain.supervise.evidence.launch_watch import LaunchWatch
 from hpctrain.supervise.judge.probe_results import NodeResult, ProbeResult
 
 
@@ -88,7 +91,7 @@ def test_failures_of_earlier_attempts_count(stage: Stage) -> None:
 
 def test_warned_by_slurm(stage: Stage) -> None:
     stage.signal_once_training(signal.SIGUSR1)
-    assert stage.play("progress:3 await-stop") == 0
+    assert stage.play("progress:3 await:usr2 await-stop") == 0
     assert (stage.causes, stage.actions) == (["time_limit"], ["requeue"])
     assert (JOB_ID, "0", "USR2") in stage.slurm.signals
     assert [e.signal for e in stage.events(EventKind.SIGNAL)] == ["USR1"]
@@ -109,8 +112,12 @@ def test_preempted_with_a_warning(stage: Stage) -> None:
 
 
 def test_a_crash_in_the_grace_period_costs_nothing(stage: Stage) -> None:
-    stage.once_training(lambda: stage.slurm.change(preempt_time=1.0))
-    assert stage.play("progress:3 sleep:0.3 crash") == 0
+    def preempted() -> None:
+        stage.slurm.change(preempt_time=1.0)
+        (stage.layout.directory / "go").touch()
+
+    stage.once_training(preempted)
+    assert stage.play("progress:3 await:go crash") == 0
     assert (stage.causes, stage.actions) == (["preempted"], ["requeue"])
 
 
@@ -161,7 +168,7 @@ def test_requeued_by_somebody(stage: Stage) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     stage.once_training(requeued)
-    assert stage.play("progress:3 sleep:9") == 0
+    assert stage.play("progress:3 sleep:600") == 0
     assert (stage.causes, stage.actions) == (["requeued"], ["leave"])
     assert stage.slurm.actions_at_requeue == []
     assert not [s for s in stage.slurm.signals if s[2] == "KILL"]
@@ -174,10 +181,10 @@ def test_cancelled_by_scancel(stage: Stage) -> None:
 
     stage.once_training(cancelled)
     started = time.monotonic()
-    assert stage.play("progress:3 sleep:60") == 1
+    assert stage.play("progress:3 sleep:600") == 1
     assert (stage.causes, stage.actions) == (["cancelled"], ["stop"])
     # KillWait is 3 s here: the verdict must be in the ledger before KILL comes.
-    assert time.monotonic() - started < 50
+    assert time.monotonic() - started < 300
 
 
 def test_cancelled_by_hpctrain_while_the_trainer_leaves(stage: Stage) -> None:
@@ -215,7 +222,7 @@ def test_a_cancel_of_before_this_attempt_is_over(stage: Stage, job_id: int) -> N
 def test_cancelled_while_it_waits_for_a_relaunch(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hpctrain.supervise.judge.policy._FIRST_DELAY_SECONDS", 30.0)
+    monkeypatch.setattr("hpctrain.supervise.judge.policy._FIRST_DELAY_SECONDS", 600.0)
 
     def cancelled() -> None:
         stage.slurm.change(state=JobState.COMPLETING)
@@ -233,7 +240,7 @@ def test_the_time_limit_comes_while_it_waits_for_a_relaunch(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody has asked for an end: Slurm takes the requeue of a job that it is ending."""
-    monkeypatch.setattr("hpctrain.supervise.judge.policy._FIRST_DELAY_SECONDS", 30.0)
+    monkeypatch.setattr("hpctrain.supervise.judge.policy._FIRST_DELAY_SECONDS", 600.0)
 
     def over() -> None:
         stage.slurm.change(state=JobState.COMPLETING, reason="TimeLimit")
@@ -255,8 +262,9 @@ def test_a_signal_that_nobody_explains_ends_nothing(stage: Stage) -> None:
     """Of the supervisor alone: Slurm calls the job running and all nodes are well, so the run is
     saved and goes on in place."""
     stage.probe = WELL
+    stage.configure(config().model_copy(update={"kill_wait_seconds": 600.0}))
     stage.signal_once_training(signal.SIGTERM)
-    assert stage.play("progress:3 save:20 await-stop", "done") == 0
+    assert stage.play("progress:3 save:20 await:usr2 await-stop", "done") == 0
     assert stage.causes == ["external_signal", "done"]
     assert stage.actions == ["relaunch", "finish"]
     assert (JOB_ID, "0", "USR2") in stage.slurm.signals, "the ranks were asked to save"
@@ -280,6 +288,7 @@ def test_a_signal_that_was_set_aside_shortens_no_later_pause(
 
     monkeypatch.setattr(srun_launch, "fence_off", stale_once)
     stage.probe = WELL
+    stage.configure(config().model_copy(update={"kill_wait_seconds": 600.0}))
     stage.signal_once_training(signal.SIGTERM)
     assert stage.play("progress:3 save:20 await-stop", "", "done") == 0
     assert stage.causes == ["external_signal", "storage", "done"]
@@ -311,7 +320,7 @@ def test_a_signal_of_a_node_that_goes_down(stage: Stage, answer: ProbeResult) ->
 
 
 def test_a_signal_between_two_launches(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpctrain.supervise.judge.policy._FIRST_DELAY_SECONDS", 30.0)
+    monkeypatch.setattr("hpctrain.supervise.judge.policy._FIRST_DELAY_SECONDS", 600.0)
     stage.probe = WELL
 
     def sent() -> None:
@@ -324,26 +333,31 @@ def test_a_signal_between_two_launches(stage: Stage, monkeypatch: pytest.MonkeyP
     assert [e.cause for e in stage.events(EventKind.ACTION)][1] == "external_signal"
 
 
-def test_a_signal_and_a_controller_that_is_away(stage: Stage) -> None:
+def test_a_signal_and_a_controller_that_is_away(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Slurm may be ending the job: nothing is launched, and the queue is all that is left."""
+    monkeypatch.setattr(requeue_module, "_PATIENCE_SECONDS", 600.0)
+    stage.configure(config().model_copy(update={"kill_wait_seconds": 600.0}))
 
     def away() -> None:
         stage.slurm.away = True
         os.kill(os.getpid(), signal.SIGTERM)
+        stage.once(lambda: stage.events(EventKind.SIGNAL), (stage.layout.directory / "go").touch)
 
     def back() -> None:
         stage.slurm.away = False
 
     stage.once_training(away)
     stage.once(lambda: len(stage.slurm.actions_at_requeue) >= 2, back)
-    assert stage.play("progress:3 sleep:0.5 leave", "done") == 0
+    assert stage.play("progress:3 await:go leave", "done") == 0
     assert stage.actions == ["requeue"]
     assert [e.reason for e in stage.events(EventKind.ACTION_RESULT)] == ["done"]
 
 
 def test_superseded_by_a_newer_launch(stage: Stage) -> None:
     stage.once_training(lambda: claim_epoch(stage.layout.epochs, "6.0"))
-    assert stage.play("progress:3 sleep:9", "done", "done") == 0
+    assert stage.play("progress:3 sleep:600", "done", "done") == 0
     assert (stage.causes, stage.actions) == (["superseded"], ["leave"])
     assert not stage.slurm.srun_lives()
     assert stage.slurm.actions_at_requeue == []
@@ -353,14 +367,14 @@ def test_a_supervisor_that_outlived_its_attempt_takes_nothing_from_the_next(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its node was cut off: no Slurm, and the job runs elsewhere under the same id."""
-    monkeypatch.setattr("hpctrain.supervise.evidence.launch_watch._READ_SECONDS", 60.0)
+    monkeypatch.setattr(LaunchWatch, "_poll_snapshot", lambda *_: False)  # looks at nothing
 
     def cut_off() -> None:
         stage.slurm.away = True
         claim_epoch(stage.layout.epochs, "5.1")
         (stage.layout.directory / "go").touch()
 
-    stage.once_training(cut_off)
+    stage.once(stage.layout.progress.exists, cut_off)
     assert stage.play("progress:3 await:go crash", "done", "done") == 0
     assert stage.actions == ["relaunch", "leave"]
     assert stage.slurm.signals == []
@@ -368,8 +382,13 @@ def test_a_supervisor_that_outlived_its_attempt_takes_nothing_from_the_next(
 
 def test_steps_of_the_next_attempt_are_not_killed(stage: Stage) -> None:
     """Slurm counts steps from 0 again in each attempt."""
-    stage.once_training(lambda: stage.slurm.change(restart_count=1))
-    assert stage.play("progress:3 sleep:0.3 exit:1") == 0
+
+    def restarted() -> None:
+        stage.slurm.change(restart_count=1)
+        (stage.layout.directory / "go").touch()
+
+    stage.once_training(restarted)
+    assert stage.play("progress:3 await:go exit:1") == 0
     assert stage.actions == ["leave"]
     assert stage.slurm.signals == []
 
@@ -396,18 +415,21 @@ def test_a_bad_checkpoint_with_a_good_one_before_it(stage: Stage) -> None:
 
 def test_silence_is_a_hang_and_the_step_is_ended(stage: Stage) -> None:
     stage.configure(config().model_copy(update={"stall_seconds": 0.3}))
-    assert stage.play("progress:3 sleep:0.2 progress:4 sleep:9", "done") == 0
+    assert stage.play("progress:3 sleep:0.2 progress:4 sleep:600", "done") == 0
     assert stage.causes == ["hang", "done"]
     assert (JOB_ID, "0", "KILL") in stage.slurm.signals
     reason = stage.events(EventKind.LAUNCH_ENDED)[0].reason
     assert reason is not None and "while training (limit 0 s)" in reason
 
 
-def test_survivors_of_a_failed_rank_are_ended(stage: Stage) -> None:
+def test_survivors_of_a_failed_rank_are_ended(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hpctrain.supervise.evidence.launch_watch._LAST_WORDS_SECONDS", 0.1)
     (stage.layout.directory / "died").write_text("srun: error: n1: task 1: Killed\n")
     started = time.monotonic()
-    assert stage.play("progress:3 lines:died sleep:60", "done") == 0
-    assert time.monotonic() - started < 50
+    assert stage.play("progress:3 lines:died sleep:600", "done") == 0
+    assert time.monotonic() - started < 300
     assert stage.causes == ["crash", "done"]
     assert stage.events(EventKind.LAUNCH_ENDED)[0].rank == 1
 
@@ -417,11 +439,27 @@ def test_slurm_away_for_the_whole_attempt(stage: Stage) -> None:
     started = time.monotonic()
     assert stage.play("crash", "done") == 0
     assert stage.causes == ["crash", "done"]
-    assert time.monotonic() - started < 60
+    assert time.monotonic() - started < 300
     assert stage.slurm.signals == []
 
 
-def test_slurm_away_when_the_job_has_to_be_requeued(stage: Stage) -> None:
+class Seconds:
+    """What `time` is to who only waits: seconds go by in `sleep` and nowhere else."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_slurm_away_when_the_job_has_to_be_requeued(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requeue_module, "time", Seconds())
     stage.slurm.away = True
     stage.signal_once_training(signal.SIGUSR1)
     assert stage.play("progress:3 await-stop") == 1
@@ -430,7 +468,9 @@ def test_slurm_away_when_the_job_has_to_be_requeued(stage: Stage) -> None:
     assert len(stage.slurm.actions_at_requeue) > 2
 
 
-def test_slurm_comes_back_before_the_requeue(stage: Stage) -> None:
+def test_slurm_comes_back_before_the_requeue(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requeue_module, "_PATIENCE_SECONDS", 600.0)
+
     def away() -> None:
         stage.slurm.away = True
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -445,8 +485,11 @@ def test_slurm_comes_back_before_the_requeue(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("state", [JobState.CANCELLED, JobState.COMPLETING])
-def test_cancelled_while_slurm_was_away(stage: Stage, state: JobState) -> None:
+def test_cancelled_while_slurm_was_away(
+    stage: Stage, state: JobState, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A requeue now would bring a cancelled job back."""
+    monkeypatch.setattr(requeue_module, "_PATIENCE_SECONDS", 600.0)
 
     def away() -> None:
         stage.slurm.away = True
@@ -473,14 +516,14 @@ def test_cancelled_while_slurm_was_away(stage: Stage, state: JobState) -> None:
 def test_slurm_commands_that_hang_do_not_hold_the_supervisor(stage: Stage, tmp_path: Path) -> None:
     for name in ("squeue", "scontrol", "scancel"):
         command = tmp_path / name
-        command.write_text("#!/bin/sh\nexec sleep 60\n")
+        command.write_text("#!/bin/sh\nexec sleep 600\n")
         command.chmod(0o755)
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     slurm = SlurmClient(environment, timeout_seconds=0.2, shielded=True)
     started = time.monotonic()
     assert stage.supervisor("crash", "done", slurm=slurm).run() == 0
     assert stage.causes == ["crash", "done"]
-    assert time.monotonic() - started < 50
+    assert time.monotonic() - started < 300
 
 
 def test_a_job_that_slurm_does_not_know(stage: Stage) -> None:
@@ -555,7 +598,7 @@ def test_an_srun_that_somebody_kills(stage: Stage) -> None:
         os.kill(pid, signal.SIGKILL)
 
     stage.once_training(kill)
-    assert stage.play("progress:3 sleep:9", "done") == 0
+    assert stage.play("progress:3 sleep:600", "done") == 0
     assert stage.causes == ["crash", "done"]
     assert stage.events(EventKind.LAUNCH_ENDED)[0].reason == "srun itself was killed by signal 9"
 
@@ -580,10 +623,10 @@ def test_a_request_by_a_file_alone_is_in_the_ledger_once(stage: Stage, *, said: 
         if said:
             ledger = Ledger(stage.layout.ledger)
             ledger.append(EventKind.CONTROL, action="stop", user="ada", reason="lunch")
-        stage.layout.stop_request.write_text("lunch\n")
+        replace_text(stage.layout.stop_request, "lunch\n")
 
     stage.once_training(ask)
-    assert stage.play("progress:3 await-stop") == 0
+    assert stage.play("progress:3 await:usr2 await-stop") == 0
     (line,) = stage.events(EventKind.CONTROL)
     assert (line.action, line.reason) == ("stop", "lunch")
     assert line.user

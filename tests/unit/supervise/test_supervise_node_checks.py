@@ -90,7 +90,7 @@ def test_a_machine_that_shuts_down(
         at_usec = int((time.time() + in_seconds) * 1e6)
         plan.write_text(f"USEC={at_usec}\nWARN_WALL=1\nMODE=reboot\n")
     report = NodeReport()
-    node_checks.check_shutdown(report, 4.0)
+    node_checks.check_shutdown(report, 300.0)
     assert [problem.text for problem in report.problems] == ([words] if words else [])
     monkeypatch.setattr(node_checks, "_SYSTEMD", tmp_path / "absent")
     elsewhere = NodeReport()
@@ -284,10 +284,10 @@ def test_a_file_of_the_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (tmp_path / "log-n1").write_text(f"harmless\n{XID}\n")
     monkeypatch.setenv("HPCTRAIN_KERNEL_LOG", f"{tmp_path}/log-{{node}}")
     report = NodeReport()
-    check_kernel(report, 0.0, "n1", 2.0)
+    check_kernel(report, 0.0, "n1", 300.0)
     assert report.kernel == [(None, XID)]
     other = NodeReport()
-    check_kernel(other, 0.0, "n2", 2.0)
+    check_kernel(other, 0.0, "n2", 300.0)
     assert other.kernel == []
 
 
@@ -295,10 +295,10 @@ def test_a_command_of_the_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     program(tmp_path / "klog", 'echo "NVRM on $1"')
     monkeypatch.setenv("HPCTRAIN_KERNEL_LOG", f"{tmp_path}/klog {{node}}")
     report = NodeReport()
-    check_kernel(report, 0.0, "n1", 2.0)
+    check_kernel(report, 0.0, "n1", 300.0)
     assert report.kernel == [(None, "NVRM on n1")]
     monkeypatch.setenv("HPCTRAIN_KERNEL_LOG", f"{tmp_path}/klog")
-    check_kernel(report, 0.0, "n1", 2.0)
+    check_kernel(report, 0.0, "n1", 300.0)
     assert report.kernel == [(None, "NVRM on")], "a program without arguments is run, not read"
 
 
@@ -308,10 +308,10 @@ def test_journal_first_then_dmesg(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     program(tmp_path / "journalctl", "exit 0")
     program(tmp_path / "dmesg", "echo nvidia by dmesg")
     report = NodeReport()
-    check_kernel(report, 0.0, "n1", 2.0)
+    check_kernel(report, 0.0, "n1", 300.0)
     assert (report.facts["kernel_log"], report.kernel) == ("dmesg", [(None, "nvidia by dmesg")])
     program(tmp_path / "journalctl", 'echo "nvidia $*"')
-    check_kernel(report, 5.0, "n1", 2.0)
+    check_kernel(report, 5.0, "n1", 300.0)
     assert report.facts["kernel_log"] == "journalctl"
     assert "-k" in report.kernel[0][1] and "--since=@5" in report.kernel[0][1]
 
@@ -322,7 +322,7 @@ def test_a_log_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for name in ("journalctl", "dmesg"):
         program(tmp_path / name, "echo 'nvidia: Operation not permitted'; exit 1")
     report = NodeReport()
-    check_kernel(report, 0.0, "n1", 2.0)
+    check_kernel(report, 0.0, "n1", 300.0)
     assert (report.facts["kernel_log"], report.kernel, report.problems) == ("not readable", [], [])
 
 
@@ -345,14 +345,14 @@ def run(directory: Path, **environment: str) -> list[dict[str, object]]:
 def test_the_program_tells_all_and_is_quick(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text(f"{XID}\nnvidia {chr(233) * 5000}\n")
-    started = time.monotonic()
+    started, began_at = time.monotonic(), time.time()
     told = run(tmp_path, HPCTRAIN_KERNEL_LOG=str(log))
     assert time.monotonic() - started < 60
     assert {one["node"] for one in told} == {"n7"}
     kinds = [one["kind"] for one in told]
     assert (kinds[0], kinds[-1]) == ("begin", "end")
     assert told[0]["step"] == "4"
-    assert abs(float(str(told[0]["clock"])) - time.time()) < 10
+    assert began_at - 1 < float(str(told[0]["clock"])) < time.time() + 1
     texts = [str(one["text"]) for one in told if one["kind"] == "kernel"]
     assert texts[0] == XID
     assert texts[1].startswith("nvidia \u00e9") and len(texts[1]) > 50
@@ -373,7 +373,7 @@ def test_a_hung_mount_is_a_finding_and_not_a_hang(tmp_path: Path) -> None:
 
 def test_a_check_that_breaks_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     thread, report = preflight._start(lambda _: (_ for _ in ()).throw(RuntimeError("odd")))
-    thread.join(5)
+    thread.join(300)
     assert [fault.text for fault in report.problems] == ["RuntimeError: odd"]
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -15,8 +16,14 @@ from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.records import JobRecord, NodeState
 from hpctrain.slurm.states import JobState
-from hpctrain.supervise.evidence.probe import STEP_NAME, PreflightOptions, _Stragglers, probe_nodes
-from hpctrain.supervise.judge.probe_results import ProbeResult
+from hpctrain.supervise.evidence.probe import (
+    STEP_NAME,
+    PreflightOptions,
+    _Probe,
+    _Stragglers,
+    probe_nodes,
+)
+from hpctrain.supervise.judge.probe_results import NodeResult, ProbeResult
 
 NODES = ("n0", "n1", "n2", "n3")
 JOB = JobRecord(5, state=JobState.RUNNING, node_list="n[0-3]", restart_count=0)
@@ -47,8 +54,8 @@ for node in $(echo "$nodes" | tr , ' '); do
     *) say begin $node; say end $node;;
   esac
 done
-[ -e lingers ] && exec sleep 20
-[ -n "$hang" ] && { [ -e deaf ] && trap '' TERM; sleep 20 & wait; }
+[ -e lingers ] && exec sleep 600
+[ -n "$hang" ] && { [ -e deaf ] && trap '' TERM; sleep 100 & wait; }
 [ $code = 0 ] || echo "srun: error: Task launch failed on node" >&2
 exit $code
 """
@@ -69,10 +76,14 @@ class Theatre:
         for node, fate in fates.items():
             (self.directory / node).write_text(fate)
 
+    def fate_of(self, node: str) -> str:
+        path = self.directory / node
+        return path.read_text() if path.exists() else ""
+
     def rule(self, name: str) -> None:
         (self.directory / name).touch()
 
-    def probe(self, deadline_seconds: float = 2.0, **more: object) -> ProbeResult:
+    def probe(self, deadline_seconds: float = 600.0, **more: object) -> ProbeResult:
         question = PreflightOptions(Path("/some/run"), since=7.0, gpus=8)
         environment = {"PATH": os.environ["PATH"], "SLURM_NTASKS": "64", "MINE": "1"}
         return probe_nodes(
@@ -92,9 +103,36 @@ class Theatre:
         return path.read_text().splitlines() if path.exists() else []
 
 
+def ended_of(found: dict[str, NodeResult]) -> set[str]:
+    return {node for node, one in found.items() if one.ended}
+
+
 @pytest.fixture
-def theatre(tmp_path: Path) -> Theatre:
-    return Theatre(tmp_path)
+def theatre(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Theatre:
+    """The deadline of the nodes that do not answer begins when the others have answered."""
+    theatre, real = Theatre(tmp_path), _Probe._wait
+
+    def wait(
+        self: _Probe,
+        processes: Sequence[Any],
+        nodes: Sequence[str],
+        deadline: float,
+        stragglers: _Stragglers | None = None,
+    ) -> None:
+        left_seconds = deadline - time.monotonic()
+        fates = {node: theatre.fate_of(node) for node in nodes}
+        if {"hung", "begins"} & {*fates.values()}:
+            well = {node for node, fate in fates.items() if fate in ("", "begins")}
+            end = time.monotonic() + 300
+            while not well <= self.answers.begun and time.monotonic() < end:
+                time.sleep(0.01)
+            well = {node for node in well if fates[node] != "begins"}
+            while not well <= ended_of(dict(self.answers.found)) and time.monotonic() < end:
+                time.sleep(0.01)
+        real(self, processes, nodes, time.monotonic() + left_seconds, stragglers)
+
+    monkeypatch.setattr(_Probe, "_wait", wait)
+    return theatre
 
 
 def test_all_answer_to_one_srun(theatre: Theatre) -> None:
@@ -120,8 +158,8 @@ def test_options_of_the_jobs_own_srun_do_not_reach_the_probe(theatre: Theatre) -
 
 def test_an_srun_that_lingers_is_not_waited_for(theatre: Theatre) -> None:
     theatre.rule("lingers")
-    result = theatre.probe(deadline_seconds=20)
-    assert result.usable == NODES and 0 < result.seconds < 19
+    result = theatre.probe(deadline_seconds=600)
+    assert result.usable == NODES and 0 < result.seconds < 300
 
 
 def test_a_crashed_node_is_asked_again_alone_and_lost(theatre: Theatre) -> None:
@@ -195,7 +233,7 @@ def test_checks_that_do_not_end_leave_a_node_unfit_and_their_step_is_killed(
     theatre.fate(n2="begins")
     result = theatre.probe(deadline_seconds=0.5)
     assert (result.lost, result.unfit) == ((), ("n2",))
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 300
     while not theatre.slurm.signals and time.monotonic() < deadline:
         time.sleep(0.01)
     assert theatre.slurm.signals == [(5, "3", "KILL")]
@@ -305,9 +343,9 @@ def test_without_a_controller_nobody_is_asked_or_lost(theatre: Theatre) -> None:
 def test_where_nobody_answers_the_asking_has_failed(theatre: Theatre) -> None:
     """The supervisor runs on one of these nodes, so not all of them can be dead."""
     theatre.rule("mute")
-    result = theatre.probe(deadline_seconds=20)
+    result = theatre.probe(deadline_seconds=600)
     assert (result.lost, result.unfit) == ((), ())
-    assert result.seconds < 10, "nobody waits for an srun that has ended"
+    assert result.seconds < 300, "nobody waits for an srun that has ended"
     assert "no munge" in result.trouble
 
 
@@ -330,9 +368,9 @@ def test_an_interruption_ends_the_waiting_and_accuses_nobody(
     theatre.fate(n1="hung")
     started = time.monotonic()
     result = theatre.probe(
-        deadline_seconds=30, interrupted=lambda: time.monotonic() > started + 0.5
+        deadline_seconds=90, interrupted=lambda: time.monotonic() > started + 0.5
     )
-    assert time.monotonic() - started < 25
+    assert time.monotonic() - started < 85
     assert result.lost == () and result.trouble
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,15 @@ import pytest
 from hpctrain.sandbox.ports import HIGHEST
 from hpctrain.supervise import srun_process
 from hpctrain.supervise.srun_process import Signals, SrunProcess, reserve_port
+
+PATIENCE_SECONDS = 300.0
+
+
+def until(reached: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def launch(program: str) -> SrunProcess:
@@ -31,8 +41,8 @@ def test_lines_of_srun_are_passed_on_and_read(capfd: pytest.CaptureFixture[str])
         "srun: error: n0: tasks 0,2: Exited with exit code 1"
     )
     running = launch(f"import sys; sys.stderr.write({lines!r}); sys.exit(7)")
-    running.process.wait(20)
-    running.finish_reading()
+    running.process.wait(PATIENCE_SECONDS)
+    running.finish_reading(PATIENCE_SECONDS)
     assert running.poll() == 7
     # 75 is the trainer's way to say that it has saved and left.
     assert [f.what for f in running.failures] == ["Killed", "Exited with exit code 1"]
@@ -44,8 +54,8 @@ def test_bytes_that_are_no_text_do_not_stop_the_reader() -> None:
     running = launch(
         "import sys; sys.stderr.buffer.write(b'\\xff\\xfe\\nsrun: error: n1: task 1: Killed\\n')"
     )
-    running.process.wait(20)
-    running.finish_reading()
+    running.process.wait(PATIENCE_SECONDS)
+    running.finish_reading(PATIENCE_SECONDS)
     assert len(running.failures) == 1
 
 
@@ -58,8 +68,8 @@ def test_a_log_that_cannot_be_written_ends_nothing() -> None:
         "log_message('first')\n"
         "words = 'import sys; sys.stderr.write(\"srun: error: n1: task 1: Killed\\\\n\")'\n"
         "running = SrunProcess([sys.executable, '-c', words], os.environ)\n"
-        "running.process.wait(20)\n"
-        "running.finish_reading(20)\n"
+        "running.process.wait(300)\n"
+        "running.finish_reading(300)\n"
         "print(len(running.failures), flush=True)\n"
         "os._exit(0)\n"
     )
@@ -69,7 +79,7 @@ def test_a_log_that_cannot_be_written_ends_nothing() -> None:
             stdout=subprocess.PIPE,
             stderr=full,
             text=True,
-            timeout=60,
+            timeout=PATIENCE_SECONDS,
             check=False,
         )
     assert (ended.returncode, ended.stdout) == (0, "1\n")
@@ -96,16 +106,17 @@ def test_what_was_said_while_the_log_was_away_is_not_lost(tmp_path: Path) -> Non
 def test_an_orphan_that_holds_the_pipe_does_not_hold_the_supervisor(tmp_path: Path) -> None:
     program = (
         "import subprocess, sys, pathlib\n"
-        "orphan = subprocess.Popen(['sleep', '30'])\n"
+        "orphan = subprocess.Popen(['sleep', '900'])\n"
         f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(orphan.pid))\n"
         "sys.stderr.write('srun: error: n1: task 1: Killed\\n')\n"
     )
     running = launch(program)
     try:
-        running.process.wait(20)
+        running.process.wait(PATIENCE_SECONDS)
+        until(lambda: running.failures)
         started = time.monotonic()
         running.finish_reading(0.3)
-        assert 0.25 < time.monotonic() - started < 25
+        assert 0.25 < time.monotonic() - started < 300
         assert len(running.failures) == 1
     finally:
         os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
@@ -116,11 +127,11 @@ def test_an_srun_that_ignores_signals_is_killed() -> None:
         "import signal, sys, time\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "print('ready', file=sys.stderr, flush=True)\n"
-        "time.sleep(30)"
+        "time.sleep(600)"
     )
     assert running.poll() is None
     running.kill()
-    running.process.wait(20)
+    running.process.wait(PATIENCE_SECONDS)
     assert running.poll() == -9
     running.kill()  # a second time does no harm
 
@@ -135,7 +146,7 @@ def test_srun_gets_the_environment_and_no_stdin() -> None:
         ],
         {"X": "9"},
     )
-    assert running.process.wait(20) == 9
+    assert running.process.wait(PATIENCE_SECONDS) == 9
 
 
 @pytest.mark.parametrize(
@@ -178,10 +189,13 @@ def test_signals_that_were_not_slurms_are_set_aside(kept_signals: None) -> None:
 def test_a_signal_interrupts_neither_sleep_nor_reading(kept_signals: None) -> None:
     signals = Signals()
     signals.install()
-    threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM)).start()
-    started = time.monotonic()
-    time.sleep(0.3)
-    assert time.monotonic() - started >= 0.3
+    timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM))
+    timer.start()
+    while not signals.names:  # a late signal comes in one of the next sleeps
+        started = time.monotonic()
+        time.sleep(0.3)
+        assert time.monotonic() - started >= 0.3
+    timer.join()
     assert signals.names == ("TERM",)
 
 
@@ -231,7 +245,18 @@ def test_ports_lie_below_the_ephemeral_range_and_above_those_of_a_sandbox() -> N
     assert max(ports) < max(low, 30001)
 
 
-def test_a_port_in_use_is_passed_over() -> None:
+@pytest.fixture
+def own_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ports of this worker alone: others reserve and release those of real launches meanwhile.
+
+    Above the ports of launches, below the ephemeral ones.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    monkeypatch.setattr(srun_process, "PORT_FIRST", 30001 + 100 * (worker % 27))
+    monkeypatch.setattr(srun_process, "PORT_COUNT", 100)
+
+
+def test_a_port_in_use_is_passed_over(own_ports: None) -> None:
     first = port_of("runs/a 123 4")
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", first))
@@ -240,7 +265,7 @@ def test_a_port_in_use_is_passed_over() -> None:
     assert port_of("runs/a 123 4") == first
 
 
-def test_a_reserved_port_is_free_for_rank_0_and_for_nobody_else() -> None:
+def test_a_reserved_port_is_free_for_rank_0_and_for_nobody_else(own_ports: None) -> None:
     """Two launches whose search begins at one number, before either rank 0 listens."""
     with reserve_port("runs/a 123 4") as reserved, socket.socket() as listener:
         first = reserved.getsockname()[1]
@@ -250,7 +275,7 @@ def test_a_reserved_port_is_free_for_rank_0_and_for_nobody_else() -> None:
     assert port_of("runs/a 123 4") == first
 
 
-def test_no_port_at_all_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_port_at_all_is_an_error(own_ports: None, monkeypatch: pytest.MonkeyPatch) -> None:
     first = port_of("runs/a 1 1")
     monkeypatch.setattr(srun_process, "PORT_FIRST", first)
     monkeypatch.setattr(srun_process, "PORT_COUNT", 1)

@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from supervise_facts import config
@@ -22,6 +22,7 @@ from hpctrain.store.ledger import EventKind, Ledger
 from hpctrain.store.requests import read_request
 from hpctrain.store.supervise_config import read_supervise_config
 from hpctrain.supervise import settings, srun_launch
+from hpctrain.supervise.loop import Supervisor
 from hpctrain.supervise.settings import end_without_settings, wait_for_settings
 
 
@@ -50,15 +51,23 @@ def failing(times: int, error: OSError) -> Callable[..., None]:
 def test_away_for_a_moment_while_the_ranks_train(stage: Stage) -> None:
     """Neither a newer launch nor an end: what is told meanwhile is written afterwards."""
 
-    def hiccup() -> None:
-        place = away(stage)
-        os.kill(os.getpid(), signal.SIGUSR1)
+    supervisor = stage.supervisor("progress:3 await:back done")
+    ghosts: list[bool] = []
+
+    def back() -> None:
         time.sleep(0.3)
-        assert not stage.layout.directory.exists(), "a ghost of the run"
-        place.rename(stage.layout.directory)
+        ghosts.append(stage.layout.directory.exists())
+        stage.layout.directory.with_name("away").rename(stage.layout.directory)
+        (stage.layout.directory / "back").touch()
+
+    def hiccup() -> None:
+        away(stage)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        stage.once(lambda: '"signal"' in "".join(supervisor.context.ledger.waiting), back)
 
     stage.once_training(hiccup)
-    assert stage.play("progress:3 sleep:1 done") == 0
+    assert supervisor.run() == 0
+    assert ghosts == [False]
     assert (stage.causes, stage.actions) == (["done"], ["finish"])
     signals = stage.events(EventKind.SIGNAL)
     ended = stage.events(EventKind.LAUNCH_ENDED)
@@ -78,10 +87,11 @@ def test_a_ledger_that_cannot_be_written_for_a_while_loses_no_line(stage: Stage)
         time.sleep(0.3)
         stage.layout.ledger.rmdir()
         kept.rename(stage.layout.ledger)
+        (stage.layout.directory / "mended").touch()
 
     stage.once_training(broken)
     stage.once(lambda: (stage.layout.epochs / "000002.json").exists(), mend)
-    assert stage.play("progress:3 await:go crash", "progress:4 sleep:1 done") == 0
+    assert stage.play("progress:3 await:go crash", "progress:4 await:mended done") == 0
     assert stage.causes == ["crash", "done"]
     times = [event.time for event in Ledger(stage.layout.ledger).events()]
     assert times == sorted(times)
@@ -119,19 +129,28 @@ def test_a_claim_that_failed_and_went_through_supersedes_nobody(
     assert current_epoch(stage.layout.epochs) == 2
 
 
-def test_gone_while_the_ranks_fail_for_it(stage: Stage) -> None:
+def back_before_call(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, number: int, stage: Stage
+) -> None:
+    """Move the run directory back before the third call, say: no sooner and no later."""
+    real, calls = getattr(owner, name), list[int]()
+
+    def call(*words: Any) -> Any:
+        calls.append(1)
+        if len(calls) == number:
+            stage.layout.directory.with_name("away").rename(stage.layout.directory)
+        return real(*words)
+
+    monkeypatch.setattr(owner, name, call)
+
+
+def test_gone_while_the_ranks_fail_for_it(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """They could not say why; that the directory was away is why."""
-    places: list[Path] = []
-
-    def back() -> None:
-        time.sleep(1.0)
-        places[0].rename(stage.layout.directory)
-
-    stage.once_training(lambda: places.append(away(stage)))
-    stage.once(lambda: places, back)
-    assert stage.play("progress:3 sleep:0.4 exit:1", "progress:3 done") == 0
-    assert set(stage.causes[:-1]) == {"storage"} and stage.causes[-1] == "done"
-    assert set(stage.actions[:-1]) == {"relaunch"}
+    back_before_call(monkeypatch, srun_launch.TrainerLauncher, "launch", 3, stage)
+    stage.once_training(lambda: away(stage))
+    assert stage.play("progress:3 await-away exit:1", "progress:3 done") == 0
+    assert stage.causes == ["storage", "storage", "done"]
+    assert stage.actions == ["relaunch", "relaunch", "finish"]
 
 
 @pytest.mark.parametrize(
@@ -148,7 +167,7 @@ def test_one_that_never_comes_back(
     and all that was not written is in the job's log."""
     stage.slurm.change(restart_count=restarts)
     stage.once_training(lambda: away(stage))
-    supervisor = stage.supervisor("progress:3 sleep:0.3 exit:1", restart_count=restarts)
+    supervisor = stage.supervisor("progress:3 await-away exit:1", restart_count=restarts)
     assert supervisor.run() == code
     assert not stage.layout.directory.exists()
     said = capsys.readouterr().err.splitlines()
@@ -163,29 +182,24 @@ def test_preempted_while_it_is_away(stage: Stage) -> None:
     """What Slurm says needs no directory."""
 
     def preempted() -> None:
-        away(stage)
         stage.slurm.change(preempt_time=1.0)
+        away(stage)
 
     stage.once_training(preempted)
-    assert stage.play("progress:3 sleep:0.3 exit:1") == 0
+    assert stage.play("progress:3 await-away exit:1") == 0
     assert stage.slurm.records[JOB_ID].restart_count == 1
     stage.layout.directory.with_name("away").rename(stage.layout.directory)
 
 
-def test_away_when_the_attempt_begins(stage: Stage) -> None:
+def test_away_when_the_attempt_begins(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not a run without a past: nothing is decided before it can be read."""
     Ledger(stage.layout.ledger).append(EventKind.RENDERED)
     supervisor = stage.supervisor("progress:3 done")
-    place = away(stage)
-
-    def back() -> None:
-        time.sleep(0.2)
-        place.rename(stage.layout.directory)
-
-    stage.once(lambda: True, back)
+    away(stage)
+    back_before_call(monkeypatch, Supervisor, "_begin", 3, stage)
     assert supervisor.run() == 0
     assert kinds(stage)[0] == "rendered"
-    assert stage.causes[-1] == "done" and set(stage.causes[:-1]) == {"storage"}
+    assert stage.causes == ["storage", "storage", "done"]
     assert len(stage.events(EventKind.ATTEMPT_STARTED)) == 1
 
 

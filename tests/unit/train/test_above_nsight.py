@@ -65,7 +65,7 @@ def task(tmp_path: Path) -> Callable[..., subprocess.Popen[bytes]]:
 
 
 def until(reached: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not reached():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -83,7 +83,7 @@ def test_a_stop_signal_reaches_the_rank(
     until((tmp_path / "stacks").exists)
     send = os.killpg if whole_group else os.kill
     send(started.pid, signal.Signals[name])
-    assert started.wait(60) == 75
+    assert started.wait(300) == 75
     assert (tmp_path / "heard").read_text() == name
     assert not list(tmp_path.glob("hpctrain-nsight-*"))
 
@@ -95,7 +95,7 @@ def test_what_comes_before_the_rank_listens_is_kept_for_it(
     until(lambda: len(list(tmp_path.glob("hpctrain-nsight-*"))) == 2)
     os.kill(early.pid, signal.SIGTERM)
     (tmp_path / "begin").touch()
-    assert [early.wait(60), handed.wait(60)] == [75, 75]
+    assert [early.wait(300), handed.wait(300)] == [75, 75]
 
 
 def test_a_rank_that_is_killed_is_told_by_the_code(
@@ -108,7 +108,7 @@ def test_a_rank_that_is_killed_is_told_by_the_code(
     profiler = int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
     os.kill(profiler, signal.SIGKILL)
     os.kill(rank, signal.SIGKILL)
-    assert started.wait(60) == 128 + signal.SIGKILL
+    assert started.wait(300) == 128 + signal.SIGKILL
 
 
 def test_nothing_is_recorded_without_its_task(

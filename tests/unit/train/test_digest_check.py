@@ -118,7 +118,7 @@ def test_a_rank_that_waits_says_so_until_its_own_share_is_read(
     gate, real = threading.Event(), digest_check.digest_file
 
     def slow(directory: Path, name: str) -> FileDigest:
-        gate.wait(30)
+        gate.wait(300)
         return real(directory, name)
 
     monkeypatch.setattr(digest_check, "digest_file", slow)
