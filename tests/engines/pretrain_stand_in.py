@@ -3,7 +3,8 @@
 It accepts its arguments by argparse, prints what training.py and checkpointing.py print (the lines
 were copied from a real run), writes files named as `torch_dist` checkpoints have them, looks for
 SIGTERM after each step on all ranks together, and leaves with the same codes. STAND_IN says what
-else happens: `exit:CODE@STEP`, `raise@STEP`, `slow`, `silent`, `torn@STEP`.
+else happens: `exit:CODE@STEP`, `raise@STEP`, `asked@STEP` (it goes on once it is asked to leave),
+`until:FILE@STEP` (it goes on, slowly, once the file is there), `silent`, `torn@STEP`.
 """
 
 import argparse
@@ -111,9 +112,9 @@ def evaluate(args: argparse.Namespace, step: int) -> None:
 def train(args: argparse.Namespace, wish: str, start: int) -> None:
     kept: list[float] = []
     for step in range(start + 1, args.train_iters + 1):
-        if wish == "slow":
+        what, _, at = wish.rpartition("@")
+        if what.startswith("until:") and step > int(at):
             time.sleep(0.3)
-        what, _, at = wish.partition("@")
         kept.append(loss_of(step))
         log(args, step, kept)
         kept = kept if step == start + 1 else []  # as `is_first_iteration` does
@@ -121,9 +122,7 @@ def train(args: argparse.Namespace, wish: str, start: int) -> None:
             evaluate(args, step)
         if at == str(step):
             happens(args, what, step)
-        flags = torch.tensor([int(asked)])
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        if flags.item():
+        if asked_anywhere():
             save(args, step, torn=False)
             say(0, "[exiting program after receiving SIGTERM.] datetime: ")
             sys.exit(0)
@@ -131,10 +130,20 @@ def train(args: argparse.Namespace, wish: str, start: int) -> None:
             save(args, step, torn=wish == f"torn@{step}")
 
 
+def asked_anywhere() -> bool:
+    flags = torch.tensor([int(asked)])
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+    return bool(flags.item())
+
+
 def happens(args: argparse.Namespace, what: str, step: int) -> None:
     if what.startswith("exit:"):
         save(args, step - 1, torn=False)
         sys.exit(int(what.removeprefix("exit:")))
+    while what == "asked" and not asked_anywhere():
+        time.sleep(0.05)
+    while what.startswith("until:") and not Path(what.removeprefix("until:")).exists():
+        time.sleep(0.05)
     if what == "raise":
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 

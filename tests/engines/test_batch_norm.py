@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from trial_runs import LIMIT_SECONDS
 
 from bench import prefork
 from hpctrain.train.engines.native.batch_norm import SummedBatchNorm, synchronize_batch_norms
@@ -47,7 +48,7 @@ def test_two_halves_are_one_batch(tmp_path: Path) -> None:
         torch.save(found, tmp_path / f"found-{rank}.pt")
         dist.destroy_process_group()
 
-    assert prefork.fork(work, 2, tmp_path / "logs").wait(60) == [0, 0]
+    assert prefork.fork(work, 2, tmp_path / "logs").wait(LIMIT_SECONDS) == [0, 0]
     whole = passed(network(), pictures())
     for rank in range(2):
         found = torch.load(tmp_path / f"found-{rank}.pt")

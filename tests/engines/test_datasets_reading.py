@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -231,7 +232,11 @@ def test_signals_of_slurm_do_not_end_the_readers(tmp_path: Path) -> None:
     more = [pixels(ahead, step * 8) for step in range(1, 6)]
     assert len(first) == 8 and all(len(one) == 8 for one in more)
     close(ahead)
-    assert not set(readers) & set(_children())
+    end = time.monotonic() + 300  # torch waits for them for 5 s, and a busy machine takes longer
+    while set(readers) & set(_children()):
+        assert time.monotonic() < end, f"{readers} live on"
+        multiprocessing.active_children()  # collects those that have ended
+        time.sleep(0.02)
 
 
 def test_a_reader_that_is_killed_is_an_error_of_the_data(tmp_path: Path) -> None:
@@ -265,7 +270,7 @@ def test_readers_end_with_a_rank_that_is_gone(tmp_path: Path) -> None:
     readers = [int(word) for word in os.read(told, 100).split()]
     os.waitpid(pid, 0)
     assert readers
-    end = time.monotonic() + 60
+    end = time.monotonic() + 300
     while any(_lives(reader) for reader in readers):
         assert time.monotonic() < end, f"{readers} live on"
         time.sleep(0.02)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from deepspeed_trials import PLAIN, PLAIN_LLAMA, ZERO
 from torch.nn import functional
-from trial_runs import Trial, make_trial
+from trial_runs import LIMIT_SECONDS, Trial, make_trial
 
 from hpctrain.train.data import open_data
 from hpctrain.train.datasets.share import Share
@@ -137,7 +137,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Told]:
             target=alone, args=(directory, family)
         )
         process.start()
-        process.join(60)
+        process.join(LIMIT_SECONDS)
         assert process.exitcode == 0
         told = [(loss, norm) for loss, norm in json.loads((directory / "told.json").read_text())]
         learns = told[-1][0] < told[0][0] - 0.1

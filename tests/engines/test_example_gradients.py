@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from trial_runs import LIMIT_SECONDS
 
 from bench import prefork
 from hpctrain.actions.prepare import prepare
@@ -48,7 +49,7 @@ def gradients(place: Path, gpus: int) -> list[Any]:
     run.create()
     run.train_config.write_text(prepared.train.model_dump_json())
     ranks = prefork.start(run.train_config, gpus, run.logs, prepare=kept_gradients(run.logs))
-    assert ranks.wait(120) == [0] * gpus, ranks.log()
+    assert ranks.wait(LIMIT_SECONDS) == [0] * gpus, ranks.log()
     kept = [torch.load(run.logs / f"{rank}.pt") for rank in range(gpus)]
     for others in kept[1:]:
         assert all(torch.equal(a, b) for a, b in zip(kept[0], others, strict=True))

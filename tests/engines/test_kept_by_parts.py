@@ -18,6 +18,7 @@ import test_kept_by_modules as kept
 import torch.distributed as dist
 from test_kept_by_modules import stand_ins as stand_ins
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from trial_runs import LIMIT_SECONDS
 
 from hpctrain.train.engines.models.tasks import loss_of
 
@@ -64,7 +65,7 @@ def count(directory: Path) -> None:
 def test_a_plan_says_what_a_rank_of_two_holds(tmp_path: Path) -> None:
     process = multiprocessing.get_context("fork").Process(target=count, args=(tmp_path,))
     process.start()
-    process.join(120)
+    process.join(LIMIT_SECONDS)
     assert process.exitcode == 0
     for name, (said, counted) in json.loads((tmp_path / "told.json").read_text()).items():
         apart = said / counted - 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from trial_runs import LIMIT_SECONDS
 
 from bench import prefork
 from hpctrain.checkpoints.discover import select_for_resume
-from hpctrain.checkpoints.publish import TRACKER_NAME, fence_off
+from hpctrain.checkpoints.publish import TRACKER_NAME, fence_off, published_steps
 from hpctrain.store.epochs import claim_epoch
 from hpctrain.store.run_records import (
     DoneMarker,
@@ -22,6 +23,7 @@ from hpctrain.store.run_records import (
     read_record,
     read_saves,
 )
+from hpctrain.train.engines.megatron_lm import checkpoint_publisher
 
 
 @pytest.fixture
@@ -32,7 +34,8 @@ def lm(tmp_path: Path) -> Callable[..., LmTrial]:
     return make
 
 
-def test_a_run_to_its_end(lm: Callable[..., LmTrial]) -> None:
+def test_a_run_to_its_end(lm: Callable[..., LmTrial], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_publisher, "_RETIRE_SECONDS", LIMIT_SECONDS)
     made = lm(keep_checkpoints=2)
     assert made.train() == [TrainerExit.DONE, TrainerExit.DONE]
     assert made.good == [6, 4], "retention keeps two"
@@ -96,7 +99,7 @@ def test_asked_to_stop_and_resumed(
     """Megatron-LM leaves with 0 after a save on request, as after the last step."""
     made = lm(train_steps=60, lr_decay_steps=60, save_interval_steps=50)
     claim_epoch(made.run.epochs, "first")
-    ranks = made.start(wish="slow", epoch=1)
+    ranks = made.start(wish="asked@8", epoch=1)
     made.wait_for_step(2, ranks)
     ask(made, ranks)
     codes = ranks.wait(LIMIT_SECONDS)
@@ -129,7 +132,10 @@ def test_results_that_cannot_be_trusted(lm: Callable[..., LmTrial], code: int, c
     assert made.good == [3], "what was saved before the end counts"
 
 
-def test_a_crash_keeps_what_was_saved(lm: Callable[..., LmTrial]) -> None:
+def test_a_crash_keeps_what_was_saved(
+    lm: Callable[..., LmTrial], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_publisher, "_DIGEST_TIMEOUT_AFTER_FAILURE_SECONDS", 100.0)
     made = lm()
     assert made.train(wish="raise@5") == [TrainerExit.CRASH] * 2
     assert made.good == [4, 2]
@@ -171,11 +177,16 @@ def test_a_newer_launch_takes_the_files_away(lm: Callable[..., LmTrial]) -> None
     """What a stale launch saves lies in a directory that the newer one has moved."""
     made = lm(train_steps=60, lr_decay_steps=60)
     claim_epoch(made.run.epochs, "first")
-    ranks = made.start(wish="slow", epoch=1)
-    made.wait_for_step(7, ranks)
+    fenced = made.run.directory / "fenced"
+    ranks = made.start(wish=f"until:{fenced}@8", epoch=1)
+    end = time.monotonic() + LIMIT_SECONDS
+    while not published_steps(made.run.checkpoints):
+        assert time.monotonic() < end, ranks.log()
+        time.sleep(0.02)
     newer = claim_epoch(made.run.epochs, "second")
     fence_off(made.run.checkpoints, newer)
     published = made.good
+    fenced.touch()
     assert ranks.wait(LIMIT_SECONDS)[0] == TrainerExit.CRASH
     assert made.exits(1)[0].cause == "superseded"
     assert published and made.good == published, "those from before still count"

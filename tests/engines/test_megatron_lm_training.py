@@ -43,7 +43,8 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> RealTrial:
     made = make_real_trial(
         tmp_path_factory.mktemp("real") / "stopped", STEPS, EVERY, entry=UNMEASURED
     )
-    ranks = made.start(epoch=claim_epoch(made.run.epochs, "first"))
+    epoch = claim_epoch(made.run.epochs, "first")
+    ranks = made.start(epoch=epoch, environment={"HELD": "1"})
     made.wait_for_step(3, ranks)
     ranks.signal(signal.SIGUSR2, 1)
     assert ranks.wait(LIMIT_SECONDS) == [TrainerExit.YIELDED] * 2, ranks.log()

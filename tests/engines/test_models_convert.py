@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from trial_runs import GPT, LLAMA, MODULE_GPT, MODULE_LLAMA, Trial, largest_difference
+from trial_runs import (
+    GPT,
+    LIMIT_SECONDS,
+    LLAMA,
+    MODULE_GPT,
+    MODULE_LLAMA,
+    Trial,
+    largest_difference,
+)
 
 from hpctrain.checkpoints.staged import open_staged
 from hpctrain.convert import megatron_checkpoint
@@ -42,7 +50,7 @@ def apart(function: Callable[..., None], *given: Any) -> None:
     from later on (bench.prefork)."""
     process = multiprocessing.get_context("fork").Process(target=function, args=given)
     process.start()
-    process.join(60)
+    process.join(LIMIT_SECONDS)
     assert process.exitcode == 0
 
 

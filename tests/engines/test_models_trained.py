@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from deepspeed_trials import PLAIN, PLAIN_LLAMA, ZERO
 from safetensors.torch import load_file
-from trial_runs import MODULE_GPT, MODULE_LLAMA, Trial, largest_difference
+from trial_runs import LIMIT_SECONDS, MODULE_GPT, MODULE_LLAMA, Trial, largest_difference
 
 from hpctrain.convert.__main__ import convert
 from hpctrain.train.engines.models.transformers_library import class_named
@@ -38,7 +38,7 @@ def exported(trial: Trial, step: int, target: Path) -> dict[str, Any]:
     given = (trial.run.checkpoints / f"iter_{step:07}", target)
     process = multiprocessing.get_context("fork").Process(target=convert, args=given)
     process.start()
-    process.join(60)
+    process.join(LIMIT_SECONDS)
     assert process.exitcode == 0
     return load_file(target / "model.safetensors")
 

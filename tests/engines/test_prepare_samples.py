@@ -303,7 +303,7 @@ def test_a_tokenizer_beside_a_model(tmp_path: Path, tokenizer: Path) -> None:
     (tmp_path / "broken" / "torchvision").mkdir(parents=True)
     (tmp_path / "broken" / "torchvision" / "__init__.py").write_text("raise RuntimeError('ABI')")
     command = [sys.executable, "-c", BESIDE_A_MODEL, str(whole), str(tmp_path / "broken")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     ids, vocab_size, end, modules = json.loads(done.stdout)
     words = loaded(tokenizer)

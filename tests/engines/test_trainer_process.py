@@ -13,6 +13,7 @@ from pathlib import Path
 
 from trial_runs import LIMIT_SECONDS, MODULE_GPT, Trial
 
+from bench import prefork
 from hpctrain.store.run_records import TrainerExit
 
 # Sends itself a signal at the moment when torch begins to be imported.
@@ -41,7 +42,7 @@ def _environment(rank: int, world_size: int) -> dict[str, str]:
         "SLURM_NTASKS": str(world_size),
         "SLURMD_NODENAME": f"node{rank}",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(29000 + os.getpid() % 2000),
+        "MASTER_PORT": str(prefork.free_port()),
         "HPCTRAIN_EPOCH": "0",
     }
 
@@ -60,7 +61,11 @@ def _start(
 
 def test_as_srun_starts_it(trial: Callable[..., Trial]) -> None:
     made = trial(train_steps=2, data_parallel_size=2, save_interval_steps=1)
-    ranks = [_start(["-m", "hpctrain.train"], made.run.train_config, rank, 2) for rank in range(2)]
+    port = str(prefork.free_port())
+    ranks = [
+        _start(["-m", "hpctrain.train"], made.run.train_config, rank, 2, MASTER_PORT=port)
+        for rank in range(2)
+    ]
     outputs = [rank.communicate(timeout=LIMIT_SECONDS) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], outputs
     log = outputs[0][0].splitlines()
@@ -132,7 +137,8 @@ def test_a_rank_below_nsight_stops_when_slurm_says_so(
 ) -> None:
     """Its task is signalled, before nsys is there, and hands that on once the rank listens."""
     window = dict(tool="nsys", start=4, count=2, ranks=(0,))
-    made = trial(MODULE_GPT, profile=window, train_steps=400, lr_decay_steps=400)
+    # more steps than it makes until a task that is paused hands the signal on
+    made = trial(MODULE_GPT, profile=window, train_steps=40_000, lr_decay_steps=40_000)
     profiler = tmp_path / "bin" / "nsys"
     profiler.parent.mkdir()
     profiler.write_text(_PROFILER)

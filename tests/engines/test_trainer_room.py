@@ -32,14 +32,14 @@ def small(tmp_path: Path) -> Iterator[Callable[[Path, int], None]]:
     def mount(directory: Path, size_bytes: int, inodes: int = 0) -> None:
         options = f"size={size_bytes}" + (f",nr_inodes={inodes}" if inodes else "")
         command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(directory)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         if done.returncode:
             pytest.skip(f"mounting needs privileges: {done.stderr.strip()}")
         mounted.append(directory)
 
     yield mount
     for directory in mounted:
-        subprocess.run(["umount", "-l", str(directory)], check=True, timeout=30)
+        subprocess.run(["umount", "-l", str(directory)], check=True, timeout=300)
 
 
 Mount = Callable[..., None]

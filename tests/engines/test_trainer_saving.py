@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from trial_runs import LIMIT_SECONDS, Trial, held_at
 
 from bench import prefork
-from hpctrain.checkpoints.manifest import checkpoint_name, read_manifest
+from hpctrain.checkpoints.manifest import checkpoint_name, partial_name, read_manifest
 from hpctrain.checkpoints.publish import published_steps
 from hpctrain.plan.forecast.intervals import daly_seconds
 from hpctrain.store.run_records import SaveRecord, read_saves
-from hpctrain.train.saving import publisher, writer
+from hpctrain.train.saving import publisher, save_interval, writer
 from hpctrain.train.saving.save_interval import SaveInterval
 
 DP2 = dict(data_parallel_size=2)
@@ -50,14 +52,18 @@ def test_a_save_on_request(async_save: bool, trial: Callable[..., Trial]) -> Non
     assert ranks.log().count("event=save_requested") == 1
 
 
-def _slow_writers(seconds: float = 0.7, after: Path | None = None) -> None:
+def _wait_for(path: Path) -> None:
+    end = time.monotonic() + LIMIT_SECONDS
+    while not path.exists() and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+def _slow_writers(seconds: float, after: Path) -> None:
     """So many seconds late, counted from the moment when `after` is there."""
     real = writer.write_rank_digests
 
     def slowly(directory: Path, rank: int, names: list[str]) -> None:
-        end = time.monotonic() + LIMIT_SECONDS
-        while after is not None and not after.exists() and time.monotonic() < end:
-            time.sleep(0.01)
+        _wait_for(after)
         time.sleep(seconds)
         real(directory, rank, names)
 
@@ -106,40 +112,57 @@ def test_a_request_during_a_save_is_kept_until_after_it(trial: Callable[..., Tri
     assert not asked.run.save_request.exists()
 
 
-def _writes_until_the_next(path: Path) -> None:
-    """The first save lasts until 0.7 s after the second one wants to begin."""
+def _waited_for(place: Path) -> None:
+    """No save is written, nor then published, before rank 0 has waited for that for 0.4 s."""
     from hpctrain.train.saving.saver import Saver
 
-    real = Saver.begin
+    real_wait, real_write = Saver._agree_or_rest, writer.write_rank_digests
+    real_publish = publisher.publish
 
-    def begin(self: Saver, position: Any) -> None:
-        if self.busy:
-            path.touch()
-        real(self, position)
+    def wait(self: Any) -> Any:
+        pending = self._pending
+        step, stage = pending.position.step, "published" if pending.publishing else "written"
+        waited = place / f"{partial_name(step, 0)}-{stage}"
+        if os.environ["RANK"] == "0" and not waited.exists():
+            time.sleep(0.4)
+            waited.touch()
+        return real_wait(self)
 
-    Saver.begin = begin  # type: ignore[method-assign]
-    _slow_writers(after=path)
+    def write(directory: Path, rank: int, names: list[str]) -> None:
+        _wait_for(place / f"{directory.name}-written")
+        real_write(directory, rank, names)
+
+    def publish(root: Path, manifest: Any, fence: Any) -> Path:
+        _wait_for(place / f"{partial_name(manifest.step, manifest.epoch)}-published")
+        return real_publish(root, manifest, fence)
+
+    Saver._agree_or_rest = wait  # type: ignore[method-assign]
+    writer.write_rank_digests, publisher.publish = write, publish
 
 
 def test_each_save_is_written_down(trial: Callable[..., Trial]) -> None:
     made = trial(save_interval_steps=2, async_save=True, **DP2)
-    next_begins = made.run.directory / "next-begins"
-    assert made.train(prepare=lambda: _writes_until_the_next(next_begins)) == [0, 0]
+    assert made.train(prepare=lambda: _waited_for(made.run.directory)) == [0, 0]
     saves = read_saves(made.run)
     assert [save.step for save in saves] == [2, 4, 6]
     for save in saves:
         manifest = read_manifest(made.run.checkpoints / checkpoint_name(save.step))
         assert manifest is not None and save.size_bytes == manifest.total_bytes
         assert save.publish_seconds > 0.7
-    assert saves[1].stall_seconds > 0.7, "for the save before, which its writers delay"
+    assert saves[1].stall_seconds > 0.7, "for the save before, which waits for that"
     assert made.run.saves.stat().st_mode & 0o777 == 0o600
 
 
 def test_a_synchronous_save_stalls_until_it_counts(trial: Callable[..., Trial]) -> None:
     made = trial(save_interval_steps=3, **DP2)
-    assert made.train(prepare=_slow_writers) == [0, 0]
-    for save in read_saves(made.run):
-        assert save.stall_seconds > max(0.7, 0.7 * save.publish_seconds)
+    ranks = made.start(prepare=lambda: _waited_for(made.run.directory))
+    assert ranks.wait(LIMIT_SECONDS) == [0, 0], ranks.log()
+    saves = read_saves(made.run)
+    assert [save.step for save in saves] == [3, 6]
+    assert all(save.stall_seconds > 0.7 for save in saves), "for its writers and for publishing"
+    events = [line.split()[0] for line in ranks.log().splitlines()]
+    three = ["event=step"] * 3 + ["event=checkpoint"]
+    assert events == ["event=start", *three, *three], "no step before the save counts"
 
 
 def test_plans_are_used_again_and_the_files_are_right(trial: Callable[..., Trial]) -> None:
@@ -183,7 +206,7 @@ def _patient_retirement() -> None:
     real = publisher.retire
 
     def patiently(root: Path, *arguments: Any) -> list[int]:
-        newest, end = published_steps(root)[-1], time.monotonic() + LIMIT_SECONDS / 4
+        newest, end = published_steps(root)[-1], time.monotonic() + LIMIT_SECONDS / 2
         while newest < 6 and published_steps(root)[-1] == newest:
             if time.monotonic() > end:
                 (root.parent / "stopped-by-deleting").touch()
@@ -241,16 +264,37 @@ def test_without_a_failure_rate_or_auto_the_interval_stays(trial: Callable[..., 
     assert not SaveInterval(trial().config, 3600.0).overdue
 
 
+def _clock_of_steps() -> None:
+    """By the clock of the interval a step takes 20 ms and a save costs 10 ms, whatever the machine
+    does meanwhile."""
+    from hpctrain.train.loop import Loop
+
+    real_step, real_published, now = Loop.one_step, SaveInterval.published, 0.0
+
+    def one_step(self: Loop) -> Any:
+        nonlocal now
+        now += 0.02
+        return real_step(self)
+
+    def published(self: SaveInterval, save: SaveRecord) -> None:
+        costs = dict(stall_seconds=0.01, publish_seconds=0.01)
+        real_published(self, save.model_copy(update=costs))
+
+    Loop.one_step = one_step  # type: ignore[method-assign]
+    SaveInterval.published = published  # type: ignore[method-assign]
+    setattr(save_interval, "time", SimpleNamespace(monotonic=lambda: now))  # noqa: B010
+
+
 def test_the_launch_s_failure_rate_sets_the_interval(
     trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After the first save by the initial interval the measured costs allow many more."""
     monkeypatch.setenv("HPCTRAIN_MTTF_SECONDS", "0.2")
-    settings = dict(save_interval_auto=True, save_interval_seconds=0.5, async_save=True)
-    often = trial(**settings, train_steps=120, lr_decay_steps=120)
-    assert often.train() == [0]
+    settings = dict(save_interval_auto=True, save_interval_seconds=0.5)
+    often = trial(**settings, train_steps=60, lr_decay_steps=60)
+    assert often.train(prepare=_clock_of_steps) == [0]
     monkeypatch.setenv("HPCTRAIN_MTTF_SECONDS", "1e9")
-    seldom = trial(**settings, train_steps=120, lr_decay_steps=120)
-    assert seldom.train() == [0]
+    seldom = trial(**settings, train_steps=60, lr_decay_steps=60)
+    assert seldom.train(prepare=_clock_of_steps) == [0]
     assert len(read_saves(seldom.run)) == 2, "by the initial interval, and at the end"
     assert len(read_saves(often.run)) > 3

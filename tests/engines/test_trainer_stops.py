@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from deepspeed_trials import ZERO
-from trial_runs import GPT, LIMIT_SECONDS, MODULE_GPT, Trial
+from trial_runs import COLLECTIVE_SECONDS, GPT, LIMIT_SECONDS, MODULE_GPT, Trial
 
 from bench import prefork
 from hpctrain.checkpoints.publish import published_steps
@@ -23,7 +23,8 @@ from hpctrain.train.evaluation import EvaluationBatches, evaluation_is_missing
 
 YIELDED = TrainerExit.YIELDED
 DP2 = dict(data_parallel_size=2)
-LEAVING_SECONDS = 60.0
+# Before a collective gives up by itself, and before a slow rank gets on.
+LEAVING_SECONDS = COLLECTIVE_SECONDS - 30
 # By what is slow in a start: the rank that does not get on.
 SLOW_RANK = {"imports": 1, "data": 0, "loading": 1, "first": 1}
 PP2 = dict(pipeline_model_parallel_size=2, pipeline_layer_split=((2,), (2,)))

@@ -25,20 +25,26 @@ def away(run: Path) -> Path:
     return run.with_name(f"{run.name}.away")
 
 
-def brings_back(run: Path, after_seconds: float) -> threading.Thread:
-    """Wait until the directory has been moved away, then some seconds, then move it back."""
+def brings_back(run: Path, *missed: Path, seconds: float = 1.5) -> threading.Thread:
+    """Wait until the directory has been moved away and is `missed`, as these files say, then some
+    seconds, then move it back."""
 
     def bring_back() -> None:
         end = time.monotonic() + LIMIT_SECONDS
-        while not away(run).exists() and time.monotonic() < end:
+        while not all(path.exists() for path in (away(run), *missed)) and time.monotonic() < end:
             time.sleep(0.01)
-        time.sleep(after_seconds)
+        time.sleep(seconds)
         assert not run.exists(), f"made anew: {sorted(run.rglob('*'))}"
         away(run).rename(run)
 
     thread = threading.Thread(target=bring_back)
     thread.start()
     return thread
+
+
+def missed(run: Path) -> Path:
+    """It is there when what was begun without the directory is through."""
+    return run.with_name(f"{run.name}.missed")
 
 
 def once(module: Any, name: str, run: Path, rank: int) -> Callable[[], None]:
@@ -55,6 +61,10 @@ def once(module: Any, name: str, run: Path, rank: int) -> Callable[[], None]:
             if os.environ["RANK"] == str(rank) and not done.exists():
                 done.touch()
                 run.rename(away(run))
+                try:
+                    return real(*arguments)
+                finally:
+                    missed(run).touch()
             return real(*arguments)
 
         setattr(module, name, with_the_directory_gone)
@@ -77,7 +87,7 @@ def test_rows_wait_while_training_goes_on(
     released = hurt.run.directory.with_name("released")
     ranks = hurt.start(prepare=held_at(2, lambda loop: released.exists(), rank=0))
     hurt.wait_for_step(1, ranks)
-    back = brings_back(hurt.run.directory, 1.5)
+    back = brings_back(hurt.run.directory)
     hurt.run.directory.rename(away(hurt.run.directory))
     released.touch()
     assert ranks.wait(LIMIT_SECONDS) == [0], ranks.log()
@@ -99,7 +109,7 @@ def test_a_save_that_loses_its_directory_is_made_again(
 ) -> None:
     hurt = trial(save_interval_steps=2, **changes)
     run = hurt.run.directory
-    back = brings_back(run, 1.5)
+    back = brings_back(run, missed(run))
     assert hurt.train(prepare=once(module, name, run, 0)) == [0]
     back.join()
     assert_exact(hurt, gpt_reference)
@@ -113,7 +123,7 @@ def test_a_save_whose_files_one_rank_has_lost_is_made_again_by_all(
     assert whole.train() == [0, 0]
     hurt = trial(save_interval_steps=2, async_save=True, **DP2)
     run = hurt.run.directory
-    back = brings_back(run, 1.5)
+    back = brings_back(run, missed(run))
     ranks = hurt.start(prepare=once(writer, "write_rank_digests", run, 1))
     assert ranks.wait(LIMIT_SECONDS) == [0, 0], ranks.log()
     back.join()
@@ -134,7 +144,7 @@ def test_a_save_that_loses_its_directory_before_its_metadata_is_made_again_by_al
     assert whole.train() == [0, 0]
     hurt = trial(save_interval_steps=2, async_save=True, **DP2)
     run = hurt.run.directory
-    back = brings_back(run, 1.5)
+    back = brings_back(run, missed(run))
     ranks = hurt.start(prepare=once(module, name, run, 0))
     assert ranks.wait(LIMIT_SECONDS) == [0, 0], ranks.log()
     back.join()
@@ -147,11 +157,24 @@ def test_one_that_is_away_for_too_long_is_a_fault_of_storage(trial: Callable[...
     hurt = trial(save_interval_steps=2, **DP2)
     run = hurt.run.directory
 
-    def prepare() -> None:
-        storage.PATIENCE_SECONDS = 1.0
-        once(publisher, "publish", run, 0)()
+    def leaving(rank: int) -> Path:
+        return run.with_name(f"{run.name}.leaving-{rank}")
 
-    back = brings_back(run, 5.0)
+    def prepare() -> None:
+        from hpctrain.train import entry
+
+        storage.PATIENCE_SECONDS = 1.0
+        entry._EXIT_RECORD_SECONDS = LIMIT_SECONDS
+        once(publisher, "publish", run, 0)()
+        real = entry.write_exit_record
+
+        def write_exit_record(layout: Any, record: Any) -> None:
+            leaving(record.rank).touch()
+            real(layout, record)
+
+        entry.write_exit_record = write_exit_record
+
+    back = brings_back(run, leaving(0), leaving(1))
     assert hurt.train(prepare=prepare) == [TrainerExit.CRASH] * 2
     back.join()
     records = hurt.exits()

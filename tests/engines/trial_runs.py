@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import time
@@ -19,6 +20,8 @@ from hpctrain.store.layout import RunLayout
 from hpctrain.store.run_records import ExitRecord, StepMetrics, read_exit_records, read_metrics
 
 LIMIT_SECONDS = 300.0
+# Longer than any pause of a busy machine, and over before LIMIT_SECONDS.
+COLLECTIVE_SECONDS = 150.0
 
 GPT: dict[str, Any] = dict(
     run_name="tiny",
@@ -79,7 +82,7 @@ GPT: dict[str, Any] = dict(
     keep_checkpoints=10,
     keep_every_steps=None,
     log_interval_steps=1,
-    distributed_timeout_seconds=60.0,
+    distributed_timeout_seconds=COLLECTIVE_SECONDS,
     model_flops_per_step=1e9,
     peak_flops_per_gpu=None,
 )
@@ -199,6 +202,38 @@ def held_at(step: int, released: Callable[[Any], bool], rank: int = 1) -> Callab
         Loop.one_step = one_step  # type: ignore[method-assign]
 
     return prepare
+
+
+def keep_quietest_window() -> None:
+    """A `prepare`: the record of rank times gets the window of the shortest steps, in which the
+    machine did not pause. For tests of what takes how long."""
+    from hpctrain.train.report import Reporter
+
+    real, shortest = Reporter.rank_times, math.inf
+
+    def rank_times(self: Reporter, times: Any) -> None:
+        nonlocal shortest
+        if sum(times.step_seconds) < shortest:
+            shortest = sum(times.step_seconds)
+            real(self, times)
+
+    Reporter.rank_times = rank_times  # type: ignore[method-assign]
+
+
+def retire_in_turn() -> None:
+    """A `prepare`: each deletion of old checkpoints waits for the earlier one, which it would leave
+    alone, and the end of the launch waits for the last one."""
+    from hpctrain.train.saving import publisher
+
+    real = publisher.Publisher._retire_old
+
+    def retire_old(self: Any) -> None:
+        with self._retiring:
+            pass
+        real(self)
+
+    publisher.Publisher._retire_old = retire_old  # type: ignore[method-assign]
+    publisher._RETIRE_SECONDS = LIMIT_SECONDS
 
 
 def make_trial(directory: Path, base: dict[str, Any] = GPT, **changes: Any) -> Trial:
