@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from rehearsal import STEPS, PlannedFault, Rehearsal, Stage
+from slurm_settings import grace
 from survival import Fault, Survival
 
 from hpctrain.actions.state import RunState
@@ -24,10 +25,11 @@ def test_a_run_that_is_done_within_a_grace_is_not_started_again(
     rehearsal = newer_stage.start("name=grace", planned=waits)
     assert rehearsal.slurm.config().version >= (24, 5)
     rehearsal.wait_for_step(STEPS - 1)
-    rehearsal.urgent_job()
-    rehearsal.wait(lambda: is_being_preempted(rehearsal), "being preempted")
-    rehearsal.say("last")
-    row = rehearsal.wait_till_over()
+    with grace(newer_stage.sandbox):
+        rehearsal.urgent_job()
+        rehearsal.wait(lambda: is_being_preempted(rehearsal), "being preempted")
+        rehearsal.say("last")
+        row = rehearsal.wait_till_over()
     assert row.state is RunState.DONE, rehearsal.logs()
     deadline = time.monotonic() + _COMEBACK_SECONDS
     while time.monotonic() < deadline:

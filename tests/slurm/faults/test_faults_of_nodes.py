@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import pytest
 from rehearsal import Stage, held
+from slurm_settings import long_kill_wait
 from survival import BY_SLURM, Fault, Survival
 
 from hpctrain.actions.runs import RunFiles
 from hpctrain.checkpoints.discover import checkpoints
 from hpctrain.sandbox import faults
+from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.store.ledger import EventKind
+
+
+@pytest.fixture
+def patient_slurm(sandbox: Sandbox) -> Iterator[None]:
+    with long_kill_wait(sandbox):
+        yield
 
 
 def test_nodes_that_die_are_left_for_others(
@@ -16,18 +27,20 @@ def test_nodes_that_die_are_left_for_others(
 ) -> None:
     """First a node with ranks only, then the batch node with the supervisor."""
     rehearsal = stage.start("name=nodes", planned=(*held(1, 14), *held(2, 24, rank=0)))
-    rehearsal.wait_for_progress()
+    epoch = rehearsal.wait_for_progress()
     lost = rehearsal.nodes()[1]
     faults.crash_node(stage.sandbox, lost)
     fault = Fault(11, "a node without the batch script loses power")
-    survival.recovered(rehearsal, fault, cause="node_failure", action=BY_SLURM)
+    survival.recovered(rehearsal, fault, cause="node_failure", action=BY_SLURM, epoch=epoch)
     assert lost not in rehearsal.nodes()
-    rehearsal.wait_for_progress()
+    epoch = rehearsal.wait_for_progress()
     batch = rehearsal.nodes()[0]
     faults.crash_node(stage.sandbox, batch)
     faults.restart_node(stage.sandbox, lost, rebooted=False)
     fault = Fault(12, "the batch node loses power, and with it the supervisor")
-    survival.recovered(rehearsal, fault, cause="node_failure", action="restarted by Slurm")
+    survival.recovered(
+        rehearsal, fault, cause="node_failure", action="restarted by Slurm", epoch=epoch
+    )
     assert batch not in rehearsal.nodes()
     rehearsal.assert_done_exactly(reference)
 
@@ -39,12 +52,12 @@ def test_a_dead_slurmd_with_living_ranks_cannot_publish(
     rehearsal = stage.start("name=zombie", planned=held(1, 14))
     rehearsal.wait_for_progress()
     node = rehearsal.nodes()[0]
-    zombies = {process.pid for process in rehearsal.processes() if process.rank is not None}
+    zombies = {process.identity for process in rehearsal.processes() if process.rank is not None}
     faults.kill_slurmd(stage.sandbox, node)
     fault = Fault(13, "the slurmd of the batch node dies, and its ranks live on")
     survival.recovered(rehearsal, fault, cause="node_failure", action=BY_SLURM, epoch=1)
     rehearsal.wait(
-        lambda: not zombies & {process.pid for process in rehearsal.processes()},
+        lambda: not zombies & {process.identity for process in rehearsal.processes()},
         "rid of the ranks of the first launch",
     )
     rehearsal.assert_done_exactly(reference)
@@ -54,23 +67,24 @@ def test_a_dead_slurmd_with_living_ranks_cannot_publish(
     assert set(later) == {2}, rehearsal.logs()
 
 
+@pytest.mark.usefixtures("patient_slurm")
 def test_a_drained_node_is_used_to_the_end_and_then_left(
     stage: Stage, reference: RunFiles, survival: Survival
 ) -> None:
     planned = (*held(1, 14), *held(2, 24, do="await_warning"))
     rehearsal = stage.start("name=drained", planned=planned)
-    rehearsal.wait_for_progress()
+    epoch = rehearsal.wait_for_progress()
     drained = rehearsal.nodes()[1]
     rehearsal.sandbox.command(
         "scontrol", "update", f"NodeName={drained}", "State=DRAIN", "Reason=rehearsal"
     )
     rehearsal.kill_rank(1)
     fault = Fault(17, "a node is drained, then a rank on it dies")
-    survival.recovered(rehearsal, fault, cause="crash", action="relaunch")
-    rehearsal.wait_for_progress()
+    survival.recovered(rehearsal, fault, cause="crash", action="relaunch", epoch=epoch)
+    epoch = rehearsal.wait_for_progress()
     rehearsal.sandbox.command("scontrol", "requeue", str(rehearsal.job_id))
     fault = Fault(17, "the job of a drained node is requeued")
-    survival.recovered(rehearsal, fault, cause="requeued", action="leave")
+    survival.recovered(rehearsal, fault, cause="requeued", action="leave", epoch=epoch)
     assert drained not in rehearsal.nodes()
     rehearsal.assert_done_exactly(reference)
 
@@ -79,11 +93,11 @@ def test_a_spare_node_takes_the_place_of_a_dead_one(
     stage: Stage, reference: RunFiles, survival: Survival
 ) -> None:
     rehearsal = stage.start("name=spare", "resources.spare_nodes=1", planned=held(1, 14))
-    rehearsal.wait_for_progress()
+    epoch = rehearsal.wait_for_progress()
     lost = rehearsal.nodes()[1]
     faults.crash_node(stage.sandbox, lost)
     fault = Fault(14, "a node loses power in a job with one spare node")
-    survival.recovered(rehearsal, fault, cause="node_failure", action="relaunch")
+    survival.recovered(rehearsal, fault, cause="node_failure", action="relaunch", epoch=epoch)
     started = rehearsal.events(EventKind.LAUNCH_STARTED)[-1]
     assert lost not in (started.nodes or lost), rehearsal.logs()
     rehearsal.assert_done_exactly(reference)

@@ -3,30 +3,41 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from rehearsal import PlannedFault, Rehearsal, Stage, held
+from slurm_settings import long_kill_wait, nothing_starts
 from survival import Fault, Survival
 
 from hpctrain.actions.cancel import cancel
 from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.state import RunState
 from hpctrain.actions.watch import watch
+from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.store.ledger import EventKind
 
 # The sandbox lets a requeued job wait for 6 s (cred_expire + 1 s): past that it would run again.
 _BEYOND_REQUEUE_SECONDS = 9.0
 
 
+@pytest.fixture
+def patient_slurm(sandbox: Sandbox) -> Iterator[None]:
+    with long_kill_wait(sandbox):
+        yield
+
+
+@pytest.mark.usefixtures("patient_slurm")
 def test_requeued_held_and_cancelled_by_people(
     stage: Stage, reference: RunFiles, survival: Survival
 ) -> None:
     planned = [held(launch, 4 + 10 * launch, do="await_warning") for launch in (1, 2, 3)]
     rehearsal = stage.start("name=people", planned=[one for pair in planned for one in pair])
-    rehearsal.wait_for_progress()
+    epoch = rehearsal.wait_for_progress()
     control(rehearsal, "requeue")
     fault = Fault(35, "an administrator requeues the job")
-    survival.recovered(rehearsal, fault, cause="requeued", action="leave")
+    survival.recovered(rehearsal, fault, cause="requeued", action="leave", epoch=epoch)
     epoch = rehearsal.wait_for_progress()
     control(rehearsal, "requeuehold")
     stays(rehearsal, RunState.PENDING)
@@ -35,9 +46,10 @@ def test_requeued_held_and_cancelled_by_people(
     fault = Fault(35, "an administrator requeues and holds the job, and releases it later")
     survival.recovered(rehearsal, fault, cause="requeued", action="leave", epoch=epoch)
     rehearsal.wait_for_progress()
-    control(rehearsal, "requeue")
-    rehearsal.wait_until(lambda row: row.state is RunState.PENDING, "pending")
-    rehearsal.sandbox.command("scancel", str(rehearsal.job_id))
+    with nothing_starts(stage.sandbox):
+        control(rehearsal, "requeue")
+        rehearsal.wait_until(lambda row: row.state is RunState.PENDING, "pending")
+        rehearsal.sandbox.command("scancel", str(rehearsal.job_id))
     stays(rehearsal, RunState.CANCELLED)
     survival.shown(
         Fault(34, "the user cancels the job while it waits in the queue again"),

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from rehearsal import STEPS, PlannedFault, Rehearsal, Stage, held, own_sandbox
+from slurm_settings import LONG_GRACE_SECONDS, grace, long_kill_wait
 from survival import BY_SLURM, Fault, Survival
 
 from hpctrain.actions.runs import RunFiles
 from hpctrain.checkpoints.discover import checkpoints
+from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.sandbox.shape import default_shape
 from hpctrain.slurm.records import RequeueResult
 from hpctrain.store.jobs import sbatch_options
@@ -21,29 +25,37 @@ PREEMPTIONS = (
     *held(2, 23),
     PlannedFault(epoch=3, rank=-1, do="hear_nothing"),
     *held(3, 33),
-    PlannedFault(epoch=4, rank=0, do="publish_slowly", seconds=120),
+    PlannedFault(epoch=4, rank=0, do="publish_slowly", seconds=600),
     PlannedFault(epoch=4, rank=1, step=44, do="sleep"),
     PlannedFault(epoch=5, rank=1, step=STEPS, do="await_warning"),
 )
 
 
+@pytest.fixture
+def patient_slurm(sandbox: Sandbox) -> Iterator[None]:
+    with long_kill_wait(sandbox):
+        yield
+
+
+@pytest.mark.usefixtures("patient_slurm")
 def test_preemptions_of_all_kinds_cost_no_budget(
     stage: Stage, reference: RunFiles, survival: Survival
 ) -> None:
-    """A budget of no failure at all, and 6 s of grace."""
+    """A budget of no failure at all, and 6 s of grace where it is to be too short."""
     rehearsal = stage.start(
         "name=preempted",
         "resources.partition=brief",
         "supervise.failures_without_progress=1",
         planned=PREEMPTIONS,
     )
-    preempt(rehearsal, epoch=1, after_step=12)
-    fault = Fault(1, "preempted; the ranks save and leave within the grace")
-    saved = survival.recovered(rehearsal, fault, cause="preempted", action="requeue", epoch=1)
-    assert (saved.resumed_step, saved.lost_steps) == (13, 0), rehearsal.logs()
-    preempt(rehearsal, epoch=2, after_step=22)
-    fault = Fault(2, "preempted; TERM kills the ranks within the grace (code 143)")
-    died = survival.recovered(rehearsal, fault, cause="preempted", action="requeue", epoch=2)
+    with grace(stage.sandbox, "brief"):
+        preempt(rehearsal, epoch=1, after_step=12)
+        fault = Fault(1, "preempted; the ranks save and leave within the grace")
+        saved = survival.recovered(rehearsal, fault, cause="preempted", action="requeue", epoch=1)
+        assert (saved.resumed_step, saved.lost_steps) == (13, 0), rehearsal.logs()
+        preempt(rehearsal, epoch=2, after_step=22)
+        fault = Fault(2, "preempted; TERM kills the ranks within the grace (code 143)")
+        died = survival.recovered(rehearsal, fault, cause="preempted", action="requeue", epoch=2)
     assert died.resumed_step == 20, rehearsal.logs()
     preempt(rehearsal, epoch=3, after_step=32)
     fault = Fault(3, "preempted; the ranks hear nothing and are killed when the grace is over")
@@ -53,8 +65,9 @@ def test_preemptions_of_all_kinds_cost_no_budget(
     fault = Fault(5, "preempted while a checkpoint is complete on the disk but not published")
     torn = survival.recovered(rehearsal, fault, cause="preempted", action=BY_SLURM, epoch=4)
     assert torn.resumed_step == 30, rehearsal.logs()
-    preempt(rehearsal, epoch=5, after_step=STEPS - 1)
-    result = rehearsal.assert_done_exactly(reference)
+    with grace(stage.sandbox, "brief"):
+        preempt(rehearsal, epoch=5, after_step=STEPS - 1)
+        result = rehearsal.assert_done_exactly(reference)
     assert (
         rehearsal.causes[4:] == ["done"] and len(rehearsal.rows(5)) == STEPS - torn.resumed_step
     ), result
@@ -80,6 +93,7 @@ def preempt(rehearsal: Rehearsal, *, epoch: int, after_step: int) -> None:
     rehearsal.urgent_job()
 
 
+@pytest.mark.usefixtures("patient_slurm")
 def test_preempted_without_grace(stage: Stage, reference: RunFiles, survival: Survival) -> None:
     planned = (PlannedFault(epoch=1, rank=1, step=14, do="sleep"),)
     rehearsal = stage.start("name=sudden", "resources.partition=sudden", planned=planned)
@@ -113,7 +127,8 @@ def test_preempted_with_the_user_signal(
 ) -> None:
     """Where the site sends the user signal, the batch shell hears of it and the tasks do not."""
     planned = (PlannedFault(epoch=1, rank=1, step=13, do="await_warning"),)
-    with own_sandbox(default_shape(user_signal_on_preempt=True)) as sandbox:
+    shape = default_shape(grace_seconds=LONG_GRACE_SECONDS, user_signal_on_preempt=True)
+    with own_sandbox(shape) as sandbox:
         rehearsal = Stage(sandbox, tmp_path).start("name=usersignal", planned=planned)
         preempt(rehearsal, epoch=1, after_step=12)
         fault = Fault(4, "preempted where the site sends the job's own signal to the batch shell")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rehearsal import STEPS, PlannedFault, Rehearsal, Stage
+from slurm_settings import grace, nothing_starts
 from survival import BY_SLURM, Fault, Survival
 
 from hpctrain.actions import control
@@ -14,7 +15,7 @@ from hpctrain.store.run_records import Progress, lineage, read_metrics, read_rec
 
 # By cause. When a grace is over Slurm may be first to requeue.
 WISHED = {"time_limit": ("requeue",), "preempted": BY_SLURM, "yielded": ("hold",)}
-# One evaluation takes 200 s: the script warns 120 s before the limit, and a grace is 6 s.
+# One evaluation takes 200 s: the script warns 120 s before the limit, and a grace is 120 s.
 BATCHES, BATCH_SECONDS = 100, 2.0
 EVALUATION = ("evaluation.every_steps=20", f"evaluation.batches={BATCHES}")
 
@@ -32,7 +33,6 @@ def test_evaluations_longer_than_any_warning_are_left_and_made_up_for(
     whole.assert_done_exactly(reference)
     rehearsal = stage.start(
         "name=evaluating",
-        "resources.partition=brief",
         "supervise.failures_without_progress=1",
         *EVALUATION,
         planned=[slow_evaluations(epoch) for epoch in (1, 2, 3)],
@@ -44,11 +44,13 @@ def test_evaluations_longer_than_any_warning_are_left_and_made_up_for(
     )
     for epoch, ask, words, cause in asked:
         wait_for_evaluation(rehearsal, epoch=epoch, step=20)
-        ask(rehearsal)
-        action = end_of(rehearsal, epoch, cause)
+        with grace(stage.sandbox):
+            ask(rehearsal)
+            action = end_of(rehearsal, epoch, cause)
         assert published_steps(rehearsal.run.layout.checkpoints) == [10, 20], rehearsal.logs()
         facts = dict(resumed_step=20, lost_steps=0)
         survival.shown(Fault(73, words), cause=cause, action=action, **facts)
+    rehearsal.wait_until(lambda row: "held" in row.reason, "held")
     control.resume(rehearsal.run, rehearsal.slurm)
     result = rehearsal.assert_done_exactly(reference)
     assert result.steps_lost == 0, "a step was trained twice"
@@ -111,8 +113,9 @@ def test_stops_in_starts_saves_and_pauses_are_heard_at_once(
     )
     for epoch, ask, words, cause in asked:
         wait_for_start(rehearsal, epoch)
-        ask(rehearsal)
-        action = end_of(rehearsal, epoch, cause)
+        with grace(stage.sandbox):
+            ask(rehearsal)
+            action = end_of(rehearsal, epoch, cause)
         assert not rehearsal.rows(epoch), rehearsal.logs()
         survival.shown(Fault(74, words), cause=cause, action=action)
     rehearsal.wait_until(lambda row: "held" in row.reason, "held")
@@ -131,19 +134,21 @@ def test_stops_in_starts_saves_and_pauses_are_heard_at_once(
     words = "warned of the time limit while a checkpoint is loaded"
     survival.shown(Fault(74, words), cause="time_limit", action=action)
     rehearsal.wait(lambda: 6 in launched(rehearsal), "in the sixth launch")
-    rehearsal.wait(lambda: actions(rehearsal)[-1] == "relaunch", "in the pause")
-    warn(rehearsal)
-    rehearsal.wait(lambda: actions(rehearsal)[-1] == "requeue", "requeued out of the pause")
-    words = "warned of the time limit in the 30 s before a relaunch"
-    survival.shown(Fault(74, words), cause="storage", action="relaunch, then requeue")
-    attempts = rehearsal.attempts
-    too_short(rehearsal)
+    with nothing_starts(stage.sandbox):
+        rehearsal.wait(lambda: actions(rehearsal)[-1] == "relaunch", "in the pause")
+        warn(rehearsal)
+        rehearsal.wait(lambda: actions(rehearsal)[-1] == "requeue", "requeued out of the pause")
+        words = "warned of the time limit in the 30 s before a relaunch"
+        survival.shown(Fault(74, words), cause="storage", action="relaunch, then requeue")
+        attempts = rehearsal.attempts
+        too_short(rehearsal)
     rehearsal.wait(lambda: rehearsal.attempts > attempts, "started with too little time")
-    rehearsal.wait(lambda: actions(rehearsal)[-2:] == ["requeue"] * 2, "requeued at once")
-    assert launched(rehearsal)[-1] == 6, "a launch that cannot finish was begun"
-    words = "an attempt with less time than a stop takes, whose warning nobody has noticed"
-    survival.shown(Fault(74, words), cause="time_limit", action="requeue, nothing launched")
-    limit(rehearsal, "00:30:00")
+    with nothing_starts(stage.sandbox):
+        rehearsal.wait(lambda: actions(rehearsal)[-2:] == ["requeue"] * 2, "requeued at once")
+        assert launched(rehearsal)[-1] == 6, "a launch that cannot finish was begun"
+        words = "an attempt with less time than a stop takes, whose warning nobody has noticed"
+        survival.shown(Fault(74, words), cause="time_limit", action="requeue, nothing launched")
+        limit(rehearsal, "00:30:00")
     rehearsal.assert_done_exactly(reference)
     assert rehearsal.causes.count("storage") == 1, rehearsal.logs()
 
@@ -192,7 +197,8 @@ def end_of(rehearsal: Rehearsal, epoch: int, cause: str) -> str:
     assert end.cause == cause, rehearsal.logs()
 
     def later() -> list[Event]:
-        return [e for e in rehearsal.events(EventKind.ACTION) if e.time > end.time]
+        events = rehearsal.run.ledger.events()
+        return [e for e in events[events.index(end) :] if e.event is EventKind.ACTION]
 
     rehearsal.wait(lambda: bool(later()), f"acted on the end of launch {epoch}")
     action = str(later()[0].action)
