@@ -13,10 +13,10 @@ from another_user import public_directory
 from newer_slurm import unpacked
 from other_cluster import OtherCluster, other_shape
 from rehearsal import (
-    PATIENCE_SECONDS,
     STEPS,
     Stage,
     choose_slurm,
+    clean,
     four_nodes,
     own_sandbox,
     wait_till_remembered,
@@ -25,7 +25,6 @@ from rehearsal import (
 from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.state import RunState
 from hpctrain.sandbox.faults import kill_controller, restart_controller
-from hpctrain.sandbox.repair import repair
 from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.store.run_records import read_metrics
 
@@ -50,12 +49,12 @@ def clean_slate(sandbox: Sandbox) -> Iterator[None]:
     log = sandbox.paths.log("slurmctld")
     before = miscounts(log)
     yield
-    repair(sandbox, PATIENCE_SECONDS)
+    clean(sandbox)
     if miscounts(log) != before:
         wait_till_remembered(sandbox)
         kill_controller(sandbox)
         restart_controller(sandbox)
-        repair(sandbox, PATIENCE_SECONDS)
+        clean(sandbox)
 
 
 def miscounts(log: Path) -> int:
@@ -78,7 +77,7 @@ def _second_sandbox() -> Iterator[Sandbox]:
 def other_cluster(_second_sandbox: Sandbox) -> Iterator[OtherCluster]:
     """Another Slurm beside `sandbox`, whose clients see the same runs."""
     yield OtherCluster(_second_sandbox)
-    repair(_second_sandbox, PATIENCE_SECONDS)
+    clean(_second_sandbox)
 
 
 @pytest.fixture(scope="session")
@@ -98,7 +97,7 @@ def _newer_sandbox(newer_slurm: Path) -> Iterator[Sandbox]:
 def newer_stage(_newer_sandbox: Sandbox, tmp_path: Path) -> Iterator[Stage]:
     """As `stage`, on a newer Slurm than this distribution's."""
     yield Stage(_newer_sandbox, tmp_path)
-    repair(_newer_sandbox, PATIENCE_SECONDS)
+    clean(_newer_sandbox)
 
 
 @pytest.fixture

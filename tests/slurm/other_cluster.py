@@ -18,7 +18,7 @@ from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.records import JobRecord
 
 NAME = "elsewhere"
-_PATIENCE_SECONDS = 120.0
+_PATIENCE_SECONDS = 300.0
 # Jobs of one core that run at a time on two nodes of eight.
 _ROOM = 12
 _INNOCENT = "#!/bin/sh\n#SBATCH -N1 -J innocent -o /dev/null -t 60\nexec sleep 3600\n"
@@ -41,7 +41,7 @@ class OtherCluster:
 
     @property
     def slurm(self) -> SlurmClient:
-        return SlurmClient({**os.environ, **self.sandbox.environment()})
+        return SlurmClient({**os.environ, **self.sandbox.environment()}, _PATIENCE_SECONDS)
 
     def innocent_job(self, job_id: int, *options: str) -> int:
         """A stranger's job with exactly this id, which runs until somebody ends it.

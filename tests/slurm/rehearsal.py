@@ -17,7 +17,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -29,11 +29,14 @@ from hpctrain.actions.status import RunStatus, statuses
 from hpctrain.actions.submit import submit
 from hpctrain.checkpoints.manifest import checkpoint_name, read_manifest
 from hpctrain.checkpoints.publish import published_steps
+from hpctrain.errors import SlurmError, SlurmUnreachableError
 from hpctrain.sandbox.faults import job_processes
 from hpctrain.sandbox.job_processes import JobProcess
+from hpctrain.sandbox.repair import repair
 from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.sandbox.shape import PartitionShape, SandboxShape, default_shape
 from hpctrain.slurm.client import SlurmClient
+from hpctrain.slurm.records import JobRecord
 from hpctrain.store.ledger import Event, EventKind
 from hpctrain.store.run_records import StepMetrics, read_metrics
 
@@ -44,6 +47,7 @@ PATIENCE_SECONDS = 300.0
 # What is left for the last words of a supervisor when Slurm ends its job.
 KILL_WAIT_SECONDS = 10
 FAULTY_TRAINER = Path(__file__).resolve().parent / "faults" / "faulty_trainer.py"
+HELD_RANKS = Path(__file__).resolve().parent / "held_ranks"
 
 PROFILE = """
 name: rehearsal
@@ -91,6 +95,7 @@ supervise: {{stall: 5min, setup_stall: 5min, learn_stalls: false}}
 _INTERPRETER = """\
 #!/bin/sh
 export HPCTRAIN_KERNEL_LOG={place}/kernel-{{node}}.log
+[ -z {held} ] || export PYTHONPATH={held_ranks} HELD_RANKS={held}
 if [ "$2" = hpctrain.train ] && [ -e {plan} ]; then
     shift 2
     set -- {python} {trainer} {plan} "$@"
@@ -161,6 +166,42 @@ def own_sandbox(shape: SandboxShape, slurm: Path | None = None) -> Iterator[Sand
         shutil.rmtree(parent, ignore_errors=True)
 
 
+def patient_client(environment: Mapping[str, str]) -> SlurmClient:
+    """A client whose commands may be held up by this machine."""
+    return SlurmClient(environment, timeout_seconds=PATIENCE_SECONDS)
+
+
+def answer(slurm: SlurmClient, job_id: int) -> JobRecord | None:
+    """What Slurm says of a job; None also while it does not answer, for a caller that waits."""
+    with contextlib.suppress(SlurmUnreachableError):
+        return slurm.show_job(job_id)
+    return None
+
+
+def clean(sandbox: Sandbox) -> None:
+    """`repair`, again if a daemon was held up for longer than its clients wait."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        try:
+            return repair(sandbox, PATIENCE_SECONDS)
+        except SlurmError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(1)
+
+
+@contextlib.contextmanager
+def long_grace(sandbox: Sandbox) -> Iterator[None]:
+    """Whoever is preempted from `train` meanwhile has 10 minutes to save and leave."""
+    sandbox.command("scontrol", "update", "PartitionName=train", "GraceTime=600")
+    try:
+        yield
+    finally:
+        usual = next(one for one in sandbox.shape.partitions if one.name == "train")
+        grace = f"GraceTime={usual.grace_seconds}"
+        sandbox.command("scontrol", "update", "PartitionName=train", grace)
+
+
 def wait_till_remembered(sandbox: Sandbox) -> None:
     """Until slurmctld has written its state, which it does 5 s after a change, and can be killed.
 
@@ -168,7 +209,7 @@ def wait_till_remembered(sandbox: Sandbox) -> None:
     first refuses: it is drained, and the next test waits for it in vain.
     """
     name = f"remembered-{time.time_ns()}"
-    slurm = SlurmClient({**os.environ, **sandbox.environment()})
+    slurm = patient_client({**os.environ, **sandbox.environment()})
     job_id = slurm.submit("#!/bin/sh\n", ("--hold", f"--job-name={name}")).job_id
     state = sandbox.paths.state / "job_state"
     deadline = time.monotonic() + PATIENCE_SECONDS
@@ -290,9 +331,10 @@ class Rehearsal:
     ) -> RunStatus:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            row = self.status()
-            if reached(row):
-                return row
+            with contextlib.suppress(SlurmUnreachableError):  # held up: ask again
+                row = self.status()
+                if reached(row):
+                    return row
             time.sleep(0.3)
         raise AssertionError(f"never {what}: {self.status()}\n{self.logs()}")
 
@@ -344,8 +386,10 @@ class Rehearsal:
         return self.wait_until(lambda row: row.state.over, "over")
 
     def _job_has_ended(self) -> bool:
-        record = self.slurm.show_job(self.job_id)
-        return record is None or record.state.is_ended
+        with contextlib.suppress(SlurmUnreachableError):
+            record = self.slurm.show_job(self.job_id)
+            return record is None or record.state.is_ended
+        return False
 
     # -- hurting ---------------------------------------------------------------------------
 
@@ -449,7 +493,7 @@ class Stage:
 
     @property
     def slurm(self) -> SlurmClient:
-        return SlurmClient({**os.environ, **self.sandbox.environment()})
+        return patient_client({**os.environ, **self.sandbox.environment()})
 
     @property
     def runs(self) -> Path:
@@ -476,14 +520,18 @@ class Stage:
         planned: Sequence[PlannedFault] = (),
         continuation: str = "requeue",
         gpus_per_node: int = 1,
+        held_at: str = "",
     ) -> Rehearsal:
-        """Submit the rehearsal's spec; `planned` faults strike inside of the trainer."""
+        """Submit the rehearsal's spec; `planned` faults strike inside of the trainer.
+
+        `held_at` (see `held_ranks`) is for trainers that have no `planned` faults.
+        """
         name = next(word for word in overrides if word.startswith("name=")).removeprefix("name=")
         place = self.directory / name
         place.mkdir(exist_ok=True)
         spec, profile = place / "rehearsal.yaml", place / "profile.yaml"
         spec.write_text(SPEC)
-        python = self._interpreter(place, planned)
+        python = self._interpreter(place, planned, held_at)
         shape = self.sandbox.shape
         profile.write_text(profile_text(shape, str(python), continuation, gpus_per_node))
         prepared = prepare(spec, str(profile), overrides, runs=self.runs)
@@ -495,11 +543,11 @@ class Stage:
         """All nodes are taken until the test is over: what is submitted then waits."""
         job_id = self.slurm.submit(NO_ROOM).job_id
         deadline = time.monotonic() + PATIENCE_SECONDS
-        while not ((job := self.slurm.show_job(job_id)) and job.state.is_running):
+        while not ((job := answer(self.slurm, job_id)) and job.state.is_running):
             assert time.monotonic() < deadline, f"never started: {job}"
             time.sleep(0.2)
 
-    def _interpreter(self, place: Path, planned: Sequence[PlannedFault]) -> Path:
+    def _interpreter(self, place: Path, planned: Sequence[PlannedFault], held_at: str) -> Path:
         plan, python = place / "faults.json", place / "python"
         if planned:
             plan.write_text(json.dumps([vars(fault) for fault in planned]))
@@ -508,6 +556,7 @@ class Stage:
         words = dict(
             place=place, plan=plan, python=sys.executable, trainer=FAULTY_TRAINER, data=self.data
         )
+        words |= dict(held=held_at, held_ranks=HELD_RANKS)
         quoted = {name: shlex.quote(str(word)) for name, word in words.items()}
         text = _INTERPRETER.format(**quoted)
         python.write_text(text)

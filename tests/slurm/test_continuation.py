@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
-from rehearsal import PlannedFault, Rehearsal, Stage, held
+from rehearsal import PlannedFault, Rehearsal, Stage, held, long_grace
 
 from hpctrain.actions.cancel import cancel
 from hpctrain.actions.runs import RunFiles
 from hpctrain.actions.state import RunState
 from hpctrain.actions.status import RunStatus
+from hpctrain.sandbox.daemons import step_daemons
+from hpctrain.sandbox.processes import send
 from hpctrain.slurm.records import JobRecord
 from hpctrain.store.jobs import started_ids, submitted_ids
 from hpctrain.store.ledger import EventKind
@@ -44,7 +48,9 @@ def test_the_next_job_goes_on_after_a_preemption(
     rehearsal.wait_for_checkpoint(10)
     waiting = [job for job in live_jobs(rehearsal) if job.state.is_pending]
     assert waiting, "somebody waits behind the job that runs"
-    rehearsal.urgent_job()
+    with long_grace(stage.sandbox):
+        rehearsal.urgent_job()
+        rehearsal.wait(lambda: bool(rehearsal.causes), "preempted")
     wait_till_no_job_is_left(rehearsal)
     rehearsal.assert_done_exactly(reference)
     assert rehearsal.causes == ["preempted", "done"], rehearsal.logs()
@@ -77,8 +83,13 @@ def test_a_chain_whose_supervisor_dies_with_its_cancelled_job_ends_too(stage: St
     rehearsal = stage.start("name=killed", continuation="chain", planned=deaf)
     rehearsal.wait_for_step(2)
     supervisors = [p for p in rehearsal.processes() if "hpctrain.supervise" in p.command_line]
+    # without slurmstepd no TERM arrives before the KILL
+    batch = [one.identity for one in step_daemons(stage.sandbox.paths, rehearsal.nodes()[0])]
+    rehearsal.kill(supervisors, signal.SIGSTOP)
+    send(batch, signal.SIGSTOP)
     stage.slurm.cancel(running(rehearsal).job_id)
-    rehearsal.kill(supervisors)  # before it has understood the TERM
+    rehearsal.kill(supervisors)
+    send(batch, signal.SIGCONT)
     rehearsal.wait_until(lambda _: bool(rehearsal.events(EventKind.ACTION)), "in its second job")
     row = wait_till_no_job_is_left(rehearsal)
     (left,) = rehearsal.events(EventKind.ACTION)

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from rehearsal import Rehearsal, Stage
+from rehearsal import HELD_RANKS, Rehearsal, Stage, long_grace
 
 from bench import prefork
 from hpctrain.actions.prepare import prepare
@@ -48,6 +48,7 @@ class Place:
     def __init__(self, stage: Stage, directory: Path) -> None:
         self.stage, self.directory = stage, directory
         (directory / "examples").symlink_to(ROOT / "examples")
+        self.held: dict[str, str] = {}
 
     def follow(self, *examples: str) -> dict[str, Rehearsal]:
         """Do what the READMEs say for the tiny twins; runs by `example`, `example 2`, ..."""
@@ -73,7 +74,7 @@ class Place:
         done = subprocess.run(
             words,
             cwd=self.directory,
-            env={**os.environ, **self.stage.sandbox.environment(), "PATH": programs},
+            env={**os.environ, **self.stage.sandbox.environment(), "PATH": programs, **self.held},
             capture_output=True,
             text=True,
             timeout=PATIENCE_SECONDS,
@@ -173,13 +174,18 @@ def test_texts_get_their_classes(place: Place) -> None:
 
 def test_fine_tunes_lose_their_nodes_and_go_on(place: Place) -> None:
     """The full one, on two nodes, loses both and gets one: the node that LoRA's has lost before."""
+    # else a run is over before its nodes are wanted
+    place.held = {"PYTHONPATH": str(HELD_RANKS), "HELD_RANKS": f"1:{STEPS_BEFORE + 1}"}
     runs = place.follow("llama7b-spot")
     full, lora = runs["llama7b-spot"], runs["llama7b-spot 2"]
     lora.wait(lambda: lora.attempts > 0, "started")
     last = list(lora.nodes())
-    hold_up(full, lora)
-    full.urgent_job(FOR_EVER_SECONDS, [f"n{i}" for i in range(4) if f"n{i}" not in last])
-    lora.urgent_job(nodes=last)
+    full.wait_for_step(STEPS_BEFORE)
+    lora.wait_for_step(STEPS_BEFORE)
+    with long_grace(place.stage.sandbox):
+        full.urgent_job(FOR_EVER_SECONDS, [f"n{i}" for i in range(4) if f"n{i}" not in last])
+        lora.urgent_job(nodes=last)
+        full.wait(lambda: bool(full.causes and lora.causes), "preempted")
     for run in (full, lora):
         rows = trained(run)
         assert run.causes == ["preempted", "done"], run.logs()
@@ -191,20 +197,6 @@ def test_fine_tunes_lose_their_nodes_and_go_on(place: Place) -> None:
     of_all, of_thin = last_checkpoint(full), last_checkpoint(lora)
     assert (plan_of(full).layout.world_size, of_all.world_size) == (4, 2), "shards of four ranks"
     assert of_thin.total_bytes < of_all.total_bytes / 3, "thin matrices only"
-
-
-def hold_up(*runs: Rehearsal) -> None:
-    """Each stands still after some steps, lest it is over before its nodes are wanted."""
-    going = list(runs)
-
-    def all_stand_still() -> bool:
-        for run in tuple(going):
-            if any(row.step >= STEPS_BEFORE for row in read_metrics(run.run.layout)):
-                run.freeze()
-                going.remove(run)
-        return not going
-
-    runs[0].wait(all_stand_still, f"at step {STEPS_BEFORE}", PATIENCE_SECONDS)
 
 
 def last_checkpoint(rehearsal: Rehearsal) -> Manifest:

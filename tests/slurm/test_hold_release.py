@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from rehearsal import patient_client
 from test_client import QUIET, SLEEP, eventually, job_of, running
 
 from hpctrain.errors import SlurmRefusedError
@@ -12,7 +13,7 @@ from hpctrain.slurm import JobState, RequeueResult, SlurmClient
 
 @pytest.fixture
 def slurm(sandbox: Sandbox) -> SlurmClient:
-    return SlurmClient(sandbox.environment())
+    return patient_client(sandbox.environment())
 
 
 def test_a_job_that_waits_is_held_and_released_any_number_of_times(slurm: SlurmClient) -> None:

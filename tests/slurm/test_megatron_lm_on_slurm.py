@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from rehearsal import PATIENCE_SECONDS, Rehearsal, Stage
+from rehearsal import PATIENCE_SECONDS, Rehearsal, Stage, long_grace
 
 from bench.prefork import free_port
 from hpctrain.store.layout import RunLayout
@@ -34,14 +34,15 @@ WORDS = (
 
 
 def test_a_preempted_run_is_the_same_run(stage: Stage, tmp_path: Path) -> None:
-    rehearsal = stage.start("name=checkout", *WORDS)
-    rehearsal.wait_for_step(5)
-    rehearsal.freeze()  # lest it is over before the nodes are wanted
-    rehearsal.urgent_job()
+    rehearsal = stage.start("name=checkout", *WORDS, held_at="1:8")
+    rehearsal.wait_for_step(8)
+    with long_grace(stage.sandbox):
+        rehearsal.urgent_job()
+        rehearsal.wait(lambda: bool(rehearsal.causes), "preempted")
     row = rehearsal.wait_till_over()
     assert rehearsal.causes == ["preempted", "done"], f"{row}\n{rehearsal.logs()}"
     resumed = rehearsal.events(EventKind.LAUNCH_STARTED)[1].resume_step or 0
-    assert 5 <= resumed < 30, "it saved and left within the grace"
+    assert 8 <= resumed < 30, "it saved and left within the grace"
     runs = rehearsal.run.layout, undisturbed(rehearsal, tmp_path)
     rows, same = (lineage(read_metrics(run)) for run in runs)
     assert [one.step for one in rows] == list(range(1, STEPS + 1))

@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from old_runs import NOVEMBER_2026, STOPPED_STEP, TARGET_STEP, unpack
-from rehearsal import Rehearsal
+from rehearsal import Rehearsal, patient_client
 
 from hpctrain.actions.control import resume
 from hpctrain.actions.state import RunState
 from hpctrain.checkpoints.publish import published_steps
 from hpctrain.sandbox.sandbox import Sandbox
-from hpctrain.slurm.client import SlurmClient
 from hpctrain.store.ledger import EventKind
 from hpctrain.store.run_records import lineage, read_metrics
 
@@ -20,7 +19,7 @@ def test_a_run_of_november_2026_is_resumed_from_its_checkpoint(
     sandbox: Sandbox, tmp_path: Path
 ) -> None:
     run = unpack(NOVEMBER_2026, tmp_path)
-    slurm = SlurmClient(sandbox.environment())
+    slurm = patient_client(sandbox.environment())
     answer = resume(run, slurm)
     assert answer.job_id is not None, answer
     resumed = Rehearsal(sandbox, slurm, run, answer.job_id)

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from rehearsal import PATIENCE_SECONDS, wait_till_remembered
+from rehearsal import PATIENCE_SECONDS, answer, patient_client, wait_till_remembered
 
 from hpctrain.sandbox import faults
+from hpctrain.sandbox.reconfigure import set_option
 from hpctrain.sandbox.sandbox import Sandbox
-from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.states import JobState
 from hpctrain.supervise.evidence.probe import STEP_NAME, PreflightOptions, probe_nodes
 from hpctrain.supervise.judge.probe_results import ProbeResult
 
 NODES = ("n0", "n1", "n2", "n3")
-SCRIPT = "#!/bin/sh\n#SBATCH -N4 --no-kill --exclusive -t 10 -o /dev/null\nexec sleep 600\n"
+SCRIPT = "#!/bin/sh\n#SBATCH -N4 --no-kill --exclusive -t 60 -o /dev/null\nexec sleep 3600\n"
 XID = "NVRM: Xid (PCI:0000:3b:00): 79, pid=1, GPU has fallen off the bus."
 
 
@@ -31,15 +32,16 @@ class Job:
             **sandbox.environment(),
             "HPCTRAIN_KERNEL_LOG": f"{directory}/kernel-{{node}}",
         }
-        self.slurm = SlurmClient(self.environment, timeout_seconds=10)
+        self.slurm = patient_client(self.environment)
         self.directory = directory
+        self.begun_at = time.time()
         self.job_id = self.slurm.submit(SCRIPT).job_id
         self.wait_until_nodes(4)
 
     def wait_until_nodes(self, count: int) -> None:
         deadline = time.monotonic() + PATIENCE_SECONDS
         while time.monotonic() < deadline:
-            job = self.slurm.jobs([self.job_id]).get(self.job_id)
+            job = answer(self.slurm, self.job_id)
             running = job is not None and job.state is JobState.RUNNING
             if running and len(self.slurm.hostnames((job and job.node_list) or "")) == count:
                 return
@@ -47,7 +49,8 @@ class Job:
         raise AssertionError(f"the job never has {count} nodes: {job}")
 
     def probe(self, deadline_seconds: float | None = None) -> ProbeResult:
-        question = PreflightOptions(self.directory, since=time.time() - 60)
+        # not before: an earlier test may have rebooted a node
+        question = PreflightOptions(self.directory, since=self.begun_at)
         return probe_nodes(
             self.slurm,
             self.job_id,
@@ -56,6 +59,16 @@ class Job:
             deadline_seconds=deadline_seconds,
             environment=self.environment,
         )
+
+
+@contextlib.contextmanager
+def nobody_given_up(sandbox: Sandbox) -> Iterator[None]:
+    """Meanwhile Slurm waits an hour for a node that does not answer."""
+    set_option(sandbox, "SlurmdTimeout", "3600")
+    try:
+        yield
+    finally:
+        set_option(sandbox, "SlurmdTimeout", str(sandbox.shape.slurmd_timeout_seconds))
 
 
 @pytest.fixture
@@ -71,7 +84,10 @@ def test_healthy_nodes_answer_at_once_and_tell_what_their_kernels_say(job: Job) 
     assert [(line.node, line.text) for line in result.kernel_lines] == [("n1", XID)]
     assert result.seconds < PATIENCE_SECONDS, "no deadline was waited for"
     assert not list(job.directory.glob(".preflight*")), "the trial files are gone"
-    assert [step.step_id for step in job.slurm.steps(job.job_id) if step.name == STEP_NAME] == []
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while any(step.name == STEP_NAME for step in job.slurm.steps(job.job_id)):
+        assert time.monotonic() < deadline, "the step of the probe never ends"
+        time.sleep(0.2)
 
 
 def test_a_node_that_cannot_write_is_broken_and_not_lost(job: Job) -> None:
@@ -84,9 +100,10 @@ def test_a_node_that_cannot_write_is_broken_and_not_lost(job: Job) -> None:
 
 
 def test_a_crashed_node_is_lost_before_and_after_slurm_notices(job: Job, sandbox: Sandbox) -> None:
-    faults.crash_node(sandbox, "n2")
-    assert job.slurm.node_states(NODES)["n2"].is_down is False, "Slurm does not know it yet"
-    result = job.probe()
+    with nobody_given_up(sandbox):
+        faults.crash_node(sandbox, "n2")
+        assert job.slurm.node_states(NODES)["n2"].is_down is False, "Slurm does not know it yet"
+        result = job.probe()
     assert (result.lost, result.usable) == (("n2",), ("n0", "n1", "n3")), result
     assert "no answer" in result.why_lost[0]
     job.wait_until_nodes(3)
@@ -97,7 +114,7 @@ def test_a_crashed_node_is_lost_before_and_after_slurm_notices(job: Job, sandbox
 
 def test_a_hung_node_is_lost_at_the_deadline(job: Job, sandbox: Sandbox) -> None:
     faults.freeze_node(sandbox, "n3")
-    result = job.probe(deadline_seconds=10)  # three nodes answer in a second
+    result = job.probe(deadline_seconds=60)  # three nodes answer in a second
     assert (result.lost, result.usable) == (("n3",), ("n0", "n1", "n2")), result
     assert result.seconds < PATIENCE_SECONDS, "srun itself waits for ever"
     left = job.slurm.steps(job.job_id)

@@ -14,19 +14,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rehearsal import own_sandbox
+from rehearsal import answer, own_sandbox, patient_client
 
 from hpctrain.actions.prepare import Prepared, prepare
 from hpctrain.plan.documents import AxisPlacement
 from hpctrain.sandbox.from_profile import shape_from_profile
 from hpctrain.sandbox.sandbox import Sandbox
-from hpctrain.sandbox.shape import SwitchShape, default_shape
+from hpctrain.sandbox.shape import SandboxShape, SwitchShape, default_shape
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.states import JobState
 from hpctrain.spec.loader import find_profile, load_profile
 
 HALLS = load_profile(find_profile("islands10b")).document
-LIMIT_SECONDS = 120
+LIMIT_SECONDS = 600
 
 SPEC = """
 name: mapping
@@ -43,10 +43,15 @@ resources: {{gpus: {gpus}, walltime: 00:05:00}}
 Place = dict[int, str]  # rank -> node
 
 
+def patient(shape: SandboxShape) -> SandboxShape:
+    """Nodes that are held up stay: none of them crashes here."""
+    return replace(shape, slurmd_timeout_seconds=600)
+
+
 @pytest.fixture(scope="module")
 def halls() -> Iterator[Sandbox]:
     """The cluster of islands10b; gpu1 of the east hall is out of order."""
-    with own_sandbox(shape_from_profile(HALLS)) as box:
+    with own_sandbox(patient(shape_from_profile(HALLS))) as box:
         box.command("scontrol", "update", "NodeName=gpu1", "State=DRAIN", "Reason=test")
         yield box
 
@@ -60,7 +65,8 @@ def crossed() -> Iterator[Sandbox]:
         SwitchShape("even", nodes=tuple(names[0::2])),
         SwitchShape("spine", switches=("odd", "even")),
     )
-    with own_sandbox(replace(default_shape(nodes=12, gpus_per_node=1), switches=leaves)) as box:
+    shape = replace(default_shape(nodes=12, gpus_per_node=1), switches=leaves)
+    with own_sandbox(patient(shape)) as box:
         yield box
 
 
@@ -70,10 +76,19 @@ def mapping(script: str, directory: Path, box: Sandbox) -> Place:
     srun = launch[launch.index("srun") : launch.index("  /opt/python -m hpctrain.train")]
     said = """  sh -c 'echo "$SLURM_PROCID $SLURMD_NODENAME"'\n"""
     (directory / "logs").mkdir()
+    wait_till_free(box)
     (directory / "job.sbatch").write_text(f"{start}\n{srun}{said}")
     sbatch(box, "--wait", "job.sbatch", cwd=directory)
     lines = [path.read_text().split() for path in directory.glob("logs/*/step*-rank*.log")]
     return {int(rank): node for rank, node in lines}
+
+
+def wait_till_free(box: Sandbox) -> None:
+    """`sbatch --wait` may return while the nodes of its job are completing."""
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while not (states := box.node_states()) or set(states.values()) - {"idle", "drained"}:
+        assert time.monotonic() < deadline, states
+        time.sleep(0.2)
 
 
 def sbatch(box: Sandbox, *arguments: str, cwd: Path) -> int:
@@ -145,13 +160,14 @@ def test_a_run_that_fits_into_one_hall_stays_there(halls: Sandbox, tmp_path: Pat
 
 
 def test_a_controller_takes_the_scripts_of_all_sizes(halls: Sandbox, tmp_path: Path) -> None:
-    slurm = SlurmClient({**os.environ, **halls.environment()})
+    slurm = patient_client({**os.environ, **halls.environment()})
     for nodes in (1, 2, 5, 7):
         slurm.test_only(prepared_for(nodes, "auto", tmp_path).script)
 
 
 def test_ranks_follow_names_and_not_switches(crossed: Sandbox, tmp_path: Path) -> None:
     """n2 before n10, and leaves alternate: so names have to follow the topology at a site."""
+    wait_till_free(crossed)
     (tmp_path / "job").write_text(
         "#!/bin/sh\n#SBATCH --nodes=12 --ntasks-per-node=2 --output=all.out\n"
         "srun --distribution=block --mpi=none --label sh -c 'echo $SLURMD_NODENAME'\n"
@@ -163,15 +179,17 @@ def test_ranks_follow_names_and_not_switches(crossed: Sandbox, tmp_path: Path) -
 
 
 def test_switches_make_a_job_wait_for_one_leaf(crossed: Sandbox, tmp_path: Path) -> None:
-    sleeper = ("--output=/dev/null", "--wrap=sleep 300")
+    sleeper = ("--output=/dev/null", "--wrap=sleep 3600")
     busy = "--nodelist=n[0-3,5,7]"  # leaves n9, n11 and n4, n6, n8, n10
     first = sbatch(crossed, "--nodes=6", "--exclusive", busy, *sleeper, cwd=tmp_path)
     second = sbatch(
         crossed, "--nodes=2", "--exclusive", "--nodelist=n[4,6]", *sleeper, cwd=tmp_path
     )
-    request = ("--nodes=3", "--exclusive", "--switches=1@00:05:00")
-    slurm = SlurmClient({**os.environ, **crossed.environment()})
+    request = ("--nodes=3", "--exclusive", "--switches=1@00:30:00")
+    slurm = patient_client({**os.environ, **crossed.environment()})
     try:
+        wait_for_nodes(slurm, first)
+        wait_for_nodes(slurm, second)
         picky = sbatch(crossed, *request, *sleeper, cwd=tmp_path)
         content = sbatch(crossed, "--nodes=3", "--exclusive", *sleeper, cwd=tmp_path)
         nodes = wait_for_nodes(slurm, content)
@@ -191,7 +209,7 @@ def wait_for_nodes(slurm: SlurmClient, job: int) -> tuple[str, ...]:
     """The nodes of a job once it runs."""
     deadline = time.monotonic() + LIMIT_SECONDS
     while time.monotonic() < deadline:
-        record = slurm.show_job(job)
+        record = answer(slurm, job)
         if record is not None and record.state is JobState.RUNNING:
             return slurm.hostnames(record.node_list or "")
         time.sleep(0.2)

@@ -15,12 +15,13 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
-from rehearsal import create_sandbox, wait_till_remembered
+from rehearsal import PATIENCE_SECONDS, create_sandbox, wait_till_remembered
 
 from hpctrain.errors import SlurmError, UsageError
 from hpctrain.sandbox import faults
 from hpctrain.sandbox.job_processes import processes_of_nodes
 from hpctrain.sandbox.processes import (
+    ProcessId,
     all_processes,
     await_condition,
     find_process,
@@ -32,6 +33,7 @@ from hpctrain.sandbox.reconfigure import raise_job_ids
 from hpctrain.sandbox.repair import repair
 from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.sandbox.shape import PartitionShape, SandboxShape, SwitchShape, default_shape
+from hpctrain.slurm.parse import is_unreachable
 
 
 def client_environment(sandbox: Sandbox) -> dict[str, str]:
@@ -59,11 +61,19 @@ def submit(sandbox: Sandbox, *options: str, wrap: str) -> str:
 
 
 def job(sandbox: Sandbox, job_id: str) -> dict[str, str]:
-    answer = run(sandbox, "scontrol", "--oneliner", "show", "job", job_id)
+    """As Slurm tells it, asked again while slurmctld is held up for longer than scontrol waits."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        try:
+            answer = sandbox.command("scontrol", "--oneliner", "show", "job", job_id)
+            break
+        except SlurmError as error:
+            if not is_unreachable(str(error)) or time.monotonic() > deadline:
+                raise
     return dict(word.split("=", 1) for word in answer.split() if "=" in word)
 
 
-def await_true(condition: Callable[[], bool], timeout_seconds: float = 120) -> None:
+def await_true(condition: Callable[[], bool], timeout_seconds: float = PATIENCE_SECONDS) -> None:
     assert await_condition(condition, timeout_seconds), "it did not happen in time"
 
 
@@ -110,9 +120,10 @@ def test_srun_on_two_nodes_sees_the_gpus(sandbox: Sandbox) -> None:
 
 
 def test_up_again_changes_nothing(sandbox: Sandbox) -> None:
+    await_true(lambda: set(sandbox.node_states().values()) == {"idle"})
     before = sandbox.status()
     sandbox.up()
-    assert sandbox.status() == before
+    await_true(lambda: sandbox.status() == before)
     assert before.health == "up"
     assert [node.state for node in before.nodes] == ["idle"] * 4
 
@@ -133,7 +144,7 @@ def test_nobody_else_can_enter_the_directory(sandbox: Sandbox) -> None:
 
 
 def test_a_rebooted_node_needs_a_resume(sandbox: Sandbox) -> None:
-    job_id = submit(sandbox, "-N2", "--requeue", wrap="srun sleep 300")
+    job_id = submit(sandbox, "-N2", "--requeue", wrap="srun sleep 3600")
     await_ranks(sandbox, job_id, 2)
     faults.crash_node(sandbox, "n1")
     faults.restart_node(sandbox, "n1", rebooted=True)
@@ -145,33 +156,38 @@ def test_a_rebooted_node_needs_a_resume(sandbox: Sandbox) -> None:
 
 
 def test_a_killed_controller_comes_back_and_keeps_the_job(sandbox: Sandbox) -> None:
-    job_id = submit(sandbox, wrap="sleep 300")
+    job_id = submit(sandbox, wrap="sleep 3600")
     await_state(sandbox, job_id, "RUNNING")
     wait_till_remembered(sandbox)
     faults.kill_controller(sandbox)
-    assert sandbox.health() == "partial"
+    await_true(lambda: sandbox.health() == "partial")
     faults.restart_controller(sandbox)
     assert job(sandbox, job_id)["JobState"] == "RUNNING"
     assert job(sandbox, job_id)["Restarts"] == "0"
 
 
 def test_ranks_outlive_their_slurmstepd_and_are_still_found(sandbox: Sandbox) -> None:
-    job_id = submit(sandbox, "-N2", "--no-requeue", wrap="srun sleep 300")
+    job_id = submit(sandbox, "-N2", "--no-requeue", wrap="srun sleep 3600")
     await_ranks(sandbox, job_id, 2)
     (rank,) = [p for p in faults.job_processes(sandbox, job_id, "n1") if p.rank == 1]
     faults.kill_stepd(sandbox, "n1")
-    assert rank.command_line[-1] == "300"
+    assert rank.command_line[-1] == "3600"
     assert is_alive(rank.identity)
     assert rank in faults.job_processes(sandbox, job_id, "n1")
     faults.crash_node(sandbox, "n1")
-    assert not is_alive(rank.identity)
+    await_true(lambda: not is_alive(rank.identity))
 
 
-def test_a_frozen_node_stands_still_until_it_is_thawed(sandbox: Sandbox) -> None:
+def test_a_frozen_node_stands_still_until_it_is_thawed(directory: Path) -> None:
+    # Slurm does not give the node up if we are held up before it is thawed.
+    shape = replace(default_shape(nodes=1), slurmd_timeout_seconds=600)
+    sandbox = create_sandbox(directory, shape)
+    sandbox.up(PATIENCE_SECONDS)
     ticks = sandbox.directory / "ticks"
     job_id = submit(sandbox, wrap=f"while sleep 0.1; do echo >> {ticks}; done")
     await_true(ticks.exists)
     faults.freeze_node(sandbox, "n0")
+    await_true(lambda: {one.state for one in processes_of_nodes(sandbox.paths, ("n0",))} == {"T"})
     frozen_at = ticks.stat().st_size
     time.sleep(0.5)
     assert ticks.stat().st_size == frozen_at
@@ -182,13 +198,13 @@ def test_a_frozen_node_stands_still_until_it_is_thawed(sandbox: Sandbox) -> None
 
 
 def test_repair_revives_what_was_killed(sandbox: Sandbox) -> None:
-    submit(sandbox, "-N4", wrap="srun sleep 300")
+    submit(sandbox, "-N4", wrap="srun sleep 3600")
     wait_till_remembered(sandbox)
     faults.kill_slurmd(sandbox, "n2")
     faults.kill_controller(sandbox)
-    repair(sandbox)
+    repair(sandbox, PATIENCE_SECONDS)
     assert sandbox.health() == "up"
-    assert set(sandbox.node_states().values()) == {"idle"}
+    await_true(lambda: set(sandbox.node_states().values()) == {"idle"})
     assert run(sandbox, "squeue", "--noheader") == ""
 
 
@@ -202,9 +218,9 @@ def test_faults_name_what_they_cannot_do(sandbox: Sandbox) -> None:
 
 
 def test_an_urgent_job_requeues_a_training_job(directory: Path) -> None:
-    shape = default_shape(nodes=2, grace_seconds=3, user_signal_on_preempt=True)
+    shape = default_shape(nodes=2, grace_seconds=40, user_signal_on_preempt=True)
     box = create_sandbox(directory, shape)
-    box.up()
+    box.up(PATIENCE_SECONDS)
     notices = directory / "notices"
     # Without srun: a step gets SIGTERM when the grace begins, and one that dies of it ends the job.
     patient = f"trap 'echo notice >> {notices}' USR1; while :; do sleep 0.1; done"
@@ -212,7 +228,7 @@ def test_an_urgent_job_requeues_a_training_job(directory: Path) -> None:
     training = submit(box, *whole, "--requeue", "--signal=B:USR1@1", wrap=patient)
     await_state(box, training, "RUNNING")
     submit(box, *whole, "--partition=urgent", wrap="sleep 1")
-    await_true(lambda: job(box, training)["PreemptTime"] != "None")
+    await_true(lambda: job(box, training).get("PreemptTime", "None") != "None")
     await_true(notices.exists)
     assert job(box, training)["Restarts"] == "0"
     await_true(lambda: job(box, training)["Restarts"] == "1")
@@ -221,18 +237,18 @@ def test_an_urgent_job_requeues_a_training_job(directory: Path) -> None:
 def test_a_crashed_node_sends_the_job_back_into_the_queue(directory: Path) -> None:
     # Half the usual time-out, because noticing takes twice the time-out.
     box = create_sandbox(directory, replace(default_shape(nodes=2), slurmd_timeout_seconds=5))
-    box.up()
-    job_id = submit(box, "-N2", "--requeue", wrap="srun sleep 300")
+    box.up(PATIENCE_SECONDS)
+    job_id = submit(box, "-N2", "--requeue", wrap="srun sleep 3600")
     await_ranks(box, job_id, 2)
     doomed = faults.job_processes(box, job_id, "n1")
     faults.crash_node(box, "n1")
     assert doomed
-    assert not any(is_alive(process.identity) for process in doomed)
+    await_true(lambda: not any(is_alive(process.identity) for process in doomed))
     assert box.health() == "partial"
     with pytest.raises(SlurmError, match="partly alive"):
         box.up()
+    await_true(lambda: box.node_states().get("n1", "").startswith("down"))
     await_true(lambda: job(box, job_id)["Restarts"] == "1")
-    assert box.node_states()["n1"].startswith("down")
 
 
 @pytest.fixture(params=["installed", "newer"])
@@ -245,21 +261,28 @@ def test_down_leaves_neither_process_nor_directory(
     directory: Path, either_slurm: Path | None
 ) -> None:
     box = create_sandbox(directory, default_shape(nodes=2), either_slurm)
-    box.up()
+    box.up(PATIENCE_SECONDS)
     # One that leaves its session and ignores the polite signals, and ranks without environment.
     stubborn = (
-        "trap '' TERM; setsid bash -c 'trap \"\" TERM; sleep 300' & "
-        "srun bash -c 'env -i sleep 300 & sleep 300'"
+        "trap '' TERM; setsid bash -c 'trap \"\" TERM; sleep 3600' & "
+        "srun bash -c 'env -i sleep 3600 & sleep 3600'"
     )
     job_id = submit(box, "-N2", wrap=stubborn)
     await_ranks(box, job_id, 2)
-    doomed = [process.identity for process in processes_of_nodes(box.paths, box.shape.node_names)]
-    names = [read_name(one.pid) for one in doomed if not read_environment(one.pid)]
-    assert [name for name in names if not name.startswith("slurmstepd")] == ["sleep"] * 2
+
+    def doomed_processes() -> list[ProcessId]:
+        return [one.identity for one in processes_of_nodes(box.paths, box.shape.node_names)]
+
+    def without_environment() -> list[str]:
+        names = [read_name(one.pid) for one in doomed_processes() if not read_environment(one.pid)]
+        return [name for name in names if not name.startswith("slurmstepd")]
+
+    await_true(lambda: without_environment() == ["sleep"] * 2)
+    doomed = doomed_processes()
     box.down()
-    assert not any(map(is_alive, doomed))
-    assert processes_of(directory) == []
-    assert not [one for one in all_processes() if holds_a_log_of(directory, one.pid)]
+    await_true(lambda: not any(map(is_alive, doomed)))
+    await_true(lambda: processes_of(directory) == [])
+    await_true(lambda: not any(holds_a_log_of(directory, one.pid) for one in all_processes()))
     assert not directory.exists()
 
 
@@ -267,21 +290,23 @@ def test_daemons_are_known_after_a_change_of_the_configuration(
     directory: Path, either_slurm: Path | None
 ) -> None:
     """Since 23.11 `scontrol reconfigure` replaces them by new processes."""
-    box = create_sandbox(directory, default_shape(nodes=2), either_slurm)
-    box.up()
-    job_id = submit(box, "-N2", wrap="srun sleep 300")
+    # else Slurm may give the crashed node and its job up before we have looked
+    shape = replace(default_shape(nodes=2), slurmd_timeout_seconds=600)
+    box = create_sandbox(directory, shape, either_slurm)
+    box.up(PATIENCE_SECONDS)
+    job_id = submit(box, "-N2", wrap="srun sleep 3600")
     await_ranks(box, job_id, 2)
     raise_job_ids(box, 4711)
     assert box.health() == "up"
     assert submit(box, wrap="true") == "4711"
     faults.crash_node(box, "n1")
-    assert {p.node for p in faults.job_processes(box, job_id)} == {"n0"}
+    await_true(lambda: {p.node for p in faults.job_processes(box, job_id)} == {"n0"})
     assert [daemon.name for daemon in box.status().daemons if not daemon.alive] == ["slurmd-n1"]
 
 
 def test_clients_of_a_newer_sandbox_are_newer_too(directory: Path, newer_slurm: Path) -> None:
     box = Sandbox.create(directory, default_shape(nodes=1), newer_slurm)
-    box.up()
+    box.up(PATIENCE_SECONDS)
     assert box.state.version >= (24, 5)
     assert run(box, "sh", "-c", "command -v squeue").strip() == f"{newer_slurm}/bin/squeue"
     assert run(box, "srun", "squeue", "--version") == run(box, "sinfo", "--version")
@@ -290,18 +315,19 @@ def test_clients_of_a_newer_sandbox_are_newer_too(directory: Path, newer_slurm: 
 
 def test_a_kept_sandbox_comes_up_again_elsewhere(directory: Path) -> None:
     box = create_sandbox(directory, default_shape(nodes=2))
-    box.up()
+    box.up(PATIENCE_SECONDS)
     first_id = submit(box, wrap="true")
+    wait_till_remembered(box)  # slurmctld has 5 s for its end
     box.down(keep=True)
-    assert (box.health(), processes_of(directory)) == ("down", [])
+    await_true(lambda: (box.health(), processes_of(directory)) == ("down", []))
     again = Sandbox.open(directory)
-    again.up()
+    again.up(PATIENCE_SECONDS)
     assert int(submit(again, wrap="true")) > int(first_id)
 
 
 def test_a_directory_with_a_blank(directory: Path) -> None:
     box = create_sandbox(directory / "my cluster", default_shape(nodes=1, gpus_per_node=1))
-    box.up()
+    box.up(PATIENCE_SECONDS)
     try:
         assert run(box, "srun", "-N1", "--gpus-per-node=1", "echo", "there").strip() == "there"
     finally:
@@ -311,14 +337,14 @@ def test_a_directory_with_a_blank(directory: Path) -> None:
 def test_a_directory_that_slurm_cannot_name(directory: Path) -> None:
     box = create_sandbox(directory / "50%", default_shape(nodes=1))
     with pytest.raises(UsageError, match="no way to write '%'"):
-        box.up()
+        box.up(PATIENCE_SECONDS)
     assert processes_of(directory) == []
 
 
 def test_a_directory_too_deep_for_sockets(directory: Path) -> None:
     deep = directory / ("d" * 60) / ("e" * 60)
     box = create_sandbox(deep, default_shape(nodes=1))
-    box.up()
+    box.up(PATIENCE_SECONDS)
     sockets = box.paths.sockets
     try:
         assert sockets.parent == Path("/tmp")
@@ -360,9 +386,10 @@ def test_64_nodes_below_a_tree_of_switches(directory: Path) -> None:
         partitions=default_shape().partitions,
         switches=(*leaves, spine),
         accounting="filetxt",
+        slurmd_timeout_seconds=600,
     )
     box = create_sandbox(directory, shape)
-    box.up()
+    box.up(PATIENCE_SECONDS)
     topology = run(box, "scontrol", "show", "topology")
     assert re.search(r"SwitchName=leaf3 Level=0 .*n63$", topology, re.MULTILINE)
     assert re.search(r"SwitchName=spine Level=1 .*Nodes=n\[0-63\]", topology)
@@ -379,7 +406,7 @@ def test_an_ordinary_user_needs_no_root(directory: Path) -> None:
     # A fork, not a new interpreter: that one may lie where only root can read it.
     process = get_context("fork").Process(target=live_as, args=(nobody, directory))
     process.start()
-    process.join(timeout=300)
+    process.join(timeout=2 * PATIENCE_SECONDS)
     assert process.exitcode == 0
     assert processes_of(directory) == []
     assert not directory.exists()
@@ -392,7 +419,7 @@ def live_as(user: pwd.struct_passwd, directory: Path) -> None:
     os.setuid(user.pw_uid)
     os.chdir(directory.parent)
     box = create_sandbox(directory, default_shape(nodes=2))
-    box.up()
+    box.up(PATIENCE_SECONDS)
     assert run(box, "srun", "-N2", "id", "-un").split() == [user.pw_name] * 2
     faults.crash_node(box, "n1")
     assert box.health() == "partial"

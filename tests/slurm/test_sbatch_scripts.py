@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rehearsal import SPEC, own_sandbox, profile_text
+from rehearsal import SPEC, own_sandbox, patient_client, profile_text
 
 from hpctrain.actions.prepare import prepare
 from hpctrain.actions.submit import check
 from hpctrain.errors import SlurmRefusedError
 from hpctrain.sandbox.from_profile import shape_from_profile
 from hpctrain.sandbox.sandbox import Sandbox
-from hpctrain.slurm.client import SlurmClient
 from hpctrain.spec.loader import find_profile, load_profile
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -39,8 +39,9 @@ def test_a_controller_in_the_shape_of_the_cluster_accepts_the_scripts(
     own = EXAMPLES / profile / "profile.yaml"
     profile = str(own) if own.exists() else profile
     document = load_profile(find_profile(profile)).document
-    with own_sandbox(shape_from_profile(document)) as box:
-        slurm = SlurmClient({**os.environ, **box.environment()})
+    shape = replace(shape_from_profile(document), slurmd_timeout_seconds=600)
+    with own_sandbox(shape) as box:
+        slurm = patient_client({**os.environ, **box.environment()})
         for example in examples:
             prepared = prepare(EXAMPLES / f"{example}.yaml", profile, runs=tmp_path)
             answer = check(prepared, slurm)
@@ -73,7 +74,7 @@ def test_sbatch_reads_hostile_values_as_they_are(
     site = usual.replace("gpu_request: gres", f"gpu_request: gres\n  account: {_yaml(account)}")
     (tmp_path / "profile.yaml").write_text(site)
     prepared = prepare(tmp_path / "spec.yaml", str(tmp_path / "profile.yaml"), runs=tmp_path)
-    slurm = SlurmClient({**os.environ, **sandbox.environment()})
+    slurm = patient_client({**os.environ, **sandbox.environment()})
     job_id = slurm.submit(prepared.script, ["--hold"]).job_id
     record = slurm.show_job(job_id)
     assert record is not None

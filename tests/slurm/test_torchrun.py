@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shutil
-import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rehearsal import STEPS, Rehearsal, Stage, four_nodes, own_sandbox
+from rehearsal import PATIENCE_SECONDS, STEPS, Rehearsal, Stage, four_nodes, own_sandbox
 
 from bench import prefork
 from hpctrain.actions.logs import rank_logs
@@ -28,7 +27,11 @@ BOUND = 5e-6
 @pytest.fixture
 def strict_stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     """On a Slurm whose signals reach tasks only, so that ranks hear what agents hand on."""
-    with own_sandbox(replace(four_nodes(), process_tracking="pgid")) as box:
+    shape = four_nodes()
+    # who saves leaves at once: a long grace costs nothing
+    partitions = tuple(replace(one, grace_seconds=120) for one in shape.partitions)
+    shape = replace(shape, partitions=partitions, process_tracking="pgid")
+    with own_sandbox(shape) as box:
         yield Stage(box, tmp_path_factory.mktemp("strict"))
 
 
@@ -36,12 +39,13 @@ def test_a_preempted_and_killed_run_is_the_same_run(
     strict_stage: Stage, reference: RunFiles
 ) -> None:
     """Two ranks below one agent, compared with two tasks on two nodes."""
-    words = ("name=agents", "launcher=torchrun", "resources.partition=brief")
-    rehearsal = strict_stage.start(*words, gpus_per_node=2)
-    rehearsal.wait_for_step(12)
+    words = ("name=agents", "launcher=torchrun")
+    rehearsal = strict_stage.start(*words, gpus_per_node=2, held_at="1:14,2:34")
+    rehearsal.wait_for_step(13)
     rehearsal.urgent_job()
     rehearsal.wait(lambda: rehearsal.epoch == 2, "in its second launch")
-    rehearsal.wait_for_progress()
+    rehearsal.wait_for_step(33, epoch=2)
+    rehearsal.wait_for_checkpoint(30)
     kill_worker(rehearsal, rank=1)
     rehearsal.assert_done_exactly(reference)
     assert rehearsal.causes == ["preempted", "crash", "done"], rehearsal.logs()
@@ -52,7 +56,7 @@ def test_a_preempted_and_killed_run_is_the_same_run(
     assert preempted.exit_code == TrainerExit.YIELDED, "the agent's code is that of its ranks"
     assert killed.rank == 1, "the number of the rank, not of the agent"
     assert killed.reason is not None and "Killed" in killed.reason
-    assert starts[2].resume_step == killed.checkpoint_step >= 20
+    assert starts[2].resume_step == killed.checkpoint_step == 30
     told = read_agent_records(rehearsal.run.layout, 2)
     assert (1, -9) in [(end.rank, end.code) for end in told[0].ended]  # the other may be gone too
     logs = [(path.parent.name, path.name) for path in rank_logs(rehearsal.run, 1)]
@@ -67,9 +71,8 @@ def test_a_preempted_and_killed_run_is_the_same_run(
 def test_a_run_goes_on_with_fewer_agents(stage: Stage, tmp_path: Path) -> None:
     """One rank per node; what it trains is what one rank alone trains, but for the rounding."""
     layout = ("parallel.pp=1", "resources.min_nodes=1", "model.dropout=0")
-    rehearsal = stage.start("name=range", "launcher=torchrun", *layout)
+    rehearsal = stage.start("name=range", "launcher=torchrun", *layout, held_at="1:14")
     rehearsal.wait_for_checkpoint(10)
-    rehearsal.kill_rank(1, signal.SIGSTOP)  # lest the run is over before its node is gone
     batch_node, other = rehearsal.nodes()
     faults.crash_node(stage.sandbox, other)
     row = rehearsal.wait_till_over()
@@ -103,7 +106,7 @@ def alone(rehearsal: Rehearsal, place: Path) -> dict[int, float]:
     run.create()
     shutil.copy(rehearsal.run.layout.train_config_for(1), run.train_config)
     ranks = prefork.start(run.train_config, 1, run.logs / "ranks")
-    assert ranks.wait(120) == [0], ranks.log()
+    assert ranks.wait(PATIENCE_SECONDS) == [0], ranks.log()
     return losses(run)
 
 

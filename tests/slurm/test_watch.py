@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from rehearsal import Rehearsal, Stage, held
+from rehearsal import Rehearsal, Stage, answer, held
 
 from hpctrain.actions.run_problems import Symptom
 from hpctrain.actions.runs import RunFiles
@@ -28,7 +28,7 @@ def one_pass(rehearsal: Rehearsal, stage: Stage) -> WatchPass:
 
 
 def ended(rehearsal: Rehearsal) -> bool:
-    record = rehearsal.slurm.show_job(rehearsal.job_id)
+    record = answer(rehearsal.slurm, rehearsal.job_id)
     return record is not None and record.state.is_ended
 
 
