@@ -413,10 +413,6 @@ class Rehearsal:
     def kill_rank(self, rank: int, signal_number: int = signal.SIGKILL) -> None:
         self.kill(self.rank_processes(rank), signal_number)
 
-    def freeze(self) -> None:
-        """All ranks stand still until Slurm has them go on, which it does to warn them."""
-        self.kill([p for p in self.processes() if p.rank is not None], signal.SIGSTOP)
-
     def kill_srun(self, signal_number: int = signal.SIGKILL) -> None:
         """Both processes of the srun that runs the trainer; not one that probes a node."""
         found = self.processes()
