@@ -143,7 +143,7 @@ def free_port() -> int:
 
     Reserved as supervisors reserve theirs, until 64 later ones were; a new number for each caller.
     """
-    _RESERVED.append(reserve_port(secrets.token_hex(8)))
+    _RESERVED.append(reserve_port(secrets.token_hex(8), epoch=0))
     return int(_RESERVED[-1].getsockname()[1])
 
 

@@ -28,7 +28,7 @@ from hpctrain.sandbox.programs import Programs, call, daemon_environment
 from hpctrain.sandbox.state import DaemonRecord
 
 _DAEMON_NAMES = ("munged", "slurmctld", "slurmd", "slurmstepd")
-_START_TIMEOUT_SECONDS = 20.0
+_START_TIMEOUT_SECONDS = 120.0
 _STOP_GRACE_SECONDS = 5.0
 _LOG_TAIL_LINES = 8
 

@@ -20,11 +20,11 @@ from hpctrain.sandbox.processes import ProcessId, await_condition, kill, send
 from hpctrain.sandbox.reconfigure import set_option
 from hpctrain.sandbox.sandbox import Sandbox
 
-_CONTROLLER_TIMEOUT_SECONDS = 30.0
+_CONTROLLER_TIMEOUT_SECONDS = 120.0
 # slurmctld compares boot time and last message in whole seconds: a node that returns within the
 # same second does not count as rebooted.
 _BOOT_SECONDS = 2.0
-_SHUTDOWN_SECONDS = 30.0
+_SHUTDOWN_SECONDS = 120.0
 _PROLOG = "prolog"
 
 

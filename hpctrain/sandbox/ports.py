@@ -14,6 +14,9 @@ from hpctrain.errors import SlurmError
 # launches, too (`supervise.srun_process`): rank 0 listens seconds after its port was found free.
 LOWEST, HIGHEST = 12000, 19999
 _TRIES = 200
+# UDP sockets with the numbers of the blocks that this process has found: its daemons listen seconds
+# later, and meanwhile no other sandbox may choose the same ports.
+_reserved: list[socket.socket] = []
 
 
 @dataclass(frozen=True)
@@ -29,19 +32,47 @@ class Ports:
 
 
 def find_ports(nodes: int) -> Ports:
-    """Find a block of `nodes + 1` free ports. Raises SlurmError if there is none."""
-    # A random start separates two sandboxes that start at the same moment.
+    """Find a block of `nodes + 1` free ports, and keep other sandboxes from finding it.
+
+    Raises SlurmError if there is none.
+    """
     for _ in range(_TRIES):
         ports = Ports(random.randint(LOWEST, HIGHEST - nodes - 1), nodes)
-        if are_free(ports):
-            return ports
+        if _reserve(ports):
+            if are_free(ports):
+                return ports
+            _release(ports)
     raise SlurmError(f"no {nodes + 1} contiguous free ports between {LOWEST} and {HIGHEST}")
+
+
+def _reserve(ports: Ports) -> bool:
+    """Bind all numbers of the block as UDP ports, until this process ends."""
+    with ExitStack() as stack:
+        block = []
+        for port in _numbers(ports):
+            block.append(stack.enter_context(socket.socket(type=socket.SOCK_DGRAM)))
+            try:
+                block[-1].bind(("127.0.0.1", port))
+            except OSError:
+                return False
+        stack.pop_all()
+    _reserved.extend(block)
+    return True
+
+
+def _release(ports: Ports) -> None:
+    for _ in _numbers(ports):
+        _reserved.pop().close()
+
+
+def _numbers(ports: Ports) -> range:
+    return range(ports.controller, ports.first_node + ports.nodes)
 
 
 def are_free(ports: Ports) -> bool:
     """Check that every port of the block can be bound now."""
     with ExitStack() as stack:
-        for port in range(ports.controller, ports.first_node + ports.nodes):
+        for port in _numbers(ports):
             probe = stack.enter_context(socket.socket())
             # As the daemons do: connections in TIME_WAIT do not matter.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

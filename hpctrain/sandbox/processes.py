@@ -135,10 +135,10 @@ def end(identities: Iterable[ProcessId], grace_seconds: float) -> None:
 
 
 def kill(identities: Iterable[ProcessId]) -> None:
-    """Send SIGKILL and wait up to 5 s; a process in state D may take longer."""
+    """Send SIGKILL and wait up to a minute; a process in state D may take longer."""
     targets = tuple(identities)
     send(targets, signal.SIGKILL)
-    await_condition(lambda: not any(map(is_alive, targets)), timeout_seconds=5)
+    await_condition(lambda: not any(map(is_alive, targets)), timeout_seconds=60)
 
 
 def await_condition(condition: Callable[[], bool], timeout_seconds: float) -> bool:

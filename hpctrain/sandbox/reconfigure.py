@@ -15,7 +15,7 @@ from hpctrain.sandbox.state import DaemonRecord
 # From here on `scontrol reconfigure` has daemons replace themselves by new processes (seen on
 # 24.11.5; release notes of 23.11).
 _REPLACES_DAEMONS = (23, 11)
-_REPLACED_TIMEOUT_SECONDS = 30.0
+_REPLACED_TIMEOUT_SECONDS = 120.0
 
 
 def set_option(sandbox: Sandbox, key: str, value: str | None) -> None:

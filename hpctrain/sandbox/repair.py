@@ -72,8 +72,11 @@ def _resume_and_check_idle(sandbox: Sandbox) -> bool:
             # It may have returned by itself (ReturnToService=1) since the states were read.
             with _tolerating_slurm_errors():
                 resume_node(sandbox, node)
-    if _jobs(sandbox):
-        cancel_all_jobs(sandbox)
+    try:
+        if _jobs(sandbox):
+            cancel_all_jobs(sandbox)
+            return False
+    except SlurmError:  # asked again until the time limit
         return False
     return bool(states) and all(state == "idle" for state in states.values())
 

@@ -128,10 +128,10 @@ class TrainerLauncher:
         """
         argv, since = place_command(self.argv, placement), time.time()
         step_before = newest_logged_step(self.context)
-        name = f"{self.context.run_layout.directory} {self.context.attempt} {self.epoch}"
+        attempt = f"{self.context.run_layout.directory} {self.context.attempt}"
         port = None
         try:
-            port = reserve_port(name)
+            port = reserve_port(attempt, self.epoch)
             launch = SrunProcess(argv, self._environment(placement, start, port.getsockname()[1]))
         except OSError as error:
             if port is not None:

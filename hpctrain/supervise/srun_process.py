@@ -28,6 +28,7 @@ from hpctrain.supervise.job_log import write_log
 
 # Below the ephemeral range of Linux (32768-60999), above the ports of services.
 PORT_FIRST, PORT_COUNT = 20000, 10000
+_PORT_STEP = 7  # between the launches of an attempt: a few ports may be passed over
 _CAUGHT = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 _FINAL = frozenset({"TERM", "INT", "HUP"})
 
@@ -130,16 +131,16 @@ class SrunProcess:
         return tuple(self._notices)
 
 
-def reserve_port(launch: str) -> socket.socket:
+def reserve_port(attempt: str, epoch: int) -> socket.socket:
     """Reserve a free port of this host for rank 0, outside the ephemeral range.
 
     Returns a UDP socket that is bound to the port's number until the caller closes it. Rank 0
     listens on TCP, and does so seconds later, when torch is imported: meanwhile no other supervisor
-    on this host takes the number. `launch` identifies the launch (run directory, job, epoch). The
-    search starts at a number that differs between launches, so that remains of an earlier launch
-    do not connect to the next (pytorch/pytorch#126510). Raises OSError without a free port.
+    on this host takes the number. `attempt` identifies run directory and job. The search starts at
+    a number that differs between the launches of an attempt, so that remains of an earlier one do
+    not connect to the next (pytorch/pytorch#126510). Raises OSError without a free port.
     """
-    start = zlib.crc32(launch.encode()) % PORT_COUNT
+    start = (zlib.crc32(attempt.encode()) + _PORT_STEP * epoch) % PORT_COUNT
     for offset in range(PORT_COUNT):
         port = PORT_FIRST + (start + offset) % PORT_COUNT
         reserved = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)

@@ -29,6 +29,7 @@ _CHECK_SECONDS = 0.2
 _AFTER_WARNING_SECONDS = 60.0
 _AFTER_TERM_SECONDS = 10.0
 _LOG_SECONDS = 2.0
+_LAST_CHANCE_SECONDS = 0.5
 _MESSAGE = "the run directory does not answer while the job is being ended: requeueing"
 
 
@@ -44,8 +45,11 @@ class FileSystemCheck:
 
     def silent_seconds(self) -> float:
         """For how long the file system has not answered; 0 when the last check has ended."""
-        if self._thread is not None and self._thread.is_alive():
-            return time.monotonic() - self._began_at
+        if self._thread is not None:
+            # on a machine that was suspended the check may not have run since it began
+            self._thread.join(_LAST_CHANCE_SECONDS)
+            if self._thread.is_alive():
+                return time.monotonic() - self._began_at
 
         def check() -> None:
             with contextlib.suppress(OSError):  # an error is an answer

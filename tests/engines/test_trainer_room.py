@@ -117,7 +117,9 @@ def test_full_in_the_middle_of_a_save(
     made = trial(save_interval_steps=2, async_save=async_save, **DP2)
     small(made.run.checkpoints, size_bytes)
     assert made.train(prepare=_look_away) == [CRASHED, CRASHED]
-    assert _full(made)
+    # where rank 0 cannot even write what is common to all, the other rank only loses its peer
+    causes = {record.cause for record in made.exits()}
+    assert "disk_full" in causes and causes <= {"disk_full", None}
     kept = checkpoints(made.run.checkpoints, "sha256")
     assert kept and all(one.good for one in kept)
     assert not list(made.run.checkpoints.glob("*.partial-*"))

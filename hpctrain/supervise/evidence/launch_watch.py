@@ -397,6 +397,8 @@ class LaunchWatch:
         snapshot = None
         while background.busy and time.monotonic() < deadline and not self._is_ending():
             snapshot = background.result(_POLL_SECONDS)
+        if snapshot is None:  # this process may have been suspended for all of that time
+            snapshot = background.result()
         if snapshot is None or not self._must_end(snapshot, time.monotonic()):
             self.stall = None
             self._log(f"silent for {stall.silent_seconds:.0f} s while {stall.phase}, but no hang")

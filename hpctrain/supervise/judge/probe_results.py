@@ -193,7 +193,8 @@ class NodeResults:
 
     @property
     def ended(self) -> frozenset[str]:
-        return frozenset(node for node, one in self.found.items() if one.ended)
+        # copied, because readers of other steps add nodes meanwhile
+        return frozenset(node for node, one in tuple(self.found.items()) if one.ended)
 
     def compared(self) -> tuple[NodeResult, ...]:
         """List the results with the problems that show only in comparison with other nodes."""

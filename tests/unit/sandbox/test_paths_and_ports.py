@@ -37,10 +37,22 @@ def test_a_taken_port_spoils_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
         assert are_free(Ports(ports.controller, 2))
 
 
+def test_two_sandboxes_that_start_together_have_ports_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their daemons listen seconds after the ports were found free."""
+    monkeypatch.setattr(ports_module, "LOWEST", 32640)
+    monkeypatch.setattr(ports_module, "HIGHEST", 32700)
+    blocks = [find_ports(1) for _ in range(6)]
+    numbers = [number for ports in blocks for number in (ports.controller, ports.first_node)]
+    assert len(set(numbers)) == len(numbers)
+
+
 def test_ports_lie_below_the_ephemeral_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """The highest block, whatever other sandboxes have taken of it."""
     monkeypatch.setattr(ports_module.random, "randint", lambda lowest, highest: highest)
     monkeypatch.setattr(ports_module, "are_free", lambda ports: True)
+    monkeypatch.setattr(ports_module, "_reserve", lambda ports: True)
     ports = find_ports(1000)
     assert ports.first_node + ports.nodes >= ports_module.HIGHEST
     assert ports.first_node + ports.nodes <= 32768

@@ -76,6 +76,9 @@ class AtOnce:
     def is_alive(self) -> bool:
         return False
 
+    def join(self, timeout: float) -> None:
+        """It has ended."""
+
 
 def test_a_disk_that_answers_is_left_to_the_supervisor(
     stage: Stage, disk: Disk, monkeypatch: pytest.MonkeyPatch
@@ -131,3 +134,13 @@ def test_a_whole_attempt_while_the_ledger_hangs(
     monkeypatch.setattr(supervisor.context.ledger, "events", hang)
     supervisor.run()
     assert stage.slurm.records[JOB_ID].restart_count == 1
+
+
+def test_a_suspended_machine_is_no_hung_file_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The supervisor's node stands still between the start of the check and its end."""
+    monkeypatch.setattr(guard_module, "_LAST_CHANCE_SECONDS", PATIENCE_SECONDS)
+    check = FileSystemCheck(Path("ledger"), lambda path: time.sleep(0.2))
+    assert check.silent_seconds() == 0.0
+    later = SimpleNamespace(monotonic=lambda: time.monotonic() + 60)
+    monkeypatch.setattr(guard_module, "time", later)
+    assert check.silent_seconds() == 0.0

@@ -23,7 +23,7 @@ from hpctrain.supervise.evidence.probe import (
     _Stragglers,
     probe_nodes,
 )
-from hpctrain.supervise.judge.probe_results import NodeResult, ProbeResult
+from hpctrain.supervise.judge.probe_results import NodeResult, NodeResults, ProbeResult
 
 NODES = ("n0", "n1", "n2", "n3")
 JOB = JobRecord(5, state=JobState.RUNNING, node_list="n[0-3]", restart_count=0)
@@ -390,3 +390,17 @@ def test_the_deadline_grows_with_the_job(theatre: Theatre, monkeypatch: pytest.M
     result = theatre.probe(deadline_seconds=cast(float, None))
     assert result.lost == ("n1",)
     assert 2.0 < result.seconds < 60
+
+
+def test_a_node_may_begin_while_the_ended_ones_are_counted() -> None:
+    """Readers of the steps of other nodes run beside."""
+    found: dict[str, NodeResult] = {}
+
+    class Counted:
+        @property
+        def ended(self) -> bool:
+            found[f"n{len(found)}"] = NodeResult(f"n{len(found)}")
+            return True
+
+    found["n0"] = cast(NodeResult, Counted())
+    assert NodeResults(found).ended == {"n0"}

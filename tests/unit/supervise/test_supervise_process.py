@@ -232,14 +232,14 @@ def test_a_warning_before_the_supervisor_is_up_does_not_kill_it(tmp_path: Path) 
     assert "stop: the run directory is away" in ended.stderr.splitlines()[-1]
 
 
-def port_of(launch: str) -> int:
-    with reserve_port(launch) as reserved:
+def port_of(attempt: str, epoch: int) -> int:
+    with reserve_port(attempt, epoch) as reserved:
         return int(reserved.getsockname()[1])
 
 
 def test_ports_lie_below_the_ephemeral_range_and_above_those_of_a_sandbox() -> None:
     low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    ports = {port_of(f"run {job} {epoch}") for job in (1, 77, 4_000_000) for epoch in (1, 2, 3)}
+    ports = {port_of(f"run {job}", epoch) for job in (1, 77, 4_000_000) for epoch in (1, 2, 3)}
     assert len(ports) == 9
     assert min(ports) > HIGHEST
     assert max(ports) < max(low, 30001)
@@ -256,30 +256,36 @@ def own_ports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(srun_process, "PORT_COUNT", 100)
 
 
+def test_two_launches_of_an_attempt_never_begin_at_one_number(own_ports: None) -> None:
+    """`PORT_COUNT` is no multiple of the step between them."""
+    for attempt in (f"runs/a {job}" for job in range(40)):
+        assert port_of(attempt, 8) != port_of(attempt, 9)
+
+
 def test_a_port_in_use_is_passed_over(own_ports: None) -> None:
-    first = port_of("runs/a 123 4")
+    first = port_of("runs/a 123", 4)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", first))
         listener.listen()
-        assert port_of("runs/a 123 4") > first
-    assert port_of("runs/a 123 4") == first
+        assert port_of("runs/a 123", 4) > first
+    assert port_of("runs/a 123", 4) == first
 
 
 def test_a_reserved_port_is_free_for_rank_0_and_for_nobody_else(own_ports: None) -> None:
     """Two launches whose search begins at one number, before either rank 0 listens."""
-    with reserve_port("runs/a 123 4") as reserved, socket.socket() as listener:
+    with reserve_port("runs/a 123", 4) as reserved, socket.socket() as listener:
         first = reserved.getsockname()[1]
-        assert port_of("runs/a 123 4") > first
+        assert port_of("runs/a 123", 4) > first
         listener.bind(("127.0.0.1", first))
         listener.listen()
-    assert port_of("runs/a 123 4") == first
+    assert port_of("runs/a 123", 4) == first
 
 
 def test_no_port_at_all_is_an_error(own_ports: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = port_of("runs/a 1 1")
+    first = port_of("runs/a 1", 1)
     monkeypatch.setattr(srun_process, "PORT_FIRST", first)
     monkeypatch.setattr(srun_process, "PORT_COUNT", 1)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", first))
         with pytest.raises(OSError, match=f"no free port between {first} and {first}"):
-            reserve_port("runs/a 1 1")
+            reserve_port("runs/a 1", 1)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -31,7 +32,7 @@ from hpctrain.store.run_records import (
 from hpctrain.store.supervise_config import LaunchShape
 from hpctrain.supervise.evidence import gather, job_facts, launch_watch
 from hpctrain.supervise.evidence.launch_watch import LaunchWatch
-from hpctrain.supervise.evidence.run_dir_snapshot import BackgroundReader
+from hpctrain.supervise.evidence.run_dir_snapshot import BackgroundReader, RunDirSnapshot
 from hpctrain.supervise.evidence.srun_steps import OwnSteps
 from hpctrain.supervise.srun_process import SrunProcess
 
@@ -540,3 +541,31 @@ def test_records_are_read_in_the_order_of_their_ends(stage: Stage) -> None:
     assert [exit_.rank for exit_ in evidence.rank_exits] == [1, 0]
     assert evidence.started
     assert evidence.srun_exit_code == 0
+
+
+class PausedReader:
+    """A reader that has its result when its process goes on, after a minute."""
+
+    def __init__(self, clock: Clock, snapshot: RunDirSnapshot) -> None:
+        self.clock, self.snapshot, self.busy = clock, snapshot, False
+
+    def request(self, *, find_saves: bool, rank_times: bool) -> None:
+        self.busy = True
+        self.clock.now += 60
+
+    def result(self, wait_seconds: float = 0.0) -> RunDirSnapshot:
+        self.busy = False
+        return self.snapshot
+
+
+def test_a_hang_is_confirmed_also_after_a_pause_of_the_supervisor(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene.says("training", 7)
+    watch = scene.watch
+    assert scene.silent(700) and watch.stall is not None
+    # nobody dumps stacks here, and the pause falls behind the request
+    monkeypatch.setattr(watch, "_inquiry", SimpleNamespace(open=lambda: None))
+    reader = PausedReader(scene.clock, watch._reader.read(True, False))
+    monkeypatch.setattr(watch, "_must_end", lambda snapshot, now: snapshot is reader.snapshot)
+    assert watch._confirm_stall(cast(BackgroundReader, reader), watch.stall)

@@ -135,9 +135,11 @@ class CheckpointPublisher:
         self._stop()
         deadline = time.monotonic() + _DIGEST_TIMEOUT_AFTER_FAILURE_SECONDS
         while not self._all_published() and not self._rank_0_has_exited():
-            if self.problem is not None or time.monotonic() > deadline:
+            if self.problem is not None:
                 return
             self._work()
+            if time.monotonic() > deadline:
+                return
             time.sleep(0.1)
 
     def _stop(self) -> None:

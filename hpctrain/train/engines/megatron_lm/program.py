@@ -96,16 +96,19 @@ def run(job: Job, status: ProgramStatus, digests: DigestCheck | None = None) -> 
         digests.wait()
     publisher.start()
     try:
-        _execute(job, status, publisher, program, command_line, resume_step)
+        try:
+            _execute(job, status, publisher, program, command_line, resume_step)
+        except SystemExit:
+            publisher.finish()  # all ranks exit together, and the last checkpoint is to be resumed
+            raise
+        return _outcome(job, publisher, resume_step)
     except SystemExit:
-        publisher.finish()  # all ranks exit together, and the last checkpoint is to be resumed
         raise
-    except BaseException:
+    except BaseException:  # also the interrupt by the publisher's thread, wherever it comes
         publisher.abandon()
         if publisher.problem is not None:
             raise publisher.problem from None
         raise
-    return _outcome(job, publisher, resume_step)
 
 
 def _prepare_environment(config: MegatronLmConfig, launch: Launch) -> None:
