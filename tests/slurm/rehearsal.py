@@ -416,7 +416,7 @@ class Rehearsal:
     def kill_srun(self, signal_number: int = signal.SIGKILL) -> None:
         """Both processes of the srun that runs the trainer; not one that probes a node."""
         found = self.processes()
-        sruns = [p for p in found if os.path.basename(p.command_line[0]) == "srun"]
+        sruns = [p for p in found if os.path.basename("".join(p.command_line[:1])) == "srun"]
         self.kill([p for p in sruns if "hpctrain.train" in p.command_line], signal_number)
 
     def kill_supervisor(self, signal_number: int = signal.SIGKILL) -> None:

@@ -133,7 +133,7 @@ def _sruns(target: Target) -> list[JobProcess]:
         sruns = [
             one
             for one in target.rehearsal.processes()
-            if os.path.basename(one.command_line[0]) == "srun"
+            if os.path.basename("".join(one.command_line[:1])) == "srun"
             and "hpctrain.train" in one.command_line
         ]
         found[:] = sorted(sruns, key=lambda one: one.pid not in _tops(sruns))

@@ -135,7 +135,7 @@ def test_a_node_that_thaws_hurts_nobody(
     rehearsal.wait_for_progress()
     frozen = rehearsal.nodes()[0]
     old = [process for process in rehearsal.processes() if process.node == frozen]
-    sruns = [process for process in old if process.command_line[0].endswith("srun")]
+    sruns = [process for process in old if "".join(process.command_line[:1]).endswith("srun")]
     faults.freeze_node(stage.sandbox, frozen)
     fault = Fault(68, "the batch node freezes, and thaws once the job runs elsewhere")
     survival.recovered(rehearsal, fault, cause="node_failure", action="restarted by Slurm", epoch=1)
