@@ -190,18 +190,6 @@ def clean(sandbox: Sandbox) -> None:
         time.sleep(1)
 
 
-@contextlib.contextmanager
-def long_grace(sandbox: Sandbox) -> Iterator[None]:
-    """Whoever is preempted from `train` meanwhile has 10 minutes to save and leave."""
-    sandbox.command("scontrol", "update", "PartitionName=train", "GraceTime=600")
-    try:
-        yield
-    finally:
-        usual = next(one for one in sandbox.shape.partitions if one.name == "train")
-        grace = f"GraceTime={usual.grace_seconds}"
-        sandbox.command("scontrol", "update", "PartitionName=train", grace)
-
-
 def wait_till_remembered(sandbox: Sandbox) -> None:
     """Until slurmctld has written its state, which it does 5 s after a change, and can be killed.
 

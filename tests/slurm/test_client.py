@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from rehearsal import PATIENCE_SECONDS, long_grace, patient_client, wait_till_remembered
+from rehearsal import PATIENCE_SECONDS, patient_client, wait_till_remembered
+from slurm_settings import grace, nothing_starts
 
 from hpctrain.errors import SlurmRefusedError, SlurmUnreachableError
 from hpctrain.sandbox.faults import crash_node, kill_controller, restart_controller, restart_node
@@ -44,16 +45,6 @@ def running(slurm: SlurmClient, script: str = SLEEP, *options: str) -> int:
     job_id = slurm.submit(script, (*QUIET, *options)).job_id
     assert eventually(lambda: job_of(slurm, job_id).state.is_running)
     return job_id
-
-
-@contextlib.contextmanager
-def nothing_starts(sandbox: Sandbox) -> Iterator[None]:
-    """What is in the queue of `train` stays there meanwhile."""
-    sandbox.command("scontrol", "update", "PartitionName=train", "State=DOWN")
-    try:
-        yield
-    finally:
-        sandbox.command("scontrol", "update", "PartitionName=train", "State=UP")
 
 
 def test_a_job_is_submitted_seen_and_cancelled(slurm: SlurmClient, tmp_path: Path) -> None:
@@ -184,7 +175,7 @@ def test_steps_are_listed_signalled_and_killed(slurm: SlurmClient, tmp_path: Pat
 
 def test_preemption_shows_in_the_record(slurm: SlurmClient, sandbox: Sandbox) -> None:
     job_id = running(slurm, SLEEP, "--nodes=4", "--exclusive", "--requeue")
-    with long_grace(sandbox):
+    with grace(sandbox, seconds=600):
         before = time.time()
         slurm.submit(SLEEP, (*QUIET, "--partition=urgent", "--nodes=4", "--exclusive"))
         assert eventually(lambda: job_of(slurm, job_id).preempt_time is not None)

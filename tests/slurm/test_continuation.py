@@ -5,7 +5,8 @@ from __future__ import annotations
 import signal
 
 import pytest
-from rehearsal import PlannedFault, Rehearsal, Stage, held, long_grace
+from rehearsal import PlannedFault, Rehearsal, Stage, held
+from slurm_settings import grace
 
 from hpctrain.actions.cancel import cancel
 from hpctrain.actions.runs import RunFiles
@@ -48,7 +49,7 @@ def test_the_next_job_goes_on_after_a_preemption(
     rehearsal.wait_for_checkpoint(10)
     waiting = [job for job in live_jobs(rehearsal) if job.state.is_pending]
     assert waiting, "somebody waits behind the job that runs"
-    with long_grace(stage.sandbox):
+    with grace(stage.sandbox, seconds=600):
         rehearsal.urgent_job()
         rehearsal.wait(lambda: bool(rehearsal.causes), "preempted")
     wait_till_no_job_is_left(rehearsal)

@@ -6,7 +6,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from rehearsal import PATIENCE_SECONDS, STEPS, PlannedFault, Rehearsal, Stage, long_grace
+from rehearsal import PATIENCE_SECONDS, STEPS, PlannedFault, Rehearsal, Stage
+from slurm_settings import grace
 
 from bench import prefork
 from hpctrain.store.layout import RunLayout
@@ -31,7 +32,7 @@ def test_a_preempted_run_is_the_same_run(engine: str, stage: Stage, tmp_path: Pa
     name, gpus = engine.replace(" ", "-").lower(), 2 if "3D" in engine else 1
     rehearsal = stage.start(f"name={name}", *ENGINES[engine], planned=planned, gpus_per_node=gpus)
     rehearsal.wait_for_step(12)
-    with long_grace(stage.sandbox):
+    with grace(stage.sandbox, seconds=600):
         rehearsal.urgent_job()
         rehearsal.wait(lambda: bool(rehearsal.causes), "preempted")
     row = rehearsal.wait_till_over()

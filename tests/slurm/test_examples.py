@@ -15,7 +15,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from rehearsal import HELD_RANKS, Rehearsal, Stage, long_grace
+from rehearsal import HELD_RANKS, Rehearsal, Stage
+from slurm_settings import grace
 
 from bench import prefork
 from hpctrain.actions.prepare import prepare
@@ -184,7 +185,7 @@ def test_fine_tunes_lose_their_nodes_and_go_on(place: Place) -> None:
     last = list(lora.nodes())
     full.wait_for_step(STEPS_BEFORE)
     lora.wait_for_step(STEPS_BEFORE)
-    with long_grace(place.stage.sandbox):
+    with grace(place.stage.sandbox, seconds=600):
         full.urgent_job(FOR_EVER_SECONDS, [f"n{i}" for i in range(4) if f"n{i}" not in last])
         lora.urgent_job(nodes=last)
         full.wait(lambda: bool(full.causes and lora.causes), "preempted")

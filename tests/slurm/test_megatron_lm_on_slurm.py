@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from rehearsal import PATIENCE_SECONDS, Rehearsal, Stage, long_grace
+from rehearsal import PATIENCE_SECONDS, Rehearsal, Stage
+from slurm_settings import grace
 
 from bench.prefork import free_port
 from hpctrain.store.layout import RunLayout
@@ -36,7 +37,7 @@ WORDS = (
 def test_a_preempted_run_is_the_same_run(stage: Stage, tmp_path: Path) -> None:
     rehearsal = stage.start("name=checkout", *WORDS, held_at="1:8")
     rehearsal.wait_for_step(8)
-    with long_grace(stage.sandbox):
+    with grace(stage.sandbox, seconds=600):
         rehearsal.urgent_job()
         rehearsal.wait(lambda: bool(rehearsal.causes), "preempted")
     row = rehearsal.wait_till_over()

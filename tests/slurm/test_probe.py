@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Iterator
@@ -10,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from rehearsal import PATIENCE_SECONDS, answer, patient_client, wait_till_remembered
+from slurm_settings import lost_nodes_unnoticed
 
 from hpctrain.sandbox import faults
-from hpctrain.sandbox.reconfigure import set_option
 from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.slurm.states import JobState
 from hpctrain.supervise.evidence.probe import STEP_NAME, PreflightOptions, probe_nodes
@@ -61,16 +60,6 @@ class Job:
         )
 
 
-@contextlib.contextmanager
-def nobody_given_up(sandbox: Sandbox) -> Iterator[None]:
-    """Meanwhile Slurm waits an hour for a node that does not answer."""
-    set_option(sandbox, "SlurmdTimeout", "3600")
-    try:
-        yield
-    finally:
-        set_option(sandbox, "SlurmdTimeout", str(sandbox.shape.slurmd_timeout_seconds))
-
-
 @pytest.fixture
 def job(sandbox: Sandbox, tmp_path: Path) -> Iterator[Job]:
     yield Job(sandbox, tmp_path)
@@ -100,7 +89,7 @@ def test_a_node_that_cannot_write_is_broken_and_not_lost(job: Job) -> None:
 
 
 def test_a_crashed_node_is_lost_before_and_after_slurm_notices(job: Job, sandbox: Sandbox) -> None:
-    with nobody_given_up(sandbox):
+    with lost_nodes_unnoticed(sandbox):
         faults.crash_node(sandbox, "n2")
         assert job.slurm.node_states(NODES)["n2"].is_down is False, "Slurm does not know it yet"
         result = job.probe()
