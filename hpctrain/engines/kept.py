@@ -49,7 +49,11 @@ def planned_kept_bytes(spec: RunSpec, plan: Plan) -> tuple[int, ...]:
         element_bytes=ELEMENT_BYTES[plan.precision],
     )
     # attention and rotary positions as in megatron-core
-    software = replace(PLAIN, flash=int(uses_flash_attention(spec)), turned_copy=1)
+    software = replace(
+        PLAIN,
+        flash=int(plan.implementation != "local" and uses_flash_attention(spec)),
+        turned_copy=1,
+    )
     shape = replace(shape_of(spec.model), vocab=plan.padded_vocab)
     case = Case(shape, mesh, NO_MACHINE, software)
     dense = [Blocks(layers=n, attention=n, mlp=n, moe=0, mamba=0) for n in layers]

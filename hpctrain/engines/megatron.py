@@ -110,6 +110,24 @@ class MegatronConfig(MegatronModel, TrainConfig):
         return 1 if spread else self.tensor_model_parallel_size
 
     @property
+    def compiles_kernels(self) -> bool:
+        """megatron-core's fusions are compiled (jit.py, jit_fuser = torch.compile)."""
+        return True
+
+    @property
+    def needs_transformer_engine(self) -> str | None:
+        if self.transformer_impl == "transformer_engine":
+            return "`engine.implementation: transformer_engine`"
+        if self.multi_latent_attention:
+            # multi_latent_attention.py gives core attention two head sizes, which
+            # dot_product_attention.py does not take
+            return "multi-head latent attention"
+        if self.context_parallel_size > 1:
+            # dot_product_attention.py asserts context_parallel_size == 1
+            return f"context_parallel_size {self.context_parallel_size}"
+        return None
+
+    @property
     def needed_paths(self) -> tuple[str, ...]:
         """The tokenizer for masked language modeling; only the first launch reads weights."""
         return (self.tokenizer,) if self.model_type == "bert" and self.tokenizer else ()
@@ -191,7 +209,11 @@ def megatron_config(spec: RunSpec, plan: Plan, peak_flops_per_gpu: float | None)
     layout, optimizer = plan.layout, spec.optimizer
     return MegatronConfig(
         **dict(shared_config(spec, plan, peak_flops_per_gpu)),
-        **dict(megatron_model(spec.model, plan.padded_vocab, spec.engine.implementation)),
+        **dict(
+            megatron_model(
+                spec.model, plan.padded_vocab, plan.implementation or spec.engine.implementation
+            )
+        ),
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,

@@ -34,6 +34,8 @@ class TrainConfig(Document):
     micro_batch_size: int
     global_batch_size: int
     train_steps: int
+    # the device of all ranks; None in the files of the first versions: a GPU where there is one
+    accelerator: Literal["cuda", "cpu"] | None = None
     # numerics
     precision: Literal["bf16", "fp32"]
     deterministic_mode: bool
@@ -66,6 +68,8 @@ class TrainConfig(Document):
     keep_every_steps: int | None
     log_interval_steps: int
     distributed_timeout_seconds: float
+    # for collective operations before the first step, when one rank may build for all
+    startup_timeout_seconds: float = 1800.0
     # end the launch when a loss is so many median absolute deviations above the median; None: never
     loss_spike: float | None = None
     # steps between two reports of the compute time of each rank
@@ -96,6 +100,16 @@ class TrainConfig(Document):
         return ()
 
     @property
+    def compiles_kernels(self) -> bool:
+        """Whether torch compiles kernels for GPUs when the run starts."""
+        return False
+
+    @property
+    def needs_transformer_engine(self) -> str | None:
+        """The setting that needs TransformerEngine, or None."""
+        return None
+
+    @property
     def library_config(self) -> dict[str, Any] | None:
         """The configuration of the engine's own library, to be kept beside `train.json`."""
         return None
@@ -123,6 +137,7 @@ def shared_config(spec: RunSpec, plan: Plan, peak_flops_per_gpu: float | None) -
         micro_batch_size=plan.batch.micro_batch,
         global_batch_size=plan.batch.global_batch,
         train_steps=plan.batch.train_steps,
+        accelerator=plan.accelerator,
         # pydantic refuses the others, which can be planned only
         precision=cast(Literal["bf16", "fp32"], plan.precision),
         deterministic_mode=spec.engine.deterministic,
@@ -151,6 +166,7 @@ def shared_config(spec: RunSpec, plan: Plan, peak_flops_per_gpu: float | None) -
         keep_every_steps=checkpoint.keep_every_steps,
         log_interval_steps=spec.logging.every_steps,
         distributed_timeout_seconds=float(spec.engine.collective_timeout),
+        startup_timeout_seconds=float(spec.engine.startup_timeout),
         loss_spike=spec.supervise.rollback.spike,
         # the window begins after the first step and is reported one step after its last: short
         # runs report times and nodes of their ranks, too

@@ -174,6 +174,7 @@ class SearchCounts(Document):
 class Plan(Document):
     """Everything that was decided for one spec on one profile.
 
+    `implementation`: megatron-core's layers, None for engines that have one kind only.
     `parameters`: of the whole model, each once, with LoRA's adapters; `learned_parameters`: how
     many of them are trainable (and in checkpoints), where that is not all.
     """
@@ -182,6 +183,8 @@ class Plan(Document):
     run_name: str
     profile_name: str
     engine: EngineName
+    accelerator: Literal["cuda", "cpu"] = "cuda"
+    implementation: Literal["local", "transformer_engine"] | None = None
     layout: Layout
     layout_origin: Literal["spec", "auto"]
     nodes: NodeRequest

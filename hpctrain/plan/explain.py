@@ -203,8 +203,6 @@ def warnings(facts: Facts) -> tuple[str, ...]:
         )
     if facts.bubble > LOW_BUBBLE:
         lines.append(_bubble_warning(facts))
-    if layout.cp > 1 and spec.engine.implementation == "auto":
-        lines.append(f"cp {layout.cp} needs TransformerEngine on the nodes.")
     if layout.dp * layout.cp > 1 and candidate.zero == 0 and spec.engine.abilities.shards:
         replicas = layout.dp * layout.cp
         lines.append(f"Optimizer state is not sharded: {replicas} GPUs hold the same copy.")

@@ -191,6 +191,8 @@ def _assemble(found: Found, row: int) -> Plan:
         run_name=spec.name,
         profile_name=profile.name,
         engine=spec.engine.name,
+        accelerator=profile.accelerator,
+        implementation=None if spec.engine.implementation == "auto" else spec.engine.implementation,
         layout=layout,
         layout_origin="auto" if spec.parallel == "auto" else "spec",
         nodes=nodes,

@@ -13,6 +13,7 @@ from hpctrain.plan.documents import Goal
 from hpctrain.plan.model.counts import ModelCounts, count_model
 from hpctrain.spec.calibration import Calibration
 from hpctrain.spec.catalogue import Gpu
+from hpctrain.spec.engines.abilities import MEGATRON_CORE
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec
 
@@ -29,7 +30,8 @@ class Knowledge:
 class PlanRequest:
     """What to plan, on which cluster, and by which goal plans are compared.
 
-    Without `knowledge` of a GPU no time is predicted.
+    Without `knowledge` of a GPU no time is predicted. `spec` has its `engine.implementation`
+    chosen: what is planned and priced here is what the ranks have to find.
     """
 
     spec: RunSpec
@@ -37,7 +39,21 @@ class PlanRequest:
     knowledge: Knowledge | None = None
     goal: Goal = "time"
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "spec", _with_implementation(self.spec, self.profile))
+
     @cached_property
     def counts(self) -> ModelCounts:
         """Parameters and operations of the spec, counted at the first use."""
         return count_model(self.spec)
+
+
+def _with_implementation(spec: RunSpec, profile: ClusterProfile) -> RunSpec:
+    """Choose the layers of megatron-core for `auto`: those that the profile promises."""
+    engine = spec.engine
+    if engine.abilities.model_classes != MEGATRON_CORE or engine.implementation != "auto":
+        return spec
+    promised = profile.software.transformer_engine and not profile.gpu.emulated
+    chosen = "transformer_engine" if promised else "local"
+    engine = engine.model_copy(update={"implementation": chosen})
+    return spec.model_copy(update={"engine": engine})

@@ -27,7 +27,8 @@ class EngineSpec(Document):
         DEFAULT_ENGINE, description="megatron: megatron-core; megatron-lm: somebody's own checkout"
     )
     implementation: Literal["auto", "local", "transformer_engine"] = Field(
-        "auto", description="Layer implementation; auto: TransformerEngine where it is installed"
+        "auto",
+        description="Layers; auto: TransformerEngine, unless the profile says that it is missing",
     )
     ddp: DdpSpec = DdpSpec()
     deepspeed: DeepSpeedSpec = DeepSpeedSpec()
@@ -44,6 +45,9 @@ class EngineSpec(Document):
     deterministic: bool = Field(False, description="Bitwise reproducible kernels, slower on GPUs")
     collective_timeout: Duration = Field(
         Duration(600), gt=0, description="Give up a collective operation after this long"
+    )
+    startup_timeout: Duration = Field(
+        Duration(1800), gt=0, description="The same before the first step: data, weights, NCCL"
     )
 
     @property

@@ -39,6 +39,10 @@ class GpuProfile(Document):
     model: str | None = Field(
         None, description="Name in the GPU catalogue; default: found by `type` and `memory`"
     )
+    emulated: bool = Field(
+        False,
+        description="Slurm counts GPUs that do not exist (a sandbox): processes train on CPUs",
+    )
 
 
 class NvlinkProfile(Document):
@@ -205,6 +209,10 @@ class SoftwareProfile(Document):
     python: str | None = Field(None, description="Interpreter; default: the submitting one")
     container: ContainerProfile | None = Field(None, description="Absent: no container")
     modules: ModulesProfile | None = Field(None, description="Absent: no environment modules")
+    transformer_engine: bool = Field(
+        True,
+        description="TransformerEngine is installed there: `engine.implementation: auto` uses it",
+    )
 
 
 class FabricVariable(Document):
@@ -368,6 +376,11 @@ class ClusterProfile(Document):
     @property
     def gpu_count(self) -> int:
         return self.nodes.count * self.gpu.per_node
+
+    @property
+    def accelerator(self) -> Literal["cuda", "cpu"]:
+        """The device that ranks train on."""
+        return "cpu" if self.gpu.emulated else "cuda"
 
 
 def has_field(document: type[BaseModel], path: str) -> bool:

@@ -15,6 +15,7 @@ exits/e000001/rank-000003.json         how a rank of a launch ended, as it repor
 exits/e000001/node-000001.json         ranks that failed below an agent (launcher: torchrun)
 stacks/e000001/rank-000003.txt         where each rank of a launch was when it hung
 ranks.json saves.jsonl skips.json      times of each rank, each save and its cost, data left out
+software.jsonl                         software and GPUs that each launch has found on its nodes
 signatures.json                        the lines of logs and kernels that name a cause, and XIDs
 train-n000003.json                     the trainer's file for a launch on fewer nodes than planned
 ds_config.json ds_config-n000003.json  DeepSpeed's configuration, for people and its own tools
@@ -116,6 +117,10 @@ class RunLayout:
     @property
     def signatures(self) -> Path:
         return self.directory / "signatures.json"
+
+    @property
+    def software(self) -> Path:
+        return self.directory / "software.jsonl"
 
     @property
     def rank_times(self) -> Path:

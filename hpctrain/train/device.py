@@ -30,15 +30,29 @@ def backend(*, host_tensors: bool = False) -> str:
 
 
 def choose_device(launch: Launch) -> torch.device:
-    """Return the GPU of this rank, or the CPU.
-
-    With `--gpus-per-task` each task sees a single GPU, which is then number 0.
-    """
+    """Return the GPU of this rank, or the CPU."""
     if on_cpu():
         return torch.device("cpu")
-    index = launch.local_rank if torch.cuda.device_count() > launch.local_rank else 0
+    index = gpu_index(launch.local_rank, torch.cuda.device_count())
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
+
+
+def gpu_index(local_rank: int, visible: int) -> int:
+    """Return the number of a rank's GPU among those that it sees.
+
+    With `--gpus-per-task` each task sees a single GPU, which is then number 0. Whether two ranks
+    would share one is checked before (see `software_agreement`).
+    """
+    return local_rank if local_rank < visible else 0
+
+
+def gpu_ids() -> tuple[str, ...]:
+    """Return the identifier of each GPU that this rank sees: equal ones are the same GPU."""
+    if on_cpu():
+        return ()
+    count = torch.cuda.device_count()
+    return tuple(str(torch.cuda.get_device_properties(index).uuid) for index in range(count))
 
 
 def wait_for_device() -> None:

@@ -40,6 +40,7 @@ from hpctrain.store.run_records import (
 )
 from hpctrain.train.faults import (
     BadCheckpointError,
+    RefusedElsewhereError,
     UnreadableCheckpointError,
     blames_checkpoint,
     cause_of,
@@ -192,6 +193,11 @@ class _Ending:
             return _CODES[outcome]
         except InvalidInputError as error:
             return self._bad("config_error", str(error), None, node_dependent=error.node_dependent)
+        except RefusedElsewhereError as error:
+            # no record: ranks that have the problem leave one
+            self._startup.end()
+            code = TrainerExit.CONFIG_ERROR
+            return _say(str(error), code) if self._launch.leads else code
         except Exception as error:
             return self._crashed(stale_or(error, self._run, self._launch))
         except BaseException as error:
@@ -276,6 +282,8 @@ def _train(job: Job, ending: _Ending) -> Outcome:
         job, lambda: _refuse_damaged(job), BadCheckpointError, UnreadableCheckpointError
     )
     os.environ.update(quiet_defaults(job.config.engine) | flight_recorder(job.run, job.launch))
+    if job.config.accelerator == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # GPUs of this machine are not the run's
     program = abilities_of(job.config.engine).program
     if program is not None:
         # the engine trains with an external program

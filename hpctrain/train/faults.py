@@ -40,6 +40,10 @@ class UnreadableCheckpointError(CheckpointError):
     """This rank cannot read a file of a checkpoint that is otherwise intact."""
 
 
+class RefusedElsewhereError(HpctrainError):
+    """Ranks on other nodes refuse the launch, for reasons that this node does not have."""
+
+
 class DataError(HpctrainError):
     """The dataset could not be read while training."""
 

@@ -31,6 +31,7 @@ from hpctrain.train.report import Reporter
 from hpctrain.train.saving.digest_check import DigestCheck
 from hpctrain.train.saving.save_interval import SaveInterval
 from hpctrain.train.saving.saver import Saver
+from hpctrain.train.software_agreement import agree_on_software
 from hpctrain.train.step_agreement import Control
 from hpctrain.train.times import RankClock
 
@@ -61,6 +62,7 @@ def assemble(job: Job, keeper: Keeper, digests: DigestCheck | None = None) -> Lo
 
     `digests` verifies the checkpoint meanwhile; no rank returns before all of it is verified.
     """
+    agree_on_software(job)  # before the engine is imported, which imports TransformerEngine
     room = room_of(job.config)
     _configure_libraries(job.config, leads=job.launch.leads)
     reporter = Reporter(job)

@@ -235,10 +235,9 @@ def _software_calibration(
 
 
 def uses_flash_attention(spec: RunSpec) -> bool:
-    """Tell whether Megatron computes attention without s x s tensors.
+    """Tell whether Megatron computes attention without s x s tensors; fp32 has no flash kernel.
 
-    `implementation: auto` counts as TransformerEngine: clusters with GPUs have it, and where it
-    is missing (the sandbox) models are tiny. fp32 has no flash kernel.
+    `spec` is that of a `PlanRequest`, where `auto` is resolved.
     """
     return spec.engine.implementation != "local" and spec.precision != "fp32"
 

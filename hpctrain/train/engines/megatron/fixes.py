@@ -7,7 +7,6 @@ megatron-core. Does not belong here: replacements of CUDA (see `hpctrain.train.m
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import torch
@@ -16,17 +15,20 @@ _installed = False
 
 
 def install() -> None:
-    """Apply all corrections once per process, before a model is built."""
+    """Apply all corrections once per process, before a model is built.
+
+    Each looks at the object that it corrects, not at what is installed: what megatron-core uses
+    follows from what it could import.
+    """
     global _installed
     if _installed:
         return
     _installed = True
     keep_bucket_padding()
-    if not any(importlib.util.find_spec(name) for name in ("transformer_engine", "apex")):
-        allow_norms_with_sequence_parallel()
-        keep_step_while_loading()
-        separate_adam_steps()
-        define_router_product()
+    allow_norms_with_sequence_parallel()
+    keep_step_while_loading()
+    separate_adam_steps()
+    define_router_product()
 
 
 def keep_bucket_padding() -> None:
@@ -102,8 +104,8 @@ def keep_step_while_loading() -> None:
     def with_step(self: Any, model_param: Any, tensors: dict[str, Any]) -> Any:
         group, order = self.model_param_group_index_map[model_param]
         main_param = self.optimizer.param_groups[group]["params"][order]
-        state = self.optimizer.state[main_param]
-        if "step" in state:
+        state = self.optimizer.state.get(main_param, {})
+        if "step" in state:  # of torch; the fused ones count steps in the group
             tensors = {**tensors, "step": state["step"]}
         return original(self, model_param, tensors)
 

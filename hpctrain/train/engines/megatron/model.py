@@ -5,7 +5,6 @@ Belongs here: from MegatronConfig to model chunks. Does not belong here: the opt
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -34,6 +33,7 @@ from megatron.core.transformer.transformer_config import (
 )
 
 from hpctrain.engines.megatron import BALANCE_LOSS_WEIGHT, MegatronConfig
+from hpctrain.train import software
 from hpctrain.train.device import on_cpu
 from hpctrain.train.engines.megatron.bert import build_bert
 from hpctrain.train.engines.megatron.mesh import MegatronMesh
@@ -149,7 +149,7 @@ def _build_gpt(
 def uses_transformer_engine(config: MegatronConfig) -> bool:
     """Return whether the config sets TransformerEngine; for `auto`, whether a GPU can use it."""
     if config.transformer_impl == "auto":
-        return not on_cpu() and importlib.util.find_spec("transformer_engine") is not None
+        return not on_cpu() and software.transformer_engine().imported
     return config.transformer_impl == "transformer_engine"
 
 
@@ -320,14 +320,21 @@ def _recompute_settings(config: MegatronConfig) -> dict[str, Any]:
 
 
 def _fusion_settings(config: MegatronConfig, compiled: bool) -> dict[str, Any]:
-    """Return the fused kernels: compiled ones on GPUs, hand-written ones with TransformerEngine."""
+    """Return the fused kernels: compiled ones on GPUs, hand-written ones with TransformerEngine.
+
+    The output layer is megatron-core's own also with TransformerEngine, and adds the gradient of
+    its weight with Apex's extension or not at all (tensor_parallel/layers.py). Rotary positions of
+    latent attention are fused for YaRN only (transformer_config.py, __post_init__).
+    """
     fused = uses_transformer_engine(config)
-    biased_gelu = config.activation in ("gelu", "gelu_tanh") and config.add_bias_linear
+    rotary = config.position_embedding_type == "rope" and not config.multi_latent_attention
+    # fused_bias_gelu.py approximates with tanh: not what `gelu` means
+    biased_gelu = config.activation == "gelu_tanh" and config.add_bias_linear
     return dict(
         bias_dropout_fusion=compiled,
         bias_activation_fusion=compiled and (biased_gelu or config.activation == "swiglu"),
-        gradient_accumulation_fusion=fused,
-        apply_rope_fusion=fused and config.position_embedding_type == "rope",
+        gradient_accumulation_fusion=fused and software.apex_wgrad().imported,
+        apply_rope_fusion=fused and rotary,
         masked_softmax_fusion=False,
         persist_layer_norm=fused,
     )

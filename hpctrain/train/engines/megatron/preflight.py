@@ -1,12 +1,12 @@
 """Find what megatron-core would refuse, or compute wrongly, before it is imported.
 
-Belongs here: checks of the layout and of the installed software. Does not belong here: checks for
-all engines (see `hpctrain.train.preflight`). Imports nothing heavy.
+Belongs here: checks of the layout. Does not belong here: checks for all engines (see
+`hpctrain.train.preflight`), installed software (see `hpctrain.train.software_agreement`). Imports
+nothing heavy.
 """
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 
 from hpctrain.engines.megatron import MegatronConfig
@@ -24,16 +24,9 @@ LATENT_NEEDS_ENGINE = Problem(
 def engine_problems(config: MegatronConfig, run: RunLayout) -> Iterator[Problem]:
     """Yield everything that is wrong for megatron-core."""
     yield from _layout_problems(config)
-    has_te = importlib.util.find_spec("transformer_engine") is not None
-    if config.transformer_impl == "transformer_engine" and not has_te:
-        yield Problem(
-            "transformer_impl is transformer_engine, but that is not installed",
-            hint="use `auto` or install TransformerEngine",
-            node_dependent=True,
-        )
-    if config.multi_latent_attention and (not has_te or config.transformer_impl == "local"):
+    if config.multi_latent_attention and config.transformer_impl == "local":
         yield LATENT_NEEDS_ENGINE
-    if config.context_parallel_size > 1 and (not has_te or config.transformer_impl == "local"):
+    if config.context_parallel_size > 1 and config.transformer_impl == "local":
         # dot_product_attention.py asserts context_parallel_size == 1
         yield Problem(
             "context_parallel_size above 1 needs TransformerEngine: megatron-core's "

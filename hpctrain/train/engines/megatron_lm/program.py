@@ -83,6 +83,9 @@ def run(job: Job, status: ProgramStatus, digests: DigestCheck | None = None) -> 
             (job.run.checkpoints / TRACKER_NAME).unlink(missing_ok=True)
         write_progress(job, "loading" if resume_step else "starting", resume_step)
     _prepare_environment(config, job.launch)
+    from hpctrain.train.software_agreement import agree_on_software  # imports torch
+
+    agree_on_software(job)
     publisher = CheckpointPublisher(job)
     places = Places(
         save=str(publisher.directory),

@@ -1,0 +1,160 @@
+"""Find the software and the GPUs of this rank, by importing the one and asking CUDA for the other.
+
+A library that is installed may still be unusable: another ABI, a missing symbol, no driver. All
+settings, corrections and refusals read these facts, so they cannot disagree about a library.
+Belongs here: finding the facts. Does not belong here: what follows from them (see
+`software_agreement`).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import platform
+import resource
+import shutil
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from hpctrain.store.software import Library, SoftwareFacts
+
+# Kernels that TransformerEngine chooses from, by the module that each needs; cuDNN's are part of
+# TransformerEngine itself (its pytorch/attention/dot_product_attention/utils.py).
+_ATTENTION_KERNELS = {"flash_attn": "flash-attn", "flash_attn_3": "flash-attn 3"}
+# megatron-core imports these names (tensor_parallel/layers.py, _grad_accum_fusion_available)
+_WGRAD_EXTENSION = "fused_weight_gradient_mlp_cuda"
+_COMPILERS = ("gcc", "cc", "clang")  # as triton searches them (triton/runtime/build.py)
+
+
+def raise_open_files_limit() -> int:
+    """Raise the soft limit of open files to the hard one, and return it.
+
+    gloo opens one socket to every other rank; Slurm hands on the soft limit of the login node's
+    shell, often 1024 (srun(1), --propagate).
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == hard:
+        return hard
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (OSError, ValueError):
+        return soft
+    return hard
+
+
+@functools.cache
+def transformer_engine() -> Library:
+    """Import TransformerEngine as megatron-core does; without CUDA it cannot be imported."""
+    return import_library("transformer_engine", "transformer_engine.pytorch", "transformer-engine")
+
+
+@functools.cache
+def apex_wgrad() -> Library:
+    """Import Apex's extension that adds the gradient of a weight in the matrix product."""
+    return import_library(_WGRAD_EXTENSION, _WGRAD_EXTENSION, "apex")
+
+
+@functools.cache
+def apex() -> Library:
+    """Import Apex's optimizers as megatron-core does."""
+    return import_library("apex", "apex.optimizers", "apex")
+
+
+def import_library(package: str, module: str, distribution: str) -> Library:
+    """Import `module` of a package and return its version, or the first line of the error."""
+    if importlib.util.find_spec(package) is None:
+        return Library()
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # a broken extension raises anything
+        text = f"{type(error).__name__}: {error}".splitlines()[0]
+        return Library(error=text)
+    try:
+        return Library(version=version(distribution))
+    except PackageNotFoundError:
+        own = getattr(importlib.import_module(package), "__version__", "unknown version")
+        return Library(version=str(own))
+
+
+@functools.cache
+def collect() -> SoftwareFacts:
+    """Find everything that this rank has; takes seconds where TransformerEngine is installed."""
+    engine = transformer_engine()
+    kernels = []
+    if engine.imported:
+        kernels = ["cuDNN"]
+        for module, name in _ATTENTION_KERNELS.items():
+            library = import_library(module, module, name.split(" ")[0])
+            kernels += [f"{name} {library.version}"] if library.imported else []
+    return SoftwareFacts(
+        python=platform.python_version(),
+        torch=torch.__version__,
+        cuda_build=torch.version.cuda,
+        driver=_driver(),
+        driver_cuda=_newest_cuda_of_driver(),
+        nccl=_nccl(),
+        gpus=_gpus(),
+        gpu_error=_gpu_error(),
+        megatron_core=_version("megatron-core"),
+        transformer_engine=engine,
+        attention=tuple(kernels),
+        apex_wgrad=apex_wgrad(),
+        flash_attention=import_library("flash_attn", "flash_attn", "flash-attn"),
+        triton=import_library("triton", "triton", "triton") if torch.version.cuda else Library(),
+        compiler=next(filter(None, map(shutil.which, _COMPILERS)), None),
+        open_files=raise_open_files_limit(),
+    )
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def _driver() -> str | None:
+    """Read the version of the kernel's driver (NVIDIA driver README, "The /proc Interface")."""
+    try:
+        with open("/proc/driver/nvidia/version", encoding="utf-8") as stream:
+            words = stream.readline().split()
+    except OSError:
+        return None
+    numbers = [word for word in words if word[0].isdigit() and "." in word]
+    return numbers[0] if numbers else None
+
+
+def _newest_cuda_of_driver() -> str | None:
+    """Return the newest CUDA that the driver supports; None without a driver or without CUDA.
+
+    cuDriverGetVersion: 1000 x major + 10 x minor.
+    """
+    if torch.version.cuda is None:
+        return None
+    number = torch._C._cuda_getDriverVersion()
+    return f"{number // 1000}.{number % 1000 // 10}" if number else None
+
+
+def _nccl() -> str | None:
+    if torch.version.cuda is None:
+        return None
+    return ".".join(map(str, torch.cuda.nccl.version()))
+
+
+def _gpus() -> tuple[str, ...]:
+    if not torch.cuda.is_available():
+        return ()
+    return tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+
+
+def _gpu_error() -> str | None:
+    """Return CUDA's own reason why no GPU can be used."""
+    if torch.version.cuda is None or torch.cuda.is_available():
+        return None
+    try:
+        torch.cuda.init()
+    except Exception as error:  # RuntimeError or AssertionError, by torch's version
+        return str(error).splitlines()[0]
+    return "torch.cuda.is_available() is False"

@@ -1,0 +1,282 @@
+"""Refuse software and GPUs that cannot train the run, on all ranks alike, within seconds.
+
+The ranks exchange what they have found over the launch's key-value store, before any process group
+exists: one rank without a GPU would open groups of gloo while the others open groups of NCCL, and
+all of them would wait. Rank 0 judges. Belongs here: the exchange, and what makes facts unusable.
+Does not belong here: finding them (see `software`), the file (see `hpctrain.store.software`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+from pydantic import BaseModel, ConfigDict
+from torch.distributed import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from hpctrain.engines.training import TrainConfig
+from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.store.software import SoftwareFacts, SoftwareRecord, write_software
+from hpctrain.train import software
+from hpctrain.train.device import gpu_ids, gpu_index
+from hpctrain.train.faults import RefusedElsewhereError
+from hpctrain.train.job import Job
+from hpctrain.train.storage import outlast
+
+# Sockets and files that a rank needs beside one socket to each other rank.
+_OTHER_FILES = 256
+_CUDA_HINT = (
+    "install a torch for the driver's CUDA (https://pytorch.org/get-started), or update the driver"
+)
+_NO_GPU_HINT = (
+    "compare `srun nvidia-smi` in such a job; a container needs the driver (apptainer --nv); "
+    "a cluster without GPUs says `gpu.emulated: true` in its profile"
+)
+
+
+class RankSoftware(BaseModel):
+    """The facts of one rank; `gpu_ids` identifies the GPUs that it sees."""
+
+    model_config = ConfigDict(frozen=True)
+
+    rank: int
+    local_rank: int
+    node: str
+    facts: SoftwareFacts
+    gpu_ids: tuple[str, ...] = ()
+
+
+class Refusal(BaseModel):
+    """One problem, the nodes that have it, and whether others do not."""
+
+    model_config = ConfigDict(frozen=True)
+
+    message: str
+    hint: str | None
+    nodes: tuple[str, ...]
+    everywhere: bool
+
+
+class _Judgement(BaseModel):
+    """What rank 0 answers to all ranks."""
+
+    refusals: tuple[Refusal, ...]
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a run needs of the software: `cuda` GPUs, and a library because of `engine_reason`."""
+
+    cuda: bool
+    world_size: int
+    compiles: bool = False
+    engine_reason: str | None = None
+
+
+def needs_of(config: TrainConfig) -> Needs:
+    """Read from the trainer's configuration what the run needs."""
+    cuda = config.accelerator == "cuda"
+    return Needs(
+        cuda=cuda,
+        world_size=config.world_size,
+        compiles=cuda and config.compiles_kernels,
+        engine_reason=config.needs_transformer_engine,
+    )
+
+
+def agree_on_software(job: Job) -> None:
+    """Exchange the facts of all ranks, and record them; a collective call.
+
+    Raises InvalidInputError on the ranks of the nodes that have a problem, RefusedElsewhereError on
+    the others.
+    """
+    own = RankSoftware(
+        rank=job.launch.rank,
+        local_rank=job.launch.local_rank,
+        node=job.launch.node,
+        facts=software.collect(),
+        gpu_ids=gpu_ids(),
+    )
+    timeout = timedelta(seconds=job.config.startup_timeout_seconds)
+    url = f"env://?rank={job.launch.rank}&world_size={job.launch.world_size}"
+    store, _, _ = next(rendezvous(url, timeout=timeout))
+    # the server of this store ends with the object, and init_process_group joins the same one
+    _kept_stores.append(store)
+    judgement = _exchange(own, PrefixStore("hpctrain/software", store), job)
+    refuse(judgement.refusals, job.launch.node)
+
+
+_kept_stores: list[Store] = []
+
+
+def _exchange(own: RankSoftware, store: Store, job: Job) -> _Judgement:
+    """Send the facts to rank 0 and wait for its judgement."""
+    store.set(f"rank/{own.rank}", own.model_dump_json())
+    if not job.launch.leads:
+        return _Judgement.model_validate_json(store.get("judgement"))
+    keys = [f"rank/{rank}" for rank in range(job.launch.world_size)]
+    ranks = [RankSoftware.model_validate_json(text) for text in map(store.get, keys)]
+    judgement = _Judgement(refusals=tuple(judge(ranks, needs_of(job.config))))
+    store.set("judgement", judgement.model_dump_json())
+    outlast(job.run, lambda: write_software(job.run, records_of(ranks, job.launch.epoch)))
+    return judgement
+
+
+def refuse(refusals: Sequence[Refusal], node: str) -> None:
+    """Raise what concerns this node; every node raises something if there is a refusal."""
+    if not refusals:
+        return
+    problems = [
+        Problem(
+            refusal.message
+            if refusal.everywhere
+            else f"on {', '.join(refusal.nodes[:8])}: {refusal.message}",
+            hint=refusal.hint,
+            node_dependent=not refusal.everywhere,
+        )
+        for refusal in refusals
+        if refusal.everywhere or node in refusal.nodes
+    ]
+    if problems:
+        raise InvalidInputError(problems)
+    first = refusals[0]
+    raise RefusedElsewhereError(f"on {', '.join(first.nodes[:8])}: {first.message}")
+
+
+def records_of(ranks: Iterable[RankSoftware], epoch: int) -> list[SoftwareRecord]:
+    """Group ranks by equal facts, in the order of the first rank of each group."""
+    groups: dict[SoftwareFacts, list[RankSoftware]] = {}
+    for rank in ranks:
+        groups.setdefault(rank.facts, []).append(rank)
+    return [
+        SoftwareRecord(
+            epoch=epoch,
+            nodes=tuple(dict.fromkeys(member.node for member in members)),
+            ranks=len(members),
+            facts=facts,
+        )
+        for facts, members in groups.items()
+    ]
+
+
+# -- judging: pure ---------------------------------------------------------------------------------
+
+
+def judge(ranks: Sequence[RankSoftware], needs: Needs) -> Iterator[Refusal]:
+    """Find what makes the launch impossible; a problem of all nodes is one refusal."""
+    nodes_of_all = {rank.node for rank in ranks}
+    found: dict[tuple[str, str | None], dict[str, None]] = {}
+    for rank in ranks:
+        for problem in _problems_of_rank(rank.facts, needs):
+            found.setdefault(problem, {})[rank.node] = None
+    for (message, hint), nodes in found.items():
+        yield Refusal(
+            message=message,
+            hint=hint,
+            nodes=tuple(nodes),
+            everywhere=len(nodes) == len(nodes_of_all),
+        )
+    yield from _shared_gpus(ranks)
+    yield from _differences(ranks)
+
+
+def _problems_of_rank(facts: SoftwareFacts, needs: Needs) -> Iterator[tuple[str, str | None]]:
+    """Yield (message, hint) of everything that a rank lacks."""
+    if needs.cuda:
+        problem = _gpu_problem(facts)
+        if problem is not None:
+            yield problem
+            return  # everything else follows from it: TransformerEngine needs CUDA, too
+    engine = facts.transformer_engine
+    if needs.engine_reason is not None and not engine.imported:
+        yield (
+            f"{needs.engine_reason} needs TransformerEngine: {engine}",
+            "install `transformer-engine[pytorch]` or train in a container that has it; without it "
+            "set `software.transformer_engine: false` in the profile, and plan anew",
+        )
+    if needs.compiles and not facts.triton.imported:
+        yield (
+            f"torch compiles megatron-core's fused kernels with triton: {facts.triton}",
+            "install the triton of this torch",
+        )
+    elif needs.compiles and facts.compiler is None:
+        yield (
+            "triton needs a C compiler for megatron-core's fused kernels: none is in PATH",
+            "load a module with gcc, or train in a container that has it",
+        )
+    least = needs.world_size + _OTHER_FILES
+    if facts.open_files < least:
+        yield (
+            f"at most {facts.open_files} open files are allowed, and {needs.world_size} ranks need "
+            f"{least}",
+            "raise the hard limit for Slurm's steps (LimitNOFILE of slurmd, limits.conf)",
+        )
+
+
+def _gpu_problem(facts: SoftwareFacts) -> tuple[str, str | None] | None:
+    if facts.cuda_build is None:
+        return (
+            f"torch {facts.torch} is built without CUDA, and the run needs GPUs",
+            f"{_CUDA_HINT}; a cluster without GPUs says `gpu.emulated: true` in its profile",
+        )
+    if facts.driver_cuda is not None and _major(facts.driver_cuda) < _major(facts.cuda_build):
+        return (
+            f"the driver {facts.driver or ''} supports CUDA {facts.driver_cuda}, and torch "
+            f"{facts.torch} is built for CUDA {facts.cuda_build}",
+            _CUDA_HINT,
+        )
+    if not facts.gpus:
+        reason = f": {facts.gpu_error}" if facts.gpu_error else ""
+        return (f"torch {facts.torch} finds no GPU{reason}", _NO_GPU_HINT)
+    return None
+
+
+def _shared_gpus(ranks: Sequence[RankSoftware]) -> Iterator[Refusal]:
+    """Find nodes where two ranks would compute on one GPU, for example because one is gone."""
+    taken: dict[tuple[str, str], list[RankSoftware]] = {}
+    for rank in ranks:
+        if rank.gpu_ids:
+            chosen = rank.gpu_ids[gpu_index(rank.local_rank, len(rank.gpu_ids))]
+            taken.setdefault((rank.node, chosen), []).append(rank)
+    sharing = {node: members for (node, _), members in taken.items() if len(members) > 1}
+    tasks = Counter(rank.node for rank in ranks)
+    for node, members in sharing.items():
+        numbers = " and ".join(str(member.rank) for member in members[:2])
+        yield Refusal(
+            message=f"{len(members[0].gpu_ids)} GPUs are visible to the {tasks[node]} ranks of the "
+            f"node: ranks {numbers} would share one",
+            hint="the node may have lost a GPU (`nvidia-smi -L`), or `gpu.per_node` is wrong",
+            nodes=(node,),
+            everywhere=len(tasks) == 1,
+        )
+
+
+def _major(version: str) -> int:
+    return int(version.split(".")[0])
+
+
+def _differences(ranks: Sequence[RankSoftware]) -> Iterator[Refusal]:
+    """Find nodes whose libraries are not those of most nodes: their numbers would differ."""
+    read: Mapping[str, Callable[[SoftwareFacts], str | None]] = {
+        "torch": lambda facts: facts.torch,
+        "megatron-core": lambda facts: facts.megatron_core,
+        "TransformerEngine": lambda facts: facts.transformer_engine.version,
+    }
+    for name, value_of in read.items():
+        nodes: dict[str, set[str]] = {}
+        for rank in ranks:
+            nodes.setdefault(value_of(rank.facts) or "none", set()).add(rank.node)
+        if len(nodes) < 2:
+            continue
+        usual = max(nodes, key=lambda value: len(nodes[value]))
+        others = sorted(set().union(*(nodes[value] for value in nodes if value != usual)))
+        versions = ", ".join(sorted(value for value in nodes if value != usual))
+        yield Refusal(
+            message=f"{name} is {versions} there, and {usual} on the other nodes",
+            hint="install the same software on all nodes",
+            nodes=tuple(others),
+            everywhere=False,
+        )
