@@ -100,6 +100,9 @@ def agree_on_software(job: Job) -> None:
         facts=software.collect(),
         gpu_ids=gpu_ids(),
     )
+    if job.launch.world_size == 1:
+        refuse(_judge_as_leader([own], job).refusals, job.launch.node)
+        return
     timeout = timedelta(seconds=job.config.startup_timeout_seconds)
     url = f"env://?rank={job.launch.rank}&world_size={job.launch.world_size}"
     store, _, _ = next(rendezvous(url, timeout=timeout))
@@ -119,10 +122,15 @@ def _exchange(own: RankSoftware, store: Store, job: Job) -> _Judgement:
         return _Judgement.model_validate_json(store.get("judgement"))
     keys = [f"rank/{rank}" for rank in range(job.launch.world_size)]
     ranks = [RankSoftware.model_validate_json(text) for text in map(store.get, keys)]
-    judgement = _Judgement(refusals=tuple(judge(ranks, needs_of(job.config))))
+    judgement = _judge_as_leader(ranks, job)
     store.set("judgement", judgement.model_dump_json())
-    outlast(job.run, lambda: write_software(job.run, records_of(ranks, job.launch.epoch)))
     return judgement
+
+
+def _judge_as_leader(ranks: Sequence[RankSoftware], job: Job) -> _Judgement:
+    """Record the facts of all ranks and judge them."""
+    outlast(job.run, lambda: write_software(job.run, records_of(ranks, job.launch.epoch)))
+    return _Judgement(refusals=tuple(judge(ranks, needs_of(job.config))))
 
 
 def refuse(refusals: Sequence[Refusal], node: str) -> None:

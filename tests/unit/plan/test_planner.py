@@ -15,6 +15,7 @@ from hpctrain.plan.request import PlanRequest
 from hpctrain.plan.search.hints import nearest_fits
 from hpctrain.plan.search.layouts import Found, search
 from hpctrain.plan.search.space import freedom_of
+from hpctrain.spec.loader import find_profile, load_profile
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec
 
@@ -259,8 +260,23 @@ def test_tp_beyond_nvlink_is_warned_about() -> None:
 def test_context_parallelism_needs_transformer_engine() -> None:
     spec = run_spec(gpus=4, parallel=dict(cp=2), engine={"implementation": "local"})
     assert "needs TransformerEngine" in str(refusal(spec))
-    plan = make_plan(run_spec(gpus=4, parallel=dict(cp=2)), cluster())
-    assert any("needs TransformerEngine" in warning for warning in plan.warnings)
+    assert make_plan(run_spec(gpus=4, parallel=dict(cp=2)), cluster()).layout.cp == 2
+
+
+def test_auto_is_planned_as_what_the_profile_promises() -> None:
+    spec, small = run_spec(gpus=4, parallel=dict(cp=2)), run_spec(gpus=4)
+    without = cluster(software={"transformer_engine": False})
+    plan, other = make_plan(small, cluster()), make_plan(small, without)
+    assert (plan.implementation, other.implementation) == ("transformer_engine", "local")
+    assert other.memory[0].activations_bytes > plan.memory[0].activations_bytes
+    with pytest.raises(DoesNotFitError, match="cp 2 needs TransformerEngine"):
+        make_plan(spec, without)
+
+
+def test_emulated_gpus_have_no_transformer_engine() -> None:
+    plan = make_plan(run_spec(gpus=4), load_profile(find_profile("sandbox")).document)
+    assert (plan.accelerator, plan.implementation) == ("cpu", "local")
+    assert make_plan(run_spec(gpus=4), cluster()).accelerator == "cuda"
 
 
 def test_interleaving_over_two_stages_says_that_transfers_overlap() -> None:

@@ -73,6 +73,7 @@ def test_the_checks_do_without_torch() -> None:
     assert done.stdout == "[]\n"
 
 
+LOCAL = dict(transformer_impl="local")
 INTERLEAVED = dict(virtual_pipeline_model_parallel_size=2, pipeline_layer_split=((1, 1), (1, 1)))
 
 EXPERTS = dict(num_moe_experts=4, expert_model_parallel_size=2, sequence_parallel=True)
@@ -97,9 +98,8 @@ def test_good_experts_pass(tmp_path: Path) -> None:
         (dict(INTERLEAVED, global_batch_size=6), "microbatches divisible by pp 2, got 3"),
         (dict(lr_warmup_steps=6), "lr_warmup_steps 6 must be below"),
         (dict(min_lr=1.0), "min_lr 1 is above lr 0.001"),
-        (dict(context_parallel_size=2, world=8), "needs TransformerEngine"),
-        (dict(transformer_impl="transformer_engine"), "not installed"),
-        (dict(multi_latent_attention=True), "latent attention needs TransformerEngine"),
+        (dict(LOCAL, context_parallel_size=2, world=8), "needs TransformerEngine"),
+        (dict(LOCAL, multi_latent_attention=True), "latent attention needs TransformerEngine"),
         (dict(expert_model_parallel_size=2), "above 1 needs num_moe_experts"),
         (dict(EXPERTS, expert_model_parallel_size=3), "3 does not divide tp x cp x dp = 2"),
         (dict(EXPERTS, num_moe_experts=3), "num_moe_experts 3 is not divisible by ep 2"),
@@ -163,7 +163,6 @@ def test_train_json_is_read_with_all_its_problems(tmp_path: Path) -> None:
     ("changes", "node_dependent"),
     [
         (dict(data_blend=((1.0, "/nowhere/data"),)), True),
-        (dict(transformer_impl="transformer_engine"), True),
         (dict(min_lr=1.0), False),
         (dict(data_blend=((1.0, "/nowhere/data"),), min_lr=1.0), False),
     ],
