@@ -44,6 +44,7 @@ from hpctrain.supervise.catalogue import load_signatures
 
 if TYPE_CHECKING:
     from hpctrain.plan.request import Knowledge
+    from hpctrain.spec.catalogue import Gpu, GpuVariable
 
 NODE_LEDGER_NAME = "nodes.jsonl"
 PROFILE_PATH_VARIABLE = "HPCTRAIN_PROFILE_PATH"
@@ -143,7 +144,12 @@ def prepare(
     refuse_untrainable(loaded_spec, plan)
     run_id = new_run_id(runs, document.name, loaded_spec.digest, loaded_profile.digest)
     facts = ScriptFacts(
-        run_id, run_comment(run_id), loaded_spec.digest, loaded_profile.digest, python
+        run_id,
+        run_comment(run_id),
+        loaded_spec.digest,
+        loaded_profile.digest,
+        python,
+        _gpu_variables(knowledge.gpu, plan),
     )
     peak = site.gpu.peak.get(plan.precision)
     absolute = _with_scratch(_with_absolute_paths(document), loaded_spec, site)
@@ -164,6 +170,15 @@ def prepare(
         smaller=smaller,
         signatures=load_signatures(profile_search_path()).to_json(),
     )
+
+
+def _gpu_variables(gpu: Gpu | None, plan: Plan) -> tuple[GpuVariable, ...]:
+    """Select the catalogue's variables for this GPU, engine and layout."""
+    if gpu is None:
+        return ()
+    model_parallel = plan.layout.tp * plan.layout.cp > 1
+    catalogue = load_catalogue(profile_search_path())
+    return catalogue.variables_for(gpu, plan.engine, model_parallel=model_parallel)
 
 
 def with_free_run_id(prepared: Prepared, runs: Path) -> Prepared:

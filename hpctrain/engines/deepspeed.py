@@ -45,6 +45,10 @@ class DeepSpeedConfig(ModuleConfig):
     parallel_order: Order = DEFAULT_ORDER
 
     @property
+    def computes_on_host(self) -> bool:
+        return self.offload_optimizer != "none"
+
+    @property
     def pipelines_near(self) -> bool:
         return bool(self.pipeline_stages) and self.parallel_order != DEFAULT_ORDER
 

@@ -37,6 +37,10 @@ class MegatronLmConfig(MegatronConfig):
     optimizer_cpu_offload: bool = False
 
     @property
+    def computes_on_host(self) -> bool:
+        return self.optimizer_cpu_offload
+
+    @property
     def needed_paths(self) -> tuple[str, ...]:
         """The program in the checkout."""
         return (str(PurePath(self.checkout, self.entry)),)

@@ -32,6 +32,10 @@ class NativeConfig(ModuleConfig):
     node_size: int = 1
 
     @property
+    def computes_on_host(self) -> bool:
+        return self.cpu_offload
+
+    @property
     def layout_words(self) -> str:
         copies = self.data_parallel_size // self.shard_size
         return f"dp {self.data_parallel_size} · shard {self.shard_size} · copies {copies}"

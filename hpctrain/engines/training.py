@@ -100,6 +100,11 @@ class TrainConfig(Document):
         return ()
 
     @property
+    def computes_on_host(self) -> bool:
+        """Whether the optimizer computes on the CPUs of the node."""
+        return False
+
+    @property
     def compiles_kernels(self) -> bool:
         """Whether torch compiles kernels for GPUs when the run starts."""
         return False

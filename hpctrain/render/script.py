@@ -10,6 +10,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.plan.documents import DEFAULT_ORDER, Plan
@@ -29,6 +30,9 @@ from hpctrain.spec.profile import INTERFACE_VARIABLES, ClusterProfile, Partition
 from hpctrain.spec.run import RunSpec
 from hpctrain.units import Duration
 from hpctrain.version import __version__
+
+if TYPE_CHECKING:
+    from hpctrain.spec.catalogue import GpuVariable
 
 _LOG = "logs/slurm-%j.out"
 # The only variables that the job inherits from the submitting shell.
@@ -62,13 +66,18 @@ class Variable:
 
 @dataclass(frozen=True)
 class ScriptFacts:
-    """Inputs of rendering besides spec, profile and plan; `comment` is the job's comment."""
+    """Inputs of rendering besides spec, profile and plan.
+
+    `comment` is the job's comment; `gpu_variables` are those that the catalogue lists for the
+    cluster's GPU, this engine and this layout.
+    """
 
     run_id: str
     comment: str
     spec_digest: str
     profile_digest: str
     python: str
+    gpu_variables: tuple[GpuVariable, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -128,7 +137,7 @@ def build_script(spec: RunSpec, profile: ClusterProfile, plan: Plan, facts: Scri
         layout=_layout(plan),
         directives=_directives(spec, profile, plan, partition, facts),
         modules=_modules(profile),
-        variables=_variables(spec, profile, plan),
+        variables=_variables(spec, profile, plan, facts),
         start_note=start.note,
         task_kind=start.task_kind,
         signal_note=_comment(f"{lead.sentence}."),
@@ -138,7 +147,7 @@ def build_script(spec: RunSpec, profile: ClusterProfile, plan: Plan, facts: Scri
         ),
         failures_without_progress=spec.supervise.failures_without_progress,
         supervisor=(python, "-m", "hpctrain.supervise", "--run-directory", "."),
-        srun=_srun(spec, profile, plan, start),
+        srun=_srun(spec, profile, plan, facts, start),
         container_mounts=pyxis.mounts if pyxis else None,
         trainer=_trainer(profile, python, start),
     )
@@ -247,11 +256,14 @@ def _modules(profile: ClusterProfile) -> tuple[tuple[str, ...], ...]:
     return (*commands, ("module", "list"))
 
 
-def _variables(spec: RunSpec, profile: ClusterProfile, plan: Plan) -> tuple[Variable, ...]:
+def _variables(
+    spec: RunSpec, profile: ClusterProfile, plan: Plan, facts: ScriptFacts
+) -> tuple[Variable, ...]:
     """List the exported variables, the site's first.
 
-    A variable of the spec replaces the site's, and one that the site lists replaces what follows
-    from `network.interface`. Nodes have to reach each other only if there are several.
+    A variable of the spec replaces the site's, and one that the site lists replaces the GPU
+    catalogue's and what follows from `network.interface`. Nodes have to reach each other only if
+    there are several.
     """
     interface = profile.network.interface if plan.nodes.nodes > 1 else None
     site = {
@@ -263,6 +275,9 @@ def _variables(spec: RunSpec, profile: ClusterProfile, plan: Plan) -> tuple[Vari
         reason = "network.interface of the profile: all nodes reach each other over it"
         for name in INTERFACE_VARIABLES:
             site.setdefault(name, Variable(name, interface, reason))
+    for wanted in facts.gpu_variables:
+        reason = printable_line(wanted.reason)
+        site.setdefault(wanted.name, Variable(wanted.name, wanted.value, reason))
     own = spec.environment.variables
     return (
         *(variable for name, variable in site.items() if name not in own),
@@ -271,14 +286,18 @@ def _variables(spec: RunSpec, profile: ClusterProfile, plan: Plan) -> tuple[Vari
     )
 
 
-def _srun(spec: RunSpec, profile: ClusterProfile, plan: Plan, start: SrunTasks) -> tuple[str, ...]:
+def _srun(
+    spec: RunSpec, profile: ClusterProfile, plan: Plan, facts: ScriptFacts, start: SrunTasks
+) -> tuple[str, ...]:
     """List the arguments of srun, up to the options that the template adds."""
     arguments = [
         "srun",
         f"--nodes={plan.nodes.nodes}",
         f"--ntasks={start.tasks}",
         f"--ntasks-per-node={start.tasks_per_node}",
-        "--distribution=block",
+        # Ranks in order over nodes and, within a node, over sockets: srun(1) deals CPUs out to the
+        # sockets in turn by default, which takes every other rank away from its GPU.
+        "--distribution=block:block",
         "--export=ALL",
         "--mpi=none",
         # The supervisor ends the step itself after it has found out which rank failed first;
@@ -288,10 +307,13 @@ def _srun(spec: RunSpec, profile: ClusterProfile, plan: Plan, start: SrunTasks) 
     ]
     # Not inherited from sbatch since 22.05 (srun(1)).
     arguments.append(f"--cpus-per-task={_cpus_per_gpu(spec, profile) * start.gpus_per_task}")
+    if profile.slurm.gpu_request == "gpus-per-task":
+        # Otherwise each task sees its own GPU only, and CUDA reaches no peer of the same node.
+        arguments.append("--gpu-bind=none")
     container = profile.software.container
     if container is not None and container.launcher == "pyxis":
         arguments.append(f"--container-image={container.image}")
-        names = [variable.name for variable in _variables(spec, profile, plan)]
+        names = [variable.name for variable in _variables(spec, profile, plan, facts)]
         names.extend(spec.environment.inherit)
         arguments.append(f"--container-env={','.join((*names, *_TRAINER_VARIABLES))}")
         arguments.append("--no-container-mount-home")

@@ -48,8 +48,14 @@ from hpctrain.train.faults import (
 )
 from hpctrain.train.job import Job, read_config
 from hpctrain.train.launchers.nsight import run_under_nsight
+from hpctrain.train.placement import place_rank
 from hpctrain.train.preflight import check
-from hpctrain.train.rank_environment import Launch, quiet_defaults, read_launch
+from hpctrain.train.rank_environment import (
+    Launch,
+    host_threads,
+    quiet_defaults,
+    read_launch,
+)
 from hpctrain.train.saving.digest_check import DigestCheck, start_digest_check
 from hpctrain.train.stacks import StackDump, flight_recorder, open_stack_dump
 from hpctrain.train.startup_stop import StartupStop
@@ -281,9 +287,7 @@ def _train(job: Job, ending: _Ending) -> Outcome:
     digests = _confirmed(
         job, lambda: _refuse_damaged(job), BadCheckpointError, UnreadableCheckpointError
     )
-    os.environ.update(quiet_defaults(job.config.engine) | flight_recorder(job.run, job.launch))
-    if job.config.accelerator == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # GPUs of this machine are not the run's
+    _prepare_process(job)
     program = abilities_of(job.config.engine).program
     if program is not None:
         # the engine trains with an external program
@@ -304,6 +308,22 @@ def _train(job: Job, ending: _Ending) -> Outcome:
         outlast(job.run, lambda: _mark_done(job, loop.position.step))
     loop.control.barrier()
     return outcome
+
+
+def _prepare_process(job: Job) -> None:
+    """Set everything that has to be set before torch is imported."""
+    config, threads = job.config, 1
+    if config.accelerator == "cuda":
+        threads = host_threads() if config.computes_on_host else 1
+        if place_rank(job.launch.local_rank) == "far":
+            cpus = len(os.sched_getaffinity(0))
+            rank = f"rank {job.launch.rank} on {job.launch.node}"
+            print(f"{rank}: none of its {cpus} CPUs is near its GPU: see docs/gpu.md", flush=True)
+    elif config.accelerator == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # GPUs of this machine are not the run's
+    os.environ.update(
+        quiet_defaults(config.engine, host_threads=threads) | flight_recorder(job.run, job.launch)
+    )
 
 
 def _confirmed(

@@ -68,14 +68,29 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
 
 
 def quiet_defaults(
-    engine: str = DEFAULT_ENGINE, environment: Mapping[str, str] = os.environ
+    engine: str = DEFAULT_ENGINE,
+    environment: Mapping[str, str] = os.environ,
+    *,
+    host_threads: int = 1,
 ) -> dict[str, str]:
     """Return variables to set before torch is imported, except those that the user has set.
 
-    One OpenMP thread per rank: the GPU does the work, and on a CPU the ranks share the cores.
+    `host_threads`: OpenMP threads of the rank, 1 unless its optimizer computes on the host: the GPU
+    does the work, and without GPUs the ranks share the cores. GPUs are numbered by their address,
+    as `placement` numbers them.
     """
-    wanted = {"OMP_NUM_THREADS": "1", **abilities_of(engine).environment}
+    wanted = {
+        "OMP_NUM_THREADS": str(host_threads),
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        **abilities_of(engine).environment,
+    }
     return {name: value for name, value in wanted.items() if name not in environment}
+
+
+def host_threads(environment: Mapping[str, str] = os.environ) -> int:
+    """Return the CPUs that this rank has for itself: its mask, shared with ranks of one agent."""
+    sharing = int(environment.get("LOCAL_WORLD_SIZE") or 1)  # torchelastic: one task for all ranks
+    return max(1, len(os.sched_getaffinity(0)) // sharing)
 
 
 def _number(environment: Mapping[str, str], *names: str, default: str | None = None) -> int:

@@ -16,8 +16,10 @@ from pydantic import Field, model_validator
 
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.spec.document import Document
+from hpctrain.spec.engines.registry import EngineName
 from hpctrain.spec.fields import nearest
 from hpctrain.spec.profile import ClusterProfile
+from hpctrain.spec.run import VariableName
 from hpctrain.units import Bandwidth, ByteSize, FlopRate, short_bytes
 
 Generation = Literal["volta", "ampere", "ada", "hopper", "blackwell", "cdna2", "cdna3", "other"]
@@ -52,10 +54,35 @@ class Gpu(Document):
     source: str = Field(min_length=3, description="Data sheet that the figures come from")
 
 
+class GpuVariable(Document):
+    """One environment variable that training on GPUs of a generation wants, and why."""
+
+    name: VariableName = Field(description="Name of the variable")
+    value: str = Field(description="Text, so put numbers in quotes")
+    reason: str = Field(min_length=3, description="Why it is set")
+    generations: tuple[Generation, ...] = Field(min_length=1, description="On GPUs of these")
+    engines: tuple[EngineName, ...] = Field((), description="For these engines; default: for all")
+    layout: Literal["any", "model_parallel", "data_parallel"] = Field(
+        "any", description="model_parallel: where tp or cp is above 1; data_parallel: where not"
+    )
+
+    def concerns(self, gpu: Gpu, engine: str, *, model_parallel: bool) -> bool:
+        """Tell whether a run of this engine wants it; `model_parallel`: tp or cp is above 1."""
+        layouts = ("any", "model_parallel" if model_parallel else "data_parallel")
+        return (
+            gpu.generation in self.generations
+            and (not self.engines or engine in self.engines)
+            and self.layout in layouts
+        )
+
+
 class GpuCatalogue(Document):
     """All known GPUs; of several that a name fits equally well, the first one is meant."""
 
     gpus: tuple[Gpu, ...] = Field(description="The GPUs")
+    variables: tuple[GpuVariable, ...] = Field(
+        (), description="Environment variables by generation; a profile's own come first"
+    )
 
     @model_validator(mode="after")
     def _unique_names(self) -> Self:
@@ -68,10 +95,25 @@ class GpuCatalogue(Document):
     def names(self) -> tuple[str, ...]:
         return tuple(gpu.name for gpu in self.gpus)
 
+    def variables_for(
+        self, gpu: Gpu, engine: str, *, model_parallel: bool
+    ) -> tuple[GpuVariable, ...]:
+        """List the variables that a run of `engine` wants on this GPU.
+
+        `model_parallel`: tp or cp is above 1.
+        """
+        return tuple(
+            variable
+            for variable in self.variables
+            if variable.concerns(gpu, engine, model_parallel=model_parallel)
+        )
+
     def extended(self, others: GpuCatalogue) -> GpuCatalogue:
-        """This catalogue with the GPUs of `others` before its own, in place of the same names."""
+        """This catalogue with what `others` lists before its own, in place of the same names."""
         kept = tuple(gpu for gpu in self.gpus if gpu.name not in others.names)
-        return GpuCatalogue(gpus=(*others.gpus, *kept))
+        named = {variable.name for variable in others.variables}
+        variables = tuple(variable for variable in self.variables if variable.name not in named)
+        return GpuCatalogue(gpus=(*others.gpus, *kept), variables=(*others.variables, *variables))
 
 
 def match_gpu(catalogue: GpuCatalogue, name: str, memory_bytes: float | None = None) -> Gpu | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from hpctrain.plan.planner import make_plan
 from hpctrain.render.script import ScriptFacts, build_script
 from hpctrain.render.template import render_script
+from hpctrain.spec.catalogue import GpuVariable
 from hpctrain.spec.loader import find_profile, load_profile, load_run_spec
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec
@@ -39,6 +40,13 @@ def profile_with(**section: dict[str, object]) -> ClusterProfile:
     return changed
 
 
-def render(spec: RunSpec = SPEC, profile: ClusterProfile = PROFILE, *, python: str = PYTHON) -> str:
-    facts = ScriptFacts("gpt-tiny-0000", "hpctrain:gpt-tiny-0000", "a" * 64, "b" * 64, python)
+def render(
+    spec: RunSpec = SPEC,
+    profile: ClusterProfile = PROFILE,
+    *,
+    python: str = PYTHON,
+    gpu_variables: tuple[GpuVariable, ...] = (),
+) -> str:
+    digests = ("a" * 64, "b" * 64)
+    facts = ScriptFacts("gpt-tiny-0000", "hpctrain:gpt-tiny-0000", *digests, python, gpu_variables)
     return render_script(build_script(spec, profile, make_plan(spec, profile), facts))

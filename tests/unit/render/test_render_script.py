@@ -7,7 +7,8 @@ import re
 import pytest
 from specimen_scripts import PROFILE, ROOT, profile_with, render, spec_with
 
-from hpctrain.spec.loader import find_profile, load_profile, load_run_spec
+from hpctrain.spec.catalogue import find_gpu
+from hpctrain.spec.loader import find_profile, load_catalogue, load_profile, load_run_spec
 from hpctrain.spec.profile import FabricVariable
 
 A100 = load_profile(find_profile("a100x64")).document
@@ -82,13 +83,62 @@ def test_a_variable_of_the_spec_replaces_the_sites() -> None:
     assert script.count("export OMP_NUM_THREADS=") == 1 and "export OMP_NUM_THREADS=4" in script
 
 
+SHARDED = spec_with(engine={"name": "fsdp"}, parallel={"tp": 1, "pp": 1}, resources={"gpus": 4})
+
+
 def test_a_variable_of_one_engine_is_not_in_scripts_of_others() -> None:
-    """Megatron wants kernels in launch order, with which FSDP overlaps less."""
-    line = "export CUDA_DEVICE_MAX_CONNECTIONS=1"
-    sharded = spec_with(engine={"name": "fsdp"}, parallel={"tp": 1, "pp": 1}, resources={"gpus": 4})
-    profile = profile_with().model_copy(update={"environment": A100.environment})
-    assert line in render(profile=profile) and line not in render(sharded, profile)
-    assert "export NCCL_DEBUG=WARN" in render(sharded, profile)
+    own = FabricVariable(name="OWN", value="1", reason="for one engine", engines=("megatron",))
+    profile = profile_with().model_copy(update={"environment": (*A100.environment, own)})
+    assert "export OWN=1" in render(profile=profile)
+    assert "export OWN=1" not in render(SHARDED, profile)
+    assert "export NCCL_DEBUG=WARN" in render(SHARDED, profile)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "engine", "model_parallel", "connections"),
+    [
+        ("a100", "megatron", True, "1"),
+        ("h100", "megatron", False, "8"),
+        ("b200", "megatron", True, "32"),
+        ("gb200", "megatron-lm", False, "32"),
+        ("h100", "fsdp", False, None),
+    ],
+)
+def test_the_catalogue_sets_what_a_generation_wants(
+    gpu: str, engine: str, model_parallel: bool, connections: str | None
+) -> None:
+    catalogue = load_catalogue()
+    found = catalogue.variables_for(find_gpu(catalogue, gpu), engine, model_parallel=model_parallel)
+    values = {variable.name: variable.value for variable in found}
+    assert len(values) == len(found), "each variable once"
+    assert values.get("CUDA_DEVICE_MAX_CONNECTIONS") == connections
+    assert values["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    assert ("NVTE_FWD_LAYERNORM_SM_MARGIN" in values) == (engine != "fsdp" and gpu != "a100")
+
+
+def test_profile_and_spec_win_over_the_catalogue() -> None:
+    catalogue = load_catalogue()
+    wanted = catalogue.variables_for(find_gpu(catalogue, "h100"), "megatron", model_parallel=True)
+    script = render(gpu_variables=wanted)
+    assert "export CUDA_DEVICE_MAX_CONNECTIONS=1" in script
+    site = FabricVariable(name="CUDA_DEVICE_MAX_CONNECTIONS", value="4", reason="of the site")
+    profile = PROFILE.model_copy(update={"environment": (site,)})
+    script = render(profile=profile, gpu_variables=wanted)
+    assert script.count("export CUDA_DEVICE_MAX_CONNECTIONS=") == 1
+    assert "# of the site\nexport CUDA_DEVICE_MAX_CONNECTIONS=4" in script
+    own = spec_with(environment={"variables": {"CUDA_DEVICE_MAX_CONNECTIONS": "2"}})
+    script = render(own, profile, gpu_variables=wanted)
+    assert script.count("export CUDA_DEVICE_MAX_CONNECTIONS=") == 1
+    assert "export CUDA_DEVICE_MAX_CONNECTIONS=2" in script
+
+
+def test_ranks_are_dealt_out_to_sockets_in_order() -> None:
+    assert "--distribution=block:block" in render()
+
+
+def test_a_gpu_for_each_task_hides_no_peer() -> None:
+    per_task = profile_with(slurm={"gpu_request": "gpus-per-task"})
+    assert "--gpu-bind=none" in render(profile=per_task) and "--gpu-bind" not in render()
 
 
 def exports(script: str) -> list[str]:

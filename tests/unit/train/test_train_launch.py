@@ -12,7 +12,7 @@ import pytest
 from hpctrain.errors import InvalidInputError
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.requests import is_requested
-from hpctrain.train.rank_environment import Launch, quiet_defaults, read_launch
+from hpctrain.train.rank_environment import Launch, host_threads, quiet_defaults, read_launch
 
 SLURM = {
     "SLURM_PROCID": "5",
@@ -61,6 +61,16 @@ def test_what_the_supervisor_tells() -> None:
 def test_the_user_may_choose_the_number_of_threads() -> None:
     assert quiet_defaults("ddp", {})["OMP_NUM_THREADS"] == "1"
     assert "OMP_NUM_THREADS" not in quiet_defaults("ddp", {"OMP_NUM_THREADS": "8"})
+    assert quiet_defaults("ddp", {}, host_threads=16)["OMP_NUM_THREADS"] == "16"
+
+
+def test_an_optimizer_on_the_host_has_the_cpus_of_its_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    assert host_threads({}) == 16
+    assert host_threads({"LOCAL_WORLD_SIZE": "8"}) == 2
+    assert host_threads({"LOCAL_WORLD_SIZE": "32"}) == 1
 
 
 def test_kernels_start_in_launch_order_where_megatron_needs_it() -> None:
