@@ -63,7 +63,7 @@ def save(chunk: Any, directory: Path) -> None:
         strategy,
         async_sharded_save=True,
     )
-    writing = writing_from_request(request, results)
+    writing = writing_from_request(request, results, None)
     assert writing.write is not None, "one rank writes everything"
     writing.finish(writing.write()[1])
 

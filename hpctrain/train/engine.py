@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from hpctrain.train.job import Job
 from hpctrain.train.rank_environment import Launch
+from hpctrain.train.saving.host_buffers import HostBuffers
 from hpctrain.train.step_agreement import Control
 from hpctrain.train.times import StepClock
 
@@ -99,9 +100,9 @@ class Engine(Protocol):
 class Writing:
     """One rank's planned part of a checkpoint.
 
-    `write` runs in a forked process: it writes this rank's files below the directory, and returns
-    their names and the argument of `finish`. It is None where this rank has nothing to write.
-    `finish` is a collective call after all ranks have written.
+    `write` runs in another process, forked or sent to it by pickle: it writes this rank's files
+    below the directory, and returns their names and the argument of `finish`. It is None where this
+    rank has nothing to write. `finish` is a collective call after all ranks have written.
     """
 
     write: Callable[[], tuple[list[str], Any]] | None
@@ -120,15 +121,19 @@ class Form:
 
 
 class Snapshot(Protocol):
-    """The state in a checkpoint. All methods are collective calls."""
+    """The state in a checkpoint. All methods are collective calls.
+
+    `buffers` hold what is being written; None where writers are forked (`saving.writer`).
+    """
 
     form: Form
+    buffers: HostBuffers | None
 
     def estimated_bytes(self, control: Control) -> int:
         """Estimate the size of a checkpoint on disk."""
 
     def plan(self, position: Position, directory: Path) -> Writing:
-        """Plan the files of all ranks; GPU tensors are copied to the CPU before this returns."""
+        """Plan the files of all ranks; with `buffers`, tensors are copied before this returns."""
 
     def restore(self, directory: Path) -> tuple[Position, str | None]:
         """Load everything; returns the position, and a remark if some state was not restored.

@@ -27,7 +27,7 @@ from hpctrain.train.free_space import Need, NoSpaceError, check_room, exhausted,
 from hpctrain.train.job import Job
 from hpctrain.train.saving.publisher import Publisher
 from hpctrain.train.saving.save_problem import SaveProblem, SaveProblemKind
-from hpctrain.train.saving.writer import Writer
+from hpctrain.train.saving.writer import open_writer
 from hpctrain.train.step_agreement import Control, WriterState
 from hpctrain.train.storage import is_away, lost_in
 
@@ -73,7 +73,7 @@ class Saver:
         self._snapshot = snapshot
         self._control = control
         self._published = published
-        self._writer = Writer(job.launch.rank, job.run)
+        self._writer = open_writer(job.launch.rank, job.run, snapshot.buffers)
         self._publisher = Publisher(job, skips, snapshot.form)
         self._estimate_bytes: int | None = None
         self._pending: _Pending | None = None

@@ -1,8 +1,8 @@
-"""Write one rank's part of a checkpoint in a forked process, beside training.
+"""Write one rank's part of a checkpoint beside training, in a process with a deadline.
 
-The fork is a copy-on-write snapshot of CPU memory (GPU tensors are copied to the CPU before). The
-process has an exit code and a deadline. Does not belong here: what is saved (see the engines'
-rooms) and when (see `saver`).
+On CPUs the process is forked: a copy-on-write snapshot of the rank's memory, at no cost. With CUDA
+it is a process of its own that reads copies of the tensors (see `spawned_writer`). Does not belong
+here: what is saved (see the engines' rooms) and when (see `saver`).
 """
 
 from __future__ import annotations
@@ -12,28 +12,60 @@ import multiprocessing
 import os
 import pickle
 import signal
-import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from hpctrain.checkpoints.manifest import write_rank_digests
 from hpctrain.store.layout import RunLayout
+from hpctrain.train.device import on_cpu
 from hpctrain.train.engine import Writing
-from hpctrain.train.faults import is_full
-from hpctrain.train.free_space import exhausted
+from hpctrain.train.saving.host_buffers import HostBuffers
+from hpctrain.train.saving.write_job import WriteJob, WriteResult, run_job
 from hpctrain.train.stacks import ignore_requests
 from hpctrain.train.step_agreement import WriterState
-from hpctrain.train.storage import is_away, lost_in
 
 # A writer that takes longer is stuck: a shared file system that no longer responds.
 DEADLINE_SECONDS = 1800.0
 _DYING_SECONDS = 10.0
-# The process's exit codes when the disk is full, and when the run directory is away (EX_IOERR).
-_NO_SPACE_EXIT = 28
-_AWAY_EXIT = 74
+
+
+class Writer(Protocol):
+    """The writing process of one rank; it writes at most one checkpoint at a time."""
+
+    def start(self, writing: Writing, directory: Path) -> None:
+        """Begin to write, unless this rank has nothing to write; does not wait."""
+
+    def state(self) -> WriterState:
+        """Return the state without waiting; died or past the deadline counts as failed."""
+
+    def failure_reason(self) -> str:
+        """Describe why the writer failed."""
+
+    def collect(self) -> Any:
+        """Take the result of a finished writer; None where nothing ran."""
+
+    def abandon(self) -> None:
+        """Kill the process, if there is one, and abandon its checkpoint."""
+
+
+def needs_copies() -> bool:
+    """Return whether writers read copies in `HostBuffers`, because this rank must not fork.
+
+    A forked child inherits the CUDA context, which it must not touch: crashes near certain on Grace
+    (NVIDIA/Megatron-LM#1861). Pinned memory is not even copied on write: the driver maps it
+    VM_SHARED (open-gpu-kernel-modules, nv-mmap.c), so a child would see later steps in it.
+    """
+    return not on_cpu()
+
+
+def open_writer(rank: int, run: RunLayout, buffers: HostBuffers | None) -> Writer:
+    """Return the kind of writer that this rank's device allows; `buffers` are the snapshot's."""
+    if buffers is None:
+        return ForkedWriter(rank, run)
+    from hpctrain.train.saving.spawned_writer import SpawnedWriter
+
+    return SpawnedWriter(rank, run, buffers)
 
 
 class ResultFile:
@@ -58,29 +90,27 @@ class ResultFile:
         return pickle.loads(data) if data else None
 
 
-class Writer:
-    """The writing process of this rank, at most one at a time."""
+class ForkedWriter:
+    """A writing process that is forked for each save."""
 
     def __init__(self, rank: int, run: RunLayout) -> None:
         self._rank = rank
         self._run = run
         self._results = ResultFile()
         self._process: Any = None
+        self._result: WriteResult | None = None
         self._started_at = 0.0
 
     def start(self, writing: Writing, directory: Path) -> None:
-        """Fork the process, unless this rank has nothing to write."""
         assert self._process is None, "the previous writer was not collected"
         self._started_at = time.monotonic()
         self._results.clear()
+        self._result = None
         if writing.write is None:
             return
+        job = WriteJob(self._rank, self._run, directory, writing.write)
         context = multiprocessing.get_context("fork")
-        self._process = context.Process(
-            target=_write,
-            args=(self._rank, self._run, writing.write, directory, self._results),
-            daemon=True,
-        )
+        self._process = context.Process(target=_write, args=(job, self._results), daemon=True)
         # The child would handle a request for stacks in its parent's file, so block it meanwhile.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGQUIT})
         try:
@@ -89,33 +119,35 @@ class Writer:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def state(self) -> WriterState:
-        """Return the state without waiting; died or past the deadline counts as failed."""
         if self._process is None:
             return WriterState.FINISHED
         if self._process.is_alive():
             late = time.monotonic() - self._started_at > DEADLINE_SECONDS
             return WriterState.FAILED if late else WriterState.RUNNING
-        return _STATES.get(self._process.exitcode, WriterState.FAILED)
+        if self._result is None:
+            self._result = self._results.get() or WriteResult(
+                WriterState.FAILED, f"it ended with exit code {self._process.exitcode}"
+            )
+        return self._result.state
 
     def failure_reason(self) -> str:
-        """Describe why the process failed."""
         assert self._process is not None, "a rank without a writer cannot have failed"
         if self._process.is_alive():
             return f"it did not finish within {DEADLINE_SECONDS:g} s"
-        reason = self._results.get()
-        return str(reason) if reason else f"it ended with exit code {self._process.exitcode}"
+        self.state()
+        assert self._result is not None
+        return str(self._result.value)
 
     def collect(self) -> Any:
-        """Reap the finished process; returns its result, None where nothing ran."""
         if self._process is None:
             return None
         self._process.join()
         self._process.close()
         self._process = None
-        return self._results.get()
+        result = self._result or self._results.get()
+        return result.value if result is not None else None
 
     def abandon(self) -> None:
-        """Kill the process, if there is one, and abandon its checkpoint."""
         if self._process is not None:
             self._process.kill()
             self._process.join(_DYING_SECONDS)
@@ -124,30 +156,9 @@ class Writer:
             self._process = None
 
 
-_STATES = {
-    0: WriterState.FINISHED,
-    _NO_SPACE_EXIT: WriterState.NO_SPACE,
-    _AWAY_EXIT: WriterState.AWAY,
-}
-
-
-def _write(
-    rank: int,
-    run: RunLayout,
-    write: Callable[[], tuple[list[str], Any]],
-    directory: Path,
-    results: ResultFile,
-) -> None:
-    """Write this rank's files in the forked process, digest them, and report the result."""
+def _write(job: WriteJob, results: ResultFile) -> None:
+    """Run the job in the forked process."""
     ignore_requests()
-    gc.disable()  # collecting could touch GPU memory that belongs to the parent
+    gc.disable()  # collecting could run destructors of what belongs to the parent
     os.nice(5)  # training goes first
-    try:
-        names, result = write()
-        write_rank_digests(directory, rank, names)
-        results.put(result)
-    except Exception as error:
-        results.put(f"{type(error).__name__}: {error}")
-        if is_full(error) or exhausted(directory):
-            sys.exit(_NO_SPACE_EXIT)
-        sys.exit(_AWAY_EXIT if lost_in(directory, error) or is_away(error, run) else 1)
+    results.put(run_job(job))

@@ -56,15 +56,15 @@ def stop_writer(fault: Fault) -> None:
     """From now on the process that writes this rank's part of a checkpoint never ends it, as one
     does not whose storage client does not answer."""
     import_loop()
-    from hpctrain.train.saving import writer
+    from hpctrain.train.saving import write_job
 
-    real = writer.write_rank_digests
+    real = write_job.write_rank_digests
 
     def stopped(*arguments: Any) -> Any:
         os.kill(os.getpid(), signal.SIGSTOP)
         return real(*arguments)
 
-    writer.write_rank_digests = stopped
+    write_job.write_rank_digests = stopped
 
 
 def say(fault: Fault) -> None:

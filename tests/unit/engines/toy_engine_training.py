@@ -82,6 +82,7 @@ class ToySnapshot:
     """Weights in one file, the position in another."""
 
     form = Form(leader_files=("about.json",), shards="*.pt")
+    buffers = None
 
     def __init__(self, engine: ToyEngine) -> None:
         self._engine = engine

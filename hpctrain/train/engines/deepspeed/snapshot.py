@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,8 @@ from hpctrain.train.engines.deepspeed.universal_checkpoint import (
     stages_layout,
 )
 from hpctrain.train.engines.models.random_state import random_state, set_random_state
+from hpctrain.train.saving import writer
+from hpctrain.train.saving.host_buffers import HostBuffers
 from hpctrain.train.saving.resume_checks import check_sample_order, damage_named
 from hpctrain.train.step_agreement import Control
 
@@ -42,7 +46,7 @@ _SWAPPED = "offloaded_tensors"
 
 
 class _StateCollector(TorchCheckpointEngine):
-    """Replaces DeepSpeed's writer: collects what it would write, for a forked process."""
+    """Replaces DeepSpeed's writer: collects what it would write, for the run's own writer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +56,7 @@ class _StateCollector(TorchCheckpointEngine):
         """Do nothing: the saver has made the directory."""
 
     def save(self, state_dict: Any, path: str) -> None:
-        self.files[Path(path).name] = _on_host(state_dict)
+        self.files[Path(path).name] = state_dict
 
 
 class DeepSpeedSnapshot:
@@ -65,6 +69,7 @@ class DeepSpeedSnapshot:
         self._order = order
         self._control = control
         self._decays = [g["weight_decay"] for g in engine.inner.optimizer.param_groups]
+        self.buffers = HostBuffers() if writer.needs_copies() else None
         self._collector = _StateCollector()
         engine.inner.checkpoint_engine = self._collector
         # a script for people, which DeepSpeed would write beside all checkpoints
@@ -103,18 +108,9 @@ class DeepSpeedSnapshot:
         files = {**self._collector.files, _random_name(rank): random_state()}
         self._collector.files = {}
 
-        def write() -> tuple[list[str], Any]:
-            for name, state in files.items():
-                with (directory / name).open("wb") as stream:
-                    torch.save(state, stream)
-                    stream.flush()
-                    os.fsync(stream.fileno())
-            # what DeepSpeed has copied from this rank's NVMe (runtime/engine.py, save_checkpoint)
-            root = directory / _SWAPPED / f"rank{rank:0>2d}"
-            copied = [str(p.relative_to(directory)) for p in root.rglob("*") if p.is_file()]
-            return sorted([*files, *copied]), None
-
-        return Writing(write, lambda result: None)
+        if self.buffers is not None:
+            files = _copied(files, self.buffers)
+        return Writing(_WriteFiles(directory, rank, files), lambda result: None)
 
     def restore(self, directory: Path) -> tuple[Position, str | None]:
         """Load everything from `directory`; returns a remark if the random state was re-seeded.
@@ -171,12 +167,46 @@ def _random_name(rank: int) -> str:
     return f"random_rank_{rank:06d}.pt"
 
 
-def _on_host(state: Any) -> Any:
-    """Copy tensors of GPUs to the CPU; those on the CPU the fork keeps as they are."""
+@dataclass(frozen=True)
+class _WriteFiles:
+    """Writes the files of one rank; can be sent to another process."""
+
+    directory: Path
+    rank: int
+    files: dict[str, Any]
+
+    def __call__(self) -> tuple[list[str], Any]:
+        for name, state in self.files.items():
+            with (self.directory / name).open("wb") as stream:
+                torch.save(state, stream)
+                stream.flush()
+                os.fsync(stream.fileno())
+        # what DeepSpeed has copied from this rank's NVMe (runtime/engine.py, save_checkpoint)
+        root = self.directory / _SWAPPED / f"rank{self.rank:0>2d}"
+        copied = [str(p.relative_to(self.directory)) for p in root.rglob("*") if p.is_file()]
+        return sorted([*self.files, *copied]), None
+
+
+def _copied(files: dict[str, Any], buffers: HostBuffers) -> dict[str, Any]:
+    """Copy all tensors into `buffers`: those of GPUs, and those that the optimizer changes on the
+    host, which DeepSpeed pins (stage_1_and_2.py): the driver maps pinned memory shared."""
+    tensors: dict[int, torch.Tensor] = {}
+
+    def collect(value: Any) -> Any:
+        tensors.setdefault(id(value), value)
+        return value
+
+    _each_tensor(files, collect)
+    copies = dict(zip(tensors, buffers.copy(tensors.values()), strict=True))
+    return _each_tensor(files, lambda value: copies[id(value)])
+
+
+def _each_tensor(state: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Rebuild nested containers with `change` applied to each tensor."""
     if isinstance(state, torch.Tensor):
-        return state.detach().cpu() if state.device.type == "cuda" else state
+        return change(state)
     if isinstance(state, dict):
-        return type(state)((key, _on_host(value)) for key, value in state.items())
-    if isinstance(state, list | tuple) and type(state) in (list, tuple):
-        return type(state)(_on_host(value) for value in state)
+        return type(state)((key, _each_tensor(value, change)) for key, value in state.items())
+    if type(state) in (list, tuple):
+        return type(state)(_each_tensor(value, change) for value in state)
     return state

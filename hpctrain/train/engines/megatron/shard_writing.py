@@ -1,10 +1,10 @@
-"""Write one rank's shards with megatron-core's serialisation, without its writer process.
+"""Write one rank's shards as megatron-core plans them, without its writer process.
 
 megatron-core's own writer has three faults that matter here (0.16.1, filesystem_async.py): it
 starts a Manager process per rank that outlives a killed rank and keeps its stdout open, it waits
 for ever for a writer that has died, and its persistent variant reads live parameters on a CPU.
-Belongs here: what runs in the process of `hpctrain.train.saving.writer`, and its result. Does not
-belong here: what is saved (see `snapshot`).
+Belongs here: from its plan to files, and its metadata. Does not belong here: what is saved (see
+`snapshot`), writing files (see `hpctrain.train.saving.shard_files`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
 from hpctrain.train.engine import Writing
+from hpctrain.train.saving.host_buffers import HostBuffers
+from hpctrain.train.saving.shard_files import ShardFile, WriteShards, copied
 
 
 class WriteResults:
@@ -42,8 +44,13 @@ class WriteResults:
         return self._result
 
 
-def writing_from_request(request: AsyncRequest, results: WriteResults) -> Writing:
-    """Return this rank's part of what `dist_checkpointing.save` has planned."""
+def writing_from_request(
+    request: AsyncRequest, results: WriteResults, buffers: HostBuffers | None
+) -> Writing:
+    """Return this rank's part of what `dist_checkpointing.save` has planned.
+
+    With `buffers` all tensors are copied into them before this returns.
+    """
 
     def finish(result: Any) -> None:
         results.put(result)
@@ -53,16 +60,11 @@ def writing_from_request(request: AsyncRequest, results: WriteResults) -> Writin
 
     if request.async_fn is None:
         return Writing(None, finish)
-    transforms, buckets = request.async_fn.args[0], request.preload_fn()
-
-    def write() -> tuple[list[str], Any]:
-        written = {
-            number: _write_bucket(transforms, number, bucket)
-            for number, bucket in enumerate(buckets)
-        }
-        return [Path(bucket[0]).name for bucket in buckets], written
-
-    return Writing(write, finish)
+    # filesystem_async.py, get_save_function_and_args: the second argument of `async_fn`; buckets
+    # are (path, name, (pairs of item and bytes, pairs of item and tensor))
+    planned = request.async_fn_args[1]
+    files = tuple(ShardFile(Path(path), name, (*raw, *data)) for path, name, (raw, data) in planned)
+    return Writing(WriteShards(copied(files, buffers)), finish)
 
 
 @contextlib.contextmanager
@@ -99,17 +101,3 @@ def _postponed_metadata_errors() -> Iterator[None]:
             setattr(owner, name, function)
     if errors:
         raise errors[0]
-
-
-def _write_bucket(transforms: list[Any], number: int, bucket: Any) -> Any:
-    """Write one shard file by megatron-core's function, which returns through two queues."""
-    results: queue.Queue[Any] = queue.Queue()
-    running: queue.Queue[int] = queue.Queue()
-    running.put(number)
-    filesystem_async.FileSystemWriterAsync.write_preloaded_data(
-        transforms, number, bucket, results, running, True
-    )
-    _, written = results.get()
-    if isinstance(written, Exception):
-        raise written
-    return written

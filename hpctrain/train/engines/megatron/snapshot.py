@@ -30,6 +30,8 @@ from hpctrain.train.engines.megatron.model import ModelChunks
 from hpctrain.train.engines.megatron.optimizer import MegatronOptimizer
 from hpctrain.train.engines.megatron.save_strategy import SaveStrategy
 from hpctrain.train.engines.megatron.shard_writing import WriteResults, writing_from_request
+from hpctrain.train.saving import writer
+from hpctrain.train.saving.host_buffers import HostBuffers
 from hpctrain.train.saving.resume_checks import check_sample_order, damage_named
 from hpctrain.train.step_agreement import Control
 
@@ -52,6 +54,7 @@ class MegatronSnapshot:
         self.model = model
         self.optimizer = optimizer
         self._strategy = SaveStrategy(control)
+        self.buffers = HostBuffers() if writer.needs_copies() else None
         self._results = WriteResults()
         self._results.install()
 
@@ -68,7 +71,7 @@ class MegatronSnapshot:
             content_metadata={k: v for k, v in metadata.items() if k != "dp_cp_group"},
         )
         self._strategy.agree_on_reuse()
-        return writing_from_request(request, self._results)
+        return writing_from_request(request, self._results, self.buffers)
 
     def sharded(self, position: Position) -> dict[str, Any]:
         """Return the state dict to save."""

@@ -42,6 +42,7 @@ class NativeSnapshot:
         self._engine = engine
         self._order = order
         self._storage = CheckpointStorage(engine.mesh.control, control)
+        self.buffers = self._storage.buffers
 
     def estimated_bytes(self, control: Control) -> int:
         """Estimate the size on disk: weights, and two moments of 4 bytes per trainable one."""

@@ -1,0 +1,52 @@
+"""The process that writes a rank's part of checkpoints where CUDA forbids a fork.
+
+A child of fork inherits a CUDA context that it must not touch, and on some drivers crashes for
+it. This process is started anew, never uses CUDA, and serves all saves of a launch. It reads jobs
+from a pipe and tensors from shared memory (see `host_buffers`). Belongs here: its loop. Does not
+belong here: the other end of the pipe (see `spawned_writer`), one job (see `write_job`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from multiprocessing.connection import Connection
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+# What Slurm sends to all processes of a step while its ranks still save.
+IGNORED_SIGNALS = (
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
+
+
+def main(arguments: list[str]) -> None:
+    """Serve jobs until the rank closes its end; `arguments`: pipe, memory, id of the rank."""
+    for number in IGNORED_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
+    pipe, memory, rank_pid = map(int, arguments)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != rank_pid:  # the rank ended before the line above
+        return
+    os.nice(5)  # training goes first
+    from hpctrain.train.saving.host_buffers import BufferReader  # imports torch
+    from hpctrain.train.saving.write_job import run_job
+
+    connection, reader = Connection(pipe), BufferReader(memory)
+    while True:
+        try:
+            size_bytes = int.from_bytes(connection.recv_bytes(), "big")
+            data = connection.recv_bytes()
+        except EOFError:
+            return
+        connection.send(run_job(reader.loads(data, size_bytes)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
