@@ -83,8 +83,12 @@ def what_is_not_finite(loss: float, grad_norm: float | None) -> str | None:
 
 @torch.no_grad()
 def are_finite(tensors: Sequence[Any]) -> bool:
-    """Check tensors of one device in one pass: the largest magnitude is nan or inf if any is."""
-    if not tensors:
+    """Check tensors of one device in one pass: the largest magnitude is nan or inf if any is.
+
+    A shard of a weight that has fewer rows than there are ranks may be empty.
+    """
+    filled = [tensor for tensor in tensors if tensor.numel()]
+    if not filled:
         return True
-    largest = torch.stack(torch._foreach_norm(list(tensors), float("inf"))).max()
+    largest = torch.stack(torch._foreach_norm(filled, float("inf"))).max()
     return bool(torch.isfinite(largest))

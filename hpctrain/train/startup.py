@@ -19,6 +19,7 @@ from hpctrain.engines.training import TrainConfig
 from hpctrain.spec.engines.registry import abilities_of, resolve
 from hpctrain.store.requests import SaveRequest
 from hpctrain.store.run_records import SaveRecord, read_saves
+from hpctrain.train.collective_timeout import limit_collectives
 from hpctrain.train.datasets.skipped_samples import parse_skips, read_skips
 from hpctrain.train.engine import Position, Room, Snapshot
 from hpctrain.train.evaluation import evaluation_is_missing, is_evaluated
@@ -75,6 +76,7 @@ def assemble(job: Job, keeper: Keeper, digests: DigestCheck | None = None) -> Lo
     skips = parse_skips(control.from_leader(text), job.run.skips)
     parts = room.build(job, mesh, control)
     position = _position(job, parts.snapshot, reporter, keeper, digests, control)
+    limit_collectives(job.config.distributed_timeout_seconds)
     interval = SaveInterval(job.config, job.launch.mttf_seconds, read_saves(job.run))
 
     def published(save: SaveRecord) -> None:

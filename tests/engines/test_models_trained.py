@@ -54,6 +54,18 @@ def test_masked_words_are_learned_alike_on_any_number_of_ranks(
     assert loss <= ROUNDING and norm <= 10 * ROUNDING
 
 
+def test_a_weight_with_fewer_rows_than_ranks_is_saved_and_resumed(
+    trial: Callable[..., Trial],
+) -> None:
+    """BERT's embedding of two segments, over four ranks: two of them have nothing of it."""
+    four = dict(engine="fsdp", data_parallel_size=4, shard_size=4, micro_batch_size=1)
+    whole, again = trial(MASKED, **SHORT, **four), trial(MASKED, **SHORT, **four)
+    assert whole.train() == [0] * 4
+    again.adopt(whole, 2)
+    assert again.train(resume=2) == [0] * 4
+    assert again.exact == {step: row for step, row in whole.exact.items() if step > 2}
+
+
 @pytest.mark.parametrize("engine", ["ddp", "fsdp"])
 def test_lora_is_learned_alike_resumed_exactly_and_merged(
     engine: str, trial: Callable[..., Trial], tmp_path: Path

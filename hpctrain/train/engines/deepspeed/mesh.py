@@ -57,7 +57,7 @@ class DeepSpeedMesh:
 def open_mesh(config: DeepSpeedConfig, launch: Launch) -> DeepSpeedMesh:
     """Join the launch's process groups; all ranks must call this."""
     device = choose_device(launch)
-    timeout = timedelta(seconds=config.distributed_timeout_seconds)
+    timeout = timedelta(seconds=config.startup_timeout_seconds)
     dist.init_process_group(
         backend(), rank=launch.rank, world_size=launch.world_size, timeout=timeout
     )

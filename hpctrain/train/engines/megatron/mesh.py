@@ -56,7 +56,7 @@ class MegatronMesh:
 def open_mesh(config: MegatronConfig, launch: Launch) -> MegatronMesh:
     """Join the launch's process groups; all ranks must call this."""
     device = choose_device(launch)
-    timeout = timedelta(seconds=config.distributed_timeout_seconds)
+    timeout = timedelta(seconds=config.startup_timeout_seconds)
     dist.init_process_group(
         backend(),
         rank=launch.rank,
@@ -65,7 +65,8 @@ def open_mesh(config: MegatronConfig, launch: Launch) -> MegatronMesh:
     )
     parallel_state.initialize_model_parallel(
         **parallel_sizes(config),
-        distributed_timeout_minutes=max(1, round(config.distributed_timeout_seconds / 60)),
+        distributed_timeout_minutes=max(1, round(config.startup_timeout_seconds / 60)),
+        create_gloo_process_groups=False,  # nothing here uses them, and there are many
     )
     seed_everything(config.seed)
     return MegatronMesh(

@@ -35,7 +35,9 @@ class MegatronOptimizer:
 def build_optimizer(config: MegatronConfig, model: ModelChunks) -> MegatronOptimizer:
     """Build both; no weight decay on biases and norms (optimizer/__init__.py, standard
     overrides)."""
-    inner = get_megatron_optimizer(optimizer_settings(config), model.wrapped)
+    inner = get_megatron_optimizer(
+        optimizer_settings(config), model.wrapped, use_gloo_process_groups=False
+    )
     model.settings.grad_scale_func = inner.scale_loss
     schedule = OptimizerParamScheduler(
         inner,

@@ -42,7 +42,7 @@ class NativeMesh:
 def open_mesh(config: NativeConfig, launch: Launch) -> NativeMesh:
     """Join the launch's process groups; all ranks must call this."""
     device = choose_device(launch)
-    timeout = timedelta(seconds=config.distributed_timeout_seconds)
+    timeout = timedelta(seconds=config.startup_timeout_seconds)
     dist.init_process_group(
         backend(host_tensors=config.cpu_offload),
         rank=launch.rank,
