@@ -24,7 +24,7 @@ def _rank(rank: int, port: int) -> None:
     if rank == 1:
         time.sleep(600)  # killed by the test
     for group in (None, other):
-        with pytest.raises(RuntimeError, match="[Tt]imed out"):
+        with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
             dist.all_reduce(torch.zeros(1), group=group)
     os._exit(7)
 

@@ -15,7 +15,7 @@ from hpctrain.checkpoints.publish import published_steps
 from hpctrain.store.run_records import TrainerExit
 from hpctrain.train import free_space
 from hpctrain.train.free_space import Need, check_room
-from hpctrain.train.saving import saver, writer
+from hpctrain.train.saving import saver, write_job
 
 CRASHED = TrainerExit.CRASH
 DP2 = dict(data_parallel_size=2)
@@ -145,7 +145,7 @@ def _no_quota() -> None:
         raise OSError(122, "Disk quota exceeded")
 
     if os.environ["RANK"] == "1":
-        writer.write_rank_digests = refuse
+        write_job.write_rank_digests = refuse
 
 
 def test_a_used_up_quota(trial: Callable[..., Trial]) -> None:

@@ -17,7 +17,7 @@ from hpctrain.checkpoints.manifest import checkpoint_name, partial_name, read_ma
 from hpctrain.checkpoints.publish import published_steps
 from hpctrain.plan.forecast.intervals import daly_seconds
 from hpctrain.store.run_records import SaveRecord, read_saves
-from hpctrain.train.saving import publisher, save_interval, writer
+from hpctrain.train.saving import publisher, save_interval, write_job
 from hpctrain.train.saving.save_interval import SaveInterval
 
 DP2 = dict(data_parallel_size=2)
@@ -60,14 +60,14 @@ def _wait_for(path: Path) -> None:
 
 def _slow_writers(seconds: float, after: Path) -> None:
     """So many seconds late, counted from the moment when `after` is there."""
-    real = writer.write_rank_digests
+    real = write_job.write_rank_digests
 
     def slowly(directory: Path, rank: int, names: list[str]) -> None:
         _wait_for(after)
         time.sleep(seconds)
         real(directory, rank, names)
 
-    writer.write_rank_digests = slowly
+    write_job.write_rank_digests = slowly
 
 
 def _writes_until(path: Path) -> None:
@@ -116,7 +116,7 @@ def _waited_for(place: Path) -> None:
     """No save is written, nor then published, before rank 0 has waited for that for 0.4 s."""
     from hpctrain.train.saving.saver import Saver
 
-    real_wait, real_write = Saver._agree_or_rest, writer.write_rank_digests
+    real_wait, real_write = Saver._agree_or_rest, write_job.write_rank_digests
     real_publish = publisher.publish
 
     def wait(self: Any) -> Any:
@@ -137,7 +137,7 @@ def _waited_for(place: Path) -> None:
         return real_publish(root, manifest, fence)
 
     Saver._agree_or_rest = wait  # type: ignore[method-assign]
-    writer.write_rank_digests, publisher.publish = write, publish
+    write_job.write_rank_digests, publisher.publish = write, publish
 
 
 def test_each_save_is_written_down(trial: Callable[..., Trial]) -> None:
