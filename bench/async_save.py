@@ -4,11 +4,11 @@ Two ranks (DP 2, gloo) hold one model and save it again and again, in turns sync
 beside training, in the same process on the same disk. Printed: the median stall of each, their
 ratio, and where the asynchronous stall goes. The first saves, which make plans, are not counted.
 
-    python -m bench.async_save [--hidden 512] [--layers 8] [--rounds 6] [--limit 0.5]
-        [--sharding dp_reshardable]
+    python -m bench.async_save [--hidden 512] [--layers 8] [--rounds 6] [--limit 0.05]
+        [--sharding fully_reshardable] [--copies]
 
-On a CPU the copy of the weights that a GPU makes is missing and the fork shares memory instead;
-the gathering of the optimizer's state and megatron-core's planning are the same.
+On a CPU a fork shares memory with the rank; `--copies` makes the copies that a rank with a GPU
+makes, at the speed of host memory. megatron-core's planning is the same.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from hpctrain.store.run_records import SaveRecord, read_saves
 from hpctrain.train import startup
 from hpctrain.train.job import Job
 from hpctrain.train.rank_environment import read_launch
+from hpctrain.train.saving import writer
 from hpctrain.train.saving.saver import Saver
 from hpctrain.train.stop import StopSignals
 
@@ -145,14 +146,23 @@ def main() -> int:
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--limit", type=float, default=0.5)
-    parser.add_argument("--sharding", default="fully_reshardable", help="or dp_reshardable")
+    parser.add_argument("--limit", type=float, default=0.05)
+    parser.add_argument("--sharding", default="dp_reshardable", help="or fully_reshardable")
+    parser.add_argument(
+        "--copies", action="store_true", help="write from copies, as ranks with a GPU do"
+    )
     options = parser.parse_args()
     config = settings(options.hidden, options.layers, options.sharding)
     with tempfile.TemporaryDirectory() as name:
         run = RunLayout(Path(name) / "run")
         run.create()
-        ranks = prefork.fork(lambda: measure(config, run, options.rounds), RANKS, run.logs)
+
+        def rank() -> None:
+            if options.copies:
+                writer.needs_copies = lambda: True
+            measure(config, run, options.rounds)
+
+        ranks = prefork.fork(rank, RANKS, run.logs)
         codes = ranks.wait(LIMIT_SECONDS)
         if any(codes):
             for rank, code in enumerate(codes):

@@ -14,6 +14,7 @@ from hpctrain.actions.runs import RunFiles
 from hpctrain.checkpoints.discover import checkpoints
 from hpctrain.store.ledger import Event, EventKind
 from hpctrain.store.run_records import SaveRecord, read_saves
+from hpctrain.store.software import SoftwareRecord, read_software
 from hpctrain.supervise.judge.documents import ActionKind
 
 # What the ledger calls the withdrawal of pending requests.
@@ -91,6 +92,7 @@ class RunStory(BaseModel):
     attempts: tuple[AttemptStory, ...]
     checkpoints: tuple[CheckpointStory, ...]
     asked: tuple[RequestStory, ...] = ()
+    software: tuple[SoftwareRecord, ...] = ()
 
 
 def describe(run: RunFiles) -> RunStory:
@@ -117,6 +119,7 @@ def describe(run: RunFiles) -> RunStory:
             for item in found
         ),
         asked=tuple(request_history(events, read_saves(run.layout))),
+        software=tuple(read_software(run.layout)),
     )
 
 

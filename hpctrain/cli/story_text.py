@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from hpctrain.actions.describe import AttemptStory, RunStory
+from hpctrain.cli.software_text import software_lines
 from hpctrain.units import short_bytes, short_duration
 
 
@@ -31,6 +32,8 @@ def story_lines(story: RunStory) -> list[str]:
         lines.append(f"  step {checkpoint.step:,}   {size}   {checkpoint.problem or 'good'}")
     if not story.checkpoints:
         lines.append("  none")
+    if story.software:
+        lines += ["", *software_lines(story.software)]
     return lines
 
 

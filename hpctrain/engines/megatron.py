@@ -19,6 +19,8 @@ from hpctrain.spec.run import RecomputeModule, RunSpec
 # Weight of the loss that spreads tokens over experts (Fedus et al. 2021, arXiv 2101.03961, section
 # 2.2: alpha = 10^-2; transformer_config.py, moe_aux_loss_coeff, recommends the same).
 BALANCE_LOSS_WEIGHT = 1e-2
+# megatron-core's least (distributed_data_parallel.py: max(40000000, 1000000 x dp)).
+_ELASTIC_BUCKET_ELEMENTS = 40_000_000
 
 
 class _Dense(Document):
@@ -94,9 +96,12 @@ class MegatronConfig(MegatronModel, TrainConfig):
     use_distributed_optimizer: bool
     overlap_grad_reduce: bool
     overlap_param_gather: bool
+    # elements of a bucket of gradients with `overlap_grad_reduce`; None: megatron-core's own, which
+    # grows with dp
+    ddp_bucket_size: int | None = None
     # how megatron-core cuts the optimizer's state. fully_reshardable: for any layout, but each
     # save gathers the state of all data-parallel ranks on each of them first; dp_reshardable:
-    # each rank saves its own part, for the same layout
+    # each rank saves its own part, for any dp with the same tp, pp and buckets
     optimizer_sharding: Literal["fully_reshardable", "dp_reshardable"] = "fully_reshardable"
 
     @property
@@ -207,6 +212,9 @@ class MegatronConfig(MegatronModel, TrainConfig):
 def megatron_config(spec: RunSpec, plan: Plan, peak_flops_per_gpu: float | None) -> MegatronConfig:
     """Fill the document from a plan, and from the spec where the plan has no value."""
     layout, optimizer = plan.layout, spec.optimizer
+    # Sizes of an elastic run have the same buckets, also the one that is left with dp 1.
+    elastic = spec.resources.min_nodes is not None
+    replicated = layout.dp > 1 or elastic
     return MegatronConfig(
         **dict(shared_config(spec, plan, peak_flops_per_gpu)),
         **dict(
@@ -225,17 +233,15 @@ def megatron_config(spec: RunSpec, plan: Plan, peak_flops_per_gpu: float | None)
         recompute_granularity=None if plan.recompute == "none" else plan.recompute,
         recompute_modules=spec.recompute_modules,
         use_distributed_optimizer=optimizer.distributed,
-        overlap_grad_reduce=optimizer.overlap_grad_reduce and layout.dp > 1,
+        overlap_grad_reduce=optimizer.overlap_grad_reduce and replicated,
         overlap_param_gather=(
             optimizer.overlap_param_gather
             and optimizer.overlap_grad_reduce
             and optimizer.distributed
-            and layout.dp > 1
+            and replicated
         ),
-        # only a run that may continue on fewer nodes ever loads into another layout
-        optimizer_sharding=(
-            "dp_reshardable" if spec.resources.min_nodes is None else "fully_reshardable"
-        ),
+        ddp_bucket_size=_ELASTIC_BUCKET_ELEMENTS if elastic else None,
+        optimizer_sharding="dp_reshardable",
     )
 
 

@@ -17,7 +17,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from trial_runs import LIMIT_SECONDS, Trial, largest_difference
 
 from bench import prefork
-from hpctrain.train.engines.megatron import fixes, model
+from hpctrain.train.engines.megatron import fixes
 
 DP2 = dict(data_parallel_size=2, overlap_grad_reduce=True, overlap_param_gather=True)
 
@@ -50,17 +50,12 @@ def test_tensor_parallel_ranks_draw_different_masks(trial: Callable[..., Trial])
     assert first[0] != first[2]
 
 
-def _small_buckets() -> None:
-    model.BUCKET_ELEMENTS = 3000
-
-
 # Another test may have installed the fixes in this process before ranks are forked from it.
 _UNFIXED_PARAM_STATE = DistributedOptimizer.sharded_param_state_fully_reshardable
 _UNFIXED_LOAD = DistributedOptimizer.load_state_dict
 
 
-def _small_buckets_without_the_fix() -> None:
-    _small_buckets()
+def _without_the_fix() -> None:
     fixes.keep_bucket_padding = lambda: None
     DistributedOptimizer.sharded_param_state_fully_reshardable = _UNFIXED_PARAM_STATE
 
@@ -70,9 +65,9 @@ def _shared_steps() -> None:
     DistributedOptimizer.load_state_dict = _UNFIXED_LOAD
 
 
-def _resumed(trial: Callable[..., Trial], save: Any, load: Any) -> float:
+def _resumed(trial: Callable[..., Trial], save: Any, load: Any, **settings: Any) -> float:
     """Largest loss difference of a resume on one process against the uninterrupted run."""
-    source = trial(save_interval_steps=2, **DP2)
+    source = trial(save_interval_steps=2, **DP2, **settings)
     assert source.train(prepare=save) == [0, 0]
     target = trial()
     target.adopt(source, 2)
@@ -82,7 +77,7 @@ def _resumed(trial: Callable[..., Trial], save: Any, load: Any) -> float:
 
 def test_padded_buckets_are_saved_wrongly_without_the_fix(trial: Callable[..., Trial]) -> None:
     """With it: test_trainer_resume.py, test_resume_at_other_layouts."""
-    assert _resumed(trial, _small_buckets_without_the_fix, None) > 1e-3
+    assert _resumed(trial, _without_the_fix, None, ddp_bucket_size=3000) > 1e-3
 
 
 def test_steps_are_shared_without_the_fix(trial: Callable[..., Trial]) -> None:

@@ -16,7 +16,6 @@ from bench import prefork
 from hpctrain.checkpoints.discover import inspect
 from hpctrain.checkpoints.manifest import checkpoint_name, digest_file, read_manifest
 from hpctrain.store.run_records import TrainerExit
-from hpctrain.train.engines.megatron import model
 
 TP2_PP2 = dict(
     tensor_model_parallel_size=2,
@@ -48,8 +47,8 @@ def test_resume_is_exact(settings: dict[str, Any], trial: Callable[..., Trial]) 
 
 def test_resume_at_other_layouts(trial: Callable[..., Trial]) -> None:
     """Saved with several padded gradient buckets, which megatron-core alone saves wrongly."""
-    source = trial(save_interval_steps=3, **DP2)
-    assert source.train(prepare=_small_buckets) == [0, 0]
+    source = trial(save_interval_steps=3, **DP2, ddp_bucket_size=3000)
+    assert source.train() == [0, 0]
     for layout in ({}, TP2_PP2):
         target = trial(save_interval_steps=3, **layout)
         target.adopt(source, 3)
@@ -71,7 +70,7 @@ EXPERTS = dict(
     expert_model_parallel_size=2,
     data_parallel_size=2,
 )
-OWN_PARTS = dict(optimizer_sharding="dp_reshardable")
+OWN_PARTS = dict(optimizer_sharding="dp_reshardable", ddp_bucket_size=3000)
 
 
 @pytest.mark.parametrize(
@@ -89,30 +88,49 @@ def test_resume_is_exact_when_each_rank_saves_its_own(
     settings: dict[str, Any], trial: Callable[..., Trial]
 ) -> None:
     whole = trial(save_interval_steps=1, **settings, **OWN_PARTS)
-    assert set(whole.train(prepare=_small_buckets)) == {0}
+    assert set(whole.train()) == {0}
     resumed = trial(**settings, **OWN_PARTS)
     resumed.adopt(whole, 4)
-    assert set(resumed.train(resume=4, prepare=_small_buckets)) == {0}
+    assert set(resumed.train(resume=4)) == {0}
     assert resumed.exact == {step: whole.exact[step] for step in (5, 6)}
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_another_dp_goes_on_within_rounding(kind: str, trial: Callable[..., Trial]) -> None:
+    """What a run does that may go on with fewer nodes: each rank saves its own part, and the ranks
+    of another size cut it anew when they load."""
+    layout = dict(DP2, dropout=0.0, **OWN_PARTS)
+    sizes: tuple[int, ...] = (1, 4)
+    if kind == "experts":
+        layout, sizes = layout | EXPERTS, (4,)
+    source = trial(save_interval_steps=2, **layout)
+    assert source.train() == [0, 0]
+    for size in sizes:
+        other = trial(**layout | dict(data_parallel_size=size, micro_batch_size=1))
+        other.adopt(source, 2)
+        assert other.train(resume=2) == [0] * size
+        loss, norm = largest_difference(other, source, 3)
+        assert loss < 1e-5 and norm < 1e-4
 
 
 def test_no_other_layout_when_each_rank_saves_its_own(trial: Callable[..., Trial]) -> None:
     """Said before anything is loaded: megatron-core would fail in the middle, or not at all."""
     source = trial(save_interval_steps=3, train_steps=4, **DP2, **OWN_PARTS)
     assert source.train() == [0, 0]
-    for layout in ({}, dict(tensor_model_parallel_size=2)):
+    for layout in (
+        dict(OWN_PARTS, tensor_model_parallel_size=2),
+        dict(OWN_PARTS, overlap_grad_reduce=False),
+        dict(OWN_PARTS, overlap_grad_reduce=True, ddp_bucket_size=4000),
+    ):
         other = trial(train_steps=4, **layout)
         other.adopt(source, 3)
         assert set(other.train(resume=3)) == {TrainerExit.CONFIG_ERROR}
-        assert "with tp, pp, dp [1, 1, 2]" in (other.exits()[0].message or "")
-    same = trial(train_steps=4, **DP2)  # of the other kind: the checkpoint says how to read it
+        assert "tp, pp, dp [1, 1, 2]" in (other.exits()[0].message or "")
+    # of the other kind: the checkpoint says how to read it
+    same = trial(train_steps=4, **DP2, ddp_bucket_size=3000)
     same.adopt(source, 3)
     assert same.train(resume=3) == [0, 0]
     assert same.exact[4] == source.exact[4]
-
-
-def _small_buckets() -> None:
-    model.BUCKET_ELEMENTS = 3000
 
 
 def test_evaluation_leaves_no_trace(trial: Callable[..., Trial]) -> None:

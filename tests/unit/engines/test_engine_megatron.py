@@ -57,11 +57,15 @@ def test_overlap_only_where_there_is_something_to_hide() -> None:
     assert not reduced.overlap_param_gather
 
 
-def test_only_runs_that_may_shrink_save_for_any_layout() -> None:
-    """Gathering the optimizer's state on all ranks is most of what a save costs."""
-    assert told("gpt175b", "a100x64").optimizer_sharding == "dp_reshardable"
-    elastic = told("gpt175b", "a100x64", "resources.min_nodes=32")
-    assert elastic.optimizer_sharding == "fully_reshardable"
+def test_sizes_of_a_run_that_may_shrink_have_the_same_buckets() -> None:
+    """Each rank saves its own part, which ranks of another dp can load."""
+    plain, elastic = (
+        told("gpt175b", "a100x64", *more) for more in ((), ("resources.min_nodes=32",))
+    )
+    assert plain.optimizer_sharding == elastic.optimizer_sharding == "dp_reshardable"
+    assert (plain.ddp_bucket_size, elastic.ddp_bucket_size) == (None, 40_000_000)
+    alone = told("gpt-tiny", "sandbox", "resources.min_nodes=1")
+    assert alone.overlap_grad_reduce and alone.overlap_param_gather, "also with dp 1"
 
 
 def test_rank_grid_covers_all_gpus() -> None:

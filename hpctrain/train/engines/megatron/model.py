@@ -38,9 +38,6 @@ from hpctrain.train.device import on_cpu
 from hpctrain.train.engines.megatron.bert import build_bert
 from hpctrain.train.engines.megatron.mesh import MegatronMesh
 
-# Elements per gradient bucket; None leaves the choice to megatron-core (40 million and more).
-BUCKET_ELEMENTS: int | None = None
-
 _ACTIVATIONS = {
     "gelu": functional.gelu,
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
@@ -352,7 +349,7 @@ def ddp_settings(config: MegatronConfig) -> DistributedDataParallelConfig:
         overlap_param_gather=config.overlap_param_gather,
         align_param_gather=_aligned_gather(config),
         check_for_nan_in_grad=True,
-        bucket_size=BUCKET_ELEMENTS,
+        bucket_size=config.ddp_bucket_size,
     )
 
 

@@ -36,6 +36,7 @@ from hpctrain.train.saving.resume_checks import check_sample_order, damage_named
 from hpctrain.train.step_agreement import Control
 
 _RUN_KEY = "hpctrain"
+_UNKNOWN = -1  # in checkpoints of the first versions
 
 
 class MegatronSnapshot:
@@ -88,6 +89,7 @@ class MegatronSnapshot:
             "consumed_samples": position.consumed_samples,
             "sample_order": sample_order(self.config),
             "layout": layout_of(self.config),
+            "bucket_size": self._bucket_size,
             "expert_parallel": self.config.expert_model_parallel_size,
         }
         return state
@@ -123,7 +125,8 @@ class MegatronSnapshot:
         # only the kind that it was saved with can be loaded
         kind = str(load_content_metadata(directory)["distrib_optim_sharding_type"])
         metadata = sharding_metadata(kind)
-        check_layout(self.config, about["layout"], metadata, directory)
+        same_buckets = about.get("bucket_size", _UNKNOWN) == self._bucket_size
+        check_layout(self.config, about["layout"], metadata, directory, same_buckets=same_buckets)
         state = self._sharded_parts(metadata, is_loading=True)
         if same_place:
             state[random_state.KEY] = random_state.sharded_rng_state()
@@ -139,6 +142,12 @@ class MegatronSnapshot:
             return position, None
         seed_everything(self.config.seed + position.step)
         return position, f"random state re-seeded: saved with tp, pp {about['layout'][:2]}"
+
+    @property
+    def _bucket_size(self) -> int | None:
+        """Elements of a bucket of gradients, as megatron-core has chosen; None: one bucket."""
+        size: int | None = self.model.wrapped[0].ddp_config.bucket_size
+        return size
 
     def _sharded_parts(self, metadata: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
         state = {
@@ -183,19 +192,31 @@ def sharding_metadata(kind: str) -> dict[str, Any]:
 
 
 def check_layout(
-    config: MegatronConfig, saved: list[int], metadata: dict[str, Any], directory: Path
+    config: MegatronConfig,
+    saved: list[int],
+    metadata: dict[str, Any],
+    directory: Path,
+    *,
+    same_buckets: bool,
 ) -> None:
     """Raise InvalidInputError if the optimizer state was saved for another layout only.
 
-    The state of `dp_reshardable` follows the gradient buffers, whose padding and buckets depend on
-    tp, pp and dp (distributed/param_and_grad_buffer.py), in spite of the format's name.
+    The state of `dp_reshardable` is stored by buckets of gradients without the padding that depends
+    on dp (distrib_optimizer.py, sharded_param_state_dp_reshardable). Which parameters are in a
+    bucket depends on tp, pp and the size of buckets, which by default grows with dp
+    (distributed_data_parallel.py).
     """
     now = layout_of(config)
-    kind = metadata["distrib_optim_sharding_type"]
-    if kind == "dp_reshardable" and config.use_distributed_optimizer and saved != now:
-        message = f"was saved as {kind} with tp, pp, dp {saved}, and is now resumed with {now}"
-        hint = "resume with the same layout; save as fully_reshardable to change it"
-        raise InvalidInputError([Problem(message, str(directory), hint=hint)])
+    if metadata["distrib_optim_sharding_type"] != "dp_reshardable":
+        return
+    if not config.use_distributed_optimizer or saved == now:
+        return
+    if saved[:2] == now[:2] and same_buckets:
+        return
+    what = "tp, pp, dp" if saved[:2] != now[:2] else "other buckets of gradients and tp, pp, dp"
+    message = f"was saved with {what} {saved}, and is now resumed with {now}"
+    hint = "resume with the same tp and pp; `resources.min_nodes` keeps the buckets for other dp"
+    raise InvalidInputError([Problem(message, str(directory), hint=hint)])
 
 
 def check_expert_spread(config: MegatronConfig, saved: int, directory: Path) -> None:
