@@ -46,7 +46,7 @@ def one_rank() -> Iterator[None]:
 def build(model: ModelSpec, dtype: torch.dtype) -> Any:
     """Build a GPTModel with unset weights, on one rank; its vocabulary is not padded."""
     config = conversion_config(model, half=dtype == torch.bfloat16)
-    settings = transformer_settings(config, initialize=False, compiled=False)
+    settings = transformer_settings(config, compiled=False)
     (chunk,) = build_chunks(config, settings)
     return chunk
 

@@ -5,6 +5,7 @@ Belongs here: from MegatronConfig to model chunks. Does not belong here: the opt
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -36,7 +37,10 @@ from hpctrain.engines.megatron import BALANCE_LOSS_WEIGHT, MegatronConfig
 from hpctrain.train import software
 from hpctrain.train.device import on_cpu
 from hpctrain.train.engines.megatron.bert import build_bert
+from hpctrain.train.engines.megatron.drawn_weights import draw_weights, noted
 from hpctrain.train.engines.megatron.mesh import MegatronMesh
+
+INITIAL_STD = 0.02
 
 _ACTIVATIONS = {
     "gelu": functional.gelu,
@@ -57,8 +61,10 @@ class ModelChunks:
 
 def build_model(config: MegatronConfig, mesh: MegatronMesh, *, initialize: bool) -> ModelChunks:
     """Build all chunks of this rank; `initialize` False leaves weights unset for a checkpoint."""
-    settings = transformer_settings(config, initialize=initialize)
+    settings = transformer_settings(config)
     bare = [chunk.to(mesh.device) for chunk in build_chunks(config, settings)]
+    if initialize:
+        draw_weights(config.seed, bare)
     half = [Float16Module(settings, chunk) for chunk in bare] if settings.bf16 else bare
     wrapped = [
         DistributedDataParallel(settings, ddp_settings(config), chunk, disable_bucketing=index > 0)
@@ -151,16 +157,14 @@ def uses_transformer_engine(config: MegatronConfig) -> bool:
 
 
 def transformer_settings(
-    config: MegatronConfig, *, initialize: bool = True, compiled: bool | None = None
+    config: MegatronConfig, *, compiled: bool | None = None, on_meta: bool = False
 ) -> TransformerConfig:
     """Return megatron-core's model configuration.
 
-    `initialize` False draws no random numbers for weights that a checkpoint will overwrite.
-    `compiled`: with megatron-core's fusions, which torch compiles; default: on GPUs.
+    `compiled`: with megatron-core's fusions, which torch compiles; default: on GPUs. `on_meta`:
+    weights on the default device, which has no memory.
 
-    Weights are initialised on the CPU, which makes them independent of the tensor-parallel size
-    (tensor_parallel/layers.py, _initialize_affine_weight_cpu: each rank cuts its part out of the
-    whole matrix).
+    megatron-core draws no weights itself: `draw_weights` does, where they are to be drawn.
     """
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
     fused = _fusion_settings(config, not on_cpu() if compiled is None else compiled)
@@ -169,13 +173,15 @@ def transformer_settings(
         # megatron-core selects its fused GELU by `functional.gelu`, and approximates it with tanh
         # (fusions/fused_bias_gelu.py): exactly `gelu_tanh`
         activation = functional.gelu
-    unset: dict[str, Any] = {}
-    if not initialize:
-        # Not `perform_initialization=False`: that also skips the attribute
-        # `tensor_model_parallel` (tensor_parallel/layers.py), without which the gradient norm
-        # counts one tensor rank only.
-        names = ("init_method", "output_layer_init_method", "embedding_init_method")
-        unset = dict.fromkeys(names, lambda weight: weight)
+    # Not `perform_initialization=False`: that also skips the attribute `tensor_model_parallel`
+    # (tensor_parallel/layers.py), without which the gradient norm counts one tensor rank only.
+    # Standard deviations as megatron-core's own (utils.py, init_method_normal and
+    # scaled_init_method_normal; Megatron-LM's 0.02).
+    initialisers = dict(
+        init_method=noted(INITIAL_STD),
+        output_layer_init_method=noted(INITIAL_STD / math.sqrt(2.0 * config.num_layers)),
+        embedding_init_method=noted(INITIAL_STD),
+    )
     kind = MLATransformerConfig if config.multi_latent_attention else TransformerConfig
     return kind(
         num_layers=config.num_layers,
@@ -195,7 +201,7 @@ def transformer_settings(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=config.precision == "bf16",
-        use_cpu_initialization=True,
+        use_cpu_initialization=on_meta,
         deterministic_mode=config.deterministic_mode,
         # how many words are masked differs from microbatch to microbatch
         calculate_per_token_loss=config.model_type == "bert",
@@ -203,7 +209,7 @@ def transformer_settings(
         # from the tensor's memory: with overlapped transfers the next stage would sometimes
         # receive other data.
         deallocate_pipeline_outputs=not on_cpu(),
-        **unset,
+        **initialisers,
         **_parallel_settings(config),
         **_recompute_settings(config),
         **fused,

@@ -70,7 +70,7 @@ def build(config: MegatronConfig) -> BuiltModel:
     with _latent_attention(), flash_attention(engine and config.precision != "fp32"):
         for index in range(config.pipeline_model_parallel_size):
             with _fake_rank(buildable, index) as rank, MetaDeviceMode():
-                settings = transformer_settings(buildable, initialize=False, compiled=True)
+                settings = transformer_settings(buildable, compiled=True, on_meta=True)
                 chunks = build_chunks(buildable, settings)
                 stages.append(
                     BuiltStage(
