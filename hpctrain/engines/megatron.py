@@ -13,6 +13,7 @@ from typing import Literal
 from hpctrain.engines.training import TrainConfig, shared_config
 from hpctrain.plan.documents import DEFAULT_ORDER, Order, Plan
 from hpctrain.spec.document import Document
+from hpctrain.spec.engines.megatron import Fp8Recipe
 from hpctrain.spec.model import MlaSpec, ModelSpec, MoeSpec
 from hpctrain.spec.run import RecomputeModule, RunSpec
 
@@ -86,12 +87,33 @@ class MegatronConfig(MegatronModel, TrainConfig):
     virtual_pipeline_model_parallel_size: int | None
     context_parallel_size: int
     expert_model_parallel_size: int = 1
+    # ranks that split one expert; None: 1 with expert parallelism, else tp
+    expert_tensor_parallel_size: int | None = None
     parallel_order: Order = DEFAULT_ORDER
     sequence_parallel: bool
     pipeline_layer_split: tuple[tuple[int, ...], ...]
     # memory
     recompute_granularity: Literal["full", "selective"] | None
     recompute_modules: tuple[RecomputeModule, ...] = ("core_attn",)
+    # `full`: so many layers of each stage; None: all of them
+    recompute_num_layers: int | None = None
+    # layers whose activations wait in the host's memory
+    cpu_offloading_num_layers: int = 0
+    # numbers of 8 and 4 bits in matrix products, with `precision` bf16
+    fp8: Literal["hybrid"] | None = None
+    fp8_recipe: Fp8Recipe = "delayed"
+    fp8_param: bool = False
+    fp4: Literal["e2m1"] | None = None
+    # messages and kernels
+    grad_reduce_in_fp32: bool = True
+    tp_comm_overlap: bool = False
+    cross_entropy_loss_fusion: bool = False
+    defer_embedding_wgrad_compute: bool = False
+    moe_token_dispatcher_type: Literal["alltoall", "flex"] = "alltoall"
+    moe_flex_dispatcher_backend: Literal["deepep", "hybridep"] = "deepep"
+    moe_permute_fusion: bool = False
+    moe_shared_expert_overlap: bool = False
+    cuda_graph_impl: Literal["none", "local", "transformer_engine"] = "none"
     # optimizer
     use_distributed_optimizer: bool
     overlap_grad_reduce: bool
@@ -105,12 +127,14 @@ class MegatronConfig(MegatronModel, TrainConfig):
     optimizer_sharding: Literal["fully_reshardable", "dp_reshardable"] = "fully_reshardable"
 
     @property
-    def expert_tensor_parallel_size(self) -> int:
-        """Ranks that split one expert: 1 with expert parallelism, else tp.
+    def expert_tensor_ranks(self) -> int:
+        """Ranks that split one expert: unless given, 1 with expert parallelism, else tp.
 
         Published recipes set 1 because whole experts keep their matrices large; the planner's cost
         model assumes the same (`hpctrain/plan/cost/case.py`).
         """
+        if self.expert_tensor_parallel_size is not None:
+            return self.expert_tensor_parallel_size
         spread = self.expert_model_parallel_size > 1
         return 1 if spread else self.tensor_model_parallel_size
 
@@ -211,7 +235,7 @@ class MegatronConfig(MegatronModel, TrainConfig):
 
 def megatron_config(spec: RunSpec, plan: Plan, peak_flops_per_gpu: float | None) -> MegatronConfig:
     """Fill the document from a plan, and from the spec where the plan has no value."""
-    layout, optimizer = plan.layout, spec.optimizer
+    layout, optimizer, own = plan.layout, spec.optimizer, spec.engine.megatron
     # Sizes of an elastic run have the same buckets, also the one that is left with dp 1.
     elastic = spec.resources.min_nodes is not None
     replicated = layout.dp > 1 or elastic
@@ -232,6 +256,14 @@ def megatron_config(spec: RunSpec, plan: Plan, peak_flops_per_gpu: float | None)
         pipeline_layer_split=tuple(stage.chunk_layers for stage in plan.stages),
         recompute_granularity=None if plan.recompute == "none" else plan.recompute,
         recompute_modules=spec.recompute_modules,
+        recompute_num_layers=spec.recompute_layers,
+        cpu_offloading_num_layers=spec.activation_offload_layers,
+        expert_tensor_parallel_size=layout.etp,
+        fp8="hybrid" if plan.precision == "fp8" else None,
+        fp8_recipe=plan.fp8_recipe or "delayed",
+        fp8_param=own.fp8_param_gather,
+        fp4="e2m1" if plan.precision == "fp4" else None,
+        **dict(own.model_dump(exclude={"fp8_recipe", "fp8_param_gather"})),
         use_distributed_optimizer=optimizer.distributed,
         overlap_grad_reduce=optimizer.overlap_grad_reduce and replicated,
         overlap_param_gather=(

@@ -194,7 +194,7 @@ def _layout(config: MegatronLmConfig) -> Arguments:
         ),
         "context-parallel-size": config.context_parallel_size,
         "expert-model-parallel-size": config.expert_model_parallel_size if experts else None,
-        "expert-tensor-parallel-size": config.expert_tensor_parallel_size if experts else None,
+        "expert-tensor-parallel-size": config.expert_tensor_ranks if experts else None,
         "use-tp-pp-dp-mapping": config.parallel_order != DEFAULT_ORDER,
         "sequence-parallel": config.sequence_parallel,
     }

@@ -143,8 +143,11 @@ def shared_config(spec: RunSpec, plan: Plan, peak_flops_per_gpu: float | None) -
         global_batch_size=plan.batch.global_batch,
         train_steps=plan.batch.train_steps,
         accelerator=plan.accelerator,
-        # pydantic refuses the others, which can be planned only
-        precision=cast(Literal["bf16", "fp32"], plan.precision),
+        # fp8 and fp4 are formats of matrix products among bf16 ones; pydantic refuses fp16
+        precision=cast(
+            Literal["bf16", "fp32"],
+            "bf16" if plan.precision in ("fp8", "fp4") else plan.precision,
+        ),
         deterministic_mode=spec.engine.deterministic,
         seed=spec.seed,
         lr=optimizer.lr,

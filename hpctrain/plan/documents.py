@@ -11,6 +11,7 @@ from typing import Literal, get_args
 from hpctrain.spec.document import Document
 from hpctrain.spec.engines.abilities import Home
 from hpctrain.spec.engines.abilities import Recompute as Recompute
+from hpctrain.spec.engines.megatron import Fp8Recipe
 from hpctrain.spec.engines.registry import EngineName
 from hpctrain.spec.run import Precision
 
@@ -36,6 +37,7 @@ class Layout(Document):
     dp: int
     sequence_parallel: bool
     ep: int = 1  # expert parallel size, taken out of dp x cp (x tp)
+    etp: int | None = None  # ranks that split one expert; None: 1 with ep > 1, else tp
     order: Order = DEFAULT_ORDER
 
     @property
@@ -191,6 +193,7 @@ class Plan(Document):
     batch: BatchSplit
     recompute: Recompute
     precision: Precision
+    fp8_recipe: Fp8Recipe | None = None
     zero: int = 1
     shard_gpus: int | None = None
     offload: Offload = "none"

@@ -199,6 +199,7 @@ def _assemble(found: Found, row: int) -> Plan:
         batch=batch_split(spec, layout.dp, candidate.micro_batch),
         recompute=candidate.recompute,
         precision=spec.precision,
+        fp8_recipe=request.fp8_recipe,
         zero=candidate.zero,
         shard_gpus=candidate.shard_gpus,
         offload=spec.optimizer.offload if candidate.offload else "none",

@@ -14,6 +14,7 @@ from hpctrain.plan.model.counts import ModelCounts, count_model
 from hpctrain.spec.calibration import Calibration
 from hpctrain.spec.catalogue import Gpu
 from hpctrain.spec.engines.abilities import MEGATRON_CORE
+from hpctrain.spec.engines.megatron import Fp8Recipe
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec
 
@@ -46,6 +47,21 @@ class PlanRequest:
     def counts(self) -> ModelCounts:
         """Parameters and operations of the spec, counted at the first use."""
         return count_model(self.spec)
+
+    @property
+    def fp8_recipe(self) -> Fp8Recipe | None:
+        """How `precision: fp8` scales; None at another precision.
+
+        `auto`: current scaling as the recipes of Megatron-Bridge for Hopper, block scaling in
+        hardware (MXFP8) on Blackwell.
+        """
+        given = self.spec.engine.megatron.fp8_recipe
+        if self.spec.precision != "fp8":
+            return None
+        if given != "auto":
+            return given
+        gpu = self.knowledge.gpu if self.knowledge else None
+        return "mxfp8" if gpu is not None and gpu.generation == "blackwell" else "tensorwise"
 
 
 def _with_implementation(spec: RunSpec, profile: ClusterProfile) -> RunSpec:

@@ -15,6 +15,7 @@ from hpctrain.spec.document import Document
 from hpctrain.spec.engines.abilities import EngineAbilities
 from hpctrain.spec.engines.ddp import DdpSpec
 from hpctrain.spec.engines.deepspeed import DeepSpeedSpec
+from hpctrain.spec.engines.megatron import MegatronSpec
 from hpctrain.spec.engines.megatron_lm import MEGATRON_LM_ENTRY, ArgumentName, ArgumentValue
 from hpctrain.spec.engines.registry import DEFAULT_ENGINE, ENGINES, EngineName, abilities_of
 from hpctrain.units import Duration
@@ -32,6 +33,7 @@ class EngineSpec(Document):
     )
     ddp: DdpSpec = DdpSpec()
     deepspeed: DeepSpeedSpec = DeepSpeedSpec()
+    megatron: MegatronSpec = MegatronSpec()
     checkout: str | None = Field(
         None, min_length=1, description="megatron-lm: directory of the Megatron-LM to train with"
     )

@@ -30,7 +30,7 @@ from hpctrain.spec.tuning import Task as Task
 from hpctrain.units import ByteSize, Duration, TokenCount
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
-Precision = Literal["fp32", "fp16", "bf16", "fp8"]
+Precision = Literal["fp32", "fp16", "bf16", "fp8", "fp4"]
 Launcher = Literal["srun", "torchrun"]
 RecomputeModule = Literal["core_attn", "mlp", "moe", "layernorm", "moe_act", "mla_up_proj"]
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
@@ -102,6 +102,9 @@ class ParallelSpec(Document):
     vpp: int = Field(1, ge=1, description="Model chunks per pipeline stage (interleaved schedule)")
     cp: int = Field(1, ge=1, description="Context parallel size")
     ep: int = Field(1, ge=1, description="Expert parallel size, taken out of dp x cp")
+    etp: int | None = Field(
+        None, ge=1, description="Expert tensor parallel size; default: 1 with ep > 1, else tp"
+    )
     order: Literal["auto", "tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"] = Field(
         "auto", description="Axes from the nearest ranks to the farthest (Megatron's order)"
     )
@@ -228,6 +231,12 @@ class RunSpec(Document):
     )
     recompute_modules: tuple[RecomputeModule, ...] = Field(
         ("core_attn",), description="What `selective` computes again (Megatron's names)"
+    )
+    recompute_layers: int | None = Field(
+        None, ge=1, description="With `full`: so many layers of each stage; default: all of them"
+    )
+    activation_offload_layers: int = Field(
+        0, ge=0, description="Keep the activations of so many layers in the host's memory"
     )
     checkpoint: CheckpointSpec
     evaluation: EvaluationSpec = EvaluationSpec()

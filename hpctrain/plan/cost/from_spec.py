@@ -25,11 +25,11 @@ from hpctrain.spec.run import ModelSpec, RunSpec
 if TYPE_CHECKING:
     from hpctrain.plan.mesh.columns import Columns
 
-ELEMENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 2}  # fp8: weights stay in 16 bits
+ELEMENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 2, "fp4": 2}  # as bf16
 GRADIENT_BYTES = 4  # one fp32 buffer (DistributedDataParallelConfig.grad_reduce_in_fp32)
 # Two fp32 moments of Adam; 16-bit weights have an fp32 main copy besides
 # (megatron/core/optimizer/optimizer.py, Float16OptimizerWithFloat16Params and FP32Optimizer).
-OPTIMIZER_BYTES = {"fp32": 8, "fp16": 12, "bf16": 12, "fp8": 12}
+OPTIMIZER_BYTES = {"fp32": 8, "fp16": 12, "bf16": 12, "fp8": 12, "fp4": 12}
 MOMENT_BYTES = 8
 
 

@@ -1,10 +1,16 @@
-"""The abilities of hpctrain's own trainer on megatron-core.
+"""megatron-core's section of the spec, and the abilities of hpctrain's own trainer on it.
 
-Belongs here: its abilities. Does not belong here: its document (see `hpctrain.engines.megatron`).
+Belongs here: the fields of `engine.megatron`, and the abilities. Does not belong here: the document
+of the trainer (see `hpctrain.engines.megatron`).
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
+from pydantic import Field
+
+from hpctrain.spec.document import Document
 from hpctrain.spec.engines.abilities import (
     CONTEXT_WORD,
     MEGATRON_CORE,
@@ -24,6 +30,50 @@ MESH_WORDS = (TENSOR_WORD, PIPELINE_WORD, CONTEXT_WORD)
 # tensor_parallel/layers.py relies on kernels that start in launch order. FSDP overlaps less with it
 # (Megatron-LM's arguments.py refuses that pair).
 ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+
+# How numbers are scaled into 8 bits (megatron-core: transformer_config.py, fp8_recipe).
+Fp8Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
+
+
+class MegatronSpec(Document):
+    """What production runs choose beyond the layout; names as in megatron-core's configuration."""
+
+    fp8_recipe: Fp8Recipe | Literal["auto"] = Field(
+        "auto",
+        description="Scaling into 8 bits with `precision: fp8`; auto: tensorwise (current scaling) "
+        "on Hopper, mxfp8 on Blackwell",
+    )
+    fp8_param_gather: bool = Field(
+        False, description="Keep and gather weights in 8 bits with `precision: fp8`"
+    )
+    grad_reduce_in_fp32: bool = Field(
+        True, description="Sum gradients in fp32; false: in bf16, half the bytes"
+    )
+    tp_comm_overlap: bool = Field(
+        False, description="Hide tensor parallel messages by userbuffers of TransformerEngine"
+    )
+    cross_entropy_loss_fusion: bool = Field(
+        False, description="Loss in one fused kernel: fewer copies of the logits"
+    )
+    defer_embedding_wgrad_compute: bool = Field(
+        False, description="Compute the output layer's weight gradient in the pipeline's last gap"
+    )
+    moe_token_dispatcher_type: Literal["alltoall", "flex"] = Field(
+        "alltoall", description="How tokens reach experts; flex: by the backend below"
+    )
+    moe_flex_dispatcher_backend: Literal["deepep", "hybridep"] = Field(
+        "deepep", description="Library of the flex dispatcher"
+    )
+    moe_permute_fusion: bool = Field(
+        False, description="Sort tokens by expert in kernels of TransformerEngine"
+    )
+    moe_shared_expert_overlap: bool = Field(
+        False, description="Compute the shared expert while tokens travel"
+    )
+    cuda_graph_impl: Literal["none", "local", "transformer_engine"] = Field(
+        "none", description="Who captures CUDA graphs of the layers"
+    )
+
 
 ABILITIES = EngineAbilities(
     name="megatron",
@@ -50,5 +100,6 @@ ABILITIES = EngineAbilities(
     overlap_calibration="mcore",
     chooses_overlap=True,
     environment=ENVIRONMENT,
+    settings={"megatron": "{}"},
     words=(*ZERO_WORDS, *WORDS_OF_EVERY_ENGINE, *MESH_WORDS),
 )

@@ -48,7 +48,7 @@ def test_experts() -> None:
 def test_experts_are_split_over_tp_or_spread_whole(ep: int, expert_tp: int) -> None:
     config = told(dict(tp=2, ep=ep), moe=EXPERTS)
     assert config.expert_model_parallel_size == ep
-    assert config.expert_tensor_parallel_size == expert_tp
+    assert config.expert_tensor_ranks == expert_tp
     assert config.data_parallel_size == 4, "ep takes no GPUs from dp"
 
 

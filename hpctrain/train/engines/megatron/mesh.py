@@ -89,7 +89,7 @@ def parallel_sizes(config: MegatronConfig) -> dict[str, Any]:
         virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
         context_parallel_size=config.context_parallel_size,
         expert_model_parallel_size=config.expert_model_parallel_size,
-        expert_tensor_parallel_size=config.expert_tensor_parallel_size,
+        expert_tensor_parallel_size=config.expert_tensor_ranks,
         order=config.parallel_order,
     )
 

@@ -241,7 +241,7 @@ def _expert_settings(config: MegatronConfig) -> dict[str, Any]:
         moe_token_dispatcher_type="alltoall",
         moe_grouped_gemm=uses_transformer_engine(config),
         expert_model_parallel_size=config.expert_model_parallel_size,
-        expert_tensor_parallel_size=config.expert_tensor_parallel_size,
+        expert_tensor_parallel_size=config.expert_tensor_ranks,
     )
 
 

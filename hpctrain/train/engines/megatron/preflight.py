@@ -82,7 +82,7 @@ def _expert_problems(config: MegatronConfig) -> Iterator[Problem]:
         return
     if experts % ep:
         yield Problem(f"num_moe_experts {experts} is not divisible by ep {ep}")
-    if config.add_bias_linear and config.expert_tensor_parallel_size > 1:
+    if config.add_bias_linear and config.expert_tensor_ranks > 1:
         # transformer_config.py: "Bias in Moe is only supported when ETP==1"
         yield Problem("experts with biases cannot be split over tp: use ep, or no biases")
     if config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
