@@ -61,6 +61,8 @@ POPEN = ("slurm/process.py", "supervise/srun_process.py", "sandbox/processes.py"
 POPEN = (*POPEN, "supervise/evidence/probe.py")
 # A converter that runs while its rank goes on answering the others.
 POPEN = (*POPEN, "train/engines/deepspeed/universal_checkpoint.py")
+# The writer of checkpoints of a rank with a GPU: a child that ends with its rank.
+POPEN = (*POPEN, "train/saving/spawned_writer.py")
 # A profiler that lives as long as the rank below it.
 POPEN = (*POPEN, "train/launchers/nsight_task.py")
 

@@ -20,10 +20,10 @@ WRONG_VALUES = [
     ("name: tiny", "name: tiny\ntp: 8", [
         "2:1: `tp`: unknown key | did you mean `parallel.tp`?"]),
     ("name: tiny", "name: tiny\nzzz: 8", [
-        "2:1: `zzz`: unknown key | known here: batch, budget, checkpoint, data, engine, "
-        "environment, evaluation, launcher, logging, lora, model, name, optimizer, parallel, "
-        "precision, profile, recompute, recompute_modules, resources, schedule, seed, supervise, "
-        "task"]),
+        "2:1: `zzz`: unknown key | known here: activation_offload_layers, batch, budget, "
+        "checkpoint, data, engine, environment, evaluation, launcher, logging, lora, model, name, "
+        "optimizer, parallel, precision, profile, recompute, recompute_layers, recompute_modules, "
+        "resources, schedule, seed, supervise, task"]),
     ("name: tiny", "name: tiny\nlauncher: torchrum", [
         "2:11: `launcher`: expected `srun` or `torchrun`, got `torchrum`"
         " | did you mean `torchrun`?"]),
@@ -69,7 +69,7 @@ WRONG_VALUES = [
         " | batch: How many sequences make one optimizer step.",
         "3:16: `parallel.tp`: must be at least 1, got `0`",
         "3:19: `parallel.pipline`: unknown key | known here: count_embedding, count_loss, cp, ep, "
-        "order, pp, sequence_parallel, stages, tp, vpp"]),
+        "etp, order, pp, sequence_parallel, stages, tp, vpp"]),
     ("name: tiny", "name: tiny\nparallel: 8", [
         "2:11: `parallel`: expected a mapping or `auto`, got `8`"]),
     ("name: tiny", "name: tiny\nparallel: [8]", [

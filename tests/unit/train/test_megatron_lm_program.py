@@ -12,6 +12,7 @@ import pytest
 from hpctrain.checkpoints.publish import StaleEpochError
 from hpctrain.engines.megatron_lm import MegatronLmConfig
 from hpctrain.store.layout import RunLayout
+from hpctrain.train import software_agreement
 from hpctrain.train.engines.megatron_lm import program
 from hpctrain.train.job import Job
 from hpctrain.train.rank_environment import Launch
@@ -60,6 +61,7 @@ def test_an_interrupt_behind_the_end_is_the_publishers_problem(
         "arguments": lambda config, places, on_cpu: (),
     }.items():
         monkeypatch.setattr(program, name, value)
+    monkeypatch.setattr(software_agreement, "agree_on_software", lambda job: None)
     (tmp_path / "pretrain.py").touch()
     config = MegatronLmConfig.model_construct(
         checkout=str(tmp_path), entry="pretrain.py", train_steps=10

@@ -146,8 +146,8 @@ class MegatronSnapshot:
     @property
     def _bucket_size(self) -> int | None:
         """Elements of a bucket of gradients, as megatron-core has chosen; None: one bucket."""
-        size: int | None = self.model.wrapped[0].ddp_config.bucket_size
-        return size
+        elements: int | None = self.model.wrapped[0].ddp_config.bucket_size
+        return elements
 
     def _sharded_parts(self, metadata: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
         state = {
