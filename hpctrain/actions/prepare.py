@@ -16,6 +16,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from hpctrain.actions.container_paths import unmounted_warnings
 from hpctrain.actions.elastic_sizes import SizedConfig, shapes_of, smaller_sizes
 from hpctrain.actions.runs import new_run_id
 from hpctrain.engines.documents import train_config
@@ -157,6 +158,9 @@ def prepare(
     smaller = smaller_sizes(absolute, site, plan, knowledge, peak_flops)
     train = train_config(absolute, plan, peak_flops)
     supervise = _supervise_config(run_id, document, site, plan, runs, smaller)
+    read = [*input_paths(train), *filter(None, (absolute.data.cache, absolute.model.pretrained))]
+    hidden = unmounted_warnings(site.software.container, read, runs / run_id)
+    plan = plan.model_copy(update={"warnings": (*plan.warnings, *hidden)})
     return Prepared(
         run_id=run_id,
         spec=loaded_spec,

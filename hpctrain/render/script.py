@@ -26,7 +26,12 @@ from hpctrain.render.quoting import directive_value, sh
 from hpctrain.render.srun_tasks import SrunTasks, choose_tasks
 from hpctrain.render.topology import topology_options
 from hpctrain.render.warning_lead import warning_lead
-from hpctrain.spec.profile import INTERFACE_VARIABLES, ClusterProfile, PartitionProfile
+from hpctrain.spec.profile import (
+    INTERFACE_VARIABLES,
+    ClusterProfile,
+    ContainerProfile,
+    PartitionProfile,
+)
 from hpctrain.spec.run import RunSpec
 from hpctrain.units import Duration
 from hpctrain.version import __version__
@@ -50,6 +55,7 @@ _TRAINER_VARIABLES = (
     "HPCTRAIN_RESUME",
     "HPCTRAIN_MTTF_SECONDS",
     "HPCTRAIN_PINNED_STEPS",
+    "HPCTRAIN_VERSION",
     "MASTER_ADDR",
     "MASTER_PORT",
 )
@@ -102,6 +108,7 @@ class Script:
     supervisor: tuple[str, ...]
     srun: tuple[str, ...]
     container_mounts: tuple[str, ...] | None
+    apptainer: tuple[str, ...] | None
     trainer: tuple[str, ...]
 
 
@@ -149,7 +156,8 @@ def build_script(spec: RunSpec, profile: ClusterProfile, plan: Plan, facts: Scri
         supervisor=(python, "-m", "hpctrain.supervise", "--run-directory", "."),
         srun=_srun(spec, profile, plan, facts, start),
         container_mounts=pyxis.mounts if pyxis else None,
-        trainer=_trainer(profile, python, start),
+        apptainer=None if pyxis or container is None else _apptainer(container),
+        trainer=(container.python if container else python, "-m", *start.module, "train.json"),
     )
 
 
@@ -320,16 +328,9 @@ def _srun(
     return tuple(arguments)
 
 
-def _trainer(profile: ClusterProfile, python: str, start: SrunTasks) -> tuple[str, ...]:
-    """List the arguments of the command that each task runs."""
-    container = profile.software.container
-    command = ("-m", *start.module, "train.json")
-    if container is None:
-        return (python, *command)
-    if container.launcher == "pyxis":
-        return (container.python, *command)
-    binds = [word for mount in container.mounts for word in ("--bind", mount)]
-    return ("apptainer", "exec", "--nv", *binds, container.image, container.python, *command)
+def _apptainer(container: ContainerProfile) -> tuple[str, ...]:
+    """List what follows apptainer's options for GPUs and the run directory: mounts and image."""
+    return (*(word for mount in container.mounts for word in ("--bind", mount)), container.image)
 
 
 def _check_variables(names: Iterable[str]) -> None:

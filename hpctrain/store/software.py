@@ -40,6 +40,7 @@ class SoftwareFacts(RecordPart):
     `fused_weight_gradient_mlp_cuda`. `open_files` is the soft limit RLIMIT_NOFILE.
     """
 
+    hpctrain: str | None = None
     python: str
     torch: str
     cuda_build: str | None = None

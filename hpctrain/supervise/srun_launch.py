@@ -40,6 +40,7 @@ from hpctrain.supervise.judge.probe_results import KernelLine, ProbeResult
 from hpctrain.supervise.judge.stragglers import SlowRank
 from hpctrain.supervise.srun_process import SrunProcess, reserve_port
 from hpctrain.supervise.time_limit import JobTimeLimit
+from hpctrain.version import __version__
 
 
 @dataclass(frozen=True)
@@ -204,6 +205,7 @@ class TrainerLauncher:
         return {
             **self.environment,
             "HPCTRAIN_EPOCH": str(self.epoch),
+            "HPCTRAIN_VERSION": __version__,  # that of the trainer's image may be another
             "HPCTRAIN_RESUME": start.directory.name if start else "",
             "HPCTRAIN_PINNED_STEPS": " ".join(map(str, pinned_steps(context.ledger.events()))),
             **({"HPCTRAIN_MTTF_SECONDS": f"{mttf_seconds:.0f}"} if mttf_seconds else {}),

@@ -21,7 +21,8 @@ class Launch:
 
     `epoch` is the fencing number of the launch, `resume` the name of a checkpoint directory or
     empty for a fresh start. `mttf_seconds` is the mean time between failures of the whole run,
-    infinite if unknown. `pinned_steps` are checkpoints that retention must keep.
+    infinite if unknown. `pinned_steps` are checkpoints that retention must keep. `version` is that
+    of the supervisor's hpctrain, empty without a supervisor.
     """
 
     rank: int
@@ -32,6 +33,7 @@ class Launch:
     resume: str
     mttf_seconds: float = math.inf
     pinned_steps: frozenset[int] = frozenset()
+    version: str = ""
 
     @property
     def leads(self) -> bool:
@@ -64,6 +66,7 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
             _parse("HPCTRAIN_PINNED_STEPS", step)
             for step in environment.get("HPCTRAIN_PINNED_STEPS", "").split()
         ),
+        version=environment.get("HPCTRAIN_VERSION", ""),
     )
 
 

@@ -19,6 +19,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from hpctrain.store.software import Library, SoftwareFacts
+from hpctrain.version import __version__
 
 # Kernels that TransformerEngine chooses from, by the module that each needs; cuDNN's are part of
 # TransformerEngine itself (its pytorch/attention/dot_product_attention/utils.py).
@@ -89,6 +90,7 @@ def collect() -> SoftwareFacts:
             library = import_library(module, module, name.split(" ")[0])
             kernels += [f"{name} {library.version}"] if library.imported else []
     return SoftwareFacts(
+        hpctrain=__version__,
         python=platform.python_version(),
         torch=torch.__version__,
         cuda_build=torch.version.cuda,

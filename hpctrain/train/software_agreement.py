@@ -68,15 +68,19 @@ class _Judgement(BaseModel):
 
 @dataclass(frozen=True)
 class Needs:
-    """What a run needs of the software: `cuda` GPUs, and a library because of `engine_reason`."""
+    """What a run needs of the software: `cuda` GPUs, and a library because of `engine_reason`.
+
+    `hpctrain`: the version of the supervisor, which reads the trainer's records; empty: any.
+    """
 
     cuda: bool
     world_size: int
     compiles: bool = False
     engine_reason: str | None = None
+    hpctrain: str = ""
 
 
-def needs_of(config: TrainConfig) -> Needs:
+def needs_of(config: TrainConfig, supervisor_version: str = "") -> Needs:
     """Read from the trainer's configuration what the run needs."""
     cuda = config.accelerator == "cuda"
     return Needs(
@@ -84,6 +88,7 @@ def needs_of(config: TrainConfig) -> Needs:
         world_size=config.world_size,
         compiles=cuda and config.compiles_kernels,
         engine_reason=config.needs_transformer_engine,
+        hpctrain=supervisor_version,
     )
 
 
@@ -130,7 +135,7 @@ def _exchange(own: RankSoftware, store: Store, job: Job) -> _Judgement:
 def _judge_as_leader(ranks: Sequence[RankSoftware], job: Job) -> _Judgement:
     """Record the facts of all ranks and judge them."""
     outlast(job.run, lambda: write_software(job.run, records_of(ranks, job.launch.epoch)))
-    return _Judgement(refusals=tuple(judge(ranks, needs_of(job.config))))
+    return _Judgement(refusals=tuple(judge(ranks, needs_of(job.config, job.launch.version))))
 
 
 def refuse(refusals: Sequence[Refusal], node: str) -> None:
@@ -193,6 +198,11 @@ def judge(ranks: Sequence[RankSoftware], needs: Needs) -> Iterator[Refusal]:
 
 def _problems_of_rank(facts: SoftwareFacts, needs: Needs) -> Iterator[tuple[str, str | None]]:
     """Yield (message, hint) of everything that a rank lacks."""
+    if needs.hpctrain and facts.hpctrain not in (None, needs.hpctrain):
+        yield (
+            f"hpctrain {facts.hpctrain} trains, and hpctrain {needs.hpctrain} supervises the job",
+            "install the same hpctrain into the container: `pip install --no-deps` of this one",
+        )
     if needs.cuda:
         problem = _gpu_problem(facts)
         if problem is not None:

@@ -179,7 +179,8 @@ def test_container_of_apptainer(tmp_path: Path) -> None:
     argv = run_script(tmp_path, render(profile=profile, python=stub(tmp_path)))["argv"]
     binds = [word for mount in mounts for word in ("--bind", mount)]
     command = ["python3", "-m", "hpctrain.train", "train.json"]
-    expected = ["apptainer", "exec", "--nv", *binds, "/it's a $(x).sif", *command]
+    here = ["--bind", str(tmp_path), "--pwd", str(tmp_path)]
+    expected = ["apptainer", "exec", "--nv", *here, *binds, "/it's a $(x).sif", *command]
     assert argv[-len(expected) :] == expected
 
 

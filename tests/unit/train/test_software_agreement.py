@@ -27,13 +27,14 @@ GOOD = SoftwareFacts(
     driver_cuda="13.0",
     nccl="2.28.3",
     gpus=("NVIDIA H100",) * 2,
+    hpctrain="0.1.0",
     megatron_core="0.16.1",
     transformer_engine=Library(version="2.9.0"),
     triton=Library(version="3.5.0"),
     compiler="/usr/bin/gcc",
     open_files=65536,
 )
-NEEDS = Needs(cuda=True, world_size=4, compiles=True, engine_reason="cp 2")
+NEEDS = Needs(cuda=True, world_size=4, compiles=True, engine_reason="cp 2", hpctrain="0.1.0")
 
 
 def ranks(**on_node: SoftwareFacts) -> list[RankSoftware]:
@@ -77,6 +78,7 @@ NO_CUDA = changed(torch="2.13.0+cpu", cuda_build=None, gpus=(), driver_cuda=None
         ),
         (changed(transformer_engine=Library()), "cp 2 needs TransformerEngine: not installed"),
         (changed(triton=Library()), "fused kernels with triton: not installed"),
+        (changed(hpctrain="0.0.9"), "hpctrain 0.0.9 trains, and hpctrain 0.1.0 supervises"),
         (changed(compiler=None), "triton needs a C compiler"),
         (changed(open_files=256), "at most 256 open files are allowed, and 4 ranks need 260"),
     ],

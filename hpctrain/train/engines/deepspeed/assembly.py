@@ -17,6 +17,7 @@ from hpctrain.train.engines.deepspeed.engine import ZeroEngine
 from hpctrain.train.engines.deepspeed.flops import FlopsCounter
 from hpctrain.train.engines.deepspeed.mesh import DeepSpeedMesh, open_mesh
 from hpctrain.train.engines.deepspeed.module import placed_module, staged_module
+from hpctrain.train.engines.deepspeed.operators import build_operators
 from hpctrain.train.engines.deepspeed.optimizer import parameter_groups
 from hpctrain.train.engines.deepspeed.pipeline import PipelineEngine
 from hpctrain.train.engines.deepspeed.snapshot import DeepSpeedSnapshot
@@ -37,8 +38,7 @@ def build(job: Job, mesh: DeepSpeedMesh, control: Control) -> Parts:
     """Build module, optimizer and data of this rank; all ranks must call this."""
     config = job.config
     assert isinstance(config, DeepSpeedConfig)
-    if not config.torch_adam:
-        library.refuse_without_adam()
+    build_operators(config)
     clock = StepClock()
     engine: ZeroEngine | PipelineEngine
     if config.pipeline_stages:

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
-from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.train.device import backend, on_cpu
 
 if on_cpu():
@@ -36,26 +35,6 @@ warnings.filterwarnings("ignore", module=r"deepspeed\b.*")
 def join(timeout: timedelta) -> None:
     """Set up DeepSpeed's communication over the existing groups of torch.distributed."""
     deepspeed.init_distributed(backend(), timeout=timeout, verbose=False)
-
-
-def adam_problem() -> str | None:
-    """Return why DeepSpeed's own Adam cannot be used; the first call builds it (a minute)."""
-    from deepspeed.ops.op_builder import CPUAdamBuilder
-
-    try:
-        CPUAdamBuilder().load(verbose=False)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
-
-
-def refuse_without_adam() -> None:
-    """Raise InvalidInputError if DeepSpeed's own Adam cannot be built."""
-    reason = adam_problem()
-    if reason is not None:
-        message = f"DeepSpeed's Adam for offloaded state cannot be built here: {reason}"
-        hint = "load a CUDA toolkit and a C++ compiler, or set `engine.deepspeed.adam: torch`"
-        raise InvalidInputError([Problem(message, hint=hint, node_dependent=True)])
 
 
 @contextlib.contextmanager
