@@ -40,6 +40,7 @@ def test_tensor_parallel_ranks_draw_different_masks(trial: Callable[..., Trial])
         again = torch.rand(3).tolist()
         text = json.dumps([outside, inside, again])
         (answers / f"drawn-{mesh.tensor_rank}").write_text(text)
+        torch.distributed.barrier()  # rank 0 serves the store that the other may still need
 
     codes = prefork.fork(draw, 2, drawn.run.logs).wait(LIMIT_SECONDS)
     assert codes == [0, 0]

