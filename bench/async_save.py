@@ -156,6 +156,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         run = RunLayout(Path(name) / "run")
         run.create()
+        run.train_config.write_text(config.model_dump_json())  # without it the run counts as away
 
         def rank() -> None:
             if options.copies:

@@ -101,6 +101,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         run = RunLayout(Path(name) / "run")
         run.create()
+        run.train_config.write_text(config.model_dump_json())  # without it the run counts as away
         ranks = prefork.fork(lambda: measure(config, run, options.rounds), RANKS, run.logs)
         codes = ranks.wait(LIMIT_SECONDS)
         if any(codes):
