@@ -16,6 +16,7 @@ exits/e000001/node-000001.json         ranks that failed below an agent (launche
 stacks/e000001/rank-000003.txt         where each rank of a launch was when it hung
 ranks.json saves.jsonl skips.json      times of each rank, each save and its cost, data left out
 software.jsonl                         software and GPUs that each launch has found on its nodes
+speed.jsonl                            speed of GPUs and links before the first step of a launch
 signatures.json                        the lines of logs and kernels that name a cause, and XIDs
 train-n000003.json                     the trainer's file for a launch on fewer nodes than planned
 ds_config.json ds_config-n000003.json  DeepSpeed's configuration, for people and its own tools
@@ -121,6 +122,10 @@ class RunLayout:
     @property
     def software(self) -> Path:
         return self.directory / "software.jsonl"
+
+    @property
+    def speed_checks(self) -> Path:
+        return self.directory / "speed.jsonl"
 
     @property
     def rank_times(self) -> Path:
