@@ -21,6 +21,11 @@ from hpctrain.actions.elastic_sizes import SizedConfig, shapes_of, smaller_sizes
 from hpctrain.actions.runs import new_run_id
 from hpctrain.engines.documents import train_config
 from hpctrain.engines.module import ModuleConfig
+from hpctrain.engines.speed_check import (
+    SpeedCheckConfig,
+    speed_check_config,
+    speed_check_mode,
+)
 from hpctrain.engines.training import TrainConfig
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.plan.abilities.trainable import untrainable_fields, untrainable_layout
@@ -155,8 +160,12 @@ def prepare(
     peak = site.gpu.peak.get(plan.precision)
     absolute = _with_scratch(_with_absolute_paths(document), loaded_spec, site)
     peak_flops = float(peak) if peak else None
-    smaller = smaller_sizes(absolute, site, plan, knowledge, peak_flops)
-    train = train_config(absolute, plan, peak_flops)
+    check = _speed_check(document, site, plan, knowledge)
+    smaller = tuple(
+        replace(size, train=size.train.model_copy(update=check))
+        for size in smaller_sizes(absolute, site, plan, knowledge, peak_flops)
+    )
+    train = train_config(absolute, plan, peak_flops).model_copy(update=check)
     supervise = _supervise_config(run_id, document, site, plan, runs, smaller)
     read = [*input_paths(train), *filter(None, (absolute.data.cache, absolute.model.pretrained))]
     hidden = unmounted_warnings(site.software.container, read, runs / run_id)
@@ -174,6 +183,17 @@ def prepare(
         smaller=smaller,
         signatures=load_signatures(profile_search_path()).to_json(),
     )
+
+
+def _speed_check(
+    spec: RunSpec, profile: ClusterProfile, plan: Plan, knowledge: Knowledge
+) -> dict[str, SpeedCheckConfig | None]:
+    """Make the settings of the check before training, as an update of the trainer's document."""
+    from hpctrain.plan.cost.expected_speed import expected_speed
+    from hpctrain.plan.request import PlanRequest
+
+    expected = expected_speed(PlanRequest(spec, profile, knowledge), plan)
+    return {"speed_check": speed_check_config(spec, profile, plan, expected)}
 
 
 def _gpu_variables(gpu: Gpu | None, plan: Plan) -> tuple[GpuVariable, ...]:
@@ -301,6 +321,7 @@ def _supervise_config(
         storm_window_seconds=float(spec.supervise.storm_window),
         learn_stalls=spec.supervise.learn_stalls,
         slow_rank=spec.supervise.slow_rank,
+        speed_check=speed_check_mode(spec, profile),
         exclude_nodes=spec.supervise.exclude_nodes,
         rollback=RollbackSettings(
             act=rollback.mode == "act",

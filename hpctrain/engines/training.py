@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, cast
 
+from hpctrain.engines.speed_check import SpeedCheckConfig
 from hpctrain.plan.documents import Plan
 from hpctrain.spec.document import Document
 from hpctrain.spec.profiling import ProfileSpec
@@ -74,6 +75,8 @@ class TrainConfig(Document):
     loss_spike: float | None = None
     # steps between two reports of the compute time of each rank
     rank_times_interval_steps: int = _TIMES_INTERVAL_STEPS
+    # what is measured before the first step; None: nothing
+    speed_check: SpeedCheckConfig | None = None
     # which steps of which ranks are traced
     profile: ProfileSpec | None = None
     # for reporting: model FLOPs of one step and the GPU's dense peak in FLOP/s (None: unknown)

@@ -293,6 +293,11 @@ class ClusterProfile(Document):
     continuation_jobs: int = Field(
         8, ge=2, le=1000, description="singleton, array: so many jobs are submitted at once"
     )
+    speed_check: Literal["off", "report", "exclude"] | None = Field(
+        None,
+        description="What `supervise.speed_check.mode: auto` means here; absent: report, or off "
+        "where GPUs are emulated. `locked: [supervise.speed_check.mode]` forces it",
+    )
     limits: LimitsProfile = LimitsProfile()
     prices: PriceProfile | None = Field(None, description="Absent: no costs are printed")
     reliability: ReliabilityProfile | None = Field(
@@ -376,6 +381,16 @@ class ClusterProfile(Document):
     @property
     def gpu_count(self) -> int:
         return self.nodes.count * self.gpu.per_node
+
+    @property
+    def usual_speed_check(self) -> Literal["off", "report", "exclude"]:
+        """The check before training of a spec that leaves the choice to the site.
+
+        Processes that share the CPUs of a sandbox do not compute alike: it is off there.
+        """
+        if self.speed_check is not None:
+            return self.speed_check
+        return "off" if self.gpu.emulated else "report"
 
     @property
     def accelerator(self) -> Literal["cuda", "cpu"]:

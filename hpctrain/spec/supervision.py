@@ -58,6 +58,24 @@ class RollbackSpec(Document):
     )
 
 
+class SpeedCheckSpec(Document):
+    """The check of GPUs and links before the first step of a launch.
+
+    Sources of the thresholds: GPUs of one kind differ by up to 22 % (Sinha et al. 2022, arXiv
+    2208.11035); links of one kind hardly differ, but other jobs share them.
+    """
+
+    mode: Literal["auto", "off", "report", "exclude"] = Field(
+        "auto",
+        description="report: record what is slow; exclude: also replace a slow node like a failed "
+        "one; auto: as the profile says",
+    )
+    slow_gpu: float = Field(
+        0.75, gt=0, lt=1, description="A GPU below this share of its peers' median rate is slow"
+    )
+    slow_link: float = Field(0.5, gt=0, lt=1, description="The same for the bandwidth of its links")
+
+
 class SuperviseSpec(Document):
     """When to give up, and what may be done without asking."""
 
@@ -83,6 +101,7 @@ class SuperviseSpec(Document):
     slow_rank: float = Field(
         1.2, gt=1, description="Report a rank that computes so many times longer than the median"
     )
+    speed_check: SpeedCheckSpec = SpeedCheckSpec()
     exclude_nodes: Literal["observe", "act"] = Field(
         "observe",
         description="observe: only say which suspected nodes to avoid; act: avoid them. Nodes on "

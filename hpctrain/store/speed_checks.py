@@ -63,10 +63,12 @@ class SpeedCheck(Record):
     """All measurements of one launch; tuples are by rank unless stated otherwise.
 
     `gpu` is the name of the GPU (None: CPUs), `precision` that of the matrix products with the
-    sizes `product_mnk`. `product_flops_per_second` counts 2 m n k for a product. Clocks are of
-    the SMs under load, in Hz. `slowdowns` names what the driver reports to hold the clock down,
-    such as `thermal`; "" for nothing. `free_memory_bytes` is free before the model is built.
-    `networks` has the network that NCCL chose, such as `IB` or `Socket`; "" if not known.
+    sizes `product_mnk`. `product_flops_per_second` counts 2 m n k for a product;
+    `expected_flops_per_second` is what the plan assumes. `copy_bytes_per_second`: a copy inside the
+    GPU's memory, read and written bytes. Clocks are of the SMs under load, in Hz. `slowdowns` names
+    what the driver reports to hold the clock down, such as `thermal`; "" for nothing.
+    `free_memory_bytes` is free before the model is built. `networks` has the network that NCCL
+    chose, such as `IB` or `Socket`; "" if not known.
     `rounds`: 2 where a suspect was measured a second time; the better round counts.
     `skipped` lists what was not measured, with the reason. `leaves`: the launch ends because of
     `slow`, so that the supervisor can replace the nodes.
@@ -81,6 +83,8 @@ class SpeedCheck(Record):
     precision: Literal["bf16", "fp32"]
     product_mnk: tuple[int, int, int]
     product_flops_per_second: tuple[float | None, ...]
+    expected_flops_per_second: float | None = None
+    copy_bytes_per_second: tuple[float | None, ...] = ()
     clock_hz: tuple[float | None, ...] = ()
     highest_clock_hz: tuple[float | None, ...] = ()
     slowdowns: tuple[str, ...] = ()

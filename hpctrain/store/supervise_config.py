@@ -67,6 +67,7 @@ class SuperviseConfig(_Settings):
     storm_window_seconds: float = 1800.0
     learn_stalls: bool = True
     slow_rank: float = 1.2
+    speed_check: Literal["off", "report", "exclude"] = "off"
     exclude_nodes: Literal["observe", "act"] = "observe"
     rollback: RollbackSettings = RollbackSettings()
     shapes: tuple[LaunchShape, ...] = ()

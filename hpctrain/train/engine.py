@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from hpctrain.store.speed_checks import AxisName
 from hpctrain.train.job import Job
 from hpctrain.train.rank_environment import Launch
 from hpctrain.train.saving.host_buffers import HostBuffers
@@ -151,8 +152,24 @@ class Parts:
     snapshot: Snapshot
 
 
+@dataclass(frozen=True)
+class AxisGroup:
+    """The ranks of one axis that this rank belongs to, in the order of the axis.
+
+    `group` is a process group of torch with all of `ranks`; it may have others.
+    """
+
+    axis: AxisName
+    group: Any
+    ranks: tuple[int, ...]
+
+
 class Mesh(Protocol):
     """The process groups of one rank."""
+
+    @property
+    def axes(self) -> tuple[AxisGroup, ...]:
+        """The groups that training uses, axes of size 1 left out; the same axes on all ranks."""
 
     @property
     def control(self) -> Any:

@@ -44,6 +44,10 @@ class RefusedElsewhereError(HpctrainError):
     """Ranks on other nodes refuse the launch, for reasons that this node does not have."""
 
 
+class SlowNodesError(HpctrainError):
+    """GPUs or links of some nodes are slow, and the supervisor can replace these nodes."""
+
+
 class DataError(HpctrainError):
     """The dataset could not be read while training."""
 
@@ -142,6 +146,8 @@ def _own_cause(error: BaseException) -> str | None:
         return "disk_full"
     if isinstance(error, BadCheckpointError):
         return "bad_checkpoint"
+    if isinstance(error, SlowNodesError):
+        return "node_failure"
     if isinstance(error, LoadFailedError):
         return "load_failed"
     if isinstance(error, UnreadableCheckpointError):

@@ -22,7 +22,8 @@ class Launch:
     `epoch` is the fencing number of the launch, `resume` the name of a checkpoint directory or
     empty for a fresh start. `mttf_seconds` is the mean time between failures of the whole run,
     infinite if unknown. `pinned_steps` are checkpoints that retention must keep. `version` is that
-    of the supervisor's hpctrain, empty without a supervisor.
+    of the supervisor's hpctrain, empty without a supervisor. `speed_check`: how many slow nodes the
+    supervisor can replace; None: this launch does not check the speed.
     """
 
     rank: int
@@ -34,6 +35,7 @@ class Launch:
     mttf_seconds: float = math.inf
     pinned_steps: frozenset[int] = frozenset()
     version: str = ""
+    speed_check: int | None = 0
 
     @property
     def leads(self) -> bool:
@@ -67,6 +69,9 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
             for step in environment.get("HPCTRAIN_PINNED_STEPS", "").split()
         ),
         version=environment.get("HPCTRAIN_VERSION", ""),
+        speed_check=None
+        if environment.get("HPCTRAIN_SPEED_CHECK") == "off"
+        else _number(environment, "HPCTRAIN_SPEED_CHECK", default="0"),
     )
 
 

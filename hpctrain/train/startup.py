@@ -33,6 +33,7 @@ from hpctrain.train.saving.digest_check import DigestCheck
 from hpctrain.train.saving.save_interval import SaveInterval
 from hpctrain.train.saving.saver import Saver
 from hpctrain.train.software_agreement import agree_on_software
+from hpctrain.train.speed_check import check_speed, watch_network
 from hpctrain.train.step_agreement import Control
 from hpctrain.train.times import RankClock
 
@@ -69,8 +70,10 @@ def assemble(job: Job, keeper: Keeper, digests: DigestCheck | None = None) -> Lo
     reporter = Reporter(job)
     keeper.step = lambda: reporter.step
     reporter.phase("starting")
+    network = watch_network(job)
     mesh = room.join(job.config, job.launch)
     control = Control(mesh.control)
+    check_speed(job, mesh, control, network, reporter.still_working)
     # Rank 0 reads the list: a shared file system may show other ranks another version.
     text = read_skips(job.run.skips) if job.launch.leads else None
     skips = parse_skips(control.from_leader(text), job.run.skips)

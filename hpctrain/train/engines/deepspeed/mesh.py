@@ -16,8 +16,10 @@ import torch.distributed as dist
 from deepspeed.utils import groups
 
 from hpctrain.engines.deepspeed import DeepSpeedConfig
+from hpctrain.store.speed_checks import AxisName
 from hpctrain.train.data import Share
 from hpctrain.train.device import backend, choose_device
+from hpctrain.train.engine import AxisGroup
 from hpctrain.train.engines.deepspeed import library
 from hpctrain.train.rank_environment import Launch
 
@@ -28,7 +30,8 @@ class DeepSpeedMesh:
 
     `stage`: the stage of the pipeline, 0 without one. `replica`: the index among the `replicas` of
     this stage. `tensors`: the group that splits each weight; None for no group. `data`: the group
-    that sums gradients without a pipeline; None for all ranks.
+    that sums gradients without a pipeline; None for all ranks. `pipeline`: the ranks of all stages
+    through which the samples of this rank pass.
     """
 
     device: torch.device
@@ -41,6 +44,19 @@ class DeepSpeedMesh:
     control: Any
     tensors: Any
     data: Any
+    pipeline: tuple[int, ...]
+
+    @property
+    def axes(self) -> tuple[AxisGroup, ...]:
+        """Groups of all axes, but dp behind a pipeline: DeepSpeed makes these groups afterwards."""
+        found: list[AxisGroup] = []
+        if self.tensors is not None:
+            found.append(_grouped("tp", self.tensors))
+        if self.stages > 1:
+            found.append(AxisGroup("pp", dist.group.WORLD, self.pipeline))
+        elif self.replicas > 1:
+            found.append(_grouped("dp", self.data or dist.group.WORLD))
+        return tuple(found)
 
     @property
     def share(self) -> Share:
@@ -87,6 +103,7 @@ def open_mesh(config: DeepSpeedConfig, launch: Launch) -> DeepSpeedMesh:
         control=dist.new_group(backend="gloo", timeout=timeout),
         tensors=tensors,
         data=data,
+        pipeline=pipeline_of(launch.rank, launch.world_size, config),
     )
 
 
@@ -97,6 +114,21 @@ def place_of(rank: int, config: DeepSpeedConfig) -> tuple[int, int]:
     if config.pipelines_near:
         return place % stages, place // stages
     return place // replicas, place % replicas
+
+
+def pipeline_of(rank: int, size: int, config: DeepSpeedConfig) -> tuple[int, ...]:
+    """Return the ranks of all stages of a rank's pipeline, by stage."""
+    own = (place_of(rank, config)[1], rank % config.tensor_parallel)
+    same = [
+        other
+        for other in range(size)
+        if (place_of(other, config)[1], other % config.tensor_parallel) == own
+    ]
+    return tuple(sorted(same, key=lambda other: place_of(other, config)[0]))
+
+
+def _grouped(axis: AxisName, group: Any) -> AxisGroup:
+    return AxisGroup(axis, group, tuple(dist.get_process_group_ranks(group)))
 
 
 def seed_dropout(config: DeepSpeedConfig, seed: int, rank: int) -> None:

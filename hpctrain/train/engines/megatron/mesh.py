@@ -15,8 +15,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from hpctrain.engines.megatron import MegatronConfig
+from hpctrain.store.speed_checks import AxisName
 from hpctrain.train.data import Share
 from hpctrain.train.device import backend, choose_device
+from hpctrain.train.engine import AxisGroup
 from hpctrain.train.rank_environment import Launch
 
 SEED_STRIDE_OF_STAGES = 100  # as Megatron-LM: megatron/training/initialize.py, _set_random_seed
@@ -46,6 +48,21 @@ class MegatronMesh:
     def reads(self) -> bool:
         """True on stages that embed tokens or compute the loss."""
         return self.first_stage or self.last_stage
+
+    @property
+    def axes(self) -> tuple[AxisGroup, ...]:
+        """Groups of all axes; those of dp include cp, over which gradients are summed, too."""
+        groups: tuple[tuple[AxisName, Any], ...] = (
+            ("tp", parallel_state.get_tensor_model_parallel_group()),
+            ("cp", parallel_state.get_context_parallel_group()),
+            ("ep", parallel_state.get_expert_model_parallel_group()),
+            ("dp", self.reduce_group),
+            ("pp", parallel_state.get_pipeline_model_parallel_group()),
+        )
+        found = ((axis, group, dist.get_process_group_ranks(group)) for axis, group in groups)
+        return tuple(
+            AxisGroup(axis, group, tuple(ranks)) for axis, group, ranks in found if len(ranks) > 1
+        )
 
     @property
     def reduce_group(self) -> Any:

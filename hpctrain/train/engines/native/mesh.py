@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from hpctrain.engines.native import NativeConfig
 from hpctrain.train.data import Share
 from hpctrain.train.device import backend, choose_device
+from hpctrain.train.engine import AxisGroup
 from hpctrain.train.rank_environment import Launch
 
 
@@ -32,6 +33,11 @@ class NativeMesh:
     size: int
     control: Any
     shards: Any
+
+    @property
+    def axes(self) -> tuple[AxisGroup, ...]:
+        """All ranks sum gradients together, whether or not they share a copy of the model."""
+        return (AxisGroup("dp", dist.group.WORLD, tuple(range(self.size))),) * (self.size > 1)
 
     @property
     def share(self) -> Share:

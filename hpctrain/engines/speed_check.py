@@ -1,0 +1,94 @@
+"""The settings of the check of GPUs and links before training: a part of `train.json`.
+
+Belongs here: the document, and the pure function that fills it. Does not belong here: measuring
+(see `hpctrain.train.speed_check`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from hpctrain.plan.documents import Axis, Plan
+from hpctrain.spec.document import Document
+from hpctrain.spec.engines.registry import abilities_of
+from hpctrain.spec.profile import ClusterProfile
+from hpctrain.spec.run import RunSpec
+
+if TYPE_CHECKING:
+    from hpctrain.plan.cost.expected_speed import ExpectedSpeed
+
+_MIB = 2**20
+# An all-reduce over NVLink or InfiniBand reaches its bandwidth from some tens of MiB on
+# (nccl-tests); above the upper bound it only takes longer.
+_GPU_BYTES = (64 * _MIB, 256 * _MIB)
+# gloo on CPUs copies through main memory.
+_CPU_BYTES = (_MIB, 4 * _MIB)
+
+
+class CheckedAxis(Document):
+    """The message that is sent along an axis, and the bandwidth that the plan assumes there."""
+
+    axis: Axis
+    message_bytes: int
+    expected_bytes_per_second: float | None = None
+
+
+class SpeedCheckConfig(Document):
+    """What the check compares: thresholds as shares, the fabric, and the plan's assumptions."""
+
+    slow_gpu: float
+    slow_link: float
+    fabric: Literal["infiniband", "roce", "efa", "slingshot", "ethernet"]
+    expected_flops_per_second: float | None = None
+    axes: tuple[CheckedAxis, ...] = ()
+
+
+def speed_check_mode(spec: RunSpec, profile: ClusterProfile) -> Literal["off", "report", "exclude"]:
+    """Choose the mode of the check: the spec's, or the profile's for `auto`.
+
+    An external program opens process groups of its own, which the check cannot use.
+    """
+    mode = spec.supervise.speed_check.mode
+    chosen = profile.usual_speed_check if mode == "auto" else mode
+    return "off" if abilities_of(spec.engine.name).program is not None else chosen
+
+
+def speed_check_config(
+    spec: RunSpec, profile: ClusterProfile, plan: Plan, expected: ExpectedSpeed | None
+) -> SpeedCheckConfig | None:
+    """Fill the settings of the check; None where it is off."""
+    if speed_check_mode(spec, profile) == "off":
+        return None
+    known = expected.bytes_per_second if expected is not None else {}
+    least, most = _GPU_BYTES if plan.accelerator == "cuda" else _CPU_BYTES
+    axes = []
+    for place in plan.placements:
+        if place.size == 1:
+            continue
+        wanted = _message_bytes(place.axis, spec, plan)
+        axes.append(
+            CheckedAxis(
+                axis=place.axis,
+                message_bytes=max(least, min(wanted, most)),
+                expected_bytes_per_second=known.get(place.axis),
+            )
+        )
+    given = spec.supervise.speed_check
+    compares = expected is not None and plan.precision != "fp32"
+    return SpeedCheckConfig(
+        slow_gpu=given.slow_gpu,
+        slow_link=given.slow_link,
+        fabric=profile.network.fabric,
+        expected_flops_per_second=expected.product_flops_per_second
+        if expected is not None and compares
+        else None,
+        axes=tuple(axes),
+    )
+
+
+def _message_bytes(axis: Axis, spec: RunSpec, plan: Plan) -> int:
+    """Estimate the plan's message: gradients on dp, the activations of a microbatch elsewhere."""
+    if axis == "dp":
+        return 4 * max(stage.parameters_per_gpu for stage in plan.stages)
+    tokens = plan.batch.micro_batch * spec.model.seq // plan.layout.cp
+    return 2 * tokens * spec.model.hidden
