@@ -15,6 +15,7 @@ from hpctrain.checkpoints.discover import checkpoints
 from hpctrain.store.ledger import Event, EventKind
 from hpctrain.store.run_records import SaveRecord, read_saves
 from hpctrain.store.software import SoftwareRecord, read_software
+from hpctrain.store.speed_checks import SpeedCheck, read_speed_checks
 from hpctrain.supervise.judge.documents import ActionKind
 
 # What the ledger calls the withdrawal of pending requests.
@@ -93,6 +94,7 @@ class RunStory(BaseModel):
     checkpoints: tuple[CheckpointStory, ...]
     asked: tuple[RequestStory, ...] = ()
     software: tuple[SoftwareRecord, ...] = ()
+    speed: SpeedCheck | None = None
 
 
 def describe(run: RunFiles) -> RunStory:
@@ -100,6 +102,7 @@ def describe(run: RunFiles) -> RunStory:
     found = checkpoints(run.layout.checkpoints)
     events = run.ledger.events()
     starts = [i for i, event in enumerate(events) if event.event is EventKind.ATTEMPT_STARTED]
+    checks = read_speed_checks(run.layout)
     ends = [*starts[1:], len(events)]  # one too many if nothing has started yet
     return RunStory(
         run_id=run.run_id,
@@ -120,6 +123,7 @@ def describe(run: RunFiles) -> RunStory:
         ),
         asked=tuple(request_history(events, read_saves(run.layout))),
         software=tuple(read_software(run.layout)),
+        speed=checks[-1] if checks else None,
     )
 
 

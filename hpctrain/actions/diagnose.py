@@ -15,7 +15,14 @@ from pydantic import BaseModel, ConfigDict
 from hpctrain.actions.prepare import load_inputs, load_knowledge
 from hpctrain.actions.run_documents import known_plan
 from hpctrain.actions.runs import RunFiles
-from hpctrain.diagnose.facts import DiagnosisInput, Planned, RankFacts, SaveFacts, StepFacts
+from hpctrain.diagnose.facts import (
+    DiagnosisInput,
+    Planned,
+    RankFacts,
+    SaveFacts,
+    SpeedFacts,
+    StepFacts,
+)
 from hpctrain.diagnose.findings import Price, Suggestion, TopicFinding
 from hpctrain.diagnose.judge import judge, shares
 from hpctrain.errors import HpctrainError, InvalidInputError, UsageError
@@ -28,6 +35,7 @@ from hpctrain.store.run_records import (
     read_record,
     read_saves,
 )
+from hpctrain.store.speed_checks import SpeedCheck, read_speed_checks
 from hpctrain.telemetry.traces import TraceSummary, read_trace, trace_files
 
 # Traces of several ranks show which rank waits for which; more of them show the same.
@@ -127,6 +135,10 @@ def gather(run: RunFiles) -> tuple[DiagnosisInput, tuple[ReadFile, ...]]:
         rest = "" if one.whole else ", not the whole file"
         extent = f"rank {one.rank}, steps {steps}, {one.events:,} events{rest}"
         read.append(ReadFile(file=f"traces/{one.file}", words=extent))
+    checks = read_speed_checks(layout)
+    if checks:
+        extent = f"launch {checks[-1].epoch}, {len(checks[-1].nodes)} ranks"
+        read.append(ReadFile(file="speed.jsonl", words=extent))
     left = len(trace_files(layout.traces)) - len(traces)
     if left > 0:
         read.append(ReadFile(file="traces", words=f"{left} more were not read"))
@@ -156,8 +168,15 @@ def gather(run: RunFiles) -> tuple[DiagnosisInput, tuple[ReadFile, ...]]:
         saves=SaveFacts(len(stalls), sum(stalls), asynchronous) if stalls else None,
         planned=planned,
         traces=tuple(traces),
+        speed=_speed(checks[-1]) if checks else None,
     )
     return facts, tuple(read)
+
+
+def _speed(check: SpeedCheck) -> SpeedFacts:
+    certain = dict.fromkeys(node for part in check.slow if part.certain for node in part.nodes)
+    slow = tuple(part.message for part in check.slow)
+    return SpeedFacts(check.epoch, len(check.nodes), slow, tuple(certain))
 
 
 def _steps(rows: Sequence[StepMetrics]) -> StepFacts | None:

@@ -6,6 +6,7 @@ import time
 
 from hpctrain.actions.describe import AttemptStory, RunStory
 from hpctrain.cli.software_text import software_lines
+from hpctrain.cli.speed_text import speed_lines
 from hpctrain.units import short_bytes, short_duration
 
 
@@ -34,6 +35,8 @@ def story_lines(story: RunStory) -> list[str]:
         lines.append("  none")
     if story.software:
         lines += ["", *software_lines(story.software)]
+    if story.speed is not None:
+        lines += ["", *speed_lines(story.speed)]
     return lines
 
 

@@ -79,6 +79,23 @@ class SaveFacts:
 
 
 @dataclass(frozen=True)
+class SpeedFacts:
+    """The check before training of the newest launch that has one.
+
+    `slow`: what was slow, in sentences. `nodes`: those that are certainly slow.
+    """
+
+    epoch: int
+    ranks: int
+    slow: tuple[str, ...] = ()
+    nodes: tuple[str, ...] = ()
+
+    @property
+    def source(self) -> str:
+        return f"speed.jsonl, launch {self.epoch}"
+
+
+@dataclass(frozen=True)
 class Planned:
     """The submitted spec, its profile and plan."""
 
@@ -108,6 +125,7 @@ class DiagnosisInput:
     saves: SaveFacts | None = None
     planned: Planned | None = None
     traces: tuple[TraceSummary, ...] = ()
+    speed: SpeedFacts | None = None
 
     @property
     def step_seconds(self) -> float | None:

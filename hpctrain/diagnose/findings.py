@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 
 Topic = Literal[
     "data", "communication", "imbalance", "pipeline", "buckets", "memory", "saves", "warm_up",
-    "unsteady",
+    "unsteady", "hardware",
 ]  # fmt: skip
 Answer = Literal["yes", "no", "unknown"]
 QUESTIONS: dict[Topic, str] = {
@@ -24,6 +24,7 @@ QUESTIONS: dict[Topic, str] = {
     "saves": "Is it saving?",
     "warm_up": "Is it starting again and again?",
     "unsteady": "Are some steps slower than others?",
+    "hardware": "Was a GPU or a link slow before training?",
 }
 
 

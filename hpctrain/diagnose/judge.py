@@ -11,6 +11,7 @@ from hpctrain.diagnose.buckets import buckets
 from hpctrain.diagnose.course import saves, unsteady, warm_up
 from hpctrain.diagnose.facts import DiagnosisInput
 from hpctrain.diagnose.findings import TopicFinding
+from hpctrain.diagnose.hardware import hardware
 from hpctrain.diagnose.memory import memory
 from hpctrain.diagnose.messages import communication
 from hpctrain.diagnose.pipeline import pipeline
@@ -33,6 +34,8 @@ _ORDER = {"yes": 0, "no": 1, "unknown": 2}
 def judge(facts: DiagnosisInput) -> tuple[TopicFinding, ...]:
     """Answer all questions: problems first, by gain, then `no`, then `unknown`."""
     answers = [judge_topic(facts) for judge_topic in _JUDGES]
+    if facts.speed is not None:  # a launch may start without a check
+        answers.append(hardware(facts.speed))
     return tuple(sorted(answers, key=lambda a: (_ORDER[a.answer], -(a.gain_seconds or 0.0))))
 
 

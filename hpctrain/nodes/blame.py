@@ -271,6 +271,22 @@ def unfit_nodes(
     )
 
 
+def slow_nodes(
+    evidence: Sequence[NodeEvidence], cluster: str, run_id: str, now: float
+) -> tuple[str, ...]:
+    """Nodes that this run has measured to be slow within a day, and were not forgiven since."""
+    own = [one for one in evidence if one.run_id == run_id or one.kind is EvidenceKind.FORGIVEN]
+    return tuple(
+        score.node
+        for score in scores(own, cluster, now)
+        if any(
+            one.kind is EvidenceKind.SLOW_CHECKED
+            and weight >= KINDS[EvidenceKind.SLOW_CHECKED].weight - _EPSILON
+            for one, weight in zip(score.evidence, score.weights, strict=True)
+        )
+    )
+
+
 # -- deciding --------------------------------------------------------------------------------
 
 

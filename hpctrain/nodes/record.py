@@ -48,6 +48,7 @@ class EvidenceKind(StrEnum):
     SIGNALLED = "signalled"
     ODD_STACK = "odd_stack"
     SLOW = "slow"
+    SLOW_CHECKED = "slow_checked"
     SHORT_ATTEMPT = "short_attempt"
     FORGIVEN = "forgiven"
 
@@ -94,6 +95,8 @@ KINDS: dict[EvidenceKind, KindFacts] = {
     ),
     EvidenceKind.ODD_STACK: KindFacts(30, _SOFT_SECONDS, "odd one out in a hang"),
     EvidenceKind.SLOW: KindFacts(10, _SOFT_SECONDS, "slow rank", repeats=False),
+    # A GPU or link that two measurements before training have shown to be slower than its peers.
+    EvidenceKind.SLOW_CHECKED: _machine(50, _SOFT_SECONDS, "slow before training"),
     # Divided by the number of nodes of the job: a failed job of 64 nodes says nothing about one.
     EvidenceKind.SHORT_ATTEMPT: KindFacts(10, _SOFT_SECONDS, "in a short failed launch"),
     EvidenceKind.FORGIVEN: KindFacts(0, _HARD_SECONDS, "forgiven"),

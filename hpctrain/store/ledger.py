@@ -44,6 +44,7 @@ class EventKind(StrEnum):
     OBSERVED = "observed"
     STACKS_SAVED = "stacks_saved"
     SLOW_RANK = "slow_rank"
+    SPEED_CHECKED = "speed_checked"
     ROLLED_BACK = "rolled_back"
     PROBED = "probed"
     FRESH_START_ACCEPTED = "fresh_start_accepted"

@@ -20,6 +20,7 @@ from hpctrain.nodes.blame import (
     blame_problem,
     most_avoidable,
     nodes_to_avoid,
+    slow_nodes,
     unfit_nodes,
 )
 from hpctrain.nodes.record import KINDS, EvidenceKind, NodeEvidence, NodeLedger
@@ -32,13 +33,18 @@ from hpctrain.supervise.judge.causes import FAILURE_CAUSES, Cause
 from hpctrain.supervise.judge.documents import Situation, Suspicion, Verdict
 from hpctrain.supervise.judge.launch_nodes import Allocation, full_nodes, least_nodes
 from hpctrain.supervise.judge.probe_results import ProbeResult
+from hpctrain.supervise.judge.slow_nodes import certain_nodes
 
 if TYPE_CHECKING:
     from hpctrain.supervise.srun_launch import Ended
 
 _GOOD_CHECKPOINTS = 16
 # Kind of evidence against a node where it does not follow from the cause.
-_KINDS = {Suspicion.OUTSIDE: EvidenceKind.SIGNALLED, Suspicion.UNFIT: EvidenceKind.UNHEALTHY}
+_KINDS = {
+    Suspicion.OUTSIDE: EvidenceKind.SIGNALLED,
+    Suspicion.UNFIT: EvidenceKind.UNHEALTHY,
+    Suspicion.SLOW: EvidenceKind.SLOW_CHECKED,
+}
 
 
 def allocation_of(context: AttemptContext) -> Allocation:
@@ -172,7 +178,12 @@ def _record_blame(context: AttemptContext, allocation: Allocation, ended: Ended)
         for rank in ended.slow_ranks
         if rank.node
     ]
-    _append(ledger, [*blamed, *checks, *slow])
+    check = ended.speed_check
+    reported = [
+        source.evidence(EvidenceKind.SLOW_CHECKED, one.node, one.problem)
+        for one in (certain_nodes(check) if check is not None and not check.leaves else ())
+    ]
+    _append(ledger, [*blamed, *checks, *slow, *reported])
 
 
 def _planned(context: AttemptContext, nodes: Collection[str]) -> frozenset[str]:
@@ -250,13 +261,17 @@ def _unfit(
 ) -> tuple[str, ...]:
     """Nodes on which this run cannot work as they are, at most as many as a job may exclude.
 
-    Found unfit by this probe, or within the last day and not probed again since.
+    Found unfit by this probe, or within the last day and not probed again since; or measured to be
+    slow within the last day, where the spec excludes slow nodes.
     """
     config = context.config
     now_unfit = [report.node for report in probe.unfit_with_reason] if probe is not None else []
     usable = probe.usable if probe is not None else ()
     before = unfit_nodes(past, config.cluster, config.run_id, time.time())
+    # a probe measures no speed
+    excludes = config.speed_check == "exclude"
+    slow = slow_nodes(past, config.cluster, config.run_id, time.time()) if excludes else ()
     nodes = dict.fromkeys(
-        (*verdict.unfit_nodes, *now_unfit, *(node for node in before if node not in usable))
+        (*verdict.unfit_nodes, *now_unfit, *(node for node in before if node not in usable), *slow)
     )
     return tuple(nodes)[: most_avoidable(config.cluster_nodes, least_nodes(config, allocation))]

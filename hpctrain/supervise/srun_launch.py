@@ -19,6 +19,7 @@ from hpctrain.store.layout import RunLayout
 from hpctrain.store.ledger import EventKind
 from hpctrain.store.requests import clear_stale_requests
 from hpctrain.store.run_records import Progress, read_record
+from hpctrain.store.speed_checks import SpeedCheck
 from hpctrain.supervise.context import AttemptContext, log_message
 from hpctrain.supervise.data_check import data_problem
 from hpctrain.supervise.evidence.failed_launch import (
@@ -37,6 +38,7 @@ from hpctrain.supervise.judge.documents import LaunchEvidence, Verdict
 from hpctrain.supervise.judge.launch_history import pinned_steps
 from hpctrain.supervise.judge.launch_nodes import Placement, place_command
 from hpctrain.supervise.judge.probe_results import KernelLine, ProbeResult
+from hpctrain.supervise.judge.slow_nodes import replaceable_nodes
 from hpctrain.supervise.judge.stragglers import SlowRank
 from hpctrain.supervise.srun_process import SrunProcess, reserve_port
 from hpctrain.supervise.time_limit import JobTimeLimit
@@ -51,6 +53,7 @@ class Ended:
     evidence: LaunchEvidence | None = None
     probe: ProbeResult | None = None
     slow_ranks: tuple[SlowRank, ...] = ()
+    speed_check: SpeedCheck | None = None
 
 
 class TrainerLauncher:
@@ -73,6 +76,7 @@ class TrainerLauncher:
         self._state: CrossLaunchState | None = None
         self._time_limit: JobTimeLimit | None = None
         self._seen: frozenset[KernelLine] = frozenset()
+        self._checked_nodes: frozenset[str] = frozenset()
 
     def launch(
         self, placement: Placement, job_nodes: Sequence[str], time_limit: JobTimeLimit | None = None
@@ -133,7 +137,8 @@ class TrainerLauncher:
         port = None
         try:
             port = reserve_port(attempt, self.epoch)
-            launch = SrunProcess(argv, self._environment(placement, start, port.getsockname()[1]))
+            environment = self._environment(placement, start, port.getsockname()[1], job_nodes)
+            launch = SrunProcess(argv, environment)
         except OSError as error:
             if port is not None:
                 port.close()
@@ -153,13 +158,18 @@ class TrainerLauncher:
                 time_limit=self._time_limit,
             )
             watch.wait()
+        if watch.speed_check is not None:
+            self._checked_nodes = frozenset(watch.speed_check.nodes)
         evidence = gather(self.context, launch, watch)
         launched_on = tuple(placement.nodes or job_nodes)
         traces = Traces(since, step_before, launched_on, self._seen)
         examined = examine_failure(self.context, evidence, job_nodes, traces, self.prober)
         self._seen |= frozenset(examined.probe.kernel_lines if examined.probe is not None else ())
         verdict = classify(examined.evidence)
-        return Ended(verdict, examined.evidence, examined.probe, watch.slow_ranks), launch.poll()
+        ended = Ended(
+            verdict, examined.evidence, examined.probe, watch.slow_ranks, watch.speed_check
+        )
+        return ended, launch.poll()
 
     def _select_checkpoint(self) -> Checkpoint | None:
         """Select the checkpoint to resume from; record it and those that were rejected.
@@ -190,7 +200,11 @@ class TrainerLauncher:
         return checkpoint
 
     def _environment(
-        self, placement: Placement, start: Checkpoint | None, port: int
+        self,
+        placement: Placement,
+        start: Checkpoint | None,
+        port: int,
+        job_nodes: Sequence[str],
     ) -> dict[str, str]:
         """Set the variables of the trainer for this launch.
 
@@ -201,13 +215,17 @@ class TrainerLauncher:
         master = placement.nodes[0] if placement.nodes else context.attempt.node
         with contextlib.suppress(SlurmError):
             master = context.slurm.node_address(master)
-        mttf_seconds = context.mttf_seconds()
+        mttf_seconds, events = context.mttf_seconds(), context.ledger.events()
+        replaceable = replaceable_nodes(
+            context.config, placement, placement.nodes or job_nodes, self._checked_nodes, events
+        )
         return {
             **self.environment,
             "HPCTRAIN_EPOCH": str(self.epoch),
             "HPCTRAIN_VERSION": __version__,  # that of the trainer's image may be another
             "HPCTRAIN_RESUME": start.directory.name if start else "",
-            "HPCTRAIN_PINNED_STEPS": " ".join(map(str, pinned_steps(context.ledger.events()))),
+            "HPCTRAIN_PINNED_STEPS": " ".join(map(str, pinned_steps(events))),
+            "HPCTRAIN_SPEED_CHECK": "off" if replaceable is None else str(replaceable),
             **({"HPCTRAIN_MTTF_SECONDS": f"{mttf_seconds:.0f}"} if mttf_seconds else {}),
             "MASTER_ADDR": master,
             "MASTER_PORT": str(port),

@@ -22,6 +22,7 @@ from hpctrain.supervise.judge.agent_failures import failures_below_agents
 from hpctrain.supervise.judge.causes import Cause
 from hpctrain.supervise.judge.documents import JobFacts, LaunchEvidence, LogFinding, RankExit
 from hpctrain.supervise.judge.external_verdict import left_unexplained
+from hpctrain.supervise.judge.slow_nodes import slow_nodes_of
 from hpctrain.supervise.srun_process import SrunProcess
 from hpctrain.supervise.storage_retry import retry_while_storage_fails
 
@@ -115,6 +116,7 @@ def _gather(context: AttemptContext, launch: SrunProcess, watch: LaunchWatch) ->
         checkpoint_step=next(good, None),
         stopped_in_startup=watch.stopped_in_startup,
         limit_near=watch.limit_near,
+        slow_nodes=slow_nodes_of(watch.speed_check),
     )
 
 

@@ -21,6 +21,7 @@ from hpctrain.errors import InvalidInputError
 from hpctrain.store.ledger import EventKind
 from hpctrain.store.requests import Request, ask_trainer_to_leave
 from hpctrain.store.run_records import Progress, RankTimes
+from hpctrain.store.speed_checks import SpeedCheck
 from hpctrain.supervise.context import AttemptContext, log_message
 from hpctrain.supervise.evidence import stack_files
 from hpctrain.supervise.evidence.job_facts import job_facts, still_ours
@@ -32,6 +33,7 @@ from hpctrain.supervise.evidence.run_dir_snapshot import (
 )
 from hpctrain.supervise.evidence.srun_steps import OwnSteps
 from hpctrain.supervise.evidence.stack_inquiry import StackInquiry
+from hpctrain.supervise.judge import slow_nodes
 from hpctrain.supervise.judge.documents import JobFacts, Stall
 from hpctrain.supervise.judge.silence_limits import SilenceMonitor, StallLimits
 from hpctrain.supervise.judge.stragglers import (
@@ -66,6 +68,8 @@ _FINAL_READING_SECONDS = 0.2
 # A storage fault counts as the cause of a launch's end if it happened at most this long before:
 # ranks wait for their run directory before they give up, and take some time to report it.
 _FAULT_COUNTS_SECONDS = 60.0
+# Slow parts in one event of the ledger.
+_MOST_SLOW_PARTS = 6
 # The last events of the ledger that may record a request.
 _RECENT_EVENTS = 50
 
@@ -95,8 +99,9 @@ class LaunchWatch:
     from the trainer's file). `time_limit` is Slurm's latest answer about the time limit.
 
     Results: `superseded`; `started`; `stall` (with the odd ranks); `slow_ranks`; `signals` received
-    meanwhile; `stopped_in_startup`, the watch ended a start that was requested to stop;
-    `limit_near`, the time limit is near without a warning from Slurm; `step_remains`;
+    meanwhile; `speed_check`, what the ranks have measured before training; `stopped_in_startup`,
+    the watch ended a start that was requested to stop; `limit_near`, the time limit is near without
+    a warning from Slurm; `step_remains`;
     `storage_stalled_seconds`, how long the run directory did not answer; `storage_fault`, the error
     that kept the watch from reading it at the end; `killed_at`, when the watch began to kill what
     was left of the step (seconds since the epoch).
@@ -142,6 +147,7 @@ class LaunchWatch:
         self._stalled_before_seconds = 0.0
         self._next_read = self._next_rank_times = now
         self.signals: tuple[str, ...] = ()
+        self.speed_check: SpeedCheck | None = None
         self.storage_fault: OSError | None = None
         self._fault_at = -math.inf
         self._slurm_query: _JobFactsQuery | None = None
@@ -186,6 +192,9 @@ class LaunchWatch:
                 break
             time.sleep(_POLL_SECONDS)
         background.close()
+        last: list[SpeedCheck | None] = []  # of a launch that ended soon after the record
+        run_with_timeout(lambda: last.append(self._reader.speed_check()), _WRITE_SECONDS)
+        self._record_speed_check(last[0] if last else None)
         if time.monotonic() - self._fault_at > _FAULT_COUNTS_SECONDS:
             self.storage_fault = None
         # While srun is alive its pipe stays open: do not wait for the end of it.
@@ -345,6 +354,7 @@ class LaunchWatch:
             self._send_pending_signal()
         if snapshot.rank_times is not None:
             self._record_slow_ranks(snapshot.rank_times)
+        self._record_speed_check(snapshot.speed_check)
         self.superseded = snapshot.newest_epoch > self.epoch
         if self._follow_request(snapshot.request):
             return True
@@ -386,6 +396,23 @@ class LaunchWatch:
                 last_step=times.last_step,
             )
             self._log(f"rank {slow.rank} on {slow.node} {reason}")
+
+    def _record_speed_check(self, check: SpeedCheck | None) -> None:
+        """Record what the launch has measured before training, once."""
+        if check is None or self.speed_check is not None:
+            return
+        self.speed_check = check
+        slow = slow_nodes.certain_nodes(check)
+        self._note(
+            EventKind.SPEED_CHECKED,
+            action=slow_nodes.LEAVE if check.leaves else slow_nodes.REPORT,
+            reason=slow_nodes.summary(check),
+            evidence=tuple(part.message for part in check.slow[:_MOST_SLOW_PARTS]),
+            nodes=",".join(one.node for one in slow) or None,
+        )
+        self._log(f"speed: {slow_nodes.summary(check)}")
+        for part in check.slow[:_MOST_SLOW_PARTS]:
+            self._log(f"slow: {part.message}")
 
     # -- stacks ----------------------------------------------------------------------------
 

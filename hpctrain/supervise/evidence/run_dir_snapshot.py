@@ -29,6 +29,7 @@ from hpctrain.store.run_records import (
     read_record,
     tail_metrics,
 )
+from hpctrain.store.speed_checks import SpeedCheck, read_speed_checks
 
 _PAST_STEPS = 200
 
@@ -39,7 +40,7 @@ class RunDirSnapshot:
 
     `failed`: a rank of this launch has recorded a failure. `left`: one has recorded that all ranks
     exit cleanly. `ranks_seen`: a rank has left any trace. `save_in_flight` and `rank_times` are
-    read on request only.
+    read on request only. `speed_check`: what this launch has measured before training.
     """
 
     newest_epoch: int
@@ -50,6 +51,7 @@ class RunDirSnapshot:
     request: Request | None
     save_in_flight: bool = False
     rank_times: RankTimes | None = None
+    speed_check: SpeedCheck | None = None
 
 
 class RunDirReader:
@@ -59,6 +61,8 @@ class RunDirReader:
         self._run = run
         self._epoch = epoch
         self._outcomes: dict[str, str] = {}
+        self._speed_check: SpeedCheck | None = None
+        self._speed_bytes = 0
 
     def read(self, find_saves: bool, rank_times: bool) -> RunDirSnapshot:
         """Read everything once. Raises OSError when something exists and cannot be read.
@@ -91,7 +95,22 @@ class RunDirReader:
             request=read_request(run),
             save_in_flight=find_saves and save_in_flight(run, epoch),
             rank_times=times if times is not None and times.epoch == epoch else None,
+            speed_check=self.speed_check(),
         )
+
+    def speed_check(self) -> SpeedCheck | None:
+        """Read what this launch has measured; None while it has recorded nothing.
+
+        Raises OSError. The file is read only after it has grown.
+        """
+        run, size_bytes = self._run, 0
+        with contextlib.suppress(FileNotFoundError):
+            size_bytes = run.speed_checks.stat().st_size
+        if self._speed_check is None and size_bytes != self._speed_bytes:
+            self._speed_bytes = size_bytes
+            own = [check for check in read_speed_checks(run) if check.epoch == self._epoch]
+            self._speed_check = own[-1] if own else None
+        return self._speed_check
 
 
 def save_in_flight(run: RunLayout, epoch: int) -> bool:

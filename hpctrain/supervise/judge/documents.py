@@ -142,7 +142,8 @@ class LaunchEvidence:
     `resume_step` is where the launch began, `last_step` the last finished step it reported,
     `checkpoint_step` the newest verified checkpoint. `stopped_in_startup`: the supervisor has ended
     the step, because a stop was requested before any step was trained. `limit_near`: the time limit
-    is near, and Slurm's own warning has not come.
+    is near, and Slurm's own warning has not come. `slow_nodes`: the ranks ended the launch before
+    training because these were slow.
     """
 
     done: bool
@@ -173,6 +174,7 @@ class LaunchEvidence:
     checkpoint_step: int | None = None
     stopped_in_startup: bool = False
     limit_near: bool = False
+    slow_nodes: tuple[UnfitNode, ...] = ()
 
     @property
     def notice_lines(self) -> tuple[str, ...]:
@@ -185,13 +187,14 @@ class Suspicion(StrEnum):
 
     CAUSE: as far as its cause does. OUTSIDE: a rank was killed by a signal that no kernel explains,
     which is what people do. NONE: the program itself failed, wherever it ran. UNFIT: the nodes lack
-    what other nodes of the launch have.
+    what other nodes of the launch have. SLOW: they were measured to be slow before training.
     """
 
     CAUSE = "cause"
     OUTSIDE = "outside"
     NONE = "none"
     UNFIT = "unfit"
+    SLOW = "slow"
 
 
 @dataclass(frozen=True)
@@ -233,8 +236,8 @@ class Verdict:
 
     @property
     def unfit_nodes(self) -> tuple[str, ...]:
-        """The nodes on which no launch can run as they are."""
-        return self.nodes if self.suspicion is Suspicion.UNFIT else ()
+        """The nodes that no launch is to use as they are."""
+        return self.nodes if self.suspicion in (Suspicion.UNFIT, Suspicion.SLOW) else ()
 
 
 @dataclass(frozen=True)

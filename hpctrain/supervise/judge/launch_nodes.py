@@ -21,11 +21,13 @@ class Placement:
     """Nodes and size of one launch. `nodes` empty: all of the job's, as the script says.
 
     `overlap`: beside a step of a lost node, which Slurm lists until it gives the node up.
+    `spares`: nodes of the job that are wanted, too, and not needed.
     """
 
     shape: LaunchShape | None
     nodes: tuple[str, ...]
     overlap: bool = False
+    spares: int = 0
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,8 @@ def place(config: SuperviseConfig, allocation: Allocation) -> Placement | None:
                 chosen = set(pool[: shape.nodes])
                 nodes = tuple(node for node in allocation.nodes if node in chosen)
                 everything = shape.nodes == len(allocation.nodes)
-                return Placement(shape, () if everything else nodes)
+                spares = max(0, len(wanted) - shape.nodes)
+                return Placement(shape, () if everything else nodes, spares=spares)
     return None
 
 

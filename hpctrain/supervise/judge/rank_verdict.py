@@ -1,11 +1,12 @@
 """Judge the end of a launch by the reports of ranks and machines. Pure.
 
 Order of trust: a wrong setting (reported by the trainer; compared between nodes where it depends on
-the node); a checkpoint that is proven to have changed; lost nodes; broken hardware; kills for
-memory, because a killed rank leaves no record; the earliest root cause of all ranks; a hang that
-the supervisor has detected; tasks that could not start; srun's report of the first task that died;
-failures that follow from others; exit codes. Belongs here: choosing among these. Does not belong
-here: finding lines (`log_scan`), the scheduler (`external_verdict`).
+the node); a checkpoint that is proven to have changed; lost nodes; nodes that the ranks measured to
+be slow; broken hardware; kills for memory, because a killed rank leaves no record; the earliest
+root cause of all ranks; a hang that the supervisor has detected; tasks that could not start; srun's
+report of the first task that died; failures that follow from others; exit codes. Belongs here:
+choosing among these. Does not belong here: finding lines (`log_scan`), the scheduler
+(`external_verdict`).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from hpctrain.supervise.judge.fingerprint import fingerprint
 from hpctrain.supervise.judge.root_causes import NEVER, candidates, own_crashes
 from hpctrain.supervise.judge.shared_failures import Extent, extent
 from hpctrain.supervise.judge.silence_limits import LAUNCHING
+from hpctrain.supervise.judge.slow_nodes import by_speed
 
 # Exit codes of the trainer that are more specific than a crash.
 _CODES: dict[int, Cause] = {
@@ -72,6 +74,7 @@ def by_ranks(evidence: LaunchEvidence) -> Verdict | None:
         _superseded,
         _changed_checkpoint,
         _lost_nodes,
+        by_speed,
         _earliest_root,
         _hang,
         _never_launched,

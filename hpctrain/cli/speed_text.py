@@ -1,0 +1,81 @@
+"""Formats the check of GPUs and links before training, in lines of at most 80 columns."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from statistics import median
+
+from hpctrain.cli.output import paragraph
+from hpctrain.store.speed_checks import SpeedCheck
+from hpctrain.units import short_bytes
+
+_COLUMN = 20
+
+
+def speed_lines(check: SpeedCheck) -> list[str]:
+    """Format the measurements of one launch: medians and extremes, then what is slow."""
+    nodes = len(set(check.nodes))
+    second = ", in two rounds" if check.rounds > 1 else ""
+    lines = [
+        f"Speed before launch {check.epoch}: {len(check.nodes)} ranks on {nodes} "
+        f"node{'s' * (nodes != 1)}, measured in {check.seconds:.0f} s{second}"
+    ]
+    for name, value in _measurements(check):
+        lines += _labelled(name, value)
+    for part in check.slow:
+        lines += _labelled("slow", part.message)
+    if not check.slow:
+        lines += _labelled("slow", "nothing")
+    for skipped in check.skipped:
+        lines += _labelled("not measured", skipped)
+    if check.leaves:
+        lines += _labelled("then", "the launch ended, so that these nodes are replaced")
+    return lines
+
+
+def _labelled(name: str, value: str) -> list[str]:
+    return paragraph(value, f"  {name:<{_COLUMN - 2}}", hang=_COLUMN)
+
+
+def _measurements(check: SpeedCheck) -> Iterator[tuple[str, str]]:
+    if check.gpu is not None:
+        yield "GPU", check.gpu
+    size = "x".join(map(str, check.product_mnk))
+    flops = _spread(check.product_flops_per_second, 1e12, "TFLOP/s")
+    yield "matrix products", f"{flops}{_planned(check.expected_flops_per_second, 1e12)}"
+    yield "", f"{check.precision}, {size}"
+    if any(check.copy_bytes_per_second):
+        yield "copies in memory", _spread(check.copy_bytes_per_second, 1e9, "GB/s")
+    if any(check.clock_hz):
+        highest = max((clock or 0.0 for clock in check.highest_clock_hz), default=0.0)
+        most = f" of {highest / 1e6:,.0f}" if highest else ""
+        yield "SM clock", f"{_spread(check.clock_hz, 1e6, 'MHz')}{most}"
+    slowdowns = Counter(words for words in check.slowdowns if words)
+    if slowdowns:
+        yield "held down by", ", ".join(f"{words}: {n} ranks" for words, n in slowdowns.items())
+    free = [bytes_ for bytes_ in check.free_memory_bytes if bytes_ is not None]
+    if free:
+        yield "free memory", f"{short_bytes(min(free))} at least"
+    networks = Counter(found for found in check.networks if found)
+    if networks:
+        yield "network of NCCL", ", ".join(f"{found}: {n} ranks" for found, n in networks.items())
+    for axis in check.axes:
+        rates = _spread(axis.bus_bytes_per_second, 1e9, "GB/s")
+        yield (
+            f"axis {axis.axis} {axis.ranks_per_group}",
+            f"{rates}{_planned(axis.expected_bytes_per_second, 1e9)}",
+        )
+        yield "", f"{axis.operation} of {short_bytes(axis.message_bytes)}"
+
+
+def _spread(values: Sequence[float | None], unit: float, name: str) -> str:
+    known = [value / unit for value in values if value is not None]
+    if not known:
+        return "unknown"
+    middle, least = median(known), min(known)
+    return f"{middle:,.3g} {name}, lowest {least:,.3g}"
+
+
+def _planned(expected: float | None, unit: float) -> str:
+    return "" if expected is None else f", the plan has {expected / unit:,.3g}"
