@@ -73,9 +73,13 @@ def _spread(values: Sequence[float | None], unit: float, name: str) -> str:
     known = [value / unit for value in values if value is not None]
     if not known:
         return "unknown"
-    middle, least = median(known), min(known)
-    return f"{middle:,.3g} {name}, lowest {least:,.3g}"
+    return f"{_number(median(known))} {name}, lowest {_number(min(known))}"
 
 
 def _planned(expected: float | None, unit: float) -> str:
-    return "" if expected is None else f", the plan has {expected / unit:,.3g}"
+    return "" if expected is None else f", the plan has {_number(expected / unit)}"
+
+
+def _number(value: float) -> str:
+    """Format three digits, or all digits of a whole part that has more."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

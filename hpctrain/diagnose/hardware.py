@@ -16,25 +16,24 @@ def hardware(speed: SpeedFacts) -> TopicFinding:
     parts = "1 part was" if len(speed.slow) == 1 else f"{len(speed.slow)} parts were"
     if speed.nodes:
         where = f" on {', '.join(speed.nodes[:4])}"
-        remedies = (
+        remedies = [
             Suggestion(words="have these nodes looked at: clocks, temperature, cables, other jobs"),
             Suggestion(
                 words="let the supervisor replace such nodes",
                 changes=("supervise.speed_check.mode=exclude",),
             ),
-        )
+        ]
     else:
         where = ", and no single node is the reason"
-        remedies = (
-            Suggestion(
-                words="compare the profile's figures and variables with what the site has: "
-                "`hpctrain describe` lists all measurements"
-            ),
+        compare = (
+            "compare the profile's figures and variables with what the site has: "
+            "`hpctrain describe` lists all measurements"
         )
+        remedies = [Suggestion(words=compare)]
     return TopicFinding(
         topic="hardware",
         answer="yes",
         words=f"{parts} slow{where}",
         evidence=tuple(Measurement(words=one, source=speed.source) for one in speed.slow),
-        remedies=remedies,
+        remedies=tuple(remedies),
     )

@@ -1,0 +1,145 @@
+"""The check before training on real engines with gloo, where one rank is slow for real."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+from deepspeed_trials import ZERO
+from throttled import throttled
+from trial_runs import GPT, MODULE_GPT, Trial
+
+from hpctrain.store.speed_checks import SpeedCheck, read_speed_checks
+from hpctrain.train import speed_check
+
+SLOW_RANK = 2
+# Ranks share the cores of a busy machine, on which one may get a third of another's time. A
+# throttled one gets a hundredth.
+CHECK: dict[str, Any] = dict(slow_gpu=0.15, slow_link=0.001, fabric="ethernet")
+
+
+def checking(*axes: str, expected: float | None = None, **changes: Any) -> dict[str, Any]:
+    found = [
+        dict(axis=axis, message_bytes=2**18, expected_bytes_per_second=expected) for axis in axes
+    ]
+    return {"speed_check": {**CHECK, "axes": found, **changes}}
+
+
+def on_two_nodes(check: str = "0", slow: int | None = SLOW_RANK) -> Callable[[], None]:
+    """A `prepare`: two ranks on each node; one rank is slow while it is checked."""
+
+    def prepare() -> None:
+        rank = int(os.environ["RANK"])
+        os.environ.update(SLURMD_NODENAME=f"n{rank // 2}", HPCTRAIN_SPEED_CHECK=check)
+        real: Any = speed_check._Rounds
+
+        def rounds(*given: Any) -> Any:
+            made = real(*given)
+            for name in ("first", "second"):
+                setattr(made, name, slowly(getattr(made, name)))
+            return made
+
+        def slowly(measure: Any) -> Any:
+            def measured(*given: Any) -> Any:
+                with throttled() if rank == slow else nullcontext():
+                    return measure(*given)
+
+            return measured
+
+        speed_check._Rounds = rounds  # type: ignore[assignment,misc]
+
+    return prepare
+
+
+def only_check(trial: Trial) -> SpeedCheck:
+    (check,) = read_speed_checks(trial.run)
+    return check
+
+
+TP2_PP2 = dict(
+    tensor_model_parallel_size=2, pipeline_model_parallel_size=2, pipeline_layer_split=((2,), (2,))
+)
+
+
+def test_a_slow_rank_is_reported_and_training_goes_on_as_without(
+    trial: Callable[..., Trial],
+) -> None:
+    checked = trial(**checking("tp", "pp"), **TP2_PP2)
+    assert checked.train(prepare=on_two_nodes()) == [0] * 4
+    check = only_check(checked)
+    assert check.nodes == ("n0", "n0", "n1", "n1") and check.accelerator == "cpu"
+    named = [part for part in check.slow if part.certain]
+    assert {(part.part, part.rank) for part in named} == {("gpu", SLOW_RANK)}, check
+    assert named[0].nodes == ("n1",) and "rank 2 on n1: matrix products" in named[0].message
+    assert check.rounds == 2 and not check.leaves
+    shapes = [(axis.axis, axis.operation, axis.ranks_per_group, axis.groups) for axis in check.axes]
+    assert shapes == [
+        ("tp", "all_reduce", 2, (0, 0, 2, 2)),
+        ("pp", "send_recv", 2, (0, 1, 0, 1)),
+    ]
+    assert all(rate and rate > 0 for axis in check.axes for rate in axis.bus_bytes_per_second)
+    plain = trial(**TP2_PP2)
+    assert plain.train() == [0] * 4
+    assert checked.exact == plain.exact, "the check draws no random numbers"
+    assert read_speed_checks(plain.run) == []
+
+
+def test_the_launch_ends_where_the_node_can_be_replaced(trial: Callable[..., Trial]) -> None:
+    ddp = trial(MODULE_GPT, data_parallel_size=4, **checking("dp"))
+    assert ddp.train(prepare=on_two_nodes("1")) == [1] * 4
+    check = only_check(ddp)
+    assert check.leaves and [part.nodes for part in check.slow] == [("n1",)]
+    ends = ddp.exits()
+    assert [(end.outcome, end.cause) for end in ends] == [("crash", "node_failure")] * 4
+    assert all("rank 2 on n1: matrix products" in (end.message or "") for end in ends)
+    assert ddp.rows == []
+
+
+def test_a_launch_that_is_not_to_check_does_not(trial: Callable[..., Trial]) -> None:
+    ddp = trial(MODULE_GPT, data_parallel_size=2, **checking("dp"))
+    assert ddp.train(prepare=on_two_nodes("off")) == [0] * 2
+    assert read_speed_checks(ddp.run) == []
+
+
+def test_a_slow_link_is_found_pair_by_pair(trial: Callable[..., Trial]) -> None:
+    """The plan assumes more than any group reaches, so that all of them are suspects."""
+    ddp = trial(
+        MODULE_GPT,
+        data_parallel_size=4,
+        **checking("dp", expected=1e15, slow_link=0.15, slow_gpu=0.0001),
+    )
+    assert ddp.train(prepare=on_two_nodes()) == [0] * 4
+    check = only_check(ddp)
+    (axis,) = check.axes
+    assert len(axis.best_pair_bytes_per_second) == 4 and check.rounds == 2
+    named = [part for part in check.slow if part.certain]
+    assert [(part.part, part.rank, part.nodes) for part in named] == [("link", 2, ("n1",))], check
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "expected"),
+    [
+        (MODULE_GPT, dict(engine="fsdp", shard_size=2, data_parallel_size=2), ["dp 2"]),
+        (ZERO, dict(tensor_parallel=2, data_parallel_size=2), ["tp 2", "dp 2"]),
+        (
+            ZERO,
+            dict(pipeline_stages=((1,), (1,)), data_parallel_size=2),
+            ["pp 2", "not dp"],
+        ),
+        (GPT, dict(context_parallel_size=1, data_parallel_size=2), ["dp 2"]),
+    ],
+)
+def test_the_axes_of_each_engine(
+    trial: Callable[..., Trial], base: dict[str, Any], changes: dict[str, Any], expected: list[str]
+) -> None:
+    made = trial(base, **changes, **checking("tp", "dp", "pp", slow_gpu=0.0001, slow_link=1e-9))
+    assert made.train(prepare=on_two_nodes(slow=None)) == [0] * made.world_size
+    check = only_check(made)
+    found = [f"{axis.axis} {axis.ranks_per_group}" for axis in check.axes]
+    missing = [
+        f"not {axis}" for axis in ("dp",) if any(f"axis {axis}:" in s for s in check.skipped)
+    ]
+    assert found + missing == expected, check.skipped
