@@ -27,11 +27,13 @@ _GPU_ROOM_BYTES = 4 * 2**30
 # A GPU reaches its clock under load, and its limit of power, within some tenths of a second.
 _WARM_UP_SECONDS = 0.5
 _PRODUCT_SECONDS = {"cuda": 1.0, "cpu": 0.3}
-_BATCHES = 10
+_BATCHES = 9
 _COPY_BYTES = 2**30
-# One operation is timed first, and then as many as fit into this.
+# One operation is timed first, and then as many as fit into this; at least one in each batch,
+# unless that would take too long.
 _LINK_SECONDS = {"cuda": 0.5, "cpu": 0.3}
-_MOST_REPETITIONS = 50
+_LONGEST_SECONDS = 3.0
+_MOST_REPETITIONS = 10
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,9 @@ def measure_all_reduce(
     """
     kind = torch.float32 if device.type == "cpu" else torch.bfloat16
     tensor = torch.zeros(message_bytes // kind.itemsize, device=device, dtype=kind)
-    seconds = _seconds_of_link(lambda: dist.all_reduce(tensor, group=axis.group), control)
+    seconds = _seconds_of_link(
+        lambda: dist.all_reduce(tensor, group=axis.group), control, axis.ranks
+    )
     size = len(axis.ranks)
     return 2 * (size - 1) / size * message_bytes / seconds
 
@@ -172,7 +176,8 @@ def measure_pairs(
             for work in dist.batch_isend_irecv(both):
                 work.wait()
 
-        seconds = _seconds_of_link(exchange, control)
+        pair = (dist.get_rank(), neighbour) if neighbour is not None else (dist.get_rank(),)
+        seconds = _seconds_of_link(exchange, control, pair)
         if neighbour is not None:
             rates.append(message_bytes / seconds)
     return PairRates(min(rates), max(rates)) if rates else PairRates(None, None)
@@ -193,17 +198,25 @@ def neighbours(ranks: Sequence[int], rank: int, *, closed: bool) -> tuple[int | 
     return tuple(ranks[one] if 0 <= one < size else None for one in pairs)  # type: ignore[return-value]
 
 
-def _seconds_of_link(operation: Callable[[], Any], control: Control) -> float:
-    """Time an operation among ranks, after one that connects them; a collective call."""
+def _seconds_of_link(
+    operation: Callable[[], Any], control: Control, members: Sequence[int]
+) -> float:
+    """Time an operation of `members`, after one that connects them; a collective call.
+
+    They repeat it as often as fits into the time, by the slowest of them; other groups do the same.
+    """
     operation()  # connects
     wait_for_device()
     control.barrier()
     once = _timed(operation, 1)
-    slowest = max(float(text) for text in control.everywhere(repr(once)))
+    seconds = [float(text) for text in control.everywhere(repr(once))]
+    slowest = max(seconds[rank] for rank in members)
     wanted = _LINK_SECONDS["cpu" if on_cpu() else "cuda"]
-    repetitions = max(1, min(_MOST_REPETITIONS, int(wanted / max(slowest, 1e-6))))
+    batches = _BATCHES if slowest * _BATCHES < _LONGEST_SECONDS else 1
+    repetitions = max(1, min(_MOST_REPETITIONS, int(wanted / batches / max(slowest, 1e-6))))
     control.barrier()
-    return _timed(operation, repetitions) / repetitions
+    # the median: a pause of the machine, or another job's burst on a shared link, is in one batch
+    return median(_timed(operation, repetitions) / repetitions for _ in range(batches))
 
 
 def _timed(operation: Callable[[], Any], repetitions: int) -> float:

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
-from deepspeed_trials import ZERO
+from deepspeed_trials import PLAIN_LLAMA, ZERO
 from throttled import throttled
 from trial_runs import GPT, MODULE_GPT, Trial
 
@@ -16,6 +16,7 @@ from hpctrain.store.speed_checks import SpeedCheck, read_speed_checks
 from hpctrain.train import speed_check
 
 SLOW_RANK = 2
+LLAMA_MODEL = PLAIN_LLAMA["model"]
 # Ranks share the cores of a busy machine, on which one may get a third of another's time. A
 # throttled one gets a hundredth.
 CHECK: dict[str, Any] = dict(slow_gpu=0.15, slow_link=0.001, fabric="ethernet")
@@ -123,12 +124,8 @@ def test_a_slow_link_is_found_pair_by_pair(trial: Callable[..., Trial]) -> None:
     ("base", "changes", "expected"),
     [
         (MODULE_GPT, dict(engine="fsdp", shard_size=2, data_parallel_size=2), ["dp 2"]),
-        (ZERO, dict(tensor_parallel=2, data_parallel_size=2), ["tp 2", "dp 2"]),
-        (
-            ZERO,
-            dict(pipeline_stages=((1,), (1,)), data_parallel_size=2),
-            ["pp 2", "not dp"],
-        ),
+        (ZERO, dict(model=LLAMA_MODEL, tensor_parallel=2), ["tp 2", "dp 2"]),
+        (ZERO, dict(pipeline_stages=(1, 1)), ["pp 2", "not dp"]),
         (GPT, dict(context_parallel_size=1, data_parallel_size=2), ["dp 2"]),
     ],
 )
