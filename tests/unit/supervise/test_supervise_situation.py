@@ -91,6 +91,20 @@ def test_a_node_that_lacks_what_others_have_is_unfit(site: Site) -> None:
     assert (situation.unfit, situation.healthy_nodes) == (("n1",), 1)
 
 
+def test_a_slow_node_is_left_until_a_day_has_passed(site: Site) -> None:
+    """A probe measures no speed: that the node answers does not take back what was measured."""
+    object.__setattr__(site.context, "config", site.context.config.model_copy(
+        update={"speed_check": "exclude"}
+    ))  # fmt: skip
+    assert site.assess(verdict(Suspicion.SLOW, Cause.NODE_FAILURE)).unfit == ("n1",)
+    assert site.evidence == {("n1", K.SLOW_CHECKED)}
+    assert site.assess(verdict(Suspicion.NONE), answers()).unfit == ("n1",)
+    object.__setattr__(site.context, "config", site.context.config.model_copy(
+        update={"speed_check": "report"}
+    ))  # fmt: skip
+    assert site.assess(verdict(Suspicion.NONE), answers()).unfit == ()
+
+
 LACKING = NodeProblem("inputs", "cannot read /data/text.bin")
 
 

@@ -29,6 +29,7 @@ from hpctrain.store.run_records import (
     write_exit_record,
     write_record,
 )
+from hpctrain.store.speed_checks import SlowPart, SpeedCheck, write_speed_check
 from hpctrain.store.supervise_config import LaunchShape
 from hpctrain.supervise.evidence import gather, job_facts, launch_watch
 from hpctrain.supervise.evidence.launch_watch import LaunchWatch
@@ -347,6 +348,33 @@ def test_a_slow_rank_is_in_the_ledger_once(scene: Scene) -> None:
     assert [slow.rank for slow in scene.watch.slow_ranks] == [3]
     rank_times(scene, 120, 1.0)
     assert scene.watch.slow_ranks == ()
+
+
+def speed_check(epoch: int) -> SpeedCheck:
+    return SpeedCheck(
+        epoch=epoch,
+        time=1.0,
+        seconds=4.0,
+        nodes=("n0", "n1"),
+        accelerator="cpu",
+        precision="fp32",
+        product_mnk=(256, 256, 256),
+        product_flops_per_second=(2e9, 1e9),
+        slow=(SlowPart(part="gpu", message="rank 1 on n1: slow", nodes=("n1",), certain=True),),
+    )
+
+
+def test_a_check_of_this_launch_is_in_the_ledger_once(scene: Scene) -> None:
+    write_speed_check(scene.stage.layout, speed_check(2))
+    assert not scene.looks()
+    assert scene.watch.speed_check is None, "that of an earlier launch"
+    write_speed_check(scene.stage.layout, speed_check(3))
+    for _ in range(3):
+        assert not scene.looks()
+    (event,) = scene.stage.events(EventKind.SPEED_CHECKED)
+    assert (event.action, event.nodes, event.epoch) == ("report", "n1", 3)
+    assert event.evidence == ("rank 1 on n1: slow",)
+    assert scene.watch.speed_check == speed_check(3)
 
 
 def test_a_new_launch_counts_slow_windows_anew(scene: Scene) -> None:
