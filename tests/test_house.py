@@ -279,7 +279,7 @@ def test_names_of_quantities_say_their_unit() -> None:
     kinds = {"int", "float", "int | None", "float | None"}
     # `time` in a record is seconds since the epoch, everywhere in the run directory.
     allowed = {("store/ledger.py", "time"), ("store/run_records.py", "time")}
-    allowed.add(("checkpoints/manifest.py", "time"))
+    allowed |= {("checkpoints/manifest.py", "time"), ("store/speed_checks.py", "time")}
     allowed |= {("nodes/record.py", "time"), ("nodes/blame.py", "time")}
     allowed.add(("telemetry/timeline.py", "time"))
     # a group's number of ranks

@@ -43,41 +43,45 @@ def _measurements(check: SpeedCheck) -> Iterator[tuple[str, str]]:
         yield "GPU", check.gpu
     size = "x".join(map(str, check.product_mnk))
     flops = _spread(check.product_flops_per_second, 1e12, "TFLOP/s")
-    yield "matrix products", f"{flops}{_planned(check.expected_flops_per_second, 1e12)}"
+    yield "matrix products", f"{flops}{_planned(check.expected_flops_per_second, 1e12, 'TFLOP/s')}"
     yield "", f"{check.precision}, {size}"
     if any(check.copy_bytes_per_second):
         yield "copies in memory", _spread(check.copy_bytes_per_second, 1e9, "GB/s")
     if any(check.clock_hz):
         highest = max((clock or 0.0 for clock in check.highest_clock_hz), default=0.0)
-        most = f" of {highest / 1e6:,.0f}" if highest else ""
+        most = f" of {highest / 1e6:,.0f} MHz" if highest else ""
         yield "SM clock", f"{_spread(check.clock_hz, 1e6, 'MHz')}{most}"
     slowdowns = Counter(words for words in check.slowdowns if words)
     if slowdowns:
-        yield "held down by", ", ".join(f"{words}: {n} ranks" for words, n in slowdowns.items())
+        yield "held down by", _counts(slowdowns)
     free = [bytes_ for bytes_ in check.free_memory_bytes if bytes_ is not None]
     if free:
         yield "free memory", f"{short_bytes(min(free))} at least"
     networks = Counter(found for found in check.networks if found)
     if networks:
-        yield "network of NCCL", ", ".join(f"{found}: {n} ranks" for found, n in networks.items())
+        yield "network of NCCL", _counts(networks)
     for axis in check.axes:
         rates = _spread(axis.bus_bytes_per_second, 1e9, "GB/s")
         yield (
             f"axis {axis.axis} {axis.ranks_per_group}",
-            f"{rates}{_planned(axis.expected_bytes_per_second, 1e9)}",
+            f"{rates}{_planned(axis.expected_bytes_per_second, 1e9, 'GB/s')}",
         )
         yield "", f"{axis.operation} of {short_bytes(axis.message_bytes)}"
+
+
+def _counts(found: Counter[str]) -> str:
+    return ", ".join(f"{words}: {n} rank{'s' * (n != 1)}" for words, n in found.items())
 
 
 def _spread(values: Sequence[float | None], unit: float, name: str) -> str:
     known = [value / unit for value in values if value is not None]
     if not known:
         return "unknown"
-    return f"{_number(median(known))} {name}, lowest {_number(min(known))}"
+    return f"{_number(median(known))} {name}, lowest {_number(min(known))} {name}"
 
 
-def _planned(expected: float | None, unit: float) -> str:
-    return "" if expected is None else f", the plan has {_number(expected / unit)}"
+def _planned(expected: float | None, unit: float, name: str) -> str:
+    return "" if expected is None else f", the plan has {_number(expected / unit)} {name}"
 
 
 def _number(value: float) -> str:

@@ -222,7 +222,7 @@ class _Rounds:
         def read_state() -> None:
             own.state = self._read_state()
 
-        own.product = measure_products(self.device, self._size, read_state).flops_per_second
+        own.product = measure_products(self.device, self._size, read_state)
         own.copy = measure_copies(self.device)
 
     def _read_state(self) -> GpuState:

@@ -36,14 +36,6 @@ _LONGEST_SECONDS = 3.0
 _MOST_REPETITIONS = 10
 
 
-@dataclass(frozen=True)
-class ProductRate:
-    """FLOP/s of products of `size` x `size` matrices."""
-
-    size: int
-    flops_per_second: float
-
-
 def product_size(device: torch.device) -> int:
     """Choose the size of the products by the free memory of the device."""
     if device.type == "cpu":
@@ -59,8 +51,8 @@ def free_memory(device: torch.device) -> tuple[int, int]:
 
 def measure_products(
     device: torch.device, size: int, under_load: Callable[[], None] = lambda: None
-) -> ProductRate:
-    """Measure large matrix products: bf16 on a GPU, fp32 on a CPU.
+) -> float:
+    """Measure products of `size` x `size` matrices in FLOP/s: bf16 on a GPU, fp32 on a CPU.
 
     All ranks compute for the same time, not the same number of products, because they share power
     and, in a sandbox, cores. `under_load` is called while the device is busy.
@@ -78,7 +70,7 @@ def measure_products(
             count += 1
         seconds = time.perf_counter() - began
         under_load()
-        return ProductRate(size, count * flops / seconds)
+        return count * flops / seconds
     each = _seconds_each(lambda: torch.matmul(left, right, out=out), _WARM_UP_SECONDS)
     per_batch = max(1, round(_PRODUCT_SECONDS["cuda"] / _BATCHES / each))
     events = [torch.cuda.Event(enable_timing=True) for _ in range(_BATCHES + 1)]
@@ -90,7 +82,7 @@ def measure_products(
     under_load()
     wait_for_device()
     seconds = median(a.elapsed_time(b) for a, b in pairwise(events)) / 1e3
-    return ProductRate(size, per_batch * flops / seconds)
+    return per_batch * flops / seconds
 
 
 def measure_copies(device: torch.device) -> float | None:

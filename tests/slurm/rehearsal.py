@@ -52,7 +52,7 @@ HELD_RANKS = Path(__file__).resolve().parent / "held_ranks"
 PROFILE = """
 name: rehearsal
 nodes: {{count: 4, cpus: 8, memory: 15GiB}}
-gpu: {{type: a100, per_node: {per_node}, memory: 16GiB, reserved: 0B, peak: {{}}}}
+gpu: {{type: a100, per_node: {per_node}, memory: 16GiB, reserved: 0B, peak: {{}}, emulated: true}}
 nvlink: {{domain: 1, bandwidth: 10GB/s}}
 network: {{fabric: ethernet, nics_per_node: 1, nic_bandwidth: 10Gb/s, interface: lo}}
 filesystems:

@@ -31,6 +31,9 @@ def untrainable(spec: RunSpec) -> Iterator[tuple[str, str]]:
     if rollback.spike is not None:
         message = "Megatron-LM does not stop at a loss spike: `spike` would have no effect"
         yield "supervise.rollback.spike", message
+    if spec.supervise.speed_check.mode in ("report", "exclude"):
+        message = "Megatron-LM makes its process groups itself: the check before training has none"
+        yield "supervise.speed_check.mode", message
     if rollback.mode == "act" and rollback.skip_steps:
         # --iterations-to-skip names an iteration by the number before it in core_v0.16 and by its
         # own number in the main line (training.py, train)

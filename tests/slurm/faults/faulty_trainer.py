@@ -183,6 +183,25 @@ def take_port(fault: Fault) -> None:
     _KEPT.append(taken)
 
 
+def compute_slowly(fault: Fault) -> None:
+    """On the node `text` this process is stopped most of the time while its speed is checked."""
+    if os.environ["SLURMD_NODENAME"] != fault["text"]:
+        return
+    import_loop()
+    sys.path.append(str(Path(__file__).resolve().parents[2]))
+    from throttled import throttled
+
+    from hpctrain.train import startup
+
+    real = startup.check_speed
+
+    def check(*given: Any) -> None:
+        with throttled():
+            real(*given)
+
+    startup.check_speed = check
+
+
 def publish_slowly(fault: Fault) -> None:
     """From now on, wait between a checkpoint's last byte and its publication."""
     import_loop()
@@ -287,6 +306,7 @@ DEEDS: dict[str, Callable[[Fault], None]] = {
     "die_of_term": die_of_term,
     "hear_nothing": hear_nothing,
     "take_port": take_port,
+    "compute_slowly": compute_slowly,
     "publish_slowly": publish_slowly,
     "poison": poison,
     "evaluate_slowly": evaluate_slowly,

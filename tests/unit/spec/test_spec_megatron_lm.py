@@ -92,6 +92,7 @@ def test_names_are_known_in_both_spellings_and_negated() -> None:
         ("checkpoint.every=1h", "checkpoint.every"),
         ("supervise.rollback.spike=10", "supervise.rollback.spike"),
         ("supervise.rollback.mode=act", "supervise.rollback.skip_steps"),
+        ("supervise.speed_check.mode=report", "supervise.speed_check.mode"),
         ("model.mtp_layers=1", "model.mtp_layers"),
         ("precision=fp8", "precision"),
         ("data.format=packed", "data.format"),

@@ -107,6 +107,12 @@ WRONG_VALUES = [
         "2:33: `environment.variables.B C`: "
         "expected the name of a variable such as `NCCL_DEBUG`",
         "2:53: `environment.inherit`: expected a list, got `D`"]),
+    ("name: tiny", "name: tiny\nsupervise: {speed_check: exclude}", [
+        "2:26: `supervise.speed_check`: expected a mapping, got `exclude`"]),
+    ("name: tiny", "name: tiny\nsupervise: {speed_check: {mode: evict, slow_gpu: 1.2}}", [
+        "2:33: `supervise.speed_check.mode`: expected `auto` or `off` or `report` or "
+        "`exclude`, got `evict`",
+        "2:50: `supervise.speed_check.slow_gpu`: must be below 1.0, got `1.2`"]),
     ("name: tiny", "name: tiny\n1: 2\n[a]: 3\n<<: {seed: 1}", [
         "2:1: keys must be text, got `1` | put the key in quotes if it is a name",
         "3:1: keys must be text, got a list | put the key in quotes if it is a name",

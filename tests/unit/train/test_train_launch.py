@@ -41,6 +41,15 @@ def test_what_is_missing_or_wrong_is_named() -> None:
         read_launch({**SLURM, "HPCTRAIN_EPOCH": "two"})
 
 
+def test_whether_the_speed_is_checked() -> None:
+    given = {"2": 2, "0": 0, "off": None}
+    for text, expected in given.items():
+        assert read_launch({**SLURM, "HPCTRAIN_SPEED_CHECK": text}).speed_check == expected
+    assert read_launch(SLURM).speed_check == 0, "without a supervisor nobody replaces nodes"
+    with pytest.raises(InvalidInputError, match="HPCTRAIN_SPEED_CHECK is not a number: 'on'"):
+        read_launch({**SLURM, "HPCTRAIN_SPEED_CHECK": "on"})
+
+
 def test_what_the_supervisor_tells() -> None:
     place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     told = {"HPCTRAIN_MTTF_SECONDS": "28440.5", "HPCTRAIN_PINNED_STEPS": "400 1200"}
