@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from gpu_runs import ENGINES, FSDP, MEGATRON, MEGATRON_LM, PACKAGE, SAVED, STEPS, gpu_trial
 
+from hpctrain.store.speed_checks import read_speed_checks
+
 # fp32 on two kinds of hardware: sums in another order, which AdamW hands on for eight steps.
 BOUND = 2e-4
 
@@ -69,3 +71,26 @@ def test_a_trace_shows_kernels_and_parts_of_the_step(tmp_path: Path) -> None:
     assert len(kernels) > 100
     marks = {event["name"] for event in events if event["name"].startswith("hpctrain: ")}
     assert {"hpctrain: compute", "hpctrain: backward", "hpctrain: optimizer"} <= marks
+
+
+@pytest.mark.parametrize("base", [FSDP, MEGATRON], ids=["fsdp", "megatron"])
+def test_the_speed_of_a_gpu_is_measured_before_training(
+    base: dict[str, Any], tmp_path: Path
+) -> None:
+    """What the driver says of the GPU comes with it, and the losses are those without a check."""
+    settings = dict(slow_gpu=0.75, slow_link=0.5, fabric="infiniband", axes=[])
+    checked = gpu_trial(tmp_path / "checked", base, speed_check=settings).trained()
+    (check,) = read_speed_checks(checked.run)
+    assert check.gpu and check.accelerator == "cuda" and check.precision == "bf16"
+    print(
+        f"{check.gpu}: {check.product_flops_per_second} FLOP/s, {check.copy_bytes_per_second} B/s"
+    )
+    assert all(rate and rate > 1e12 for rate in check.product_flops_per_second)
+    assert all(rate and rate > 1e10 for rate in check.copy_bytes_per_second)
+    clock, highest = check.clock_hz[0], check.highest_clock_hz[0]
+    assert clock and highest and 1e8 < clock <= highest
+    assert check.seconds < 30 and check.slow == ()
+    assert check.free_memory_bytes[0] and check.total_memory_bytes[0]
+    assert check.free_memory_bytes[0] <= check.total_memory_bytes[0]
+    plain = gpu_trial(tmp_path / "plain", base).trained()
+    assert checked.exact == plain.exact

@@ -184,3 +184,13 @@ def test_order_of_the_parts() -> None:
 
 def test_rendering_twice_gives_the_same_bytes() -> None:
     assert render() == render()
+
+
+def test_a_container_gets_every_variable_that_a_rank_reads() -> None:
+    """pyxis keeps the image's own value of a variable that is not listed."""
+    container = {"launcher": "pyxis", "image": "image.sqsh"}
+    script = render(profile=profile_with(software={"container": container}))
+    (names,) = re.findall(r"--container-env=(\S+)", script)
+    source = (ROOT / "hpctrain/train/rank_environment.py").read_text()
+    read = set(re.findall(r'"(HPCTRAIN_[A-Z_]+)"', source))
+    assert "HPCTRAIN_SPEED_CHECK" in read and read <= set(names.split(","))
