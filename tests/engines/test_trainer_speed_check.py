@@ -106,6 +106,21 @@ def test_a_launch_that_is_not_to_check_does_not(trial: Callable[..., Trial]) -> 
     assert read_speed_checks(ddp.run) == []
 
 
+def no_time_is_left() -> None:
+    """A `prepare`: the limit of time is over when the check begins."""
+    on_two_nodes(slow=None)()
+    speed_check._LIMIT_SECONDS = speed_check._LEAST_SECONDS / 2
+
+
+def test_nothing_is_begun_when_the_time_is_over(trial: Callable[..., Trial]) -> None:
+    ddp = trial(MODULE_GPT, data_parallel_size=2, **checking("dp"))
+    assert ddp.train(prepare=no_time_is_left) == [0] * 2
+    check = only_check(ddp)
+    assert check.product_flops_per_second == (None, None) and check.axes == ()
+    assert check.skipped == ("matrix products: the limit of 5 s", "axis dp: the limit of 5 s")
+    assert check.slow == () and len(ddp.rows) == 6
+
+
 # Far above what a message takes on a busy machine.
 LINK_SECONDS = 1.0
 
