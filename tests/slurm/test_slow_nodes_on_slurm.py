@@ -16,8 +16,9 @@ from hpctrain.nodes.record import EvidenceKind, NodeLedger
 from hpctrain.store.ledger import EventKind
 from hpctrain.store.speed_checks import SpeedCheck, read_speed_checks
 
-# Ranks share two cores: one that is stopped most of the time gets a hundredth of what others get.
-CHECK = ("supervise.speed_check.slow_gpu=0.15", "supervise.speed_check.slow_link=0.001")
+# Ranks share two cores with other tests, where one may get a tenth of another's time. One that is
+# stopped most of the time gets less than a hundredth.
+CHECK = ("supervise.speed_check.slow_gpu=0.05", "supervise.speed_check.slow_link=0.001")
 
 
 def on_slow_node(stage: Stage, mode: str, *overrides: str) -> tuple[Rehearsal, str]:
