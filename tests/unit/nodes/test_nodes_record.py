@@ -127,6 +127,7 @@ def test_the_weights_of_the_policy() -> None:
         "signalled": 10,
         "odd_stack": 30,
         "slow": 10,
+        "slow_checked": 50,
         "short_attempt": 10,
         "forgiven": 0,
     }
