@@ -73,6 +73,8 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
         device = keywords.get("device")
         if device is not None and torch.device(device).type == "cuda":
             keywords["device"] = _CPU
+        # rotary positions under context parallelism (rope_utils.py, get_pos_emb_on_this_cp_rank)
+        keywords.pop("pin_memory", None)
         return factory(*args, **keywords)
 
     return make

@@ -25,6 +25,7 @@ def install() -> None:
         return
     _installed = True
     keep_bucket_padding()
+    allow_shards_of_padding()
     allow_norms_with_sequence_parallel()
     keep_step_while_loading()
     separate_adam_steps()
@@ -56,6 +57,53 @@ def keep_bucket_padding() -> None:
                 part.numel_unpadded = count
 
     DistributedOptimizer.sharded_param_state_fully_reshardable = with_padding
+
+
+class _PaddingShard(list[dict[str, Any]]):
+    """The state of a bucket of which this rank has no parameter: true, as megatron-core asserts.
+
+    `like`: a tensor of no elements for each tensor that a parameter would have.
+    """
+
+    def __init__(self, like: dict[str, Any]) -> None:
+        super().__init__()
+        self._like = like
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return `like` while it is empty: megatron-core looks there for types of padding."""
+        return super().__getitem__(index) if len(self) else self._like
+
+
+def allow_shards_of_padding() -> None:
+    """Save and load where a data-parallel rank has nothing but padding of a bucket.
+
+    A bucket is padded to a multiple of 128 x dp / gcd(128, dp) elements. Where that is more than
+    one shard, `sharded_param_state_dp_reshardable` ends the last ranks with the assertion "empty
+    bucket encountered", and the others wait. The last bucket of a model may be a single norm: 1024
+    elements over dp 24 are shards of 48 and 128 of padding.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    original = DistributedOptimizer.get_parameter_state_dp_reshardable
+
+    def with_padding_shards(self: Any) -> Any:
+        state = original(self)
+        places = [
+            buckets for one in range(len(self.gbuf_ranges)) for buckets in state[one].values()
+        ]
+        known = [tensors for buckets in places for bucket in buckets for tensors in bucket]
+        names = (
+            [name for name, value in known[0].items() if torch.is_tensor(value)] if known else []
+        )
+        like = {name: torch.empty(0, device=known[0][name].device) for name in names}
+        for buckets in places:
+            buckets[:] = [bucket or _PaddingShard(like) for bucket in buckets]
+        return state
+
+    DistributedOptimizer.get_parameter_state_dp_reshardable = with_padding_shards
 
 
 def allow_norms_with_sequence_parallel() -> None:
