@@ -145,7 +145,7 @@ def _job_settings(shape: SandboxShape) -> str:
     return f"""\
 # Neither cgroups nor root are needed this way.
 ProctrackType=proctrack/{shape.process_tracking}
-TaskPlugin=task/none
+TaskPlugin=task/{"affinity" if shape.binds_tasks else "none"}
 JobAcctGatherType=jobacct_gather/linux
 MpiDefault=none
 # An unprivileged daemon cannot set the groups of another user.
@@ -201,14 +201,18 @@ def _nodes(shape: SandboxShape, ports: Ports) -> str:
     if shape.gpus_per_node:
         gres = f" Gres=gpu:{shape.gpu_type}:{shape.gpus_per_node}"
     groups = shape.features or (FeatureShape("", shape.nodes),)
+    sockets = ""
+    if shape.sockets_per_node > 1:
+        cores = shape.cpus_per_node // shape.sockets_per_node
+        sockets = f" Sockets={shape.sockets_per_node} CoresPerSocket={cores} ThreadsPerCore=1"
     lines, first = [], 0
     for group in groups:
         names = shape.node_prefix + bracket(first, group.nodes)
         feature = f" Features={group.name}" if group.name else ""
         lines.append(
             f"NodeName={names} NodeHostname=localhost NodeAddr=127.0.0.1 "
-            f"Port={bracket(ports.first_node + first, group.nodes)} CPUs={shape.cpus_per_node} "
-            f"RealMemory={shape.memory_mib}{gres}{feature} State=UNKNOWN"
+            f"Port={bracket(ports.first_node + first, group.nodes)} CPUs={shape.cpus_per_node}"
+            f"{sockets} RealMemory={shape.memory_mib}{gres}{feature} State=UNKNOWN"
         )
         first += group.nodes
     return "\n".join((_NODES_HEAD, *lines))

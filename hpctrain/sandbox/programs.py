@@ -19,7 +19,11 @@ _NAMES = ("slurmctld", "slurmd", "scontrol", "sinfo", "squeue", "scancel", "mung
 UNPACK_HINT = "unpack one with: scripts/slurm-from-debian SUITE DIRECTORY"
 # Ordinary users often lack the directories that hold the daemons.
 _SYSTEM_DIRECTORIES = ("/usr/sbin", "/usr/local/sbin", "/sbin")
-_INHERITED = ("PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH")
+# HWLOC_SYNTHETIC is hwloc's own: the sockets that slurmd finds, in place of this machine's.
+_INHERITED = (
+    *("PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH"),
+    "HWLOC_SYNTHETIC",
+)
 _CALL_TIMEOUT_SECONDS = 30.0
 
 

@@ -55,7 +55,9 @@ class SandboxShape:
     grace period. `features` cover all nodes in order. With `process_tracking: pgid` signals reach
     the tasks of a step but not children in sessions of their own, as with proctrack/cgroup;
     linuxproc reaches both. `cluster_name` is Slurm's ClusterName, which must differ between
-    sandboxes that share a file system. Raises UsageError when the parts are inconsistent.
+    sandboxes that share a file system. `binds_tasks`: task/affinity binds tasks to CPUs,
+    which this machine must have (HWLOC_SYNTHETIC makes slurmd find more, and its tasks then fail).
+    Raises UsageError when the parts are inconsistent.
     """
 
     nodes: int
@@ -75,6 +77,8 @@ class SandboxShape:
     node_prefix: str = "n"
     features: tuple[FeatureShape, ...] = ()
     cluster_name: str = "sandbox"
+    sockets_per_node: int = 1
+    binds_tasks: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.nodes <= MAX_NODES:
@@ -82,6 +86,11 @@ class SandboxShape:
         if self.gpus_per_node < 0 or self.cpus_per_node < 1 or self.memory_mib < 1:
             message = "a node of a sandbox needs a CPU, memory, and no negative number of GPUs"
             raise UsageError(message)
+        if self.sockets_per_node < 1 or self.cpus_per_node % self.sockets_per_node:
+            raise UsageError(
+                f"{self.cpus_per_node} CPUs of a node do not divide into {self.sockets_per_node} "
+                "sockets"
+            )
         if self.features and sum(feature.nodes for feature in self.features) != self.nodes:
             raise UsageError("the features of a sandbox must be those of all its nodes")
         if self.preempt_type == "none" and self.user_signal_on_preempt:
