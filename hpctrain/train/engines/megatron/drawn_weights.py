@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
 from hpctrain.train.initial_weights import fill_normal, stream_key
@@ -33,6 +34,9 @@ def noted(std: float) -> Callable[[torch.Tensor], torch.Tensor]:
 @torch.no_grad()
 def draw_weights(seed: int, chunks: list[Any]) -> None:
     """Draw all weights whose standard deviation was noted; others keep their zeros and ones."""
+    # gpt_model.py reads the group for a copy of the embedding on the last stage
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    metadata = {"dp_cp_group": group, "singleton_local_shards": False}
     for chunk in chunks:
         noted_by_storage = {
             parameter.untyped_storage().data_ptr(): getattr(parameter, _STD)
@@ -40,7 +44,7 @@ def draw_weights(seed: int, chunks: list[Any]) -> None:
             if hasattr(parameter, _STD) and parameter.numel()
         }
         drawn: set[int] = set()
-        for part in _parts(chunk.sharded_state_dict()):
+        for part in _parts(chunk.sharded_state_dict(metadata=metadata)):
             storage = part.data.untyped_storage().data_ptr()
             if storage not in noted_by_storage:
                 continue

@@ -26,6 +26,7 @@ def install() -> None:
     _installed = True
     keep_bucket_padding()
     allow_shards_of_padding()
+    count_duplicated_weights_once()
     allow_norms_with_sequence_parallel()
     keep_step_while_loading()
     separate_adam_steps()
@@ -104,6 +105,28 @@ def allow_shards_of_padding() -> None:
         return state
 
     DistributedOptimizer.get_parameter_state_dp_reshardable = with_padding_shards
+
+
+def count_duplicated_weights_once() -> None:
+    """Count the gradients of weights that all tensor-parallel ranks have once in the norm.
+
+    TransformerEngine marks every weight of a linear layer as a part (module/linear.py,
+    reset_parameters), also those of the down projections of latent attention. `clip_grads.py` then
+    adds their squares once per tensor-parallel rank, and clips by another norm at each layout.
+    """
+    from megatron.core.extensions import transformer_engine
+
+    if not transformer_engine.HAVE_TE:
+        return
+    original = transformer_engine.TELinear.__init__
+
+    def marked(self: Any, *args: Any, parallel_mode: str | None, **keywords: Any) -> None:
+        original(self, *args, parallel_mode=parallel_mode, **keywords)
+        if parallel_mode == "duplicated":
+            for parameter in self.parameters():
+                parameter.tensor_model_parallel = False
+
+    transformer_engine.TELinear.__init__ = marked
 
 
 def allow_norms_with_sequence_parallel() -> None:

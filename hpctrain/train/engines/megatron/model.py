@@ -327,19 +327,21 @@ def _fusion_settings(config: MegatronConfig, compiled: bool) -> dict[str, Any]:
 
     The output layer is megatron-core's own also with TransformerEngine, and adds the gradient of
     its weight with Apex's extension or not at all (tensor_parallel/layers.py). Rotary positions of
-    latent attention are fused for YaRN only (transformer_config.py, __post_init__).
+    latent attention are fused for YaRN only (transformer_config.py, __post_init__). Grouped experts
+    add their biases themselves (experts.py, TEGroupedMLP). Norms that BERT has outside its layers
+    are torch's where Apex is missing, and refuse `persist_layer_norm` (torch_norm.py).
     """
     fused = uses_transformer_engine(config)
     rotary = config.position_embedding_type == "rope" and not config.multi_latent_attention
     # fused_bias_gelu.py approximates with tanh: not what `gelu` means
     biased_gelu = config.activation == "gelu_tanh" and config.add_bias_linear
+    biased_experts = fused and config.num_moe_experts is not None and config.add_bias_linear
     return dict(
-        bias_dropout_fusion=compiled,
+        bias_dropout_fusion=compiled and not biased_experts,
         bias_activation_fusion=compiled and (biased_gelu or config.activation == "swiglu"),
         gradient_accumulation_fusion=fused and software.apex_wgrad().imported,
         apply_rope_fusion=fused and rotary,
         masked_softmax_fusion=False,
-        persist_layer_norm=fused,
     )
 
 

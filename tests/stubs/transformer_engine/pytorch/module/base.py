@@ -8,6 +8,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
+from enum import Enum
 from typing import Any
 
 import torch
@@ -23,6 +24,13 @@ from transformer_engine.pytorch.fp8 import (
 
 _PER_PRODUCT = 3  # input, weight, output
 _user_buffers: dict[str, Any] | None = None
+
+
+class UserBufferQuantizationMode(Enum):
+    """Format of the numbers in a buffer."""
+
+    NONE = "none"
+    FP8 = "fp8"
 
 
 def initialize_ub(shape: list[int], tp_size: int, **keywords: Any) -> None:

@@ -1,0 +1,274 @@
+"""Every setting of every model family as a rank with a GPU would build it.
+
+Families are fields of a tiny model; settings are the fields of `MegatronConfig` with their values,
+read off the types, so that a new field is swept without a line here. Replaced is what asks for a
+GPU: `on_cpu` is False wherever hpctrain reads it, and tensors lie on the CPU all the same. Process
+groups are fake. Belongs here: cases, and building one. Does not belong here: training.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import types
+import typing
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from trial_runs import GPT, LLAMA
+
+from hpctrain.engines.documents import parse_train_config
+from hpctrain.engines.megatron import MegatronConfig
+from hpctrain.engines.training import TrainConfig
+from hpctrain.store.layout import RunLayout
+
+EXPERTS: dict[str, Any] = dict(
+    num_moe_experts=4,
+    moe_router_topk=2,
+    moe_ffn_hidden_size=48,
+    moe_shared_expert_intermediate_size=32,
+    moe_first_dense_layers=1,
+)
+LATENT: dict[str, Any] = dict(
+    multi_latent_attention=True,
+    q_lora_rank=24,
+    kv_lora_rank=32,
+    qk_head_dim=16,
+    qk_pos_emb_head_dim=8,
+    v_head_dim=16,
+)
+COMMON: dict[str, Any] = dict(
+    engine="megatron", transformer_impl="transformer_engine", precision="bf16", ddp_bucket_size=None
+)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt": {**GPT, **COMMON},
+    "llama": {**LLAMA, **COMMON},
+    "bert": {**GPT, **COMMON, "model_type": "bert"},
+    "experts": {**LLAMA, **COMMON, **EXPERTS},
+    "latent attention": {**LLAMA, **COMMON, **LATENT},
+    "prediction layer": {**LLAMA, **COMMON, "mtp_num_layers": 1},
+    "experts, latent attention, prediction layer": {
+        **LLAMA,
+        **COMMON,
+        **EXPERTS,
+        **LATENT,
+        "mtp_num_layers": 1,
+    },
+}
+# Numbers to try. None: sizes that the families set, and what no layer is built from.
+NUMBERS: dict[str, tuple[Any, ...] | None] = {
+    "tensor_model_parallel_size": (2,),
+    "pipeline_model_parallel_size": (2,),
+    "virtual_pipeline_model_parallel_size": (2,),
+    "context_parallel_size": (2,),
+    "expert_model_parallel_size": (2,),
+    "expert_tensor_parallel_size": (1, 2),
+    "recompute_num_layers": (1,),
+    "recompute_modules": (
+        *(("core_attn",), ("mlp",), ("moe",), ("layernorm",), ("moe_act",), ("mla_up_proj",)),
+        ("core_attn", "layernorm"),
+    ),
+    "cpu_offloading_num_layers": (1,),
+    "ddp_bucket_size": (20_000,),
+    "dropout": (0.1,),
+    **dict.fromkeys(("moe_router_topk", "moe_first_dense_layers"), (1,)),
+    **dict.fromkeys(
+        (
+            *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "pretrained"),
+            *("num_query_groups", "kv_channels", "padded_vocab_size", "layernorm_epsilon"),
+            *("rotary_base", "num_moe_experts", "moe_ffn_hidden_size", "q_lora_rank"),
+            *("moe_shared_expert_intermediate_size", "kv_lora_rank", "qk_head_dim"),
+            *("qk_pos_emb_head_dim", "v_head_dim", "mtp_num_layers", "pipeline_layer_split"),
+        )
+    ),
+}
+# Not settings of a layer: another program, another kind of model, another order of ranks.
+_ELSEWHERE = {"engine", "model_type", "multi_latent_attention"}
+# What a value needs beside it. A pair of field and value, or a field for all its values.
+BESIDE: dict[Any, dict[str, Any]] = {
+    "tensor_model_parallel_size": dict(sequence_parallel=True),
+    "sequence_parallel": dict(tensor_model_parallel_size=2),
+    "pipeline_model_parallel_size": dict(pipeline_layer_split=[[2], [2]]),
+    "virtual_pipeline_model_parallel_size": dict(
+        pipeline_model_parallel_size=2, pipeline_layer_split=[[1, 1], [1, 1]]
+    ),
+    "expert_model_parallel_size": dict(data_parallel_size=2),
+    "expert_tensor_parallel_size": dict(tensor_model_parallel_size=2, sequence_parallel=True),
+    "overlap_grad_reduce": dict(data_parallel_size=2),
+    "overlap_param_gather": dict(data_parallel_size=2, overlap_grad_reduce=True),
+    "ddp_bucket_size": dict(data_parallel_size=2, overlap_grad_reduce=True),
+    "recompute_num_layers": dict(recompute_granularity="full"),
+    "recompute_modules": dict(recompute_granularity="selective"),
+    "fp8_recipe": dict(fp8="hybrid"),
+    "fp8_param": dict(fp8="hybrid"),
+    "tp_comm_overlap": dict(tensor_model_parallel_size=2, sequence_parallel=True),
+    "defer_embedding_wgrad_compute": dict(
+        pipeline_model_parallel_size=2,
+        pipeline_layer_split=[[2], [2]],
+        share_embeddings_and_output_weights=False,
+    ),
+    "moe_token_dispatcher_type": dict(expert_model_parallel_size=2, data_parallel_size=2),
+    "moe_flex_dispatcher_backend": dict(
+        moe_token_dispatcher_type="flex", expert_model_parallel_size=2, data_parallel_size=2
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One value of one setting of a family."""
+
+    family: str
+    field: str
+    value: Any
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        return {**BESIDE.get(self.field, {}), self.field: self.value}
+
+    @property
+    def config(self) -> MegatronConfig:
+        """The document; raises ValidationError if the model of documents refuses it."""
+        config = parse_train_config(json.dumps({**FAMILIES[self.family], **self.changes}))
+        assert isinstance(config, MegatronConfig)
+        return config
+
+
+def swept_fields() -> list[str]:
+    """Return the settings of megatron-core, and two that all engines have."""
+    own = [name for name in MegatronConfig.model_fields if name not in TrainConfig.model_fields]
+    return [name for name in (*own, "precision", "deterministic_mode") if name not in _ELSEWHERE]
+
+
+def values_of(field: str) -> tuple[Any, ...]:
+    """Return the values to try; raises KeyError for a number that nobody has chosen values for."""
+    if field in NUMBERS:
+        return NUMBERS[field] or ()
+    found = list(_enumerated(MegatronConfig.model_fields[field].annotation))
+    if not found:
+        raise KeyError(f"add values of {field} to NUMBERS")
+    return tuple(found)
+
+
+def _enumerated(annotation: Any) -> Iterator[Any]:
+    """Find the values of Literal and bool, also within a union or an alias."""
+    annotation = getattr(annotation, "__value__", annotation)  # an alias of `type`
+    origin = typing.get_origin(annotation)
+    if annotation is bool:
+        yield from (False, True)
+    elif annotation is type(None):
+        yield None
+    elif origin is typing.Literal:
+        yield from typing.get_args(annotation)
+    elif origin in (typing.Union, types.UnionType, typing.Annotated):
+        arguments = typing.get_args(annotation)
+        for argument in arguments[:1] if origin is typing.Annotated else arguments:
+            yield from _enumerated(argument)
+
+
+def cases_of(family: str) -> list[Case]:
+    """Return the family itself, and each value that differs from it."""
+    base = Case(family, "precision", "bf16").config
+    changed = [
+        Case(family, field, value)
+        for field in swept_fields()
+        for value in values_of(field)
+        if getattr(base, field) != value
+    ]
+    return [Case(family, "precision", "bf16"), *changed]
+
+
+@contextmanager
+def as_a_gpu_sees_it() -> Iterator[None]:
+    """Let hpctrain take this process for one with a GPU; its tensors stay on the CPU."""
+    from hpctrain.train.engines.megatron import mesh
+
+    seen = [m for name, m in list(sys.modules.items()) if name.startswith("hpctrain.train")]
+    patches = [
+        mock.patch.object(module, "on_cpu", return_value=False)
+        for module in seen
+        if hasattr(module, "on_cpu")
+    ]
+    patches.append(mock.patch.object(mesh, "choose_device", return_value=torch.device("cpu")))
+    for patch in patches:
+        patch.start()
+    try:
+        yield
+    finally:
+        for patch in patches:
+            patch.stop()
+
+
+def build(config: MegatronConfig) -> str:
+    """Build what a rank trains with; returns "built", or the words of hpctrain's refusal."""
+    from fake_worlds import coordinate
+
+    from hpctrain.errors import InvalidInputError
+    from hpctrain.train.engines.megatron.model import build_model
+    from hpctrain.train.engines.megatron.optimizer import build_optimizer
+    from hpctrain.train.engines.megatron.preflight import engine_problems
+
+    run = RunLayout(Path("/nowhere"))
+    if problems := list(engine_problems(config, run)):
+        return "; ".join(f"{problem.message} ({problem.hint})" for problem in problems)
+    try:
+        with as_a_gpu_sees_it(), coordinate(config, config.world_size - 1) as mesh:
+            model = build_model(config, mesh, initialize=True)
+            build_optimizer(config, model)
+    except InvalidInputError as error:
+        return str(error)
+    return "built"
+
+
+def sweep(family: str) -> list[list[str]]:
+    """Build every case; returns for each its field, value and outcome.
+
+    An exception of megatron-core is an outcome of the form `ValueError: ...`: what a user would
+    meet on the cluster.
+    """
+    outcomes = []
+    for case in cases_of(family):
+        try:
+            outcome = build(case.config)
+        except Exception as error:
+            text = str(error).splitlines()
+            outcome = f"{type(error).__name__}: {text[0] if text else ''}"
+        outcomes.append([case.field, json.dumps(case.value), outcome])
+    return outcomes
+
+
+def pairs_of(family: str, chosen: list[str]) -> list[list[str]]:
+    """Build all pairs of `chosen` settings at their last values, as `sweep` does."""
+    outcomes = []
+    for first, second in itertools.combinations(chosen, 2):
+        changes = {}
+        for field in (first, second):
+            changes.update(Case(family, field, values_of(field)[-1]).changes)
+        try:
+            config = parse_train_config(json.dumps({**FAMILIES[family], **changes}))
+            assert isinstance(config, MegatronConfig)
+            outcome = build(config)
+        except Exception as error:
+            text = str(error).splitlines()
+            outcome = f"{type(error).__name__}: {text[0] if text else ''}"
+        outcomes.append([first, second, outcome])
+    return outcomes
+
+
+def settings_of(family: str) -> dict[str, Any]:
+    """Return the fused kernels of a family on a GPU."""
+    from fake_worlds import coordinate
+
+    from hpctrain.train.engines.megatron.model import transformer_settings
+
+    config = Case(family, "precision", "bf16").config
+    with as_a_gpu_sees_it(), coordinate(config, 0):
+        made = transformer_settings(config)
+    names = ("gradient_accumulation_fusion", "apply_rope_fusion", "bias_activation_fusion")
+    return {name: getattr(made, name) for name in names}
