@@ -22,11 +22,12 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
 )
+from megatron.core.tensor_parallel import random as tracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hpctrain.engines.megatron import MegatronConfig
-from hpctrain.train.engines.megatron import fixes
-from hpctrain.train.engines.megatron.mesh import MegatronMesh, open_mesh
+from hpctrain.train.engines.megatron import assembly
+from hpctrain.train.engines.megatron.mesh import MegatronMesh
 from hpctrain.train.engines.megatron.model import ModelChunks, build_model
 from hpctrain.train.engines.megatron.optimizer import build_optimizer
 from hpctrain.train.engines.megatron.snapshot import MegatronSnapshot, sharding_metadata
@@ -67,10 +68,10 @@ def fake_groups(rank: int, world_size: int) -> Iterator[None]:
 
 @contextmanager
 def coordinate(config: MegatronConfig, rank: int) -> Iterator[MegatronMesh]:
-    """Join the groups of one rank by hpctrain's own mesh."""
-    fixes.install()
+    """Join the groups of one rank as its trainer does."""
     with fake_groups(rank, config.world_size):
-        yield open_mesh(config, Launch(rank, config.world_size, rank % 8, "node", 0, ""))
+        tracker._CUDA_RNG_STATE_TRACKER_INITIALIZED = False  # chosen anew, as in a process
+        yield assembly.join(config, Launch(rank, config.world_size, rank % 8, "node", 0, ""))
 
 
 @dataclass(frozen=True)

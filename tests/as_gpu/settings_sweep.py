@@ -8,8 +8,8 @@ groups are fake. Belongs here: cases, and building one. Does not belong here: tr
 
 from __future__ import annotations
 
-import itertools
 import json
+import os
 import sys
 import types
 import typing
@@ -205,20 +205,41 @@ def as_a_gpu_sees_it() -> Iterator[None]:
             patch.stop()
 
 
+@contextmanager
+def configured(config: MegatronConfig) -> Iterator[None]:
+    """Set variables and determinism as a rank does at its start, for the duration of the block."""
+    from hpctrain.train import startup
+
+    with mock.patch.dict(os.environ):
+        startup._configure_libraries(config, leads=True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+
 def build(config: MegatronConfig) -> str:
     """Build what a rank trains with; returns "built", or the words of hpctrain's refusal."""
     from fake_worlds import coordinate
 
     from hpctrain.errors import InvalidInputError
+    from hpctrain.train import software
     from hpctrain.train.engines.megatron.model import build_model
     from hpctrain.train.engines.megatron.optimizer import build_optimizer
     from hpctrain.train.engines.megatron.preflight import engine_problems
 
-    run = RunLayout(Path("/nowhere"))
-    if problems := list(engine_problems(config, run)):
+    if problems := list(engine_problems(config, RunLayout(Path("/nowhere")))):
         return "; ".join(f"{problem.message} ({problem.hint})" for problem in problems)
+    imported = {
+        "transformer_engine": software.transformer_engine().imported,
+        "apex_wgrad": software.apex_wgrad().imported,
+    }
+    for need in getattr(config, "software_needs", ()):
+        if need.library is not None and not imported.get(need.library, False):
+            return f"{need.setting} needs {need.library}"  # refused by software_agreement
     try:
-        with as_a_gpu_sees_it(), coordinate(config, config.world_size - 1) as mesh:
+        here = coordinate(config, config.world_size - 1)
+        with as_a_gpu_sees_it(), configured(config), here as mesh:
             model = build_model(config, mesh, initialize=True)
             build_optimizer(config, model)
     except InvalidInputError as error:
@@ -240,24 +261,6 @@ def sweep(family: str) -> list[list[str]]:
             text = str(error).splitlines()
             outcome = f"{type(error).__name__}: {text[0] if text else ''}"
         outcomes.append([case.field, json.dumps(case.value), outcome])
-    return outcomes
-
-
-def pairs_of(family: str, chosen: list[str]) -> list[list[str]]:
-    """Build all pairs of `chosen` settings at their last values, as `sweep` does."""
-    outcomes = []
-    for first, second in itertools.combinations(chosen, 2):
-        changes = {}
-        for field in (first, second):
-            changes.update(Case(family, field, values_of(field)[-1]).changes)
-        try:
-            config = parse_train_config(json.dumps({**FAMILIES[family], **changes}))
-            assert isinstance(config, MegatronConfig)
-            outcome = build(config)
-        except Exception as error:
-            text = str(error).splitlines()
-            outcome = f"{type(error).__name__}: {text[0] if text else ''}"
-        outcomes.append([first, second, outcome])
     return outcomes
 
 

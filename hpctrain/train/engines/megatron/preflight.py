@@ -24,6 +24,7 @@ LATENT_NEEDS_ENGINE = Problem(
 def engine_problems(config: MegatronConfig, run: RunLayout) -> Iterator[Problem]:
     """Yield everything that is wrong for megatron-core."""
     yield from _layout_problems(config)
+    yield from _recompute_problems(config)
     if config.multi_latent_attention and config.transformer_impl == "local":
         yield LATENT_NEEDS_ENGINE
     if config.context_parallel_size > 1 and config.transformer_impl == "local":
@@ -70,6 +71,18 @@ def _layout_problems(config: MegatronConfig) -> Iterator[Problem]:
         )
 
 
+def _recompute_problems(config: MegatronConfig) -> Iterator[Problem]:
+    """Check that the model has what is recomputed (transformer_config.py, __post_init__)."""
+    if config.recompute_granularity != "selective":
+        return
+    hint = "leave it out of `recompute_modules`"
+    if "moe_act" in config.recompute_modules and config.num_moe_experts is None:
+        yield Problem("recompute_modules has moe_act, and the model has no experts", hint=hint)
+    if "mla_up_proj" in config.recompute_modules and not config.multi_latent_attention:
+        message = "recompute_modules has mla_up_proj, and the model has no latent attention"
+        yield Problem(message, hint=hint)
+
+
 def _expert_problems(config: MegatronConfig) -> Iterator[Problem]:
     ep, experts = config.expert_model_parallel_size, config.num_moe_experts
     ranks = config.tensor_model_parallel_size * config.context_parallel_size
@@ -82,6 +95,9 @@ def _expert_problems(config: MegatronConfig) -> Iterator[Problem]:
         return
     if experts % ep:
         yield Problem(f"num_moe_experts {experts} is not divisible by ep {ep}")
+    if config.add_bias_linear and config.moe_shared_expert_intermediate_size:
+        # shared_experts.py: "bias is not supported in the shared experts"
+        yield Problem("add_bias_linear: shared experts have no biases in megatron-core")
     if config.add_bias_linear and config.expert_tensor_ranks > 1:
         # transformer_config.py: "Bias in Moe is only supported when ETP==1"
         yield Problem("experts with biases cannot be split over tp: use ep, or no biases")
