@@ -6,6 +6,8 @@ Belongs here: those fields. Does not belong here: how the module is sharded (see
 
 from __future__ import annotations
 
+from typing import Literal
+
 from hpctrain.engines.training import TrainConfig, shared_config
 from hpctrain.plan.abilities.readable import data_format
 from hpctrain.plan.documents import Plan
@@ -31,6 +33,9 @@ class ModuleConfig(TrainConfig):
     pixel_std: Colors = (0.5,)
     # blocks keep their inputs only, and recompute the rest in the backward pass
     activation_checkpointing: bool = False
+    # what initial weights depend on beside the seed: their names and places, or (documents that
+    # older versions wrote) the order in which torch's generator draws them
+    initial_weights: Literal["place", "generator"] = "generator"
 
     @property
     def pretrained(self) -> str | None:
@@ -65,4 +70,5 @@ def module_config(spec: RunSpec, plan: Plan, peak_flops_per_gpu: float | None) -
         pixel_mean=mean,
         pixel_std=std,
         activation_checkpointing=plan.recompute == "full",
+        initial_weights="place",
     )

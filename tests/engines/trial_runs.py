@@ -105,6 +105,7 @@ MODULE_GPT: dict[str, Any] = dict(
     engine="ddp",
     model=dict(family="gpt", layers=4, hidden=64, ffn=128, heads=4, vocab=250, seq=32),
     task="language_modeling",
+    initial_weights="place",
 )
 MODULE_LLAMA: dict[str, Any] = dict(
     MODULE_GPT,

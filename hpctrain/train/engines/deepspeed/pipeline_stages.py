@@ -29,6 +29,7 @@ from torch import nn
 
 from hpctrain.engines.deepspeed import DeepSpeedConfig
 from hpctrain.train.engines.deepspeed.tensor_parallel import join_parts, sum_input_gradients
+from hpctrain.train.engines.models.allocation import allocate
 from hpctrain.train.engines.models.transformers_library import hide_optional_packages
 
 # The key of the tied embedding; part of weights' names in checkpoints.
@@ -38,9 +39,21 @@ _TIED = f"tied_modules.{_TIED_KEY}"
 
 
 class StagedModel(PipelineModule):
-    """The layers of this rank's stage; the plan sets the number of blocks of each stage."""
+    """The layers of this rank's stage; the plan sets the number of blocks of each stage.
 
-    def __init__(self, config: DeepSpeedConfig, module: Any, loss: Any) -> None:
+    `draw`: weights on the meta device get their initial values, else they stay unset.
+    """
+
+    def __init__(
+        self,
+        config: DeepSpeedConfig,
+        module: Any,
+        loss: Any,
+        *,
+        device: torch.device,
+        draw: bool,
+    ) -> None:
+        self._device, self._draw = device, draw
         layers, before = layers_of(config, module)
         self._cuts = cuts_of(config.pipeline_stages, before, len(layers))
         info = _converter_info(config, module)
@@ -50,10 +63,13 @@ class StagedModel(PipelineModule):
         setattr(self, UNIVERSAL_CHECKPOINT_INFO, info)
 
     def _partition_layers(self, method: str = "") -> None:
-        """Replace DeepSpeed's own methods to cut."""
+        """Replace DeepSpeed's own methods to cut, and give this stage's layers their weights."""
         self.parts = self._cuts
         stage = self._topo.get_coord(self.global_rank).pipe
         self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
+        for layer in self._layer_specs[self._local_start : self._local_stop]:
+            shared = isinstance(layer, TiedLayerSpec)
+            allocate(layer.module_args[0] if shared else layer, self._device, draw=self._draw)
 
 
 def topology_of(config: DeepSpeedConfig) -> ProcessTopology:

@@ -79,10 +79,11 @@ def split_weights(module: Any, group: Any) -> None:
 
 class _SameDevice:
     """Keeps a part of a weight on the device of the whole. DeepSpeed's layers move it to the GPU,
-    which may lack the memory for those of other stages."""
+    which may lack the memory for those of other stages. On meta, the part stays a slice of the
+    whole, which shows its place."""
 
     def move(self, tensor: Any) -> Any:
-        return tensor.clone(memory_format=torch.contiguous_format)
+        return tensor if tensor.is_meta else tensor.clone(memory_format=torch.contiguous_format)
 
 
 class _SplitByInputs(_SameDevice, LinearAllreduce): ...

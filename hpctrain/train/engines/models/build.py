@@ -1,20 +1,23 @@
 """Build a module from a `ModuleConfig`: its class, its shape, its first weights.
 
 Belongs here: building. Does not belong here: the settings' names (`hpctrain.engines.hugging_face`),
-adapters (see `lora`), distributing a module over GPUs.
+adapters (see `lora`), memory (see `allocation`), distributing a module over GPUs.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
+from hpctrain.checkpoints.staged import Staged
 from hpctrain.engines.hugging_face import fresh_settings, settings_of
 from hpctrain.engines.module import ModuleConfig
 from hpctrain.spec.model import ModelSpec
+from hpctrain.train.engines.models.allocation import allocate
+from hpctrain.train.engines.models.initialisers import recording
 from hpctrain.train.engines.models.lora import add_adapters
 from hpctrain.train.engines.models.pretrained import load_model
 from hpctrain.train.engines.models.transformers_library import class_named, unset_weights
@@ -41,46 +44,88 @@ _MODELS = {
 
 
 def build_module(config: ModuleConfig, *, device: torch.device, initialize: bool = True) -> Any:
-    """Build the model in fp32 on `device`, which may be `meta` (shapes only), in training mode.
+    """Build the whole model in fp32 on `device`, in training mode; on `meta` it has shapes only.
 
-    Its weights are those of `model.pretrained`, or depend on the seed alone: they are drawn on
-    the CPU, whatever the rank, the number of ranks and the device. `initialize` False leaves them
-    unset, for a checkpoint that will be loaded; buffers are set in any case.
-
-    Attention uses kernels with a fixed order of sums in deterministic mode:
-    `scaled_dot_product_attention` selects kernels by device and shape, some of which add up in any
-    order in the backward pass. Raises InvalidInputError if pretrained weights are missing.
+    Its weights are those of `model.pretrained`, or depend on the seed alone, whatever the rank and
+    the number of ranks. `initialize` False leaves them unset, for a checkpoint that will be loaded;
+    buffers are set in any case. Raises InvalidInputError if pretrained weights are missing.
     """
-    staged = open_weights(config)
-    model, on_meta = config.model, device.type == "meta"
-    initialize = initialize and not on_meta
-    with contextlib.ExitStack() as stack:
-        # other users of the generator get the same numbers as without this function
-        stack.enter_context(torch.random.fork_rng(devices=[]))
-        torch.manual_seed(config.seed)
-        if on_meta:
-            stack.enter_context(torch.device("meta"))
-        if not initialize:
-            stack.enter_context(unset_weights())
+    if initialize and device.type != "meta" and starts_whole(config):
+        return _whole_module(config).to(device)
+    module = build_on_meta(config, record=initialize and device.type != "meta")
+    if device.type == "meta":
+        return module.to(device)
+    allocate(module, device, draw=initialize)
+    return module
 
-        model_class = class_named(_MODELS[model.family, config.task])
-        settings_class = class_named(_CONFIGURATIONS[model.family])
-        if staged is None:
-            settings = settings_class(**settings_of(model))
-        else:  # the directory's own settings may be more complete than a spec
-            settings = settings_class.from_dict({**staged.config, **fresh_settings(model)})
-        attends = model.family != "resnet"
-        fast = attends and not config.deterministic_mode
-        settings._attn_implementation = "sdpa" if fast else "eager"
-        if staged is not None and initialize:
+
+def starts_whole(config: ModuleConfig) -> bool:
+    """Return whether initial weights exist for whole models only.
+
+    Those of `model.pretrained` are read by transformers, and those of older versions come from
+    torch's generator on the CPU.
+    """
+    return config.pretrained is not None or config.initial_weights == "generator"
+
+
+def build_on_meta(config: ModuleConfig, *, record: bool) -> Any:
+    """Build the model in training mode with its weights on `meta`, and its buffers on the CPU.
+
+    `record`: each parameter has an `initial_weight`. Names are those of the model without adapters:
+    a frozen weight begins like that of the plain model.
+    """
+    with _own_random_numbers(config), recording() as recorder:
+        with contextlib.nullcontext() if record else unset_weights():
+            model_class, settings = _class_and_settings(config, open_weights(config))
+            module = model_class._from_config(settings, dtype=torch.float32)
+            module.tie_weights()  # transformers does not where no numbers are drawn
+            recorder.name_weights(module)
+            if config.lora is not None:
+                module = add_adapters(config, config.lora, module)
+        if record:
+            recorder.finish(module, config.seed)
+    return module.train()
+
+
+def _whole_module(config: ModuleConfig) -> Any:
+    """Build the model on the CPU with weights of a directory, or of torch's generator."""
+    staged = open_weights(config)
+    with _own_random_numbers(config):
+        model_class, settings = _class_and_settings(config, staged)
+        if staged is not None:
             new_head = config.task == "classification"
             module = load_model(model_class, settings, staged, new_head=new_head)
         else:
             module = model_class._from_config(settings, dtype=torch.float32)
-            module.tie_weights()  # transformers does not where no numbers are drawn
         if config.lora is not None:
             module = add_adapters(config, config.lora, module)
-    return module.to(device).train()
+    return module.train()
+
+
+@contextlib.contextmanager
+def _own_random_numbers(config: ModuleConfig) -> Iterator[None]:
+    """Seed torch's generator, which others find afterwards as it was before."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        yield
+
+
+def _class_and_settings(config: ModuleConfig, staged: Staged | None) -> tuple[Any, Any]:
+    """Return the model's class in transformers, and its settings.
+
+    Attention uses kernels with a fixed order of sums in deterministic mode:
+    `scaled_dot_product_attention` selects kernels by device and shape, some of which add up in any
+    order in the backward pass.
+    """
+    model = config.model
+    settings_class = class_named(_CONFIGURATIONS[model.family])
+    if staged is None:
+        settings = settings_class(**settings_of(model))
+    else:  # the directory's own settings may be more complete than a spec
+        settings = settings_class.from_dict({**staged.config, **fresh_settings(model)})
+    fast = model.family != "resnet" and not config.deterministic_mode
+    settings._attn_implementation = "sdpa" if fast else "eager"
+    return class_named(_MODELS[model.family, config.task]), settings
 
 
 def enable_recomputation(config: ModuleConfig, module: Any) -> None:

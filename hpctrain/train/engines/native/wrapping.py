@@ -17,12 +17,20 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.engines.native import NativeConfig
+from hpctrain.train.engines.models.allocation import set_buffers
 from hpctrain.train.engines.models.blocks import blocks_of
 from hpctrain.train.engines.models.buffers import broadcast_buffers
-from hpctrain.train.engines.models.build import build_module, enable_recomputation
+from hpctrain.train.engines.models.build import (
+    build_module,
+    build_on_meta,
+    enable_recomputation,
+    starts_whole,
+)
+from hpctrain.train.engines.models.initialisers import initial_weight
 from hpctrain.train.engines.native.batch_norm import synchronize_batch_norms
 from hpctrain.train.engines.native.communication_hooks import register_hook
 from hpctrain.train.engines.native.mesh import NativeMesh
@@ -54,17 +62,16 @@ def wrapped_module(config: NativeConfig, mesh: NativeMesh, *, initialize: bool) 
 def _sharded_module(config: NativeConfig, mesh: NativeMesh, *, initialize: bool) -> Any:
     """Shard the module with FSDP; weights are bf16 while computing, else fp32.
 
-    Rank 0 alone initialises the weights and sends each rank its part. No rank needs the memory of
-    a whole model on its GPU, and only one process that of a model on the host.
+    Each rank draws its parts of the weights, and has the memory of these only. Pretrained weights
+    are read by rank 0 alone, which sends each rank its part.
     """
-    weights: dict[str, Any] = {}
-    buffers: dict[str, Any] = {}
-    if mesh.rank == 0:
-        whole = build_module(config, device=torch.device("cpu"), initialize=initialize)
-        weights = whole.state_dict() if initialize else {}
-        buffers = dict(whole.named_buffers())
-        del whole
-    module = build_module(config, device=torch.device("meta"), initialize=False)
+    receives = initialize and starts_whole(config)
+    module = build_on_meta(config, record=initialize and not receives)
+    weights = (
+        {name: initial_weight(parameter) for name, parameter in module.named_parameters()}
+        if initialize and not receives
+        else {}
+    )
     enable_recomputation(config, module)
     precision, offload = MixedPrecisionPolicy(), OffloadPolicy()
     if config.precision != "fp32":
@@ -80,12 +87,31 @@ def _sharded_module(config: NativeConfig, mesh: NativeMesh, *, initialize: bool)
     for block in blocks_of(module):
         fully_shard(block, **policy)
     fully_shard(module, **policy)
+    buffers = dict(module.named_buffers())
     _allocate_weights(module, torch.device("cpu") if config.cpu_offload else mesh.device)
-    if initialize:
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        set_model_state_dict(module, weights, options=options)
-    broadcast_buffers(module, buffers, rank=mesh.rank, group=mesh.control, device=mesh.device)
+    set_buffers(module, buffers, mesh.device)
+    if receives:
+        _receive_weights(config, mesh, module)
+    for name, weight in weights.items():
+        parameter = module.get_parameter(name)
+        part = parameter.to_local()
+        _, offsets = compute_local_shape_and_global_offset(
+            parameter.shape, parameter.device_mesh, parameter.placements
+        )
+        weight.draw(part, offsets=offsets, device=mesh.device)
     return module
+
+
+def _receive_weights(config: NativeConfig, mesh: NativeMesh, module: Any) -> None:
+    """Set weights and buffers to those of a whole model, which rank 0 alone builds on the host."""
+    weights: dict[str, Any] = {}
+    buffers: dict[str, Any] = {}
+    if mesh.rank == 0:
+        whole = build_module(config, device=torch.device("cpu"))
+        weights, buffers = whole.state_dict(), dict(whole.named_buffers())
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(module, weights, options=options)
+    broadcast_buffers(module, buffers, rank=mesh.rank, group=mesh.control, device=mesh.device)
 
 
 def _allocate_weights(module: Any, device: torch.device) -> None:
