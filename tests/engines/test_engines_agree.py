@@ -1,13 +1,14 @@
 """Every engine of Hugging Face's classes, on several processes, against a loop of plain PyTorch.
 
 The loop is written out below: neither the trainer nor any engine is in it. It has the same first
-weights (transformers draws them from the seed) and the same samples. Whatever else an engine can
-do is compared with one process in its own tests.
+weights (by the distributions of transformers, from the seed) and the same samples. Whatever else an
+engine can do is compared with one process in its own tests.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 from collections.abc import Callable
 from functools import cache
@@ -24,6 +25,7 @@ from trial_runs import LIMIT_SECONDS, Trial, make_trial
 from hpctrain.train.data import open_data
 from hpctrain.train.datasets.share import Share
 from hpctrain.train.engines.models.transformers_library import class_named
+from hpctrain.train.initial_weights import Normal, fill, stream_key
 
 # A loss near 5.5 is a multiple of 2^-21 = 4.8e-7 in fp32. Other ranks add up in another order,
 # which moves it by one or two of these at each step, and AdamW hands that on to the next steps: ten
@@ -70,8 +72,8 @@ def the_gpt() -> Any:
         embd_pdrop=0.0,
         attn_pdrop=0.0,
     )
-    torch.manual_seed(SAME["seed"])
-    return class_named("GPT2LMHeadModel")(settings)
+    # GPT-2's own rule: outputs of the two residual branches of a block add up
+    return begun(class_named("GPT2LMHeadModel")(settings), c_proj=0.02 / math.sqrt(2 * 2))
 
 
 def the_llama() -> Any:
@@ -87,8 +89,17 @@ def the_llama() -> Any:
         rms_norm_eps=1e-5,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     )
-    torch.manual_seed(SAME["seed"])
-    return class_named("LlamaForCausalLM")(settings)
+    return begun(class_named("LlamaForCausalLM")(settings))
+
+
+def begun(model: Any, **deviations: float) -> Any:
+    """Matrices by the names of their layers; norms and biases are ones and zeros already."""
+    for name, weight in model.named_parameters():
+        if weight.dim() > 1:
+            drawn = Normal(0.0, deviations.get(name.split(".")[-2], 0.02))
+            key = stream_key(SAME["seed"], name)
+            fill(weight, key, drawn, global_shape=weight.shape, offsets=(0, 0))
+    return model
 
 
 def plain_loop(model: Any, samples: Any) -> Told:

@@ -92,7 +92,7 @@ class _DrawnParts(deepspeed.zero.Init):
         self._convert_to_deepspeed_param(param)
         # memory for a whole weight, of which this rank writes its own part only
         param.data = torch.empty(param.ds_shape, dtype=param.dtype, device=param.device)
-        size = self._partition_numel(param)
+        size = self._aligned_size(param) // self._partition_world_size(param)
         first = size * self._partition_rank(param)
         part = param.data.view(-1)[first : first + size]
         if self._draw:

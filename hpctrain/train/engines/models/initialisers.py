@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,6 +39,8 @@ _UNWRITTEN = (
     _ATEN.new_empty.default,
     _ATEN.new_empty_strided.default,
 )
+# The result is the same tensor in other memory; transformers pads biases, mostly by nothing.
+_COPIES = (_ATEN.clone.default, _ATEN.constant_pad_nd.default)
 _NOTE = "hpctrain_initial_weight"
 
 
@@ -128,7 +130,7 @@ class Recorder:
 
     def __init__(self) -> None:
         # by storage, which all views share; weak references keep addresses from being used again
-        self._weights: dict[int, tuple[InitialWeight, _Recorded]] = {}
+        self._weights: dict[int, tuple[InitialWeight, StorageWeakRef]] = {}
         self._on_meta: dict[int, tuple[_Recorded, StorageWeakRef]] = {}
         self._unwritten: dict[int, StorageWeakRef] = {}
 
@@ -159,9 +161,12 @@ class Recorder:
         known = self._weights.get(_storage(parameter))
         if known is not None:
             return known[0]
-        recorded = InitialWeight(parameter.shape, reason="it was made after its module")
-        self._weights[_storage(parameter)] = (recorded, parameter)  # type: ignore[assignment]
+        recorded = InitialWeight(parameter.shape, reason="it is the result of an operation")
+        self._add(parameter, recorded)
         return recorded
+
+    def _add(self, tensor: torch.Tensor, weight: InitialWeight) -> None:
+        self._weights[_storage(tensor)] = (weight, StorageWeakRef(tensor.untyped_storage()))
 
     def on_meta(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the parameter on the meta device; values that it has already are recorded."""
@@ -179,13 +184,19 @@ class Recorder:
         empty = torch.empty_like(parameter, device="meta")
         recorded = _Recorded(empty, requires_grad=parameter.requires_grad)
         recorded.__dict__.update(parameter.__dict__)
-        self._weights[_storage(recorded)] = (weight, recorded)
+        self._add(recorded, weight)
         self._on_meta[address] = (recorded, StorageWeakRef(parameter.untyped_storage()))
         return recorded
 
     def note_unwritten(self, made: torch.Tensor) -> None:
         """Record that a tensor's memory has no values yet."""
         self._unwritten[_storage(made)] = StorageWeakRef(made.untyped_storage())
+
+    def note_copy(self, copy: torch.Tensor, source: torch.Tensor) -> None:
+        """Record that a tensor has the values of another one, which may be a weight."""
+        known = self._weights.get(_storage(source))
+        if known is not None and copy.shape == source.shape == known[0].shape:
+            self._add(copy, replace(known[0]))
 
     def note_write(self, target: torch.Tensor, operation: Any, arguments: dict[str, Any]) -> None:
         """Record an operation that writes into `target`, a weight or a view of one."""
@@ -215,8 +226,8 @@ class Recorder:
 
     def release(self) -> None:
         """Let the weights be ordinary meta parameters again."""
-        for _, parameter in self._weights.values():
-            parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+        for parameter, _ in self._on_meta.values():
+            parameter.__class__ = nn.Parameter
 
 
 class _Operations(TorchDispatchMode):
@@ -230,6 +241,8 @@ class _Operations(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func in _UNWRITTEN:
             self._recorder.note_unwritten(result)
+        elif func in _COPIES:
+            self._recorder.note_copy(result, args[0])
         elif func._schema.is_mutable:
             declared = func._schema.arguments
             given = {argument.name: argument.default_value for argument in declared}
@@ -283,14 +296,14 @@ def recording() -> Iterator[Recorder]:
             return tensor
         return truncated(tensor, mean, std, a, b, generator=generator)
 
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    nn.Module.register_parameter = register_on_meta
     nn.init._no_grad_trunc_normal_ = trunc_normal_
     torch.utils.deterministic.fill_uninitialized_memory = False  # it would write all weights
     try:
         with _Operations(recorder):
             yield recorder
     finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+        nn.Module.register_parameter = register
         nn.init._no_grad_trunc_normal_ = truncated
         torch.utils.deterministic.fill_uninitialized_memory = fills
         recorder.release()
