@@ -7,7 +7,19 @@ import math
 import pytest
 import torch
 
-from hpctrain.train.initial_weights import fill_normal, global_places, normal, stream_key, uniform
+from hpctrain.train.initial_weights import (
+    Constant,
+    Distribution,
+    Normal,
+    TruncatedNormal,
+    Uniform,
+    fill,
+    fill_normal,
+    global_places,
+    normal,
+    stream_key,
+    uniform,
+)
 
 
 def splitmix64(key: int, place: int) -> int:
@@ -91,3 +103,47 @@ def test_places_in_the_whole() -> None:
     local = torch.arange(6)
     found = global_places(local, (2, 3), (10, 7), (4, 2))
     assert found.tolist() == [4 * 7 + 2, 4 * 7 + 3, 4 * 7 + 4, 5 * 7 + 2, 5 * 7 + 3, 5 * 7 + 4]
+    # the inner axes are whole: the same numbers without a division
+    assert global_places(local, (2, 3), (10, 3), (4, 0)).tolist() == list(range(12, 18))
+    assert global_places(torch.arange(1), (), (), ()).tolist() == [0]
+
+
+DISTRIBUTIONS: dict[str, Distribution] = {
+    "constant": Constant(0.3),
+    "uniform": Uniform(-0.1, 0.3),
+    "normal": Normal(0.1, 0.02),
+    "truncated": TruncatedNormal(0.1, 0.02, 0.09, 0.13),
+}
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_any_range_of_the_flattened_weight_has_the_numbers_of_the_whole(name: str) -> None:
+    """Ranges that begin anywhere: vector instructions and their remainders compute the same."""
+    shape, drawn = (211, 331), DISTRIBUTIONS[name]
+    expected = torch.empty(shape)
+    fill(expected, 7, drawn, global_shape=shape, offsets=(0, 0))
+    generator, size = torch.Generator().manual_seed(3), expected.numel()
+    for _ in range(40):
+        first = int(torch.randint(size, (), generator=generator))
+        part = torch.empty(int(torch.randint(1, size - first + 1, (), generator=generator)))
+        fill(part, 7, drawn, global_shape=(size,), offsets=(first,))
+        assert torch.equal(part, expected.flatten()[first : first + part.numel()])
+
+
+def test_numbers_between_two_limits() -> None:
+    drawn = Uniform(-0.1, 0.3).numbers(7, torch.arange(2**18)).double()
+    assert drawn.min() >= -0.1 - 1e-7 and drawn.max() <= 0.3 + 1e-7
+    assert float(drawn.mean()) == pytest.approx(0.1, abs=1e-3)
+    assert float(drawn.std()) == pytest.approx(0.4 / math.sqrt(12), rel=5e-3)
+
+
+@pytest.mark.parametrize(("low", "high"), [(-2.0, 2.0), (-0.02, 0.02), (0.0, 0.05), (-1.0, 0.01)])
+def test_a_truncated_normal_distribution_is_that_of_torch(low: float, high: float) -> None:
+    """Quantiles beside those of `torch.nn.init.trunc_normal_`, which rejects what is outside."""
+    std = 0.02
+    ours = TruncatedNormal(0.0, std, low, high).numbers(7, torch.arange(2**18))
+    theirs = torch.empty(2**18)
+    torch.nn.init.trunc_normal_(theirs, 0.0, std, low, high, generator=torch.manual_seed(5))
+    assert ours.min() >= low and ours.max() <= high and ours.isfinite().all()
+    shares = torch.linspace(0.01, 0.99, 50)
+    assert torch.allclose(ours.quantile(shares), theirs.quantile(shares), atol=0.02 * std)

@@ -131,7 +131,7 @@ class Recorder:
     def __init__(self) -> None:
         # by storage, which all views share; weak references keep addresses from being used again
         self._weights: dict[int, tuple[InitialWeight, StorageWeakRef]] = {}
-        self._on_meta: dict[int, tuple[_Recorded, StorageWeakRef]] = {}
+        self._on_meta: dict[tuple[int, int, torch.Size], tuple[_Recorded, StorageWeakRef]] = {}
         self._unwritten: dict[int, StorageWeakRef] = {}
 
     def name_weights(self, module: nn.Module) -> None:
@@ -173,8 +173,9 @@ class Recorder:
         if parameter.device.type == "meta":
             return parameter
         address = _storage(parameter)
-        if address in self._on_meta:
-            return self._on_meta[address][0]
+        place = (address, parameter.storage_offset(), parameter.shape)
+        if place in self._on_meta:
+            return self._on_meta[place][0]
         weight = InitialWeight(parameter.shape)
         if address not in self._unwritten:
             values = parameter.detach()
@@ -185,7 +186,9 @@ class Recorder:
         recorded = _Recorded(empty, requires_grad=parameter.requires_grad)
         recorded.__dict__.update(parameter.__dict__)
         self._add(recorded, weight)
-        self._on_meta[address] = (recorded, StorageWeakRef(parameter.untyped_storage()))
+        if parameter.untyped_storage().nbytes() == parameter.nbytes:
+            self._add(parameter, weight)  # whoever has it may still write into it
+        self._on_meta[place] = (recorded, StorageWeakRef(parameter.untyped_storage()))
         return recorded
 
     def note_unwritten(self, made: torch.Tensor) -> None:
