@@ -56,6 +56,7 @@ bench: install  ## Benchmarks and their tests; each prints ratios against a peer
 	@$(PYTHON) -m bench.overhead
 	@$(PYTHON) bench/planner_search.py
 	@$(PYTHON) -m bench.digests_while_loading
+	@$(PYTHON) -m bench.initial_weights
 	@$(PYTHON) -m bench.recovery
 	@$(PYTHON) -m bench.supervisor_cost
 

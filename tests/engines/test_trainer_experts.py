@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from trial_runs import LLAMA, Trial, largest_difference, make_trial
 
 import hpctrain.train.engines.megatron.model
 import hpctrain.train.engines.megatron.snapshot
 from hpctrain.store.run_records import TrainerExit
+from hpctrain.train.engines.megatron.drawn_weights import sharded_parts
 from hpctrain.train.engines.megatron.snapshot import MegatronSnapshot
 
 TOLERANCE = 1e-5
@@ -97,6 +100,66 @@ def test_experts_layout_equals_one_process(
     layout.adopt(moe_continued, 2)
     assert set(layout.train(resume=2, prepare=weights_only)) == {0}
     loss, norm = largest_difference(layout, moe_continued, 3)
+    assert loss <= TOLERANCE
+    assert norm <= TOLERANCE
+
+
+def keep_first_weights(directory: Path) -> Callable[[], None]:
+    """In a rank, before it trains: each part of the first weights goes to a file of the rank."""
+
+    def prepare() -> None:
+        def draw(seed: int, chunks: list[Any]) -> None:
+            original(seed, chunks)
+            parts = {
+                (part.key, tuple(part.global_offset)): part.data.detach().clone()
+                for chunk in chunks
+                for part in sharded_parts(chunk.sharded_state_dict())
+            }
+            torch.save(parts, directory / f"{os.environ['RANK']}.pt")
+
+        original = hpctrain.train.engines.megatron.model.draw_weights
+        hpctrain.train.engines.megatron.model.draw_weights = draw
+
+    return prepare
+
+
+def test_experts_of_other_ranks_are_other_experts(
+    trial: Callable[..., Trial], tmp_path: Path
+) -> None:
+    """A fresh start on two ranks and on one: the same four experts, which all differ."""
+    found: list[dict[Any, torch.Tensor]] = []
+    for name, layout in {"one": {}, "two": {**DP2, **EP2}}.items():
+        directory = tmp_path / name
+        directory.mkdir()
+        made = trial(MOE, **layout, train_steps=1)
+        assert set(made.train(prepare=keep_first_weights(directory))) == {0}
+        ranks = [torch.load(directory / f"{rank}.pt") for rank in range(made.world_size)]
+        found.append({place: part for parts in ranks for place, part in parts.items()})
+        if name == "two":
+            experts = [{place for place in parts if ".experts." in place[0]} for parts in ranks]
+            assert len(experts[0]) == len(experts[1]) > 0 and not experts[0] & experts[1]
+    one, two = found
+    assert one.keys() == two.keys()
+    for place, part in one.items():
+        assert torch.equal(part, two[place]), place
+    drawn: dict[str, list[torch.Tensor]] = {}
+    for (key, _), part in one.items():
+        if ".experts." in key:
+            drawn.setdefault(key, []).append(part)
+    # of the gated layer there are two halves of each expert
+    assert {len(parts) for parts in drawn.values()} == {4, 8}
+    for parts in drawn.values():
+        for number, part in enumerate(parts):
+            assert not any(torch.equal(part, other) for other in parts[:number])
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_fresh_start_is_that_of_one_process(
+    name: str, moe_reference: Trial, trial: Callable[..., Trial]
+) -> None:
+    layout = trial(MOE, **LAYOUTS[name])
+    assert set(layout.train()) == {0}
+    loss, norm = largest_difference(layout, moe_reference, 1)
     assert loss <= TOLERANCE
     assert norm <= TOLERANCE
 

@@ -44,7 +44,7 @@ def draw_weights(seed: int, chunks: list[Any]) -> None:
             if hasattr(parameter, _STD) and parameter.numel()
         }
         drawn: set[int] = set()
-        for part in _parts(chunk.sharded_state_dict(metadata=metadata)):
+        for part in sharded_parts(chunk.sharded_state_dict(metadata=metadata)):
             storage = part.data.untyped_storage().data_ptr()
             if storage not in noted_by_storage:
                 continue
@@ -62,15 +62,15 @@ def draw_weights(seed: int, chunks: list[Any]) -> None:
         assert not missing, f"{len(missing)} weights are in no sharded state dict"
 
 
-def _parts(state: Any) -> Iterator[ShardedTensor]:
+def sharded_parts(state: Any) -> Iterator[ShardedTensor]:
     """Find all sharded tensors; factories cut theirs into views of one weight."""
     if isinstance(state, ShardedTensor):
         yield state
     elif isinstance(state, ShardedTensorFactory):
-        yield from _parts(state.build())
+        yield from sharded_parts(state.build())
     elif isinstance(state, dict):
         for value in state.values():
-            yield from _parts(value)
+            yield from sharded_parts(value)
     elif isinstance(state, list | tuple):
         for value in state:
-            yield from _parts(value)
+            yield from sharded_parts(value)
