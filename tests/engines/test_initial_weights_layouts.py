@@ -234,6 +234,7 @@ def measure_peak(document: dict[str, Any], directory: Path) -> None:
     Linux counts the most memory that a process has had (proc_pid_clear_refs(5), value 5).
     """
     torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)  # which writes into new memory where it may
     config: Any = parse_train_config(json.dumps(document))
     dist.init_process_group("fake", rank=5, world_size=64, store=FakeStore())
     small = json.dumps({**document, "model": {**document["model"], "hidden": 64, "vocab": 128}})

@@ -207,19 +207,26 @@ def test_what_follows_a_refused_operation_counts() -> None:
 
 
 def test_a_memory_address_that_is_used_again_is_another_weight() -> None:
-    """A layer's first weight is replaced: what is recorded for it must not reach another one."""
+    """What was recorded for memory that is free again must not reach the next weight there."""
 
     def build() -> nn.Module:
-        layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(50)))
+        layers = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(50)))
         for layer in layers:
-            layer.weight = nn.Parameter(torch.empty(8, 8))
-            nn.init.ones_(layer.weight)
-            layer.bias.data = layer.bias.data.clone()
+            layer.weight.data = layer.weight.data * 2
         return layers
 
-    for layer in drawn(build):
-        assert torch.equal(layer.weight, torch.ones(8, 8))
-        assert 0 < layer.bias.abs().max() <= 1 / math.sqrt(8)
+    with pytest.raises(InvalidInputError) as caught:
+        recorded(build)
+    assert len(caught.value.problems) == 50
+
+
+def test_a_copy_has_the_values_of_its_source() -> None:
+    def build() -> nn.Module:
+        layer = nn.Linear(8, 8)
+        layer.bias.data = layer.bias.data.clone()
+        return layer
+
+    assert torch.equal(drawn(build).bias, drawn(lambda: nn.Linear(8, 8)).bias)
 
 
 def test_weights_that_share_memory_before_they_are_registered() -> None:

@@ -29,7 +29,7 @@ from hpctrain.train.engines.models.build import (
     enable_recomputation,
     starts_whole,
 )
-from hpctrain.train.engines.models.initialisers import initial_weight
+from hpctrain.train.engines.models.initialisers import initial_weight, unwritten_memory
 
 
 def placed_module(config: DeepSpeedConfig, mesh: DeepSpeedMesh, *, initialize: bool) -> Any:
@@ -91,7 +91,8 @@ class _DrawnParts(deepspeed.zero.Init):
         """Replace the method that sends rank 0's weight (runtime/zero/partition_parameters.py)."""
         self._convert_to_deepspeed_param(param)
         # memory for a whole weight, of which this rank writes its own part only
-        param.data = torch.empty(param.ds_shape, dtype=param.dtype, device=param.device)
+        with unwritten_memory():
+            param.data = torch.empty(param.ds_shape, dtype=param.dtype, device=param.device)
         size = self._aligned_size(param) // self._partition_world_size(param)
         first = size * self._partition_rank(param)
         part = param.data.view(-1)[first : first + size]

@@ -278,6 +278,18 @@ def _written(operation: Any, given: dict[str, Any]) -> Distribution | None:
 
 
 @contextlib.contextmanager
+def unwritten_memory() -> Iterator[None]:
+    """Leave new memory as it is inside the block; deterministic mode would write all of it."""
+    settings = torch.utils.deterministic
+    before = settings.fill_uninitialized_memory
+    settings.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        settings.fill_uninitialized_memory = before
+
+
+@contextlib.contextmanager
 def recording() -> Iterator[Recorder]:
     """Put the weights of modules that are built inside the block on meta, and record operations.
 
@@ -285,7 +297,6 @@ def recording() -> Iterator[Recorder]:
     """
     recorder = Recorder()
     register, truncated = nn.Module.register_parameter, nn.init._no_grad_trunc_normal_
-    fills = torch.utils.deterministic.fill_uninitialized_memory
 
     def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register(self, name, param)
@@ -301,14 +312,12 @@ def recording() -> Iterator[Recorder]:
 
     nn.Module.register_parameter = register_on_meta
     nn.init._no_grad_trunc_normal_ = trunc_normal_
-    torch.utils.deterministic.fill_uninitialized_memory = False  # it would write all weights
     try:
-        with _Operations(recorder):
+        with unwritten_memory(), _Operations(recorder):
             yield recorder
     finally:
         nn.Module.register_parameter = register
         nn.init._no_grad_trunc_normal_ = truncated
-        torch.utils.deterministic.fill_uninitialized_memory = fills
         recorder.release()
 
 
