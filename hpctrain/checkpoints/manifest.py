@@ -47,7 +47,8 @@ class Manifest(BaseModel):
 
     `file_count` and `list_sha256` seal the list of files (see `sealed`); manifests of older
     versions have neither. `writers[i]` is the rank that wrote `files[i]`, empty if that is not
-    known: ranks that compare digests share their work by it.
+    known: ranks that compare digests share their work by it. `library_version` is the version of
+    the engine's library that has saved it, None where no resume depends on it.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -63,6 +64,7 @@ class Manifest(BaseModel):
     file_count: int | None = None
     list_sha256: str | None = None
     writers: tuple[int, ...] = ()
+    library_version: str | None = None
     files: tuple[FileDigest, ...]
 
     @property

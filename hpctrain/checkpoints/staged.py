@@ -41,11 +41,16 @@ class Staged:
 def open_staged(path: Path) -> Staged:
     """Look at every file, read none but headers. Raises InvalidInputError for what is missing."""
     config = _read_json(path, path / CONFIG_NAME)
-    if (path / MEGATRON_NAME).exists() and (path / "common.pt").exists():
+    # newer versions of megatron-core write no common.pt
+    if (path / MEGATRON_NAME).exists() and any(map(Path.exists, _beside(path))):
         return Staged(path, config, "megatron_core")
     for file in weight_files(path):
         _check_length(path, file)
     return Staged(path, config, "hugging_face")
+
+
+def _beside(path: Path) -> tuple[Path, Path]:
+    return path / "common.pt", path / ".metadata"
 
 
 def weight_files(path: Path) -> list[Path]:

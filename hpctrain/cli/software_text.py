@@ -41,3 +41,5 @@ def _facts(facts: SoftwareFacts) -> Iterator[tuple[str, str]]:
         yield "Apex wgrad", str(facts.apex_wgrad)
         yield "triton, compiler", f"{facts.triton}, {facts.compiler or 'no compiler'}"
     yield "open files", f"{facts.open_files:,} at most"
+    for remark in facts.remarks:
+        yield "warning", remark

@@ -23,6 +23,7 @@ from megatron.core.dist_checkpointing.serialization import (
 
 from hpctrain.engines.conversion import conversion_config
 from hpctrain.spec.model import ModelSpec
+from hpctrain.train.engines.megatron.core_versions.supported import current
 from hpctrain.train.engines.megatron.model import build_chunks, transformer_settings
 from hpctrain.train.engines.megatron.pretrained_weights import load_weights
 from hpctrain.train.engines.megatron.shard_writing import WriteResults, writing_from_request
@@ -55,13 +56,14 @@ def save(chunk: Any, directory: Path) -> None:
     """Write a `torch_dist` checkpoint of the weights, which any layout can load."""
     results = WriteResults()
     results.install()
-    strategy = get_default_save_sharded_strategy("torch_dist", 1)
+    strategy = get_default_save_sharded_strategy("torch_dist")
     strategy.thread_count = 1
     request = dist_checkpointing.save(
         {"model0": chunk.sharded_state_dict(metadata=_PLAIN)},
         str(directory),
         strategy,
         async_sharded_save=True,
+        **current().save_options,
     )
     writing = writing_from_request(request, results, None)
     assert writing.write is not None, "one rank writes everything"

@@ -37,7 +37,8 @@ class SoftwareFacts(RecordPart):
     CUDA; `driver_cuda` is the newest CUDA that the driver supports. `gpus` are the names of the
     GPUs that the rank sees; `gpu_error` tells why CUDA cannot be used. `attention` lists the
     attention kernels of TransformerEngine that can be imported. `apex_wgrad`: Apex's extension
-    `fused_weight_gradient_mlp_cuda`. `open_files` is the soft limit RLIMIT_NOFILE.
+    `fused_weight_gradient_mlp_cuda`. `open_files` is the soft limit RLIMIT_NOFILE. `remarks` are
+    warnings of the engine about its library.
     """
 
     hpctrain: str | None = None
@@ -57,6 +58,7 @@ class SoftwareFacts(RecordPart):
     triton: Library = Library()
     compiler: str | None = None
     open_files: int
+    remarks: tuple[str, ...] = ()
 
 
 class SoftwareRecord(Record):

@@ -115,10 +115,12 @@ class Form:
     """The files of an engine's checkpoint, to verify that none is missing from the manifest.
 
     `leader_files` are written by rank 0 beside the shards; `shards` is a glob for all others.
+    `library_version`: of the library that writes them, for engines whose resume depends on it.
     """
 
     leader_files: tuple[str, ...]
     shards: str
+    library_version: str | None = None
 
 
 class Snapshot(Protocol):

@@ -1,4 +1,4 @@
-"""Run megatron-core (0.16.1) on a CPU: replace the CUDA symbols that it requires.
+"""Run megatron-core on a CPU: replace the CUDA symbols that it requires.
 
 With a GPU nothing is replaced, and the same trainer code runs on NCCL. Each function below replaces
 one group of symbols and names its users. `_rng_trackers` matters most, because nothing fails
@@ -10,16 +10,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.machinery
+import importlib.util
 import logging
 import os
 import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.utils._device
+from torch.utils._triton import has_triton_package
 
 from hpctrain.train.device import on_cpu
+from hpctrain.train.engines.megatron.core_versions.supported import current
 
 _CPU = torch.device("cpu")
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "empty_like", "full", "arange")
@@ -58,7 +63,10 @@ def install() -> None:
     torch.cuda.Stream = torch.cuda.Event = _NoStream
     for name in ("stream", "current_stream", "default_stream"):
         setattr(torch.cuda, name, _NoStream)
+    if current().imports_triton:
+        install_triton()
     _rng_trackers()
+    _shared_storage()
     _uneven_exchanges()
 
 
@@ -166,3 +174,59 @@ def _rng_trackers() -> None:
     logging.getLogger(tracker.__name__).addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )
+
+
+def _shared_storage() -> None:
+    """Restore recomputed outputs by a copy, as megatron-core 0.16.1 does.
+
+    Newer versions compile a C++ extension for it when the first output is restored.
+    """
+    import megatron.core.tensor_parallel.random as recomputation
+
+    def copy_storage(output: Any, recomputed: Any) -> None:
+        with torch.no_grad():
+            output.untyped_storage().resize_(recomputed.untyped_storage().size())
+            output.untyped_storage().copy_(recomputed.untyped_storage())
+
+    if hasattr(recomputation, "_get_share_storage"):
+        recomputation._get_share_storage = lambda: copy_storage
+
+
+class _TritonName:
+    """Replaces every name of Triton: usable as decorator, call and type, with no effect."""
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        decorates = not keywords and len(arguments) == 1
+        decorates = decorates and isinstance(arguments[0], types.FunctionType)
+        return arguments[0] if decorates else self
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+
+class _TritonModule(types.ModuleType):
+    """A module with every name; its kernels cannot run."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _TritonName()
+
+
+def install_triton() -> None:
+    """Install modules named as Triton's where it is missing.
+
+    moe/ops/paged_stash.py imports them unconditionally from core_v0.18 on. torch must have found
+    out before that there is no Triton, or it would try to use this one.
+    """
+    if importlib.util.find_spec("triton") is not None:
+        return
+    has_triton_package()  # caches its result
+    main, language = _TritonModule("triton"), _TritonModule("triton.language")
+    main.__version__ = "3.4.0"  # type: ignore[attr-defined]
+    main.__path__ = []
+    main.__spec__ = importlib.machinery.ModuleSpec("triton", None)
+    sys.modules["triton"] = main
+    sys.modules["triton.language"] = language

@@ -8,6 +8,7 @@ Belongs here: finding the facts. Does not belong here: what follows from them (s
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib
 import importlib.util
@@ -15,6 +16,8 @@ import platform
 import resource
 import shutil
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -27,6 +30,20 @@ _ATTENTION_KERNELS = {"flash_attn": "flash-attn", "flash_attn_3": "flash-attn 3"
 # megatron-core imports these names (tensor_parallel/layers.py, _grad_accum_fusion_available)
 _WGRAD_EXTENSION = "fused_weight_gradient_mlp_cuda"
 _COMPILERS = ("gcc", "cc", "clang")  # as triton searches them (triton/runtime/build.py)
+
+
+class LibraryProblem(NamedTuple):
+    """Why a rank cannot train with a library; `hint` is what to do."""
+
+    message: str
+    hint: str | None
+
+
+class LibraryFindings(NamedTuple):
+    """What an engine has found about its library: refusals, and remarks for the log."""
+
+    problems: tuple[LibraryProblem, ...] = ()
+    remarks: tuple[str, ...] = ()
 
 
 def raise_open_files_limit() -> int:
@@ -99,7 +116,7 @@ def collect() -> SoftwareFacts:
         nccl=_nccl(),
         gpus=_gpus(),
         gpu_error=_gpu_error(),
-        megatron_core=_version("megatron-core"),
+        megatron_core=megatron_core(),
         transformer_engine=engine,
         attention=tuple(kernels),
         apex_wgrad=apex_wgrad(),
@@ -108,6 +125,39 @@ def collect() -> SoftwareFacts:
         compiler=next(filter(None, map(shutil.which, _COMPILERS)), None),
         open_files=raise_open_files_limit(),
     )
+
+
+@functools.cache
+def megatron_core() -> str | None:
+    """Return the version of the megatron-core that Python would import; None without one.
+
+    Read from its files: a checkout in PYTHONPATH comes before an installed package, whose metadata
+    would name another version. Importing it takes seconds, and its own `__version__` runs git.
+    """
+    spec = importlib.util.find_spec("megatron")
+    for place in (spec and spec.submodule_search_locations) or ():
+        if (Path(place) / "core" / "__init__.py").exists():
+            return _declared_version(Path(place) / "core" / "package_info.py")
+    return None
+
+
+def _declared_version(package_info: Path) -> str | None:
+    """Read MAJOR, MINOR, PATCH and PRE_RELEASE of megatron-core's package_info.py."""
+    try:
+        statements = ast.parse(package_info.read_text(encoding="utf-8")).body
+    except (OSError, ValueError, SyntaxError):
+        return _version("megatron-core")
+    values = {
+        statement.targets[0].id: statement.value.value
+        for statement in statements
+        if isinstance(statement, ast.Assign)
+        and isinstance(statement.targets[0], ast.Name)
+        and isinstance(statement.value, ast.Constant)
+    }
+    release = [values.get(name) for name in ("MAJOR", "MINOR", "PATCH")]
+    if None in release:
+        return _version("megatron-core")
+    return ".".join(map(str, release)) + str(values.get("PRE_RELEASE", ""))
 
 
 def _version(distribution: str) -> str | None:

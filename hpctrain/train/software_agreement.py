@@ -19,11 +19,13 @@ from torch.distributed.rendezvous import rendezvous
 
 from hpctrain.engines.training import TrainConfig
 from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.spec.engines.registry import abilities_of, resolve
 from hpctrain.store.software import SoftwareFacts, SoftwareRecord, write_software
 from hpctrain.train import software
 from hpctrain.train.device import gpu_ids, gpu_index
 from hpctrain.train.faults import RefusedElsewhereError
 from hpctrain.train.job import Job
+from hpctrain.train.software import LibraryFindings, LibraryProblem
 from hpctrain.train.storage import outlast
 
 # Sockets and files that a rank needs beside one socket to each other rank.
@@ -38,7 +40,10 @@ _NO_GPU_HINT = (
 
 
 class RankSoftware(BaseModel):
-    """The facts of one rank; `gpu_ids` identifies the GPUs that it sees."""
+    """The facts of one rank; `gpu_ids` identifies the GPUs that it sees.
+
+    `problems` are what the engine has found wrong with its library.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -47,6 +52,7 @@ class RankSoftware(BaseModel):
     node: str
     facts: SoftwareFacts
     gpu_ids: tuple[str, ...] = ()
+    problems: tuple[LibraryProblem, ...] = ()
 
 
 class Refusal(BaseModel):
@@ -98,12 +104,15 @@ def agree_on_software(job: Job) -> None:
     Raises InvalidInputError on the ranks of the nodes that have a problem, RefusedElsewhereError on
     the others.
     """
+    facts = software.collect()  # before the engine's library is imported, which may need the same
+    findings = library_findings(job.config.engine)
     own = RankSoftware(
         rank=job.launch.rank,
         local_rank=job.launch.local_rank,
         node=job.launch.node,
-        facts=software.collect(),
+        facts=facts.model_copy(update={"remarks": findings.remarks}),
         gpu_ids=gpu_ids(),
+        problems=findings.problems,
     )
     if job.launch.world_size == 1:
         refuse(_judge_as_leader([own], job).refusals, job.launch.node)
@@ -115,6 +124,15 @@ def agree_on_software(job: Job) -> None:
     _kept_stores.append(store)
     judgement = _exchange(own, PrefixStore("hpctrain/software", store), job)
     refuse(judgement.refusals, job.launch.node)
+
+
+def library_findings(engine: str) -> LibraryFindings:
+    """Return what the engine finds about its own library; nothing if it checks none."""
+    place = abilities_of(engine).library_check
+    if place is None:
+        return LibraryFindings()
+    findings: LibraryFindings = resolve(place)()
+    return findings
 
 
 _kept_stores: list[Store] = []
@@ -135,6 +153,8 @@ def _exchange(own: RankSoftware, store: Store, job: Job) -> _Judgement:
 def _judge_as_leader(ranks: Sequence[RankSoftware], job: Job) -> _Judgement:
     """Record the facts of all ranks and judge them."""
     outlast(job.run, lambda: write_software(job.run, records_of(ranks, job.launch.epoch)))
+    for remark in dict.fromkeys(remark for rank in ranks for remark in rank.facts.remarks):
+        print(f"warning: {remark}", flush=True)
     return _Judgement(refusals=tuple(judge(ranks, needs_of(job.config, job.launch.version))))
 
 
@@ -183,7 +203,7 @@ def judge(ranks: Sequence[RankSoftware], needs: Needs) -> Iterator[Refusal]:
     nodes_of_all = {rank.node for rank in ranks}
     found: dict[tuple[str, str | None], dict[str, None]] = {}
     for rank in ranks:
-        for problem in _problems_of_rank(rank.facts, needs):
+        for problem in (*_problems_of_rank(rank.facts, needs), *rank.problems):
             found.setdefault(problem, {})[rank.node] = None
     for (message, hint), nodes in found.items():
         yield Refusal(

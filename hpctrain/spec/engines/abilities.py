@@ -103,6 +103,9 @@ class EngineAbilities:
     program: str | None = None
     # has `engine_problems(config, run)`, which a rank calls before torch is imported
     preflight: str | None = None
+    # function without arguments -> `hpctrain.train.software.LibraryFindings`: imports the engine's
+    # library and checks it, before any process group exists
+    library_check: str | None = None
     # has `untrainable(spec)` and perhaps `untrainable_axes(spec)` (`hpctrain.plan.abilities`)
     rules: str | None = None
     # program that builds the stages of a plan without GPUs, for `plan --verify`

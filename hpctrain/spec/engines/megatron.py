@@ -82,6 +82,7 @@ ABILITIES = EngineAbilities(
     fill="hpctrain.engines.megatron:megatron_config",
     assembly="hpctrain.train.engines.megatron.assembly",
     preflight="hpctrain.train.engines.megatron.preflight",
+    library_check="hpctrain.train.engines.megatron.core_versions.check:library_findings",
     rules="hpctrain.plan.abilities.trainable_megatron",
     verifier="hpctrain.train.engines.megatron.verify",
     export="hpctrain.convert.run_checkpoint:export_megatron",

@@ -24,7 +24,6 @@ megatron_on_cpu.install()
 
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder  # noqa: E402
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset  # noqa: E402
-from megatron.core.tokenizers import MegatronTokenizer  # noqa: E402
 
 from hpctrain.engines.training import TrainConfig  # noqa: E402
 from hpctrain.errors import InvalidInputError, Problem  # noqa: E402
@@ -34,6 +33,7 @@ from hpctrain.train.datasets.batches import Microbatch  # noqa: E402
 from hpctrain.train.datasets.index_cache import complete_files  # noqa: E402
 from hpctrain.train.datasets.sample_rows import check_vocabulary  # noqa: E402
 from hpctrain.train.datasets.share import Share  # noqa: E402
+from hpctrain.train.engines.megatron.core_versions.supported import current  # noqa: E402
 from hpctrain.train.faults import DataError  # noqa: E402
 
 MOCK_SPLIT = "90,10,0"
@@ -136,9 +136,7 @@ def dataset_settings(config: TrainConfig, cache: Path) -> GPTDatasetConfig:
         blend=([prefix for _, prefix in blend], weights) if blend else None,
         split=config.data_split if blend else MOCK_SPLIT,
         path_to_cache=str(cache),
-        tokenizer=MegatronTokenizer.from_pretrained(
-            metadata_path={"library": "null"}, vocab_size=config.vocab_size - 1
-        ),
+        tokenizer=current().null_tokenizer(config.vocab_size),
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=False,

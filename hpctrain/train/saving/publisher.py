@@ -106,6 +106,7 @@ class Publisher:
             time=time.time(),
             writers=(*(0 for _ in own), *(writers[file.name] for file in shards)),
             files=own + shards,
+            library_version=self._form.library_version,
         )
 
     def _retire_old(self) -> None:

@@ -1,7 +1,8 @@
-"""Correct faults of megatron-core 0.16.1 that do not concern CPUs, each by one small function.
+"""Correct faults of megatron-core that do not concern CPUs, each by one small function.
 
-Three of them would give wrong numbers silently. A fix can be deleted here once megatron-core
-contains it; `tests/engines/test_mcore_fixes.py` shows when. Belongs here: corrections of
+Three of them would give wrong numbers silently. A version that contains a fix lists it in
+`CoreVersion.mended`, and the fix can be deleted once all do; `tests/engines/test_mcore_fixes.py`
+shows when. Belongs here: corrections of
 megatron-core. Does not belong here: replacements of CUDA (see `hpctrain.train.megatron_on_cpu`).
 """
 
@@ -10,6 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
+from hpctrain.train.engines.megatron.core_versions.supported import current
 
 _installed = False
 
@@ -24,13 +27,17 @@ def install() -> None:
     if _installed:
         return
     _installed = True
-    keep_bucket_padding()
-    allow_shards_of_padding()
-    count_duplicated_weights_once()
-    allow_norms_with_sequence_parallel()
-    keep_step_while_loading()
-    separate_adam_steps()
-    define_router_product()
+    for correct in (
+        keep_bucket_padding,
+        allow_shards_of_padding,
+        count_duplicated_weights_once,
+        allow_norms_with_sequence_parallel,
+        keep_step_while_loading,
+        separate_adam_steps,
+        define_router_product,
+    ):
+        if correct.__name__ not in current().mended:
+            correct()
 
 
 def keep_bucket_padding() -> None:

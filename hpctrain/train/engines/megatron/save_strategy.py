@@ -34,7 +34,7 @@ class SaveStrategy:
     def strategy(self, group: Any) -> Any:
         """Return what `dist_checkpointing.save` takes; the ranks of `group` share the writing."""
         if self._parallel is None:
-            self._base = get_default_save_sharded_strategy("torch_dist", 1)
+            self._base = get_default_save_sharded_strategy("torch_dist")
             self._base.thread_count = 1
             self._base.use_cached_ckpt_structure = True
             self._parallel = self._base

@@ -12,7 +12,6 @@ from typing import Any
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.serialization import (
     get_default_load_sharded_strategy,
-    load_common_state_dict,
     load_content_metadata,
 )
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
@@ -21,9 +20,12 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 
 from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.train import software
 from hpctrain.train.data import sample_order
 from hpctrain.train.engine import Form, Position, Writing
 from hpctrain.train.engines.megatron import random_state
+from hpctrain.train.engines.megatron.core_versions.resume import check_versions
+from hpctrain.train.engines.megatron.core_versions.supported import current
 from hpctrain.train.engines.megatron.fixes import prime_adam
 from hpctrain.train.engines.megatron.mesh import seed_everything
 from hpctrain.train.engines.megatron.model import ModelChunks
@@ -42,7 +44,11 @@ _UNKNOWN = -1  # in checkpoints of the first versions
 class MegatronSnapshot:
     """The parts whose state makes a checkpoint; implements `hpctrain.train.engine.Snapshot`."""
 
-    form = Form(leader_files=("common.pt", ".metadata", "metadata.json"), shards="*.distcp")
+    form = Form(
+        leader_files=(*current().common_files, ".metadata", "metadata.json"),
+        shards="*.distcp",
+        library_version=software.megatron_core(),
+    )
 
     def __init__(
         self,
@@ -68,6 +74,7 @@ class MegatronSnapshot:
             self._strategy.strategy(metadata["dp_cp_group"]),
             validate_access_integrity=self._strategy.first,
             async_sharded_save=True,
+            **current().save_options,
             # a process group cannot be stored
             content_metadata={k: v for k, v in metadata.items() if k != "dp_cp_group"},
         )
@@ -112,13 +119,16 @@ class MegatronSnapshot:
         return int(control.total(here) * bytes_each)
 
     def restore(self, directory: Path) -> tuple[Position, str | None]:
-        """Load everything from `directory`; returns a remark if the random state was re-seeded.
+        """Load everything from `directory`.
 
-        Raises InvalidInputError if the checkpoint belongs to another sample order, or has
-        another kind of optimizer state. Raises LoadFailedError if its files are damaged.
+        Returns a remark if the random state was re-seeded, or another version of megatron-core has
+        saved the checkpoint. Raises InvalidInputError if it belongs to another sample order, has
+        another kind of optimizer state, or comes from a version that is not known to resume here.
+        Raises LoadFailedError if its files are damaged.
         """
+        remarks = check_versions(directory)
         with damage_named(directory):
-            about = load_common_state_dict(str(directory))[_RUN_KEY]
+            about = current().read_common_state(directory)[_RUN_KEY]
         check_sample_order(sample_order(self.config), about["sample_order"], directory)
         check_expert_spread(self.config, about.get("expert_parallel", 1), directory)
         same_place = about["layout"][:2] == layout_of(self.config)[:2]
@@ -134,14 +144,16 @@ class MegatronSnapshot:
             strategy = get_default_load_sharded_strategy(str(directory))
             if metadata["dp_cp_group"].size() > 1:
                 strategy = FullyParallelLoadStrategyWrapper(strategy, metadata["dp_cp_group"])
-            loaded = dist_checkpointing.load(state, directory, strategy)
+            options = current().load_options(directory)
+            loaded = dist_checkpointing.load(state, directory, strategy, **options)
         self._load_parts(loaded)
         position = Position(about["step"], about["consumed_samples"])
         if same_place:
             random_state.set_rng_state(loaded[random_state.KEY])
-            return position, None
-        seed_everything(self.config.seed + position.step)
-        return position, f"random state re-seeded: saved with tp, pp {about['layout'][:2]}"
+        else:
+            seed_everything(self.config.seed + position.step)
+            remarks += (f"random state re-seeded: saved with tp, pp {about['layout'][:2]}",)
+        return position, "; ".join(remarks) or None
 
     @property
     def _bucket_size(self) -> int | None:

@@ -15,7 +15,6 @@ import gc
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.engines.verification import BuiltModel, BuiltStage
 from hpctrain.errors import InvalidInputError
 from hpctrain.plan.documents import DEFAULT_ORDER
+from hpctrain.train import software
 from hpctrain.train.engines.megatron import fixes
 from hpctrain.train.engines.megatron.kept_activations import kept_bytes
 from hpctrain.train.engines.megatron.mesh import parallel_sizes, seed_everything
@@ -82,7 +82,7 @@ def build(config: MegatronConfig) -> BuiltModel:
                 )
             del settings, chunks
     return BuiltModel(
-        megatron_core_version=version("megatron-core"),
+        megatron_core_version=software.megatron_core() or "unknown",
         torch_version=torch.__version__,
         stages=tuple(stages),
         remarks=(*remarks, *([unmeasured] if unmeasured else [])),

@@ -1,25 +1,20 @@
 """Run Megatron-LM on a machine without GPUs: for trials and tests of a checkout, not for training.
 
-The replacements of CUDA in `hpctrain.train.megatron_on_cpu` also serve Megatron-LM. Some of its
-versions import Triton without checking whether it is installed. Belongs here: what only such a
-machine needs. Does not belong here: corrections of megatron-core (see
-`hpctrain.train.engines.megatron.fixes`).
+The replacements of CUDA and Triton in `hpctrain.train.megatron_on_cpu` also serve Megatron-LM.
+Belongs here: what only such a machine needs. Does not belong here: corrections of megatron-core
+(see `hpctrain.train.engines.megatron.fixes`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.machinery
 import importlib.util
 import inspect
-import sys
-import types
 import typing
 from multiprocessing import spawn
 from typing import Any
 
 import torch
-from torch.utils._triton import has_triton_package
 from torch.utils.data import DataLoader
 
 # Compute capability that arguments.py reads from a GPU; from 10 on it checks fewer variables.
@@ -30,12 +25,12 @@ def install() -> None:
     """Install all replacements; the checkout must be on the path and not be imported yet."""
     if not hasattr(typing, "override"):  # the main line is written for Python 3.12
         vars(typing)["override"] = lambda method: method
-    _install_triton()
     _hide_program_from_spawned_processes()
     _give_loaders_their_own_generator()
     from hpctrain.train import megatron_on_cpu
     from hpctrain.train.engines.megatron import fixes
 
+    megatron_on_cpu.install_triton()  # also for checkouts between the releases
     megatron_on_cpu.install()
     fixes.install()
     _create_adam_state_before_loading()
@@ -89,46 +84,6 @@ def _give_loaders_their_own_generator() -> None:
         original(self, *arguments, **keywords)
 
     DataLoader.__init__ = init
-
-
-class _TritonName:
-    """Replaces every name of Triton: usable as decorator, call and type, with no effect."""
-
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        decorates = not keywords and len(arguments) == 1
-        decorates = decorates and isinstance(arguments[0], types.FunctionType)
-        return arguments[0] if decorates else self
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self
-
-
-class _TritonModule(types.ModuleType):
-    """A module with every name; its kernels cannot run."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _TritonName()
-
-
-def _install_triton() -> None:
-    """Install modules named as Triton's where it is missing.
-
-    moe/ops/paged_stash.py of core_v0.18 imports them unconditionally. torch must have found out
-    before that there is no Triton, or it would try to use this one.
-    """
-    if importlib.util.find_spec("triton") is not None:
-        return
-    has_triton_package()  # caches its result
-    main, language = _TritonModule("triton"), _TritonModule("triton.language")
-    main.__version__ = "3.4.0"  # type: ignore[attr-defined]
-    main.__path__ = []
-    main.__spec__ = importlib.machinery.ModuleSpec("triton", None)
-    sys.modules["triton"] = main
-    sys.modules["triton.language"] = language
 
 
 def _start_without_cuda() -> None:
