@@ -198,7 +198,10 @@ class _Ending:
                 self._record(outcome, None, None)
             return _CODES[outcome]
         except InvalidInputError as error:
-            return self._bad("config_error", str(error), None, node_dependent=error.node_dependent)
+            hints = tuple(f"hint: {one.hint}" for one in error.problems if one.hint)
+            return self._bad(
+                "config_error", str(error), None, node_dependent=error.node_dependent, hints=hints
+            )
         except RefusedElsewhereError as error:
             # no record: ranks that have the problem leave one
             self._startup.end()
@@ -230,6 +233,7 @@ class _Ending:
         error: BaseException | None = None,
         *,
         node_dependent: bool = False,
+        hints: tuple[str, ...] = (),
     ) -> int:
         self._startup.end()
         cause = cause_of(error) if error is not None else None
@@ -240,7 +244,7 @@ class _Ending:
         if outcome == "config_error" and not node_dependent and not self._launch.leads:
             return code  # every rank has the same problem, and rank 0 prints it
         rank = f"rank {self._launch.rank} on {self._launch.node}"
-        return _say(f"{trace or ''}{rank}: {outcome}: {message}", code)
+        return _say("\n".join((f"{trace or ''}{rank}: {outcome}: {message}", *hints)), code)
 
     def _record(
         self,

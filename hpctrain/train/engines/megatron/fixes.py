@@ -8,6 +8,8 @@ megatron-core. Does not belong here: replacements of CUDA (see `hpctrain.train.m
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import Any
 
 import torch
@@ -38,6 +40,12 @@ def install() -> None:
     ):
         if correct.__name__ not in current().mended:
             correct()
+    for logger, beginning in current().muted.items():
+        logging.getLogger(logger).addFilter(functools.partial(_is_other_message, beginning))
+
+
+def _is_other_message(beginning: str, record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(beginning)
 
 
 def keep_bucket_padding() -> None:

@@ -25,6 +25,7 @@ from hpctrain.train.engines.megatron.core_versions.supported import (
 from hpctrain.train.software import LibraryFindings, LibraryProblem
 
 _MOST_NAMES = 5
+_HINT = f"containers with {tested_numbers()} are fine, too; see docs/engines.md"
 
 
 def library_findings() -> LibraryFindings:
@@ -34,7 +35,8 @@ def library_findings() -> LibraryFindings:
     """
     version = software.megatron_core()
     if version is None:
-        return LibraryFindings((LibraryProblem("megatron-core is not installed", _install_hint()),))
+        message = f"megatron-core is not installed: {_install_command()}"
+        return LibraryFindings((LibraryProblem(message, _HINT),))
     remarks, problem = check_core(version)
     if problem is not None:
         return LibraryFindings((problem,))
@@ -45,7 +47,8 @@ def library_findings() -> LibraryFindings:
     more = len(missing) - _MOST_NAMES
     listed = "; ".join(missing[:_MOST_NAMES]) + (f"; and {more} more" if more > 0 else "")
     message = f"megatron-core {version} lacks what hpctrain uses: {listed}"
-    return LibraryFindings((LibraryProblem(message, _install_hint()),), remarks)
+    hint = f"{_install_command()}; {_HINT}"
+    return LibraryFindings((LibraryProblem(message, hint),), remarks)
 
 
 def check_core(version: str) -> tuple[tuple[str, ...], LibraryProblem | None]:
@@ -53,7 +56,7 @@ def check_core(version: str) -> tuple[tuple[str, ...], LibraryProblem | None]:
     oldest = SUPPORTED[0].number
     if release_numbers(version) < release_numbers(oldest):
         message = f"megatron-core {version} is older than {oldest}, the oldest supported version"
-        return (), LibraryProblem(message, _install_hint())
+        return (), LibraryProblem(f"{message}: {_install_command()}", _HINT)
     if is_tested(version):
         return (), None
     row = row_of(version)
@@ -97,14 +100,11 @@ def _find(module: ModuleType, path: str) -> Any:
     return found
 
 
-def _install_hint() -> str:
+def _install_command() -> str:
     """Return the command that installs the newest tested version for this Python."""
     python = tuple(map(int, platform.python_version_tuple()[:2]))
     usable = [row for row in SUPPORTED if row.oldest_python <= python]
-    return (
-        f"`pip install megatron-core=={usable[-1].number}`, or a container with "
-        f"{tested_numbers()}; see docs/engines.md"
-    )
+    return f"`pip install megatron-core=={usable[-1].number}`"
 
 
 def _in_one_line(error: BaseException) -> str:

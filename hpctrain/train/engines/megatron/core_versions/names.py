@@ -1,6 +1,6 @@
 """The names of megatron-core that hpctrain imports, calls or replaces, in all supported versions.
 
-`tests/engines/test_core_versions.py` compares this list with the imports of the package. Names that
+`tests/engines/test_core_names.py` compares this list with the imports of the package. Names that
 only one version has stand in the module of that version. Belongs here: the list. Does not belong
 here: checking that they exist (see `check`), options of the classes (a test builds them).
 """

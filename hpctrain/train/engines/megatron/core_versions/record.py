@@ -35,12 +35,13 @@ class CoreVersion:
     """One supported version; `number` is the release that the engine tests run with.
 
     `oldest_python`: as its package requires. `imports_triton`: it cannot be imported without.
-    `save_options`: arguments of `dist_checkpointing.save` beside those of all versions.
-    `common_files`: files of rank 0 with the state that is not sharded; without any, it is in the
-    shards. `mended`: functions of `fixes` that it does not need. `names` are used with this version
-    only. `null_tokenizer` takes the number of token ids, the last of which ends a document.
+    `null_tokenizer` takes the number of token ids, the last of which ends a document.
     `load_options` returns arguments of `dist_checkpointing.load` for a checkpoint, and
-    `read_common_state` its state that is not sharded.
+    `read_common_state` its state that is not sharded. `save_options`: arguments of
+    `dist_checkpointing.save` beside those of all versions. `common_files`: files of rank 0 with the
+    state that is not sharded; without any, it is in the shards. `mended`: functions of `fixes` that
+    it does not need. `names` are used with this version only. `muted`: by the name of a logger, how
+    a message begins that advises developers.
     """
 
     number: str
@@ -53,3 +54,4 @@ class CoreVersion:
     common_files: tuple[str, ...] = ()
     mended: frozenset[str] = frozenset()
     names: tuple[CoreName, ...] = ()
+    muted: Mapping[str, str] = field(default_factory=dict)

@@ -33,7 +33,7 @@ def check_versions(directory: Path) -> tuple[str, ...]:
     if saved == now:
         return ()
     if resumes_exactly(saved, now):
-        return (f"saved by megatron-core {saved}, resumed with {now}: losses go on exactly",)
+        return (f"saved by megatron-core {saved}, resumed with {now}",)
     message = f"was saved by megatron-core {saved}, and this is {now}: not known to resume exactly"
     hint = (
         f"resume with megatron-core {saved}; only checkpoints of {tested_numbers()} can change to "

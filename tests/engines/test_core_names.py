@@ -1,0 +1,160 @@
+"""What hpctrain uses of megatron-core: the list is complete, and what is missing is refused."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trial_runs import LIMIT_SECONDS, Trial
+
+from hpctrain.store.run_records import TrainerExit
+from hpctrain.store.software import read_software
+from hpctrain.train import software
+from hpctrain.train.engines.megatron.core_versions import check, supported
+from hpctrain.train.engines.megatron.core_versions.names import names_of_all_versions
+from hpctrain.train.engines.megatron.core_versions.record import CoreName
+
+PACKAGE = Path(check.__file__).parents[4]
+# bound by `fixes`, where megatron-core does not
+BOUND_HERE = {("megatron.core.transformer.moe.moe_utils", "te_general_gemm")}
+
+
+def used_names(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield (module, name) of all that a file imports from megatron-core, or reads from it."""
+    tree = ast.parse(path.read_text())
+    modules: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron.core"):
+            for name in node.names:
+                modules[name.asname or name.name] = f"{node.module}.{name.name}"
+                yield str(node.module), name.name
+        elif isinstance(node, ast.Import):
+            for name in node.names:
+                if name.name.startswith("megatron.core"):
+                    modules[name.asname or name.name] = name.name
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            owner = modules.get(node.value.id)
+            if owner is not None and not node.attr.startswith("__"):
+                module, _, last = owner.rpartition(".")
+                yield (module, f"{last}.{node.attr}") if last[0].isupper() else (owner, node.attr)
+
+
+def test_every_used_name_is_listed() -> None:
+    """The engine megatron-lm looks at its program as it is, and uses nothing that it needs."""
+    listed = [*names_of_all_versions(), *(n for row in supported.SUPPORTED for n in row.names)]
+    known = {(name.module, name.path) for name in listed}
+    # a class is listed with each of its attributes, and a module with each of its names
+    known |= {(module, path.partition(".")[0]) for module, path in known}
+    for name in listed:
+        words = name.module.split(".")
+        known |= {(".".join(words[:last]), words[last]) for last in range(2, len(words))}
+    files = [path for path in PACKAGE.rglob("*.py") if "megatron_lm" not in path.parts]
+    used = {name for path in files for name in used_names(path)} - BOUND_HERE
+    assert len(used) > 70
+    missing = used - known
+    assert not missing, "add them to core_versions/names.py"
+
+
+def test_names_of_the_installed_version_exist() -> None:
+    findings = check.library_findings()
+    assert findings == software.LibraryFindings()
+
+
+def test_versions_of_the_newest_release_are_read_without_importing() -> None:
+    assert software.megatron_core() == supported.current().number
+    import megatron.core
+
+    assert str(megatron.core.__version__).startswith(str(software.megatron_core()))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (CoreName("megatron.core.gone"), "megatron.core.gone cannot be imported (ModuleNotFound"),
+        (CoreName("megatron.core.utils", "_gone"), "no megatron.core.utils._gone"),
+        (
+            CoreName("megatron.core.models.gpt", "GPTModel.forward.gone"),
+            "no megatron.core.models.gpt.GPTModel.forward.gone",
+        ),
+        (
+            CoreName("megatron.core.models.gpt", "GPTModel", attribute="gone"),
+            "no megatron.core.models.gpt.GPTModel.gone",
+        ),
+    ],
+)
+def test_a_missing_name_is_named(name: CoreName, text: str) -> None:
+    (missing,) = check.missing_names([name])
+    assert missing.startswith(text)
+    assert check.missing_names([CoreName("megatron.core.models.gpt", "GPTModel")]) == []
+
+
+def _remove_a_private_name() -> None:
+    from megatron.core import rerun_state_machine
+
+    del rerun_state_machine._set_rerun_state_machine
+
+
+def test_ranks_refuse_before_process_groups_exist(trial: Callable[..., Trial]) -> None:
+    """As a newer release that has renamed it; no rank waits for another."""
+    run = trial(data_parallel_size=2)
+
+    def prepare() -> None:
+        _remove_a_private_name()
+        import torch.distributed
+
+        def no_groups(*arguments: Any, **keywords: Any) -> None:
+            raise AssertionError("process groups are opened")
+
+        torch.distributed.init_process_group = no_groups
+
+    ranks = run.start(prepare=prepare)
+    assert ranks.wait(LIMIT_SECONDS) == [TrainerExit.CONFIG_ERROR] * 2
+    version = software.megatron_core()
+    wanted = (
+        f"megatron-core {version} lacks what hpctrain uses: "
+        "no megatron.core.rerun_state_machine._set_rerun_state_machine"
+    )
+    for record in run.exits():
+        assert record.message == wanted
+    assert "hint: `pip install megatron-core==" in ranks.log(0)
+
+
+def test_an_unknown_newer_version_trains_with_a_warning(trial: Callable[..., Trial]) -> None:
+    run = trial(data_parallel_size=2, save_interval_steps=6)
+    unknown = f"{software.megatron_core()}.1"
+
+    def prepare() -> None:
+        software.megatron_core = lambda: unknown  # type: ignore[assignment]
+
+    ranks = run.start(prepare=prepare)
+    codes = ranks.wait(LIMIT_SECONDS)
+    assert codes == [0, 0], ranks.log(0)
+    assert f"warning: megatron-core {unknown} is not tested with hpctrain" in ranks.log(0)
+    assert "warning" not in ranks.log(1)
+    (record,) = read_software(run.run)
+    (remark,) = record.facts.remarks
+    assert record.facts.megatron_core == unknown and "0.16.1 or 0.19.2" in remark
+
+
+def test_a_checkout_in_the_path_is_the_version(tmp_path: Path) -> None:
+    """As in containers: an installed package's metadata would name another version."""
+    core = tmp_path / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "__init__.py").write_text("raise AssertionError('imported')")
+    (core / "package_info.py").write_text(
+        "import os\nMAJOR = 0\nMINOR = 20\nPATCH = 0\nPRE_RELEASE = 'rc1'\nos.abort()\n"
+    )
+    program = "from hpctrain.train import software; print(software.megatron_core())"
+    found = subprocess.run(
+        [sys.executable, "-c", program],
+        env={"PYTHONPATH": str(tmp_path), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+    )
+    assert found.stdout == "0.20.0rc1\n", found.stderr

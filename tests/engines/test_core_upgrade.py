@@ -1,0 +1,89 @@
+"""A run that changes to another version of megatron-core goes on bit for bit, in both directions.
+
+The ranks of this process import the installed version; those of the newest one are forked by a
+process of their own, which finds the unpacked package first.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from newest_core import NEWEST, environment_of_newest
+from test_trainer_resume import DP2, EXPERTS, OWN_PARTS, TP2_PP2
+from trial_runs import LIMIT_SECONDS, Trial
+
+from hpctrain.checkpoints.manifest import checkpoint_name, read_manifest
+from hpctrain.store.run_records import TrainerExit
+from hpctrain.store.software import read_software
+from hpctrain.train import software
+
+REPOSITORY = Path(__file__).parents[2]
+INSTALLED = software.megatron_core()
+pytestmark = pytest.mark.skipif(INSTALLED == NEWEST, reason="needs two versions of megatron-core")
+
+
+def train_with_newest(trial: Trial, *, resume: int | None = None) -> str:
+    """Train in a process that imports the newest megatron-core; returns the log of rank 0."""
+    variables = {"HPCTRAIN_RESUME": "" if resume is None else checkpoint_name(resume)}
+    program = [sys.executable, "-W", "ignore", "-m", "bench.prefork"]
+    ended = subprocess.run(
+        [*program, str(trial.world_size), str(trial.run.train_config)],
+        cwd=REPOSITORY,
+        env={**os.environ, **environment_of_newest(), "HPCTRAIN_EPOCH": "0", **variables},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_SECONDS,
+    )
+    assert f"exit codes: {[0] * trial.world_size}" in ended.stdout, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "tp2 pp2": dict(TP2_PP2, dropout=0.1),
+    "dp2 overlap bf16, own parts": dict(DP2, dropout=0.1, precision="bf16", **OWN_PARTS),
+    "ep2": dict(EXPERTS, dropout=0.1),
+    "bert": dict(model_type="bert", dropout=0.1),
+}
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_change_of_version_is_exact(case: str, trial: Callable[..., Trial]) -> None:
+    settings = dict(CASES[case], save_interval_steps=3)
+    old, upgraded, new, downgraded = (trial(**settings) for _ in range(4))
+    assert set(old.train()) == {0}
+    assert "deprecated" not in train_with_newest(new).lower()
+    assert new.exact == old.exact
+
+    upgraded.adopt(old, 3)
+    log = train_with_newest(upgraded, resume=3)
+    assert f"saved_by_megatron-core_{INSTALLED},_resumed_with_{NEWEST}" in log, log
+    assert "deprecated" not in log.lower()
+    assert upgraded.exact == {step: old.exact[step] for step in (4, 5, 6)}
+
+    downgraded.adopt(new, 3)
+    assert set(downgraded.train(resume=3)) == {0}
+    assert downgraded.exact == {step: old.exact[step] for step in (4, 5, 6)}
+
+    saved = [read_manifest(each.run.checkpoints / checkpoint_name(6)) for each in (old, upgraded)]
+    assert [manifest and manifest.library_version for manifest in saved] == [INSTALLED, NEWEST]
+    (record,) = read_software(upgraded.run)
+    assert record.facts.megatron_core == NEWEST and record.facts.remarks == ()
+
+
+def test_checkpoint_of_an_untested_version_is_refused(trial: Callable[..., Trial]) -> None:
+    source, resumed = trial(save_interval_steps=3), trial()
+    assert source.train() == [0]
+    resumed.adopt(source, 3)
+    manifest = resumed.run.checkpoints / checkpoint_name(3) / "manifest.json"
+    text = manifest.read_text()
+    assert f'"library_version":"{INSTALLED}"' in text.replace(": ", ":")
+    manifest.write_text(text.replace(str(INSTALLED), "0.17.0"))
+    assert resumed.train(resume=3) == [TrainerExit.CONFIG_ERROR]
+    (record,) = resumed.exits()
+    assert f"was saved by megatron-core 0.17.0, and this is {INSTALLED}" in (record.message or "")
