@@ -9,7 +9,7 @@ WORKERS ?= 4
 # Faults of `make chaos`, and the storm: the same seed gives the same faults at the same steps.
 N ?= 100
 SEED ?= 1
-.PHONY: help install demo test unit lint golden reliability slurm-24 chaos bench house gpu sandbox-down clean
+.PHONY: help install demo test unit lint megatron-core-newest golden reliability slurm-24 chaos bench house gpu sandbox-down clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -25,6 +25,11 @@ test: install  ## All tests: unit, golden, engines, Slurm; and the 15 slowest of
 
 unit: install  ## The fast tests only
 	@$(PYTHON) -m pytest tests/unit tests/golden tests/test_house.py
+
+megatron-core-newest: install  ## The tests of megatron-core with its newest release
+	@OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/.venv/megatron-lm $(PYTHON) -m pytest -rR -n $(WORKERS) \
+		--dist worksteal tests/engines --ignore-glob='*/test_deepspeed_*' \
+		--ignore-glob='*/test_megatron_lm_*' --ignore-glob='*/test_native_*'
 
 lint: install  ## Style, types, architecture contracts, shell scripts
 	@$(PYTHON) -m ruff check . && $(PYTHON) -m ruff format --check .

@@ -14,8 +14,17 @@ pytest.importorskip("torch", reason="needs the megatron extra")
 from trial_runs import GPT, LLAMA, Trial, make_trial
 
 import hpctrain.train.engines.megatron.assembly
+from hpctrain.train import software
 
 assert hpctrain.train.engines.megatron.assembly is not None
+
+
+def pytest_report_header() -> str:
+    """Name the megatron-core of this process, which PYTHONPATH decides."""
+    import megatron.core
+
+    place = Path(str(megatron.core.__file__)).parents[2]
+    return f"megatron-core {software.megatron_core()} from {place}"
 
 
 @pytest.fixture

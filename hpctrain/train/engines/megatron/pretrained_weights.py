@@ -6,6 +6,7 @@ not belong here: making the directory (see `hpctrain.convert`), resuming (see `s
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 
 from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.train.engines.megatron.core_versions.supported import current
 from hpctrain.train.engines.megatron.model import ModelChunks
 
 _POSITIONS = "embedding.position_embeddings.weight"
@@ -45,7 +47,12 @@ def load_weights(directory: str, chunks: list[Any]) -> None:
         if _POSITIONS in part:
             part[_POSITIONS].allow_shape_mismatch = True  # sequences may be shorter
     # the second value (what else the checkpoint holds) does not matter; the third is missing there
-    loaded, _, unknown = dist_checkpointing.load(state, directory, strict=StrictHandling.RETURN_ALL)
+    loaded, _, unknown = dist_checkpointing.load(
+        state,
+        directory,
+        strict=StrictHandling.RETURN_ALL,
+        **current().load_options(Path(directory)),
+    )
     if missing := sorted(name for name in unknown if not name.endswith("_extra_state")):
         message = f"has no weights {', '.join(missing[:3])}: it is of another model"
         raise InvalidInputError([Problem(message, directory)])

@@ -128,12 +128,14 @@ class MegatronSnapshot:
         """
         remarks = check_versions(directory)
         with damage_named(directory):
-            about = current().read_common_state(directory)[_RUN_KEY]
+            common = current().read_common_state(directory)
+            about = common[_RUN_KEY]
         check_sample_order(sample_order(self.config), about["sample_order"], directory)
         check_expert_spread(self.config, about.get("expert_parallel", 1), directory)
         same_place = about["layout"][:2] == layout_of(self.config)[:2]
         # only the kind that it was saved with can be loaded
-        kind = str(load_content_metadata(directory)["distrib_optim_sharding_type"])
+        content = load_content_metadata(preloaded_state_dict=common)
+        kind = str(content["distrib_optim_sharding_type"])
         metadata = sharding_metadata(kind)
         same_buckets = about.get("bucket_size", _UNKNOWN) == self._bucket_size
         check_layout(self.config, about["layout"], metadata, directory, same_buckets=same_buckets)
