@@ -134,11 +134,13 @@ def megatron_core() -> str | None:
     Read from its files: a checkout in PYTHONPATH comes before an installed package, whose metadata
     would name another version. Importing it takes seconds, and its own `__version__` runs git.
     """
-    spec = importlib.util.find_spec("megatron")
-    for place in (spec and spec.submodule_search_locations) or ():
-        if (Path(place) / "core" / "__init__.py").exists():
-            return _declared_version(Path(place) / "core" / "package_info.py")
-    return None
+    try:
+        spec = importlib.util.find_spec("megatron.core")  # executes nothing: `megatron` has no code
+    except ModuleNotFoundError:
+        return None
+    if spec is None or spec.origin is None:
+        return None
+    return _declared_version(Path(spec.origin).with_name("package_info.py"))
 
 
 def _declared_version(package_info: Path) -> str | None:

@@ -38,6 +38,12 @@ def test_equal_nodes_are_one_block() -> None:
     ]
 
 
+def test_warnings_about_the_engine_s_library_are_shown() -> None:
+    odd = FACTS.model_copy(update={"remarks": ("megatron-core 0.20.0 is not tested",)})
+    (record,) = [SoftwareRecord(epoch=1, nodes=("n0",), ranks=1, facts=odd)]
+    assert software_lines([record])[-1] == "  warning            megatron-core 0.20.0 is not tested"
+
+
 def test_other_nodes_are_named() -> None:
     cpu = SoftwareFacts(python="3.11.7", torch="2.13.0+cpu", open_files=1024)
     nodes = tuple(f"n{number}" for number in range(6))

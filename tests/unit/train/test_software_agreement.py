@@ -10,6 +10,7 @@ from hpctrain.errors import InvalidInputError
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.software import Library, SoftwareFacts, read_software, write_software
 from hpctrain.train.faults import RefusedElsewhereError
+from hpctrain.train.software import LibraryProblem
 from hpctrain.train.software_agreement import (
     Needs,
     RankSoftware,
@@ -58,6 +59,18 @@ def changed(**fields: object) -> SoftwareFacts:
 
 def test_good_nodes_are_accepted() -> None:
     assert list(judge(ranks(n0=GOOD, n1=GOOD), NEEDS)) == []
+
+
+def test_what_an_engine_finds_wrong_is_refused_on_its_nodes() -> None:
+    """For example a private name that one node's megatron-core lacks."""
+    problem = LibraryProblem("megatron-core lacks a name", "install another")
+    several = [
+        rank.model_copy(update={"problems": (problem,)}) if rank.node == "n1" else rank
+        for rank in ranks(n0=GOOD, n1=GOOD)
+    ]
+    (refusal,) = judge(several, NEEDS)
+    assert (refusal.message, refusal.hint) == problem
+    assert refusal.nodes == ("n1",) and not refusal.everywhere
 
 
 NO_CUDA = changed(torch="2.13.0+cpu", cuda_build=None, gpus=(), driver_cuda=None)
