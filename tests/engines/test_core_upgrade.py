@@ -14,14 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from newest_core import NEWEST, environment_of_newest
 from test_trainer_resume import DP2, EXPERTS, OWN_PARTS, TP2_PP2
 from trial_runs import LIMIT_SECONDS, Trial
 
+from bench import prefork
 from hpctrain.checkpoints.manifest import checkpoint_name, read_manifest
+from hpctrain.convert import megatron_checkpoint
 from hpctrain.store.run_records import TrainerExit
 from hpctrain.store.software import read_software
 from hpctrain.train import software
+from hpctrain.train.engines.megatron.model import build_chunks, transformer_settings
 
 INSTALLED = software.megatron_core()
 pytestmark = pytest.mark.skipif(INSTALLED == NEWEST, reason="needs two versions of megatron-core")
@@ -69,6 +73,31 @@ def test_change_of_version_is_exact(case: str, trial: Callable[..., Trial]) -> N
     assert [manifest and manifest.library_version for manifest in saved] == [INSTALLED, NEWEST]
     (record,) = read_software(upgraded.run)
     assert record.facts.megatron_core == NEWEST and record.facts.remarks == ()
+    if case == "tp2 pp2":  # the model of one process
+        assert_equal_weights(
+            trial(), *(one.run.checkpoints / checkpoint_name(6) for one in (old, new))
+        )
+
+
+def assert_equal_weights(one: Trial, *checkpoints: Path) -> None:
+    """What a conversion, or a run that starts from weights, reads from checkpoints of both."""
+
+    def load() -> None:
+        settings = transformer_settings(one.config, compiled=False)
+        with megatron_checkpoint.one_rank():
+            states = []
+            for checkpoint in checkpoints:
+                (chunk,) = build_chunks(one.config, settings)
+                megatron_checkpoint.load(chunk, checkpoint)
+                states.append(dict(chunk.named_parameters()))
+        first, second = states
+        assert first.keys() == second.keys() and len(first) > 20
+        assert all(torch.equal(first[name], second[name]) for name in first)
+        assert any(weight.std() > 0 for weight in first.values())
+
+    ranks = prefork.fork(load, 1, one.run.logs / "load")
+    codes = ranks.wait(LIMIT_SECONDS)
+    assert codes == [0], ranks.log(0)
 
 
 def test_checkpoint_of_an_untested_version_is_refused(trial: Callable[..., Trial]) -> None:
