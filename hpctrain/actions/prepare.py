@@ -33,6 +33,7 @@ from hpctrain.plan.documents import Plan
 from hpctrain.render.script import ScriptFacts, build_script, walltime
 from hpctrain.render.template import render_script
 from hpctrain.render.warning_lead import warning_lead
+from hpctrain.spec.calibration import SiteCalibration
 from hpctrain.spec.loader import (
     Loaded,
     find_profile,
@@ -105,9 +106,10 @@ def load_inputs(
 def load_knowledge(profile: Loaded[ClusterProfile]) -> Knowledge:
     """Load the catalogue's GPU for a profile, and the constants of the cost model.
 
-    A profile that leaves `gpu.peak` empty on purpose (`peak: {}`) may have an unknown GPU: then
-    there is none, and time is not predicted. Raises InvalidInputError for any other GPU that is not
-    in the catalogue.
+    Figures that the site has measured replace the packaged ones. A profile that leaves `gpu.peak`
+    empty on purpose (`peak: {}`) may have an unknown GPU: then there is none, and time is not
+    predicted. Raises InvalidInputError for any other GPU that is not in the catalogue, and for a
+    calibration of another GPU.
     """
     from hpctrain.plan.request import Knowledge
     from hpctrain.spec.catalogue import cluster_gpu, match_gpu
@@ -118,7 +120,16 @@ def load_knowledge(profile: Loaded[ClusterProfile]) -> Knowledge:
     gpu = None
     if not (unknown_on_purpose and nameless):
         gpu = cluster_gpu(catalogue, profile.document, profile.origin)
-    return Knowledge(gpu=gpu, calibration=load_calibration())
+    site, calibration = profile.document.calibration, load_calibration()
+    if not isinstance(site, SiteCalibration) or gpu is None:
+        return Knowledge(gpu=gpu, calibration=calibration)
+    from hpctrain.plan.cost.constants import calibrated_at_site
+
+    if site.gpu != gpu.name:
+        message = f"`calibration` was measured on `{site.gpu}`, and this cluster has `{gpu.name}`"
+        hint = "measure this cluster (docs/gpu.md), or remove `calibration`"
+        raise InvalidInputError([profile.problem("calibration", message, hint)])
+    return Knowledge(gpu=gpu, calibration=calibrated_at_site(calibration, site, gpu))
 
 
 def refuse_untrainable(spec: Loaded[RunSpec], plan: Plan | None = None) -> None:

@@ -29,6 +29,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "scale": ("compare", "Run a spec on several numbers of GPUs: speed-up, shares of the time"),
     "diagnose": ("diagnose", "Explain why a run is as fast as it is, and what to change first"),
     "simulate": ("simulate", "Simulate a run with failures: choose interval, spares and budgets"),
+    "calibrate": ("calibrate", "Turn measurements of a cluster into constants of the planner"),
     "logs": ("runs", "Show or follow the logs of a run"),
     "why": ("why", "Explain the state of a run, and what happens next"),
     "checkpoints": ("checkpoints", "List a run's checkpoints, verify them, assess the interval"),

@@ -1,8 +1,9 @@
 """The measured efficiency of kernels and links, per GPU and generation of software.
 
-Belongs here: the documents behind `catalogue/calibration.yaml`. Does not belong here: reading the
-file (see `spec.loader`), fitting the figures (`bench/calibrate_planner.py`), the formulas that use
-them (`hpctrain.plan.cost`).
+Belongs here: the documents behind `catalogue/calibration.yaml` and behind a site's own file. Does
+not belong here: reading the files (see `spec.loader`), fitting the figures
+(`bench/calibrate_planner.py`), measuring a site (`hpctrain.actions.calibrate`), the formulas that
+use them (`hpctrain.plan.cost`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Annotated
 from pydantic import Field
 
 from hpctrain.spec.document import Document
+from hpctrain.units import Bandwidth
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Seconds = Annotated[float, Field(ge=0)]
@@ -90,3 +92,28 @@ class Calibration(Document):
     attention: dict[str, AttentionCalibration]
     dispatch: dict[str, DispatchCalibration] = Field(description="By Megatron's dispatcher names")
     graphs: dict[str, Factor] = Field(description="Launch overhead left by CUDA graphs, by scope")
+
+
+class SiteCalibration(Document):
+    """What was measured on one cluster, in place of the packaged figures; absent: those stay.
+
+    A profile names this file in `calibration`; `hpctrain calibrate` writes it.
+    """
+
+    gpu: str = Field(min_length=1, description="GPU that was measured, by its catalogue name")
+    product_efficiency: Share | None = Field(
+        None, gt=0, description="Of the 16-bit peak: large matrix products"
+    )
+    flash_efficiency: Share | None = Field(
+        None, gt=0, description="Of the 16-bit peak: fused attention"
+    )
+    memory_efficiency: Share | None = Field(
+        None, gt=0, description="Of the memory bandwidth: elementwise kernels"
+    )
+    nvlink_bandwidth: Bandwidth | None = Field(
+        None, gt=0, description="Per GPU in a ring inside the NVLink domain"
+    )
+    network_bandwidth: Bandwidth | None = Field(
+        None, gt=0, description="Per GPU while all cards of its node are busy"
+    )
+    provenance: str = Field(min_length=3, description="When, on which nodes, by which measurement")

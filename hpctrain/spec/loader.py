@@ -11,7 +11,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -23,18 +23,20 @@ from hpctrain.spec.positions import dotted, parse_yaml
 from hpctrain.spec.syntax import SourcePlace
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
+
     from hpctrain.spec.calibration import Calibration
     from hpctrain.spec.catalogue import GpuCatalogue
-    from hpctrain.spec.document import Document
     from hpctrain.spec.profile import ClusterProfile
     from hpctrain.spec.run import RunSpec
 
-DocumentT = TypeVar("DocumentT", bound="Document")
+DocumentT = TypeVar("DocumentT", bound="BaseModel")
 MAX_FILE_BYTES = 2**20
 PACKAGED_PROFILES = Path(__file__).resolve().parent.parent / "cluster_profiles"
 # Files of a profile directory that are no profiles.
 CATALOGUE_FILE, SIGNATURES_FILE, XIDS_FILE = "gpus.yaml", "signatures.yaml", "xids.yaml"
 _NO_PROFILES = frozenset({CATALOGUE_FILE, SIGNATURES_FILE, XIDS_FILE})
+CALIBRATION_SUFFIX = ".calibration.yaml"  # of the files that `hpctrain calibrate` writes
 PACKAGED_CALIBRATION = Path(__file__).resolve().parent / "catalogue" / "calibration.yaml"
 PACKAGED_CATALOGUE = Path(__file__).resolve().parent / "catalogue" / CATALOGUE_FILE
 
@@ -75,14 +77,29 @@ def load_run_spec(path: Path | str, overrides: Sequence[str] = ()) -> Loaded[Run
 
 
 def load_profile(path: Path | str) -> Loaded[ClusterProfile]:
-    """Read a cluster profile. Raises InvalidInputError with all problems."""
+    """Read a cluster profile, and put the file that its `calibration` names in that place.
+
+    The digest then covers the measured figures, and a copy of the profile needs no second file.
+    Raises InvalidInputError with all problems.
+    """
+    from hpctrain.spec.calibration import SiteCalibration
     from hpctrain.spec.profile import ClusterProfile
 
-    return _load(ClusterProfile, path, ())
+    profile = _load(ClusterProfile, path, ())
+    name = profile.document.calibration
+    if not isinstance(name, str):
+        return profile
+    file = Path(path).parent / name
+    if not file.is_file():
+        hint = "`hpctrain calibrate` writes it; without the line the packaged figures are used"
+        raise InvalidInputError([profile.problem("calibration", f"no such file: {file}", hint)])
+    measured = _load(SiteCalibration, file, ()).document
+    document = profile.document.model_copy(update={"calibration": measured})
+    return replace(profile, document=document, digest=document_digest(document))
 
 
 def load_document(model: type[DocumentT], path: Path) -> Loaded[DocumentT]:
-    """Read any document of hpctrain. Raises InvalidInputError with all problems."""
+    """Read any document, from YAML or JSON. Raises InvalidInputError with all problems."""
     return _load(model, path, ())
 
 
@@ -141,7 +158,7 @@ def load_calibration() -> Calibration:
     return load_packaged(Calibration, PACKAGED_CALIBRATION)
 
 
-def document_digest(document: Document) -> str:
+def document_digest(document: BaseModel) -> str:
     """Compute the SHA-256 (hex) of the canonical JSON: sorted keys, no spaces, units as text."""
     values = document.model_dump(mode="json", by_alias=True)
     canonical = json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
@@ -177,8 +194,12 @@ def _profiles(search_path: Sequence[Path]) -> dict[str, Path]:
     for directory in (PACKAGED_PROFILES, *reversed(search_path)):
         if directory.is_dir():
             files = sorted(directory.glob("*.yaml"))
-            found |= {file.stem: file for file in files if file.name not in _NO_PROFILES}
+            found |= {file.stem: file for file in files if _is_profile(file)}
     return found
+
+
+def _is_profile(file: Path) -> bool:
+    return file.name not in _NO_PROFILES and not file.name.endswith(CALIBRATION_SUFFIX)
 
 
 def _load(model: type[DocumentT], path: Path | str, overrides: Sequence[str]) -> Loaded[DocumentT]:

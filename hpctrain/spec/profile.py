@@ -10,6 +10,7 @@ from typing import Literal, Self, get_args
 
 from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_validator
 
+from hpctrain.spec.calibration import SiteCalibration
 from hpctrain.spec.contradiction import Contradiction
 from hpctrain.spec.document import Document
 from hpctrain.spec.engines.registry import EngineName
@@ -302,6 +303,11 @@ class ClusterProfile(Document):
     prices: PriceProfile | None = Field(None, description="Absent: no costs are printed")
     reliability: ReliabilityProfile | None = Field(
         None, description="Absent: the forecast assumes published failure rates and says so"
+    )
+    calibration: str | SiteCalibration | None = Field(
+        None,
+        description="Measured rates of this cluster, which the planner takes in place of published "
+        "ones: a file of `hpctrain calibrate`, relative to this one, or its content",
     )
     locked: tuple[str, ...] = Field(
         (), description="Spec fields that a spec may not set here, such as `resources.qos`"

@@ -21,19 +21,20 @@ PartName = Literal["gpu", "memory", "link", "network"]
 class AxisSpeed(RecordPart):
     """The links of one axis of the layout, with all groups of the axis at work at once.
 
-    `operation`: `all_reduce` of a tensor of `message_bytes`, or `send_recv` of so many bytes
-    between neighbours in both directions. `ranks_per_group` is the size of the axis.
-    `groups` has for each rank the smallest rank of its group. `bus_bytes_per_second` has for each
-    rank what its group has reached, None where nothing was measured: for all_reduce
-    2 (n - 1) / n * bytes / seconds (nccl-tests, doc/PERFORMANCE.md), for send_recv bytes / seconds
-    and direction of the slower of its one or two neighbours. `best_pair_bytes_per_second` has the
-    faster neighbour, where pairs were measured: low means that the rank's own link is slow.
+    `operation`: `all_reduce` of a tensor of `message_bytes`, `all_gather` into one of that size, or
+    `send_recv` of so many bytes between neighbours in both directions. `ranks_per_group` is the
+    size of the axis. `groups` has for each rank the smallest rank of its group.
+    `bus_bytes_per_second` has for each rank what its group has reached, None where nothing was
+    measured (nccl-tests, doc/PERFORMANCE.md): for all_reduce 2 (n - 1) / n * bytes / seconds, for
+    all_gather (n - 1) / n * bytes / seconds, for send_recv bytes / seconds and direction of the
+    slower of its one or two neighbours. `best_pair_bytes_per_second` has the faster neighbour,
+    where pairs were measured: low means that the rank's own link is slow.
     `expected_bytes_per_second`: the profile's bandwidth times the calibrated efficiency; None where
     it is not known.
     """
 
     axis: AxisName
-    operation: Literal["all_reduce", "send_recv"]
+    operation: Literal["all_reduce", "all_gather", "send_recv"]
     ranks_per_group: int
     message_bytes: int
     groups: tuple[int, ...]

@@ -10,7 +10,12 @@ from dataclasses import fields
 
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.plan.cost.case import Machine, Software
-from hpctrain.spec.calibration import Calibration, GpuCalibration, SoftwareCalibration
+from hpctrain.spec.calibration import (
+    Calibration,
+    GpuCalibration,
+    SiteCalibration,
+    SoftwareCalibration,
+)
 from hpctrain.spec.catalogue import Gpu
 
 LOW_PRECISIONS = {"fp8": ("fp8",), "fp4": ("fp4", "fp8")}
@@ -27,6 +32,33 @@ def calibration_of(calibration: Calibration, gpu: Gpu) -> GpuCalibration:
     if not calibration.gpus:
         raise InvalidInputError([Problem("the calibration names no GPU")])
     return list(calibration.gpus.values())[-1]
+
+
+def calibrated_at_site(calibration: Calibration, site: SiteCalibration, gpu: Gpu) -> Calibration:
+    """Put the figures that a site has measured in place of the packaged ones.
+
+    Rates of links become shares of what catalogue and profile give for this GPU. The network's
+    share belongs to the software in the packaged figures; a site has measured its own.
+    """
+    shares: dict[str, object] = {
+        name: value
+        for name in ("product_efficiency", "flash_efficiency", "memory_efficiency")
+        if (value := getattr(site, name)) is not None
+    }
+    if site.nvlink_bandwidth is not None:
+        shares["nvlink_efficiency"] = min(1.0, site.nvlink_bandwidth / gpu.nvlink_bandwidth)
+    shares["provenance"] = site.provenance
+    own = calibration_of(calibration, gpu).model_copy(update=shares)
+    software = calibration.software
+    if site.network_bandwidth is not None:
+        share = min(1.0, site.network_bandwidth / gpu.network_bandwidth)
+        software = {
+            name: entry.model_copy(update={"network_efficiency": share})
+            for name, entry in software.items()
+        }
+    return calibration.model_copy(
+        update={"gpus": {**calibration.gpus, gpu.name: own}, "software": software}
+    )
 
 
 def machine_of(
