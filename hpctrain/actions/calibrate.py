@@ -237,7 +237,8 @@ def _fitted_to_steps(
 ) -> tuple[SiteCalibration, list[str]]:
     """Lower the rate of products until the median job of one GPU is planned as it was measured.
 
-    The rate of products alone is the upper bound, and `_LEAST_OF_PRODUCTS` of it the lower one.
+    The rate of products alone is the upper bound. Where even `_LEAST_OF_PRODUCTS` of it does not
+    meet the measured times, something else is slow, and the rate stays.
     """
     alone = site.product_efficiency
     jobs = [step for step in steps if step.gpus == 1]
@@ -260,9 +261,12 @@ def _fitted_to_steps(
         return site, ["the jobs of one GPU cannot be planned: their step times change nothing"]
     if at_high >= 1:
         share, note = high, "as products alone: steps are not slower than planned"
-    elif at_low <= 1:
-        share = low
-        note = f"the bound: steps are still {1 / at_low:.2f} times as long as planned"
+    elif at_low < 1:
+        share = high
+        note = (
+            f"as products alone: steps are {1 / at_high:.2f} times as long as planned, "
+            "which slower products cannot explain"
+        )
     else:
         for _ in range(12):  # to 1e-4 of the interval
             middle = (low + high) / 2

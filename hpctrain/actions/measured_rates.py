@@ -101,7 +101,8 @@ def measured_shares(
         ("network_bandwidth", outside, "ranks"),
     ):
         if samples.values:
-            source = f"median of {len(samples.values)} {what}"
+            count = len(samples.values)
+            source = f"median of {count} {what.removesuffix('s') if count == 1 else what}"
             shares.append(Share(name, statistics.median(samples.values), source))
     suspects = [one for part in (products, streams, attention, inside, outside)
                 for one in part.suspects]  # fmt: skip

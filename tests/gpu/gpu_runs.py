@@ -21,7 +21,9 @@ LIMIT_SECONDS = 240.0
 STEPS, SAVED = 8, 4
 # Large enough for the kernels that real models use: heads of 64, and products on tensor cores.
 SHAPE = dict(layers=2, hidden=256, ffn=1024, heads=4, vocab=1000, seq=128)
+DEVICE = "cpu" if os.environ.get("GPU_TESTS") == "emulated" else "cuda"
 SAME: dict[str, Any] = dict(
+    accelerator=DEVICE,
     vocab_size=1000,
     seq_length=128,
     train_steps=STEPS,
@@ -43,7 +45,9 @@ MEGATRON: dict[str, Any] = dict(
     kv_channels=64,
     padded_vocab_size=1024,
     pipeline_layer_split=((2,),),
+    transformer_impl="local",
 )
+WITH_ENGINE: dict[str, Any] = dict(MEGATRON, transformer_impl="transformer_engine")
 PACKAGE = Path(sys.prefix, "megatron-lm")
 MEGATRON_LM: dict[str, Any] = dict(
     MEGATRON,
@@ -63,6 +67,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "ZeRO 2, offloaded": dict(ZERO, zero_stage=2, offload_optimizer="cpu"),
     "ZeRO 3": dict(ZERO, zero_stage=3),
     "megatron": MEGATRON,
+    "megatron, TransformerEngine": WITH_ENGINE,
     "megatron-lm": MEGATRON_LM,
 }
 
@@ -123,6 +128,17 @@ class GpuTrial(Trial):
         found = read_record(self.run.rank_times, RankTimes)
         assert found is not None
         return found
+
+
+def needs_installed(engine: dict[str, Any]) -> str | None:
+    """Return what an engine needs and this environment lacks; None if nothing."""
+    from hpctrain.train.software import transformer_engine
+
+    if engine is MEGATRON_LM and not PACKAGE.is_dir():
+        return f"no checkout of Megatron-LM in {PACKAGE.name} of the environment (`make install`)"
+    if engine is WITH_ENGINE and not transformer_engine().imported:
+        return f"TransformerEngine: {transformer_engine()}"
+    return None
 
 
 def gpu_trial(directory: Path, base: dict[str, Any], **changes: Any) -> GpuTrial:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gpu_runs import ENGINES, LIMIT_SECONDS, gpu_trial
@@ -29,10 +30,22 @@ def causes_in(log: str) -> set[Cause]:
     return {finding.cause for finding in findings if finding.role == "root"}
 
 
+# Logits of bf16: 2^14 samples x 128 tokens x 2^17 words x 2 bytes = 550 GB, more than any GPU has,
+# from samples that are read in seconds.
+SAMPLES, WORDS = 2**14, 2**17
+
+
+@pytest.mark.usefixtures("real_gpu")
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "ZeRO 3", "megatron"])
 def test_a_gpu_that_is_full_is_called_that(name: str, tmp_path: Path) -> None:
     """A microbatch whose logits alone are larger than any GPU."""
-    huge = dict(micro_batch_size=2**19, global_batch_size=2**19)
+    huge: dict[str, Any] = dict(
+        micro_batch_size=SAMPLES, global_batch_size=SAMPLES, vocab_size=WORDS
+    )
+    if "model" in ENGINES[name]:
+        huge["model"] = dict(ENGINES[name]["model"], vocab=WORDS)
+    else:
+        huge["padded_vocab_size"] = WORDS
     run = gpu_trial(tmp_path / "run", ENGINES[name], **huge, precision="bf16")
     process = run.launch()
     assert process.wait() == TrainerExit.CRASH, process.log[-2000:]
@@ -41,6 +54,7 @@ def test_a_gpu_that_is_full_is_called_that(name: str, tmp_path: Path) -> None:
     assert "out of memory" in (record.message or "")
 
 
+@pytest.mark.usefixtures("real_gpu")
 def test_an_assertion_in_a_kernel_is_no_broken_gpu() -> None:
     """A word that the vocabulary does not have."""
     command = [sys.executable, "-c", ASSERTION]

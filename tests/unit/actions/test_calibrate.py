@@ -83,9 +83,7 @@ def test_the_share_gives_the_measured_time_of_the_product_again(here: Path) -> N
 
 def test_the_planner_uses_the_file_that_the_profile_names(here: Path) -> None:
     spec = here / "spec.yaml"
-    spec.write_text(
-        Path(__file__).parents[3].joinpath("examples/gpt1300m.yaml").read_text()
-    )
+    spec.write_text(Path(__file__).parents[3].joinpath("examples/gpt1300m.yaml").read_text())
     before = json.loads(hpctrain("plan", "-p", "h100x16", str(spec), "--json").stdout)
     slow = speed_check(product_flops_per_second=[3.5e14] * RANKS)
     written = calibrate(write_report(here, speed=[slow]))
@@ -213,6 +211,14 @@ def test_step_times_never_raise_the_rate_above_products_alone(here: Path) -> Non
     done = calibrate(write_report(here, steps=fast))
     assert done.site == alone
     assert "not slower than planned" in done.remarks[0]
+
+
+def test_step_times_that_products_cannot_explain_change_nothing(here: Path) -> None:
+    slow = [one_gpu_step(5.0, number) for number in range(3)]
+    alone = calibrate(write_report(here)).site
+    done = calibrate(write_report(here, steps=slow))
+    assert done.site == alone
+    assert "which slower products cannot explain" in done.remarks[0]
 
 
 def test_the_rates_of_a_run_before_training_are_enough(here: Path) -> None:
