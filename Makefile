@@ -68,10 +68,10 @@ bench: install  ## Benchmarks and their tests; each prints ratios against a peer
 house: install  ## Measures of the code base; draws docs/rooms.md
 	@$(PYTHON) -m bench.house --pictures
 
-gpu:  ## On a machine with a GPU, with the Python that sees it: PYTHON=python3
-	@$(PYTHON) -m pytest tests/gpu -n 4
-	@$(PYTHON) -m bench.overhead --gpu
-	@$(PYTHON) -m bench.one_gpu
+# The user's own Python, which sees the GPUs. Nothing is installed by this target.
+gpu:  ## Rungs on real GPUs (docs/gpu.md): RUNG=1..6 GPUS=8 PROFILE=NAME SPEC=FILE PYTHON=python3
+	@$(PYTHON) -m bench.gpu $(if $(RUNG),--rung $(RUNG)) $(if $(GPUS),--gpus $(GPUS)) \
+		$(if $(PROFILE),--profile $(PROFILE)) $(if $(SPEC),--spec $(SPEC)) $(GPU_OPTIONS)
 
 sandbox-down: install  ## Take down the sandbox of an interrupted demo
 	@.venv/bin/hpctrain sandbox down --directory .demo/sandbox

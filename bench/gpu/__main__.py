@@ -20,7 +20,7 @@ from pathlib import Path
 from bench.gpu import driver, environment
 from bench.gpu.report import add_rung, read_report, write_report
 from bench.gpu.rung import Found, NotRunError, Rung, Site, outcome_of
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import HpctrainError, InvalidInputError
 from hpctrain.store.gpu_report import RungCheck, RungResult
 
 OK, FAILED, USAGE, NOT_RUN = 0, 1, 2, 3
@@ -94,7 +94,7 @@ def climb(chosen: Sequence[Rung], site: Site, report_path: Path, *, keep_names: 
 
 
 def run_rung(rung: Rung, site: Site) -> tuple[RungResult, Found]:
-    """Run one rung; checks are printed as they end. Raises nothing."""
+    """Run one rung; checks are printed as they end. Errors of input fail it."""
     found, checks, start = Found(), [], time.monotonic()
     reason = ""
     try:
@@ -104,8 +104,10 @@ def run_rung(rung: Rung, site: Site) -> tuple[RungResult, Found]:
     except NotRunError as missing:
         reason = f"needs {missing}"
     except HpctrainError as error:
-        hint = f" ({error.hint})" if error.hint else ""
-        checks.append(RungCheck(name="input", outcome="failed", detail=f"{error}{hint}"))
+        problems = error.problems if isinstance(error, InvalidInputError) else ()
+        hints = [hint for hint in (error.hint, *(one.hint for one in problems)) if hint]
+        detail = ". ".join([str(error), *dict.fromkeys(hints)])
+        checks.append(RungCheck(name="input", outcome="failed", detail=detail))
         _print(checks[-1])
     outcome = outcome_of(checks)
     if outcome == "not_run" and not reason:

@@ -51,7 +51,7 @@ def judge(facts: MachineFacts) -> Iterator[RungCheck]:
         yield failed(
             "torch",
             f"PyTorch cannot be imported: {facts.torch_error}. Install this checkout as "
-            "docs/gpu.md shows, and call the Python that it went into: make gpu PYTHON=python3",
+            "docs/gpu.md shows, and name the Python that it went into: `make gpu PYTHON=python3`.",
         )
         return
     yield passed("torch", f"torch {software.torch}, Python {software.python}")

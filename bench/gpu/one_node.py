@@ -34,7 +34,7 @@ BOUND = 2e-4
 # TransformerEngine multiplies fp32 in TF32 (10 bits of mantissa) on tensor cores.
 TF32_BOUND = 5e-3
 LINK_SECONDS = 300.0
-_KILLED_STEPS, _SAVE_STEPS = 200, 5
+_KILLED_STEPS, _SAVE_STEPS = 120, 5
 _SP = dict(sequence_parallel=True)
 _OVERLAPS = dict(overlap_grad_reduce=True, overlap_param_gather=True)
 
@@ -175,9 +175,8 @@ def kill_and_resume(site: Site) -> RungCheck:
         detail = f"rank 1 ended with {codes[1]}, checkpoints {saved}: {ranks.log()[-800:]}"
         return failed(name, detail, time.monotonic() - start)
     step = saved[-1]
-    short = dict(fields, train_steps=min(_KILLED_STEPS, step + 20))
-    whole = make_run(site, "not-killed", LLAMA, **short)
-    resumed = make_run(site, "resumed", LLAMA, **short)
+    whole = make_run(site, "not-killed", LLAMA, **fields)
+    resumed = make_run(site, "resumed", LLAMA, **fields)
     resumed.adopt(killed, step)
     for run_, from_step in ((whole, None), (resumed, step)):
         problem = run_.train(from_step)

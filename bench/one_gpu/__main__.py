@@ -6,12 +6,16 @@ peak of what PyTorch has taken from the GPU (reserved). The planner's memory is 
 profile reserves for driver and libraries, and with the allocator's slack. A ratio above 1: the
 planner says more.
 
-    python -m bench.one_gpu [NAME ...] [--profile bench/one_gpu/h200x1.yaml]
+A job that does not fit the profile's GPU is planned with half of its micro-batch, until it does.
+The GPU has to be the profile's: one of 80 GB must not get jobs planned for 141 GB.
+
+    python -m bench.one_gpu [NAME ...] --profile bench/one_gpu/h200x1.yaml [--result FILE]
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import subprocess
@@ -20,12 +24,18 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.gpu.planned_spec import planned_spec
 from bench.one_gpu.jobs import CASES, Case
 from bench.prefork import free_port
 from hpctrain.actions.plan import load, plan_option
+from hpctrain.actions.prepare import profile_search_path
 from hpctrain.engines.documents import train_config
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import DoesNotFitError, HpctrainError
 from hpctrain.plan.documents import Plan
+from hpctrain.spec.catalogue import MEMORY_TOLERANCE
+from hpctrain.spec.loader import find_profile, load_profile
+from hpctrain.spec.profile import ClusterProfile
+from hpctrain.store.gpu_report import StepTime
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.run_records import RankTimes, read_metrics, read_record
 
@@ -44,19 +54,35 @@ class Found:
     reserved: int
 
 
-def planned(case: Case, profile: str, run: RunLayout) -> Plan:
-    """The plan; the trainer's document lies in the run directory. Raises HpctrainError."""
-    inputs = load(HERE / "base.yaml", profile, case.settings)
-    option = plan_option(inputs, "time")
-    if option.refusal is not None:
-        raise option.refusal
+@dataclass(frozen=True)
+class Planned:
+    """A plan and its spec, made explicit as JSON."""
+
+    plan: Plan
+    spec: str
+
+
+def planned(case: Case, profile: str, run: RunLayout) -> Planned:
+    """Plan with the largest micro-batch up to the case's that fits, and write `train.json`.
+
+    Raises HpctrainError where none fits.
+    """
+    micro = case.micro
+    while True:
+        inputs = load(HERE / "base.yaml", profile, case.settings_with(micro))
+        option = plan_option(inputs, "time")
+        if option.refusal is None:
+            break
+        if not isinstance(option.refusal, DoesNotFitError) or micro == 1:
+            raise option.refusal
+        micro //= 2
     assert option.decision is not None
     plan, peak = option.decision.plan, inputs.profile.gpu.peak.get(inputs.spec.precision)
     config = train_config(option.decision.request.spec, plan, None if peak is None else float(peak))
     frequent = config.model_copy(update={"rank_times_interval_steps": STEPS - WARM_UP})
     run.create()
     run.train_config.write_text(frequent.model_dump_json())
-    return plan
+    return Planned(plan, planned_spec(option.decision.request.spec, plan))
 
 
 def trained(run: RunLayout) -> Found | None:
@@ -86,43 +112,95 @@ def told(case: Case, plan: Plan, found: Found) -> str:
     memory = plan.memory[0]
     said = memory.total_bytes - memory.reserved_bytes
     assert plan.step_seconds is not None
+    name = f"{case.name}, micro {plan.batch.micro_batch}"
     return (
-        f"{case.name:24}{plan.step_seconds:8.3f} s{found.seconds:8.3f} s"
+        f"{name:32}{plan.step_seconds:8.3f} s{found.seconds:8.3f} s"
         f"{plan.step_seconds / found.seconds:7.2f}"
         f"{said / GIB:9.1f}{found.allocated / GIB:9.1f}{found.reserved / GIB:9.1f} GiB"
         f"{said / found.reserved:7.2f}"
     )
 
 
-def compared(case: Case, profile: str) -> str | None:
+def compared(case: Case, profile: str, steps: list[StepTime]) -> str | None:
+    """Plan and train one job: its line, None where it failed; a measured one joins `steps`."""
     with tempfile.TemporaryDirectory() as name:
         run = RunLayout(Path(name) / "run")
         try:
-            plan = planned(case, profile, run)
+            made = planned(case, profile, run)
+        except DoesNotFitError as error:
+            return f"{case.name:32}not run: {str(error).splitlines()[0]}"
         except HpctrainError as error:
-            print(f"{case.name:24}{error}")
+            print(f"{case.name:32}{error}")
             return None
         found = trained(run)
-        return None if found is None else told(case, plan, found)
+        if found is None:
+            return None
+        assert made.plan.step_seconds is not None
+        steps.append(
+            StepTime(
+                name=case.name,
+                spec=made.spec,
+                gpus=1,
+                nodes=1,
+                planned_seconds=made.plan.step_seconds,
+                measured_seconds=found.seconds,
+            )
+        )
+        return told(case, made.plan, found)
+
+
+def other_gpu(profile: ClusterProfile, memory_bytes: int | None) -> str | None:
+    """Return why this machine's GPU is not the profile's; None if it is, or a CPU takes its place.
+
+    Memory identifies it: no two GPUs of one name are nearer than `MEMORY_TOLERANCE`.
+    """
+    if profile.gpu.emulated:
+        return None
+    if memory_bytes is None:
+        return "there is no usable GPU: `make gpu RUNG=1` says why"
+    wanted = float(profile.gpu.memory)
+    if abs(memory_bytes / wanted - 1) <= MEMORY_TOLERANCE:
+        return None
+    return (
+        f"the GPU has {memory_bytes / GIB:.0f} GiB, and profile {profile.name} plans for "
+        f"{wanted / GIB:.0f} GiB: give the profile of this machine"
+    )
+
+
+def memory_of_gpu() -> int | None:
+    """Read the memory of GPU 0 in a process of its own; None where it cannot be used."""
+    ask = "import torch; print(torch.cuda.get_device_properties(0).total_memory)"
+    done = subprocess.run(
+        [sys.executable, "-c", ask], capture_output=True, text=True, timeout=120, check=False
+    )
+    return int(done.stdout) if done.returncode == 0 else None
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="default: all")
-    parser.add_argument("--profile", default=str(HERE / "h200x1.yaml"))
+    parser.add_argument("--profile", required=True, help="that of this machine: name or file")
+    parser.add_argument("--result", type=Path, help="write the step times there, as JSON")
     options = parser.parse_args()
     if unknown := set(options.names) - {case.name for case in CASES}:
         parser.error(f"no such job: {', '.join(sorted(unknown))}")
+    profile = load_profile(find_profile(options.profile, profile_search_path())).document
+    problem = other_gpu(profile, memory_of_gpu())
+    if problem is not None:
+        print(f"error: {problem}", file=sys.stderr)
+        return 1
     print(
-        f"{'job':24}{'planned':>10}{'measured':>10}{'ratio':>7}"
+        f"{'job':32}{'planned':>10}{'measured':>10}{'ratio':>7}"
         f"{'planned':>9}{'alloc.':>9}{'reserved':>13}{'ratio':>7}"
     )
-    good = True
+    good, steps = True, list[StepTime]()
     for case in CASES:
         if not options.names or case.name in options.names:
-            row = compared(case, options.profile)
+            row = compared(case, options.profile, steps)
             good = row is not None and good
-            print(row or f"{case.name:24} failed", flush=True)
+            print(row or f"{case.name:32}failed", flush=True)
+    if options.result is not None:
+        options.result.write_text(json.dumps([step.model_dump(mode="json") for step in steps]))
     return 0 if good else 1
 
 

@@ -35,15 +35,18 @@ _ZERO = ("engine.name=deepspeed", "optimizer.zero=2")
 
 @dataclass(frozen=True)
 class Case:
-    """One job; `settings` as `--set` takes them."""
+    """One job; `settings` as `--set` takes them, `micro` samples in each of two microbatches."""
 
     name: str
     settings: tuple[str, ...]
+    micro: int
+
+    def settings_with(self, micro: int) -> tuple[str, ...]:
+        return (*self.settings, f"batch.micro={micro}", f"batch.global={2 * micro}")
 
 
-def _case(name: str, *settings: str, micro: int, microbatches: int = 2) -> Case:
-    batch = (f"batch.micro={micro}", f"batch.global={micro * microbatches}")
-    return Case(name, (*settings, *batch))
+def _case(name: str, *settings: str, micro: int) -> Case:
+    return Case(name, settings, micro)
 
 
 CASES: tuple[Case, ...] = (

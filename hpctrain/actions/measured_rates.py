@@ -151,7 +151,20 @@ def _kernels(measurements: Measurements, gpu: Gpu) -> tuple[_Samples, _Samples]:
             and attention.accepts(f"{path}attention_flops_per_second", rate, peak, 1e12, "TFLOP/s")
         ):
             attention.values.append(rate / peak)
+    if not streams.values:
+        streams = _copies(measurements, bandwidth)
     return streams, attention
+
+
+def _copies(measurements: Measurements, bandwidth: float) -> _Samples:
+    """Return shares of the memory bandwidth by copies, which launches measure before training."""
+    samples = _Samples()
+    for number, check in enumerate(measurements.speed):
+        for rank, rate in enumerate(check.copy_bytes_per_second):
+            path = f"speed[{number}].copy_bytes_per_second[{rank}]"
+            if rate is not None and samples.accepts(path, rate, bandwidth, 1e9, "GB/s"):
+                samples.values.append(rate / bandwidth)
+    return samples
 
 
 def _links(measurements: Measurements, gpu: Gpu) -> tuple[_Samples, _Samples]:

@@ -248,6 +248,14 @@ def test_the_command_prints_what_changed_in_80_columns(here: Path) -> None:
     assert body["calibration"]["site"]["gpu"] == "H100-80GB SXM"
 
 
+def test_copies_of_a_launch_stand_for_elementwise_kernels(here: Path) -> None:
+    check = speed_check(copy_bytes_per_second=[2.8e12] * RANKS)
+    alone = write_report(here, speed=[check], kernels=[])
+    assert calibrate(alone).site.memory_efficiency == pytest.approx(2.8e12 / 3.35e12, rel=1e-3)
+    both = write_report(here, speed=[check])
+    assert calibrate(both).site.memory_efficiency == pytest.approx(3.0e12 / 3.35e12, rel=1e-3)
+
+
 def test_a_file_that_is_no_report_is_one_clear_error(here: Path) -> None:
     (here / "other.json").write_text('{"kind": "something"}')
     shown = hpctrain("calibrate", "other.json")
