@@ -105,7 +105,10 @@ def _transformer_engine(software: SoftwareFacts, promised: bool) -> Iterator[Run
         f"makes one kernel per weight. {CONTAINER}; without a container: {WHEEL}"
     )
     if engine.error is not None:
-        cost += ". It is installed and cannot be imported: it was built for another torch or CUDA"
+        cost += (
+            ". It is installed and cannot be imported: it was built for another torch or CUDA. "
+            "megatron-core cannot be imported beside it: repair or remove it"
+        )
     if promised:
         yield failed(
             name,

@@ -37,10 +37,10 @@ def outcomes(checks: Iterator[RungCheck]) -> dict[str, tuple[str, str]]:
 
 
 def test_layouts_of_one_node_equal_one_gpu(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    layouts(monkeypatch, named("tp2 sp"), named("pp2 vpp2"), named("cp2"), named("tp4 sp"))
+    layouts(monkeypatch, named("tp2 sp"), named("ep2"), named("cp2"), named("tp4 sp"))
     found = outcomes(one_node.compare_layouts(site))
     assert found["tp2 sp against one GPU"][0] == "passed", found
-    assert found["pp2 vpp2 against one GPU"][0] == "passed", found
+    assert found["ep2 against one GPU"][0] == "passed", found
     assert found["cp2 against one GPU"] == (
         "not_run",
         "emulated on CPU: TransformerEngine has no kernels for CPUs",
