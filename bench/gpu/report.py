@@ -22,7 +22,7 @@ from hpctrain.version import __version__
 
 KIND = "hpctrain-gpu-report"
 _KEY_FILE = "names.key"
-_SHORTEST = 3  # characters of a name that is hidden; a shorter one would hide half of the text
+_SHORTEST = 2  # characters of a name that is hidden; a single letter is in every text
 _Record = TypeVar("_Record")
 
 
