@@ -34,7 +34,8 @@ BOUND = 2e-4
 # TransformerEngine multiplies fp32 in TF32 (10 bits of mantissa) on tensor cores.
 TF32_BOUND = 5e-3
 LINK_SECONDS = 300.0
-_KILLED_STEPS, _SAVE_STEPS = 120, 5
+# Long enough that a rank of a GPU, with steps of some 20 ms, is killed before the end.
+_KILLED_STEPS, _EMULATED_STEPS, _SAVE_STEPS = 200, 20, 5
 _SP = dict(sequence_parallel=True)
 _OVERLAPS = dict(overlap_grad_reduce=True, overlap_param_gather=True)
 
@@ -152,13 +153,14 @@ def compare(site: Site, layout: Layout, one: TrialRun, start: float) -> RungChec
 def kill_and_resume(site: Site) -> RungCheck:
     """Kill a rank with SIGKILL, resume from the newest checkpoint, compare bit by bit."""
     name, start = "kill -9 and resume, bit by bit", time.monotonic()
+    steps = _EMULATED_STEPS if site.emulated else _KILLED_STEPS
     fields: dict[str, Any] = dict(
         tensor_model_parallel_size=2,
         sequence_parallel=True,
         precision="fp32" if site.emulated else "bf16",
         deterministic_mode=True,
-        train_steps=_KILLED_STEPS,
-        lr_decay_steps=_KILLED_STEPS,
+        train_steps=steps,
+        lr_decay_steps=steps,
         save_interval_steps=_SAVE_STEPS,
     )
     killed = make_run(site, "killed", LLAMA, **fields)
