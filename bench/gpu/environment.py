@@ -34,7 +34,8 @@ def run(site: Site, found: Found) -> Iterator[RungCheck]:
         return
     if not found.software:
         found.software.append(facts.software)
-    yield from judge(facts, promised=_promised(site))
+    cost = None if site.profile is None else planned_cost(site.profile)
+    yield from judge(facts, promised=_promised(site), planned=cost)
 
 
 def _promised(site: Site) -> bool:
@@ -48,12 +49,40 @@ def _promised(site: Site) -> bool:
     return profile.software.transformer_engine
 
 
-def judge(facts: MachineFacts, *, promised: bool) -> Iterator[RungCheck]:
-    """Yield one check for each library and limit. `promised`: the profile has TransformerEngine."""
+def planned_cost(profile: str) -> str | None:
+    """Plan a GPT of 1.3 billion weights on one GPU with TransformerEngine and without it.
+
+    Returns the ratio of the step times; None where the profile's GPU is not known or too small.
+    """
+    from bench.one_gpu.__main__ import HERE
+    from bench.one_gpu.jobs import CASES
+    from hpctrain.actions.plan import load, plan_option
+
+    case = next(case for case in CASES if case.name == "gpt-1.3b megatron")
+    seconds = []
+    for kind in ("transformer_engine", "local"):
+        words = (*case.settings_with(1), f"engine.implementation={kind}")
+        plan = plan_option(load(HERE / "base.yaml", profile, words), "time").plan
+        if plan is None or plan.step_seconds is None:
+            return None
+        seconds.append(plan.step_seconds)
+    ratio = seconds[1] / seconds[0]
+    return (
+        f"A GPT of 1.3 billion weights on one such GPU takes {ratio:.2f} times as long (planned)."
+    )
+
+
+def judge(
+    facts: MachineFacts, *, promised: bool, planned: str | None = None
+) -> Iterator[RungCheck]:
+    """Yield one check for each library and limit.
+
+    `promised`: the profile has TransformerEngine. `planned`: what its absence costs.
+    """
     software = facts.software
     assert software is not None
     yield _megatron_core(facts, software)
-    yield from _transformer_engine(software, promised)
+    yield from _transformer_engine(software, promised, planned)
     apex = software.apex_wgrad
     yield passed(
         "Apex extension",
@@ -90,7 +119,9 @@ def _megatron_core(facts: MachineFacts, software: SoftwareFacts) -> RungCheck:
     return passed(name, f"{found}{remark}")
 
 
-def _transformer_engine(software: SoftwareFacts, promised: bool) -> Iterator[RungCheck]:
+def _transformer_engine(
+    software: SoftwareFacts, promised: bool, planned: str | None
+) -> Iterator[RungCheck]:
     name, engine = "TransformerEngine", software.transformer_engine
     if engine.imported:
         yield passed(name, str(engine))
@@ -99,10 +130,11 @@ def _transformer_engine(software: SoftwareFacts, promised: bool) -> Iterator[Run
         hint = "" if fused else " (flash-attn is not there; cuDNN has all that production uses)"
         yield passed("attention kernels", f"{kernels or 'none'}{hint}")
         return
+    figure = f"{planned} " if planned else ""
     cost = (
         f"{engine}. Without it megatron-core has no fused attention (matrices of s x s in memory), "
         "no FP8, no context parallelism and no multi-head latent attention, and its optimizer "
-        f"makes one kernel per weight. {CONTAINER}; without a container: {WHEEL}"
+        f"makes one kernel per weight. {figure}{CONTAINER}; without a container: {WHEEL}"
     )
     if engine.error is not None:
         cost += (

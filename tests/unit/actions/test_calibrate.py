@@ -122,6 +122,30 @@ def test_a_calibration_is_no_profile_and_a_missing_one_is_named(here: Path) -> N
     assert "hpctrain calibrate" in shown.stderr
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("calibration: 5", "ours.yaml:{}:14: `calibration`: expected a mapping or text, got `5`"),
+        (
+            "calibration: {gpu: H100-80GB SXM, product_efficiency: 1.5, provenance: mine}",
+            "`calibration.product_efficiency`: must be at most 1.0, got `1.5`",
+        ),
+        (
+            "calibration: {gpu: H100-80GB SXM, nvlink_bandwidth: 300, provenance: mine}",
+            "expected a bandwidth such as `300GB/s`",
+        ),
+    ],
+)
+def test_a_wrong_calibration_in_a_profile_has_its_position(
+    line: str, message: str, here: Path
+) -> None:
+    path = here / "ours.yaml"
+    path.write_text(f"{find_profile('h100x16').read_text()}{line}\n")
+    shown = hpctrain("validate", str(path))
+    last = len(path.read_text().splitlines())
+    assert shown.exit_code == 3 and message.format(last) in shown.stderr, shown.stderr
+
+
 def test_a_calibration_of_another_gpu_is_refused_by_the_planner(here: Path) -> None:
     calibrate(write_report(here))
     profile = site_profile(here, "h100x16")

@@ -199,6 +199,17 @@ def test_a_profile_without_transformer_engine_lets_it_be_absent() -> None:
     assert found.outcome == "passed" and "no FP8" in found.detail
 
 
+def test_the_cost_of_an_absence_is_planned_for_the_profile(tmp_path: Path) -> None:
+    said = environment.planned_cost("h100x16")
+    assert said is not None
+    ratio = float(said.split(" takes ")[1].split()[0])
+    assert 1.05 < ratio < 5, said
+    facts = machine(transformer_engine=Library())
+    checks = by_name(environment.judge(facts, promised=True, planned=said))
+    assert said in checks["TransformerEngine"].detail
+    assert environment.planned_cost("sandbox") is None
+
+
 # -- climbing ----------------------------------------------------------------------------------
 
 
