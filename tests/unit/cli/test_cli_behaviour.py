@@ -428,8 +428,8 @@ def test_json_of_every_command_that_has_it(here: Path, slurm: FakeSlurm) -> None
         "compare": [*TINY, "--engines", "ddp,fsdp", "--predict"],
         "scale": [*TINY, "--gpus", "1,2", "--set", "parallel=auto", "--predict"],
     }
-    # tests/unit/actions/test_data.py, tests/engines
-    elsewhere = {"data prepare", "data show", "data verify", "convert"}
+    # tests/unit/actions/test_data.py, tests/unit/actions/test_calibrate.py, tests/engines
+    elsewhere = {"data prepare", "data show", "data verify", "calibrate", "convert"}
     assert set(json_commands()) == examples.keys() | elsewhere
     for command, arguments in examples.items():
         outcome = hpctrain(command, *arguments, "--json")
