@@ -282,7 +282,7 @@ def test_names_of_quantities_say_their_unit() -> None:
     allowed |= {("checkpoints/manifest.py", "time"), ("store/speed_checks.py", "time")}
     allowed |= {("nodes/record.py", "time"), ("nodes/blame.py", "time")}
     allowed.add(("telemetry/timeline.py", "time"))
-    allowed |= {("store/gpu_report.py", "time"), ("store/speed_checks.py", "time")}
+    allowed.add(("store/gpu_report.py", "time"))
     # a group's number of ranks
     allowed |= {("plan/documents.py", "size"), ("train/datasets/share.py", "size")}
     allowed.add(("train/data.py", "size"))

@@ -1,8 +1,9 @@
 """Records of the speed that a launch has measured on its GPUs and links before its first step.
 
 One line of `speed.jsonl` for each launch that has measured; `hpctrain calibrate` can read it, too.
-Belongs here: the format, reading and writing it. Does not belong here: measuring, what follows from
-a slow node.
+Belongs here: the format, reading and writing it. Does not belong here: measuring (see
+`hpctrain.train.speed_check`), what follows from a slow node (see
+`hpctrain.supervise.judge.slow_nodes`).
 """
 
 from __future__ import annotations
