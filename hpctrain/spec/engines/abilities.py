@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, get_args
 
 from hpctrain.spec.contradiction import Contradiction
-from hpctrain.spec.model import Family
+from hpctrain.spec.model import Family, ModelSpec
 
 if TYPE_CHECKING:
     from hpctrain.spec.engine import EngineSpec
@@ -70,6 +70,8 @@ class Choices:
     """The fields of a spec outside of `engine` that may contradict an engine's settings.
 
     `zero` None: the planner chooses, from stage 1 upwards where `distributed`, else stage 0.
+    `layout_given` False: the planner chooses the layout, and the sizes here are those of one GPU.
+    `whole_sequence`: the spec switches sequence parallelism off. `model` None: it is invalid.
     """
 
     zero: int | None
@@ -78,6 +80,15 @@ class Choices:
     precision: str
     pp: int
     sequence_parallel: bool = False
+    layout_given: bool = False
+    tp: int = 1
+    etp: int | None = None
+    whole_sequence: bool = False
+    recompute: str = "auto"
+    recompute_modules: tuple[str, ...] = ()
+    recompute_layers: int | None = None
+    activation_offload_layers: int = 0
+    model: ModelSpec | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,8 +159,14 @@ class EngineAbilities:
     shards_over_part: bool = False
     # ZeRO stage 3 together with tensor parallelism
     stage3_with_tensors: bool = True
+    # reads `parallel.etp`
+    splits_experts: bool = False
 
     # -- memory and time -------------------------------------------------------------------------
+    # number formats that can be planned
+    precisions: tuple[str, ...] = ("fp32", "fp16", "bf16", "fp8")
+    # reads `recompute_layers` and `activation_offload_layers`
+    counts_layers: bool = False
     offloads: tuple[Home, ...] = ("none",)
     # of `offloads`, those that can be planned but that hpctrain does not train
     planned_offloads: tuple[Home, ...] = ()
@@ -158,6 +175,8 @@ class EngineAbilities:
     calibration: str
     # one from which only the hidden share of data-parallel traffic is taken
     overlap_calibration: str | None = None
+    # one from which only the hidden share of tensor parallel traffic is taken with userbuffers
+    userbuffer_calibration: str | None = None
     # gradients are summed after all passes of a pipeline, without overlap
     sums_behind_pipeline: bool = False
     # reads `optimizer.overlap_grad_reduce`
