@@ -26,6 +26,7 @@ from hpctrain.plan.cost.case import (
     Software,
 )
 from hpctrain.plan.cost.constants import calibration_of, machine_of, software_of
+from hpctrain.plan.model.number_formats import LAYOUT_BYTES
 from hpctrain.spec.calibration import Calibration, SoftwareCalibration
 from hpctrain.spec.catalogue import Gpu, GpuCatalogue, match_gpu
 
@@ -214,7 +215,6 @@ def mesh_of(
     micro, accumulation = _batch(row, recipe, dp, assumed)
     first, middle, last = stage_layers(recipe.layout, model.layers, pp)
     modules = recipe.recompute_modules
-    share = recipe.recompute_layers / first if recipe.recompute_layers and first else 1.0
     return Mesh(
         tp=tp,
         pp=pp,
@@ -227,7 +227,8 @@ def mesh_of(
         sequence_parallel=int(recipe.sequence_parallel and tp > 1),
         zero=recipe.zero,
         recompute=RECOMPUTE[recipe.recompute],
-        full_share=min(1.0, share),
+        full_layers=recipe.recompute_layers / vp,
+        kept_on_host=recipe.offload_activation_layers,
         again_core=int("core_attn" in modules),
         again_mlp=int("mlp" in modules),
         again_moe=int("moe" in modules),
@@ -240,7 +241,9 @@ def mesh_of(
         low=int(recipe.precision in ("fp8", "mxfp8", "nvfp4")),
         element_bytes=4 if recipe.precision in ("fp32", "tf32") else 2,
         gradient_bytes=_gradient_bytes(row, recipe, constants),
-        gather_bytes=1 if recipe.fp8_params else 2,
+        gather_bytes=1 if recipe.fp8_params and recipe.precision != "mxfp8" else 2,
+        low_bytes=_low_bytes(recipe),
+        low_only=int(recipe.fp8_params),
         shard_gpus=dp * cp / recipe.shard_groups if recipe.shard_groups > 1 else 0,
     )
 
@@ -296,6 +299,13 @@ def _gradient_bytes(row: PublishedRow, recipe: Recipe, constants: SoftwareCalibr
     if (facts_of(row).mixed_precision or "").upper() == "PURE":
         return 2
     return 4 if recipe.grad_dtype == "fp32" or recipe.precision == "fp32" else 2
+
+
+def _low_bytes(recipe: Recipe) -> float:
+    """Bytes of both layouts of a weight in 8 or 4 bits; where fp8 does not say, one scale."""
+    kind = {"delayed": "delayed", "block": "blockwise"}.get(recipe.fp8_granularity or "")
+    names = {"fp8": kind or "tensorwise", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}
+    return 2 * LAYOUT_BYTES[names[recipe.precision]] if recipe.precision in names else 0.0
 
 
 def machine_for(

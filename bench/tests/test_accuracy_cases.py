@@ -266,7 +266,7 @@ class TestMesh:
     )
     def test_recomputation(self, cells: dict[str, str], expected: tuple[int, float]) -> None:
         mesh = case(gpt(**cells)).case.mesh
-        assert (mesh.recompute, mesh.full_share) == expected
+        assert (mesh.recompute, mesh.full_share_of(mesh.layers_first)) == expected
         assert mesh.again_core == int(cells["recompute"] == "selective")
 
     @pytest.mark.parametrize(

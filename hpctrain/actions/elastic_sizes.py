@@ -83,6 +83,7 @@ def _on_fewer_nodes(spec: RunSpec, plan: Plan, nodes: int, micro: int | str) -> 
         vpp=layout.vpp,
         cp=layout.cp,
         ep=layout.ep,
+        etp=layout.etp,
         order=layout.order,
         sequence_parallel=layout.sequence_parallel if layout.tp > 1 else None,
         stages=stages,

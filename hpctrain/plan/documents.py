@@ -51,6 +51,7 @@ class Layout(Document):
             ("vpp", self.vpp),
             ("cp", self.cp),
             ("ep", self.ep),
+            ("etp", self.etp or 1),
             ("dp", self.dp),
         ]
         shown = [f"{name} {size}" for name, size in axes if size > 1 or name in ("tp", "pp", "dp")]
@@ -134,6 +135,7 @@ class StepParts(Document):
     optimizer_seconds: float
     overhead_seconds: float
     straggling_seconds: float
+    activation_messages_seconds: float = 0.0  # copies to and from the host
     islands_seconds: float = 0.0  # traffic between islands, beyond what the other parts have
 
     @property

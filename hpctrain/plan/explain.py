@@ -18,10 +18,12 @@ from hpctrain.plan.documents import (
     Prediction,
     SearchCounts,
 )
+from hpctrain.plan.limits import node_request
 from hpctrain.plan.mesh.batch import LOW_BUBBLE, bubble_fraction
 from hpctrain.plan.mesh.candidate import Candidate
 from hpctrain.plan.mesh.placement import stays_inside
 from hpctrain.plan.model.parameters import pad_vocab
+from hpctrain.plan.option_sentences import option_reasons, option_warnings
 from hpctrain.plan.request import PlanRequest
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.units import short_bytes
@@ -100,6 +102,7 @@ def reasons(facts: Facts) -> tuple[str, ...]:
         *_placement_reasons(request.profile, facts.placements),
         f"Memory peaks at {fill_level(facts.memory, int(gpu.memory))}.",
         *_recompute_reasons(facts),
+        *option_reasons(request, facts.candidate, facts.prediction),
     ]
     if facts.prediction is None and request.knowledge is not None:
         lines.append(
@@ -211,7 +214,8 @@ def warnings(facts: Facts) -> tuple[str, ...]:
             f"kv_heads {spec.model.key_value_heads} is below tp {layout.tp}: QKV is gathered "
             "over tp in every layer."
         )
-    return tuple(lines)
+    per_node = node_request(layout.world_size, profile.gpu.per_node).gpus_per_node
+    return (*lines, *option_warnings(facts.request, candidate, per_node))
 
 
 def _bubble_warning(facts: Facts) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hpctrain.errors import DoesNotFitError, HpctrainError, LimitError
+from hpctrain.plan.abilities.low_precision import low_precision_problems
 from hpctrain.plan.abilities.sharding import sharding_problems
 from hpctrain.plan.abilities.trainable import untrainable
 from hpctrain.plan.cost.plan_memory import candidate_memory
@@ -60,13 +61,15 @@ class Refusals:
 
     site: Sequence[str]
     size: Sequence[str]
+    precision: Sequence[str]
     sharding: Sequence[str]
     layout: Sequence[str]
     memory: Sequence[str] = ()
 
     @property
     def messages(self) -> list[str]:
-        return [*self.site, *self.size, *self.sharding, *self.layout, *self.memory]
+        own = (*self.precision, *self.sharding)
+        return [*self.site, *self.size, *own, *self.layout, *self.memory]
 
 
 def make_plan(
@@ -100,11 +103,13 @@ def decide(request: PlanRequest) -> Decision:
     refused = Refusals(
         site=limit_problems(request),
         size=size_problems(spec.resources.gpus, profile),
+        precision=low_precision_problems(request),
         sharding=sharding,
         layout=layout,
     )
     # the memory of a layout on too many GPUs is worth mentioning in the same message
-    impossible = refused.sharding or refused.layout or (spec.parallel == "auto" and refused.size)
+    own = (*refused.precision, *refused.sharding, *refused.layout)
+    impossible = own or (spec.parallel == "auto" and refused.size)
     if not impossible:
         found = search(request, freedom_of(request))
         row = _first_that_fits(found)
@@ -145,8 +150,8 @@ def _refusal(request: PlanRequest, refused: Refusals) -> HpctrainError:
     kind = LimitError if refused.site else DoesNotFitError
     only_site = list(refused.site) == refused.messages
     too_many = allowed_gpus(spec, request.profile) != spec.resources.gpus
-    # a sharding that the engine lacks has its hint in its message
-    hinted = not refused.sharding and (too_many or not only_site)
+    # a precision or sharding that is not to be had has its hint in its message
+    hinted = not refused.precision and not refused.sharding and (too_many or not only_site)
     return kind("\n".join(refused.messages), _hint(request) if hinted else None)
 
 

@@ -12,7 +12,7 @@ from functools import cached_property
 from hpctrain.plan.documents import Goal
 from hpctrain.plan.model.counts import ModelCounts, count_model
 from hpctrain.spec.calibration import Calibration
-from hpctrain.spec.catalogue import Gpu
+from hpctrain.spec.catalogue import Generation, Gpu
 from hpctrain.spec.engines.abilities import MEGATRON_CORE
 from hpctrain.spec.engines.megatron import Fp8Recipe
 from hpctrain.spec.profile import ClusterProfile
@@ -31,8 +31,9 @@ class Knowledge:
 class PlanRequest:
     """What to plan, on which cluster, and by which goal plans are compared.
 
-    Without `knowledge` of a GPU no time is predicted. `spec` has its `engine.implementation`
-    chosen: what is planned and priced here is what the ranks have to find.
+    Without `knowledge` of a GPU no time is predicted. `spec` has its `engine.implementation` and
+    `engine.megatron.fp8_recipe` chosen: what is planned and priced here is what the ranks have to
+    find.
     """
 
     spec: RunSpec
@@ -41,7 +42,8 @@ class PlanRequest:
     goal: Goal = "time"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "spec", _with_implementation(self.spec, self.profile))
+        spec = _with_implementation(self.spec, self.profile)
+        object.__setattr__(self, "spec", _with_recipe(spec, self.generation))
 
     @cached_property
     def counts(self) -> ModelCounts:
@@ -49,19 +51,29 @@ class PlanRequest:
         return count_model(self.spec)
 
     @property
-    def fp8_recipe(self) -> Fp8Recipe | None:
-        """How `precision: fp8` scales; None at another precision.
+    def generation(self) -> Generation | None:
+        """Generation of the GPU; None if it is not known."""
+        return self.knowledge.gpu.generation if self.knowledge and self.knowledge.gpu else None
 
-        `auto`: current scaling as the recipes of Megatron-Bridge for Hopper, block scaling in
-        hardware (MXFP8) on Blackwell.
-        """
-        given = self.spec.engine.megatron.fp8_recipe
-        if self.spec.precision != "fp8":
-            return None
-        if given != "auto":
-            return given
-        gpu = self.knowledge.gpu if self.knowledge else None
-        return "mxfp8" if gpu is not None and gpu.generation == "blackwell" else "tensorwise"
+    @property
+    def fp8_recipe(self) -> Fp8Recipe | None:
+        """How `precision: fp8` scales; None at another precision."""
+        chosen = self.spec.engine.megatron.fp8_recipe
+        return None if self.spec.precision != "fp8" or chosen == "auto" else chosen
+
+
+def _with_recipe(spec: RunSpec, generation: Generation | None) -> RunSpec:
+    """Choose the scaling of `precision: fp8` for `auto`.
+
+    Current scaling as the recipes of Megatron-Bridge for Hopper, block scaling in hardware (MXFP8)
+    on Blackwell.
+    """
+    engine = spec.engine
+    if spec.precision != "fp8" or engine.megatron.fp8_recipe != "auto":
+        return spec
+    recipe = "mxfp8" if generation == "blackwell" else "tensorwise"
+    own = engine.megatron.model_copy(update={"fp8_recipe": recipe})
+    return spec.model_copy(update={"engine": engine.model_copy(update={"megatron": own})})
 
 
 def _with_implementation(spec: RunSpec, profile: ClusterProfile) -> RunSpec:

@@ -17,6 +17,7 @@ from hpctrain.spec.data import DataSpec as DataSpec
 from hpctrain.spec.document import Document
 from hpctrain.spec.engine import EngineSpec as EngineSpec
 from hpctrain.spec.engines.abilities import Choices
+from hpctrain.spec.engines.unread import unread_choices
 from hpctrain.spec.model import MlaSpec as MlaSpec
 from hpctrain.spec.model import ModelSpec as ModelSpec
 from hpctrain.spec.model import MoeSpec as MoeSpec
@@ -233,10 +234,10 @@ class RunSpec(Document):
         ("core_attn",), description="What `selective` computes again (Megatron's names)"
     )
     recompute_layers: int | None = Field(
-        None, ge=1, description="With `full`: so many layers of each stage; default: all of them"
+        None, ge=1, description="With `full`: the first layers of each model chunk; default: all"
     )
     activation_offload_layers: int = Field(
-        0, ge=0, description="Keep the activations of so many layers in the host's memory"
+        0, ge=0, description="Layers whose activations wait in the host's memory (pp 1)"
     )
     checkpoint: CheckpointSpec
     evaluation: EvaluationSpec = EvaluationSpec()
@@ -265,14 +266,24 @@ class RunSpec(Document):
         if not given.keys() >= {"optimizer", "precision", "parallel"}:
             return engine
         optimizer, parallel = given["optimizer"], given["parallel"]
+        layout = ParallelSpec() if parallel == "auto" else parallel
+        others = ("recompute", "recompute_modules", "recompute_layers", "model")
         choices = Choices(
             zero=optimizer.zero,
             distributed=optimizer.distributed,
             offload=optimizer.offload,
             precision=given["precision"],
-            pp=1 if parallel == "auto" else parallel.pp,
-            sequence_parallel=parallel != "auto" and bool(parallel.sequence_parallel),
+            pp=layout.pp,
+            sequence_parallel=bool(layout.sequence_parallel),
+            layout_given=parallel != "auto",
+            tp=layout.tp,
+            etp=layout.etp,
+            whole_sequence=layout.sequence_parallel is False,
+            activation_offload_layers=given.get("activation_offload_layers", 0),
+            **{name: given[name] for name in others if name in given},
         )
+        for wrong in unread_choices(engine.abilities, choices):
+            raise wrong
         for wrong in engine.abilities.contradictions(engine, choices):
             raise wrong
         return engine

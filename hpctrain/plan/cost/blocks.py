@@ -216,8 +216,7 @@ def moe(case: Case) -> Passes:
     """Price norm, router, experts as grouped products, shared experts, residual; no messages."""
     shape = case.shape
     router = linear(case, split_tokens(case), shape.experts, shape.hidden)
-    shared = feed_forward(case, shape.shared_ffn).times(flag(np.asarray(shape.shared_ffn) > 0))
-    parts = surroundings(case) + router + shared + experts(case) + permutation(case)
+    parts = surroundings(case) + router + shared_expert(case) + experts(case) + permutation(case)
     overhead = case.software.expert_overhead
     return parts + Passes(overhead, overhead)
 
@@ -225,11 +224,15 @@ def moe(case: Case) -> Passes:
 def routed_rows(case: Case) -> Array:
     """Count rows that the experts of one rank compute: every token top_k times, balanced.
 
-    With expert parallelism the tensor parallel ranks hold different tokens (T / t each, expert
-    tensor size 1), without it they all see T tokens.
+    Tensor parallel ranks hold different tokens (T / t each); ranks that split experts gather each
+    other's, so that all of them see T tokens where expert tp is t.
     """
-    spread = np.where(np.asarray(case.mesh.ep) > 1, case.mesh.tp, 1)
-    return tokens(case) * case.shape.top_k / spread
+    return own_rows(case) * case.mesh.expert_tp
+
+
+def own_rows(case: Case) -> Array:
+    """Count rows that one rank sends to experts: its T / t tokens, top_k times."""
+    return tokens(case) * case.shape.top_k / case.mesh.tp
 
 
 def experts(case: Case) -> Passes:
@@ -261,13 +264,26 @@ def permutation(case: Case) -> Passes:
 
 
 def dispatch_messages(case: Case) -> Passes:
-    """Price the all-to-all to the experts and back, both passes."""
+    """Price the all-to-all to the experts and back, both passes.
+
+    Ranks that split an expert gather all their rows behind the first one, and reduce and scatter
+    their partial sums before the second, each of the size of the gathered rows, and in the open
+    (megatron-core: moe/token_dispatcher.py, MoEAlltoAllTokenDispatcher, AG(TP) and RS(TP)).
+    """
     mesh = case.mesh
-    sent = mesh.element_bytes * routed_rows(case) * case.shape.expert_hidden
-    stride = 1  # expert groups take consecutive ranks (tp x ep nearest, Megatron's order)
-    seconds = 2 * links.exchange_seconds(case, sent, mesh.ep, stride)
-    shown = seconds * (1 - case.software.ep_overlap)
+    width = mesh.element_bytes * case.shape.expert_hidden
+    # the experts' own mesh is nearest: expert tp, then ep (Megatron's order)
+    sent = width * own_rows(case)
+    exchanged = 2 * links.exchange_seconds(case, sent, mesh.ep, mesh.expert_tp)
+    gathered = 2 * links.gather_seconds(case, width * routed_rows(case), mesh.expert_tp, 1)
+    shown = exchanged * (1 - case.software.ep_overlap) + gathered
     return Passes(0.0, 0.0, shown, shown)
+
+
+def shared_expert(case: Case) -> Passes:
+    """Price the shared experts' MLP; nothing without one."""
+    present = flag(np.asarray(case.shape.shared_ffn) > 0)
+    return feed_forward(case, case.shape.shared_ffn).times(present)
 
 
 def mamba(case: Case) -> Passes:
@@ -303,6 +319,13 @@ def output_layer(case: Case) -> Passes:
     loss = stream(case, per_logit * rows * part)
     product = linear(wide, rows, part, shape.hidden)
     return surroundings(case) + product + Passes(loss, loss) + region_messages(case)
+
+
+def output_gradient(case: Case) -> Array:
+    """Price the weight gradient of the output layer, for one microbatch and one head."""
+    shape, rows = case.shape, tokens(case)
+    wide = replace(case, mesh=replace(case.mesh, low=0))
+    return product_seconds(wide, shape.hidden, shape.vocab / case.mesh.tp, rows)
 
 
 def embedding(case: Case) -> Passes:

@@ -101,7 +101,10 @@ class Mesh:
     layers_first: Array  # transformer layers of the first, of a middle and of the last stage
     layers_middle: Array
     layers_last: Array
+    etp: Array = 0  # ranks that split one expert; 0: 1 with expert parallelism, else tp
     full_share: Array = 1  # share of a stage's layers that RECOMPUTE_FULL covers
+    full_layers: Array = 0  # layers of each chunk that it covers instead; 0: `full_share`
+    kept_on_host: Array = 0  # layers whose activations wait in the host's memory
     again_core: Array = 1  # what RECOMPUTE_SELECTIVE computes again: core attention,
     again_mlp: Array = 0  # dense MLPs,
     again_moe: Array = 0  # MoE blocks, messages included,
@@ -117,6 +120,10 @@ class Mesh:
     summed_bytes: Array = 0  # per gradient that is sent to be summed; 0: as `gradient_bytes`
     summed_inside: Array = 0  # the same inside a node, where that is more
     gather_bytes: Array = 2  # per parameter that the distributed optimizer sends out
+    low_bytes: Array = 0  # per weight of a linear layer: its forms in 8 or 4 bits
+    low_only: Array = 0  # 1: these weights have no 16-bit form
+    gradient_copy: Array = 0  # per gradient of a shard: an fp32 copy while the optimizer runs
+    deferred_output: Array = 0  # 1: weight gradients of the output layer wait for the last gap
 
     @property
     def gpus(self) -> Array:
@@ -135,7 +142,24 @@ class Mesh:
     @property
     def expert_tp(self) -> Array:
         """Tensor parallelism inside experts: 1 with expert parallelism, as recipes set it."""
-        return np.where(np.asarray(self.ep) > 1, 1, self.tp)
+        default = np.where(np.asarray(self.ep) > 1, 1, self.tp)
+        return np.where(np.asarray(self.etp) > 0, self.etp, default)
+
+    def full_share_of(self, layers: Array) -> Array:
+        """Return the share of a stage with so many layers that RECOMPUTE_FULL covers.
+
+        `full_layers` counts layers of each chunk (transformer_block.py, recompute_method block).
+        """
+        share = np.minimum(1.0, self.full_layers * self.vpp / np.maximum(layers, 1e-9))
+        return np.where(np.asarray(self.full_layers) > 0, share, self.full_share)
+
+    @property
+    def full_share_of_predicted(self) -> Array:
+        """The share of token prediction layers that RECOMPUTE_FULL covers.
+
+        A count of layers leaves them alone (multi_token_prediction.py, "Skipping recompute").
+        """
+        return np.where(np.asarray(self.full_layers) > 0, 0.0, self.full_share)
 
 
 @dataclass(frozen=True)
@@ -186,6 +210,7 @@ class Software:
     zero_bubble: Array = 0  # 1: ZB-1p, 2: ZB-2p (Qi et al. 2023, arXiv 2401.10241)
     fused_loss: Array = 0  # 1: fused cross entropy, no fp32 copy of the logits
     expert_overhead: Array = 0.0  # seconds per MoE layer, microbatch and pass
+    shared_overlap: Array = 0  # 1: the shared expert is computed while tokens travel
     main_bytes: Array = 12  # optimizer state per parameter: main copy and two moments
     dummy_gradients: Array = 1  # 16-bit copies of one layer's weights that backward leaves behind
     turned_copy: Array = 0  # 1: queries and keys are kept before and after rotation

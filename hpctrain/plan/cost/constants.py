@@ -18,6 +18,9 @@ from hpctrain.spec.calibration import (
 )
 from hpctrain.spec.catalogue import Gpu
 
+# What copies between pinned host memory and a GPU reach of the link: 25 of PCIe 4's 32 GB/s.
+HOST_LINK_SHARE = 25 / 32
+PCIE4_BANDWIDTH = 32e9  # bytes/s and direction of 16 lanes; PCI-SIG, PCI Express 4.0
 LOW_PRECISIONS = {"fp8": ("fp8",), "fp4": ("fp4", "fp8")}
 
 
@@ -98,6 +101,7 @@ def machine_of(
         misaligned_cost=shares.misaligned_cost,
         leaf_gpus=leaf_gpus,
         oversubscription=oversubscription,
+        host_bandwidth=HOST_LINK_SHARE * float(gpu.host_bandwidth or PCIE4_BANDWIDTH),
     )
 
 

@@ -11,11 +11,21 @@ from math import sqrt
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.plan.abilities.low_precision import LOW_PRECISIONS
 from hpctrain.plan.cost.case import Case, Machine, Mesh, Shape, Software
 from hpctrain.plan.cost.constants import calibration_of, machine_of, software_of
 from hpctrain.plan.cost.modules import eager
 from hpctrain.plan.documents import DEFAULT_ORDER, ORDERS
 from hpctrain.plan.model import vision
+from hpctrain.plan.model.number_formats import ELEMENT_BYTES as ELEMENT_BYTES
+from hpctrain.plan.model.number_formats import (
+    FP32_BYTES,
+    MOMENT_BYTES,
+    OPTIMIZER_BYTES,
+    gradient_bytes,
+    low_weight_bytes,
+    sent_weight_bytes,
+)
 from hpctrain.plan.model.parameters import BERT_SEGMENTS
 from hpctrain.plan.request import PlanRequest
 from hpctrain.spec.calibration import Calibration, SoftwareCalibration
@@ -24,13 +34,6 @@ from hpctrain.spec.run import ModelSpec, RunSpec
 
 if TYPE_CHECKING:
     from hpctrain.plan.mesh.columns import Columns
-
-ELEMENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 2, "fp4": 2}  # as bf16
-GRADIENT_BYTES = 4  # one fp32 buffer (DistributedDataParallelConfig.grad_reduce_in_fp32)
-# Two fp32 moments of Adam; 16-bit weights have an fp32 main copy besides
-# (megatron/core/optimizer/optimizer.py, Float16OptimizerWithFloat16Params and FP32Optimizer).
-OPTIMIZER_BYTES = {"fp32": 8, "fp16": 12, "bf16": 12, "fp8": 12, "fp4": 12}
-MOMENT_BYTES = 8
 
 
 def case_of(request: PlanRequest, columns: Columns) -> Case:
@@ -139,7 +142,9 @@ def mesh_of(request: PlanRequest, columns: Columns) -> Mesh:
     """
     spec = request.spec
     near, again = columns.order == ORDERS.index(DEFAULT_ORDER), spec.recompute_modules
-    gradient_bytes = GRADIENT_BYTES * request.counts.trainable_share
+    own, trainable = spec.engine.megatron, request.counts.trainable_share
+    each = gradient_bytes(spec)
+    held = each * trainable
     hook = spec.engine.ddp.hook if spec.engine.abilities.gradient_hook else "none"
     sent_share = 1.0 if hook == "none" else 0.5
     if hook == "powersgd":
@@ -150,6 +155,7 @@ def mesh_of(request: PlanRequest, columns: Columns) -> Mesh:
         vpp=columns.vpp.astype(float),
         cp=columns.cp.astype(float),
         ep=columns.ep.astype(float),
+        etp=columns.etp.astype(float),
         dp=columns.dp.astype(float),
         micro_batch=columns.micro_batch.astype(float),
         accumulation=columns.accumulation.astype(float),
@@ -168,11 +174,19 @@ def mesh_of(request: PlanRequest, columns: Columns) -> Mesh:
         again_activation=int("moe_act" in again),
         again_up=int("mla_up_proj" in again),
         pipeline_outside=near.astype(float),
-        low=int(spec.precision == "fp8"),
+        full_layers=spec.recompute_layers or 0,
+        kept_on_host=spec.activation_offload_layers,
+        low=int(spec.precision in LOW_PRECISIONS),
         element_bytes=ELEMENT_BYTES[spec.precision],
-        gradient_bytes=gradient_bytes,
-        summed_bytes=gradient_bytes * sent_share,
-        summed_inside=gradient_bytes if hook == "hierarchical" else 0,
+        gradient_bytes=held,
+        summed_bytes=held * sent_share,
+        summed_inside=held if hook == "hierarchical" else 0,
+        gather_bytes=sent_weight_bytes(spec),
+        low_bytes=low_weight_bytes(spec, request.generation),
+        low_only=int(own.fp8_param_gather),
+        # distrib_optimizer.py: shard_main_param.grad = shard_model_grad.float()
+        gradient_copy=FP32_BYTES * trainable if each < FP32_BYTES else 0,
+        deferred_output=int(own.defer_embedding_wgrad_compute),
     )
 
 
@@ -198,7 +212,8 @@ def software_for(request: PlanRequest) -> Software:
     Overlap is the share of data parallel traffic that can hide; each of the two switches of the
     optimizer enables half of it. Optimizer bytes are per parameter; frozen ones have no moments.
     They have an fp32 main copy where the module itself is in fp32 (FSDP, DDP). DeepSpeed keeps the
-    module in bf16, and main copies only of what its optimizer updates.
+    module in bf16, and main copies only of what its optimizer updates. What `engine.megatron`
+    switches on takes constants of measured runs that had it (docs/planner.md).
     """
     spec, knowledge, abilities = request.spec, request.knowledge, request.spec.engine.abilities
     base, overlap = PLAIN, float(PLAIN.dp_overlap)
@@ -221,7 +236,43 @@ def software_for(request: PlanRequest) -> Software:
         main_bytes=main * copied + MOMENT_BYTES * trainable,
         context_bytes=float(request.profile.gpu.reserved),
     )
-    return replace(software, **eager(spec))
+    if knowledge is not None:
+        software = _with_options(software, spec, knowledge.calibration)
+    return replace(software, **eager(spec), **_fused_loss(spec))
+
+
+def _with_options(software: Software, spec: RunSpec, calibration: Calibration) -> Software:
+    """Apply userbuffers, dispatcher, shared expert and CUDA graphs of `engine.megatron`.
+
+    The flex dispatcher leaves as much of the shown all-to-all as its backend does where both were
+    measured.
+    """
+    own, key = spec.engine.megatron, spec.engine.abilities.userbuffer_calibration
+    if own.tp_comm_overlap and key in calibration.software:
+        software = replace(software, tp_overlap=calibration.software[key].tp_overlap)
+    if own.moe_token_dispatcher_type == "flex":
+        backend = calibration.dispatch[own.moe_flex_dispatcher_backend]
+        left = (1 - backend.overlap) / (1 - calibration.dispatch["alltoall"].overlap)
+        software = replace(software, ep_overlap=1 - (1 - software.ep_overlap) * left)
+    launches = calibration.graphs["none" if own.cuda_graph_impl == "none" else "layer"]
+    return replace(
+        software,
+        shared_overlap=int(own.moe_shared_expert_overlap),
+        layer_overhead=software.layer_overhead * launches,
+        expert_overhead=software.expert_overhead * launches,
+    )
+
+
+def _fused_loss(spec: RunSpec) -> dict[str, float]:
+    """Return the fields of `Software` that a fused cross entropy changes.
+
+    TransformerEngine's kernel turns 16-bit logits into their gradient in place (cross_entropy.py).
+    megatron-core's own one keeps fp32 exponentials (fusions/fused_cross_entropy.py).
+    """
+    if not spec.engine.megatron.cross_entropy_loss_fusion:
+        return {}
+    native = spec.engine.implementation == "local"
+    return dict(fused_loss=1.0, logit_bytes=4.0 if native else 2.0)
 
 
 def _software_calibration(

@@ -14,7 +14,7 @@ element.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,11 +22,18 @@ from hpctrain.plan.cost.blocks import routed_rows, split_tokens, tokens
 from hpctrain.plan.cost.case import RECOMPUTE_FULL, RECOMPUTE_SELECTIVE, Array, Case, Mask, flag
 from hpctrain.plan.cost.composition import (
     Blocks,
+    all_blocks,
     first_blocks,
     later_blocks,
     prediction_blocks,
 )
-from hpctrain.plan.cost.weights import Weights, block_weights, stage_weights, table_weights
+from hpctrain.plan.cost.weights import (
+    Weights,
+    block_weights,
+    prediction_weights,
+    stage_weights,
+    table_weights,
+)
 
 
 @dataclass(frozen=True)
@@ -98,9 +105,12 @@ def stage_memory(case: Case, stage: Stage) -> StageMemory:
     kept = activation_bytes(case, stage)
     logits = logit_bytes(case) * stage.loss
     buffers = transient_bytes(case, stage) + message_bytes(case)
+    # these are gone while the optimizer runs, which has copies of its own
+    copies = case.mesh.gradient_copy * _divided(weights, shards(case, 1))
+    buffers = buffers + np.maximum(copies - (kept + logits + buffers), 0.0)
     slack = np.where(np.asarray(software.slack) > 0, software.slack, 1.0)
     return StageMemory(
-        weights=weight_bytes(case, weights),
+        weights=weight_bytes(case, weights, low_weights(case, stage)),
         gradients=gradient_bytes(case, weights),
         optimizer=optimizer_bytes(case, weights),
         activations=kept * slack,
@@ -131,16 +141,26 @@ def _divided(weights: Weights, by: tuple[Array, Array]) -> Array:
     return weights.dense / by[0] + weights.routed / by[1]
 
 
-def weight_bytes(case: Case, weights: Weights) -> Array:
-    """Compute 16-bit weights (ZeRO-3: a share), and 8-bit copies for 8-bit products.
+def low_weights(case: Case, stage: Stage) -> Weights:
+    """Count parameters of layers, whose products are in 8 or 4 bits where any are.
 
-    With 8-bit weights as the only ones (fp8 parameter gather) two layouts of one byte each take
-    the place of 16 bits.
+    Norms and routers among them are not worth a count of their own.
     """
-    share = _divided(weights, shards(case, 3))
-    besides = np.logical_and(np.asarray(case.mesh.low) > 0, np.asarray(case.mesh.gather_bytes) > 1)
-    copies = np.where(besides, 1.0, 0.0)
-    return (case.mesh.element_bytes + copies) * share
+    own, ahead = block_weights(case, stage.blocks), prediction_weights(case)
+    return Weights(
+        own.dense + stage.loss * ahead.dense,
+        own.routed + stage.loss * ahead.routed,
+    )
+
+
+def weight_bytes(case: Case, weights: Weights, low: Weights) -> Array:
+    """Compute 16-bit weights (ZeRO-3: a share), and forms of `low` for 8-bit and 4-bit products.
+
+    With fp8 parameter gather these forms take the place of 16 bits.
+    """
+    share, of_low = _divided(weights, shards(case, 3)), _divided(low, shards(case, 3))
+    more = case.mesh.low_bytes - case.mesh.low_only * case.mesh.element_bytes
+    return case.mesh.element_bytes * share + more * of_low
 
 
 def gradient_bytes(case: Case, weights: Weights) -> Array:
@@ -268,7 +288,8 @@ def kept_bytes(case: Case, blocks: Blocks) -> Array:
     Full recomputation keeps the input of each layer (Korthikanti et al., section 5).
     """
     inputs = case.software.checkpoint_copies * blocks.layers * outside_bytes(case)
-    full, share = np.asarray(case.mesh.recompute) == RECOMPUTE_FULL, case.mesh.full_share
+    full = np.asarray(case.mesh.recompute) == RECOMPUTE_FULL
+    share = case.mesh.full_share_of(blocks.layers)
     plain = blocks_bytes(case, blocks)
     return np.where(full, share * inputs + (1 - share) * plain, plain)
 
@@ -291,16 +312,44 @@ def microbatches_in_flight(case: Case, stage: Stage) -> Array:
 
 
 def activation_bytes(case: Case, stage: Stage) -> Array:
-    """Compute all activations in flight, and the one layer that is being recomputed."""
-    kept = kept_bytes(case, stage.blocks)
+    """Compute all activations in flight, and the one layer that is being recomputed.
+
+    Of the layers that wait on the host one is on its way. Deferred weight gradients of the output
+    layer keep its input and the gradient of its output for all microbatches of a step
+    (megatron-core: tensor_parallel/layers.py, wgrad_deferral_limit 0).
+    """
+    kept = kept_bytes(case, stage.blocks) - away_bytes(case, stage.blocks)
     layers = np.maximum(stage.blocks.layers, 1e-9)
     working = np.maximum(blocks_bytes(case, stage.blocks, whole=True) - kept, 0.0) / layers
     before = case.software.loss_first * logit_bytes(case) * stage.loss
     working = np.maximum(working - before, 0.0)
     start = stage.embedding * np.minimum(case.mesh.pp, case.mesh.accumulation)
     ends = (start + 2 * stage.loss) * outside_bytes(case)
-    extra = stage.loss * kept_bytes(case, prediction_blocks(case))
-    return microbatches_in_flight(case, stage) * kept + working + ends + extra
+    extra = stage.loss * predicted_bytes(case)
+    gradient = case.mesh.element_bytes * tokens(case) * case.shape.vocab / case.mesh.tp
+    heads = (1 + case.shape.mtp_layers) * case.mesh.deferred_output * stage.loss
+    deferred = heads * case.mesh.accumulation * (outside_bytes(case) + gradient)
+    in_flight: Array = microbatches_in_flight(case, stage) * kept
+    return in_flight + working + ends + extra + deferred
+
+
+def predicted_bytes(case: Case) -> Array:
+    """Compute what token prediction layers keep."""
+    mesh = replace(case.mesh, full_layers=0, full_share=case.mesh.full_share_of_predicted)
+    return kept_bytes(replace(case, mesh=mesh), prediction_blocks(case))
+
+
+def host_bytes(case: Case) -> Array:
+    """Compute what one microbatch of the offloaded layers keeps in the host's memory."""
+    blocks = all_blocks(case)
+    layers = np.minimum(case.mesh.kept_on_host, blocks.layers)
+    return layers * kept_bytes(case, blocks) / np.maximum(blocks.layers, 1e-9)
+
+
+def away_bytes(case: Case, blocks: Blocks) -> Array:
+    """Compute what offloaded layers do not keep on the GPU: all of them but one on its way."""
+    layers = np.maximum(np.minimum(case.mesh.kept_on_host, blocks.layers) - 1, 0.0)
+    return layers * kept_bytes(case, blocks) / np.maximum(blocks.layers, 1e-9)
 
 
 def logit_bytes(case: Case) -> Array:

@@ -10,13 +10,18 @@ from __future__ import annotations
 import numpy as np
 
 from hpctrain.plan.cost.composition import Blocks
-from hpctrain.plan.cost.from_spec import ELEMENT_BYTES, case_of
+from hpctrain.plan.cost.from_spec import case_of
 from hpctrain.plan.cost.memory import Stage as CostStage
 from hpctrain.plan.cost.memory import shards, stage_memory
 from hpctrain.plan.documents import MemoryBreakdown
 from hpctrain.plan.mesh.candidate import Candidate
 from hpctrain.plan.mesh.columns import columns_of
-from hpctrain.plan.mesh.stages import build_stages, stage_expert_parameters, stage_layers
+from hpctrain.plan.mesh.stages import (
+    build_stages,
+    stage_expert_parameters,
+    stage_layer_parameters,
+    stage_layers,
+)
 from hpctrain.plan.request import PlanRequest
 from hpctrain.spec.run import ModelSpec
 
@@ -40,7 +45,8 @@ def candidate_memory(request: PlanRequest, candidate: Candidate) -> tuple[Memory
         np.broadcast_to(np.asarray(part, dtype=float), shape)
         for part in (estimate.activations, estimate.logits, estimate.buffers)
     )
-    weight_bytes = ELEMENT_BYTES[spec.precision] + int(spec.precision == "fp8")  # and an 8-bit copy
+    wide, low_only = float(case.mesh.element_bytes), float(case.mesh.low_only)
+    low_bytes = float(case.mesh.low_bytes) - low_only * wide
     state = 0.0 if candidate.offload else float(case.software.main_bytes)
     # by ZeRO stage: over how many ranks dense weights and experts are divided from it on
     divisors = {
@@ -50,12 +56,14 @@ def candidate_memory(request: PlanRequest, candidate: Candidate) -> tuple[Memory
     for n, stage in enumerate(stages):
         experts = stage_expert_parameters(spec.model, candidate.layout, candidate.split, n)
         dense = stage.parameters_per_gpu - experts
+        layers = stage_layer_parameters(spec.model, candidate.layout, candidate.split, n) - experts
+        of_layers = -(-layers // divisors[3][0]) + -(-experts // divisors[3][1])
         weights, gradients, optimizer = (
             -(-dense // by[0]) + -(-experts // by[1]) for by in divisors.values()
         )
         stage_bytes.append(
             MemoryBreakdown(
-                weights_bytes=weight_bytes * weights,
+                weights_bytes=round(wide * weights + low_bytes * of_layers),
                 gradients_bytes=round(float(case.mesh.gradient_bytes) * gradients),
                 optimizer_bytes=round(state * optimizer),
                 activations_bytes=round(float(activations[n])),

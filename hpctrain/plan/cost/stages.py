@@ -6,7 +6,7 @@ blocks (`blocks`), the schedule (`step`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -56,17 +56,46 @@ class Stages:
 
 def stages_of(case: Case) -> Stages:
     """Compute the times of the stages of every case."""
-    kinds = _Kinds.of(case)
     mesh = case.mesh
+    counted = np.any(mesh.full_layers)
+    kinds = _Kinds.of(_with_share(case, mesh.full_share_of_predicted) if counted else case)
     start, end = kinds.start, kinds.end
-    first = kinds.turn(first_blocks(case)) + start
-    middle = kinds.turn(later_blocks(case, mesh.layers_middle))
-    last = kinds.turn(later_blocks(case, mesh.layers_last)) + end
-    whole = kinds.turn(all_blocks(case)) + start + end
+    first = _turn(case, kinds, first_blocks(case)) + start
+    middle = _turn(case, kinds, later_blocks(case, mesh.layers_middle))
+    last = _turn(case, kinds, later_blocks(case, mesh.layers_last)) + end
+    whole = _sum_of_stages(case, kinds) + start + end
     alone = np.asarray(mesh.pp) == 1
     slowest = _where(alone, whole, _slowest(first, _slowest(middle, last)))
     backward = slowest.backward + slowest.again
     return Stages(slowest, whole.total, backward, slowest.forward)
+
+
+def _turn(case: Case, kinds: _Kinds, blocks: Blocks) -> Turn:
+    """Add up one stage; what is computed again depends on its number of layers."""
+    if not np.any(case.mesh.full_layers):
+        return kinds.turn(blocks)
+    return _Kinds.of(_with_share(case, case.mesh.full_share_of(blocks.layers))).turn(blocks)
+
+
+def _sum_of_stages(case: Case, kinds: _Kinds) -> Turn:
+    """Add up all layers; each stage computes its own share of them again."""
+    mesh = case.mesh
+    if not np.any(mesh.full_layers):
+        return kinds.turn(all_blocks(case))
+    behind = np.maximum(mesh.pp - 2, 0)
+    several = flag(np.asarray(mesh.pp) > 1)
+    covered = (
+        mesh.full_share_of(mesh.layers_first) * mesh.layers_first
+        + behind * mesh.full_share_of(mesh.layers_middle) * mesh.layers_middle
+        + several * mesh.full_share_of(mesh.layers_last) * mesh.layers_last
+    )
+    counted = np.minimum(1.0, covered / case.shape.layers)
+    share = np.where(np.asarray(mesh.full_layers) > 0, counted, mesh.full_share)
+    return _Kinds.of(_with_share(case, share)).turn(all_blocks(case))
+
+
+def _with_share(case: Case, share: Array) -> Case:
+    return replace(case, mesh=replace(case.mesh, full_layers=0, full_share=share))
 
 
 def _slowest(one: Turn, other: Turn) -> Turn:
@@ -103,6 +132,8 @@ class _Kinds:
             adapters = _plain(case, passes, _again(case, passes, 0.0)[0])
         each = (_attention_turn(case), _mlp_turn(case), _moe_turn(case), mamba_turn, adapters)
         head = _plain(case, block.output_layer(case), 0.0)
+        waiting = case.mesh.deferred_output * block.output_gradient(case)
+        head = replace(head, backward=head.backward - waiting)
         plain = cls(case, *each, head, head)
         ahead = plain.turn(prediction_blocks(case))
         predicted = ahead + head.times(1 + case.shape.mtp_layers)
@@ -171,5 +202,9 @@ def _moe_turn(case: Case) -> Turn:
     mode = np.asarray(mesh.recompute)
     twice = np.logical_and(mode == RECOMPUTE_SELECTIVE, everything)
     turns = 1 + np.where(mode == RECOMPUTE_FULL, mesh.full_share, 1.0 * twice)
-    messages = sent.forward_messages * turns + sent.backward_messages
+    # the shared expert's time hides messages of its own pass
+    shared, beside = block.shared_expert(case), case.software.shared_overlap
+    there = np.maximum(sent.forward_messages - beside * shared.forward, 0.0)
+    back = np.maximum(sent.backward_messages - beside * shared.backward, 0.0)
+    messages = there * turns + back
     return Turn(passes.forward, passes.backward, again, 0.0, 0.0, messages)

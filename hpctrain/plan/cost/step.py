@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hpctrain.plan.cost import links
-from hpctrain.plan.cost.blocks import split_tokens
+from hpctrain.plan.cost.blocks import output_gradient, split_tokens
 from hpctrain.plan.cost.case import Array, Case
+from hpctrain.plan.cost.memory import host_bytes
 from hpctrain.plan.cost.stages import Stages, stages_of
 from hpctrain.plan.cost.weights import Weights, weights_of
 
@@ -37,6 +38,7 @@ class StepTime:
     optimizer: Array
     overhead: Array
     straggling: Array
+    activation_messages: Array = 0.0  # copies to and from the host that compute does not hide
 
     @property
     def total(self) -> Array:
@@ -49,7 +51,7 @@ def step_seconds(case: Case) -> StepTime:
     transfer = transfer_seconds(case)
     slow = stages.slowest
     smooth = StepTime(
-        compute=turns * (slow.forward + slow.backward),
+        compute=turns * (slow.forward + slow.backward) + late_gradients(case, stages),
         recompute=turns * slow.again,
         tensor_messages=turns * slow.tensor,
         context_messages=turns * slow.context,
@@ -60,9 +62,35 @@ def step_seconds(case: Case) -> StepTime:
         optimizer=optimizer_seconds(case, weights),
         overhead=case.software.step_overhead + 0.0 * slow.forward,
         straggling=0.0,
+        activation_messages=turns * host_copies(case, stages),
     )
     doublings = np.log2(np.maximum(1.0, case.mesh.gpus / 8))
     return replace(smooth, straggling=case.software.straggling * doublings * smooth.total)
+
+
+def late_gradients(case: Case, stages: Stages) -> Array:
+    """Price deferred weight gradients of the output layer beyond the gap at the end of a step.
+
+    The last stage is done with its last microbatch p - 1 backward passes before the first one, and
+    computes them meanwhile (megatron-core: pipeline_parallel/schedules.py,
+    finish_embedding_wgrad_compute).
+    """
+    mesh = case.mesh
+    heads = 1 + case.shape.mtp_layers
+    waiting = mesh.deferred_output * mesh.accumulation * heads * output_gradient(case)
+    gap = (mesh.pp - 1) * stages.last_backward / mesh.vpp
+    return np.maximum(waiting - gap, 0.0)
+
+
+def host_copies(case: Case, stages: Stages) -> Array:
+    """Price copies of one microbatch's activations to the host and back beyond compute.
+
+    TransformerEngine spreads the copies of the chosen layers over all layers (cpu_offload.py,
+    layer_window_map), so that each pass hides as much as it lasts.
+    """
+    copied = host_bytes(case) / case.machine.host_bandwidth
+    shown = np.maximum(copied - stages.first_forward, 0.0)
+    return shown + np.maximum(copied - stages.last_backward, 0.0)
 
 
 def bubble_seconds(case: Case, stages: Stages, transfer: Array) -> Array:

@@ -26,9 +26,10 @@ Ints = NDArray[np.int32]
 class Columns:
     """Candidates in columns. `recompute` and `order` are positions in RECOMPUTES and ORDERS.
 
-    `uneven`: the stages are listed, by the spec or as `spread_layers` has them. `layers_first`,
-    `layers_middle`, `layers_last`: transformer layers of those pipeline stages (all chunks
-    together); with pp 1 all three are the whole model, with pp 2 the middle is the longer one.
+    `etp`: 0 where it is the default. `uneven`: the stages are listed, by the spec or as
+    `spread_layers` has them. `layers_first`, `layers_middle`, `layers_last`: transformer layers of
+    those pipeline stages (all chunks together); with pp 1 all three are the whole model, with
+    pp 2 the middle is the longer one.
     """
 
     tp: Ints
@@ -36,6 +37,7 @@ class Columns:
     vpp: Ints
     cp: Ints
     ep: Ints
+    etp: Ints
     dp: Ints
     sequence_parallel: Ints
     count_embedding: Ints
@@ -108,6 +110,7 @@ def candidate_at(spec: RunSpec, columns: Columns, row: int, stages: Split | None
         vpp=value["vpp"],
         cp=value["cp"],
         ep=value["ep"],
+        etp=value["etp"] or None,
         order=ORDERS[value["order"]],
         sequence_parallel=bool(value["sequence_parallel"]) if value["tp"] > 1 else None,
         stages=stages,
@@ -141,6 +144,7 @@ def columns_of(candidate: Candidate) -> Columns:
         vpp=row(layout.vpp),
         cp=row(layout.cp),
         ep=row(layout.ep),
+        etp=row(layout.etp or 0),
         dp=row(layout.dp),
         sequence_parallel=row(layout.sequence_parallel),
         count_embedding=row(parallel.count_embedding),

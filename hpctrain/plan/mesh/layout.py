@@ -34,6 +34,7 @@ def layout_of(parallel: ParallelSpec, gpus: int) -> Layout:
         dp=gpus // (parallel.tp * parallel.pp * parallel.cp),
         sequence_parallel=uses_sequence_parallel(parallel),
         ep=parallel.ep,
+        etp=parallel.etp,
         order=DEFAULT_ORDER if parallel.order == "auto" else parallel.order,
     )
 

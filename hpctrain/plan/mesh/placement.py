@@ -45,7 +45,7 @@ def place_axes(
         request = on_islands(node_request(layout.world_size, profile.gpu.per_node), profile)
     distances = strides(layout)
     if layout.ep > 1:  # the nearest of the experts' own mesh, but for tp inside of experts
-        distances["ep"] = expert_tp(layout.tp, layout.ep)
+        distances["ep"] = expert_tp(layout.tp, layout.ep, layout.etp)
     return tuple(
         AxisPlacement(
             axis=axis,

@@ -23,11 +23,14 @@ from hpctrain.plan.mesh.islands import (
 from hpctrain.plan.mesh.placement import strides
 from hpctrain.plan.mesh.rules import layout_values, possible_orders
 from hpctrain.plan.mesh.stages import build_stage, stage_expert_parameters
+from hpctrain.plan.model.number_formats import (
+    ELEMENT_BYTES,
+    gradient_bytes,
+    sent_weight_bytes,
+)
 from hpctrain.plan.model.parameters import expert_tp
 from hpctrain.plan.request import PlanRequest
 from hpctrain.units import short_bytes
-
-_GRADIENT_BYTES = 4  # summed in fp32 (DistributedDataParallelConfig.grad_reduce_in_fp32)
 
 
 @dataclass(frozen=True)
@@ -95,13 +98,13 @@ def step_traffic(request: PlanRequest, candidate: Candidate) -> Traffic:
     """Count the bytes that the rings of the fullest stage and a pipeline send in one step.
 
     A ring of n ranks moves (n - 1) / n of the tensor over each of its links in a reduce-scatter
-    and again in an all-gather (Thakur, Rabenseifner and Gropp 2005). Gradients are fp32; with the
+    and again in an all-gather (Thakur, Rabenseifner and Gropp 2005). With the
     distributed optimizer the all-gather moves weights instead (ZeRO-1, arXiv 1910.02054, 7.1).
     A message is [s b / c, h], split by t with sequence parallelism and by DeepSpeed, and per rank.
     """
     spec, layout, model = request.spec, candidate.layout, request.spec.model
-    element = 4 if spec.precision == "fp32" else 2
-    moved = _GRADIENT_BYTES + (element if spec.optimizer.distributed else _GRADIENT_BYTES)
+    element, summed = ELEMENT_BYTES[spec.precision], gradient_bytes(spec)
+    moved = summed + (sent_weight_bytes(spec) if spec.optimizer.distributed else summed)
     pairs = [
         (
             build_stage(
@@ -126,7 +129,7 @@ def step_traffic(request: PlanRequest, candidate: Candidate) -> Traffic:
 
 def _expert_copies(layout: Layout) -> int:
     """Count the ranks that hold the same experts: expert data parallelism."""
-    shared = expert_tp(layout.tp, layout.ep) * layout.ep
+    shared = expert_tp(layout.tp, layout.ep, layout.etp) * layout.ep
     return max(1, layout.tp * layout.cp * layout.dp // shared)
 
 
@@ -156,7 +159,7 @@ def uplink_load(candidate: Candidate, order: Order, island: Island, traffic: Tra
         dense_flows = groups_at_border(stride["cp"], layout.dp * layout.cp, island)
     else:
         dense_flows = groups_at_border(stride["dp"], layout.dp, island) // layout.cp
-    near = expert_tp(layout.tp, layout.ep) * layout.ep
+    near = expert_tp(layout.tp, layout.ep, layout.etp) * layout.ep
     if layout.order.endswith("dp"):
         near *= layout.pp
     expert_flows = groups_at_border(near, _expert_copies(layout), island)

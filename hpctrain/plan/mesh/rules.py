@@ -17,6 +17,7 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from hpctrain.plan.abilities.low_precision import linear_widths, low_alignment
 from hpctrain.plan.abilities.sharding import zero_choices
 from hpctrain.plan.divisors import divisors, multiples_around, nearest, or_list
 from hpctrain.plan.documents import DEFAULT_ORDER, ORDERS
@@ -35,7 +36,8 @@ Number = TypeVar("Number", int, Whole)
 class LayoutValues(Generic[Number]):
     """The input of the rules: numbers for one layout, arrays of shape [layouts] for many.
 
-    `listed`: 1 where the layers of the stages are listed, `order` a position in ORDERS. `gpus` and
+    `listed`: 1 where the layers of the stages are listed, `order` a position in ORDERS, `etp` 0
+    where it is the default. `gpus` and
     the split that a spec lists are the same for all layouts. The details that follow `listed` are
     those of a candidate; without one they are the least demanding values.
     """
@@ -50,6 +52,7 @@ class LayoutValues(Generic[Number]):
     sequence_parallel: Number
     count_embedding: Number
     count_loss: Number
+    etp: Number
     listed: Number
     micro_batch: Number
     zero: Number
@@ -65,6 +68,12 @@ class LayoutValues(Generic[Number]):
     def dp(self) -> Number:
         """Data parallel size; valid where `model_gpus` divides the GPUs."""
         return self.gpus // self.model_gpus
+
+    @cached_property
+    def expert_tp(self) -> Number:
+        """Ranks that split one expert (`parameters.expert_tp`)."""
+        default = np.where(np.asarray(self.ep) > 1, 1, self.tp)
+        return np.where(np.asarray(self.etp) > 0, self.etp, default)  # type: ignore[return-value]
 
     @property
     def chunks(self) -> Number:
@@ -123,6 +132,7 @@ def layout_values(spec: RunSpec, parallel: ParallelSpec, gpus: int) -> OneLayout
         pp=parallel.pp,
         vpp=parallel.vpp,
         ep=parallel.ep,
+        etp=parallel.etp or 0,
         sequence_parallel=int(uses_sequence_parallel(parallel)),
         count_embedding=int(parallel.count_embedding),
         count_loss=int(parallel.count_loss),
@@ -183,6 +193,11 @@ def _experts(spec: RunSpec) -> int:
 
 def _expert_ffn(spec: RunSpec) -> int:
     return spec.model.moe.ffn if spec.model.moe else 0
+
+
+def _expert_split(at: OneLayout) -> str:
+    """Format what splits an expert, and what to use instead."""
+    return f"etp {at.etp}: use 1" if at.etp else f"tp {at.tp}: use ep"
 
 
 def _nearest_ep(at: OneLayout, number: int) -> str:
@@ -260,8 +275,37 @@ def _order_holds(spec: RunSpec, at: ManyLayouts) -> Mask:
 
 
 def _expert_ranks(at: ManyLayouts) -> Whole:
-    """Return expert tp x ep; expert tp is 1 with ep > 1 (`parameters.expert_tp`)."""
-    return np.where(at.ep > 1, at.ep, at.tp)
+    """Return expert tp x ep: the nearest ranks of the mesh of experts."""
+    return at.ep * at.expert_tp
+
+
+def _rows(spec: RunSpec, at: LayoutValues[Number]) -> Number:
+    """Count the tokens of a microbatch on one rank: rows of the products of linear layers."""
+    return at.micro_batch * spec.model.seq // at.cp
+
+
+def _all_aligned(spec: RunSpec, at: ManyLayouts) -> Mask | bool:
+    """Check that low precision takes every width of a linear layer on one rank."""
+    step = low_alignment(spec)
+    if step == 1:
+        return True
+    kept = np.ones(at.tp.shape, dtype=bool)
+    for width, ranks in linear_widths(spec.model, at.tp, at.expert_tp).values():
+        kept &= width // ranks % step == 0
+    return kept
+
+
+def _unaligned_message(request: PlanRequest, at: OneLayout) -> str:
+    spec, step = request.spec, low_alignment(request.spec)
+    widths = linear_widths(spec.model, at.tp, at.expert_tp)
+    name, (width, ranks) = next(
+        (name, found) for name, found in widths.items() if found[0] // found[1] % step
+    )
+    split = f" on each of {ranks} ranks" if ranks > 1 else ""
+    return (
+        f"{spec.precision} takes widths in multiples of {step}: {name} {width} is "
+        f"{width // ranks}{split}; use less tensor parallelism, or `precision: bf16`"
+    )
 
 
 _WIDTHS = tuple(_width(name) for name in ("heads", "ffn", "moe.shared_ffn"))
@@ -303,18 +347,23 @@ MODEL_RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        "tp divides moe.ffn",
-        lambda spec, at: (at.ep > 1) | (_expert_ffn(spec) % at.tp == 0),
+        "etp divides moe.ffn",
+        lambda spec, at: _expert_ffn(spec) % at.expert_tp == 0,
         lambda request, at: (
-            f"moe.ffn {_expert_ffn(request.spec)} is not divisible by tp {at.tp}: use ep"
+            f"moe.ffn {_expert_ffn(request.spec)} is not divisible by {_expert_split(at)}"
         ),
     ),
     Rule(  # transformer_config.py: "Bias in Moe is only supported when ETP==1"
         "experts with biases are whole",
+        lambda spec, at: (at.expert_tp == 1) | (not spec.model.bias) | (spec.model.moe is None),
+        lambda request, at: f"experts with biases cannot be split over {_expert_split(at)}",
+    ),
+    Rule(  # token_dispatcher.py: "Flex token dispatcher requires TPxEP > 1"
+        "the flex dispatcher has several ranks",
         lambda spec, at: (
-            (at.ep > 1) | (at.tp == 1) | (not spec.model.bias) | (spec.model.moe is None)
+            (spec.engine.megatron.moe_token_dispatcher_type != "flex") | (at.expert_tp * at.ep > 1)
         ),
-        lambda request, at: f"experts with biases cannot be split over tp {at.tp}: use ep",
+        lambda request, at: "the flex dispatcher needs ep or etp above 1: use ep",
     ),
     Rule(  # megatron/core/transformer/moe/moe_layer.py, MoELayer.forward refuses to train
         "experts need sequence_parallel",
@@ -359,6 +408,34 @@ MODEL_RULES: tuple[Rule, ...] = (
         ),
     ),
 )
+# Rules of settings that only some layouts can have.
+OPTION_RULES: tuple[Rule, ...] = (
+    Rule(
+        "widths of low precision are aligned",
+        lambda spec, at: _all_aligned(spec, at),
+        _unaligned_message,
+        after=tuple(rule.name for rule in MODEL_RULES),
+    ),
+    Rule(  # arguments.py: "can happen only when sequence parallelism is enabled"
+        "userbuffers need sequence_parallel",
+        lambda spec, at: (
+            (not spec.engine.megatron.tp_comm_overlap) | ((at.tp > 1) & (at.sequence_parallel > 0))
+        ),
+        lambda request, at: (
+            f"tp_comm_overlap needs tp above 1 with sequence_parallel, not tp {at.tp}"
+        ),
+    ),
+    Rule(  # model_parallel_config.py: "when pipeline model parallel is not used"
+        "a deferred weight gradient needs a pipeline",
+        lambda spec, at: (not spec.engine.megatron.defer_embedding_wgrad_compute) | (at.pp > 1),
+        lambda request, at: "defer_embedding_wgrad_compute needs pp above 1",
+    ),
+    Rule(  # transformer_config.py: "no support for Pipeline parallelism with CPU offloading"
+        "offloaded activations have no pipeline",
+        lambda spec, at: (spec.activation_offload_layers == 0) | (at.pp == 1),
+        lambda request, at: f"activation_offload_layers needs pp 1, not {at.pp}",
+    ),
+)
 WORLD = Rule(
     "tp x cp x pp divides the GPUs",
     lambda spec, at: at.gpus % at.model_gpus == 0,
@@ -369,12 +446,12 @@ EXPERT_RANKS = Rule(
     "ep divides the ranks of a stage",
     lambda spec, at: at.gpus // at.pp % _expert_ranks(at) == 0,
     lambda request, at: (
-        f"ep {at.ep} does not divide tp x cp x dp {at.gpus // at.pp}: "
-        f"{_nearest_ep(at, at.gpus // at.pp)}"
+        f"{'etp x ep' if at.etp else 'ep'} {at.ep * max(1, at.etp)} does not divide "
+        f"tp x cp x dp {at.gpus // at.pp}: {_nearest_ep(at, at.gpus // at.pp // max(1, at.etp))}"
     ),
     after=(WORLD.name,),
 )
-MESH_RULES = (*MODEL_RULES, WORLD, EXPERT_RANKS)
+MESH_RULES = (*MODEL_RULES, *OPTION_RULES, WORLD, EXPERT_RANKS)
 
 # Rules about microbatch, sharding and order of a mesh.
 BATCH = Rule(
@@ -393,7 +470,7 @@ ORDER = Rule(
     _order_holds,
     lambda request, at: (
         f"order {ORDERS[at.order]} is not possible with pp {at.pp}: megatron-core needs tp x cp = "
-        f"{at.tp * at.cp} to be expert tp x ep = {at.ep if at.ep > 1 else at.tp}; "
+        f"{at.tp * at.cp} to be expert tp x ep = {at.expert_tp * at.ep}; "
         f"use {DEFAULT_ORDER}"
     ),
     after=_MESH_NAMES,
@@ -401,6 +478,16 @@ ORDER = Rule(
 CANDIDATE_RULES: tuple[Rule, ...] = (
     BATCH,
     ORDER,
+    Rule(
+        "rows of low precision are aligned",
+        lambda spec, at: (low_alignment(spec) == 1) | (_rows(spec, at) % low_alignment(spec) == 0),
+        lambda request, at: (
+            f"{request.spec.precision} takes tokens in multiples of "
+            f"{low_alignment(request.spec)}: micro {at.micro_batch} x seq {request.spec.model.seq} "
+            f"/ cp {at.cp} are {_rows(request.spec, at)}"
+        ),
+        after=(*_MESH_NAMES, "cp divides seq"),
+    ),
     Rule(
         "shards divide the replicas",
         lambda spec, at: at.dp * at.cp % np.where(at.shard_gpus > 0, at.shard_gpus, 1) == 0,

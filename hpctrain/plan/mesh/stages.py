@@ -11,7 +11,12 @@ from __future__ import annotations
 from itertools import accumulate
 
 from hpctrain.plan.documents import Layout, Stage
-from hpctrain.plan.model.parameters import VOCAB_MULTIPLE, expert_parameters, stage_parameters
+from hpctrain.plan.model.parameters import (
+    VOCAB_MULTIPLE,
+    expert_parameters,
+    mtp_parameters,
+    stage_parameters,
+)
 from hpctrain.spec.run import ModelSpec, ParallelSpec
 
 Split = tuple[int, ...]  # transformer layers of each virtual stage, in model order
@@ -99,6 +104,7 @@ def build_stage(
         last=last,
         final_norm=index == norm_stage,
         multiple=vocab_multiple,
+        etp=layout.etp,
     )
     return Stage(
         index=index,
@@ -117,7 +123,32 @@ def stage_expert_parameters(model: ModelSpec, layout: Layout, split: Split, inde
     _, with_experts = _kinds_of_layers(model, stage_layers(split, layout.pp, index))
     if index == layout.pp - 1:
         with_experts += model.mtp_layers
-    return with_experts * expert_parameters(model, layout.tp, layout.ep)
+    return with_experts * expert_parameters(model, layout.tp, layout.ep, layout.etp)
+
+
+def stage_layer_parameters(model: ModelSpec, layout: Layout, split: Split, index: int) -> int:
+    """Count the transformer layers in `parameters_per_gpu`, experts included, without ends.
+
+    Multi-token prediction layers count as layers of the last stage.
+    """
+    if model.family == "resnet":
+        return stage_parameters(
+            model, layout.tp, layout.ep, 0, 0, first=True, last=True, final_norm=True
+        )
+    dense, with_experts = _kinds_of_layers(model, stage_layers(split, layout.pp, index))
+    own = stage_parameters(
+        model,
+        layout.tp,
+        layout.ep,
+        dense,
+        with_experts,
+        first=False,
+        last=False,
+        final_norm=False,
+        etp=layout.etp,
+    )
+    ahead = mtp_parameters(model, layout.tp, layout.ep, layout.etp)
+    return own + (ahead if index == layout.pp - 1 else 0)
 
 
 def _kinds_of_layers(model: ModelSpec, chunks: tuple[range, ...]) -> tuple[int, int]:

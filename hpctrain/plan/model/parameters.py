@@ -32,12 +32,14 @@ def pad_vocab(vocab: int, tp: int, multiple: int = VOCAB_MULTIPLE) -> int:
     return -(-vocab // step) * step
 
 
-def expert_tp(tp: int, ep: int) -> int:
-    """Return the tp inside experts: 1 where experts are spread (ep > 1), else tp.
+def expert_tp(tp: int, ep: int, etp: int | None = None) -> int:
+    """Return the ranks that split one expert: `etp`, else 1 where experts are spread, else tp.
 
-    What published recipes set; megatron-core's own default is tp in both cases
+    Published recipes set 1 with ep > 1; megatron-core's own default is tp in both cases
     (`expert_tensor_parallel_size`, megatron/core/model_parallel_config.py:413).
     """
+    if etp is not None:
+        return etp
     return 1 if ep > 1 else tp
 
 
@@ -97,15 +99,15 @@ def mlp_parameters(model: ModelSpec, tp: int, ffn: int | None = None) -> int:
     return model.hidden * first + width * model.hidden + bias
 
 
-def expert_parameters(model: ModelSpec, tp: int, ep: int = 1) -> int:
-    """Count routed experts of one MoE layer on one rank: experts / ep of them, each an MLP.
+def expert_parameters(model: ModelSpec, tp: int, ep: int = 1, etp: int | None = None) -> int:
+    """Count routed experts of one MoE layer on one rank: experts / ep of them, each an MLP / etp.
 
     They are apart because their gradients and optimizer state are shared by fewer ranks
     (expert data parallel: tp x cp x dp / (ep x expert tp)). 0 for a dense model.
     """
     if model.moe is None:
         return 0
-    return model.moe.experts // ep * mlp_parameters(model, expert_tp(tp, ep), model.moe.ffn)
+    return model.moe.experts // ep * mlp_parameters(model, expert_tp(tp, ep, etp), model.moe.ffn)
 
 
 def router_parameters(model: ModelSpec, moe: MoeSpec, tp: int) -> int:
@@ -118,7 +120,9 @@ def router_parameters(model: ModelSpec, moe: MoeSpec, tp: int) -> int:
     return router + (mlp_parameters(model, tp, moe.shared_ffn) if moe.shared_ffn else 0)
 
 
-def layer_parameters(model: ModelSpec, tp: int, ep: int = 1, layer: int | None = None) -> int:
+def layer_parameters(
+    model: ModelSpec, tp: int, ep: int = 1, layer: int | None = None, etp: int | None = None
+) -> int:
     """Count one transformer layer: two norms, attention, MLP or experts.
 
     `layer`: which one (0 is the first), where a model has both kinds; default: the last.
@@ -127,7 +131,7 @@ def layer_parameters(model: ModelSpec, tp: int, ep: int = 1, layer: int | None =
     if model.moe is None or not model.has_experts(model.layers - 1 if layer is None else layer):
         return parameters + mlp_parameters(model, tp)
     shared = router_parameters(model, model.moe, tp)
-    return parameters + shared + expert_parameters(model, tp, ep)
+    return parameters + shared + expert_parameters(model, tp, ep, etp)
 
 
 def embedding_parameters(model: ModelSpec, tp: int, multiple: int = VOCAB_MULTIPLE) -> int:
@@ -182,7 +186,7 @@ def encoder_head_parameters(model: ModelSpec, rows: int) -> int:
     return linear + norm_parameters(model) + rows
 
 
-def mtp_parameters(model: ModelSpec, tp: int, ep: int = 1) -> int:
+def mtp_parameters(model: ModelSpec, tp: int, ep: int = 1, etp: int | None = None) -> int:
     """Count all multi-token prediction layers.
 
     Each has a transformer layer like the last one, the column-parallel projection of two joined
@@ -190,7 +194,7 @@ def mtp_parameters(model: ModelSpec, tp: int, ep: int = 1) -> int:
     (megatron/core/transformer/multi_token_prediction.py:632-678). Embedding and output matrix are
     those of the model (DeepSeek-V3, arXiv 2412.19437, section 2.2).
     """
-    layer = layer_parameters(model, tp, ep)
+    layer = layer_parameters(model, tp, ep, etp=etp)
     projection = 2 * model.hidden * model.hidden // tp
     return model.mtp_layers * (layer + projection + 3 * norm_parameters(model))
 
@@ -206,6 +210,7 @@ def stage_parameters(
     last: bool,
     final_norm: bool,
     multiple: int = VOCAB_MULTIPLE,
+    etp: int | None = None,
 ) -> int:
     """Count one pipeline stage: so many layers of both kinds, and the ends of the model on it.
 
@@ -215,13 +220,13 @@ def stage_parameters(
     if model.family == "resnet":
         assert first and last, "a ResNet is planned with data parallelism only"
         return total_parameters(model)
-    parameters = dense * layer_parameters(model, tp, ep, 0)
-    parameters += with_experts * layer_parameters(model, tp, ep, None)
+    parameters = dense * layer_parameters(model, tp, ep, 0, etp)
+    parameters += with_experts * layer_parameters(model, tp, ep, None, etp)
     if first or (last and model.mtp_layers):
         parameters += embedding_parameters(model, tp, multiple)
     if last:
         parameters += output_parameters(model, tp, first, multiple)
-        parameters += mtp_parameters(model, tp, ep)
+        parameters += mtp_parameters(model, tp, ep, etp)
     return parameters + (int(final_norm) - int(last)) * norm_parameters(model)
 
 

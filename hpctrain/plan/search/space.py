@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from hpctrain.plan.abilities.sharding import offload_choices, shard_choices, zero_choices
 from hpctrain.plan.abilities.trainable import untrainable_axes
 from hpctrain.plan.divisors import divisors
-from hpctrain.plan.documents import DEFAULT_ORDER, ORDERS, RECOMPUTES
+from hpctrain.plan.documents import DEFAULT_ORDER, ORDERS, RECOMPUTES, Recompute
 from hpctrain.plan.mesh.batch import micro_choices
 from hpctrain.plan.mesh.layout import settled, tensor_sizes
 from hpctrain.plan.mesh.placement import stays_inside
@@ -30,8 +30,8 @@ class Freedom:
 
     `counted`: (embedding, loss) as pipeline layers; the first of them that divides is used.
     `stages`: the split that a spec lists, which then has exactly one pp and vpp.
-    `sequence_parallel`: None means on where tp > 1. `uneven`: where nothing divides the layers,
-    stages of nearly equal length are tried.
+    `etp`: 0 for the default. `sequence_parallel`: None means on where tp > 1. `uneven`: where
+    nothing divides the layers, stages of nearly equal length are tried.
     """
 
     gpus: int
@@ -50,6 +50,7 @@ class Freedom:
     counted: tuple[tuple[bool, bool], ...] = EMBEDDING_LOSS_AS_LAYERS
     stages: Split | None = None
     uneven: bool = False
+    etp: int = 0
 
 
 def freedom_of(request: PlanRequest) -> Freedom:
@@ -94,7 +95,7 @@ def hint_freedom(request: PlanRequest, gpus: int) -> Freedom:
         ep=ep,
         vpp=tuple({1, *given.vpp}),
         micro_batches=tuple(sorted({1, 2, 4, 8, *micro})),
-        recomputes=tuple(range(len(RECOMPUTES))),
+        recomputes=tuple(RECOMPUTES.index(mode) for mode in _combinable(spec, RECOMPUTES)),
         shards=(spec.optimizer.shard_gpus or 0,),
         orders=(ORDERS.index(DEFAULT_ORDER),),
         counted=EMBEDDING_LOSS_AS_LAYERS,
@@ -123,6 +124,7 @@ def _given(request: PlanRequest, gpus: int) -> Freedom:
         sequence_parallel=settled(spec, parallel).sequence_parallel,
         counted=((parallel.count_embedding, parallel.count_loss),),
         stages=parallel.stages,
+        etp=parallel.etp or 0,
     )
 
 
@@ -142,9 +144,24 @@ def _tensor_choices(spec: RunSpec, sizes: Iterable[int]) -> tuple[int, ...]:
 
 
 def recompute_choices(spec: RunSpec) -> tuple[int, ...]:
-    """List positions in RECOMPUTES: for `auto` all of the engine; a ResNet has no blocks."""
-    if spec.recompute == "auto" and spec.model.family == "resnet":
+    """List positions in RECOMPUTES: for `auto` all that are possible; a ResNet has no blocks."""
+    if spec.recompute != "auto":
+        return (RECOMPUTES.index(spec.recompute),)
+    if spec.model.family == "resnet":
         return (RECOMPUTES.index("none"),)
-    if spec.recompute == "auto":
-        return tuple(RECOMPUTES.index(mode) for mode in spec.engine.abilities.recomputes)
-    return (RECOMPUTES.index(spec.recompute),)
+    modes = _combinable(spec, spec.engine.abilities.recomputes)
+    return tuple(RECOMPUTES.index(mode) for mode in modes)
+
+
+def _combinable(spec: RunSpec, modes: Iterable[Recompute]) -> tuple[Recompute, ...]:
+    """Select what can be computed again beside other settings of the spec.
+
+    megatron-core offloads activations or computes them again, and does not compute whole layers
+    again whose CUDA graphs it captures (transformer_config.py). Only `full` counts layers.
+    """
+    if spec.activation_offload_layers:
+        return ("none",)
+    if spec.recompute_layers is not None:
+        return ("full",)
+    graphs = spec.engine.megatron.cuda_graph_impl != "none"
+    return tuple(mode for mode in modes if not (graphs and mode == "full"))

@@ -50,6 +50,9 @@ class Gpu(Document):
     network_bandwidth: Bandwidth = Field(
         gt=0, description="Network cards, per GPU and direction, in the maker's reference system"
     )
+    host_bandwidth: Bandwidth | None = Field(
+        None, gt=0, description="To the host's memory, per GPU and direction; default: PCIe 4 x16"
+    )
     per_node: int = Field(8, ge=1, description="GPUs of one node of that system")
     source: str = Field(min_length=3, description="Data sheet that the figures come from")
 
@@ -177,6 +180,7 @@ def cluster_gpu(
         network_bandwidth=Bandwidth(
             profile.network.nics_per_node * profile.network.nic_bandwidth / given.per_node
         ),
+        host_bandwidth=found.host_bandwidth if found else None,
         per_node=given.per_node,
         source=f"{found.source}; profile {profile.name}" if found else f"profile {profile.name}",
     )

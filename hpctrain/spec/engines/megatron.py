@@ -21,6 +21,7 @@ from hpctrain.spec.engines.abilities import (
     EngineAbilities,
     Word,
 )
+from hpctrain.spec.engines.megatron_contradictions import contradictions, wrong_settings
 
 ZERO_WORDS = (
     Word("zero0", ("optimizer.distributed=false",)),
@@ -102,5 +103,12 @@ ABILITIES = EngineAbilities(
     chooses_overlap=True,
     environment=ENVIRONMENT,
     settings={"megatron": "{}"},
+    wrong_settings=wrong_settings,
+    contradictions=contradictions,
+    splits_experts=True,
+    precisions=("fp32", "fp16", "bf16", "fp8", "fp4"),
+    counts_layers=True,
+    # runs of NeMo have userbuffers wherever tp is above 1 (bench/recipes.yaml)
+    userbuffer_calibration="nemo",
     words=(*ZERO_WORDS, *WORDS_OF_EVERY_ENGINE, *MESH_WORDS),
 )

@@ -123,7 +123,7 @@ def _of_activations(engine: EngineSpec, choices: Choices) -> Iterator[Contradict
         yield Contradiction(where, message, "set `recompute: none`, or remove it")
     if choices.pp > 1:
         # transformer_config.py: "no support for Pipeline parallelism with CPU offloading"
-        message = f"megatron-core offloads activations without a pipeline only, not with pp "
+        message = "megatron-core offloads activations without a pipeline only, not with pp "
         yield Contradiction(where, f"{message}{choices.pp}", "set `parallel.pp: 1`, or remove it")
     if choices.model is not None and offloaded >= choices.model.layers:
         # transformer_config.py: "CPU offloading can be done only for layers less than"

@@ -91,7 +91,8 @@ _BY_FIELD: dict[str, str] = {
     "account-for-loss-in-pipeline-split",
     "parallel.cp": "context-parallel-size hierarchical-context-parallel-sizes "
     "hybrid-context-parallel",
-    "parallel.ep": "expert-model-parallel-size expert-tensor-parallel-size",
+    "parallel.ep": "expert-model-parallel-size",
+    "parallel.etp": "expert-tensor-parallel-size",
     "parallel.order": "use-tp-pp-dp-mapping",
     "parallel.sequence_parallel": "sequence-parallel",
     "recompute": "recompute-granularity recompute-method recompute-num-layers "
@@ -193,6 +194,7 @@ ABILITIES = EngineAbilities(
     model_classes=MEGATRON_CORE,
     families=("gpt", "llama"),
     pads_vocab=True,
+    splits_experts=True,  # --expert-tensor-parallel-size
     axes=MODEL_AXES,
     zero_stages=(0, 1),
     offloads=("none", "cpu"),  # --optimizer-cpu-offload

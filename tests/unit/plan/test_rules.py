@@ -46,8 +46,13 @@ BROKEN: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     "tp divides QKV": (dict(model=NARROW), dict(tp=8), ["QKV width 68", "tp 8"]),
     "ep needs experts": (dict(model=LLAMA7B), dict(ep=2), ["ep 2", "experts"]),
     "ep divides experts": (dict(model=EXPERTS), dict(ep=3), ["experts 8", "ep 3", "2 or 4"]),
-    "tp divides moe.ffn": (dict(model=EXPERTS), dict(tp=4), ["moe.ffn 510", "tp 4", "use ep"]),
+    "etp divides moe.ffn": (dict(model=EXPERTS), dict(tp=4), ["moe.ffn 510", "tp 4", "use ep"]),
     "experts with biases are whole": (dict(model=BIASED), dict(tp=2), ["biases", "tp 2"]),
+    "the flex dispatcher has several ranks": (
+        dict(model=EXPERTS, engine={"megatron": {"moe_token_dispatcher_type": "flex"}}),
+        dict(),
+        ["flex", "use ep"],
+    ),
     "experts need sequence_parallel": (
         dict(model=EXPERTS),
         dict(tp=2, ep=2, sequence_parallel=False),
@@ -66,6 +71,26 @@ BROKEN: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         ["cp 2", "local"],
     ),
     "mtp_layers behind a pipeline": (dict(model=PREDICTING), dict(pp=2), ["mtp_layers", "pp 2"]),
+    "widths of low precision are aligned": (
+        dict(model={**GPT_TINY, "ffn": 544}, precision="fp8"),
+        dict(tp=4),
+        ["fp8", "multiples of 16", "ffn 544 is 136 on each of 4 ranks", "precision: bf16"],
+    ),
+    "userbuffers need sequence_parallel": (
+        dict(engine={"megatron": {"tp_comm_overlap": True}}),
+        dict(),
+        ["tp_comm_overlap", "not tp 1"],
+    ),
+    "a deferred weight gradient needs a pipeline": (
+        dict(engine={"megatron": {"defer_embedding_wgrad_compute": True}}),
+        dict(),
+        ["defer_embedding_wgrad_compute", "pp above 1"],
+    ),
+    "offloaded activations have no pipeline": (
+        dict(activation_offload_layers=2),
+        dict(pp=2),
+        ["activation_offload_layers", "pp 1, not 2"],
+    ),
     "tp x cp x pp divides the GPUs": (
         dict(gpus=6),
         dict(tp=4),
@@ -85,6 +110,11 @@ BROKEN: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         dict(gpus=8),
         dict(tp=2, pp=2, cp=2, order="tp-cp-ep-pp-dp"),
         ["order tp-cp-ep-pp-dp", "pp 2", "tp x cp = 4", "= 2"],
+    ),
+    "rows of low precision are aligned": (
+        dict(model={**GPT_TINY, "seq": 40}, precision="fp8"),
+        dict(),
+        ["multiples of 16", "micro 1 x seq 40 / cp 1 are 40"],
     ),
     "shards divide the replicas": (
         dict(gpus=8, engine=FSDP, optimizer=dict(lr=1e-3, shard_gpus=3)),

@@ -234,6 +234,7 @@ class TestState:
     """Rajbhandari et al., section 3.1: 2 + 2 + 12 bytes; here gradients have 4."""
 
     WEIGHTS = Weights(dense=1000.0, routed=600.0)
+    NONE = Weights(dense=0.0, routed=0.0)
 
     @pytest.mark.parametrize(
         ("zero", "weights", "gradients", "optimizer"),
@@ -249,7 +250,7 @@ class TestState:
     ) -> None:
         # dp 8 x cp 2 replicas; experts spread over 8 of the 8 x 2 x tp 2 ranks: 4 replicas
         one = case(zero=zero, dp=8, cp=2, tp=2, ep=8)
-        assert weight_bytes(one, self.WEIGHTS) == weights
+        assert weight_bytes(one, self.WEIGHTS, self.NONE) == weights
         assert gradient_bytes(one, self.WEIGHTS) == gradients
         assert optimizer_bytes(one, self.WEIGHTS) == optimizer
 
@@ -264,15 +265,17 @@ class TestState:
 
     def test_hybrid_sharding_divides_by_the_group(self) -> None:
         one = case(zero=3, dp=64, shard_gpus=8)
-        assert weight_bytes(one, Weights(1000.0, 0.0)) == 250
+        assert weight_bytes(one, Weights(1000.0, 0.0), self.NONE) == 250
 
     def test_offloaded_state_is_not_on_the_gpu(self) -> None:
         assert optimizer_bytes(case(offload=1), self.WEIGHTS) == 0
         assert gradient_bytes(case(offload=1), self.WEIGHTS) == 6400
 
-    def test_eight_bit_products_need_copies(self) -> None:
-        assert weight_bytes(case(low=1), self.WEIGHTS) == 3 * 1600
-        assert weight_bytes(case(low=1, gather_bytes=1), self.WEIGHTS) == 2 * 1600
+    def test_eight_bit_products_need_forms_of_the_weights_of_layers(self) -> None:
+        layers = Weights(dense=700.0, routed=600.0)
+        besides, instead = case(low_bytes=2), case(low_bytes=2.0625, low_only=1)
+        assert weight_bytes(besides, self.WEIGHTS, layers) == 2 * 1600 + 2 * 1300
+        assert weight_bytes(instead, self.WEIGHTS, layers) == 2 * 300 + 2.0625 * 1300
 
     def test_bytes_of_software_and_mesh(self) -> None:
         assert optimizer_bytes(case(main_bytes=16), self.WEIGHTS) == 16 * 1600

@@ -1,0 +1,71 @@
+"""Bytes of weights, gradients and optimizer state, by the number formats that a spec chooses.
+
+Belongs here: bytes per parameter, each with its source. Does not belong here: counts of parameters
+(`parameters`), what a GPU can compute (`hpctrain.plan.abilities.low_precision`).
+"""
+
+from __future__ import annotations
+
+from hpctrain.spec.run import RunSpec
+
+# Weights that are no 8-bit copy: with fp8 and fp4 they stay in bf16 (megatron-core: `fp8`, `fp4` of
+# TransformerConfig are formats of matrix products, params_dtype is that of weights).
+ELEMENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 2, "fp4": 2}
+# Two fp32 moments of Adam; 16-bit weights have an fp32 main copy besides
+# (megatron/core/optimizer/optimizer.py, Float16OptimizerWithFloat16Params and FP32Optimizer).
+OPTIMIZER_BYTES = {"fp32": 8, "fp16": 12, "bf16": 12, "fp8": 12, "fp4": 12}
+MOMENT_BYTES = 8
+FP32_BYTES = 4
+
+# Bytes that one 8-bit or 4-bit layout of a weight takes, with its scales: one fp32 number for a
+# whole tensor (nothing per weight) or for each 128 x 128 block, one byte for each 32 (MXFP8) or 16
+# (NVFP4) numbers in a row (TransformerEngine: constants.py, MXFP8_BLOCK_SCALING_SIZE,
+# NVFP4_BLOCK_SCALING_SIZE; tensor/float8_blockwise_tensor.py, block_len 128).
+LAYOUT_BYTES = {
+    "delayed": 1.0,
+    "tensorwise": 1.0,
+    "blockwise": 1.0 + 4 / 128**2,
+    "mxfp8": 1.0 + 1 / 32,
+    "nvfp4": 0.5 + 1 / 16,
+}
+# 8-bit products take both operands with the summed index innermost, so backward needs a second,
+# transposed layout. Scales of blocks along a row belong to one layout in any case. Products of
+# Blackwell take any order of a tensor with one scale (TransformerEngine: utils.py,
+# is_non_tn_fp8_gemm_supported), for which one layout is enough.
+ONE_LAYOUT_ON_BLACKWELL = ("delayed", "tensorwise")
+
+
+def gradient_bytes(spec: RunSpec) -> int:
+    """Return the bytes of one gradient in the buffer that is summed over data parallel ranks.
+
+    megatron-core: DistributedDataParallelConfig.grad_reduce_in_fp32; without it a gradient has the
+    type of its weight. Engines without that choice have fp32 buffers.
+    """
+    return FP32_BYTES if spec.engine.megatron.grad_reduce_in_fp32 else 2
+
+
+def sent_weight_bytes(spec: RunSpec) -> int:
+    """Return the bytes of one weight that the distributed optimizer sends out after an update.
+
+    With `fp8_param_gather` 8 bits, but MXFP8 needs both layouts and sends bf16 through the buffer
+    of the gradients (megatron-core 0.16.1: distributed/param_and_grad_buffer.py,
+    reuse_grad_buf_for_mxfp8_param_ag).
+    """
+    own = spec.engine.megatron
+    if own.fp8_param_gather and own.fp8_recipe != "mxfp8":
+        return 1
+    return ELEMENT_BYTES[spec.precision]
+
+
+def low_weight_bytes(spec: RunSpec, generation: str | None) -> float:
+    """Return the bytes of the 8-bit or 4-bit forms of one weight of a linear layer.
+
+    They are made once a step and kept for all microbatches (megatron-core:
+    extensions/transformer_engine.py, is_first_microbatch). `generation` of the GPU, None if it is
+    not known. `spec` has its recipe chosen (`PlanRequest`). 0 with 16 and 32 bits.
+    """
+    if spec.precision not in ("fp8", "fp4"):
+        return 0.0
+    recipe = "nvfp4" if spec.precision == "fp4" else spec.engine.megatron.fp8_recipe
+    one = generation == "blackwell" and recipe in ONE_LAYOUT_ON_BLACKWELL
+    return LAYOUT_BYTES.get(recipe, 1.0) * (1 if one else 2)

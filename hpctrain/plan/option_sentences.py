@@ -1,0 +1,148 @@
+"""Explain what settings of production cost in a plan, and what of them has no price.
+
+Belongs here: one sentence for each setting that a spec has chosen. Does not belong here: formulas
+(`hpctrain.plan.cost`; docs/planner.md lists them with their sources), other reasons (`explain`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from hpctrain.plan.abilities.low_precision import recipe_of
+from hpctrain.plan.cost.case import Case
+from hpctrain.plan.cost.from_spec import case_of
+from hpctrain.plan.cost.memory import host_bytes
+from hpctrain.plan.documents import Prediction
+from hpctrain.plan.mesh.candidate import Candidate
+from hpctrain.plan.mesh.columns import columns_of
+from hpctrain.plan.request import PlanRequest
+from hpctrain.units import short_bytes
+
+
+def option_reasons(
+    request: PlanRequest, candidate: Candidate, prediction: Prediction | None
+) -> Iterator[str]:
+    """Yield what each chosen setting changes in memory and time, and what that assumes."""
+    case = case_of(request, columns_of(candidate))
+    yield from _of_number_formats(request, case)
+    yield from _of_activations(request, candidate, case, prediction)
+    if prediction is not None:
+        yield from _of_messages(request, candidate, case)
+
+
+def _of_number_formats(request: PlanRequest, case: Case) -> Iterator[str]:
+    spec = request.spec
+    own, recipe = spec.engine.megatron, recipe_of(spec)
+    if recipe is not None:
+        how = "instead of" if own.fp8_param_gather else "besides"
+        yield (
+            f"{spec.precision} ({recipe} scaling): products of layers run at the calibrated rate "
+            f"of that precision; their weights take {float(case.mesh.low_bytes):.3g} bytes {how} "
+            f"{float(case.mesh.element_bytes):.0f}. Kept activations are counted in 16 bits."
+        )
+    if not own.grad_reduce_in_fp32:
+        yield (
+            "Gradients are held and summed in bf16, 2 bytes each; while the optimizer runs, its "
+            "shard of them exists in fp32 too."
+        )
+    if own.cross_entropy_loss_fusion:
+        yield (
+            f"The fused cross entropy holds {float(case.software.logit_bytes):.0f} bytes for each "
+            "logit at the peak, and moves a third of the unfused one's bytes."
+        )
+
+
+def _of_activations(
+    request: PlanRequest, candidate: Candidate, case: Case, prediction: Prediction | None
+) -> Iterator[str]:
+    spec, layout = request.spec, candidate.layout
+    if spec.recompute_layers is not None:
+        chunk = max(candidate.split)
+        layers = min(spec.recompute_layers, chunk)
+        yield f"recompute full covers the first {layers} of {chunk} layers in a model chunk."
+    if spec.activation_offload_layers:
+        held = float(np.max(host_bytes(case)))
+        share = "; time is not predicted"
+        if prediction is not None:
+            shown = prediction.parts.activation_messages_seconds
+            share = f" at {float(case.machine.host_bandwidth) / 1e9:.0f} GB/s, and copies that "
+            share += f"compute does not hide are {shown / prediction.parts.total_seconds:.1%} of "
+            share += "the step"
+        yield (
+            f"{spec.activation_offload_layers} of {spec.model.layers} layers keep their "
+            f"activations in the host's memory: {short_bytes(held)} for each GPU{share}. "
+            "Assumed: everything that these layers keep can leave the GPU."
+        )
+    if spec.engine.megatron.defer_embedding_wgrad_compute:
+        yield (
+            f"The last stage keeps inputs and output gradients of the output layer for all "
+            f"{candidate.accumulation} microbatches, and computes its weight gradient in the gap "
+            f"of {layout.pp - 1} backward passes at the end of the step."
+        )
+
+
+def _of_messages(request: PlanRequest, candidate: Candidate, case: Case) -> Iterator[str]:
+    spec, software = request.spec, case.software
+    own, abilities = spec.engine.megatron, spec.engine.abilities
+    assert request.knowledge is not None
+    calibration = request.knowledge.calibration
+    if candidate.layout.etp is not None and candidate.layout.etp > 1:
+        yield (
+            f"Each expert is split over {candidate.layout.etp} ranks, which gather their tokens "
+            "and reduce their outputs in every MoE layer, in the open."
+        )
+    if own.tp_comm_overlap:
+        key = abilities.userbuffer_calibration
+        yield (
+            f"Assumed: userbuffers hide {float(software.tp_overlap):.0%} of tensor parallel "
+            f"messages, as in the runs behind calibration `{key}`."
+        )
+    if own.moe_token_dispatcher_type == "flex":
+        backend = own.moe_flex_dispatcher_backend
+        left = 1 - calibration.dispatch[backend].overlap
+        plain = 1 - calibration.dispatch["alltoall"].overlap
+        yield (
+            f"Assumed: {backend} shows {left / plain:.0%} of what the alltoall dispatcher shows of "
+            "its messages, the ratio of both in the calibration."
+        )
+    if own.moe_shared_expert_overlap:
+        yield "Assumed: messages to experts hide behind the shared expert for as long as it takes."
+    if own.cuda_graph_impl != "none":
+        yield (
+            f"Assumed: CUDA graphs of layers leave {calibration.graphs['layer']:.0%} of the time "
+            "that launches take, as in the calibration."
+        )
+
+
+def option_warnings(
+    request: PlanRequest, candidate: Candidate, gpus_per_node: int
+) -> Iterator[str]:
+    """Yield what the plan does not price or check, and host memory that is not there."""
+    spec, own = request.spec, request.spec.engine.megatron
+    unpriced = {
+        "the time of moe_permute_fusion (all runs behind the price of sorting tokens had it)": (
+            own.moe_permute_fusion
+        ),
+        "memory of CUDA graphs": own.cuda_graph_impl != "none",
+        "memory of userbuffers": own.tp_comm_overlap,
+        f"buffers of {own.moe_flex_dispatcher_backend}": own.moe_token_dispatcher_type == "flex",
+    }
+    missing: Sequence[str] = [what for what, chosen in unpriced.items() if chosen]
+    if missing:
+        yield f"Not priced: {'; '.join(missing)}."
+    if recipe_of(spec) is not None and request.generation is None:
+        yield (
+            f"Whether {request.profile.gpu.type} has {spec.precision} products is not checked: the "
+            "GPU is not known."
+        )
+    if spec.activation_offload_layers:
+        case = case_of(request, columns_of(candidate))
+        held = float(np.max(host_bytes(case))) * gpus_per_node
+        memory = float(request.profile.nodes.memory)
+        if held > memory:
+            yield (
+                f"Offloaded activations need {short_bytes(held)} of each node, which has "
+                f"{short_bytes(memory)}."
+            )
