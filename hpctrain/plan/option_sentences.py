@@ -79,7 +79,7 @@ def _of_activations(
         yield (
             f"The last stage keeps inputs and output gradients of the output layer for all "
             f"{candidate.accumulation} microbatches, and computes its weight gradient in the gap "
-            f"of {layout.pp - 1} backward passes at the end of the step."
+            f"of {layout.pp - 1} backward passes at the end of the step, two thirds of the bubble."
         )
 
 

@@ -14,7 +14,7 @@ from hpctrain.plan.model.counts import ModelCounts, count_model
 from hpctrain.spec.calibration import Calibration
 from hpctrain.spec.catalogue import Generation, Gpu
 from hpctrain.spec.engines.abilities import MEGATRON_CORE
-from hpctrain.spec.engines.megatron import Fp8Recipe
+from hpctrain.spec.engines.megatron import Fp8Recipe, with_fp8_recipe
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec
 
@@ -71,9 +71,8 @@ def _with_recipe(spec: RunSpec, generation: Generation | None) -> RunSpec:
     engine = spec.engine
     if spec.precision != "fp8" or engine.megatron.fp8_recipe != "auto":
         return spec
-    recipe = "mxfp8" if generation == "blackwell" else "tensorwise"
-    own = engine.megatron.model_copy(update={"fp8_recipe": recipe})
-    return spec.model_copy(update={"engine": engine.model_copy(update={"megatron": own})})
+    recipe: Fp8Recipe = "mxfp8" if generation == "blackwell" else "tensorwise"
+    return spec.model_copy(update={"engine": with_fp8_recipe(engine, recipe)})
 
 
 def _with_implementation(spec: RunSpec, profile: ClusterProfile) -> RunSpec:

@@ -318,7 +318,7 @@ def activation_bytes(case: Case, stage: Stage) -> Array:
     layer keep its input and the gradient of its output for all microbatches of a step
     (megatron-core: tensor_parallel/layers.py, wgrad_deferral_limit 0).
     """
-    kept = kept_bytes(case, stage.blocks) - away_bytes(case, stage.blocks)
+    kept = kept_bytes(case, stage.blocks)
     layers = np.maximum(stage.blocks.layers, 1e-9)
     working = np.maximum(blocks_bytes(case, stage.blocks, whole=True) - kept, 0.0) / layers
     before = case.software.loss_first * logit_bytes(case) * stage.loss
@@ -329,7 +329,8 @@ def activation_bytes(case: Case, stage: Stage) -> Array:
     gradient = case.mesh.element_bytes * tokens(case) * case.shape.vocab / case.mesh.tp
     heads = (1 + case.shape.mtp_layers) * case.mesh.deferred_output * stage.loss
     deferred = heads * case.mesh.accumulation * (outside_bytes(case) + gradient)
-    in_flight: Array = microbatches_in_flight(case, stage) * kept
+    here = kept - away_bytes(case, stage.blocks)
+    in_flight: Array = microbatches_in_flight(case, stage) * here
     return in_flight + working + ends + extra + deferred
 
 

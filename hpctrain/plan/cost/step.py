@@ -21,6 +21,8 @@ from hpctrain.plan.cost.weights import Weights, weights_of
 # Bytes that Adam moves per parameter: fp32 gradient, main weight and two moments in; the last
 # three out; the 16-bit weight out.
 ADAM_TRAFFIC = 30.0
+# Of a microbatch's time: two of three products are those of the backward pass.
+BACKWARD_SHARE = 2 / 3
 
 
 @dataclass(frozen=True)
@@ -50,14 +52,15 @@ def step_seconds(case: Case) -> StepTime:
     stages, weights, turns = stages_of(case), weights_of(case), case.mesh.accumulation
     transfer = transfer_seconds(case)
     slow = stages.slowest
+    bubble = bubble_seconds(case, stages, transfer)
     smooth = StepTime(
-        compute=turns * (slow.forward + slow.backward) + late_gradients(case, stages),
+        compute=turns * (slow.forward + slow.backward) + late_gradients(case, bubble),
         recompute=turns * slow.again,
         tensor_messages=turns * slow.tensor,
         context_messages=turns * slow.context,
         expert_messages=turns * slow.experts,
         pipeline_messages=transfers(case, transfer),
-        bubble=bubble_seconds(case, stages, transfer),
+        bubble=bubble,
         data_messages=data_messages(case, weights, stages),
         optimizer=optimizer_seconds(case, weights),
         overhead=case.software.step_overhead + 0.0 * slow.forward,
@@ -68,18 +71,17 @@ def step_seconds(case: Case) -> StepTime:
     return replace(smooth, straggling=case.software.straggling * doublings * smooth.total)
 
 
-def late_gradients(case: Case, stages: Stages) -> Array:
+def late_gradients(case: Case, bubble: Array) -> Array:
     """Price deferred weight gradients of the output layer beyond the gap at the end of a step.
 
-    The last stage is done with its last microbatch p - 1 backward passes before the first one, and
-    computes them meanwhile (megatron-core: pipeline_parallel/schedules.py,
-    finish_embedding_wgrad_compute).
+    The last stage is done with its last microbatch p - 1 backward passes before the first one, two
+    thirds of the bubble, and computes them meanwhile (megatron-core:
+    pipeline_parallel/schedules.py, finish_embedding_wgrad_compute).
     """
     mesh = case.mesh
     heads = 1 + case.shape.mtp_layers
     waiting = mesh.deferred_output * mesh.accumulation * heads * output_gradient(case)
-    gap = (mesh.pp - 1) * stages.last_backward / mesh.vpp
-    return np.maximum(waiting - gap, 0.0)
+    return np.maximum(waiting - BACKWARD_SHARE * bubble, 0.0)
 
 
 def host_copies(case: Case, stages: Stages) -> Array:

@@ -6,7 +6,7 @@ of the trainer (see `hpctrain.engines.megatron`).
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
@@ -22,6 +22,9 @@ from hpctrain.spec.engines.abilities import (
     Word,
 )
 from hpctrain.spec.engines.megatron_contradictions import contradictions, wrong_settings
+
+if TYPE_CHECKING:
+    from hpctrain.spec.engine import EngineSpec
 
 ZERO_WORDS = (
     Word("zero0", ("optimizer.distributed=false",)),
@@ -74,6 +77,12 @@ class MegatronSpec(Document):
     cuda_graph_impl: Literal["none", "local", "transformer_engine"] = Field(
         "none", description="Who captures CUDA graphs of the layers"
     )
+
+
+def with_fp8_recipe(engine: EngineSpec, recipe: Fp8Recipe) -> EngineSpec:
+    """Copy `engine` with this scaling in place of `auto`."""
+    own = engine.megatron.model_copy(update={"fp8_recipe": recipe})
+    return engine.model_copy(update={"megatron": own})
 
 
 ABILITIES = EngineAbilities(

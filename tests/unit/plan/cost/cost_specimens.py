@@ -140,7 +140,6 @@ def _drawn(dice: random.Random) -> Case:
         low=dice.choice([0, 1]),
         low_bytes=dice.choice([0.0, 2.0]),
         full_layers=dice.choice([0, 0, 1]),
-        kept_on_host=dice.choice([0, 0, 1, 2]),
         deferred_output=dice.choice([0, 1]) if pp > 1 else 0,
         gradient_copy=dice.choice([0, 4]),
         offload=dice.choice([0, 0, 1]),
