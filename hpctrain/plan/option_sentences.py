@@ -49,8 +49,8 @@ def _of_number_formats(request: PlanRequest, case: Case) -> Iterator[str]:
         )
     if own.cross_entropy_loss_fusion:
         yield (
-            f"The fused cross entropy holds {float(case.software.logit_bytes):.0f} bytes for each "
-            "logit at the peak, and moves a third of the unfused one's bytes."
+            f"The fused cross entropy moves {float(case.software.loss_bytes):.0f} bytes for each "
+            "logit and pass, the unfused one 24; its memory is the same."
         )
 
 
@@ -77,8 +77,9 @@ def _of_activations(
         )
     if spec.engine.megatron.defer_embedding_wgrad_compute:
         yield (
-            f"The last stage keeps inputs and output gradients of the output layer for all "
-            f"{candidate.accumulation} microbatches, and computes its weight gradient in the gap "
+            "The last stage keeps inputs and output gradients of the output layer for "
+            f"{float(np.max(case.mesh.waiting_outputs)):.0f} of {candidate.accumulation} "
+            "microbatches, and computes its weight gradient in the gap "
             f"of {layout.pp - 1} backward passes at the end of the step, two thirds of the bubble."
         )
 
@@ -112,7 +113,7 @@ def _of_messages(request: PlanRequest, candidate: Candidate, case: Case) -> Iter
     if own.cuda_graph_impl != "none":
         yield (
             f"Assumed: CUDA graphs of layers leave {calibration.graphs['layer']:.0%} of the time "
-            "that launches take, as in the calibration."
+            "that their launches take, as in the calibration; experts are outside of them."
         )
 
 

@@ -54,6 +54,15 @@ def low_alignment(spec: RunSpec) -> int:
     return 1 if recipe is None else ALIGNMENTS.get(recipe, 16)
 
 
+def low_row_alignment(spec: RunSpec) -> int:
+    """Return the number of which the rows that one rank scales have to be a multiple.
+
+    With sequence parallelism a rank scales its own part before all are gathered.
+    """
+    step = low_alignment(spec)
+    return 8 if step == 16 else step
+
+
 def linear_widths(
     model: ModelSpec, tp: Ranks, expert_tp: Ranks
 ) -> dict[str, tuple[int, Ranks | int]]:

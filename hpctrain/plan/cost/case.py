@@ -123,7 +123,7 @@ class Mesh:
     low_bytes: Array = 0  # per weight of a linear layer: its forms in 8 or 4 bits
     low_only: Array = 0  # 1: these weights have no 16-bit form
     gradient_copy: Array = 0  # per gradient of a shard: an fp32 copy while the optimizer runs
-    deferred_output: Array = 0  # 1: weight gradients of the output layer wait for the last gap
+    deferred_output: Array = 0  # microbatches whose gradient of the output matrix may wait
 
     @property
     def gpus(self) -> Array:
@@ -152,6 +152,11 @@ class Mesh:
         """
         share = np.minimum(1.0, self.full_layers * self.vpp / np.maximum(layers, 1e-9))
         return np.where(np.asarray(self.full_layers) > 0, share, self.full_share)
+
+    @property
+    def waiting_outputs(self) -> Array:
+        """Microbatches of a step whose gradient of the output matrix waits for its end."""
+        return np.minimum(self.deferred_output, self.accumulation)
 
     @property
     def full_share_of_predicted(self) -> Array:
@@ -209,6 +214,7 @@ class Software:
     late_sums: Array = 0  # 1: behind a pipeline gradients are summed after all passes, in the open
     zero_bubble: Array = 0  # 1: ZB-1p, 2: ZB-2p (Qi et al. 2023, arXiv 2401.10241)
     fused_loss: Array = 0  # 1: fused cross entropy, no fp32 copy of the logits
+    loss_bytes: Array = 0  # moved per logit and pass; 0: as `fused_loss` has it
     expert_overhead: Array = 0.0  # seconds per MoE layer, microbatch and pass
     shared_overlap: Array = 0  # 1: the shared expert is computed while tokens travel
     main_bytes: Array = 12  # optimizer state per parameter: main copy and two moments

@@ -30,10 +30,16 @@ from hpctrain.plan.model.parameters import BERT_SEGMENTS
 from hpctrain.plan.request import PlanRequest
 from hpctrain.spec.calibration import Calibration, SoftwareCalibration
 from hpctrain.spec.engines.abilities import EngineAbilities
+from hpctrain.spec.engines.megatron import WGRAD_DEFERRAL_LIMIT
 from hpctrain.spec.run import ModelSpec, RunSpec
 
 if TYPE_CHECKING:
     from hpctrain.plan.mesh.columns import Columns
+
+# Per logit and pass, in the mean: three kernels forward, which read 2, 4 and 4 bytes and write 4
+# each, and one backward, which reads 4 and writes 2 (fusions/fused_cross_entropy.py). Memory is
+# that of the unfused one: fp32 exponentials, which become the gradient in place.
+FUSED_LOSS_BYTES = 14.0
 
 
 def case_of(request: PlanRequest, columns: Columns) -> Case:
@@ -186,7 +192,7 @@ def mesh_of(request: PlanRequest, columns: Columns) -> Mesh:
         low_only=int(own.fp8_param_gather),
         # distrib_optimizer.py: shard_main_param.grad = shard_model_grad.float()
         gradient_copy=FP32_BYTES * trainable if each < FP32_BYTES else 0,
-        deferred_output=int(own.defer_embedding_wgrad_compute),
+        deferred_output=WGRAD_DEFERRAL_LIMIT if own.defer_embedding_wgrad_compute else 0,
     )
 
 
@@ -245,7 +251,7 @@ def _with_options(software: Software, spec: RunSpec, calibration: Calibration) -
     """Apply userbuffers, dispatcher, shared expert and CUDA graphs of `engine.megatron`.
 
     The flex dispatcher leaves as much of the shown all-to-all as its backend does where both were
-    measured.
+    measured. Graphs leave experts out, whose sizes the host has to read.
     """
     own, key = spec.engine.megatron, spec.engine.abilities.userbuffer_calibration
     if own.tp_comm_overlap and key in calibration.software:
@@ -259,20 +265,14 @@ def _with_options(software: Software, spec: RunSpec, calibration: Calibration) -
         software,
         shared_overlap=int(own.moe_shared_expert_overlap),
         layer_overhead=software.layer_overhead * launches,
-        expert_overhead=software.expert_overhead * launches,
     )
 
 
 def _fused_loss(spec: RunSpec) -> dict[str, float]:
-    """Return the fields of `Software` that a fused cross entropy changes.
-
-    TransformerEngine's kernel turns 16-bit logits into their gradient in place (cross_entropy.py).
-    megatron-core's own one keeps fp32 exponentials (fusions/fused_cross_entropy.py).
-    """
-    if not spec.engine.megatron.cross_entropy_loss_fusion:
-        return {}
-    native = spec.engine.implementation == "local"
-    return dict(fused_loss=1.0, logit_bytes=4.0 if native else 2.0)
+    """Return the field of `Software` that megatron-core's fused cross entropy changes."""
+    return (
+        dict(loss_bytes=FUSED_LOSS_BYTES) if spec.engine.megatron.cross_entropy_loss_fusion else {}
+    )
 
 
 def _software_calibration(

@@ -315,8 +315,8 @@ def activation_bytes(case: Case, stage: Stage) -> Array:
     """Compute all activations in flight, and the one layer that is being recomputed.
 
     Of the layers that wait on the host one is on its way. Deferred weight gradients of the output
-    layer keep its input and the gradient of its output for all microbatches of a step
-    (megatron-core: tensor_parallel/layers.py, wgrad_deferral_limit 0).
+    layer keep its input and the gradient of its output (megatron-core: tensor_parallel/layers.py,
+    wgrad_deferral_limit).
     """
     kept = kept_bytes(case, stage.blocks)
     layers = np.maximum(stage.blocks.layers, 1e-9)
@@ -327,11 +327,12 @@ def activation_bytes(case: Case, stage: Stage) -> Array:
     ends = (start + 2 * stage.loss) * outside_bytes(case)
     extra = stage.loss * predicted_bytes(case)
     gradient = case.mesh.element_bytes * tokens(case) * case.shape.vocab / case.mesh.tp
-    heads = (1 + case.shape.mtp_layers) * case.mesh.deferred_output * stage.loss
-    deferred = heads * case.mesh.accumulation * (outside_bytes(case) + gradient)
+    heads = (1 + case.shape.mtp_layers) * stage.loss
+    deferred = heads * case.mesh.waiting_outputs * (outside_bytes(case) + gradient)
     here = kept - away_bytes(case, stage.blocks)
-    in_flight: Array = microbatches_in_flight(case, stage) * here
-    return in_flight + working + ends + extra + deferred
+    in_flight = microbatches_in_flight(case, stage) * here
+    total: Array = in_flight + working + ends + extra + deferred
+    return total
 
 
 def predicted_bytes(case: Case) -> Array:
@@ -344,7 +345,8 @@ def host_bytes(case: Case) -> Array:
     """Compute what one microbatch of the offloaded layers keeps in the host's memory."""
     blocks = all_blocks(case)
     layers = np.minimum(case.mesh.kept_on_host, blocks.layers)
-    return layers * kept_bytes(case, blocks) / np.maximum(blocks.layers, 1e-9)
+    held: Array = layers * kept_bytes(case, blocks) / np.maximum(blocks.layers, 1e-9)
+    return held
 
 
 def away_bytes(case: Case, blocks: Blocks) -> Array:

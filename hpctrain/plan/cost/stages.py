@@ -132,7 +132,8 @@ class _Kinds:
             adapters = _plain(case, passes, _again(case, passes, 0.0)[0])
         each = (_attention_turn(case), _mlp_turn(case), _moe_turn(case), mamba_turn, adapters)
         head = _plain(case, block.output_layer(case), 0.0)
-        waiting = case.mesh.deferred_output * block.output_gradient(case)
+        share = case.mesh.waiting_outputs / case.mesh.accumulation
+        waiting = share * block.output_gradient(case)
         head = replace(head, backward=head.backward - waiting)
         plain = cls(case, *each, head, head)
         ahead = plain.turn(prediction_blocks(case))

@@ -78,9 +78,8 @@ def late_gradients(case: Case, bubble: Array) -> Array:
     thirds of the bubble, and computes them meanwhile (megatron-core:
     pipeline_parallel/schedules.py, finish_embedding_wgrad_compute).
     """
-    mesh = case.mesh
     heads = 1 + case.shape.mtp_layers
-    waiting = mesh.deferred_output * mesh.accumulation * heads * output_gradient(case)
+    waiting = case.mesh.waiting_outputs * heads * output_gradient(case)
     return np.maximum(waiting - BACKWARD_SHARE * bubble, 0.0)
 
 

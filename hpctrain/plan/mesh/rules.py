@@ -17,7 +17,11 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.plan.abilities.low_precision import linear_widths, low_alignment
+from hpctrain.plan.abilities.low_precision import (
+    linear_widths,
+    low_alignment,
+    low_row_alignment,
+)
 from hpctrain.plan.abilities.sharding import zero_choices
 from hpctrain.plan.divisors import divisors, multiples_around, nearest, or_list
 from hpctrain.plan.documents import DEFAULT_ORDER, ORDERS
@@ -279,9 +283,33 @@ def _expert_ranks(at: ManyLayouts) -> Whole:
     return at.ep * at.expert_tp
 
 
+def _longest_chunk(spec: RunSpec, at: LayoutValues[Number]) -> Number | int:
+    """Count the layers of the longest chunk of a pipeline stage."""
+    if at.stages is not None:
+        return max(at.stages)
+    counted = spec.model.layers + at.count_embedding + at.count_loss
+    return -(-counted // at.chunks)
+
+
 def _rows(spec: RunSpec, at: LayoutValues[Number]) -> Number:
     """Count the tokens of a microbatch on one rank: rows of the products of linear layers."""
     return at.micro_batch * spec.model.seq // at.cp
+
+
+def _own_rows(spec: RunSpec, at: LayoutValues[Number]) -> Number:
+    """Count those of one rank outside the tensor parallel region."""
+    split = np.where(np.asarray(at.sequence_parallel) > 0, at.tp, 1)
+    return _rows(spec, at) // split  # type: ignore[return-value]
+
+
+def _unaligned_rows_message(request: PlanRequest, at: OneLayout) -> str:
+    spec = request.spec
+    whole, own = _rows(spec, at), int(_own_rows(spec, at))
+    tokens, step = f"micro {at.micro_batch} x seq {spec.model.seq} / cp {at.cp}", whole
+    multiple = low_alignment(spec)
+    if whole % multiple == 0:
+        tokens, step, multiple = f"{tokens} / tp {at.tp}", own, low_row_alignment(spec)
+    return f"{spec.precision} takes tokens in multiples of {multiple}: {tokens} are {step}"
 
 
 def _all_aligned(spec: RunSpec, at: ManyLayouts) -> Mask | bool:
@@ -430,6 +458,17 @@ OPTION_RULES: tuple[Rule, ...] = (
         lambda spec, at: (not spec.engine.megatron.defer_embedding_wgrad_compute) | (at.pp > 1),
         lambda request, at: "defer_embedding_wgrad_compute needs pp above 1",
     ),
+    Rule(
+        # a count above the layers of every chunk would be another word for all of them
+        "recomputed layers fit a chunk",
+        lambda spec, at: (spec.recompute_layers or 0) <= _longest_chunk(spec, at),
+        lambda request, at: (
+            f"recompute_layers {request.spec.recompute_layers} is above the "
+            f"{_longest_chunk(request.spec, at)} layers of a chunk with pp {at.pp}"
+            + (f" x vpp {at.vpp}" if at.vpp > 1 else "")
+        ),
+        after=("stages hold the layers",),
+    ),
     Rule(  # transformer_config.py: "no support for Pipeline parallelism with CPU offloading"
         "offloaded activations have no pipeline",
         lambda spec, at: (spec.activation_offload_layers == 0) | (at.pp == 1),
@@ -480,12 +519,11 @@ CANDIDATE_RULES: tuple[Rule, ...] = (
     ORDER,
     Rule(
         "rows of low precision are aligned",
-        lambda spec, at: (low_alignment(spec) == 1) | (_rows(spec, at) % low_alignment(spec) == 0),
-        lambda request, at: (
-            f"{request.spec.precision} takes tokens in multiples of "
-            f"{low_alignment(request.spec)}: micro {at.micro_batch} x seq {request.spec.model.seq} "
-            f"/ cp {at.cp} are {_rows(request.spec, at)}"
+        lambda spec, at: (
+            (_rows(spec, at) % low_alignment(spec) == 0)
+            & (_own_rows(spec, at) % low_row_alignment(spec) == 0)
         ),
+        _unaligned_rows_message,
         after=(*_MESH_NAMES, "cp divides seq"),
     ),
     Rule(

@@ -165,8 +165,10 @@ class EngineAbilities:
     # -- memory and time -------------------------------------------------------------------------
     # number formats that can be planned
     precisions: tuple[str, ...] = ("fp32", "fp16", "bf16", "fp8")
-    # reads `recompute_layers` and `activation_offload_layers`
-    counts_layers: bool = False
+    # reads `recompute_layers`
+    recomputes_some: bool = False
+    # reads `activation_offload_layers`
+    offloads_activations: bool = False
     offloads: tuple[Home, ...] = ("none",)
     # of `offloads`, those that can be planned but that hpctrain does not train
     planned_offloads: tuple[Home, ...] = ()

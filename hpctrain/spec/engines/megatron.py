@@ -37,6 +37,9 @@ ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 # How numbers are scaled into 8 bits (megatron-core: transformer_config.py, fp8_recipe).
 Fp8Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
+# Microbatches whose gradient of the output layer waits for the end of the pipeline (as in
+# Megatron-Bridge, recipes/gpt/h100/gpt3_175b.py; megatron-core's default keeps all of them).
+WGRAD_DEFERRAL_LIMIT = 50
 
 
 class MegatronSpec(Document):
@@ -57,7 +60,7 @@ class MegatronSpec(Document):
         False, description="Hide tensor parallel messages by userbuffers of TransformerEngine"
     )
     cross_entropy_loss_fusion: bool = Field(
-        False, description="Loss in one fused kernel: fewer copies of the logits"
+        False, description="Loss in fused kernels: fewer passes over the logits"
     )
     defer_embedding_wgrad_compute: bool = Field(
         False, description="Compute the output layer's weight gradient in the pipeline's last gap"
@@ -116,7 +119,8 @@ ABILITIES = EngineAbilities(
     contradictions=contradictions,
     splits_experts=True,
     precisions=("fp32", "fp16", "bf16", "fp8", "fp4"),
-    counts_layers=True,
+    recomputes_some=True,
+    offloads_activations=True,
     # runs of NeMo have userbuffers wherever tp is above 1 (bench/recipes.yaml)
     userbuffer_calibration="nemo",
     words=(*ZERO_WORDS, *WORDS_OF_EVERY_ENGINE, *MESH_WORDS),

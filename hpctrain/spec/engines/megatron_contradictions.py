@@ -47,6 +47,9 @@ def wrong_settings(engine: EngineSpec) -> Iterator[Contradiction]:
         "tp_comm_overlap": own.tp_comm_overlap,  # userbuffers of its linear layers
         "moe_permute_fusion": own.moe_permute_fusion,  # "Please install TE >= 2.1.0"
         "cuda_graph_impl": own.cuda_graph_impl == "transformer_engine",
+        # model_parallel_config.py: "when gradient accumulation fusion is not used", which comes
+        # with these layers
+        "defer_embedding_wgrad_compute": own.defer_embedding_wgrad_compute,
     }
     for field in (name for name, given in needs.items() if given):
         message = "this is TransformerEngine's, and `implementation` is local"

@@ -199,6 +199,7 @@ ABILITIES = EngineAbilities(
     zero_stages=(0, 1),
     offloads=("none", "cpu"),  # --optimizer-cpu-offload
     recomputes=("none", "selective", "full"),
+    recomputes_some=True,  # --recompute-method block
     calibration="mcore",
     chooses_overlap=True,
     saves_by_steps_only=True,

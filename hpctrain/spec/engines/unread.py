@@ -22,13 +22,17 @@ def unread_choices(engine: EngineAbilities, choices: Choices) -> Iterator[Contra
             f"{engine.title} has no {choices.precision}",
             lambda other: choices.precision in other.precisions,
         )
-    counts = {
-        "recompute_layers": choices.recompute_layers is not None,
-        "activation_offload_layers": choices.activation_offload_layers > 0,
-    }
-    for field in (name for name, given in counts.items() if given and not engine.counts_layers):
-        message = f"{engine.title} reads no `{field}`"
-        yield _unread(engine, (field,), message, lambda other: other.counts_layers)
+    if choices.recompute_layers is not None and not engine.recomputes_some:
+        message = f"{engine.title} computes all layers again, or none"
+        yield _unread(engine, ("recompute_layers",), message, lambda other: other.recomputes_some)
+    if choices.activation_offload_layers and not engine.offloads_activations:
+        message = f"{engine.title} keeps activations on the GPU"
+        yield _unread(
+            engine,
+            ("activation_offload_layers",),
+            message,
+            lambda other: other.offloads_activations,
+        )
     if choices.etp is None:
         return
     path = ("parallel", "etp")

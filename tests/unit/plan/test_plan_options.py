@@ -16,6 +16,7 @@ from hpctrain.plan.cost.plan_memory import candidate_peak
 from hpctrain.plan.cost.prediction import step_parts
 from hpctrain.plan.documents import Plan
 from hpctrain.plan.mesh.columns import columns_of
+from hpctrain.plan.mesh.stages import stage_expert_parameters
 from hpctrain.plan.model.number_formats import (
     gradient_bytes,
     low_weight_bytes,
@@ -165,9 +166,9 @@ class TestBytes:
         assert weights[1] - weights[0] == 2 * layers
         assert weights[2] == weights[0]
 
-    def test_a_fused_loss_holds_half_of_the_logits(self) -> None:
+    def test_a_fused_loss_moves_fewer_bytes_and_holds_as_many(self) -> None:
         plain, fused = planned(), planned(engine=own(cross_entropy_loss_fusion=True))
-        assert fused.memory[0].logits_bytes * 2 == plain.memory[0].logits_bytes
+        assert fused.memory[0].logits_bytes == plain.memory[0].logits_bytes
         assert fused.step_seconds and plain.step_seconds and fused.step_seconds < plain.step_seconds
 
 
@@ -189,6 +190,9 @@ class TestExperts:
         saved = 8 * 4 * 3 * 2048 * 2048 // 2  # 8 layers, 4 experts each, the other half of them
         given = whole.stages[0].parameters_per_gpu - split.stages[0].parameters_per_gpu
         assert given == saved
+        routed = [stage_expert_parameters(run_spec(model=MIXTURE).model, plan.layout, (8,), 0)
+                  for plan in (whole, split)]  # fmt: skip
+        assert routed == [2 * saved, saved]
         assert split.layout.etp == 2 and "etp 2" in str(split.layout)
         assert split.prediction and whole.prediction
         sent = [plan.prediction.parts.expert_messages_seconds for plan in (split, whole)
@@ -272,20 +276,22 @@ SENTENCES = [
     ("fp8 weights", {}, "their weights take 2 bytes instead of 2."),
     ("bf16 gradients", {}, "Gradients are held and summed in bf16, 2 bytes each; while the "
      "optimizer runs, its shard of them exists in fp32 too."),
-    ("fused loss", {}, "The fused cross entropy holds 2 bytes for each logit at the peak"),
+    ("fused loss", {}, "The fused cross entropy moves 14 bytes for each logit and pass, the "
+     "unfused one 24; its memory is the same."),
     ("some layers again", {}, "recompute full covers the first 2 of 8 layers in a model chunk."),
     ("activations on the host", {}, "4 of 8 layers keep their activations in the host's memory:"),
     ("userbuffers", {}, "Assumed: userbuffers hide 81% of tensor parallel messages, as in the runs "
      "behind calibration `nemo`."),
     ("userbuffers", {}, "Not priced: memory of userbuffers."),
     ("deferred gradient", {"tp": 2, "pp": 2}, "The last stage keeps inputs and output gradients of "
-     "the output layer for all 16 microbatches"),
+     "the output layer for 16 of 16 microbatches"),
     ("flex", {"tp": 1, "ep": 4}, "Assumed: deepep shows 88% of what the alltoall dispatcher shows"),
     ("flex", {"tp": 1, "ep": 4}, "Not priced: buffers of deepep."),
     ("permutation", {"tp": 1, "ep": 4}, "Not priced: the time of moe_permute_fusion"),
     ("shared expert", {"tp": 1, "ep": 4}, "Assumed: messages to experts hide behind the shared "
      "expert for as long as it takes."),
-    ("graphs", {}, "Assumed: CUDA graphs of layers leave 59% of the time that launches take"),
+    ("graphs", {}, "Assumed: CUDA graphs of layers leave 59% of the time that their launches "
+     "take, as in the calibration; experts are outside of them."),
     ("graphs", {}, "Not priced: memory of CUDA graphs."),
 ]  # fmt: skip
 

@@ -86,6 +86,11 @@ BROKEN: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         dict(),
         ["defer_embedding_wgrad_compute", "pp above 1"],
     ),
+    "recomputed layers fit a chunk": (
+        dict(recompute="full", recompute_layers=3),
+        dict(pp=2),
+        ["recompute_layers 3", "the 2 layers of a chunk with pp 2"],
+    ),
     "offloaded activations have no pipeline": (
         dict(activation_offload_layers=2),
         dict(pp=2),

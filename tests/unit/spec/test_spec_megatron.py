@@ -98,6 +98,9 @@ WRONG = [
     ("", "", "engine: {implementation: local, megatron: {cuda_graph_impl: transformer_engine}}\n",
      "8:61: `engine.megatron.cuda_graph_impl`: this is TransformerEngine's, and `implementation` "
      "is local | set `engine.implementation: transformer_engine`"),
+    ("", "", "engine: {implementation: local, megatron: {defer_embedding_wgrad_compute: true}}\n",
+     "8:75: `engine.megatron.defer_embedding_wgrad_compute`: this is TransformerEngine's, and "
+     "`implementation` is local | set `engine.implementation: transformer_engine`"),
     ("", "", "parallel: {etp: 2}\n",
      "8:17: `parallel.etp`: etp splits experts, and the model has none"
      " | remove it, or give `model.moe`"),
@@ -105,10 +108,10 @@ WRONG = [
     ("", "", "precision: fp4\nengine: {name: fsdp}\n",
      "8:12: `precision`: FSDP has no fp4 | remove it, or set `engine.name` to `megatron`"),
     ("", "", "recompute: full\nrecompute_layers: 2\nengine: {name: deepspeed}\n",
-     "9:19: `recompute_layers`: DeepSpeed reads no `recompute_layers`"
-     " | remove it, or set `engine.name` to `megatron`"),
+     "9:19: `recompute_layers`: DeepSpeed computes all layers again, or none"
+     " | remove it, or set `engine.name` to `megatron` or `megatron-lm`"),
     ("", "", "activation_offload_layers: 2\nengine: {name: ddp}\n",
-     "8:28: `activation_offload_layers`: DDP reads no `activation_offload_layers`"
+     "8:28: `activation_offload_layers`: DDP keeps activations on the GPU"
      " | remove it, or set `engine.name` to `megatron`"),
     (MODEL, EXPERTS, "parallel: {etp: 2}\nengine: {name: fsdp}\n",
      "8:17: `parallel.etp`: FSDP reads no `parallel.etp`"

@@ -140,7 +140,7 @@ def _drawn(dice: random.Random) -> Case:
         low=dice.choice([0, 1]),
         low_bytes=dice.choice([0.0, 2.0]),
         full_layers=dice.choice([0, 0, 1]),
-        deferred_output=dice.choice([0, 1]) if pp > 1 else 0,
+        deferred_output=dice.choice([0, 2, 50]) if pp > 1 else 0,
         gradient_copy=dice.choice([0, 4]),
         offload=dice.choice([0, 0, 1]),
         hidden=dice.choice([1024, 4096]),

@@ -101,7 +101,7 @@ class TestDirections:
             assert np.array_equal(peak_bytes(changed(PLAIN, **changes)), peak_bytes(PLAIN)), changes
 
     def test_a_deferred_gradient_takes_memory_of_the_last_stage_only(self) -> None:
-        waiting = changed(PLAIN, deferred_output=1)
+        waiting = changed(PLAIN, deferred_output=50)
         first, _, last = stages_that_matter(PLAIN)
         more = activation_bytes(waiting, last) - activation_bytes(PLAIN, last)
         assert np.all(more > 0)
@@ -210,13 +210,13 @@ class TestDeferredGradients:
     def test_the_last_stage_does_without_them_in_every_microbatch(self) -> None:
         backward = [
             stages_of(one).slowest.backward
-            for one in (self.ONE, changed(self.ONE, deferred_output=1))
+            for one in (self.ONE, changed(self.ONE, deferred_output=50))
         ]
         one_of_three = 2 * 2048 * 1024 * 51200 / 1e15
         assert backward[0] - backward[1] == pytest.approx(one_of_three)
 
     def test_what_two_thirds_of_the_bubble_do_not_hide_is_computed_at_the_end(self) -> None:
-        waiting = changed(self.ONE, deferred_output=1)
+        waiting = changed(self.ONE, deferred_output=50)
         late = 8 * 2 * 2048 * 1024 * 51200 / 1e15
         bubble = bubble_seconds(waiting, stages_of(waiting), 0.0)
         assert 0 < 2 / 3 * bubble < late
@@ -226,9 +226,19 @@ class TestDeferredGradients:
 
     def test_inputs_and_gradients_of_all_microbatches_are_kept(self) -> None:
         last = stages_that_matter(self.ONE)[2]
-        more = activation_bytes(changed(self.ONE, deferred_output=1), last)
+        more = activation_bytes(changed(self.ONE, deferred_output=50), last)
         more -= activation_bytes(self.ONE, last)
         assert more == pytest.approx(8 * 2 * 2048 * (1024 + 51200))
+
+    def test_no_more_of_them_than_the_limit(self) -> None:
+        last = stages_that_matter(self.ONE)[2]
+        limited = changed(self.ONE, deferred_output=2)
+        more = activation_bytes(limited, last) - activation_bytes(self.ONE, last)
+        assert more == pytest.approx(2 * 2 * 2048 * (1024 + 51200))
+        of_one = 2 * 2048 * 1024 * 51200 / 1e15
+        assert late_gradients(limited, 0.0) == pytest.approx(2 * of_one)
+        backward = [stages_of(one).slowest.backward for one in (self.ONE, limited)]
+        assert backward[0] - backward[1] == pytest.approx(2 / 8 * of_one)
 
 
 def test_fp32_copies_of_gradients_count_where_they_outweigh_activations() -> None:
