@@ -352,7 +352,8 @@ def host_bytes(case: Case) -> Array:
 def away_bytes(case: Case, blocks: Blocks) -> Array:
     """Compute what offloaded layers do not keep on the GPU: all of them but one on its way."""
     layers = np.maximum(np.minimum(case.mesh.kept_on_host, blocks.layers) - 1, 0.0)
-    return layers * kept_bytes(case, blocks) / np.maximum(blocks.layers, 1e-9)
+    left: Array = layers * kept_bytes(case, blocks) / np.maximum(blocks.layers, 1e-9)
+    return left
 
 
 def logit_bytes(case: Case) -> Array:

@@ -200,6 +200,7 @@ ABILITIES = EngineAbilities(
     offloads=("none", "cpu"),  # --optimizer-cpu-offload
     recomputes=("none", "selective", "full"),
     recomputes_some=True,  # --recompute-method block
+    precisions=("fp32", "fp16", "bf16", "fp8", "fp4"),  # 8 and 4 bits by `engine.arguments`
     calibration="mcore",
     chooses_overlap=True,
     saves_by_steps_only=True,

@@ -106,7 +106,8 @@ WRONG = [
      " | remove it, or give `model.moe`"),
     # what other engines would not read
     ("", "", "precision: fp4\nengine: {name: fsdp}\n",
-     "8:12: `precision`: FSDP has no fp4 | remove it, or set `engine.name` to `megatron`"),
+     "8:12: `precision`: FSDP has no fp4 | remove it, or set `engine.name` to `megatron` or "
+     "`megatron-lm`"),
     ("", "", "recompute: full\nrecompute_layers: 2\nengine: {name: deepspeed}\n",
      "9:19: `recompute_layers`: DeepSpeed computes all layers again, or none"
      " | remove it, or set `engine.name` to `megatron` or `megatron-lm`"),
