@@ -277,6 +277,14 @@ class TestMesh:
         mesh = case(gpt(precision=precision)).case.mesh
         assert (mesh.low, mesh.element_bytes) == (low, element)
 
+    def test_forms_of_weights_and_what_is_gathered(self) -> None:
+        bridge = dict(source="Megatron-Bridge 26.02", gpu="B200-SXM", tp=1, pp=1)
+        meshes = [
+            case(gpt(**bridge, precision=precision)).case.mesh for precision in ("bf16", "mxfp8")
+        ]
+        assert [mesh.low_bytes for mesh in meshes] == [0, 2 * (1 + 1 / 32)]
+        assert [(mesh.low_only, mesh.gather_bytes) for mesh in meshes] == [(0, 2), (1, 2)]
+
     @pytest.mark.parametrize(
         ("module", "field"),
         [

@@ -10,7 +10,7 @@ from planner_knowledge import knowledge_of
 from specimens import LLAMA7B, cluster, run_spec
 
 from hpctrain.errors import DoesNotFitError
-from hpctrain.plan.cost.from_spec import case_of
+from hpctrain.plan.cost.from_spec import case_of, machine_for
 from hpctrain.plan.cost.memory import peak_bytes
 from hpctrain.plan.cost.plan_memory import candidate_peak
 from hpctrain.plan.cost.prediction import step_parts
@@ -305,6 +305,15 @@ def test_each_option_explains_its_price_or_that_it_has_none(
     assert words in text
     plain = planned(model=OPTIONS[name].get("model", SMALL), parallel=layout or {"tp": 2})
     assert words not in "\n".join((*plain.reasons, *plain.warnings))
+
+
+def test_a_link_to_the_host_is_that_of_the_gpu() -> None:
+    """Three quarters of PCIe 4, or of the NVLink-C2C of a Grace."""
+    for kind, memory, rate in (("h100", "80GiB", 25e9), ("gb200", "186GiB", 25 / 32 * 225e9)):
+        profile = cluster(gpu={"type": kind, "per_node": 8, "memory": memory})
+        request = PlanRequest(run_spec(model=SMALL, gpus=8), profile, knowledge_of(profile))
+        machine = machine_for(request)
+        assert machine is not None and machine.host_bandwidth == rate
 
 
 def test_more_than_the_hosts_memory_is_a_warning() -> None:
