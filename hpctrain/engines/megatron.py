@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from hpctrain.engines.megatron_software import software_needs
+from hpctrain.engines.needed_software import SoftwareNeed
 from hpctrain.engines.training import TrainConfig, shared_config
 from hpctrain.plan.documents import DEFAULT_ORDER, Order, Plan
 from hpctrain.spec.document import Document
@@ -99,8 +101,9 @@ class MegatronConfig(MegatronModel, TrainConfig):
     recompute_num_layers: int | None = None
     # layers whose activations wait in the host's memory
     cpu_offloading_num_layers: int = 0
-    # numbers of 8 and 4 bits in matrix products, with `precision` bf16
-    fp8: Literal["hybrid"] | None = None
+    # numbers of 8 and 4 bits in matrix products, with `precision` bf16. hybrid: gradients have more
+    # exponent bits; e4m3: all have the same, for block scaling gives each block its own range
+    fp8: Literal["hybrid", "e4m3"] | None = None
     fp8_recipe: Fp8Recipe = "delayed"
     fp8_param: bool = False
     fp4: Literal["e2m1"] | None = None
@@ -155,6 +158,10 @@ class MegatronConfig(MegatronModel, TrainConfig):
             # dot_product_attention.py asserts context_parallel_size == 1
             return f"context_parallel_size {self.context_parallel_size}"
         return None
+
+    @property
+    def software_needs(self) -> tuple[SoftwareNeed, ...]:
+        return tuple(software_needs(self))
 
     @property
     def needed_paths(self) -> tuple[str, ...]:
@@ -259,7 +266,7 @@ def megatron_config(spec: RunSpec, plan: Plan, peak_flops_per_gpu: float | None)
         recompute_num_layers=spec.recompute_layers,
         cpu_offloading_num_layers=spec.activation_offload_layers,
         expert_tensor_parallel_size=layout.etp,
-        fp8="hybrid" if plan.precision == "fp8" else None,
+        fp8=_format_of_8_bits(plan),
         fp8_recipe=plan.fp8_recipe or "delayed",
         fp8_param=own.fp8_param_gather,
         fp4="e2m1" if plan.precision == "fp4" else None,
@@ -283,6 +290,13 @@ def megatron_config(spec: RunSpec, plan: Plan, peak_flops_per_gpu: float | None)
         ddp_bucket_size=_ELASTIC_BUCKET_ELEMENTS if elastic else None,
         optimizer_sharding="dp_reshardable",
     )
+
+
+def _format_of_8_bits(plan: Plan) -> Literal["hybrid", "e4m3"] | None:
+    """Choose the format by the recipe, as TransformerEngine's MXFP8BlockScaling does (E4M3)."""
+    if plan.precision != "fp8":
+        return None
+    return "e4m3" if plan.fp8_recipe == "mxfp8" else "hybrid"
 
 
 def megatron_model(

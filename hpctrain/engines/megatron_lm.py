@@ -218,7 +218,11 @@ def _training(config: MegatronLmConfig) -> Arguments:
     """Set batch, schedule, optimizer and recomputation."""
     recompute: Arguments = {}
     if config.recompute_granularity == "full":
-        recompute = {"recompute-method": "uniform", "recompute-num-layers": 1}
+        layers = config.recompute_num_layers
+        recompute = {
+            "recompute-method": "uniform" if layers is None else "block",
+            "recompute-num-layers": 1 if layers is None else layers,
+        }
     elif config.recompute_granularity == "selective":
         recompute = {"recompute-modules": config.recompute_modules}
     return {

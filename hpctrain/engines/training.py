@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, cast
 
+from hpctrain.engines.needed_software import SoftwareNeed
 from hpctrain.engines.speed_check import SpeedCheckConfig
 from hpctrain.plan.documents import Plan
 from hpctrain.spec.document import Document
@@ -116,6 +117,11 @@ class TrainConfig(Document):
     def needs_transformer_engine(self) -> str | None:
         """The setting that needs TransformerEngine, or None."""
         return None
+
+    @property
+    def software_needs(self) -> tuple[SoftwareNeed, ...]:
+        """What the settings need of libraries and GPUs, beside the engine itself."""
+        return ()
 
     @property
     def library_config(self) -> dict[str, Any] | None:

@@ -7,6 +7,7 @@ what follows from them (see `hpctrain.train.software_agreement`).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from hpctrain.durable import append_line
@@ -24,6 +25,11 @@ class Library(RecordPart):
     def imported(self) -> bool:
         return self.version is not None
 
+    def is_at_least(self, least: tuple[int, int]) -> bool:
+        """Return whether the version is known to be `least` or newer; 2.7.0.dev0 is 2.7."""
+        numbers = re.match(r"(\d+)\.(\d+)", self.version or "")
+        return numbers is not None and (int(numbers[1]), int(numbers[2])) >= least
+
     def __str__(self) -> str:
         if self.version is not None:
             return self.version
@@ -35,10 +41,11 @@ class SoftwareFacts(RecordPart):
 
     `cuda_build` and `nccl` are the versions that torch was built with, None for a build without
     CUDA; `driver_cuda` is the newest CUDA that the driver supports. `gpus` are the names of the
-    GPUs that the rank sees; `gpu_error` tells why CUDA cannot be used. `attention` lists the
-    attention kernels of TransformerEngine that can be imported. `apex_wgrad`: Apex's extension
-    `fused_weight_gradient_mlp_cuda`. `open_files` is the soft limit RLIMIT_NOFILE. `remarks` are
-    warnings of the engine about its library.
+    GPUs that the rank sees, `capabilities` their compute capabilities (9.0: Hopper); `gpu_error`
+    tells why CUDA cannot be used. `attention` lists the attention kernels of TransformerEngine that
+    can be imported. `apex_wgrad`: Apex's extension `fused_weight_gradient_mlp_cuda`. `deep_ep` and
+    `hybrid_ep`: the two ways of DeepEP to send tokens to experts. `open_files` is the soft limit
+    RLIMIT_NOFILE. `remarks` are warnings of the engine about its library.
     """
 
     hpctrain: str | None = None
@@ -49,12 +56,15 @@ class SoftwareFacts(RecordPart):
     driver_cuda: str | None = None
     nccl: str | None = None
     gpus: tuple[str, ...] = ()
+    capabilities: tuple[str, ...] = ()
     gpu_error: str | None = None
     megatron_core: str | None = None
     transformer_engine: Library = Library()
     attention: tuple[str, ...] = ()
     apex_wgrad: Library = Library()
     flash_attention: Library = Library()
+    deep_ep: Library = Library()
+    hybrid_ep: Library = Library()
     triton: Library = Library()
     compiler: str | None = None
     open_files: int

@@ -115,12 +115,15 @@ def collect() -> SoftwareFacts:
         driver_cuda=_newest_cuda_of_driver(),
         nccl=_nccl(),
         gpus=_gpus(),
+        capabilities=_capabilities(),
         gpu_error=_gpu_error(),
         megatron_core=megatron_core(),
         transformer_engine=engine,
         attention=tuple(kernels),
         apex_wgrad=apex_wgrad(),
         flash_attention=import_library("flash_attn", "flash_attn", "flash-attn"),
+        deep_ep=import_library("deep_ep", "deep_ep", "deep_ep"),
+        hybrid_ep=_hybrid_ep(),
         triton=import_library("triton", "triton", "triton") if torch.version.cuda else Library(),
         compiler=next(filter(None, map(shutil.which, _COMPILERS)), None),
         open_files=raise_open_files_limit(),
@@ -201,6 +204,22 @@ def _gpus() -> tuple[str, ...]:
     if not torch.cuda.is_available():
         return ()
     return tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+
+
+def _capabilities() -> tuple[str, ...]:
+    """Return the compute capability of each visible GPU, as NVIDIA writes it: 9.0."""
+    if not torch.cuda.is_available():
+        return ()
+    found = (torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count()))
+    return tuple(f"{major}.{minor}" for major, minor in found)
+
+
+def _hybrid_ep() -> Library:
+    """Find HybridEP as megatron-core does: one class of newer DeepEP (fused_a2a.py)."""
+    library = import_library("deep_ep", "deep_ep", "deep_ep")
+    if library.imported and not hasattr(importlib.import_module("deep_ep"), "HybridEPBuffer"):
+        return Library(error=f"deep_ep {library.version} has no HybridEPBuffer")
+    return library
 
 
 def _gpu_error() -> str | None:

@@ -17,10 +17,11 @@ from pydantic import BaseModel, ConfigDict
 from torch.distributed import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from hpctrain.engines.needed_software import LibraryName, SoftwareNeed
 from hpctrain.engines.training import TrainConfig
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.spec.engines.registry import abilities_of, resolve
-from hpctrain.store.software import SoftwareFacts, SoftwareRecord, write_software
+from hpctrain.store.software import Library, SoftwareFacts, SoftwareRecord, write_software
 from hpctrain.train import software
 from hpctrain.train.device import gpu_ids, gpu_index
 from hpctrain.train.faults import RefusedElsewhereError
@@ -37,6 +38,20 @@ _NO_GPU_HINT = (
     "compare `srun nvidia-smi` in such a job; a container needs the driver (apptainer --nv); "
     "a cluster without GPUs says `gpu.emulated: true` in its profile"
 )
+
+# Libraries by their names in the facts: as people write them, and how they get in.
+_LIBRARIES: dict[LibraryName, tuple[str, str]] = {
+    "transformer_engine": (
+        "TransformerEngine",
+        "install `transformer-engine[pytorch]` or train in a container that has it",
+    ),
+    "apex_wgrad": (
+        "Apex's fused_weight_gradient_mlp_cuda",
+        "build Apex with its CUDA extensions or train in a container that has them",
+    ),
+    "deep_ep": ("DeepEP", "build https://github.com/deepseek-ai/DeepEP"),
+    "hybrid_ep": ("HybridEP of DeepEP", "build the branch hybrid-ep of DeepEP"),
+}
 
 
 class RankSoftware(BaseModel):
@@ -84,6 +99,7 @@ class Needs:
     compiles: bool = False
     engine_reason: str | None = None
     hpctrain: str = ""
+    settings: tuple[SoftwareNeed, ...] = ()
 
 
 def needs_of(config: TrainConfig, supervisor_version: str = "") -> Needs:
@@ -95,6 +111,7 @@ def needs_of(config: TrainConfig, supervisor_version: str = "") -> Needs:
         compiles=cuda and config.compiles_kernels,
         engine_reason=config.needs_transformer_engine,
         hpctrain=supervisor_version,
+        settings=config.software_needs,
     )
 
 
@@ -235,6 +252,10 @@ def _problems_of_rank(facts: SoftwareFacts, needs: Needs) -> Iterator[tuple[str,
             "install `transformer-engine[pytorch]` or train in a container that has it; without it "
             "set `software.transformer_engine: false` in the profile, and plan anew",
         )
+    for need in needs.settings:
+        problem = _unmet(facts, need)
+        if problem is not None:
+            yield problem
     if needs.compiles and not facts.triton.imported:
         yield (
             f"torch compiles megatron-core's fused kernels with triton: {facts.triton}",
@@ -252,6 +273,41 @@ def _problems_of_rank(facts: SoftwareFacts, needs: Needs) -> Iterator[tuple[str,
             f"{least}",
             "raise the hard limit for Slurm's steps (LimitNOFILE of slurmd, limits.conf)",
         )
+
+
+def _unmet(facts: SoftwareFacts, need: SoftwareNeed) -> tuple[str, str] | None:
+    """Find the first thing that a setting lacks on a rank: library, GPU, CUDA."""
+    hint = need.instead
+    if need.library is not None:
+        title, source = _LIBRARIES[need.library]
+        library: Library = getattr(facts, need.library)
+        wanted = "" if need.version is None else f" {_dotted(need.version)}"
+        old = need.version is not None and not library.is_at_least(need.version)
+        if not library.imported or old:
+            return f"{need.setting} needs {title}{wanted}: {library}", f"{source}, or {hint}"
+    least, below = need.capability, need.capability_below
+    if least is not None:
+        wanted = f"compute capability {_dotted(least)}" + (
+            "" if below is None else f" or more, below {_dotted(below)}"
+        )
+        # libraries of CUDA cannot be imported without a GPU, which is found above
+        if not facts.capabilities and need.library is None:
+            return f"{need.setting} needs GPUs of {wanted}: the rank uses none", hint
+        for name, text in zip(facts.gpus, facts.capabilities, strict=True):
+            major, _, minor = text.partition(".")
+            found = (int(major), int(minor))
+            if found < least or (below is not None and found >= below):
+                return f"{need.setting} needs {wanted}: {name} has {text}", hint
+    if need.cuda is not None and facts.cuda_build is not None:
+        major, _, minor = facts.cuda_build.partition(".")
+        if (int(major), int(minor or 0)) < need.cuda:
+            message = f"{need.setting} needs CUDA {_dotted(need.cuda)}"
+            return f"{message}: torch {facts.torch} is built for CUDA {facts.cuda_build}", hint
+    return None
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
 
 
 def _gpu_problem(facts: SoftwareFacts) -> tuple[str, str | None] | None:

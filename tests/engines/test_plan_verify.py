@@ -130,6 +130,26 @@ COUNTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+def test_options_of_a_gpu_change_no_parameters() -> None:
+    """Built without them: none can be had here, and none has parameters."""
+    options = dict(
+        tp_comm_overlap=True,
+        defer_embedding_wgrad_compute=True,
+        cross_entropy_loss_fusion=True,
+        cuda_graph_impl="transformer_engine",
+    )
+    parallel = dict(tp=2, pp=2)
+    plain = spec_of(GPT, parallel)
+    wanted = spec_of(GPT, parallel, engine={"megatron": options})
+    config = megatron_config(wanted, plan_of(wanted), None)
+    fp8 = config.model_copy(update=dict(fp8="hybrid", fp8_recipe="tensorwise"))
+    without, found = (build(made) for made in (megatron_config(plain, plan_of(plain), None), fp8))
+    assert [stage.parameters for stage in found.stages] == [
+        stage.parameters for stage in without.stages
+    ]
+    assert "built in bf16 or fp32 without options that need a GPU" in found.remarks
+
+
 @pytest.mark.parametrize("name", COUNTED)
 def test_parameters_are_what_the_trainers_model_has(name: str) -> None:
     model, parallel = COUNTED[name]

@@ -95,8 +95,9 @@ _BY_FIELD: dict[str, str] = {
     "parallel.etp": "expert-tensor-parallel-size",
     "parallel.order": "use-tp-pp-dp-mapping",
     "parallel.sequence_parallel": "sequence-parallel",
-    "recompute": "recompute-granularity recompute-method recompute-num-layers "
+    "recompute": "recompute-granularity recompute-method "
     "recompute-activations checkpoint-activations",
+    "recompute_layers": "recompute-num-layers",
     "recompute_modules": "recompute-modules",
     "checkpoint.every_steps": "save-interval persistent-save-interval",
     "checkpoint.keep": "save-retain-interval most-recent-k",

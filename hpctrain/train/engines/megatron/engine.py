@@ -11,6 +11,7 @@ from typing import Any
 
 from hpctrain.train.data import Data
 from hpctrain.train.engine import Evaluation, Update
+from hpctrain.train.engines.megatron.cuda_graphs import LayerGraphs
 from hpctrain.train.engines.megatron.evaluate import evaluate
 from hpctrain.train.engines.megatron.forward import GlobalBatchPass
 from hpctrain.train.engines.megatron.gradient_check import GradientCheck
@@ -28,6 +29,7 @@ class MegatronEngine:
     data: Data
     gradient_check: GradientCheck
     clock: StepClock
+    graphs: LayerGraphs
 
     @property
     def rejection(self) -> str | None:
@@ -35,6 +37,7 @@ class MegatronEngine:
 
     def update(self, first_sample: int, before_step: Callable[[], None]) -> Update:
         """Run forward, backward and optimizer; a skipped step does not advance the schedule."""
+        self.graphs.before_step()
         for chunk in self.runner.model.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.inner.zero_grad()

@@ -19,6 +19,7 @@ from hpctrain.store.speed_checks import AxisName
 from hpctrain.train.data import Share
 from hpctrain.train.device import backend, choose_device
 from hpctrain.train.engine import AxisGroup
+from hpctrain.train.engines.megatron.option_settings import needs_te_generators
 from hpctrain.train.rank_environment import Launch
 
 SEED_STRIDE_OF_STAGES = 100  # as Megatron-LM: megatron/training/initialize.py, _set_random_seed
@@ -85,7 +86,7 @@ def open_mesh(config: MegatronConfig, launch: Launch) -> MegatronMesh:
         distributed_timeout_minutes=max(1, round(config.startup_timeout_seconds / 60)),
         create_gloo_process_groups=False,  # nothing here uses them, and there are many
     )
-    seed_everything(config.seed)
+    seed_everything(config)
     return MegatronMesh(
         device=device,
         control=dist.new_group(backend="gloo", timeout=timeout),
@@ -111,8 +112,17 @@ def parallel_sizes(config: MegatronConfig) -> dict[str, Any]:
     )
 
 
-def seed_everything(seed: int) -> None:
-    """Seed as Megatron-LM does: another seed per pipeline stage, trackers per tensor rank."""
-    seed += SEED_STRIDE_OF_STAGES * parallel_state.get_pipeline_model_parallel_rank()
+def seed_everything(config: MegatronConfig, added: int = 0) -> None:
+    """Seed as Megatron-LM does: another seed per pipeline stage, trackers per tensor rank.
+
+    `added` to the run's seed gives other numbers. CUDA graphs replay only generators whose state
+    lies on the GPU.
+    """
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    seed = config.seed + added + SEED_STRIDE_OF_STAGES * stage
     torch.manual_seed(seed)
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(
+        seed,
+        te_rng_tracker=needs_te_generators(config),
+        use_cudagraphable_rng=config.cuda_graph_impl != "none",
+    )

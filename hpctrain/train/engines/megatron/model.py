@@ -39,6 +39,15 @@ from hpctrain.train.device import on_cpu
 from hpctrain.train.engines.megatron.bert import build_bert
 from hpctrain.train.engines.megatron.drawn_weights import draw_weights, noted
 from hpctrain.train.engines.megatron.mesh import MegatronMesh
+from hpctrain.train.engines.megatron.option_settings import (
+    dispatch_settings,
+    gradient_settings,
+    graph_settings,
+    message_settings,
+    number_format_settings,
+    offload_settings,
+    recompute_settings,
+)
 
 INITIAL_STD = 0.02
 
@@ -211,15 +220,19 @@ def transformer_settings(
         deallocate_pipeline_outputs=not on_cpu(),
         **initialisers,
         **_parallel_settings(config),
-        **_recompute_settings(config),
         **fused,
         **_expert_settings(config),
         **_latent_settings(config),
+        **number_format_settings(config),
+        **recompute_settings(config),
+        **offload_settings(config),
+        **message_settings(config),
+        **graph_settings(config),
     )
 
 
 def _expert_settings(config: MegatronConfig) -> dict[str, Any]:
-    """Return the settings of experts and prediction layers: dropless routing over an all-to-all.
+    """Return the settings of experts and prediction layers: dropless routing.
 
     Experts run one after the other without TransformerEngine and as one grouped product with it.
     megatron-core refuses top-1 routing unless the softmax comes first.
@@ -238,10 +251,10 @@ def _expert_settings(config: MegatronConfig) -> dict[str, Any]:
         moe_router_dtype="fp32",
         moe_router_load_balancing_type="aux_loss",
         moe_aux_loss_coeff=BALANCE_LOSS_WEIGHT,
-        moe_token_dispatcher_type="alltoall",
         moe_grouped_gemm=uses_transformer_engine(config),
         expert_model_parallel_size=config.expert_model_parallel_size,
         expert_tensor_parallel_size=config.expert_tensor_ranks,
+        **dispatch_settings(config),
     )
 
 
@@ -306,22 +319,6 @@ def stage_layout(
     return layout
 
 
-def _recompute_settings(config: MegatronConfig) -> dict[str, Any]:
-    """Return what is recomputed: whole layers, or with `selective` named parts of them.
-
-    Korthikanti et al. 2022, arXiv 2205.05198.
-    """
-    if config.recompute_granularity == "full":
-        return dict(
-            recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
-        )
-    if config.recompute_granularity == "selective":
-        return dict(
-            recompute_granularity="selective", recompute_modules=list(config.recompute_modules)
-        )
-    return {}
-
-
 def _fusion_settings(config: MegatronConfig, compiled: bool) -> dict[str, Any]:
     """Return the fused kernels: compiled ones on GPUs, hand-written ones with TransformerEngine.
 
@@ -346,18 +343,18 @@ def _fusion_settings(config: MegatronConfig, compiled: bool) -> dict[str, Any]:
 
 
 def ddp_settings(config: MegatronConfig) -> DistributedDataParallelConfig:
-    """Return the settings of data parallelism: gradients are summed in fp32.
+    """Return the settings of data parallelism.
 
     With interleaving, all stages gather parameters at the same time.
     """
     return DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
         use_distributed_optimizer=config.use_distributed_optimizer,
         overlap_grad_reduce=config.overlap_grad_reduce,
         overlap_param_gather=config.overlap_param_gather,
         align_param_gather=_aligned_gather(config),
         check_for_nan_in_grad=True,
         bucket_size=config.ddp_bucket_size,
+        **gradient_settings(config),
     )
 
 

@@ -17,6 +17,7 @@ from megatron.core.optimizer_param_scheduler import (
 
 from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.train.engines.megatron.model import ModelChunks
+from hpctrain.train.engines.megatron.option_settings import optimizer_format_settings
 
 
 @dataclass(frozen=True)
@@ -71,4 +72,5 @@ def optimizer_settings(config: MegatronConfig) -> OptimizerConfig:
         params_dtype=torch.bfloat16 if config.precision == "bf16" else torch.float32,
         use_distributed_optimizer=config.use_distributed_optimizer,
         overlap_param_gather=config.overlap_param_gather,
+        **optimizer_format_settings(config),
     )

@@ -1,8 +1,8 @@
 """Find what megatron-core would refuse, or compute wrongly, before it is imported.
 
-Belongs here: checks of the layout. Does not belong here: checks for all engines (see
-`hpctrain.train.preflight`), installed software (see `hpctrain.train.software_agreement`). Imports
-nothing heavy.
+Belongs here: checks of the layout. Does not belong here: options (see `option_problems`), checks
+for all engines (see `hpctrain.train.preflight`), installed software (see
+`hpctrain.train.software_agreement`). Imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.errors import Problem
 from hpctrain.store.layout import RunLayout
+from hpctrain.train.engines.megatron.option_problems import option_problems
 
 # multi_latent_attention.py gives core attention two head sizes, which dot_product_attention.py
 # does not take
@@ -34,6 +35,7 @@ def engine_problems(config: MegatronConfig, run: RunLayout) -> Iterator[Problem]
             "local attention does not support it"
         )
     yield from _expert_problems(config)
+    yield from option_problems(config)
     learned_positions = config.position_embedding_type == "learned_absolute"
     if config.mtp_num_layers and learned_positions and config.pipeline_model_parallel_size > 1:
         # their copy is not in the group that sums gradients (parallel_state.py,
@@ -92,7 +94,24 @@ def _expert_problems(config: MegatronConfig) -> Iterator[Problem]:
     if experts is None:
         if ep > 1:
             yield Problem("expert_model_parallel_size above 1 needs num_moe_experts")
+        if config.expert_tensor_parallel_size is not None:
+            yield Problem("expert_tensor_parallel_size has no effect: the model has no experts")
         return
+    etp = config.expert_tensor_ranks
+    if ranks % (etp * ep):
+        # parallel_state.py: the ranks of a stage are etp x ep x expert dp
+        yield Problem(f"etp {etp} x ep {ep} does not divide tp x cp x dp = {ranks}")
+    if ep == 1 and etp != config.tensor_model_parallel_size:
+        # tensor_parallel/layers.py: without expert parallelism the gradients of experts are summed
+        # like those of dense weights, over data-parallel ranks alone. Ranks of tp that hold the
+        # same expert would train it with different gradients, without an error.
+        yield Problem(
+            f"etp {etp} without expert parallelism must be tp "
+            f"{config.tensor_model_parallel_size}: experts would get wrong gradients",
+            hint="leave `parallel.etp` out, or set ep of at least 2",
+        )
+    if (config.moe_ffn_hidden_size or config.ffn_hidden_size) % etp:
+        yield Problem(f"moe_ffn_hidden_size is not divisible by etp {etp}")
     if experts % ep:
         yield Problem(f"num_moe_experts {experts} is not divisible by ep {ep}")
     if config.add_bias_linear and config.moe_shared_expert_intermediate_size:

@@ -13,6 +13,10 @@ from typing import Any
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.tensor_parallel.random import (
+    convert_cuda_rng_state,
+    is_graph_safe_cuda_rng_tracker,
+)
 
 from hpctrain.train.device import on_cpu
 
@@ -23,7 +27,20 @@ def set_rng_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["cpu"])
     if state["cuda"] is not None and not on_cpu():
         torch.cuda.set_rng_state(state["cuda"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(state["trackers"])
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    graphs = is_graph_safe_cuda_rng_tracker(tracker)
+    tracker.set_states(_converted(state["trackers"], to_graphable=graphs))
+
+
+def _converted(states: dict[str, Any], *, to_graphable: bool) -> dict[str, Any]:
+    """Convert states of generators: tensors to store, generators where CUDA graphs need them.
+
+    As Megatron-LM's checkpointing.py does; a run may start or stop using CUDA graphs at a resume.
+    """
+    return {
+        name: convert_cuda_rng_state(state, to_graphable=to_graphable)
+        for name, state in states.items()
+    }
 
 
 def sharded_rng_state() -> ShardedObject:
@@ -31,7 +48,9 @@ def sharded_rng_state() -> ShardedObject:
     state = {
         "cpu": torch.get_rng_state(),
         "cuda": None if on_cpu() else torch.cuda.get_rng_state(),
-        "trackers": tensor_parallel.get_cuda_rng_tracker().get_states(),
+        "trackers": _converted(
+            tensor_parallel.get_cuda_rng_tracker().get_states(), to_graphable=False
+        ),
     }
     return ShardedObject(
         KEY,

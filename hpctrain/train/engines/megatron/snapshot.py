@@ -153,7 +153,7 @@ class MegatronSnapshot:
         if same_place:
             random_state.set_rng_state(loaded[random_state.KEY])
         else:
-            seed_everything(self.config.seed + position.step)
+            seed_everything(self.config, added=position.step)
             remarks += (f"random state re-seeded: saved with tp, pp {about['layout'][:2]}",)
         return position, "; ".join(remarks) or None
 

@@ -37,6 +37,7 @@ from hpctrain.train.engines.megatron.kept_activations import kept_bytes
 from hpctrain.train.engines.megatron.mesh import parallel_sizes, seed_everything
 from hpctrain.train.engines.megatron.meta_tensors import MetaDeviceMode, flash_attention
 from hpctrain.train.engines.megatron.model import build_chunks, transformer_settings
+from hpctrain.train.engines.megatron.option_settings import without_gpu_options
 from hpctrain.train.engines.megatron.preflight import LATENT_NEEDS_ENGINE
 from hpctrain.train.job import read_config
 
@@ -64,7 +65,9 @@ def build(config: MegatronConfig) -> BuiltModel:
         ranks = config.context_parallel_size * config.data_parallel_size
         changes |= dict(context_parallel_size=1, data_parallel_size=ranks)
         remarks.append("built with cp as part of dp: cp splits no parameters")
-    buildable = config.model_copy(update=changes)
+    if without_gpu_options(config) != config:
+        remarks.append("built in bf16 or fp32 without options that need a GPU")
+    buildable = without_gpu_options(config).model_copy(update=changes)
 
     stages = []
     with _latent_attention(), flash_attention(engine and config.precision != "fp32"):
@@ -111,7 +114,7 @@ def _fake_rank(config: MegatronConfig, stage: int) -> Iterator[int]:
             **parallel_sizes(config), create_gloo_process_groups=False
         )
         assert parallel_state.get_pipeline_model_parallel_rank() == stage
-        seed_everything(config.seed)
+        seed_everything(config)
         yield rank
     finally:
         parallel_state.destroy_model_parallel()
