@@ -13,10 +13,8 @@ from typing import Protocol, cast
 from hpctrain.plan.abilities.readable import unreadable
 from hpctrain.plan.documents import Plan
 from hpctrain.spec.engines.abilities import EngineAbilities
-from hpctrain.spec.engines.registry import abilities_of, resolve
+from hpctrain.spec.engines.registry import ENGINES, abilities_of, resolve
 from hpctrain.spec.run import RunSpec
-
-TRAINED_PRECISIONS = ("bf16", "fp32")
 
 Problems = list[tuple[str, str]]
 
@@ -48,18 +46,26 @@ def untrainable_fields(spec: RunSpec) -> Problems:
         *others, last = abilities.families
         trained = f"{', '.join(others)} and {last}" if others else last
         problems.append(("model.family", f"hpctrain trains {trained} with {engine}, not {family}"))
-    if spec.precision not in TRAINED_PRECISIONS:
-        message = f"hpctrain trains in bf16 and fp32, not in {spec.precision}"
-        problems.append(("precision", message))
+    if spec.precision not in abilities.trained_precisions:
+        problems.append(("precision", _untrained_precision(spec)))
     if spec.optimizer.offload not in abilities.trained_offloads:
         place = f"the optimizer's state on {spec.optimizer.offload}"
         problems.append(("optimizer.offload", f"hpctrain does not train {engine} with {place}"))
     rules = _rules(abilities)
     own = list(rules.untrainable(spec)) if rules else []
     named = {field for field, _ in own}
-    # an engine may have a message of its own about the format
-    formats = [(field, message) for field, message in unreadable(spec) if field not in named]
-    return [*problems, *formats, *own]
+    # an engine may have a message of its own about the format of data or numbers
+    formats = unreadable(spec)
+    return [problem for problem in (*problems, *formats) if problem[0] not in named] + own
+
+
+def _untrained_precision(spec: RunSpec) -> str:
+    """Describe what the engine trains, and which engine trains the wanted precision."""
+    *others, last = spec.engine.abilities.trained_precisions
+    trained = f"{', '.join(others)} and {last}"
+    message = f"hpctrain trains in {trained} with {spec.engine.name}, not in {spec.precision}"
+    able = [one.name for one in ENGINES.values() if spec.precision in one.trained_precisions]
+    return f"{message}; engine {' and '.join(able)} does" if able else message
 
 
 def untrainable_axes(spec: RunSpec) -> Collection[str]:

@@ -29,6 +29,7 @@ def untrainable(spec: RunSpec) -> Problems:
             "latent attention needs TransformerEngine, megatron-core's own layers cannot do it"
         )
         problems.append(("engine.implementation", message))
+    problems += _untrainable_options(spec)
     learned = spec.model.classes is None and spec.learned_task in _LEARNED_FROM_TOKENS
     for field, given in (("lora", spec.lora), ("task", None if learned else spec.learned_task)):
         if given is not None:
@@ -39,4 +40,44 @@ def untrainable(spec: RunSpec) -> Problems:
     if spec.model.family == "bert" and spec.parallel != "auto" and spec.parallel.cp > 1:
         message = "megatron-core's BERT has no context parallelism: say 1"
         problems.append(("parallel.cp", message))
+    return problems
+
+
+def _untrainable_options(spec: RunSpec) -> Problems:
+    """List options of `engine.megatron` that the trainer would ignore or compute wrongly.
+
+    The trainer has the same conditions with their reasons
+    (`hpctrain.train.engines.megatron.option_problems`); those of a layout that the planner chooses
+    are found there.
+    """
+    own = spec.engine.megatron
+    problems: Problems = []
+    if own.fp8_param_gather:
+        message = "hpctrain draws and saves weights of 16 or 32 bits, not of 8: say false"
+        problems.append(("engine.megatron.fp8_param_gather", message))
+    if spec.precision == "fp32" and not own.grad_reduce_in_fp32:
+        message = "gradients of fp32 weights are fp32: say true, or `precision: bf16`"
+        problems.append(("engine.megatron.grad_reduce_in_fp32", message))
+    if spec.precision == "fp32" and own.cross_entropy_loss_fusion:
+        message = "the fused loss rounds its gradient to bf16: say false, or `precision: bf16`"
+        problems.append(("engine.megatron.cross_entropy_loss_fusion", message))
+    if spec.engine.deterministic and own.cross_entropy_loss_fusion:
+        message = "the fused loss is not deterministic: say false"
+        problems.append(("engine.megatron.cross_entropy_loss_fusion", message))
+    if own.defer_embedding_wgrad_compute and spec.model.mtp_layers:
+        message = "the gradients of prediction layers would be wrong: say false"
+        problems.append(("engine.megatron.defer_embedding_wgrad_compute", message))
+    if own.tp_comm_overlap and spec.model.mla is not None:
+        message = "userbuffers do not know the projections of latent attention: say false"
+        problems.append(("engine.megatron.tp_comm_overlap", message))
+    if spec.model.family == "bert":
+        for field, given in (
+            ("defer_embedding_wgrad_compute", own.defer_embedding_wgrad_compute),
+            ("cuda_graph_impl", own.cuda_graph_impl != "none"),
+        ):
+            if given:
+                problems.append((f"engine.megatron.{field}", "it is for gpt and llama, not bert"))
+    if spec.engine.implementation == "local" and spec.precision in ("fp8", "fp4"):
+        message = f"{spec.precision} needs TransformerEngine's layers: say `auto`"
+        problems.append(("engine.implementation", message))
     return problems

@@ -16,6 +16,19 @@ def untrainable(spec: RunSpec) -> Iterator[tuple[str, str]]:
     """Yield (dotted path of the field, what Megatron-LM lacks)."""
     checkpoint, rollback = spec.checkpoint, spec.supervise.rollback
     yield from trainable_megatron.untrainable(spec)
+    if spec.precision in ("fp8", "fp4"):
+        kind = "fp8-format: hybrid" if spec.precision == "fp8" else "fp4-format: e2m1"
+        message = (
+            f"Megatron-LM takes {spec.precision} by arguments of its own: say `precision: bf16`, "
+            f"and `engine.arguments: {{{kind}}}`"
+        )
+        yield "precision", message
+    if spec.activation_offload_layers:
+        message = (
+            "hpctrain does not set Megatron-LM's offload of activations: say 0, and name its own "
+            "in `engine.arguments`"
+        )
+        yield "activation_offload_layers", message
     if spec.model.pretrained is not None:
         message = "Megatron-LM starts from random weights: it reads no `model.pretrained`"
         yield "model.pretrained", message

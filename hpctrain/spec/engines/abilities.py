@@ -135,6 +135,8 @@ class EngineAbilities:
     )
 
     # -- models and data -----------------------------------------------------------------------
+    # values of `precision` that hpctrain trains; others can be planned
+    trained_precisions: tuple[str, ...] = ("bf16", "fp32")
     # library of the trained classes: decides the initial weights and the kept activations
     model_classes: str = TRANSFORMERS
     families: tuple[Family, ...] = FAMILIES

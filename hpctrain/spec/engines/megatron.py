@@ -99,6 +99,7 @@ ABILITIES = EngineAbilities(
     rules="hpctrain.plan.abilities.trainable_megatron",
     verifier="hpctrain.train.engines.megatron.verify",
     export="hpctrain.convert.run_checkpoint:export_megatron",
+    trained_precisions=("bf16", "fp32", "fp8", "fp4"),  # 8 and 4 bits by TransformerEngine
     model_classes=MEGATRON_CORE,
     families=("gpt", "llama", "bert"),
     weights="megatron_core",
