@@ -68,6 +68,7 @@ def install() -> None:
     _rng_trackers()
     _shared_storage()
     _uneven_exchanges()
+    _uneven_gathers()
 
 
 def _uncompiled(model: Any = None, **options: Any) -> Any:
@@ -148,6 +149,37 @@ def _uneven_exchanges() -> None:
         )
 
     torch.distributed.all_to_all_single = all_to_all_single
+
+
+def _uneven_gathers() -> None:
+    """Gather and scatter parts of different sizes, which gloo refuses and NCCL does.
+
+    Experts that are split over ranks get different numbers of tokens from each (mappings.py,
+    _gather_along_first_dim and _reduce_scatter_along_first_dim).
+    """
+    gather, scatter = torch.distributed.all_gather, torch.distributed.reduce_scatter
+
+    @functools.wraps(gather)
+    def all_gather(parts: Any, own: Any, group: Any = None, **keywords: Any) -> Any:
+        if len({part.shape for part in parts}) == 1:
+            return gather(parts, own, group=group, **keywords)
+        for index, part in enumerate(parts):
+            if index == torch.distributed.get_rank(group):
+                part.copy_(own)
+            torch.distributed.broadcast(part, group=group, group_src=index)
+
+    @functools.wraps(scatter)
+    def reduce_scatter(own: Any, parts: Any, *args: Any, group: Any = None, **keywords: Any) -> Any:
+        if len({part.shape for part in parts}) == 1:
+            return scatter(own, parts, *args, group=group, **keywords)
+        for index, part in enumerate(parts):
+            total = part.clone()
+            torch.distributed.all_reduce(total, group=group)
+            if index == torch.distributed.get_rank(group):
+                own.copy_(total)
+
+    torch.distributed.all_gather = all_gather
+    torch.distributed.reduce_scatter = reduce_scatter
 
 
 def _numbers(sizes: Any) -> list[int] | None:
