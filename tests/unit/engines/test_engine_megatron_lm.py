@@ -147,6 +147,16 @@ def test_recompute(recompute: Any, words: dict[str, str]) -> None:
     assert {name: value for name, value in found.items() if name.startswith("recompute")} == words
 
 
+def test_recomputing_some_layers_is_the_block_method() -> None:
+    wanted = dict(recompute="full", recompute_layers=2)
+    found = given(told(profile="a100x64", **wanted, resources=dict(gpus=64)))
+    assert found["recompute-method"] == "block" and found["recompute-num-layers"] == "2"
+    assert refusal("recompute-num-layers") == (
+        "`recompute_layers` decides --recompute-num-layers",
+        "remove it, and set `recompute_layers`",
+    )
+
+
 def test_state_of_the_optimizer_on_the_cpu() -> None:
     words = given(told(optimizer=dict(offload="cpu"), parallel=dict(tp=2)))
     assert {"optimizer-cpu-offload", "use-precision-aware-optimizer"} <= words.keys()
