@@ -73,6 +73,9 @@ def join_texts(
         with warnings.catch_warnings():
             # megatron-core warns about absent Transformer Engine and Apex; no use of them here
             warnings.simplefilter("ignore")
+            from hpctrain.train.megatron_on_cpu import install_needed_triton
+
+            install_needed_triton()
             from megatron.core.datasets import indexed_dataset as mcore
     except ImportError as error:
         raise missing_package(error, "megatron") from error

@@ -63,8 +63,7 @@ def install() -> None:
     torch.cuda.Stream = torch.cuda.Event = _NoStream
     for name in ("stream", "current_stream", "default_stream"):
         setattr(torch.cuda, name, _NoStream)
-    if current().imports_triton:
-        install_triton()
+    install_needed_triton()
     _rng_trackers()
     _shared_storage()
     _uneven_exchanges()
@@ -245,6 +244,12 @@ class _TritonModule(types.ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
         return _TritonName()
+
+
+def install_needed_triton() -> None:
+    """Install Triton's names if the megatron-core of this process cannot be imported without."""
+    if current().imports_triton:
+        install_triton()
 
 
 def install_triton() -> None:

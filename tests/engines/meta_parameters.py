@@ -12,21 +12,26 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
-from megatron.core.models.bert.bert_model import BertModel
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import (
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from hpctrain.train.megatron_on_cpu import install_needed_triton
+
+install_needed_triton()  # nothing else of hpctrain: these are megatron-core's own models
+
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec  # noqa: E402
+from megatron.core.models.bert.bert_model import BertModel  # noqa: E402
+from megatron.core.models.gpt import GPTModel  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
     get_gpt_decoder_block_spec,
     get_gpt_decoder_layer_specs,
     get_gpt_mtp_block_spec,
 )
-from megatron.core.transformer import multi_latent_attention
-from megatron.core.transformer.transformer_config import (
+from megatron.core.transformer import multi_latent_attention  # noqa: E402
+from megatron.core.transformer.transformer_config import (  # noqa: E402
     MLATransformerConfig,
     TransformerConfig,
 )
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
 class Duplicated(torch.nn.Linear):

@@ -21,6 +21,7 @@ from hpctrain.errors import InvalidInputError
 from hpctrain.prepare import __main__, stages
 from hpctrain.prepare.publication import staging_directory
 from hpctrain.store.datasets import DatasetReport
+from hpctrain.train.engines.megatron.core_versions.supported import current
 
 VOCAB_SIZE = 300
 HOSTILE_TEXT = "naïve \u2028 日本語 \U0001f600 <|endoftext|> tab\there\r\nlast line without end"
@@ -96,12 +97,8 @@ def test_our_reader_agrees_with_megatron(
 def test_the_end_of_document_is_that_of_megatrons_null_tokenizer(
     capsys: pytest.CaptureFixture[str], corpus: Path, tmp_path: Path
 ) -> None:
-    from megatron.core.tokenizers import MegatronTokenizer
-
     report = prepare(capsys, corpus, tmp_path / "text")
-    null = MegatronTokenizer.from_pretrained(
-        metadata_path={"library": "null"}, vocab_size=report.dataset.vocab_size - 1
-    )
+    null = current().null_tokenizer(report.dataset.vocab_size)
     assert null.eod == report.dataset.end_of_document_id
     assert null.vocab_size == report.dataset.vocab_size
 

@@ -75,15 +75,18 @@ _PUBLIC: Mapping[str, tuple[str, ...]] = {
     ),
     "megatron.core.parallel_state": (
         "destroy_model_parallel",
+        "get_context_parallel_group",
         "get_context_parallel_world_size",
         "get_data_parallel_group",
         "get_data_parallel_rank",
         "get_data_parallel_world_size",
         "get_expert_data_parallel_world_size",
+        "get_expert_model_parallel_group",
         "get_pipeline_model_parallel_group",
         "get_pipeline_model_parallel_last_rank",
         "get_pipeline_model_parallel_rank",
         "get_pipeline_model_parallel_world_size",
+        "get_tensor_model_parallel_group",
         "get_tensor_model_parallel_rank",
         "get_tensor_model_parallel_world_size",
         "initialize_model_parallel",
@@ -117,8 +120,10 @@ _PRIVATE: Mapping[str, tuple[str, ...]] = {
         "FileSystemWriterAsync.retrieve_write_results",
         "_results_queue",
     ),
+    "megatron.core.extensions.transformer_engine": ("HAVE_TE", "TELinear.__init__"),
     "megatron.core.optimizer.distrib_optimizer": (
         "DistributedOptimizer._set_main_param_and_optimizer_states",
+        "DistributedOptimizer.get_parameter_state_dp_reshardable",
         "DistributedOptimizer.load_state_dict",
         "DistributedOptimizer.sharded_param_state_fully_reshardable",
         "DistributedOptimizer.sharded_state_dict",
@@ -150,7 +155,7 @@ _ASSIGNED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
         "megatron.core.optimizer.distrib_optimizer",
         "DistributedOptimizer",
-        ("buffers", "model_param_group_index_map"),
+        ("buffers", "gbuf_ranges", "model_param_group_index_map"),
     ),
 )
 
