@@ -67,6 +67,10 @@ _PUBLIC: Mapping[str, tuple[str, ...]] = {
         "get_gpt_layer_with_transformer_engine_spec",
         "get_gpt_mtp_block_spec",
     ),
+    "megatron.core.num_microbatches_calculator": (
+        "init_num_microbatches_calculator",
+        "unset_num_microbatches_calculator",
+    ),
     "megatron.core.optimizer": ("OptimizerConfig", "get_megatron_optimizer"),
     "megatron.core.optimizer.distrib_optimizer": ("DistributedOptimizer",),
     "megatron.core.optimizer_param_scheduler": (
@@ -101,6 +105,7 @@ _PUBLIC: Mapping[str, tuple[str, ...]] = {
     ),
     "megatron.core.tensor_parallel": ("get_cuda_rng_tracker", "model_parallel_cuda_manual_seed"),
     "megatron.core.tokenizers": ("MegatronTokenizer.from_pretrained",),
+    "megatron.core.transformer.cuda_graphs": ("TECudaGraphHelper",),
     "megatron.core.transformer.module": ("Float16Module",),
     "megatron.core.transformer.moe.moe_utils": ("",),
     "megatron.core.transformer.transformer_config": (
@@ -129,7 +134,12 @@ _PRIVATE: Mapping[str, tuple[str, ...]] = {
         "DistributedOptimizer.sharded_state_dict",
     ),
     "megatron.core.rerun_state_machine": ("_set_rerun_state_machine",),
-    "megatron.core.tensor_parallel.random": ("_get_cuda_rng_state", "_set_cuda_rng_state"),
+    "megatron.core.tensor_parallel.random": (
+        "_get_cuda_rng_state",
+        "_set_cuda_rng_state",
+        "convert_cuda_rng_state",
+        "is_graph_safe_cuda_rng_tracker",
+    ),
     "megatron.core.transformer.dot_product_attention": ("DotProductAttention.forward",),
     "megatron.core.transformer.multi_latent_attention": ("TELinear", "build_module"),
     "megatron.core.transformer.torch_norm": ("WrappedTorchNorm.__new__",),
