@@ -264,7 +264,6 @@ def test_impossible_plans_are_refused_in_words(changes: dict[str, Any], words: l
             ),
             "decides itself when",
         ),
-        (dict(precision="fp8", engine={"name": "fsdp"}), "not in fp8; engine megatron does"),
         (dict(precision="fp16"), "not in fp16"),
         (dict(model={**GPT_TINY, "family": "distilbert"}), "not distilbert"),
         (dict(model={**GPT_TINY, "family": "bert", "classes": 3}), "whole models from tokens"),

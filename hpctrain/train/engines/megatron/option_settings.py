@@ -12,15 +12,13 @@ from __future__ import annotations
 from typing import Any
 
 from hpctrain.engines.megatron import MegatronConfig
+from hpctrain.spec.engines.megatron import WGRAD_DEFERRAL_LIMIT
 from hpctrain.train.device import on_cpu
 
 # The history that delayed scaling takes its largest value from: TransformerEngine's own default
 # (common/recipe/__init__.py, DelayedScaling) and Bridge's (training/mixed_precision.py,
 # bf16_with_fp8_delayed_scaling_mixed). megatron-core's default is the last step alone.
 _AMAX_HISTORY_STEPS = 1024
-# Micro-batches whose gradient of the output layer waits for the end of the pipeline: Bridge's
-# recipes/gpt/h100/gpt3_175b.py. megatron-core's default keeps logits of all of them.
-WGRAD_DEFERRAL_LIMIT = 50
 # Steps before graphs are captured: kernels choose their algorithms first (megatron-core's default).
 CUDA_GRAPH_WARMUP_STEPS = 3
 
