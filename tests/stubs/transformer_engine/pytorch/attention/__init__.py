@@ -19,6 +19,15 @@ from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 __all__ = ["DotProductAttention", "rope"]
 
 
+def _without_state_of_attention(module: Any, incompatible: Any) -> None:
+    """Accept checkpoints without the state of attention, which megatron-core does not save.
+
+    As TransformerEngine's own layer (attention/dot_product_attention, remove_extra_states_check).
+    """
+    missing = incompatible.missing_keys
+    missing[:] = [key for key in missing if "core_attention._extra_state" not in key]
+
+
 class DotProductAttention(TransformerEngineBaseModule):
     """Softmax of scaled products, with the masks that megatron-core names."""
 
@@ -46,6 +55,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         return_max_logit: bool = False,
     ) -> None:
         super().__init__()
+        self.register_load_state_dict_post_hook(_without_state_of_attention)
         if window_size not in (None, (-1, 0), (-1, -1)) or softmax_type != "vanilla":
             raise NotImplementedError("sliding windows and other softmaxes")
         channels = kv_channels if isinstance(kv_channels, int) else kv_channels[0]
