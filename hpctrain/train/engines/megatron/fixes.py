@@ -98,8 +98,9 @@ def allow_shards_of_padding() -> None:
 
     A bucket is padded to a multiple of 128 x dp / gcd(128, dp) elements. Where that is more than
     one shard, `sharded_param_state_dp_reshardable` ends the last ranks with the assertion "empty
-    bucket encountered", and the others wait. The last bucket of a model may be a single norm: 1024
-    elements over dp 24 are shards of 48 and 128 of padding.
+    bucket encountered", and the others wait. What is left before a shared embedding, which has a
+    bucket of its own, may be a single norm: 1024 elements over dp 24 are shards of 48 and 128 of
+    padding.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -120,6 +121,20 @@ def allow_shards_of_padding() -> None:
         return state
 
     DistributedOptimizer.get_parameter_state_dp_reshardable = with_padding_shards
+    load = DistributedOptimizer.load_parameter_state_from_dp_reshardable
+
+    def without_padding_shards(self: Any, state: Any) -> Any:
+        """dist_checkpointing drops empty lists, which would shift the buckets behind them."""
+        for number, by_dtype in enumerate(self.gbuf_ranges):
+            for dtype, places in by_dtype.items():
+                loaded = state[number][dtype]
+                known = iter([one for one in loaded if not all(part["padding"] for part in one)])
+                state[number][dtype] = [
+                    next(known) if place["param_map"] else [] for place in places
+                ]
+        return load(self, state)
+
+    DistributedOptimizer.load_parameter_state_from_dp_reshardable = without_padding_shards
 
 
 def count_duplicated_weights_once() -> None:
