@@ -55,9 +55,6 @@ def _untrainable_options(spec: RunSpec) -> Problems:
     if own.fp8_param_gather:
         message = "hpctrain draws and saves weights of 16 or 32 bits, not of 8: say false"
         problems.append(("engine.megatron.fp8_param_gather", message))
-    if spec.precision == "fp32" and not own.grad_reduce_in_fp32:
-        message = "gradients of fp32 weights are fp32: say true, or `precision: bf16`"
-        problems.append(("engine.megatron.grad_reduce_in_fp32", message))
     if spec.precision == "fp32" and own.cross_entropy_loss_fusion:
         message = "the fused loss rounds its gradient to bf16: say false, or `precision: bf16`"
         problems.append(("engine.megatron.cross_entropy_loss_fusion", message))
@@ -70,14 +67,6 @@ def _untrainable_options(spec: RunSpec) -> Problems:
     if own.tp_comm_overlap and spec.model.mla is not None:
         message = "userbuffers do not know the projections of latent attention: say false"
         problems.append(("engine.megatron.tp_comm_overlap", message))
-    if spec.model.family == "bert":
-        for field, given in (
-            ("defer_embedding_wgrad_compute", own.defer_embedding_wgrad_compute),
-            ("cuda_graph_impl", own.cuda_graph_impl != "none"),
-        ):
-            if given:
-                problems.append((f"engine.megatron.{field}", "it is for gpt and llama, not bert"))
-    if spec.engine.implementation == "local" and spec.precision in ("fp8", "fp4"):
-        message = f"{spec.precision} needs TransformerEngine's layers: say `auto`"
-        problems.append(("engine.implementation", message))
+    if spec.model.family == "bert" and own.cuda_graph_impl != "none":
+        problems.append(("engine.megatron.cuda_graph_impl", "it is for gpt and llama, not bert"))
     return problems

@@ -23,12 +23,6 @@ def untrainable(spec: RunSpec) -> Iterator[tuple[str, str]]:
             f"and `engine.arguments: {{{kind}}}`"
         )
         yield "precision", message
-    if spec.activation_offload_layers:
-        message = (
-            "hpctrain does not set Megatron-LM's offload of activations: say 0, and name its own "
-            "in `engine.arguments`"
-        )
-        yield "activation_offload_layers", message
     if spec.model.pretrained is not None:
         message = "Megatron-LM starts from random weights: it reads no `model.pretrained`"
         yield "model.pretrained", message

@@ -31,14 +31,6 @@ def untrainable(spec: RunSpec) -> Iterator[tuple[str, str]]:
     if spec.recompute == "selective":
         message = f"{engine} recomputes whole blocks or nothing: say `full` or `none`"
         yield "recompute", message
-    if spec.recompute_layers is not None:
-        message = f"{engine} recomputes all blocks or none: leave it out"
-        yield "recompute_layers", message
-    if spec.activation_offload_layers:
-        message = f"{engine} keeps activations on the GPU: say 0"
-        yield "activation_offload_layers", message
-    if spec.parallel != "auto" and spec.parallel.etp is not None:
-        yield "parallel.etp", f"{engine} does not split experts: leave it out"
     if spec.resources.min_nodes is not None and spec.engine.ddp.hook == "powersgd":
         message = "PowerSGD's memory of past errors belongs to one number of ranks"
         yield "engine.ddp.hook", message
