@@ -190,16 +190,11 @@ def test_a_resume_is_exact(model: str, changes: dict[str, Any], engine_trial: An
     assert resumed.exact == {step: whole.exact[step] for step in (4, 5, 6)}
 
 
-@pytest.mark.parametrize("begins_with", ["stub", "local"])
-def test_a_run_resumes_with_the_other_implementation(
-    begins_with: str, engine_trial: Any, tmp_path: Path
-) -> None:
-    """Both name the same weights alike in checkpoints, and the optimizer's state fits."""
-    trials = [
-        engine_trial(GPT, save_interval_steps=3),
-        make_trial(tmp_path / "local", GPT, **WITHOUT, save_interval_steps=3),
-    ]
-    first, second = trials if begins_with == "stub" else reversed(trials)
+def test_a_run_resumes_where_the_engine_is_missing(engine_trial: Any, tmp_path: Path) -> None:
+    """Both name the same weights alike in checkpoints, and the optimizer's state fits. The other
+    way is not possible: megatron-core finds no `_extra_state` in the checkpoint."""
+    first = engine_trial(GPT, save_interval_steps=3)
+    second = make_trial(tmp_path / "local", GPT, **WITHOUT)
     assert first.train() == [0]
     second.adopt(first, 3)
     assert second.train(resume=3) == [0]

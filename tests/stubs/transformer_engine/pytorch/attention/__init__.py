@@ -28,6 +28,13 @@ def _without_state_of_attention(module: Any, incompatible: Any) -> None:
     missing[:] = [key for key in missing if "core_attention._extra_state" not in key]
 
 
+def _allow_missing_state(module: Any, incompatible_keys: Any) -> None:
+    """Accept checkpoints without this layer's state, as 2.9 (dot_product_attention.py)."""
+    for key in list(incompatible_keys.missing_keys):
+        if "core_attention._extra_state" in key:
+            incompatible_keys.missing_keys.remove(key)
+
+
 class DotProductAttention(TransformerEngineBaseModule):
     """Softmax of scaled products, with the masks that megatron-core names."""
 
@@ -65,6 +72,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         self.get_rng_state_tracker = get_rng_state_tracker
         self.sequence_parallel = sequence_parallel
         self.cp_group, self.cp_comm_type = cp_group, cp_comm_type
+        self.register_load_state_dict_post_hook(_allow_missing_state)
 
     def forward(
         self,
