@@ -111,7 +111,6 @@ CASES: dict[str, tuple[ModelSpec, ParallelSpec]] = {
     "moe tp2 ep8: experts whole": (MOE, ParallelSpec(tp=2, pp=2, ep=8)),
     "moe tp2 ep2 etp2: experts spread and split": (MOE, ParallelSpec(tp=2, pp=2, ep=2, etp=2)),
     "moe tp4 ep2 etp2": (SHARED, ParallelSpec(tp=4, ep=2, etp=2)),
-    "moe tp2 etp1: experts whole without ep": (MOE, ParallelSpec(tp=2, etp=1)),
     "moe with biases": (BIASED_MOE, ParallelSpec(ep=2)),
     "moe with biases tp2 ep2": (BIASED_MOE, ParallelSpec(tp=2, ep=2)),
     "shared experts, dense layers": (SHARED, ParallelSpec(tp=4, pp=2, ep=2)),

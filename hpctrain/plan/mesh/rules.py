@@ -381,6 +381,13 @@ MODEL_RULES: tuple[Rule, ...] = (
             f"moe.ffn {_expert_ffn(request.spec)} is not divisible by {_expert_split(at)}"
         ),
     ),
+    Rule(
+        # megatron-core adds up gradients of experts over other ranks than those of dense layers
+        # only with expert parallelism (`allreduce` in moe/experts.py), so they would be wrong
+        "experts without ep are split as tp",
+        lambda spec, at: (at.ep > 1) | (at.expert_tp == at.tp) | (spec.model.moe is None),
+        lambda request, at: f"without ep, etp {at.etp} must be tp {at.tp}: leave `etp` out",
+    ),
     Rule(  # transformer_config.py: "Bias in Moe is only supported when ETP==1"
         "experts with biases are whole",
         lambda spec, at: (at.expert_tp == 1) | (not spec.model.bias) | (spec.model.moe is None),

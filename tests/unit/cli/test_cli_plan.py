@@ -160,7 +160,7 @@ def test_peak_left_empty_on_purpose_means_no_times(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("override", "words"),
-    [("precision=fp8", "not in fp8"), ("optimizer.offload=cpu", "state on cpu")],
+    [("precision=fp16", "not in fp16"), ("optimizer.offload=cpu", "state on cpu")],
 )
 def test_submit_refuses_what_plan_only_warns_about(override: str, words: str) -> None:
     options = ["--set", override, "--set", "parallel=auto"]

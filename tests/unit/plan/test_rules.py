@@ -47,6 +47,11 @@ BROKEN: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     "ep needs experts": (dict(model=LLAMA7B), dict(ep=2), ["ep 2", "experts"]),
     "ep divides experts": (dict(model=EXPERTS), dict(ep=3), ["experts 8", "ep 3", "2 or 4"]),
     "etp divides moe.ffn": (dict(model=EXPERTS), dict(tp=4), ["moe.ffn 510", "tp 4", "use ep"]),
+    "experts without ep are split as tp": (
+        dict(model=EXPERTS),
+        dict(tp=2, etp=1),
+        ["without ep", "etp 1", "tp 2"],
+    ),
     "experts with biases are whole": (dict(model=BIASED), dict(tp=2), ["biases", "tp 2"]),
     "the flex dispatcher has several ranks": (
         dict(model=EXPERTS, engine={"megatron": {"moe_token_dispatcher_type": "flex"}}),
