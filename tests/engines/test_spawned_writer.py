@@ -20,6 +20,7 @@ from trial_runs import GPT, MODULE_GPT, Trial
 
 from hpctrain.checkpoints.manifest import checkpoint_name, read_manifest
 from hpctrain.checkpoints.publish import published_steps
+from hpctrain.store.layout import RunLayout
 from hpctrain.train.saving import spawned_writer, writer
 from hpctrain.train.saving.host_buffers import BufferReader, HostBuffers
 
@@ -83,6 +84,17 @@ def _comparable(state: Any) -> Any:
     if isinstance(state, list | tuple):
         return [_comparable(value) for value in state]
     return state if isinstance(state, int | float | str | bool | None) else type(state)
+
+
+def test_a_rank_with_a_gpu_does_not_fork(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Snapshots ask `needs_copies`, and what they answer with decides on the writer."""
+    monkeypatch.setattr(writer, "on_cpu", lambda: False)
+    assert writer.needs_copies()
+    run = RunLayout(tmp_path)
+    assert isinstance(writer.open_writer(0, run, HostBuffers()), spawned_writer.SpawnedWriter)
+    monkeypatch.setattr(writer, "on_cpu", lambda: True)
+    assert not writer.needs_copies()
+    assert isinstance(writer.open_writer(0, run, None), writer.ForkedWriter)
 
 
 @pytest.mark.parametrize("kind", RUNS)
