@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -64,6 +65,30 @@ def fake_groups(rank: int, world_size: int) -> Iterator[None]:
             parallel_state.destroy_model_parallel()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+@contextmanager
+def group_of_one() -> Iterator[None]:
+    """Let this process be a world of one rank on real groups, whose collectives return numbers.
+
+    For DDP: its C++ code reads what its hook receives, and fake groups have no such work.
+    """
+
+    def init_process_group(*arguments: Any, **keywords: Any) -> None:
+        _init("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+    def new_group(*arguments: Any, **keywords: Any) -> Any:
+        return _new_group(*arguments, **{**keywords, "backend": "gloo"})
+
+    with (
+        mock.patch.object(dist, "init_process_group", init_process_group),
+        mock.patch.object(dist, "new_group", new_group),
+    ):
+        try:
+            yield
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
 
 
 @contextmanager

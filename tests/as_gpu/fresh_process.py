@@ -28,11 +28,16 @@ class RemoteError(AssertionError):
 
 
 class FreshProcess:
-    """A process with `extra_paths` before all others; `imports` are loaded at its start."""
+    """A process with `extra_paths` before all others; `imports` are loaded at its start.
 
-    def __init__(self, extra_paths: list[Path], imports: list[str]) -> None:
+    An import of the form `module:function` also calls the function. `variables` are added to the
+    environment.
+    """
+
+    def __init__(self, extra_paths: list[Path], imports: list[str], **variables: str) -> None:
         paths = [*extra_paths, _TESTS.parent, _TESTS, _TESTS / "engines", _TESTS / "as_gpu"]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
+        environment.update(variables)
         self._process = subprocess.Popen(
             [sys.executable, "-W", "ignore", __file__, *imports],
             env=environment,
@@ -96,7 +101,10 @@ def _answer_in_fork(name: str, arguments: dict[str, Any]) -> str:
 def serve(imports: list[str]) -> None:
     """Answer calls from stdin on stdout until stdin ends."""
     for name in imports:
-        importlib.import_module(name)
+        module, _, function = name.partition(":")
+        loaded = importlib.import_module(module)
+        if function:
+            getattr(loaded, function)()
     for line in sys.stdin:
         print(_answer_in_fork(*json.loads(line)), flush=True)
 

@@ -2,8 +2,8 @@
 
 A census on the CPU: every tensor counts as one of a GPU, so the count is an upper bound. Counted
 are operations whose result the host needs (a number, a size that depends on data) and copies to the
-host. Process groups are fake. Belongs here: counting, and a step of each engine. Does not belong
-here: the bounds.
+host. Process groups are fake, except those of DDP. Belongs here: counting, and a step of each
+engine. Does not belong here: the bounds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from fake_worlds import fake_groups
+from fake_worlds import fake_groups, group_of_one
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpctrain.engines.documents import parse_train_config
@@ -112,18 +112,25 @@ def census() -> Iterator[Counter[str]]:
             patch.stop()
 
 
-def reads_of_a_step(document: str) -> dict[str, int]:
-    """Build the engine of a document, train two steps, and count in a third."""
-    config = parse_train_config(document)
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as directory, fake_groups(0, config.world_size):
+@contextmanager
+def engine_of(config: Any) -> Iterator[Any]:
+    """Build the engine of a document as rank 0 does, in groups of its own."""
+    groups = group_of_one() if config.engine == "ddp" else fake_groups(0, config.world_size)
+    with tempfile.TemporaryDirectory() as directory, groups:
         run = RunLayout(Path(directory) / "run")
         run.create()
         launch = Launch(0, config.world_size, 0, "node", 0, "")
         room = room_of(config)
         mesh = room.join(config, launch)
         job = Job(config, launch, run, StopSignals())
-        engine = room.build(job, mesh, Control(mesh.control)).engine
+        yield room.build(job, mesh, Control(mesh.control)).engine
+
+
+def reads_of_a_step(document: str) -> dict[str, int]:
+    """Build the engine of a document, train two steps, and count in a third."""
+    config = parse_train_config(document)
+    torch.set_num_threads(1)
+    with engine_of(config) as engine:
         for step in range(2):
             engine.update(step * config.global_batch_size, lambda: None)
         with census() as found:

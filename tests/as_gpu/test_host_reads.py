@@ -1,7 +1,7 @@
 """Upper bounds of how often one training step waits for the device: per step and per micro-batch.
 
-A census on the CPU (see `host_reads`), second best to a step on fake CUDA tensors: it sees each
-read, and does not see on which device a tensor would be placed.
+A census on the CPU (see `host_reads`): it counts each read as one of the GPU, also of data that
+would lie on the host. `test_fake_cuda_step` sees on which device each tensor is placed.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from fresh_process import FreshProcess
 from trial_runs import MODULE_GPT, MODULE_LLAMA
 
 FSDP = dict(engine="fsdp", shard_size=1, precision="bf16")
+DDP = dict(engine="ddp", precision="bf16")
 FEW, MANY = 2, 4
 # Reads of a step, and further ones per micro-batch. megatron: two checks for nan of the only
 # bucket, the gradient norm; BERT also sums its tokens. transformers looks once per micro-batch
@@ -31,6 +32,8 @@ BOUNDS: dict[str, tuple[dict[str, Any], int, int]] = {
     "experts": (settings_sweep.FAMILIES["experts"], 3, 27),
     "gpt with fsdp": ({**MODULE_GPT, **FSDP}, 0, 1),
     "llama with fsdp": ({**MODULE_LLAMA, **FSDP}, 0, 1),
+    "gpt with ddp": ({**MODULE_GPT, **DDP}, 0, 1),
+    "llama with ddp": ({**MODULE_LLAMA, **DDP}, 0, 1),
 }
 
 
