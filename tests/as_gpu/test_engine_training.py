@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from trial_runs import GPT, LLAMA, Trial, largest_difference, make_trial
 
 from hpctrain.convert import __main__ as conversion
+from hpctrain.store.run_records import TrainerExit
 
 # Largest differences of losses of about 5 in fp32 after six steps: other orders of addition.
 # Measured 2e-6 with the layouts below.
@@ -191,14 +192,33 @@ def test_a_resume_is_exact(model: str, changes: dict[str, Any], engine_trial: An
 
 
 def test_a_run_resumes_where_the_engine_is_missing(engine_trial: Any, tmp_path: Path) -> None:
-    """Both name the same weights alike in checkpoints, and the optimizer's state fits. The other
-    way is not possible: megatron-core finds no `_extra_state` in the checkpoint."""
+    """Both name the same weights alike in checkpoints, and the optimizer's state fits."""
     first = engine_trial(GPT, save_interval_steps=3)
     second = make_trial(tmp_path / "local", GPT, **WITHOUT)
     assert first.train() == [0]
     second.adopt(first, 3)
     assert second.train(resume=3) == [0]
     assert largest_difference(second, first, 4)[0] <= LOSSES
+
+
+@pytest.mark.parametrize(("model", "begins_with"), [("gpt", "local"), ("experts", "stub")])
+def test_layers_that_do_not_fit_are_refused(
+    model: str, begins_with: str, engine_trial: Any, tmp_path: Path
+) -> None:
+    """A checkpoint of megatron-core's layers has no `_extra_state`, and its Adam other settings;
+    norms before experts have other names."""
+    trials = [
+        engine_trial(MODELS[model], save_interval_steps=3),
+        make_trial(tmp_path / "local", MODELS[model], **WITHOUT, save_interval_steps=3),
+    ]
+    first, second = trials if begins_with == "stub" else reversed(trials)
+    assert first.train() == [0]
+    second.adopt(first, 3)
+    assert second.train(resume=3) == [TrainerExit.CONFIG_ERROR]
+    (record,) = second.exits()
+    kinds = ["TransformerEngine", "megatron-core's own layers"]
+    before, after = kinds if begins_with == "stub" else reversed(kinds)
+    assert f"was saved with {before}, and is now resumed with {after}" in str(record.message)
 
 
 def test_weights_become_hugging_face_and_back(engine_trial: Any, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from hpctrain.train.engines.megatron.core_versions.resume import check_versions
 from hpctrain.train.engines.megatron.core_versions.supported import current
 from hpctrain.train.engines.megatron.fixes import prime_adam
 from hpctrain.train.engines.megatron.mesh import seed_everything
-from hpctrain.train.engines.megatron.model import ModelChunks
+from hpctrain.train.engines.megatron.model import ModelChunks, uses_transformer_engine
 from hpctrain.train.engines.megatron.optimizer import MegatronOptimizer
 from hpctrain.train.engines.megatron.save_strategy import SaveStrategy
 from hpctrain.train.engines.megatron.shard_writing import WriteResults, writing_from_request
@@ -98,6 +98,7 @@ class MegatronSnapshot:
             "layout": layout_of(self.config),
             "bucket_size": self._bucket_size,
             "expert_parallel": self.config.expert_model_parallel_size,
+            "transformer_engine": uses_transformer_engine(self.config),
         }
         return state
 
@@ -123,8 +124,8 @@ class MegatronSnapshot:
 
         Returns a remark if the random state was re-seeded, or another version of megatron-core has
         saved the checkpoint. Raises InvalidInputError if it belongs to another sample order, has
-        another kind of optimizer state, or comes from a version that is not known to resume here.
-        Raises LoadFailedError if its files are damaged.
+        another kind of layers or optimizer state, or comes from a version that is not known to
+        resume here. Raises LoadFailedError if its files are damaged.
         """
         remarks = check_versions(directory)
         with damage_named(directory):
@@ -132,6 +133,7 @@ class MegatronSnapshot:
             about = common[_RUN_KEY]
         check_sample_order(sample_order(self.config), about["sample_order"], directory)
         check_expert_spread(self.config, about.get("expert_parallel", 1), directory)
+        check_layers(self.config, about.get("transformer_engine"), directory)
         same_place = about["layout"][:2] == layout_of(self.config)[:2]
         # only the kind that it was saved with can be loaded
         content = load_content_metadata(preloaded_state_dict=common)
@@ -245,3 +247,25 @@ def check_expert_spread(config: MegatronConfig, saved: int, directory: Path) -> 
         message = f"expert_model_parallel_size was {saved} and is now {now}"
         hint = "optimizer state cannot move between 1 and more than 1"
         raise InvalidInputError([Problem(message, str(directory), hint=hint)])
+
+
+def check_layers(config: MegatronConfig, saved: bool | None, directory: Path) -> None:
+    """Raise InvalidInputError if the layers of this run cannot load what others have saved.
+
+    `saved`: whether TransformerEngine's layers have; None in checkpoints that do not name them.
+    They and their fused Adam load `_extra_state` and settings that megatron-core's own layers and
+    torch's Adam do not save. Without TransformerEngine, the norms before experts have other names
+    (gpt_layer_specs.py, sharded_state_dict_keys_map).
+    """
+    now = uses_transformer_engine(config)
+    if saved is None or saved == now or (saved and config.num_moe_experts is None):
+        return
+    ours, others = "megatron-core's own layers", "TransformerEngine"
+    before, after = (others, ours) if saved else (ours, others)
+    value = "transformer_engine" if saved else "local"
+    message = f"was saved with {before}, and is now resumed with {after}"
+    hint = (
+        f"resume with `engine.implementation: {value}`; a new run can begin with these weights "
+        "(`hpctrain convert`, `model.pretrained`)"
+    )
+    raise InvalidInputError([Problem(message, str(directory), hint=hint)])
