@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.utils._device
+from torch.distributed import ReduceOp
 from torch.utils._triton import has_triton_package
 
 from hpctrain.train.device import on_cpu
@@ -159,21 +160,23 @@ def _uneven_gathers() -> None:
     gather, scatter = torch.distributed.all_gather, torch.distributed.reduce_scatter
 
     @functools.wraps(gather)
-    def all_gather(parts: Any, own: Any, group: Any = None, **keywords: Any) -> Any:
+    def all_gather(parts: Any, own: Any, group: Any = None, async_op: bool = False) -> Any:
         if len({part.shape for part in parts}) == 1:
-            return gather(parts, own, group=group, **keywords)
+            return gather(parts, own, group=group, async_op=async_op)
         for index, part in enumerate(parts):
             if index == torch.distributed.get_rank(group):
                 part.copy_(own)
             torch.distributed.broadcast(part, group=group, group_src=index)
 
     @functools.wraps(scatter)
-    def reduce_scatter(own: Any, parts: Any, *args: Any, group: Any = None, **keywords: Any) -> Any:
+    def reduce_scatter(
+        own: Any, parts: Any, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
+    ) -> Any:
         if len({part.shape for part in parts}) == 1:
-            return scatter(own, parts, *args, group=group, **keywords)
+            return scatter(own, parts, op=op, group=group, async_op=async_op)
         for index, part in enumerate(parts):
             total = part.clone()
-            torch.distributed.all_reduce(total, group=group)
+            torch.distributed.all_reduce(total, op=op, group=group)
             if index == torch.distributed.get_rank(group):
                 own.copy_(total)
 

@@ -196,6 +196,10 @@ def as_a_gpu_sees_it() -> Iterator[None]:
         if hasattr(module, "on_cpu")
     ]
     patches.append(mock.patch.object(mesh, "choose_device", return_value=torch.device("cpu")))
+    # what megatron-core's own graphs ask of CUDA while layers are built (cuda_graphs.py)
+    for name, answer in {"get_device_capability": (9, 0), "graph_pool_handle": (0, 1)}.items():
+        patches.append(mock.patch.object(torch.cuda, name, return_value=answer))
+    patches += [mock.patch.object(torch.cuda, name) for name in ("Stream", "set_stream")]
     for patch in patches:
         patch.start()
     try:

@@ -264,7 +264,7 @@ def lone_mesh(config: Any) -> Any:
         library.join(timedelta(minutes=1))
         return DeepSpeedMesh(
             device=CPU, rank=5, size=64, replicas=64, stages=1, stage=0, replica=5,
-            control=None, tensors=None, data=None,
+            control=None, tensors=None, data=None, pipeline=(5,),
         )  # fmt: skip
     from torch.distributed.device_mesh import init_device_mesh
 

@@ -64,8 +64,12 @@ def _untrainable_options(spec: RunSpec) -> Problems:
     if own.defer_embedding_wgrad_compute and spec.model.mtp_layers:
         message = "the gradients of prediction layers would be wrong: say false"
         problems.append(("engine.megatron.defer_embedding_wgrad_compute", message))
-    if own.tp_comm_overlap and spec.model.mla is not None:
-        message = "userbuffers do not know the projections of latent attention: say false"
+    unknown = {
+        "latent attention": spec.model.mla is not None,
+        "prediction layers": spec.model.mtp_layers > 0,
+    }
+    for part in (part for part, built in unknown.items() if built and own.tp_comm_overlap):
+        message = f"userbuffers do not know the projections of {part}: say false"
         problems.append(("engine.megatron.tp_comm_overlap", message))
     if spec.model.family == "bert" and own.cuda_graph_impl != "none":
         problems.append(("engine.megatron.cuda_graph_impl", "it is for gpt and llama, not bert"))

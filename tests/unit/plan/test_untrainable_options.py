@@ -81,6 +81,10 @@ def test_an_external_megatron_lm_takes_formats_by_its_arguments(
             "engine.megatron.cuda_graph_impl",
         ),
         (dict(engine=megatron(tp_comm_overlap=True), model=MLA), "engine.megatron.tp_comm_overlap"),
+        (
+            dict(engine=megatron(tp_comm_overlap=True), model={**GPT_TINY, "mtp_layers": 1}),
+            "engine.megatron.tp_comm_overlap",
+        ),
     ],
 )
 def test_what_would_be_ignored_or_wrong_is_refused(changes: dict[str, Any], field: str) -> None:

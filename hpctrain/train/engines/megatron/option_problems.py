@@ -162,6 +162,9 @@ def _message_problems(config: MegatronConfig) -> Iterator[Problem]:
             # multi_latent_attention.py: q_up_proj and kv_up_proj, which have no buffers
             # (extensions/transformer_engine.py knows qkv, proj, fc1 and fc2)
             yield Problem("`tp_comm_overlap` does not know the projections of latent attention")
+        if config.mtp_num_layers:
+            # multi_token_prediction.py builds eh_proj without the name of a buffer
+            yield Problem("`tp_comm_overlap` does not know the projection of prediction layers")
     if not config.defer_embedding_wgrad_compute:
         return
     if config.pipeline_model_parallel_size == 1:

@@ -129,6 +129,7 @@ _PRIVATE: Mapping[str, tuple[str, ...]] = {
     "megatron.core.optimizer.distrib_optimizer": (
         "DistributedOptimizer._set_main_param_and_optimizer_states",
         "DistributedOptimizer.get_parameter_state_dp_reshardable",
+        "DistributedOptimizer.load_parameter_state_from_dp_reshardable",
         "DistributedOptimizer.load_state_dict",
         "DistributedOptimizer.sharded_param_state_fully_reshardable",
         "DistributedOptimizer.sharded_state_dict",
