@@ -4,7 +4,7 @@ Two ranks (DP 2, gloo) hold one model and save it again and again, in turns sync
 beside training, in the same process on the same disk. Printed: the median stall of each, their
 ratio, and where the asynchronous stall goes. The first saves, which make plans, are not counted.
 
-    python -m bench.async_save [--hidden 512] [--layers 8] [--rounds 6] [--limit 0.05]
+    python -m bench.async_save [--hidden 1024] [--layers 8] [--rounds 6] [--limit 0.05]
         [--sharding fully_reshardable] [--copies]
 
 On a CPU a fork shares memory with the rank; `--copies` makes the copies that a rank with a GPU
@@ -143,7 +143,7 @@ def _stalls(kind: str, pairs: list[tuple[str, SaveRecord]]) -> list[float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--limit", type=float, default=0.05)

@@ -298,3 +298,41 @@ def test_the_launch_s_failure_rate_sets_the_interval(
     assert seldom.train(prepare=_clock_of_steps) == [0]
     assert len(read_saves(seldom.run)) == 2, "by the initial interval, and at the end"
     assert len(read_saves(often.run)) > 3
+
+
+def _count_copied_bytes() -> None:
+    """Each rank writes down how much `Snapshot.plan` copies, while training waits for it."""
+    import torch
+
+    from hpctrain.train.saving.saver import Saver
+
+    real = Saver.begin
+
+    def begin(self: Any, position: Any) -> None:
+        copied_bytes = 0
+        clone = torch.Tensor.clone
+
+        def counted(tensor: torch.Tensor, **options: Any) -> torch.Tensor:
+            nonlocal copied_bytes
+            copied_bytes += tensor.numel() * tensor.element_size()
+            return clone(tensor, **options)
+
+        torch.Tensor.clone = counted  # type: ignore[method-assign, assignment]
+        try:
+            real(self, position)
+        finally:
+            torch.Tensor.clone = clone  # type: ignore[method-assign]
+        name = f"copied-{os.environ['RANK']}"
+        (self._job.run.directory / name).write_text(str(copied_bytes))
+
+    Saver.begin = begin  # type: ignore[method-assign]
+
+
+def test_training_waits_for_no_copies_on_a_cpu(trial: Callable[..., Trial]) -> None:
+    """Its state is snapshotted by forking; what has to be copied, the writers copy."""
+    made = trial(save_interval_steps=3, async_save=True, **DP2)
+    assert made.train(prepare=_count_copied_bytes) == [0, 0]
+    (save, *_) = read_saves(made.run)
+    for rank in (0, 1):
+        copied_bytes = int((made.run.directory / f"copied-{rank}").read_text())
+        assert copied_bytes < save.size_bytes / 100

@@ -18,6 +18,13 @@ from typing import Any
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
 
 from hpctrain.train.engine import Writing
 from hpctrain.train.saving.host_buffers import HostBuffers
@@ -25,14 +32,33 @@ from hpctrain.train.saving.shard_files import ShardFile, WriteShards, copied
 
 
 class WriteResults:
-    """Replaces megatron-core's Manager queue; holds the result of the forked process."""
+    """Replaces megatron-core's Manager queue; holds the result of this rank's writer."""
 
     def __init__(self) -> None:
         self._result: Any = None
 
     def install(self) -> None:
-        """Become the queue that filesystem_async.py uses (_get_write_results_queue)."""
-        filesystem_async._results_queue = self
+        """Plan one file per rank, of the tensors as they are, whose results come from here.
+
+        megatron-core clones each tensor on a CPU that is part of a larger storage, as all of its
+        optimizer's are, while training waits (0.16.1: filesystem_async.py, `_clone_if_needed`).
+        Our writers copy such a tensor when they write it (`hpctrain.train.saving.shard_files`).
+        """
+
+        def prepare_write_data(
+            planned: filesystem_async.FileSystemWriterAsync, plan: SavePlan, planner: SavePlanner
+        ) -> None:
+            raw: list[tuple[WriteItem, Any]] = []
+            tensors: list[tuple[WriteItem, Any]] = []
+            for item in plan.items:
+                kind = raw if item.type == WriteItemType.BYTE_IO else tensors
+                kind.append((item, planner.resolve_data(item)))
+            name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
+            path = Path(planned.checkpoint_dir) / name
+            planned.write_buckets = [(str(path), name, (raw, tensors))] if plan.items else []
+            planned.results_queue = self if plan.items else None
+
+        filesystem_async.FileSystemWriterAsync.prepare_write_data = prepare_write_data
 
     def put(self, result: Any) -> None:
         self._result = result

@@ -122,8 +122,8 @@ _PRIVATE: Mapping[str, tuple[str, ...]] = {
     "megatron.core.dist_checkpointing.serialization": ("save_config",),
     "megatron.core.dist_checkpointing.strategies.filesystem_async": (
         "FileSystemWriterAsync.finish",
+        "FileSystemWriterAsync.prepare_write_data",
         "FileSystemWriterAsync.retrieve_write_results",
-        "_results_queue",
     ),
     "megatron.core.extensions.transformer_engine": ("HAVE_TE", "TELinear.__init__"),
     "megatron.core.optimizer.distrib_optimizer": (
