@@ -44,6 +44,12 @@ class Ranks:
             time.sleep(0.01)
         return [self.codes[rank] for rank in range(len(self.pids))]
 
+    @property
+    def ended(self) -> bool:
+        """Whether no rank lives any more."""
+        self._collect()
+        return len(self.codes) == len(self.pids)
+
     def signal(self, number: int, *ranks: int) -> None:
         """Send a signal to the given ranks that still live, or to all."""
         for rank in ranks or range(len(self.pids)):

@@ -33,6 +33,7 @@ def measured(engine: str, seconds: float) -> Found | None:
     with tempfile.TemporaryDirectory() as name:
         run = RunLayout(Path(name) / "run")
         run.create()
+        run.train_config.write_text(JOBS[engine].model_dump_json())  # or the run counts as away
         work = partial(measure, engine, run.directory, seconds)
         ranks = prefork.fork(work, JOBS[engine].world_size, run.logs)
         codes = ranks.wait(LIMIT_SECONDS)

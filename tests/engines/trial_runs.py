@@ -179,8 +179,11 @@ class Trial:
     def wait_for_step(self, step: int, ranks: prefork.Ranks) -> None:
         """Return when the run has recorded `step`."""
         end = time.monotonic() + LIMIT_SECONDS
-        while not any(row.step >= step for row in self.rows):
-            assert time.monotonic() < end, ranks.log()
+        while True:
+            ended = ranks.ended  # before the rows are read, so that the last one is seen
+            if any(row.step >= step for row in self.rows):
+                return
+            assert not ended and time.monotonic() < end, ranks.log()
             time.sleep(0.02)
 
 
