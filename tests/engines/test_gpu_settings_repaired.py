@@ -67,6 +67,7 @@ BROKEN = """\
 import sys
 sys.path.insert(0, sys.argv[1])
 from hpctrain.train import megatron_on_cpu
+megatron_on_cpu.install_triton()
 from hpctrain.train.engines.megatron import fixes
 fixes.install()
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer as optimizer

@@ -27,6 +27,7 @@ from hpctrain.train.engines.megatron import (
     random_state,
     userbuffers,
 )
+from hpctrain.train.engines.megatron.core_versions.supported import current
 
 MOE = dict(
     num_moe_experts=4,
@@ -172,9 +173,13 @@ _LAYOUT = {
 
 
 def _changed(plain: Any, made: Any) -> dict[str, Any]:
-    """Compare two configurations; initialisers and layouts are no options."""
+    """Compare two configurations but for initialisers, layouts, and what follows for inference."""
     left, right = asdict(plain), asdict(made)
-    names = (name for name in right if not name.endswith("init_method"))
+    names = (
+        name
+        for name in right
+        if not name.endswith("init_method") and not name.startswith("inference_")
+    )
     return {name: right[name] for name in names if left[name] != right[name]}
 
 
@@ -207,9 +212,11 @@ def test_fused_permutation_reaches_its_field(monkeypatch: pytest.MonkeyPatch) ->
 def test_experts_are_not_captured() -> None:
     """The host reads how many tokens each expert gets."""
     made = config(cuda_graph_impl="transformer_engine", **MOE)
-    (scope,) = model.transformer_settings(made).cuda_graph_scope
-    assert scope.name == "attn"
-    assert model.transformer_settings(config(cuda_graph_impl="local")).cuda_graph_scope == []
+    field = current().graphed_modules
+    (module,) = getattr(model.transformer_settings(made), field)
+    assert module.name == "attn"
+    whole_layers = model.transformer_settings(config(cuda_graph_impl="local"))
+    assert getattr(whole_layers, field) == []
 
 
 @pytest.mark.usefixtures("gpu")

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from newest_core import NEWEST
 from trial_runs import GPT, LLAMA, Trial, largest_difference
 
 from hpctrain.store.run_records import TrainerExit
+from hpctrain.train import software
 
 TOLERANCE = 1e-5
 
@@ -181,12 +183,13 @@ def unchecked() -> None:
 def test_whole_experts_on_ranks_of_tp_alone_would_learn_other_things(
     one_process: Trial, trial: Callable[..., Trial]
 ) -> None:
-    """Why `preflight` refuses it: when this fails, megatron-core sums their gradients."""
+    """Why `preflight` refuses it; the newest megatron-core sums their gradients as it should."""
     layout = trial(MOE, expert_tensor_parallel_size=1, **TP2)
     assert set(layout.train()) == {TrainerExit.CONFIG_ERROR}
     assert set(layout.train(prepare=unchecked)) == {0}
     loss, _ = largest_difference(layout, one_process, 1)
-    assert loss > 1e-3
+    wrong = software.megatron_core() != NEWEST
+    assert (loss > 1e-3) == wrong and (wrong or loss <= TOLERANCE)
 
 
 def test_the_shared_expert_may_run_while_tokens_travel(

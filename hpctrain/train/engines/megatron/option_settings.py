@@ -14,6 +14,7 @@ from typing import Any
 from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.spec.engines.megatron import WGRAD_DEFERRAL_LIMIT
 from hpctrain.train.device import on_cpu
+from hpctrain.train.engines.megatron.core_versions.supported import current
 
 # The history that delayed scaling takes its largest value from: TransformerEngine's own default
 # (common/recipe/__init__.py, DelayedScaling) and Bridge's (training/mixed_precision.py,
@@ -142,14 +143,14 @@ def graph_settings(config: MegatronConfig) -> dict[str, Any]:
     """
     if config.cuda_graph_impl == "none":
         return {}
-    return dict(
-        cuda_graph_impl=config.cuda_graph_impl,
-        cuda_graph_scope=[] if config.num_moe_experts is None else ["attn"],
-        cuda_graph_warmup_steps=CUDA_GRAPH_WARMUP_STEPS,
+    return {
+        "cuda_graph_impl": config.cuda_graph_impl,
+        current().graphed_modules: [] if config.num_moe_experts is None else ["attn"],
+        "cuda_graph_warmup_steps": CUDA_GRAPH_WARMUP_STEPS,
         # a graph replays only generators whose state lies on the GPU (cuda_graphs.py,
         # CudaGraphManager)
-        use_te_rng_tracker=needs_te_generators(config),
-    )
+        "use_te_rng_tracker": needs_te_generators(config),
+    }
 
 
 def needs_te_generators(config: MegatronConfig) -> bool:

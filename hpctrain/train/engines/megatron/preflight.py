@@ -102,9 +102,9 @@ def _expert_problems(config: MegatronConfig) -> Iterator[Problem]:
         # parallel_state.py: the ranks of a stage are etp x ep x expert dp
         yield Problem(f"etp {etp} x ep {ep} does not divide tp x cp x dp = {ranks}")
     if ep == 1 and etp != config.tensor_model_parallel_size:
-        # tensor_parallel/layers.py: without expert parallelism the gradients of experts are summed
-        # like those of dense weights, over data-parallel ranks alone. Ranks of tp that hold the
-        # same expert would train it with different gradients, without an error.
+        # 0.16.1, tensor_parallel/layers.py: without expert parallelism the gradients of experts are
+        # summed like those of dense weights, over data-parallel ranks alone. Ranks of tp that hold
+        # the same expert would train it with different gradients, without an error.
         yield Problem(
             f"etp {etp} without expert parallelism must be tp "
             f"{config.tensor_model_parallel_size}: experts would get wrong gradients",

@@ -88,6 +88,7 @@ CORE_0_16 = CoreVersion(
     null_tokenizer=null_tokenizer,
     load_options=load_options,
     read_common_state=read_common_state,
+    graphed_modules="cuda_graph_scope",
     common_files=(_COMMON_FILE,),
     names=(CoreName("megatron.core.dist_checkpointing.strategies.base", "LoadCommonStrategy"),),
 )

@@ -41,6 +41,7 @@ CORE_0_19 = CoreVersion(
     null_tokenizer=null_tokenizer,
     load_options=load_options,
     read_common_state=read_common_state,
+    graphed_modules="cuda_graph_modules",
     # the default `nvrx` needs nvidia-resiliency-ext, and another writer (strategies/torch.py)
     save_options={"async_strategy": "mcore"},
     mended=frozenset({"define_router_product"}),

@@ -39,9 +39,10 @@ class CoreVersion:
     `load_options` returns arguments of `dist_checkpointing.load` for a checkpoint, and
     `read_common_state` its state that is not sharded. `save_options`: arguments of
     `dist_checkpointing.save` beside those of all versions. `common_files`: files of rank 0 with the
-    state that is not sharded; without any, it is in the shards. `mended`: functions of `fixes` that
-    it does not need. `names` are used with this version only. `muted`: by the name of a logger, how
-    a message begins that advises developers.
+    state that is not sharded; without any, it is in the shards. `graphed_modules`: the field of
+    TransformerConfig with the modules of a layer that CUDA graphs hold, empty for all. `mended`:
+    functions of `fixes` that it does not need. `names` are used with this version only. `muted`: by
+    the name of a logger, how a message begins that advises developers.
     """
 
     number: str
@@ -50,6 +51,7 @@ class CoreVersion:
     null_tokenizer: Callable[[int], Any]
     load_options: Callable[[Path], dict[str, Any]]
     read_common_state: Callable[[Path], dict[str, Any]]
+    graphed_modules: str
     save_options: Mapping[str, Any] = field(default_factory=dict)
     common_files: tuple[str, ...] = ()
     mended: frozenset[str] = frozenset()
