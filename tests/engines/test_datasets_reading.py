@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -264,12 +266,15 @@ def test_readers_end_with_a_rank_that_is_gone(tmp_path: Path) -> None:
             ahead = reading_ahead(tmp_path, workers=1)
             pixels(ahead, 0)
             os.write(tell, b" ".join(str(child).encode() for child in _children()))
+        except BaseException:
+            os.write(tell, traceback.format_exc().encode())
         finally:
             os._exit(0)
     os.close(tell)
-    readers = [int(word) for word in os.read(told, 100).split()]
+    answer = os.read(told, 10_000)
     os.waitpid(pid, 0)
-    assert readers
+    assert re.fullmatch(rb"\d+( \d+)*", answer), answer.decode()
+    readers = [int(word) for word in answer.split()]
     end = time.monotonic() + 300
     while any(_lives(reader) for reader in readers):
         assert time.monotonic() < end, f"{readers} live on"
