@@ -367,12 +367,17 @@ def test_graphs_are_captured_once_after_the_steps_that_warm_up(
     assert done == (expected if overlaps else ["captured"])
 
 
-def test_other_runs_capture_nothing() -> None:
-    for kind in ("none", "local"):
-        chunks = model.ModelChunks(None, [], [])  # type: ignore[arg-type]
-        graphs = cuda_graphs.LayerGraphs(config(cuda_graph_impl=kind), chunks, None)
-        for _ in range(6):
-            graphs.before_step()
+@pytest.mark.parametrize("kind", ["none", "local", "transformer_engine"])
+def test_only_runs_with_graphs_of_transformer_engine_ask_for_them(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core.transformer import cuda_graphs as library
+
+    asked: list[str] = []
+    monkeypatch.setattr(library, "TECudaGraphHelper", lambda *given: asked.append(kind))
+    chunks = model.ModelChunks(None, [], [])  # type: ignore[arg-type]
+    cuda_graphs.LayerGraphs(config(cuda_graph_impl=kind), chunks, None)
+    assert asked == (["transformer_engine"] if kind == "transformer_engine" else [])
 
 
 def test_graphs_need_nccl_without_registered_buffers(monkeypatch: pytest.MonkeyPatch) -> None:

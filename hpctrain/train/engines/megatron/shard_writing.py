@@ -43,6 +43,7 @@ class WriteResults:
         megatron-core clones each tensor on a CPU that is part of a larger storage, as all of its
         optimizer's are, while training waits (0.16.1: filesystem_async.py, `_clone_if_needed`).
         Our writers copy such a tensor when they write it (`hpctrain.train.saving.shard_files`).
+        0.19.2 also dequantizes weights in 8 bits there, which no run has (see `option_problems`).
         """
 
         def prepare_write_data(

@@ -149,6 +149,11 @@ _PRIVATE: Mapping[str, tuple[str, ...]] = {
 # Attributes that only instances have: module, class, attributes that its `__init__` assigns.
 _ASSIGNED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
+        "megatron.core.dist_checkpointing.strategies.filesystem_async",
+        "FileSystemWriterAsync",
+        ("checkpoint_dir", "results_queue", "write_buckets"),
+    ),
+    (
         "megatron.core.dist_checkpointing.strategies.torch",
         "TorchDistSaveShardedStrategy",
         ("thread_count", "use_cached_ckpt_structure", "validated_cache_reuse"),
