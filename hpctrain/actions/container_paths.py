@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePath
 
-from hpctrain.spec.profile import ContainerProfile
+from hpctrain.spec.profile.software import ContainerProfile
 
 
 def unmounted_warnings(

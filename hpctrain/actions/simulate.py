@@ -16,7 +16,7 @@ from hpctrain.errors import UsageError
 from hpctrain.plan.forecast.published import RESTART_SECONDS
 from hpctrain.simulate.interval_choice import Choice, Goal, auto_interval_seconds, choose
 from hpctrain.simulate.scenario import MixName, Scenario
-from hpctrain.spec.profile import PriceProfile
+from hpctrain.spec.profile.limits import PriceProfile
 from hpctrain.spec.run import SuperviseSpec
 from hpctrain.store.supervise_config import SuperviseConfig
 from hpctrain.units import short_duration

@@ -12,7 +12,8 @@ Does not belong here: other options.
 
 from __future__ import annotations
 
-from hpctrain.spec.profile import ClusterProfile, PartitionProfile
+from hpctrain.spec.profile import ClusterProfile
+from hpctrain.spec.profile.slurm import PartitionProfile
 
 
 def continuation_options(profile: ClusterProfile) -> dict[str, str | None]:

@@ -26,12 +26,9 @@ from hpctrain.render.quoting import directive_value, sh
 from hpctrain.render.srun_tasks import SrunTasks, choose_tasks
 from hpctrain.render.topology import topology_options
 from hpctrain.render.warning_lead import warning_lead
-from hpctrain.spec.profile import (
-    INTERFACE_VARIABLES,
-    ClusterProfile,
-    ContainerProfile,
-    PartitionProfile,
-)
+from hpctrain.spec.profile import INTERFACE_VARIABLES, ClusterProfile
+from hpctrain.spec.profile.slurm import PartitionProfile
+from hpctrain.spec.profile.software import ContainerProfile
 from hpctrain.spec.run import RunSpec
 from hpctrain.units import Duration
 from hpctrain.version import __version__

@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import Literal
 
 from hpctrain.sandbox.shape import FeatureShape, PartitionShape, SandboxShape, SwitchShape
-from hpctrain.spec.profile import ClusterProfile, PartitionProfile
+from hpctrain.spec.profile import ClusterProfile
+from hpctrain.spec.profile.slurm import PartitionProfile
 
 
 def shape_from_profile(profile: ClusterProfile) -> SandboxShape:

@@ -14,7 +14,8 @@ from hpctrain.plan.forecast.published import (
     SAVE_OVERHEAD_SECONDS,
     STAGING_BYTES_PER_SECOND,
 )
-from hpctrain.spec.profile import ClusterProfile, FilesystemProfile
+from hpctrain.spec.profile import ClusterProfile
+from hpctrain.spec.profile.hardware import FilesystemProfile
 from hpctrain.spec.run import RunSpec
 
 

@@ -17,7 +17,8 @@ from hpctrain.plan.forecast.documents import (
 )
 from hpctrain.plan.forecast.interruptions import node_mtbf_seconds
 from hpctrain.plan.forecast.predict import forecast
-from hpctrain.spec.profile import ClusterProfile, ReliabilityProfile
+from hpctrain.spec.profile import ClusterProfile
+from hpctrain.spec.profile.limits import ReliabilityProfile
 from hpctrain.spec.run import RunSpec
 from hpctrain.units import Duration
 

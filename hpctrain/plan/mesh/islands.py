@@ -15,7 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from hpctrain.plan.documents import NodeRequest
-from hpctrain.spec.profile import ClusterProfile, IslandProfile
+from hpctrain.spec.profile import ClusterProfile
+from hpctrain.spec.profile.network import IslandProfile
 
 
 @dataclass(frozen=True)

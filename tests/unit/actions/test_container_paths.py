@@ -8,7 +8,7 @@ from typing import Literal
 import pytest
 
 from hpctrain.actions.container_paths import unmounted_warnings
-from hpctrain.spec.profile import ContainerProfile
+from hpctrain.spec.profile.software import ContainerProfile
 
 RUN = Path("/shared/runs/a")
 

@@ -17,7 +17,8 @@ from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.records import JobRecord
 from hpctrain.slurm.states import JobState
 from hpctrain.spec.loader import find_profile, load_profile
-from hpctrain.spec.profile import ClusterProfile, ContainerProfile, ModulesProfile, SoftwareProfile
+from hpctrain.spec.profile import ClusterProfile
+from hpctrain.spec.profile.software import ContainerProfile, ModulesProfile, SoftwareProfile
 from hpctrain.store.datasets import DatasetReport, SamplesSidecar, ShardsReport
 from hpctrain.units import Duration
 

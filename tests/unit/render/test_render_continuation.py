@@ -8,7 +8,8 @@ from specimen_scripts import PROFILE, profile_with, render, spec_with
 from hpctrain.errors import InvalidInputError
 from hpctrain.render.continuation import continuation_line, continuation_problems
 from hpctrain.spec.loader import find_profile, load_profile
-from hpctrain.spec.profile import ClusterProfile, PartitionProfile, PreemptionProfile
+from hpctrain.spec.profile import ClusterProfile
+from hpctrain.spec.profile.slurm import PartitionProfile, PreemptionProfile
 from hpctrain.spec.run import RunSpec
 
 DIRECTIVE = "#SBATCH "

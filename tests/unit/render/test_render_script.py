@@ -9,7 +9,7 @@ from specimen_scripts import PROFILE, ROOT, profile_with, render, spec_with
 
 from hpctrain.spec.catalogue import find_gpu
 from hpctrain.spec.loader import find_profile, load_catalogue, load_profile, load_run_spec
-from hpctrain.spec.profile import FabricVariable
+from hpctrain.spec.profile.software import FabricVariable
 
 A100 = load_profile(find_profile("a100x64")).document
 GPT175B = load_run_spec(ROOT / "examples/gpt175b.yaml").document

@@ -1,0 +1,177 @@
+"""The cluster profile: hardware, Slurm, software and rules of a site, one document per YAML file.
+
+Belongs here: the whole document and the rules that join its parts, which stand in the modules of
+this package. Does not belong here: results of planning (the planner contacts no cluster), facts
+about a model.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from pydantic import BaseModel, Field, ValidationInfo, field_validator
+
+from hpctrain.spec.calibration import SiteCalibration
+from hpctrain.spec.contradiction import Contradiction
+from hpctrain.spec.document import Document
+from hpctrain.spec.profile.hardware import (
+    FilesystemProfile,
+    GpuProfile,
+    NodeProfile,
+    NvlinkProfile,
+)
+from hpctrain.spec.profile.limits import LimitsProfile, PriceProfile, ReliabilityProfile
+from hpctrain.spec.profile.network import NetworkProfile
+from hpctrain.spec.profile.slurm import SlurmProfile
+from hpctrain.spec.profile.software import FabricVariable, SoftwareProfile
+from hpctrain.spec.run import Name, RunSpec
+
+Continuation = Literal["requeue", "chain", "singleton", "array", "none"]
+# Variables that name the interface of TCP traffic; both take the start of a name.
+INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+
+
+class ClusterProfile(Document):
+    """A cluster: hardware, Slurm, software, rules."""
+
+    name: Name = Field(description="Name for `--profile`")
+    description: str = Field("", description="One line for `hpctrain profiles`")
+    nodes: NodeProfile
+    gpu: GpuProfile
+    nvlink: NvlinkProfile
+    network: NetworkProfile
+    filesystems: tuple[FilesystemProfile, ...] = Field(
+        min_length=1, description="File systems that data or checkpoints may live on"
+    )
+    slurm: SlurmProfile
+    software: SoftwareProfile = SoftwareProfile()
+    environment: tuple[FabricVariable, ...] = Field(
+        (), description="Variables of the fabric, each with its reason"
+    )
+    continuation: Continuation = Field(
+        "requeue",
+        description="How a stopped attempt goes on: requeue (the same job again), chain (a job "
+        "behind it), singleton or array (jobs submitted at once), none (by hand)",
+    )
+    continuation_jobs: int = Field(
+        8, ge=2, le=1000, description="singleton, array: so many jobs are submitted at once"
+    )
+    speed_check: Literal["off", "report", "exclude"] | None = Field(
+        None,
+        description="What `supervise.speed_check.mode: auto` means here; absent: report, or off "
+        "where GPUs are emulated. `locked: [supervise.speed_check.mode]` forces it",
+    )
+    limits: LimitsProfile = LimitsProfile()
+    prices: PriceProfile | None = Field(None, description="Absent: no costs are printed")
+    reliability: ReliabilityProfile | None = Field(
+        None, description="Absent: the forecast assumes published failure rates and says so"
+    )
+    calibration: str | SiteCalibration | None = Field(
+        None,
+        description="Measured rates of this cluster, which the planner takes in place of published "
+        "ones: a file of `hpctrain calibrate`, relative to this one, or its content",
+    )
+    locked: tuple[str, ...] = Field(
+        (), description="Spec fields that a spec may not set here, such as `resources.qos`"
+    )
+
+    @field_validator("network")
+    @classmethod
+    def _islands_are_the_cluster(
+        cls, network: NetworkProfile, info: ValidationInfo
+    ) -> NetworkProfile:
+        nodes = info.data.get("nodes")
+        if nodes is None or not network.islands:
+            return network
+        sizes = [island.nodes for island in network.islands]
+        if sum(sizes) != nodes.count:
+            added = " + ".join(map(str, sizes))
+            raise ValueError(f"islands add up to {added} = {sum(sizes)} nodes, not {nodes.count}")
+        for number, island in enumerate(network.islands):
+            cards = island.nodes * network.nics_per_node * network.nic_bandwidth
+            if island.uplink > cards:
+                raise ValueError(
+                    f"islands.{number}: uplink {island.uplink / 1e9:g} GB/s is more than all "
+                    f"network cards of its nodes send, {cards / 1e9:g} GB/s"
+                )
+        return network
+
+    @field_validator("slurm")
+    @classmethod
+    def _islands_can_be_asked_for(cls, slurm: SlurmProfile, info: ValidationInfo) -> SlurmProfile:
+        network, gpu = info.data.get("network"), info.data.get("gpu")
+        if network is None or gpu is None:
+            return slurm
+        # sbatch(1), --constraint: one set of brackets for each job, and islands need it
+        features = any(island.feature for island in network.islands)
+        if features and set(slurm.constraint or "") & set("[]()|*"):
+            raise ValueError(
+                f"constraint `{slurm.constraint}` cannot be joined with the features of "
+                "network.islands: use names joined by `&` only"
+            )
+        others = {island.gpu for island in network.islands} - {None, gpu.type}
+        if others and slurm.gpu_request == "gres-typed":
+            raise ValueError(
+                f"gpu_request gres-typed asks for {gpu.type} only, but network.islands has "
+                f"{', '.join(sorted(others))}: use `gres`"
+            )
+        return slurm
+
+    @field_validator("environment")
+    @classmethod
+    def _one_interface(
+        cls, environment: tuple[FabricVariable, ...], info: ValidationInfo
+    ) -> tuple[FabricVariable, ...]:
+        network = info.data.get("network")
+        interface = network.interface if network is not None else None
+        for number, variable in enumerate(environment):
+            if interface is None or variable.name not in INTERFACE_VARIABLES:
+                continue
+            # NCCL: `=eth0` is exact, `eth` is a prefix, `^docker0` excludes
+            names = variable.value.lstrip("=").split(",")
+            selected = any(name and interface.startswith(name) for name in names)
+            if not selected and not variable.value.startswith("^"):
+                raise Contradiction(
+                    ("environment", number, "value"),
+                    f"{variable.name} is {variable.value}, but network.interface is {interface}",
+                    f"remove one of the two; `interface` alone sets {variable.name}",
+                )
+        return environment
+
+    @field_validator("locked")
+    @classmethod
+    def _locked_fields_exist(cls, paths: tuple[str, ...]) -> tuple[str, ...]:
+        for path in paths:
+            if not has_field(RunSpec, path):
+                raise ValueError(f"`{path}` is no field of a run spec")
+        return paths
+
+    @property
+    def gpu_count(self) -> int:
+        return self.nodes.count * self.gpu.per_node
+
+    @property
+    def usual_speed_check(self) -> Literal["off", "report", "exclude"]:
+        """The check before training of a spec that leaves the choice to the site.
+
+        Processes that share the CPUs of a sandbox do not compute alike: it is off there.
+        """
+        if self.speed_check is not None:
+            return self.speed_check
+        return "off" if self.gpu.emulated else "report"
+
+    @property
+    def accelerator(self) -> Literal["cuda", "cpu"]:
+        """The device that ranks train on."""
+        return "cpu" if self.gpu.emulated else "cuda"
+
+
+def has_field(document: type[BaseModel], path: str) -> bool:
+    """Whether a dotted path such as `resources.qos` names a field of a document class."""
+    part, _, rest = path.partition(".")
+    for name, field in document.model_fields.items():
+        if part == (field.alias or name):
+            inner = [kind for kind in (field.annotation, *get_args(field.annotation)) if kind]
+            sections = [k for k in inner if isinstance(k, type) and issubclass(k, BaseModel)]
+            return not rest or any(has_field(section, rest) for section in sections)
+    return False

@@ -1,0 +1,39 @@
+"""What a run may ask for at a site of a cluster profile, what it costs, and how often it fails.
+
+Belongs here: rules and rates of a site. Does not belong here: facts about machines (`hardware`).
+"""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from hpctrain.spec.document import Document
+from hpctrain.units import Duration
+
+
+class LimitsProfile(Document):
+    """What the site allows a run to ask for; checked at plan time, exit code 4."""
+
+    max_nodes: int | None = Field(None, ge=1, description="Most nodes of one run")
+    max_walltime: Duration | None = Field(None, description="Longest time limit of one attempt")
+    accounts: tuple[str, ...] = Field((), description="Accounts that may be charged; empty: any")
+
+
+class PriceProfile(Document):
+    """What a GPU-hour costs. Currency is the site's; messages print it as given."""
+
+    currency: str = Field("USD", pattern=r"^[A-Z]{3}$", description="ISO 4217 code")
+    on_demand: float = Field(gt=0, description="Per GPU-hour that is not taken away")
+    spot: float | None = Field(None, gt=0, description="Per GPU-hour of preemptible partitions")
+
+
+class ReliabilityProfile(Document):
+    """How often things fail; used for the forecast and the checkpoint interval."""
+
+    node_mtbf: Duration = Field(gt=0, description="Mean time between failures of one node")
+    restart: Duration = Field(
+        Duration(600), description="From a failure to the first new step, without queueing"
+    )
+    preemption_mtbf: Duration | None = Field(
+        None, gt=0, description="Mean time between preemptions of one job on preemptible nodes"
+    )

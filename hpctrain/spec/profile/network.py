@@ -1,0 +1,82 @@
+"""Links between the nodes of a cluster profile: fabric, switches, islands.
+
+Belongs here: facts about the network above one node. Does not belong here: the links inside a node (`hardware`).
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from hpctrain.spec.document import Document
+from hpctrain.spec.run import Name
+from hpctrain.units import Bandwidth, Duration
+
+
+class SwitchProfile(Document):
+    """Topology above the node, as Slurm's topology plugins know it."""
+
+    plugin: Literal["none", "tree", "block"] = Field("none", description="Slurm's topology plugin")
+    nodes_per_leaf: int | None = Field(None, ge=1, description="Nodes under one leaf or block")
+    oversubscription: float = Field(1.0, ge=1, description="Leaf down-link to up-link ratio")
+    request: bool = Field(
+        True, description="Ask for few leaves (tree: `--switches`) or whole blocks (`--segment`)"
+    )
+    wait: Duration | None = Field(
+        None,
+        ge=60,
+        description="tree: how long a job waits for few leaves; default: 5 min, Slurm's own limit",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.plugin == "none") != (self.nodes_per_leaf is None):
+            raise ValueError("`nodes_per_leaf` goes together with plugin `tree` or `block`")
+        if self.wait is not None and (self.plugin != "tree" or not self.request):
+            raise ValueError("`wait` goes together with plugin `tree` and `request: true`")
+        return self
+
+
+class IslandProfile(Document):
+    """A group of nodes behind one link to the others, such as a building or a rack row.
+
+    Slurm numbers ranks along the names of nodes, so an island has to be consecutive names.
+    """
+
+    nodes: int = Field(ge=1, description="Nodes of this island, in the order of their names")
+    uplink: Bandwidth = Field(gt=0, description="Of the whole island to the others, per direction")
+    feature: Name | None = Field(None, description="Slurm feature of its nodes, for `--constraint`")
+    gpu: str | None = Field(None, description="GPU type if it differs from `gpu.type`")
+
+
+class NetworkProfile(Document):
+    """Links between nodes."""
+
+    fabric: Literal["infiniband", "roce", "efa", "slingshot", "ethernet"] = Field(
+        description="Kind of network that NCCL uses between nodes"
+    )
+    nics_per_node: int = Field(ge=1, description="Cards of one node that NCCL may use")
+    nic_bandwidth: Bandwidth = Field(gt=0, description="Per card and direction")
+    interface: str | None = Field(
+        None,
+        min_length=1,
+        description="For TCP traffic between nodes: value of NCCL_SOCKET_IFNAME and "
+        "GLOO_SOCKET_IFNAME where `environment` does not set them",
+    )
+    switches: SwitchProfile = SwitchProfile()
+    islands: tuple[IslandProfile, ...] = Field(
+        (), description="Groups of nodes with slower links between them; empty: all alike"
+    )
+
+    @field_validator("islands")
+    @classmethod
+    def _islands_differ(cls, islands: tuple[IslandProfile, ...]) -> tuple[IslandProfile, ...]:
+        if len(islands) == 1:
+            raise ValueError("a single island has nobody behind its uplink: list all, or none")
+        features = [island.feature for island in islands if island.feature is not None]
+        if len(features) not in (0, len(islands)):
+            raise ValueError("give every island a `feature`, or none of them")
+        if len(set(features)) != len(features):
+            raise ValueError(f"two islands have one feature: {', '.join(features)}")
+        return islands
