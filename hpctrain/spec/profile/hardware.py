@@ -1,6 +1,7 @@
 """Hardware of a cluster profile: nodes, GPUs, NVLink and file systems.
 
-Belongs here: facts about machines. Does not belong here: links between nodes (`network`), what Slurm calls things (`slurm`).
+Belongs here: facts about machines. Does not belong here: links between nodes (`network`), what
+Slurm calls things (`slurm`).
 """
 
 from __future__ import annotations

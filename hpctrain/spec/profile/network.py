@@ -1,6 +1,7 @@
 """Links between the nodes of a cluster profile: fabric, switches, islands.
 
-Belongs here: facts about the network above one node. Does not belong here: the links inside a node (`hardware`).
+Belongs here: facts about the network above one node. Does not belong here: the links inside a node
+(`hardware`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """How a site of a cluster profile wants jobs to be asked for: options, partitions, preemption.
 
-Belongs here: facts about the Slurm of a site. Does not belong here: what a run may use at most (`limits`).
+Belongs here: facts about the Slurm of a site. Does not belong here: what a run may use at most
+(`limits`).
 """
 
 from __future__ import annotations

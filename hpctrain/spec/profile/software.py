@@ -1,6 +1,7 @@
 """Software of a cluster profile: interpreter, container, modules, variables of the fabric.
 
-Belongs here: what runs on the compute nodes before the trainer, and around it. Does not belong here: options of sbatch (`slurm`).
+Belongs here: what runs on the compute nodes before the trainer, and around it. Does not belong
+here: options of sbatch (`slurm`).
 """
 
 from __future__ import annotations
