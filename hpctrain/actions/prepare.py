@@ -16,7 +16,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from hpctrain.actions.container_paths import unmounted_warnings
+from hpctrain.actions.container_paths import registry_warnings, unmounted_warnings
 from hpctrain.actions.elastic_sizes import SizedConfig, shapes_of, smaller_sizes
 from hpctrain.actions.profiles import load_named_profile, profile_search_path
 from hpctrain.actions.runs import new_run_id
@@ -31,6 +31,7 @@ from hpctrain.engines.training import TrainConfig
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.plan.abilities.trainable import untrainable_fields, untrainable_layout
 from hpctrain.plan.documents import Plan
+from hpctrain.render.containers import container_problems, run_container
 from hpctrain.render.script import ScriptFacts, build_script, walltime
 from hpctrain.render.template import render_script
 from hpctrain.render.warning_lead import warning_lead
@@ -153,6 +154,14 @@ def prepare(
     loaded_spec, loaded_profile = load_inputs(spec, profile, overrides)
     document, site = loaded_spec.document, loaded_profile.document
     refuse_untrainable(loaded_spec)
+    impossible = container_problems(document, site)
+    if impossible:
+        raise InvalidInputError(
+            [
+                loaded_spec.problem(path, f"`{path}`: {text}", hint)
+                for path, text, hint in impossible
+            ]
+        )
     knowledge = load_knowledge(loaded_profile)
     plan = make_plan(document, site, knowledge)
     refuse_untrainable(loaded_spec, plan)
@@ -176,8 +185,10 @@ def prepare(
     train = train_config(absolute, plan, peak_flops).model_copy(update=check)
     supervise = _supervise_config(run_id, document, site, plan, runs, smaller)
     read = [*input_paths(train), *filter(None, (absolute.data.cache, absolute.model.pretrained))]
-    hidden = unmounted_warnings(site.software.container, read, runs / run_id)
-    plan = plan.model_copy(update={"warnings": (*plan.warnings, *hidden)})
+    container = run_container(document, site)
+    hidden = unmounted_warnings(container, read, runs / run_id)
+    fetched = registry_warnings(container, plan.nodes.nodes)
+    plan = plan.model_copy(update={"warnings": (*plan.warnings, *hidden, *fetched)})
     return Prepared(
         run_id=run_id,
         spec=loaded_spec,

@@ -203,6 +203,18 @@ class EnvironmentSpec(Document):
     )
 
 
+class ContainerSpec(Document):
+    """The image of this run, where the site starts containers."""
+
+    image: JobText | None = Field(
+        None, min_length=1, description="Instead of the profile's `software.container.image`"
+    )
+    mounts: tuple[JobText, ...] = Field(
+        (), description="SOURCE:TARGET[:OPTIONS], besides those of the profile"
+    )
+    python: str | None = Field(None, description="Interpreter inside this image")
+
+
 class LoggingSpec(Document):
     """What the trainer writes."""
 
@@ -252,6 +264,9 @@ class RunSpec(Document):
     )
     resources: ResourcesSpec
     environment: EnvironmentSpec = EnvironmentSpec()
+    container: ContainerSpec | None = Field(
+        None, description="Absent: the container of the profile, if there is one"
+    )
     logging: LoggingSpec = LoggingSpec()
     profile: ProfileSpec | None = Field(
         None, description="Traces of chosen steps and ranks; absent: none"
