@@ -324,6 +324,7 @@ def _supervise_config(
         stall_seconds=float(spec.supervise.stall),
         setup_stall_seconds=float(spec.supervise.setup_stall),
         kill_wait_seconds=float(profile.slurm.kill_wait),
+        poll_seconds=float(profile.limits.poll),
         warning_seconds=float(warning_lead(spec, profile, plan, limit).seconds),
         verify=spec.checkpoint.verify,
         cluster=profile.name,

@@ -17,6 +17,11 @@ class LimitsProfile(Document):
     max_nodes: int | None = Field(None, ge=1, description="Most nodes of one run")
     max_walltime: Duration | None = Field(None, description="Longest time limit of one attempt")
     accounts: tuple[str, ...] = Field((), description="Accounts that may be charged; empty: any")
+    poll: Duration = Field(
+        Duration(10),
+        gt=0,
+        description="Least time between two queries of Slurm by a command that waits",
+    )
 
 
 class PriceProfile(Document):

@@ -5,7 +5,7 @@ Belongs here: collecting and converting. Does not belong here: judging.
 
 from __future__ import annotations
 
-from hpctrain.checkpoints.discover import checkpoints
+from hpctrain.checkpoints.discover import good_steps, newest_listed
 from hpctrain.slurm.states import JobState
 from hpctrain.store.ledger import EventKind
 from hpctrain.store.requests import Request, read_request
@@ -72,7 +72,6 @@ def _gather(context: AttemptContext, launch: SrunProcess, watch: LaunchWatch) ->
     request = read_request(run)
     job = None if done or watch.superseded else job_facts(context, patient=not wrong)
     progress = read_record(run.progress, Progress)
-    good = (checkpoint.step for checkpoint in checkpoints(run.checkpoints) if checkpoint.good)
     # What was killed after the watch began to end the step was killed by it.
     failures = [f for f in launch.failures if f.at < watch.killed_at or f.code is not None]
     if context.config.launcher != "srun":  # srun's tasks are agents, which record failed ranks
@@ -113,11 +112,22 @@ def _gather(context: AttemptContext, launch: SrunProcess, watch: LaunchWatch) ->
         nodes=watch.nodes,
         resume_step=watch.resume_step,
         last_step=progress.step if progress and progress.epoch == watch.epoch else None,
-        checkpoint_step=next(good, None),
+        checkpoint_step=_newest_checkpoint(context),
         stopped_in_startup=watch.stopped_in_startup,
         limit_near=watch.limit_near,
         slow_nodes=slow_nodes_of(watch.speed_check),
     )
+
+
+def _newest_checkpoint(context: AttemptContext) -> int | None:
+    """The step of the newest good checkpoint; while Slurm ends the job its files are not looked at.
+
+    A cold metadata server takes a millisecond for each of thousands of files, and KillWait is 30 s.
+    """
+    root = context.run_layout.checkpoints
+    if context.signals.final:
+        return newest_listed(root)
+    return next(iter(good_steps(root)), None)
 
 
 def between_launches(context: AttemptContext, signals: tuple[str, ...]) -> LaunchEvidence:

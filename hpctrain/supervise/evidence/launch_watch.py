@@ -18,6 +18,7 @@ from pathlib import Path
 
 from hpctrain.engines.train_json import train_config_of
 from hpctrain.errors import InvalidInputError
+from hpctrain.slurm.backoff import Backoff
 from hpctrain.store.ledger import EventKind
 from hpctrain.store.requests import Request, ask_trainer_to_leave
 from hpctrain.store.run_records import Progress, RankTimes
@@ -296,6 +297,13 @@ class LaunchWatch:
         left = seconds - min(max(seconds / 2, _LEAST_VERDICT_SECONDS), _VERDICT_SECONDS)
         return time.monotonic() - self._final_at >= max(left, 0.5)
 
+    def _is_ending_within(self, seconds: float) -> bool:
+        """Pause, and go on handling signals; True once Slurm ends the job."""
+        until = time.monotonic() + seconds
+        while not self._is_ending() and (left := until - time.monotonic()) > 0:
+            time.sleep(min(_POLL_SECONDS, left))
+        return self.context.signals.final
+
     def _is_ending(self) -> bool:
         """Handle signals that have arrived; True once Slurm ends the job."""
         self._handle_signals()
@@ -441,16 +449,12 @@ class LaunchWatch:
 
     def _end_step(self) -> None:
         """Kill what is left of the step (its tasks may outlive srun), then srun."""
-        began_at = time.time()
+        began_at, pauses = time.time(), Backoff()
         deadline = time.monotonic() + self.context.config.kill_wait_seconds + 10
         while self._steps.kill():
             self.killed_at = began_at
             self.step_remains = time.monotonic() >= deadline
-            if self.step_remains:
-                break
-            time.sleep(_POLL_SECONDS * 2)
-            self._handle_signals()
-            if self.context.signals.final:
+            if self.step_remains or self._is_ending_within(pauses.next_seconds()):
                 break
         # Wait for srun's own end, but not when Slurm ends the job: the verdict comes first.
         deadline = time.monotonic() + 5

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 import hpctrain
-from hpctrain.errors import NoSuchRunError, RunFailedError
+from hpctrain.errors import NoSuchRunError, RunFailedError, UsageError
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.states import JobState
 from hpctrain.store.run_records import DoneMarker, write_record
+from hpctrain.store.supervise_config import read_supervise_config
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "gpt-tiny.yaml"
 
@@ -44,7 +45,18 @@ def test_wait_ends_with_the_run(run: hpctrain.Run) -> None:
 def test_wait_raises_for_a_run_that_will_never_be_done(run: hpctrain.Run) -> None:
     run.cancel()
     with pytest.raises(RunFailedError, match="CANCELLED"):
-        run.wait(timeout_seconds=300.0, poll_seconds=0.01)
+        run.wait(timeout_seconds=300.0)
+
+
+def test_wait_asks_no_more_often_than_the_site_allows(run: hpctrain.Run) -> None:
+    with pytest.raises(UsageError, match="asking Slurm every 1 s is too often") as caught:
+        run.wait(poll_seconds=1.0)
+    assert caught.value.hint == "the profile allows 10 s or more (`limits.poll`)"
+    path = run.files.layout.supervise_config
+    settings = read_supervise_config(path).model_copy(update={"poll_seconds": 60.0})
+    path.write_text(settings.model_dump_json())
+    with pytest.raises(UsageError, match="every 30 s is too often"):
+        run.wait(poll_seconds=30.0)
 
 
 def test_a_team_controls_a_run(run: hpctrain.Run) -> None:
