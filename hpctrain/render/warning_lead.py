@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from hpctrain.plan.documents import Plan
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.profile.slurm import PartitionProfile
+from hpctrain.spec.profile.partition import PartitionProfile
 from hpctrain.spec.run import RunSpec
 from hpctrain.units import Duration, short_duration
 

@@ -10,7 +10,7 @@ from hpctrain.plan.documents import Plan
 from hpctrain.plan.planner import make_plan
 from hpctrain.render.warning_lead import WarningLead, short_grace, warning_lead
 from hpctrain.spec.loader import find_profile, load_profile, load_run_spec
-from hpctrain.spec.profile.slurm import PreemptionProfile
+from hpctrain.spec.profile.partition import PreemptionProfile
 from hpctrain.spec.run import RunSpec
 from hpctrain.units import Duration
 
