@@ -28,13 +28,13 @@ from hpctrain.engines.speed_check import (
     speed_check_mode,
 )
 from hpctrain.engines.training import TrainConfig
-from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.errors import InvalidInputError, LimitError, Problem
 from hpctrain.plan.abilities.trainable import untrainable_fields, untrainable_layout
 from hpctrain.plan.documents import Plan
 from hpctrain.render.containers import container_problems, run_container
 from hpctrain.render.script import ScriptFacts, build_script, walltime
 from hpctrain.render.template import render_script
-from hpctrain.render.warning_lead import warning_lead
+from hpctrain.render.warning_lead import short_grace, warning_lead
 from hpctrain.spec.calibration import SiteCalibration
 from hpctrain.spec.loader import (
     Loaded,
@@ -185,10 +185,7 @@ def prepare(
     train = train_config(absolute, plan, peak_flops).model_copy(update=check)
     supervise = _supervise_config(run_id, document, site, plan, runs, smaller)
     read = [*input_paths(train), *filter(None, (absolute.data.cache, absolute.model.pretrained))]
-    container = run_container(document, site)
-    hidden = unmounted_warnings(container, read, runs / run_id)
-    fetched = registry_warnings(container, plan.nodes.nodes)
-    plan = plan.model_copy(update={"warnings": (*plan.warnings, *hidden, *fetched)})
+    plan = _with_site_warnings(document, site, plan, read, runs / run_id)
     return Prepared(
         run_id=run_id,
         spec=loaded_spec,
@@ -202,6 +199,28 @@ def prepare(
         smaller=smaller,
         signatures=load_signatures(profile_search_path()).to_json(),
     )
+
+
+def _with_site_warnings(
+    spec: RunSpec, site: ClusterProfile, plan: Plan, read: Sequence[str], run_directory: Path
+) -> Plan:
+    """Add what may go wrong at this site to the warnings of the plan.
+
+    Raises LimitError and InvalidInputError for what the profile refuses instead.
+    """
+    partition = site.slurm.partition(spec.resources.partition)
+    assert partition is not None, "the planner has checked the partition"
+    short = short_grace(site, plan, partition)
+    if short is not None and site.limits.short_grace == "refuse":
+        hint = "save faster, take smaller steps, or another partition (`limits.short_grace`)"
+        raise LimitError(short, hint=hint)
+    container = run_container(spec, site)
+    found = (
+        *filter(None, (short,)),
+        *unmounted_warnings(container, read, run_directory),
+        *registry_warnings(container, plan.nodes.nodes),
+    )
+    return plan.model_copy(update={"warnings": (*plan.warnings, *found)})
 
 
 def _speed_check(
@@ -332,6 +351,7 @@ def _supervise_config(
         stall_seconds=float(spec.supervise.stall),
         setup_stall_seconds=float(spec.supervise.setup_stall),
         kill_wait_seconds=float(profile.slurm.kill_wait),
+        poll_seconds=float(profile.limits.poll),
         warning_seconds=float(warning_lead(spec, profile, plan, limit).seconds),
         verify=spec.checkpoint.verify,
         cluster=profile.name,

@@ -14,6 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from hpctrain.errors import InvalidInputError, Problem, StorageError
 from hpctrain.formats import refuse_newer
 
+DEFAULT_POLL_SECONDS = 10.0
+
 
 class _Settings(BaseModel):
     """Unlike in records, an unknown field is an error: nobody would act on it."""
@@ -46,7 +48,8 @@ class SuperviseConfig(_Settings):
     `hpctrain.supervise.judge.policy.RETRIES` for the others). `mttf_seconds` is the expected time
     between failures of the whole run, before it has had any. `inputs` are the files and directories
     that every node must be able to read. `warning_seconds` is how long before the time limit Slurm
-    warns, which is what a stop may take; 0 if it is not known.
+    warns, which is what a stop may take; 0 if it is not known. No command that
+    waits for the run asks Slurm more often than every `poll_seconds`.
     """
 
     schema_version: Literal[1] = 1
@@ -76,6 +79,7 @@ class SuperviseConfig(_Settings):
     node_ledger: str | None = None
     mttf_seconds: float | None = None
     inputs: tuple[str, ...] = ()
+    poll_seconds: float = DEFAULT_POLL_SECONDS
 
 
 def read_supervise_config(path: Path) -> SuperviseConfig:

@@ -120,6 +120,7 @@ class Supervisor:
             action = decide(verdict, self._history(), situation, self.context.config)
             code = act(self.context, action)
         ledger = self.context.ledger
+        ledger.write_on()
 
         def flush() -> None:
             error = ledger.flush()

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import NoReturn, TypeVar, cast
 
 from hpctrain.checkpoints.manifest import (
-    Manifest,
     checkpoint_name,
     read_manifest,
     step_of,
@@ -56,7 +55,7 @@ from hpctrain.train.rank_environment import (
     quiet_defaults,
     read_launch,
 )
-from hpctrain.train.saving.digest_check import DigestCheck, start_digest_check
+from hpctrain.train.saving.digest_check import DigestCheck, lost_file, start_digest_check
 from hpctrain.train.stacks import StackDump, flight_recorder, open_stack_dump
 from hpctrain.train.startup_stop import StartupStop
 from hpctrain.train.stop import StopSignals
@@ -215,6 +214,7 @@ class _Ending:
     def _crashed(self, error: BaseException) -> int:
         if isinstance(error, StaleEpochError):
             return self._bad("crash", f"stale epoch: {error}", None, error)
+        error = self._unreadable_or(error)
         here = is_node_dependent(error, self._run.checkpoints)
         if isinstance(error, HpctrainError):
             return self._bad("crash", str(error), None, error, node_dependent=here)
@@ -224,6 +224,22 @@ class _Ending:
             return self._record_left_startup()
         trace = "".join(traceback.format_exception(error))
         return self._bad("crash", _in_one_line(error), trace, error, node_dependent=here)
+
+    def _unreadable_or(self, error: BaseException) -> BaseException:
+        """Blame this node and not the checkpoint for a file that its loader has missed.
+
+        Every file was there a moment ago, as the supervisor and one rank have seen.
+        """
+        if self.loading_step is None or not blames_checkpoint(error):
+            return error
+        directory = self._run.checkpoints / self._launch.resume
+        name = lost_file(directory, error)
+        if name is None:
+            return error
+        who = f"rank {self._launch.rank} on {self._launch.node}"
+        missing = UnreadableCheckpointError(f"{who} does not see {name} of {directory.name}")
+        missing.__cause__ = error
+        return missing
 
     def _bad(
         self,
@@ -347,28 +363,9 @@ def _confirmed(
 
 
 def _refuse_damaged(job: Job) -> DigestCheck | None:
-    """Verify names and sizes now, and start to verify this rank's share of the content."""
-    directory = job.resume_directory
-    if directory is None:
-        return None
-    manifest = read_manifest(directory)
-    problem = what_is_wrong(directory, manifest, deep=False)
-    if problem is not None:
-        where = f"rank {job.launch.rank} on {job.launch.node}"
-        message = f"{where} cannot resume from {directory.name}: {problem}"
-        unreadable = manifest is None or _lacks_files(directory, manifest)
-        raise UnreadableCheckpointError(message) if unreadable else BadCheckpointError(message)
-    return start_digest_check(directory, job.launch.rank, job.launch.world_size, job.launch.node)
-
-
-def _lacks_files(directory: Path, manifest: Manifest) -> bool:
-    """Check for files that this node cannot see, although the supervisor has just seen them."""
-    try:
-        for file in manifest.files:
-            (directory / file.name).stat()
-    except OSError:
-        return True
-    return False
+    """Verify names and sizes of this rank's share now, and start to verify its content."""
+    launch = job.launch
+    return start_digest_check(job.resume_directory, launch.rank, launch.world_size, launch.node)
 
 
 def _mark_done(job: Job, step: int) -> None:

@@ -68,6 +68,7 @@ slurm:
     - {{name: sudden, preemption: {{mode: requeue}}}}
 software: {{python: {python}}}
 continuation: {continuation}
+limits: {{poll: 0.1s}}
 environment:
   - {{name: GLOO_SOCKET_IFNAME, value: lo, reason: all nodes are this machine}}
   - {{name: OMP_NUM_THREADS, value: "1", reason: ranks share the cores of this machine}}
@@ -90,11 +91,13 @@ supervise: {{stall: 5min, setup_stall: 5min, learn_stalls: false}}
 """
 
 # The interpreter that the profile names: only the trainer of a rehearsal with planned faults is
-# another one; supervisor and probes are what users run. The kernels' logs are files, too. For the
+# another one; supervisor and probes are what users run. The kernels' logs are files, too. Where the
+# test has put a `slow-stat.so`, all processes load it. For the
 # processes of a node that is `unmounted` the directory of the data is empty.
 _INTERPRETER = """\
 #!/bin/sh
 export HPCTRAIN_KERNEL_LOG={place}/kernel-{{node}}.log
+[ ! -e {place}/slow-stat.so ] || export LD_PRELOAD={place}/slow-stat.so
 [ -z {held} ] || export PYTHONPATH={held_ranks} HELD_RANKS={held}
 if [ "$2" = hpctrain.train ] && [ -e {plan} ]; then
     shift 2

@@ -5,6 +5,8 @@ Belongs here: rules and rates of a site. Does not belong here: facts about machi
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from hpctrain.spec.document import Document
@@ -18,6 +20,16 @@ class LimitsProfile(Document):
     max_gpus: int | None = Field(None, ge=1, description="Most GPUs of one run")
     max_walltime: Duration | None = Field(None, description="Longest time limit of one attempt")
     accounts: tuple[str, ...] = Field((), description="Accounts that may be charged; empty: any")
+    poll: Duration = Field(
+        Duration(10),
+        gt=0,
+        description="Least time between two queries of Slurm by a command that waits",
+    )
+    short_grace: Literal["warn", "refuse"] = Field(
+        "warn",
+        description="What is done with a run whose step and save do not fit into the grace of its "
+        "partition, so that a preemption costs the work since the last checkpoint",
+    )
 
 
 class PriceProfile(Document):

@@ -31,9 +31,9 @@ from hpctrain.checkpoints.manifest import (
 )
 from hpctrain.checkpoints.publish import (
     TRACKER_NAME,
+    Retention,
     publish,
     published_steps,
-    retire,
 )
 from hpctrain.errors import CheckpointError
 from hpctrain.store.run_records import SaveRecord
@@ -80,6 +80,7 @@ class CheckpointPublisher:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._poll, name="saves", daemon=True)
         self._retiring: threading.Thread | None = None
+        self._retention = Retention(self._root)
 
     @property
     def newest_step(self) -> int | None:
@@ -205,7 +206,7 @@ class CheckpointPublisher:
             if earlier is not None:
                 earlier.join()
             pinned = launch.pinned_steps
-            retire(self._root, config.keep_checkpoints, config.keep_every_steps, pinned)
+            self._retention.retire(config.keep_checkpoints, config.keep_every_steps, pinned)
 
         retiring = threading.Thread(
             target=retire_old, args=(self._retiring,), name="retire", daemon=True
