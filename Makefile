@@ -9,7 +9,7 @@ WORKERS ?= 4
 # Faults of `make chaos`, and the storm: the same seed gives the same faults at the same steps.
 N ?= 100
 SEED ?= 1
-.PHONY: help install demo test unit lint megatron-core-newest golden reliability slurm-24 chaos bench house gpu sandbox-down clean
+.PHONY: help install demo test unit lint megatron-core-newest golden reliability slurm-24 chaos many-ranks bench house gpu sandbox-down clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -57,6 +57,9 @@ slurm-24: install  ## The rehearsals on Slurm 24.11 of Debian trixie, unpacked i
 
 chaos: install  ## N=100 faults of both tables at random, three runs at a time, and three questions
 	@$(PYTHON) -m bench.chaos --strikes $(N) --seed $(SEED)
+
+many-ranks: install  ## 512 ranks on 64 nodes of a real Slurm, four faults; writes docs/scale.md
+	@$(PYTHON) -m bench.many_ranks --write
 
 bench: install  ## Benchmarks and their tests; each prints ratios against a peer in the same run
 	@$(PYTHON) -m pytest -q bench/tests

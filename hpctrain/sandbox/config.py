@@ -22,7 +22,11 @@ from hpctrain.sandbox.shape import FeatureShape, PartitionShape, SandboxShape, S
 # Blanks are quoted.
 _UNWRITABLE = re.compile(r'[\n\r"#%,\[\]\\]')
 # With this many slurmds on one machine, 5 s is too short for a reply.
-_CROWDED_NODES = 65
+_CROWDED_NODES = 33
+# slurmstepds report the end of a step through a tree of this width, and one above a lost node waits
+# 60 s for it (Slurm: REVERSE_TREE_WIDTH, REVERSE_TREE_CHILDREN_TIMEOUT). A healthy node whose
+# slurmstepd takes longer than UnkillableStepTimeout is drained ("Kill task failed").
+_TREE_WIDTH = 7
 
 
 @dataclass(frozen=True)
@@ -141,6 +145,7 @@ MailProg=/bin/true"""
 
 def _job_settings(shape: SandboxShape) -> str:
     message_seconds = 5 if shape.nodes < _CROWDED_NODES else 20
+    unkillable_seconds = 60 if shape.nodes <= _TREE_WIDTH else 180
     topology = "\nTopologyPlugin=topology/tree" if shape.switches else ""
     return f"""\
 # Neither cgroups nor root are needed this way.
@@ -160,7 +165,7 @@ MessageTimeout={message_seconds}
 BatchStartTimeout=10
 InactiveLimit=0
 # Less than 60 drains nodes ("Kill task failed") after a short outage of the controller.
-UnkillableStepTimeout=60
+UnkillableStepTimeout={unkillable_seconds}
 # How long `scontrol show job` knows a finished job.
 MinJobAge=300
 # 1, not 2: with 2 a node that crashes and returns quickly loses its job without a word.

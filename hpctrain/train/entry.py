@@ -91,7 +91,7 @@ def main(arguments: list[str], stop: StopSignals) -> int:
             return TrainerExit.DONE
     except InvalidInputError as error:
         return _say(str(error), TrainerExit.CONFIG_ERROR)
-    ending = _Ending(run, launch, stop)
+    ending = Ending(run, launch, stop)
     stacks: StackDump | None = None
     try:
         stacks = open_stack_dump(run, launch)
@@ -130,7 +130,7 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-class _Ending:
+class Ending:
     """Converts the outcome of this rank into an exit code and an exit record."""
 
     def __init__(self, run: RunLayout, launch: Launch, stop: StopSignals) -> None:
@@ -296,7 +296,7 @@ class _Ending:
             _say(f"the exit record could not be written: {error}", TrainerExit.CRASH)
 
 
-def _train(job: Job, ending: _Ending) -> Outcome:
+def _train(job: Job, ending: Ending) -> Outcome:
     """Run everything from the first check to the done marker."""
     ending.starting()
     if job.launch.epoch:
@@ -313,7 +313,7 @@ def _train(job: Job, ending: _Ending) -> Outcome:
         # the engine trains with an external program
         outcome, step = resolve(program).run(job, ending, digests)
         if outcome == "done" and job.launch.leads:
-            outlast(job.run, lambda: _mark_done(job, step))
+            outlast(job.run, lambda: mark_done(job, step))
         return cast(Outcome, outcome)
     from hpctrain.train.startup import assemble  # imports torch and the engine
 
@@ -325,7 +325,7 @@ def _train(job: Job, ending: _Ending) -> Outcome:
         loop.saver.abandon()
         raise
     if outcome == "done" and job.launch.leads:
-        outlast(job.run, lambda: _mark_done(job, loop.position.step))
+        outlast(job.run, lambda: mark_done(job, loop.position.step))
     loop.control.barrier()
     return outcome
 
@@ -368,7 +368,7 @@ def _refuse_damaged(job: Job) -> DigestCheck | None:
     return start_digest_check(job.resume_directory, launch.rank, launch.world_size, launch.node)
 
 
-def _mark_done(job: Job, step: int) -> None:
+def mark_done(job: Job, step: int) -> None:
     """Write the done marker. Raises CheckpointError if the final checkpoint fails the check."""
     directory = job.run.checkpoints / checkpoint_name(step)
     problem = what_is_wrong(directory, read_manifest(directory), deep=False)

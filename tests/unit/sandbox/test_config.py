@@ -28,6 +28,14 @@ def keys(text: str) -> dict[str, str]:
     return {line.partition("=")[0]: line.partition("=")[2] for line in lines}
 
 
+def test_many_slurmds_on_one_machine_have_more_time_to_reply() -> None:
+    small, large = (keys(slurm_conf(default_shape(nodes=n), site(n))) for n in (4, 64))
+    assert (small["MessageTimeout"], large["MessageTimeout"]) == ("5", "20")
+    assert small["UnkillableStepTimeout"] == "60"
+    # a slurmstepd waits 60 s for a lost node below it, and its node must not be drained for that
+    assert int(large["UnkillableStepTimeout"]) > 2 * 60
+
+
 def test_what_trials_have_taught_is_in_the_file() -> None:
     found = keys(slurm_conf(default_shape(), site()))
     assert found["SlurmUser"] == found["SlurmdUser"] == "alice"
