@@ -20,7 +20,7 @@ from hpctrain.actions.cancel import cancel
 from hpctrain.actions.checkpoints import CheckpointReport, report_checkpoints
 from hpctrain.actions.describe import RunStory, describe
 from hpctrain.actions.diagnose import Diagnosis, diagnose
-from hpctrain.actions.logs import job_logs, rank_logs
+from hpctrain.actions.logs import logs_of
 from hpctrain.actions.poll_interval import poll_interval
 from hpctrain.actions.prepare import load_inputs, load_knowledge, prepare
 from hpctrain.actions.runs import RunFiles, find_run, runs_directory
@@ -84,8 +84,7 @@ class Run:
 
     def logs(self, rank: int | None = None) -> str:
         """Read the logs of the job or of one rank, of all attempts."""
-        paths = job_logs(self.files) if rank is None else rank_logs(self.files, rank)
-        return "".join(path.read_text(errors="replace") for path in paths)
+        return "".join(part.text() for part in logs_of(self.files, rank))
 
     def why(self) -> Why:
         """Explain the last verdict and action, the budgets, and what would happen next."""

@@ -373,4 +373,5 @@ def _supervise_config(
         cluster_nodes=profile.nodes.count,
         node_ledger=str(runs.absolute() / NODE_LEDGER_NAME),
         mttf_seconds=node_mtbf_seconds(profile) / plan.nodes.nodes,
+        keep_launches=spec.logging.keep_launches,
     )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -160,6 +161,14 @@ def read_rank_digests(directory: Path) -> tuple[FileDigest, ...]:
 def read_writers(directory: Path) -> dict[str, int]:
     """The rank that wrote each file, by name. Raises OSError, ValidationError if unreadable."""
     return {file.name: rank for rank, file in _left_by_ranks(directory)}
+
+
+def remove_rank_digests(directory: Path) -> None:
+    """Remove what the ranks of a published checkpoint have left: its manifest has all of it.
+
+    What cannot be removed stays; nothing reads it.
+    """
+    shutil.rmtree(directory / DIGESTS_DIRECTORY, ignore_errors=True)
 
 
 def _left_by_ranks(directory: Path) -> Iterator[tuple[int, FileDigest]]:

@@ -189,11 +189,14 @@ def logs(run: str, rank: int | None, attempt: int | None, follow: bool, runs: Pa
     if follow:
         _follow(found.run_id, rank, runs)
         return
-    paths = action.job_logs(found) if rank is None else action.rank_logs(found, rank, attempt)
-    if not paths:
+    parts = action.logs_of(found, rank, attempt)
+    if not parts:
         say(f"run `{found.run_id}` has no log yet")
-    for path in paths:
-        click.echo(path.read_text(errors="replace"), nl=False)
+    for part in parts:
+        click.echo(part.text(), nl=False)
+    packed = action.packed_logs(found) if rank is not None else []
+    if packed:
+        say(f"Logs of older launches are packed: {', '.join(map(str, packed))}")
 
 
 def _follow(run_id: str, rank: int | None, runs: Path | None) -> None:
@@ -205,12 +208,12 @@ def _follow(run_id: str, rank: int | None, runs: Path | None) -> None:
 
     found = find_run(runs_directory(runs), run_id)
 
-    def newest() -> Path | None:
+    def newest() -> action.LogPart | None:
         try:
-            paths = action.job_logs(found) if rank is None else action.rank_logs(found, rank)
+            parts = action.logs_of(found, rank)
         except UsageError:
             return None
-        return paths[-1] if paths else None
+        return parts[-1] if parts else None
 
     pause_seconds = poll_interval([found])
     clock = {"next": 0.0, "over": False}

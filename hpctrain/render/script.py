@@ -100,6 +100,7 @@ class Script:
     variables: tuple[Variable, ...]
     start_note: str
     task_kind: str
+    log_number: str
     signal_note: str
     continuation_note: str
     failures_without_progress: int
@@ -149,6 +150,7 @@ def build_script(spec: RunSpec, profile: ClusterProfile, plan: Plan, facts: Scri
         variables=variables,
         start_note=start.note,
         task_kind=start.task_kind,
+        log_number=start.log_number,
         signal_note=_comment(f"{lead.sentence}."),
         continuation_note=_comment(
             f"Continuation {profile.continuation}, from profile {profile.name}: after preemption, "
@@ -315,6 +317,8 @@ def _srun(spec: RunSpec, profile: ClusterProfile, plan: Plan, start: SrunTasks) 
         "--kill-on-bad-exit=0",
         "--wait=120",
     ]
+    if start.labelled:
+        arguments.append("--label")
     # Not inherited from sbatch since 22.05 (srun(1)).
     arguments.append(f"--cpus-per-task={_cpus_per_gpu(spec, profile) * start.gpus_per_task}")
     if profile.slurm.gpu_request == "gpus-per-task":

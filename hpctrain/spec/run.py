@@ -216,9 +216,20 @@ class ContainerSpec(Document):
 
 
 class LoggingSpec(Document):
-    """What the trainer writes."""
+    """What ranks write, into how many files, and for how long these are kept."""
 
     every_steps: int = Field(1, ge=1, description="One line in the log per so many steps")
+    files: Literal["auto", "rank", "node"] = Field(
+        "auto",
+        description="rank: one log per rank and launch; node: one per node, with the rank before "
+        "each line; auto: rank up to 64 ranks, else node",
+    )
+    keep_launches: int = Field(
+        10,
+        ge=1,
+        description="Logs and exit records of so many launches stay as they are; those of older "
+        "ones are packed, many into one file",
+    )
 
 
 class RunSpec(Document):

@@ -48,8 +48,9 @@ class SuperviseConfig(_Settings):
     `hpctrain.supervise.judge.policy.RETRIES` for the others). `mttf_seconds` is the expected time
     between failures of the whole run, before it has had any. `inputs` are the files and directories
     that every node must be able to read. `warning_seconds` is how long before the time limit Slurm
-    warns, which is what a stop may take; 0 if it is not known. No command that
-    waits for the run asks Slurm more often than every `poll_seconds`.
+    warns, which is what a stop may take; 0 if it is not known. No command that waits for the run
+    asks Slurm more often than every `poll_seconds`. Logs and exit records of the newest
+    `keep_launches` are not packed (0: of all launches).
     """
 
     schema_version: Literal[1] = 1
@@ -80,6 +81,7 @@ class SuperviseConfig(_Settings):
     mttf_seconds: float | None = None
     inputs: tuple[str, ...] = ()
     poll_seconds: float = DEFAULT_POLL_SECONDS
+    keep_launches: int = 0
 
 
 def read_supervise_config(path: Path) -> SuperviseConfig:

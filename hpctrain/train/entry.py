@@ -24,6 +24,7 @@ from hpctrain.checkpoints.publish import StaleEpochError
 from hpctrain.engines.training import TrainConfig
 from hpctrain.errors import CheckpointError, HpctrainError, InvalidInputError, Problem
 from hpctrain.spec.engines.registry import abilities_of, resolve
+from hpctrain.store.exit_records import read_exit_records, write_exit_record
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.requests import is_requested
 from hpctrain.store.run_records import (
@@ -32,9 +33,7 @@ from hpctrain.store.run_records import (
     Outcome,
     Progress,
     TrainerExit,
-    read_exit_records,
     read_record,
-    write_exit_record,
     write_record,
 )
 from hpctrain.train.faults import (
@@ -290,8 +289,12 @@ class Ending:
             signal=self._stop.name,
             signalled_ranks=self.signalled_ranks,
         )
+
+        def write() -> None:
+            write_exit_record(self._run, self._launch.node_rank, record)
+
         try:
-            outlast(self._run, lambda: write_exit_record(self._run, record), _EXIT_RECORD_SECONDS)
+            outlast(self._run, write, _EXIT_RECORD_SECONDS)
         except OSError as error:
             _say(f"the exit record could not be written: {error}", TrainerExit.CRASH)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from golden_files import Golden
 from judged_runs import GIB, has_saved, has_trained, has_window, submitted
 
 import hpctrain as package
+from hpctrain.actions.runs import find_run
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.states import JobState
 from hpctrain.store.ledger import EventKind
@@ -208,6 +210,43 @@ def test_describe(golden: Golden, here: Path) -> None:
     golden("transcripts/describe.txt", without_place(told, here))
     machine = hpctrain("describe", "gpt-tiny", "--json")
     golden("transcripts/describe-json.txt", without_place(machine, here))
+
+
+def test_getting_rid_of_files(golden: Golden, here: Path, slurm: FakeSlurm) -> None:
+    """Clean, archive and rm: of a run that is over, and of one that trains."""
+    fabricate_all(here / "runs", slurm)
+    over, live = (find_run(here / "runs", name).layout for name in ("done", "running"))
+    for layout in (over, live):
+        (layout.logs / "2.0").mkdir()
+        for epoch in (1, 2, 3):
+            (layout.epochs / f"{epoch:06d}.json").write_text("")
+            (layout.logs / f"2.0/step{epoch}-node0000.log").write_text("0: one line\n" * 300)
+            layout.exits_of(epoch).mkdir()
+            layout.exit_records(epoch, 0).write_text("{}\n")
+            partial = layout.checkpoints / f"iter_0000070.partial-e{epoch:06d}"
+            partial.mkdir()
+            (partial / "shard.distcp").write_bytes(bytes(2000))
+        layout.data_cache.mkdir()
+        (layout.data_cache / "order.npy").write_bytes(bytes(5000))
+    keep = ("--keep-launches", "1")
+    outcomes = [
+        hpctrain("clean", "done", "running", "failed", *keep, "--dry-run"),
+        hpctrain("clean", "done", *keep),
+        hpctrain("clean", "done", *keep, "-y"),
+        hpctrain("clean", "done", *keep, "-y"),
+        hpctrain("archive", "done"),
+        hpctrain("archive", "done", "--with-checkpoints", "last"),
+        hpctrain("archive", "done"),
+        hpctrain("archive", "running"),
+        hpctrain("rm", "done"),
+        hpctrain("rm", "done", "-y"),
+        hpctrain("rm", "running", "-y"),
+    ]
+    assert [outcome.exit_code for outcome in outcomes] == [0, 2, 0, 0, 0, 0, 2, 2, 2, 0, 2]
+    text = "\n".join(without_place(outcome, here) for outcome in outcomes)
+    # other files of a run say what later settings are
+    text = re.sub(r"\b[0-9a-f]{64}\b", "SHA256", text)
+    golden("transcripts/files.txt", re.sub(r"(files?), \d\S*B", r"\1, SIZE", text))
 
 
 def test_public_surface(golden: Golden) -> None:

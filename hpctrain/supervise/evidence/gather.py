@@ -10,14 +10,10 @@ import os
 from hpctrain.checkpoints.discover import good_steps, newest_listed
 from hpctrain.slurm.messages import StepNotice, read_end_of_job
 from hpctrain.slurm.states import JobState
+from hpctrain.store.exit_records import read_agent_records, read_exit_records
 from hpctrain.store.ledger import EventKind
 from hpctrain.store.requests import Request, read_request
-from hpctrain.store.run_records import (
-    Progress,
-    read_agent_records,
-    read_exit_records,
-    read_record,
-)
+from hpctrain.store.run_records import Progress, read_record
 from hpctrain.supervise.context import AttemptContext
 from hpctrain.supervise.evidence.job_facts import job_facts
 from hpctrain.supervise.evidence.launch_watch import LaunchWatch

@@ -20,6 +20,7 @@ from hpctrain.engines.train_json import train_config_of
 from hpctrain.errors import InvalidInputError
 from hpctrain.slurm.backoff import Backoff
 from hpctrain.store.ledger import EventKind
+from hpctrain.store.old_launches import start_packing
 from hpctrain.store.requests import Request, ask_trainer_to_leave
 from hpctrain.store.run_records import Progress, RankTimes
 from hpctrain.store.speed_checks import SpeedCheck
@@ -182,6 +183,9 @@ class LaunchWatch:
 
         background = BackgroundReader(flush_and_read)
         run_with_timeout(lambda: stack_files.forget_old_dumps(run, self.epoch), _WRITE_SECONDS)
+        keep = self.context.config.keep_launches
+        if keep:
+            start_packing(run, keep, self.epoch, log_message)
         while self.launch.poll() is None:
             self._handle_signals()
             # Slurm's warning may have come before this supervisor could receive it.

@@ -20,6 +20,7 @@ from hpctrain.checkpoints.manifest import (
     read_manifest,
     read_rank_digests,
     read_writers,
+    remove_rank_digests,
 )
 from hpctrain.checkpoints.publish import (
     Retention,
@@ -85,6 +86,7 @@ class Publisher:
             return
         self.published, self.published_at = manifests[0], time.monotonic()
         self.state = WriterState.FINISHED
+        remove_rank_digests(job.run.checkpoints / checkpoint_name(position.step))
         with contextlib.suppress(OSError):  # left to the next checkpoint
             self._retire_old()
 

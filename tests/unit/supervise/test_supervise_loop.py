@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -53,6 +54,21 @@ def test_a_crash_is_launched_again_in_place(stage: Stage) -> None:
     assert second["HPCTRAIN_RESUME"] == "iter_0000020"
     assert first["MASTER_PORT"] != second["MASTER_PORT"]
     assert first["MASTER_ADDR"] == "n0"
+
+
+def test_what_old_launches_have_left_is_packed(stage: Stage) -> None:
+    """Beside the launch, which does not wait for it."""
+    logs = stage.layout.attempt_logs(JOB_ID, 0)
+    logs.mkdir()
+    for step in range(3):
+        (logs / f"step{step}-node0000.log").write_text("0: a line\n")
+    stage.configure(config().model_copy(update={"keep_launches": 1}))
+    words = f"await:{stage.layout.log_archive(1).relative_to(stage.layout.directory)}"
+    assert stage.play(f"{words} done") == 0
+    thread = next((one for one in threading.enumerate() if "pack" in one.name), None)
+    if thread is not None:
+        thread.join(60)
+    assert [path.name for path in logs.iterdir()] == ["step2-node0000.log"]
 
 
 def test_the_ledger_says_who_failed_and_how(stage: Stage) -> None:

@@ -433,12 +433,13 @@ def test_a_failure_in_a_start_that_is_asked_to_stop_costs_no_budget(warned: Stag
     warned.once((warned.layout.directory / "srun.pid").exists, lambda: asked(warned, "USR1"))
 
     def yielded() -> None:
-        from hpctrain.store.run_records import ExitRecord, write_exit_record
+        from hpctrain.store.exit_records import write_exit_record
+        from hpctrain.store.run_records import ExitRecord
 
         values: dict[str, Any] = dict(epoch=1, rank=1, node="n0", outcome="yielded", step=0)
         record = ExitRecord(**values, exit_code=75, time=1.0)
-        write_exit_record(warned.layout, record)
+        write_exit_record(warned.layout, 1, record)
 
     warned.once(lambda: warned.layout.stop_request.exists(), yielded)
-    assert warned.play("progress:0 await:exits/e000001/rank-000001.json crash") == 0
+    assert warned.play("progress:0 await:exits/e000001/node-000001.jsonl crash") == 0
     assert (warned.causes, warned.actions) == (["time_limit"], ["requeue"])

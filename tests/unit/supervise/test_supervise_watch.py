@@ -21,6 +21,7 @@ from hpctrain.slurm.backoff import Backoff
 from hpctrain.slurm.messages import TaskFailure
 from hpctrain.slurm.records import JobRecord, StepRecord
 from hpctrain.slurm.states import JobState
+from hpctrain.store.exit_records import write_exit_record
 from hpctrain.store.ledger import EventKind
 from hpctrain.store.run_records import (
     ExitRecord,
@@ -29,14 +30,17 @@ from hpctrain.store.run_records import (
     RankTimes,
     StepMetrics,
     append_metrics,
-    write_exit_record,
     write_record,
 )
 from hpctrain.store.speed_checks import SlowPart, SpeedCheck, write_speed_check
 from hpctrain.store.supervise_config import LaunchShape
 from hpctrain.supervise.evidence import gather, job_facts, launch_watch
 from hpctrain.supervise.evidence.launch_watch import LaunchWatch
-from hpctrain.supervise.evidence.run_dir_snapshot import BackgroundReader, RunDirSnapshot
+from hpctrain.supervise.evidence.run_dir_snapshot import (
+    BackgroundReader,
+    RunDirReader,
+    RunDirSnapshot,
+)
 from hpctrain.supervise.evidence.srun_steps import OwnSteps
 from hpctrain.supervise.srun_process import SrunProcess
 
@@ -264,7 +268,7 @@ def test_times_without_an_answer_add_up(scene: Scene) -> None:
 def record(scene: Scene, rank: int, outcome: str) -> None:
     values = {"epoch": 3, "rank": rank, "node": "n0", "outcome": outcome, "step": 1}
     ended = ExitRecord.model_validate({**values, "exit_code": 0, "time": 1.0})
-    write_exit_record(scene.stage.layout, ended)
+    write_exit_record(scene.stage.layout, 0, ended)
 
 
 def test_the_ranks_that_survive_get_time_for_their_last_words(scene: Scene) -> None:
@@ -559,11 +563,25 @@ def test_whom_we_have_killed_has_not_failed(stage: Stage) -> None:
     assert [failure.tasks for failure in failures] == ["1"]
 
 
+def test_a_record_that_is_added_to_the_file_of_a_node_is_seen(stage: Stage) -> None:
+    """Ranks of a node share a file: one leaves well, the next one fails a moment later."""
+    reader = RunDirReader(stage.layout, 1)
+    seen = []
+    for rank, outcome in ((0, "yielded"), (1, "crash")):
+        values = {"epoch": 1, "rank": rank, "node": "n0", "outcome": outcome, "step": 1}
+        record = ExitRecord.model_validate({**values, "exit_code": 1, "time": 1.0})
+        write_exit_record(stage.layout, 0, record)
+        snapshot = reader.read(find_saves=False, rank_times=False)
+        seen.append((snapshot.left, snapshot.failed))
+    assert seen == [(True, False), (True, True)]
+
+
 def test_records_are_read_in_the_order_of_their_ends(stage: Stage) -> None:
     for rank, ended_at in ((0, 9.0), (1, 3.0)):
         values = {"epoch": 1, "rank": rank, "node": "n0", "outcome": "crash", "step": 1}
         write_exit_record(
             stage.layout,
+            rank,
             ExitRecord.model_validate({**values, "exit_code": 1, "time": ended_at}),
         )
     context = stage.supervisor().context

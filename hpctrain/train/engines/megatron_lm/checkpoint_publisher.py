@@ -26,6 +26,7 @@ from hpctrain.checkpoints.manifest import (
     digest_file,
     partial_name,
     read_rank_digests,
+    remove_rank_digests,
     saving_name,
     write_rank_digests,
 )
@@ -36,6 +37,7 @@ from hpctrain.checkpoints.publish import (
     published_steps,
 )
 from hpctrain.errors import CheckpointError
+from hpctrain.store.exit_records import rank_0_has_exited
 from hpctrain.store.run_records import SaveRecord
 from hpctrain.train.engines.megatron_lm.log_lines import read_save_begun, read_save_done
 from hpctrain.train.job import Job
@@ -127,8 +129,8 @@ class CheckpointPublisher:
 
     def _rank_0_has_exited(self) -> bool:
         """Return whether rank 0 has left its exit record and cannot publish any more."""
-        record = self._job.run.exit_record(self._job.launch.epoch, 0)
-        return not self._job.launch.leads and record.exists()
+        launch = self._job.launch
+        return not launch.leads and rank_0_has_exited(self._job.run, launch.epoch)
 
     def abandon(self) -> None:
         """Publish, after the program has failed, earlier saves of which no file is missing."""
@@ -199,12 +201,13 @@ class CheckpointPublisher:
         self._rows.append(self._stalls.record(manifest))
 
         def retire_old(earlier: threading.Thread | None) -> None:
-            """Delete old checkpoints, after the deletion that an earlier save has started.
+            """Delete digests of ranks and old checkpoints, after what an earlier save deletes.
 
             It takes seconds on a shared file system, in which the next save must be noticed.
             """
             if earlier is not None:
                 earlier.join()
+            remove_rank_digests(self._root / checkpoint_name(step))
             pinned = launch.pinned_steps
             self._retention.retire(config.keep_checkpoints, config.keep_every_steps, pinned)
 
