@@ -54,6 +54,7 @@ class AttemptStory(BaseModel):
     start_time: float
     launches: tuple[LaunchStory, ...]
     signals: tuple[str, ...] = ()
+    stop_time: str | None = None
     action: str | None = None
     reason: str | None = None
 
@@ -163,6 +164,7 @@ def _attempt(events: list[Event], later: list[Event]) -> AttemptStory:
             }
             launch = launch.model_copy(update=update)
         launches.append(launch)
+    timed = [event for event in events if event.event is EventKind.STOP_TIMED]
     return AttemptStory(
         job_id=start.job_id,
         restart_count=start.restart_count,
@@ -170,6 +172,7 @@ def _attempt(events: list[Event], later: list[Event]) -> AttemptStory:
         start_time=start.time,
         launches=tuple(launches),
         signals=tuple(e.signal or "" for e in events if e.event is EventKind.SIGNAL),
+        stop_time=timed[-1].reason if timed else None,
         action=(last.action or last.cause) if last else None,
         reason=last.reason if last else None,
     )

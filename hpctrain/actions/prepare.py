@@ -28,12 +28,12 @@ from hpctrain.engines.speed_check import (
     speed_check_mode,
 )
 from hpctrain.engines.training import TrainConfig
-from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.errors import InvalidInputError, LimitError, Problem
 from hpctrain.plan.abilities.trainable import untrainable_fields, untrainable_layout
 from hpctrain.plan.documents import Plan
 from hpctrain.render.script import ScriptFacts, build_script, walltime
 from hpctrain.render.template import render_script
-from hpctrain.render.warning_lead import warning_lead
+from hpctrain.render.warning_lead import short_grace, warning_lead
 from hpctrain.spec.calibration import SiteCalibration
 from hpctrain.spec.loader import (
     Loaded,
@@ -176,8 +176,14 @@ def prepare(
     train = train_config(absolute, plan, peak_flops).model_copy(update=check)
     supervise = _supervise_config(run_id, document, site, plan, runs, smaller)
     read = [*input_paths(train), *filter(None, (absolute.data.cache, absolute.model.pretrained))]
+    partition = site.slurm.partition(document.resources.partition)
+    assert partition is not None, "the planner has checked the partition"
+    short = short_grace(site, plan, partition)
+    if short is not None and site.limits.short_grace == "refuse":
+        hint = "save faster, take smaller steps, or another partition (`limits.short_grace`)"
+        raise LimitError(short, hint=hint)
     hidden = unmounted_warnings(site.software.container, read, runs / run_id)
-    plan = plan.model_copy(update={"warnings": (*plan.warnings, *hidden)})
+    plan = plan.model_copy(update={"warnings": (*plan.warnings, *filter(None, (short,)), *hidden)})
     return Prepared(
         run_id=run_id,
         spec=loaded_spec,

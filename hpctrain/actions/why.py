@@ -53,6 +53,7 @@ class LastEnd(BaseModel):
     hard: bool = False
     failed_step: int | None = None
     launches_alike: int = 0
+    stop_time: str | None = None
 
 
 class LastAction(BaseModel):
@@ -172,7 +173,14 @@ def _last_end(events: Sequence[Event], alike: int) -> LastEnd | None:
         hard=last.hard,
         failed_step=last.failed_step,
         launches_alike=alike,
+        stop_time=_stop_time(events, last),
     )
+
+
+def _stop_time(events: Sequence[Event], ended: Event) -> str | None:
+    """Find what the time of the stop of this launch was computed from; None by Slurm's warning."""
+    own = (e for e in events if e.event is EventKind.STOP_TIMED and e.epoch == ended.epoch)
+    return next((event.reason for event in own), None)
 
 
 def _last_action(events: Sequence[Event]) -> LastAction | None:

@@ -57,6 +57,8 @@ def status(
     """
     if as_json and watch:
         raise click.UsageError("--json and --watch exclude each other")
+    if every is not None and not (watch or wait):
+        raise click.UsageError("--every is the time between two looks of --watch or --wait")
     pause_seconds = _pause_seconds(names, runs, every) if watch or wait else 0.0
     while True:
         rows = _collect(names, show_all, last, runs)

@@ -54,6 +54,8 @@ def _attempt_lines(number: int, attempt: AttemptStory) -> list[str]:
         lines += [f"            | {line}" for line in launch.evidence]
     if attempt.signals:
         lines.append(f"  signals   {', '.join(attempt.signals)}")
+    if attempt.stop_time:
+        lines.append(f"  stopped   {attempt.stop_time}")
     if attempt.action:
         lines.append(f"  then      {attempt.action}: {attempt.reason}")
     return lines

@@ -77,6 +77,8 @@ def _end_lines(ended: LastEnd | None, now: float) -> list[str]:
     ]
     if any(suspect):
         lines += _entry("  suspect", ", ".join(part for part in suspect if part))
+    if ended.stop_time:
+        lines += _entry("  stopped", ended.stop_time)
     if ended.launches_alike > 1:
         lines += _entry("  alike", f"the last {ended.launches_alike} launches ended the same way")
     return [*lines, *(f"{'':{_MARGIN}}| {line}" for line in ended.evidence)]

@@ -191,6 +191,10 @@ class RunLayout:
         """Logs of the ranks of one attempt; the job script makes the directory."""
         return self.logs / f"{job_id}.{restart_count}"
 
+    def job_log(self, job_id: int) -> Path:
+        """What the batch script of all attempts of a job has printed, and slurmstepd to it."""
+        return self.logs / f"slurm-{job_id}.out"
+
     def rank_log(self, job_id: int, restart_count: int, step_id: int, rank: int) -> Path:
         """As srun's `--output` names it in the job script: `step%s-rank%4t.log`."""
         return self.attempt_logs(job_id, restart_count) / f"step{step_id}-rank{rank:04d}.log"

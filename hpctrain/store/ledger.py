@@ -43,6 +43,7 @@ class EventKind(StrEnum):
     CONTROL = "control"
     OBSERVED = "observed"
     STACKS_SAVED = "stacks_saved"
+    STOP_TIMED = "stop_timed"
     SLOW_RANK = "slow_rank"
     SPEED_CHECKED = "speed_checked"
     ROLLED_BACK = "rolled_back"

@@ -5,7 +5,10 @@ Belongs here: collecting and converting. Does not belong here: judging.
 
 from __future__ import annotations
 
+import os
+
 from hpctrain.checkpoints.discover import good_steps, newest_listed
+from hpctrain.slurm.messages import StepNotice, read_end_of_job
 from hpctrain.slurm.states import JobState
 from hpctrain.store.ledger import EventKind
 from hpctrain.store.requests import Request, read_request
@@ -27,6 +30,8 @@ from hpctrain.supervise.srun_process import SrunProcess
 from hpctrain.supervise.storage_retry import retry_while_storage_fails
 
 _STALLED_SECONDS = 30.0
+# Of the job's log; the last lines of srun follow what slurmstepd prints when the job ends.
+_LOG_TAIL_BYTES = 65536
 _GOOD_OUTCOMES = frozenset({"done", "yielded"})
 
 
@@ -85,7 +90,7 @@ def _gather(context: AttemptContext, launch: SrunProcess, watch: LaunchWatch) ->
         signals=watch.signals,
         srun_exit_code=launch.poll(),
         task_failures=tuple(failures),
-        notices=launch.notices,
+        notices=(*launch.notices, *_end_told_to_the_script(context, job)),
         rank_exits=tuple(
             RankExit(
                 record.rank,
@@ -130,6 +135,28 @@ def _newest_checkpoint(context: AttemptContext) -> int | None:
     return next(iter(good_steps(root)), None)
 
 
+def _end_told_to_the_script(
+    context: AttemptContext, job: JobFacts | None
+) -> tuple[StepNotice, ...]:
+    """Why Slurm ends a job that has been preempted: for squeue a preemption that cancels and a
+    cancel by its user within the grace are alike (COMPLETING, with a preempt time).
+
+    slurmstepd tells them apart on the stderr of the batch script, which is the log of the job.
+    """
+    if job is None or not job.preempt_time or job.state is not JobState.COMPLETING:
+        return ()
+    attempt, path = context.attempt, context.run_layout.job_log(context.job_id)
+    try:
+        with path.open("rb") as stream:
+            stream.seek(max(0, stream.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
+            text = stream.read().decode(errors="replace")
+    except OSError:
+        return ()
+    # The log of an earlier attempt is before the first line of this one.
+    told = read_end_of_job(text.rpartition(f"attempt {attempt} of run ")[2], attempt.job_id)
+    return () if told is None else (told,)
+
+
 def between_launches(context: AttemptContext, signals: tuple[str, ...]) -> LaunchEvidence:
     """Collect the evidence about a signal that arrived between two launches."""
     job = job_facts(context, patient=False)
@@ -141,7 +168,7 @@ def between_launches(context: AttemptContext, signals: tuple[str, ...]) -> Launc
         signals=signals,
         srun_exit_code=None,
         task_failures=(),
-        notices=(),
+        notices=_end_told_to_the_script(context, job),
         rank_exits=(),
         job=job,
         restart_count=context.attempt.restart_count,

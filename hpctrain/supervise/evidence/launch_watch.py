@@ -44,7 +44,7 @@ from hpctrain.supervise.judge.stragglers import (
     one_stage,
 )
 from hpctrain.supervise.srun_process import SrunProcess
-from hpctrain.supervise.time_limit import JobTimeLimit, OverdueWarning
+from hpctrain.supervise.time_limit import JobTimeLimit, StopTime
 from hpctrain.supervise.timeouts import run_with_timeout
 
 _POLL_SECONDS = 0.2
@@ -157,7 +157,8 @@ class LaunchWatch:
         self._left_at: float | None = None
         self._stop_requested = self._signal_pending = False
         self._stopping_at: float | None = None
-        self._overdue_warning = OverdueWarning(context, time_limit)
+        self._stop_time = StopTime(context, time_limit)
+        self._trains_on = False
         self._inquiry = StackInquiry(context, epoch, tasks, nodes, give_up=self._is_ending)
 
     @property
@@ -184,10 +185,10 @@ class LaunchWatch:
         while self.launch.poll() is None:
             self._handle_signals()
             # Slurm's warning may have come before this supervisor could receive it.
-            warned = self.limit_near or "USR1" in self.context.signals.names
-            if not warned and self._overdue_warning.is_due():
+            warned = "USR1" in self.context.signals.names and not self._trains_on
+            if not self.limit_near and not warned and self._stop_time.is_due():
                 self.limit_near = True
-                self._log("the time limit is near, and Slurm's warning has not come")
+                self._note_stop_time("the time limit is near")
                 self._request_stop("the time limit is near")
             if self._time_is_up() or self._poll_snapshot(background):
                 break
@@ -225,7 +226,11 @@ class LaunchWatch:
             self.signals = (*self.signals, name)
             self._note(EventKind.SIGNAL, signal=name)
             if name == "USR1":
-                self._request_stop("Slurm's warning signal USR1")
+                self._trains_on = self._stop_time.outlasts_warning()
+                if self._trains_on:
+                    self._note_stop_time("Slurm has warned, and there is time to train on")
+                else:
+                    self._request_stop("Slurm's warning signal USR1")
             elif self._final_at is None:
                 self._final_at = time.monotonic()
                 self._slurm_query = _JobFactsQuery(self.context)
@@ -257,6 +262,16 @@ class LaunchWatch:
         run_with_timeout(lambda: ask_trainer_to_leave(run, reason), _WRITE_SECONDS)
         self._signal_pending = True
         self._send_pending_signal()
+
+    def _note_stop_time(self, what: str) -> None:
+        """Record when the launch is stopped, and what that was computed from."""
+        lead, planned = self._stop_time.lead, self._stop_time.planned_seconds
+        if lead is None:
+            self._log(f"{what}, and Slurm's warning has not come")
+            return
+        reason = f"{what}: {lead.sentence}; Slurm warns {planned:.0f} s ahead, as planned"
+        self._note(EventKind.STOP_TIMED, reason=reason)
+        self._log(reason)
 
     def _send_pending_signal(self) -> None:
         if self._signal_pending and self.started:

@@ -14,6 +14,7 @@ from slurm_settings import long_kill_wait, preempted_by_cancel
 
 from hpctrain.checkpoints.discover import good_steps
 from hpctrain.checkpoints.manifest import MANIFEST_NAME, FileDigest, Manifest, checkpoint_name
+from hpctrain.checkpoints.resume_shares import read_head
 from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.store.ledger import EventKind
 
@@ -68,14 +69,17 @@ def test_a_run_with_many_large_checkpoints_is_requeued_within_kill_wait(stage: S
         fabricate(rehearsal, step)
     with preempted_by_cancel(stage.sandbox, "sudden"):
         rehearsal.urgent_job()
-        rehearsal.wait(lambda: rehearsal.attempts == 2, "started again")
-    (ended,) = rehearsal.events(EventKind.LAUNCH_ENDED)
+        started = EventKind.LAUNCH_STARTED
+        rehearsal.wait(lambda: len(rehearsal.events(started)) == 2, "started again")
+    ended = rehearsal.events(EventKind.LAUNCH_ENDED)[0]
     actions = rehearsal.events(EventKind.ACTION)
-    assert (ended.cause, [one.action for one in actions]) == ("preempted", ["requeue"])
+    assert (ended.cause, actions[0].action) == ("preempted", "requeue")
     assert ended.checkpoint_step is not None and ended.checkpoint_step >= NEWEST
     assert not rehearsal.events(EventKind.ATTEMPT_LOST), rehearsal.logs()
     checkpoints = rehearsal.run.layout.checkpoints
     assert len(good_steps(checkpoints, KEPT)) == KEPT
+    head = read_head(checkpoints / checkpoint_name(ended.checkpoint_step))
+    assert head is not None and head.world_size == 2, "each rank reads its own share"
     rehearsal.slurm.cancel(rehearsal.job_id)
 
 

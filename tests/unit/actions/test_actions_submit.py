@@ -17,6 +17,7 @@ from hpctrain.actions.submit import check, resubmit, submit, write_run_directory
 from hpctrain.engines.megatron import MegatronConfig
 from hpctrain.errors import (
     InvalidInputError,
+    LimitError,
     RunFailedError,
     SlurmRefusedError,
     SlurmUnreachableError,
@@ -171,6 +172,20 @@ def test_overrides_reach_every_document(tmp_path: Path) -> None:
     assert changed.train.train_steps == changed.supervise.target_step == 7
     assert changed.run_id.startswith("other-") and changed.run_id in changed.script
     assert json.loads(changed.plan.model_dump_json())["batch"]["train_steps"] == 7
+
+
+def test_a_grace_that_is_too_short_warns_or_refuses_as_the_site_has_it(tmp_path: Path) -> None:
+    site = tmp_path / "site.yaml"
+    text = (ROOT / "cluster_profiles/a100x1.yaml").read_text()
+    assert "grace: 30s" in text
+    text = text.replace("grace: 30s", "grace: 0s")
+    site.write_text(text)
+    warnings = prepare(TINY, str(site), runs=tmp_path).plan.warnings
+    assert "no grace" in "".join(warnings)
+    site.write_text(f"{text}\nlimits: {{short_grace: refuse}}\n")
+    with pytest.raises(LimitError, match="a preemption costs the work since") as caught:
+        prepare(TINY, str(site), runs=tmp_path)
+    assert caught.value.exit_code == 4 and "limits.short_grace" in str(caught.value.hint)
 
 
 def test_an_sbatch_without_an_answer_may_have_been_accepted(

@@ -188,6 +188,34 @@ def test_cancelled_by_scancel(stage: Stage) -> None:
     assert time.monotonic() - started < 300
 
 
+@pytest.mark.parametrize(
+    ("words", "cause", "action"),
+    [
+        (" DUE TO PREEMPTION ***", "preempted", "requeue"),
+        (" ***", "cancelled", "stop"),
+        (None, "cancelled", "stop"),
+    ],
+)
+def test_a_preemption_that_cancels_is_told_from_a_cancel_by_the_log(
+    stage: Stage, words: str | None, cause: str, action: str
+) -> None:
+    """For squeue they are alike; what was told to an earlier attempt does not count."""
+    line = f"slurmstepd: error: *** JOB {JOB_ID} ON n0 CANCELLED AT 2026-11-23T03:17:27"
+    log = stage.layout.job_log(JOB_ID)
+    earlier = f"{line} DUE TO PREEMPTION ***\nhpctrain 03:20:00 attempt {JOB_ID}.0 of run r1\n"
+    log.write_text(earlier)
+
+    def ended() -> None:
+        if words is not None:
+            log.write_text(f"{earlier}{line}{words}\nsrun: got SIGCONT\n")
+        stage.slurm.change(state=JobState.COMPLETING, preempt_time=1.0)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    stage.once_training(ended)
+    stage.play("progress:3 sleep:600")
+    assert (stage.causes, stage.actions) == ([cause], [action])
+
+
 def test_cancelled_by_hpctrain_while_the_trainer_leaves(stage: Stage) -> None:
     def cancelled() -> None:
         Ledger(stage.layout.ledger).append(EventKind.CANCEL_REQUESTED, job_id=JOB_ID, user="ann")
