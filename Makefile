@@ -70,6 +70,7 @@ bench: install  ## Benchmarks and their tests; each prints ratios against a peer
 	@$(PYTHON) -m bench.initial_weights
 	@$(PYTHON) -m bench.recovery
 	@$(PYTHON) -m bench.supervisor_cost
+	@$(PYTHON) -m bench.footprint
 
 house: install  ## Measures of the code base; draws docs/rooms.md
 	@$(PYTHON) -m bench.house --pictures

@@ -20,6 +20,7 @@ from hpctrain.version import __version__
 COMMANDS: dict[str, tuple[str, str]] = {
     "validate": ("inspect", "Check a run spec or a cluster profile"),
     "plan": ("plan", "Choose a layout; predict memory, time and cost, without Slurm"),
+    "footprint": ("footprint", "Count files, metadata operations and Slurm RPCs before submitting"),
     "submit": ("submit", "Plan, render and submit a run"),
     "resubmit": ("submit", "Submit a stopped run again; it continues from its newest checkpoint"),
     "status": ("runs", "Show what runs are doing"),

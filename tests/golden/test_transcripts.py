@@ -61,6 +61,31 @@ def test_plan(golden: Golden, profile: str, example: str) -> None:
     golden(f"transcripts/plan-{example}.txt", outcome.transcript())
 
 
+LIMITS = """
+limits: {max_inodes: 40000, max_bytes: 20TiB, max_rpc_per_hour: 100}
+"""
+
+
+def test_footprint(golden: Golden, here: Path) -> None:
+    """The largest example, its rows, and what exceeds the limits of a site."""
+    example = ["examples/gpt175b.yaml", "--profile"]
+    outcome = hpctrain("footprint", *example, "a100x64")
+    assert max(map(len, outcome.stdout.splitlines())) <= 80
+    golden("transcripts/footprint-gpt175b.txt", outcome.transcript())
+    rows = hpctrain("footprint", *example, "a100x64", "--rows")
+    golden("transcripts/footprint-rows.txt", rows.transcript())
+    profile = here / "strict.yaml"
+    profile.write_text((ROOT / "cluster_profiles" / "a100x64.yaml").read_text() + LIMITS)
+    strict = hpctrain("footprint", *example, str(profile))
+    assert strict.exit_code == 4
+    submitted = hpctrain("submit", *example, str(profile), "--dry-run")
+    assert submitted.exit_code == 0
+    assert submitted.stdout.startswith("#!/bin/bash"), "warnings do not belong into the script"
+    warnings = [line for line in submitted.stderr.splitlines() if line.startswith("warning: ")]
+    texts = [strict.stderr, *warnings]
+    golden("transcripts/footprint-limits.txt", "\n".join(texts).replace(str(here), "HERE") + "\n")
+
+
 def test_profiles(golden: Golden) -> None:
     golden("transcripts/profiles.txt", hpctrain("profiles").transcript())
 

@@ -10,11 +10,15 @@ from typing import Literal
 from pydantic import Field
 
 from hpctrain.spec.document import Document
-from hpctrain.units import Duration
+from hpctrain.units import ByteSize, Duration
 
 
 class LimitsProfile(Document):
-    """What the site allows a run to ask for; checked at plan time, exit code 4."""
+    """What the site allows a run to ask for; checked at plan time, exit code 4.
+
+    `max_inodes`, `max_bytes` and `max_rpc_per_hour` are compared with a prediction (`footprint`):
+    `submit` only warns of them.
+    """
 
     max_nodes: int | None = Field(None, ge=1, description="Most nodes of one run")
     max_gpus: int | None = Field(None, ge=1, description="Most GPUs of one run")
@@ -24,6 +28,15 @@ class LimitsProfile(Document):
         Duration(10),
         gt=0,
         description="Least time between two queries of Slurm by a command that waits",
+    )
+    max_inodes: int | None = Field(
+        None, ge=1, description="Most files and directories in one run directory"
+    )
+    max_bytes: ByteSize | None = Field(
+        None, gt=0, description="Most bytes of checkpoints of one run at a time"
+    )
+    max_rpc_per_hour: int | None = Field(
+        None, ge=1, description="Most RPCs of one run to slurmctld in any hour"
     )
     short_grace: Literal["warn", "refuse"] = Field(
         "warn",
