@@ -95,11 +95,11 @@ def _refuse_segment(prepared: Prepared, slurm: SlurmClient) -> None:
     segment = prepared.plan.nodes.segment
     if segment is None:
         return
-    version = slurm.config().version
-    if version and version < _FIRST_WITH_SEGMENTS:
+    settings = slurm.config()
+    if settings.version and settings.version < _FIRST_WITH_SEGMENTS:
         raise UsageError(
             f"the script has `--segment={segment}`, which Slurm has since 24.05; this is "
-            f"{'.'.join(map(str, version))}",
+            f"{settings.get('SLURM_VERSION')}",
             hint="`network.switches.segment: forbid` in the profile, and no `resources.segment`",
         )
 
