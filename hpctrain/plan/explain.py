@@ -200,8 +200,12 @@ def _segment_reasons(facts: Facts) -> list[str]:
     switches = profile.network.switches
     if facts.segment is None:
         return []
-    held = f"{facts.segment} of the {switches.nodes_per_leaf} nodes of a block"
-    return [f"--segment={facts.segment}: each {held} are {facts.segment * per_node} GPUs together."]
+    nodes = "1 node" if facts.segment == 1 else f"{facts.segment} nodes"
+    gpus = facts.segment * per_node
+    return [
+        f"--segment={facts.segment} puts {nodes} ({gpus} GPUs) at a time into one block of "
+        f"{switches.nodes_per_leaf}."
+    ]
 
 
 def _cut_groups(facts: Facts) -> list[str]:

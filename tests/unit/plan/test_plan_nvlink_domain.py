@@ -110,7 +110,7 @@ def test_segments(
     assert plan.nodes.segment == segment
     if segment is not None:
         assert nodes % segment == 0
-        assert any(f"--segment={segment}:" in text for text in plan.reasons)
+        assert any(f"--segment={segment} puts" in text for text in plan.reasons)
 
 
 def test_a_site_without_nvlink_between_nodes_may_still_want_segments() -> None:
