@@ -159,10 +159,7 @@ def _cost(topology: TopologySettings) -> str:
     step, scattered = topology.step_seconds, topology.scattered_step_seconds
     if step is None or scattered is None or scattered <= step:
         return ""
-    return (
-        f": by the plan's model a step takes up to {scattered:.3g} s instead of {step:.3g} s, "
-        "the longer the more groups"
-    )
+    return f": by the plan's model a step takes up to {scattered:.3g} s instead of {step:.3g} s"
 
 
 def _borders(nodes: Sequence[str], leaves: Mapping[str, str]) -> int:
