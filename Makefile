@@ -53,7 +53,7 @@ slurm-24: install  ## The rehearsals on Slurm 24.11 of Debian trixie, unpacked i
 		--variants --slurm .slurm/trixie tests/slurm/faults tests/slurm/test_client.py \
 		tests/slurm/test_sandbox.py tests/slurm/test_hold_release.py tests/slurm/test_watch.py \
 		tests/slurm/test_team_control.py tests/slurm/test_continuation.py \
-		tests/slurm/test_two_clusters.py
+		tests/slurm/test_two_clusters.py tests/slurm/test_topology.py
 
 chaos: install  ## N=100 faults of both tables at random, three runs at a time, and three questions
 	@$(PYTHON) -m bench.chaos --strikes $(N) --seed $(SEED)

@@ -57,6 +57,8 @@ class AttemptStory(BaseModel):
     stop_time: str | None = None
     action: str | None = None
     reason: str | None = None
+    placement: str | None = None
+    placement_details: tuple[str, ...] = ()
 
 
 class CheckpointStory(BaseModel):
@@ -147,6 +149,7 @@ def _attempt(events: list[Event], later: list[Event]) -> AttemptStory:
     lost = [e for e in (*events, *later) if e.event is EventKind.ATTEMPT_LOST and is_same(e)]
     actions = [event for event in events if event.event is EventKind.ACTION]
     last = actions[-1] if actions else next(iter(lost), None)
+    placed = next((e for e in reversed(events) if e.event is EventKind.PLACED), None)
     ends = {event.epoch: event for event in events if event.event is EventKind.LAUNCH_ENDED}
     launches = []
     for begin in events:
@@ -175,6 +178,8 @@ def _attempt(events: list[Event], later: list[Event]) -> AttemptStory:
         stop_time=timed[-1].reason if timed else None,
         action=(last.action or last.cause) if last else None,
         reason=last.reason if last else None,
+        placement=placed.reason if placed else None,
+        placement_details=placed.evidence if placed else (),
     )
 
 

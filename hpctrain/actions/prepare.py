@@ -47,7 +47,12 @@ from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import DataSource, RunSpec
 from hpctrain.store.datasets import bin_path, idx_path, npz_path
 from hpctrain.store.jobs import run_comment
-from hpctrain.store.supervise_config import RollbackSettings, SuperviseConfig
+from hpctrain.store.supervise_config import (
+    GroupSettings,
+    RollbackSettings,
+    SuperviseConfig,
+    TopologySettings,
+)
 from hpctrain.supervise.catalogue import load_signatures
 
 if TYPE_CHECKING:
@@ -374,4 +379,33 @@ def _supervise_config(
         node_ledger=str(runs.absolute() / NODE_LEDGER_NAME),
         mttf_seconds=node_mtbf_seconds(profile) / plan.nodes.nodes,
         keep_launches=spec.logging.keep_launches,
+        topology=topology_settings(profile, plan),
+    )
+
+
+def topology_settings(profile: ClusterProfile, plan: Plan) -> TopologySettings | None:
+    """Collect what the supervisor compares with the nodes of its job; None where Slurm cannot say.
+
+    In blocks the axes that the plan has inside an NVLink domain; under leaf switches those whose
+    groups fit below one.
+    """
+    switches, nodes = profile.network.switches, plan.nodes
+    if switches.plugin == "none" or switches.usable_nodes is None or nodes.nodes == 1:
+        return None
+    per_node = nodes.gpus_per_node
+    largest = switches.usable_nodes * per_node
+    groups = []
+    for one in plan.placements:
+        block = one.stride * one.size
+        inside = one.span == "inside an NVLink domain"
+        fits = inside if switches.plugin == "block" else block <= largest
+        if one.size > 1 and block > per_node and fits:
+            groups.append(GroupSettings(axis=one.axis, stride=one.stride, ranks=one.size))
+    return TopologySettings(
+        plugin=switches.plugin,
+        gpus_per_node=per_node,
+        groups=tuple(groups),
+        thin_uplinks=switches.oversubscription > 1,
+        step_seconds=plan.step_seconds,
+        scattered_step_seconds=plan.scattered_step_seconds,
     )

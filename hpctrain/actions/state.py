@@ -193,3 +193,13 @@ def _after_the_queue(job: JobRecord | None) -> Judged:
     return Judged(
         RunState.FAILED, f"the job ended as {name}{code} without a word of its supervisor"
     )
+
+
+def scattered_groups(events: Sequence[Event]) -> str | None:
+    """Return which groups of the newest attempt leave their leaf or block; None when none does."""
+    for event in reversed(events):
+        if event.event is EventKind.PLACED:
+            return event.reason if event.groups_outside else None
+        if event.event is EventKind.ATTEMPT_STARTED:
+            return None
+    return None

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict
 from hpctrain.actions.job_holds import hold_text
 from hpctrain.actions.policy_preview import CauseBudget, PolicyPreview, budgets, preview_policy
 from hpctrain.actions.runs import RunFiles
-from hpctrain.actions.state import RunState
+from hpctrain.actions.state import RunState, scattered_groups
 from hpctrain.actions.status import statuses
 from hpctrain.checkpoints.discover import good_steps
 from hpctrain.errors import SlurmError
@@ -91,6 +91,7 @@ class Why(BaseModel):
     job_id: int | None
     attempts: int
     waiting: str | None
+    placement: str | None
     requests: tuple[str, ...]
     continuation: str
     continuation_words: str
@@ -139,6 +140,7 @@ def why(run: RunFiles, slurm: SlurmClient, now: float | None = None) -> Why:
         job_id=row.job_id,
         attempts=row.attempts,
         waiting=waiting,
+        placement=scattered_groups(events),
         requests=tuple(requests),
         continuation=config.continuation,
         continuation_words=_CONTINUATION[config.continuation],

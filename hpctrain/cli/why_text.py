@@ -36,6 +36,8 @@ def why_lines(why: Why, now: float) -> list[str]:
     lines = _entry("Run", f"{why.run_id} {why.state}{reason}{job}{number}")
     if why.waiting:
         lines += _entry("Waits", why.waiting)
+    if why.placement:
+        lines += _entry("Placed", why.placement)
     for request in why.requests:
         lines += _entry("Asked", f"{request}; not followed yet")
     lines += _end_lines(why.ended, now)

@@ -125,7 +125,7 @@ def build_script(spec: RunSpec, profile: ClusterProfile, plan: Plan, facts: Scri
     topology = topology_options(profile, plan, spec.resources.spare_nodes)
     contradictions = [
         *continuation_problems(profile, partition),
-        *node_problems(spec, plan, topology["constraint"], topology["segment"]),
+        *node_problems(spec, plan, topology["constraint"]),
     ]
     if contradictions:  # Slurm would accept them, and never do what they ask for
         raise InvalidInputError([Problem(message) for message in contradictions])

@@ -190,6 +190,11 @@ class ResourcesSpec(Document):
     min_nodes: int | None = Field(
         None, ge=1, description="Go on with as few nodes when others are missing; absent: never"
     )
+    segment: int | None = Field(
+        None,
+        ge=1,
+        description="Nodes that share a block or rack (`--segment`, Slurm 24.05); default: chosen",
+    )
 
 
 class EnvironmentSpec(Document):

@@ -21,7 +21,8 @@ train-n000003.json                     the trainer's file for a launch on fewer 
 ds_config.json ds_config-n000003.json  DeepSpeed's configuration, for people and its own tools
 flops-0000012.txt                      FLOPs of a step as DeepSpeed's profiler counts them
 traces/e000001-rank-000003-steps-10-12.json.gz  what happened in steps of a rank (`profile:`)
-logs/                                  slurm-JOB.out, JOB.RESTART/stepS-rankT.log, -nodeN.log
+logs/                                  slurm-JOB.out, JOB.RESTART/stepS-rankT.log, -nodeN.log,
+                                       hosts-e000001.txt: nodes of a launch in an order of its own
 logs/archive-e000041.tar.gz            logs and exit records of old launches
 checkpoints/                           iter_0000012/ and iter_0000012.partial-e000003/
 """
@@ -186,6 +187,10 @@ class RunLayout:
     @property
     def logs(self) -> Path:
         return self.directory / "logs"
+
+    def host_file(self, job_id: int, restart_count: int, epoch: int) -> Path:
+        """The node of each task of a launch whose ranks do not follow Slurm's order of nodes."""
+        return self.attempt_logs(job_id, restart_count) / f"hosts-e{epoch:06d}.txt"
 
     def attempt_logs(self, job_id: int, restart_count: int) -> Path:
         """Logs of the ranks of one attempt; the job script makes the directory."""

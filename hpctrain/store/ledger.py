@@ -48,6 +48,7 @@ class EventKind(StrEnum):
     SPEED_CHECKED = "speed_checked"
     ROLLED_BACK = "rolled_back"
     PROBED = "probed"
+    PLACED = "placed"
     FRESH_START_ACCEPTED = "fresh_start_accepted"
     DATA_ACCEPTED = "data_accepted"
     WATCH = "watch"
@@ -58,7 +59,8 @@ class Event(Record):
 
     `cluster`: Slurm's ClusterName, where an event is about a job; None in ledgers of older
     versions. `answered` is False for a submission without an answer: Slurm may have the job.
-    `symptom`: what `hpctrain watch` saw; None in ledgers of older versions.
+    `symptom`: what `hpctrain watch` saw; None in ledgers of older versions. `groups_outside`: how
+    many groups of ranks a launch has under several leaves or in several blocks.
     """
 
     event: EventKind
@@ -93,6 +95,7 @@ class Event(Record):
     cluster: str | None = None
     answered: bool = True
     symptom: str | None = None
+    groups_outside: int | None = None
 
 
 class Ledger:

@@ -36,7 +36,7 @@ from hpctrain.supervise.judge.causes import Cause
 from hpctrain.supervise.judge.classify import classify
 from hpctrain.supervise.judge.documents import LaunchEvidence, Verdict
 from hpctrain.supervise.judge.launch_history import pinned_steps
-from hpctrain.supervise.judge.launch_nodes import Placement, place_command
+from hpctrain.supervise.judge.launch_nodes import Placement, host_file_lines, place_command
 from hpctrain.supervise.judge.probe_results import KernelLine, ProbeResult
 from hpctrain.supervise.judge.slow_nodes import replaceable_nodes
 from hpctrain.supervise.judge.stragglers import SlowRank
@@ -144,6 +144,8 @@ class TrainerLauncher:
         try:
             port = reserve_port(attempt, self.epoch)
             environment = self._environment(placement, start, port.getsockname()[1], job_nodes)
+            if placement.reordered:
+                environment["SLURM_HOSTFILE"] = self._write_host_file(placement)
             launch = SrunProcess(argv, environment)
         except OSError as error:
             if port is not None:
@@ -178,6 +180,14 @@ class TrainerLauncher:
             verdict, examined.evidence, examined.probe, watch.slow_ranks, watch.speed_check
         )
         return ended, launch.poll()
+
+    def _write_host_file(self, placement: Placement) -> str:
+        """Write the node of each task, on which srun places them in this order; return the path."""
+        attempt = self.context.attempt
+        path = self.context.run_layout.host_file(attempt.job_id, attempt.restart_count, self.epoch)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(f"{node}\n" for node in host_file_lines(self.argv, placement)))
+        return str(path)
 
     def _select_checkpoint(self) -> Checkpoint | None:
         """Select the checkpoint to resume from; record it and those that were rejected.

@@ -99,9 +99,14 @@ def quiet_defaults(
 
 
 def host_threads(environment: Mapping[str, str] = os.environ) -> int:
-    """Return the CPUs that this rank has for itself: its mask, shared with ranks of one agent."""
+    """Return the CPUs that this rank has for itself: its mask, shared with ranks of one agent.
+
+    A task that Slurm has not bound sees those of its neighbours too: then the number that srun's
+    `--cpus-per-task` gives it counts.
+    """
     sharing = int(environment.get("LOCAL_WORLD_SIZE") or 1)  # torchelastic: one task for all ranks
-    return max(1, len(os.sched_getaffinity(0)) // sharing)
+    share = len(os.sched_getaffinity(0)) // sharing
+    return max(1, min(share, int(environment.get("SLURM_CPUS_PER_TASK") or share)))
 
 
 def _number(environment: Mapping[str, str], *names: str, default: str | None = None) -> int:

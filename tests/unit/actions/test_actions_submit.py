@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,18 @@ def test_refused_by_slurm(prepared: Prepared, tmp_path: Path) -> None:
     assert (last.event, last.reason) == (EventKind.SUBMIT_FAILED, "Invalid account")
     slurm.refusal = ""
     assert resubmit(run, slurm).job_id == 1  # type: ignore[arg-type]
+
+
+def test_an_older_slurm_without_segments(prepared: Prepared, tmp_path: Path) -> None:
+    nodes = prepared.plan.nodes.model_copy(update={"segment": 2})
+    plan = prepared.plan.model_copy(update={"nodes": nodes})
+    prepared, slurm = replace(prepared, plan=plan), FakeSlurm()
+    for ask in (lambda: check(prepared, slurm), lambda: submit(prepared, tmp_path, slurm)):  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match=r"`--segment=2`.* since 24\.05; this is 22\.05\.8"):
+            ask()
+    assert not slurm.records
+    slurm.settings["SLURM_VERSION"] = "24.05.0"
+    assert submit(prepared, tmp_path / "runs", slurm).job_id == 1  # type: ignore[arg-type]
 
 
 def test_two_submissions_of_one_spec_are_two_runs(prepared: Prepared, tmp_path: Path) -> None:
