@@ -104,6 +104,7 @@ def partition(name: str, **changes: str) -> str:
         "GraceTime": "0",
         "Hidden": "NO",
         "MaxNodes": "UNLIMITED",
+        "MinNodes": "0",
         "MaxTime": "UNLIMITED",
         "PriorityTier": "1",
         "RootOnly": "NO",

@@ -30,24 +30,25 @@ def survey_node(
     slurm: SlurmClient,
     *,
     partition: str,
-    gpus: int,
+    gpus: str,
     account: str | None,
     patience_seconds: float,
     directory: Path,
     say: Callable[[str], None],
 ) -> NodeSurvey:
-    """Run the survey on one node of a partition with `gpus` GPUs, and return what it saw.
+    """Run the survey on one node of a partition, and return what it saw.
 
-    `directory` receives the output of the job, so it must be on a file system that nodes share; the
-    file is removed. Raises SlurmError when the job is refused, HpctrainError when it does not start
-    within `patience_seconds` (it is cancelled) or leaves no survey.
+    `gpus` is what `--gres` asks for. `directory` receives the output of the job, so it must be on a
+    file system that nodes share; the file is removed. Raises SlurmError when the job is refused,
+    HpctrainError when it does not start within `patience_seconds` (it is cancelled) or leaves no
+    survey.
     """
     if job := os.environ.get("SLURM_JOB_ID"):
         say(f"looking at a node of job {job}, in which this command runs")
         return _read(step_output(job, _program()), f"a step of job {job}")
     options = [
         *("--job-name=hpctrain-survey", f"--partition={partition}", "--nodes=1", "--ntasks=1"),
-        *(f"--time={JOB_MINUTES}", "--no-requeue", f"--gres=gpu:{gpus}"),
+        *(f"--time={JOB_MINUTES}", "--no-requeue", f"--gres={gpus}"),
         *([f"--account={account}"] if account else []),
     ]
     output = directory / f"hpctrain-survey-{os.getpid()}-%j.out"

@@ -17,21 +17,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.actions.node_survey import survey_node
-from hpctrain.actions.prepare import profile_search_path
+from hpctrain.actions.profiles import load_named_profile, profile_search_path
 from hpctrain.durable import replace_text
 from hpctrain.errors import HpctrainError, SlurmError, UsageError
 from hpctrain.nodes import survey
 from hpctrain.nodes.survey_texts import NodeSurvey, default_interface, mounts, rdma_ports
 from hpctrain.site.detected import DetectedProfile, detected_profile
-from hpctrain.site.detected_slurm import refusal
+from hpctrain.site.detected_partitions import refusal
 from hpctrain.site.differences import Difference, differences
 from hpctrain.site.doctor import SiteFinding, judge_site
 from hpctrain.site.facts import Directory, LoginFacts, SiteFacts
-from hpctrain.site.hardware import groups_of
+from hpctrain.site.hardware import NodeGroup, groups_of
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.cluster_queries import ClusterQueries
 from hpctrain.slurm.cluster_records import ClusterFacts, PartitionFacts
-from hpctrain.spec.loader import Loaded, find_profile, load_catalogue, load_profile
+from hpctrain.spec.loader import Loaded, load_catalogue, load_profile
 from hpctrain.spec.profile import ClusterProfile
 
 # Variables that sites set to directories of a user; their mounts are file systems of runs.
@@ -91,7 +91,7 @@ def detect(
         looked = survey_node(
             SlurmClient(),
             partition=target.name,
-            gpus=groups_of(cluster.nodes_of(target.name))[0].per_node,
+            gpus=_whole_node(groups_of(cluster.nodes_of(target.name))[0]),
             account=account,
             patience_seconds=patience_seconds,
             directory=Path.cwd(),
@@ -108,7 +108,7 @@ def detect(
 
 def check(name: str, runs: Path) -> Checked:
     """Compare a profile with its cluster. Raises SlurmError without answers."""
-    profile = load_profile(find_profile(name, profile_search_path()))
+    profile = load_named_profile(name)
     login = login_facts(runs)
     facts = SiteFacts(ClusterQueries(login.user).facts(), login)
     return Checked(profile, differences(profile.document, facts), facts.cluster.queries)
@@ -118,7 +118,7 @@ def examine(runs: Path, profile_name: str | None) -> Examination:
     """Judge what will work at this site, with a profile or with Slurm's default partition."""
     profile = None
     if profile_name is not None:
-        profile = load_profile(find_profile(profile_name, profile_search_path())).document
+        profile = load_named_profile(profile_name).document
     login = login_facts(runs)
     queries = ClusterQueries(login.user)
     try:
@@ -162,6 +162,11 @@ def _survey_partition(
         if groups and one.name in groups[0].partitions and is_usable:
             return one
     raise HpctrainError("no partition with GPUs takes a job of yours", hint="--partition names one")
+
+
+def _whole_node(group: NodeGroup) -> str:
+    """Name all GPUs of a node, with their type: a partition may have several."""
+    return f"gpu:{group.type}:{group.per_node}" if group.type else f"gpu:{group.per_node}"
 
 
 def _refuse_invalid(found: DetectedProfile) -> None:

@@ -2,27 +2,28 @@
 
 What a field of the profile means stands in `hpctrain.spec.profile`. Nothing is invented: a value
 that no fact gives is a marked guess with what it is guessed from, or is left out with a remark.
-Belongs here: hardware, file systems, limits. Does not belong here: partitions and options of
-sbatch (`detected_slurm`), links between nodes (`detected_network`), YAML (`profile_text`).
+Belongs here: which nodes, file systems, limits. Does not belong here: nodes, links,
+partitions, options of sbatch (modules that begin with `detected_`), YAML (`profile_text`).
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.nodes.survey_texts import Mount, StorageKind, mount_of
 from hpctrain.printable_text import printable_line
+from hpctrain.site.detected_hardware import emulated_gpus, gpu_section, nodes_section
 from hpctrain.site.detected_network import network, nvlink
-from hpctrain.site.detected_slurm import slurm_section, usable_partitions
+from hpctrain.site.detected_partitions import partition_sections, usable_partitions
+from hpctrain.site.detected_slurm import slurm_section
 from hpctrain.site.facts import SiteFacts
 from hpctrain.site.hardware import NODES_SHOWN, KnownGpu, NodeGroup, groups_of, known_gpu
 from hpctrain.site.profile_text import Stated, Tree, guess, guesses, profile_text
 from hpctrain.spec.catalogue import GpuCatalogue
-from hpctrain.units import ByteSize
 
 CONFIG_SHOWN = "scontrol show config"
 # What one job may get of a file system of that kind, where nobody has measured: deliberately
@@ -61,40 +62,45 @@ def detected_profile(
     `model`: the GPU's name in the catalogue, where Slurm does not say it. Raises InvalidInputError
     where a profile cannot be made at all: no GPUs, no usable partition, an unknown GPU.
     """
-    group, others = _chosen_group(facts, partition)
+    group = _chosen_group(facts, partition)
+    strange = _looked_elsewhere(facts, group)
+    if strange:
+        facts = replace(facts, survey=None)
     gpu = known_gpu(group, catalogue, facts.survey, model)
-    emulated = _emulated(facts, group)
+    emulated = emulated_gpus(facts, group)
     if gpu.memory_bytes is None and emulated is None:
         raise _unknown_gpu(group, gpu)
+    links, link_remarks = network(facts, group, gpu, emulated is not None)
+    hardware: dict[str, Mapping[str, Tree]] = {
+        "nodes": nodes_section(group),
+        "gpu": gpu_section(group, gpu, emulated),
+        "nvlink": nvlink(facts, group, gpu, emulated is not None),
+        "network": links,
+    }
     partitions, left_out = usable_partitions(facts, group, partition)
     if not partitions:
         raise InvalidInputError([Problem("no partition can be used", hint="; ".join(left_out))])
-    links, link_remarks = network(facts, group, gpu, emulated is not None)
-    slurm, slurm_remarks = slurm_section(facts, group, partitions, partition)
+    sections, overlay_remarks = partition_sections(facts, catalogue, partitions, hardware)
+    slurm, slurm_remarks = slurm_section(facts, group, partitions[0].partition, sections)
     stores, store_remarks = _filesystems(facts)
-    cluster = facts.cluster.config.cluster_name or "cluster"
-    name = re.sub(r"[^A-Za-z0-9._-]", "-", cluster).lstrip("._-")[:40] or "cluster"
-    if partition is not None and others:
-        name = f"{name}-{partition}"
+    name = _name(facts, group, partition)
     tree: dict[str, Tree] = {
-        "name": Stated(name, f"ClusterName of {CONFIG_SHOWN}"),
+        "name": name,
         "description": Stated(
             f"{len(group.nodes)} nodes x {group.per_node} {gpu.type or 'GPUs'}, detected",
             NODES_SHOWN,
         ),
-        "nodes": _nodes(group),
-        "gpu": _gpu(group, gpu, emulated),
-        "nvlink": nvlink(facts, group, gpu, emulated is not None),
-        "network": links,
+        **hardware,
         "filesystems": stores,
         "slurm": slurm,
     }
     if rights := _limits(facts):
         tree["limits"] = rights
     said = (
-        *(f"not in this profile: {_group_words(other)}" for other in others),
         *left_out,
+        *strange,
         *_uneven(group),
+        *overlay_remarks,
         *link_remarks,
         *slurm_remarks,
         *store_remarks,
@@ -102,13 +108,33 @@ def detected_profile(
     )
     remarks = tuple(printable_line(words) for words in said)
     guessed = tuple(path for path, _ in guesses(tree))
-    return DetectedProfile(name, profile_text(tree, _head(facts, remarks)), remarks, guessed)
+    text = profile_text(tree, _head(facts, remarks))
+    return DetectedProfile(str(name.value), text, remarks, guessed)
 
 
-def _chosen_group(
-    facts: SiteFacts, partition: str | None
-) -> tuple[NodeGroup, tuple[NodeGroup, ...]]:
-    """Choose the nodes: those of the partition, else the group with most GPUs of the cluster."""
+def _name(facts: SiteFacts, group: NodeGroup, partition: str | None) -> Stated:
+    cluster = facts.cluster.config.cluster_name or "cluster"
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", cluster).lstrip("._-")[:30] or "cluster"
+    source = f"ClusterName of {CONFIG_SHOWN}"
+    if partition is not None and len(groups_of(facts.cluster.nodes)) > 1:
+        name = f"{name}-{re.sub(r'[^A-Za-z0-9._-]', '-', partition)}"[:60]
+        source += ", and --partition"
+    return Stated(name, source)
+
+
+def _looked_elsewhere(facts: SiteFacts, group: NodeGroup) -> list[str]:
+    """Say so if the job has looked at a node of another kind: it describes none of these."""
+    survey = facts.survey
+    if survey is None:
+        return []
+    strangers = {node.name for node in facts.cluster.nodes} - {node.name for node in group.nodes}
+    if survey.host.partition(".")[0] not in strangers:
+        return []
+    return [f"the job looked at {survey.host}, which is none of these nodes: not used"]
+
+
+def _chosen_group(facts: SiteFacts, partition: str | None) -> NodeGroup:
+    """Choose the nodes: those of the partition, else most GPUs of a kind that the user may use."""
     nodes = facts.cluster.nodes
     if partition is not None:
         if facts.cluster.partition(partition) is None:
@@ -121,8 +147,9 @@ def _chosen_group(
         where = f"partition `{partition}`" if partition else "this cluster"
         hint = f"`{NODES_SHOWN}` lists no Gres=gpu; hpctrain plans for GPUs"
         raise InvalidInputError([Problem(f"no node of {where} has GPUs", hint=hint)])
-    everywhere = groups_of(facts.cluster.nodes)
-    return groups[0], tuple(one for one in everywhere if one.gpus != groups[0].gpus)
+    if partition is not None:
+        return groups[0]
+    return next((one for one in groups if usable_partitions(facts, one, None)[0]), groups[0])
 
 
 def _unknown_gpu(group: NodeGroup, gpu: KnownGpu) -> InvalidInputError:
@@ -133,69 +160,6 @@ def _unknown_gpu(group: NodeGroup, gpu: KnownGpu) -> InvalidInputError:
         "to a `gpus.yaml` beside your profiles"
     )
     return InvalidInputError([Problem(message, hint=hint)])
-
-
-def _group_words(group: NodeGroup) -> str:
-    names = ", ".join(sorted(group.partitions)) or "no partition"
-    hint = f"; `--partition {min(group.partitions)}`" if group.partitions else ""
-    return f"{len(group.nodes)} nodes with {group.words} ({names}){hint}"
-
-
-def _emulated(facts: SiteFacts, group: NodeGroup) -> Stated | None:
-    """Find out whether Slurm counts GPUs that do not exist, as a sandbox does."""
-    survey = facts.survey
-    if survey is not None:
-        if survey.gpus or survey.gpu_devices:
-            return None
-        return Stated(
-            True, f"job on {survey.host}: neither a GPU device nor nvidia-smi or rocm-smi"
-        )
-    if group.is_one_machine:
-        address = group.nodes[0].address
-        reason = f"{len(group.nodes)} nodes have the address {address}: one machine, as a sandbox"
-        return guess(True, reason)
-    return None
-
-
-def _nodes(group: NodeGroup) -> Tree:
-    memory = min(node.job_memory_mib for node in group.nodes)
-    reserved = any(node.reserved_mib for node in group.nodes)
-    source = "RealMemory minus MemSpecLimit" if reserved else "RealMemory"
-    prefixes = {re.sub(r"\d+$", "", node.name) for node in group.nodes}
-    prefix = min(prefixes)
-    return {
-        "count": Stated(len(group.nodes), f"{NODES_SHOWN}, nodes with {group.words}"),
-        "cpus": Stated(min(node.cpus for node in group.nodes), f"CPUEfctv of {NODES_SHOWN}"),
-        "memory": Stated(_mebibytes(memory), f"{source} of {NODES_SHOWN}"),
-        "prefix": Stated(prefix, NODES_SHOWN)
-        if len(prefixes) == 1
-        else guess(prefix, f"nodes have {len(prefixes)} prefixes, this is the first"),
-    }
-
-
-def _gpu(group: NodeGroup, gpu: KnownGpu, emulated: Stated | None) -> Tree:
-    section: dict[str, Tree] = {
-        "type": Stated(gpu.type, f"Gres of {NODES_SHOWN}" if group.type else gpu.source),
-        "per_node": Stated(group.per_node, f"Gres of {NODES_SHOWN}"),
-    }
-    if emulated is not None:
-        share = min(node.job_memory_mib for node in group.nodes) // group.per_node
-        section["memory"] = guess(_mebibytes(share), "processes on CPUs share a node's RealMemory")
-        section["reserved"] = guess("0GiB", "no CUDA context on a CPU")
-        section["peak"] = guess({}, "no rates, so no model FLOP utilization is printed")
-        section["emulated"] = emulated
-        return section
-    assert gpu.memory_bytes is not None
-    section["memory"] = Stated(str(ByteSize(gpu.memory_bytes)), gpu.source, gpu.is_guess)
-    if gpu.gpu is None:
-        return section
-    section["model"] = Stated(gpu.gpu.name, f"GPU catalogue: {gpu.gpu.source}", gpu.is_guess)
-    return section
-
-
-def _mebibytes(count: int) -> str:
-    """Write memory as Slurm counts it, in GiB where that is a whole number."""
-    return f"{count}MiB" if count % 1024 else f"{count // 1024}GiB"
 
 
 def _filesystems(facts: SiteFacts) -> tuple[Sequence[Tree], list[str]]:

@@ -8,9 +8,9 @@ of a profile. Does not belong here: variables of a fabric, which a site must kno
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from hpctrain.nodes.survey_texts import RdmaPort
+from hpctrain.nodes.survey_texts import Interface, NodeSurvey, RdmaPort
 from hpctrain.site.facts import SiteFacts
 from hpctrain.site.hardware import NODES_SHOWN, KnownGpu, NodeGroup
 from hpctrain.site.profile_text import Stated, Tree, guess
@@ -18,10 +18,11 @@ from hpctrain.units import Bandwidth
 
 _EMULATED_NVLINK, _EMULATED_NETWORK = "10GB/s", "10Gb/s"
 _TOPOLOGY_SHOWN = "scontrol show topology"
+_SLINGSHOT_BITS = 200e9  # of a card of Slingshot 11, per direction (HPE)
 _PCIE = Bandwidth(32e9)  # PCIe 4 x16, per direction (PCI-SIG)
 
 
-def nvlink(facts: SiteFacts, group: NodeGroup, gpu: KnownGpu, emulated: bool) -> Tree:
+def nvlink(facts: SiteFacts, group: NodeGroup, gpu: KnownGpu, emulated: bool) -> Mapping[str, Tree]:
     """State the domain of NVLink and its rate."""
     if emulated:
         return {
@@ -53,7 +54,7 @@ def _domain(facts: SiteFacts, group: NodeGroup, gpu: KnownGpu) -> Stated:
 
 def network(
     facts: SiteFacts, group: NodeGroup, gpu: KnownGpu, emulated: bool
-) -> tuple[Tree, list[str]]:
+) -> tuple[Mapping[str, Tree], list[str]]:
     """State cards, interface and switches, and what is not known about them."""
     section: dict[str, Tree] = dict(_cards(facts, group, gpu, emulated))
     remarks = []
@@ -78,6 +79,19 @@ def _cards(facts: SiteFacts, group: NodeGroup, gpu: KnownGpu, emulated: bool) ->
     if survey is not None and (ports := _fast_ports(survey.ports)):
         source = f"/sys/class/infiniband on {survey.host}"
         return _of_ports(facts, ports, source, is_guess=False)
+    if survey is not None and (slingshot := _slingshot(survey)):
+        # cards of Slingshot 11 (cxi) are no RDMA devices of the kernel, but interfaces
+        speed = slingshot[0].bits_per_second
+        section = _stated(
+            "slingshot",
+            len(slingshot),
+            f"{(speed or _SLINGSHOT_BITS) / 1e9:g}Gb/s",
+            f"hsn interfaces in /sys/class/net of {survey.host}",
+            is_guess=False,
+        )
+        if speed is None:
+            section["nic_bandwidth"] = guess("200Gb/s", "Slingshot 11; the kernel states no speed")
+        return section
     if survey is not None:
         speeds = [one.bits_per_second for one in survey.interfaces if one.is_up]
         known = [speed for speed in speeds if speed]
@@ -126,6 +140,11 @@ def _of_ports(
     return _stated(fabric, cards, rate, source, is_guess=is_guess)
 
 
+def _slingshot(survey: NodeSurvey) -> list[Interface]:
+    """List the interfaces that HPE's documentation calls hsn0, hsn1, ..., if they are up."""
+    return [one for one in survey.interfaces if one.name.startswith("hsn") and one.is_up]
+
+
 def _is_slingshot(facts: SiteFacts) -> bool:
     return "slingshot" in facts.cluster.config.get("SwitchType")
 
@@ -140,9 +159,9 @@ def _interface(facts: SiteFacts, group: NodeGroup, emulated: bool) -> Stated | N
         return Stated("lo", f"NodeAddr={group.nodes[0].address} of {NODES_SHOWN}")
     if survey is None:
         return None
-    slingshot = sorted(one.name for one in survey.interfaces if one.name.startswith("hsn"))
-    if slingshot:
-        return Stated("hsn", f"{', '.join(slingshot)} in /sys/class/net of {survey.host}")
+    if slingshot := _slingshot(survey):
+        names = ", ".join(one.name for one in slingshot)
+        return Stated("hsn", f"{names} in /sys/class/net of {survey.host}")
     if survey.default_interface is None:
         return None
     return Stated(survey.default_interface, f"default route of {survey.host}")

@@ -7,20 +7,20 @@ changing profiles.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from hpctrain.nodes.survey_texts import mount_of
-from hpctrain.site.detected_slurm import CONFIG_SHOWN, PARTITION_SHOWN, refusal
+from hpctrain.site.detected_partitions import CONFIG_SHOWN, PARTITION_SHOWN, refusal
 from hpctrain.site.facts import SiteFacts
 from hpctrain.site.hardware import NODES_SHOWN, NodeGroup, groups_of
 from hpctrain.site.preemption import Preemption, preemption_of
 from hpctrain.slurm.cluster_records import PartitionFacts
 from hpctrain.slurm.settings import seconds_of, words_of
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.profile.slurm import PartitionProfile
+from hpctrain.spec.profile.partition import PartitionProfile
 from hpctrain.units import ByteSize, Duration
 
 Severity = Literal["refused", "loses work", "slower", "harmless"]
@@ -140,6 +140,12 @@ def _partition_limits(
             "refused" if fewer else "harmless",
             "larger jobs are refused or wait for ever" if fewer else "jobs could ask for more",
         )
+    least = one.min_nodes or 0
+    if least < real.min_nodes:
+        yield _differs(
+            f"{path}.min_nodes", least or "no limit", real.min_nodes,
+            f"MinNodes of {PARTITION_SHOWN}", "refused", "smaller jobs are refused",
+        )  # fmt: skip
     if one.priority_tier != real.priority_tier:
         yield _differs(
             f"{path}.priority_tier", one.priority_tier, real.priority_tier,
@@ -194,51 +200,81 @@ def _successors(
 
 
 def _hardware(profile: ClusterProfile, facts: SiteFacts) -> Iterator[Difference]:
-    names = {one.name for one in profile.slurm.partitions}
-    nodes = [node for node in facts.cluster.nodes if names & set(node.partitions)]
-    groups = groups_of(nodes)
+    """Compare the nodes of each partition; what several share is said once."""
+    said: set[tuple[str, str]] = set()
+    for index, one in enumerate(profile.slurm.partitions):
+        if facts.cluster.partition(one.name) is None:
+            continue
+        for found in _partition_hardware(profile, index, facts):
+            if (found.field, found.on_cluster) not in said:
+                said.add((found.field, found.on_cluster))
+                yield found
+
+
+def _partition_hardware(
+    profile: ClusterProfile, index: int, facts: SiteFacts
+) -> Iterator[Difference]:
+    partition = profile.slurm.partitions[index]
+    real = profile.for_partition(partition.name)
+    path = f"slurm.partitions[{index}]."
+    places = {part: path if getattr(partition, part) is not None else "" for part in _PARTS}
+    wanted = set(re.split(r"&", real.slurm.constraint or "")) - {""}
+    simple = not set(real.slurm.constraint or "") & set("[]()|*!,")
+    nodes = [
+        node
+        for node in facts.cluster.nodes_of(partition.name)
+        if not simple or wanted <= node.features
+    ]
+    groups, source = groups_of(nodes), f"{NODES_SHOWN}, nodes of {partition.name}"
     if not groups:
-        if any(facts.cluster.partition(name) for name in names):
+        if not wanted:
             yield _differs(
-                "gpu.per_node", profile.gpu.per_node, 0, NODES_SHOWN, "refused",
-                "no node of these partitions has GPUs",
+                f"{places['gpu']}gpu.per_node", real.gpu.per_node, 0, source, "refused",
+                "no node of this partition has GPUs",
             )  # fmt: skip
         return
-    typed = [one for one in groups if profile.gpu.type in {kind for kind, _ in one.gpus}]
+    typed = [one for one in groups if real.gpu.type in {kind for kind, _ in one.gpus}]
     if not typed and groups[0].type:
         kinds = ", ".join(sorted({one.type for one in groups}))
-        asked = profile.slurm.gpu_request == "gres-typed"
+        asked = real.slurm.gpu_request == "gres-typed"
         yield _differs(
-            "gpu.type", profile.gpu.type, kinds, NODES_SHOWN, "refused" if asked else "slower",
+            f"{places['gpu']}gpu.type", real.gpu.type, kinds, source,
+            "refused" if asked else "slower",
             "jobs ask for a type that is not there" if asked else "plans are for another GPU",
         )  # fmt: skip
-    islands = {island.gpu for island in profile.network.islands} - {None}
+    islands = {island.gpu for island in real.network.islands} - {None}
     alike = [one for one in groups if islands & {kind for kind, _ in one.gpus}]
     chosen = list(dict.fromkeys([*(typed or [groups[0]]), *alike]))
-    yield from _node_sizes(profile, chosen)
+    yield from _node_sizes(real, chosen, places, source)
 
 
-def _node_sizes(profile: ClusterProfile, groups: list[NodeGroup]) -> Iterator[Difference]:
+_PARTS = ("nodes", "gpu")
+
+
+def _node_sizes(
+    profile: ClusterProfile, groups: list[NodeGroup], places: Mapping[str, str], source: str
+) -> Iterator[Difference]:
     nodes = [node for group in groups for node in group.nodes]
-    there = min(len(groups), 1) and min(group.per_node for group in groups)
-    cpus = min(node.cpus for node in nodes)
-    for field, told, real, more, less, severity in (
-        ("nodes.count", profile.nodes.count, len(nodes),
+    gpus, cpus = min(group.per_node for group in groups), min(node.cpus for node in nodes)
+    rows: tuple[tuple[str, int, int, str, str, Severity], ...] = (
+        (f"{places['nodes']}nodes.count", profile.nodes.count, len(nodes),
          "jobs of all nodes can never start", "plans leave nodes out", "harmless"),
-        ("gpu.per_node", profile.gpu.per_node, there,
+        (f"{places['gpu']}gpu.per_node", profile.gpu.per_node, gpus,
          "jobs ask for GPUs that a node does not have", "GPUs of a node stay unused", "slower"),
-        ("nodes.cpus", profile.nodes.cpus, cpus,
+        (f"{places['nodes']}nodes.cpus", profile.nodes.cpus, cpus,
          "jobs ask for CPUs that a node does not have", "CPUs of a node stay unused", "slower"),
-    ):  # fmt: skip
-        if told != real:
-            kind: Severity = "refused" if told > real else severity  # type: ignore[assignment]
-            yield _differs(field, told, real, NODES_SHOWN, kind, more if told > real else less)
+    )  # fmt: skip
+    for field, told, real, more, less, severity in rows:
+        if told > real:
+            yield _differs(field, told, real, source, "refused", more)
+        elif told < real:
+            yield _differs(field, told, real, source, severity, less)
     memory, told_memory = min(node.job_memory_mib for node in nodes), profile.nodes.memory
     if int(told_memory) // 2**20 != memory:
         above = int(told_memory) // 2**20 > memory
         yield _differs(
-            "nodes.memory", told_memory, ByteSize(memory * 2**20),
-            f"RealMemory minus MemSpecLimit of {NODES_SHOWN}", "refused" if above else "harmless",
+            f"{places['nodes']}nodes.memory", told_memory, ByteSize(memory * 2**20),
+            f"RealMemory minus MemSpecLimit of {source}", "refused" if above else "harmless",
             "jobs that ask for it can never start" if above else "the rest stays unused",
         )  # fmt: skip
 
@@ -255,13 +291,16 @@ def _options(profile: ClusterProfile, facts: SiteFacts) -> Iterator[Difference]:
             "the supervisor is killed before its last words" if less else "there is more time",
         )  # fmt: skip
     features = frozenset().union(*(node.features for node in facts.cluster.nodes))
-    asked = re.findall(r"[A-Za-z_][\w.:-]*", profile.slurm.constraint or "")
-    for name in asked:
-        if name not in features:
-            yield _differs(
-                "slurm.constraint", name, "no node has it", f"ActiveFeatures of {NODES_SHOWN}",
-                "refused", "jobs that ask for it are refused",
-            )  # fmt: skip
+    constraints = {"slurm.constraint": profile.slurm.constraint}
+    for index, one in enumerate(profile.slurm.partitions):
+        constraints[f"slurm.partitions[{index}].constraint"] = one.constraint
+    for field, words in constraints.items():
+        for name in re.findall(r"[A-Za-z_][\w.:-]*", words or ""):
+            if name not in features:
+                yield _differs(
+                    field, name, "no node has it", f"ActiveFeatures of {NODES_SHOWN}",
+                    "refused", "jobs that ask for it are refused",
+                )  # fmt: skip
     for index, island in enumerate(profile.network.islands):
         if island.feature is not None and island.feature not in features:
             yield _differs(
@@ -285,24 +324,29 @@ def _rights(profile: ClusterProfile, facts: SiteFacts) -> Iterator[Difference]:
     enforced = facts.cluster.config.get("AccountingStorageEnforce").lower()
     mine = ", ".join(accounting.accounts)
     told: dict[str, str | None] = {"slurm.account": profile.slurm.account}
+    asked_qos: dict[str, str | None] = {"slurm.qos": profile.slurm.qos}
+    for index, one in enumerate(profile.slurm.partitions):
+        told[f"slurm.partitions[{index}].account"] = one.account
+        asked_qos[f"slurm.partitions[{index}].qos"] = one.qos
     for index, account in enumerate(profile.limits.accounts):
         told[f"limits.accounts[{index}]"] = account
     for field, named in told.items():
-        if named is not None and named not in accounting.accounts:
+        if named and named not in accounting.accounts:
             strict = "associations" in enforced
             yield _differs(
                 field, named, f"{mine} for {facts.login.user}", shown,
-                "refused" if strict and field == "slurm.account" else "harmless",
+                "refused" if strict and field.startswith("slurm") else "harmless",
                 "jobs that name it are refused" if strict else "Slurm does not enforce it",
             )  # fmt: skip
     qos = {name for one in accounting.associations for name in one.qos}
-    if profile.slurm.qos is not None and qos and profile.slurm.qos not in qos:
-        strict = "qos" in enforced
-        yield _differs(
-            "slurm.qos", profile.slurm.qos, ", ".join(sorted(qos)), shown,
-            "refused" if strict else "harmless",
-            "jobs that name it are refused" if strict else "Slurm does not enforce it",
-        )  # fmt: skip
+    strict = "qos" in enforced
+    for field, named in asked_qos.items():
+        if named and qos and named not in qos:
+            yield _differs(
+                field, named, ", ".join(sorted(qos)), shown,
+                "refused" if strict else "harmless",
+                "jobs that name it are refused" if strict else "Slurm does not enforce it",
+            )  # fmt: skip
 
 
 def _switches(profile: ClusterProfile, facts: SiteFacts) -> Iterator[Difference]:

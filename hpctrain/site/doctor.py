@@ -12,7 +12,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from hpctrain.site.detected_slurm import PARTITION_SHOWN, refusal
+from hpctrain.site.detected_partitions import PARTITION_SHOWN, refusal
 from hpctrain.site.facts import LoginFacts
 from hpctrain.site.preemption import preemption_of
 from hpctrain.slurm.cluster_records import ClusterFacts, PartitionFacts
@@ -208,7 +208,7 @@ def _payment(
     config, accounting = cluster.config, cluster.accounting
     enforced = config.get("AccountingStorageEnforce")
     needed = "associations" in enforced.lower()
-    named = profile.slurm.account if profile is not None else None
+    named = profile.for_partition(None).slurm.account if profile is not None else None
     if not config.accounting_enabled:
         sentence = "who pays: nobody; there is no accounting database, and no history of old jobs"
         yield _finding("account", "works", sentence, "AccountingStorageType")

@@ -109,6 +109,7 @@ def _partition(row: dict[str, str], config: SlurmConfig) -> PartitionFacts:
         default=row.get("Default") == "YES",
         is_up=row.get("State", "UP") == "UP",
         max_seconds=_limit(row.get("MaxTime", "")),
+        min_nodes=_count(row.get("MinNodes", "")) or 0,
         max_nodes=_count(row.get("MaxNodes", "")),
         preemption=_preemption(row, config),
         grace_seconds=int(row.get("GraceTime", "0") or 0),

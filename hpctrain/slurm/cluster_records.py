@@ -59,6 +59,7 @@ class PartitionFacts:
     default: bool = False
     is_up: bool = True
     max_seconds: float | None = None
+    min_nodes: int = 0
     max_nodes: int | None = None
     preemption: PreemptionMode = "off"
     grace_seconds: int = 0

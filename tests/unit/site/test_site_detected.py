@@ -25,6 +25,7 @@ from foreign_clusters import (
 from hpctrain.errors import InvalidInputError
 from hpctrain.nodes.survey_texts import mounts, node_survey
 from hpctrain.site.detected import DetectedProfile, detected_profile
+from hpctrain.site.differences import differences
 from hpctrain.site.facts import Directory, LoginFacts, SiteFacts
 from hpctrain.site.hardware import groups_of, known_gpu
 from hpctrain.slurm.cluster_parse import nodes
@@ -142,10 +143,17 @@ def test_dies_of_amd(tmp_path: Path) -> None:
     assert profile.limits.accounts == ("project_1", "project_2")
     assert profile.slurm.exclusive and "slurm.exclusive" not in found.guessed
     assert "slurm.partitions[0].default" in found.guessed, "Slurm has no default partition"
-    looked = survey(commands={"rocm-smi": ROCM}, gpu_devices=["/dev/dri/renderD128"])
+    looked = survey(
+        commands={"rocm-smi": ROCM},
+        gpu_devices=["/dev/dri/renderD128"],
+        interfaces={f"hsn{i}": {"speed": "200000", "operstate": "up"} for i in range(4)},
+    )
     profile, found = detected(tmp_path, MI250X, looked)
     assert profile.gpu.model == "MI250X" and "gpu.model" not in found.guessed
     assert int(profile.gpu.memory) == 68702699520
+    links = profile.network
+    assert (links.fabric, links.nics_per_node, links.interface) == ("slingshot", 4, "hsn")
+    assert links.nic_bandwidth == 25e9 and "network.nic_bandwidth" not in found.guessed
 
 
 def test_racks_of_gb200_are_one_domain(tmp_path: Path) -> None:
@@ -159,19 +167,61 @@ def test_racks_of_gb200_are_one_domain(tmp_path: Path) -> None:
     assert "network.switches.nodes_per_leaf" not in found.guessed
 
 
-def test_mixed_hardware_is_one_profile_for_each_kind(tmp_path: Path) -> None:
+def test_partitions_with_other_hardware_have_their_own_figures(tmp_path: Path) -> None:
     profile, found = detected(tmp_path, UNIVERSITY)
     assert (profile.gpu.type, profile.nodes.count) == ("a100", 3)
     assert profile.slurm.gpu_request == "gres-typed", "v100 are in the same partition"
-    assert [one.name for one in profile.slurm.partitions] == ["gpu"]
+    assert [one.name for one in profile.slurm.partitions] == ["gpu", "h100"]
+    other = profile.for_partition("h100")
+    assert (other.gpu.type, other.gpu.per_node, other.nodes.count) == ("h100", 4, 1)
+    assert int(other.nodes.memory) == 1000000 * 2**20 and other.nodes.cpus == 224
+    assert other.nvlink.bandwidth == 450e9 and profile.nvlink.bandwidth == 300e9
+    assert "\n      nodes:\n        count: 1  # from: " in found.text, "what is alike is left out"
+    assert any("2 other nodes, not described: 4 x v100" in remark for remark in found.remarks)
     assert any("`long` is left out" in remark for remark in found.remarks), "other accounts only"
-    assert any("--partition h100" in remark for remark in found.remarks)
     assert any("matlab" in remark for remark in found.remarks)
     preemption = profile.slurm.partitions[0].preemption
     assert (preemption.mode, preemption.grace) == ("requeue", 45), "by QOS normal"
     other, found = detected(tmp_path, UNIVERSITY, partition="h100")
     assert (other.name, other.gpu.type, other.gpu.per_node) == ("uni-h100", "h100", 4)
-    assert other.slurm.gpu_request == "gres"
+    assert other.slurm.gpu_request == "gres" and len(other.slurm.partitions) == 1
+
+
+def test_a_partition_with_some_of_the_nodes_and_an_account_of_its_own(tmp_path: Path) -> None:
+    texts = {
+        **UNIVERSITY,
+        "node": "".join(
+            node(f"a{i}", "gpu:a100:4", partitions="gpu,few" if i == 1 else "gpu")
+            for i in range(1, 5)
+        ),
+        "partition": partition("gpu", Default="YES")
+        + partition("few", AllowAccounts="special", MinNodes="2", AllowQos="quick"),
+        "user": "ml|ml||normal,quick|normal||||||\nml|special||normal,quick|normal||||||\n",
+    }
+    profile, _ = detected(tmp_path, texts)
+    few = profile.slurm.partition("few")
+    assert few is not None and few.account == "special" and few.qos == "quick"
+    assert (few.min_nodes, profile.for_partition("few").nodes.count) == (2, 1)
+    assert profile.slurm.account == "ml" and profile.for_partition("few").gpu == profile.gpu
+    assert not [one for one in differences(profile, site(texts)) if one.matters]
+
+
+def test_a_partition_whose_gpu_nobody_knows_is_left_out(tmp_path: Path) -> None:
+    texts = {
+        "config": config(),
+        "node": "".join(node(f"n{i}", "gpu:h200:8", partitions="p") for i in range(2))
+        + node("x", "gpu:zeta9:4", partitions="new"),
+        "partition": partition("p", Default="YES") + partition("new"),
+    }
+    profile, found = detected(tmp_path, texts)
+    assert [one.name for one in profile.slurm.partitions] == ["p"]
+    assert any("--partition new --gpu MODEL" in remark for remark in found.remarks)
+
+
+def test_a_job_on_another_kind_of_node_describes_none_of_these(tmp_path: Path) -> None:
+    profile, found = detected(tmp_path, UNIVERSITY, survey(host="v1.cluster.example"))
+    assert any("which is none of these nodes" in remark for remark in found.remarks)
+    assert not profile.gpu.emulated
 
 
 def test_a_type_with_two_sizes_is_the_smaller_one_unless_a_feature_says_more() -> None:
@@ -195,7 +245,8 @@ def test_one_type_with_a_feature_of_its_own_in_a_mixed_partition(tmp_path: Path)
         "partition": partition("gpu", Default="YES"),
     }
     profile, _ = detected(tmp_path, texts)
-    assert profile.slurm.constraint == "a100_80" and profile.nodes.count == 2
+    assert profile.for_partition("gpu").slurm.constraint == "a100_80"
+    assert profile.nodes.count == 2
 
 
 def test_a_gpu_without_a_name_is_asked_for(tmp_path: Path) -> None:

@@ -79,6 +79,10 @@ def test_a_detected_profile_is_what_the_cluster_is(name: str, tmp_path: Path) ->
         ("uni", "slurm:\n", "continuation: chain\nslurm:\n", "continuation", "refused",
          ("chain", "login1, login2 only may submit")),
         ("uni", "type: a100", "type: a800", "gpu.type", "refused", ("a800", "a100, v100")),
+        ("uni", "        type: h100", "        type: h800", "slurm.partitions[1].gpu.type",
+         "refused", ("h800", "h100")),
+        ("uni", "        count: 1", "        count: 2", "slurm.partitions[1].nodes.count",
+         "refused", ("2", "1")),
     ],
 )  # fmt: skip
 def test_what_is_changed_is_named(
