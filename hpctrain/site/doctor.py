@@ -308,7 +308,7 @@ def _start(cluster: ClusterFacts) -> Iterator[SiteFinding]:
             "here holds there",
             "PropagateResourceLimits",
         )
-    tasks = config.get("TaskPlugin")
+    tasks = config.get("TaskPlugin", "none")
     bound = "affinity" in tasks or "cgroup" in tasks
     yield _finding(
         "binding",

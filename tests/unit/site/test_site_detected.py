@@ -206,6 +206,21 @@ def test_a_partition_with_some_of_the_nodes_and_an_account_of_its_own(tmp_path: 
     assert not [one for one in differences(profile, site(texts)) if one.matters]
 
 
+def test_leaves_of_other_nodes_may_be_smaller(tmp_path: Path) -> None:
+    texts = {
+        "config": config(topology="topology/tree"),
+        "node": "".join(node(f"a{i}", "gpu:h200:8", partitions="a") for i in range(4))
+        + "".join(node(f"b{i}", "gpu:b200:8", partitions="b") for i in range(2)),
+        "partition": partition("a", Default="YES") + partition("b"),
+        "topology": "SwitchName=s0 Level=0 LinkSpeed=1 Nodes=a[0-3]\n"
+        "SwitchName=s1 Level=0 LinkSpeed=1 Nodes=b[0-1]\n",
+    }
+    profile, _ = detected(tmp_path, texts)
+    assert profile.network.switches.nodes_per_leaf == 4
+    assert profile.for_partition("b").network.switches.nodes_per_leaf == 2
+    assert profile.for_partition("b").network.switches.plugin == "tree"
+
+
 def test_a_partition_whose_gpu_nobody_knows_is_left_out(tmp_path: Path) -> None:
     texts = {
         "config": config(),

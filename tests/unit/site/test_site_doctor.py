@@ -99,6 +99,29 @@ def test_how_nodes_are_lost(
         assert signal[1] in found["user signal"].sentence
 
 
+def test_nobody_preempts_where_no_partition_of_these_nodes_is_higher() -> None:
+    preempted = partition("spot", Default="YES", PreemptMode="REQUEUE", GraceTime="60")
+    changed = with_config(preempt_type="preempt/partition_prio")
+    alone = judged({**changed, "partition": preempted + partition("batch")})
+    assert "not preempted" in alone["preemption"].sentence
+    elsewhere = partition("other", PriorityTier="9")
+    assert (
+        "not preempted"
+        in judged({**changed, "partition": preempted + elsewhere})["preemption"].sentence
+    ), "it has none of these nodes"
+    higher = judged({**changed, "partition": preempted + partition("batch", PriorityTier="9")})
+    assert "preempted by batch" in higher["preemption"].sentence
+
+
+def test_only_a_qos_that_preempts_ours_takes_nodes() -> None:
+    usual = UNIVERSITY["qos"]
+    here = {**UNIVERSITY, "partition": partition("gpu", Default="YES")}
+    both = {**here, "qos": usual + "other|normal|requeue|00:00:10||||\n"}
+    assert "preempted by normal after a grace of 45 s" in judged(both)["preemption"].sentence
+    safe = {**both, "user": UNIVERSITY["user"].replace("scavenge", "other")}
+    assert "not preempted" in judged(safe)["preemption"].sentence
+
+
 def test_who_pays(tmp_path: Path) -> None:
     assert "nobody" in judged(DGX_H100)["account"].sentence
     found = judged(MI250X)["account"]
