@@ -45,6 +45,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "archive": ("files", "Pack a run into one tar file, with or without its checkpoints"),
     "rm": ("files", "Remove a run for good"),
     "profiles": ("inspect", "List cluster profiles, or show one"),
+    "profile": ("site", "Make a profile by asking the cluster, or compare one with it"),
+    "doctor": ("site", "Say what will work at this site, and what will not"),
     "schema": ("inspect", "Print the JSON Schema of specs or profiles, for editors"),
     "sandbox": ("sandbox", "A real multi-node Slurm in a directory"),
     "convert": ("convert", "Convert weights: Hugging Face, megatron-core, checkpoints of runs"),

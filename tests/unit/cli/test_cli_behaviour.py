@@ -429,8 +429,10 @@ def test_json_of_every_command_that_has_it(here: Path, slurm: FakeSlurm) -> None
         "compare": [*TINY, "--engines", "ddp,fsdp", "--predict"],
         "scale": [*TINY, "--gpus", "1,2", "--set", "parallel=auto", "--predict"],
     }
-    # tests/unit/actions/test_data.py, tests/unit/actions/test_calibrate.py, tests/engines
+    # tests/unit/actions/test_data.py, tests/unit/actions/test_calibrate.py, tests/engines,
+    # test_cli_site.py
     elsewhere = {"data prepare", "data show", "data verify", "calibrate", "convert"}
+    elsewhere |= {"profile check", "doctor"}
     assert set(json_commands()) == examples.keys() | elsewhere
     for command, arguments in examples.items():
         outcome = hpctrain(command, *arguments, "--json")
