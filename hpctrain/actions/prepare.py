@@ -17,24 +17,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from hpctrain.actions.container_paths import registry_warnings, unmounted_warnings
-from hpctrain.actions.elastic_sizes import SizedConfig, shapes_of, smaller_sizes
+from hpctrain.actions.elastic_sizes import SizedConfig, smaller_sizes
 from hpctrain.actions.profiles import load_named_profile, profile_search_path
 from hpctrain.actions.runs import new_run_id
+from hpctrain.actions.supervisor_settings import supervisor_settings
 from hpctrain.engines.documents import train_config
 from hpctrain.engines.module import ModuleConfig
-from hpctrain.engines.speed_check import (
-    SpeedCheckConfig,
-    speed_check_config,
-    speed_check_mode,
-)
+from hpctrain.engines.speed_check import SpeedCheckConfig, speed_check_config
 from hpctrain.engines.training import TrainConfig
 from hpctrain.errors import InvalidInputError, LimitError, Problem
 from hpctrain.plan.abilities.trainable import untrainable_fields, untrainable_layout
 from hpctrain.plan.documents import Plan
 from hpctrain.render.containers import container_problems, run_container
-from hpctrain.render.script import ScriptFacts, build_script, walltime
+from hpctrain.render.script import ScriptFacts, build_script
 from hpctrain.render.template import render_script
-from hpctrain.render.warning_lead import short_grace, warning_lead
+from hpctrain.render.warning_lead import short_grace
 from hpctrain.spec.calibration import SiteCalibration
 from hpctrain.spec.loader import (
     Loaded,
@@ -47,19 +44,12 @@ from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import DataSource, RunSpec
 from hpctrain.store.datasets import bin_path, idx_path, npz_path
 from hpctrain.store.jobs import run_comment
-from hpctrain.store.supervise_config import (
-    GroupSettings,
-    RollbackSettings,
-    SuperviseConfig,
-    TopologySettings,
-)
+from hpctrain.store.supervise_config import SuperviseConfig
 from hpctrain.supervise.catalogue import load_signatures
 
 if TYPE_CHECKING:
     from hpctrain.plan.request import Knowledge
     from hpctrain.spec.catalogue import Gpu, GpuVariable
-
-NODE_LEDGER_NAME = "nodes.jsonl"
 
 
 @dataclass(frozen=True)
@@ -188,7 +178,7 @@ def prepare(
         for size in smaller_sizes(absolute, site, plan, knowledge, peak_flops)
     )
     train = train_config(absolute, plan, peak_flops).model_copy(update=check)
-    supervise = _supervise_config(run_id, document, site, plan, runs, smaller)
+    supervise = supervisor_settings(run_id, document, site, plan, runs, smaller)
     read = [*input_paths(train), *filter(None, (absolute.data.cache, absolute.model.pretrained))]
     plan = _with_site_warnings(document, site, plan, read, runs / run_id)
     return Prepared(
@@ -330,82 +320,3 @@ def input_paths(config: TrainConfig) -> tuple[str, ...]:
         prefixes = [Path(prefix) for _, prefix in config.data_blend]
         paths += [path for prefix in prefixes for path in (bin_path(prefix), idx_path(prefix))]
     return tuple(dict.fromkeys([*map(str, paths), *config.needed_paths]))
-
-
-def _supervise_config(
-    run_id: str,
-    spec: RunSpec,
-    profile: ClusterProfile,
-    plan: Plan,
-    runs: Path,
-    smaller: tuple[SizedConfig, ...],
-) -> SuperviseConfig:
-    """Collect the supervisor's settings from spec, profile and plan."""
-    from hpctrain.plan.forecast.interruptions import node_mtbf_seconds
-
-    partition = profile.slurm.partition(spec.resources.partition)
-    assert partition is not None, "the planner has checked the partition"
-    limit, rollback = walltime(spec, profile, partition), spec.supervise.rollback
-    return SuperviseConfig(
-        run_id=run_id,
-        target_step=plan.batch.train_steps,
-        launcher=spec.launcher,
-        continuation=profile.continuation,
-        continuation_jobs=profile.continuation_jobs,
-        failures_without_progress=spec.supervise.failures_without_progress,
-        stall_seconds=float(spec.supervise.stall),
-        setup_stall_seconds=float(spec.supervise.setup_stall),
-        kill_wait_seconds=float(profile.slurm.kill_wait),
-        poll_seconds=float(profile.limits.poll),
-        warning_seconds=float(warning_lead(spec, profile, plan, limit).seconds),
-        verify=spec.checkpoint.verify,
-        cluster=profile.name,
-        budgets={str(cause): count for cause, count in spec.supervise.budgets.items()},
-        storm_failures=spec.supervise.storm_failures,
-        storm_window_seconds=float(spec.supervise.storm_window),
-        learn_stalls=spec.supervise.learn_stalls,
-        slow_rank=spec.supervise.slow_rank,
-        speed_check=speed_check_mode(spec, profile),
-        exclude_nodes=spec.supervise.exclude_nodes,
-        rollback=RollbackSettings(
-            act=rollback.mode == "act",
-            checkpoints=rollback.checkpoints,
-            skip_steps=rollback.skip_steps,
-            other_nodes=rollback.other_nodes,
-        ),
-        shapes=shapes_of(plan, smaller),
-        spare_nodes=spec.resources.spare_nodes,
-        cluster_nodes=profile.nodes.count,
-        node_ledger=str(runs.absolute() / NODE_LEDGER_NAME),
-        mttf_seconds=node_mtbf_seconds(profile) / plan.nodes.nodes,
-        keep_launches=spec.logging.keep_launches,
-        topology=topology_settings(profile, plan),
-    )
-
-
-def topology_settings(profile: ClusterProfile, plan: Plan) -> TopologySettings | None:
-    """Collect what the supervisor compares with the nodes of its job; None where Slurm cannot say.
-
-    In blocks the axes that the plan has inside an NVLink domain; under leaf switches those whose
-    groups fit below one.
-    """
-    switches, nodes = profile.network.switches, plan.nodes
-    if switches.plugin == "none" or switches.usable_nodes is None or nodes.nodes == 1:
-        return None
-    per_node = nodes.gpus_per_node
-    largest = switches.usable_nodes * per_node
-    groups = []
-    for one in plan.placements:
-        block = one.stride * one.size
-        inside = one.span == "inside an NVLink domain"
-        fits = inside if switches.plugin == "block" else block <= largest
-        if one.size > 1 and block > per_node and fits:
-            groups.append(GroupSettings(axis=one.axis, stride=one.stride, ranks=one.size))
-    return TopologySettings(
-        plugin=switches.plugin,
-        gpus_per_node=per_node,
-        groups=tuple(groups),
-        thin_uplinks=switches.oversubscription > 1,
-        step_seconds=plan.step_seconds,
-        scattered_step_seconds=plan.scattered_step_seconds,
-    )

@@ -41,8 +41,8 @@ def nodes(
       hpctrain nodes --forgive n17
     """
     from hpctrain.actions import nodes as action
-    from hpctrain.actions.prepare import NODE_LEDGER_NAME
     from hpctrain.actions.runs import runs_directory
+    from hpctrain.actions.supervisor_settings import NODE_LEDGER_NAME
 
     if profile and cluster:
         raise click.UsageError("--profile and --cluster exclude each other")

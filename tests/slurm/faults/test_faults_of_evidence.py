@@ -14,8 +14,8 @@ from rehearsal import PlannedFault, Rehearsal, Stage, held
 from survival import Fault, Survival
 
 from hpctrain.actions.nodes import node_rows
-from hpctrain.actions.prepare import NODE_LEDGER_NAME
 from hpctrain.actions.runs import RunFiles
+from hpctrain.actions.supervisor_settings import NODE_LEDGER_NAME
 from hpctrain.errors import SlurmError
 from hpctrain.nodes.record import EvidenceKind, NodeLedger
 from hpctrain.sandbox import faults

@@ -1,0 +1,105 @@
+"""Collect the supervisor's settings (`supervise.json`) from spec, profile and plan.
+
+Belongs here: which field becomes which setting, and what follows from several of them. Does not
+belong here: the document (`hpctrain.store.supervise_config`), the trainer's settings
+(`hpctrain.engines.documents`), writing files (`hpctrain.actions.submit`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hpctrain.actions.elastic_sizes import SizedConfig, shapes_of
+from hpctrain.engines.speed_check import speed_check_mode
+from hpctrain.plan.documents import Plan
+from hpctrain.render.script import walltime
+from hpctrain.render.warning_lead import warning_lead
+from hpctrain.spec.profile import ClusterProfile
+from hpctrain.spec.run import RunSpec
+from hpctrain.store.supervise_config import (
+    GroupSettings,
+    RollbackSettings,
+    SuperviseConfig,
+    TopologySettings,
+)
+
+NODE_LEDGER_NAME = "nodes.jsonl"
+
+
+def supervisor_settings(
+    run_id: str,
+    spec: RunSpec,
+    profile: ClusterProfile,
+    plan: Plan,
+    runs: Path,
+    smaller: tuple[SizedConfig, ...],
+) -> SuperviseConfig:
+    """Collect the supervisor's settings from spec, profile and plan."""
+    from hpctrain.plan.forecast.interruptions import node_mtbf_seconds
+
+    partition = profile.slurm.partition(spec.resources.partition)
+    assert partition is not None, "the planner has checked the partition"
+    limit, rollback = walltime(spec, profile, partition), spec.supervise.rollback
+    return SuperviseConfig(
+        run_id=run_id,
+        target_step=plan.batch.train_steps,
+        launcher=spec.launcher,
+        continuation=profile.continuation,
+        continuation_jobs=profile.continuation_jobs,
+        failures_without_progress=spec.supervise.failures_without_progress,
+        stall_seconds=float(spec.supervise.stall),
+        setup_stall_seconds=float(spec.supervise.setup_stall),
+        kill_wait_seconds=float(profile.slurm.kill_wait),
+        poll_seconds=float(profile.limits.poll),
+        warning_seconds=float(warning_lead(spec, profile, plan, limit).seconds),
+        verify=spec.checkpoint.verify,
+        cluster=profile.name,
+        budgets={str(cause): count for cause, count in spec.supervise.budgets.items()},
+        storm_failures=spec.supervise.storm_failures,
+        storm_window_seconds=float(spec.supervise.storm_window),
+        learn_stalls=spec.supervise.learn_stalls,
+        slow_rank=spec.supervise.slow_rank,
+        speed_check=speed_check_mode(spec, profile),
+        exclude_nodes=spec.supervise.exclude_nodes,
+        rollback=RollbackSettings(
+            act=rollback.mode == "act",
+            checkpoints=rollback.checkpoints,
+            skip_steps=rollback.skip_steps,
+            other_nodes=rollback.other_nodes,
+        ),
+        shapes=shapes_of(plan, smaller),
+        spare_nodes=spec.resources.spare_nodes,
+        cluster_nodes=profile.nodes.count,
+        node_ledger=str(runs.absolute() / NODE_LEDGER_NAME),
+        mttf_seconds=node_mtbf_seconds(profile) / plan.nodes.nodes,
+        keep_launches=spec.logging.keep_launches,
+        topology=topology_settings(profile, plan),
+    )
+
+
+def topology_settings(profile: ClusterProfile, plan: Plan) -> TopologySettings | None:
+    """Collect what the supervisor compares with the nodes of its job; None where Slurm cannot say.
+
+    In blocks the axes that the plan has inside an NVLink domain; under leaf switches those whose
+    groups fit below one.
+    """
+    switches, nodes = profile.network.switches, plan.nodes
+    if switches.plugin == "none" or switches.usable_nodes is None or nodes.nodes == 1:
+        return None
+    per_node = nodes.gpus_per_node
+    largest = switches.usable_nodes * per_node
+    groups = []
+    for one in plan.placements:
+        block = one.stride * one.size
+        inside = one.span == "inside an NVLink domain"
+        fits = inside if switches.plugin == "block" else block <= largest
+        if one.size > 1 and block > per_node and fits:
+            groups.append(GroupSettings(axis=one.axis, stride=one.stride, ranks=one.size))
+    return TopologySettings(
+        plugin=switches.plugin,
+        gpus_per_node=per_node,
+        groups=tuple(groups),
+        thin_uplinks=switches.oversubscription > 1,
+        step_seconds=plan.step_seconds,
+        scattered_step_seconds=plan.scattered_step_seconds,
+    )
