@@ -1,6 +1,7 @@
 """Write and read how the ranks of a launch have ended: one file per node, one line per record.
 
     exits/e000001/node-000003.jsonl    ranks of the fourth node of a launch, and its agent
+    exits/e000001/left-startup         a rank was stopped before its first step (empty)
 
 Ranks of one node append to one file, so that a launch leaves as many files as it has nodes.
 open(2), O_APPEND: the position is atomic between processes of one host; on NFS too, where only
@@ -15,7 +16,7 @@ import os
 import re
 from pathlib import Path
 
-from hpctrain.durable import append_line, fsync_directory
+from hpctrain.durable import append_line, fsync_directory, shared_mode
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.run_records import (
     AgentRecord,
@@ -64,6 +65,29 @@ def of_ranks(records: list[ExitRecord | AgentRecord]) -> list[ExitRecord]:
     """Select the records of ranks, in rank order; of a rank with several the last one."""
     newest = {one.rank: one for one in records if isinstance(one, ExitRecord)}
     return [newest[rank] for rank in sorted(newest)]
+
+
+def mark_left_startup(run: RunLayout, epoch: int) -> None:
+    """Show the other ranks of a launch that one was stopped before its first step. Raises OSError.
+
+    They fail by that, all at once: each of them looks for this file instead of reading all records.
+    """
+    path = run.left_startup(epoch)
+    run.make_directory(path.parent)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
+    os.close(os.open(path, flags, shared_mode(path.parent, 0o600)))
+
+
+def has_left_startup(run: RunLayout, epoch: int) -> bool:
+    """Check whether a rank of a launch was stopped before its first step.
+
+    By open(2) and not stat(2): an NFS client then asks the server (nfs(5), close-to-open).
+    """
+    try:
+        os.close(os.open(run.left_startup(epoch), os.O_RDONLY))
+    except OSError:
+        return False
+    return True
 
 
 def rank_0_has_exited(run: RunLayout, epoch: int) -> bool:

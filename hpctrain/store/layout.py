@@ -12,6 +12,7 @@ data.json                              which bytes the run trains on, to notice 
 control/                               requests of people and of the supervisor to the trainer
 epochs/                                one file per launch; the highest number owns the run
 exits/e000001/node-000003.jsonl        how the ranks of a node of a launch ended, one line each
+exits/e000001/left-startup             a rank of the launch was stopped before its first step
 stacks/e000001/rank-000003.txt         where each rank of a launch was when it hung
 ranks.json saves.jsonl skips.json      times of each rank, each save and its cost, data left out
 software.jsonl                         software and GPUs that each launch has found on its nodes
@@ -223,6 +224,10 @@ class RunLayout:
     def exit_records(self, epoch: int, node_rank: int) -> Path:
         """The records of the ranks on one node of a launch; nodes count in Slurm's order."""
         return self.exits_of(epoch) / f"node-{node_rank:06d}.jsonl"
+
+    def left_startup(self, epoch: int) -> Path:
+        """There once a rank of a launch was stopped before its first step; it is empty."""
+        return self.exits_of(epoch) / "left-startup"
 
     def exit_record(self, epoch: int, rank: int) -> Path:
         """The record of one rank, as hpctrain 0.1.0 wrote it; it is read and no longer written."""

@@ -24,7 +24,11 @@ from hpctrain.checkpoints.publish import StaleEpochError
 from hpctrain.engines.training import TrainConfig
 from hpctrain.errors import CheckpointError, HpctrainError, InvalidInputError, Problem
 from hpctrain.spec.engines.registry import abilities_of, resolve
-from hpctrain.store.exit_records import read_exit_records, write_exit_record
+from hpctrain.store.exit_records import (
+    has_left_startup,
+    mark_left_startup,
+    write_exit_record,
+)
 from hpctrain.store.layout import RunLayout
 from hpctrain.store.requests import is_requested
 from hpctrain.store.run_records import (
@@ -183,10 +187,7 @@ class Ending:
         """
         if self._begun:
             return False
-        if self._is_asked_to_stop():
-            return True
-        records = read_exit_records(self._run, self._launch.epoch)
-        return any(record.outcome == "yielded" for record in records)
+        return self._is_asked_to_stop() or has_left_startup(self._run, self._launch.epoch)
 
     def of(self, work: Callable[[], Outcome]) -> int:
         try:
@@ -291,6 +292,8 @@ class Ending:
         )
 
         def write() -> None:
+            if outcome == "yielded" and not self._begun:
+                mark_left_startup(self._run, self._launch.epoch)  # before others fail by it
             write_exit_record(self._run, self._launch.node_rank, record)
 
         try:
