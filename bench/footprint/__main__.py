@@ -11,13 +11,11 @@ import tempfile
 from pathlib import Path
 
 from bench.footprint.small_runs import RANK_ACTORS, Counted, count_small_runs, total
-from hpctrain.actions.footprint import footprint_of
-from hpctrain.actions.plan import run_facts
+from hpctrain.actions.footprint import footprint_of, size_of
 from hpctrain.actions.prepare import prepare
 from hpctrain.cli.footprint_text import footprint_lines
-from hpctrain.plan.footprint.predict import file_calls, run_size
+from hpctrain.plan.footprint.predict import file_calls
 from hpctrain.plan.footprint.quantities import OPERATIONS, Event
-from hpctrain.plan.forecast.predict import forecast
 
 EXAMPLE, PROFILE = Path(__file__).resolve().parents[2] / "examples" / "gpt175b.yaml", "a100x64"
 _EVENTS: dict[str, tuple[Event, ...]] = {
@@ -43,10 +41,7 @@ def main() -> int:
         counted = count_small_runs(Path(name) / "runs", sizes)
         made = prepare(EXAMPLE, PROFILE, runs=Path(name))
     print("\n".join(footprint_lines(footprint_of(made))))
-    spec, site = made.spec.document, made.profile.document
-    facts = run_facts(spec, site, made.plan)
-    assert facts is not None, "the profile has a known GPU"
-    size = run_size(spec, site, made.plan, forecast(spec, site, facts))
+    size = size_of(made)
     print(
         f"\n{f'Operations of ranks at {size.ranks}':<34}" + "".join(f"{o:>9}" for o in OPERATIONS)
     )

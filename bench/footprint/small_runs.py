@@ -171,6 +171,8 @@ def _counted(
         nodes=1,
         agents=0,
         logs=ranks,
+        kept_launches=1,
+        located=0,
         files=len(manifest.files) if manifest is not None else 0,
         # `keep` of a fresh run leaves all; the one that resumes looks at two, and deletes one
         kept=0 if kind == "first" else 2,

@@ -13,8 +13,11 @@ from hpctrain.actions.plan import run_facts
 from hpctrain.actions.prepare import Prepared, prepare
 from hpctrain.errors import DoesNotFitError
 from hpctrain.plan.footprint.documents import Footprint
-from hpctrain.plan.footprint.predict import footprint
+from hpctrain.plan.footprint.predict import footprint, run_size
+from hpctrain.plan.footprint.quantities import RunSize
+from hpctrain.plan.forecast.documents import Forecast
 from hpctrain.plan.forecast.predict import forecast
+from hpctrain.render.srun_tasks import log_files
 from hpctrain.units import short_duration
 
 # Of a step where none is predicted: long enough for large models, short enough for small ones.
@@ -33,6 +36,34 @@ def predict_footprint(
 
 def footprint_of(prepared: Prepared) -> Footprint:
     """Predict the footprint of a prepared run. Raises DoesNotFitError as a forecast does."""
+    predicted, assumptions = _forecast_of(prepared)
+    site, size = prepared.profile.document, _size(prepared, predicted)
+    return footprint(site, prepared.plan, predicted, size, assumptions)
+
+
+def size_of(prepared: Prepared) -> RunSize:
+    """Describe a prepared run by the numbers on which its footprint depends.
+
+    Raises DoesNotFitError as a forecast does.
+    """
+    return _size(prepared, _forecast_of(prepared)[0])
+
+
+def _size(prepared: Prepared, predicted: Forecast) -> RunSize:
+    spec, profile, plan = prepared.spec.document, prepared.profile.document, prepared.plan
+    return run_size(
+        spec,
+        profile,
+        plan,
+        predicted,
+        logs=log_files(spec, plan),
+        located=prepared.supervise.topology is not None,
+        sizes=len(prepared.smaller),
+    )
+
+
+def _forecast_of(prepared: Prepared) -> tuple[Forecast, tuple[str, ...]]:
+    """Make the forecast of a prepared run; return the assumptions behind it as well."""
     spec, profile, plan = prepared.spec.document, prepared.profile.document, prepared.plan
     assumed, facts = list[str](), run_facts(spec, profile, plan)
     if facts is None:
@@ -42,15 +73,7 @@ def footprint_of(prepared: Prepared) -> Footprint:
         assumed.append(f"step: {seconds}, because none is predicted for this GPU")
     assert facts is not None, "there is a step time"
     predicted = forecast(spec, profile, facts)
-    assumed += [str(one) for one in predicted.assumptions]
-    return footprint(
-        spec,
-        profile,
-        plan,
-        predicted,
-        sizes=len(prepared.smaller),
-        assumptions=tuple(assumed),
-    )
+    return predicted, (*assumed, *map(str, predicted.assumptions))
 
 
 def footprint_warnings(prepared: Prepared) -> tuple[str, ...]:

@@ -51,6 +51,14 @@ def logs_by(spec: RunSpec, plan: Plan) -> Literal["rank", "node"]:
     return "rank" if plan.layout.world_size <= _MOST_LOGS_OF_RANKS else "node"
 
 
+def log_files(spec: RunSpec, plan: Plan) -> int:
+    """Count the logs of one launch: of ranks or nodes, and of agents beside those of ranks."""
+    nodes, ranks = plan.nodes.nodes, plan.layout.world_size
+    if logs_by(spec, plan) == "node":
+        return nodes
+    return ranks + (nodes if spec.launcher == "torchrun" else 0)
+
+
 def choose_tasks(spec: RunSpec, plan: Plan) -> SrunTasks:
     """Choose tasks, module and logs according to `launcher` and `logging.files` of the spec."""
     nodes, gpus = plan.nodes.nodes, plan.nodes.gpus_per_node

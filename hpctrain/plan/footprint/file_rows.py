@@ -18,7 +18,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     "settings": (
         *("spec.yaml", "profile.yaml", "plan.json", "train.json", "train-n*.json"),
         *("supervise.json", "signatures.json", "data.json", "job.sbatch"),
-        *("ds_config.json", "ds_config-n*.json"),
+        *("ds_config.json", "ds_config-n*.json", "archive.json"),
     ),
     "ledger": ("ledger.jsonl",),
     "epochs": ("epochs", "epochs/*"),
@@ -51,7 +51,9 @@ _SNAPSHOT = "hpctrain.supervise.evidence.run_dir_snapshot:RunDirReader.read"
 _LAUNCH = "hpctrain.supervise.srun_launch:TrainerLauncher"
 _LOOP = "hpctrain.train.loop:Loop"
 _SUBMIT = "hpctrain.actions.submit:write_run_directory"
-_EXIT = "hpctrain.store.run_records:write_exit_record"
+_EXIT = "hpctrain.store.exit_records:write_exit_record"
+_READ_EXITS = "hpctrain.store.exit_records:read_exit_records"
+_PACK = "hpctrain.store.old_launches:pack_old_launches"
 _PUBLISH = "hpctrain.checkpoints.publish:publish"
 _RETIRE = "hpctrain.checkpoints.publish:Retention.retire"
 _SAVE = "hpctrain.train.saving.saver:Saver"
@@ -112,7 +114,7 @@ _RUN = (
         "hpctrain.checkpoints.resume_shares:write_shares",
         inodes=Formula(1),
     ),
-    FileRow("done marker", "run", "rank 0", "hpctrain.train.entry:_mark_done", inodes=Formula(1)),
+    FileRow("done marker", "run", "rank 0", "hpctrain.train.entry:mark_done", inodes=Formula(1)),
     FileRow(
         "index cache",
         "run",
@@ -215,9 +217,71 @@ _SUPERVISOR = (
         "launch",
         "Slurm",
         "hpctrain.render.script:build_script",
-        inodes=Formula(2, logs=1),  # the attempt's directory and job log, and one per task
-        open=Formula(1, logs=1),
+        inodes=Formula(2),  # the attempt's directory and job log
+        open=Formula(1),
         mkdir=Formula(1),
+    ),
+    FileRow(
+        "logs",
+        "launch",
+        "Slurm",
+        "hpctrain.render.srun_tasks:choose_tasks",
+        inodes=Formula(logs=1),
+        keeps="until packed",
+        open=Formula(logs=1),
+    ),
+    FileRow(
+        "logs",
+        "launch",
+        "supervisor",
+        f"{_LAUNCH}._write_host_file",
+        inodes=Formula(located=1),
+        open=Formula(located=1),
+        stat=Formula(located=1),
+        mkdir=Formula(located=1),
+        varies=True,  # only where another order of nodes is better
+    ),
+    # Packing, as much of it as one launch adds: an archive takes several launches.
+    FileRow(
+        "logs",
+        "launch",
+        "supervisor",
+        _PACK,
+        inodes=Formula(archives=1),
+        open=Formula(archives=3, logs=1),
+        stat=Formula(logs=2),
+        rename=Formula(archives=1),
+        unlink=Formula(logs=1),
+        varies=True,
+    ),
+    FileRow(
+        "exit records",
+        "launch",
+        "supervisor",
+        _PACK,
+        open=Formula(1),
+        stat=Formula(2),
+        unlink=Formula(2),  # with the directory
+        varies=True,
+    ),
+    # ... and its look at what is not packed, at most twice as many launches as are kept.
+    FileRow(
+        "logs",
+        "launch",
+        "supervisor",
+        "hpctrain.store.old_launches:logs_by_launch",
+        open=Formula(2, kept_launches=2),
+        stat=Formula(kept_launches=2),
+        varies=True,
+    ),
+    FileRow(
+        "exit records",
+        "launch",
+        "supervisor",
+        "hpctrain.store.old_launches:exits_by_launch",
+        open=Formula(1, kept_launches=2),
+        stat=Formula(kept_launches=2),
+        varies=True,
     ),
 )
 _RANKS = (
@@ -295,17 +359,17 @@ _RANKS = (
         "launch",
         "rank 0",
         _EXIT,
-        inodes=Formula(2),
-        open=Formula(2),
-        stat=Formula(3),
-        rename=Formula(1),
+        inodes=Formula(2),  # a directory, and the file of the first node
+        keeps="until packed",
+        open=Formula(3),
+        stat=Formula(4),
         mkdir=Formula(2),
     ),
     FileRow(
         "done marker",
         "launch",
         "rank 0",
-        "hpctrain.train.entry:_mark_done",
+        "hpctrain.train.entry:mark_done",
         open=Formula(1),
         rename=Formula(1),
         varies=True,  # once, by the last launch
@@ -314,7 +378,7 @@ _RANKS = (
         "checkpoints",
         "launch",
         "rank 0",
-        "hpctrain.train.entry:_mark_done",
+        "hpctrain.train.entry:mark_done",
         open=Formula(2),
         stat=Formula(files=1),
         varies=True,  # once, by the last launch
@@ -374,12 +438,19 @@ _TRAINING = (
         "checkpoint",
         "each rank",
         "hpctrain.checkpoints.manifest:write_rank_digests",
-        inodes=Formula(1, ranks=1),
-        keeps="the checkpoint",
         open=Formula(2, ranks=4),
         stat=Formula(1, ranks=1),
         rename=Formula(ranks=1),
         mkdir=Formula(ranks=1),
+    ),
+    FileRow(
+        "checkpoints",
+        "checkpoint",
+        "rank 0",
+        "hpctrain.checkpoints.manifest:remove_rank_digests",
+        open=Formula(1),
+        stat=Formula(1),
+        unlink=Formula(1, ranks=1),
     ),
     FileRow(
         "checkpoints",
@@ -417,10 +488,10 @@ _TRAINING = (
         "checkpoint",
         "rank 0",
         _RETIRE,
-        open=Formula(retired=2),
-        stat=Formula(retired=3),
+        open=Formula(retired=1),
+        stat=Formula(retired=2),
         rename=Formula(retired=1),
-        unlink=Formula(retired=3, retired_files=1, retired_ranks=1),
+        unlink=Formula(retired=2, retired_files=1),
     ),
     FileRow("epochs", "checkpoint", "rank 0", _PUBLISH, open=Formula(2)),
     FileRow("settings", "checkpoint", "rank 0", _SAVE, stat=Formula(2)),
@@ -470,17 +541,33 @@ _FAILURE = (
         "failure",
         "each rank",
         _EXIT,
-        inodes=Formula(-1, ranks=1),  # that of rank 0 is counted with the launch
-        open=Formula(-2, ranks=2),
+        inodes=Formula(-1, nodes=1),  # that of the first node is counted with the launch
+        keeps="until packed",
+        open=Formula(-3, ranks=1, nodes=2),
         stat=Formula(-4, ranks=4),
-        rename=Formula(-1, ranks=1),
         mkdir=Formula(-2, ranks=2),
+    ),
+    FileRow(
+        "exit records",
+        "failure",
+        "each rank",
+        "hpctrain.store.exit_records:has_left_startup",
+        open=_RANKS_ONCE,
+        varies=True,  # of ranks that fail before their first step: was the launch stopped?
     ),
     FileRow("settings", "failure", "each rank", _EXIT, stat=Formula(-3, ranks=3)),
     # a check that fails is made again once the run directory is known to be there
     FileRow("checkpoints", "failure", "each rank", _CONFIRMED, open=_RANKS_ONCE, stat=_RANKS_ONCE),
     FileRow("skipped data", "failure", "each rank", _CONFIRMED, open=_RANKS_ONCE),
-    FileRow("exit records", "failure", "agents", _EXIT, inodes=Formula(agents=1)),
+    FileRow(
+        "exit records",
+        "failure",
+        "agents",
+        "hpctrain.store.exit_records:write_agent_record",
+        open=Formula(agents=1),  # the file of the ranks of its node
+        stat=Formula(agents=4),
+        mkdir=Formula(agents=2),
+    ),
     FileRow(
         "stacks",
         "failure",
@@ -493,8 +580,8 @@ _FAILURE = (
         "exit records",
         "failure",
         "supervisor",
-        "hpctrain.supervise.evidence.gather:gather",
-        open=Formula(ranks=2),
+        _READ_EXITS,
+        open=Formula(nodes=2),
         varies=True,
     ),
     FileRow(
@@ -515,6 +602,16 @@ _FAILURE = (
         stat=Formula(nodes=1),
         rename=Formula(nodes=1),
         unlink=Formula(nodes=1),
+    ),
+    FileRow(
+        "exit records",
+        "failure",
+        "supervisor",
+        _PACK,
+        open=Formula(-1, nodes=1),
+        stat=Formula(-2, nodes=2),
+        unlink=Formula(-1, nodes=1),
+        varies=True,
     ),
     FileRow(
         "logs",

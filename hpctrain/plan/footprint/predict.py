@@ -47,11 +47,19 @@ _BY_SUPERVISOR: tuple[Actor, ...] = ("supervisor",)
 
 
 def run_size(
-    spec: RunSpec, profile: ClusterProfile, plan: Plan, forecast: Forecast, sizes: int = 0
+    spec: RunSpec,
+    profile: ClusterProfile,
+    plan: Plan,
+    forecast: Forecast,
+    *,
+    logs: int,
+    located: bool = False,
+    sizes: int = 0,
 ) -> RunSize:
     """Describe the run by the numbers on which its footprint depends.
 
-    `sizes`: smaller numbers of nodes that `submit` prepares.
+    `logs`: files that ranks, nodes and agents write in a launch. `located`: the supervisor asks
+    Slurm where the nodes of its job are. `sizes`: smaller numbers of nodes that `submit` prepares.
     """
     ranks, nodes = plan.layout.world_size, plan.nodes.nodes
     agents = 0 if spec.launcher == "srun" else nodes
@@ -64,7 +72,9 @@ def run_size(
         ranks=ranks,
         nodes=nodes,
         agents=agents,
-        logs=agents or ranks,
+        logs=logs,
+        kept_launches=spec.logging.keep_launches,
+        located=int(located),
         files=ranks * abilities.checkpoint_files_per_rank + abilities.checkpoint_files_of_leader,
         kept=kept + (forecast.steps // permanent if permanent else 0),
         unverified=1,
@@ -80,25 +90,22 @@ def run_size(
 
 
 def footprint(
-    spec: RunSpec,
     profile: ClusterProfile,
     plan: Plan,
     forecast: Forecast,
-    *,
-    sizes: int = 0,
+    size: RunSize,
     assumptions: tuple[str, ...] = (),
 ) -> Footprint:
     """Predict what the run writes and asks, and compare it with the limits of the site.
 
     `forecast` gives the rates of failures and saves (`hpctrain.plan.forecast`); `assumptions` are
-    those behind it.
+    those behind it. `size` is that of `run_size`.
     """
-    size = run_size(spec, profile, plan, forecast, sizes)
     rates = _rates(plan, forecast)
     predicted = Footprint(
         ranks=size.ranks,
         nodes=size.nodes,
-        checkpoint_files=size.files + 1 + size.ranks,
+        checkpoint_files=size.files + 1,  # and the manifest
         rates=rates,
         inodes=_inodes(size, rates),
         metadata=_metadata(size, rates),
@@ -160,20 +167,36 @@ def _inodes(size: RunSize, rates: Rates) -> Inodes:
     run, launch, checkpoint = (_made(size, [event]) for event in ("run", "launch", "checkpoint"))
     failed = _made(size, ["launch", "failure"])
     kept = checkpoint * size.kept
-    peak = kept + checkpoint  # the newest is complete before the oldest is deleted
-    lasting_launch = _made(size, ["launch"], ["the run"])
-    lasting_failure = _made(size, ["failure"], ["the run"])
-    month = lasting_launch * rates.launches + lasting_failure * rates.failures
+    # The newest is complete before the oldest is deleted; until then each rank has a file of
+    # digests, in a directory.
+    peak = kept + checkpoint + size.ranks + 1
+    period, parts = _launches_left(size, rates, 1), rates.run_seconds / rates.period_seconds
     stacks = KEPT_STACKS * _made(size, ["launch", "failure"], ["four launches"])
     return Inodes(
         per_run=round(run),
         per_launch=round(launch),
         per_failed_launch=round(failed),
         per_checkpoint=round(checkpoint),
-        per_period=math.ceil(month),
+        per_period=math.ceil(period),
         kept_checkpoints=round(kept),
         peak_checkpoints=round(peak),
-        at_end=math.ceil(run + month * rates.run_seconds / rates.period_seconds + stacks + peak),
+        at_end=math.ceil(run + _launches_left(size, rates, parts) + stacks + peak),
+    )
+
+
+def _launches_left(size: RunSize, rates: Rates, periods: float) -> float:
+    """Count what the launches of so many periods leave for good or until it is packed, at most.
+
+    Packing begins with more than twice as many launches as are kept; of these as many may have
+    failed.
+    """
+    launches, failures = rates.launches * periods, rates.failures * periods
+    unpacked = min(launches, 2.0 * size.kept_launches)
+    return (
+        _made(size, ["launch"], ["the run"]) * launches
+        + _made(size, ["failure"], ["the run"]) * failures
+        + _made(size, ["launch"], ["until packed"]) * unpacked
+        + _made(size, ["failure"], ["until packed"]) * min(failures, unpacked)
     )
 
 

@@ -31,8 +31,9 @@ Event = Literal[
     "outage",
 ]
 Actor = Literal["submit", "supervisor", "rank 0", "each rank", "agents", "Slurm"]
-# How long an inode stays: as long as the run directory; as its checkpoint is kept; four launches.
-Keeps = Literal["the run", "the checkpoint", "four launches"]
+# How long an inode stays: as long as the run directory; as its checkpoint is kept; four launches;
+# until its launch is old and packed (`hpctrain.store.old_launches`).
+Keeps = Literal["the run", "the checkpoint", "four launches", "until packed"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,9 @@ class RunSize:
     """The numbers on which counts depend.
 
     `agents`: processes between srun and the ranks, one per node (`launcher: torchrun`), else 0.
-    `logs`: files that srun writes in a launch. `files`: those that the manifest of a checkpoint
+    `logs`: files of ranks, nodes and agents in a launch. `kept_launches`: launches whose logs and
+    exit records are never packed. `located`: 1 if the supervisor asks Slurm where nodes are, else
+    0. `files`: those that the manifest of a checkpoint
     lists. `kept`: good checkpoints on disk. `unverified`, `retired`: those that a save verifies
     and deletes.
     `sizes`: smaller numbers of nodes that are prepared. `jobs`: submitted at once. `chain`: 1 if
@@ -53,6 +56,8 @@ class RunSize:
     nodes: int
     agents: int
     logs: int
+    kept_launches: int
+    located: int
     files: int
     kept: float
     unverified: float
@@ -65,6 +70,11 @@ class RunSize:
     start_seconds: float
     refusal_seconds: float
 
+    @property
+    def archives(self) -> float:
+        """Archives of old launches per launch: each takes more launches than are kept."""
+        return 1 / (self.kept_launches + 1)
+
 
 @dataclass(frozen=True)
 class Formula:
@@ -75,6 +85,9 @@ class Formula:
     nodes: float = 0
     agents: float = 0
     logs: float = 0
+    kept_launches: float = 0
+    archives: float = 0
+    located: float = 0
     files: float = 0
     kept: float = 0
     kept_files: float = 0
@@ -82,7 +95,6 @@ class Formula:
     unverified_files: float = 0
     retired: float = 0
     retired_files: float = 0
-    retired_ranks: float = 0
     sizes: float = 0
     jobs: float = 0
     chain: float = 0
@@ -119,7 +131,6 @@ _PARTS = {
     "kept_files": ("kept", "files"),
     "unverified_files": ("unverified", "files"),
     "retired_files": ("retired", "files"),
-    "retired_ranks": ("retired", "ranks"),
     "ranks_index_files": ("ranks", "index_files"),
 }
 NONE = Formula()

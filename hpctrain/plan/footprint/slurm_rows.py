@@ -17,6 +17,7 @@ RPC_OF_COMMAND: dict[str, Formula] = {
     "squeue --steps": Formula(2),
     "scontrol show node": Formula(2),
     "scontrol show config": Formula(2),
+    "scontrol show topology": Formula(2),
     "scontrol requeue": Formula(1),
     "scontrol update": Formula(1),
     "sinfo": Formula(2),
@@ -31,6 +32,7 @@ KILL_SECONDS_BEYOND_KILL_WAIT = 10
 PATIENCE_SECONDS = 600.0
 _TIME_LIMIT = "hpctrain.supervise.time_limit:query_time_limit"
 _LAUNCH = "hpctrain.supervise.srun_launch:TrainerLauncher"
+_LEAVES = "hpctrain.supervise.evidence.leaves:leaves_of"
 _STEPS = "hpctrain.supervise.evidence.srun_steps:OwnSteps"
 _PROBE = "hpctrain.supervise.evidence.probe:probe_nodes"
 _FACTS = "hpctrain.supervise.evidence.job_facts:job_facts"
@@ -47,6 +49,14 @@ SLURM_ROWS: tuple[SlurmRow, ...] = (
     SlurmRow("scontrol show config", "run", _ONE, "name of the cluster", _SUBMIT),
     SlurmRow("sbatch", "run", Formula(jobs=1), "the job", _SUBMIT),
     SlurmRow("squeue", "launch", _ONE, "time left", _TIME_LIMIT),
+    SlurmRow(
+        "scontrol show topology",
+        "launch",
+        Formula(located=1),
+        "where nodes are",
+        _LEAVES,
+        varies=True,
+    ),  # once per attempt
     SlurmRow("scontrol show node", "launch", _ONE, "address of the first node", _LAUNCH),
     SlurmRow("srun", "launch", _ONE, "the ranks", _LAUNCH),
     SlurmRow("squeue", "launch", _ONE, "does the job still run, at its end", _STEPS),

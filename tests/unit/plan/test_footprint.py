@@ -9,9 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from file_system_calls import FileSystemCalls
 from pydantic import ValidationError
 
-from hpctrain.actions.footprint import footprint_of, footprint_warnings
+from hpctrain.actions.footprint import footprint_of, footprint_warnings, size_of
 from hpctrain.actions.prepare import Prepared, prepare
 from hpctrain.plan.footprint.file_rows import (
     FILE_ROWS,
@@ -23,7 +24,6 @@ from hpctrain.plan.footprint.file_rows import (
     STARTUP_POLL_SECONDS,
     place_of,
 )
-from hpctrain.plan.footprint.predict import run_size
 from hpctrain.plan.footprint.quantities import OPERATIONS, Formula, RunSize
 from hpctrain.plan.footprint.slurm_rows import (
     KILL_SECONDS_BEYOND_KILL_WAIT,
@@ -36,6 +36,8 @@ from hpctrain.plan.footprint.slurm_rows import (
 from hpctrain.slurm import backoff
 from hpctrain.spec.profile.limits import LimitsProfile
 from hpctrain.store.layout import RunLayout
+from hpctrain.store.old_launches import pack_old_launches
+from hpctrain.store.supervise_config import TopologySettings
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "run-directory.md").read_text()
@@ -47,6 +49,8 @@ def size(ranks: int) -> RunSize:
         nodes=ranks // 8,
         agents=0,
         logs=ranks,
+        kept_launches=10,
+        located=1,
         files=ranks + 3,
         kept=12,
         unverified=1,
@@ -77,9 +81,7 @@ def documented() -> list[str]:
 
 def test_every_documented_file_has_a_place_with_rows() -> None:
     assert len(documented()) > 30
-    assert {"train-n000003.json", "control/hold", "exits/e000001/node-000001.json"} <= {
-        *documented()
-    }
+    assert {"train-n000003.json", "control/hold", "exits/e000001/left-startup"} <= {*documented()}
     places = {name: place_of(name) for name in documented()}
     assert not [name for name, place in places.items() if place is None]
     # whether data was put aside, and what people trace, is not of every run
@@ -92,7 +94,8 @@ def test_every_path_of_the_layout_has_a_place() -> None:
     names = [name for name, value in vars(RunLayout).items() if isinstance(value, property)]
     paths = [value for name in names if isinstance(value := getattr(run, name), Path)]
     paths += [run.rank_log(7, 0, 1, 3), run.trace(1, 0, 2, 3), run.flops(4), run.stack_dump(1, 2)]
-    paths += [run.train_config_for(3), run.ds_config_for(3), run.agent_record(1, 0)]
+    paths += [run.train_config_for(3), run.ds_config_for(3), run.exit_records(1, 0)]
+    paths += [run.left_startup(1), run.host_file(7, 0, 1), run.log_archive(9)]
     assert len(paths) > 25
     missing = [p for p in paths if place_of(str(p.relative_to(run.directory))) is None]
     assert not missing
@@ -176,30 +179,98 @@ def limited(prepared: Prepared, **limits: object) -> Prepared:
     return replace(prepared, profile=replace(prepared.profile, document=site))
 
 
+def keeping(prepared: Prepared, launches: int) -> Prepared:
+    spec = prepared.spec.document
+    logging = spec.logging.model_copy(update={"keep_launches": launches})
+    spec = spec.model_copy(update={"logging": logging})
+    return replace(prepared, spec=replace(prepared.spec, document=spec))
+
+
 def test_sums_of_the_largest_example(prepared: Prepared) -> None:
     found = footprint_of(prepared)
     ranks, files = 512, 512 + 3
     assert (found.ranks, found.nodes) == (ranks, 64)
-    # shards, common.pt, metadata.json, .metadata, the manifest, a digest per rank, two directories
-    assert found.inodes.per_checkpoint == files + 1 + ranks + 2
-    # one log per rank; directory and job log, epoch, exit record and its directory, stacks
-    assert found.inodes.per_launch == ranks + 6
-    # and a record of each other rank and stacks of all
-    assert found.inodes.per_failed_launch == found.inodes.per_launch + ranks - 1 + ranks
+    nodes = 64
+    # shards, common.pt, metadata.json, .metadata, the manifest, a directory
+    assert found.inodes.per_checkpoint == files + 1 + 1
+    # while one is saved: all that are kept, it, and a digest per rank in a directory
+    kept = found.inodes.kept_checkpoints
+    assert found.inodes.peak_checkpoints == kept + found.inodes.per_checkpoint + ranks + 1
+    # one log per node, for there are over 64 ranks; directory and job log, epoch, exit records of
+    # a node and their directory, stacks, a host file where another order of nodes is better
+    assert found.inodes.per_launch == nodes + 7
+    # and records of each other node and stacks of all ranks
+    assert found.inodes.per_failed_launch == found.inodes.per_launch + nodes - 1 + ranks
     # 95367 steps, every 10000th is kept for good, and three more
     assert found.inodes.kept_checkpoints == (3 + 9) * found.inodes.per_checkpoint
     assert found.bytes.peak_checkpoints == pytest.approx(13 * found.bytes.checkpoint)
     assert found.rpc.steady_per_hour == 0
     worst = found.rpc.per_failed_launch + found.rpc.step_refuses_to_die
     assert found.rpc.worst_hour == worst + found.rpc.controller_restart
-    assert found.inodes.at_end > found.inodes.per_period > found.inodes.peak_checkpoints
+    assert found.inodes.at_end > found.inodes.per_period + found.inodes.peak_checkpoints
 
 
-def test_agents_write_one_log_per_node(prepared: Prepared) -> None:
-    """torchrun's agents have a log each, not their ranks."""
-    spec = prepared.spec.document.model_copy(update={"launcher": "torchrun"})
-    by_agents = replace(prepared, spec=replace(prepared.spec, document=spec))
-    assert footprint_of(by_agents).inodes.per_launch == 64 + 6
+@pytest.mark.parametrize(
+    ("launcher", "files", "logs"),
+    [
+        ("srun", "auto", 64),
+        ("srun", "rank", 512),
+        ("torchrun", "node", 64),
+        ("torchrun", "rank", 512 + 64),  # of ranks, and of their agents
+    ],
+)
+def test_logs_of_a_launch(prepared: Prepared, launcher: str, files: str, logs: int) -> None:
+    """By rank or by node, as the spec says."""
+    spec = prepared.spec.document
+    logging = spec.logging.model_copy(update={"files": files})
+    spec = spec.model_copy(update={"launcher": launcher, "logging": logging})
+    chosen = replace(prepared, spec=replace(prepared.spec, document=spec))
+    assert size_of(chosen).logs == logs
+    assert footprint_of(chosen).inodes.per_launch == logs + 7
+
+
+def test_what_is_packed_does_not_stay(prepared: Prepared) -> None:
+    """Logs and exit records of twice as many launches as are kept are there at the end."""
+    few, many = (footprint_of(keeping(prepared, launches)).inodes for launches in (5, 50))
+    size, nodes = size_of(prepared), 64
+    launches = (50 - 5) * 2
+    assert few.per_run == many.per_run
+    # of each failed launch: logs, exit records and their directory; fewer archives
+    most = launches * (size.logs + nodes + 1)
+    assert 0 < many.at_end - few.at_end <= most
+    rows = [row for row in FILE_ROWS if row.keeps == "until packed"]
+    assert {row.place for row in rows} == {"logs", "exit records"}
+
+
+def test_packing_asks_as_much_as_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each file that is packed is opened once; renames and removals are not heard here."""
+    run, launches, logs = RunLayout(tmp_path / "run"), 3, 4
+    run.create()
+    run.supervise_config.write_text("{}")
+    for epoch in range(1, launches + 1):
+        run.attempt_logs(7, epoch).mkdir()
+        for rank in range(logs):
+            run.rank_log(7, epoch, 0, rank).write_text("step 1")
+        run.exits_of(epoch).mkdir()
+        run.exit_records(epoch, 0).write_text("")
+    calls = FileSystemCalls(monkeypatch)
+    with calls.counted(run.logs) as found:
+        assert pack_old_launches(run, keep=1, epoch=3) is not None
+    size_of_run = replace(size(8), logs=logs, kept_launches=1)
+    packed = [row for row in FILE_ROWS if row.place == "logs" and "old_launches" in row.source]
+    one_archive = [(row, 1 if row.source.endswith("by_launch") else launches - 1) for row in packed]
+    predicted = sum(row.open.at(size_of_run) * times for row, times in one_archive)
+    heard = found["open"] + found["os.listdir"] + found["os.scandir"]
+    assert 0.5 * predicted <= heard <= predicted + launches
+
+
+def test_where_nodes_are_is_asked_where_slurm_knows(prepared: Prepared) -> None:
+    topology = TopologySettings(plugin="tree", gpus_per_node=8)
+    for settings, asked in ((None, 0), (topology, 1)):
+        supervise = prepared.supervise.model_copy(update={"topology": settings})
+        found = footprint_of(replace(prepared, supervise=supervise))
+        commands = [line.command for line in found.slurm if line.per == "launch"]
+        assert commands.count("scontrol show topology") == asked
 
 
 def test_a_step_time_is_assumed_where_none_is_predicted(tmp_path: Path) -> None:
@@ -239,20 +310,7 @@ def test_a_limit_is_above_zero(name: str) -> None:
 def test_checkpoint_files_depend_on_the_engine(tmp_path: Path) -> None:
     overrides = ("engine.name=deepspeed", "parallel=auto")
     made = prepare(ROOT / "examples/gpt-tiny.yaml", "sandbox", overrides, runs=tmp_path)
-    plan, spec = made.plan, made.spec.document
+    plan = made.plan
     predicted = footprint_of(made)
-    found = run_size(spec, made.profile.document, plan, _forecast(made))
-    assert found.files == 3 * plan.layout.world_size + 1
-    assert predicted.checkpoint_files == found.files + 1 + plan.layout.world_size
-
-
-def _forecast(prepared: Prepared):  # type: ignore[no-untyped-def]
-    from hpctrain.actions.footprint import ASSUMED_STEP_SECONDS
-    from hpctrain.actions.plan import run_facts
-    from hpctrain.plan.forecast.predict import forecast
-
-    plan = prepared.plan.model_copy(update={"step_seconds": ASSUMED_STEP_SECONDS})
-    spec, site = prepared.spec.document, prepared.profile.document
-    facts = run_facts(spec, site, plan)
-    assert facts is not None
-    return forecast(spec, site, facts)
+    assert size_of(made).files == 3 * plan.layout.world_size + 1
+    assert predicted.checkpoint_files == 3 * plan.layout.world_size + 1 + 1
