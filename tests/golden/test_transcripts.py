@@ -62,7 +62,7 @@ def test_plan(golden: Golden, profile: str, example: str) -> None:
 
 
 LIMITS = """
-limits: {max_inodes: 40000, max_bytes: 20TiB, max_rpc_per_hour: 100}
+limits: {max_inodes: 10000, max_bytes: 20TiB, max_rpc_per_hour: 100}
 """
 
 
