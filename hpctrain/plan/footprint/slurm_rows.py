@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from hpctrain.plan.footprint.quantities import Formula, SlurmRow
 
-# RPCs that reach slurmctld by one execution, as sdiag(1) counts them on Slurm 22.05 and 24.11;
+# RPCs that reach slurmctld by one execution, at most, as sdiag(1) counts them on 22.05 and 24.11;
 # tests/slurm/test_footprint_on_slurm.py measures them again. For srun each node reports the end of
 # the step, at most: beyond TreeWidth (slurm.conf(5)) nodes report for others.
 RPC_OF_COMMAND: dict[str, Formula] = {
