@@ -78,6 +78,7 @@ HOLD_OF_REASON = {
     "jobheld": JobHold.USER,
     "heldstate": JobHold.REQUEUED,  # job requeued in held state
     "specialexitstate": JobHold.SPECIAL_EXIT,  # job requeued in special exit state
+    "launchfailurelimitexceeded": JobHold.REQUEUE_LIMIT,  # ... requeued held, from 24.11 on
     "requeuedheld": JobHold.LAUNCH_FAILED,  # launch failed requeued held
     "jobholdmaxrequeue": JobHold.REQUEUE_LIMIT,
 }

@@ -15,6 +15,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
+from newer_slurm import NEWER, fetched
 from rehearsal import PATIENCE_SECONDS, create_sandbox, wait_till_remembered
 
 from hpctrain.errors import SlurmError, UsageError
@@ -251,10 +252,10 @@ def test_a_crashed_node_sends_the_job_back_into_the_queue(directory: Path) -> No
     await_true(lambda: job(box, job_id)["Restarts"] == "1")
 
 
-@pytest.fixture(params=["installed", "newer"])
+@pytest.fixture(params=["installed", *NEWER])
 def either_slurm(request: pytest.FixtureRequest) -> Path | None:
-    """The Slurm of this machine (None), then a newer one."""
-    return None if request.param == "installed" else request.getfixturevalue("newer_slurm")
+    """The Slurm of this machine (None), then each newer one."""
+    return None if request.param == "installed" else fetched(request.param)
 
 
 def test_down_leaves_neither_process_nor_directory(
@@ -304,7 +305,8 @@ def test_daemons_are_known_after_a_change_of_the_configuration(
     assert [daemon.name for daemon in box.status().daemons if not daemon.alive] == ["slurmd-n1"]
 
 
-def test_clients_of_a_newer_sandbox_are_newer_too(directory: Path, newer_slurm: Path) -> None:
+def test_clients_of_a_newer_sandbox_are_newer_too(directory: Path) -> None:
+    newer_slurm = fetched(NEWER[0])
     box = Sandbox.create(directory, default_shape(nodes=1), newer_slurm)
     box.up(PATIENCE_SECONDS)
     assert box.state.version >= (24, 5)

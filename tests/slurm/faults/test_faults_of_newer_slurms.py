@@ -16,16 +16,15 @@ _COMEBACK_SECONDS = 12.0
 
 
 def test_a_run_that_is_done_within_a_grace_is_not_started_again(
-    newer_stage: Stage, survival: Survival
+    accounting_stage: Stage, survival: Survival
 ) -> None:
     waits = (
         PlannedFault(epoch=1, rank=-1, step=STEPS, do="settle"),
         PlannedFault(epoch=1, rank=1, step=STEPS, do="await_word", text="last"),
     )
-    rehearsal = newer_stage.start("name=grace", planned=waits)
-    assert rehearsal.slurm.config().version >= (24, 5)
+    rehearsal = accounting_stage.start("name=grace", planned=waits)
     rehearsal.wait_for_step(STEPS - 1)
-    with grace(newer_stage.sandbox):
+    with grace(accounting_stage.sandbox):
         rehearsal.urgent_job()
         rehearsal.wait(lambda: is_being_preempted(rehearsal), "being preempted")
         rehearsal.say("last")
@@ -39,7 +38,7 @@ def test_a_run_that_is_done_within_a_grace_is_not_started_again(
     assert job is None or (job.state.is_ended and job.requeue is False), job
     assert [event.action for event in rehearsal.events(EventKind.ACTION)] == ["finish"]
     survival.shown(
-        Fault(76, "preempted in its last step, done within the grace (Slurm 24.11)"),
+        Fault(76, "preempted in its last step, done within the grace (Slurm 24.11, 26.05)"),
         cause="done",
         action="finish; Slurm is told not to requeue it, and does not",
     )
