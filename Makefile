@@ -22,7 +22,7 @@ install:  ## Slurm and munge from the distribution, .venv with pinned packages, 
 demo: install  ## Train, preempt, resume and finish a real Megatron job on a real Slurm
 	@$(PYTHON) scripts/demo.py
 
-test: install  ## All tests: unit, golden, engines, Slurm; and the 15 slowest of them
+test: install  ## All tests but variants: unit, golden, engines, Slurm; and the 15 slowest
 	@OMP_NUM_THREADS=1 $(PYTHON) -m pytest -rR -n $(WORKERS) --dist worksteal --durations=15
 
 unit: install  ## The fast tests only
@@ -44,9 +44,11 @@ lint: install  ## Style, types, architecture contracts, shell scripts
 golden: install  ## Write the golden scripts and transcripts anew; review the diff
 	@$(PYTHON) -m pytest tests/golden --write-golden
 
-reliability: install  ## Break runs on purpose on a real Slurm and write docs/reliability.md
+reliability: install  ## All faults on a real Slurm, into docs/reliability.md; then other variants
 	@OMP_NUM_THREADS=1 $(PYTHON) -m pytest -p no:rerunfailures -n $(WORKERS) --dist worksteal \
-		tests/slurm/faults --write-reliability
+		--variants tests/slurm/faults --write-reliability
+	@OMP_NUM_THREADS=1 $(PYTHON) -m pytest -p no:rerunfailures -n $(WORKERS) --dist worksteal \
+		--variants -m variant tests --ignore=tests/slurm/faults
 
 test-slurms: install  ## The rehearsals and the demo on each of SLURMS, into docs/slurm-versions.md
 	@$(PYTHON) scripts/test_slurms.py --workers $(WORKERS) $(SLURMS)

@@ -102,7 +102,8 @@ def try_release(release: str, workers: str) -> Outcome:
     report.unlink(missing_ok=True)
     files = [file for group in SUBJECTS.values() for file in group]
     argv = [sys.executable, "-m", "pytest", "-rfEs", "-p", "no:rerunfailures", "-n", workers]
-    argv += ["--dist", "worksteal", "--slurm", release, f"--junitxml={report}", *files]
+    argv += ["--dist", "worksteal", "--variants", "--slurm", release]
+    argv += [f"--junitxml={report}", *files]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run(argv, env=environment, check=False, timeout=None)
     demo = subprocess.run(

@@ -14,6 +14,7 @@ import longest_first
 import pytest
 import reruns
 from reliability_report import ReliabilityReport
+from variants import Variants
 
 if TYPE_CHECKING:
     from another_user import AnotherUser
@@ -48,9 +49,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="RELEASE|DIRECTORY",
         help="Run tests/slurm on another Slurm, as `hpctrain sandbox up --slurm` does.",
     )
+    parser.addoption(
+        "--variants",
+        action="store_true",
+        help="Run tests with the mark `variant`, too, as `make reliability` does.",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Variants(), "variants")
     if hasattr(config, "workerinput"):
         return
     if config.getoption("--write-reliability"):
@@ -61,6 +68,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     reruns.mark_allowed(items)
+    plugin = config.pluginmanager.get_plugin("variants")
+    assert isinstance(plugin, Variants)
+    plugin.leave_out(config, items)
     worker = getattr(config, "workerinput", None)
     if worker is not None:
         longest_first.order(items, worker["workercount"])

@@ -42,10 +42,9 @@ def _promised(site: Site) -> bool:
     """Tell whether the profile promises TransformerEngine, which plans then count on."""
     if site.profile is None:
         return True
-    from hpctrain.actions.prepare import profile_search_path
-    from hpctrain.spec.loader import find_profile, load_profile
+    from hpctrain.actions.profiles import load_named_profile
 
-    profile = load_profile(find_profile(site.profile, profile_search_path())).document
+    profile = load_named_profile(site.profile).document
     return profile.software.transformer_engine
 
 

@@ -18,12 +18,13 @@ from bench.gpu.one_node import link_checks
 from bench.gpu.planned_spec import planned_spec
 from bench.gpu.rung import ROOT, Found, NotRunError, Site, failed, not_run, passed
 from hpctrain.actions.handle import Run, open_run, submit_run
-from hpctrain.actions.prepare import prepare, profile_search_path
+from hpctrain.actions.prepare import prepare
+from hpctrain.actions.profiles import load_named_profile
 from hpctrain.comparison.measure import TrialStep, counted_steps, spread_of, warm_up_steps
 from hpctrain.comparison.trial_spec import sizes
 from hpctrain.errors import RunFailedError
 from hpctrain.slurm.client import SlurmClient
-from hpctrain.spec.loader import find_profile, load_profile, load_run_spec
+from hpctrain.spec.loader import load_run_spec
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.store.gpu_report import RungCheck, StepTime
 from hpctrain.store.jobs import sbatch_options
@@ -98,7 +99,7 @@ def _profile(site: Site, nodes: int) -> ClusterProfile:
         number = 5 if nodes == 2 else 6
         message = f"the profile of the cluster: make gpu RUNG={number} PROFILE=NAME"
         raise NotRunError(message)
-    profile = load_profile(find_profile(site.profile, profile_search_path())).document
+    profile = load_named_profile(site.profile).document
     if profile.nodes.count < nodes:
         raise NotRunError(f"{nodes} nodes; profile {profile.name} has {profile.nodes.count}")
     return profile

@@ -28,12 +28,11 @@ from bench.gpu.planned_spec import planned_spec
 from bench.one_gpu.jobs import CASES, Case
 from bench.prefork import free_port
 from hpctrain.actions.plan import load, plan_option
-from hpctrain.actions.prepare import profile_search_path
+from hpctrain.actions.profiles import load_named_profile
 from hpctrain.engines.documents import train_config
 from hpctrain.errors import DoesNotFitError, HpctrainError
 from hpctrain.plan.documents import Plan
 from hpctrain.spec.catalogue import MEMORY_TOLERANCE
-from hpctrain.spec.loader import find_profile, load_profile
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.store.gpu_report import StepTime
 from hpctrain.store.layout import RunLayout
@@ -184,7 +183,7 @@ def main() -> int:
     options = parser.parse_args()
     if unknown := set(options.names) - {case.name for case in CASES}:
         parser.error(f"no such job: {', '.join(sorted(unknown))}")
-    profile = load_profile(find_profile(options.profile, profile_search_path())).document
+    profile = load_named_profile(options.profile).document
     problem = other_gpu(profile, memory_of_gpu())
     if problem is not None:
         print(f"error: {problem}", file=sys.stderr)

@@ -18,7 +18,8 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from hpctrain.actions.measured_rates import Measurements, Share, Suspect, measured_shares
-from hpctrain.actions.prepare import load_knowledge, profile_search_path
+from hpctrain.actions.prepare import load_knowledge
+from hpctrain.actions.profiles import load_named_profile, profile_search_path
 from hpctrain.durable import replace_text
 from hpctrain.errors import HpctrainError, InvalidInputError, Problem
 from hpctrain.plan.request import Knowledge
@@ -27,10 +28,8 @@ from hpctrain.spec.catalogue import Gpu, match_gpu
 from hpctrain.spec.loader import (
     CALIBRATION_SUFFIX,
     Loaded,
-    find_profile,
     load_catalogue,
     load_document,
-    load_profile,
 )
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec
@@ -109,7 +108,7 @@ def calibrate(
     if name is None:
         hint = "give the profile of the cluster: --profile NAME"
         raise InvalidInputError([Problem(f"{result}: contains no profile", hint=hint)])
-    loaded = load_profile(find_profile(name, profile_search_path()))
+    loaded = load_named_profile(name)
     packaged = load_knowledge(_without_calibration(loaded))
     gpu = packaged.gpu
     if gpu is None:

@@ -110,7 +110,8 @@ def _array(
 
 def _options(request: DatasetRequest, array: ArrayRequest) -> ArrayOptions:
     """Choose options from the profile. Raises UsageError for what it does not allow."""
-    profile, software = array.profile, array.profile.software
+    profile = array.profile.for_partition(array.partition)
+    software = profile.software
     if array.jobs < 1:
         raise UsageError("--jobs must be at least 1")
     if software.container is not None:
@@ -135,7 +136,7 @@ def _options(request: DatasetRequest, array: ArrayRequest) -> ArrayOptions:
         python=software.python or sys.executable,
         cpus=request.workers or 1,
         walltime_minutes=max(1, -(-int(walltime) // 60)),
-        partition=partition.name,
+        partition=partition.name if partition.request else None,
         account=profile.slurm.account,
         qos=profile.slurm.qos,
         constraint=profile.slurm.constraint,

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, cast
 
 from hpctrain.actions.container_paths import unmounted_warnings
 from hpctrain.actions.elastic_sizes import SizedConfig, shapes_of, smaller_sizes
+from hpctrain.actions.profiles import load_named_profile, profile_search_path
 from hpctrain.actions.runs import new_run_id
 from hpctrain.engines.documents import train_config
 from hpctrain.engines.module import ModuleConfig
@@ -36,11 +37,10 @@ from hpctrain.render.warning_lead import warning_lead
 from hpctrain.spec.calibration import SiteCalibration
 from hpctrain.spec.loader import (
     Loaded,
-    find_profile,
     load_calibration,
     load_catalogue,
-    load_profile,
     load_run_spec,
+    partition_profile,
 )
 from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import DataSource, RunSpec
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from hpctrain.spec.catalogue import Gpu, GpuVariable
 
 NODE_LEDGER_NAME = "nodes.jsonl"
-PROFILE_PATH_VARIABLE = "HPCTRAIN_PROFILE_PATH"
 
 
 @dataclass(frozen=True)
@@ -77,16 +76,13 @@ class Prepared:
     signatures: str = ""
 
 
-def profile_search_path() -> list[Path]:
-    """List the directories of $HPCTRAIN_PROFILE_PATH; packaged profiles come after them."""
-    entries = os.environ.get(PROFILE_PATH_VARIABLE, "").split(os.pathsep)
-    return [Path(entry) for entry in entries if entry]
-
-
 def load_inputs(
     spec: Path, profile: str, overrides: Sequence[str] = ()
 ) -> tuple[Loaded[RunSpec], Loaded[ClusterProfile]]:
-    """Read both documents. Raises InvalidInputError with the problems of both at once."""
+    """Read both documents, the profile as it is for jobs in the spec's partition.
+
+    Raises InvalidInputError with the problems of both at once.
+    """
     problems: list[Problem] = []
     loaded_spec: Loaded[RunSpec] | None = None
     loaded_profile: Loaded[ClusterProfile] | None = None
@@ -95,12 +91,13 @@ def load_inputs(
     except InvalidInputError as error:
         problems.extend(error.problems)
     try:
-        loaded_profile = load_profile(find_profile(profile, profile_search_path()))
+        loaded_profile = load_named_profile(profile)
     except InvalidInputError as error:
         problems.extend(error.problems)
     if loaded_spec is None or loaded_profile is None:
         raise InvalidInputError(problems)
-    return loaded_spec, loaded_profile
+    partition = loaded_spec.document.resources.partition
+    return loaded_spec, partition_profile(loaded_profile, partition)
 
 
 def load_knowledge(profile: Loaded[ClusterProfile]) -> Knowledge:

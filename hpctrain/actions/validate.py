@@ -10,8 +10,9 @@ def validate_file(path: Path, kind: str | None = None) -> str:
     """Load a run spec or a profile; returns its kind.
 
     Without `kind` a document with a top-level `model` or `budget` counts as a spec, one with
-    `nodes` or `gpu` as a profile. Raises InvalidInputError with every problem.
+    `nodes`, `gpu` or `extends` as a profile. Raises InvalidInputError with every problem.
     """
+    from hpctrain.actions.profiles import profile_search_path
     from hpctrain.errors import InvalidInputError, Problem
     from hpctrain.render.continuation import continuation_problems
     from hpctrain.spec.loader import load_profile, load_run_spec
@@ -22,9 +23,9 @@ def validate_file(path: Path, kind: str | None = None) -> str:
         with contextlib.suppress(OSError):
             lines = path.read_text(errors="replace").splitlines()
             keys = {line.partition(":")[0] for line in lines if line and line[0].isalpha()}
-        kind = "profile" if keys & {"nodes", "gpu", "nvlink", "slurm"} else "spec"
+        kind = "profile" if keys & {"nodes", "gpu", "nvlink", "slurm", "extends"} else "spec"
     if kind == "profile":
-        profile = load_profile(path)
+        profile = load_profile(path, profile_search_path())
         site = profile.document
         problems = [
             Problem(message, profile.file)

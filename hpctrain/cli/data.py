@@ -143,14 +143,13 @@ def _prepared_on_slurm(
     time: Duration | None,
 ) -> Any:
     from hpctrain.actions.data_on_slurm import ArrayRequest, prepare_on_slurm
-    from hpctrain.actions.prepare import profile_search_path
+    from hpctrain.actions.profiles import load_named_profile
     from hpctrain.errors import UsageError
     from hpctrain.slurm.client import SlurmClient
-    from hpctrain.spec.loader import find_profile, load_profile
 
     if profile is None:
         raise UsageError("--slurm needs --profile, which defines how to request nodes")
-    site = load_profile(find_profile(profile, profile_search_path())).document
+    site = load_named_profile(profile).document
     array = ArrayRequest(site, jobs or 8, partition, time)
     return prepare_on_slurm(request, array, SlurmClient(), lambda line: click.echo(line, err=True))
 

@@ -50,19 +50,18 @@ def profiles(name: str | None, as_json: bool) -> None:
       hpctrain profiles
       hpctrain profiles a100x64
     """
-    from hpctrain.actions.prepare import profile_search_path
-    from hpctrain.spec.loader import find_profile, load_profile, profile_names
+    from hpctrain.actions.profiles import load_named_profile, profile_search_path
+    from hpctrain.spec.loader import profile_names
     from hpctrain.spec.resolved import write_resolved
 
     if name is not None:
-        loaded = load_profile(find_profile(name, profile_search_path()))
+        loaded = load_named_profile(name)
         if as_json:
             json_out("profile", loaded.document)
         else:
             click.echo(write_resolved(loaded), nl=False)
         return
-    path = profile_search_path()
-    documents = [load_profile(find_profile(n, path)).document for n in profile_names(path)]
+    documents = [load_named_profile(n).document for n in profile_names(profile_search_path())]
     if as_json:
         json_out("profiles", documents)
         return

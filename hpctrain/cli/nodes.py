@@ -49,10 +49,9 @@ def nodes(
     ledger = runs_directory(runs) / NODE_LEDGER_NAME
     usable_nodes = 0
     if profile:
-        from hpctrain.actions.prepare import profile_search_path
-        from hpctrain.spec.loader import find_profile, load_profile
+        from hpctrain.actions.profiles import load_named_profile
 
-        document = load_profile(find_profile(profile, profile_search_path())).document
+        document = load_named_profile(profile).document
         cluster, usable_nodes = document.name, document.nodes.count
     if forgive is not None:
         entry = action.forgive(ledger, forgive, getpass.getuser(), cluster)

@@ -20,7 +20,7 @@ class ProfileName(click.ParamType[str]):
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        from hpctrain.actions.prepare import profile_search_path
+        from hpctrain.actions.profiles import profile_search_path
         from hpctrain.spec.loader import profile_names
 
         names = profile_names(profile_search_path())

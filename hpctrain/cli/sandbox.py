@@ -78,14 +78,13 @@ def up(directory: Path, profile: str, slurm: str | None, accounting: bool, timeo
     import time
     from dataclasses import replace
 
-    from hpctrain.actions.prepare import profile_search_path
+    from hpctrain.actions.profiles import load_named_profile
     from hpctrain.errors import UsageError
     from hpctrain.sandbox.from_profile import shape_from_profile
     from hpctrain.sandbox.sandbox import Sandbox
-    from hpctrain.spec.loader import find_profile, load_profile
 
     began = time.monotonic()
-    loaded = load_profile(find_profile(profile, profile_search_path()))
+    loaded = load_named_profile(profile)
     shape = shape_from_profile(loaded.document)
     if accounting:
         shape = replace(shape, accounting="slurmdbd")

@@ -43,7 +43,8 @@ def usable_gpus(spec: RunSpec, profile: ClusterProfile) -> int:
     partition = profile.slurm.partition(spec.resources.partition)
     limits = (profile.limits.max_nodes, partition.max_nodes if partition else None)
     nodes = min([profile.nodes.count, *(limit for limit in limits if limit is not None)])
-    return nodes * profile.gpu.per_node
+    most = (profile.limits.max_gpus, partition.max_gpus if partition else None)
+    return min([nodes * profile.gpu.per_node, *(limit for limit in most if limit is not None)])
 
 
 def allowed_gpus(spec: RunSpec, profile: ClusterProfile) -> int:
@@ -96,6 +97,19 @@ def _node_problems(resources: ResourcesSpec, profile: ClusterProfile) -> list[st
         f"{needed}, {owner} allows {limit} ({limit * per_node} GPUs)"
         for limit, owner in limits
         if limit is not None and nodes + spares > limit
+    ]
+    most = [(profile.limits.max_gpus, "this site")]
+    if partition is not None:
+        most.append((partition.max_gpus, f"partition {partition.name}"))
+        if partition.min_nodes is not None and nodes < partition.min_nodes:
+            problems.append(
+                f"{needed}, partition {partition.name} takes no job below {partition.min_nodes} "
+                f"({partition.min_nodes * per_node} GPUs)"
+            )
+    problems += [
+        f"{gpus} GPUs are more than the {limit} that {owner} allows one run"
+        for limit, owner in most
+        if limit is not None and gpus > limit
     ]
     if least is not None and least > nodes:
         problems.append(f"resources.min_nodes {least} is above the {nodes} nodes of the run")

@@ -1,10 +1,12 @@
-"""Quotes values for bash and for #SBATCH lines; the template's `sh` filter does it once."""
+"""Quotes values for bash and for #SBATCH lines; the template's filters do it once."""
 
 from __future__ import annotations
 
+import re
 import shlex
 
 from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.spec.job_text import Expansion, job_text_parts
 
 
 def sh(value: object) -> str:
@@ -13,6 +15,26 @@ def sh(value: object) -> str:
     if "\0" in text:
         raise InvalidInputError([Problem("a value contains a NUL character")])
     return shlex.quote(text)
+
+
+def sh_expanded(text: str) -> str:
+    """Quote one argument whose variables bash puts in when the job runs; all else is literal.
+
+    A variable that the job does not have ends it with a message (POSIX.1-2017, 2.6.2, `:?`),
+    because an empty one would make `$SCRATCH/cache` a directory of the root.
+    """
+    parts = job_text_parts(text)
+    if not any(isinstance(part, Expansion) for part in parts):
+        return sh("".join(map(str, parts)))
+    if "\0" in text:
+        raise InvalidInputError([Problem("a value contains a NUL character")])
+    quoted = [
+        f"${{{part.name}:?is not set in this job}}"
+        if isinstance(part, Expansion)
+        else re.sub(r'([\\"$`])', r"\\\1", part)
+        for part in parts
+    ]
+    return f'"{"".join(quoted)}"'
 
 
 def directive_value(option: str, value: str) -> str:

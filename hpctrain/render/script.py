@@ -27,7 +27,7 @@ from hpctrain.render.srun_tasks import SrunTasks, choose_tasks
 from hpctrain.render.topology import topology_options
 from hpctrain.render.warning_lead import warning_lead
 from hpctrain.spec.profile import INTERFACE_VARIABLES, ClusterProfile
-from hpctrain.spec.profile.slurm import PartitionProfile
+from hpctrain.spec.profile.partition import PartitionProfile
 from hpctrain.spec.profile.software import ContainerProfile
 from hpctrain.spec.run import RunSpec
 from hpctrain.units import Duration
@@ -202,7 +202,7 @@ def _directives(
         "job-name": facts.run_id,
         "comment": facts.comment,
         "account": spec.resources.account or profile.slurm.account,
-        "partition": partition.name,
+        "partition": partition.name if partition.request else None,
         "qos": spec.resources.qos or profile.slurm.qos,
         "reservation": spec.resources.reservation,
         **topology_options(profile, plan, spec.resources.spare_nodes),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import InvalidInputError, Problem
-from hpctrain.render.quoting import sh
+from hpctrain.render.quoting import sh, sh_expanded
 from hpctrain.render.script import Script
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ def template_environment(site: BaseLoader | None = None) -> Environment:
         keep_trailing_newline=True,
     )
     environment.filters["sh"] = sh
+    environment.filters["sh_expanded"] = sh_expanded
     return environment
 
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 from hpctrain.sandbox.shape import FeatureShape, PartitionShape, SandboxShape, SwitchShape
 from hpctrain.spec.profile import ClusterProfile
-from hpctrain.spec.profile.slurm import PartitionProfile
+from hpctrain.spec.profile.partition import PartitionProfile
 
 
 def shape_from_profile(profile: ClusterProfile) -> SandboxShape:

@@ -18,8 +18,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.spec.inheritance import PARTITION_SECTIONS, complete_partitions, merge
 from hpctrain.spec.overrides import OPTION, apply_overrides
-from hpctrain.spec.positions import dotted, parse_yaml
+from hpctrain.spec.positions import Parsed, dotted, parse_yaml
 from hpctrain.spec.syntax import SourcePlace
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ _NO_PROFILES = frozenset({CATALOGUE_FILE, SIGNATURES_FILE, XIDS_FILE})
 CALIBRATION_SUFFIX = ".calibration.yaml"  # of the files that `hpctrain calibrate` writes
 PACKAGED_CALIBRATION = Path(__file__).resolve().parent / "catalogue" / "calibration.yaml"
 PACKAGED_CATALOGUE = Path(__file__).resolve().parent / "catalogue" / CATALOGUE_FILE
+EXTENDS = "extends"
 
 
 @dataclass(frozen=True)
@@ -76,26 +78,147 @@ def load_run_spec(path: Path | str, overrides: Sequence[str] = ()) -> Loaded[Run
     return _load(RunSpec, path, overrides)
 
 
-def load_profile(path: Path | str) -> Loaded[ClusterProfile]:
-    """Read a cluster profile, and put the file that its `calibration` names in that place.
+def load_profile(path: Path | str, search_path: Sequence[Path] = ()) -> Loaded[ClusterProfile]:
+    """Read a cluster profile with what it extends, and the file that its `calibration` names.
 
-    The digest then covers the measured figures, and a copy of the profile needs no second file.
-    Raises InvalidInputError with all problems.
+    `extends` is a profile beside this one, in the search path or packaged, or a path relative to
+    this file. The digest covers the whole document, the measured figures included, and a copy of
+    the profile needs no second file. Raises InvalidInputError with all problems, each at the place
+    of the file that contains it.
     """
     from hpctrain.spec.calibration import SiteCalibration
     from hpctrain.spec.profile import ClusterProfile
 
-    profile = _load(ClusterProfile, path, ())
+    parsed = _parse_extended(path, search_path, ())
+    complete_partitions(parsed)
+    profile = _validated(ClusterProfile, parsed, _shown_name(path))
+    assert profile.document.extends is None, "what it extends has been merged"
+    problems = [
+        problem
+        for partition in profile.document.slurm.partitions
+        for problem in _partition_problems(profile, partition.name)
+    ]
+    if problems:
+        raise InvalidInputError(problems)
     name = profile.document.calibration
     if not isinstance(name, str):
         return profile
-    file = Path(path).parent / name
+    file = Path(profile.places["calibration"].file).parent / name
     if not file.is_file():
         hint = "`hpctrain calibrate` writes it; without the line the packaged figures are used"
         raise InvalidInputError([profile.problem("calibration", f"no such file: {file}", hint)])
     measured = _load(SiteCalibration, file, ()).document
     document = profile.document.model_copy(update={"calibration": measured})
     return replace(profile, document=document, digest=document_digest(document))
+
+
+def partition_profile(
+    profile: Loaded[ClusterProfile], partition: str | None
+) -> Loaded[ClusterProfile]:
+    """Return the profile as it is for jobs of one partition (None: the default one).
+
+    Nodes, GPUs, links, options and limits that the partition has of its own stand in their
+    sections, with their places. Of a partition that does not exist: the profile unchanged.
+    """
+    document = profile.document.for_partition(partition)
+    chosen = profile.document.slurm.partition(partition)
+    if chosen is None or document == profile.document:
+        return profile
+    index = profile.document.slurm.partitions.index(chosen)
+    origin, places = dict(profile.origin), dict(profile.places)
+    sections = {name: name for name in PARTITION_SECTIONS} | {
+        name: f"slurm.{name}" for name in ("qos", "account", "constraint")
+    }
+    for name, section in sections.items():
+        own = f"slurm.partitions[{index}].{name}"
+        if own not in places:
+            continue
+        for known in (origin, places):
+            for path in [path for path in known if _is_below(path, section)]:
+                del known[path]
+        origin |= {
+            section + path.removeprefix(own): text
+            for path, text in profile.origin.items()
+            if _is_below(path, own)
+        }
+        places |= {
+            section + path.removeprefix(own): place
+            for path, place in profile.places.items()
+            if _is_below(path, own)
+        }
+    return replace(
+        profile,
+        document=document,
+        digest=document_digest(document),
+        origin=MappingProxyType(origin),
+        places=MappingProxyType(places),
+    )
+
+
+def _is_below(path: str, section: str) -> bool:
+    return path == section or path.startswith((f"{section}.", f"{section}["))
+
+
+def _partition_problems(profile: Loaded[ClusterProfile], partition: str) -> list[Problem]:
+    """Validate the profile as it is for one partition: its parts have to fit together, too."""
+    from pydantic import ValidationError
+
+    from hpctrain.spec.profile import ClusterProfile
+
+    document = profile.document.for_partition(partition)
+    if document == profile.document:
+        return []
+    try:
+        ClusterProfile.model_validate_json(document.model_dump_json(by_alias=True), strict=True)
+    except ValidationError as error:
+        from hpctrain.spec.explain import explain
+
+        names = [other.name for other in profile.document.slurm.partitions]
+        path = f"slurm.partitions[{names.index(partition)}]"
+        return [
+            profile.problem(path, f"partition `{partition}`: {found.message}", found.hint)
+            for found in explain(error, ClusterProfile, Parsed())
+        ]
+    return []
+
+
+def _parse_extended(
+    path: Path | str, search_path: Sequence[Path], above: tuple[Path, ...]
+) -> Parsed:
+    """Parse a profile, merged with the one that it extends. Raises InvalidInputError."""
+    parsed = _parse(path)
+    if not isinstance(parsed.data, dict) or EXTENDS not in parsed.data:
+        return parsed
+    place, base = parsed.values[EXTENDS,], parsed.data.pop(EXTENDS)
+    parsed.values = {where: found for where, found in parsed.values.items() if where != (EXTENDS,)}
+    if base is None and (EXTENDS,) not in parsed.broken:
+        return parsed
+    if not isinstance(base, str) or not base:
+        problem = place.problem(f"`{EXTENDS}`: expected the name of a profile")
+        raise InvalidInputError([*parsed.problems, problem])
+    here = Path(path).absolute()
+    beside = here.parent / (base if base.endswith((".yaml", ".yml")) else f"{base}.yaml")
+    # A site's own copy may have the name of the packaged profile that it extends.
+    known = beside.is_file() and beside.resolve() != here.resolve()
+    file = beside
+    if not known:
+        try:
+            places = [found for found in search_path if (found / f"{base}.yaml").resolve() != here]
+            file = find_profile(base, places)
+        except InvalidInputError as error:
+            found = error.problems[0]
+            problem = place.problem(f"`{EXTENDS}`: {found.message}", found.hint)
+            raise InvalidInputError([*parsed.problems, problem]) from None
+    chain = (*above, here.resolve())
+    if file.resolve() in chain:
+        names = " -> ".join(link.name for link in (*chain, file))
+        raise InvalidInputError(
+            [place.problem(f"`{EXTENDS}`: profiles extend each other: {names}")]
+        )
+    if "name" not in parsed.data:
+        message = f"`name`: a profile that extends `{base}` needs a name of its own"
+        parsed.problems.append(place.problem(message))
+    return merge(parsed, _parse_extended(file, search_path, chain))
 
 
 def load_document(model: type[DocumentT], path: Path) -> Loaded[DocumentT]:
@@ -203,12 +326,27 @@ def _is_profile(file: Path) -> bool:
 
 
 def _load(model: type[DocumentT], path: Path | str, overrides: Sequence[str]) -> Loaded[DocumentT]:
-    file = "stdin" if str(path) == "-" else str(path)
+    parsed = _parse(path)
+    apply_overrides(parsed, overrides)
+    return _validated(model, parsed, _shown_name(path))
+
+
+def _shown_name(path: Path | str) -> str:
+    return "stdin" if str(path) == "-" else str(path)
+
+
+def _parse(path: Path | str) -> Parsed:
+    """Parse one file. Raises InvalidInputError if there is nothing in it."""
+    file = _shown_name(path)
     parsed = parse_yaml(_read_text(path, file), file)
     if parsed.data is None:
         parsed.problems = parsed.problems or [SourcePlace(file, 1, 1).problem("the file is empty")]
         raise InvalidInputError(parsed.problems)
-    apply_overrides(parsed, overrides)
+    return parsed
+
+
+def _validated(model: type[DocumentT], parsed: Parsed, file: str) -> Loaded[DocumentT]:
+    """Make the document of parsed values. Raises InvalidInputError with all problems."""
     from pydantic import ValidationError
 
     problems = parsed.problems
@@ -221,16 +359,22 @@ def _load(model: type[DocumentT], path: Path | str, overrides: Sequence[str]) ->
 
         problems = problems + explain(error, model, parsed)
     if problems:
-        problems = sorted(problems, key=lambda p: (p.line is None, p.line or 0, p.column or 0))
-        raise InvalidInputError(problems)
-    base = Path(file).name
+        raise InvalidInputError(sorted(problems, key=lambda found: _position(found, file)))
     places = {dotted(path): place for path, place in parsed.values.items() if path}
     origins = {
-        path: OPTION if place.line is None else f"{base}:{place.line}"
+        path: OPTION if place.line is None else f"{Path(place.file).name}:{place.line}"
         for path, place in places.items()
     }
     digest = document_digest(document)
-    return Loaded(document, base, MappingProxyType(origins), digest, MappingProxyType(places))
+    name = Path(file).name
+    return Loaded(document, name, MappingProxyType(origins), digest, MappingProxyType(places))
+
+
+def _position(problem: Problem, file: str) -> tuple[bool, bool, str, int, int]:
+    """Order problems: those of the file that was named first, then by file and line."""
+    other = problem.line is not None and problem.file != file
+    named = (problem.file or "") if other else ""
+    return problem.line is None, other, named, problem.line or 0, problem.column or 0
 
 
 def _read_text(path: Path | str, file: str) -> str:

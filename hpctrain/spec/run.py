@@ -18,6 +18,7 @@ from hpctrain.spec.document import Document
 from hpctrain.spec.engine import EngineSpec as EngineSpec
 from hpctrain.spec.engines.abilities import Choices
 from hpctrain.spec.engines.unread import unread_choices
+from hpctrain.spec.job_text import JobText
 from hpctrain.spec.model import MlaSpec as MlaSpec
 from hpctrain.spec.model import ModelSpec as ModelSpec
 from hpctrain.spec.model import MoeSpec as MoeSpec
@@ -194,7 +195,9 @@ class ResourcesSpec(Document):
 class EnvironmentSpec(Document):
     """Variables for the training processes. Secrets by name only."""
 
-    variables: dict[VariableName, str] = Field({}, description="Set in the job")
+    variables: dict[VariableName, JobText] = Field(
+        {}, description="Set in the job, which puts in `$NAME`; `$$` is a dollar sign"
+    )
     inherit: tuple[VariableName, ...] = Field(
         (), description="Names passed on from the submitting shell; the values stay out of files"
     )

@@ -16,6 +16,7 @@ import pytest
 from fresh_process import FreshProcess
 from safetensors.torch import load_file
 from trial_runs import GPT, LLAMA, Trial, largest_difference, make_trial
+from variants import varied
 
 from hpctrain.convert import __main__ as conversion
 from hpctrain.store.run_records import TrainerExit
@@ -65,6 +66,14 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "latent attention, tp2": ("latent attention", TP2),
     "prediction layer, pp2": ("prediction layer", PP2),
 }
+# One layout of each axis; the others are variants.
+ALWAYS = (
+    "gpt, tp2 with sequence parallelism",
+    "gpt, pp2 vpp2",
+    "llama, cp2",
+    "gpt, dp2 with overlaps",
+    "experts, ep2 tp2",
+)
 
 
 @dataclass(frozen=True)
@@ -163,7 +172,7 @@ def test_both_implementations_learn_the_same(
     assert without.losses[1] - without.losses[6] > 0.1, "it learns"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", varied(LAYOUTS, *ALWAYS))
 def test_layouts_learn_what_one_process_learns(
     layout: str, engine_trial: Any, alone: Callable[[str], Trial]
 ) -> None:

@@ -21,6 +21,7 @@ import pytest
 import settings_sweep
 from fresh_process import FreshProcess
 from trial_runs import MODULE_GPT, MODULE_LLAMA
+from variants import varied
 
 pytestmark = pytest.mark.skipif(
     fake_cuda_guard.compiler() is None, reason="needs a C++ compiler for torch's device guard"
@@ -43,6 +44,8 @@ STEPS: dict[str, tuple[dict[str, Any], int]] = {
     "gpt with ddp": ({**MODULE_GPT, **DDP}, 0),
     "llama with ddp": ({**MODULE_LLAMA, **DDP}, 0),
 }
+# The others are variants: other layers of the same families.
+ALWAYS = ("gpt", "bert", "latent attention", "llama with fsdp", "gpt with ddp")
 # Without TransformerEngine the norm is computed by `local_multi_tensor_l2_norm`, which reads one
 # number per parameter and brings the sum back (megatron/core/utils.py).
 LOCAL_STEPS = {"gpt": 52, "llama": 38}
@@ -81,7 +84,7 @@ def elsewhere(found: dict[str, int], *allowed: str) -> list[str]:
     return [name for name in found if not any(place in name for place in allowed)]
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", varied(STEPS, *ALWAYS))
 def test_all_tensors_of_a_step_are_on_the_gpu(name: str, gpu_process: FreshProcess) -> None:
     document, reads = STEPS[name]
     seen = step(gpu_process, document)

@@ -68,6 +68,7 @@ def test_a_killed_rank_is_resumed_bit_by_bit(site: Site) -> None:
     assert "equal bit by bit" in done.detail
 
 
+@pytest.mark.variant("test_a_killed_rank_is_resumed_bit_by_bit")
 def test_a_resume_that_is_not_exact_fails(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     real = TrialRun.exact.fget
     assert real is not None

@@ -5,6 +5,7 @@ These tests fail, and do not skip, on a machine without Slurm: the message says 
 
 from __future__ import annotations
 
+import fcntl
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from rehearsal import (
     wait_till_remembered,
 )
 
-from hpctrain.actions.runs import RunFiles
+from hpctrain.actions.runs import RunFiles, find_run
 from hpctrain.actions.state import RunState
 from hpctrain.sandbox.debian_slurm import fetch_slurm
 from hpctrain.sandbox.faults import kill_controller, restart_controller
@@ -120,8 +121,25 @@ def public_stage(sandbox: Sandbox) -> Iterator[Stage]:
 
 
 @pytest.fixture(scope="session")
-def reference(stage: Stage) -> RunFiles:
-    """The run that nothing happens to; all others must have its losses."""
+def reference(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, worker_id: str
+) -> RunFiles:
+    """The run that nothing happens to; all others must have its losses.
+
+    One for all processes of pytest-xdist: who comes first trains it, the others wait for it.
+    """
+    own = tmp_path_factory.getbasetemp()
+    shared = own if worker_id == "master" else own.parent
+    note = shared / "reference-run"
+    with (shared / "reference-lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not note.exists():
+            note.write_text(str(_trained(request.getfixturevalue("stage")).layout.directory))
+    directory = Path(note.read_text())
+    return find_run(directory.parent, directory.name)
+
+
+def _trained(stage: Stage) -> RunFiles:
     rehearsal = stage.start("name=reference")
     row = rehearsal.wait_till_over()
     assert row.state is RunState.DONE, rehearsal.logs()

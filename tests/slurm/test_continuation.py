@@ -7,6 +7,7 @@ import signal
 import pytest
 from rehearsal import PlannedFault, Rehearsal, Stage, held
 from slurm_settings import grace
+from variants import varied
 
 from hpctrain.actions.cancel import cancel
 from hpctrain.actions.runs import RunFiles
@@ -40,7 +41,7 @@ def jobs_that_began(rehearsal: Rehearsal) -> list[int]:
     return started_ids(rehearsal.run.ledger.events())
 
 
-@pytest.mark.parametrize("mode", ["chain", "singleton", "array"])
+@pytest.mark.parametrize("mode", varied(["chain", "singleton", "array"], "chain", "array"))
 def test_the_next_job_goes_on_after_a_preemption(
     mode: str, stage: Stage, reference: RunFiles
 ) -> None:
@@ -63,7 +64,7 @@ def test_the_next_job_goes_on_after_a_preemption(
     assert [event.action for event in rehearsal.events(EventKind.ACTION)] == ["leave", "finish"]
 
 
-@pytest.mark.parametrize("mode", ["chain", "array"])
+@pytest.mark.parametrize("mode", varied(["chain", "array"], "chain"))
 def test_scancel_of_the_running_job_ends_the_run(mode: str, stage: Stage) -> None:
     """Slurm would start the next job: a supervisor or the next job itself must end that."""
     rehearsal = stage.start(f"name=scancel-{mode}", "budget.steps=4000", continuation=mode)

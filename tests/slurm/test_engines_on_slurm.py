@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from rehearsal import PATIENCE_SECONDS, STEPS, PlannedFault, Rehearsal, Stage
 from slurm_settings import grace
+from variants import varied
 
 from bench import prefork
 from hpctrain.store.layout import RunLayout
@@ -26,7 +27,7 @@ ENGINES = {
 }
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", varied(ENGINES, "fsdp", "deepspeed"))
 def test_a_preempted_run_is_the_same_run(engine: str, stage: Stage, tmp_path: Path) -> None:
     planned = (PlannedFault(epoch=1, rank=1, step=13, do="await_warning"),)
     name, gpus = engine.replace(" ", "-").lower(), 2 if "3D" in engine else 1

@@ -81,6 +81,7 @@ def test_who_may_not_be_requeued_stays_away_and_its_exit_code_is_lost(
         assert (job.state, job.exit_code) == (JobState.FAILED, 7)
 
 
+@pytest.mark.variant("test_whoever_leaves_comes_back_where_slurm_is_said_to_do_that")
 def test_the_fifth_who_leaves_is_held_until_it_is_released(
     slurm: SlurmClient, accounting: Sandbox
 ) -> None:
@@ -97,6 +98,7 @@ def test_the_fifth_who_leaves_is_held_until_it_is_released(
     restart(slurm, job_id)
 
 
+@pytest.mark.variant("test_whoever_leaves_comes_back_where_slurm_is_said_to_do_that")
 def test_who_asks_before_it_leaves_is_never_held(slurm: SlurmClient, accounting: Sandbox) -> None:
     """As hpctrain's supervisor does; otherwise the fifth preemption would end a run."""
     with grace(accounting):

@@ -72,6 +72,7 @@ def test_a_slow_node_is_reported_and_training_goes_on(stage: Stage, reference: R
     assert "Was a GPU or a link slow before training? Yes: 1 part was slow" in text, text
 
 
+@pytest.mark.variant("test_a_spare_takes_the_place_of_a_slow_node")
 @pytest.mark.parametrize("mode", ["exclude"])
 def test_without_a_spare_the_job_is_requeued_away_from_it(
     stage: Stage, reference: RunFiles, mode: str

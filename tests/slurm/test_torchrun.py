@@ -68,6 +68,7 @@ def test_a_preempted_and_killed_run_is_the_same_run(
     ]
 
 
+@pytest.mark.variant("test_a_run_goes_on_with_fewer_nodes")
 def test_a_run_goes_on_with_fewer_agents(stage: Stage, tmp_path: Path) -> None:
     """One rank per node; what it trains is what one rank alone trains, but for the rounding."""
     layout = ("parallel.pp=1", "resources.min_nodes=1", "model.dropout=0")

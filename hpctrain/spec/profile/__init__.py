@@ -34,6 +34,11 @@ INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 class ClusterProfile(Document):
     """A cluster: hardware, Slurm, software, rules."""
 
+    extends: str | None = Field(
+        None,
+        description="Name or file of a profile whose values count where this file has none. Lists "
+        "of things with a `name` are joined by it, `null` removes a value",
+    )
     name: Name = Field(description="Name for `--profile`")
     description: str = Field("", description="One line for `hpctrain profiles`")
     nodes: NodeProfile
@@ -145,6 +150,31 @@ class ClusterProfile(Document):
             if not has_field(RunSpec, path):
                 raise ValueError(f"`{path}` is no field of a run spec")
         return paths
+
+    def for_partition(self, name: str | None) -> ClusterProfile:
+        """Return the profile of a job in one partition: its own parts in place of the cluster's.
+
+        None is the default partition. The result is the same again for that partition, and the
+        profile itself where there is no partition of that name. Islands are all nodes of the
+        cluster: a partition with nodes of its own has only those of its own `network`.
+        """
+        partition = self.slurm.partition(name)
+        if partition is None:
+            return self
+        parts = ("nodes", "gpu", "nvlink", "network", "prices", "reliability")
+        own = {part: getattr(partition, part) for part in parts}
+        changes = {part: value for part, value in own.items() if value is not None}
+        if partition.nodes is not None and partition.network is None and self.network.islands:
+            changes["network"] = self.network.model_copy(update={"islands": ()})
+        options = {name: getattr(partition, name) for name in ("account", "qos", "constraint")}
+        given = {name: value or None for name, value in options.items() if value is not None}
+        if any(getattr(self.slurm, name) != value for name, value in given.items()):
+            changes["slurm"] = self.slurm.model_copy(update=given)
+        if partition.environment:
+            named = {variable.name: variable for variable in self.environment}
+            named |= {variable.name: variable for variable in partition.environment}
+            changes["environment"] = tuple(named.values())
+        return self.model_copy(update=changes) if changes else self
 
     @property
     def gpu_count(self) -> int:

@@ -15,6 +15,7 @@ class LimitsProfile(Document):
     """What the site allows a run to ask for; checked at plan time, exit code 4."""
 
     max_nodes: int | None = Field(None, ge=1, description="Most nodes of one run")
+    max_gpus: int | None = Field(None, ge=1, description="Most GPUs of one run")
     max_walltime: Duration | None = Field(None, description="Longest time limit of one attempt")
     accounts: tuple[str, ...] = Field((), description="Accounts that may be charged; empty: any")
 

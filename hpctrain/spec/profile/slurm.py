@@ -1,4 +1,4 @@
-"""How a site of a cluster profile wants jobs to be asked for: options, partitions, preemption.
+"""How a site of a cluster profile wants jobs to be asked for: options and partitions.
 
 Belongs here: facts about the Slurm of a site. Does not belong here: what a run may use at most
 (`limits`).
@@ -11,30 +11,8 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from hpctrain.spec.document import Document
+from hpctrain.spec.profile.partition import PartitionProfile
 from hpctrain.units import Duration
-
-
-class PreemptionProfile(Document):
-    """How jobs of a partition lose their nodes to others."""
-
-    mode: Literal["off", "requeue", "cancel"] = Field(
-        "off", description="What Slurm does with a preempted job (PreemptMode)"
-    )
-    grace: Duration = Field(Duration(0), description="GraceTime of the partition or QOS")
-    user_signal: bool = Field(
-        False, description="Site sets preempt_send_user_signal (22.05) or send_user_signal (23.02+)"
-    )
-
-
-class PartitionProfile(Document):
-    """One partition and its limits."""
-
-    name: str = Field(description="As Slurm knows it")
-    default: bool = Field(False, description="Used when a spec names no partition")
-    max_walltime: Duration | None = Field(None, description="MaxTime; absent: no limit")
-    max_nodes: int | None = Field(None, ge=1, description="MaxNodes; absent: no limit")
-    priority_tier: int = Field(1, ge=0, description="PriorityTier; jobs of a higher one preempt")
-    preemption: PreemptionProfile = PreemptionProfile()
 
 
 class SlurmProfile(Document):

@@ -12,6 +12,7 @@ from pydantic import Field
 
 from hpctrain.spec.document import Document
 from hpctrain.spec.engines.registry import EngineName
+from hpctrain.spec.job_text import JobText
 from hpctrain.spec.run import VariableName
 
 
@@ -48,7 +49,9 @@ class FabricVariable(Document):
     """One environment variable of the fabric and why the site sets it."""
 
     name: VariableName = Field(description="Name of the variable")
-    value: str = Field(description="Text, so put numbers in quotes")
+    value: JobText = Field(
+        description="Text, so put numbers in quotes; `$NAME` is put in by the job, `$$` is a dollar"
+    )
     reason: str = Field(min_length=3, description="Why the site sets it")
     engines: tuple[EngineName, ...] = Field(
         (), description="Only for runs of these engines; default: for all"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from rehearsal import PlannedFault, Stage
 from survival import Fault, Survival
 
@@ -27,6 +28,7 @@ def test_a_mistake_of_the_user_stops_at_once(stage: Stage, survival: Survival) -
     assert len(rehearsal.causes) == 1, rehearsal.logs()
 
 
+@pytest.mark.variant("test_a_mistake_of_the_user_stops_at_once")
 def test_a_wrong_setting_stops_at_once(stage: Stage, survival: Survival) -> None:
     """Found by the trainer itself, and no retry helps."""
     rehearsal = stage.start("name=mistake", "engine.implementation=transformer_engine")
@@ -64,6 +66,7 @@ def test_out_of_memory_late_is_tried_once_more(
     rehearsal.assert_same_so_far(reference)
 
 
+@pytest.mark.variant("test_out_of_memory_late_is_tried_once_more")
 def test_out_of_memory_at_once_is_not_tried_again(stage: Stage, survival: Survival) -> None:
     planned = (PlannedFault(epoch=0, rank=1, step=1, do="fail", text=OUT_OF_MEMORY),)
     rehearsal = stage.start("name=neverfits", planned=planned)

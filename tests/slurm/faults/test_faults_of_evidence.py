@@ -9,6 +9,7 @@ import struct
 from array import array
 from pathlib import Path
 
+import pytest
 from rehearsal import PlannedFault, Rehearsal, Stage, held
 from survival import Fault, Survival
 
@@ -98,14 +99,26 @@ def test_what_people_and_programs_do_is_no_evidence_against_a_node(
     first = own.start("name=first", planned=planned)
     fault = Fault(72, "AttributeError in the user's code, on one rank")
     survival.recovered(first, fault, cause="crash", action="relaunch", epoch=1)
-    ledger = own.runs / NODE_LEDGER_NAME
-    assert not node_rows(ledger), NodeLedger(ledger).read()
+    assert not node_rows(own.runs / NODE_LEDGER_NAME), first.logs()
     kill_rank_1(first, survival, epoch=2)
-    second = own.start("name=second", planned=held(1, 14))
-    kill_rank_1(second, survival, epoch=1)
-    for rehearsal in (first, second):
+    first.assert_done_exactly(reference)
+    assert_no_evidence(own)
+
+
+@pytest.mark.variant("test_what_people_and_programs_do_is_no_evidence_against_a_node")
+def test_kills_in_two_runs_are_no_evidence_either(
+    stage: Stage, tmp_path: Path, reference: RunFiles, survival: Survival
+) -> None:
+    own = Stage(stage.sandbox, tmp_path)
+    for name in ("one", "another"):
+        rehearsal = own.start(f"name={name}", planned=held(1, 14))
+        kill_rank_1(rehearsal, survival, epoch=1)
         rehearsal.assert_done_exactly(reference)
-    rows = node_rows(ledger)
+    assert_no_evidence(own)
+
+
+def assert_no_evidence(own: Stage) -> None:
+    rows = node_rows(own.runs / NODE_LEDGER_NAME)
     assert not [row for row in rows if row.admin_hint or row.avoided], rows
     assert {row.kind for row in rows} == {EvidenceKind.SIGNALLED}, rows
 

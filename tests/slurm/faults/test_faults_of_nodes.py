@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from rehearsal import Stage, held
+from rehearsal import Rehearsal, Stage, held
 from slurm_settings import long_kill_wait
 from survival import BY_SLURM, Fault, Survival
 
@@ -68,25 +68,45 @@ def test_a_dead_slurmd_with_living_ranks_cannot_publish(
 
 
 @pytest.mark.usefixtures("patient_slurm")
+def test_a_drained_node_is_left_by_a_requeue(
+    stage: Stage, reference: RunFiles, survival: Survival
+) -> None:
+    rehearsal = stage.start("name=left", planned=held(1, 14, do="await_warning"))
+    epoch = rehearsal.wait_for_progress()
+    leave_when_drained(rehearsal, survival, drain(rehearsal), epoch)
+    rehearsal.assert_done_exactly(reference)
+
+
+@pytest.mark.variant("test_a_drained_node_is_left_by_a_requeue")
+@pytest.mark.usefixtures("patient_slurm")
 def test_a_drained_node_is_used_to_the_end_and_then_left(
     stage: Stage, reference: RunFiles, survival: Survival
 ) -> None:
     planned = (*held(1, 14), *held(2, 24, do="await_warning"))
     rehearsal = stage.start("name=drained", planned=planned)
     epoch = rehearsal.wait_for_progress()
-    drained = rehearsal.nodes()[1]
-    rehearsal.sandbox.command(
-        "scontrol", "update", f"NodeName={drained}", "State=DRAIN", "Reason=rehearsal"
-    )
+    drained = drain(rehearsal)
     rehearsal.kill_rank(1)
     fault = Fault(17, "a node is drained, then a rank on it dies")
     survival.recovered(rehearsal, fault, cause="crash", action="relaunch", epoch=epoch)
-    epoch = rehearsal.wait_for_progress()
+    leave_when_drained(rehearsal, survival, drained, rehearsal.wait_for_progress())
+    rehearsal.assert_done_exactly(reference)
+
+
+def drain(rehearsal: Rehearsal) -> str:
+    """The node of rank 1."""
+    node = rehearsal.nodes()[1]
+    rehearsal.sandbox.command(
+        "scontrol", "update", f"NodeName={node}", "State=DRAIN", "Reason=rehearsal"
+    )
+    return node
+
+
+def leave_when_drained(rehearsal: Rehearsal, survival: Survival, drained: str, epoch: int) -> None:
     rehearsal.sandbox.command("scontrol", "requeue", str(rehearsal.job_id))
     fault = Fault(17, "the job of a drained node is requeued")
     survival.recovered(rehearsal, fault, cause="requeued", action="leave", epoch=epoch)
     assert drained not in rehearsal.nodes()
-    rehearsal.assert_done_exactly(reference)
 
 
 def test_a_spare_node_takes_the_place_of_a_dead_one(

@@ -81,6 +81,7 @@ def test_cancelled_by_scancel_stays_cancelled(
     )
 
 
+@pytest.mark.variant("test_cancelled_by_scancel_stays_cancelled")
 def test_cancelled_by_hpctrain_during_the_grace_of_a_preemption(
     stage: Stage, reference: RunFiles, survival: Survival
 ) -> None:

@@ -84,6 +84,12 @@ def test_preemptions_of_all_kinds_cost_no_budget(
         action="requeue, each time",
         identical=result.steps_compared,
     )
+    log = next(rehearsal.run.layout.logs.glob("slurm-*.out")).read_text()
+    assert log.count(f"attempt {rehearsal.job_id}.") == 5, log
+    survival.shown(
+        Fault(41, "four requeues, which truncate the log where nobody asks for more"),
+        action="appended: the log holds all attempts",
+    )
     good = checkpoints(rehearsal.run.layout.checkpoints, "sha256")
     assert all(one.good and one.manifest and one.manifest.epoch != 4 for one in good)
 
@@ -94,6 +100,7 @@ def preempt(rehearsal: Rehearsal, *, epoch: int, after_step: int) -> None:
 
 
 @pytest.mark.usefixtures("patient_slurm")
+@pytest.mark.variant("test_preemptions_of_all_kinds_cost_no_budget")
 def test_preempted_without_grace(stage: Stage, reference: RunFiles, survival: Survival) -> None:
     planned = (PlannedFault(epoch=1, rank=1, step=14, do="sleep"),)
     rehearsal = stage.start("name=sudden", "resources.partition=sudden", planned=planned)

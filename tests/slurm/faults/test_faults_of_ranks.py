@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from rehearsal import PlannedFault, Stage, held
+import pytest
+from rehearsal import PlannedFault, Rehearsal, Stage, held
 from survival import Fault, Survival
 
 from hpctrain.actions.runs import RunFiles
@@ -55,29 +56,39 @@ def test_hangs_are_told_from_slow_saves_and_the_odd_rank_is_named(
     """A machine that stands still for 20 s is not taken for a hang, hence the long limit."""
     planned = (
         PlannedFault(epoch=1, rank=0, step=5, do="publish_slowly", seconds=45),
-        *held(1, 14, do="stop"),
-        PlannedFault(epoch=2, rank=1, step=25, do="sleep"),
+        PlannedFault(epoch=1, rank=1, step=15, do="sleep"),
     )
-    rehearsal = stage.start(
-        "name=hang", "supervise.stall=30s", "checkpoint.asynchronous=false", planned=planned
-    )
-    rehearsal.wait_for_step(11)
-    fault = Fault(21, "rank 1 is stopped by SIGSTOP in the middle of a step")
-    survival.recovered(rehearsal, fault, cause="hang", action="relaunch", epoch=1)
-    assert [row.step for row in rehearsal.rows(1)] == [*range(1, 14)], rehearsal.logs()
+    rehearsal = start_with_short_stall(stage, "hang", planned)
+    fault = Fault(21, "rank 1 sleeps while rank 0 waits for it in a collective")
+    hung = survival.recovered(rehearsal, fault, cause="hang", action="relaunch", epoch=1)
+    assert [row.step for row in rehearsal.rows(1)] == [*range(1, 15)], rehearsal.logs()
     survival.shown(
         Fault(22, "all ranks are silent for 45 s while a checkpoint is published"),
         cause="none",
         action="none: longer than a step may take, shorter than a save may",
     )
-    fault = Fault(21, "rank 1 sleeps while rank 0 waits for it in a collective")
-    hung = survival.recovered(rehearsal, fault, cause="hang", action="relaunch", epoch=2)
     saved = rehearsal.events(EventKind.STACKS_SAVED)
-    assert len(saved) == 2 and saved[-1].rank == 1, rehearsal.logs()
+    assert len(saved) == 1 and saved[-1].rank == 1, rehearsal.logs()
     assert hung.end.node == rehearsal.nodes()[1], hung.end
     rehearsal.assert_done_exactly(reference)
 
 
+@pytest.mark.variant("test_hangs_are_told_from_slow_saves_and_the_odd_rank_is_named")
+def test_a_stopped_rank_hangs(stage: Stage, reference: RunFiles, survival: Survival) -> None:
+    """It cannot write its stack."""
+    rehearsal = start_with_short_stall(stage, "stopped", held(1, 14, do="stop"))
+    fault = Fault(21, "rank 1 is stopped by SIGSTOP in the middle of a step")
+    survival.recovered(rehearsal, fault, cause="hang", action="relaunch", epoch=1)
+    assert [row.step for row in rehearsal.rows(1)] == [*range(1, 14)], rehearsal.logs()
+    rehearsal.assert_done_exactly(reference)
+
+
+def start_with_short_stall(stage: Stage, name: str, planned: tuple[PlannedFault, ...]) -> Rehearsal:
+    words = (f"name={name}", "supervise.stall=30s", "checkpoint.asynchronous=false")
+    return stage.start(*words, planned=planned)
+
+
+@pytest.mark.variant("test_ranks_that_die_are_named_and_relaunched_in_place")
 def test_a_dead_slurmstepd_is_noticed(
     stage: Stage, reference: RunFiles, survival: Survival
 ) -> None:

@@ -77,6 +77,7 @@ def test_a_run_directory_that_is_away_for_seconds(
     assert len(read_metrics(rehearsal.run.layout)) == STEPS + 2, "no row is lost, none is doubled"
 
 
+@pytest.mark.variant("test_a_ledger_that_cannot_be_written_while_a_launch_ends")
 def test_a_run_directory_that_is_read_only_for_seconds(
     stage: Stage, reference: RunFiles, survival: Survival
 ) -> None:

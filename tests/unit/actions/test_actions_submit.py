@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from fabricated_runs import SUBMITTED, fabricate
 
-from hpctrain.actions.prepare import Prepared, load_inputs, prepare, profile_search_path
+from hpctrain.actions.prepare import Prepared, load_inputs, prepare
+from hpctrain.actions.profiles import profile_search_path
 from hpctrain.actions.runs import RunFiles, all_runs
 from hpctrain.actions.submit import check, resubmit, submit, write_run_directory
 from hpctrain.engines.megatron import MegatronConfig

@@ -91,7 +91,7 @@ def stub(directory: Path) -> str:
 
 def fabric(values: tuple[str, ...], reasons: tuple[str, ...]) -> ClusterProfile:
     variables = [
-        {"name": f"SITE_{n}", "value": value, "reason": reason}
+        {"name": f"SITE_{n}", "value": value.replace("$", "$$"), "reason": reason}
         for n, (value, reason) in enumerate(zip(values, reasons, strict=True))
     ]
     return PROFILE.model_copy(
@@ -105,7 +105,8 @@ def fabric(values: tuple[str, ...], reasons: tuple[str, ...]) -> ClusterProfile:
 
 def test_variables_of_the_spec_arrive_as_written(tmp_path: Path) -> None:
     values = {f"OWN_{n}": value for n, value in enumerate(HOSTILE)}
-    spec = spec_with(environment={"variables": values})
+    written = {name: value.replace("$", "$$") for name, value in values.items()}
+    spec = spec_with(environment={"variables": written})
     seen = run_script(tmp_path, render(spec, python=stub(tmp_path)))["environment"]
     assert {name: seen.get(name) for name in values} == values
 

@@ -20,6 +20,7 @@ from hpctrain.supervise.judge.job_end import CAUSES_OF_ENDS, text_of
         ("job requeued in special exit state", JobHold.SPECIAL_EXIT),
         ("launch failed requeued held", JobHold.LAUNCH_FAILED),
         ("launch_failed_requeued_held", JobHold.LAUNCH_FAILED),
+        ("launch_failure_limit_exceeded_requeued_held", JobHold.REQUEUE_LIMIT),
         ("JobHoldMaxRequeue", JobHold.REQUEUE_LIMIT),
         ("BeginTime", None),
         ("Priority", None),

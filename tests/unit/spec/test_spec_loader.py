@@ -153,7 +153,7 @@ def test_profiles_load_and_survive_writing(file: Path, tmp_path: Path) -> None:
 
 
 def test_strange_text_survives_writing(spec_file: Path, tmp_path: Path) -> None:
-    strange = ["yes", "1", "1e3", "~", " a ", "a: b", "# x", "- a", "'\"\\", "$(x)\n\t", "\u2028",
+    strange = ["yes", "1", "1e3", "~", " a ", "a: b", "# x", "- a", "'\"\\", "$$(x)\n\t", "\u2028",
                "\x7f\x85\x1b", "\ufeff", "caf\u00e9", "\U0001f600", "", "0x1", "24:00:00", "<<",
                ".inf", "a #b", "a:", "null", "!t", "&a", "*a", "%d", "@", "`", "=",
                "{a", "]"]  # fmt: skip
