@@ -80,6 +80,22 @@ def test_missing_programs_are_named_with_a_hint(
     assert caught.value.hint == "sudo apt-get install slurmctld slurmd slurm-client munge"
 
 
+def test_without_a_database_a_slurm_has_no_accounting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is missing is named alone, with the way that needs no root first."""
+    for name in ("slurmctld", "slurmd", "scontrol", "sinfo", "squeue", "scancel", "sacct"):
+        (tmp_path / name).write_text("#!/bin/sh\necho slurm 24.11.5\n")
+        (tmp_path / name).chmod(0o755)
+    for name in ("munged", "munge", "slurmdbd", "sacctmgr"):
+        (tmp_path / name).symlink_to("slurmctld")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("hpctrain.sandbox.programs._SYSTEM_DIRECTORIES", ())
+    assert find_programs().version == (24, 11)
+    with pytest.raises(SlurmUnreachableError, match="not found here: mariadbd, mariadb-install-db"):
+        find_programs(accounting=True)
+
+
 def test_a_call_that_fails_repeats_the_words_of_the_program() -> None:
     with pytest.raises(SlurmError, match="sh failed with exit code 3: no luck"):
         call(["/bin/sh", "-c", "echo no luck >&2; exit 3"], {}, timeout_seconds=300)
