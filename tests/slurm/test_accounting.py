@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
-from rehearsal import patient_client
+from rehearsal import PATIENCE_SECONDS, own_sandbox, patient_client
 from sleeping_jobs import QUIET, SLEEP, eventually, job_of, running
 
 from hpctrain.errors import SlurmRefusedError
 from hpctrain.sandbox.accounting import ACCOUNT
+from hpctrain.sandbox.faults import kill_controller, restart_controller
+from hpctrain.sandbox.processes import is_alive
+from hpctrain.sandbox.reconfigure import raise_job_ids
 from hpctrain.sandbox.sandbox import Sandbox
+from hpctrain.sandbox.shape import default_shape
 from hpctrain.slurm import JobState, SlurmClient, WaitReason
 
 # As free text may look: a value that a reader of Key=Value lines would take for Slurm's own.
@@ -48,6 +53,38 @@ def test_what_the_controller_has_forgotten_is_in_the_history(
     past = slurm.past_jobs([job_id])[job_id]
     assert (past.exit_code, past.name, past.comment) == (3, name, comment)
     assert (past.account, past.source) == (ACCOUNT, "sacct")
+
+
+def test_a_job_that_the_controller_has_lost_is_in_the_history_alone(
+    slurm: SlurmClient, accounting: Sandbox
+) -> None:
+    """As for one that has ended MinJobAge ago."""
+    job_id = slurm.submit("#!/bin/sh\n", QUIET).job_id
+    assert eventually(lambda: job_of(slurm, job_id).state.is_ended)
+    assert eventually(lambda: slurm.past_jobs([job_id])[job_id].state is JobState.COMPLETED)
+    raise_job_ids(accounting, job_id + 1000)  # no id may be given away again
+    kill_controller(accounting)
+    for name in ("job_state", "job_state.old"):
+        (accounting.paths.state / name).unlink(missing_ok=True)
+    restart_controller(accounting)
+    assert eventually(lambda: slurm.jobs([job_id]) == {})
+    assert slurm.history([job_id])[job_id].state is JobState.COMPLETED
+
+
+def test_a_sandbox_that_comes_up_again_has_its_history(accounting: Sandbox) -> None:
+    """slurmctld would refuse a database that gives its cluster another id."""
+    shape = replace(default_shape(nodes=1), accounting="slurmdbd")
+    with own_sandbox(shape, accounting.state.slurm) as box:
+        slurm = patient_client(box.environment())
+        job_id = slurm.submit("#!/bin/sh\n", QUIET).job_id
+        assert eventually(lambda: job_id in slurm.past_jobs([job_id]))
+        database = [one for one in box.state.daemons if one.name in ("mariadbd", "slurmdbd")]
+        assert len(database) == 2
+        box.down(keep=True)
+        assert not any(is_alive(one.identity) for one in database)
+        box.up(PATIENCE_SECONDS)
+        assert job_id in patient_client(box.environment()).past_jobs([job_id])
+        assert box.health() == "up"
 
 
 @pytest.mark.parametrize(
