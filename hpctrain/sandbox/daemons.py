@@ -14,12 +14,14 @@ from pathlib import Path
 from hpctrain.errors import SlurmError
 from hpctrain.sandbox.accounting import database_argv
 from hpctrain.sandbox.paths import SandboxPaths
+from hpctrain.sandbox.ports import is_served
 from hpctrain.sandbox.processes import (
     Process,
     all_processes,
     await_condition,
     end,
     find_process,
+    is_alive,
     kill,
     open_files,
     read_command_line,
@@ -34,6 +36,7 @@ _ENDED_LAST = ("slurmdbd", "mariadbd", "munged")
 # Starts a program that does not become a daemon by itself; call() waits for its open files.
 _IN_BACKGROUND = ("/bin/sh", "-c", 'exec setsid "$0" "$@" >/dev/null 2>&1 </dev/null &')
 _START_TIMEOUT_SECONDS = 120.0
+_SLURMDBD_TIMEOUT_SECONDS = 300.0
 _STOP_GRACE_SECONDS = 5.0
 _LOG_TAIL_LINES = 8
 
@@ -65,8 +68,15 @@ class DaemonLauncher:
         self._launch("mariadbd", [*_IN_BACKGROUND, *argv])
         return self._await("mariadbd", argv)
 
-    def slurmdbd(self) -> DaemonRecord:
-        return self._start("slurmdbd", [self.programs["slurmdbd"]])
+    def slurmdbd(self, port: int) -> DaemonRecord:
+        """Start slurmdbd and wait until it listens: its first start makes some fifty tables."""
+        record = self._start("slurmdbd", [self.programs["slurmdbd"]])
+        await_condition(
+            lambda: is_served(port) or not is_alive(record.identity), _SLURMDBD_TIMEOUT_SECONDS
+        )
+        if not is_served(port):
+            raise SlurmError(f"slurmdbd does not answer: {log_tail(self.paths.log('slurmdbd'))}")
+        return record
 
     def slurmctld(self) -> DaemonRecord:
         argv = [self.programs["slurmctld"], "-f", str(self.paths.slurm_conf)]

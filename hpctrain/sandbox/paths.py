@@ -55,6 +55,10 @@ class SandboxPaths:
         return self.directory / "database"
 
     @property
+    def database_scratch(self) -> Path:
+        return self.directory / "database-scratch"
+
+    @property
     def database_socket(self) -> Path:
         return self.sockets / "mysql.socket"
 

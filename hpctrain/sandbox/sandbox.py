@@ -294,7 +294,7 @@ class Sandbox:
         launcher, state = self.launcher, self.state
         records = [launcher.munged()]
         if state.shape.accounting == "slurmdbd":
-            records += [launcher.mariadbd(_user_name()), launcher.slurmdbd()]
+            records += [launcher.mariadbd(_user_name()), launcher.slurmdbd(state.ports.accounting)]
             register(self._site(), self.programs, state.shape.cluster_name)
         records.append(launcher.slurmctld())
         records += launcher.slurmds(state.shape.node_names)

@@ -12,9 +12,8 @@ from sleeping_jobs import QUIET, SLEEP, eventually, job_of, running
 
 from hpctrain.errors import SlurmRefusedError
 from hpctrain.sandbox.accounting import ACCOUNT
-from hpctrain.sandbox.faults import kill_controller, restart_controller
 from hpctrain.sandbox.processes import is_alive
-from hpctrain.sandbox.reconfigure import raise_job_ids
+from hpctrain.sandbox.reconfigure import set_option
 from hpctrain.sandbox.sandbox import Sandbox
 from hpctrain.sandbox.shape import default_shape
 from hpctrain.slurm import JobState, SlurmClient, WaitReason
@@ -39,9 +38,7 @@ def set_on(accounting: Sandbox, what: str, change: str, undo: str) -> Iterator[N
         accounting.command("sacctmgr", *words, undo)
 
 
-def test_what_the_controller_has_forgotten_is_in_the_history(
-    slurm: SlurmClient, accounting: Sandbox
-) -> None:
+def test_what_has_ended_is_in_the_history(slurm: SlurmClient, accounting: Sandbox) -> None:
     """Its comment is there, too: by it a run knows its job."""
     assert slurm.accounting_enabled()
     name, comment = "a=b | c", "hpctrain:some-run"
@@ -49,25 +46,24 @@ def test_what_the_controller_has_forgotten_is_in_the_history(
     job_id = slurm.submit("#!/bin/sh\nexit 3\n", options).job_id
     assert eventually(lambda: job_of(slurm, job_id).state.is_ended)
     assert eventually(lambda: job_id in slurm.past_jobs([job_id]))
+    # slurmdbd 22.05 may get the end of a job before its name, which is `allocation` until then
+    assert eventually(lambda: slurm.past_jobs([job_id])[job_id].name == name)
     assert eventually(lambda: slurm.past_jobs([job_id])[job_id].state is JobState.FAILED)
     past = slurm.past_jobs([job_id])[job_id]
-    assert (past.exit_code, past.name, past.comment) == (3, name, comment)
+    assert (past.exit_code, past.comment) == (3, comment)
     assert (past.account, past.source) == (ACCOUNT, "sacct")
 
 
-def test_a_job_that_the_controller_has_lost_is_in_the_history_alone(
+def test_a_job_that_the_controller_has_forgotten_is_in_the_history_alone(
     slurm: SlurmClient, accounting: Sandbox
 ) -> None:
-    """As for one that has ended MinJobAge ago."""
     job_id = slurm.submit("#!/bin/sh\n", QUIET).job_id
     assert eventually(lambda: job_of(slurm, job_id).state.is_ended)
-    assert eventually(lambda: slurm.past_jobs([job_id])[job_id].state is JobState.COMPLETED)
-    raise_job_ids(accounting, job_id + 1000)  # no id may be given away again
-    kill_controller(accounting)
-    for name in ("job_state", "job_state.old"):
-        (accounting.paths.state / name).unlink(missing_ok=True)
-    restart_controller(accounting)
-    assert eventually(lambda: slurm.jobs([job_id]) == {})
+    set_option(accounting, "MinJobAge", "2")
+    try:
+        assert eventually(lambda: slurm.jobs([job_id]) == {})
+    finally:
+        set_option(accounting, "MinJobAge", "300")
     assert slurm.history([job_id])[job_id].state is JobState.COMPLETED
 
 
