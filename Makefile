@@ -11,7 +11,7 @@ N ?= 100
 # Releases that `make test-slurms` runs on; Debian's packages of them are fetched into .slurm.
 SLURMS ?= 22.05 24.11 26.05
 SEED ?= 1
-.PHONY: help install demo test unit lint megatron-core-newest golden reliability test-slurms chaos bench house gpu sandbox-down clean
+.PHONY: help install demo test unit lint megatron-core-newest golden reliability test-slurms chaos many-ranks bench house gpu sandbox-down clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -56,6 +56,9 @@ test-slurms: install  ## The rehearsals and the demo on each of SLURMS, into doc
 chaos: install  ## N=100 faults of both tables at random, three runs at a time, and three questions
 	@$(PYTHON) -m bench.chaos --strikes $(N) --seed $(SEED)
 
+many-ranks: install  ## 512 ranks on 64 nodes of a real Slurm, four faults; writes docs/scale.md
+	@$(PYTHON) -m bench.many_ranks --write
+
 bench: install  ## Benchmarks and their tests; each prints ratios against a peer in the same run
 	@$(PYTHON) -m pytest -q bench/tests
 	@$(PYTHON) bench/login_node.py
@@ -65,6 +68,7 @@ bench: install  ## Benchmarks and their tests; each prints ratios against a peer
 	@$(PYTHON) -m bench.initial_weights
 	@$(PYTHON) -m bench.recovery
 	@$(PYTHON) -m bench.supervisor_cost
+	@$(PYTHON) -m bench.footprint
 
 house: install  ## Measures of the code base; draws docs/rooms.md
 	@$(PYTHON) -m bench.house --pictures

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.plan.documents import DEFAULT_ORDER, Plan
 from hpctrain.printable_text import printable_line
+from hpctrain.render.containers import container_words, run_container
 from hpctrain.render.continuation import (
     continuation_clause,
     continuation_options,
@@ -28,7 +29,6 @@ from hpctrain.render.topology import topology_options
 from hpctrain.render.warning_lead import warning_lead
 from hpctrain.spec.profile import INTERFACE_VARIABLES, ClusterProfile
 from hpctrain.spec.profile.partition import PartitionProfile
-from hpctrain.spec.profile.software import ContainerProfile
 from hpctrain.spec.run import RunSpec
 from hpctrain.units import Duration
 from hpctrain.version import __version__
@@ -100,13 +100,16 @@ class Script:
     variables: tuple[Variable, ...]
     start_note: str
     task_kind: str
+    log_number: str
     signal_note: str
     continuation_note: str
     failures_without_progress: int
     supervisor: tuple[str, ...]
     srun: tuple[str, ...]
-    container_mounts: tuple[str, ...] | None
-    apptainer: tuple[str, ...] | None
+    container_srun: tuple[str, ...]
+    container_command: tuple[str, ...]
+    container_import: tuple[str, ...] | None
+    image_import: tuple[str, ...]
     trainer: tuple[str, ...]
 
 
@@ -122,14 +125,16 @@ def build_script(spec: RunSpec, profile: ClusterProfile, plan: Plan, facts: Scri
     topology = topology_options(profile, plan, spec.resources.spare_nodes)
     contradictions = [
         *continuation_problems(profile, partition),
-        *node_problems(spec, plan, topology["constraint"], topology["segment"]),
+        *node_problems(spec, plan, topology["constraint"]),
     ]
     if contradictions:  # Slurm would accept them, and never do what they ask for
         raise InvalidInputError([Problem(message) for message in contradictions])
     lead = warning_lead(spec, profile, plan, walltime(spec, profile, partition))
     start = choose_tasks(spec, plan)
-    container = profile.software.container
-    pyxis = container if container is not None and container.launcher == "pyxis" else None
+    container = run_container(spec, profile)
+    variables = _variables(spec, profile, plan, facts)
+    names = (*(variable.name for variable in variables), *spec.environment.inherit)
+    words = container_words(container, profile, (*names, *_TRAINER_VARIABLES))
     return Script(
         # Comments end at a line break, so none may come in with a value.
         title=f"{printable_line(spec.name)} on {profile.name}: {plan.nodes}, "
@@ -142,9 +147,10 @@ def build_script(spec: RunSpec, profile: ClusterProfile, plan: Plan, facts: Scri
         layout=_layout(plan),
         directives=_directives(spec, profile, plan, partition, facts),
         modules=_modules(profile),
-        variables=_variables(spec, profile, plan, facts),
+        variables=variables,
         start_note=start.note,
         task_kind=start.task_kind,
+        log_number=start.log_number,
         signal_note=_comment(f"{lead.sentence}."),
         continuation_note=_comment(
             f"Continuation {profile.continuation}, from profile {profile.name}: after preemption, "
@@ -152,9 +158,11 @@ def build_script(spec: RunSpec, profile: ClusterProfile, plan: Plan, facts: Scri
         ),
         failures_without_progress=spec.supervise.failures_without_progress,
         supervisor=(python, "-m", "hpctrain.supervise", "--run-directory", "."),
-        srun=_srun(spec, profile, plan, facts, start),
-        container_mounts=pyxis.mounts if pyxis else None,
-        apptainer=None if pyxis or container is None else _apptainer(container),
+        srun=_srun(spec, profile, plan, start),
+        container_srun=words.srun,
+        container_command=words.command,
+        container_import=words.image_import,
+        image_import=(python, "-m", "hpctrain.prepare.container_image"),
         trainer=(container.python if container else python, "-m", *start.module, "train.json"),
     )
 
@@ -292,9 +300,7 @@ def _variables(
     )
 
 
-def _srun(
-    spec: RunSpec, profile: ClusterProfile, plan: Plan, facts: ScriptFacts, start: SrunTasks
-) -> tuple[str, ...]:
+def _srun(spec: RunSpec, profile: ClusterProfile, plan: Plan, start: SrunTasks) -> tuple[str, ...]:
     """List the arguments of srun, up to the options that the template adds."""
     arguments = [
         "srun",
@@ -311,24 +317,14 @@ def _srun(
         "--kill-on-bad-exit=0",
         "--wait=120",
     ]
+    if start.labelled:
+        arguments.append("--label")
     # Not inherited from sbatch since 22.05 (srun(1)).
     arguments.append(f"--cpus-per-task={_cpus_per_gpu(spec, profile) * start.gpus_per_task}")
     if profile.slurm.gpu_request == "gpus-per-task":
         # Otherwise each task sees its own GPU only, and CUDA reaches no peer of the same node.
         arguments.append("--gpu-bind=none")
-    container = profile.software.container
-    if container is not None and container.launcher == "pyxis":
-        arguments.append(f"--container-image={container.image}")
-        names = [variable.name for variable in _variables(spec, profile, plan, facts)]
-        names.extend(spec.environment.inherit)
-        arguments.append(f"--container-env={','.join((*names, *_TRAINER_VARIABLES))}")
-        arguments.append("--no-container-mount-home")
     return tuple(arguments)
-
-
-def _apptainer(container: ContainerProfile) -> tuple[str, ...]:
-    """List what follows apptainer's options for GPUs and the run directory: mounts and image."""
-    return (*(word for mount in container.mounts for word in ("--bind", mount)), container.image)
 
 
 def _check_variables(names: Iterable[str]) -> None:

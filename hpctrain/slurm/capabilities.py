@@ -23,6 +23,10 @@ _REPLACES_DAEMONS = (23, 11)
 _NEEDS_CGROUP_PLUGIN = (24, 5)
 # 23.02: slurm.conf has PreemptParameters; before, its option was one of SlurmctldParameters.
 _HAS_PREEMPT_PARAMETERS = (23, 2)
+# 23.11: topology/block.
+_HAS_BLOCKS = (23, 11)
+# 25.05: topology.yaml, of which `scontrol show config` does not tell.
+_HIDES_TOPOLOGY = (25, 5)
 
 
 @dataclass(frozen=True)
@@ -32,18 +36,23 @@ class Capabilities:
     `requeues_who_leaves_in_a_grace`: a job that exits in its grace period comes back whatever its
     exit code, unless it may not be requeued. `replaces_daemons`: `scontrol reconfigure` gives
     daemons new processes. `needs_cgroup_plugin`: cgroup.conf has to switch cgroups off where there
-    are none. `has_preempt_parameters`: slurm.conf has PreemptParameters.
+    are none. `has_preempt_parameters`: slurm.conf has PreemptParameters. `has_blocks`: the plugin
+    topology/block. `hides_topology`: TopologyPlugin says `flat` in the place of what topology.yaml
+    describes.
     """
 
     requeues_who_leaves_in_a_grace: bool
     replaces_daemons: bool
     needs_cgroup_plugin: bool
     has_preempt_parameters: bool
+    has_blocks: bool
+    hides_topology: bool
 
 
 def capabilities(config: SlurmConfig) -> Capabilities:
     """Derive them from `scontrol show config`."""
-    return _capabilities(config.version, "PreemptParameters" in config.values)
+    told = "PreemptParameters" in config.values
+    return _capabilities(config.version, told or config.version >= _HAS_PREEMPT_PARAMETERS)
 
 
 def capabilities_of_release(version: tuple[int, ...]) -> Capabilities:
@@ -57,4 +66,6 @@ def _capabilities(version: tuple[int, ...], has_preempt_parameters: bool) -> Cap
         replaces_daemons=version >= _REPLACES_DAEMONS,
         needs_cgroup_plugin=version >= _NEEDS_CGROUP_PLUGIN,
         has_preempt_parameters=has_preempt_parameters,
+        has_blocks=version >= _HAS_BLOCKS,
+        hides_topology=version >= _HIDES_TOPOLOGY,
     )

@@ -43,6 +43,7 @@ class FakeSlurm:
         self.node_words: dict[str, str] = {}
         self.booted: dict[str, float] = {}
         self.options: dict[int, list[str]] = {}
+        self.leaf_of: dict[str, str] = {}
         self.refusal = ""
         self.away = False
 
@@ -116,6 +117,10 @@ class FakeSlurm:
     def boot_times(self, nodes: Collection[str]) -> dict[str, float]:
         self._present()
         return {node: self.booted[node] for node in nodes if node in self.booted}
+
+    def leaves(self) -> dict[str, str]:
+        self._present()
+        return dict(self.leaf_of)
 
     def node_address(self, node: str) -> str:
         self._present()

@@ -14,6 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from hpctrain.errors import InvalidInputError, Problem, StorageError
 from hpctrain.formats import refuse_newer
 
+DEFAULT_POLL_SECONDS = 10.0
+
 
 class _Settings(BaseModel):
     """Unlike in records, an unknown field is an error: nobody would act on it."""
@@ -38,6 +40,30 @@ class RollbackSettings(_Settings):
     other_nodes: bool = True
 
 
+class GroupSettings(_Settings):
+    """An axis whose groups ought to be under one leaf: so many `ranks`, `stride` apart."""
+
+    axis: str
+    stride: int
+    ranks: int
+
+
+class TopologySettings(_Settings):
+    """What the supervisor compares with the nodes of its job.
+
+    `groups`: axes of several nodes that the plan has under one leaf switch or in one block.
+    `thin_uplinks`: leaves have less bandwidth up than down, so rings ought to cross few borders.
+    Seconds of a step as planned, and with no two nodes together; None where time is not predicted.
+    """
+
+    plugin: Literal["tree", "block"]
+    gpus_per_node: int
+    groups: tuple[GroupSettings, ...] = ()
+    thin_uplinks: bool = False
+    step_seconds: float | None = None
+    scattered_step_seconds: float | None = None
+
+
 class SuperviseConfig(_Settings):
     """Written once at submit time; durations in seconds.
 
@@ -46,7 +72,10 @@ class SuperviseConfig(_Settings):
     `hpctrain.supervise.judge.policy.RETRIES` for the others). `mttf_seconds` is the expected time
     between failures of the whole run, before it has had any. `inputs` are the files and directories
     that every node must be able to read. `warning_seconds` is how long before the time limit Slurm
-    warns, which is what a stop may take; 0 if it is not known.
+    warns, which is what a stop may take; 0 if it is not known. No command that waits for the run
+    asks Slurm more often than every `poll_seconds`. Logs and exit records of the newest
+    `keep_launches` are not packed (0: of all launches). `topology`: None where Slurm knows
+    neither leaves nor blocks, or the job has one node.
     """
 
     schema_version: Literal[1] = 1
@@ -76,6 +105,9 @@ class SuperviseConfig(_Settings):
     node_ledger: str | None = None
     mttf_seconds: float | None = None
     inputs: tuple[str, ...] = ()
+    poll_seconds: float = DEFAULT_POLL_SECONDS
+    keep_launches: int = 0
+    topology: TopologySettings | None = None
 
 
 def read_supervise_config(path: Path) -> SuperviseConfig:

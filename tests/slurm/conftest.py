@@ -84,6 +84,13 @@ def other_cluster(_second_sandbox: Sandbox) -> Iterator[OtherCluster]:
     clean(_second_sandbox)
 
 
+@pytest.fixture(scope="session")
+def newer_slurm(pytestconfig: pytest.Config) -> Path:
+    """The directory of a Slurm of 24.05 or newer: that of `--slurm`, if it is one."""
+    given: str | None = pytestconfig.getoption("--slurm")
+    return fetched(NEWER[0] if given in (None, "22.05") else given)
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """What asks for a Slurm with accounting runs on each newer one, or on that of `--slurm`."""
     if "_sandbox_with_accounting" in metafunc.fixturenames:

@@ -36,3 +36,9 @@ def test_what_changed_with_the_daemons() -> None:
 
 def test_a_slurm_that_does_not_tell_its_release_is_taken_for_an_old_one() -> None:
     assert not capabilities(SlurmConfig({})).requeues_who_leaves_in_a_grace
+
+
+def test_what_changed_with_topologies() -> None:
+    old, middle, new = map(capabilities_of_release, ((23, 2), (24, 11), (25, 5)))
+    assert (old.has_blocks, middle.has_blocks) == (False, True)
+    assert (middle.hides_topology, new.hides_topology) == (False, True)

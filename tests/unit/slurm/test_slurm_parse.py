@@ -324,3 +324,22 @@ def test_free_text_of_a_node_is_not_taken_for_its_boot_time() -> None:
     )
     assert p.boot_times(line) == {"n1": p.epoch_seconds("2026-11-22T01:00:00")}
     assert p.node_address(line) == "127.0.0.1"
+
+
+def test_leaves_of_a_tree_and_blocks() -> None:
+    """22.05.8 and 24.11.5."""
+    tree = (
+        "SwitchName=odd Level=0 LinkSpeed=1 Nodes=n[0,2] \n"
+        "SwitchName=even Level=0 LinkSpeed=1 Nodes=n[1,3] \n"
+        "SwitchName=spine Level=1 LinkSpeed=1 Nodes=n[0-3] Switches=odd,even \n"
+    )
+    assert p.leaf_lines(tree) == {"odd": "n[0,2]", "even": "n[1,3]"}
+    blocks = (
+        "BlockName=b0 BlockIndex=0 Nodes=n[0-1] BlockSize=2\n"
+        "BlockName=b1 BlockIndex=1 Nodes=n[2-3] BlockSize=2\n"
+        "AggregatedBlock=b[0-1] BlockIndex=2 Nodes=n[0-3] BlockSize=4\n"
+    )
+    assert p.leaf_lines(blocks) == {"b0": "n[0-1]", "b1": "n[2-3]"}
+    assert p.leaf_lines("") == {}
+    assert p.has_leaves("switch.switch.node") and p.has_leaves("block.node")
+    assert not p.has_leaves("node")
