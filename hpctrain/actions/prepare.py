@@ -31,6 +31,7 @@ from hpctrain.engines.training import TrainConfig
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.plan.abilities.trainable import untrainable_fields, untrainable_layout
 from hpctrain.plan.documents import Plan
+from hpctrain.render.job_environment import submit_variables
 from hpctrain.render.script import ScriptFacts, build_script, walltime
 from hpctrain.render.template import render_script
 from hpctrain.render.warning_lead import warning_lead
@@ -342,4 +343,5 @@ def _supervise_config(
         cluster_nodes=profile.nodes.count,
         node_ledger=str(runs.absolute() / NODE_LEDGER_NAME),
         mttf_seconds=node_mtbf_seconds(profile) / plan.nodes.nodes,
+        submit_variables=submit_variables(spec, profile),
     )

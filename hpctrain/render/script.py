@@ -8,7 +8,6 @@ any path of the submitting machine except the interpreter that is passed in.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,12 +20,19 @@ from hpctrain.render.continuation import (
     continuation_problems,
     requeue_flag,
 )
+from hpctrain.render.job_environment import (
+    Variable,
+    check_variables,
+    inheritance_note,
+    inheritance_problems,
+    script_variables,
+)
 from hpctrain.render.nodes import node_options, node_problems, survives_node_failure
 from hpctrain.render.quoting import directive_value, sh
 from hpctrain.render.srun_tasks import SrunTasks, choose_tasks
 from hpctrain.render.topology import topology_options
 from hpctrain.render.warning_lead import warning_lead
-from hpctrain.spec.profile import INTERFACE_VARIABLES, ClusterProfile
+from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.profile.partition import PartitionProfile
 from hpctrain.spec.profile.software import ContainerProfile
 from hpctrain.spec.run import RunSpec
@@ -37,15 +43,6 @@ if TYPE_CHECKING:
     from hpctrain.spec.catalogue import GpuVariable
 
 _LOG = "logs/slurm-%j.out"
-# The only variables that the job inherits from the submitting shell.
-_INHERITED = ("HOME", "LANG", "PATH", "USER")
-# bash(1), Shell Variables; `export UID=0` would end the job after its time in the queue.
-_READ_ONLY = frozenset({"BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID"})
-# Settings of a site for the supervisor (see `hpctrain.supervise.preflight`).
-_SITE_HOOKS = frozenset({"HPCTRAIN_KERNEL_LOG"})
-# sbatch(1), --export: [ALL,]<variables>, NIL or NONE. A variable of that name would be read as
-# one of these words.
-_EXPORT_WORDS = frozenset({"ALL", "NIL", "NONE"})
 # Set by the supervisor; variables of the image would override them otherwise (pyxis README).
 _TRAINER_VARIABLES = (
     "HPCTRAIN_EPOCH",
@@ -57,15 +54,6 @@ _TRAINER_VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-
-
-@dataclass(frozen=True)
-class Variable:
-    """One exported variable and the reason that is written above it."""
-
-    name: str
-    value: str
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -95,6 +83,7 @@ class Script:
     profile_name: str
     profile_digest: str
     layout: str
+    inheritance_note: str
     directives: tuple[str, ...]
     modules: tuple[tuple[str, ...], ...]
     variables: tuple[Variable, ...]
@@ -117,11 +106,12 @@ def build_script(spec: RunSpec, profile: ClusterProfile, plan: Plan, facts: Scri
     python = profile.software.python or facts.python
     if python.startswith("-"):
         raise InvalidInputError([Problem(f"software.python: `{python}` reads as an option")])
-    _check_variables((*spec.environment.variables, *spec.environment.inherit))
-    _check_variables(variable.name for variable in profile.environment)
+    check_variables((*spec.environment.variables, *spec.environment.inherit))
+    check_variables(variable.name for variable in profile.environment)
     topology = topology_options(profile, plan, spec.resources.spare_nodes)
     contradictions = [
         *continuation_problems(profile, partition),
+        *inheritance_problems(spec, profile),
         *node_problems(spec, plan, topology["constraint"], topology["segment"]),
     ]
     if contradictions:  # Slurm would accept them, and never do what they ask for
@@ -140,9 +130,10 @@ def build_script(spec: RunSpec, profile: ClusterProfile, plan: Plan, facts: Scri
         profile_name=profile.name,
         profile_digest=facts.profile_digest[:12],
         layout=_layout(plan),
+        inheritance_note=_comment(f"{inheritance_note(spec, profile)}."),
         directives=_directives(spec, profile, plan, partition, facts),
         modules=_modules(profile),
-        variables=_variables(spec, profile, plan, facts),
+        variables=script_variables(spec, profile, plan, facts.gpu_variables),
         start_note=start.note,
         task_kind=start.task_kind,
         signal_note=_comment(f"{lead.sentence}."),
@@ -214,7 +205,7 @@ def _directives(
         "open-mode": "append",
         "output": "logs/slurm-%A_%a.out" if profile.continuation == "array" else _LOG,
         **continuation_options(profile),
-        "export": ",".join((*_INHERITED, *spec.environment.inherit)),
+        "export": "NONE" if profile.slurm.export == "none" else None,
     }
     lines = [f"--{name}={directive_value(name, value)}" for name, value in options.items() if value]
     if profile.slurm.exclusive and plan.nodes.gpus_per_node == profile.gpu.per_node:
@@ -262,36 +253,6 @@ def _modules(profile: ClusterProfile) -> tuple[tuple[str, ...], ...]:
     return (*commands, ("module", "list"))
 
 
-def _variables(
-    spec: RunSpec, profile: ClusterProfile, plan: Plan, facts: ScriptFacts
-) -> tuple[Variable, ...]:
-    """List the exported variables, the site's first.
-
-    A variable of the spec replaces the site's, and one that the site lists replaces the GPU
-    catalogue's and what follows from `network.interface`. Nodes have to reach each other only if
-    there are several.
-    """
-    interface = profile.network.interface if plan.nodes.nodes > 1 else None
-    site = {
-        fabric.name: Variable(fabric.name, fabric.value, printable_line(fabric.reason))
-        for fabric in profile.environment
-        if fabric.concerns(spec.engine.name)
-    }
-    if interface is not None:
-        reason = "network.interface of the profile: all nodes reach each other over it"
-        for name in INTERFACE_VARIABLES:
-            site.setdefault(name, Variable(name, interface, reason))
-    for wanted in facts.gpu_variables:
-        reason = printable_line(wanted.reason)
-        site.setdefault(wanted.name, Variable(wanted.name, wanted.value, reason))
-    own = spec.environment.variables
-    return (
-        *(variable for name, variable in site.items() if name not in own),
-        *(Variable(name, value, "from the run spec") for name, value in sorted(own.items())),
-        Variable("PYTHONUNBUFFERED", "1", "log lines appear when they are written"),
-    )
-
-
 def _srun(
     spec: RunSpec, profile: ClusterProfile, plan: Plan, facts: ScriptFacts, start: SrunTasks
 ) -> tuple[str, ...]:
@@ -319,7 +280,9 @@ def _srun(
     container = profile.software.container
     if container is not None and container.launcher == "pyxis":
         arguments.append(f"--container-image={container.image}")
-        names = [variable.name for variable in _variables(spec, profile, plan, facts)]
+        names = [
+            variable.name for variable in script_variables(spec, profile, plan, facts.gpu_variables)
+        ]
         names.extend(spec.environment.inherit)
         arguments.append(f"--container-env={','.join((*names, *_TRAINER_VARIABLES))}")
         arguments.append("--no-container-mount-home")
@@ -329,20 +292,3 @@ def _srun(
 def _apptainer(container: ContainerProfile) -> tuple[str, ...]:
     """List what follows apptainer's options for GPUs and the run directory: mounts and image."""
     return (*(word for mount in container.mounts for word in ("--bind", mount)), container.image)
-
-
-def _check_variables(names: Iterable[str]) -> None:
-    """Raise InvalidInputError for names that bash or Slurm would not take as a variable."""
-    problems = []
-    for name in names:
-        if name in _READ_ONLY:
-            reason = "it is read-only in bash"
-        elif name.upper() in _EXPORT_WORDS:
-            reason = "sbatch and srun read it as a word of `--export`"
-        elif name.startswith(("SLURM_", "HPCTRAIN_")) and name not in _SITE_HOOKS:
-            reason = "Slurm and hpctrain set these themselves"
-        else:
-            continue
-        problems.append(Problem(f"environment: `{name}` cannot be set in a job script: {reason}"))
-    if problems:
-        raise InvalidInputError(problems)

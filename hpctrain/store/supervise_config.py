@@ -46,7 +46,8 @@ class SuperviseConfig(_Settings):
     `hpctrain.supervise.judge.policy.RETRIES` for the others). `mttf_seconds` is the expected time
     between failures of the whole run, before it has had any. `inputs` are the files and directories
     that every node must be able to read. `warning_seconds` is how long before the time limit Slurm
-    warns, which is what a stop may take; 0 if it is not known.
+    warns, which is what a stop may take; 0 if it is not known. `submit_variables` are those that
+    the run's jobs inherit from where they are submitted; None: all.
     """
 
     schema_version: Literal[1] = 1
@@ -76,6 +77,7 @@ class SuperviseConfig(_Settings):
     node_ledger: str | None = None
     mttf_seconds: float | None = None
     inputs: tuple[str, ...] = ()
+    submit_variables: tuple[str, ...] | None = None
 
 
 def read_supervise_config(path: Path) -> SuperviseConfig:

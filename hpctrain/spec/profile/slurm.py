@@ -24,11 +24,22 @@ class SlurmProfile(Document):
     account: str | None = Field(None, description="Account when a spec names none")
     qos: str | None = Field(None, description="QOS when a spec names none")
     constraint: str | None = Field(None, description="Node features to ask for (`--constraint`)")
+    export: Literal["clean", "all", "none"] = Field(
+        "clean",
+        description="What a job inherits from where it is submitted: clean (HOME, LANG, PATH, USER "
+        "and `environment.inherit`), all, none (`--export=NONE`: the variables of a login instead)",
+    )
     exclusive: bool = Field(True, description="Ask for whole nodes (`--exclusive`)")
     all_memory: bool = Field(True, description="`--mem=0`; some sites reject --mem")
     kill_wait: Duration = Field(Duration(30), description="KillWait of slurm.conf")
     partitions: tuple[PartitionProfile, ...] = Field(
         min_length=1, description="All partitions that runs may use"
+    )
+
+    data_partition: str | None = Field(
+        None,
+        description="Partition of `hpctrain data prepare --slurm`, which needs no GPU; it need not "
+        "be one of `partitions`. Default: the default one",
     )
 
     @model_validator(mode="after")

@@ -85,6 +85,19 @@ def test_plan_array_merge(place: Place) -> None:
     (options,) = place.options
     assert (options.partition, options.cpus, options.name) == ("train", 3, "data-x")
     assert options.walltime_minutes == 240
+    assert options.variables == ("HOME", "LANG", "PATH", "USER")
+
+
+def test_data_are_made_where_the_site_wants_them(place: Place) -> None:
+    """A partition without GPUs is none of those that runs may use."""
+    slurm = PROFILE.slurm.model_copy(update={"data_partition": "cpu", "export": "all"})
+    profile = PROFILE.model_copy(update={"slurm": slurm})
+    place.prepare(profile=profile)
+    place.prepare(profile=profile, partition="train")
+    assert [options.partition for options in place.options] == ["cpu", "train"]
+    assert place.options[0].variables is None
+    with pytest.raises(UsageError, match="no partition other"):
+        place.prepare(profile=profile, partition="other")
 
 
 def test_no_more_elements_than_shards_and_none_without(place: Place) -> None:

@@ -7,6 +7,8 @@ import re
 import pytest
 from specimen_scripts import PROFILE, ROOT, profile_with, render, spec_with
 
+from hpctrain.errors import InvalidInputError
+from hpctrain.render.job_environment import submit_variables
 from hpctrain.spec.catalogue import find_gpu
 from hpctrain.spec.loader import find_profile, load_catalogue, load_profile, load_run_spec
 from hpctrain.spec.profile.software import FabricVariable
@@ -59,7 +61,21 @@ def test_continuation(continuation: str, expected: str) -> None:
 
 def test_only_named_variables_leave_the_submitting_shell() -> None:
     spec = spec_with(environment={"inherit": ["WANDB_API_KEY"]})
-    assert "--export=HOME,LANG,PATH,USER,WANDB_API_KEY" in directives(render(spec))
+    script = render(spec)
+    assert "--export" not in "".join(directives(script)), "Slurm would run a login shell"
+    assert submit_variables(spec, PROFILE) == ("HOME", "LANG", "PATH", "USER", "WANDB_API_KEY")
+    assert "only HOME, LANG, PATH, USER, WANDB_API_KEY." in script.replace("\n# ", " ")
+    everything = profile_with(slurm={"export": "all"})
+    assert submit_variables(spec, everything) is None
+    assert "--export" not in "".join(directives(render(spec, everything)))
+
+
+def test_a_site_that_lets_jobs_inherit_nothing() -> None:
+    nothing = profile_with(slurm={"export": "none"})
+    assert "--export=NONE" in directives(render(profile=nothing))
+    spec = spec_with(environment={"inherit": ["WANDB_API_KEY"]})
+    with pytest.raises(InvalidInputError, match="WANDB_API_KEY would be missing"):
+        render(spec, nothing)
 
 
 def test_cpus_and_memory() -> None:
