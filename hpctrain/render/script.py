@@ -27,6 +27,7 @@ from hpctrain.render.job_environment import (
     inheritance_problems,
     script_variables,
 )
+from hpctrain.render.memory import memory_options, memory_problems
 from hpctrain.render.nodes import node_options, node_problems, survives_node_failure
 from hpctrain.render.quoting import directive_value, sh
 from hpctrain.render.srun_tasks import SrunTasks, choose_tasks
@@ -112,6 +113,7 @@ def build_script(spec: RunSpec, profile: ClusterProfile, plan: Plan, facts: Scri
     contradictions = [
         *continuation_problems(profile, partition),
         *inheritance_problems(spec, profile),
+        *memory_problems(spec, profile, plan),
         *node_problems(spec, plan, topology["constraint"], topology["segment"]),
     ]
     if contradictions:  # Slurm would accept them, and never do what they ask for
@@ -186,9 +188,6 @@ def _directives(
     limit = walltime(spec, profile, partition)
     nodes = node_options(spec, plan, _cpus_per_gpu(spec, profile))
     one_gpu_per_task = "ntasks-per-node" in nodes and spec.launcher == "srun"
-    memory = "0" if profile.slurm.all_memory else None
-    if spec.resources.memory_per_node is not None:
-        memory = f"{int(spec.resources.memory_per_node) // 2**20}M"
     options: dict[str, str | None] = {
         "job-name": facts.run_id,
         "comment": facts.comment,
@@ -199,7 +198,7 @@ def _directives(
         **topology_options(profile, plan, spec.resources.spare_nodes),
         **nodes,
         **_gpu_request(profile, plan, counts_tasks=one_gpu_per_task),
-        "mem": memory,
+        **memory_options(spec, profile, plan),
         "time": limit.slurm(),
         "signal": f"B:USR1@{warning_lead(spec, profile, plan, limit).seconds}",
         "open-mode": "append",

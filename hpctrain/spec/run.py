@@ -183,7 +183,9 @@ class ResourcesSpec(Document):
     cpus_per_gpu: int | None = Field(
         None, ge=1, description="CPUs for each GPU; default: its share of the node's"
     )
-    memory_per_node: ByteSize | None = Field(None, description="Default: all (`--mem=0`)")
+    memory_per_node: ByteSize | None = Field(
+        None, description="Default: as the profile's `slurm.memory` says"
+    )
     spare_nodes: int = Field(
         0, ge=0, description="Nodes held idle in the job to take the place of failed ones"
     )

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from hpctrain.spec.document import Document
 from hpctrain.spec.profile.partition import PartitionProfile
-from hpctrain.units import Duration
+from hpctrain.units import ByteSize, Duration
 
 
 class SlurmProfile(Document):
@@ -30,7 +30,14 @@ class SlurmProfile(Document):
         "and `environment.inherit`), all, none (`--export=NONE`: the variables of a login instead)",
     )
     exclusive: bool = Field(True, description="Ask for whole nodes (`--exclusive`)")
-    all_memory: bool = Field(True, description="`--mem=0`; some sites reject --mem")
+    memory: Literal["auto", "all", "share", "none"] = Field(
+        "auto",
+        description="auto: all of whole nodes (`--mem=0`), the share of its GPUs in a part of one; "
+        "all: whole nodes only, others are refused; share: always as a number; none: no option",
+    )
+    memory_per_gpu: ByteSize | None = Field(
+        None, ge=2**20, description="Ask by `--mem-per-gpu` instead; needs an option for GPUs"
+    )
     kill_wait: Duration = Field(Duration(30), description="KillWait of slurm.conf")
     partitions: tuple[PartitionProfile, ...] = Field(
         min_length=1, description="All partitions that runs may use"
@@ -41,6 +48,16 @@ class SlurmProfile(Document):
         description="Partition of `hpctrain data prepare --slurm`, which needs no GPU; it need not "
         "be one of `partitions`. Default: the default one",
     )
+
+    @model_validator(mode="after")
+    def _one_option_for_memory(self) -> Self:
+        if self.memory_per_gpu is None:
+            return self
+        if self.memory != "auto":
+            raise ValueError("`memory_per_gpu` and `memory` exclude each other: remove one")
+        if self.gpu_request == "none":
+            raise ValueError("`memory_per_gpu` needs a `gpu_request` other than none (sbatch(1))")
+        return self
 
     @model_validator(mode="after")
     def _one_default(self) -> Self:

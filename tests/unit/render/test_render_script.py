@@ -84,7 +84,35 @@ def test_cpus_and_memory() -> None:
     assert "--cpus-per-task=3" in directives(script) and "--mem=8192M" in directives(script)
     srun = script[script.index("exec ") :]
     assert "--cpus-per-task=3" in srun, "srun has not inherited it since Slurm 22.05"
-    assert "--mem=0" in directives(render(profile=profile_with(slurm={"all_memory": True})))
+    assert "--mem=8192M" in directives(render(spec, profile_with(slurm={"memory": "all"})))
+
+
+WHOLE, HALF = spec_with(), spec_with(resources={"gpus": 1}, parallel={"tp": 1, "pp": 1})
+
+
+@pytest.mark.parametrize(
+    ("slurm", "whole", "part"),
+    [
+        ({"memory": "auto"}, "--mem=0", "--mem=7680M"),
+        ({"memory": "share"}, "--mem=15360M", "--mem=7680M"),
+        ({"memory": "none"}, None, None),
+        ({"memory": "auto", "memory_per_gpu": "3GiB"}, *["--mem-per-gpu=3072M"] * 2),
+    ],
+)
+def test_a_part_of_a_node_never_takes_all_its_memory(
+    slurm: dict[str, object], whole: str | None, part: str | None
+) -> None:
+    profile = profile_with(nodes={"memory": "15GiB"}, slurm=slurm)
+    for spec, expected in ((WHOLE, whole), (HALF, part)):
+        found = [line for line in directives(render(spec, profile)) if line.startswith("--mem")]
+        assert found == ([expected] if expected else [])
+
+
+def test_a_site_of_whole_nodes_refuses_a_part_of_one() -> None:
+    profile = profile_with(slurm={"memory": "all"})
+    assert "--mem=0" in directives(render(profile=profile))
+    with pytest.raises(InvalidInputError, match="1 of its 2 GPUs"):
+        render(HALF, profile)
 
 
 def test_time_limit_is_the_tightest_there_is() -> None:
