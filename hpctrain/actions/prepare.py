@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -28,7 +29,7 @@ from hpctrain.engines.speed_check import (
     speed_check_mode,
 )
 from hpctrain.engines.training import TrainConfig
-from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.errors import InvalidInputError, LimitError, Problem
 from hpctrain.plan.abilities.trainable import untrainable_fields, untrainable_layout
 from hpctrain.plan.documents import Plan
 from hpctrain.render.job_environment import submit_variables
@@ -49,6 +50,7 @@ from hpctrain.store.datasets import bin_path, idx_path, npz_path
 from hpctrain.store.jobs import run_comment
 from hpctrain.store.supervise_config import RollbackSettings, SuperviseConfig
 from hpctrain.supervise.catalogue import load_signatures
+from hpctrain.units import short_duration
 
 if TYPE_CHECKING:
     from hpctrain.plan.request import Knowledge
@@ -157,6 +159,7 @@ def prepare(
     knowledge = load_knowledge(loaded_profile)
     plan = make_plan(document, site, knowledge)
     refuse_untrainable(loaded_spec, plan)
+    _refuse_ended_reservation(document, site, datetime.now(UTC))
     run_id = new_run_id(runs, document.name, loaded_spec.digest, loaded_profile.digest)
     facts = ScriptFacts(
         run_id,
@@ -192,6 +195,25 @@ def prepare(
         smaller=smaller,
         signatures=load_signatures(profile_search_path()).to_json(),
     )
+
+
+def _refuse_ended_reservation(spec: RunSpec, profile: ClusterProfile, now: datetime) -> None:
+    """Raise LimitError where an attempt that started now would outlast the site's reservation.
+
+    sbatch(1), --reservation: Slurm does not start a job that it could not finish within it.
+    """
+    end, own = profile.slurm.reservation_end, spec.resources.reservation
+    if end is None or own not in (None, profile.slurm.reservation):
+        return
+    partition = profile.slurm.partition(spec.resources.partition)
+    assert partition is not None, "the planner has checked the partition"
+    limit, left = walltime(spec, profile, partition), max(0.0, (end - now).total_seconds())
+    if float(limit) > left:
+        raise LimitError(
+            f"walltime {limit.slurm()} is longer than reservation {profile.slurm.reservation} "
+            f"lasts, which ends in {short_duration(left)}: the job would never start",
+            hint="a shorter `resources.walltime`, or another `resources.reservation`",
+        )
 
 
 def _speed_check(

@@ -30,6 +30,7 @@ from hpctrain.render.job_environment import (
 from hpctrain.render.memory import memory_options, memory_problems
 from hpctrain.render.nodes import node_options, node_problems, survives_node_failure
 from hpctrain.render.quoting import directive_value, sh
+from hpctrain.render.site_options import job_constraint, sbatch_options, srun_options
 from hpctrain.render.srun_tasks import SrunTasks, choose_tasks
 from hpctrain.render.topology import topology_options
 from hpctrain.render.warning_lead import warning_lead
@@ -37,6 +38,7 @@ from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.profile.partition import PartitionProfile
 from hpctrain.spec.profile.software import ContainerProfile
 from hpctrain.spec.run import RunSpec
+from hpctrain.spec.slurm_options import written_options
 from hpctrain.units import Duration
 from hpctrain.version import __version__
 
@@ -95,6 +97,7 @@ class Script:
     failures_without_progress: int
     supervisor: tuple[str, ...]
     srun: tuple[str, ...]
+    srun_options: tuple[str, ...]
     container_mounts: tuple[str, ...] | None
     apptainer: tuple[str, ...] | None
     trainer: tuple[str, ...]
@@ -110,11 +113,12 @@ def build_script(spec: RunSpec, profile: ClusterProfile, plan: Plan, facts: Scri
     check_variables((*spec.environment.variables, *spec.environment.inherit))
     check_variables(variable.name for variable in profile.environment)
     topology = topology_options(profile, plan, spec.resources.spare_nodes)
+    constraint = job_constraint(spec, profile, plan)
     contradictions = [
         *continuation_problems(profile, partition),
         *inheritance_problems(spec, profile),
         *memory_problems(spec, profile, plan),
-        *node_problems(spec, plan, topology["constraint"], topology["segment"]),
+        *node_problems(spec, plan, constraint, topology["segment"]),
     ]
     if contradictions:  # Slurm would accept them, and never do what they ask for
         raise InvalidInputError([Problem(message) for message in contradictions])
@@ -146,6 +150,10 @@ def build_script(spec: RunSpec, profile: ClusterProfile, plan: Plan, facts: Scri
         failures_without_progress=spec.supervise.failures_without_progress,
         supervisor=(python, "-m", "hpctrain.supervise", "--run-directory", "."),
         srun=_srun(spec, profile, plan, facts, start),
+        srun_options=tuple(
+            f"--{name}" if value is None else f"--{name}={value}"
+            for name, value in written_options(srun_options(spec, profile))
+        ),
         container_mounts=pyxis.mounts if pyxis else None,
         apptainer=None if pyxis or container is None else _apptainer(container),
         trainer=(container.python if container else python, "-m", *start.module, "train.json"),
@@ -190,12 +198,13 @@ def _directives(
     one_gpu_per_task = "ntasks-per-node" in nodes and spec.launcher == "srun"
     options: dict[str, str | None] = {
         "job-name": facts.run_id,
-        "comment": facts.comment,
+        "comment": facts.comment if profile.slurm.comment else None,
         "account": spec.resources.account or profile.slurm.account,
         "partition": partition.name if partition.request else None,
         "qos": spec.resources.qos or profile.slurm.qos,
-        "reservation": spec.resources.reservation,
+        "reservation": spec.resources.reservation or profile.slurm.reservation,
         **topology_options(profile, plan, spec.resources.spare_nodes),
+        "constraint": job_constraint(spec, profile, plan),
         **nodes,
         **_gpu_request(profile, plan, counts_tasks=one_gpu_per_task),
         **memory_options(spec, profile, plan),
@@ -207,6 +216,10 @@ def _directives(
         "export": "NONE" if profile.slurm.export == "none" else None,
     }
     lines = [f"--{name}={directive_value(name, value)}" for name, value in options.items() if value]
+    lines += [
+        f"--{name}" if value is None else f"--{name}={directive_value(name, value)}"
+        for name, value in written_options(sbatch_options(spec, profile))
+    ]
     if profile.slurm.exclusive and plan.nodes.gpus_per_node == profile.gpu.per_node:
         lines.append("--exclusive")
     if survives_node_failure(spec, plan):
@@ -265,7 +278,6 @@ def _srun(
         # sockets in turn by default, which takes every other rank away from its GPU.
         "--distribution=block:block",
         "--export=ALL",
-        "--mpi=none",
         # The supervisor ends the step itself after it has found out which rank failed first;
         # srun's own kill would mask the exit codes. --wait acts if the supervisor does not.
         "--kill-on-bad-exit=0",
@@ -273,9 +285,6 @@ def _srun(
     ]
     # Not inherited from sbatch since 22.05 (srun(1)).
     arguments.append(f"--cpus-per-task={_cpus_per_gpu(spec, profile) * start.gpus_per_task}")
-    if profile.slurm.gpu_request == "gpus-per-task":
-        # Otherwise each task sees its own GPU only, and CUDA reaches no peer of the same node.
-        arguments.append("--gpu-bind=none")
     container = profile.software.container
     if container is not None and container.launcher == "pyxis":
         arguments.append(f"--container-image={container.image}")

@@ -180,6 +180,11 @@ class ResourcesSpec(Document):
     account: str | None = Field(None, description="Default: the profile's account")
     qos: str | None = Field(None, description="Default: the profile's QOS")
     reservation: str | None = Field(None, description="Slurm reservation to run in")
+    constraint: str | None = Field(None, description="Features besides the profile's, by `&`")
+    exclude: str | None = Field(None, description="Nodes never to run on, as n[1-3]")
+    nodelist: str | None = Field(None, description="Nodes that must be among those of the job")
+    licenses: str | None = Field(None, description="Licenses besides the profile's, as matlab:1")
+    gpu_bind: str | None = Field(None, description="`--gpu-bind` of srun; default: the profile's")
     cpus_per_gpu: int | None = Field(
         None, ge=1, description="CPUs for each GPU; default: its share of the node's"
     )

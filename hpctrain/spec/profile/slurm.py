@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AwareDatetime, Field, model_validator
 
 from hpctrain.spec.document import Document
 from hpctrain.spec.profile.partition import PartitionProfile
+from hpctrain.spec.slurm_options import SiteOptions, too_new_options
 from hpctrain.units import ByteSize, Duration
 
 
@@ -38,6 +39,21 @@ class SlurmProfile(Document):
     memory_per_gpu: ByteSize | None = Field(
         None, ge=2**20, description="Ask by `--mem-per-gpu` instead; needs an option for GPUs"
     )
+    reservation: str | None = Field(None, description="Reservation when a spec names none")
+    reservation_end: AwareDatetime | None = Field(
+        None, description="When it ends, as 2026-12-24T18:00:00+01:00; later attempts are refused"
+    )
+    comment: bool = Field(
+        True,
+        description="Mark jobs by `--comment`; false where the site uses it: jobs are then found "
+        "by name and directory",
+    )
+    options: SiteOptions = SiteOptions()
+    version: str | None = Field(
+        None,
+        pattern=r"^\d\d\.\d\d$",
+        description="Slurm's version, such as 24.11: newer `options` are refused; absent: unknown",
+    )
     kill_wait: Duration = Field(Duration(30), description="KillWait of slurm.conf")
     partitions: tuple[PartitionProfile, ...] = Field(
         min_length=1, description="All partitions that runs may use"
@@ -57,6 +73,13 @@ class SlurmProfile(Document):
             raise ValueError("`memory_per_gpu` and `memory` exclude each other: remove one")
         if self.gpu_request == "none":
             raise ValueError("`memory_per_gpu` needs a `gpu_request` other than none (sbatch(1))")
+        return self
+
+    @model_validator(mode="after")
+    def _options_exist(self) -> Self:
+        newer = too_new_options(self.options, self.version) if self.version else []
+        if newer:
+            raise ValueError(f"Slurm {self.version} does not have {', '.join(newer)}")
         return self
 
     @model_validator(mode="after")
