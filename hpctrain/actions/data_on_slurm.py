@@ -7,7 +7,6 @@ few queries. Does not belong here: the program (see `data`), Slurm commands (see
 
 from __future__ import annotations
 
-import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from hpctrain.actions.data import DatasetRequest, program, run_program
 from hpctrain.durable import replace_text
 from hpctrain.errors import HpctrainError, SlurmUnreachableError, UsageError
 from hpctrain.render.job_environment import INHERITED
+from hpctrain.render.software import MUST, module_commands
 from hpctrain.slurm.arrays import ArrayOptions, submit_array
 from hpctrain.slurm.client import SlurmClient
 from hpctrain.spec.profile import ClusterProfile
@@ -129,11 +129,8 @@ def _options(request: DatasetRequest, array: ArrayRequest) -> ArrayOptions:
     walltime = array.walltime or min(limit or _LONGEST, _LONGEST)
     if limit is not None and walltime > limit:
         raise UsageError(f"partition {name} allows {limit} at most")
-    setup: list[str] = []
-    if modules := software.modules:
-        setup += [f"source {shlex.quote(modules.init)}"] if modules.init else []
-        setup += ["module purge"] if modules.purge else []
-        setup += [shlex.join(["module", "load", *modules.load])] if modules.load else []
+    modules = module_commands(profile)
+    setup = [MUST, *(" ".join(command) for command in modules)] if modules else []
     return ArrayOptions(
         name=f"data-{request.output.name}",
         python=software.python or sys.executable,

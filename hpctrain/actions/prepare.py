@@ -8,6 +8,7 @@ writing files, looking for inputs (`hpctrain.supervise.evidence.node_checks`,
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 from collections.abc import Sequence
@@ -34,6 +35,7 @@ from hpctrain.plan.abilities.trainable import untrainable_fields, untrainable_la
 from hpctrain.plan.documents import Plan
 from hpctrain.render.job_environment import submit_variables
 from hpctrain.render.script import ScriptFacts, build_script, walltime
+from hpctrain.render.software import SetupFile, prologue_text
 from hpctrain.render.template import render_script
 from hpctrain.render.warning_lead import warning_lead
 from hpctrain.spec.calibration import SiteCalibration
@@ -77,6 +79,7 @@ class Prepared:
     template_directory: Path | None = None
     smaller: tuple[SizedConfig, ...] = ()
     signatures: str = ""
+    prologue: str | None = None
 
 
 def load_inputs(
@@ -168,6 +171,7 @@ def prepare(
         loaded_profile.digest,
         python,
         _gpu_variables(knowledge.gpu, plan),
+        _setup_file(loaded_profile),
     )
     peak = site.gpu.peak.get(plan.precision)
     absolute = _with_scratch(_with_absolute_paths(document), loaded_spec, site)
@@ -194,7 +198,22 @@ def prepare(
         template_directory=template_directory,
         smaller=smaller,
         signatures=load_signatures(profile_search_path()).to_json(),
+        prologue=prologue_text(document, site, plan),
     )
+
+
+def _setup_file(profile: Loaded[ClusterProfile]) -> SetupFile | None:
+    """Read the digest of the site's setup file. Raises InvalidInputError if it cannot be read."""
+    path = profile.document.software.setup
+    if path is None:
+        return None
+    try:
+        if not os.path.isabs(path):
+            raise OSError(0, "needs an absolute path, because jobs run in other directories")
+        return SetupFile(path, hashlib.sha256(Path(path).read_bytes()).hexdigest())
+    except OSError as error:
+        message = f"`software.setup` {path}: {error.strerror}"
+        raise InvalidInputError([profile.problem("software.setup", message)]) from error
 
 
 def _refuse_ended_reservation(spec: RunSpec, profile: ClusterProfile, now: datetime) -> None:

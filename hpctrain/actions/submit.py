@@ -117,6 +117,7 @@ def write_run_directory(prepared: Prepared, runs: Path) -> RunLayout:
         (layout.supervise_config, prepared.supervise.model_dump_json(indent=1)),
         (layout.signatures, prepared.signatures),
         (layout.script, prepared.script),
+        *([] if prepared.prologue is None else [(layout.prologue, prepared.prologue)]),
         *(
             (layout.train_config_for(one.shape.nodes), one.train.model_dump_json(indent=1))
             for one in prepared.smaller

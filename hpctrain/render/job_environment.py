@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from hpctrain.errors import InvalidInputError, Problem
 from hpctrain.plan.documents import Plan
 from hpctrain.printable_text import printable_line
+from hpctrain.render.software import cache_directories, per_rank_variables
 from hpctrain.spec.profile import INTERFACE_VARIABLES, ClusterProfile
 from hpctrain.spec.run import RunSpec
 
@@ -25,6 +26,11 @@ INHERITED = ("HOME", "LANG", "PATH", "USER")
 _READ_ONLY = frozenset({"BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID"})
 # Settings of a site for the supervisor (see `hpctrain.supervise.preflight`).
 _SITE_HOOKS = frozenset({"HPCTRAIN_KERNEL_LOG"})
+# srun(1), INPUT ENVIRONMENT VARIABLES: what a site may choose for all of its jobs.
+_SRUN_SETTINGS = frozenset(
+    {"SLURM_ACCEL_BIND", "SLURM_CPU_BIND", "SLURM_CPU_FREQ_REQ", "SLURM_GPU_BIND"}
+    | {"SLURM_HINT", "SLURM_MEM_BIND", "SLURM_NETWORK", "SLURM_THREADS_PER_CORE"}
+)
 # srun(1), --export: [ALL,]<variables>, NIL or NONE. A variable of that name would be read as one of
 # these words.
 _EXPORT_WORDS = frozenset({"ALL", "NIL", "NONE"})
@@ -37,6 +43,7 @@ class Variable:
     name: str
     value: str
     reason: str
+    prepend: bool = False
 
 
 def submit_variables(spec: RunSpec, profile: ClusterProfile) -> tuple[str, ...] | None:
@@ -80,9 +87,11 @@ def script_variables(
     """
     interface = profile.network.interface if plan.nodes.nodes > 1 else None
     site = {
-        fabric.name: Variable(fabric.name, fabric.value, printable_line(fabric.reason))
+        fabric.name: Variable(
+            fabric.name, fabric.value, printable_line(fabric.reason), fabric.prepend
+        )
         for fabric in profile.environment
-        if fabric.concerns(spec.engine.name)
+        if fabric.value is not None and fabric.concerns(spec.engine.name)
     }
     if interface is not None:
         reason = "network.interface of the profile: all nodes reach each other over it"
@@ -91,6 +100,11 @@ def script_variables(
     for wanted in gpu_variables:
         reason = printable_line(wanted.reason)
         site.setdefault(wanted.name, Variable(wanted.name, wanted.value, reason))
+    per_rank = {fabric.name for fabric in per_rank_variables(spec, profile)}
+    for name, directory in cache_directories(profile):
+        reason = "software.scratch of the profile: caches on each node, not on a shared disk"
+        site.setdefault(name, Variable(name, directory, reason))
+    site = {name: variable for name, variable in site.items() if name not in per_rank}
     own = spec.environment.variables
     return (
         *(variable for name, variable in site.items() if name not in own),
@@ -99,7 +113,7 @@ def script_variables(
     )
 
 
-def check_variables(names: Iterable[str]) -> None:
+def check_variables(names: Iterable[str], *, site: bool = False) -> None:
     """Raise InvalidInputError for names that bash or Slurm would not take as a variable."""
     problems = []
     for name in names:
@@ -107,6 +121,8 @@ def check_variables(names: Iterable[str]) -> None:
             reason = "it is read-only in bash"
         elif name.upper() in _EXPORT_WORDS:
             reason = "sbatch and srun read it as a word of `--export`"
+        elif site and name in _SRUN_SETTINGS:
+            continue
         elif name.startswith(("SLURM_", "HPCTRAIN_")) and name not in _SITE_HOOKS:
             reason = "Slurm and hpctrain set these themselves"
         else:

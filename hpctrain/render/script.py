@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import textwrap
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import InvalidInputError, Problem
@@ -29,8 +30,16 @@ from hpctrain.render.job_environment import (
 )
 from hpctrain.render.memory import memory_options, memory_problems
 from hpctrain.render.nodes import node_options, node_problems, survives_node_failure
-from hpctrain.render.quoting import directive_value, sh
+from hpctrain.render.quoting import directive_value
 from hpctrain.render.site_options import job_constraint, sbatch_options, srun_options
+from hpctrain.render.software import (
+    MUST,
+    SetupFile,
+    module_commands,
+    prologue_text,
+    prologue_words,
+    ulimit_commands,
+)
 from hpctrain.render.srun_tasks import SrunTasks, choose_tasks
 from hpctrain.render.topology import topology_options
 from hpctrain.render.warning_lead import warning_lead
@@ -64,7 +73,7 @@ class ScriptFacts:
     """Inputs of rendering besides spec, profile and plan.
 
     `comment` is the job's comment; `gpu_variables` are those that the catalogue lists for the
-    cluster's GPU, this engine and this layout.
+    cluster's GPU, this engine and this layout. `setup` is the file of `software.setup`.
     """
 
     run_id: str
@@ -73,6 +82,7 @@ class ScriptFacts:
     profile_digest: str
     python: str
     gpu_variables: tuple[GpuVariable, ...] = ()
+    setup: SetupFile | None = None
 
 
 @dataclass(frozen=True)
@@ -89,6 +99,12 @@ class Script:
     inheritance_note: str
     directives: tuple[str, ...]
     modules: tuple[tuple[str, ...], ...]
+    must: str
+    setup: SetupFile | None
+    unset: tuple[str, ...]
+    ulimits: tuple[tuple[str, ...], ...]
+    scratch: str | None
+    prologue_digest: str | None
     variables: tuple[Variable, ...]
     start_note: str
     task_kind: str
@@ -111,7 +127,7 @@ def build_script(spec: RunSpec, profile: ClusterProfile, plan: Plan, facts: Scri
     if python.startswith("-"):
         raise InvalidInputError([Problem(f"software.python: `{python}` reads as an option")])
     check_variables((*spec.environment.variables, *spec.environment.inherit))
-    check_variables(variable.name for variable in profile.environment)
+    check_variables((variable.name for variable in profile.environment), site=True)
     topology = topology_options(profile, plan, spec.resources.spare_nodes)
     constraint = job_constraint(spec, profile, plan)
     contradictions = [
@@ -124,6 +140,7 @@ def build_script(spec: RunSpec, profile: ClusterProfile, plan: Plan, facts: Scri
         raise InvalidInputError([Problem(message) for message in contradictions])
     lead = warning_lead(spec, profile, plan, walltime(spec, profile, partition))
     start = choose_tasks(spec, plan)
+    prologue = prologue_text(spec, profile, plan)
     container = profile.software.container
     pyxis = container if container is not None and container.launcher == "pyxis" else None
     return Script(
@@ -138,7 +155,13 @@ def build_script(spec: RunSpec, profile: ClusterProfile, plan: Plan, facts: Scri
         layout=_layout(plan),
         inheritance_note=_comment(f"{inheritance_note(spec, profile)}."),
         directives=_directives(spec, profile, plan, partition, facts),
-        modules=_modules(profile),
+        modules=module_commands(profile),
+        must=MUST,
+        setup=facts.setup,
+        unset=profile.software.unset,
+        ulimits=ulimit_commands(profile),
+        scratch=profile.software.scratch,
+        prologue_digest=None if prologue is None else sha256(prologue.encode()).hexdigest()[:12],
         variables=script_variables(spec, profile, plan, facts.gpu_variables),
         start_note=start.note,
         task_kind=start.task_kind,
@@ -156,7 +179,13 @@ def build_script(spec: RunSpec, profile: ClusterProfile, plan: Plan, facts: Scri
         ),
         container_mounts=pyxis.mounts if pyxis else None,
         apptainer=None if pyxis or container is None else _apptainer(container),
-        trainer=(container.python if container else python, "-m", *start.module, "train.json"),
+        trainer=(
+            *prologue_words(prologue),
+            container.python if container else python,
+            "-m",
+            *start.module,
+            "train.json",
+        ),
     )
 
 
@@ -250,19 +279,6 @@ def _gpu_request(
         "gpus-per-node": str(count) if per_node else None,
         "gpus-per-task": "1" if per_task and counts_tasks else None,
     }
-
-
-def _modules(profile: ClusterProfile) -> tuple[tuple[str, ...], ...]:
-    """List the commands that load the site's environment modules, already quoted."""
-    modules = profile.software.modules
-    if modules is None:
-        return ()
-    commands: list[tuple[str, ...]] = [("source", sh(modules.init))] if modules.init else []
-    if modules.purge:
-        commands.append(("module", "--force", "purge"))
-    if modules.load:
-        commands.append(("module", "load", *map(sh, modules.load)))
-    return (*commands, ("module", "list"))
 
 
 def _srun(

@@ -12,9 +12,6 @@ from hpctrain.spec.profile import ClusterProfile
 from hpctrain.spec.run import RunSpec
 from hpctrain.spec.slurm_options import OptionValue
 
-# Options of sbatch whose values are lists with commas.
-_LISTS = ("exclude", "nodelist", "licenses")
-
 
 def job_constraint(spec: RunSpec, profile: ClusterProfile, plan: Plan) -> str | None:
     """Return the features that all nodes of the job must have: the profile's and the spec's."""
@@ -25,8 +22,12 @@ def job_constraint(spec: RunSpec, profile: ClusterProfile, plan: Plan) -> str | 
 def sbatch_options(spec: RunSpec, profile: ClusterProfile) -> dict[str, OptionValue]:
     """Return the site's options of sbatch; nodes and licenses of the spec are added to its own."""
     options = dict(profile.slurm.options.sbatch)
-    for name in _LISTS:
-        wanted = getattr(spec.resources, name)
+    wanted_lists = {
+        "exclude": spec.resources.exclude,
+        "nodelist": spec.resources.nodelist,
+        "licenses": spec.resources.licenses,
+    }
+    for name, wanted in wanted_lists.items():
         if wanted:
             site = options.get(name, ())
             names = site if isinstance(site, tuple) else (site,)

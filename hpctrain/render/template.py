@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import InvalidInputError, Problem
+from hpctrain.printable_text import printable_line
 from hpctrain.render.quoting import sh, sh_expanded
 from hpctrain.render.script import Script
 
@@ -65,6 +66,7 @@ def template_environment(site: BaseLoader | None = None) -> Environment:
     )
     environment.filters["sh"] = sh
     environment.filters["sh_expanded"] = sh_expanded
+    environment.filters["printable_line"] = printable_line
     return environment
 
 

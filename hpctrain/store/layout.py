@@ -13,6 +13,7 @@ control/                               requests of people and of the supervisor 
 epochs/                                one file per launch; the highest number owns the run
 exits/e000001/rank-000003.json         how a rank of a launch ended, as it reports itself
 exits/e000001/node-000001.json         ranks that failed below an agent (launcher: torchrun)
+prologue.sh                            what each task runs before the trainer, if the site wants it
 stacks/e000001/rank-000003.txt         where each rank of a launch was when it hung
 ranks.json saves.jsonl skips.json      times of each rank, each save and its cost, data left out
 software.jsonl                         software and GPUs that each launch has found on its nodes
@@ -65,6 +66,10 @@ class RunLayout:
     @property
     def supervise_config(self) -> Path:
         return self.directory / "supervise.json"
+
+    @property
+    def prologue(self) -> Path:
+        return self.directory / "prologue.sh"
 
     @property
     def script(self) -> Path:

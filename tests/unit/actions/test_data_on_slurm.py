@@ -12,6 +12,7 @@ from hpctrain.actions import data_on_slurm
 from hpctrain.actions.data import DatasetRequest
 from hpctrain.actions.data_on_slurm import ArrayRequest, prepare_on_slurm, wait_for
 from hpctrain.errors import HpctrainError, SlurmUnreachableError, UsageError
+from hpctrain.render.software import MUST
 from hpctrain.slurm.arrays import ArrayOptions
 from hpctrain.slurm.fake import FakeSlurm
 from hpctrain.slurm.records import JobRecord
@@ -166,7 +167,10 @@ def test_the_profile_says_how_to_ask(place: Place) -> None:
     assert options.parameters() == dict(
         job_name="data-x", time=2, cpus_per_task=3, partition="urgent", account="lab", qos="low",
         constraint="cpu",
-        setup=["source /etc/lmod.sh", "module purge", "module load python/3.11 'a b'"],
+        setup=[
+            *(MUST, "source /etc/lmod.sh", "module --force purge"),
+            *("must module load python/3.11", "must module load 'a b'", "module list"),
+        ],
     )  # fmt: skip
     assert place.commands[0][0] == "/opt/py thon"
 
