@@ -47,6 +47,7 @@ from hpctrain.spec.loader import (
     partition_profile,
 )
 from hpctrain.spec.profile import ClusterProfile
+from hpctrain.spec.profile.network import port_range
 from hpctrain.spec.run import DataSource, RunSpec
 from hpctrain.store.datasets import bin_path, idx_path, npz_path
 from hpctrain.store.jobs import run_comment
@@ -385,4 +386,6 @@ def _supervise_config(
         node_ledger=str(runs.absolute() / NODE_LEDGER_NAME),
         mttf_seconds=node_mtbf_seconds(profile) / plan.nodes.nodes,
         submit_variables=submit_variables(spec, profile),
+        master_address=profile.network.master_address,
+        master_ports=port_range(profile.network.ports) if profile.network.ports else None,
     )

@@ -47,7 +47,8 @@ class SuperviseConfig(_Settings):
     between failures of the whole run, before it has had any. `inputs` are the files and directories
     that every node must be able to read. `warning_seconds` is how long before the time limit Slurm
     warns, which is what a stop may take; 0 if it is not known. `submit_variables` are those that
-    the run's jobs inherit from where they are submitted; None: all.
+    the run's jobs inherit from where they are submitted; None: all. `master_address` is the form of
+    MASTER_ADDR (`ip`, or a name with `{node}`), `master_ports` the first and last MASTER_PORT.
     """
 
     schema_version: Literal[1] = 1
@@ -78,6 +79,8 @@ class SuperviseConfig(_Settings):
     mttf_seconds: float | None = None
     inputs: tuple[str, ...] = ()
     submit_variables: tuple[str, ...] | None = None
+    master_address: str | None = None
+    master_ports: tuple[int, int] | None = None
 
 
 def read_supervise_config(path: Path) -> SuperviseConfig:
