@@ -11,6 +11,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from hpctrain.spec.contradiction import Contradiction
 from hpctrain.spec.data import BatchSpec as BatchSpec
 from hpctrain.spec.data import DataSource as DataSource
 from hpctrain.spec.data import DataSpec as DataSpec
@@ -24,6 +25,7 @@ from hpctrain.spec.model import ModelSpec as ModelSpec
 from hpctrain.spec.model import MoeSpec as MoeSpec
 from hpctrain.spec.profiling import ProfileSpec as ProfileSpec
 from hpctrain.spec.profiling import profile_contradictions
+from hpctrain.spec.secrets import HINT, secret_reason
 from hpctrain.spec.supervision import BudgetName as BudgetName
 from hpctrain.spec.supervision import RollbackSpec as RollbackSpec
 from hpctrain.spec.supervision import SuperviseSpec as SuperviseSpec
@@ -208,6 +210,15 @@ class EnvironmentSpec(Document):
     inherit: tuple[VariableName, ...] = Field(
         (), description="Names passed on from the submitting shell; the values stay out of files"
     )
+
+    @field_validator("variables")
+    @classmethod
+    def _no_secrets(cls, variables: dict[str, str]) -> dict[str, str]:
+        for name, value in variables.items():
+            if reason := secret_reason(name, value):
+                path = ("environment", "variables", name)
+                raise Contradiction(path, f"{reason}, which every reader of the script sees", HINT)
+        return variables
 
 
 class LoggingSpec(Document):

@@ -14,6 +14,7 @@ from hpctrain.spec.document import Document
 from hpctrain.spec.engines.registry import EngineName
 from hpctrain.spec.job_text import JobText
 from hpctrain.spec.run import VariableName
+from hpctrain.spec.secrets import secret_reason
 
 LimitValue = Annotated[int, Field(ge=0)] | Literal["unlimited"]
 
@@ -102,6 +103,9 @@ class FabricVariable(Document):
     def _one_value(self) -> Self:
         if (self.value is None) != bool(self.per_local_rank):
             raise ValueError(f"{self.name}: give exactly one of `value` and `per_local_rank`")
+        for value in (self.value or "", *self.per_local_rank):
+            if reason := secret_reason(self.name, value):
+                raise ValueError(f"{reason}, which everybody sees: specs `inherit` it by name")
         if self.per_local_rank and self.prepend:
             raise ValueError(f"{self.name}: `prepend` and `per_local_rank` exclude each other")
         return self
