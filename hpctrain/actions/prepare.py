@@ -22,6 +22,7 @@ from hpctrain.actions.container_paths import unmounted_warnings
 from hpctrain.actions.elastic_sizes import SizedConfig, shapes_of, smaller_sizes
 from hpctrain.actions.profiles import load_named_profile, profile_search_path
 from hpctrain.actions.runs import new_run_id
+from hpctrain.actions.site_files import setup_file, site_templates, templates_digest
 from hpctrain.engines.documents import train_config
 from hpctrain.engines.module import ModuleConfig
 from hpctrain.engines.speed_check import (
@@ -35,8 +36,11 @@ from hpctrain.plan.abilities.trainable import untrainable_fields, untrainable_la
 from hpctrain.plan.documents import Plan
 from hpctrain.render.job_environment import submit_variables
 from hpctrain.render.script import ScriptFacts, build_script, walltime
-from hpctrain.render.software import SetupFile, prologue_text
-from hpctrain.render.template import render_script
+from hpctrain.render.software import prologue_text
+from hpctrain.render.template import (
+    refuse_dropped_directives,
+    render_script,
+)
 from hpctrain.render.warning_lead import warning_lead
 from hpctrain.spec.calibration import SiteCalibration
 from hpctrain.spec.loader import (
@@ -163,6 +167,11 @@ def prepare(
     knowledge = load_knowledge(loaded_profile)
     plan = make_plan(document, site, knowledge)
     refuse_untrainable(loaded_spec, plan)
+    templates = template_directory or site_templates(loaded_profile)
+    template_sha256 = None if templates is None else templates_digest(templates)
+    if template_sha256 is not None:
+        both = f"{loaded_profile.digest}{template_sha256}".encode()
+        loaded_profile = replace(loaded_profile, digest=hashlib.sha256(both).hexdigest())
     _refuse_ended_reservation(document, site, datetime.now(UTC))
     run_id = new_run_id(runs, document.name, loaded_spec.digest, loaded_profile.digest)
     facts = ScriptFacts(
@@ -172,7 +181,8 @@ def prepare(
         loaded_profile.digest,
         python,
         _gpu_variables(knowledge.gpu, plan),
-        _setup_file(loaded_profile),
+        setup_file(loaded_profile),
+        template_sha256,
     )
     peak = site.gpu.peak.get(plan.precision)
     absolute = _with_scratch(_with_absolute_paths(document), loaded_spec, site)
@@ -194,27 +204,23 @@ def prepare(
         plan=plan,
         train=train,
         supervise=supervise.model_copy(update={"inputs": input_paths(train)}),
-        script=render_script(build_script(document, site, plan, facts), template_directory),
+        script=_rendered(document, site, plan, facts, templates),
         facts=facts,
-        template_directory=template_directory,
+        template_directory=templates,
         smaller=smaller,
         signatures=load_signatures(profile_search_path()).to_json(),
         prologue=prologue_text(document, site, plan),
     )
 
 
-def _setup_file(profile: Loaded[ClusterProfile]) -> SetupFile | None:
-    """Read the digest of the site's setup file. Raises InvalidInputError if it cannot be read."""
-    path = profile.document.software.setup
-    if path is None:
-        return None
-    try:
-        if not os.path.isabs(path):
-            raise OSError(0, "needs an absolute path, because jobs run in other directories")
-        return SetupFile(path, hashlib.sha256(Path(path).read_bytes()).hexdigest())
-    except OSError as error:
-        message = f"`software.setup` {path}: {error.strerror}"
-        raise InvalidInputError([profile.problem("software.setup", message)]) from error
+def _rendered(
+    spec: RunSpec, profile: ClusterProfile, plan: Plan, facts: ScriptFacts, templates: Path | None
+) -> str:
+    script = build_script(spec, profile, plan, facts)
+    text = render_script(script, templates)
+    if templates is not None:
+        refuse_dropped_directives(script, text, templates)
+    return text
 
 
 def _refuse_ended_reservation(spec: RunSpec, profile: ClusterProfile, now: datetime) -> None:
@@ -261,13 +267,12 @@ def with_free_run_id(prepared: Prepared, runs: Path) -> Prepared:
     document, site = prepared.spec.document, prepared.profile.document
     run_id = new_run_id(runs, document.name, prepared.spec.digest, prepared.profile.digest)
     facts = replace(prepared.facts, run_id=run_id, comment=run_comment(run_id))
-    script = build_script(document, site, prepared.plan, facts)
     return replace(
         prepared,
         run_id=run_id,
         facts=facts,
         supervise=prepared.supervise.model_copy(update={"run_id": run_id}),
-        script=render_script(script, prepared.template_directory),
+        script=_rendered(document, site, prepared.plan, facts, prepared.template_directory),
     )
 
 

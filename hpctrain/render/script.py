@@ -73,7 +73,8 @@ class ScriptFacts:
     """Inputs of rendering besides spec, profile and plan.
 
     `comment` is the job's comment; `gpu_variables` are those that the catalogue lists for the
-    cluster's GPU, this engine and this layout. `setup` is the file of `software.setup`.
+    cluster's GPU, this engine and this layout. `setup` is the file of `software.setup`,
+    `template_sha256` (hex) that of the site's templates; None: the packaged one.
     """
 
     run_id: str
@@ -83,6 +84,7 @@ class ScriptFacts:
     python: str
     gpu_variables: tuple[GpuVariable, ...] = ()
     setup: SetupFile | None = None
+    template_sha256: str | None = None
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,7 @@ class Script:
     spec_digest: str
     profile_name: str
     profile_digest: str
+    template_digest: str | None
     layout: str
     inheritance_note: str
     directives: tuple[str, ...]
@@ -152,6 +155,7 @@ def build_script(spec: RunSpec, profile: ClusterProfile, plan: Plan, facts: Scri
         spec_digest=facts.spec_digest[:12],
         profile_name=profile.name,
         profile_digest=facts.profile_digest[:12],
+        template_digest=facts.template_sha256 and facts.template_sha256[:12],
         layout=_layout(plan),
         inheritance_note=_comment(f"{inheritance_note(spec, profile)}."),
         directives=_directives(spec, profile, plan, partition, facts),

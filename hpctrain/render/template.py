@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 TEMPLATE = "job.sbatch.j2"
 # `hpctrain/job.sbatch.j2` is the packaged template, whatever a site's directory contains.
 PACKAGED = "hpctrain"
+# Without them there is no warning before the time limit, or a requeued job loses its log.
+_NEEDED = ("--signal", "--open-mode", "--requeue", "--no-requeue")
 _FORMER_NAME = "sbatch/megatron.sbatch.j2"
 
 
@@ -43,6 +45,20 @@ def render_script(script: Script, template_directory: Path | None = None) -> str
         raise  # a value that no shell can take: not the template's mistake
     except Exception as error:  # a template can raise anything, such as ZeroDivisionError
         raise InvalidInputError([_template_problem(error, template_directory)]) from error
+
+
+def refuse_dropped_directives(script: Script, text: str, directory: Path) -> None:
+    """Raise InvalidInputError for a template of the site without what the supervisor relies on."""
+    lines = {line.removeprefix("#SBATCH").strip() for line in text.splitlines()}
+    dropped = [
+        directive
+        for directive in script.directives
+        if directive.partition("=")[0] in _NEEDED and directive not in lines
+    ]
+    if dropped:
+        message = f"this template drops {', '.join(dropped)}, which the supervisor relies on"
+        hint = "keep `{{ super() -}}` in the block `directives`"
+        raise InvalidInputError([Problem(message, str(directory / TEMPLATE), hint=hint)])
 
 
 def template_environment(site: BaseLoader | None = None) -> Environment:

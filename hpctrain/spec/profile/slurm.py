@@ -49,6 +49,12 @@ class SlurmProfile(Document):
         "by name and directory",
     )
     options: SiteOptions = SiteOptions()
+    template: str | None = Field(
+        None,
+        min_length=1,
+        description="Directory of the site's `job.sbatch.j2`, or that file, relative to this "
+        "profile; `--template-dir` replaces it (docs/templates.md)",
+    )
     version: str | None = Field(
         None,
         pattern=r"^\d\d\.\d\d$",
